@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import bp_transformer as bp
+from cached_transformers.attentions.bp_layer import BPLayer, tree_levels
 from cached_transformers.attentions.bp_transformer import BPAttention
-from cached_transformers.layers.bp_layer import BPLayer, tree_levels
 
 B, H, E, V = 2, 2, 5, 3
 D = H * E

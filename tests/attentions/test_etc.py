@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import SoftmaxAttention
 from cached_transformers.attentions.etc import ETC, Labels
-from cached_transformers.layers.etc_layer import ETCLayer
+from cached_transformers.attentions.etc_layer import ETCLayer
 
 B, H, E = 2, 2, 5
 

@@ -189,7 +189,7 @@ def test_a_prompt_is_not_closed(kind: str) -> None:
         (["--prompt", "a", "--tokens", "0"], "--tokens 0 must be at least 1"),
         (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0 must be finite and not negative"),
         (["--prompt", "a", "--beams", "2", "--top-k", "3"], "beams=2 searches and draws nothing"),
-        (["--prompt", "a", "--temperature", "0", "--top-p", "0.5"], "temperature=0 draws nothing"),
+        (["--prompt", "a", "--temperature", "0", "--top-p", "0.5"], "temperature=0 samples nothing"),
         (["--prompt", "a", "--state", "no_such_state"], "give a state that --save-state has written"),
     ],
 )

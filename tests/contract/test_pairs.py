@@ -103,7 +103,7 @@ def test_a_pair_reads_on_with_its_state_or_is_refused_when_built(attention: str,
     ("memory", "kind", "message"),
     [
         ("feedback", "sequence_classifier", "memory Feedback needs pieces .* take language_model or encoder_decoder"),
-        ("feedback", "vision_transformer", "memory Feedback needs pieces .* would have seen the first piece alone"),
+        ("feedback", "vision_transformer", "memory Feedback needs pieces .* would see only the first piece"),
         ({"name": "read_twice", "block_length": 3}, "sequence_classifier", "memory ReadTwice needs pieces"),
         ({"name": "read_twice", "block_length": 3}, "vision_transformer", "memory ReadTwice needs pieces"),
         ("segatron", "vision_transformer", r"memory Segatron needs token_ids \(the token ids of the segment\)"),

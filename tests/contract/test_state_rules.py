@@ -25,7 +25,7 @@ from torch import Tensor
 from cached_transformers import state as states
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories.grc.grc import StreamGRCState, caches, commit_caches
-from cached_transformers.models.generation import Text
+from cached_transformers.models.generation import GeneratedText
 from cached_transformers.models.segments import read_segments
 from cached_transformers.registry import MEMORIES
 
@@ -134,7 +134,7 @@ def test_no_loop_changes_a_state_that_somebody_holds_and_in_place_it_reads_the_s
         for out, expected in zip(outs, plain[2:], strict=True):
             assert torch.equal(out.outputs, expected.outputs)
             same(out.state, expected.state)
-        text = Text(model, torch.cat(inputs[2:], 1), held, SEGMENT)
+        text = GeneratedText(model, torch.cat(inputs[2:], 1), held, SEGMENT)
         text.read()
         same(text.after(), plain[-1].state)
     same(held, before)

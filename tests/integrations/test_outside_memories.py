@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from cached_transformers import add_memory, load_pretrained
 from cached_transformers.integrations.transformers.stream_tap import Passage
-from cached_transformers.interfaces.memory import Entry, LayerMemory, ModelMemory, Through, Tokens, Trace
+from cached_transformers.interfaces.memory import BlockRunner, Entry, LayerMemory, ModelMemory, Tokens, Trace
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State
 
@@ -80,7 +80,7 @@ class OutsideTokens(ModelMemory):
 class OutsideTwice(OutsideTokens):
     """Goes through the blocks twice; the first time is a preview."""
 
-    def run(self, state: State, tokens: Tokens, through: Through) -> tuple[list[Tensor], State, Tensor | None]:
+    def run(self, state: State, tokens: Tokens, through: BlockRunner) -> tuple[list[Tensor], State, Tensor | None]:
         state = self.exit(state, *through(self.enter(state, tokens), write=False))[1]
         return super().run(state, tokens, through)
 

@@ -1,4 +1,4 @@
-"""Blocks and stacks: the order of sublayers, what is threaded through them, and their small parts.
+"""Blocks and stacks: order of sublayers, states, and small parts.
 
 Legend: B rows, N tokens, M slots, H heads, E head width, D model width.
 """
@@ -16,13 +16,13 @@ from torch.nn import functional as F
 
 from cached_transformers.interfaces.attention import Attention
 from cached_transformers.interfaces.memory import (
+    BlockRunner,
     Context,
     Entry,
     LayerMemory,
     ModelMemory,
     Query,
     Reading,
-    Through,
     Tokens,
     Trace,
 )
@@ -179,7 +179,7 @@ class Apart(Spanning):
         super().__init__(2)
         self.calls: list[str] = []
 
-    def run(self, state: Count, tokens: Tokens, through: Through) -> tuple[list[Tensor], Count, None]:
+    def run(self, state: Count, tokens: Tokens, through: BlockRunner) -> tuple[list[Tensor], Count, None]:
         through(Entry(tokens), write=False)
         steps: list[Tensor] = []
         for part in tokens.split(2):
@@ -251,7 +251,7 @@ class Mixer(Attention):
 
 
 def test_a_model_memory_that_the_blocks_cannot_serve_is_refused() -> None:
-    with pytest.raises(ValueError, match="memory Spanning offers slots, which nothing would read"):
+    with pytest.raises(ValueError, match="memory Spanning offers slots"):
         Stack(lambda _: make_block(), 1, model_memory=Spanning())
     mixing = lambda _: Block(SelfAttention(D, H, core=Mixer()), FeedForward(D, D))  # noqa: E731
     with pytest.raises(ValueError, match="OffersContext"):

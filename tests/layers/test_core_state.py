@@ -1,4 +1,4 @@
-"""A core with a state of its own: the layer keeps it beside its memory's, and hands it from segment to segment."""
+"""An attention with a state: the layer carries it next to its memory's state."""
 
 from __future__ import annotations
 

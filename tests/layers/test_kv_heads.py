@@ -24,7 +24,7 @@ def model(kv_heads: int | None, memory: Any, **options: Any) -> nn.Module:
 
 
 def repeated(t: Tensor, kv_heads: int) -> Tensor:
-    """Of a fused projection's weight or bias, keys and values of every head."""
+    """Keys and values of every head from a fused projection's weight or bias."""
     head = WIDTH // HEADS
     q, *shared = t.split([WIDTH, kv_heads * head, kv_heads * head])
     return torch.cat(

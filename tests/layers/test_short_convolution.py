@@ -1,4 +1,4 @@
-"""The short convolution: against a loop over tokens, cut anywhere, beside padding, and in models with memories."""
+"""The short convolution against a loop over tokens, with segments, padding, and memories."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cached_transformers.layers.short_convolution import ShiftedState, ShortConvolution
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.models import LanguageModel
-from cached_transformers.models.generation import Text, generate
+from cached_transformers.models.generation import GeneratedText, generate
 
 B, N, D, K = 3, 9, 4, 4
 
@@ -54,7 +54,7 @@ def test_equals_the_loop_in_values_and_gradients(convolution: ShortConvolution) 
 
 @pytest.mark.parametrize("sizes", [[N], [1] * N, [2, 1, 6], [5, 4], [1, 1, 7]])
 def test_a_text_may_be_cut_anywhere(convolution: ShortConvolution, sizes: list[int]) -> None:
-    """Also into pieces that are shorter than what is carried; the gradient goes back over the cut."""
+    """Also for pieces shorter than the carried tokens; the gradient crosses segments."""
     x = tokens().requires_grad_()
     recent, parts = convolution.init_state(B, x), []
     for piece in x.split(sizes, 1):
@@ -111,9 +111,9 @@ MEMORIES = [
 @pytest.mark.parametrize("memory", MEMORIES, ids=str)
 @torch.no_grad()
 def test_generation_carries_it_token_by_token(memory: Any) -> None:
-    """Beams too, of which each has its own last tokens."""
+    """Beams too: each has its own last tokens."""
     model, prompt = build(memory).eval(), torch.randint(0, 11, (2, 4), generator=torch.Generator().manual_seed(0))
-    kept, again = (Text(model, prompt, model.init_state(2), 5, again=again) for again in (False, True))
+    kept, again = (GeneratedText(model, prompt, model.init_state(2), 5, again=again) for again in (False, True))
     for step in range(9):
         rows = 2 if step < 2 else 6
         scores = kept.read()
@@ -206,7 +206,7 @@ def test_a_wrapper_that_hides_what_a_block_carries_is_named() -> None:
 
 
 def test_what_is_read_in_front_of_a_layer_is_asked_by_joined_tokens() -> None:
-    """Else no token could ask by what stands before it, such as the key of a question."""
+    """A token can then query with the tokens before it, such as the key of a question."""
     model = build({"name": "armt", "length": 2, "key_width": 4}).eval()
     block, seen = model.stack.blocks[0], []
     block.slot_attention.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))

@@ -174,7 +174,7 @@ def test_the_order_of_the_experts_does_not_matter() -> None:
 
 
 def test_the_gate_trains_the_router() -> None:
-    """Without the two losses the router's gradient comes through p alone: p_e (1[e = chosen] - p) y/p."""
+    """Without the two losses the router's gradient comes only through p: p_e (1[e = chosen] - p) y/p."""
     module = made(balance_loss=0.0, z_loss=0.0, capacity_factor=None)
     x_BND = tokens(rows=1, length=1)
     y_BND, _ = module(x_BND)
@@ -198,7 +198,7 @@ def test_the_losses_have_the_values_of_the_papers() -> None:
 
 
 def test_padding_takes_no_part() -> None:
-    """Results and losses of the tokens that count are those of a batch without padding, whatever stands there."""
+    """Results and losses equal a batch without padding, for any padded tokens."""
     module, padding_BN = made(), some_padding()
     x_BND = torch.where(padding_BN[..., None], torch.nan, tokens())
     y_BND, loss = module(x_BND, padding_BN)
@@ -377,7 +377,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -
     ("experts", "words"),
     [
         ({"experts": 4, "capacity": 2}, "unknown option of experts 'capacity'; did you mean 'capacity_factor'"),
-        ({"every": 2}, "must say how many there are"),
+        ({"every": 2}, "must give their number"),
         ({"experts": 4, "every": 3}, "experts.every=3 must lie between 1 and the number of layers, depth=2"),
     ],
 )
@@ -429,7 +429,7 @@ def test_transformers_layer_gives_the_same(factor: float | None) -> None:
 
 
 def test_transformers_losses_are_the_same() -> None:
-    """Theirs are means over rows of what ours is of a row, for the balance; the z-loss is the same mean."""
+    """The balance loss of transformers is the mean of ours over rows; the z-loss is the same mean."""
     logits_BNE = torch.randn(B, N, E, generator=torch.Generator().manual_seed(3))
     p_BNE, chosen_BN = logits_BNE.softmax(-1), logits_BNE.argmax(-1)
     ours = torch.stack([balance_loss(p, chosen) for p, chosen in zip(p_BNE, chosen_BN, strict=True)]).mean()

@@ -394,7 +394,7 @@ def test_only_layers_that_project_hold_projections() -> None:
         stack = make(depth=3, shared_kv=shared_kv)
         assert [len(block.attention.qkv.weight) for block in stack.blocks] == [D * n for n in rows]
         assert len({id(block.attention.positions.table_EM) for block in stack.blocks}) == 1
-    with pytest.raises(ValueError, match=r"this layer has no keys and values, which its memory does not need"):
+    with pytest.raises(ValueError, match="this layer has no keys and values"):
         make(depth=2).blocks[1].attention.project_kv(torch.zeros(1, 1, D))
 
 
@@ -426,9 +426,9 @@ def test_layers_that_attend_their_segment_are_refused() -> None:
     def block(_: int) -> Block:
         return Block(SelfAttention(D, H, causal=True), FeedForward(D, D))
 
-    with pytest.raises(ValueError, match=r"memory Feedback lets tokens attend the memory alone; make layer 0"):
+    with pytest.raises(ValueError, match="memory Feedback .*make layer 0"):
         Stack(block, 1, model_memory=Feedback(D, H))
-    with pytest.raises(ValueError, match=r"this layer has no keys and values, which its memory does not need"):
+    with pytest.raises(ValueError, match="this layer has no keys and values"):
         ContextAttention(D, H).project_kv(torch.zeros(1, 1, D))
 
 

@@ -105,7 +105,7 @@ def test_what_training_left_is_converted(memory: dict[str, Any]) -> None:
         model = build(memory, keep)
         state = model(tokens[0]).state
         state = model(tokens[1], state).state
-        with pytest.raises(ValueError, match=r"in training mode hidden states are kept, .* call eval\(\)"):
+        with pytest.raises(ValueError, match=r"training=True.* call eval\(\)"):
             model.as_kept(state)
         state = model.eval().as_kept(state)
         assert bool(pairs_of(state)) == (keep == "kv")

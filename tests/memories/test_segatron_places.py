@@ -16,7 +16,7 @@ from cached_transformers import generate
 from cached_transformers import state as states
 from cached_transformers.loops.replay import ReplayLoop
 from cached_transformers.loops.segments import SegmentLoop
-from cached_transformers.models.generation import Text
+from cached_transformers.models.generation import GeneratedText
 
 ROWS, SEGMENT, TOKENS = 2, 4, 16
 ENDS: dict[str, Any] = {"sentence_ends": (2, 5, 7), "paragraph_ends": (3, 11)}
@@ -135,7 +135,8 @@ def test_a_text_goes_on_from_the_numbers_of_its_prompt(options: dict[str, Any]) 
     assert torch.equal(far.state.model.sentence_B, plain.state.model.sentence_B + 40)
     places[:, 9] = places[:, 8] + 1  # in the open segment
     texts = [
-        Text(model, prompt, model.init_state(ROWS), SEGMENT, again=again, places=places) for again in (False, True)
+        GeneratedText(model, prompt, model.init_state(ROWS), SEGMENT, again=again, places=places)
+        for again in (False, True)
     ]
     with torch.no_grad():
         for token in text(6, ROWS, seed=3):
@@ -165,5 +166,5 @@ def test_what_are_no_places_is_refused() -> None:
     model(tokens, state, torch.ones(ROWS).bool(), places=places)
     with pytest.raises(ValueError, match="must be of the prompt"):
         generate(model, tokens, tokens=1, segment_length=SEGMENT, places=torch.zeros(ROWS, 2, 2).long())
-    with pytest.raises(ValueError, match="for a memory that knows sentences and paragraphs"):
+    with pytest.raises(ValueError, match="need a memory that takes them"):
         language_model("transformer_xl")(tokens, places=torch.zeros(ROWS, SEGMENT, 2).long())

@@ -149,7 +149,7 @@ def test_clusters_without_a_target_still_have_gradients() -> None:
 
 
 def test_one_compiled_graph_serves_all_targets() -> None:
-    """The dense form is taken in a graph, without being asked for; it gives what the sparse one gives."""
+    """A graph takes the dense form by itself; its results equal the sparse form."""
     _, softmax = build(FORMS["narrower"])
     compiled = torch.compile(softmax.losses, fullgraph=True, backend="aot_eager")
     for seed in range(3):

@@ -1,4 +1,4 @@
-"""Diagonals: what one segment after the other gives, in fewer calls of the blocks; and whom it refuses.
+"""Diagonal batching equals sequential segments, in fewer calls of the blocks; and refusals.
 
 The slow twin is the plain order itself: the same model, segment by segment.
 """
@@ -22,9 +22,8 @@ from cached_lab.training.distributed import in_group
 from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.interfaces.memory import Tokens
-from cached_transformers.layers.alike import groups_of
 from cached_transformers.layers.block import Block
-from cached_transformers.layers.together import AlikeBlocks
+from cached_transformers.layers.vmap_blocks import VmapBlocks, group_equal
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.loops.streaming import read_stream
 from cached_transformers.models.diagonal import read_diagonally
@@ -67,7 +66,7 @@ def seen(model: Any, loop: nn.Module, *arguments: Any) -> dict[str, Tensor]:
 
 
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1e-10) -> None:
-    """A weight without a part in anything has no gradient in one order, and zeros where it stood beside others."""
+    """An unused weight has no gradient in one order, and zeros in stacked weights."""
     for name in a.keys() | b.keys():
         if name not in a or name not in b:
             assert name.startswith("gradient of") and not (a | b)[name].any(), name
@@ -84,7 +83,7 @@ def both(model: Any, arguments: tuple[Any, ...], bptt: int = 2, tolerance: float
 
 
 def everything(segments: int) -> tuple[Any, ...]:
-    """A batch with a short last segment, padding in the middle and at the end, and rows that begin anew."""
+    """A batch with a short last segment, padding in the middle and at the end, and resets."""
     inputs, targets = batch(segments * SEGMENT - 2)
     padding = torch.zeros_like(inputs, dtype=torch.bool)
     padding[1, -3:] = padding[2, SEGMENT - 2 : SEGMENT] = padding[0, SEGMENT : 2 * SEGMENT] = True
@@ -109,7 +108,7 @@ def test_loss_state_and_gradients_are_those_of_one_segment_after_the_other(case:
 @pytest.mark.parametrize("case", [XL, GRC], ids=str)
 @pytest.mark.parametrize("segments", [1, 2, 3, 9])
 def test_more_and_fewer_segments_than_layers(case: Case, segments: int) -> None:
-    """And the windows of the gradient, of which none, one or several end in the batch."""
+    """Windows of the gradient: none, one or several end in the batch."""
     model = build(case)
     apart = [both(model, batch(segments * SEGMENT), bptt) for bptt in (1, 4, 9)]
     if case is GRC and segments == 9:
@@ -128,7 +127,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(("segments", "groups"), [(1, 3), (2, 4), (9, 11)])
 def test_one_call_a_diagonal(calls: list[int], segments: int, groups: int) -> None:
-    """L + S - 1 groups in the place of L S blocks."""
+    """L + S - 1 groups instead of L S blocks."""
     model = build(XL)
     SegmentLoop(model, SEGMENT)(*batch(segments * SEGMENT))
     assert len(calls) == DEPTH * segments
@@ -142,11 +141,11 @@ def test_layers_of_another_kind_run_beside_the_others(calls: list[int]) -> None:
     inputs, targets = batch(5 * SEGMENT)
     memorizing = next(case for case in LAYERED if case.memory == "memorizing")
     model = build(memorizing, depth=4)
-    assert groups_of(list(model.stack.blocks)) == [[0, 1, 3], [2]]
+    assert group_equal(list(model.stack.blocks)) == [[0, 1, 3], [2]]
     SegmentLoop(model, SEGMENT, schedule="diagonal")(inputs, targets)
     assert len(calls) == (4 + 5 - 1) + 5  # a group of three on each diagonal, and the fourth with each segment
     model = build(XL, depth=4, experts=2)
-    assert groups_of(list(model.stack.blocks)) == [[0, 2], [1], [3]]
+    assert group_equal(list(model.stack.blocks)) == [[0, 2], [1], [3]]
     plain = both(model, everything(5))
     assert plain["auxiliary"] != 0
 
@@ -168,7 +167,7 @@ def test_every_layer_drops_for_itself() -> None:
     x_BND = torch.randn(ROWS, SEGMENT, 16, dtype=torch.float64)
     tokens = Tokens(x_BND, torch.arange(SEGMENT)[None, :, None].expand(ROWS, -1, -1), consecutive=True)
     for training in (True, False):
-        a, b, c = AlikeBlocks(model.stack.train(training), [0, 1, 2]).run(0, [tokens] * 3, [()] * 3)
+        a, b, c = VmapBlocks(model.stack.train(training), [0, 1, 2]).run(0, [tokens] * 3, [()] * 3)
         assert torch.equal(a.x_BND, b.x_BND) is torch.equal(b.x_BND, c.x_BND) is not training
 
 
@@ -183,7 +182,7 @@ def test_under_autocast_it_differs_by_rounding() -> None:
 
 
 def test_buffers_may_be_read() -> None:
-    """Statistics of training are written in training alone; and without gradient no tensor says how often it was."""
+    """Statistics are written only in training; without gradient, tensors have no version counter."""
     model = build(next(case for case in LAYERED if case.attention == "routing")).eval()
     inputs, targets = batch(4 * SEGMENT)
     plain, loop = (SegmentLoop(model, SEGMENT, schedule=s) for s in ("segments", "diagonal"))
@@ -261,7 +260,7 @@ def test_data_parallel_and_sharding_wrap_the_loop(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", [XL, pytest.param(GRC, marks=pytest.mark.slow)], ids=str)
 def test_a_compiled_loop_is_one_graph(case: Case) -> None:
-    """Of a batch of one shape, all diagonals."""
+    """The graph holds all diagonals of a batch of one shape."""
     torch._dynamo.reset()
     counters.clear()
     model = build(case, depth=2)

@@ -1,4 +1,4 @@
-"""Whom diagonals refuse, by name, and which layers they take for alike."""
+"""Refusals of diagonal batching, and the comparison of layers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contract.contract_cases import ROWS, SEGMENT, VOCABULARY
 from torch import Tensor, nn
 
 from cached_transformers import create_model
-from cached_transformers.layers.alike import difference
 from cached_transformers.layers.stack import ModelOutput
+from cached_transformers.layers.vmap_blocks import difference
 from cached_transformers.loops.replay import ReplayLoop
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.loops.streaming import read_stream
@@ -48,17 +48,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "feedback": (lambda: made(memory="feedback"), "memory Feedback spans the layers"),
     "shared": (
         lambda: made(name="sequence_classifier", classes=2, max_length=8, memory="grc"),
-        "memory GRC is one for all rows and steps",
+        "memory GRC is shared by all rows",
     ),
     "last token": (
         lambda: made(name="sequence_classifier", classes=2, max_length=8, pool="last"),
         "pool='last' is not offered",
     ),
     "reversible": (lambda: made(reversible=True), "reversible=True computes activations again"),
-    "one layer": (lambda: made(depth=1), "there is one alone"),
+    "one layer": (lambda: made(depth=1), "there is one layer"),
     "unlike layers": (
         lambda: made(name="language_model", depth=2, attention={"name": "sparse_transformer"}),
-        r"they differ, e\.g\. in 'attention\.core\.index'",
+        r"they differ in 'attention\.core\.index'",
     ),
     "other models": (
         lambda: made(name="encoder_decoder", max_length=8),
@@ -66,7 +66,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "compiled": (lambda: torch.compile(made()), "would leave out its compiled forward"),
     "hooks": (hooked, "would leave out the hooks on its own calls"),
-    "hooks inside": (one_watched, r"they differ, e\.g\. in 'feed_forward\._forward_hooks'"),
+    "hooks inside": (one_watched, r"they differ in 'feed_forward\._forward_hooks'"),
 }
 
 
@@ -113,13 +113,13 @@ def test_a_forward_that_is_not_made_of_the_parts_is_refused() -> None:
         def answer(self, h_BND: Tensor, targets: Tensor | None = None) -> Tensor:
             return 2 * super().answer(h_BND, targets)
 
-    with pytest.raises(ValueError, match="Louder has a forward that is newer than they are; write embed and answer"):
+    with pytest.raises(ValueError, match="Louder overrides forward but not embed and answer"):
         SegmentLoop(Louder(VOCABULARY, 16, 2, 2, 16), SEGMENT, schedule="diagonal")
     SegmentLoop(Whole(VOCABULARY, 16, 2, 2, 16), SEGMENT, schedule="diagonal")
 
 
 class Exchanging(nn.Module):
-    """A feed-forward that puts another tensor in the place of its buffer."""
+    """A feed-forward that replaces its buffer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Documents in rows: the plan of pieces, loops over segments, and what is refused."""
+"""Packed rows: the plan of pieces, segment loops, and refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMPRESSIVE = {"name": "compressive", "length": 2, "compressed": 2, "rate": 2}
 
 
 def ids(*rows: tuple[int, ...]) -> Tensor:
-    """Ids of rows of documents of so many tokens; a negative number is padding."""
+    """Ids of rows with documents of these lengths; a negative number is padding."""
     lay = [[(7 * i if n > 0 else -3) for i, n in enumerate(row) for _ in range(abs(n))] for row in rows]
     return torch.tensor(lay)
 
@@ -59,7 +59,7 @@ def text(documents_BN: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def apart(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Each document of `PACKED` in a row of its own, in the columns where it stands there, and all else padding."""
+    """Each document of `PACKED` in a row of its own, in the same columns, with padding elsewhere."""
     pieces = [(row, int(i)) for row, found in enumerate(PACKED) for i in found.unique() if i >= 0]
     rows = torch.tensor([row for row, _ in pieces])
     padding = PACKED[rows] != torch.tensor([i for _, i in pieces])[:, None]
@@ -230,9 +230,9 @@ def test_ids_of_bounds_and_of_places() -> None:
             lambda: document_ids_from_position_ids(torch.zeros(1, 3).long(), torch.zeros(1, 3)),
             r"padding of shape \(1, 3\) and dtype torch.float32 must be bool",
         ),
-        (lambda: document_ids_from_position_ids(torch.tensor([[3, 4, 2]])), r"position_ids\[0, 2\] is 2, behind 4"),
+        (lambda: document_ids_from_position_ids(torch.tensor([[3, 4, 2]])), r"position_ids\[0, 2\] is 2, after 4"),
         (lambda: check_documents(torch.zeros(2, 3).long(), 2, 4), r"documents of shape \(2, 3\) .* \(2, 4\)"),
-        (lambda: check_documents(torch.zeros(2, 3), 2, 3), "dtype torch.float32 must be an id for each place"),
+        (lambda: check_documents(torch.zeros(2, 3), 2, 3), "dtype torch.float32 must be an id for each token"),
         (
             lambda: plan_documents(torch.tensor([[0, 1], [4, 4]]).repeat(1, 2)),
             r"documents\[0, 3\] is 1, a document that",
@@ -265,7 +265,7 @@ def test_what_cannot_be_told_of_documents_says_so() -> None:
     pairs = create_model("encoder_decoder", vocabulary=VOCABULARY, max_length=16, **sizes)
     with pytest.raises(ValueError, match="EncoderDecoder"):
         pairs(inputs, inputs, documents=PACKED)
-    with pytest.raises(ValueError, match="generate goes on behind each row's last token"):
+    with pytest.raises(ValueError, match="generate continues each row"):
         generate(build(), inputs, tokens=1, segment_length=SEGMENT, documents=PACKED)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="passes=2"):
         SegmentLoop(build(), SEGMENT, passes=2)(inputs, targets, documents=PACKED)
@@ -274,7 +274,7 @@ def test_what_cannot_be_told_of_documents_says_so() -> None:
 
 
 class Once(nn.Module):
-    """Of somebody else."""
+    """A third-party class."""
 
     def init_state(self, rows: int) -> Tensor:
         return torch.zeros(rows)

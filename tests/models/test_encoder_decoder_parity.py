@@ -108,7 +108,7 @@ def stirred(model: nn.Module) -> nn.Module:
 
 @pytest.fixture(params=CASES)
 def pair(request: pytest.FixtureRequest) -> tuple[Any, EncoderDecoder]:
-    """A model of theirs, none of whose weights hides its effect, and ours made of it."""
+    """A model of transformers with random weights everywhere, and ours with its weights."""
     torch.manual_seed(0)
     make, convert = CASES[request.param]
     theirs = stirred(make())
@@ -140,7 +140,7 @@ def test_outputs_are_equal_with_and_without_padding(pair: tuple[Any, EncoderDeco
 
 @torch.no_grad()
 def test_masked_targets_change_nothing_before_them(pair: tuple[Any, EncoderDecoder]) -> None:
-    """transformers is told of the target's padding, ours is not: it lies behind the end, which nothing sees."""
+    """transformers masks the target's padding, ours does not: no token sees padding after the end."""
     theirs, ours = pair
     inputs, padding, decoder_inputs = batch(ours)
     valid = torch.arange(T) < torch.tensor([7, 3, 1, 5])[:, None]

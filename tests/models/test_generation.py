@@ -1,4 +1,4 @@
-"""Generation: what is fed to the model, what is chosen, where rows stop, and the state that is left.
+"""Generation: inputs of the model, selected tokens, ends of rows, and the final state.
 
 Legend: B rows, N tokens, V vocabulary.
 """
@@ -17,7 +17,7 @@ from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.models.beam_search import search
-from cached_transformers.models.generation import Text, generate
+from cached_transformers.models.generation import GeneratedText, generate
 from cached_transformers.models.sampling import keep_likely
 
 V, SEGMENT = 7, 4
@@ -120,7 +120,7 @@ def test_a_carried_state_is_read_and_left_alone(model: Any) -> None:
 
 
 def test_generation_goes_on_from_the_last_token_and_the_state() -> None:
-    """Where the cut of a text does not matter, two halves are the whole."""
+    """Two halves equal the whole for memories without segment boundaries."""
     model = build({"name": "transformer_xl", "length": 64})
     prompt = torch.randint(V, (2, 3))
     whole = model.generate(prompt, tokens=11, temperature=0, segment_length=SEGMENT)
@@ -159,7 +159,7 @@ def test_one_beam_is_greedy(model: Any, eos: int | None) -> None:
     prompt = torch.randint(V, (4, 3))
     greedy = model.generate(prompt, tokens=9, temperature=0, eos=eos, segment_length=SEGMENT)
     with torch.no_grad():
-        text = Text(model, prompt, model.init_state(4), SEGMENT)
+        text = GeneratedText(model, prompt, model.init_state(4), SEGMENT)
         best = search(text, text.read(), 9, 1, eos, 1.0)
     assert torch.equal(best.tokens_BLT[:, 0, : greedy.tokens.shape[1]], greedy.tokens)
     assert torch.equal(best.length_BL[:, 0], greedy.lengths)
@@ -321,8 +321,8 @@ PROMPT = torch.zeros(1, 2, dtype=torch.long)
         ({"temperature": math.nan}, "temperature=nan"),
         ({"top_p": 0.0}, r"top_p=0.0 must lie in \(0, 1\]"),
         ({"top_p": 1.5}, "top_p=1.5"),
-        ({"temperature": 0, "top_k": 3}, "temperature=0 draws nothing"),
-        ({"beams": 2, "top_p": 0.5}, "searches and draws nothing.*top_p=0.5"),
+        ({"temperature": 0, "top_k": 3}, "temperature=0"),
+        ({"beams": 2, "top_p": 0.5}, "beams=2.*top_p=0.5"),
         ({"beams": 2, "temperature": 0.7}, "temperature=0.7"),
         ({"length_penalty": 2.0}, "take beams=2 or more"),
         ({"beams": 2, "length_penalty": math.nan}, "length_penalty=nan"),
@@ -341,7 +341,7 @@ def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([[1, 2], [3]], "is a list.*different lengths"),
+        ([[1, 2], [3]], "is a list"),
         (PROMPT[0], r"shape \(2,\) must be \(rows, tokens\)"),
         (PROMPT[:, :0], "at least one token"),
         (PROMPT + V, "not in a vocabulary of 7"),

@@ -1,4 +1,4 @@
-"""What models are called with: shapes, dtypes and ranges that do not fit are refused alike by every model."""
+"""Inputs of models: wrong shapes, dtypes and ranges are refused alike by every model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The language model: what it refuses, how it embeds, what its layers share."""
+"""The language model: refusals, embeddings, shared layers."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_initial_weights_of_the_original() -> None:
 
 
 def test_bad_tokens_are_found_without_breaking_the_graph() -> None:
-    """The check stands in the graph: nothing is asked of the values while it is traced."""
+    """The check is part of the graph: tracing reads no values."""
     model = build().eval()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     x, state = tokens(), model.init_state(2)

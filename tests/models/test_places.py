@@ -1,4 +1,4 @@
-"""Where tokens stand when a state is carried on: the rule of `models/stack_model.py`, in every model.
+"""Positions of tokens with a carried state: the rule of `models/stack_model.py`, in every model.
 
 Legend: B rows, N tokens of a segment, K tokens of a stream.
 """

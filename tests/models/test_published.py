@@ -15,7 +15,7 @@ from models.test_session import words
 
 from cached_transformers import create_model, load_pretrained, tune_initial_state
 from cached_transformers.models import LanguageModel, SequenceClassifier, VisionTransformer
-from cached_transformers.models.published import Published
+from cached_transformers.models.published import PublishedModel
 
 
 def language_model(**more: Any) -> LanguageModel:
@@ -31,7 +31,7 @@ def test_saved_it_is_the_same(tmp_path: Path) -> None:
     assert config["model"] == "language_model" and config["options"]["memory"] == {"name": "rmt", "length": 3}
     card = (tmp_path / "model" / "README.md").read_text()
     assert "rmt" in card and "| perplexity | 3.25 |" in card and "bytes" in card
-    for load in (LanguageModel.from_pretrained, Published.from_pretrained, load_pretrained):
+    for load in (LanguageModel.from_pretrained, PublishedModel.from_pretrained, load_pretrained):
         again: Any = load(str(tmp_path / "model"))
         assert type(again) is LanguageModel and not again.training
         assert torch.equal(again(words(2, 7)).outputs, model(words(2, 7)).outputs)

@@ -34,7 +34,7 @@ def small(**options: Any) -> PyramidVisionTransformer:
 
 
 def disturbed(model: nn.Module) -> nn.Module:
-    """Random draws in the place of zero biases and unit norms, which would hide mistakes."""
+    """Random values instead of zero biases and unit norms, which would hide mistakes."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -203,7 +203,7 @@ def test_pruning_keeps_the_maps_and_drops_what_they_do_not_need() -> None:
 
 
 def test_without_class_token_as_in_detection() -> None:
-    """The last map is then that of attention among cells alone, and a classification checkpoint loads."""
+    """The last map then has attention only among cells, and a classification checkpoint loads."""
     whole, model = disturbed(small()), small(class_token=False, num_classes=0)
     weights = published_weights(whole.state_dict(), model)
     missing, unexpected = model.load_state_dict(weights, strict=False)
@@ -307,11 +307,11 @@ def test_layers_for_layer_wise_rates() -> None:
     "options, message",
     [
         ({"img_size": 24}, r"images of 24 x 24 pixels are smaller than the 32 x 32 that 4 stages need"),
-        ({"depths": (1, 2)}, "must name as many stages"),
+        ({"depths": (1, 2)}, "must have one length"),
         ({"global_pool": "max"}, r"global_pool='max' must be one of 'token', 'avg', ''"),
         ({"global_pool": "token", "class_token": False}, "there is no class token"),
         ({"num_heads": (1, 3, 3, 4)}, "width 16 must be a positive multiple of num_heads=3"),
-        ({"sr_ratios": (8, 4, 2, 2)}, "sr_ratio=2 reduces a map, which class tokens are not part of"),
+        ({"sr_ratios": (8, 4, 2, 2)}, "sr_ratio=2"),
         ({"drop_path_rate": 1.0}, r"drop_path=1.0 must lie in \[0, 1\)"),
     ],
 )

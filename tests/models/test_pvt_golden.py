@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("double")
 
 
 def places(golden: Golden) -> dict[str, Place]:
-    """Where each recorded parameter stands in ours: under its own name outside attention."""
+    """Names of recorded parameters in our model; they differ only in attention."""
     whole, table = slice(None), {}
     for name in golden.names("param/"):
         block, found, inner = name.partition(".attn.")

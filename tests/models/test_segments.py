@@ -1,4 +1,4 @@
-"""The loop over segments and passes by itself: how it cuts, what it hands on, and that it waits to be asked."""
+"""The loop over segments and passes: slices, states, and laziness."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_all_tokens_are_in_segments_and_an_open_one_is_filled(tokens: int, lengt
 
 
 def test_nothing_is_read_before_it_is_asked_for() -> None:
-    """So an endless stream can be read, and whoever reads it may stop."""
+    """An endless stream can be read, and the caller may stop."""
     drawn: list[int] = []
 
     def stream() -> Iterator[int]:

@@ -34,7 +34,7 @@ def norm(x: Tensor, layer: nn.LayerNorm) -> Tensor:
 
 
 def twin(model: SequenceClassifier, tokens: list[int]) -> Tensor:
-    """Logits of one row, one token and one head at a time; 0 is padding, which is a key for nobody."""
+    """Logits of one row, one token and one head at a time; 0 is padding, which no token attends."""
     width, heads = model.class_token.shape[-1], 2
     inside = width // heads
     rows = [model.class_token[0, 0], *(model.embedding.weight[token] for token in tokens)]
@@ -118,7 +118,7 @@ def test_the_options_leave_the_default_model_as_it_was() -> None:
 
 
 def test_shared_queries_and_keys_without_output_projection() -> None:
-    """What the arena's Reformer projects: the same logits as a layer whose queries and keys have equal weights."""
+    """The arena's Reformer: the same logits as a layer with equal weights of queries and keys."""
     shared = classifier(bias=False, shared_query_key=True, project_output=False).double().eval()
     plain = classifier(bias=False).double().eval()
     weights = shared.state_dict()

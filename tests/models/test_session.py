@@ -1,4 +1,4 @@
-"""Texts that are read and written piece by piece, of our models and of others'."""
+"""Sessions: texts read and continued step by step, with our models and hosts."""
 
 from __future__ import annotations
 
@@ -129,5 +129,5 @@ def test_without_memory_all_is_one_segment(tmp_path: Path) -> None:
         found.read(piece)
     expected = generate(model, text, tokens=3, temperature=0).tokens
     assert torch.equal(found.generate(tokens=3, temperature=0).tokens, expected)
-    with pytest.raises(ValueError, match="nothing to keep but the text itself"):
+    with pytest.raises(ValueError, match="segment_length=None.*save the tokens"):
         found.save(tmp_path / "a")

@@ -1,9 +1,8 @@
-"""The options of a stack: said once, taken by every model as keywords, and seen by whoever asks for a signature."""
+"""Stack options: named with type and default in the signature of every model, and checked."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import typing
 from typing import Any
 
@@ -14,7 +13,7 @@ from cached_lab.cli.main import main
 from cached_lab.tasks.recipes import load_config
 from cached_transformers import create_model
 from cached_transformers.models import LanguageModel
-from cached_transformers.models.stack_options import StackKeywords, StackOptions, takes_stack_options
+from cached_transformers.models.stack_options import StackOptions
 from cached_transformers.registry import MODELS
 
 SIZES = ("width", "depth", "heads", "feed_forward")
@@ -25,13 +24,6 @@ NEEDED: dict[str, dict[str, Any]] = {
     "vision_transformer": {"image_size": 8, "patch_size": 4},
     "encoder_decoder": {"vocabulary": 7},
 }
-
-
-def test_keywords_and_object_say_the_same() -> None:
-    fields, keywords = typing.get_type_hints(StackOptions), typing.get_type_hints(StackKeywords)
-    assert {name: fields[name] for name in keywords} == keywords
-    # The models name sizes themselves; the classifier has a head_width of another meaning; a model decides on the last.
-    assert fields.keys() - keywords.keys() == {*SIZES, "head_width", "feed_forward_bias"}
 
 
 @pytest.mark.parametrize("name", NEEDED)
@@ -46,6 +38,8 @@ def test_a_signature_names_every_option_once_with_default_and_type(
     assert options["memory"].default is None and options["attention"].default == "softmax"
     assert hints["dropout"] is float and options["dropout"].annotation == "float"
     assert options["dropout"].default == {"encoder_decoder": 0.3}.get(name, 0.0)
+    fields, own = typing.get_type_hints(StackOptions), {"head_width", *SIZES}  # the classifier's head has a head_width
+    assert all(hints[option] == fields[option] for option in (options.keys() & fields.keys()) - own)
     assert main(["explain", name]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "  memory: MemorySpec = None" in lines and "  attention: AttentionSpec = 'softmax'" in lines
@@ -65,7 +59,7 @@ def test_what_a_model_does_not_offer_is_refused(name: str) -> None:
     message = f"unknown option of model '{name}' 'dropuot'; did you mean 'dropout'"
     with pytest.raises(ValueError, match=message):
         create_model(name, **NEEDED[name], dropuot=0.1)
-    for option in StackKeywords.__annotations__.keys() - MODELS.entry(name).options.keys():
+    for option in {field.name for field in dataclasses.fields(StackOptions)} - MODELS.entry(name).options.keys():
         with pytest.raises(ValueError, match=f"unknown option of model '{name}' '{option}'"):
             create_model(name, **NEEDED[name], **{option: None})
     with pytest.raises(TypeError, match="'feed_forward_bias'"):
@@ -105,18 +99,13 @@ def test_a_recipe_is_checked_against_the_types() -> None:
         load_config("demo_text", ["model.norm=3"])
 
 
-def test_options_that_no_stack_has_cannot_be_offered() -> None:
-    with pytest.raises(AssertionError):
-        takes_stack_options("memroy")
+@pytest.mark.parametrize("name", NEEDED)
+def test_defaults_are_those_of_the_object_unless_a_model_changes_them(name: str) -> None:
+    changed = {"activation": "relu", "dropout": 0.3, "activation_dropout": 0.0} if name == "encoder_decoder" else {}
+    for field in dataclasses.fields(StackOptions)[len(SIZES) :]:
+        option = MODELS.entry(name).options.get(field.name)
+        assert option is None or option.default == changed.get(field.name, field.default)
 
 
-def test_an_option_keeps_the_default_of_the_object_unless_a_model_says_otherwise() -> None:
-    @takes_stack_options("norm", activation="relu")
-    def init(self: Any, width: int = 3, *, other: int = 1, **options: Any) -> None:
-        self.update(options, width=width, other=other)
-
-    assert str(inspect.signature(init)).startswith("(self: 'Any', width: 'int' = 3, *, norm: 'str' = 'pre', activation")
-    given: dict[str, Any] = {}
-    init(given, norm="post")
-    assert given == {"norm": "post", "activation": "relu", "width": 3, "other": 1}
+def test_a_post_norm_stack_has_no_final_norm() -> None:
     assert dataclasses.replace(StackOptions(**SMALL), norm="post").normed is False

@@ -1,4 +1,4 @@
-"""Beam search of the encoder-decoder: the same with and without kept keys, exhaustive where it can be, row by row."""
+"""Beam search of the encoder-decoder: equal with and without KV cache, exhaustive if possible, row by row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from models.test_encoder_decoder import KINDS, LENGTHS, PADDING, ROWS, W, build,
 from torch import Tensor
 
 from cached_lab.tasks.translation.translate import Translation, translate
-from cached_transformers.layers import kv_cache as kept_keys
+from cached_transformers.layers import kv_cache
 from cached_transformers.models.encoder_decoder import EncoderDecoder
 
 BEGIN, END = 0, 1
@@ -32,8 +32,8 @@ def score(model: EncoderDecoder, source: Tensor, tokens: list[int]) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("beams", [1, 4])
-def test_kept_keys_give_what_reading_again_gives(kind: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_keys, "BLOCK", 3)  # so that room runs out on the way
+def test_the_kv_cache_equals_reading_again(kind: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "BLOCK", 3)  # so that room runs out on the way
     model = build(target_vocabulary=W, **KINDS[kind])
     options: dict[str, Any] = {"padding": PADDING, "begin": BEGIN, "end": END, "beams": beams}
     kept, again = (translate(model, sources(), cached=cached, **options) for cached in (True, False))

@@ -1,4 +1,4 @@
-"""One of several processes of `test_pipeline`: reads its segments of every row, and stores what came of it.
+"""Process of `test_pipeline`: read a share of the segments of every row and store the results.
 
 Called by torchrun as: pipeline_worker.py FOLDER [few | streams | mesh], for FOLDER/RANK.pt.
 """
@@ -23,32 +23,25 @@ from contract.contract_cases import SEGMENT, STREAMS, VOCABULARY, Case
 from cached_lab.training.distributed import World, in_world
 from cached_lab.training.segment_pipeline import SegmentPipeline
 from cached_transformers.loops.segments import SegmentLoop
-from cached_transformers.state import detach, map_state, named_tensors
+from cached_transformers.state import named_tensors
 
 ROWS = 4
 
 
 class Setting(NamedTuple):
-    """How a batch is read: segments of it, the window of the gradient, micro-batches, the order of the layers, and
-    whether rows hold documents."""
+    """Segments of a batch, segments that a gradient crosses, and whether rows hold several documents."""
 
     segments: int = 5
     bptt: int = 5
-    micro_batches: int = 2
-    schedule: str = "segments"
     packed: bool = False
 
 
 SETTINGS = {
-    "plain": Setting(4, 2, 1),  # the cut is where the processes part
-    "through": Setting(5, 4, 2),
-    "short": Setting(1, 1, 2),  # the second process has nothing to read
+    "plain": Setting(4, 2),  # the gradient ends between the processes
+    "through": Setting(5, 4),
+    "short": Setting(1, 1),  # the second process has no segment
 }
-PACKED = {"packed": Setting(4, 4, 2, packed=True)}
-WAVEFRONTS = {
-    "wavefront": Setting(5, 5, 1, "wavefront"),
-    "wavefront, cut": Setting(6, 2, 2, "wavefront"),
-}
+PACKED = {"packed": Setting(4, 4, packed=True)}
 FEW = [
     case
     for case in STREAMS
@@ -57,17 +50,16 @@ FEW = [
 ]
 
 MESH = [case for case in FEW if case.memory != "compressive"]
-"""Without an auxiliary loss, which several data-parallel processes weigh by tokens, and one process by segments."""
+"""Cases without an auxiliary loss: data-parallel processes weigh it by tokens, one process by segments."""
 
 
 def settings_of(case: Case) -> dict[str, Setting]:
-    # An auxiliary loss of documents depends on which of them are read at once.
-    packed = PACKED if case in FEW and case.memory != "compressive" else {}
-    return {**SETTINGS, **packed, **(WAVEFRONTS if case.in_layers else {})}
+    # An auxiliary loss of documents depends on the documents that are read at once.
+    return {**SETTINGS, **(PACKED if case in FEW and case.memory != "compressive" else {})}
 
 
 def batch(segments: int, rows: int = ROWS) -> tuple[Any, ...]:
-    """A short last segment where there are several, padding in the middle and at the end, rows that begin anew."""
+    """Return rows with a short last segment, padding inside and at the end, and resets."""
     text = torch.randint(0, VOCABULARY, (rows, segments * SEGMENT + 1), generator=torch.Generator().manual_seed(3))
     if segments > 1:
         text = text[:, :-2]
@@ -81,7 +73,7 @@ def batch(segments: int, rows: int = ROWS) -> tuple[Any, ...]:
 
 
 def documents(inputs: Tensor) -> Tensor:
-    """Two rows of several documents, which begin inside segments and at one, and a row that is all one."""
+    """Return ids of documents that begin inside segments and at their first token."""
     ids = torch.zeros_like(inputs)
     ids[0, 2:] = ids[1, SEGMENT:] = ids[1, SEGMENT + 4 :] = 1
     ids[0, SEGMENT + 3 :] = ids[1, SEGMENT + 5 :] = 2
@@ -89,17 +81,16 @@ def documents(inputs: Tensor) -> Tensor:
 
 
 def seen(case: Case, setting: Setting, world: World | None, mesh: Any = None) -> dict[str, Tensor]:
-    """Loss, auxiliary loss, gradients and state after the second of two batches, the state carried from the first.
+    """Return loss, auxiliary loss, gradients and state after the second of two batches.
 
-    Of the pipeline with what is divided by the processes averaged over them, or of one `SegmentLoop`.
+    With a world they are those of a pipeline, averaged over processes; without, those of one `SegmentLoop`.
     """
     model = case.build().double()
     loop: nn.Module = SegmentLoop(model, SEGMENT, setting.bptt)
     called, parts = loop, [slice(None)]
     if world is not None:
         group = None if mesh is None else mesh.get_group("pipeline")
-        options: dict[str, Any] = {"micro_batches": setting.micro_batches, "schedule": setting.schedule}
-        loop = SegmentPipeline(model, SEGMENT, setting.bptt, **options, group=group)
+        loop = SegmentPipeline(model, SEGMENT, setting.bptt, group=group)
         called = DistributedDataParallel(loop, find_unused_parameters=True)
         parts = [slice(lane * ROWS // 2, (lane + 1) * ROWS // 2) for lane in range(2)] if mesh is not None else parts
     part = parts[0 if mesh is None else mesh.get_local_rank("data")]
@@ -119,30 +110,6 @@ def seen(case: Case, setting: Setting, world: World | None, mesh: Any = None) ->
         both = world.sum(both) / world.size
     found |= {"loss": both[0]} | ({"auxiliary": both[1]} if mesh is None else {})
     return found | ({} if state is None else {f"state {n}": t for n, t in named_tensors(state)})
-
-
-def seen_in_parts(case: Case, setting: Setting) -> dict[str, Tensor]:
-    """What one process sees that reads one micro-batch after the other: for auxiliary losses, which may be means over
-    those rows alone that have something to do with them."""
-    model = case.build().double()
-    loop = SegmentLoop(model, SEGMENT, setting.bptt)
-    states: list[Any] = [None] * setting.micro_batches
-    for segments in (2, setting.segments):
-        model.zero_grad()
-        whole = batch(segments)
-        total, auxiliary = torch.zeros(2, dtype=torch.float64)
-        for number, rows in enumerate(torch.arange(ROWS).tensor_split(setting.micro_batches)):
-            inputs, targets, reset, padding = (t[rows] for t in whole)
-            outs = list(loop.read(inputs, targets, states[number], reset, padding))
-            total = total + sum(out.outputs.sum() for out in outs)
-            auxiliary = auxiliary + sum(out.auxiliary_loss for out in outs) * (len(rows) / ROWS / len(outs))
-            states[number] = detach(outs[-1].state)
-        loss = total / (~whole[3]).sum() + auxiliary
-        loss.backward()
-    found = {f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    state = map_state(lambda *parts: torch.cat(parts), *states)
-    scalars = {"loss": loss.detach(), "auxiliary": auxiliary.detach()}
-    return found | scalars | {f"state {n}": t for n, t in named_tensors(state)}
 
 
 def everything(world: World) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Processes that are killed and started anew: what they learn is what those learn that nobody killed."""
+"""Restarts: processes that are killed and restarted learn the same as processes without kills."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ import launch
 import pytest
 import torch
 import yaml
+from drills import elastic
 from same_run import final
 from small_language import recipe, write_text
 
-from cached_lab.experiments import elastic_drill
 from cached_lab.training.distributed import agreed_name
 from cached_lab.training.interruption import RunFailed
 from cached_lab.training.metrics import read_metrics
 from cached_transformers.files import lives
 
-DRILL = ("-m", "cached_lab.experiments.elastic_drill")
+DRILL = ("-m", "drills.elastic")
 
 
 def drilled(out: Path, *arguments: object) -> list[str]:
-    """Lines of the table of a drill in which all held."""
+    """Return the lines of the table of a drill without problems."""
     printed = launch.python(*DRILL, "--out", out, *arguments)
-    assert "is the run that nobody killed, to the bit" in printed
+    assert "equals the run without kills, to the bit" in printed
     return [line for line in printed.splitlines() if line.startswith("| ") and line[2].isdigit()]
 
 
-def test_a_run_that_is_killed_is_the_run_that_nobody_killed(tmp_path: Path) -> None:
+def test_a_killed_run_equals_the_run_without_kills(tmp_path: Path) -> None:
     options = ("--kills", 2, "--steps", 12, "--save-every", 3, "--seed", 2, "--save", "async", "--forked")
     assert len(drilled(tmp_path / "drill", *options)) == 2
 
@@ -87,7 +87,7 @@ def test_a_name_is_agreed_on_whatever_earlier_processes_have_said() -> None:
         ]
         for thread in threads:
             thread.start()
-            time.sleep(0.05)  # so that who comes first finds what others have left
+            time.sleep(0.05)  # the first process then finds values of earlier processes
         for thread in threads:
             thread.join()
         assert len(found) == 3 and len(set(found)) == 1 and not former & set(found)
@@ -101,17 +101,17 @@ def test_a_process_that_does_not_come_is_named(rank: int, missing: int) -> None:
 
 
 def test_the_drill_draws_moments_that_each_start_reaches() -> None:
-    kills = elastic_drill.draw(200, 100, 5, 2, seed=0)
+    kills = elastic.draw(200, 100, 5, 2, seed=0)
     assert [kill.step for kill in kills] == sorted(kill.step for kill in kills) and kills[-1].step <= 90
-    assert {kill.kind for kill in kills} == set(elastic_drill.KINDS) and {kill.rank for kill in kills} == {0, 1}
-    assert kills == elastic_drill.draw(200, 100, 5, 2, seed=0) != elastic_drill.draw(200, 100, 5, 2, seed=1)
+    assert {kill.kind for kill in kills} == set(elastic.KINDS) and {kill.rank for kill in kills} == {0, 1}
+    assert kills == elastic.draw(200, 100, 5, 2, seed=0) != elastic.draw(200, 100, 5, 2, seed=1)
     with pytest.raises(ValueError, match="steps=5.*save_every=15"):
-        elastic_drill.drill(Path("nowhere"), 1, 5, 5)
+        elastic.drill(Path("nowhere"), 1, 5, 5)
 
 
 def test_the_drill_sees_a_bit() -> None:
     tree = {"w": torch.tensor([0.0, 1.0]), "seconds": 1.0, "n": [1, (2, "x")]}
-    assert elastic_drill._unequal("t", tree, {**tree, "w": tree["w"].clone(), "seconds": 2.0}) == []
-    assert elastic_drill._unequal("t", tree, {**tree, "w": torch.tensor([-0.0, 1.0])}) == ["t/w is another one"]
-    assert elastic_drill._unequal("t", tree, {**tree, "n": [1, (2, "y")]}) == ["t/n/1/1 is another one"]
-    assert elastic_drill._unequal("t", tree, {"w": tree["w"]}) == ["t is another one"]
+    assert elastic._unequal("t", tree, {**tree, "w": tree["w"].clone(), "seconds": 2.0}) == []
+    assert elastic._unequal("t", tree, {**tree, "w": torch.tensor([-0.0, 1.0])}) == ["t/w differs"]
+    assert elastic._unequal("t", tree, {**tree, "n": [1, (2, "y")]}) == ["t/n/1/1 differs"]
+    assert elastic._unequal("t", tree, {"w": tree["w"]}) == ["t differs"]

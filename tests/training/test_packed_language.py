@@ -11,9 +11,9 @@ from training.same_run import assert_same_run
 from training.small_language import CPU, fitted, make, write_text
 
 from cached_lab.experiments.memory_use import emptied_in_training
-from cached_lab.tasks.language.output_caches import read_split
+from cached_lab.output_caches import hidden_states
+from cached_lab.output_caches.scoring import read_split
 from cached_lab.tasks.language.scores import split_losses
-from cached_transformers.models.output_caches import hidden_states
 
 PACKED = ("data.reset=packed", "data.shuffle=true", "model.dropout=0.0")
 SIZES = (3, 1, 5, 2, 4)
@@ -103,4 +103,4 @@ def test_what_does_not_go_with_packed_documents_is_refused(tmp_path, text):
         pytest.raises(ValueError, match=r"data\.reset=packed"),
         hidden_states(trainer.model, "last_hidden") as seen,
     ):
-        next(read_split(trainer.model, trainer.task.validation, CPU, trainer.config, seen))
+        next(read_split(trainer.model, trainer.task.validation, CPU, trainer.config, seen, "losses"))

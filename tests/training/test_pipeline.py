@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from contract.contract_cases import STREAMS, Case
-from pipeline_worker import FEW, MESH, seen, seen_in_parts, settings_of
+from pipeline_worker import FEW, MESH, seen, settings_of
 from small_language import make, recipe, write_text
 
 from cached_lab.cli.main import main
@@ -34,17 +34,15 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 def compare(case: Case, found: Seen, lanes: int = 1) -> None:
-    """A weight without a part in anything has no gradient in one process, and may have zeros in several."""
+    """Compare with one process; a weight that nothing uses has no gradient there, and may have zeros here."""
     for name, setting in settings_of(case).items():
         alone = seen(case, setting, None)
-        if alone["auxiliary"] != 0 and setting.micro_batches > 1:
-            alone = seen_in_parts(case, setting)
         for rank, of_rank in enumerate(found):
             lane, place = divmod(rank, len(found) // lanes)
             together = of_rank[f"{case} {name}"]
             for key in alone.keys() | together.keys():
                 if key not in together and key.startswith("state"):
-                    assert place > 0 and setting.segments == 1, key  # whoever read no segment
+                    assert place > 0 and setting.segments == 1, key  # this process read no segment
                 elif key not in together and key == "auxiliary":
                     assert lanes > 1
                 elif key not in alone or key not in together:
@@ -86,9 +84,8 @@ def test_a_recipe_trains_in_a_pipeline_as_in_one_process(tmp_path: Path) -> None
         *("optimizer.name=sgd", "training.clip_norm=0.1"),
     ]
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(text, *options)), encoding="utf-8")
-    pipeline = ["training.pipeline=2", "training.micro_batches=2", "training.wavefront=true"]
     train = ["train", str(tmp_path / "recipe.yaml"), "--out"]
-    launch.python("-m", "cached_lab.cli.main", *train, tmp_path / "two", *pipeline, processes=2)
+    launch.python("-m", "cached_lab.cli.main", *train, tmp_path / "two", "training.pipeline=2", processes=2)
     assert main([*train, str(tmp_path / "alone")]) == 0
     curves = [read_metrics(tmp_path / run / "metrics.jsonl") for run in ("alone", "two")]
     assert len(curves[0]) == len(curves[1]) == 16 + 1
@@ -113,7 +110,6 @@ def test_a_recipe_trains_in_a_pipeline_as_in_one_process(tmp_path: Path) -> None
         {"passes": 2},
         {"compile": True},
         {"bptt_window": "sliding", "bptt": 2},
-        {"wavefront": True, "recall": 0.3},
     ],
 )
 def test_what_does_not_go_with_a_pipeline_is_refused(options: dict[str, Any]) -> None:
@@ -121,9 +117,7 @@ def test_what_does_not_go_with_a_pipeline_is_refused(options: dict[str, Any]) ->
         TrainingConfig(pipeline=2, segments=2, **options)
 
 
-def test_settings_that_mean_nothing_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"micro_batches=2.*training\.pipeline"):
-        TrainingConfig(micro_batches=2)
+def test_a_pipeline_needs_segments_and_processes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"pipeline=3.*training\.segments=2"):
         TrainingConfig(pipeline=3, segments=2)
     text = write_text(tmp_path / "text")
@@ -131,21 +125,11 @@ def test_settings_that_mean_nothing_are_refused(tmp_path: Path) -> None:
         make(tmp_path, text, "training.pipeline=2")
 
 
-def test_a_pipeline_refuses_what_it_cannot_read() -> None:
-    rmt = next(case for case in FEW if case.memory == "rmt/causal").build()
-    with pytest.raises(ValueError, match="schedule='wavefront'.*schedule='segments'"):
-        SegmentPipeline(rmt, 4, schedule="wavefront")
-    with pytest.raises(ValueError, match="'diagonal'"):
-        SegmentPipeline(rmt, 4, schedule="diagonal")
-    with pytest.raises(ValueError, match="micro_batches=0"):
-        SegmentPipeline(rmt, 4, micro_batches=0)
-    tokens = torch.zeros(2, 8, dtype=torch.long)
-    with pytest.raises(ValueError, match="micro_batches=3"):
-        SegmentPipeline(rmt, 4, micro_batches=3)(tokens, tokens)
+def test_a_pipeline_refuses_a_cache_that_rows_share() -> None:
     shared = create_model(
         "vision_transformer", image_size=8, patch_size=4, classes=2, width=8, depth=1, heads=2, memory="grc"
     )
-    with pytest.raises(ValueError, match="a cache that all rows share"):
+    with pytest.raises(ValueError, match="a cache shared by all rows"):
         SegmentPipeline(shared, 4)
 
 

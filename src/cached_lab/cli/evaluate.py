@@ -148,8 +148,8 @@ def _in_segments(config: RunConfig, length: int | None) -> RunConfig:
 def _with_output_cache(arguments: argparse.Namespace) -> int:
     """Print the scores without and with a cache over outputs, its settings, and how long it took."""
     from cached_lab.experiments.load import read_run_config
-    from cached_lab.experiments.output_cache import cache_options, evaluate_output_cache
     from cached_lab.experiments.reports.terminal import open_console, print_output_cache
+    from cached_lab.output_caches.evaluation import cache_options, evaluate_output_cache
     from cached_transformers.files import jsonable
 
     for name, plain in (

@@ -48,14 +48,6 @@ def add_parser(subparsers: Any) -> None:
     for name in SIZES:
         what = "tokens of a row" if name == "length" else f"{name.replace('_', ' ')} of the data"
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{what}, if they are not known")
-    pipeline = parser.add_argument_group("pipeline", "the time of a step whose segments several GPUs share, by a model")
-    pipeline.add_argument(
-        "--pipeline", metavar="P", help="GPUs that share the segments of a row, or auto for the fastest; of text"
-    )
-    pipeline.add_argument("--micro-batches", type=int, metavar="M", help="parts of its rows (default: the fastest)")
-    pipeline.add_argument(
-        "--latency-us", type=float, default=10.0, metavar="US", help="of a message, in microseconds (default: 10)"
-    )
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="machine-readable output")
     shown.add_argument("--markdown", action="store_true", help="one row of a table for each recipe")
@@ -72,14 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
     machine = Machine(**{name: getattr(arguments, name) for name in names})
     given = Given(**{name: getattr(arguments, name) for name in SIZES})
     configs = [load_config(name, arguments.overrides) for name in arguments.recipe.split(",")]
-    if arguments.pipeline is not None:
-        from .plan_pipeline import run_pipeline
-
-        return run_pipeline([sized(config, given) for config in configs], machine, arguments)
-    if arguments.micro_batches is not None:
-        raise ValueError(
-            f"--micro-batches {arguments.micro_batches} are of --pipeline; give it, too, or leave them out"
-        )
     plans = [make_plan(sized(config, given), machine) for config in configs]
     if arguments.json:
         found = [plan.to_dict() for plan in plans]

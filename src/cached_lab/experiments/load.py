@@ -23,7 +23,7 @@ from cached_lab.training.run_files import CATEGORIES, CONFIG, TOKENIZER
 from cached_lab.yaml_tree import flatten, parse_yaml
 from cached_transformers.extras import require
 from cached_transformers.integrations.transformers.load import load_pretrained
-from cached_transformers.models.published import Published
+from cached_transformers.models.published import PublishedModel
 
 from .build import build_model, without_checkpoint
 
@@ -114,7 +114,7 @@ def load_writer(
     if checkpoint != "best":
         raise ValueError(f"--checkpoint {checkpoint}: {folder} is no run folder, and has one set of weights")
     saved = load_pretrained(str(folder)).to(device)
-    if isinstance(saved, Published):
+    if isinstance(saved, PublishedModel):
         return Writer(saved, words_of(read_tokenizer(folder / TOKENIZER, saved)), length, state)
     return Writer(saved, words_of_transformers(_tokenizer_beside(folder)), length, state)
 

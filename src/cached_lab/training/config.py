@@ -40,8 +40,6 @@ MAY_DIFFER = (
     "training.device",
     "training.parallel",
     "training.pipeline",
-    "training.micro_batches",
-    "training.wavefront",
     "training.shares",
 )
 """Keys that may change when a run is resumed: they alter how long, where and how loudly it runs."""

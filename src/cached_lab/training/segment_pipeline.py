@@ -1,78 +1,65 @@
-"""Texts in parallel: neighbouring segments of each row belong to neighbouring processes, and the state goes through.
+"""Segment-parallel training: each process reads neighbouring segments of every row and sends the state to the next.
 
-    process 0   segments 0 .. k-1     S_k       -->   process 1   segments k .. 2k-1     S_2k   -->   ...
-                micro-batch 0, 1, 2                               micro-batch 0, 1, 2, one step behind
+    process 0   segments 0 .. k-1   --state-->   process 1   segments k .. 2k-1   --state-->   ...
+                dL/dS by autograd   <--dL/dS--
 
-Reading a row is sequential, and rows do not know of each other: a batch is cut into M micro-batches of rows that follow
-each other through the P processes (GPipe, Huang et al. 2019, arXiv:1811.06965, with segments in the place of layers).
-They work for M of M + P - 1 steps. Where memories live in layers, layer l of a segment needs of the segment before it
-the state of layer l alone, so that this state leaves before layer l + 1 runs (`models/wavefront.py`): each micro-batch
-is L smaller steps, and processes work for M L of M L + P - 1.
-
-The gradient of the state goes back from process to process (`handover.py`), so that loss, state and gradients are those
-of a `SegmentLoop` in one process. Every process has all weights and is given the whole batch: what it computes is its
-own segments. Weights of memory and blocks thus get a part of their gradient in each; DDP round the pipeline adds up.
+Each end of a message is a node of its process' autograd graph: `_Receive` sends gradients in its backward and `_Send`
+waits for them. A plain `backward()` in every process is therefore the backward of the whole. Every process has all
+weights and receives the whole batch, and activations are divided.
 
 Legend: B rows, N tokens of all segments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.layers.token_loss import IGNORED
-from cached_transformers.loops.segments import Piece, SegmentLoop, refuse_inside, told_documents
+from cached_transformers.loops.segments import SegmentLoop, told_documents
 from cached_transformers.memories.parts.shared_cache import caches
-from cached_transformers.models.diagonal import check_layers
 from cached_transformers.models.segments import read_segments
-from cached_transformers.models.wavefront import read_by_layers
-from cached_transformers.registry import unknown_name
-from cached_transformers.state import State, detach, map_state
+from cached_transformers.state import State, detach, map_state, named_tensors
 
-from .pipeline_comm import Line
-
-ORDERS = ("segments", "wavefront")
-"""Orders in which a process runs its layers: one segment after the other, or one layer after the other."""
+_ALIGNMENT = 8
+"""Bytes of an integer in a message; tensors start at multiples of it."""
+_STATE, _FINAL_STATE, _GRADIENT = range(3)
+"""Kinds of messages: a state for the next process, the last state for the first process, and a state's gradient."""
 
 
 class SegmentPipeline(SegmentLoop):
-    """A segment loop whose segments several processes share: for texts too long for the time of one.
+    """Segment loop whose segments are divided over processes, for rows whose activations are too large for one.
 
-    All processes of the group call it with the same rows, and call `backward` of their loss. Process r of P reads its
-    neighbouring share of the segments; where there are fewer segments than processes the last ones wait. Without other
-    processes it is a `SegmentLoop` that reads micro-batch after micro-batch.
+    All processes of the group call it with the same rows and call `backward` on their loss. Process r of P reads the
+    r-th share of neighbouring segments. If there are fewer segments than processes, the last processes only wait.
+    Without other processes it is a `SegmentLoop`.
 
-    The loss of a process is P times its share of the whole, so that the mean over processes is the loss of one process,
-    of gradients as well: `DistributedDataParallel(pipeline, find_unused_parameters=True)` takes that mean, over the
-    processes that read other rows, too, where it is made of all of them and `group` is of those that share rows. (A
-    process may have no use of a weight, as the last one has none of what writes the memory.) Whoever multiplies the
-    loss, as gradient scaling does, must do so alike in all processes.
+    The loss of a process is P times its share of the whole loss, so that the mean over processes is the loss of one
+    process, and gradients likewise: wrap it in `DistributedDataParallel(pipeline, find_unused_parameters=True)` over
+    all processes, including those that read other rows. Scale the loss by the same factor in all processes.
 
-    Buffers that segments write, such as running averages of a core, are each process' own.
+    Buffers that segments write, such as running averages, are local to each process.
 
     Args:
-        model, segment_length, bptt, scoring: as of `SegmentLoop`. Where a window of `bptt` segments ends between two
-            processes no gradient is sent.
-        micro_batches: M, parts of the rows that follow each other through the processes; as equal as can be. Each keeps
-            its activations until the backward. Auxiliary losses are means over them, weighted by rows.
-        schedule: "segments", for every memory; or "wavefront", where the state of each layer leaves as soon as it is
-            there, for our models whose memory lives in the layers.
-        group: processes that share rows, of `torch.distributed`; None for all there are.
+        model, segment_length, bptt, scoring: see `SegmentLoop`. Where a window of `bptt` segments ends between two
+            processes, no gradient is sent.
+        group: processes that share rows, from `torch.distributed`; None for all processes.
 
     Attributes:
-        auxiliary_loss: what the last loss held beside the cross-entropy, detached.
+        auxiliary_loss: part of the last loss beside the cross-entropy, detached.
 
     Raises:
-        ValueError: a size below 1, a shared cache, which each segment of a step would write, or a schedule that does
-            not suit the model.
+        ValueError: a size below 1, or a cache shared by rows, which every process would update on its own.
 
     Example:
-        >>> pipeline = SegmentPipeline(model, segment_length=512, bptt=8, micro_batches=4)  # in each of two processes
+        >>> pipeline = SegmentPipeline(model, segment_length=512, bptt=8)  # in each of two processes
         >>> loss, state = pipeline(tokens[:, :-1], tokens[:, 1:], state)  # of all 8 segments
         >>> loss.backward()
     """
@@ -83,27 +70,16 @@ class SegmentPipeline(SegmentLoop):
         segment_length: int,
         bptt: int = 1,
         *,
-        micro_batches: int = 1,
-        schedule: str = "segments",
         scoring: Callable[..., ModelOutput] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(model, segment_length, bptt, scoring=scoring)
-        if micro_batches < 1:
-            raise ValueError(f"micro_batches={micro_batches} must be at least 1")
-        if schedule not in ORDERS:
-            raise ValueError(unknown_name("schedule", schedule, list(ORDERS)))
-        if schedule == "wavefront":
-            check_layers(self.model, schedule)
-            if scoring is not None:
-                raise ValueError("schedule='wavefront' scores tokens by itself; leave scoring out, or take 'segments'")
         if any(True for _ in caches(self.model)):
             raise ValueError(
-                "a cache that all rows share is written by each segment of a step, in its order, and processes of a "
-                "pipeline would each write their own; take a memory with a state, as grc_stream, or SegmentLoop"
+                "a cache shared by all rows is written by each segment of a step in order, and each process of a "
+                "pipeline would write its own; use a memory with a state, such as grc_stream, or SegmentLoop"
             )
-        self.schedule, self.micro_batches = schedule, micro_batches
-        self.line = Line(group)
+        self.messages = Messages(group)
         self._shapes: dict[tuple[int, bool], State] = {}
 
     def forward(
@@ -116,86 +92,54 @@ class SegmentPipeline(SegmentLoop):
         places: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> tuple[Tensor, State | None]:
-        """P times this process' share of the loss of the batch, and the state after it, cut from the graph.
+        """Return P times this process' share of the loss of the batch, and the detached state after the batch.
 
-        Arguments are those of `SegmentLoop.forward`, of the whole batch; `state` is looked at by the first process.
+        Arguments are those of `SegmentLoop.forward` for the whole batch; only the first process uses `state`.
 
         Returns:
-            The loss; and, in the first process, which goes on with it, and in the one that read the last segment, the
-            state behind the batch; None in the others.
+            The loss, and the state after the batch in the first process and in the one that read the last segment;
+            None in the other processes.
 
         Raises:
-            ValueError: as `SegmentLoop`, or fewer rows than micro-batches.
+            ValueError: see `SegmentLoop`.
         """
         told = padding
         if documents is not None:
             documents, padding = told_documents(documents, padding, inputs_BN)
-            told = None  # the ids say it
+            told = None  # the ids contain it
         pieces, resets = self._prepared(inputs_BN, targets_BN, reset, told, places, documents)
-        if self.schedule == "wavefront":
-            refuse_inside(pieces, self.schedule)
-        if len(inputs_BN) < self.micro_batches:
-            raise ValueError(
-                f"micro_batches={self.micro_batches} of {len(inputs_BN)} rows; take as many micro-batches as rows, or "
-                "fewer"
-            )
-        line = self.line
-        line.settle()
-        own, last = share(len(pieces), line.rank, line.size), min(line.size, len(pieces)) - 1
-        # A part of the loss that is 0, by which a process without segments, too, takes part in a backward.
+        messages, rank, device = self.messages, self.messages.rank, inputs_BN.device
+        messages.wait()
+        own, last = share(len(pieces), rank, messages.size), min(messages.size, len(pieces)) - 1
+        # A sum over nothing, so that a process without segments takes part in the backward, too.
         total = auxiliary = next(self.model.parameters()).flatten()[:0].sum(dtype=torch.float32)
-        after: list[State] = []
-        resets = resets[own.start : own.stop]
-        parts = torch.arange(len(inputs_BN)).tensor_split(self.micro_batches) if own else ()
-        for number, rows in enumerate(slice(int(part[0]), int(part[-1]) + 1) for part in parts):
-            mine = [_rows(piece, rows) for piece in pieces[own.start : own.stop]]
-            before = None if state is None or line.rank else map_state(lambda t, r=rows: t[r], state)
-            relay = _Relay(self, number, own, last, rows.stop - rows.start, inputs_BN.device)
-            read = self._by_layers if self.schedule == "wavefront" else self._by_segments
-            outs = read(relay, mine, before, [None if begin_B is None else begin_B[rows] for begin_B in resets])
+        zero = torch.zeros((), device=device, requires_grad=True)
+        after: State | None = None
+        if own:
+            if rank:
+                state, received = messages.receive_state(rank - 1, _STATE, self._like(len(inputs_BN)), zero, device)
+                total = total + received
+            mine = slice(own.start, own.stop)
+            outs = list(read_segments(self._segment, pieces[mine], state, resets[mine], self.bptt, first=own.start))
             for out in outs:
                 total = total + out.outputs.sum()
-                auxiliary = auxiliary + out.auxiliary_loss * ((rows.stop - rows.start) / len(inputs_BN))
-            total = total + sum(relay.zeros)
-            after.append(detach(outs[-1].state))
+                auxiliary = auxiliary + out.auxiliary_loss
+            after = detach(outs[-1].state)
+            if rank < last:
+                sent = after if own.stop % self.bptt == 0 else outs[-1].state
+                total = total + messages.send_state(rank + 1, _STATE, sent, zero)
+        if last and rank == last:
+            messages.send_state(0, _FINAL_STATE, after, zero.detach())
+        elif last and rank == 0:
+            like = self._like(len(inputs_BN))
+            after, _ = messages.receive_state(last, _FINAL_STATE, like, zero.detach(), device)
         count = ((targets_BN != IGNORED) if padding is None else (targets_BN != IGNORED) & ~padding).sum().clamp(min=1)
-        auxiliary = auxiliary * (line.size / len(pieces))
+        auxiliary = auxiliary * (messages.size / len(pieces))
         self.auxiliary_loss = auxiliary.detach()
-        return total * line.size / count + auxiliary, self._behind(after, last, len(inputs_BN), inputs_BN.device)
-
-    def _by_segments(
-        self, relay: _Relay, pieces: list[Piece], state: State | None, resets: list[Tensor | None]
-    ) -> list[ModelOutput]:
-        if relay.before is not None:
-            state = relay.arrive(0, self._like(relay.rows))
-        first = relay.own.start
-        outs = list(read_segments(self._segment, pieces, state, resets, self.bptt, first=first))
-        relay.leave(0, outs[-1].state)
-        return outs
-
-    def _by_layers(
-        self, relay: _Relay, pieces: list[Piece], state: State | None, resets: list[Tensor | None]
-    ) -> list[ModelOutput]:
-        given = [piece[:3] for piece in pieces]
-        return read_by_layers(self.model, given, state, resets, self.bptt, relay.own.start, relay.arrive, relay.leave)
-
-    def _behind(self, after: list[State], last: int, rows: int, device: torch.device) -> State | None:
-        """The state of all rows behind the batch, which the last process sends to the first."""
-        line, whole = self.line, map_state(lambda *parts: torch.cat(parts), *after) if after else None
-        if last and line.rank in (0, last):
-            number, nothing = self.micro_batches * self._steps(), torch.zeros((), device=device)
-            if line.rank == last:
-                line.pass_on(number, whole, nothing, 0)
-            else:
-                whole, _ = line.take(number, self._like(rows), nothing, device, last)
-        return whole if line.rank in (0, last) else None
-
-    def _steps(self) -> int:
-        """Messages of a micro-batch between two processes."""
-        return 1 + len(self.model.stack.blocks) if self.schedule == "wavefront" else 1  # type: ignore[union-attr, arg-type]
+        return total * messages.size / count + auxiliary, after if rank in (0, last) else None
 
     def _like(self, rows: int) -> State:
-        """Shapes and types of a state."""
+        """Return a state on the meta device with the shapes and types of a real one."""
         key = (rows, self.model.training)
         if key not in self._shapes:
             with torch.no_grad():
@@ -204,48 +148,141 @@ class SegmentPipeline(SegmentLoop):
         return self._shapes[key]
 
 
-class _Relay:
-    """What a micro-batch gets of the process before this one, and hands to the one behind it.
+class Messages:
+    """Point-to-point messages of one process of a pipeline.
+
+    A message is one buffer of bytes: its kind, a flag per tensor that requires a gradient, and the tensors. The
+    receiver checks the kind, since NCCL matches messages by order only.
+
+    Args:
+        group: from `torch.distributed`; None for all processes, or for this one if there is no process group.
 
     Attributes:
-        own: segments of this process. rows: of the micro-batch.
-        before, behind: ranks of the neighbours; None where there is none.
-        zeros: what has to be part of the loss.
+        rank, size: of this process in the group.
     """
 
-    def __init__(
-        self, pipeline: SegmentPipeline, number: int, own: range, last: int, rows: int, device: torch.device
-    ) -> None:
-        rank = pipeline.line.rank
-        self.line, self.own, self.rows, self.device = pipeline.line, own, rows, device
-        self.before, self.behind = (rank - 1 if rank else None), (rank + 1 if rank < last else None)
-        self.first = number * pipeline._steps()
-        self.cut = own.stop % pipeline.bptt == 0
-        self.thread = torch.zeros((), device=device, requires_grad=True)
-        self.zeros: list[Tensor] = []
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        distributed = dist.is_available() and dist.is_initialized()
+        self.group = group
+        self.rank, self.size = (dist.get_rank(group), dist.get_world_size(group)) if distributed else (0, 1)
+        self._pending: list[tuple[Any, Tensor]] = []
 
-    def arrive(self, part: int, state: State) -> State:
-        """What stands in the place of this part of the state, of which only shapes and types count."""
-        if self.before is None:
-            return state
-        state, zero = self.line.take(self.first + part, state, self.thread, self.device, self.before)
-        self.zeros.append(zero)
-        return state
+    def send_state(self, to: int, kind: int, state: State, zero: Tensor) -> Tensor:
+        """Send a state; return a zero that must be added to the loss, so that backward waits for the gradient.
 
-    def leave(self, part: int, state: State) -> State:
-        """Hand this part of the state on."""
-        if self.behind is not None:
-            handed = detach(state) if self.cut else state
-            self.zeros.append(self.line.pass_on(self.first + part, handed, self.thread, self.behind))
-        return state
+        Args:
+            zero: scalar that requires a gradient.
+        """
+        tensors = [t for _, t in named_tensors(state)]
+        flags = [torch.is_grad_enabled() and t.requires_grad for t in tensors]
+        self.send(to, [kind, *flags], [t.detach() for t in tensors])
+        tracked = [t for t, flag in zip(tensors, flags, strict=True) if flag]
+        return _Send.apply(self, to, zero, *tracked) if tracked else zero.detach()  # type: ignore[no-any-return]
+
+    def receive_state(
+        self, source: int, kind: int, like: State, zero: Tensor, device: torch.device
+    ) -> tuple[State, Tensor]:
+        """Receive a state with the structure, shapes and types of `like`; return it and a zero for the loss."""
+        expected = [t for _, t in named_tensors(like)]
+        flags, tensors = self.receive(source, kind, len(expected), expected, device)
+        tensors = [t.clone() for t in tensors]  # the tensors of a state share no memory
+        tracked = [t for t, flag in zip(tensors, flags, strict=True) if flag]
+        zero_out = zero.detach()
+        if tracked:
+            zero_out, *tracked = _Receive.apply(self, source, zero, *tracked)
+        with_graph = iter(tracked)
+        found = iter([next(with_graph) if flag else t for t, flag in zip(tensors, flags, strict=True)])
+        return map_state(lambda _: next(found), like), zero_out
+
+    def send(self, to: int, header: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        """Send integers and tensors in the background."""
+        head = torch.tensor(header, dtype=torch.int64, device=tensors[0].device if tensors else None)
+        buffer = torch.cat([_as_bytes(head), *map(_as_bytes, tensors)])
+        self._pending = [(work, held) for work, held in self._pending if not work.is_completed()]
+        work = dist.isend(buffer, self._global_rank(to), self.group, header[0])
+        self._pending.append((work, buffer))
+
+    def receive(
+        self, source: int, kind: int, flags: int, like: Sequence[Tensor], device: torch.device
+    ) -> tuple[list[int], list[Tensor]]:
+        """Receive the flags and tensors of one message.
+
+        Raises:
+            RuntimeError: the message is of another kind.
+        """
+        sizes = [_ALIGNMENT * (1 + flags), *(_padded_bytes(t) for t in like)]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        dist.recv(buffer, self._global_rank(source), self.group, kind)
+        head, *parts = buffer.split(sizes)
+        found, *received = head.view(torch.int64).tolist()
+        if found != kind:
+            raise RuntimeError(
+                f"process {self.rank} of the pipeline expected a message of kind {kind} from process {source} and got "
+                f"{found}; call the pipeline with the same batch in all processes, and backward once after each call"
+            )
+        pairs = zip(parts, like, strict=True)
+        return received, [p[: t.numel() * t.element_size()].view(t.dtype).view(t.shape) for p, t in pairs]
+
+    def wait(self) -> None:
+        """Wait until all messages are sent, and free their buffers."""
+        for work, _ in self._pending:
+            work.wait()
+        self._pending = []
+
+    def _global_rank(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+class _Send(torch.autograd.Function):
+    """The end of this process' graph: its backward receives the gradient of the sent tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, messages: Messages, to: int, zero: Tensor, *tracked: Tensor) -> Tensor:
+        ctx.call = messages, to, tracked[0].device
+        ctx.like = [torch.empty_like(t, device="meta") for t in tracked]
+        return torch.zeros_like(zero)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, zero: Tensor) -> Any:
+        messages, to, device = ctx.call
+        return None, None, None, *messages.receive(to, _GRADIENT, 0, ctx.like, device)[1]
+
+
+class _Receive(torch.autograd.Function):
+    """The beginning of this process' graph: its backward sends the gradient of the received tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, messages: Messages, source: int, zero: Tensor, *tracked: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = messages, source, tracked[0].device
+        ctx.like = [torch.empty_like(t, device="meta") for t in tracked]
+        return torch.zeros_like(zero), *(t.view_as(t) for t in tracked)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, zero: Tensor | None, *grads: Tensor | None) -> Any:
+        messages, source, device = ctx.call
+        pairs = zip(grads, ctx.like, strict=True)
+        sent = [torch.zeros_like(t, device=device) if grad is None else grad.to(t.dtype) for grad, t in pairs]
+        messages.send(source, [_GRADIENT], sent)
+        return (None,) * (3 + len(grads))
 
 
 def share(segments: int, rank: int, processes: int) -> range:
-    """Numbers of the segments that belong to a process: neighbours, as many as any other has or one more."""
+    """Return the numbers of the segments that a process reads; shares differ by at most one segment."""
     each, more = divmod(segments, processes)
     begin = rank * each + min(rank, more)
     return range(begin, begin + each + (rank < more))
 
 
-def _rows(piece: Piece, rows: slice) -> Piece:
-    return tuple(None if t is None else t[rows] for t in piece)  # type: ignore[return-value]
+def _padded_bytes(t: Tensor) -> int:
+    """Return the bytes that a tensor takes in a message."""
+    return -(-prod(t.shape) * t.element_size() // _ALIGNMENT) * _ALIGNMENT
+
+
+def _as_bytes(t: Tensor) -> Tensor:
+    """Return a tensor as bytes, padded to a multiple of the alignment."""
+    flat = t.contiguous().reshape(-1).view(torch.uint8)
+    missing = _padded_bytes(t) - flat.numel()
+    return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat

@@ -66,11 +66,6 @@ class TrainingConfig:
     pipeline: int = 1
     """Text: processes that share the segments of each row (`SegmentPipeline`). torchrun starts so many, or a multiple
     of it, which read other rows."""
-    micro_batches: int = 1
-    """Text, of a pipeline: parts of a piece's rows that follow each other through its processes."""
-    wavefront: bool = False
-    """Text, of a pipeline: whether the state of a layer leaves before the next one runs; for memories that live in the
-    layers."""
     shares: int | None = None
     """Of fsdp: into how many parts weights are cut, each process having one; null for as many as there are processes.
     Fewer, as those of one machine, make copies, whose gradients are averaged (hybrid sharding)."""
@@ -130,8 +125,7 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "accumulate", "evaluate_every", "keep", "log_every", "max_bad_steps")
-        pipelines = ("pipeline", "micro_batches")
-        for name in (*counts, "repeats", "average_last", *pipelines, "segment_length", "segments", "bptt", "passes"):
+        for name in (*counts, "repeats", "average_last", "pipeline", "segment_length", "segments", "bptt", "passes"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         if self.bptt > self.segments:
             raise ValueError(
@@ -197,12 +191,6 @@ class TrainingConfig:
 
     def _check_pipeline(self) -> None:
         if self.pipeline == 1:
-            for name, value, alone in (("micro_batches", self.micro_batches, 1), ("wavefront", self.wavefront, False)):
-                if value != alone:
-                    raise ValueError(
-                        f"training.{name}={value} is of training.pipeline, which is 1; leave it out, or give the "
-                        "pipeline more processes"
-                    )
             return
         if self.pipeline > self.segments:
             raise ValueError(
@@ -214,7 +202,6 @@ class TrainingConfig:
             ("passes", self.passes, 1),
             ("compile", self.compile, False),
             *([("bptt_window", self.bptt_window, "blocks")] if self.bptt > 1 else []),
-            *([("recall", self.recall, 0.0)] if self.wavefront else []),
         )
         for name, given, plain in refused:
             if given != plain:

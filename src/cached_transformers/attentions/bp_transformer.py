@@ -12,7 +12,7 @@ are covered already, its half that is not is taken in its place (of the level be
     leaf 5 of 16, K = 1:   5 | left 4, 2-3, 0-1 | right 6, 7, 8-11, 12-15
 
 `BPAttention` is the core on plain q, k, v: key and value of a span are the means of its tokens. `BPLayer`
-(layers/bp_layer.py) is the paper's layer, in which spans have states of their own.
+(bp_layer.py) is the paper's layer, in which spans have states of their own.
 
 Differences from the original implementation: its table names nodes that do not exist where N is no power of two, and
 misses tokens; here the tree is filled up to a power of two, and nodes without a token are not seen. Spans are of the

@@ -7,7 +7,7 @@ global token sees everything; each in one softmax. What a key is to a query is t
     e_ij = q_i (k_j + a_R(i,j)) / sqrt(E),   R: the distance j - i, clipped to [-k, k], within a sequence;
                                              "of my segment" or "of another one" between the sequences
 
-`ETCLayer` (layers/etc_layer.py) has a global sequence, carried from layer to layer. The core for plain q, k and v has
+`ETCLayer` (etc_layer.py) has a global sequence, carried from layer to layer. The core for plain q, k and v has
 none: its global keys and values are means over segments of C tokens, and nobody reads what global tokens would find
 in the same layer. Its causal form (ours; the paper has an encoder alone) sees the past half of the window and the
 segments that are complete.

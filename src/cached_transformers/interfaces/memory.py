@@ -264,7 +264,7 @@ class Entry(NamedTuple):
     visible_NN: Tensor | None = None
 
 
-class Through(Protocol):
+class BlockRunner(Protocol):
     """The way through the blocks of a stack, for one segment: an entry in; the last block's output and all traces out.
 
     The states of the layer memories go on from call to call. With `write=False` the call is a preview, of which nothing
@@ -346,7 +346,7 @@ class ModelMemory(nn.Module):
         """
         return x_BND, state, None
 
-    def run(self, state: State, tokens: Tokens, through: Through) -> tuple[list[Tensor], State, Tensor | None]:
+    def run(self, state: State, tokens: Tokens, through: BlockRunner) -> tuple[list[Tensor], State, Tensor | None]:
         """One segment: `enter`, all blocks, `exit`; the outputs are those of each step, in their order.
 
         A memory overrides this to go through the blocks in another way: in several steps, or twice.

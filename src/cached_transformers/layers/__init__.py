@@ -1,4 +1,4 @@
-"""Layers: attention with a memory, blocks, position encodings."""
+"""Layers: attention with a memory, blocks, stacks."""
 
 from __future__ import annotations
 

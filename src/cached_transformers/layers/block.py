@@ -1,5 +1,5 @@
-"""The transformer block: attention with a memory, a cross-attention over slots, a feed-forward, each with a residual;
-in front of them, where it is asked for, a short convolution.
+"""The transformer block: attention with a memory, cross-attention over slots, feed-forward, each with a residual
+connection; optionally a short convolution before them.
 
 Legend: B rows, N tokens, M slots, D model width, P position channels.
 """
@@ -19,20 +19,19 @@ from cached_transformers.state import State
 
 from .attention import SelfAttention, TokenProjections
 from .feed_forward import DropPath, run_feed_forward
-from .open_layer import OpenLayer
 from .reversible import Sublayer
 from .short_convolution import ShiftedState, ShortConvolution
 
 
 class MemoryWeights(nn.Module):
-    """What the tokens of a model memory have in place of a block's weights: a copy of them, trained on its own."""
+    """Separate weights of a block for the tokens of a model memory, initialised as a copy."""
 
     def __init__(self, attention: SelfAttention, feed_forward: nn.Module) -> None:
         super().__init__()
         self.attention, self.feed_forward = TokenProjections(attention), copy.deepcopy(feed_forward)
 
     def copy_from(self, block: Block) -> None:
-        """Take over the block's weights, as they are to be after the block was trained without a memory."""
+        """Copy the block's weights again, after the block was trained without a memory."""
         for mine, theirs in ((self.attention, block.attention), (self.feed_forward, block.feed_forward)):
             mine.load_state_dict({k: v for k, v in theirs.state_dict().items() if k in mine.state_dict()})
 
@@ -41,11 +40,11 @@ class Block(nn.Module):
     """Transformer block: attention with a memory, then feed-forward, each with a residual connection.
 
     Args:
-        attention: the attention sublayer; its norm is that of a pre-norm block. feed_forward: likewise;
-            what `run_feed_forward` can call.
-        slot_attention: cross-attention over a model memory's slots, where the model memory offers any.
-        memory_weights: for the tokens of a model memory that has weights of its own.
-        short_convolution: what the tokens go through before attention, and before a memory sees them.
+        attention: the attention sublayer, with its norm in a pre-norm block. feed_forward: likewise; a module for
+            `run_feed_forward`.
+        slot_attention: cross-attention over the slots of a model memory.
+        memory_weights: for the tokens of a model memory with its own weights.
+        short_convolution: applied to the tokens before attention and memory.
         drop_path: rate of stochastic depth.
         norms: norms after the two residual sums, in that order (a post-norm block, arXiv:1706.03762).
 
@@ -69,14 +68,14 @@ class Block(nn.Module):
         self.slot_attention, self.memory_weights = slot_attention, memory_weights
         if memory_weights is not None and attention.reduction is not None:
             raise ValueError(
-                "a layer with a reduction cannot have memory_weights: memory tokens have no place in its map"
+                "a layer with a reduction cannot have memory_weights: memory tokens are not part of its map"
             )
         self.short_convolution = short_convolution
         self.drop_path = DropPath(drop_path)
         self.attention_norm, self.feed_forward_norm = norms if norms is not None else (nn.Identity(), nn.Identity())
 
     def init_state(self, batch_size: int, like: Tensor) -> State:
-        """State of rows that have seen nothing."""
+        """Initial state of `batch_size` rows."""
         state = self.attention.init_state(batch_size, like)
         if self.short_convolution is None:
             return state
@@ -95,10 +94,10 @@ class Block(nn.Module):
         """Output tokens, the layer memory's new state, the trace, and the sum of auxiliary losses or None.
 
         Args:
-            state: as `init_state` makes it.
-            slots: what the slot attention is called with behind the tokens; None where nothing is to be read.
-            segment: (start, length) of the segment's tokens, which alone a memory may store; None for all.
-            attention: what `SelfAttention.forward` takes beside tokens, positions and state.
+            state: see `init_state`.
+            slots: further arguments of the slot attention; None for no slots.
+            segment: (start, length) of the segment's tokens, the only ones that a memory may store; None for all.
+            attention: further arguments of `SelfAttention.forward`.
         """
         if self.memory_weights is not None:
             attention["others"] = self.memory_weights.attention
@@ -108,8 +107,8 @@ class Block(nn.Module):
                 state = self.init_state(len(x_BND), x_BND)
             if not isinstance(state, ShiftedState):
                 raise ValueError(
-                    "a block with a short convolution was given the state of its attention alone; what wraps a block "
-                    "has to pass its init_state on"
+                    "a block with a short convolution got the state of its attention; a wrapper of a block must expose "
+                    "its init_state"
                 )
             recent_BTD, state = state
             padding_BN = attention.get("padding_BN")
@@ -119,7 +118,7 @@ class Block(nn.Module):
             x_BND, slots = _look(self.slot_attention, slots, x_BND), None
         attended = self.attention(x_BND, positions_BNP, state=state, segment=segment, **attention)
         look = None if self.slot_attention is None or slots is None else partial(_look, self.slot_attention, slots)
-        y_BND, fed_losses = self._behind(x_BND, attended.y_BND, look, attention.get("padding_BN"), segment)
+        y_BND, fed_losses = self._after_attention(x_BND, attended.y_BND, look, attention.get("padding_BN"), segment)
         trace = Trace(x_BND, y_BND, attended.query, attended.reading, attended.weights_BHNL)
         written = trace if segment is None else trace.narrow(*segment)
         state, loss = self.attention.write(state, written, attended.core_state)
@@ -130,22 +129,22 @@ class Block(nn.Module):
 
     @property
     def _reads_in_front(self) -> bool:
-        """Whether the slots are read before the block, and what is read takes the place of its tokens."""
+        """Return whether the slots are read before the block, and the result replaces its tokens."""
         return getattr(self.slot_attention, "in_front", False)
 
     def step(
         self,
         x_BND: Tensor,
         positions_BNP: Tensor,
-        opened: OpenLayer,
+        opened: Any,
         *,
         slots: tuple[Any, ...] | None = None,
         segment: tuple[int, int] | None = None,
         **attention: Any,
     ) -> tuple[Tensor, Trace]:
-        """Output of the next tokens of an open segment, whose memory is not written, and their trace.
+        """Output and trace of the next tokens of a partial segment, without writing the memory.
 
-        Args: as of `forward`; `opened` has kept what they need of the tokens before.
+        Args: see `forward`; `opened` is the `LayerDecoder` of the layer.
         """
         if self.memory_weights is not None:
             attention["others"] = self.memory_weights.attention
@@ -158,10 +157,10 @@ class Block(nn.Module):
         look = (
             None if self.slot_attention is None or slots is None else partial(opened.look, self.slot_attention, slots)
         )
-        y_BND, _ = self._behind(x_BND, attended.y_BND, look, None, segment)
+        y_BND, _ = self._after_attention(x_BND, attended.y_BND, look, None, segment)
         return y_BND, Trace(x_BND, y_BND, attended.query, attended.reading)
 
-    def _behind(
+    def _after_attention(
         self,
         x_BND: Tensor,
         attended_BND: Tensor,
@@ -169,7 +168,7 @@ class Block(nn.Module):
         padding_BN: Tensor | None,
         segment: tuple[int, int] | None,
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """What follows the attention, given its result: the block's output, and auxiliary losses."""
+        """Output of the block and auxiliary losses, given the output of the attention."""
         y_BND = self.attention_norm(x_BND + self.drop_path(attended_BND))
         if look is not None:
             y_BND = y_BND + self.drop_path(look(y_BND))
@@ -179,7 +178,7 @@ class Block(nn.Module):
     def _feed_forward(
         self, x_BND: Tensor, padding_BN: Tensor | None, segment: tuple[int, int] | None
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """The feed-forward's result, and the auxiliary losses of all that it consists of."""
+        """Output of the feed-forward, and auxiliary losses of its parts."""
         if self.memory_weights is None or segment is None:
             y_BND, loss = run_feed_forward(self.feed_forward, x_BND, padding_BN)
             return y_BND, [loss]
@@ -192,7 +191,7 @@ class Block(nn.Module):
         return torch.cat(y, 1), list(losses)
 
     def sublayers(self, positions_BNP: Tensor | None = None, **attention: Any) -> tuple[Sublayer, Sublayer]:
-        """Its two residual branches, for a reversible stack; the memory is one that writes nothing."""
+        """The two residual branches, for a reversible stack; the memory writes nothing."""
 
         def attend(x_BND: Tensor) -> tuple[Tensor, Tensor]:
             attended = self.attention(x_BND, positions_BNP, **attention)
@@ -207,17 +206,17 @@ class Block(nn.Module):
         return Sublayer(attend, first), Sublayer(feed_forward, second)
 
     def cannot_reverse(self) -> str | None:
-        """Why the block has no place in a reversible stack, or None."""
+        """Say why the block cannot be part of a reversible stack; None if it can."""
         memory = self.attention.memory
         if "state" in memory.needs:
             name = type(memory).__name__
-            return f"memory {name} carries a state from segment to segment, which would have to be undone, too"
+            return f"memory {name} carries a state from segment to segment, which cannot be undone"
         if self.short_convolution is not None:
-            return "short_convolution carries a state, which would have to be undone, too"
+            return "short_convolution carries a state, which cannot be undone"
         if self.attention.core.carry:
-            return f"{self.attention.core.title} carries a state, which would have to be undone, too"
+            return f"{self.attention.core.title} carries a state, which cannot be undone"
         if not isinstance(self.attention_norm, nn.Identity):
-            return "norm='post' changes what is added to; take norm='pre'"
+            return "norm='post' normalises the residual sum; take norm='pre'"
         return None
 
 

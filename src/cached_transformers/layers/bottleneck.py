@@ -1,7 +1,7 @@
-"""A block in which the tokens of a segment see one another through the memory alone.
+"""A block whose segment tokens see each other only through the memory.
 
-Memory Transformer, MemBottleneck (Burtsev, Kuratov, Peganov, Sapunov 2020, arXiv:2006.11527). The memory's tokens come
-first, with weights of their own; those of the segment then attend what became of them, in the same layer:
+Memory Transformer, MemBottleneck (Burtsev, Kuratov, Peganov, Sapunov 2020, arXiv:2006.11527). The memory's tokens are
+updated first, with their own weights; the segment's tokens then attend the updated memory tokens in the same layer:
 
     A^mem = X^mem + MHA^mem(X^mem; [X^mem, X^seq]),   H^mem = A^mem + FF^mem(A^mem)
     A^seq = X^seq + MHA^seq(X^seq; H^mem),            H^seq = A^seq + FF^seq(A^seq)
@@ -24,14 +24,13 @@ from .context_attention import ContextAttention
 
 
 class BottleneckBlock(Block):
-    """Renews the memory's tokens by a block of their own, and lets the segment's tokens attend them alone.
+    """Update the memory's tokens by their own block, then let the segment's tokens attend only them.
 
-    Attention costs D (2 M L + 2 N M) multiply-adds, which grows with N as N does.
+    Attention costs D (2 M L + 2 N M) multiply-adds, linear in N.
 
     Args:
-        attention, feed_forward: of the segment's tokens.
-        memory_block: of the memory's tokens.
-        options: as of `Block`, for the segment's tokens.
+        attention, feed_forward: of the segment's tokens. memory_block: of the memory's tokens.
+        options: see `Block`, for the segment's tokens.
     """
 
     def __init__(
@@ -51,13 +50,11 @@ class BottleneckBlock(Block):
         padding_BN: Tensor | None = None,
         **attention: Any,
     ) -> tuple[Tensor, State, Trace, Tensor | None]:
-        """As of `Block`; the memory's tokens are those in front of the segment's.
-
-        Raises:
-            ValueError: there are no positions, or no tokens in front.
-        """
+        """See `Block.forward`; the memory's tokens come before the segment's (ValueError: none, or no positions)."""
         if segment is None or segment[0] < 1 or positions_BNP is None:
-            raise ValueError("a block that is a bottleneck needs tokens of a memory in front of a segment's; give both")
+            raise ValueError(
+                f"segment={segment}: a bottleneck block needs positions and memory tokens before the segment"
+            )
         start, n = segment
         memory_BMD, x_BND = x_BND.split([start, n], 1)
         memory_places, places = positions_BNP.split([start, n], 1)

@@ -1,7 +1,6 @@
 """The block of an encoder-decoder's decoder: causal attention, attention over the source, feed-forward.
 
-Paper: arXiv:1706.03762, section 3.1. Attention is exact and plain here: the memories of this package live in the
-encoder (arXiv:2312.12742 replaces encoder layers alone).
+Paper: arXiv:1706.03762, section 3.1. Attention is exact: memories are in the encoder, as in arXiv:2312.12742.
 
 Legend: B rows, T target tokens, N source tokens, S keys, H heads, E head width, D model width.
 """
@@ -19,22 +18,22 @@ from .feed_forward import run_feed_forward
 
 
 class KeysValues(NamedTuple):
-    """Keys and values of some tokens."""
+    """Keys and values."""
 
     k_BHSE: Tensor
     v_BHSE: Tensor
 
 
 class GrowingKeys(Protocol):
-    """Where a layer that reads a text token by token leaves its keys and values, and finds those of before."""
+    """Interface of a KV cache."""
 
     def extend(self, new: KeysValues) -> KeysValues:
-        """All keys and values up to and with the new ones."""
+        """Append keys and values and return all of them."""
         ...
 
 
 class _Attention(nn.Module):
-    """What both attentions of a decoder block have in common; subclasses name their projections.
+    """Base of both attentions of a decoder block; subclasses name their projections.
 
     Args:
         width: D. inner: H E. heads: H. norm: applied to the input; identity when None. bias: of the projections.
@@ -42,7 +41,7 @@ class _Attention(nn.Module):
     """
 
     projections: ClassVar[dict[str, int]]
-    """Projections of the input by name, each as wide as so many of queries, keys and values together."""
+    """Projections of the input by name, with the number of queries, keys and values in each."""
 
     def __init__(
         self,
@@ -80,18 +79,18 @@ class _Attention(nn.Module):
 
 
 class CausalAttention(_Attention):
-    """Self-attention over the target so far; arguments as of the base class."""
+    """Causal self-attention of the target; arguments of the base class."""
 
     projections: ClassVar[dict[str, int]] = {"qkv": 3}
     qkv: nn.Linear
 
     def forward(self, x_BTD: Tensor, mask: Tensor | None = None, before: GrowingKeys | None = None) -> Tensor:
-        """What is added to `x_BTD`.
+        """Output of the sublayer.
 
         Args:
-            mask: bool (True = visible) or added to the logits, for (B, H, T, S); None for the causal mask, or for all
-                keys where there is a `before`.
-            before: keys and values of the text so far, which are extended by those of `x_BTD`.
+            mask: bool (True = visible) or added to the logits, for (B, H, T, S); None for the causal mask, or with
+                `before` for all keys.
+            before: KV cache of the text so far, which is extended.
         """
         q, k, v = self._split(self.qkv(self.norm(x_BTD)), 3)
         keys = KeysValues(k, v) if before is None else before.extend(KeysValues(k, v))
@@ -100,18 +99,18 @@ class CausalAttention(_Attention):
 
 
 class CrossAttention(_Attention):
-    """Attention of the target over the source; arguments as of the base class."""
+    """Attention of the target over the source; arguments of the base class."""
 
     projections: ClassVar[dict[str, int]] = {"query": 1, "key_value": 2}
     query: nn.Linear
     key_value: nn.Linear
 
     def keys_values(self, hidden_BND: Tensor) -> KeysValues:
-        """Keys and values of the source, which serve all tokens of the target and all continuations of it."""
+        """Keys and values of the source."""
         return KeysValues(*self._split(self.key_value(hidden_BND), 2))
 
     def forward(self, x_BTD: Tensor, source: KeysValues, mask: Tensor | None = None) -> Tensor:
-        """What is added to `x_BTD`; `mask` (B, 1, 1, N) is bool, True = visible."""
+        """Output of the sublayer; `mask` (B, 1, 1, N) is bool, True = visible."""
         (q,) = self._split(self.query(self.norm(x_BTD)), 1)
         return self.dropout(self.output(self._attend(q, source, mask)))  # type: ignore[no-any-return]
 
@@ -120,8 +119,8 @@ class DecoderBlock(nn.Module):
     """Causal attention, cross-attention and feed-forward, each with a residual connection.
 
     Args:
-        attention, cross_attention, feed_forward: the sublayers; their norms are those of a pre-norm block. The last one
-            is what `run_feed_forward` can call.
+        attention, cross_attention, feed_forward: the sublayers, with their norms in a pre-norm block. The last one is a
+            module for `run_feed_forward`.
         make_norm: makes the norms after the three residual sums of a post-norm block; None for a pre-norm block.
     """
 
@@ -147,12 +146,12 @@ class DecoderBlock(nn.Module):
         before: GrowingKeys | None = None,
         padding_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Output tokens, and the feed-forward's auxiliary loss where it has one.
+        """Output tokens, and the feed-forward's auxiliary loss or None.
 
         Args:
-            source: the encoder's result (B, N, D), or the keys and values that `cross_attention` makes of it.
+            source: output of the encoder (B, N, D), or its keys and values from `cross_attention`.
             mask, before: see `CausalAttention`. source_mask: see `CrossAttention`.
-            padding_BT: bool, True = padding, which takes no expert's place; attention has no need of it.
+            padding_BT: bool, True = padding, for the capacity of experts.
         """
         x_BTD = self.attention_norm(x_BTD + self.attention(x_BTD, mask, before))
         keys = self.cross_attention.keys_values(source) if isinstance(source, Tensor) else source
@@ -162,5 +161,5 @@ class DecoderBlock(nn.Module):
 
 
 def hide(bias_BHTS: Tensor | None, visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask for attention: `visible` (bool) alone, or the bias with minus infinity where nothing is to be seen."""
+    """Attention mask: `visible` (bool), or the bias with minus infinity at invisible keys."""
     return visible if bias_BHTS is None else bias_BHTS.to(dtype).masked_fill(~visible, -torch.inf)

@@ -27,10 +27,10 @@ class FeedForward(nn.Module):
 
     Args:
         width: D. hidden: F. norm: applied to the input; identity when None.
-        activation: a name in `ACTIVATIONS`; behind "gated_", its result is multiplied with a second linear map of the
-            input (arXiv:2002.05202, equation 6), 3 B N D F multiply-adds.
+        activation: a name in `ACTIVATIONS`; after "gated_", multiplied with a second linear map of the input
+            (arXiv:2002.05202, equation 6), 3 B N D F multiply-adds.
         dropout: on the result. activation_dropout: on the hidden units; None takes `dropout`.
-        bias: whether the linear maps have biases.
+        bias: of the linear maps.
 
     Raises:
         ValueError: an unknown activation.
@@ -51,7 +51,7 @@ class FeedForward(nn.Module):
         plain = activation.removeprefix(GATED)
         if plain not in ACTIVATIONS:
             names = ", ".join(ACTIVATIONS)
-            raise ValueError(f"activation={activation!r} must be one of {names}; 'gated_' may stand before each")
+            raise ValueError(f"activation={activation!r} must be one of {names}, or one after 'gated_'")
         self.gated = plain != activation
         self.norm = norm if norm is not None else nn.Identity()
         self.enter = nn.Linear(width, hidden * (1 + self.gated), bias=bias)
@@ -73,10 +73,10 @@ class FeedForward(nn.Module):
 def run_feed_forward(
     module: nn.Module, x_BND: Tensor, padding_BN: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """What a feed-forward makes of the tokens, and its auxiliary loss, or None where it has none.
+    """Call a feed-forward and return its output and auxiliary loss or None.
 
-    A module with the attribute `gives_loss = True` is called with the padding and returns both; any other one is called
-    with the tokens alone.
+    A module with the attribute `gives_loss = True` is called with the padding and returns both; other modules are
+    called with the tokens only.
     """
     if not getattr(module, "gives_loss", False):
         return module(x_BND), None
@@ -85,7 +85,7 @@ def run_feed_forward(
 
 
 class DropPath(nn.Module):
-    """Drops a residual branch for whole rows in training, and scales the rest (stochastic depth, arXiv:1603.09382)."""
+    """Stochastic depth: drop a residual branch for whole rows in training and rescale (arXiv:1603.09382)."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()

@@ -25,8 +25,8 @@ class GRCAttention(SelfAttention):
     Args:
         width: D. heads: H. length: M, slots of the cache.
         core, positions, norm, bias, dropout: as `SelfAttention`.
-        reduction: ratio of the spatial reduction of keys and values, in both branches (PVT); 1 for none. A
-            cache with a `stride` is reduced so much less.
+        reduction: ratio of the spatial reduction of keys and values in both branches (PVT), less the `stride` of
+            the cache; 1 for none.
         grc: further options of `cached_transformers.memories.grc.grc.GRC` (variant, ratio, stride, candidate, ...).
 
     Example:

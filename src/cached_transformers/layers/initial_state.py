@@ -1,4 +1,4 @@
-"""A state that rows begin with in the place of an empty one, and that can be trained."""
+"""A trainable initial state of rows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from cached_transformers.state import State, map_state, named_tensors
 
 PLACE = "initial_state"
-"""Attribute of a stack, or of somebody else's decoder, that holds it."""
+"""Attribute of a stack, or of a host's decoder, that holds it."""
 
 
 class InitialState(nn.Module):
-    """A state of one row, which every row begins with.
+    """A state of one row with which every row begins.
 
     Args:
         state: of one row. learned: names of its tensors that are parameters (`named_tensors`); the others are buffers.
@@ -30,7 +30,7 @@ class InitialState(nn.Module):
                 self.register_buffer(f"tensor_{place}", t.detach().clone())
 
     def forward(self, rows: int) -> State:
-        """The state of so many rows."""
+        """The initial state of `rows` rows."""
         places = iter(range(len(list(named_tensors(self.like)))))
 
         def of_rows(_: Tensor) -> Tensor:
@@ -41,6 +41,6 @@ class InitialState(nn.Module):
 
 
 def initial_state_of(place: nn.Module) -> InitialState | None:
-    """What `place` begins its rows with; None for an empty state."""
+    """The initial state that `place` holds; None for an empty state."""
     found = place._modules.get(PLACE)
     return found if isinstance(found, InitialState) else None

@@ -1,12 +1,14 @@
-"""Keys and values of a text that is written token by token, of one or of several continuations.
+"""KV cache of a text that is decoded token by token, for one or several continuations.
 
-Slots never move: a continuation that is given up leaves its slots unseen, and one that is forked lets several see the
-same. A layer then reads each key once for all K continuations, and nothing is copied when they change.
+Slots never move: a continuation that is dropped leaves its slots unseen, and after a fork several continuations see the
+same slots. A layer then reads each key once for all K continuations, and nothing is copied when they change.
 
-Legend: B rows, K continuations of each, N tokens, S slots, H heads, E head width.
+Legend: B rows, K continuations of each, R = B K, N tokens, S slots, H heads, E head width.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,14 +16,14 @@ from torch import Tensor
 from .decoder_block import KeysValues
 
 BLOCK = 32
-"""Steps for which memory is taken at once, where nobody says for how many."""
+"""Default number of steps to reserve room for."""
 
 
-class KeptKeys:
+class KVCache:
     """Keys and values of one layer, for all continuations.
 
     Args:
-        steps: tokens of each continuation for which there is to be room from the beginning; `BLOCK` when None.
+        steps: tokens of each continuation to reserve room for; `BLOCK` when None.
     """
 
     def __init__(self, steps: int | None = None) -> None:
@@ -29,35 +31,35 @@ class KeptKeys:
         self.used, self.steps = 0, steps or BLOCK
 
     def extend(self, new: KeysValues, continuations: int | None = None) -> KeysValues:
-        """All slots up to and with the new ones.
+        """Append keys and values and return all slots.
 
         Args:
-            continuations: K, where the new ones are not one slot of each.
+            continuations: K, unless there is one new slot for each continuation.
         """
         first, last = self.used, self.used + new.k_BHSE.shape[2]
         if self.keys is None or self.keys.k_BHSE.shape[2] < last:
             room = max(self.steps * (continuations or new.k_BHSE.shape[2]), self.used) + new.k_BHSE.shape[2]
-            self.keys = KeysValues(*(self._widened(index, t, room) for index, t in enumerate(new)))
-        for kept, t in zip(self.keys, new, strict=True):
-            kept[:, :, first:last] = t
+            self.keys = KeysValues(*(self._reserve(index, t, room) for index, t in enumerate(new)))
+        for cached, t in zip(self.keys, new, strict=True):
+            cached[:, :, first:last] = t
         self.used = last
         k, v = (t[:, :, :last] for t in self.keys)
         return KeysValues(k, v)
 
-    def _widened(self, index: int, new: Tensor, slots: int) -> Tensor:
-        """What is kept (keys 0, values 1), with room for so many slots more."""
+    def _reserve(self, index: int, new: Tensor, slots: int) -> Tensor:
+        """The cached keys (index 0) or values (1), with room for `slots` more."""
         b, h, _, e = new.shape
         room = new.new_empty(b, h, slots, e)
         return room if self.keys is None else torch.cat([self.keys[index][:, :, : self.used], room], 2)
 
     def choose(self, rows_B: Tensor) -> None:
-        """Rows in this order."""
+        """Reorder rows."""
         if self.keys is not None:
             self.keys = KeysValues(*(t.index_select(0, rows_B) for t in self.keys))
 
 
 class Continuations:
-    """Which slots of a text each of its continuations sees; all layers have the same.
+    """The slots of a text that each of its continuations sees, for all layers.
 
     Attributes:
         count: K. step: of the next token.
@@ -65,11 +67,11 @@ class Continuations:
 
     def __init__(self, rows: int, device: torch.device, continuations: int = 1) -> None:
         self.rows, self.device, self.count, self.step = rows, device, continuations, 0
-        # A single continuation sees all there is, in order, of which no account needs to be kept.
-        self._visible_BKS = None if continuations == 1 else self._nothing(torch.bool, rows, continuations)
-        self._step_S = None if continuations == 1 else self._nothing(torch.long)
+        # A single continuation sees all slots in order.
+        self._visible_BKS = None if continuations == 1 else self._empty(torch.bool, rows, continuations)
+        self._step_S = None if continuations == 1 else self._empty(torch.long)
 
-    def _nothing(self, dtype: torch.dtype, *sizes: int) -> Tensor:
+    def _empty(self, dtype: torch.dtype, *sizes: int) -> Tensor:
         return torch.zeros(*sizes, 0, dtype=dtype, device=self.device)
 
     @property
@@ -81,16 +83,16 @@ class Continuations:
 
     @property
     def step_S(self) -> Tensor:
-        """The step that a slot belongs to."""
+        """The step of each slot."""
         return torch.arange(self.step, device=self.device) if self._step_S is None else self._step_S
 
     def multiply(self, times: int) -> None:
-        """Each continuation `times` times, one behind the other."""
+        """Repeat each continuation `times` times."""
         self._visible_BKS, self._step_S = self.visible_BKS.repeat_interleave(times, 1), self.step_S
         self.count *= times
 
     def choose(self, rows_B: Tensor, parent_BK: Tensor) -> bool:
-        """Rows in the order of `rows_B`, and of each the continuations `parent_BK`; whether rows have moved."""
+        """Reorder texts by `rows_B` and the continuations of each by `parent_BK`; return whether texts have moved."""
         moved = len(rows_B) != self.rows or bool((rows_B != torch.arange(self.rows, device=self.device)).any())
         self.rows = len(rows_B)
         if self._visible_BKS is not None:
@@ -99,7 +101,7 @@ class Continuations:
         return moved
 
     def grow(self, tokens: int = 1) -> None:
-        """Slots for the next tokens of each continuation, which sees its own alone."""
+        """Add slots for the next tokens of each continuation, seen only by that continuation."""
         if self._visible_BKS is not None:
             own = own_slots(self.count, tokens, self.device)
             self._visible_BKS = torch.cat([self._visible_BKS, own.expand(self.rows, -1, -1)], 2)
@@ -109,5 +111,27 @@ class Continuations:
 
 
 def own_slots(continuations: int, slots: int, device: torch.device) -> Tensor:
-    """(K, K slots) bool: where each of K continuations has its own slots, one behind the other."""
+    """(K, K slots) bool: each continuation's own slots, when continuations are laid out one after the other."""
     return torch.eye(continuations, dtype=torch.bool, device=device).repeat_interleave(slots, 1)
+
+
+def as_rows(t_BHKE: Tensor) -> Tensor:
+    """(B, H, K, E) to (B K, H, 1, E)."""
+    return t_BHKE.transpose(1, 2).flatten(0, 1)[:, :, None]
+
+
+def side_by_side(t_RHNE: Tensor, continuations: int) -> Tensor:
+    """(B K, H, N, E) to (B, H, K N, E)."""
+    if continuations == 1:
+        return t_RHNE
+    return t_RHNE.unflatten(0, (-1, continuations)).transpose(1, 2).flatten(2, 3)
+
+
+def select_rows(opened: Any, index: Tensor, rows: int) -> Any:
+    """Select rows of an opened memory: of its tensors whose first dimension is `rows`."""
+    if isinstance(opened, Tensor):
+        return opened.index_select(0, index) if opened.dim() and opened.shape[0] == rows else opened
+    if isinstance(opened, tuple):
+        parts = [select_rows(part, index, rows) for part in opened]
+        return type(opened)(*parts) if hasattr(opened, "_fields") else tuple(parts)
+    return opened

@@ -55,5 +55,5 @@ def to_map(x_BND: Tensor, size: tuple[int, int] | None) -> Tensor:
     """
     if size is None or size[0] * size[1] != x_BND.shape[1]:
         raise ValueError(f"{x_BND.shape[1]} tokens need the size (height, width) of their map, got size={size}")
-    # A transposed view would do in eager mode; compiled, its strides contradict those of the convolution's gradient.
+    # Compiled code needs contiguous strides for the convolution's gradient.
     return x_BND.transpose(1, 2).unflatten(2, size).contiguous()

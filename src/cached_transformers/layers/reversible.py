@@ -1,13 +1,13 @@
-"""Reversible residual layers: a stack whose activations are computed again from its result instead of being kept.
+"""Reversible residual layers: recompute activations from the result instead of keeping them.
 
 Gomez et al. 2017 (arXiv:1707.04585), for attention Kitaev et al. 2020 (arXiv:2001.04451, section 3; code in
-google/trax). Two streams, which both begin as the input, are changed by turns, each by a function of the other one:
+google/trax). Two streams, both initialised with the input, are updated in turns:
 
     (a, b) -> (b, a + F_i(b))        undone by   (a, b) -> (b - F_i(a), a)
 
 where F_1, F_2, .. are the attention and the feed-forward of each block; the result is the mean of both. In training a
-stack keeps 2 B N D numbers, whatever its depth, in place of all that its layers need, and computes each sublayer twice.
-Rounding makes what is undone differ from what was: in float32 by about 1e-6 of the values.
+stack keeps 2 B N D numbers for any depth and computes each sublayer twice. Recomputed values differ by rounding, about
+1e-6 of the values in float32.
 
 Legend: B rows, N tokens, D model width.
 """
@@ -24,18 +24,17 @@ from torch.autograd.function import once_differentiable
 
 
 class Sublayer(NamedTuple):
-    """What is added to the other stream, and the parameters that it depends on."""
+    """A function added to the other stream, and its parameters."""
 
-    run: Callable[[Tensor], tuple[Tensor, Tensor]]
-    """Of (B, N, D): (B, N, D) and an auxiliary loss."""
+    run: Callable[[Tensor], tuple[Tensor, Tensor]]  # (B, N, D) -> (B, N, D) and an auxiliary loss
     parameters: Sequence[nn.Parameter]
 
 
 def reversible(sublayers: Sequence[Sublayer], x_BND: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of both streams (B, N, D), and the sum of the auxiliary losses.
+    """Mean of both streams (B, N, D), and the sum of the auxiliary losses.
 
-    Backward gives each parameter its gradient once, so that DistributedDataParallel may wrap the model. While
-    torch.compile traces, layers run plainly: the compiler decides by itself what to compute again.
+    The backward returns each parameter's gradient once, for DistributedDataParallel. Under torch.compile layers run
+    plainly: the compiler decides about recomputation.
     """
     parameters = [p for sublayer in sublayers for p in sublayer.parameters if p.requires_grad]
     kept = torch.is_grad_enabled() and (x_BND.requires_grad or bool(parameters))
@@ -49,7 +48,7 @@ def reversible(sublayers: Sequence[Sublayer], x_BND: Tensor) -> tuple[Tensor, Te
 def _forward(
     sublayers: Sequence[Sublayer], x_BND: Tensor, before: Callable[[], None] = lambda: None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Both streams and the losses; `before` is called before each sublayer."""
+    """Run the sublayers on both streams; `before` is called before each."""
     a_BND = b_BND = x_BND
     losses = x_BND.new_zeros((), dtype=torch.promote_types(x_BND.dtype, torch.float32))
     for sublayer in sublayers:
@@ -71,7 +70,7 @@ class _Reversible(torch.autograd.Function):
         }
         a_BND, b_BND, loss = _forward(sublayers, x_BND, lambda: ctx.random.append(_random_state(x_BND.device)))
         ctx.save_for_backward(a_BND, b_BND)
-        return a_BND.clone(), b_BND.clone(), loss  # saved tensors may not be the outputs and the input at once
+        return a_BND.clone(), b_BND.clone(), loss  # saved tensors may not be outputs
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -97,14 +96,14 @@ class _Reversible(torch.autograd.Function):
 
 
 def _random_state(device: torch.device) -> list[Tensor]:
-    """States of the generators that dropout on the device draws from."""
+    """States of the random generators of the CPU and the device."""
     of_device = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)]
     return [torch.get_rng_state(), *of_device]
 
 
 @contextlib.contextmanager
 def _random(states: list[Tensor], device: torch.device) -> Iterator[None]:
-    """Inside, random numbers are those that followed `states`; afterwards those that would have followed before."""
+    """Restore random states inside the block, and the current ones afterwards."""
     on = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(on, device_type="cuda" if device.type == "cpu" else device.type):
         torch.set_rng_state(states[0])

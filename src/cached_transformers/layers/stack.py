@@ -1,7 +1,7 @@
-"""The stack of blocks that every model of this package is made of.
+"""The stack of blocks of every model of this package.
 
-It threads the state: it hands each layer memory its part, lets the model memory lead a segment through the blocks, and
-seals what leaves.
+It passes each layer memory its part of the state, lets the model memory run a segment through the blocks, and seals the
+new state.
 
 Legend: B rows, N tokens, D model width, P position channels.
 """
@@ -29,7 +29,7 @@ from .reversible import reversible
 
 
 class StackState(NamedTuple):
-    """State of a whole model: tokens seen by each row, the model memory's state, each layer memory's state."""
+    """State of a model: tokens read by each row, state of the model memory, state of each layer memory."""
 
     clock_B: Tensor
     model: State
@@ -37,20 +37,20 @@ class StackState(NamedTuple):
 
 
 class ModelOutput(NamedTuple):
-    """What every model returns: outputs, the state after the segment, and the sum of auxiliary losses (a scalar)."""
+    """Output of every model: outputs, state after the segment, and the sum of auxiliary losses (a scalar)."""
 
     outputs: Tensor
     state: Any
     auxiliary_loss: Tensor
 
 
-class Passage:
-    """One segment's way through the blocks of a stack; see `seam.memory.Through`.
+class StackBlockRunner:
+    """Run one segment through the blocks of a stack; see `interfaces.memory.BlockRunner`.
 
     Attributes:
         layers: projections of every layer.
-        states: of the layer memories, as the last call that writes has left them.
-        losses: auxiliary losses of the calls that write. calls: how many there were.
+        states: of the layer memories, after the last call that writes.
+        losses: auxiliary losses of the calls that write. calls: their number.
     """
 
     def __init__(self, stack: Stack, states: Sequence[State], size: tuple[int, int] | None) -> None:
@@ -60,7 +60,7 @@ class Passage:
         self.calls = 0
 
     def __call__(self, entry: Entry, *, write: bool = True) -> tuple[Tensor, list[Trace]]:
-        """The last block's output and the traces of all blocks."""
+        """Output of the last block and traces of all blocks."""
         tokens, blocks = entry.tokens, self.stack.blocks
         options = {
             "padding_BN": tokens.padding_BN,
@@ -69,7 +69,12 @@ class Passage:
             "size": self.size,
         }
         if self.stack.reversible:
-            x_BND, loss = self._reversibly(tokens, options)
+            branches = [
+                branch
+                for block, state in zip(blocks, self.states, strict=True)
+                for branch in block.sublayers(tokens.positions_BNP, state=state, **options)  # type: ignore[operator]
+            ]
+            x_BND, loss = reversible(branches, tokens.x_BND)
             return self._keep(x_BND, self.states, [], [loss], write)
         options.update(slots=entry.slots, segment=entry.segment)
         x_BND, states, traces, losses = tokens.x_BND, [], [], []
@@ -84,14 +89,6 @@ class Passage:
                 losses.append(loss)
         return self._keep(x_BND, states, traces, losses, write)
 
-    def _reversibly(self, tokens: Tokens, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        branches = [
-            branch
-            for block, state in zip(self.stack.blocks, self.states, strict=True)
-            for branch in block.sublayers(tokens.positions_BNP, state=state, **options)  # type: ignore[operator]
-        ]
-        return reversible(branches, tokens.x_BND)
-
     def _keep(
         self, x_BND: Tensor, states: list[State], traces: list[Trace], losses: list[Tensor], write: bool
     ) -> tuple[Tensor, list[Trace]]:
@@ -101,28 +98,22 @@ class Passage:
         return x_BND, traces
 
     def auxiliary_loss(self, last: Tensor | None, zero: Tensor) -> Tensor:
-        """Sum of the layers' losses, as a mean over the calls: it does not depend on how a segment is cut; and `last`,
-        that of the model memory."""
+        """Sum of the layers' losses, as a mean over the calls, and the loss `last` of the model memory."""
         losses = [loss / self.calls for loss in self.losses] if self.calls > 1 else self.losses
         return torch.stack([zero, *losses, *([] if last is None else [last])]).sum()
 
 
 class Stack(nn.Module):
-    """Blocks, an optional model memory round them, and a final norm.
+    """Blocks, an optional model memory, and a final norm.
 
     Args:
-        blocks: one factory call a layer; `make_block(index)` returns a `Block`.
-        depth: number of layers.
+        make_block: makes the `Block` of a layer from its index. depth: number of layers.
         model_memory: a memory that spans the layers.
-        width: D, for a LayerNorm behind the last block; None for none, or for `norm`.
-        norm_eps: what the final norm adds to the variance.
-        norm: another final norm than that.
-        reversible: two streams that add to each other by turns (`layers.reversible`): in training activations are
-            computed again from the result, whatever the depth. For memories that carry no state: none, or a shared
-            cache.
+        width: D, for a final LayerNorm; None for none. norm_eps: added to its variance. norm: another final norm.
+        reversible: recompute activations in the backward (`layers.reversible`), for memories without state.
 
     Raises:
-        ValueError: there is no layer; the blocks cannot take what the model memory offers, or cannot be reversed.
+        ValueError: no layer; blocks without an ability that the model memory needs, or blocks that cannot be reversed.
     """
 
     def __init__(
@@ -153,23 +144,25 @@ class Stack(nn.Module):
         return [block.attention.memory for block in self.blocks]  # type: ignore[union-attr, misc]
 
     def init_state(self, batch_size: int, like: Tensor | None = None) -> StackState:
-        """State of `batch_size` rows that have seen nothing; device and dtype are those of `like` (or the weights)."""
+        """Initial state of `batch_size` rows, with the device and dtype of `like` (or the weights)."""
         tuned = initial_state_of(self)
         if tuned is not None:
             return tuned(batch_size)
         like = like if like is not None else self.like()
         clock = torch.zeros(batch_size, dtype=torch.long, device=like.device)
-        layers = tuple(_state_maker(block)(batch_size, like) for block in self.blocks)
+        # A wrapper around a block may expose only its attention.
+        makers = (getattr(block, "init_state", None) or block.attention.init_state for block in self.blocks)  # type: ignore[union-attr]
+        layers = tuple(make(batch_size, like) for make in makers)  # type: ignore[operator]
         return seal(StackState(clock, self.model_memory.init_state(batch_size, like), layers))
 
     def like(self) -> Tensor:
-        """A tensor with the device and dtype of the weights: the first of them, or what this process has of it."""
+        """A tensor with the device and dtype of the weights: the first one, or its local shard."""
         first = next(self.parameters())
         return first.to_local() if hasattr(first, "to_local") else first  # type: ignore[no-any-return]
 
     @staticmethod
     def clock_positions(state: StackState, length: int, padding_BN: Tensor | None = None) -> Tensor:
-        """(B, length, 1): positions of the next tokens, from where each row's clock stands; padding is not counted."""
+        """(B, length, 1): positions of the next tokens from each row's clock on, without padding."""
         if padding_BN is None:
             steps = torch.arange(length, device=state.clock_B.device)
         else:
@@ -178,7 +171,7 @@ class Stack(nn.Module):
 
     @staticmethod
     def clock_after(state: StackState, tokens: Tokens) -> Tensor:
-        """(B,): where each row's clock stands behind the tokens."""
+        """(B,): each row's clock after the tokens."""
         padding_BN = tokens.padding_BN
         return state.clock_B + (tokens.x_BND.shape[1] if padding_BN is None else (~padding_BN).sum(1))
 
@@ -191,7 +184,7 @@ class Stack(nn.Module):
         padding_BN: Tensor | None = None,
         inputs: Tensor | None = None,
     ) -> Tokens:
-        """Embedded tokens with their positions, as the blocks take them; arguments as of `forward`."""
+        """Embedded tokens with their positions; arguments as in `forward`."""
         consecutive = positions_BNP is None and padding_BN is None
         if positions_BNP is None:
             positions_BNP = self.clock_positions(state, x_BND.shape[1], padding_BN)
@@ -211,34 +204,28 @@ class Stack(nn.Module):
 
         Args:
             x_BND: embedded tokens.
-            state: what `init_state` or the last segment gave; None for rows that have seen nothing.
-            positions_BNP: positions of the tokens; by default they continue where each row's clock stands.
+            state: from `init_state` or the last segment; None for the initial state.
+            positions_BNP: positions of the tokens; by default they continue each row's clock.
             padding_BN: bool, True = padding.
-            inputs: the model's raw inputs, for model memories that look at them.
+            inputs: the model's raw inputs, for model memories that read them.
             size: (height, width) of the token map.
         """
         if state is None:
             state = self.init_state(x_BND.shape[0], x_BND)
         tokens = self.placed(state, x_BND, positions_BNP=positions_BNP, padding_BN=padding_BN, inputs=inputs)
-        passage = Passage(self, state.layers, size)
-        steps, model_state, loss = self.model_memory.run(state.model, tokens, passage)
-        after = seal(StackState(self.clock_after(state, tokens), model_state, tuple(passage.states)))
+        runner = StackBlockRunner(self, state.layers, size)
+        steps, model_state, loss = self.model_memory.run(state.model, tokens, runner)
+        after = seal(StackState(self.clock_after(state, tokens), model_state, tuple(runner.states)))
         outputs = [self.norm(x) for x in steps]
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-        return ModelOutput(out, after, passage.auxiliary_loss(loss, x_BND.new_zeros(())))
+        return ModelOutput(out, after, runner.auxiliary_loss(loss, x_BND.new_zeros(())))
 
     def run(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The result of a block, or of several at once, whose activations are computed again in backward where that was
-        asked."""
+        """Call a block, or several at once, with activation checkpointing if it is enabled."""
         if self.activation_checkpointing and torch.is_grad_enabled():
-            with late_gradients(False):  # the second time it is called from the backward, where nothing is put off
+            with late_gradients(False):  # the recomputation runs inside the backward
                 return checkpoint(block, *args, use_reentrant=False, **kwargs)
         return block(*args, **kwargs)
-
-
-def _state_maker(block: Any) -> Callable[[int, Tensor], State]:
-    """What makes a block's state; a wrapper round a block need not pass on more than its attention."""
-    return getattr(block, "init_state", None) or block.attention.init_state  # type: ignore[no-any-return]
 
 
 def _check_reversible(memory: ModelMemory, blocks: list[Any]) -> None:
@@ -260,10 +247,10 @@ def _check_blocks(memory: ModelMemory, blocks: list[Any]) -> None:
         way_out = "`cached list attentions` shows which can"
         refuse_misfit(needs, core.can, core.title, way_out)
         if "own_weights" in memory.needs and block.memory_weights is None:
-            raise ValueError(f"{name} has weights of its own, which no block holds; give every Block memory_weights")
+            raise ValueError(f"{name} has its own weights, which no block holds; give every Block memory_weights")
         if "memory_first" in memory.needs and not isinstance(block, BottleneckBlock):
-            raise ValueError(f"{name} has tokens that others see renewed; make layer {index} a BottleneckBlock")
+            raise ValueError(f"{name} updates its tokens first; make layer {index} a BottleneckBlock")
         if "context_alone" in memory.needs and not isinstance(block.attention, ContextAttention):
-            raise ValueError(f"{name} lets tokens attend the memory alone; make layer {index} a ContextAttention")
+            raise ValueError(f"{name} lets tokens attend only the memory; make layer {index} a ContextAttention")
     if memory.needs & {"slots", "slots_in_front"} and all(block.slot_attention is None for block in blocks):
-        raise ValueError(f"{name} offers slots, which nothing would read; give every Block a slot_attention")
+        raise ValueError(f"{name} offers slots, but no block reads them; give every Block a slot_attention")

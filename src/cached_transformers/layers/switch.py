@@ -1,22 +1,19 @@
-"""Switch feed-forward: each token goes through one of E feed-forward networks, which a router chooses.
+"""Switch feed-forward: a router sends each token through one of E feed-forward networks.
 
 Fedus, Zoph and Shazeer 2022 (arXiv:2101.03961, section 2; code in google-research/t5x and tensorflow/mesh). With the
-router's W and the experts F_1 .. F_E, a token x gets
+router's W and the experts F_1 .. F_E, for a token x:
 
     p = softmax(W x),   e = argmax p,   y = p_e F_e(x)
 
-An expert takes at most `capacity` tokens, ceil(T / E * capacity_factor) for T tokens, the first ones in order of rows
-and places; those beyond it get y = 0, so that the residual connection alone carries them on. Two losses keep the router
-in order, the second one from ST-MoE (arXiv:2202.08906, equation 5):
+An expert takes at most ceil(T / E * capacity_factor) of T tokens, in order of rows and positions; dropped tokens get
+y = 0. There are two losses, the second from ST-MoE (arXiv:2202.08906, equation 5):
 
-    balance = E sum_e f_e P_e             f_e share of tokens that chose e (no gradient), P_e mean of p_e
+    balance = E sum_e f_e P_e             f_e share of tokens routed to e (no gradient), P_e mean of p_e
     z       = mean (logsumexp W x)^2
 
-`balance` is 1 where choices are spread evenly and E where all tokens choose one expert with p = 1. Padding takes no
-part in routing, capacity and losses.
-
-Differences from the paper: capacity is rounded up, so that few tokens never meet a capacity of 0. From transformers'
-SwitchTransformersSparseMLP: there the capacity is one number for each sequence, and padding is routed.
+`balance` is 1 for an even distribution and E if one expert gets all tokens with p = 1. Padding is excluded from
+routing, capacity and losses. Unlike in the paper, capacity is rounded up, so it is never 0. In transformers'
+SwitchTransformersSparseMLP capacity is per sequence, and padding is routed.
 
 Legend: B rows, N tokens of a row, T = B N tokens, E experts, C places of an expert, D model width, F hidden width.
 """
@@ -40,42 +37,40 @@ from cached_transformers.registry import unknown_name
 from .feed_forward import ACTIVATIONS, FeedForward
 
 ExpertsSpec = int | Mapping[str, Any] | None
-"""None for no experts, their number, or {"experts": number, "every": layers, option: value}."""
+"""None for a dense feed-forward, number of experts, or {"experts": number, "every": layers, option: value}."""
 
 
 @torch.library.custom_op("cached_transformers::count_dropped", mutates_args=("counts",))
 def count_dropped(counts: Tensor, dropped: Tensor, tokens: Tensor) -> None:
-    """Add to (dropped tokens, tokens); nothing during the recomputation of activation checkpointing.
+    """Add to (dropped tokens, tokens), except during the recomputation of activation checkpointing.
 
-    A custom operator, so that the question is asked when compiled code runs, not when it is traced.
+    A custom operator, so the check runs with compiled code instead of at tracing.
     """
     if not in_backward():
         counts.add_(torch.stack([dropped, tokens]))
 
 
 class SwitchFeedForward(nn.Module):
-    """norm -> router -> one of E feed-forward networks for each token, times the router's probability.
+    """norm -> router -> one of E feed-forward networks per token, times the router's probability.
 
-    Cost: 2 C E D F multiply-adds, that is capacity_factor times a `FeedForward`, whatever the number of experts.
-    The router computes in float32 or wider, under autocast and in half-precision models, too.
+    Cost: 2 C E D F multiply-adds, capacity_factor times a `FeedForward`. The router computes in float32 or wider.
 
     Args:
         width: D. hidden: F, of each expert. experts: E.
-        capacity_factor: places of an expert in training, in multiples of T / E; None for as many as it takes.
-        evaluation_capacity_factor: the same in evaluation mode. With a limit a token's result depends on the others of
-            its batch: decoding with a cache is equal to reading everything again only with None.
+        capacity_factor: capacity of an expert in training, in multiples of T / E; None for no limit.
+        evaluation_capacity_factor: the same in evaluation mode. With a limit, results depend on other tokens of the
+            batch, and incremental decoding differs from reading all tokens at once.
         balance_loss, z_loss: weights of the two losses.
-        jitter: in training the router's input is multiplied by numbers from [1 - jitter, 1 + jitter] (1e-2 is usual).
+        jitter: in training the router's input is multiplied by numbers from [1 - jitter, 1 + jitter] (usually 1e-2).
         expert_dropout: on the hidden layer of the experts, 0.4 in the paper's fine-tuning; None takes `dropout`.
         norm: applied to the input; identity when None.
-        activation: of the experts. dropout: on the result. bias: whether the experts have biases.
+        activation: of the experts. dropout: on the result. bias: of the experts.
 
     Raises:
         ValueError: an option out of its range.
     """
 
-    gives_loss = True
-    """`forward` takes the padding and returns an auxiliary loss beside the tokens; see `run_feed_forward`."""
+    gives_loss = True  # see `run_feed_forward`
 
     def __init__(
         self,
@@ -122,11 +117,11 @@ class SwitchFeedForward(nn.Module):
         self.enter_bias_EF = nn.Parameter(torch.zeros(experts, hidden)) if bias else None
         self.leave_bias_ED = nn.Parameter(torch.zeros(experts, width)) if bias else None
         self.reset_parameters()
-        # A plain attribute: DistributedDataParallel broadcasts buffers from rank 0, whose counts would replace ours.
+        # No buffer: DistributedDataParallel broadcasts buffers from rank 0.
         self._counts = torch.zeros(2, dtype=torch.long)
 
     def reset_parameters(self, scale: float = 0.1) -> None:
-        """Truncated normal weights of deviation sqrt(scale / inputs), cut off at two deviations (section 2.4)."""
+        """Normal weights of deviation sqrt(scale / inputs), truncated at two deviations (section 2.4)."""
         for weight, inputs in (
             (self.router_ED, self.width),
             (self.enter_EDF, self.width),
@@ -136,7 +131,7 @@ class SwitchFeedForward(nn.Module):
             nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
     def route(self, h_TD: Tensor, valid_T: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """The router's probability (T) of the expert it chooses, the expert (T), and the auxiliary loss."""
+        """Probability (T) of the selected expert, the expert (T), and the auxiliary loss."""
         kind = h_TD.device.type
         with contextlib.nullcontext() if h_TD.is_meta else torch.autocast(kind, enabled=False):  # meta has no autocast
             wide = torch.promote_types(h_TD.dtype, torch.float32)
@@ -150,7 +145,7 @@ class SwitchFeedForward(nn.Module):
             return p_T, chosen_T, loss + self.z_loss * z_loss(logits_TE, valid_T)
 
     def forward(self, x_BND: Tensor, padding_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What the experts make of the tokens (B, N, D), 0 for dropped ones and padding, and the auxiliary loss."""
+        """Outputs (B, N, D), 0 for dropped tokens and padding, and the auxiliary loss."""
         h_TD = self.norm(x_BND).flatten(0, -2)
         valid_T = None if padding_BN is None else ~padding_BN.flatten()
         p_T, chosen_T, loss = self.route(h_TD, valid_T)
@@ -166,7 +161,7 @@ class SwitchFeedForward(nn.Module):
             count_dropped(self._counts, tokens - kept_T.sum(), tokens)
         places = self._places(order_TE)
         last = self.experts * places
-        # Behind the last place stands one for all that is left out; nothing reads it.
+        # One more slot collects the tokens that are left out; no expert reads it.
         slot_T = torch.where(kept_T, chosen_T * places + place_T, last)
         buffer = h_TD.new_zeros(last + 1, self.width).index_copy(0, slot_T, h_TD)
         out_ECD = self._run(buffer[:last].unflatten(0, (self.experts, places)))
@@ -175,26 +170,26 @@ class SwitchFeedForward(nn.Module):
         return self.dropout(y_TD.view_as(x_BND)), loss
 
     def _run(self, x_ECD: Tensor) -> Tensor:
-        """Each expert's network over its own tokens."""
+        """Run each expert on its tokens."""
         h_ECF = _batched(x_ECD, self.enter_EDF, self.enter_bias_EF)
         return _batched(self.expert_dropout(self.activation(h_ECF)), self.leave_EFD, self.leave_bias_ED)
 
     def _limit(self, tokens: Any) -> Any:
-        """ceil(tokens / E * factor), of a number or a tensor, in whole numbers, which do not round."""
+        """ceil(tokens / E * factor) of a number or a tensor, in integer arithmetic."""
         factor = self._factors[self.training]
         if factor is None:
             return tokens
         return -(-tokens * factor.numerator // (self.experts * factor.denominator))
 
     def _places(self, order_TE: Tensor) -> int:
-        """Places of an expert in the buffer: as many as any expert can fill, at least 1."""
+        """Slots of an expert in the buffer: the most that any expert can fill, at least 1."""
         tokens = order_TE.shape[0]
         if self._factors[self.training] is None and tokens and not (torch.compiler.is_compiling() or order_TE.is_meta):
-            return max(int(order_TE[-1].max()), 1)  # without a limit, T of each expert would be a waste
+            return max(int(order_TE[-1].max()), 1)  # without a limit, T slots per expert would waste memory
         return max(min(self._limit(tokens), tokens), 1)
 
     def tallies(self) -> dict[str, Tensor]:
-        """Sums and counts since the last call, in training: {"dropped_tokens": (dropped tokens, tokens)}."""
+        """Counts in training since the last call: {"dropped_tokens": (dropped tokens, tokens)}."""
         counts = self._counts.clone()
         self._counts.zero_()
         return {"dropped_tokens": counts}
@@ -210,31 +205,31 @@ class SwitchFeedForward(nn.Module):
 
 
 def balance_loss(p_TE: Tensor, chosen_T: Tensor, valid_T: Tensor | None = None) -> Tensor:
-    """E sum_e f_e P_e over the valid tokens; 0 if there is none (equations 4 to 6)."""
+    """E sum_e f_e P_e over the valid tokens; 0 for none (equations 4 to 6)."""
     experts = p_TE.shape[-1]
     chose_TE = F.one_hot(chosen_T, experts).to(p_TE.dtype)
     return experts * (_mean(chose_TE, valid_T) * _mean(p_TE, valid_T)).sum()
 
 
 def z_loss(logits_TE: Tensor, valid_T: Tensor | None = None) -> Tensor:
-    """Mean of the squared log-sum-exp of the logits over the valid tokens; 0 if there is none."""
+    """Mean of the squared log-sum-exp of the logits over the valid tokens; 0 for none."""
     return _mean(logits_TE.logsumexp(-1, keepdim=True).square(), valid_T)[0]
 
 
 def make_feed_forward(
     experts: ExpertsSpec, width: int, hidden: int, *, index: int, depth: int, **common: Any
 ) -> FeedForward | SwitchFeedForward:
-    """The feed-forward of layer `index` of `depth`: dense, or one with experts.
+    """Build the feed-forward of layer `index` of `depth`: dense, or with experts.
 
     Args:
         experts: None, E, or {"experts": E, "every": layers, option of `SwitchFeedForward`: value}; every=1 gives all
-            layers experts, every=2 (the default, as in the paper) the layers 1, 3, 5, ..., counted from 0. Capacity has
-            no limit in evaluation unless told otherwise: with one, a result would depend on the other rows.
-        common: options of `FeedForward`, for both kinds; the experts' dropout is its `activation_dropout`, if given,
-            unless `experts` has one of its own.
+            layers experts, every=2 (the default, as in the paper) the layers 1, 3, 5, ..., counted from 0. By default
+            capacity has no limit in evaluation, so results do not depend on other rows.
+        common: options of `FeedForward`, for both kinds; its `activation_dropout` is the default of the experts'
+            dropout.
 
     Raises:
-        ValueError: unknown options, or a stack in which no layer would have experts.
+        ValueError: unknown options, or a stack without any layer with experts.
     """
     if experts is None:
         return FeedForward(width, hidden, **common)
@@ -246,7 +241,7 @@ def make_feed_forward(
         check_type(f"experts.{name}", options[name], hints_of(SwitchFeedForward)[name])
     check_type("experts.every", every, int)
     if "experts" not in options:
-        raise ValueError(f"experts={experts} must say how many there are, e.g. {{experts: 8, every: 2}}")
+        raise ValueError(f"experts={experts} must give their number, e.g. {{experts: 8, every: 2}}")
     if not 1 <= every <= depth:
         raise ValueError(f"experts.every={every} must lie between 1 and the number of layers, depth={depth}")
     if (index + 1) % every:
@@ -273,14 +268,14 @@ def _batched(x_ECD: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None) -> Tenso
 
 
 def _mean(x_TE: Tensor, valid_T: Tensor | None) -> Tensor:
-    """Mean over the valid tokens; zeros if there is none."""
+    """Mean over the valid tokens; zeros for none."""
     if valid_T is None:
         return x_TE.sum(0) / max(len(x_TE), 1)
     return torch.where(valid_T[:, None], x_TE, 0).sum(0) / valid_T.sum().clamp(min=1)
 
 
 def _fraction(name: str, factor: float | None) -> Fraction | None:
-    """The factor as a ratio of small whole numbers; None for None and infinity."""
+    """The factor as a ratio of small integers; None for None and infinity."""
     if factor is None or factor == math.inf:
         return None
     if not factor >= 0:

@@ -1,14 +1,12 @@
-"""Cross-entropy of each token, with label smoothing, straight from hidden states.
+"""Cross-entropy per token with label smoothing, from hidden states.
 
     loss = (1 - s) (L - z_y) + s (L - mean_v z_v),   L = log sum_v exp z_v,   z = h W^T + b
 
-s is spread over all V tokens, the target included (arXiv:1512.00567, section 7), as torch.nn.functional.cross_entropy
-does; fairseq's `label_smoothed_cross_entropy` spreads it over the other V - 1, which is the same loss with
-s V / (V - 1) in the place of s.
+s is spread over all V tokens (arXiv:1512.00567, section 7), as in torch.nn.functional.cross_entropy; fairseq's
+`label_smoothed_cross_entropy` spreads it over the other V - 1, which equals this loss with s V / (V - 1).
 
-The logits are kept for the backward, and nothing else of their size: the usual composition keeps log-probabilities
-beside them and makes a gradient as large, three times the memory. Probabilities are made again from the logits, some
-rows at a time.
+Only the logits are kept for the backward; probabilities are recomputed from them in chunks of rows. The usual
+composition keeps log-probabilities and a gradient of the same size, three times the memory.
 
 Legend: K tokens, D width, V vocabulary.
 """
@@ -25,14 +23,14 @@ from torch.nn import functional as F
 IGNORED = -100
 """Target without a loss, as in `torch.nn.functional.cross_entropy`."""
 CHUNK = 2**22
-"""Logits that are worked on at once; in float32, 16 MiB."""
+"""Logits per chunk; in float32, 16 MiB."""
 
 
 def token_losses(h_KD: Tensor, head: nn.Linear, targets_K: Tensor, smoothing: float, ignored: int) -> Tensor:
     """(K,) losses in nats, float32 or wider, 0 where the target is `ignored`.
 
     Args:
-        h_KD: hidden states. head: makes logits of them. smoothing: s, in [0, 1).
+        h_KD: hidden states. head: output projection. smoothing: s, in [0, 1).
     """
     if type(head) is not nn.Linear or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         logits_KV = head(h_KD)
@@ -78,7 +76,7 @@ class _TokenLosses(torch.autograd.Function):
         size, s = _rows(logits_KV), ctx.smoothing
         parts = (t.split(size) for t in (logits_KV, sum_K1, target_K1, grad_K1, h_KD))
         d_h, d_bias = [], sum_K1.new_zeros(len(weight)) if ctx.biased else None
-        d_weight = torch.zeros_like(weight, dtype=sum_K1.dtype)  # a sum over chunks needs the digits
+        d_weight = torch.zeros_like(weight, dtype=sum_K1.dtype)  # sum over chunks in float32
         for logits, sum_C1, target_C1, grad_C1, h_CD in zip(*parts, strict=True):
             d_logits = (logits.to(sum_C1.dtype) - sum_C1).exp_()
             if s:

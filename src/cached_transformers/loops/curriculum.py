@@ -1,7 +1,7 @@
 """A curriculum over the number of segments (RMT at a million tokens, arXiv:2304.11062; ARMT, arXiv:2407.04841).
 
-A memory is trained on few segments first and on more later. In each stage the number is drawn uniformly from 1 to the
-largest of the stage, so that short inputs remain solved.
+A memory is trained on few segments first and on more later. Each step samples a number uniformly from 1 to the largest
+of its stage, so that short inputs remain solved.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import overload
 
 
 class Curriculum(Sequence[int]):
-    """How many segments each training step takes.
+    """Number of segments of each training step.
 
-    The number of a step depends on the seed and the step alone: training resumed at step k goes on with
-    `curriculum[k:]`, and all processes of a distributed run, given one seed, draw the same.
+    It depends only on seed and step: training resumed at step k continues with `curriculum[k:]`, and all processes of a
+    distributed run get the same numbers.
 
     Args:
         stages: largest number of segments of each stage, growing.
-        steps_each: steps of every stage, or of each stage.
-        seed: of the draws.
-        uniform: draw from 1 to the largest number; False always takes the largest.
+        steps_each: steps of every stage, or one number per stage.
+        seed: of the samples.
+        uniform: sample from 1 to the largest number; False always takes the largest.
 
     Raises:
-        ValueError: no stage, a number below 1, stages that do not grow, or not one number of steps for each stage.
+        ValueError: no stage, a number below 1, stages that do not grow, or not one number of steps per stage.
 
     Example:
         >>> for segments in Curriculum([1, 2, 3], steps_each=1000):
@@ -42,11 +42,11 @@ class Curriculum(Sequence[int]):
         check_stages(self.stages)
         if len(self.steps) != len(self.stages) or min(self.steps) < 1:
             raise ValueError(
-                f"steps_each={steps_each} must be a number of at least 1, or one for each of {len(self.stages)} stages"
+                f"steps_each={steps_each} must be at least 1, one number or one for each of {len(self.stages)} stages"
             )
 
     def largest(self, step: int) -> int:
-        """The largest number of segments at a step; that of the last stage from the end on."""
+        """The largest number of segments at a step; after the last stage, the largest of that stage."""
         for stage, steps in zip(self.stages, self.steps, strict=True):
             step -= steps
             if step < 0:
@@ -54,8 +54,8 @@ class Curriculum(Sequence[int]):
         return self.stages[-1]
 
     def segments(self, step: int) -> int:
-        """How many segments a step takes; from the end on as in the last stage."""
-        return drawn(self.largest(step), self.seed, step) if self.uniform else self.largest(step)
+        """Number of segments of a step; steps after the end belong to the last stage."""
+        return sample_segments(self.largest(step), self.seed, step) if self.uniform else self.largest(step)
 
     def __len__(self) -> int:
         return sum(self.steps)
@@ -80,18 +80,18 @@ class Curriculum(Sequence[int]):
 
 
 class AdaptiveCurriculum:
-    """A curriculum whose next stage begins when this one is solved, as RMT was trained at a million tokens.
+    """A curriculum that moves to the next stage when the current one is solved, as in RMT's million-token training.
 
     Args:
         stages: largest number of segments of each stage, growing.
-        solved: accuracy, above 0 and up to 1, with which a stage is over.
-        seed: of the draws, as of `Curriculum`.
+        solved: accuracy, above 0 and up to 1, that ends a stage.
+        seed: see `Curriculum`.
 
     Attributes:
-        stage: which one it is, from 0: all that has to be saved to go on.
+        stage: current stage, from 0; the only value to save for a resume.
 
     Raises:
-        ValueError: no stage, a number below 1, stages that do not grow, or a share out of range.
+        ValueError: no stage, a number below 1, stages that do not grow, or an accuracy out of range.
     """
 
     def __init__(self, stages: Sequence[int], solved: float, *, seed: int = 0) -> None:
@@ -101,28 +101,27 @@ class AdaptiveCurriculum:
             raise ValueError(f"solved={solved} must be an accuracy above 0 and up to 1")
 
     def largest(self) -> int:
-        """The largest number of segments of the stage."""
+        """The largest number of segments of the current stage."""
         return self.stages[self.stage]
 
     def segments(self, step: int) -> int:
-        """How many segments a step takes, as long as the stage lasts."""
-        return drawn(self.largest(), self.seed, step)
+        """Number of segments of a step in the current stage."""
+        return sample_segments(self.largest(), self.seed, step)
 
     def scored(self, accuracy: float) -> bool:
-        """Go on to the next stage, if there is one and documents of this one are solved; whether it did."""
+        """Move to the next stage if there is one and `accuracy` solves this one; return whether it moved."""
         moves = accuracy >= self.solved and self.stage + 1 < len(self.stages)
         self.stage += moves
         return moves
 
 
-def drawn(largest: int, seed: int, step: int) -> int:
-    """A number from 1 to the largest, uniformly: a function of the seed and the step alone."""
-    # A generator of its own for every step costs microseconds and needs no state to be saved.
+def sample_segments(largest: int, seed: int, step: int) -> int:
+    """Sample a number from 1 to `largest` uniformly, as a function of seed and step."""
     return random.Random(f"{seed}:{step}").randint(1, largest)
 
 
 def check_stages(stages: Sequence[int]) -> None:
-    """Refuse (ValueError) stages that are none, below 1, or do not grow."""
+    """Refuse (ValueError) no stage, a stage below 1, or stages that do not grow."""
     if not stages or min(stages) < 1:
         raise ValueError(f"stages={list(stages)} must be at least one number of segments, each at least 1")
     if any(a >= b for a, b in itertools.pairwise(stages)):

@@ -1,14 +1,12 @@
 """Memory replay back-propagation (Memformer, arXiv:2010.06891, Algorithm 1), for memories with gradient.
 
-Training over T segments keeps the activations of all of them. A replay keeps, of each segment, its inputs, the state
-before it and the state of the random generators; going back, it runs each segment once more, from the last to the
-first, takes its gradient with that of the state after it, and hands the gradient of the state before it to the segment
-before.
+Training over T segments keeps the activations of all of them. A replay keeps only the inputs of each segment, the state
+before it and the random state. In the backward it runs each segment once more, from the last to the first:
 
     forward   y_t, M_{t+1} = f(x_t, M_t),  nothing else is kept
     backward  t = T .. 1:  f once more from (x_t, M_t), gradient of loss_t + <M_{t+1}, g>,  g <- gradient of M_t
 
-Memory: activations of one segment and T states. Time: two forwards and one backward. The gradient is that of plain
+Memory: activations of one segment and T states. Time: two forwards and one backward. The gradient equals plain
 backpropagation through time, dropout included.
 """
 
@@ -27,21 +25,17 @@ from .segments import Piece, SegmentLoop
 
 
 class ReplayLoop(SegmentLoop):
-    """A segment loop that keeps no activations and runs each segment again when its gradient is due.
+    """A segment loop that keeps no activations and runs each segment again in the backward.
 
-    It takes the place of a `SegmentLoop`, with its arguments, calls, loss, state and gradients. `bptt` remains the
-    number of segments that a gradient crosses; it no longer costs activations, so it may be as large as the batch has
-    segments. Each segment is one non-reentrant activation checkpoint: there is one forward and one backward of the
-    whole, so DDP and FSDP wrap the loop as they wrap a segment loop, and every parameter reports its gradient once.
-    The model may itself recompute its blocks (`set_activation_checkpointing`), which also cuts what the segment in
-    replay needs. Without gradient nothing is different from a segment loop. With bptt_window="sliding" a segment is run
-    again for each way back through it.
+    It replaces a `SegmentLoop`, with its arguments, loss, state and gradients. `bptt` costs no activations, so it may
+    cover all segments of the batch. Each segment is one non-reentrant activation checkpoint, so DDP and FSDP may wrap
+    the loop; the model may also recompute its blocks (`set_activation_checkpointing`). With bptt_window="sliding" a
+    segment runs again for each backward through it.
 
-    Kept for each segment: its inputs, targets and padding, the state before it, and the random state. Between forward
-    and backward the model has to stay as it is (weights, buffers, training or evaluation), since it is run again then.
+    Between forward and backward the model must not change (weights, buffers, mode).
 
     Raises:
-        ValueError: as `SegmentLoop`, and for another schedule than "segments", whose states follow one another.
+        ValueError: see `SegmentLoop`; or a schedule other than "segments".
 
     Example:
         >>> loop = ReplayLoop(model, segment_length=64, bptt=32)
@@ -60,10 +54,7 @@ class ReplayLoop(SegmentLoop):
         bptt_window: str = "blocks",
     ) -> None:
         if schedule != "segments":
-            raise ValueError(
-                f"ReplayLoop runs one segment after the other again and cannot have schedule={schedule!r}; take "
-                "SegmentLoop, with set_activation_checkpointing() to save memory"
-            )
+            raise ValueError(f"schedule={schedule!r}: ReplayLoop runs segments one after the other; take SegmentLoop")
         super().__init__(model, segment_length, bptt, passes, scoring=scoring, bptt_window=bptt_window)
 
     def _segment(self, piece: Piece, state: State | None, reset_B: Tensor | None) -> ModelOutput:

@@ -1,7 +1,6 @@
-"""Training over segments: a batch is cut into segments, the state crosses all of them, the gradient `bptt` of them.
+"""Training over segments: the state crosses all segments of a batch, the gradient crosses `bptt` of them.
 
-The loop is the module that DDP and FSDP wrap, not the model inside: whatever the number of segments, the wrapper sees
-one forward for each backward.
+DDP and FSDP wrap the loop, not the model inside: for any number of segments the wrapper sees one forward per backward.
 
 Legend: B rows, N tokens of all segments, V vocabulary.
 """
@@ -9,7 +8,7 @@ Legend: B rows, N tokens of all segments, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,42 +40,46 @@ from cached_transformers.state import State, detach
 
 from .sliding import WINDOWS, read_sliding
 
-Piece: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""Inputs, targets and padding of a segment, (B, n) each, what numbers sentences and paragraphs have, (B, n, 2), and ids
-of documents, (B, n)."""
+
+class Piece(NamedTuple):
+    """One segment of a batch: inputs, targets, padding, numbers of sentences and paragraphs, ids of documents."""
+
+    inputs_BN: Tensor
+    targets_BN: Tensor
+    padding_BN: Tensor | None = None
+    places_BN2: Tensor | None = None
+    documents_BN: Tensor | None = None
 
 
 class SegmentLoop(nn.Module):
-    """Runs a model over the segments of a batch and returns one loss (truncated backpropagation through time).
+    """Run a model over the segments of a batch and return one loss (truncated backpropagation through time).
 
     Args:
-        model: called as `model(inputs, state, reset=..., padding=...)`, gives a `ModelOutput` with logits (B, n, V); or
-            a model of transformers or timm that `add_memory` gave a memory with a state: a decoder, an encoder that
-            answers for each token, or a classifier of images, which reads videos.
-        segment_length: tokens in a segment; the last one may be shorter. Of videos, frames between which nothing cuts
-            the graph: each is a segment to the memory.
-        bptt: segments that a gradient may cross. The state is cut after every `bptt` segments and at the end.
-        passes: how often the batch is run through. Between two passes the model memory's `next_pass` says with which
-            state the next one begins; the loss is that of the last pass. In it a memory has read all inputs, so that
-            targets must not be among them (classes, tags, answers): no next-token loss and no perplexity, unless the
-            memory says `rereads`. The loop cannot know what the targets are, and does not ask. The gradient crosses
-            from pass to pass where `bptt` covers all segments of the batch.
+        model: called as `model(inputs, state, reset=..., padding=...)`, returns a `ModelOutput` with logits (B, n, V);
+            or a model of transformers or timm to which `add_memory` gave a memory with a state: a decoder, an encoder
+            with one output per token, or an image classifier, which reads videos.
+        segment_length: tokens in a segment; the last one may be shorter. For videos, frames that one graph covers: each
+            frame is a segment to the memory.
+        bptt: segments that a gradient may cross. The state is detached after every `bptt` segments and at the end.
+        passes: number of passes over the batch. The model memory's `next_pass` makes the first state of the next pass;
+            the loss is the loss of the last pass. By then a memory has read all inputs, so the targets must not be
+            among them (no next-token loss or perplexity), unless the memory has `rereads`. The loop cannot check this.
+            The gradient crosses passes if `bptt` covers all segments of the batch.
         schedule: "segments", one after the other; or "diagonal", where layers work on different segments at once, with
-            the same loss, state and gradients (`models/diagonal.py`): for our models whose memory lives in the layers,
-            and one pass.
-        scoring: what is made of a segment, called as `token_losses`; what `read` yields are its outputs. `forward` is
-            for losses of tokens.
-        bptt_window: "blocks", where the state is cut after every `bptt` segments, so that the last segment of a block
-            hears of no later loss; or "sliding", where the loss of every segment reaches back through `bptt` segments,
-            its own included, as far as the batch goes (`training/sliding.py` says what it costs). They are the same
-            for bptt=1, and where it covers the batch.
+            the same loss, state and gradients (`models/diagonal.py`), for one pass of models whose memory is in the
+            layers.
+        scoring: replaces `token_losses`, with its arguments; `read` yields its outputs, `forward` needs token losses.
+        bptt_window: "blocks": the state is detached after every `bptt` segments, so the last segment of a block gets no
+            gradient from later losses. "sliding": each loss reaches back through `bptt` segments, including its own, as
+            far as the batch goes (`loops/sliding.py`). Both are equal for bptt=1 and where bptt covers the batch.
 
     Attributes:
-        auxiliary_loss: what the last loss held beside the cross-entropy, detached.
+        auxiliary_loss: auxiliary part of the last loss, detached.
 
     Raises:
-        ValueError: a size below 1, several passes over a model without a stack, a model of transformers alone, a
-            schedule that does not suit the model, or a sliding window with what it does not go with.
+        ValueError: a size below 1, several passes over a model without a stack, a model of transformers without a
+            memory, a schedule that does not fit the model, or a sliding window with passes, a diagonal or a compiled
+            model.
 
     Example:
         >>> loop = SegmentLoop(model, segment_length=512, bptt=2)
@@ -103,12 +106,11 @@ class SegmentLoop(nn.Module):
             model_memory(model, passes)
             if schedule == "diagonal":
                 raise ValueError(
-                    f"passes={passes} begin with what a memory that spans the layers makes of all states; take "
-                    "schedule='segments', or passes=1"
+                    f"passes={passes} need a memory that spans the layers; take schedule='segments', or passes=1"
                 )
         check_schedule(schedule, model)
         if schedule == "diagonal" and scoring is not None:
-            raise ValueError("schedule='diagonal' scores tokens by itself; leave scoring out, or take 'segments'")
+            raise ValueError("schedule='diagonal' scores tokens itself; leave scoring out, or take 'segments'")
         if bptt_window not in WINDOWS:
             raise ValueError(unknown_name("bptt_window", bptt_window, list(WINDOWS)))
         if bptt_window == "sliding":
@@ -128,36 +130,35 @@ class SegmentLoop(nn.Module):
         places: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> tuple[Tensor, State]:
-        """The loss of the batch, and the state after it, cut from the graph.
+        """The loss of the batch, and the detached state after it.
 
         Args:
             inputs_BN: token ids; or videos, (B, N, channels, height, width).
-            targets_BN: what each place is to be answered with; -100 takes no part.
+            targets_BN: target at each position; -100 has no loss.
             state: state after the last batch; None for the start of streams.
             reset: bool, rows that begin a new document at the first token of this batch, (B,), or at the first token
                 of each of its first S segments, (B, S).
-            padding: (B, N) bool, True = padding, which takes no part in the loss and is not remembered.
+            padding: (B, N) bool, True = padding, which has no loss and is not stored.
             places: (B, N, 2) numbers of sentences and paragraphs, for a model that takes them (`LanguageModel`).
-            documents: (B, N) ids of the documents that a row holds one behind the other, negative at padding; names
-                within this batch. Each is read as in a row of its own (`models/documents.py`): a row's first one goes
-                on with the row's state, unless it is reset, and every further one begins with a fresh state, in the
-                middle of a segment or not. Targets are the caller's: that of a document's last token is no token of
-                the next one. On the CPU they keep no device waiting. The model may be compiled, the loop not.
+            documents: (B, N) ids of the documents packed into a row, negative at padding, unique within the batch. Each
+                is read as in a row of its own (`models/documents.py`): the first document of a row continues the row's
+                state, unless it is reset; each further one begins with a fresh state. The target of a document's last
+                token must not be the next document's first token. CPU ids avoid a wait for the device. The model may be
+                compiled, the loop not.
 
         Returns:
-            Mean cross-entropy (nats) over all tokens that take part, 0 if there is none, plus the mean over segments of
-            the auxiliary losses; and the state. One backward gives the gradient of every window of `bptt` segments.
+            Mean cross-entropy (nats) over all tokens with a target, 0 if there is none, plus the mean over segments of
+            the auxiliary losses; and the state.
 
         Raises:
-            ValueError: there is no token, the shapes of inputs, targets and padding differ, or there are more resets
-                than segments, or several although there are several passes; documents of which one begins again in its
-                row, with several passes, with a model that answers once a row, with a memory that is one for all rows
-                in training, or that begin inside a segment where the schedule is "diagonal".
+            ValueError: no token; mismatched shapes; more resets than segments, or several with several passes; a
+                document that begins twice in its row; documents with several passes, a model with one output per row, a
+                memory shared by all rows in training, or inside a segment of a diagonal schedule.
         """
         told = padding
         if documents is not None:
             documents, padding = told_documents(documents, padding, inputs_BN)
-            told = None  # the ids say it, where no device has to be waited for
+            told = None  # the ids hold the padding, on the CPU
         total = auxiliary = inputs_BN.new_zeros((), dtype=torch.float32)
         outs = list(self.read(inputs_BN, targets_BN, state, reset, told, places, documents))
         for out in outs:
@@ -180,17 +181,17 @@ class SegmentLoop(nn.Module):
         places: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Iterator[ModelOutput]:
-        """The last pass, segment by segment: losses (B, n) of its tokens, the state after it, the auxiliary loss.
+        """Yield each segment of the last pass: losses (B, n), state after it, auxiliary loss.
 
-        Arguments and errors are those of `forward`.
+        Arguments and errors as in `forward`.
         """
         pieces, resets = self._prepared(inputs_BN, targets_BN, reset, padding, places, documents)
         if self.passes > 1:
             state, resets = self._earlier_passes(pieces, state, reset), []
         if self.schedule == "diagonal":
-            refuse_inside(pieces, self.schedule)
+            _refuse_inside(pieces)
             if places is not None:
-                raise ValueError("schedule='diagonal' takes no places; the memories that do span the layers")
+                raise ValueError("schedule='diagonal' takes no places; leave them out, or take schedule='segments'")
             return read_diagonally(self.model, [piece[:3] for piece in pieces], state, resets, self.bptt)
         if self.bptt_window == "sliding" and 1 < self.bptt < len(pieces) and torch.is_grad_enabled():
             self._refuse_shards()
@@ -205,24 +206,15 @@ class SegmentLoop(nn.Module):
         reset: Tensor | None = None,
         padding: Tensor | None = None,
     ) -> State:
-        """Run all passes but the last; the state with which the last one begins, resets included."""
-        return self._earlier_passes(self._pieces(inputs_BN, targets_BN, padding), state, reset)
+        """Run all passes but the last and return the first state of the last one, after resets."""
+        return self._earlier_passes(self._pieces(Piece(inputs_BN, targets_BN, padding)), state, reset)
 
     def _earlier_passes(self, pieces: list[Piece], state: State | None, reset: Tensor | None) -> State:
-        state = begun(self.model, state, None if reset is None else reset.flatten(), len(pieces[0][0]))
+        state = begun(self.model, state, None if reset is None else reset.flatten(), len(pieces[0].inputs_BN))
         if self.passes == 1:
             return state
         next_pass = model_memory(self.model, self.passes).next_pass
         return read_earlier_passes(self._segment, pieces, state, next_pass, self.passes, self.bptt)
-
-    def _resets(self, ids_BN: Tensor, given: list[Tensor | None], inputs_BN: Tensor) -> list[Tensor | None]:
-        """Rows that begin anew at each segment: those that were given, and those in which another document begins."""
-        between = resets_between(ids_BN, cut(inputs_BN.shape[1], self.segment_length))
-        resets = [None if rows_B is None else rows_B.to(inputs_BN.device, non_blocking=True) for rows_B in between]
-        for index, rows_B in enumerate(given):
-            found = resets[index]
-            resets[index] = rows_B if found is None or rows_B is None else rows_B | found
-        return resets
 
     def _prepared(
         self,
@@ -233,7 +225,7 @@ class SegmentLoop(nn.Module):
         places: Tensor | None,
         documents: Tensor | None,
     ) -> tuple[list[Piece], list[Tensor | None]]:
-        """The segments of a batch, and the rows that begin anew at the first of them (ValueError: as of `forward`)."""
+        """The segments of a batch, and the rows to reset before the first of them."""
         _check_shapes(inputs_BN, targets_BN, padding)
         if places is not None:
             check_places(places, inputs_BN)
@@ -241,32 +233,22 @@ class SegmentLoop(nn.Module):
         resets: list[Tensor | None] = [] if reset is None else list(reset.view(len(reset), -1).unbind(1))
         if documents is not None:
             if self.passes > 1:
-                refuse_documents(documents, f"passes={self.passes} begin again with what rows have read as a whole")
+                refuse_documents(documents, f"passes={self.passes} begin again with all inputs of a row")
             check_suits(self.model)
             documents, padding = told_documents(documents, padding, inputs_BN)
-            resets = self._resets(documents, resets, inputs_BN)
-        return self._pieces(inputs_BN, targets_BN, padding, places, documents), resets
+            given, device = resets, inputs_BN.device
+            between = resets_between(documents, cut(inputs_BN.shape[1], self.segment_length))
+            resets = [None if rows_B is None else rows_B.to(device, non_blocking=True) for rows_B in between]
+            for index, rows_B in enumerate(given):
+                found = resets[index]
+                resets[index] = rows_B if found is None or rows_B is None else rows_B | found
+        return self._pieces(Piece(inputs_BN, targets_BN, padding, places, documents)), resets
 
-    def _pieces(
-        self,
-        inputs_BN: Tensor,
-        targets_BN: Tensor,
-        padding_BN: Tensor | None,
-        places: Tensor | None = None,
-        documents: Tensor | None = None,
-    ) -> list[Piece]:
-        if padding_BN is not None:
-            targets_BN = targets_BN.masked_fill(padding_BN, IGNORED)
-        return [
-            (
-                inputs_BN[:, part],
-                targets_BN[:, part],
-                None if padding_BN is None else padding_BN[:, part],
-                None if places is None else places[:, part],
-                None if documents is None else documents[:, part],
-            )
-            for part in cut(inputs_BN.shape[1], self.segment_length)
-        ]
+    def _pieces(self, batch: Piece) -> list[Piece]:
+        if batch.padding_BN is not None:
+            batch = batch._replace(targets_BN=batch.targets_BN.masked_fill(batch.padding_BN, IGNORED))
+        parts = cut(batch.inputs_BN.shape[1], self.segment_length)
+        return [Piece(*(None if t is None else t[:, part] for t in batch)) for part in parts]  # type: ignore[arg-type]
 
     def _check_reset(self, reset: Tensor | None, tokens: int) -> None:
         count = 1 if reset is None or reset.dim() == 1 else reset.shape[1]
@@ -278,35 +260,35 @@ class SegmentLoop(nn.Module):
             )
 
     def _refuse_shards(self) -> None:
-        """Blocks that FSDP gathers for themselves scatter their gradients before this loop could hand them on."""
+        """Refuse (ValueError) FSDP inside the loop, whose hooks scatter gradients at the first backward of a block."""
         marks = ("set_reshard_after_backward", "_fsdp_wrapped_module")  # of fully_shard, of FullyShardedDataParallel
         sharded = [name for name, module in self.model.named_modules() if any(hasattr(module, m) for m in marks)]
         if sharded:
             raise ValueError(
-                f"bptt_window='sliding' goes back through a segment several times, and FSDP wraps parts of the model "
-                f"({sharded[0] or 'the model'}), which scatter their gradients at the first; wrap the loop alone, or "
-                "take bptt_window='blocks'"
+                f"bptt_window='sliding' goes back through a segment several times, but FSDP wraps parts of the model "
+                f"({sharded[0] or 'the model'}) and scatters gradients the first time; wrap only the loop, or take "
+                "bptt_window='blocks'"
             )
 
     def _segment(self, piece: Piece, state: State | None, reset_B: Tensor | None) -> ModelOutput:
-        """What is made of one segment, with the state after it."""
-        inputs_BN, targets_BN, padding_BN, places, documents = piece
-        if documents is None:
-            return self._score(inputs_BN, targets_BN, places, state, padding_BN, reset_B)
-        state, given = begun(self.model, state, reset_B, len(inputs_BN)), (inputs_BN, targets_BN, places)
-        return read_documents(self._score, documents, None, given, state, self.model.init_state)  # type: ignore[arg-type]
+        """Score one segment."""
+        inputs_BN, targets_BN, padding_BN, places_BN2, documents_BN = piece
 
-    def _score(
-        self,
-        inputs_BN: Tensor,
-        targets_BN: Tensor,
-        places: Tensor | None,
-        state: State | None,
-        padding_BN: Tensor | None,
-        reset_B: Tensor | None = None,
-    ) -> ModelOutput:
-        arguments = (self.model, inputs_BN, targets_BN, state, reset_B, padding_BN)
-        return self.scoring(*arguments) if places is None else self.scoring(*arguments, places)
+        def score(
+            inputs_BN: Tensor,
+            targets_BN: Tensor,
+            places_BN2: Tensor | None,
+            state: State | None,
+            padding_BN: Tensor | None,
+            reset_B: Tensor | None = None,
+        ) -> ModelOutput:
+            more = () if places_BN2 is None else (places_BN2,)
+            return self.scoring(self.model, inputs_BN, targets_BN, state, reset_B, padding_BN, *more)
+
+        if documents_BN is None:
+            return score(inputs_BN, targets_BN, places_BN2, state, padding_BN, reset_B)
+        state, given = begun(self.model, state, reset_B, len(inputs_BN)), (inputs_BN, targets_BN, places_BN2)
+        return read_documents(score, documents_BN, None, given, state, self.model.init_state)  # type: ignore[arg-type]
 
 
 def token_losses(
@@ -318,10 +300,10 @@ def token_losses(
     padding: Tensor | None = None,
     places: Tensor | None = None,
 ) -> ModelOutput:
-    """Cross-entropy of every token of one segment, (B, N), in nats, with the state after it.
+    """Cross-entropy (B, N) in nats of every token of one segment, with the state after it.
 
     Float32 or wider, since half precision cannot add thousands of terms; 0 where the target is -100. A model with
-    `scores_targets = True` is asked for the losses themselves (`targets=`), so that it need not make all logits.
+    `scores_targets = True` computes the losses itself (`targets=`), without all logits.
     """
     start: dict[str, Any] = {} if reset is None else {"reset": reset}
     if places is not None:
@@ -343,27 +325,27 @@ def _check_sliding(model: nn.Module, bptt: int, passes: int, schedule: str) -> N
             )
     if bptt > 1 and hasattr(model, "_orig_mod"):
         raise ValueError(
-            "bptt_window='sliding' goes back through a segment several times, and a compiled model lets go of what it "
-            "needs at the first; give the loop the model as it was, or take bptt_window='blocks'"
+            "bptt_window='sliding' goes back through a segment several times, but a compiled model frees its graph the "
+            "first time; give the loop the uncompiled model, or take bptt_window='blocks'"
         )
 
 
 def told_documents(documents: Tensor, padding: Tensor | None, inputs_BN: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Ids with what padding says, and padding with what the ids say."""
+    """Combine document ids and padding: ids that are negative at padding, and the mask of negative ids or None."""
     check_documents(documents, *inputs_BN.shape[:2])
     ids_BN = ids_of(documents, padding)
-    nothing_BN = ids_BN < 0
-    return ids_BN, nothing_BN.to(inputs_BN.device) if bool(nothing_BN.any()) else None
+    padding_BN = ids_BN < 0
+    return ids_BN, padding_BN.to(inputs_BN.device) if bool(padding_BN.any()) else None
 
 
-def refuse_inside(pieces: list[Piece], schedule: str) -> None:
+def _refuse_inside(pieces: list[Piece]) -> None:
     """Refuse (ValueError) documents that do not begin with a segment."""
-    for index, (*_, documents) in enumerate(pieces):
-        if documents is not None and plan_documents(documents) is not None:
+    for index, piece in enumerate(pieces):
+        if piece.documents_BN is not None and plan_documents(piece.documents_BN) is not None:
             raise ValueError(
-                f"schedule={schedule!r} reads segments as they stand, and in segment {index} of the batch a document "
-                "begins behind a row's first token, or behind padding; take schedule='segments', or let documents "
-                "begin with segments, padded behind"
+                f"schedule='diagonal' reads whole segments, but in segment {index} of the batch a document begins "
+                "after a row's first token or after padding; take schedule='segments', or begin documents with "
+                "segments and pad on the right"
             )
 
 

@@ -1,21 +1,19 @@
-"""Sliding truncated backpropagation: the loss of every segment reaches as far back as that of any other.
+"""Sliding truncated backpropagation: the loss of every segment reaches back equally far.
 
-Recurrent Memory Transformer (Bulatov et al. 2022, arXiv:2207.06881, "BPTT-k"; github.com/booydar/LM-RMT). Cutting the
-state after every `bptt` segments leaves the last segment of each block without gradient from what its memory is good
-for, and lets its loss alone reach through the whole block. Sliding windows are the sum over t of the gradient of loss_t
-with the state cut before segment t - k, k = bptt - 1:
+Recurrent Memory Transformer (Bulatov et al. 2022, arXiv:2207.06881, "BPTT-k"; github.com/booydar/LM-RMT). If the state
+is detached after every `bptt` segments, the last segment of a block gets no gradient from later losses. Sliding windows
+sum over t the gradient of loss_t with the state detached before segment t - k, k = bptt - 1:
 
     S_{t+1}, loss_t = f(x_t, S_t)
-    g_{t,j}   gradient of loss_t by S_j:   g_{t,t} = loss_t by S_t,   g_{t,j} = g_{t,j+1} by S_j,   cut at j = t - k
+    g_{t,j}   gradient of loss_t by S_j:   g_{t,t} = loss_t by S_t,   g_{t,j} = g_{t,j+1} by S_j,   0 below j = t - k
     gradient  sum over j of (loss_j + <S_{j+1}, sum over t = j+1 .. j+k of g_{t,j+1}>) by the weights
 
-The state that a batch is given is not cut off here, as it is not by plain windows. Losses of the first `bptt` segments
-are therefore never cut, and go back together.
+The state before the batch is not detached. The losses of the first `bptt` segments are therefore never truncated, and
+share one backward.
 
-What it costs: a segment runs once, and all segments are kept, as with blocks. Backward goes through a segment once for
-the weights, and up to k times more for the state alone, which leaves out the products for weights: about (1 + 0.4 k)
-times the operations of a plain backward, where one for each loss would cost (k + 1) times. All of it is inside one
-`backward()` of the sum: a segment is one node of the graph, whose gradient is made of its own graph.
+Cost: each segment runs once and all are kept, as with blocks. The backward runs through a segment once for the weights
+and up to k times more for the state only: about (1 + 0.4 k) times a plain backward. It is one `backward()` of the sum:
+a segment is one node of the graph, which differentiates its own inner graph.
 """
 
 from __future__ import annotations
@@ -32,12 +30,12 @@ from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.state import State, detach, map_state, named_tensors
 
 WINDOWS = ("blocks", "sliding")
-"""How far the gradient reaches: windows one behind the other, or one that ends with each segment."""
+"""Windows of the gradient: disjoint blocks, or one window that ends with each segment."""
 
 Stream: TypeAlias = int
-"""The number of the segment whose loss comes back by itself, or TOGETHER."""
-TOGETHER: Stream = -1
-"""The losses that no cut meets."""
+"""Number of the segment whose loss has a backward of its own, or SHARED."""
+SHARED: Stream = -1
+"""The losses that are never truncated."""
 
 
 def read_sliding(
@@ -47,33 +45,33 @@ def read_sliding(
     resets: Sequence[Tensor | None],
     bptt: int,
 ) -> Iterator[ModelOutput]:
-    """What `models.segments.read_segments` gives with gradient, in which each loss reaches back `bptt` segments.
+    """Yield the outputs of `models.segments.read_segments`; the gradient of each loss reaches back `bptt` segments.
 
     Args:
-        read: (piece, state, rows that begin anew or None) -> output of a segment.
+        read: (piece, state, rows to reset or None) -> output of a segment.
         pieces: all segments.
         state: before the first piece; None for the start of a stream.
-        resets: rows that begin anew at each of the first pieces.
-        bptt: segments that a gradient crosses, its own included; at least 2 and fewer than there are pieces.
+        resets: rows to reset before each of the first pieces.
+        bptt: segments that a gradient crosses, including its own; at least 2 and fewer than the pieces.
     """
     window, total = bptt - 1, len(pieces)
-    handed: dict[Stream, State] = {} if state is None else {TOGETHER: state}
+    copies: dict[Stream, State] = {} if state is None else {SHARED: state}
     for index, piece in enumerate(pieces):
-        into = _streams(index, window, total) if index else list(handed)
-        segment = _Segment(index, into, _streams(index + 1, window, total), TOGETHER if index <= window else index)
+        into = _streams(index, window, total) if index else list(copies)
+        segment = _SegmentGraph(into, _streams(index + 1, window, total), SHARED if index <= window else index)
         before = None if state is None else map_state(_leaf, state)
-        # Not the leaves themselves: hooks on what modules are called with refuse leaves in `torch.autograd.grad`.
+        # Views of the leaves: hooks on module inputs refuse leaves in `torch.autograd.grad`.
         called_with = None if before is None else map_state(lambda t: t.view_as(t), before)
         output = read(piece, called_with, resets[index] if index < len(resets) else None)
-        losses, auxiliary, handed = segment.close(output, before, handed)
-        state = next(iter(handed.values()), detach(output.state))
+        losses, auxiliary, copies = segment.close(output, before, copies)
+        state = next(iter(copies.values()), detach(output.state))
         yield ModelOutput(losses, detach(state), auxiliary)
 
 
 def _streams(boundary: int, window: int, total: int) -> list[Stream]:
-    """Whose losses come back through the state before segment `boundary`."""
+    """Streams whose gradient passes through the state before segment `boundary`."""
     own = range(max(boundary, window + 1), min(boundary + window, total))
-    return [*([TOGETHER] if boundary <= min(window, total - 1) else []), *own]
+    return [*([SHARED] if boundary <= min(window, total - 1) else []), *own]
 
 
 def _leaf(t: Tensor) -> Tensor:
@@ -81,19 +79,17 @@ def _leaf(t: Tensor) -> Tensor:
 
 
 @dataclass
-class _Segment:
-    """One segment: whose losses come back into the state behind it, and go on into the state before it.
+class _SegmentGraph:
+    """The inner graph of one segment.
 
     Attributes:
-        index: of the segment.
-        into, out_of: streams of the state before it, and of the state behind it.
+        into, out_of: streams through the state before the segment, and through the state after it.
         own: the stream of its own loss.
-        sources: its losses and the tensors of the state behind it, with their graph.
-        leaves: where that graph ends: weights, and what else wants a gradient.
-        before: tensors of the state before it that want a gradient.
+        sources: its losses and the tensors of the state after it.
+        leaves: weights and other leaves of the graph.
+        before: tensors of the state before it that require a gradient.
     """
 
-    index: int
     into: list[Stream]
     out_of: list[Stream]
     own: Stream
@@ -102,16 +98,16 @@ class _Segment:
     before: tuple[Tensor, ...] = ()
 
     def close(
-        self, output: ModelOutput, before: State | None, handed: dict[Stream, State]
+        self, output: ModelOutput, before: State | None, states: dict[Stream, State]
     ) -> tuple[Tensor, Tensor, dict[Stream, State]]:
         """Losses and auxiliary loss as outputs of one node, and a copy of the state for each stream out of it."""
-        heads, after = (output.outputs, output.auxiliary_loss), _wanting(output.state)
-        self.sources, self.before = (*heads, *after), () if before is None else tuple(_wanting(before))
+        heads, after = (output.outputs, output.auxiliary_loss), _differentiable(output.state)
+        self.sources, self.before = (*heads, *after), () if before is None else tuple(_differentiable(before))
         self.leaves = tuple(_leaves(self.sources, self.before))
         if not (self.leaves or self.before):
             return *heads, {stream: output.state for stream in self.out_of}
-        given = [t for stream in self.into for t in _wanting(handed[stream])]
-        made = _Node.apply(self, *self.leaves, *given)
+        given = [t for stream in self.into for t in _differentiable(states[stream])]
+        made = _SegmentNode.apply(self, *self.leaves, *given)
         copies = {}
         for number, stream in enumerate(self.out_of):
             of_stream = iter(made[len(heads) + number * len(after) :])
@@ -119,7 +115,7 @@ class _Segment:
         return made[0], made[1], copies
 
     def gradients(self, own: tuple[Tensor | None, ...], later: dict[Stream, tuple[Any, ...]]) -> list[Tensor | None]:
-        """Of the leaves, and of each stream's copy of the state before the segment."""
+        """Gradients of the leaves, and of each stream's copy of the state before the segment."""
         everything = frozenset(stream for stream, grads in later.items() if any(g is not None for g in grads))
         wanted = {stream: (stream == self.own, everything & {stream}) for stream in self.into}
         as_all = [stream for stream, asked in wanted.items() if asked == (True, everything)]
@@ -127,7 +123,7 @@ class _Segment:
         for stream, (with_own, of) in wanted.items():
             if stream not in as_all:
                 found[stream] = self._back(own if with_own else (), [later[s] for s in of], self.before, keep=True)
-        # Last of all the way back that asks for everything, behind which the graph may go.
+        # The last backward needs everything and frees the graph.
         inputs = (*self.leaves, *(self.before if as_all else ()))
         whole = self._back(own, [later[s] for s in everything], inputs, keep=False)
         for stream in as_all:
@@ -137,7 +133,7 @@ class _Segment:
     def _back(
         self, own: tuple[Tensor | None, ...], later: Sequence[tuple[Any, ...]], inputs: tuple[Tensor, ...], keep: bool
     ) -> list[Tensor | None]:
-        """Gradients of the inputs, given those of the segment's losses and of the state behind it."""
+        """Gradients of the inputs, given the gradients of the segment's losses and of the state after it."""
         none: list[Tensor | None] = [None] * len(inputs)
         summed = [_sum(grads) for grads in zip(*later, strict=True)]
         given = [*(own or (None, None)), *(summed or [None] * (len(self.sources) - 2))]
@@ -148,11 +144,11 @@ class _Segment:
         return list(torch.autograd.grad(outputs, inputs, grads, retain_graph=keep, allow_unused=True))
 
 
-class _Node(torch.autograd.Function):
-    """A segment as one node, which gives its results and takes their gradients stream by stream."""
+class _SegmentNode(torch.autograd.Function):
+    """A segment as one node of the outer graph, with one copy of the state per stream."""
 
     @staticmethod
-    def forward(ctx: Any, segment: _Segment, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, segment: _SegmentGraph, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.segment = segment
         losses, auxiliary, *after = segment.sources
@@ -161,14 +157,14 @@ class _Node(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, losses: Tensor | None, auxiliary: Tensor | None, *copies: Tensor | None) -> Any:
-        segment: _Segment = ctx.segment
+        segment: _SegmentGraph = ctx.segment
         each = len(segment.sources) - 2
         later = {s: copies[n * each : (n + 1) * each] for n, s in enumerate(segment.out_of)}
         return None, *segment.gradients((losses, auxiliary), later)
 
 
-def _wanting(state: State) -> list[Tensor]:
-    """Tensors of a state that want a gradient."""
+def _differentiable(state: State) -> list[Tensor]:
+    """Tensors of a state that require a gradient."""
     return [t for _, t in named_tensors(state) if t.requires_grad]
 
 
@@ -178,7 +174,7 @@ def _sum(grads: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _leaves(sources: Sequence[Tensor], known: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors at the end of a graph, but for those that are known."""
+    """Leaves of a graph, without the known ones."""
     seen: set[Any] = set()
     found: dict[int, Tensor] = {id(t): t for t in sources if t.requires_grad and t.grad_fn is None}
     waiting = [t.grad_fn for t in sources if t.grad_fn is not None]

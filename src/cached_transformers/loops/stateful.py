@@ -1,4 +1,4 @@
-"""The state of the rows of a stream between two steps, for loops that others wrote: kept, saved and taken up again."""
+"""Keep the state of a stream's rows between training steps, and save it with third-party trainers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from cached_transformers.models.segments import for_loops, remembers
 from cached_transformers.state import State, detach, from_tensors, named_tensors
 
 _NOTHING = "nothing"
-"""Name of what stands for a state that has not begun, as some loops do not save empty mappings."""
+"""Name of a placeholder for an empty state: some trainers do not save empty mappings."""
 
 
 class CarriedState:
-    """Holds the state that one step hands to the next, and is saved as optimisers are.
+    """Hold the detached state between steps, with the `state_dict` protocol of optimisers.
 
-    Whatever saves objects with `state_dict` and `load_state_dict` saves it: `Accelerator.register_for_checkpointing`, a
-    hook of Lightning, `torch.save`. Each process has its own rows, and so its own file.
+    `Accelerator.register_for_checkpointing`, a hook of Lightning, or `torch.save` can save it. Each process has its own
+    rows and therefore its own file.
 
     Args:
         model: of this package, or a model of transformers with a memory; before it is wrapped.
 
     Attributes:
-        state: None where a text begins. What is put here is cut from the graph.
+        state: None at the start of a text; detached when it is set.
 
     Raises:
-        ValueError: the model has no memory with a state, so that nothing would be carried.
+        ValueError: the model has no memory with a state.
 
     Example:
         >>> carried = CarriedState(model)
@@ -39,8 +39,7 @@ class CarriedState:
         self._model: Any = for_loops(model)
         if not remembers(self._model.init_state(1)):
             raise ValueError(
-                f"{type(model).__name__} has no memory with a state, so that nothing goes from step to step; give it "
-                "one (memory='rmt', or add_memory), or leave CarriedState out"
+                f"{type(model).__name__} has no memory with a state; give it one, or leave CarriedState out"
             )
         self._state: State | None = None
 
@@ -59,7 +58,7 @@ class CarriedState:
         return {name: tensor.detach().cpu().clone() for name, tensor in named_tensors(self._state)}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take up what `state_dict` gave (ValueError: it is of another model)."""
+        """Restore the state of `state_dict` (ValueError: it is of another model)."""
         if set(tensors) == {_NOTHING}:
             self._state = None
             return

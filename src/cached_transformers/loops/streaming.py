@@ -1,4 +1,4 @@
-"""Reading a text of any length in constant memory: segment after segment, with the state carried and nothing kept.
+"""Read a text of any length in constant memory, segment after segment.
 
 Legend: N tokens of a segment.
 """
@@ -21,12 +21,12 @@ from cached_transformers.state import State, seal
 
 
 class Progress(NamedTuple):
-    """What reading one more segment gave.
+    """Progress after one more segment.
 
     Attributes:
         tokens: tokens predicted so far. nats: sum of their losses so far.
-        segment_tokens, segment_nats: of this segment alone.
-        consumed: tokens of the source that were inputs so far; the next segment begins with the one after them.
+        segment_tokens, segment_nats: of this segment.
+        consumed: number of source tokens that were inputs so far.
         state: state after the segment.
     """
 
@@ -39,11 +39,11 @@ class Progress(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        """Of a token, over everything read; infinite where it is too large for a number."""
+        """Perplexity per token over the whole text so far; infinite on overflow."""
         return perplexity(self.nats / max(self.tokens, 1))
 
     def bits_per_byte(self, size: int) -> float:
-        """Bits that a text of `size` bytes takes, a byte."""
+        """Bits per byte of a text of `size` bytes."""
         return self.nats / math.log(2) / max(size, 1)
 
 
@@ -58,20 +58,20 @@ def read_stream(
 ) -> Iterator[Progress]:
     """Read tokens and yield after every segment.
 
-    Memory does not grow with the text: what is held is one segment, one piece and the state. The last segment is as
-    long as what is left. Every token but the first is predicted once, from all that stands before it.
+    Memory does not grow with the text: it holds one segment, one piece and the state. The last segment may be shorter.
+    Every token but the first is predicted once, from all tokens before it.
 
     Args:
-        model: a language model; it is put into evaluation mode. pieces: token ids in order, cut anywhere.
+        model: a language model; it is put into evaluation mode. pieces: token ids in order, of any lengths.
         segment_length: N.
-        start: the last `Progress` of an earlier call, to go on behind it; `pieces` then begin after its `consumed`.
-        in_place: a promise that no state is looked at once the next `Progress` was asked for. Large stores are then
-            written where they lie instead of being copied for each segment; the state of `start` is copied once.
-        schedule: as of `SegmentLoop`; with "diagonal" as many segments are held as the model has layers, and their
-            states, so that none is written in place.
+        start: the last `Progress` of an earlier call, to continue it; `pieces` then begin after its `consumed`.
+        in_place: a promise that no state is read once the next `Progress` is requested. Large stores are then written
+            in place instead of copied for each segment; the state of `start` is copied once.
+        schedule: see `SegmentLoop`; "diagonal" holds one segment and one state per layer of the model, and writes no
+            state in place.
 
     Raises:
-        ValueError: the segment is shorter than one token, or the schedule does not suit the model.
+        ValueError: the segment is shorter than one token, or the schedule does not fit the model.
     """
     if segment_length < 1:
         raise ValueError(f"segment_length={segment_length} must be at least 1 token")
@@ -87,12 +87,12 @@ def read_stream(
     begun: State | None = now.state
     ids = (torch.tensor(tokens, device=device)[None] for tokens in _segments(pieces, segment_length))
     parts = ((ids_1N[:, :-1], ids_1N[:, 1:], None) for ids_1N in ids)
-    # Not a block of no_grad, in which the caller would go on after each yield.
+    # No `with` block: the caller runs between yields.
     if schedule == "diagonal":
         outputs = torch.no_grad()(read_diagonally)(model, parts, begun)
     else:
         if in_place:
-            begun = model.init_state(1) if begun is None else seal(begun)  # type: ignore[operator]  # it may be kept
+            begun = model.init_state(1) if begun is None else seal(begun)  # type: ignore[operator]
         outputs = torch.no_grad()(read_segments)(read, parts, begun, in_place=in_place)
     for losses_1N, state, _ in outputs:
         nats, count = losses_1N.double().sum().item(), losses_1N.shape[1]
@@ -101,7 +101,7 @@ def read_stream(
 
 
 def _segments(pieces: Iterable[list[int]], length: int) -> Iterator[list[int]]:
-    """The tokens of each segment, with the one behind it, which is its last target."""
+    """The tokens of each segment and the next token, its last target."""
     buffer: list[int] = []
     for piece in pieces:
         buffer += piece

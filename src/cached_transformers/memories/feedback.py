@@ -28,12 +28,12 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.late_gradients import late_gradients
 from cached_transformers.interfaces.memory import (
     Attend,
+    BlockRunner,
     Context,
     Entry,
     LayerMemory,
     ModelMemory,
     Projections,
-    Through,
     Tokens,
     Trace,
 )
@@ -174,7 +174,7 @@ class Feedback(ModelMemory):
         channels = self.width if self.keep == "hidden" else 2 * self.sets * self.width
         return empty_rows(batch_size, self.length, channels, like)
 
-    def run(self, state: Rows, tokens: Tokens, through: Through) -> tuple[list[Tensor], Rows, None]:
+    def run(self, state: Rows, tokens: Tokens, through: BlockRunner) -> tuple[list[Tensor], Rows, None]:
         opened, outputs = self.open(state, tokens, through.layers), []
         if tokens.padding_BN is None and not torch.compiler.is_compiling():
             opened = opened._replace(window=Window(self._by_head(opened.pairs), tokens.x_BND.shape[1]))

@@ -32,11 +32,11 @@ from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import (
+    BlockRunner,
     Entry,
     ModelMemory,
     Offer,
     Projections,
-    Through,
     Tokens,
     Trace,
     begin,
@@ -270,7 +270,9 @@ class ReadTwice(ModelMemory):
         table = empty_rows(batch_size, self.slots, self.width, like, channels=2)
         return ReadTwiceState(table, torch.zeros_like(table.count_B))
 
-    def run(self, state: ReadTwiceState, tokens: Tokens, through: Through) -> tuple[list[Tensor], ReadTwiceState, None]:
+    def run(
+        self, state: ReadTwiceState, tokens: Tokens, through: BlockRunner
+    ) -> tuple[list[Tensor], ReadTwiceState, None]:
         outputs = []
         for block in tokens.split(self.block_length or tokens.x_BND.shape[1]):
             x_BND, traces = through(begin(self, state, block, through.layers))

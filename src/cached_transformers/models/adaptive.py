@@ -1,15 +1,15 @@
 """Adaptive embedding and adaptive softmax: rare words get narrow vectors, and are scored only where they occur.
 
-Grave et al. 2016 (arXiv:1609.04309) for the softmax, Baevski & Auli 2018 (arXiv:1809.10853) for the embedding and for
-sharing weights; github.com/kimiyoung/transformer-xl for which of them are shared.
+Softmax: Grave et al. 2016 (arXiv:1609.04309). Embedding and shared weights: Baevski & Auli 2018 (arXiv:1809.10853);
+github.com/kimiyoung/transformer-xl.
 
-    the vocabulary, commonest word first, is cut at the cutoffs into clusters 0..K;  E_i = E // div_value^i
+    the vocabulary, commonest word first, is split at the cutoffs into clusters 0..K;  E_i = E // div_value^i
     embedding of a word w of cluster i:  P_i W_i[w]
     log p(w | h) = log softmax_head(w)                            in cluster 0
                  = log softmax_head(i) + log softmax_i(w)         in cluster i > 0
     head = [W_0; C] P_0^T h + b,  tail i = W_i P_i^T h + b_i
 
-Legend: B rows, N tokens, T tokens in a list, D model width, V vocabulary, K clusters behind the first, E_i width of
+Legend: B rows, N tokens, T tokens in a list, D model width, V vocabulary, K clusters after the first, E_i width of
 cluster i.
 """
 
@@ -24,17 +24,17 @@ from torch.nn import functional as F
 
 
 class AdaptiveEmbedding(nn.Module):
-    """Token embeddings that are the narrower, the rarer the token.
+    """Token embeddings with narrower vectors for rarer tokens.
 
-    Every cluster is looked up for every token and the right one is kept: fixed shapes, no waiting for a device, and
-    sum(D E_i) multiply-adds a token, which is little beside one layer of the model.
+    Every cluster is looked up for every token and the right one is selected: fixed shapes, no synchronisation, and
+    sum(D E_i) multiply-adds per token.
 
     Args:
-        vocabulary: V. width: D, of what comes out.
+        vocabulary: V. width: D, of the output.
         cutoffs: ids at which a new cluster begins; none for a single cluster.
         embedding_width: E_0; D when None.
-        div_value: how many times narrower each cluster is than the one before. With 1 all have one width, and one
-            projection, which is left out where that width is D; else each has its projection, cluster 0 too.
+        div_value: ratio of the widths of consecutive clusters. With 1, all clusters share one projection, which is left
+            out if their width is D; otherwise each cluster has a projection.
 
     Raises:
         ValueError: cutoffs that do not ascend inside the vocabulary, or a width below 1.
@@ -53,8 +53,7 @@ class AdaptiveEmbedding(nn.Module):
         self.bounds = [0, *cutoffs, vocabulary]
         if any(low >= high for low, high in pairwise(self.bounds)):
             raise ValueError(
-                f"cutoffs={list(cutoffs)} must ascend between 0 and vocabulary={vocabulary}, both excluded; "
-                "[] is a single cluster"
+                f"cutoffs={list(cutoffs)} must ascend between 0 and vocabulary={vocabulary}, both excluded"
             )
         widest = width if embedding_width is None else embedding_width
         if widest < 1:
@@ -64,8 +63,8 @@ class AdaptiveEmbedding(nn.Module):
         self.widths = [widest // div_value**i for i in range(len(cutoffs) + 1)]
         if self.widths[-1] < 1:
             raise ValueError(
-                f"div_value={div_value} leaves {len(cutoffs) + 1} clusters of widths {self.widths}; the last needs at "
-                "least 1 channel: take fewer cutoffs, a smaller div_value or a larger embedding_width"
+                f"div_value={div_value} leaves clusters of widths {self.widths}, and each needs 1 channel; take fewer "
+                "cutoffs, a smaller div_value or a larger embedding_width"
             )
         self.vocabulary, self.width, self.div_value = vocabulary, width, div_value
         self.weights = nn.ParameterList(
@@ -76,14 +75,14 @@ class AdaptiveEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float | None = None, projection_std: float = 0.01) -> None:
-        """Normal weights and projections; without `std` truncated normal weights of 0.02 and Xavier projections."""
+        """Normal weights and projections; without `std`, truncated normal weights of 0.02 and Xavier projections."""
         for weight in self.weights:
-            _draw(weight, std, _small)
+            _initialise(weight, std, _small)
         for projection in self.projections:
-            _draw(projection, None if std is None else projection_std, nn.init.xavier_uniform_)
+            _initialise(projection, None if std is None else projection_std, nn.init.xavier_uniform_)
 
     def forward(self, inputs_BN: Tensor) -> Tensor:
-        """(B, N, D) of token ids."""
+        """Embeddings (B, N, D) of token ids."""
         each = len(self.projections) > 1
         x: Tensor | None = None
         for index, (low, high) in enumerate(pairwise(self.bounds)):
@@ -99,20 +98,18 @@ class AdaptiveEmbedding(nn.Module):
 class AdaptiveSoftmax(nn.Module):
     """Log-probabilities of the next token, with the clusters of an `AdaptiveEmbedding`.
 
-    Losses exist in two forms that agree to rounding. The sparse one scores a cluster's words only for the targets that
-    lie in it, D E_0 + E_0 (c_0 + K) multiply-adds a token and D E_i + E_i |i| more for one in cluster i; its shapes
-    depend on the data, so that a compiled graph would break and a device be waited for. The dense one has fixed shapes
-    and scores all V words for every token. Each cluster takes part in either form, with gradients of zero where none of
-    its words occurs, so that data-parallel training finds every parameter used.
+    Losses have two forms that agree to rounding. The sparse form scores a cluster's words only for targets in that
+    cluster: D E_0 + E_0 (c_0 + K) multiply-adds per token and D E_i + E_i |i| more for a token in cluster i; its shapes
+    depend on the data, which synchronises a device and breaks compiled graphs. The dense form has fixed shapes and
+    scores all V words. Both use every cluster, so data-parallel training finds every parameter used.
 
-    The original's TensorFlow form orders the clusters' own logits as here, its PyTorch form from the last to the first,
-    which matters to checkpoints alone.
+    Cluster logits are in the order of the original's TensorFlow form; its PyTorch form has the reverse order.
 
     Args:
-        embedding: gives clusters and widths, and what is tied.
-        tied: whether the words' weights are those of the embedding.
-        tied_projections: whether the projections are, for all clusters or for each.
-        sparse: which form of the losses; None takes the dense one in compiled code alone.
+        embedding: defines clusters, widths and tied weights.
+        tied: share the words' weights with the embedding.
+        tied_projections: share the projections, for all clusters or for each.
+        sparse: form of the losses; None takes the dense form only in compiled code.
 
     Raises:
         ValueError: `tied_projections` has not one entry a cluster.
@@ -131,9 +128,7 @@ class AdaptiveSoftmax(nn.Module):
         clusters = len(embedding.widths)
         ties = [tied_projections] * clusters if isinstance(tied_projections, bool) else list(tied_projections)
         if len(ties) != clusters:
-            raise ValueError(
-                f"tied_projections={ties} must say yes or no for each of the {clusters} clusters, or be one value"
-            )
+            raise ValueError(f"tied_projections={ties} must be one bool, or one for each of the {clusters} clusters")
         self.tied, self.ties = tied, ties
         own = (torch.empty_like(weight) for weight in embedding.weights)
         self.weights = nn.ParameterList(embedding.weights if tied else own)
@@ -150,14 +145,14 @@ class AdaptiveSoftmax(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float | None = None, projection_std: float = 0.01) -> None:
-        """As those of the embedding, which draws what is tied; without `std` Xavier weights. Biases are zero."""
+        """Like the embedding, which initialises tied weights; without `std`, Xavier weights. Biases are zero."""
         if not self.tied:
             for weight in self.weights:
-                _draw(weight, std, nn.init.xavier_uniform_)
+                _initialise(weight, std, nn.init.xavier_uniform_)
         for projection, tie in zip(self.projections, self.ties if len(self.projections) else [], strict=True):
             if not tie:
-                _draw(projection, None if std is None else projection_std, nn.init.xavier_uniform_)
-        _draw(self.cluster_weight, std, _small)
+                _initialise(projection, None if std is None else projection_std, nn.init.xavier_uniform_)
+        _initialise(self.cluster_weight, std, _small)
         nn.init.zeros_(self.bias)
         nn.init.zeros_(self.cluster_bias)
 
@@ -183,7 +178,7 @@ class AdaptiveSoftmax(nn.Module):
             if sparse:
                 where = inside_T.nonzero()[:, 0]
                 local = targets_T[where] - low
-                # Not left out where there is no such target: its parameters would have no gradient.
+                # Also without such targets: parameters need a gradient.
                 found = self._tail(h_TD[where], index).gather(1, local[:, None])[:, 0]
                 score_T = score_T.index_add(0, where, found)
             else:
@@ -208,7 +203,7 @@ def _log_softmax(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 
-def _draw(parameter: Tensor, std: float | None, otherwise: Callable[[Tensor], Tensor]) -> None:
+def _initialise(parameter: Tensor, std: float | None, otherwise: Callable[[Tensor], Tensor]) -> None:
     if std is None:
         otherwise(parameter)
     else:

@@ -1,4 +1,4 @@
-"""Beam search over the continuations of a text: the K best are kept, and grow by one token a step.
+"""Beam search: keep the K best continuations of a text and extend each by one token per step.
 
 Legend: B rows, K beams, C = 2 K candidates, L results, T new tokens, V vocabulary.
 """
@@ -14,10 +14,10 @@ from cached_transformers.state import State, map_state, reorder, reset
 
 
 class GrowingText(Protocol):
-    """What a search asks of the texts that it continues, one row each."""
+    """Interface of the texts that a search continues, one row each."""
 
     def after(self) -> State:
-        """The state after all that was read; () for none. Asked for where a continuation ends."""
+        """The state after all tokens, () for none; used where a continuation ends."""
         ...
 
     def read(self) -> Tensor:
@@ -25,22 +25,22 @@ class GrowingText(Protocol):
         ...
 
     def append(self, token_B: Tensor) -> None:
-        """Go on with a token for each row."""
+        """Append a token to each row."""
         ...
 
     def multiply(self, times: int) -> None:
-        """Each row `times` times, one behind the other."""
+        """Repeat each row `times` times."""
         ...
 
     def choose(self, rows_B: Tensor) -> None:
-        """Rows in this order; they may repeat, among those of one `multiply`, and all of these together vanish."""
+        """Reorder rows; rows may repeat within one `multiply`, and all rows of one may be dropped."""
         ...
 
 
-class Best(NamedTuple):
-    """The best finished continuations of each row, best first; the rank is minus infinity where there is none.
+class BestContinuations(NamedTuple):
+    """The best finished continuations of each row, best first; the rank is minus infinity for none.
 
-    The state has B L rows, or is (); None as long as nothing was found.
+    The state has B L rows, or is (); None until a continuation is found.
     """
 
     rank_BL: Tensor
@@ -58,15 +58,15 @@ def search(
     eos: int | None,
     length_penalty: float,
     results: int = 1,
-) -> Best:
-    """The best continuations of a text, given the log-probabilities of its next token.
+) -> BestContinuations:
+    """Search the best continuations of a text, given the log-probabilities of its next token.
 
-    A row is done when `beams` of its continuations have met `eos` while among the K best candidates; with one beam that
-    is greedy generation. What has not met it after the row's last step counts as finished there. Rows that are done
-    leave the text, so that what is found for a row, and what it costs, has nothing to do with the others.
+    A row is done when `beams` of its continuations have reached `eos` while among the K best candidates; one beam is
+    greedy generation. Continuations without `eos` count as finished after the row's last step. Rows that are done leave
+    the text, so results and cost of a row do not depend on other rows.
 
     Args:
-        tokens: T, the most new tokens, of all rows or (B,) of each.
+        tokens: T, maximum of new tokens, for all rows or (B,) per row.
         results: L, at most K.
     """
     rows, device = len(logp_BV), logp_BV.device
@@ -77,15 +77,15 @@ def search(
     ended_B = torch.zeros(rows, dtype=torch.long, device=device)
     none_BL = total_BK[:, :results].clone()
     lengths = ended_B[:, None].expand(-1, results)
-    best = Best(none_BL, none_BL, lengths, new_BKT[:, :results], None)
+    best = BestContinuations(none_BL, none_BL, lengths, new_BKT[:, :results], None)
     every, place_B = best, torch.arange(rows, device=device)
     text.multiply(beams)
     logp = logp_BV.repeat_interleave(beams, 0)
-    total_BK[:, 0] = 0  # the beams are all alike yet
+    total_BK[:, 0] = 0  # all beams are equal at first
     for step in range(most):
         words = logp.shape[-1]
         every_BC = (total_BK[..., None] + logp.view(-1, beams, words)).flatten(1)
-        # A beam ends in one way only, so that of 2 K candidates at least K go on.
+        # A beam has one way to end, so at least K of 2 K candidates continue.
         total_BC, place_BC = every_BC.topk(min(2 * beams, every_BC.shape[1]))
         parent_BC, token_BC = place_BC // words, place_BC % words
         new_BCT = new_BKT.gather(1, parent_BC[..., None].expand(-1, -1, most))
@@ -120,14 +120,20 @@ def search(
 
 
 def _better(
-    best: Best, total_BC: Tensor, length: int, penalty: float, new_BCT: Tensor, text: GrowingText, where_BC: Tensor
-) -> Best:
-    """The best of what was found before and of candidates, whose states are the rows `where_BC` of the text's."""
+    best: BestContinuations,
+    total_BC: Tensor,
+    length: int,
+    penalty: float,
+    new_BCT: Tensor,
+    text: GrowingText,
+    where_BC: Tensor,
+) -> BestContinuations:
+    """The best of earlier results and candidates, whose states are the rows `where_BC` of the text's state."""
     if not bool(total_BC.isfinite().any()):
-        return best  # which spares the text the making of its state
+        return best  # without the cost of the text's state
     results = best.rank_BL.shape[1]
     rank_BX = torch.cat([best.rank_BL, total_BC / length**penalty], 1)
-    rank_BX, order_BX = rank_BX.sort(dim=1, descending=True, stable=True)  # of equals, what was found first
+    rank_BX, order_BX = rank_BX.sort(dim=1, descending=True, stable=True)  # earlier results win ties
     rank_BL, from_BL = rank_BX[:, :results], order_BX[:, :results]
     old_BL, new_BL = from_BL.clamp(max=results - 1), (from_BL - results).clamp(min=0)
     fresh_BL = from_BL >= results
@@ -141,7 +147,7 @@ def _better(
     first_B1 = torch.arange(len(rank_BX), device=rank_BX.device)[:, None] * results
     taken = reorder(text.after(), where_BC.gather(1, new_BL).flatten())
     kept = taken if best.state is None else reorder(best.state, (first_B1 + old_BL).flatten())
-    return Best(
+    return BestContinuations(
         rank_BL,
         pick(best.score_BL, total_BC),
         torch.where(fresh_BL, length, best.length_BL.gather(1, old_BL)),
@@ -150,8 +156,8 @@ def _better(
     )
 
 
-def _settle(every: Best, best: Best, place_D: Tensor, done_B: Tensor) -> Best:
-    """`every` with the rows of `best` that are done in their places."""
+def _settle(every: BestContinuations, best: BestContinuations, place_D: Tensor, done_B: Tensor) -> BestContinuations:
+    """Copy the rows of `best` that are done into `every`."""
     found = _rows(best, done_B.nonzero()[:, 0])
     results = every.rank_BL.shape[1]
     place_DL = (place_D[:, None] * results + torch.arange(results, device=place_D.device)).flatten()
@@ -160,11 +166,11 @@ def _settle(every: Best, best: Best, place_D: Tensor, done_B: Tensor) -> Best:
     if state is None:
         state = map_state(lambda t: t.new_zeros(every.rank_BL.numel(), *t.shape[1:]), found.state)
     state = map_state(lambda t, new: t.index_copy(0, place_DL, new), state, found.state)
-    return Best(rank, score, length, tokens, state)
+    return BestContinuations(rank, score, length, tokens, state)
 
 
-def _rows(best: Best, rows: Tensor) -> Best:
+def _rows(best: BestContinuations, rows: Tensor) -> BestContinuations:
     results = best.rank_BL.shape[1]
     rows_L = (rows[:, None] * results + torch.arange(results, device=rows.device)).flatten()
     rank, score, length, tokens = (t[rows] for t in best[:4])
-    return Best(rank, score, length, tokens, None if best.state is None else reorder(best.state, rows_L))
+    return BestContinuations(rank, score, length, tokens, None if best.state is None else reorder(best.state, rows_L))

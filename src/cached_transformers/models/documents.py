@@ -1,28 +1,24 @@
-"""Rows in which several documents stand one behind the other, each of which is read as if it stood alone.
+"""Packed rows: read several documents of one row as if each had a row of its own.
 
-A segment of such rows is cut into *pieces*: the tokens that one document has in one row of it. Each piece is read as a
-row of its own, so that nothing of another document can reach it, whatever the memory and the attention are:
+A segment is split into *pieces*, the tokens of one document in one row. Each piece is read as a row of its own, so no
+other document can reach it, for any memory and attention:
 
-    row 0   a a a a b b c    pieces:  a a a a    goes on with the state of row 0 (a stood in the segment before, too)
+    row 0   a a a a b b c    pieces:  a a a a    continues the state of row 0 (a began in an earlier segment)
     row 1   d . d d e e e             b b        begins with a fresh state
-                                      c          begins with a fresh state; its state is that of row 0 from here on
-                                      d d d      goes on with the state of row 1
-                                      e e e      begins with a fresh state; its state is that of row 1 from here on
+                                      c          begins with a fresh state; its state becomes the state of row 0
+                                      d d d      continues the state of row 1
+                                      e e e      begins with a fresh state; its state becomes the state of row 1
 
-Padding inside a piece is left out, outputs go back to their places, and the states of documents that have ended are
-dropped. Who reads further segments goes on with the row's state where the document goes on, and resets the row where
-another one begins (`resets_between`).
+Padding inside a piece is left out, outputs return to their positions, and states of ended documents are dropped. The
+next segment continues the row's state, or resets the row where a document begins (`resets_between`).
 
-Pieces are read in groups of like length, each padded to its own longest: with L tokens in the longest piece of a
-segment, those of (L/2, L] tokens, those of (L/4, L/2], and so on. Of T tokens in pieces, group g with P_g pieces of at
-most L_g tokens, so many are computed:
+Pieces are read in groups of similar length, each padded to its own longest piece. If the longest piece has L tokens,
+the groups hold lengths (L/2, L], (L/4, L/2], and so on. For T tokens in pieces, and P_g pieces of at most L_g tokens:
 
-    sum over g of P_g L_g  <  2 T        at most log2(L) + 1 calls; equal lengths, and those near each other, cost T
+    sum over g of P_g L_g  <  2 T        at most log2(L) + 1 calls; nearly equal lengths cost about T
 
-As a call has a price, too, neighbouring groups are read in one where that adds no more than `CALL` tokens of padding.
-
-A segment in which no document begins behind a row's first token, and whose padding stands behind the text, is read as
-it stands, at no cost but a look at the ids.
+Neighbouring groups are merged if that adds at most `CALL` tokens of padding. A segment whose documents all begin at the
+first token of a row, with padding only on the right, is read unchanged.
 
 Legend: B rows, N columns, P pieces, T tokens.
 """
@@ -42,25 +38,25 @@ from cached_transformers.state import State, join, reorder
 from cached_transformers.state import reset as reset_rows
 
 PADDING = -1
-"""A document's id at places of padding; any negative number is one."""
+"""Document id of padding; any negative number is padding."""
 
 CALL = 64
-"""Tokens that a call of the model is worth: two groups become one for no more padding than so many."""
+"""Cost of a call of the model in tokens: two groups are merged for at most this much padding."""
 
 COMPILED = (
-    "how rows are cut into documents depends on values, which a compiled graph cannot; compile the model inside, and "
-    "call a SegmentLoop that is not compiled with documents, or give each document a row of its own"
+    "pieces depend on the values of the ids, which a compiled graph cannot read; compile the model and call an "
+    "uncompiled SegmentLoop with documents, or give each document a row of its own"
 )
 
 
-class Group(NamedTuple):
-    """Pieces of like length, which are read in one call.
+class DocumentGroup(NamedTuple):
+    """Pieces of similar length, read in one call.
 
     Attributes:
-        rows_P: the row that each piece stands in.
-        places_Pn: where its tokens stand, counted over all columns of all rows; behind its end, its last one.
-        padding_Pn: bool, True behind a piece's end; None where all are equally long.
-        fresh_P: bool, pieces whose document begins here; None where there is none.
+        rows_P: row of each piece.
+        places_Pn: index of each token in the flattened (B, N); after the end of a piece, its last token.
+        padding_Pn: bool, True after the end of a piece; None if all are equally long.
+        fresh_P: bool, pieces whose document begins here; None if there is none.
         tokens: of all pieces, without padding.
     """
 
@@ -75,62 +71,57 @@ class Group(NamedTuple):
         return t.flatten(0, 1)[self.places_Pn]
 
 
-class Plan(NamedTuple):
-    """How one segment is read.
+class DocumentPlan(NamedTuple):
+    """Plan to read one segment.
 
     Attributes:
         groups: of all pieces, the longest first.
-        source_BN: where each place's output stands among those of all groups, one behind the other, from 1; 0 where
-            there is padding.
-        last_B: where the state behind the segment stands: the row's own one, for a row without a token, or that of its
-            last piece, with the groups' pieces counted on behind the B rows.
+        source_BN: index of each position's output among the concatenated outputs of all groups, from 1; 0 at padding.
+        last_B: index of each row's state after the segment among the B states before it, for a row without tokens, and
+            then the states of all pieces.
     """
 
-    groups: list[Group]
+    groups: list[DocumentGroup]
     source_BN: Tensor
     last_B: Tensor
 
     @property
     def computed(self) -> int:
-        """Tokens that are computed, padding among them."""
+        """Computed tokens, including padding."""
         return sum(group.places_Pn.numel() for group in self.groups)
 
-    def to(self, device: torch.device) -> Plan:
-        """The same with its tensors on a device."""
+    def to(self, device: torch.device) -> DocumentPlan:
+        """The plan on a device."""
 
         def moved(t: Any) -> Any:
             return t.to(device, non_blocking=True) if isinstance(t, Tensor) else t
 
-        groups = [Group(*map(moved, group)) for group in self.groups]
-        return Plan(groups, moved(self.source_BN), moved(self.last_B))
+        groups = [DocumentGroup(*map(moved, group)) for group in self.groups]
+        return DocumentPlan(groups, moved(self.source_BN), moved(self.last_B))
 
 
 def document_ids_from_cu_seqlens(cu_seqlens: Tensor, tokens: int | None = None) -> Tensor:
-    """Document ids (1, `tokens`) of one row, of the bounds that attention of variable length is given.
+    """Document ids (1, `tokens`) of one row from the bounds of variable-length attention.
 
     Args:
-        cu_seqlens: (K + 1) whole numbers: where each of K documents begins, and where the last one ends. They begin
-            with 0 and never fall; two that are equal hold an empty document between them.
-        tokens: columns of the row; what stands behind the last document is padding. None for no padding.
+        cu_seqlens: (K + 1) integers: the starts of K documents and the end of the last; they begin with 0 and never
+            fall. Two equal bounds enclose an empty document.
+        tokens: columns of the row; columns after the last document are padding. None for no padding.
 
     Raises:
-        ValueError: another shape or dtype, bounds that fall or begin elsewhere, or fewer tokens than they hold.
+        ValueError: another shape or dtype, invalid bounds, or fewer tokens than they hold.
     """
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or not _whole(cu_seqlens):
         raise ValueError(
-            f"cu_seqlens of shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype} must be bounds of documents, "
-            "(documents + 1) whole numbers"
+            f"cu_seqlens of shape {tuple(cu_seqlens.shape)} and {cu_seqlens.dtype} must be (documents + 1) integers"
         )
     lengths_K = cu_seqlens.diff()
     if int(cu_seqlens[0]) != 0 or bool((lengths_K < 0).any()):
-        raise ValueError(
-            f"cu_seqlens={cu_seqlens.tolist()} must begin with 0 and never fall: torch.cat([torch.zeros(1), "
-            "lengths.cumsum(0)]) of the documents' lengths"
-        )
+        raise ValueError(f"cu_seqlens={cu_seqlens.tolist()} must begin with 0 and never fall; take cumulative lengths")
     held = int(cu_seqlens[-1])
     if held == 0 or (tokens is not None and tokens < held):
         raise ValueError(
-            f"cu_seqlens end at {held}, tokens={tokens}; documents hold at least one token, and no more than their row"
+            f"cu_seqlens end at {held}, tokens={tokens}; a row holds at least one token, and all documents"
         )
     ids_T = torch.arange(len(lengths_K), device=cu_seqlens.device).repeat_interleave(lengths_K.long())
     padding_T = ids_T.new_full(((held if tokens is None else tokens) - held,), PADDING)
@@ -138,27 +129,24 @@ def document_ids_from_cu_seqlens(cu_seqlens: Tensor, tokens: int | None = None) 
 
 
 def document_ids_from_position_ids(position_ids_BN: Tensor, padding: Tensor | None = None) -> Tensor:
-    """Document ids (B, N) of places that begin again with each document.
+    """Document ids (B, N) from positions that restart at 0 with each document.
 
-    Inside a row a document begins where a place is 0. A row's first token may have any place: its document has begun
-    in an earlier segment.
+    A row's first token may have any position: its document began in an earlier segment.
 
     Args:
-        position_ids_BN: the place of each token in its document, whole numbers.
-        padding: (B, N) bool, True = padding, whose places mean nothing.
+        position_ids_BN: position of each token in its document, integers.
+        padding: (B, N) bool, True = padding, whose positions are ignored.
 
     Raises:
-        ValueError: other shapes or dtypes, or a place that is neither 0 nor the next one of its document.
+        ValueError: other shapes or dtypes, or a position that is neither 0 nor one more than the position before.
     """
     if position_ids_BN.dim() != 2 or not _whole(position_ids_BN):
         raise ValueError(
-            f"position_ids of shape {tuple(position_ids_BN.shape)} and dtype {position_ids_BN.dtype} must be places of "
-            "tokens, (rows, tokens), whole numbers"
+            f"position_ids of shape {tuple(position_ids_BN.shape)}, {position_ids_BN.dtype} must be (B, N) integers"
         )
     if padding is not None and (padding.shape != position_ids_BN.shape or padding.dtype != torch.bool):
         raise ValueError(
-            f"padding of shape {tuple(padding.shape)} and dtype {padding.dtype} must be bool, True = padding, of the "
-            f"shape of position_ids, {tuple(position_ids_BN.shape)}"
+            f"padding of shape {tuple(padding.shape)}, {padding.dtype} must be bool, of the shape of position_ids"
         )
     real_BN = torch.ones_like(position_ids_BN, dtype=torch.bool) if padding is None else ~padding
     before_BN = _before(position_ids_BN, real_BN)
@@ -168,45 +156,36 @@ def document_ids_from_position_ids(position_ids_BN: Tensor, padding: Tensor | No
     if bool(wrong_BN.any()):
         row, column = wrong_BN.nonzero()[0].tolist()
         raise ValueError(
-            f"position_ids[{row}, {column}] is {int(position_ids_BN[row, column])}, behind "
-            f"{int(before_BN[row, column])}; inside a row each is 0, where a document begins, or the one before "
-            "it + 1: mark padding by padding, or give ids of the documents themselves"
+            f"position_ids[{row}, {column}] is {int(position_ids_BN[row, column])}, after "
+            f"{int(before_BN[row, column])}; it must be 0 or the next position: give padding, or document ids"
         )
     return (begins_BN.long().cumsum(1) - 1).masked_fill(~real_BN, PADDING)
 
 
 def check_documents(documents: Tensor, rows: int, columns: int) -> None:
-    """Refuse (ValueError) what is no id of a document for each place; `plan_documents` looks at values."""
+    """Refuse (ValueError) ids of another shape or dtype; `plan_documents` checks values."""
     if tuple(documents.shape) != (rows, columns) or not _whole(documents):
         raise ValueError(
-            f"documents of shape {tuple(documents.shape)} and dtype {documents.dtype} must be an id for each place, "
-            f"{(rows, columns)}, whole numbers, negative at padding; document_ids_from_cu_seqlens and "
-            "document_ids_from_position_ids make them"
+            f"documents of shape {tuple(documents.shape)} and dtype {documents.dtype} must be an id for each token, "
+            f"{(rows, columns)}, whole numbers, negative at padding"
         )
 
 
 def ids_of(documents: Tensor, padding: Tensor | None = None) -> Tensor:
-    """Ids where the plan is made, on the CPU, as long; -1 at padding. Ids that are there already make no device wait.
-
-    Raises:
-        ValueError: in compiled code.
-    """
+    """Return ids on the CPU, as long, -1 at padding (ValueError: in compiled code)."""
     if torch.compiler.is_compiling():
         raise ValueError(f"documents in a compiled call: {COMPILED}")
     ids_BN = documents.cpu().long().clamp(min=PADDING)
     return ids_BN if padding is None else ids_BN.masked_fill(padding.cpu(), PADDING)
 
 
-def plan_documents(ids_BN: Tensor) -> Plan | None:
-    """How a segment with these ids is read; None where it is read as it stands.
-
-    Args:
-        ids_BN: of `ids_of`.
+def plan_documents(ids_BN: Tensor) -> DocumentPlan | None:
+    """Plan to read a segment with these ids (of `ids_of`); None if it can be read unchanged.
 
     Raises:
-        ValueError: a document has ended in a row and begins there again.
+        ValueError: a document ends in a row and begins there again.
     """
-    if isinstance(ids_BN, FakeTensor):  # without values, on which operations are counted
+    if isinstance(ids_BN, FakeTensor):  # counting operations: no values
         return None
     rows, columns = ids_BN.shape
     real_BN = ids_BN >= 0
@@ -234,7 +213,7 @@ def plan_documents(ids_BN: Tensor) -> Plan | None:
         fresh, own = fresh_P[member_P], ~behind_Pn
         padding = behind_Pn if bool(behind_Pn.any()) else None
         groups.append(
-            Group(row_P[member_P], places_Pn, padding, fresh if bool(fresh.any()) else None, int(length.sum()))
+            DocumentGroup(row_P[member_P], places_Pn, padding, fresh if bool(fresh.any()) else None, int(length.sum()))
         )
         source_BN[places_Pn[own]] = outputs + own.flatten().nonzero()[:, 0]
         ends_P = torch.ones_like(fresh_P)
@@ -242,7 +221,7 @@ def plan_documents(ids_BN: Tensor) -> Plan | None:
         ends = ends_P[member_P]
         last_B[row_P[member_P[ends]]] = pieces + ends.nonzero()[:, 0]
         pieces, outputs = pieces + len(member_P), outputs + places_Pn.numel()
-    return Plan(groups, source_BN.view(rows, columns), last_B)
+    return DocumentPlan(groups, source_BN.view(rows, columns), last_B)
 
 
 def read_documents(
@@ -253,15 +232,15 @@ def read_documents(
     state: State,
     init_state: Callable[[int], State],
 ) -> ModelOutput:
-    """One segment of rows of documents, piece by piece where it has to be; see `read_plan`.
+    """Read one segment of packed rows, piece by piece if necessary; see `read_plan`.
 
     Args:
-        documents: (B, N), the document of each token; a negative id is padding. The first document of a row goes on
-            with the row's state, every other one begins with a fresh state.
-        padding: (B, N) bool, what is padding beside that.
+        documents: (B, N) document ids, negative at padding. The first document of a row continues the row's state,
+            every further one begins with a fresh state.
+        padding: (B, N) bool, further padding.
 
     Raises:
-        ValueError: as `check_documents`, `ids_of`, `plan_documents` and `read_plan`.
+        ValueError: see `check_documents`, `ids_of`, `plan_documents` and `read_plan`.
     """
     inputs = next(t for t in given if t is not None)
     check_documents(documents, *inputs.shape[:2])
@@ -277,25 +256,24 @@ def read_documents(
 
 def read_plan(
     read: Callable[..., ModelOutput],
-    plan: Plan,
+    plan: DocumentPlan,
     given: Sequence[Tensor | None],
     state: State,
     init_state: Callable[[int], State],
 ) -> ModelOutput:
-    """One segment, group after group.
+    """Read one segment, group after group.
 
     Args:
-        read: reads rows: (what it is given of `given`, state before, padding or None) -> their `ModelOutput`, whose
-            outputs are one for each token.
-        given: inputs, targets and what else is of a token each, (B, N, ...); None stays None.
-        state: of the rows, before the segment. init_state: a fresh one of so many rows.
+        read: (tensors of `given`, state before, padding or None) -> `ModelOutput` with one output per token.
+        given: inputs, targets and other tensors (B, N, ...); None stays None.
+        state: of the rows, before the segment. init_state: makes a fresh state of a number of rows.
 
     Returns:
-        Outputs in their places, 0 at padding; the states of the rows; and the mean of the groups' auxiliary losses,
-        weighed by their tokens. What a memory weighs alike in a call, as its rows, it weighs alike in a group.
+        Outputs at their positions, 0 at padding; the states of the rows; and the mean of the groups' auxiliary losses,
+        weighted by tokens.
 
     Raises:
-        ValueError: outputs that are not one for each token.
+        ValueError: outputs that are not one per token.
     """
     device = next(t.device for t in given if t is not None)
     plan = plan.to(device)
@@ -308,7 +286,7 @@ def read_plan(
         if out.outputs.shape[:2] != group.places_Pn.shape:
             raise ValueError(
                 f"outputs of shape {tuple(out.outputs.shape)} for {tuple(group.places_Pn.shape)} tokens: a model that "
-                "answers once for a row cannot be told of several documents in it; give each document a row of its own"
+                "answers once for a row cannot read packed documents; give each document a row of its own"
             )
         outs.append(out)
     first = outs[0].outputs
@@ -321,15 +299,15 @@ def read_plan(
 
 
 def resets_between(ids_BN: Tensor, parts: Sequence[slice]) -> list[Tensor | None]:
-    """For each of the segments, the rows (B,) bool whose first document there is not the one that they read before.
+    """Rows (B,) bool to reset before each segment, because another document begins there; None for no row.
 
-    The first segment has none: whoever calls says by a reset whether a row's document has begun before it.
+    Resets before the first segment are the caller's.
 
     Args:
         ids_BN: of `ids_of`. parts: the columns of the segments.
 
     Raises:
-        ValueError: as `plan_documents`.
+        ValueError: see `plan_documents`.
     """
     real_BN = ids_BN >= 0
     before_BN = _before(ids_BN, real_BN)
@@ -345,22 +323,20 @@ def resets_between(ids_BN: Tensor, parts: Sequence[slice]) -> list[Tensor | None
 
 
 def check_suits(model: nn.Module) -> None:
-    """Refuse (ValueError) a model that cannot be told of documents in a row.
-
-    It answers once for a row, or has a memory that all rows write in training, which would be once a group.
-    """
+    """Refuse (ValueError) a model that cannot read packed rows: it answers once per row, or all rows write one memory
+    in training."""
     if getattr(model, "answers_once", False):
-        refuse_documents(True, f"{type(model).__name__} answers once for a row, and not for each document in it")
+        refuse_documents(True, f"{type(model).__name__} answers once for a row, not once per document")
     for name, module in model.named_modules():
         if isinstance(module, LayerMemory) and module.shared and module.training:
-            why = "is one for all rows, which each of the calls that packed rows take would write in training"
+            why = "is one for all rows, and each call of a packed segment would write it in training"
             refuse_documents(True, f"memory {type(module).__name__} ({name}) {why}")
 
 
 def refuse_documents(documents: Any, why: str) -> None:
-    """Refuse (ValueError) documents, where some are given, to what cannot be told of them."""
+    """Refuse (ValueError) documents, unless they are None."""
     if documents is not None:
-        raise ValueError(f"documents: {why}; give each document a row of its own, padded behind it")
+        raise ValueError(f"documents: {why}; give each document a row of its own, padded on the right")
 
 
 def _whole(t: Tensor) -> bool:
@@ -368,7 +344,7 @@ def _whole(t: Tensor) -> bool:
 
 
 def _before(t_BN: Tensor, real_BN: Tensor) -> Tensor:
-    """The value of the last token in front of each place, -1 where there is none."""
+    """The value at the last token before each position, -1 for none."""
     place_BN = torch.arange(t_BN.shape[1], device=t_BN.device).expand_as(t_BN)
     last_BN = place_BN.masked_fill(~real_BN, -1).cummax(1).values.roll(1, 1)
     last_BN[:, 0] = -1
@@ -376,8 +352,8 @@ def _before(t_BN: Tensor, real_BN: Tensor) -> Tensor:
 
 
 def _kinds(length_P: Tensor) -> Tensor:
-    """The number of the group of each piece, from the longest on."""
-    # Of equal exponents are L // length of at least 2^k and below 2^(k+1), which is length in (L / 2^(k+1), L / 2^k].
+    """Group of each piece, the longest pieces first."""
+    # Equal exponents: L // length in [2^k, 2^(k+1)), so length in (L / 2^(k+1), L / 2^k].
     kind_P = torch.frexp((length_P.max() // length_P).double()).exponent.unique(return_inverse=True)[1]
     count = torch.bincount(kind_P).tolist()
     longest = [int(length_P[kind_P == kind].max()) for kind in range(len(count))]
@@ -393,7 +369,7 @@ def _kinds(length_P: Tensor) -> Tensor:
 
 
 def _refuse_again(ids_BN: Tensor, row_P: Tensor, column_P: Tensor) -> None:
-    """Refuse (ValueError) a document of which a row has two pieces, which begin at these places."""
+    """Refuse (ValueError) a document with two pieces in a row, given where pieces begin."""
     id_P = ids_BN[row_P, column_P]
     _, kind_P, count = torch.stack([row_P, id_P], 1).unique(dim=0, return_inverse=True, return_counts=True)
     again = (count[kind_P] > 1).nonzero()[:, 0]
@@ -401,5 +377,5 @@ def _refuse_again(ids_BN: Tensor, row_P: Tensor, column_P: Tensor) -> None:
         place = int(again[-1])
         raise ValueError(
             f"documents[{int(row_P[place])}, {int(column_P[place])}] is {int(id_P[place])}, a document that has ended "
-            "in its row before; the tokens of a document stand in one run, and another document has another id"
+            "earlier in its row; the tokens of a document must be consecutive, and each document needs its own id"
         )

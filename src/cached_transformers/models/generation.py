@@ -1,12 +1,10 @@
-"""Text from a language model with a memory: greedy, sampled, or by beam search.
+"""Generate text with a memory: greedy, sampled, or by beam search.
 
-A memory is written once a segment. So that the model meets the segments it was trained on, the state stays as it is
-while a segment grows, and moves on when the segment is full: it is then read once more, as a whole. Meanwhile our own
-models keep the keys and values of the open segment, and a token costs one token (`layers/open_stack.py`). What cannot
-be read so, as other models, is shown the open segment again for each token, at the price of a pass over it. (Where a
-memory makes the cut of a text irrelevant, one token at a time would give the same; there is one rule for all of them.)
+A memory is written once per segment, as in training: the state stays fixed while the partial segment grows, and the
+full segment is then read once more as a whole. Meanwhile models of this package decode with a KV cache, at the cost of
+one token per token (`layers/incremental_decoding.py`); other models read the partial segment again for each token.
 
-Works with any model called as `model(tokens_BN, state)` that gives a `ModelOutput` with scores (B, N, V) and has
+Works with any model called as `model(tokens_BN, state)` that returns a `ModelOutput` with scores (B, N, V) and has
 `init_state(rows)`.
 
 Legend: B rows, N tokens of a prompt, T new tokens, V vocabulary.
@@ -36,15 +34,14 @@ if TYPE_CHECKING:
 
 
 class Generation(NamedTuple):
-    """What was generated.
+    """Generated text.
 
     Attributes:
-        tokens: (B, T) new tokens, without the prompt; behind a row's `eos` there is nothing but `eos`.
-        state: each row's state after its text, prompt included, up to but without the row's last new token, fed by
-            segments: `generate(model, tokens[:, -1:], state)` goes on, with a new segment.
-        scores: (B,) log-probability that the model gives to the row's new tokens, `eos` included, whatever they were
-            sampled from.
-        lengths: (B,) new tokens of each row, `eos` included.
+        tokens: (B, T) new tokens, without the prompt; after a row's `eos` only `eos` follows.
+        state: each row's state after its text, including the prompt and without the last new token:
+            `generate(model, tokens[:, -1:], state)` continues with a new segment.
+        scores: (B,) log-probability of the row's new tokens under the model, including `eos`.
+        lengths: (B,) new tokens of each row, including `eos`.
     """
 
     tokens: Tensor
@@ -65,25 +62,24 @@ def generate(
     documents: None = None,
     **options: Unpack[ChoiceKeywords],
 ) -> Generation:
-    """Continue each row of a prompt. Runs in evaluation mode and without gradients; the model's mode is restored.
+    """Continue each row of a prompt, in evaluation mode and without gradients; the model's mode is restored.
 
     Args:
-        model: a language model, or anything called like one.
-        prompt_BN: token ids, N >= 1; the first of them begins a segment.
+        model: a language model, or a callable like one.
+        prompt_BN: token ids, N >= 1; the first token begins a segment.
         state: state after the text before the prompt; None for the start of a stream. It is not changed.
-        tokens: T, the most new tokens.
-        segment_length: tokens in a segment, as in training; needed by models with a memory. None reads all as one.
-        places: (B, N, 2) numbers of the sentence and the paragraph of each token of the prompt, for a model that takes
-            them (`LanguageModel`); those of new tokens go on from there.
-        documents: refused: a row is one text, which goes on behind its last token.
-        options: how tokens are chosen, as of `Choice`: temperature, top_k, top_p, beams, eos, generator,
-            length_penalty, each.
+        tokens: T, maximum of new tokens.
+        segment_length: tokens in a segment, as in training; needed by models with a memory. None for one segment.
+        places: (B, N, 2) numbers of the sentence and the paragraph of each prompt token, for a model that takes them
+            (`LanguageModel`); new tokens continue them.
+        documents: refused: a row is one text.
+        options: see `Choice`: temperature, top_k, top_p, beams, eos, generator, length_penalty, each.
 
     Raises:
         ValueError: an argument out of its range or without effect, prompts of different lengths, or no
             `segment_length` for a model with a memory.
     """
-    refuse_documents(documents, "generate goes on behind each row's last token, and a row is one text")
+    refuse_documents(documents, "generate continues each row after its last token, and a row is one text")
     choice = Choice(tokens, **options)
     _check_prompt(prompt_BN)
     if segment_length is not None:
@@ -94,19 +90,18 @@ def generate(
         state = model.init_state(rows) if state is None else state  # type: ignore[operator]
         if segment_length is None and remembers(state):
             raise ValueError(
-                "this model has a memory, which is written once a segment; give segment_length, the length of the "
-                "segments it was trained on"
+                "segment_length=None: a memory is written once per segment; give segment_length as in training"
             )
-        return go_on(Text(model, prompt_BN, state, segment_length, places=places), choice)
+        return continue_text(GeneratedText(model, prompt_BN, state, segment_length, places=places), choice)
 
 
-def go_on(text: Text, choice: Choice) -> Generation:
-    """Continue a text, which has then read all but each row's last new token, save with beams, which leave it.
+def continue_text(text: GeneratedText, choice: Choice) -> Generation:
+    """Continue a text in evaluation mode and without gradients.
 
-    The model is in evaluation mode, and no gradient is recorded.
+    Afterwards the text has read all but each row's last new token; beam search leaves it undefined.
 
     Raises:
-        ValueError: the end is not in the vocabulary.
+        ValueError: eos is not in the vocabulary.
     """
     logp_BV = text.read()
     choice.check_vocabulary(logp_BV.shape[-1])
@@ -118,17 +113,16 @@ def go_on(text: Text, choice: Choice) -> Generation:
 
 
 class ReadsAgain(UserWarning):
-    """A text is generated by reading its open segment again for each token."""
+    """Generation reads the partial segment again for each token."""
 
 
-class Text:
-    """A text that grows: a state that stays as it is within a segment, and the tokens read since.
+class GeneratedText:
+    """A growing text: the state before the partial segment, and the tokens of the partial segment.
 
     Args:
-        model: see `generate`. prompt_BN: likewise. state: before it.
-        segment_length: S; None for one segment of all.
-        again: read the open segment again for each token, whatever the model can.
-        places: of the prompt; see `generate`.
+        model, prompt_BN, places: see `generate`. state: before the prompt.
+        segment_length: S; None for one segment.
+        again: read the partial segment again for each token even if the model can decode incrementally.
     """
 
     def __init__(
@@ -146,14 +140,11 @@ class Text:
         *whole, last = cut(prompt_BN.shape[1], segment_length)
         self.open_BN = prompt_BN[:, last]
         if places is not None and places.shape[:2] != prompt_BN.shape:
-            raise ValueError(
-                f"places of shape {tuple(places.shape)} must be of the prompt, {(*prompt_BN.shape, 2)}: those of new "
-                "tokens go on from there"
-            )
+            raise ValueError(f"places of shape {tuple(places.shape)} must be of the prompt, {(*prompt_BN.shape, 2)}")
         self.places = None if places is None else places[:, last]
         self._state = state
         self._unread = [(prompt_BN[:, part], None if places is None else places[:, part]) for part in whole]
-        # A row's state is that of the row `origin_B`, so that no state moves when continuations are chosen.
+        # Row i has the state of row origin_B[i], so no state moves when beams are chosen.
         self.origin_B = torch.arange(len(prompt_BN), device=prompt_BN.device)
         self.moved, self.continuations = False, 1
         self.steps = not again and _reads_in_steps(model)
@@ -170,7 +161,7 @@ class Text:
 
     @property
     def state(self) -> State:
-        """Behind the last full segment, of the rows as they were then; whole segments of the prompt are read now."""
+        """The state after the last full segment, for the rows of that time; reads full prompt segments first."""
         if self._unread:
             for out in read_segments(self._read, self._unread, seal(self._state), in_place=True):
                 self._state = out.state
@@ -178,7 +169,7 @@ class Text:
         return self._state
 
     def _before(self) -> State:
-        """The state before the open segment, of the rows as they are now."""
+        """The state before the partial segment, for the current rows."""
         return reorder(self.state, self.origin_B) if self.moved else self.state
 
     def read(self) -> Tensor:
@@ -196,16 +187,16 @@ class Text:
         return scores_BV.to(torch.promote_types(scores_BV.dtype, torch.float32)).log_softmax(-1)
 
     def after(self) -> State:
-        """The state after all tokens; made by reading the open segment as a whole, and kept until it grows."""
+        """The state after all tokens: reads the partial segment as a whole, and caches the result until it grows."""
         if self._after is None:
             self._after = self._read(self._open, self._before()).state
         return self._after
 
     def append(self, token_B: Tensor) -> None:
-        """Go on with a token for each row; a segment that is full is written, and the state moves on."""
+        """Append a token to each row; a full segment is written first."""
         if self.open_BN.shape[1] == self.segment_length:
             self._state, self.open_BN, self.opened = self.after(), self.open_BN[:, :0], None
-            self.places = None  # from here on they are counted
+            self.places = None  # the model counts from here on
             self.origin_B, self.moved = torch.arange(len(token_B), device=token_B.device), False
         self._after = None
         self.open_BN = torch.cat([self.open_BN, token_B[:, None]], 1)
@@ -213,7 +204,7 @@ class Text:
             self.places = F.pad(self.places, (0, 0, 0, 1), value=-1)
 
     def multiply(self, times: int) -> None:
-        """Each row `times` times, one behind the other."""
+        """Repeat each row `times` times."""
         if self._after is not None:
             self._after = repeat(self._after, times)
         if self.opened is not None:
@@ -224,7 +215,7 @@ class Text:
         self.moved, self.continuations = True, self.continuations * times
 
     def choose(self, rows_B: Tensor) -> None:
-        """Rows in this order; they may repeat or vanish, as a `GrowingText`'s may."""
+        """Reorder rows, as in `GrowingText.choose`."""
         if self._after is not None:
             self._after = reorder(self._after, rows_B)
         if self.opened is not None:
@@ -235,20 +226,21 @@ class Text:
 
 
 def _placed(places: Tensor | None) -> dict[str, Tensor]:
-    """The argument by which a model is given places; none where there are none."""
+    """Keyword argument of a model for places."""
     return {} if places is None else {"places": places}
 
 
 def _reads_in_steps(model: Any) -> bool:
-    """Whether a token costs one token; where the model has to read its open segment again, a warning says why."""
-    ask = getattr(model, "why_in_one_piece", None)
-    why = None if ask is None else ask()
+    """Return whether the model decodes incrementally; warns if one of its parts prevents it."""
+    if not hasattr(model, "why_in_one_piece"):
+        return False
+    why = model.why_in_one_piece()
     if why is not None:
-        warnings.warn(f"{why}, so that each token costs a pass over the open segment", ReadsAgain, stacklevel=4)
-    return ask is not None and why is None
+        warnings.warn(f"{why}, so each token costs a pass over the partial segment", ReadsAgain, stacklevel=4)
+    return why is None
 
 
-def _sample(text: Text, logp_BV: Tensor, choice: Choice) -> Generation:
+def _sample(text: GeneratedText, logp_BV: Tensor, choice: Choice) -> Generation:
     tokens, eos = choice.tokens, choice.eos
     state: State | None = None
     score_B = torch.zeros_like(logp_BV[:, 0])
@@ -268,7 +260,7 @@ def _sample(text: Text, logp_BV: Tensor, choice: Choice) -> Generation:
         if choice.each is not None:
             choice.each(token_B)
         if done or (eos is not None and bool((ended_B & ~before_B).any())):
-            # A row that has ended keeps the state that it ended with: what is read for it since is of no account.
+            # A row that has ended keeps its state.
             state = text.after() if state is None else reset(state, text.after(), ~before_B)
         if done:
             return Generation(torch.stack(new, 1), state, score_B, length_B)
@@ -278,7 +270,7 @@ def _sample(text: Text, logp_BV: Tensor, choice: Choice) -> Generation:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and afterwards each module's own mode again."""
+    """Put the model into evaluation mode and restore the mode of each module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -292,12 +284,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _check_prompt(prompt_BN: Tensor) -> None:
     if not isinstance(prompt_BN, Tensor):
         raise ValueError(
-            f"the prompt is a {type(prompt_BN).__name__}, not a tensor (rows, tokens). Prompts of different lengths "
-            "are continued one length at a time: padding would shift where a row's segments begin, and rows do not "
-            "depend on each other"
+            f"the prompt is a {type(prompt_BN).__name__}, not a tensor (rows, tokens); call generate once per length"
         )
     if prompt_BN.dim() != 2 or 0 in prompt_BN.shape:
-        raise ValueError(
-            f"the prompt of shape {tuple(prompt_BN.shape)} must be (rows, tokens) with at least one token; a text from "
-            "nothing begins with a token that stands for its start"
-        )
+        raise ValueError(f"the prompt of shape {tuple(prompt_BN.shape)} must be (rows, tokens) with at least one token")

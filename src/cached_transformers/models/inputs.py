@@ -1,7 +1,4 @@
-"""What models ask of the tensors that they are called with.
-
-Shapes and dtypes are looked at, which costs nothing; values as `checks.insist` does it, which waits for no device.
-"""
+"""Checks of model inputs: shapes and dtypes, and values through `checks.insist`, without synchronisation."""
 
 from __future__ import annotations
 
@@ -15,20 +12,19 @@ from cached_transformers.layers.token_loss import IGNORED
 def check_tokens(
     name: str, tokens_BN: Tensor, vocabulary: int, longest: int | None = None, what: str = "a token id"
 ) -> None:
-    """Refuse what are no token ids of a vocabulary.
+    """Check token ids of a vocabulary.
 
     Args:
-        name: of the argument, for messages. longest: tokens of a row at most. what: one of them, for messages.
+        name: of the argument, for messages. longest: maximum of tokens per row. what: name of one token, for messages.
 
     Raises:
-        ValueError: another shape or dtype, no row or no token, too many tokens, or a token that the vocabulary has not
-            (on the CPU, outside compiled code; an assertion of the device later elsewhere).
+        ValueError: another shape or dtype, no row or no token, too many tokens, or a token outside the vocabulary (on
+            the CPU, outside compiled code; otherwise a later device assertion).
     """
     shape, dtype = tuple(tokens_BN.shape), tokens_BN.dtype
     if len(shape) != 2 or 0 in shape or dtype not in (torch.int64, torch.int32):
         raise ValueError(
-            f"{name} of shape {shape} and dtype {dtype} must be token ids, (rows, tokens), with at least one token, of "
-            "dtype int64 or int32"
+            f"{name} of shape {shape} and dtype {dtype} must be token ids, (rows, tokens), int64 or int32, not empty"
         )
     if longest is not None and shape[1] > longest:
         raise ValueError(f"{name} of {shape[1]} tokens, but max_length={longest}; shorten it or build a longer model")
@@ -40,15 +36,11 @@ def check_tokens(
 
 
 def check_targets(targets_BN: Tensor, like_BN: Tensor, vocabulary: int, name: str = "the inputs") -> None:
-    """Refuse what are no targets of a loss: tokens of the shape of `like_BN`, which is called `name`, or `IGNORED`.
-
-    Raises:
-        ValueError: as `check_tokens`.
-    """
+    """Check targets of a loss: tokens or `IGNORED`, of the shape of `like_BN`, called `name` (ValueError)."""
     shape, expected = tuple(targets_BN.shape), tuple(like_BN.shape)
     if shape != expected or targets_BN.dtype != torch.int64:
         raise ValueError(
-            f"targets of shape {shape} must have the shape of {name}, {expected}, and int64, not {targets_BN.dtype}"
+            f"targets of shape {shape} and {targets_BN.dtype} must have the shape of {name}, {expected}, and int64"
         )
     insist(
         _known(targets_BN.masked_fill(targets_BN == IGNORED, 0), vocabulary),
@@ -58,7 +50,7 @@ def check_targets(targets_BN: Tensor, like_BN: Tensor, vocabulary: int, name: st
 
 
 def check_padding(padding_BN: Tensor, like_BN: Tensor) -> None:
-    """Refuse (ValueError) what is no mask of the inputs."""
+    """Check a padding mask of the inputs (ValueError)."""
     if padding_BN.shape != like_BN.shape:
         raise ValueError(
             f"padding of shape {tuple(padding_BN.shape)} must have the shape of the inputs, {tuple(like_BN.shape)}"
@@ -68,17 +60,16 @@ def check_padding(padding_BN: Tensor, like_BN: Tensor) -> None:
 
 
 def check_places(places_BN2: Tensor, like_BN: Tensor) -> None:
-    """Refuse (ValueError) what are no numbers of the sentence and the paragraph of each input."""
+    """Check the numbers of the sentence and the paragraph of each input (ValueError)."""
     shape, expected = tuple(places_BN2.shape), (*like_BN.shape, 2)
     if shape != expected or places_BN2.dtype != torch.int64:
         raise ValueError(
-            f"places of shape {shape} and dtype {places_BN2.dtype} must be the numbers of each input's sentence and "
-            f"paragraph, {expected}, int64; -1 where a token goes on from the one before it"
+            f"places of shape {shape} and dtype {places_BN2.dtype} must be two numbers per token, {expected}, int64"
         )
 
 
 def check_images(images_BCHW: Tensor, channels: int, size: tuple[int, int] | None = None) -> None:
-    """Refuse (ValueError) what are no images of so many channels, of one size or of any, of a floating dtype."""
+    """Check images: number of channels, size if given, floating-point dtype (ValueError)."""
     shape = tuple(images_BCHW.shape)
     if len(shape) != 4 or 0 in shape or shape[1:] != (channels, *(size or shape[2:])):
         wanted = f"{(channels, *size)}; resize them" if size else f"({channels}, height, width)"

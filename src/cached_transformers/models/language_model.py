@@ -5,18 +5,21 @@ Legend: B rows, N tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.attentions import AttentionSpec
 from cached_transformers.checks import at_least_one, shares
 from cached_transformers.interfaces.positions import make_positions, share_biases
 from cached_transformers.layers.block import Block
-from cached_transformers.layers.open_stack import OpenStack, is_watched, passed_by, why_in_one_piece
+from cached_transformers.layers.incremental_decoding import StackDecoder, is_watched, passed_by, why_in_one_piece
 from cached_transformers.layers.stack import ModelOutput, StackState
+from cached_transformers.layers.switch import ExpertsSpec
 from cached_transformers.layers.token_loss import IGNORED
+from cached_transformers.memories import MemorySpec
 from cached_transformers.registry import MODELS
 
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
@@ -26,10 +29,7 @@ from .initial_weights import initialise
 from .inputs import check_padding, check_places, check_targets, check_tokens
 from .segments import begun
 from .stack_model import StackModel, embed_places, make_stack
-from .stack_options import StackKeywords, StackOptions, takes_stack_options
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from .stack_options import StackOptions
 
 
 @MODELS.register("language_model")
@@ -38,33 +38,27 @@ class LanguageModel(StackModel):
 
     Args:
         vocabulary: V. width: D. depth: layers. heads: per layer. feed_forward: hidden width.
-        options: of the stack, as the signature names them; see `StackOptions`. The attention must have a causal form.
-            `positions` are "rotary", "relative", "alibi", "sinusoidal" or "none", and all count from the beginning of
-            the stream; None takes the memory's own scheme, or else "rotary".
-        scale_embedding: whether embeddings are multiplied by sqrt(D) (arXiv:1706.03762, section 3.4).
-        tied: whether the output projection shares the embedding's weights.
+        options: see `StackOptions`, for the stack. The attention must have a causal form. `positions` are "rotary",
+            "relative", "alibi", "sinusoidal" or "none"; None takes the memory's own scheme, or else "rotary".
+        scale_embedding: multiply embeddings by sqrt(D) (arXiv:1706.03762, section 3.4).
+        tied: share the embedding's weights with the output projection.
         cutoffs: token ids at which a rarer cluster begins, for an adaptive embedding and softmax
-            (`models/adaptive.py`); [] for a single cluster, None for a plain embedding and a linear output without
-            bias. An adaptive model gives log-probabilities, and has a bias for each token.
-        embedding_width: of the first cluster, D when None; given, it makes the model adaptive. div_value: how many
-            times narrower each further cluster is.
-        tied_projections: whether embedding and softmax share the projections, for all clusters or for each.
+            (`models/adaptive.py`), which returns log-probabilities; [] for a single cluster, None for a plain
+            embedding and a linear output without bias.
+        embedding_width: of the first cluster, D when None; a value makes the model adaptive. div_value: ratio of the
+            widths of consecutive clusters.
+        tied_projections: share the projections of embedding and softmax, for all clusters or for each.
         shared_biases: one pair of biases u, v for the relative positions of all layers.
-        initial_std: normal initial weights of this deviation, as Transformer-XL's 0.02; None for Xavier weights.
+        initial_std: deviation of normal initial weights, 0.02 in Transformer-XL; None for Xavier weights.
         projection_std: the same for the projections of an adaptive embedding; only with `initial_std`.
-        output_dropout: on what the output projection reads.
+        output_dropout: before the output projection.
 
     Raises:
-        ValueError: sizes that do not fit, unknown names, or a memory that would show a token its future.
+        ValueError: mismatched sizes, unknown names, or a memory that is not causal.
     """
 
-    scores_last = True
-    """`forward` takes `last_only`, which `generate` uses."""
+    scores_last = True  # `forward` takes `last_only`
 
-    @takes_stack_options(
-        *("memory", "attention", "positions", "norm", "activation", "bias", "dropout", "attention_dropout"),
-        *("reversible", "short_convolution", "experts", "kv_heads"),
-    )
     def __init__(
         self,
         vocabulary: int,
@@ -73,6 +67,18 @@ class LanguageModel(StackModel):
         heads: int = 4,
         feed_forward: int = 1024,
         *,
+        memory: MemorySpec = None,
+        attention: AttentionSpec = "softmax",
+        positions: str | None = None,
+        norm: str = "pre",
+        activation: str = "gelu",
+        bias: bool = True,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        reversible: bool = False,
+        short_convolution: int = 1,
+        experts: ExpertsSpec = None,
+        kv_heads: int | None = None,
         scale_embedding: bool = False,
         tied: bool = True,
         cutoffs: list[int] | None = None,
@@ -83,18 +89,33 @@ class LanguageModel(StackModel):
         initial_std: float | None = None,
         projection_std: float = 0.01,
         output_dropout: float = 0.0,
-        **options: Unpack[StackKeywords],
     ) -> None:
         super().__init__()
-        stack = StackOptions(width, depth, heads, feed_forward, **options)
+        stack = StackOptions(
+            width,
+            depth,
+            heads,
+            feed_forward,
+            memory=memory,
+            attention=attention,
+            positions=positions,
+            norm=norm,
+            activation=activation,
+            bias=bias,
+            dropout=dropout,
+            attention_dropout=attention_dropout,
+            reversible=reversible,
+            short_convolution=short_convolution,
+            experts=experts,
+            kv_heads=kv_heads,
+        )
         at_least_one(vocabulary=vocabulary)
         shares(output_dropout=output_dropout)
         self.vocabulary = vocabulary
         adaptive = cutoffs is not None or embedding_width is not None
         if not adaptive and (div_value != 1 or tied_projections is not True):
             raise ValueError(
-                f"div_value={div_value} and tied_projections={tied_projections} are for an adaptive embedding; set "
-                "cutoffs or embedding_width"
+                f"div_value={div_value} and tied_projections={tied_projections} need cutoffs or embedding_width"
             )
         sizes: dict[str, Any] = {"embedding_width": embedding_width, "div_value": div_value}
         self.embedding: nn.Embedding | AdaptiveEmbedding = (
@@ -123,7 +144,7 @@ class LanguageModel(StackModel):
 
     @property
     def scores_targets(self) -> bool:
-        """Whether `token_losses` should ask for losses (`targets`) rather than make them of all V results."""
+        """Return whether `token_losses` should pass `targets` instead of computing losses from all logits."""
         return isinstance(self.head, AdaptiveSoftmax)
 
     def forward(
@@ -138,27 +159,26 @@ class LanguageModel(StackModel):
         places: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> ModelOutput:
-        """Logits (B, N, V) for the next token at each place of the segment; log-probabilities of an adaptive model.
+        """Logits (B, N, V) of the next token at each position; log-probabilities for an adaptive model.
 
         Args:
             inputs_BN: token ids.
             state: state after the last segment; None for the start of a stream.
-            reset: (B,) bool, rows that begin a new document and forget.
+            reset: (B,) bool, rows that begin a new document.
             padding: (B, N) bool, True = padding.
-            targets: (B, N) next tokens; then the outputs are their losses (B, N) in nats, in float32 or wider, 0 where
+            targets: (B, N) next tokens; the outputs are then their losses (B, N) in nats, in float32 or wider, 0 where
                 the target is -100.
-            last_only: outputs of the last place alone, (B, 1, V).
-            places: (B, N, 2) numbers of each token's sentence and paragraph in the stream, for a memory that knows such
-                (`segatron`), in the place of those that it counts; -1 where it is to count on from the token before.
-            documents: (B, N) ids of the documents that a row holds one behind the other, negative at padding; names
-                within this call. A row's first one goes on with the row's state, unless `reset` marks the row; each
-                further one is read as in a row of its own (`models/documents.py`). On the CPU they keep no device
-                waiting.
+            last_only: outputs of the last position only, (B, 1, V).
+            places: (B, N, 2) numbers of each token's sentence and paragraph in the stream, for `segatron`, instead of
+                its own count; -1 continues the token before.
+            documents: (B, N) ids of documents packed into a row, negative at padding, unique within this call. The
+                first document continues the row's state, unless it is reset; each further one is read as in a row of
+                its own (`models/documents.py`). CPU ids avoid a wait for the device.
 
         Raises:
-            ValueError: shapes that do not fit, a state of another model, or (on the CPU, outside compiled code; an
-                assertion of the device later elsewhere) a token that the vocabulary has not; documents in a compiled
-                call, of which one begins again, or with a memory that is one for all rows, in training.
+            ValueError: mismatched shapes, a state of another model, a token outside the vocabulary (on the CPU, outside
+                compiled code; otherwise a later device assertion); documents in a compiled call, a document that begins
+                twice, or documents with a memory shared by all rows in training.
         """
         self.check_call(inputs_BN, state, reset, padding, targets)
         state = begun(self, state, reset, inputs_BN.shape[0])
@@ -178,7 +198,7 @@ class LanguageModel(StackModel):
         padding: Tensor | None,
         last_only: bool = False,
     ) -> ModelOutput:
-        """`forward` behind its checks and resets."""
+        """`forward` after its checks and resets."""
         x_BND, options = self.embed(inputs_BN, state, padding)
         if places is not None:
             self._check_places(places, inputs_BN)
@@ -190,12 +210,12 @@ class LanguageModel(StackModel):
     def embed(
         self, inputs_BN: Tensor, state: StackState, padding: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """What the stack is called with, beside the state before the segment: embedded tokens, and options."""
+        """Arguments of the stack besides the state: embedded tokens, and options."""
         x_BND = self._embed(inputs_BN, self.stack.clock_positions(state, inputs_BN.shape[1], padding))
         return x_BND, {"padding_BN": padding, "inputs": inputs_BN}
 
     def answer(self, h_BND: Tensor, targets: Tensor | None = None) -> Tensor:
-        """What `forward` gives for the stack's result."""
+        """Outputs of the model from the stack's result."""
         h_BND = self.output_dropout(h_BND)
         return self.head(h_BND) if targets is None else self._losses(h_BND, targets)  # type: ignore[no-any-return]
 
@@ -207,23 +227,22 @@ class LanguageModel(StackModel):
         return embedded
 
     def why_in_one_piece(self) -> str | None:
-        """Why no token of a segment can be read alone, so that texts are generated by reading the open segment again
-        for each; None where `begin` and `step` can be used."""
+        """Say why `begin` and `step` cannot decode token by token; None if they can."""
         return passed_by(self) if is_watched(self) else why_in_one_piece(self.stack)
 
-    def begin(self, state: StackState, continuations: int = 1, *, steps: int = 32) -> OpenStack:
-        """A segment that is to be read by `step`; the state stays as it is.
+    def begin(self, state: StackState, continuations: int = 1, *, steps: int = 32) -> StackDecoder:
+        """Begin a segment for `step`; the state is not changed.
 
         Args:
-            state: before the segment. continuations: K, how many of its rows, one behind the other, are continuations
-                of one text. steps: tokens for which there is to be room.
+            state: before the segment. continuations: K; each K neighbouring rows continue one text. steps: tokens to
+                reserve room for.
         """
-        return OpenStack(self.stack, state, continuations, steps)
+        return StackDecoder(self.stack, state, continuations, steps)
 
-    def step(self, inputs_BN: Tensor, opened: OpenStack, places: Tensor | None = None) -> Tensor:
-        """Logits (B, V) behind the next tokens of an open segment: any number at first, and then one at a time.
+    def step(self, inputs_BN: Tensor, opened: StackDecoder, places: Tensor | None = None) -> Tensor:
+        """Logits (B, V) after the next tokens of a partial segment: any number at first, then one at a time.
 
-        For evaluation mode. The same as what `forward` gives, at the price of these tokens alone.
+        For evaluation mode. Equals `forward`, at the cost of the new tokens.
         """
         if opened.read == 0:
             check_tokens("inputs", inputs_BN, self.vocabulary)
@@ -248,7 +267,7 @@ class LanguageModel(StackModel):
         padding: Tensor | None = None,
         targets: Tensor | None = None,
     ) -> None:
-        """Refuse (ValueError) what `forward` refuses."""
+        """Check the arguments of `forward` (ValueError)."""
         check_tokens("inputs", inputs_BN, self.vocabulary)
         if padding is not None:
             check_padding(padding, inputs_BN)
@@ -257,19 +276,15 @@ class LanguageModel(StackModel):
         rows = inputs_BN.shape[:1]
         if reset is not None and (reset.shape != rows or reset.dtype != torch.bool):
             raise ValueError(
-                f"reset of shape {tuple(reset.shape)} and dtype {reset.dtype} must be bool, one for each of the "
-                f"{rows[0]} rows"
+                f"reset of shape {tuple(reset.shape)} and dtype {reset.dtype} must be bool, one per row ({rows[0]})"
             )
         self.check_state(state, rows[0])
 
     def _check_places(self, places: Tensor, inputs_BN: Tensor) -> None:
         check_places(places, inputs_BN)
         if not getattr(self.stack.model_memory, "takes_places", False):
-            raise ValueError(
-                "places are for a memory that knows sentences and paragraphs (segatron), which this model has not; "
-                "leave them out"
-            )
+            raise ValueError("places need a memory that takes them (segatron); leave them out")
 
     def generate(self, prompt_BN: Tensor, state: StackState | None = None, **options: Any) -> Generation:
-        """Continue a text; see `cached_transformers.models.generation.generate` for the options."""
+        """Continue a text; see `models.generation.generate`."""
         return generate(self, prompt_BN, state, **options)

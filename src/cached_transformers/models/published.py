@@ -1,7 +1,6 @@
-"""Our models in a folder or on the Hugging Face hub: `save_pretrained`, `from_pretrained`, `push_to_hub`.
+"""Models in a folder or on the Hugging Face hub: `save_pretrained`, `from_pretrained`, `push_to_hub`.
 
-As models of others have them: config.json says how the model was made, model.safetensors holds weights and caches,
-README.md tells people what it is.
+A folder holds config.json (arguments of the model), model.safetensors (weights and caches) and README.md (model card).
 """
 
 from __future__ import annotations
@@ -25,14 +24,17 @@ from cached_transformers.registry import MODELS
 from cached_transformers.state import nbytes
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
-Model = TypeVar("Model", bound="Published")
+Model = TypeVar("Model", bound="PublishedModel")
 
 
-class Published(nn.Module):
-    """A model that knows the arguments it was made of, and can be saved, shared, and made again."""
+class PublishedModel(nn.Module):
+    """A model that records its arguments and can be saved, shared and loaded.
+
+    Attributes:
+        made_of: arguments by name; None for a copy that is being filled.
+    """
 
     made_of: dict[str, Any] | None = None
-    """Arguments by name; None of a copy that is being filled."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         model = super().__new__(cls)
@@ -40,21 +42,20 @@ class Published(nn.Module):
             signature = inspect.signature(cls.__init__)
             try:
                 given = signature.bind(model, *args, **kwargs).arguments
-            except TypeError:  # which calling __init__ will say in its own words
+            except TypeError:  # __init__ raises it with a better message
                 return model
-            named = {k: v for k, v in given.items() if k in signature.parameters}
-            model.__dict__["made_of"] = {k: v for k, v in list(named.items())[1:]}
+            model.__dict__["made_of"] = {name: value for name, value in list(given.items())[1:]}
         return model
 
     def save_pretrained(self, folder: str | Path, *, results: Mapping[str, float] | None = None) -> None:
-        """Write the model into a folder, each file whole or not at all, the config last.
+        """Write the model into a folder, each file completely or not at all, the config last.
 
         Args:
-            results: what the model reached, for the card: {"perplexity on ...": 21.3}.
+            results: scores for the card: {"perplexity on ...": 21.3}.
 
         Raises:
-            ValueError: the model was changed since it was made (an adapter, an initial state), or made of objects that
-                a file cannot hold. NotWritten: e.g. the disk is full.
+            ValueError: the model was changed after it was made (an adapter, an initial state), or made from objects
+                that JSON cannot hold. NotWritten: e.g. the disk is full.
         """
         folder = Path(folder)
         config, weights = self._config(), _without_twins(self.state_dict())
@@ -69,14 +70,14 @@ class Published(nn.Module):
 
     @classmethod
     def from_pretrained(cls: type[Model], name: str | Path, **hub: Any) -> Model:
-        """The model that was saved, in evaluation mode.
+        """Load a saved model, in evaluation mode.
 
         Args:
             name: a folder, or a repository of the Hugging Face hub.
             hub: revision, token, cache_dir, local_files_only, ... of the download.
 
         Raises:
-            ValueError: it is no model of this class, or damaged.
+            ValueError: a model of another class, or damaged files.
         """
         folder = Path(name)
         if not folder.is_dir():
@@ -86,18 +87,14 @@ class Published(nn.Module):
         kind = config["model"]
         factory = MODELS.entry(kind).factory if kind in MODELS else None
         if not isinstance(factory, type) or not issubclass(factory, cls):
-            raise ValueError(
-                f"{name} holds a model of the kind {kind!r}, not a {cls.__name__}; load it by its own class"
-            )
+            raise ValueError(f"{name} holds a model {kind!r}, not a {cls.__name__}; load it with its own class")
         MODELS.check(kind, config["options"], path=f"{folder / CONFIG}")
         model = MODELS.create(kind, **config["options"])
         content = (folder / WEIGHTS).read_bytes()
         if hashlib.sha256(content).hexdigest() != config["sha256"]:
-            raise ValueError(
-                f"{folder / WEIGHTS} does not match its checksum in {CONFIG}, so it is damaged; fetch it again"
-            )
+            raise ValueError(f"{folder / WEIGHTS} does not match its checksum in {CONFIG}; fetch it again")
         stored = _with_twins(safetensors.torch.load(content), model.state_dict())
-        # A parameter tells the type: a cache keeps its own, and the file gives its tensors in any order.
+        # Parameters have the model's dtype; caches may keep their own.
         model = model.to(next((stored[name].dtype for name, _ in model.named_parameters() if name in stored), None))
         model.load_state_dict(stored)
         return model.eval()  # type: ignore[return-value]
@@ -114,7 +111,7 @@ class Published(nn.Module):
         """Save the model into a repository of the Hugging Face hub, with a card.
 
         Args:
-            repo_id: "user/name". results: as `save_pretrained` takes them. options: of the upload (revision, ...).
+            repo_id: "user/name". results: see `save_pretrained`. options: of the upload (revision, ...).
         """
         api = require("huggingface_hub", extra="language").HfApi(token=token)
         with tempfile.TemporaryDirectory() as parent:
@@ -127,8 +124,7 @@ class Published(nn.Module):
         kind = next((entry.name for entry in MODELS if entry.factory is type(self)), None)
         if kind is None:
             raise ValueError(
-                f"{type(self).__name__} is not registered, so that nobody could make it again; register the class "
-                "(MODELS.register), or save its state_dict"
+                f"{type(self).__name__} is not registered; register it (MODELS.register), or save its state_dict"
             )
         options = {**(self.made_of or {}), **(self.made_of or {}).get("options", {})}
         options.pop("options", None)
@@ -137,13 +133,12 @@ class Published(nn.Module):
                 json.dumps(value)
             except (TypeError, ValueError):
                 raise ValueError(
-                    f"{name}={shown(value)} cannot stand in {CONFIG}; make the model of names and numbers, or save its "
-                    "state_dict"
+                    f"{name}={shown(value)} cannot be stored in {CONFIG}; save the state_dict instead"
                 ) from None
         return {"library_name": "cached_transformers", "model": kind, "options": options}
 
     def _check_as_made(self) -> None:
-        """Refuse what `from_pretrained` could not load."""
+        """Refuse (ValueError) a model that `from_pretrained` could not load."""
         config = self._config()
         with torch.device("meta"):
             made = MODELS.create(config["model"], **config["options"])
@@ -152,8 +147,8 @@ class Published(nn.Module):
         if found != expected:
             name = sorted(expected.items() ^ found.items())[0][0]
             raise ValueError(
-                f"{name} is {found.get(name, 'missing')}, and {expected.get(name, 'not there')} in this "
-                f"{type(self).__name__} as it was made: it was changed since; merge adapters, save an initial state by "
+                f"{name} is {found.get(name, 'missing')}, but {expected.get(name, 'missing')} in a new "
+                f"{type(self).__name__}: the model was changed; merge adapters, save an initial state by "
                 "save_initial_state and remove it, or save the state_dict"
             )
 
@@ -164,7 +159,7 @@ class Published(nn.Module):
         lines += [f"A `{type(self).__name__}` of cached-transformers with memory={shown(memory)}.", ""]
         state: Any = getattr(self, "init_state", None)
         if state is not None:
-            lines += [f"The state of a row that has read nothing takes {nbytes(state(1)):,} bytes.", ""]
+            lines += [f"The initial state of a row takes {nbytes(state(1)):,} bytes.", ""]
         lines += ["```python", f"from cached_transformers.models import {type(self).__name__}", ""]
         lines += [f'model = {type(self).__name__}.from_pretrained("{name}")', "```"]
         if results:
@@ -173,7 +168,7 @@ class Published(nn.Module):
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder holds a model of ours that was saved."""
+    """Return whether a folder holds a saved model of this package."""
     try:
         return bool(_read_config(folder / CONFIG))
     except (ValueError, OSError):
@@ -181,16 +176,16 @@ def is_ours(folder: Path) -> bool:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """What `save_pretrained` wrote (ValueError: something else)."""
+    """Read the config that `save_pretrained` wrote (ValueError: another or a damaged file)."""
     if not path.is_file():
-        raise ValueError(f"{path.parent} has no {path.name}: it holds no model that save_pretrained wrote")
+        raise ValueError(f"{path.parent} has no {path.name}; name a folder of save_pretrained")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}; fetch it again") from None
     kinds = {"model": str, "options": dict, "sha256": str}
     if not isinstance(config, dict) or any(not isinstance(config.get(k), t) for k, t in kinds.items()):
-        raise ValueError(f"{path} is that of another library, or damaged; load_pretrained takes models of transformers")
+        raise ValueError(f"{path} is of another library, or damaged; load_pretrained takes models of transformers")
     return config
 
 
@@ -199,7 +194,7 @@ def _place_of(t: Tensor) -> Any:
 
 
 def _without_twins(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, each once: names that share one (tied weights) keep the first."""
+    """Tensors without duplicates: of names that share one (tied weights), the first."""
     first: dict[Any, str] = {}
     for name, t in state.items():
         first.setdefault(name if t.numel() == 0 else _place_of(t), name)
@@ -207,6 +202,6 @@ def _without_twins(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _with_twins(stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The stored tensors under every name that shares them in a model whose state dict is `own`."""
+    """Stored tensors under every name that shares them in the state dict `own` of a model."""
     places = {_place_of(own[name]): t for name, t in stored.items() if name in own}
     return dict(stored) | {name: places[_place_of(t)] for name, t in own.items() if _place_of(t) in places}

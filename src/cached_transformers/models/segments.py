@@ -1,11 +1,10 @@
-"""The one loop over segments and passes: a text is cut, read segment after segment, and the state goes along.
+"""The loop over segments and passes that training, evaluation, streaming, generation and probes share.
 
-The loop knows nothing of losses or scores. Whoever runs it says how one segment is read, by a function of a piece (what
-the reader needs of a segment: tokens, or tokens with targets and padding), the state before it, and the rows that begin
-anew with it. Training, evaluation, streaming, generation and probes differ in that function alone.
+The caller provides a function that reads one segment: from a piece (tokens, or tokens with targets and padding), the
+state before it, and the rows to reset.
 
-    state_0  --read-->  state_1  --read-->  ...  --read-->  state_S      one pass; cut from the graph now and then
-    state_0' = next_pass(state_0, [state_1, ..., state_S])               with what another pass begins
+    state_0  --read-->  state_1  --read-->  ...  --read-->  state_S      one pass; detached every `bptt` segments
+    state_0' = next_pass(state_0, [state_1, ..., state_S])               first state of the next pass
 
 Legend: B rows.
 """
@@ -26,7 +25,7 @@ from cached_transformers.state import reset as reset_rows
 
 
 class HasState(Protocol):
-    """What reading a segment gives: anything with the state after it, as a `ModelOutput` has."""
+    """Output of a segment with the state after it, such as `ModelOutput`."""
 
     @property
     def state(self) -> State: ...
@@ -35,15 +34,15 @@ class HasState(Protocol):
 Piece = TypeVar("Piece")
 Output = TypeVar("Output", bound=HasState)
 Read = Callable[[Piece, Any, Tensor | None], Output]
-"""Reads one segment: (piece, state before it, rows (B,) that begin anew with it or None) -> output with the state."""
+"""Reads one segment: (piece, state before it, rows (B,) to reset or None) -> output with the state."""
 
 
 def cut(tokens: int, length: int | None, filled: int = 0) -> list[slice]:
-    """The segments of so many tokens: `length` each, the last one what is left.
+    """Slices of the segments of `tokens` tokens; the last one may be shorter.
 
     Args:
-        length: tokens in a segment; None for one segment of all.
-        filled: tokens that the first segment holds already, of an earlier call.
+        length: tokens in a segment; None for one segment.
+        filled: tokens that an earlier call has put into the first segment.
     """
     if length is None:
         return [slice(0, tokens)]
@@ -60,17 +59,15 @@ def read_segments(
     in_place: bool = False,
     first: int = 0,
 ) -> Iterator[Output]:
-    """Read pieces one after the other, each with the state that the one before it left, and yield every output.
-
-    Nothing is read before it is asked for, and nothing is kept, so that pieces may be an endless stream.
+    """Read pieces one after the other and yield every output; lazy, so pieces may be an endless stream.
 
     Args:
         state: before the first piece; None for the start of a stream.
-        resets: rows that begin anew at each of the first pieces.
-        bptt: the state is cut from the graph after every so many pieces; None never cuts.
-        in_place: a promise that nobody looks at the given state again, nor at that of an output once the next output
-            was asked for (`state.last_use`). Of a state that somebody may keep, give a copy (`state.seal`).
-        first: number of the first piece in its row, from which windows of `bptt` are counted.
+        resets: rows to reset before each of the first pieces.
+        bptt: the state is detached after every `bptt` pieces; None never detaches.
+        in_place: a promise that the given state is not read again, nor the state of an output once the next output is
+            requested (`state.last_use`). Pass a copy (`state.seal`) of a state that the caller keeps.
+        first: number of the first piece in its row, for windows of `bptt`.
     """
     for index, piece in enumerate(pieces):
         if bptt is not None and index and (first + index) % bptt == 0:
@@ -89,13 +86,13 @@ def read_earlier_passes(
     passes: int,
     bptt: int | None = None,
 ) -> State:
-    """Run all passes over the pieces but the last; the state with which the last one begins.
+    """Run all passes over the pieces but the last and return the first state of the last pass.
 
-    The gradient crosses from pass to pass where `bptt` covers all pieces.
+    The gradient crosses passes if `bptt` covers all pieces.
 
     Args:
         state: before the first piece, after resets.
-        next_pass: of the model's memory, see `ModelMemory.next_pass`.
+        next_pass: see `ModelMemory.next_pass`.
     """
     for _ in range(passes - 1):
         after = [output.state for output in read_segments(read, pieces, state, bptt=bptt)]
@@ -106,47 +103,38 @@ def read_earlier_passes(
 
 
 def for_loops(model: Any) -> Any:
-    """What loops call, with a state in and a `ModelOutput` out: the model, or what a host with a memory brings for it.
+    """Return the module that a segment loop calls: the model, or the wrapper that a host with a memory registered.
 
     Raises:
-        ValueError: a model of transformers that has none, or a prompt of PEFT.
+        ValueError: a model of transformers without a memory, or a prompt of PEFT.
     """
     make = getattr(model, "__dict__", {}).get("for_loops")
     inside = getattr(model, "get_base_model", None)
-    if inside is not None:  # of PEFT: adapters act in the model inside, prompts in front of it
+    if inside is not None:  # PEFT: adapters act inside the model, prompts before it
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ValueError(
-                f"{type(model).__name__} puts a prompt in front of each text, which a loop over segments would leave "
-                "out; call the model itself with memory_state, or tune_initial_state in the place of a prompt"
+                f"{type(model).__name__} puts a prompt before each text, which a segment loop would leave out; use "
+                "tune_initial_state instead"
             )
         make = vars(inside()).get("for_loops")
     if make is not None:
         return make()
     if hasattr(getattr(model, "config", None), "to_json_string"):
-        raise ValueError(
-            f"{type(model).__name__} is a model of transformers, and has no memory with a state; give "
-            "create_model('transformers', model=...), or add_memory first"
-        )
+        name = type(model).__name__
+        raise ValueError(f"{name} has no memory; take create_model('transformers', model=...), or add_memory first")
     return model
 
 
 def as_language_model(model: Any) -> Any:
-    """As `for_loops`, of what predicts the next token.
-
-    Raises:
-        ValueError: the model sees it.
-    """
+    """Like `for_loops`, but require a causal model (ValueError: its tokens see later tokens)."""
     found = for_loops(model)
     if not getattr(found, "predicts_next", True):
-        raise ValueError(
-            f"{type(model).__name__} sees what follows each token, so that it predicts none; SegmentLoop trains it on "
-            "an answer for each, and decoders predict"
-        )
+        raise ValueError(f"{type(model).__name__} is not causal: its tokens see the next one; take a decoder")
     return found
 
 
 def begun(model: nn.Module, state: State | None, reset_B: Tensor | None, rows: int) -> State:
-    """The state with which rows begin: the given one, a fresh one where there is none or where a row is reset."""
+    """The first state of rows: the given state, or a fresh one for none and for rows that are reset."""
     if state is not None and reset_B is None:
         return state
     fresh = model.init_state(rows)  # type: ignore[operator]
@@ -154,17 +142,13 @@ def begun(model: nn.Module, state: State | None, reset_B: Tensor | None, rows: i
 
 
 def model_memory(model: nn.Module, passes: int) -> ModelMemory:
-    """The memory that says how another pass begins.
-
-    Raises:
-        ValueError: the model has no stack.
-    """
+    """The model memory, whose `next_pass` begins another pass (ValueError: the model has no stack)."""
     if not hasattr(model, "stack"):
-        raise ValueError(f"passes={passes} needs a model with a stack, whose memory says how to go on; take passes=1")
+        raise ValueError(f"passes={passes} needs a model with a stack and a model memory; take passes=1")
     return model.stack.model_memory  # type: ignore[union-attr, return-value]
 
 
 def remembers(state: State) -> bool:
-    """Whether a state holds more than the place in the stream."""
+    """Return whether a state holds more than clocks."""
     held = (state.model, state.layers) if isinstance(state, StackState) else state
     return any(True for _ in named_tensors(held))

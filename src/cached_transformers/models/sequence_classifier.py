@@ -1,7 +1,7 @@
 """Classifier of token sequences: the encoder of Long Range Arena (arXiv:2011.04006), pre-norm, with a class token.
 
 Original implementation: google-research/long-range-arena, lra_benchmarks/models. The defaults keep its structure with
-what is usual in PyTorch; exactly the arena's model is
+PyTorch's usual choices; the arena's exact model is
 
     init="lra", bias=False, activation="gelu_tanh", norm_eps=1e-6, dropout=0.1, attention_dropout=0.1
 
@@ -11,30 +11,29 @@ Legend: B rows, N tokens (class token first), D model width.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.attentions import AttentionSpec
 from cached_transformers.checks import at_least_one, insist
 from cached_transformers.interfaces.positions import LearnedPositions, Positions, make_positions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import ModelOutput, StackState
+from cached_transformers.memories import MemorySpec
 from cached_transformers.registry import MODELS, unknown_name
 
 from .documents import check_suits
 from .initial_weights import initialise
 from .inputs import check_padding, check_tokens
 from .stack_model import StackModel, acts_in_layers, carries, embed_places, make_stack
-from .stack_options import StackKeywords, StackOptions, takes_stack_options
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from .stack_options import StackOptions
 
 NO_TOKEN = -1
-"""Where the class token stands among the token ids that a memory is shown: the id of no token."""
+"""Id of the class token among the token ids that a memory reads."""
 
 
 @MODELS.register("sequence_classifier", paper="arXiv:2011.04006")
@@ -44,26 +43,20 @@ class SequenceClassifier(StackModel):
     Args:
         vocabulary: number of token ids. classes: number of outputs. max_length: longest sequence, or segment of one.
         width: D. depth: layers. heads: per layer. feed_forward: hidden width.
-        head_width: hidden width of the head; None takes `feed_forward`, as the arena does.
-        pool: what the head reads: the "class_token" in front of the segment; or the "last" token that is no padding,
-            by a `LastTokenHead`, as ERNIE-Doc (arXiv:2012.15688) does.
+        head_width: hidden width of the head; None takes `feed_forward`, as in the arena.
+        pool: input of the head: the "class_token" before the segment; or the "last" token that is not padding, with a
+            `LastTokenHead`, as in ERNIE-Doc (arXiv:2012.15688).
         init: "xavier", see `initialise`, or "lra", see `initialise_as_lra`.
-        options: of the stack, as the signature names them; see `StackOptions`. By default a memory's cache has
-            max_length + 1 slots. `positions` are "sinusoidal", "learned", "rotary", "relative", "alibi" or "none"; None
-            takes the memory's own scheme, or else "sinusoidal". The arena's Reformer has `shared_query_key` without
-            `project_output`.
+        options: see `StackOptions`, for the stack. By default a memory's cache has max_length + 1 slots. `positions`
+            are "sinusoidal", "learned", "rotary", "relative", "alibi" or "none"; None takes the memory's own scheme, or
+            else "sinusoidal". The arena's Reformer has `shared_query_key` without `project_output`.
 
     Raises:
-        ValueError: sizes that do not fit, unknown names, a sequence longer than `max_length`.
+        ValueError: mismatched sizes, unknown names, a sequence longer than `max_length`.
     """
 
-    answers_once = True
-    """A row has one answer, so that documents cannot stand behind each other in it."""
+    answers_once = True  # one output per row: no packed documents
 
-    @takes_stack_options(
-        *("memory", "attention", "positions", "dropout", "attention_dropout", "activation", "norm_eps", "bias"),
-        *("shared_query_key", "project_output", "reversible", "short_convolution"),
-    )
     def __init__(
         self,
         vocabulary: int,
@@ -74,22 +67,47 @@ class SequenceClassifier(StackModel):
         heads: int = 8,
         feed_forward: int = 1024,
         *,
+        memory: MemorySpec = None,
+        attention: AttentionSpec = "softmax",
+        positions: str | None = None,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        activation: str = "gelu",
+        norm_eps: float = 1e-5,
+        bias: bool = True,
+        shared_query_key: bool = False,
+        project_output: bool = True,
+        reversible: bool = False,
+        short_convolution: int = 1,
         head_width: int | None = None,
         pool: Literal["class_token", "last"] = "class_token",
         init: Literal["xavier", "lra"] = "xavier",
-        **options: Unpack[StackKeywords],
     ) -> None:
         super().__init__()
-        stack = StackOptions(width, depth, heads, feed_forward, **options)
+        stack = StackOptions(
+            width,
+            depth,
+            heads,
+            feed_forward,
+            memory=memory,
+            attention=attention,
+            positions=positions,
+            dropout=dropout,
+            attention_dropout=attention_dropout,
+            activation=activation,
+            norm_eps=norm_eps,
+            bias=bias,
+            shared_query_key=shared_query_key,
+            project_output=project_output,
+            reversible=reversible,
+            short_convolution=short_convolution,
+        )
         if init not in ("xavier", "lra"):
             raise ValueError(unknown_name("init", init, ["xavier", "lra"]))
         if pool not in ("class_token", "last"):
             raise ValueError(unknown_name("pool", pool, ["class_token", "last"]))
         if pool == "last" and (init == "lra" or head_width is not None):
-            raise ValueError(
-                f"pool='last' has a head of ERNIE-Doc, without init={init!r} and head_width={head_width}; "
-                "take pool='class_token', or leave these out"
-            )
+            raise ValueError(f"pool='last' has its own head; leave out init={init!r} and head_width={head_width}")
         at_least_one(vocabulary=vocabulary, classes=classes, max_length=max_length)
         at_least_one("; null takes feed_forward", head_width=head_width)
         self.vocabulary, self.max_length, self.pool = vocabulary, max_length, pool
@@ -124,18 +142,18 @@ class SequenceClassifier(StackModel):
     ) -> ModelOutput:
         """Logits (B, classes) of token ids (B, N).
 
-        A row that is padding and nothing else leaves its state as it was, and its logits mean nothing.
+        A row of padding keeps its state, and its logits are undefined.
 
         Args:
             inputs_BN: token ids.
-            state: state after the segment before, of the same text; None for the start of a text.
+            state: state after the previous segment of the text; None for the start of a text.
             padding: (B, N) bool, True = padding.
-            documents: refused: a row is one text, with one answer.
+            documents: refused: a row is one text with one output.
 
         Raises:
-            ValueError: documents, shapes or dtypes that do not fit, a state of another model, a token that the
-                vocabulary has not (on the CPU, outside compiled code; an assertion of the device later elsewhere), more
-                than `max_length` tokens; or, with learned positions, a stream that is longer.
+            ValueError: documents, mismatched shapes or dtypes, a state of another model, a token outside the vocabulary
+                (on the CPU, outside compiled code; otherwise a later device assertion), more than `max_length` tokens;
+                or, with learned positions, a longer stream.
         """
         if documents is not None:
             check_suits(self)
@@ -151,7 +169,7 @@ class SequenceClassifier(StackModel):
     def embed(
         self, inputs_BN: Tensor, state: StackState | None, padding: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """What the stack is called with, beside the state before the segment: embedded tokens, and options."""
+        """Arguments of the stack besides the state: embedded tokens, and options."""
         rows, n = inputs_BN.shape
         x_BND = torch.cat([self.class_token.expand(rows, -1, -1), self.embedding(inputs_BN)], 1)
         if padding is not None:
@@ -166,7 +184,7 @@ class SequenceClassifier(StackModel):
         return x_BND, {"positions_BNP": places_BN1, "padding_BN": padding, "inputs": ids_BN}
 
     def answer(self, h_BND: Tensor, targets: None = None) -> Tensor:
-        """What `forward` gives for the stack's result."""
+        """Outputs of the model from the stack's result."""
         return self.head(h_BND[:, 0])  # type: ignore[no-any-return]
 
     def check_call(
@@ -177,7 +195,7 @@ class SequenceClassifier(StackModel):
         padding: Tensor | None = None,
         targets: None = None,
     ) -> None:
-        """Refuse (ValueError) what `forward` refuses, and targets, of which a class has none."""
+        """Check the arguments of `forward`, and refuse targets of tokens (ValueError)."""
         check_tokens("a sequence", inputs_BN, self.vocabulary, self.max_length)
         self.check_state(state, inputs_BN.shape[0])
         if padding is not None:
@@ -189,13 +207,13 @@ class SequenceClassifier(StackModel):
         if isinstance(self.positions, LearnedPositions):
             insist(
                 places_BN1.max() < self.positions.length,
-                f"a stream longer than the {self.positions.length} places that positions='learned' has vectors for "
-                "(each segment has a class token); take positions='sinusoidal', or a larger max_length",
+                f"a stream longer than the {self.positions.length} vectors of positions='learned' (each segment has a "
+                "class token); take positions='sinusoidal', or a larger max_length",
             )
 
 
 class LastTokenHead(nn.Module):
-    """Logits of the last token that is no padding: a linear map, tanh, and another one (BERT's pooler).
+    """Logits of the last token that is not padding: linear map, tanh, linear map (BERT's pooler).
 
     Args:
         width: D. classes: number of outputs.
@@ -207,7 +225,7 @@ class LastTokenHead(nn.Module):
         self.classify = nn.Linear(width, classes)
 
     def forward(self, x_BND: Tensor, padding_BN: Tensor | None = None) -> Tensor:
-        """(B, classes) from the outputs of a stack, whose padding is marked with True."""
+        """Logits (B, classes) from the outputs of a stack; padding is True."""
         if padding_BN is None:
             last_BD = x_BND[:, -1]
         else:
@@ -219,8 +237,8 @@ class LastTokenHead(nn.Module):
 def initialise_as_lra(model: SequenceClassifier) -> None:
     """Initial weights of the Long Range Arena; the class token is zero, and memories keep their own.
 
-    Xavier-uniform projections of attention (queries, keys and values each for itself) and feed-forward maps, whose
-    biases are N(0, 1e-6); embeddings N(0, 1); a head of truncated normal weights of variance 1 / inputs, without bias.
+    Xavier-uniform projections of attention (queries, keys and values separately) and feed-forward maps, whose biases
+    are N(0, 1e-6); embeddings N(0, 1); a head of truncated normal weights of variance 1 / inputs, biases zero.
     """
     for block in model.stack.blocks:
         attention, positionwise = block.attention, block.feed_forward
@@ -238,7 +256,7 @@ def initialise_as_lra(model: SequenceClassifier) -> None:
     assert isinstance(model.head, nn.Sequential)
     for linear in (model.head[0], model.head[2]):
         assert isinstance(linear, nn.Linear)
-        # A normal distribution cut off at two standard deviations has 0.8796 of its own.
+        # A normal distribution truncated at two deviations has 0.8796 of its deviation.
         std = math.sqrt(1 / linear.in_features) / 0.87962566103423978
         nn.init.trunc_normal_(linear.weight, std=std, a=-2 * std, b=2 * std)
         nn.init.zeros_(linear.bias)

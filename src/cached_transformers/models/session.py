@@ -1,7 +1,7 @@
-"""A text that a model reads and writes piece by piece, which can be kept, taken back, and asked again and again.
+"""A text that a model reads and continues step by step, with marks, rewinds, forks and files.
 
-What a session holds is the memory's state behind the last full segment, and the tokens of the segment that is open: as
-much however long the text is. To read it in pieces is to read it at once, wherever it was cut.
+A session holds the memory's state after the last full segment and the tokens of the partial segment, for a text of any
+length. Reading a text in pieces equals reading it at once.
 
 Legend: N tokens.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from cached_transformers.state import State, Stored, load, save
 from cached_transformers.state.packing import Packing
 
-from .generation import Generation, Text, evaluating, go_on
+from .generation import GeneratedText, Generation, continue_text, evaluating
 from .sampling import Choice, ChoiceKeywords
 from .segments import as_language_model, remembers
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class Mark(NamedTuple):
-    """A place in a text, to which a session can go back.
+    """A position in a text to which a session can return.
 
     Attributes:
-        state: behind the last full segment. open_1N: tokens since, one segment of them at most. tokens: read in all.
+        state: after the last full segment. open_1N: tokens of the partial segment. tokens: number of tokens in all.
     """
 
     state: State
@@ -38,13 +38,13 @@ class Mark(NamedTuple):
 
 
 class Session:
-    """One text, which grows.
+    """One growing text.
 
     Args:
-        model: a language model of ours, or a decoder of transformers with a memory that has a state. Its weights must
-            not change while the text grows.
-        segment_length: tokens in a segment, as in training; None where the model knows (a host that was given one), or
-            has no memory, and reads all as one.
+        model: a language model of this package, or a decoder of transformers with a memory that has a state. Its
+            weights must not change while the text grows.
+        segment_length: tokens in a segment, as in training; None for a host with a segment length, or for a model
+            without memory, which reads one segment.
 
     Raises:
         ValueError: no `segment_length` for a model with a memory, or one below 1.
@@ -65,12 +65,11 @@ class Session:
         self.segment_length = segment_length if segment_length is not None else _length_of(model)
         if self.segment_length is not None and self.segment_length < 1:
             raise ValueError(f"segment_length={self.segment_length} must be at least 1 token")
-        with evaluating(self._reader):  # as it is read
+        with evaluating(self._reader):
             state = self._reader.init_state(1)
         if self.segment_length is None and remembers(state):
             raise ValueError(
-                "this model has a memory, which is written once a segment; give segment_length, the length of the "
-                "segments it was trained on"
+                "segment_length=None: a memory is written once per segment; give segment_length as in training"
             )
         self._now = Mark(state, torch.empty(1, 0, dtype=torch.long, device=self._device), 0)
 
@@ -95,31 +94,31 @@ class Session:
         """
         if not isinstance(text_1N, Tensor) or text_1N.dim() != 2 or text_1N.shape[0] != 1:
             shape = tuple(text_1N.shape) if isinstance(text_1N, Tensor) else type(text_1N).__name__
-            raise ValueError(f"a session reads one text, (1, tokens), not {shape}; take a session for each")
+            raise ValueError(f"a session reads one text, (1, tokens), not {shape}; take one session per text")
         if text_1N.shape[1] == 0:
             return
         grown_1N = torch.cat([self._now.open_1N, text_1N.to(self._device)], 1)
         with evaluating(self._reader):
-            text = Text(self._reader, grown_1N, self._now.state, self.segment_length)
+            text = GeneratedText(self._reader, grown_1N, self._now.state, self.segment_length)
             self._now = Mark(text.state, text.open_BN, self._now.tokens + text_1N.shape[1])
 
     @torch.no_grad()
     def generate(self, *, tokens: int, **options: Unpack[ChoiceKeywords]) -> Generation:
-        """Go on with the text; the session has read what is generated.
+        """Continue the text; the session reads the generated tokens.
 
         Args:
             tokens, options: see `Choice`.
 
         Raises:
-            ValueError: nothing was read yet, or what `generate` refuses.
+            ValueError: nothing was read yet; or see `generate`.
         """
         choice, open_1N, state = Choice(tokens, **options), self._now.open_1N, self._now.state
         if open_1N.shape[1] == 0:
             raise ValueError("nothing was read yet; read a prompt of at least one token first")
         with evaluating(self._reader):
-            text = Text(self._reader, open_1N, state, self.segment_length)
-            found = go_on(text, choice)
-            if choice.beams == 1:  # the text has read what it has written
+            text = GeneratedText(self._reader, open_1N, state, self.segment_length)
+            found = continue_text(text, choice)
+            if choice.beams == 1:
                 text.append(found.tokens[:, -1])
                 self._now = Mark(text.state, text.open_BN, self._now.tokens + found.tokens.shape[1])
                 return found
@@ -127,63 +126,63 @@ class Session:
         return found
 
     def mark(self) -> Mark:
-        """The place where the text is now. It costs nothing: states are never changed in place."""
+        """The current position. A mark copies nothing: states are never changed in place."""
         return self._now
 
     def rewind(self, mark: Mark) -> None:
-        """Go back to a place of this text, or on to one that was reached before."""
+        """Return to a position of this text."""
         self._now = mark
 
     def fork(self) -> Session:
-        """A session that goes on from here by itself; nothing is copied."""
+        """A second session that continues from here; nothing is copied."""
         twin = Session.__new__(type(self))
         twin.__dict__.update(vars(self))
         return twin
 
     @property
     def state(self) -> State:
-        """The memory's state behind the last full segment; the open one is not in it."""
+        """The memory's state after the last full segment, without the partial segment."""
         return self._now.state
 
     def save(self, path: str | os.PathLike[str], *, dtype: Packing | None = None) -> Stored:
-        """Write the text's state and open segment into one file, with the fingerprint of the weights.
+        """Write state and partial segment into one file, with the fingerprint of the weights.
 
         Args:
-            dtype: of the state in the file, as `state.save` has it; the result tells what it costs.
+            dtype: of the state in the file, see `state.save`; the result reports the error.
 
         Raises:
-            ValueError: a dtype that there is not. NotWritten: e.g. the disk is full.
+            ValueError: an unknown dtype. NotWritten: e.g. the disk is full.
         """
         return save(self._kept(), path, model=self.model, dtype=dtype)
 
     @classmethod
     def load(cls, model: nn.Module, path: str | os.PathLike[str], segment_length: int | None = None) -> Session:
-        """The session that was saved.
+        """Load a saved session.
 
         Raises:
-            ValueError: the file is none, or was made with other weights or segments of another length.
+            ValueError: no session file, or one made with other weights or another segment length.
         """
         session = cls(model, segment_length)
         try:
             state, open_1S, count_1, tokens_1 = load(path, session._kept(), model=model)
         except ValueError as error:
             raise ValueError(
-                f"{error}; a session is loaded with the segment_length that it had, here {session.segment_length}"
+                f"{error}; give the segment_length of the saved session, here {session.segment_length}"
             ) from error
         session._now = Mark(state, open_1S[:, : int(count_1)], int(tokens_1))
         return session
 
     def _kept(self) -> State:
-        """What is written: tensors of the same shapes wherever the text is."""
+        """Contents of the file: tensors whose shapes do not depend on the position."""
         state, open_1N, tokens = self._now
         if self.segment_length is None:
-            raise ValueError("a model without memory has nothing to keep but the text itself; save its tokens")
+            raise ValueError("segment_length=None: a model without memory has no state to save; save the tokens")
         open_1S = torch.zeros(1, self.segment_length, dtype=torch.long, device=open_1N.device)
         open_1S[:, : open_1N.shape[1]] = open_1N
         return (state, open_1S, torch.tensor([open_1N.shape[1]]), torch.tensor([tokens]))
 
 
 def _length_of(model: nn.Module) -> int | None:
-    """The segments that a host cuts its text into, where it was told."""
+    """The segment length of a host model, if it has one."""
     readers = (vars(module)["segment_reader"] for module in model.modules() if "segment_reader" in vars(module))
     return next((reader.segment_length for reader in readers), None)

@@ -1,15 +1,12 @@
-"""What the models have in common: a body that is a stack of blocks with a memory, and where its tokens stand.
+"""Base of the models: a stack of blocks with a memory, and positions of tokens.
 
-Positions, in all models: in the layers they count from the beginning of a row's stream, so that a memory knows how far
-away its slots are. Without a state a segment begins at 0; with one it goes on where the row's clock stands, which
-counts the tokens that are no padding. A class token is one of them: it stands in front of each segment, at a place of
-its own. A model's `max_length` limits a segment, not the stream. `positions=None` takes the memory's own scheme, which
-acts in the layers, and only where it has none the model's.
+Positions in the layers count from the start of a row's stream, so a memory knows the distance of its slots: a segment
+begins at the row's clock in the state, 0 without a state; the clock counts tokens that are not padding. A class token
+takes the first position of each segment. `max_length` limits a segment, not the stream. `positions=None` takes the
+memory's own scheme, or else the model's default.
 
-What is embedded at the entrance counts alike in models of one text (`LanguageModel`, `SequenceClassifier`); a table of
-learned vectors refuses places that it has no vector for. It begins anew with each input where inputs are whole for
-themselves: the sentences of an `EncoderDecoder`, whose translations begin at 0 as well, and the images of a
-`VisionTransformer`, for which a state makes each row a sequence of images.
+Embedded positions count the same way in `LanguageModel` and `SequenceClassifier`; learned tables refuse positions
+beyond their length. They restart with each input of an `EncoderDecoder` and each image of a `VisionTransformer`.
 """
 
 from __future__ import annotations
@@ -38,48 +35,44 @@ from cached_transformers.memories.parts.fifo_store import as_kept
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import check, map_state
 
-from .published import Published
+from .published import PublishedModel
 from .segments import remembers
 from .stack_options import StackOptions
 
 WHERE_GIVEN: dict[str, str] = {
     "token_ids": "a model of tokens, as language_model or sequence_classifier",
     "token_map": "vision_transformer, or options of the memory that do without (variant='paper' of grc)",
-    "pieces": "language_model or encoder_decoder: a class token in front would have seen the first piece alone",
+    "pieces": "language_model or encoder_decoder: a class token would see only the first piece",
 }
-"""What some of the models give a memory, and which."""
+"""Inputs that only some models give a memory, and these models."""
 
 
-class StackModel(Published):
-    """Base of the models whose body is one `Stack`."""
+class StackModel(PublishedModel):
+    """Base of models with one `Stack`."""
 
     stack: Stack
 
     def init_state(self, batch_size: int) -> StackState:
-        """State of rows that have seen nothing.
-
-        Raises:
-            ValueError: there is no row.
-        """
+        """Initial state of `batch_size` rows (ValueError: fewer than 1)."""
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1 row")
         return self.stack.init_state(batch_size)
 
     def check_state(self, state: StackState | None, rows: int) -> None:
-        """Refuse (ValueError) a state of another model, or of another number of rows; compiled code does not look."""
+        """Refuse (ValueError) a state of another model or another number of rows; compiled code skips the check."""
         if state is not None and not torch.compiler.is_compiling():
             check(state, self._layout(), rows)
 
     @torch.no_grad()
     def as_kept(self, state: StackState) -> StackState:
-        """A state that training mode gave, as evaluation mode keeps it: of memories with `keep="kv"` keys and values of
-        its hidden states, made with the weights as they are now. Other states come back as they are.
+        """Convert a state of training mode to evaluation mode: memories with `keep="kv"` get keys and values of their
+        hidden states, made with the current weights; other states are returned unchanged.
 
         Raises:
             ValueError: the model is in training mode.
         """
         if self.training:
-            raise ValueError("in training mode hidden states are kept, from which the projections learn; call eval()")
+            raise ValueError("training=True: training keeps hidden states; call eval() first")
         layers = zip(state.layers, self._layout().layers, self.stack.blocks, strict=True)
         return state._replace(
             layers=tuple(
@@ -89,14 +82,14 @@ class StackModel(Published):
         )
 
     def _layout(self) -> StackState:
-        """What a state of this model looks like, without contents."""
+        """An initial state on the meta device."""
         like = self.stack.like()
-        known = self.__dict__.setdefault("_layouts", {})  # no attribute that models would have to make
+        known = self.__dict__.setdefault("_layouts", {})
         kind = like.dtype, self.training
         if kind not in known:
             try:
-                empty = self.stack.init_state(1, torch.empty_like(like, device="meta"))  # takes no memory
-            except (RuntimeError, NotImplementedError):  # somebody's memory computes what meta tensors cannot
+                empty = self.stack.init_state(1, torch.empty_like(like, device="meta"))
+            except (RuntimeError, NotImplementedError):  # a third-party memory may need values
                 empty = self.stack.init_state(1)
             known[kind] = map_state(lambda t: t.to("meta"), empty)
         layout: StackState = known[kind]
@@ -118,32 +111,30 @@ def make_stack(
     memory_size: tuple[int, int] | None = None,
     **facts: Any,
 ) -> Stack:
-    """Stack of blocks with a memory.
+    """Build a stack of blocks with a memory.
 
     Args:
-        options: what it is made of; its `positions` are for the model to understand.
-        positions: of the layers: one scheme for all, or the name of a scheme that each layer gets one of; None for the
-            memory's own.
-        fallback: name of the scheme where the memory has none of its own.
+        options: options of the stack; the model interprets its `positions`.
+        positions: of the layers: one scheme for all, or the name of a scheme per layer; None for the memory's own.
+        fallback: name of the scheme if the memory has none.
         causal: no output depends on a later token.
-        gives: words of `seam.fit` for what some models give a memory and others do not: "token_ids" (handed to the
-            stack as `inputs`), "token_map" (`size`), and "pieces" where no token in front stands for the whole segment.
-        memory_length: what a layer memory gets as `length` in the place of attention's.
-        memory_size: (height, width) of the map of tokens, for a memory whose `length` the user did not set.
-        facts: what memory and attention may ask for (length, size, prefix, sequence), beside depth, index, causal and
-            norm.
+        gives: inputs that this model gives a memory, as in `interfaces.capabilities`: "token_ids" (passed to the stack
+            as `inputs`), "token_map" (`size`), and "pieces" without a class token.
+        memory_length: `length` of a layer memory, if it differs from attention's.
+        memory_size: (height, width) of the token map, for a memory whose `length` the user did not set.
+        facts: further arguments that memory and attention may take (length, size, prefix, sequence), besides depth,
+            index, causal and norm.
 
     Raises:
-        ValueError: unknown names, sizes that do not fit, pairs of memory and attention that exclude each other, or a
-            memory that this model has no place for.
+        ValueError: unknown names, mismatched sizes, pairs of memory and attention that exclude each other, or a memory
+            that needs inputs this model does not give.
     """
     width, depth, heads = options.width, options.depth, options.heads
     memory, attention = options.memory, options.attention
     specs = memory_specs(memory)
     for name, _ in specs:
         if causal and "whole_segment" in getattr(MEMORIES.entry(name).factory, "needs", ()):
-            raise ValueError(shows_the_future(name))  # before it is built, which may need what a causal model lacks
-    # Both branches of a memory layer drop alike.
+            raise ValueError(shows_the_future(name))  # before building it, which may fail in a causal model
     facts |= {"dropout": options.attention_dropout, "causal": causal, "norm": options.norm}
     of_memory = facts if memory_length is None else facts | {"length": memory_length}
 
@@ -156,9 +147,9 @@ def make_stack(
     model_memory = spanning(first)
     for (name, _), made in zip(specs, first, strict=True):
         if causal and "whole_segment" in made.needs:
-            raise ValueError(shows_the_future(name))  # an option may decide it
+            raise ValueError(shows_the_future(name))  # depends on its options
         _refuse_place(made, gives)
-    of_attention = dict(facts)  # which has the memory's tokens in its segments
+    of_attention = dict(facts)  # segments include the memory's tokens
     if model_memory is not None and "length" in of_attention:
         of_attention["length"] += model_memory.extra_tokens
 
@@ -222,7 +213,7 @@ def make_stack(
 
 
 def feed_forward_of(options: StackOptions, index: int) -> nn.Module:
-    """The feed-forward of the layer `index`, with its norm where norms stand before sublayers."""
+    """Build the feed-forward of layer `index`, with its norm in a pre-norm stack."""
     return make_feed_forward(
         options.experts,
         options.width,
@@ -238,22 +229,22 @@ def feed_forward_of(options: StackOptions, index: int) -> nn.Module:
 
 
 def _refuse_place(memory: LayerMemory | ModelMemory, gives: Collection[str]) -> None:
-    """Refuse a memory that needs what this model does not give (ValueError)."""
+    """Refuse (ValueError) a memory that needs inputs this model does not give."""
     for word in sorted(memory.needs & WHERE_GIVEN.keys()):
         refuse_misfit({word: f"memory {type(memory).__name__}"}, gives, "this model", f"take {WHERE_GIVEN[word]}")
 
 
 def acts_in_layers(stack: Stack) -> bool:
-    """Whether a layer has a position scheme, as the memory's own."""
+    """Return whether a layer has a position scheme, such as the memory's own."""
     return any(type(block.attention.positions) is not Positions for block in stack.blocks)  # type: ignore[union-attr]
 
 
 def carries(stack: Stack) -> bool:
-    """Whether a state holds anything beside the clock, so that a memory meets tokens of earlier segments."""
+    """Return whether a state holds more than the clock."""
     return remembers(stack.init_state(1))
 
 
 def embed_places(x_BND: Tensor, positions: Positions, places_BN1: Tensor) -> Tensor:
-    """Tokens with their places embedded."""
+    """Add embedded positions to tokens."""
     placed = positions.embed(places_BN1)
     return x_BND if placed is None else x_BND + placed.to(x_BND.dtype)

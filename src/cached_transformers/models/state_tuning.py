@@ -1,9 +1,8 @@
-"""Training the state that rows begin with, and nothing else: a few kilobytes that tell a frozen model what to expect.
+"""State tuning: train only the initial state of a frozen model, a few kilobytes.
 
     S_0 = argmin over S_0 of the loss of texts that are read from S_0 on
 
-As prompt tuning (Lester et al. 2021, arXiv:2104.08691) trains the vectors in front of a prompt, with the memory in
-their place: it costs no token, and stays where the memory keeps it.
+It is prompt tuning (Lester et al. 2021, arXiv:2104.08691) with a memory instead of prompt vectors.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from .segments import as_language_model, cut, read_segments
 
 
 def tune_initial_state(model: nn.Module, text_1N: Tensor, *, segment_length: int | None = None) -> InitialState:
-    """Freeze a language model, and make the state that its rows begin with trainable.
+    """Freeze a language model and make the initial state of its rows trainable.
 
-    Every loop begins rows with it from now on: `SegmentLoop`, `generate`, `read_stream`, and a host's own `Trainer`;
-    rows that are reset as well. Train the parameters of what is returned, then `save_initial_state`.
+    All loops use it from now on, also for rows that are reset: `SegmentLoop`, `generate`, `read_stream`, and a host's
+    `Trainer`. Train the parameters of the returned module, then call `save_initial_state`.
 
     Args:
-        model: of ours, or a decoder of transformers with a memory that has a state.
-        text_1N: token ids of one row, whose state is what training begins with: an empty memory is never read, so that
-            nothing could be learned of it.
+        model: of this package, or a decoder of transformers with a memory that has a state.
+        text_1N: token ids of one row; training starts from the state after it, since an empty memory is never read and
+            gets no gradient.
         segment_length: tokens in a segment of that text; None for one segment.
 
     Raises:
-        ValueError: no memory with a state, of which a number is read; or it has an initial state already.
+        ValueError: no memory with a state that is read; or the model has an initial state already.
     """
     place = _place(model)
     state = _state_after(model, text_1N, segment_length)
@@ -43,7 +42,7 @@ def tune_initial_state(model: nn.Module, text_1N: Tensor, *, segment_length: int
 
 
 def begin_with(model: nn.Module, state: State) -> InitialState:
-    """Let rows begin with the state of one row, all numbers of which are parameters from then on; freezes nothing.
+    """Make the state of one row the initial state, with all its floating-point tensors as parameters; freezes nothing.
 
     Raises:
         ValueError: the model has an initial state already, or carries no state.
@@ -54,7 +53,7 @@ def begin_with(model: nn.Module, state: State) -> InitialState:
 
 
 def save_initial_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write the state that was tuned, with the fingerprint of the weights that it was tuned for.
+    """Write the tuned state, with the fingerprint of the weights that it was tuned for.
 
     Raises:
         ValueError: the model has none. NotWritten: e.g. the disk is full.
@@ -63,17 +62,17 @@ def save_initial_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load_initial_state(model: nn.Module, path: str | os.PathLike[str]) -> InitialState:
-    """Give the model for which it was tuned the initial state in a file; freezes it as `tune_initial_state` does.
+    """Load a tuned state into its model and freeze the model as `tune_initial_state` does.
 
     Raises:
-        ValueError: the file is none, or that of other weights; the model has an initial state already.
+        ValueError: no such file, or one of other weights; the model has an initial state already.
     """
     place = _place(model)
     return _put(model, place, load(path, _empty(model), model=model))
 
 
 def remove_initial_state(model: nn.Module) -> None:
-    """Rows begin with an empty state again. The weights stay frozen: `requires_grad_()` is yours to call.
+    """Let rows begin with an empty state again. The weights stay frozen; call `requires_grad_()` to train them.
 
     Raises:
         ValueError: there is nothing to remove.
@@ -83,30 +82,22 @@ def remove_initial_state(model: nn.Module) -> None:
 
 
 def _holder(model: Any) -> nn.Module:
-    """The module that makes the states: our stack, or somebody else's decoder.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The module that makes states: a stack, or the decoder of a host (ValueError: none)."""
     if isinstance(getattr(model, "stack", None), Stack):
         return model.stack  # type: ignore[no-any-return]
     found = next((m for m in model.modules() if "segment_reader" in vars(m)), None)
     if found is None:
         raise ValueError(
-            f"{type(model).__name__} carries no state from segment to segment; take a model of create_model, or give a "
-            "decoder of transformers a memory that does: add_memory(model, 'rmt', segment_length=...)"
+            f"{type(model).__name__} carries no state from segment to segment; add_memory gives a host one"
         )
     return found
 
 
 def _place(model: nn.Module) -> nn.Module:
-    """The holder, which has no initial state yet."""
+    """The module that makes states (ValueError: it has an initial state already)."""
     place = _holder(model)
     if initial_state_of(place) is not None:
-        raise ValueError(
-            f"{type(model).__name__} has an initial state already; go on with its parameters, or call "
-            "remove_initial_state(model) first"
-        )
+        raise ValueError(f"{type(model).__name__} has an initial state already; call remove_initial_state(model) first")
     return place
 
 
@@ -114,7 +105,7 @@ def _tuned(model: nn.Module) -> InitialState:
     found = initial_state_of(_holder(model))
     if found is None:
         raise ValueError(
-            f"{type(model).__name__} has no initial state of its own; tune_initial_state(model) gives it one"
+            f"{type(model).__name__} has no initial state of its own; call tune_initial_state(model) first"
         )
     return found
 
@@ -126,7 +117,7 @@ def _empty(model: Any) -> State:
 
 @torch.no_grad()
 def _state_after(model: nn.Module, text_1N: Tensor, segment_length: int | None) -> State:
-    """Of one row that has read the text."""
+    """The state of one row after the text."""
     if text_1N.dim() != 2 or text_1N.shape[0] != 1 or text_1N.shape[1] == 0:
         raise ValueError(f"text_1N of shape {tuple(text_1N.shape)} must be one row of token ids, (1, tokens)")
     reader = as_language_model(model)
@@ -142,8 +133,8 @@ def _put(model: nn.Module, place: nn.Module, state: State) -> InitialState:
     learned = _read(model, state)
     if not learned:
         raise ValueError(
-            f"no number of this state of {type(model).__name__} is read, so that nothing could be trained: its memory "
-            "has kept nothing of the text yet, or its gates are closed; give a longer text, or open the gates first"
+            f"{type(model).__name__} reads no number of this state, so nothing could be trained: its memory is empty "
+            "or its gates are closed; give a longer text, or open the gates"
         )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -153,7 +144,7 @@ def _put(model: nn.Module, place: nn.Module, state: State) -> InitialState:
 
 
 def _read(model: nn.Module, state: State) -> set[str]:
-    """Names of the tensors of a state that reach the outputs of the next segment."""
+    """Names of the tensors of a state that influence the outputs of the next segment."""
     reader = as_language_model(model)
     asked = map_state(lambda t: t.detach().clone().requires_grad_() if t.is_floating_point() else t, state)
     real = [(name, t) for name, t in named_tensors(asked) if t.requires_grad]
@@ -162,6 +153,8 @@ def _read(model: nn.Module, state: State) -> set[str]:
     device = next(model.parameters()).device
     with evaluating(reader), torch.enable_grad():
         scores = reader(torch.zeros(1, 2, dtype=torch.long, device=device), asked).outputs.float()
-        weight = torch.linspace(-1, 1, scores.numel(), device=device).view_as(scores)  # no sum that is always the same
+        weight = torch.linspace(-1, 1, scores.numel(), device=device).view_as(
+            scores
+        )  # a plain sum of probabilities is constant
         given = torch.autograd.grad((scores * weight).sum(), [t for _, t in real], allow_unused=True)
     return {name for (name, _), g in zip(real, given, strict=True) if g is not None and bool((g != 0).any())}

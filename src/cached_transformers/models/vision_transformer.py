@@ -5,24 +5,21 @@ Legend: B rows, N tokens (class token and patches), D model width, H image heigh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.attentions import AttentionSpec
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.positions import LearnedPositions
 from cached_transformers.layers.stack import ModelOutput, StackState
+from cached_transformers.memories import MemorySpec
 from cached_transformers.registry import MODELS
 
 from .documents import check_suits
 from .initial_weights import initialise
 from .inputs import check_images
 from .stack_model import StackModel, make_stack
-from .stack_options import StackKeywords, StackOptions, takes_stack_options
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from .stack_options import StackOptions
 
 
 @MODELS.register("vision_transformer", paper="arXiv:2010.11929")
@@ -32,17 +29,14 @@ class VisionTransformer(StackModel):
     Args:
         image_size: side of the square image in pixels. patch_size: side of a patch. channels: of the image.
         classes: number of outputs. width: D. depth: layers. heads: per layer. feed_forward: hidden width.
-        options: of the stack, as the signature names them; see `StackOptions`. By default a memory's cache has one
-            slot per token.
+        options: see `StackOptions`, for the stack. By default a memory's cache has one slot per token.
 
     Raises:
-        ValueError: sizes that do not fit, unknown names, images of another size.
+        ValueError: mismatched sizes, unknown names, images of another size.
     """
 
-    answers_once = True
-    """A row has one answer, so that documents cannot stand behind each other in it."""
+    answers_once = True  # one output per row: no packed documents
 
-    @takes_stack_options("memory", "attention", "dropout", "attention_dropout", "drop_path", "reversible")
     def __init__(
         self,
         image_size: int,
@@ -53,10 +47,27 @@ class VisionTransformer(StackModel):
         depth: int = 12,
         heads: int = 6,
         feed_forward: int = 1536,
-        **options: Unpack[StackKeywords],
+        *,
+        memory: MemorySpec = None,
+        attention: AttentionSpec = "softmax",
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        drop_path: float = 0.0,
+        reversible: bool = False,
     ) -> None:
         super().__init__()
-        stack = StackOptions(width, depth, heads, feed_forward, **options)
+        stack = StackOptions(
+            width,
+            depth,
+            heads,
+            feed_forward,
+            memory=memory,
+            attention=attention,
+            dropout=dropout,
+            attention_dropout=attention_dropout,
+            drop_path=drop_path,
+            reversible=reversible,
+        )
         at_least_one(image_size=image_size, patch_size=patch_size, channels=channels, classes=classes)
         if image_size % patch_size:
             raise ValueError(f"image_size={image_size} must be a multiple of patch_size={patch_size}")
@@ -80,8 +91,8 @@ class VisionTransformer(StackModel):
     ) -> ModelOutput:
         """Logits (B, classes) of images (B, C, H, W).
 
-        A state that is carried on makes each row a sequence of images, of which a memory has seen the earlier ones:
-        learned places are those in an image, and in the layers positions go on.
+        With a state, each row is a sequence of images: learned positions restart with each image, positions in the
+        layers continue.
 
         Raises:
             ValueError: images of another shape or dtype, padding or documents, or a state of another model.

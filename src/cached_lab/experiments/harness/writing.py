@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from cached_lab.tasks.language.completion import CONTEXT, Spelling, Words
-from cached_transformers.models.generation import Text, evaluating
+from cached_transformers.models.generation import GeneratedText, evaluating
 from cached_transformers.models.sampling import Choice
 from cached_transformers.models.segments import as_language_model
 
@@ -69,7 +69,7 @@ def write_until(
     rows = [Ending(words, context, until) for context in contexts]
     with evaluating(reader):
         prompt_BN = torch.tensor([list(context) for context in contexts], device=next(reader.parameters()).device)
-        text = Text(reader, prompt_BN, reader.init_state(len(rows)), segment_length)
+        text = GeneratedText(reader, prompt_BN, reader.init_state(len(rows)), segment_length)
         for index in range(choice.tokens):
             token_B = choice.token(text.read())
             for row, token in zip(rows, token_B.tolist(), strict=True):

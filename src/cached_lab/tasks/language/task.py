@@ -59,11 +59,6 @@ class LanguageModelling(Task):
         evaluation_streams(validation, config)  # refuses too many rows now and not after the first hours
         self._rows = settings.batch_size // self.share.processes
         self._piece = self._rows // settings.accumulate
-        if self._piece < settings.micro_batches:
-            raise ValueError(
-                f"training.micro_batches={settings.micro_batches} of {self._piece} rows, which a pipeline reads at "
-                "once; take fewer, or a larger training.batch_size"
-            )
         self._first_in_line = world.rank % settings.pipeline == 0
         self._states: list[State | None] = [None] * settings.accumulate
         self._coming: list[State] = []
@@ -75,12 +70,9 @@ class LanguageModelling(Task):
         sizes = (settings.segment_length, settings.bptt, settings.passes)
         scoring: Any = Recall(settings.recall) if settings.recall else None
         if settings.pipeline > 1:
+            group = pipeline_group(self.world, settings.pipeline)
             loop: SegmentLoop = SegmentPipeline(
-                *(model, settings.segment_length, settings.bptt),
-                micro_batches=settings.micro_batches,
-                schedule="wavefront" if settings.wavefront else "segments",
-                scoring=scoring,
-                group=pipeline_group(self.world, settings.pipeline),
+                model, settings.segment_length, settings.bptt, scoring=scoring, group=group
             )
         else:
             loop = SegmentLoop(model, *sizes, scoring=scoring, bptt_window=settings.bptt_window)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.layers.initial_state import PLACE as INITIAL_STATE
-from cached_transformers.models.published import Published, is_ours
+from cached_transformers.models.published import PublishedModel, is_ours
 from cached_transformers.models.state_tuning import begin_with
 
 from .config import CachedConfig
@@ -43,7 +43,7 @@ def load_pretrained(name: str, cls: Any = None, **options: Any) -> Any:
         ValueError: no memory was saved with it, or the memory's weights are missing; the folder holds an adapter.
     """
     if is_ours(Path(name)):
-        return Published.from_pretrained(name)
+        return PublishedModel.from_pretrained(name)
     transformers = require("transformers", extra="language")
     hub: dict[str, Any] = {
         key: options[key]

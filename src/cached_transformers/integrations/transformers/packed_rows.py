@@ -27,7 +27,7 @@ from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.layers.token_loss import IGNORED
 from cached_transformers.models.documents import (
     PADDING,
-    Plan,
+    DocumentPlan,
     check_documents,
     document_ids_from_cu_seqlens,
     ids_of,
@@ -60,7 +60,7 @@ class Documents(NamedTuple):
     """
 
     ids_BM: Tensor
-    plan: Plan | None
+    plan: DocumentPlan | None
 
     def with_mask(self, given: dict[str, Any]) -> dict[str, Any]:
         """The call for rows of one document each, in which what has no document is padding."""
@@ -233,7 +233,7 @@ Rows = Callable[[dict[str, Tensor], Tensor | None, State], tuple[Any, State]]
 
 
 def read_packed(
-    read: Rows, new: dict[str, Tensor], plan: Plan, state: State, init_state: Callable[[int], State]
+    read: Rows, new: dict[str, Tensor], plan: DocumentPlan, state: State, init_state: Callable[[int], State]
 ) -> tuple[Any, State]:
     """The host's output for rows of documents, zeros at padding, and the state after each row's last document.
 

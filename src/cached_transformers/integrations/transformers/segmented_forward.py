@@ -24,11 +24,11 @@ from cached_transformers.integrations.attention_hooks import no_loss
 from cached_transformers.integrations.memory_lookup import memory_of, refuse_frozen
 from cached_transformers.integrations.offload import like_weights, with_weights
 from cached_transformers.interfaces.memory import LayerMemory, ModelMemory, Tokens, begin
+from cached_transformers.layers.incremental_decoding import reads_alone
 from cached_transformers.layers.initial_state import initial_state_of
-from cached_transformers.layers.open_stack import reads_alone
 from cached_transformers.layers.stack import StackState
 from cached_transformers.memories.parts.composite import members_of
-from cached_transformers.models.documents import Plan
+from cached_transformers.models.documents import DocumentPlan
 from cached_transformers.models.segments import read_segments
 from cached_transformers.state import State, seal, used_again
 from cached_transformers.state import check as check_state
@@ -179,7 +179,7 @@ class SegmentReader:
         """Values are looked at outside of a graph."""
         return documents_told(told, given, rows, columns)
 
-    def _read_documents(self, given: dict[str, Any], plan: Plan, state: State | None) -> tuple[Any, State]:
+    def _read_documents(self, given: dict[str, Any], plan: DocumentPlan, state: State | None) -> tuple[Any, State]:
         """The host's output for rows of several documents, and the state after the last one of each."""
         if given.pop("use_cache", None) or given.get("past_key_values") is not None:
             raise ValueError(f"use_cache and past_key_values beside several documents in a row: {NO_CACHE} {WAY_OUT}")

@@ -21,7 +21,7 @@ from .stream_tap import Passage
 
 
 class HostThrough:
-    """The way through a host's layers, for one segment; see `seam.memory.Through`.
+    """The way through a host's layers, for one segment; see `seam.memory.BlockRunner`.
 
     Args:
         host: the decoder's own forward, `SegmentReader.host`. options: what else it is called with.

@@ -34,13 +34,13 @@ from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one, insist
 from cached_transformers.interfaces.memory import (
+    BlockRunner,
     Context,
     Entry,
     ModelMemory,
     Offer,
     Projections,
     ProjectKV,
-    Through,
     Tokens,
     Trace,
 )
@@ -237,7 +237,7 @@ class CRTN(ModelMemory):
             f"shorter segments (segment_length={self.segment}), or build the memory with segment={n}"
         )
 
-    def run(self, state: CRTNState, tokens: Tokens, through: Through) -> tuple[list[Tensor], CRTNState, None]:
+    def run(self, state: CRTNState, tokens: Tokens, through: BlockRunner) -> tuple[list[Tensor], CRTNState, None]:
         x_BND, n = tokens.x_BND, tokens.x_BND.shape[1]
         if n > self.segment:
             if tokens.padding_BN is None:

@@ -1,4 +1,4 @@
-"""Sequence to sequence: an encoder with a memory, and a decoder that attends what it made of the source."""
+"""Encoder-decoder with a memory in the encoder."""
 
 from .encoder_decoder import EncoderDecoder
 from .text_decoder import Decoder, DecoderCache, Encoded

@@ -1,9 +1,9 @@
-"""Sequence to sequence: an encoder with a memory and a decoder that attends what it made of the source.
+"""Encoder-decoder with a memory in the encoder.
 
-Paper: "Attention is all you need" (arXiv:1706.03762), with the norms before the sublayers unless told otherwise; with a
-memory in the encoder the translation model of "Cached Transformers" (arXiv:2312.12742, table 4). The options cover BART
-(arXiv:1910.13461), T5 (arXiv:1910.10683), Switch Transformers (arXiv:2101.03961) and Marian. Original implementations:
-facebookresearch/fairseq (`transformer_iwslt_de_en`, whose sizes are the defaults), huggingface/transformers.
+Paper: "Attention is all you need" (arXiv:1706.03762), pre-norm by default; with a memory, the translation model of
+"Cached Transformers" (arXiv:2312.12742, table 4). The options cover BART (arXiv:1910.13461), T5 (arXiv:1910.10683),
+Switch Transformers (arXiv:2101.03961) and Marian. Original implementations: facebookresearch/fairseq
+(`transformer_iwslt_de_en`, with the default sizes), huggingface/transformers.
 
 Legend: B rows, N source tokens, T target tokens, D model width, V target vocabulary.
 """
@@ -11,29 +11,29 @@ Legend: B rows, N source tokens, T target tokens, D model width, V target vocabu
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.attentions import AttentionSpec
 from cached_transformers.checks import at_least_one, shares
 from cached_transformers.interfaces.positions import BucketedPositions, Positions, make_positions
 from cached_transformers.layers.stack import ModelOutput, StackState
+from cached_transformers.layers.switch import ExpertsSpec
 from cached_transformers.layers.token_loss import IGNORED, token_losses
+from cached_transformers.memories import MemorySpec
 from cached_transformers.registry import MODELS, unknown_name
 
 from ..documents import refuse_documents
 from ..inputs import check_padding, check_targets, check_tokens
 from ..stack_model import StackModel, acts_in_layers, carries, embed_places, make_stack
-from ..stack_options import StackKeywords, StackOptions, takes_stack_options
+from ..stack_options import StackOptions
 from .initial_weights import initialise_weights
 from .text_decoder import DecoderCache, Encoded, make_decoder
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 CACHE_LENGTH = 64
-"""Slots of a memory in the encoder's layers where its options say nothing: the paper's T_m for translation."""
+"""Default slots of a layer memory in the encoder: the paper's T_m for translation."""
 
 
 @MODELS.register("encoder_decoder", paper="arXiv:1706.03762")
@@ -41,40 +41,33 @@ class EncoderDecoder(StackModel):
     """Encoder-decoder for translation and denoising; the encoder carries the memory.
 
     Args:
-        vocabulary: source tokens, and target tokens unless `target_vocabulary` says otherwise.
+        vocabulary: number of source tokens, and of target tokens without `target_vocabulary`.
         max_length: longest source, and longest target, in tokens.
-        target_vocabulary: V; None for one vocabulary of both.
+        target_vocabulary: V; None for one shared vocabulary.
         width: D. depth: layers of the encoder. heads: per layer. feed_forward: hidden width.
-        decoder_depth: layers of the decoder, as many as of the encoder when None.
-        embedding_norm: whether a norm stands behind the embedding of each stack (BART).
-        head_width: of attention, D / heads when None; others go without a memory (T5's d_kv).
+        decoder_depth: layers of the decoder; `depth` when None.
+        embedding_norm: add a norm after the embedding of each stack (BART).
+        head_width: of attention, D / heads when None; other widths need a model without memory (T5's d_kv).
         shared_embeddings: "all" (source, target and output share one table), "decoder" (target and output) or "none";
             None: "all" with one vocabulary, else "decoder".
-        scale_embedding: whether embeddings are multiplied by sqrt(D).
-        output_bias: whether the logits have a bias. output_scale: factor before the output projection (T5's 1 /
-            sqrt(D)).
-        buckets, reach: number of buckets of "bucketed" positions, and the distance from which on all are alike.
-        output_dropout: behind both stacks (T5).
+        scale_embedding: multiply embeddings by sqrt(D).
+        output_bias: add a bias to the logits. output_scale: factor before the output projection (T5: 1 / sqrt(D)).
+        buckets, reach: number of buckets of "bucketed" positions, and the distance where the last one begins.
+        output_dropout: after both stacks (T5).
         init: "fairseq" (Xavier maps, embeddings N(0, 1 / D)), "t5", or a number, the deviation of normal weights
             (BART: 0.02); see `initialise_weights`.
-        options: of both stacks, as the signature names them; see `StackOptions`. Memory and attention are the
-            encoder's: the cache of a layer memory has 64 slots by default, and a memory that carries a state
-            (grc_stream, rmt, ...) reads one sentence of a document after the other, `state` between them. `bias` is
-            that of projections and feed-forward. Experts have no limit of capacity in evaluation unless told
-            otherwise: with one, a translation would depend on its neighbours. `positions` are "sinusoidal",
-            "learned", "bucketed" (T5's bias) or "none" in both stacks; the encoder also takes "rotary", "alibi" and
-            "relative", beside which the decoder is "sinusoidal". None takes the memory's own scheme in the encoder,
-            beside which the decoder is "sinusoidal", or else "sinusoidal" in both.
+        options: see `StackOptions`, for both stacks. Memory and attention are in the encoder: a layer memory has 64
+            slots by default, and a memory with a state (grc_stream, rmt, ...) reads the sentences of a document one
+            after the other, with `state` between them. `bias` is for projections and feed-forward. Experts have no
+            capacity limit in evaluation by default, so a translation does not depend on other rows. `positions` are
+            "sinusoidal", "learned", "bucketed" (T5's bias) or "none" in both stacks, or "rotary", "alibi" or "relative"
+            in the encoder with "sinusoidal" in the decoder. None takes the memory's own scheme in the encoder and
+            "sinusoidal" in the decoder, or else "sinusoidal" in both.
 
     Raises:
-        ValueError: sizes that do not fit, unknown names, or pairs of memory and attention that exclude each other.
+        ValueError: mismatched sizes, unknown names, or pairs of memory and attention that exclude each other.
     """
 
-    @takes_stack_options(
-        *("memory", "attention", "positions", "norm", "norm_kind", "norm_eps", "final_norm", "bias"),
-        *("attention_scale", "attention_dropout", "experts"),
-        **{"activation": "relu", "dropout": 0.3, "activation_dropout": 0.0},
-    )
     def __init__(
         self,
         vocabulary: int,
@@ -85,6 +78,20 @@ class EncoderDecoder(StackModel):
         heads: int = 4,
         feed_forward: int = 1024,
         *,
+        memory: MemorySpec = None,
+        attention: AttentionSpec = "softmax",
+        positions: str | None = None,
+        norm: str = "pre",
+        norm_kind: str = "layer",
+        norm_eps: float = 1e-5,
+        final_norm: bool | None = None,
+        bias: bool = True,
+        attention_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        experts: ExpertsSpec = None,
+        activation: str = "relu",
+        dropout: float = 0.3,
+        activation_dropout: float | None = 0.0,
         decoder_depth: int | None = None,
         embedding_norm: bool = False,
         head_width: int | None = None,
@@ -96,10 +103,29 @@ class EncoderDecoder(StackModel):
         reach: int = 128,
         output_dropout: float = 0.0,
         init: str | float = "fairseq",
-        **options: Unpack[StackKeywords],
     ) -> None:
         super().__init__()
-        stack = StackOptions(width, depth, heads, feed_forward, head_width=head_width, **options)
+        stack = StackOptions(
+            width,
+            depth,
+            heads,
+            feed_forward,
+            head_width=head_width,
+            memory=memory,
+            attention=attention,
+            positions=positions,
+            norm=norm,
+            norm_kind=norm_kind,
+            norm_eps=norm_eps,
+            final_norm=final_norm,
+            bias=bias,
+            attention_scale=attention_scale,
+            attention_dropout=attention_dropout,
+            experts=experts,
+            activation=activation,
+            dropout=dropout,
+            activation_dropout=activation_dropout,
+        )
         stack = replace(stack, feed_forward_bias=stack.bias)
         at_least_one(vocabulary=vocabulary, target_vocabulary=target_vocabulary)
         at_least_one(max_length=max_length, decoder_depth=decoder_depth)
@@ -151,29 +177,29 @@ class EncoderDecoder(StackModel):
         label_smoothing: float = 0.0,
         documents: None = None,
     ) -> ModelOutput:
-        """Logits (B, T, V) for the token behind each of `decoder_inputs_BT`.
+        """Logits (B, T, V) of the token after each of `decoder_inputs_BT`.
 
         Args:
-            inputs_BN: source tokens. decoder_inputs_BT: target tokens, of which the first is the one that begins.
-            padding: (B, N) bool, True = padding of the source. The target needs none: it is padded behind its end.
-            state: state after the source before; None for rows that have read nothing.
-            targets: (B, T) tokens to be said; then the outputs are their losses (B, T) in nats, in float32 or wider, 0
+            inputs_BN: source tokens. decoder_inputs_BT: target tokens, beginning with the start token.
+            padding: (B, N) bool, True = padding of the source. The target is padded on the right and needs no mask.
+            state: state after the previous source; None for the start.
+            targets: (B, T) next target tokens; the outputs are then their losses (B, T) in nats, in float32 or wider, 0
                 where the target is -100.
             label_smoothing: share of the target's weight that is spread over all V tokens, as in
                 `torch.nn.functional.cross_entropy`; only with `targets`.
             documents: refused: a row is one source and its target.
 
         Raises:
-            ValueError: documents, shapes that do not fit, a state of another model, or (on the CPU, outside compiled
-                code; an assertion of the device later elsewhere) a token that the vocabulary has not.
+            ValueError: documents, mismatched shapes, a state of another model, or a token outside the vocabulary (on
+                the CPU, outside compiled code; otherwise a later device assertion).
         """
-        refuse_documents(documents, "EncoderDecoder reads one source a row, for one target")
+        refuse_documents(documents, "EncoderDecoder reads one source and one target per row")
         self._check_target(inputs_BN, decoder_inputs_BT, targets, label_smoothing)
         encoded = self.encode(inputs_BN, padding, state)
-        behind_BT = None
-        if self._experts and targets is not None:  # what stands behind an end must not take an expert's place
-            behind_BT = (targets != IGNORED).flip(1).cumsum(1).flip(1) == 0
-        h_BTD, losses = self.decoder(self._embed_target(decoder_inputs_BT), encoded, behind_BT)
+        padding_BT = None
+        if self._experts and targets is not None:  # padding must not fill the capacity of experts
+            padding_BT = (targets != IGNORED).flip(1).cumsum(1).flip(1) == 0
+        h_BTD, losses = self.decoder(self._embed_target(decoder_inputs_BT), encoded, padding_BT)
         auxiliary_loss = torch.stack([encoded.auxiliary_loss, *losses]).sum() if losses else encoded.auxiliary_loss
         if targets is None:
             return ModelOutput(self._logits(h_BTD), encoded.state, auxiliary_loss)
@@ -182,33 +208,36 @@ class EncoderDecoder(StackModel):
         return ModelOutput(loss_K.view_as(targets), encoded.state, auxiliary_loss)
 
     def encode(self, inputs_BN: Tensor, padding: Tensor | None = None, state: StackState | None = None) -> Encoded:
-        """What the decoder needs of the sources, and the encoder's state behind them; arguments as of `forward`."""
-        self._check_source(inputs_BN, padding, state)
+        """Encode the sources; arguments as in `forward`."""
+        check_tokens("inputs", inputs_BN, self.vocabulary, self.max_length)
+        if padding is not None:
+            check_padding(padding, inputs_BN)
+        self.check_state(state, len(inputs_BN))
         rows, n = inputs_BN.shape
         x_BND = self.embedding(inputs_BN)
         if self.embedding_scale != 1:
             x_BND = x_BND * self.embedding_scale
         place_BN1 = torch.arange(n, device=inputs_BN.device)[None, :, None].expand(rows, -1, -1)
-        # Padding in front moves nothing: embedded places count tokens, and in the layers distances are what matters.
+        # Embedded positions count tokens without padding; layers use only distances.
         counted = None if padding is None else ((~padding).cumsum(1) - 1).clamp(min=0)[..., None]
         x_BND = embed_places(x_BND, self.positions, place_BN1[:1] if counted is None else counted)
         x_BND = self.dropout(self.embedding_norm(x_BND))
-        # Embedded places begin anew with each sentence; a memory of earlier ones needs those that count on.
+        # Embedded positions restart with each sentence; a memory of earlier sentences needs continued ones.
         positions_BN1 = None if self._carries else place_BN1
         out = self.stack(x_BND, state, positions_BNP=positions_BN1, padding_BN=padding, inputs=inputs_BN)
         return Encoded(self.output_dropout(out.outputs), padding, out.state, out.auxiliary_loss)
 
     def decode(self, decoder_inputs_BT: Tensor, encoded: Encoded, *, last_only: bool = False) -> Tensor:
-        """Logits (B, T, V) for the token behind each of `decoder_inputs_BT`; (B, 1, V) with `last_only`."""
+        """Logits (B, T, V) of the token after each of `decoder_inputs_BT`; (B, 1, V) with `last_only`."""
         h_BTD, _ = self.decoder(self._embed_target(decoder_inputs_BT), encoded)
         return self._logits(h_BTD[:, -1:] if last_only else h_BTD)
 
     def begin(self, encoded: Encoded) -> DecoderCache:
-        """What `step` needs to write texts token by token."""
+        """Cache for decoding token by token with `step`."""
         return self.decoder.begin(encoded)
 
     def step(self, tokens_BK: Tensor, cache: DecoderCache) -> Tensor:
-        """Logits (B, K, V) behind the next token of each of K continuations of each sentence."""
+        """Logits (B, K, V) after the next token of each of K continuations of each sentence."""
         return self._logits(self.decoder.step(self._embed_target(tokens_BK), cache))
 
     def _embed_target(self, tokens_BT: Tensor) -> Tensor:
@@ -220,12 +249,6 @@ class EncoderDecoder(StackModel):
 
     def _logits(self, h_BTD: Tensor) -> Tensor:
         return self.head(self._scaled(self.output_dropout(h_BTD)))  # type: ignore[no-any-return]
-
-    def _check_source(self, inputs_BN: Tensor, padding: Tensor | None, state: StackState | None) -> None:
-        check_tokens("inputs", inputs_BN, self.vocabulary, self.max_length)
-        if padding is not None:
-            check_padding(padding, inputs_BN)
-        self.check_state(state, len(inputs_BN))
 
     def _check_target(
         self, inputs_BN: Tensor, decoder_inputs_BT: Tensor, targets: Tensor | None, label_smoothing: float
@@ -266,7 +289,6 @@ def _sharing(shared: str | None, vocabulary: int, target_vocabulary: int | None)
         raise ValueError(unknown_name("shared_embeddings", shared, ["all", "decoder", "none"]))
     if shared == "all" and not one:
         raise ValueError(
-            f"shared_embeddings='all' needs one vocabulary, not {vocabulary} source and {target_vocabulary} target "
-            "tokens; take 'decoder', or a vocabulary of both languages"
+            f"shared_embeddings='all' needs one vocabulary, not {vocabulary} and {target_vocabulary}; take 'decoder'"
         )
     return shared

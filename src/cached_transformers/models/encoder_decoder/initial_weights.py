@@ -1,4 +1,4 @@
-"""Initial weights of encoder-decoders: fairseq's, T5's, or normal ones of one deviation.
+"""Initial weights of encoder-decoders: fairseq's, T5's, or normal weights of one deviation.
 
 Original implementations: facebookresearch/fairseq (models/transformer, modules/multihead_attention), mesh_tensorflow as
 google-research/text-to-text-transfer-transformer uses it.
@@ -27,15 +27,15 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def initialise_weights(model: nn.Module, tables: Sequence[Tensor], init: str | float) -> None:
-    """Set initial weights; memories keep their own, biases are zero.
+    """Initialise weights; memories keep their own, biases are zero.
 
     Args:
-        model: an encoder-decoder. tables: its weights of source and target embedding and of the head, (tokens, D).
-        init: "fairseq": Xavier-uniform maps (queries, keys and values as parts of one map of three), embeddings
+        model: an encoder-decoder. tables: weights of source embedding, target embedding and head, (tokens, D).
+        init: "fairseq": Xavier-uniform maps (queries, keys and values as one map), embeddings
             N(0, 1 / D). "t5": see `initialise_as_t5`. A number: maps and embeddings N(0, init^2).
 
     Raises:
-        ValueError: another name, or a number that is no deviation.
+        ValueError: another name, or a number that is not positive.
     """
     number = isinstance(init, int | float)
     if (number and not 0 < init < math.inf) or (not number and init not in ("fairseq", "t5")):  # type: ignore[operator]
@@ -85,7 +85,7 @@ def _attention_as_t5(parts: list[Tensor], output: nn.Module, heads: int) -> None
 
 
 def _own(model: nn.Module, kind: type[M]) -> Iterator[M]:
-    """Modules of a kind, without those of memories."""
+    """Modules of a kind, outside memories."""
     memories = [m for m in model.modules() if isinstance(m, LayerMemory | ModelMemory)]
     skip = {id(part) for memory in memories for part in memory.modules()}
     return (m for m in model.modules() if isinstance(m, kind) and id(m) not in skip)

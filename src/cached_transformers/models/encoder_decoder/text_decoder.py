@@ -1,6 +1,6 @@
-"""The decoder of an encoder-decoder, and what it keeps of a text that it writes token by token.
+"""The decoder of an encoder-decoder, and its KV cache.
 
-Legend: B rows (sentences), K continuations of each, T target tokens, N source tokens, S kept keys, D model width.
+Legend: B rows (sentences), K continuations of each, T target tokens, N source tokens, S cached keys, D model width.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cached_transformers.interfaces.positions import BucketedPositions, Positions
 from cached_transformers.layers.decoder_block import CausalAttention, CrossAttention, DecoderBlock, KeysValues, hide
-from cached_transformers.layers.kv_cache import Continuations, KeptKeys
+from cached_transformers.layers.kv_cache import Continuations, KVCache
 from cached_transformers.state import State
 
 from ..stack_model import feed_forward_of
@@ -21,7 +21,7 @@ from ..stack_options import StackOptions
 
 
 class Encoded(NamedTuple):
-    """What the encoder made of the sources; the auxiliary loss is a scalar."""
+    """Output of the encoder; the auxiliary loss is a scalar."""
 
     hidden_BND: Tensor
     padding_BN: Tensor | None
@@ -34,7 +34,7 @@ class DecoderCache:
 
     def __init__(self, source: list[KeysValues], source_mask: Tensor | None, rows: int, device: torch.device) -> None:
         self.source, self.source_mask = source, source_mask
-        self.layers = [KeptKeys() for _ in source]
+        self.layers = [KVCache() for _ in source]
         self.text = Continuations(rows, device)
 
     @property
@@ -43,25 +43,25 @@ class DecoderCache:
         return self.text.count
 
     def multiply(self, times: int) -> None:
-        """Each continuation `times` times, one behind the other."""
+        """Repeat each continuation `times` times."""
         self.text.multiply(times)
 
     def choose(self, rows_B: Tensor, parent_BK: Tensor) -> None:
-        """Sentences in the order of `rows_B`, and of each the continuations `parent_BK`."""
+        """Reorder sentences by `rows_B` and the continuations of each by `parent_BK`."""
         if self.text.choose(rows_B, parent_BK):
             self.source = [KeysValues(*(t.index_select(0, rows_B) for t in keys)) for keys in self.source]
             if self.source_mask is not None:
                 self.source_mask = self.source_mask.index_select(0, rows_B)
-            for kept in self.layers:
-                kept.choose(rows_B)
+            for layer in self.layers:
+                layer.choose(rows_B)
 
 
 class Decoder(nn.Module):
     """Blocks over embedded target tokens, with a final norm.
 
     Args:
-        blocks: depth of them. positions: embedded, or `BucketedPositions` as a bias of all layers.
-        norm: behind the last block; identity when None. embedding_norm: behind the embedding; likewise.
+        blocks: decoder blocks. positions: embedded, or `BucketedPositions` as a bias of all layers.
+        norm: after the last block; identity when None. embedding_norm: after the embedding; likewise.
         dropout: after the embedding.
     """
 
@@ -83,10 +83,7 @@ class Decoder(nn.Module):
         self.activation_checkpointing = False
 
     def forward(self, x_BTD: Tensor, encoded: Encoded, padding_BT: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
-        """Results for embedded tokens, each of which sees itself and those before, and auxiliary losses.
-
-        Padding (bool, True = padding) matters to experts alone.
-        """
+        """Causal outputs of embedded tokens, and auxiliary losses; padding (True) only affects experts."""
         t = x_BTD.shape[1]
         place_1T1 = torch.arange(t, device=x_BTD.device)[None, :, None]
         mask = None
@@ -102,12 +99,12 @@ class Decoder(nn.Module):
         return self.norm(x_BTD), losses
 
     def begin(self, encoded: Encoded) -> DecoderCache:
-        """What `step` needs of the sources; nothing is read of the target yet."""
+        """Cache of the sources for `step`, without target tokens."""
         keys = [block.cross_attention.keys_values(encoded.hidden_BND) for block in self.blocks]  # type: ignore[operator, union-attr]
         return DecoderCache(keys, source_mask(encoded), len(encoded.hidden_BND), encoded.hidden_BND.device)
 
     def step(self, x_BKD: Tensor, cache: DecoderCache) -> Tensor:
-        """Results for the next token of each continuation, (B, K, D); the cache takes it in."""
+        """Outputs (B, K, D) of the next token of each continuation, which is appended to the cache."""
         text = cache.text
         place = text.step_S.new_full((1, 1, 1), text.step)
         text.grow()
@@ -118,8 +115,8 @@ class Decoder(nn.Module):
         elif text.count > 1:
             mask = text.visible_BKS[:, None]
         x_BKD = self._enter(x_BKD, place)
-        for block, source, kept in zip(self.blocks, cache.source, cache.layers, strict=True):
-            x_BKD, _ = block(x_BKD, source, mask, cache.source_mask, kept)
+        for block, source, own in zip(self.blocks, cache.source, cache.layers, strict=True):
+            x_BKD, _ = block(x_BKD, source, mask, cache.source_mask, own)
         return self.norm(x_BKD)  # type: ignore[no-any-return]
 
     def _enter(self, x_BTD: Tensor, place_1T1: Tensor) -> Tensor:
@@ -134,12 +131,12 @@ class Decoder(nn.Module):
 
 
 def source_mask(encoded: Encoded) -> Tensor | None:
-    """(B, 1, 1, N) bool, True = visible; None where all is."""
+    """(B, 1, 1, N) bool, True = visible; None for all."""
     return None if encoded.padding_BN is None else ~encoded.padding_BN[:, None, None]
 
 
 def make_decoder(options: StackOptions, *, positions: Positions, embedding_norm: bool) -> Decoder:
-    """A decoder of `options.depth` blocks, which have no memory; other arguments as of `EncoderDecoder`."""
+    """Build a decoder of `options.depth` blocks without memory; arguments as in `EncoderDecoder`."""
     width, heads = options.width, options.heads
     inner = width if options.head_width is None else heads * options.head_width
     common: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 Paper: arXiv:2102.12122. Original implementation: whai362/PVT, classification/pvt.py, whose parameter names these are.
 
-Legend: B rows, N tokens, R reduced tokens, D model width, C channels, H height, W width of what patches are made of.
+Legend: B rows, N tokens, R reduced tokens, D model width, C channels, H height, W width.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Size = tuple[int, int]
 
 
 class SpatialReductionAttention(nn.Module):
-    """Self-attention whose keys and values come from a map that a strided convolution made smaller (equations 1-3).
+    """Self-attention with keys and values from a map reduced by a strided convolution (equations 1-3).
 
     Args:
         dim: D. num_heads: heads. sr_ratio: kernel and stride of the convolution; 1 for none.
-        size: (height, width) of the token map for which the model was built, and `prefix`, the class tokens in front of
-            it; what a memory of this layer goes by.
+        size: (height, width) of the token map that the model was built for; prefix: class tokens before it. A memory
+            of this layer reads both.
 
     Cost in multiply-adds per row: 2 N D^2 + 2 R D^2 + 2 N R D, and N D^2 for the convolution.
     """
@@ -46,7 +46,7 @@ class SpatialReductionAttention(nn.Module):
         if num_heads < 1 or dim % num_heads:
             raise ValueError(f"width {dim} must be a positive multiple of num_heads={num_heads}")
         if prefix and sr_ratio > 1:
-            raise ValueError(f"sr_ratio={sr_ratio} reduces a map, which class tokens are not part of; take sr_ratio=1")
+            raise ValueError(f"sr_ratio={sr_ratio} reduces a map without class tokens; take sr_ratio=1")
         self.dim, self.num_heads, self.size, self.prefix = dim, num_heads, size, prefix
         self.q = nn.Linear(dim, dim, bias=qkv_bias)
         self.kv = nn.Linear(dim, 2 * dim, bias=qkv_bias)
@@ -57,7 +57,7 @@ class SpatialReductionAttention(nn.Module):
         self.norm = nn.LayerNorm(dim) if sr_ratio > 1 else None
 
     def forward(self, x_BND: Tensor, size: Size) -> Tensor:
-        """(B, N, D). `size` is the (height, width) of the map behind the class tokens."""
+        """(B, N, D). `size` is the (height, width) of the map after the class tokens."""
         source_BRD = x_BND
         if self.sr is not None and self.norm is not None:
             source_BRD = self.norm(self.sr(to_map(x_BND, size)).flatten(2).transpose(1, 2))
@@ -82,7 +82,7 @@ class Mlp(nn.Module):
 
 
 class PyramidBlock(nn.Module):
-    """Attention and feed-forward, each behind a norm and round a residual connection."""
+    """Pre-norm attention and feed-forward with residual connections."""
 
     def __init__(
         self, dim: int, num_heads: int, mlp_ratio: float, *, norm_eps: float, drop_path: float, **attention: Any
@@ -100,7 +100,7 @@ class PyramidBlock(nn.Module):
 
 
 class PatchEmbedding(nn.Module):
-    """Patches as tokens: a convolution whose stride is its kernel, and a norm; `size` is the map it was built for."""
+    """Patches as tokens: convolution and norm; `size` is the map it was built for."""
 
     def __init__(self, channels: int, dim: int, patch_size: int, size: Size) -> None:
         super().__init__()
@@ -116,11 +116,11 @@ class PatchEmbedding(nn.Module):
 
 
 def resize_positions(positions_1ND: Tensor, size: Size, to_size: Size, prefix: int = 0) -> Tensor:
-    """Positions (1, N, D) of a map, behind `prefix` class tokens, interpolated bilinearly to another map."""
+    """Interpolate positions (1, N, D) of a map, after `prefix` class tokens, bilinearly to another map."""
     if size == to_size:
         return positions_1ND
     image = to_map(positions_1ND[:, prefix:], size)
-    # Half precision has no bilinear kernel on every device, and would lose digits.
+    # Half precision lacks a bilinear kernel on some devices.
     resized = F.interpolate(image.float() if image.dtype != torch.float64 else image, to_size, mode="bilinear")
     cells_1ND = resized.flatten(2).transpose(1, 2).to(positions_1ND.dtype)
     return torch.cat([positions_1ND[:, :prefix], cells_1ND], 1) if prefix else cells_1ND

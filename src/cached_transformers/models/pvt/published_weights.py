@@ -13,13 +13,10 @@ from .layers import resize_positions
 
 
 def published_weights(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """A published checkpoint as the state dict of `model`, which may be for another image size or without class token.
+    """Convert a published checkpoint to the state dict of `model`, for other image sizes or without class token.
 
-    Positions of a square map are interpolated to the model's. Where the model has no class token, that and its position
-    are left out, as the original does in detection.
-
-    Raises:
-        ValueError: positions of a map that is not square would have to be interpolated.
+    Positions of a square map are interpolated (ValueError: the map is not square). Without a class token, the class
+    token and its position are left out, as in the original's detection.
     """
     state = dict(state.get("model", state))
     own = model.state_dict()
@@ -36,13 +33,13 @@ def published_weights(state: dict[str, Any], model: nn.Module) -> dict[str, Any]
             state[name] = resize_positions(positions_1ND[:, theirs - prefix :], (side, side), size, prefix)
         elif positions_1ND.shape != own[name].shape:
             raise ValueError(
-                f"{name}: the checkpoint's {positions_1ND.shape[1]} positions are no square map, and cannot be "
-                f"interpolated to {size[0]} x {size[1]}; build the model with the img_size of the checkpoint"
+                f"{name}: {positions_1ND.shape[1]} positions are no square map, so they cannot be interpolated to "
+                f"{size[0]} x {size[1]}; build the model with the img_size of the checkpoint"
             )
     return state
 
 
 def _square(cells: int) -> int:
-    """The side of a square map of so many cells; 0 when there is none."""
+    """The side of a square map of `cells` cells; 0 if it is not square."""
     side = int(cells**0.5 + 0.5)
     return side if side * side == cells else 0

@@ -1,13 +1,11 @@
 """Pyramid Vision Transformer, first version: PVT-Tiny, -Small, -Medium and -Large.
 
 Paper: "Pyramid Vision Transformer: A Versatile Backbone for Dense Prediction without Convolutions" (arXiv:2102.12122).
-Original implementation: whai362/PVT, classification/pvt.py and detection/pvt.py; parameters have its names, so that its
-checkpoints load. timm has the second version only; `integrations/timm/timm_models.py` registers this one with it, and
-the methods follow timm's conventions.
+Original implementation: whai362/PVT, classification/pvt.py and detection/pvt.py; parameters have its names, so its
+checkpoints load. timm has only the second version; `integrations/timm/timm_models.py` registers this one with it.
 
-Images of any size of at least 32 x 32 pixels are taken, in training too: positions are interpolated bilinearly to the
-map of each stage, as in the original. (It leaves them as they are when a map of another shape happens to have the same
-number of tokens; here they are interpolated then, too.) What is left over right and below the last whole patch is cut.
+Takes images of any size from 32 x 32 pixels on: positions are interpolated bilinearly to the map of each stage, as in
+the original (which skips this for maps with an equal number of tokens). Pixels beyond the last whole patch are dropped.
 
 Legend: B rows, N tokens, D model width, C image channels, H image height, W image width.
 """
@@ -15,7 +13,7 @@ Legend: B rows, N tokens, D model width, C image channels, H image height, W ima
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,31 +28,22 @@ from .layers import PatchEmbedding, PyramidBlock, Size, resize_positions
 Pool = Literal["token", "avg", ""]
 
 
-class Stage(NamedTuple):
-    """Where one of the four stages stands; its modules are attributes of the model under their published names."""
-
-    embedding: PatchEmbedding
-    positions: Tensor
-    dropout: nn.Module
-    blocks: nn.ModuleList
-
-
 class PyramidVisionTransformer(nn.Module):
     """Image classifier, and backbone with feature maps at strides 4, 8, 16 and 32 (arXiv:2102.12122).
 
     Args:
         img_size: side, or (height, width), in pixels, of the images whose positions are learned.
-        patch_size: of the first stage; the later ones halve the map.
+        patch_size: of the first stage; later stages halve the map.
         in_chans: of the image. num_classes: outputs; 0 for none.
-        global_pool: what the head reads: "token", the class token; "avg", the mean of the last map; "", all tokens.
-        embed_dims, num_heads, mlp_ratios, depths, sr_ratios: one number a stage.
-        class_token: put one in front of the last stage, as for classification; the original leaves it out in detection.
+        global_pool: input of the head: "token", the class token; "avg", the mean of the last map; "", all tokens.
+        embed_dims, num_heads, mlp_ratios, depths, sr_ratios: one number per stage.
+        class_token: add one before the last stage, for classification; not in the original's detection.
         drop_rate: before the head. pos_drop_rate, proj_drop_rate, attn_drop_rate: after positions, in blocks, on
             attention weights. drop_path_rate: stochastic depth of the last block, growing linearly from 0.
-        norm_eps: of the norms of the blocks and the last one.
+        norm_eps: of all norms.
 
     Raises:
-        ValueError: sizes that do not fit together, or images below 8 patches a side.
+        ValueError: mismatched sizes, or images below 8 patches a side.
     """
 
     def __init__(
@@ -82,7 +71,7 @@ class PyramidVisionTransformer(nn.Module):
         lengths = {len(s) for s in (embed_dims, num_heads, mlp_ratios, depths, sr_ratios)}
         if lengths != {len(depths)} or len(depths) < 1:
             raise ValueError(
-                f"embed_dims, num_heads, mlp_ratios, depths and sr_ratios must name as many stages, got {lengths}"
+                f"embed_dims, num_heads, mlp_ratios, depths, sr_ratios must have one length, got {lengths}"
             )
         at_least_one(patch_size=patch_size, in_chans=in_chans)
         sides = (img_size, img_size) if isinstance(img_size, int) else (int(img_size[0]), int(img_size[1]))
@@ -148,24 +137,21 @@ class PyramidVisionTransformer(nn.Module):
     def _check(self, height: int, width: int) -> None:
         if min(height, width) < self.smallest:
             raise ValueError(
-                f"images of {height} x {width} pixels are smaller than the {self.smallest} x {self.smallest} that "
-                f"{self.num_stages} stages need; resize or pad them, or build the model with a smaller patch_size"
+                f"images of {height} x {width} pixels are smaller than {self.smallest} x {self.smallest}; resize them, "
+                "or take a smaller patch_size"
             )
 
-    def _stage(self, i: int) -> Stage:
-        names = (f"patch_embed{i + 1}", f"pos_embed{i + 1}", f"pos_drop{i + 1}", f"block{i + 1}")
-        return Stage(*(getattr(self, name) for name in names))
-
     def _run_stage(self, i: int, x_BCHW: Tensor) -> tuple[Tensor, Size]:
-        """Tokens (B, N, D) of stage `i`, class token in front where there is one, and the size of their map."""
-        stage = self._stage(i)
-        x_BND, size = stage.embedding(x_BCHW)
-        prefix = stage.positions.shape[1] - stage.embedding.size[0] * stage.embedding.size[1]
+        """Tokens (B, N, D) of stage `i`, after the class token if there is one, and the size of their map."""
+        names = (f"patch_embed{i + 1}", f"pos_embed{i + 1}", f"pos_drop{i + 1}", f"block{i + 1}")
+        embedding, positions, dropout, blocks = (getattr(self, name) for name in names)
+        x_BND, size = embedding(x_BCHW)
+        prefix = positions.shape[1] - embedding.size[0] * embedding.size[1]
         if prefix:
             assert self.cls_token is not None
             x_BND = torch.cat([self.cls_token.expand(x_BND.shape[0], -1, -1), x_BND], 1)
-        x_BND = stage.dropout(x_BND + resize_positions(stage.positions, stage.embedding.size, size, prefix))
-        for block in stage.blocks:
+        x_BND = dropout(x_BND + resize_positions(positions, embedding.size, size, prefix))
+        for block in blocks:
             if self.grad_checkpointing and torch.is_grad_enabled():
                 x_BND = checkpoint(block, x_BND, size, use_reentrant=False)
             else:
@@ -173,7 +159,7 @@ class PyramidVisionTransformer(nn.Module):
         return x_BND, size
 
     def _map_of(self, x_BND: Tensor, size: Size) -> Tensor:
-        """(B, D, height, width) of the tokens behind the class token."""
+        """(B, D, height, width) of the tokens after the class token."""
         return to_map(x_BND[:, x_BND.shape[1] - size[0] * size[1] :], size)
 
     def forward_features(self, x_BCHW: Tensor) -> Tensor:
@@ -189,7 +175,7 @@ class PyramidVisionTransformer(nn.Module):
         return self.norm(self._run_stage(self.num_stages - 1, x_BCHW)[0])  # type: ignore[no-any-return]
 
     def forward_head(self, x_BND: Tensor, pre_logits: bool = False) -> Tensor:
-        """Logits (B, classes) of normed tokens, or what the head reads."""
+        """Logits (B, classes) of normed tokens, or the input of the head."""
         if self.global_pool == "token":
             x_BND = x_BND[:, 0]
         elif self.global_pool == "avg":
@@ -210,15 +196,15 @@ class PyramidVisionTransformer(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> Any:
-        """Maps (B, D, H / stride, W / stride) of the stages; in timm's form, which `features_only=True` uses.
+        """Maps (B, D, H / stride, W / stride) of the stages, in timm's form for `features_only=True`.
 
         Args:
             indices: stages to take; the last n for a number, all for None.
-            norm: put the last norm on the last map. stop_early: run no stage behind the last one taken.
-            intermediates_only: give the maps alone, without the normed tokens in front of them.
+            norm: apply the last norm to the last map. stop_early: run no stage after the last one taken.
+            intermediates_only: return only the maps, without the normed tokens.
 
         Raises:
-            ValueError: there is no such stage, or another format is asked for.
+            ValueError: no such stage, or another format.
         """
         if output_fmt != "NCHW":
             raise ValueError(f"output_fmt={output_fmt!r} is not available; the maps of a pyramid are 'NCHW'")
@@ -244,13 +230,13 @@ class PyramidVisionTransformer(nn.Module):
         chosen = range(n) if indices is None else range(n - indices, n) if isinstance(indices, int) else indices
         taken = [i + n if i < 0 and not isinstance(indices, int) else i for i in chosen]
         if not taken or min(taken) < 0 or max(taken) >= n:
-            raise ValueError(f"indices={indices!r} name stages that are not there; this model has {n}, from 0")
+            raise ValueError(f"indices={indices!r} name unknown stages; this model has stages 0 to {n - 1}")
         return taken
 
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove what `forward_intermediates` of these stages does not need (timm's `features_only=True` does so)."""
+        """Remove modules that `forward_intermediates` of these stages does not need (timm's `features_only=True`)."""
         taken = self._taken(indices)
         kept = max(taken) + 1
         for i in range(kept, self.num_stages):
@@ -266,7 +252,7 @@ class PyramidVisionTransformer(nn.Module):
         return taken
 
     def no_weight_decay(self) -> set[str]:
-        """Parameters that the original trains without weight decay, beside biases and norms."""
+        """Parameters that the original trains without weight decay, besides biases and norms."""
         return {"cls_token"}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -285,7 +271,7 @@ class PyramidVisionTransformer(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head for `num_classes` outputs (none for 0), and perhaps another pooling."""
+        """Replace the head by one with `num_classes` outputs (none for 0), and optionally the pooling."""
         if global_pool is not None:
             self.global_pool = self._pool(global_pool)
         self.num_classes = num_classes

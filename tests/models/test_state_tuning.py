@@ -1,4 +1,4 @@
-"""The state that rows begin with, trained alone."""
+"""State tuning: only the initial state of rows is trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The datastore of kNN-LM: its search, its folder, and what is refused."""
+"""The datastore of kNN-LM: search, files, and refusals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cached_transformers.models.output_caches import Datastore, datastore
+from cached_lab.output_caches import Datastore, datastore
 
 D, ENTRIES = 6, 500
 ABOUT = {"fingerprint": "of this model", "key": "feed_forward", "dtype": "float32"}
@@ -104,14 +104,14 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="in the middle"):
         datastore.build(tmp_path / "store", broken(), ABOUT)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match="no token to make a datastore of"):
+    with pytest.raises(ValueError, match="holds no token"):
         datastore.build(tmp_path / "store", [], ABOUT)
     large = [(torch.full((1, D), 70000.0), torch.zeros(1))]
     with pytest.raises(ValueError, match="dtype='float32'"):
         datastore.build(tmp_path / "store", large, {**ABOUT, "dtype": "float16"})
     assert list(tmp_path.iterdir()) == []
     datastore.build(tmp_path / "store", large, ABOUT)
-    with pytest.raises(ValueError, match="is there already; name another folder, or remove it"):
+    with pytest.raises(ValueError, match="exists; name another folder"):
         datastore.build(tmp_path / "store", large, ABOUT)
 
 
@@ -146,5 +146,5 @@ def test_a_damaged_store_is_refused(tmp_path: Path, damage: str) -> None:
         values.unlink()
     else:
         head.write_text(json.dumps({**json.loads(head.read_text()), "format": 2}))
-    with pytest.raises(ValueError, match=f"{folder} is no whole datastore: .*remove the folder"):
+    with pytest.raises(ValueError, match=f"{folder} is not a complete datastore: .*remove the folder"):
         datastore.load(folder, ABOUT)

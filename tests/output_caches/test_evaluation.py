@@ -1,4 +1,4 @@
-"""`cached evaluate RUN --output-cache`: a cache over the outputs of a trained run."""
+"""`cached evaluate RUN --output-cache`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cli.made_text import train_on_bytes
 from cached_lab.cli.main import main
 from cached_lab.experiments.build import build_dataset
 from cached_lab.experiments.load import load_run
-from cached_lab.experiments.output_cache import GRIDS
-from cached_transformers.models.output_caches import NeuralCache
+from cached_lab.output_caches import NeuralCache
+from cached_lab.output_caches.evaluation import GRIDS
 
 NEURAL = ("--output-cache", "neural")
 KNN = ("--output-cache", "knn")
@@ -148,7 +148,7 @@ def test_it_is_printed_for_people(trained: Path, capsys: pytest.CaptureFixture[s
             ("neural.size=3",),
             "'neural.size=3' is an option of --output-cache or --with-memory, neither of which is given",
         ),
-        ((*NEURAL, "knn.k=3"), "'knn.k=3' sets an option of 'knn', and the output cache is 'neural'"),
+        ((*NEURAL, "knn.k=3"), "'knn.k=3' sets an option of 'knn', but the output cache is 'neural'"),
         ((*NEURAL, "neural.width=3"), "unknown option of the output cache 'neural' 'width'"),
         ((*NEURAL, "neural.size=big"), "neural.size='big' must be a whole number"),
         ((*NEURAL, "neural.lambda=2"), "lambda=2 must lie in [0, 1]"),

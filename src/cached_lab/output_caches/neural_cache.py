@@ -1,15 +1,12 @@
-"""Neural continuous cache (Grave, Joulin, Usunier 2016, arXiv:1612.04426; no code of the authors).
+"""The continuous cache of Grave, Joulin, Usunier 2016 (arXiv:1612.04426).
 
-A language model copies what followed when its hidden state was alike, in the text that it has read last:
-
-    cache at t    {(h_i, x_{i+1}) : t - M <= i < t}, for h_t that predicts x_{t+1}
+    cache of M pairs  {(h_i, x_{i+1}) | t - M <= i < t}, for h_t that predicts x_{t+1}
     p_cache(w)  ~ sum_i 1[w = x_{i+1}] exp(theta h_t . h_i)                                     (3)
     linear        p(w) = (1 - lambda) p_vocab(w) + lambda p_cache(w)
     joint         p(w) ~ exp(h_t . o_w) + sum_i 1[w = x_{i+1}] exp(theta h_t . h_i + alpha)     (5)
 
-A pair is written when x_{i+1} is observed, and i = t is never among them. Inside a segment each place sees the M pairs
-before it, those of the segment included, so that it does not matter how a text is cut. Awd-lstm-lm's pointer is idle
-until its window is full; here, as in the paper, a cache helps from its first pair on.
+Each position sees the M pairs before it, including pairs of its own segment, so segment boundaries change nothing. As
+in the paper, and unlike the pointer of awd-lstm-lm, a cache is used from its first pair on.
 
 Legend: B rows, N tokens of a segment, M pairs of the cache, K = M + N, D width.
 """
@@ -22,6 +19,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one, shares
 from cached_transformers.layers.token_loss import IGNORED
@@ -29,25 +27,23 @@ from cached_transformers.memories.memorizing import NeighbourStore, store
 from cached_transformers.memories.parts.options import one_of
 from cached_transformers.state import State
 
-from .output_cache import Found, Gate, OutputCache, joint_gate, linear_gate
+from .output_cache import FoundEntries, OutputCache, linear_gate
 
 
 @dataclass(frozen=True)
 class NeuralCache(OutputCache):
-    """The last M hidden states of each row and what followed them.
+    """The last M hidden states of each row with the tokens that followed.
 
-    State per row: M (D e + 8) + 8 bytes, e bytes a number of the hidden states; a ring, as `memorizing` has it, with
-    one head: keys (B, 1, M, D), the tokens as values (B, 1, M, 1), and how many pairs were ever written. Cost per
-    token: (M + N) D multiply-adds.
+    State per row: M (D e + 8) + 8 bytes, e bytes a number of the hidden states: the ring buffer of `memorizing` with
+    one head, tokens as values. Cost per token: (M + N) D multiply-adds.
 
     Args:
         size: M; 100 to 10,000 in the paper.
-        theta: how much likeness counts. The products grow with the square of the hidden states' norm, so it belongs to
-            its model; 0 weighs all pairs alike.
-        lambda_: share of the cache where it holds anything, of the linear form.
+        theta: scale of the dot products; 0 weighs all pairs alike. Its best value depends on the norm of the model's
+            hidden states.
+        lambda_: share of the cache in the linear form.
         form: "linear" or "joint".
-        alpha: of the joint form, how much a pair counts beside a word; it is weighed against the model's logits as
-            they are given.
+        alpha: in the joint form, the logit that is added to each pair.
 
     Raises:
         ValueError: an option out of its range.
@@ -60,7 +56,7 @@ class NeuralCache(OutputCache):
     alpha: float = 0.0
 
     def __post_init__(self) -> None:
-        at_least_one("; a model without a cache takes none", size=self.size)
+        at_least_one(size=self.size)
         shares(**{"lambda": self.lambda_})
         one_of("form", self.form, ("linear", "joint"))
         if not (math.isfinite(self.theta) and self.theta >= 0):
@@ -69,7 +65,7 @@ class NeuralCache(OutputCache):
             raise ValueError(f"alpha={self.alpha} must be a number; minus infinity leaves the model as it is")
 
     @property
-    def sharpness(self) -> float:
+    def sharpness(self) -> float:  # type: ignore[override]
         return self.theta
 
     def init_state(self, rows: int, like_BND: Tensor) -> NeighbourStore:
@@ -77,35 +73,36 @@ class NeuralCache(OutputCache):
         tokens = torch.zeros(rows, 1, self.size, 1, dtype=torch.long, device=like_BND.device)
         return NeighbourStore(keys, tokens, torch.zeros(rows, dtype=torch.long, device=like_BND.device))
 
-    def find(self, state: State, h_BND: Tensor, next_BN: Tensor) -> Found:
+    def find(self, state: State, h_BND: Tensor, next_BN: Tensor) -> FoundEntries:
         ring: NeighbourStore = state  # type: ignore[assignment]
         new_BN = observed(h_BND, next_BN)
-        count_BN = ring.written_B[:, None] + new_BN.cumsum(1) - new_BN.long()  # pairs that were written before a place
+        count_BN = ring.written_B[:, None] + new_BN.cumsum(1) - new_BN.long()  # pairs written before each position
         last_B1 = ring.written_B[:, None] - 1
         slot_M = torch.arange(self.size, device=h_BND.device)
-        number_BM = last_B1 - (last_B1 - slot_M) % self.size  # of the pair that a slot holds; below 0 where none does
+        number_BM = last_B1 - (last_B1 - slot_M) % self.size  # number of the pair in each slot; below 0 for none
         number_BN = torch.where(new_BN, count_BN, -1)
         number_B1K = torch.cat([number_BM, number_BN], 1)[:, None]
         count_BN1 = count_BN[..., None]
         seen_BNK = (number_B1K >= 0) & (number_B1K < count_BN1) & (number_B1K >= count_BN1 - self.size)
         wide = torch.promote_types(h_BND.dtype, torch.float32)
-        with torch.autocast(h_BND.device.type, enabled=False):  # the exponent is no place for half precision
+        with torch.autocast(h_BND.device.type, enabled=False):  # exponents need float32
             h_BND = h_BND.to(wide)
             keys_BKD = torch.cat([ring.k_BHME[:, 0].to(wide), h_BND], 1)
             score_BNK = (h_BND @ keys_BKD.mT).masked_fill(~seen_BNK, -torch.inf)
         token_B1K = torch.cat([ring.v_BHME[:, 0, :, 0], next_BN.clamp(min=0)], 1)[:, None]
-        return Found(score_BNK, token_B1K.expand(-1, h_BND.shape[1], -1))
+        return FoundEntries(score_BNK, token_B1K.expand(-1, h_BND.shape[1], -1))
 
     def write(self, state: State, h_BND: Tensor, next_BN: Tensor) -> NeighbourStore:
         ring: NeighbourStore = state  # type: ignore[assignment]
         return store(ring, h_BND[:, None], next_BN[:, None, :, None], ~observed(h_BND, next_BN))
 
-    def gate(self, lse_BN: Tensor, of_model_BN: Tensor) -> Gate:
+    def gate(self, lse_BN: Tensor, model_lse_BN: Tensor) -> tuple[Tensor, Tensor]:
         if self.form == "linear":
             return linear_gate(lse_BN, self.lambda_)
-        return joint_gate(lse_BN, self.alpha, of_model_BN)
+        odds_BN = self.alpha + lse_BN - model_lse_BN
+        return F.logsigmoid(odds_BN), F.logsigmoid(-odds_BN)
 
 
 def observed(h_BND: Tensor, next_BN: Tensor) -> Tensor:
-    """(B, N) bool: places of which a pair is written: with a next token, and a hidden state that is finite."""
+    """(B, N) bool: positions whose pair is stored: they have a next token and a finite hidden state."""
     return (next_BN != IGNORED) & h_BND.isfinite().all(-1)

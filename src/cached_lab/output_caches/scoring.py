@@ -1,8 +1,7 @@
-"""A text read once by a language model, for caches over its outputs: their losses, or what a datastore is built of.
+"""Read a text once with a language model, to score output caches or to build a datastore.
 
-One forward a segment, of which the hidden states are kept until the next one. Only the targets' share of what a cache
-copies is computed, so that many settings of one cache are scored in one reading: they find the same entries, and differ
-in what they make of them.
+Many settings of one cache are scored in one pass: they find the same entries and weigh them differently. Only the
+targets' share of p_cache is computed.
 
 Legend: B rows, N tokens of a segment, D width of a key, C settings of a cache.
 """
@@ -17,33 +16,32 @@ import torch
 from torch import Tensor, nn
 
 from cached_lab.data.text import TextDataset
+from cached_lab.tasks.language.scores import check_passes, evaluation_streams, segment_length
 from cached_lab.training.config import RunConfig
 from cached_lab.training.distributed import World
 from cached_lab.training.metrics import untouched
 from cached_transformers.layers.token_loss import IGNORED
 from cached_transformers.loops.segments import SegmentLoop, token_losses
-from cached_transformers.models.output_caches import OutputCache, hidden_states
-from cached_transformers.models.output_caches.datastore import build
-from cached_transformers.models.output_caches.hidden_states import Seen
-from cached_transformers.models.output_caches.output_cache import copied_from, mixed_at, share_of
 from cached_transformers.state import State, last_use
 from cached_transformers.state import reset as reset_rows
 
-from .scores import check_passes, evaluation_streams, segment_length
+from .datastore import build
+from .hidden_states import HiddenStates, hidden_states
+from .output_cache import OutputCache
 
 Scores: TypeAlias = Literal["losses", "sums", "none"]
-"""What is asked of the head: losses of the targets, which may do without all logits; sums of all, too; or nothing."""
+"""Required scores: losses of the targets; losses and log-sum-exp of the logits; or none."""
 
 
-class Reading(NamedTuple):
-    """One segment of some rows, read.
+class ReadSegment(NamedTuple):
+    """One segment of some rows.
 
     Attributes:
-        losses_BN: of the targets, in nats; 0 where there is none, or they were not asked for.
-        state: of the model behind it.
+        losses_BN: nats; 0 where there is no target, or losses are not required.
+        state: of the model after the segment.
         h_BND: hidden states. next_BN: targets, -100 at padding.
-        lse_BN: log-sum-exp of the model's logits; zeros where it was not asked for.
-        reset_B: rows that begin anew with it.
+        lse_BN: log-sum-exp of the model's logits; 0 where it is not required.
+        reset_B: rows that were reset before the segment.
     """
 
     losses_BN: Tensor
@@ -55,34 +53,27 @@ class Reading(NamedTuple):
 
 
 def read_split(
-    model: nn.Module, dataset: TextDataset, world: World, config: RunConfig, seen: Seen, scores: Scores = "losses"
-) -> Iterator[Reading]:
-    """Segments of a whole split in order, every token once, in the rows of an evaluation, which the processes share.
-
-    Args:
-        seen: of `hidden_states`, which is open. scores: what is asked of the head.
+    model: nn.Module, dataset: TextDataset, world: World, config: RunConfig, seen: HiddenStates, scores: Scores
+) -> Iterator[ReadSegment]:
+    """Read a whole split in order, every token once, in the rows of an evaluation, sharded over the processes.
 
     Raises:
-        ValueError: documents are packed, which are not read segment by segment.
+        ValueError: documents are packed.
     """
     if dataset.reset == "packed":
-        raise ValueError(
-            "data.reset=packed: a cache over outputs is written once a segment, and several documents in one would "
-            "share it; take data.reset=document"
-        )
+        raise ValueError("data.reset=packed: documents of one segment would share a cache; take data.reset=document")
     check_passes(model, config.training.passes)
     streams, length = evaluation_streams(dataset, config), segment_length(config)
     rows = slice(*(rank * streams.rows // world.size for rank in (world.rank, world.rank + 1)))
     state: State | None = None
 
-    def scoring(model: nn.Module, inputs_BN: Tensor, targets_BN: Tensor, *more: Any) -> Reading:
+    def scoring(model: nn.Module, inputs_BN: Tensor, targets_BN: Tensor, *more: Any) -> ReadSegment:
         losses_BN, lse_BN, after = _scores(model, inputs_BN, targets_BN, scores, *more)
-        return Reading(losses_BN, after, seen.take(), targets_BN, lse_BN)
+        return ReadSegment(losses_BN, after, seen.take(), targets_BN, lse_BN)
 
     loop = SegmentLoop(model, length, passes=config.training.passes, scoring=scoring)  # type: ignore[arg-type]
     for step in range(streams.steps if rows.stop > rows.start else 0):
-        batch = streams.batch(step, rows)
-        inputs_BN, targets_BN, reset, padding_BN = batch.moved(world.device)
+        inputs_BN, targets_BN, reset, padding_BN = streams.batch(step, rows).moved(world.device)
         with last_use(state if config.training.passes == 1 else None):
             outs: list[Any] = list(loop.read(inputs_BN, targets_BN, state, reset, padding_BN))
         state = outs[-1].state
@@ -99,14 +90,14 @@ def _scores(
     reset_B: Tensor | None = None,
     padding_BN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, State]:
-    """Losses, log-sum-exp of the logits, and the state behind the segment; zeros for what is not asked."""
+    """Losses, log-sum-exp of the logits, and the state after the segment; zeros for scores that are not required."""
     none_BN = torch.zeros_like(targets_BN, dtype=torch.float32)
     if scores == "losses":
         losses_BN, after, _ = token_losses(model, inputs_BN, targets_BN, state, reset_B, padding_BN)
         return losses_BN, none_BN, after
     more: dict[str, Any] = {} if reset_B is None else {"reset": reset_B}
     if scores == "none" and hasattr(model, "stack") and getattr(model, "scores_last", False):
-        more["last_only"] = True  # hidden states are read in front of the head
+        more["last_only"] = True  # hidden states are read before the head
     logits_BNV, after, _ = model(inputs_BN, state, padding=padding_BN, **more)
     if scores == "none":
         return none_BN, none_BN, after
@@ -119,15 +110,15 @@ def _scores(
 def cache_losses(
     model: nn.Module, dataset: TextDataset, world: World, config: RunConfig, settings: Sequence[OutputCache]
 ) -> tuple[Tensor, float]:
-    """Summed losses (nats) of a split, (C + 1,) float64: without a cache, and with each of the settings; its tokens.
+    """Summed losses (nats) of a split, (C + 1,) float64, without a cache and with each setting; number of tokens.
 
-    Rows begin with an empty cache, and where the data say so (`data.reset`) with each document.
+    Rows begin with an empty cache and, by `data.reset`, each document does.
 
     Args:
         settings: of one cache, which find the same entries.
     """
-    cache, joint = settings[0], any(getattr(setting, "form", "linear") == "joint" for setting in settings)
-    scores: Scores = "sums" if joint else "losses"
+    cache = settings[0]
+    joint = any(getattr(setting, "form", "linear") == "joint" for setting in settings)
     by_sharpness: dict[float, list[int]] = {}
     for index, setting in enumerate(settings, 1):
         by_sharpness.setdefault(setting.sharpness, []).append(index)
@@ -135,7 +126,7 @@ def cache_losses(
     tokens = torch.zeros((), dtype=torch.float64, device=world.device)
     state: State | None = None
     with untouched(model), hidden_states(model, cache.key) as seen:
-        for read in read_split(model, dataset, world, config, seen, scores):
+        for read in read_split(model, dataset, world, config, seen, "sums" if joint else "losses"):
             if state is None:
                 state = cache.init_state(len(read.h_BND), read.h_BND)
             elif read.reset_B is not None and bool(read.reset_B.any()):
@@ -145,12 +136,13 @@ def cache_losses(
             tokens += known_BN.sum()
             found = cache.find(state, read.h_BND, read.next_BN)
             for sharpness, indices in by_sharpness.items():
-                weight_BNK, lse_BN = copied_from(found, sharpness)
-                copied_BN = share_of(read.next_BN, weight_BNK, found.token_BNK)
+                weight_BNK, lse_BN = found.weights(sharpness)
+                copied_BN = (weight_BNK * (found.token_BNK == read.next_BN[..., None])).sum(-1)
                 for index in indices:
-                    gate = settings[index - 1].gate(lse_BN, read.lse_BN)
-                    nats[index] -= mixed_at(-read.losses_BN, copied_BN, gate)[known_BN].double().sum()
-            with last_use(state):  # what was found of it is done with
+                    log_cache_BN, log_model_BN = settings[index - 1].gate(lse_BN, read.lse_BN)
+                    logp_BN = torch.logaddexp(log_model_BN - read.losses_BN, log_cache_BN + copied_BN.log())
+                    nats[index] -= logp_BN[known_BN].double().sum()
+            with last_use(state):
                 state = cache.write(state, read.h_BND, read.next_BN)
     return world.sum(nats).cpu(), float(world.sum(tokens))
 
@@ -158,11 +150,7 @@ def cache_losses(
 def build_datastore(
     folder: Path, model: nn.Module, dataset: TextDataset, device: torch.device, config: RunConfig, about: dict[str, Any]
 ) -> None:
-    """Write keys and values of all contexts of a split, as `datastore.build` does.
-
-    Args:
-        about: what makes them; "key" says which hidden states.
-    """
+    """Write keys and values of all contexts of a split by `datastore.build`; `about["key"]` names the hidden states."""
     with untouched(model), hidden_states(model, about["key"]) as seen:
 
         def pieces() -> Iterator[tuple[Tensor, Tensor]]:

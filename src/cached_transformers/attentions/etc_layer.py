@@ -1,4 +1,4 @@
-"""The layer of ETC with a global sequence of its own (Ainslie et al. 2020, arXiv:2004.08483;
+"""The ETC layer with a separate global sequence (Ainslie et al. 2020, arXiv:2004.08483;
 github.com/google-research/google-research/tree/master/etcmodel); the equation is in etc.py.
 
     token:  softmax over all global tokens and the tokens at most r places away
@@ -15,10 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.attentions.etc import Labels, check_sizes, tokens_see
-from cached_transformers.attentions.parts.building_blocks import one_softmax, zero_unseen
-
-from .feed_forward import FeedForward
+from .etc import Labels, check_sizes, tokens_see
+from .parts.building_blocks import one_softmax, zero_unseen
 
 
 def globals_see(
@@ -31,7 +29,7 @@ def globals_see(
     padding_BG: Tensor,
     dropout: float = 0.0,
 ) -> Tensor:
-    """What global tokens find among all global tokens and all tokens. Arguments as of `tokens_see`."""
+    """Attention of the global tokens over all global tokens and all tokens; arguments as in `tokens_see`."""
     (q, kg, vg), (k, v) = global_qkv, kv
     q = q / math.sqrt(q.shape[-1])
     to_globals, to_tokens = q @ kg.mT, q @ k.mT
@@ -45,15 +43,15 @@ def globals_see(
 
 
 class ETCLayer(nn.Module):
-    """A layer with a global sequence of its own: attention and feed-forward, each with the norm behind the sum.
+    """Post-norm attention and feed-forward over a sequence and a global sequence.
 
-    The projections of queries, keys and values and the feed-forward with its norm are shared by both sequences; output
-    projections, labels and the norm behind the attention are not.
+    Both sequences share the projections of queries, keys and values and the feed-forward with its norm; each has its
+    own output projection, labels and attention norm.
 
     Args:
         width: D. heads: H.
         hidden: width of the feed-forward; 4 D when None.
-        radius, clip: as of `ETC`.
+        radius, clip: as in `ETC`.
         dropout: on weights and sublayers.
 
     Raises:
@@ -83,7 +81,10 @@ class ETCLayer(nn.Module):
             None if clip is None else Labels(heads, width // heads, clip, between=True) for _ in range(2)
         )
         self.norm, self.global_norm, self.last_norm = (nn.LayerNorm(width, eps=1e-12) for _ in range(3))
-        self.feed_forward = FeedForward(width, hidden or 4 * width, dropout=dropout)
+        hidden = hidden or 4 * width
+        self.feed_forward = nn.Sequential(
+            nn.Linear(width, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, width), nn.Dropout(dropout)
+        )
         for linear in (m for m in self.modules() if isinstance(m, nn.Linear)):
             nn.init.trunc_normal_(linear.weight, std=0.02, a=-0.04, b=0.04)
             nn.init.zeros_(linear.bias)
@@ -100,8 +101,7 @@ class ETCLayer(nn.Module):
         """Both sequences after the layer.
 
         Args:
-            segment_BN: the global token that a token belongs to, by its place, -1 for none; when None, each of them
-                has an equal run of tokens.
+            segment_BN: index of each token's global token, -1 for none; when None, global tokens get equal runs.
             padding_BN: True = padding, of the tokens. padding_BG: of the global tokens.
         """
         (rows, tokens), count = x_BND.shape[:2], global_BGD.shape[1]

@@ -1,4 +1,4 @@
-"""A split read once for caches over outputs: resets, padding, what is asked of the head, and what a datastore holds."""
+"""A split read once for output caches: resets, padding, scores of the head, and the datastore."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 from training.small_language import CPU, make, write_text
 
-from cached_lab.tasks.language.output_caches import build_datastore, cache_losses
+from cached_lab.output_caches import NeuralCache, datastore, hidden_states
+from cached_lab.output_caches.scoring import build_datastore, cache_losses
 from cached_lab.tasks.language.scores import evaluate_language
 from cached_lab.training.distributed import World
 from cached_lab.training.trainer import Trainer
-from cached_transformers.models.output_caches import NeuralCache, datastore, hidden_states
 
 CACHE = NeuralCache(20, 0.3, 0.4)
 
@@ -29,7 +29,7 @@ def trainer_of(folder: Path, *options: str) -> Trainer:
 
 
 def of_documents(folder: Path, rows: int) -> Trainer:
-    """Of several short files, each a document that begins with an empty memory."""
+    """A run on several short files; each document begins with an empty memory."""
     text = write_text(folder / "text")
     words = (text / "train.txt").read_text().split()
     for path in text.iterdir():
@@ -89,7 +89,7 @@ def test_many_settings_in_one_reading_are_each_by_itself(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("reset", ["never", "document"])
 def test_processes_share_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reset: str) -> None:
-    """Of which each forgets when a document of its own begins, and no other."""
+    """Each row forgets only when its own document begins."""
     trainer = (
         of_documents(tmp_path, 3) if reset == "document" else trainer_of(tmp_path, "training.evaluation_batch_size=3")
     )

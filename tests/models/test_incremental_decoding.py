@@ -1,4 +1,4 @@
-"""Texts read token by token from what was kept: the same as reading the open segment again, for all that can."""
+"""Incremental decoding equals reading the partial segment again, for every memory and attention that supports it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from cached_transformers.interfaces.memory import (
     Reading,
     Tokens,
 )
-from cached_transformers.layers.open_stack import why_in_one_piece
+from cached_transformers.layers.incremental_decoding import why_in_one_piece
 from cached_transformers.memories import segatron
 from cached_transformers.models import LanguageModel
-from cached_transformers.models.generation import ReadsAgain, Text, generate
+from cached_transformers.models.generation import GeneratedText, ReadsAgain, generate
 from cached_transformers.registry import ATTENTIONS, MEMORIES
 
 V, SEGMENT, BEAMS = 11, 6, 3
@@ -85,7 +85,7 @@ CORES: list[Spec] = [
     {"name": "bigbird", "block": 2, "random": 1},
 ]
 AGAIN = {"bp_transformer", "etc", "memory_compressed", "reformer", "routing", "sac", "sinkhorn", "star"}
-"""Causal cores of which no token can be read alone."""
+"""Causal attentions without a form for single tokens."""
 
 
 def build(memory: Spec = None, attention: Spec = "softmax", **options: Any) -> LanguageModel:
@@ -104,7 +104,7 @@ def name_of(spec: Spec) -> str:
 
 
 def choice(step: int, rows: int) -> Tensor:
-    """Continuations of each of so many rows that go on."""
+    """Continuations of each row."""
     generator = torch.Generator().manual_seed(step)
     drawn = torch.randint(BEAMS, (rows, BEAMS), generator=generator)
     return (torch.arange(rows)[:, None] * BEAMS + drawn).flatten()
@@ -114,7 +114,7 @@ def choice(step: int, rows: int) -> Tensor:
 def compare(model: LanguageModel, segment: int | None = SEGMENT, steps: int = 17, tolerance: float = 1e-10) -> None:
     """Two texts of two rows; in the midst of a segment each becomes three continuations, and later a row vanishes."""
     prompt, state = torch.randint(V, (2, 9)), model.init_state(2)
-    texts = [Text(model, prompt, state, segment, again=again) for again in (False, True)]
+    texts = [GeneratedText(model, prompt, state, segment, again=again) for again in (False, True)]
     assert texts[0].steps and not texts[1].steps
     rows = 2
     for step in range(steps):
@@ -241,7 +241,7 @@ def test_a_long_text_is_that_of_reading_again(memory: Spec, monkeypatch: pytest.
 
 
 class Whole(torch.nn.Module):
-    """A model of which generation knows nothing but how it is called."""
+    """A model that offers only its call."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ def test_an_empty_memory_is_read_by_no_token(memory: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         type(reader), "read", lambda self, *a: (calls.append(1) if self is reader else None, read(self, *a))[1]
     )
-    text = Text(model, torch.zeros(2, 2, dtype=torch.long), model.init_state(2), SEGMENT)
+    text = GeneratedText(model, torch.zeros(2, 2, dtype=torch.long), model.init_state(2), SEGMENT)
     counts = []
     for _ in range(SEGMENT + 3):
         before = len(calls)
@@ -326,7 +326,7 @@ def test_a_memory_that_promises_nothing_is_shown_the_segment_again(kind: Any, sa
     why = model.why_in_one_piece()
     assert (why is None) if says is None else (why is not None and says in why)
     if says is not None:
-        with pytest.warns(ReadsAgain, match=f"{says}.* each token costs a pass over the open segment"):
+        with pytest.warns(ReadsAgain, match=f"{says}.* each token costs a pass over the partial segment"):
             generate(model, torch.zeros(1, 1, dtype=torch.long), tokens=2)
 
 

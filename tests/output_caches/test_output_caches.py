@@ -1,4 +1,4 @@
-"""Caches over outputs against loops over tokens, and what theory says of them."""
+"""Output caches against loops over tokens, and their properties."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from integrations.hosts import library
 from torch import Tensor
 
+from cached_lab.output_caches import KNNLM, Datastore, NeuralCache, OnlineCache, OutputCache, hidden_states
 from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.layers.token_loss import IGNORED
-from cached_transformers.models.output_caches import KNNLM, Along, Datastore, NeuralCache, OutputCache, hidden_states
 
 B, N, D, V = 2, 23, 5, 11
 
@@ -44,7 +44,7 @@ class Text:
 
 
 def twin(text: Text, size: int, theta: float, share: float | None, alpha: float | None = None) -> Tensor:
-    """Token by token: a list of pairs, of which the oldest goes."""
+    """Token by token: a list of the latest pairs."""
     out = torch.zeros(B, text.next.shape[1], V, dtype=torch.float64)
     for row in range(B):
         pairs: list[tuple[Tensor, int]] = []
@@ -195,7 +195,7 @@ def test_reading_along_is_knowing_the_next_tokens() -> None:
     read = torch.cat([torch.zeros(B, 1, dtype=torch.long), text.next[:, :-1]], 1)
     want = text.probabilities(cache)
     for length in (1, 7, N):
-        mix = Along(cache)
+        mix = OnlineCache(cache)
         parts = [
             mix(*given).exp() for given in zip(*(t.split(length, 1) for t in (text.logits, text.h, read)), strict=True)
         ]
@@ -247,7 +247,7 @@ def test_a_context_that_is_in_the_datastore_copies_what_followed() -> None:
 
 
 def test_a_datastore_of_the_window_is_the_neural_cache() -> None:
-    """Of keys of one norm: -|q - k|^2 = 2 q . k + a constant, so that T = 1 is theta = 2."""
+    """For keys of one norm: -|q - k|^2 = 2 q . k + a constant, so that T = 1 is theta = 2."""
     text = Text()
     text.h = torch.nn.functional.normalize(text.h, dim=-1)
     last, window = slice(N - 1, N), slice(N - 10, N - 1)
@@ -270,7 +270,7 @@ def test_reading_changes_nothing_and_knows_no_next_token() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: NeuralCache(0), "size=0 must be at least 1; a model without a cache takes none"),
+        (lambda: NeuralCache(0), "size=0 must be at least 1"),
         (lambda: NeuralCache(theta=-1.0), "theta=-1.0 must be a number from 0 on"),
         (lambda: NeuralCache(lambda_=1.5), r"lambda=1.5 must lie in \[0, 1\]"),
         (lambda: NeuralCache(form="product"), "form='product' must be one of linear, joint"),
@@ -348,8 +348,8 @@ def test_a_decoder_of_transformers_reads_along() -> None:
     cache = NeuralCache(5, 0.1, 0.3)
     with torch.no_grad(), hidden_states(model) as seen:
         out = model(ids, output_hidden_states=True)
-        found = Along(cache)(out.logits, seen.take(), ids)
-    shown = Along(cache)(out.logits, out.hidden_states[-1], ids)
+        found = OnlineCache(cache)(out.logits, seen.take(), ids)
+    shown = OnlineCache(cache)(out.logits, out.hidden_states[-1], ids)
     assert torch.equal(found, shown) and not torch.equal(found, out.logits.log_softmax(-1))
     with pytest.raises(ValueError, match="key='last_hidden'"):
         hidden_states(model, "feed_forward").__enter__()

@@ -5,10 +5,10 @@ Tokens attend their nodes of the tree (see bp_transformer.py); at the same time 
     s_m <- softmax(q_m K_m^T / sqrt(E)) V_m,  K_m the keys of the tokens in span m
     h <- LN(h + W_o s),  h <- LN(h + FFN(h)),  states of spans start at 0
 
-The original adds a type to the keys of a span, too, the same for all of them, which changes no weight; it is left out.
+The original also adds one type to all keys of a span, which changes no weight; it is left out.
 
-Cost: N (S + log2(2 N)) (E + V) + N T E multiply-adds a head, S as in bp_transformer.py; projections and feed-forward of
-2 N nodes.
+Cost: N (S + log2(2 N)) (E + V) + N T E multiply-adds a head, S as in bp_transformer.py; projections and feed-forward
+run over 2 N nodes.
 
 Legend: B rows, H heads, N tokens, M nodes (of a level, or of all laid end to end), W tokens of a span, T types, E key
 width, V value width, D = H E model width.
@@ -20,19 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.attentions.bp_transformer import (
-    attend_levels,
-    check_tree,
-    in_pairs,
-    level_sizes,
-    new_types,
-    reach,
-)
-from cached_transformers.attentions.parts.building_blocks import attend, into_blocks
+from .bp_transformer import attend_levels, check_tree, in_pairs, level_sizes, new_types, reach
+from .parts.building_blocks import attend, into_blocks
 
 
 class BPLayer(nn.Module):
-    """One layer of the BP-Transformer, with norms behind the sums; tokens and spans are updated at the same time.
+    """One layer of the BP-Transformer, post-norm; tokens and spans are updated at the same time.
 
         nodes = BPLayer.first_nodes(embedded)
         for layer in layers:
@@ -45,7 +38,7 @@ class BPLayer(nn.Module):
         dropout: of attention weights, and of what attention and feed-forward add.
 
     Raises:
-        ValueError: as `BPAttention`.
+        ValueError: as in `BPAttention`.
     """
 
     def __init__(self, width: int, heads: int, hidden: int, *, k: int = 4, clip: int = 5, dropout: float = 0.0) -> None:
@@ -70,11 +63,11 @@ class BPLayer(nn.Module):
     def forward(
         self, nodes_BMD: Tensor, tokens: int, *, causal: bool = False, padding_BN: Tensor | None = None
     ) -> Tensor:
-        """New nodes. What nodes without a token hold is of no meaning, and is seen by none.
+        """New nodes; nodes without a token are never attended.
 
         Args:
-            nodes_BMD: of `first_nodes` or the layer before. tokens: N, how many of the nodes are tokens.
-            causal: tokens see nodes of their past alone; a span always sees the tokens in it.
+            nodes_BMD: from `first_nodes` or the previous layer. tokens: N, number of nodes that are tokens.
+            causal: tokens see only nodes of their past; a span always sees its tokens.
             padding_BN: bool, True = padding.
         """
         q, k, v = self.qkv(nodes_BMD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)

@@ -1,20 +1,19 @@
-"""A drill of restarts: processes that train together are killed again and again, and torchrun starts them anew.
+"""Drill of restarts: kill processes that train together again and again, and let torchrun restart them.
 
-    python -m cached_lab.experiments.elastic_drill --parallel fsdp --kills 20
+    python -m drills.elastic --parallel fsdp --kills 20
 
-Twice the same tiny run is trained under torchrun (`--max-restarts`): once with nobody killed, and once with one process
-of each start getting SIGKILL, at a moment that a seed has drawn. Then both must be the same run, to the bit: weights,
-averaged weights, optimiser, carried states, random states, metrics and test scores without their seconds. A kill may
-cost the steps since the last checkpoint and no more (`training.save=async`: since the one before, where it was still
-being written), and no process may be left. What happened is a table.
+The same tiny run is trained twice under torchrun (`--max-restarts`): once without kills, and once with a SIGKILL to one
+process of each start, at a moment drawn by a seed. Both runs must then be equal to the bit: weights, averaged weights,
+optimiser, states, random states, metrics and test scores, times excepted. A kill may cost the steps since the last
+checkpoint (`training.save=async`: since the one before, if the last was being written), and no process may remain.
 
-    FOLDER/plan.json       the moments that were drawn      FOLDER/kills.jsonl    those who died, as they said it
-    FOLDER/run, /whole     the run folders                  FOLDER/starts.jsonl   where each start began
-    FOLDER/*.log           what torchrun and its processes said
+    FOLDER/plan.json       the moments                      FOLDER/kills.jsonl    the processes that were killed
+    FOLDER/run, /whole     the run folders                  FOLDER/starts.jsonl   the step at which each start began
+    FOLDER/*.log           the output of torchrun
 
-Moments: `start`, before the processes have met; `resume`, at a file operation among checkpoints before the first step;
-`step`, a time after a step began, be it forward, backward, evaluation or the next step; `save`, at a file operation of
-a save, in whichever thread, or a time after its begin where the process writes nothing.
+Moments: `start`, before the processes meet; `resume`, at a file operation among checkpoints before the first step;
+`step`, a time after a step began, during forward, backward, evaluation or the next step; `save`, at a file operation of
+a save, in any thread, or a time after its start where the process writes nothing.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from typing import Any
 
 import torch
 
+from cached_lab.experiments import run as run_module
 from cached_lab.tasks.recipes import config_from_dict
 from cached_lab.training.checkpoint import Checkpoints, read_checkpoint
 from cached_lab.training.config import RunConfig
@@ -43,22 +43,20 @@ from cached_lab.training.metrics import read_metrics
 from cached_lab.training.trainer import Trainer
 from cached_transformers.files import lives, write_whole
 
-from . import run as run_module
-
 KINDS = {"step": 10, "save": 7, "resume": 2, "start": 1}
-"""Of moments, and how often each is drawn."""
+"""Kinds of moments, and their weights in the draw."""
 FILES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")
 """Audit events that are file operations."""
 LONGEST = 0.1
-"""Seconds after the beginning of a step, at most, and a fifth of that of a save, after which a process is killed."""
+"""Longest delay of a kill in seconds after a step began; a fifth of it after a save began."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """A moment at which a process is to die: the first of its kind in, or after, a step.
+    """A moment at which a process is killed: the first of its kind in, or after, a step.
 
     Attributes:
-        place: which file operation, or which part of `LONGEST`; in [0, 1).
+        place: position among the file operations, or share of `LONGEST`; in [0, 1).
     """
 
     kind: str
@@ -68,7 +66,7 @@ class Kill:
 
 
 def draw(kills: int, steps: int, save_every: int, size: int, seed: int) -> list[Kill]:
-    """Kills in the order of their steps, so that each start reaches its own."""
+    """Draw kills in the order of their steps, so that each start reaches its own."""
     chance = random.Random(seed)
     at = sorted(chance.randint(1, steps - 2 * save_every) for _ in range(kills))
     kinds = chance.choices(list(KINDS), list(KINDS.values()), k=kills)
@@ -76,7 +74,7 @@ def draw(kills: int, steps: int, save_every: int, size: int, seed: int) -> list[
 
 
 def recipe(text: Path, steps: int, save_every: int, settings: Mapping[str, Any]) -> RunConfig:
-    """A language model with dropout, averaged weights and a memory whose state each row carries from step to step."""
+    """Return a small run with dropout, averaged weights and a memory state carried from step to step."""
     training: dict[str, Any] = {
         "steps": steps,
         "save_every": save_every,
@@ -100,12 +98,12 @@ def recipe(text: Path, steps: int, save_every: int, settings: Mapping[str, Any])
 
 
 class Doomed(Trainer):
-    """A trainer that kills its process at a moment of the plan, where that is its own."""
+    """Trainer that kills its process at the moment planned for it."""
 
     doom: Doom
 
     def fit(self) -> None:
-        """As of `Trainer`; who begins, and where, is written down."""
+        """Record the first step, and train."""
         self.doom.begins(self.step)
         super().fit()
 
@@ -114,16 +112,16 @@ class Doomed(Trainer):
         super()._train_step(*arguments)
 
     def save(self) -> None:
-        """As of `Trainer`."""
+        """Report the save to the plan, and save."""
         self.doom.saves(self.step)
         super().save()
 
 
 class Doom:
-    """What one process of a start does of the plan: it waits for its moment, writes it down, and dies.
+    """The plan of one process of a start: wait for the moment, record it, and die.
 
     Args:
-        folder: of the drill. rank: of this process.
+        folder: folder of the drill. rank: rank of this process.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -137,27 +135,27 @@ class Doom:
         self.checkpoints = str(folder / "run" / "checkpoints")
 
     def starts(self) -> None:
-        """Nothing has been done yet."""
+        """Mark the start of the process."""
         if self._is("start"):
             self.die("before the processes met")
         if self._is("resume"):
             self._count("of what is read", 12)
 
     def begins(self, step: int) -> None:
-        """The run stands at a step."""
+        """Mark the step at which the run starts or resumes."""
         self.step, self.begun = step, True
         _append(self.folder / "starts.jsonl", number=self.number, rank=self.rank, step=step, process=os.getpid())
         if self._is("resume"):
             self.die("before the first step")
 
     def steps(self, step: int) -> None:
-        """A step begins."""
+        """Mark the beginning of a step."""
         self.step = step
         if self._is("step") and step >= self._kill.step and not self.armed:
             self._after(self._kill.place * LONGEST, f"after step {step} began")
 
     def saves(self, step: int) -> None:
-        """A save begins."""
+        """Mark the beginning of a save."""
         if not self._is("save") or step < self._kill.step:
             return
         if self.armed:
@@ -168,7 +166,7 @@ class Doom:
             self._count(f"of the save of step {step}", 1 if self.rank else 25)
 
     def die(self, moment: str) -> None:
-        """Say so, and be gone."""
+        """Record the moment, and kill this process."""
         _append(
             self.folder / "kills.jsonl",
             **{"number": self.number, "rank": self.rank, "kind": self._kill.kind, "moment": moment},
@@ -191,7 +189,7 @@ class Doom:
         timer.start()
 
     def _count(self, what: str, most: int) -> None:
-        """Die at a file operation among the checkpoints, of the next `most` of them."""
+        """Die at one of the next `most` file operations in the folder of checkpoints."""
         self.armed = True
         at = self.left = int(self._kill.place * most)
 
@@ -207,13 +205,13 @@ class Doom:
 
 
 def run_is_cut(folder: Path) -> bool:
-    """Whether every process writes its share of a checkpoint."""
+    """Return True if every process writes its share of a checkpoint."""
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     return bool(plan["settings"].get("parallel") == "fsdp")
 
 
 def work(folder: Path, name: str) -> None:
-    """What a process of torchrun does: train, and in the run that is killed obey the plan."""
+    """Train in a process of torchrun, following the plan in the run that is killed."""
     torch.set_num_threads(1)
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     if name == "run":
@@ -225,7 +223,7 @@ def work(folder: Path, name: str) -> None:
 
 
 def trained_forked(folder: Path, name: str, size: int, restarts: int) -> None:
-    """As `trained`, by what torchrun calls, with processes forked from this one: they need no imports."""
+    """Train like `trained`, with processes forked from this one, which need no imports."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(
@@ -247,10 +245,10 @@ def trained(folder: Path, name: str, size: int, nodes: int, restarts: int) -> No
     """Train one of the two runs under torchrun.
 
     Args:
-        nodes: how many torchruns there are, with `size` / `nodes` processes each; several meet on this machine.
+        nodes: number of torchruns on this machine, with `size` / `nodes` processes each.
 
     Raises:
-        RuntimeError: it failed; the message has its last words.
+        RuntimeError: it failed; the message has the end of its output.
     """
     meeting = ["--standalone"]
     if nodes > 1:
@@ -261,10 +259,10 @@ def trained(folder: Path, name: str, size: int, nodes: int, restarts: int) -> No
         meeting += ["--nnodes", str(nodes), "--local-addr", "localhost"]
     command = [sys.executable, "-m", "torch.distributed.run", *meeting, "--nproc-per-node", str(size // nodes)]
     command += ["--max-restarts", str(restarts), "--monitor-interval", "0.05"]
-    command += ["-m", "cached_lab.experiments.elastic_drill", "--work", str(folder), name]
-    source = str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
+    command += ["-m", "drills.elastic", "--work", str(folder), name]
+    tests = Path(__file__).resolve().parents[1]
+    path = os.pathsep.join([str(tests.parent / "src"), str(tests), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     logs = [folder / f"{name}_{node}.log" for node in range(nodes)]
     processes = []
     for log in logs:
@@ -276,13 +274,13 @@ def trained(folder: Path, name: str, size: int, nodes: int, restarts: int) -> No
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a drill found.
+class ElasticOutcome:
+    """Result of a drill.
 
     Attributes:
-        rows: a line for each kill: its number, rank, moment, step, the step that the next start began with, steps lost.
-        problems: what did not hold; none where all is well.
-        seconds: of the run without kills, and of the other.
+        rows: per kill its number, rank, moment, step, first step of the next start, and steps lost.
+        problems: differences between the runs, kills that cost too much, processes that remain.
+        seconds: times of the run without and with kills.
     """
 
     rows: list[tuple[int, int, str, int | None, int, int]]
@@ -290,7 +288,7 @@ class Outcome:
     seconds: tuple[float, float]
 
     def table(self) -> str:
-        """The kills as a table in Markdown."""
+        """Return the kills as a table in Markdown."""
         head = "| kill | process | moment | in step | goes on from | steps lost |\n|---|---|---|---|---|---|\n"
         return head + "".join(
             f"| {number} | {rank} | {moment} | {'-' if step is None else step} | {resumed} | {lost} |\n"
@@ -308,11 +306,11 @@ def drill(
     nodes: int = 1,
     forked: bool = False,
     **settings: Any,
-) -> Outcome:
+) -> ElasticOutcome:
     """Train both runs, and compare them.
 
     Args:
-        folder: does not exist. kills, steps, save_every, seed: see `draw`. size: processes. nodes: see `trained`.
+        folder: a new folder. kills, steps, save_every, seed: see `draw`. size: processes. nodes: see `trained`.
         forked: see `trained_forked`; for one node. settings: of the section `training`.
 
     Raises:
@@ -337,8 +335,8 @@ def drill(
     died, started = _lines(folder / "kills.jsonl"), _lines(folder / "starts.jsonl")
     problems = differences(folder / "run", folder / "whole")
     if len(died) != kills:
-        problems.append(f"{len(died)} kills happened, {kills} were drawn")
-    problems += [f"process {p} is left" for line in (*died, *started) if lives(p := line["process"])]
+        problems.append(f"{len(died)} of {kills} kills happened")
+    problems += [f"process {p} remains" for line in (*died, *started) if lives(p := line["process"])]
     rows, most = [], save_every * (2 if settings.get("save") == "async" else 1)
     for line in died:
         resumed = next((s["step"] for s in started if s["number"] > line["number"]), -1)
@@ -346,16 +344,16 @@ def drill(
         rows.append((line["number"] + 1, line["rank"], line["moment"], line["step"], resumed, lost))
         if resumed < 0 or lost > most:
             problems.append(f"kill {line['number'] + 1} cost {lost} steps, more than {most}")
-    return Outcome(rows, problems, seconds)
+    return ElasticOutcome(rows, problems, seconds)
 
 
 def differences(run: Path, whole: Path) -> list[str]:
-    """In what two run folders are not the same run, but for times."""
+    """Return the differences between two run folders, times excepted."""
     found: list[str] = []
     left, right = (Checkpoints(folder / "checkpoints") for folder in (run, whole))
     names = [sorted(path.name for path in points.folder.iterdir()) for points in (left, right)]
     if names[0] != names[1]:
-        found.append(f"checkpoints: {names[0]}, and {names[1]} of the run that nobody killed")
+        found.append(f"checkpoints: {names[0]}, and {names[1]} of the run without kills")
     for path in right.paths():
         if not left.path(int(path.name.removeprefix("step_"))).is_dir():
             continue
@@ -380,7 +378,7 @@ def _unequal(name: str, left: Any, right: Any) -> list[str]:
         same = same and left.numpy().tobytes() == right.numpy().tobytes()
     else:
         same = type(left) is type(right) and left == right
-    return [] if same else [f"{name} is another one"]
+    return [] if same else [f"{name} differs"]
 
 
 def _timeless(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -388,7 +386,7 @@ def _timeless(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_text(folder: Path) -> None:
-    """Made-up words to train on."""
+    """Write random words to train on."""
     chance = random.Random(0)
     folder.mkdir()
     words = ["".join(chance.choices("abcdefgh", k=chance.randint(1, 5))) for _ in range(30)]
@@ -398,7 +396,7 @@ def write_text(folder: Path) -> None:
 
 
 def _append(path: Path, **line: Any) -> None:
-    """One line, in one write, so that what several processes say does not mix."""
+    """Append a line in one write, so that lines of several processes do not mix."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         os.write(handle, f"{json.dumps(line)}\n".encode())
@@ -413,8 +411,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0 where all held."""
-    parser = argparse.ArgumentParser(prog="python -m cached_lab.experiments.elastic_drill")
+    """Run the drill from the command line; return exit status 0 if nothing failed."""
+    parser = argparse.ArgumentParser(prog="python -m drills.elastic")
     parser.add_argument("--parallel", default="fsdp", choices=("fsdp", "ddp"), help="training.parallel")
     parser.add_argument("--save", default="sync", choices=("sync", "async"), help="training.save")
     parser.add_argument("--kills", type=int, default=20)
@@ -431,7 +429,7 @@ def main(argv: list[str] | None = None) -> int:
         work(Path(arguments.work[0]), arguments.work[1])
         return 0
     if arguments.out.exists():
-        parser.error(f"--out {arguments.out} is there already; name another folder")
+        parser.error(f"--out {arguments.out} is there already; choose another folder")
     outcome = drill(
         arguments.out,
         arguments.kills,
@@ -449,7 +447,7 @@ def main(argv: list[str] | None = None) -> int:
     for problem in outcome.problems:
         print(f"does not hold: {problem}")
     if not outcome.problems:
-        print("the run that was killed is the run that nobody killed, to the bit")
+        print("the killed run equals the run without kills, to the bit")
     return 1 if outcome.problems else 0
 
 
