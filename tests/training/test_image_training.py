@@ -19,11 +19,11 @@ from cached_lab.experiments.run_outputs import write_report
 from cached_lab.tasks.recipes import config_from_dict, load_config
 from cached_lab.training.checkpoint import Checkpoints, read_checkpoint
 from cached_lab.training.ema import WeightAverage
-from cached_lab.training.init_weights import head_names, load_initial_weights
 from cached_lab.training.loader import TrainingOrder
 from cached_lab.training.metrics import read_metrics
 from cached_lab.training.optim import OptimizerConfig, ScheduleConfig, learning_rate
 from cached_lab.training.progress import Reporter
+from cached_lab.training.stored_weights import head_names, load_initial_weights
 from cached_transformers import create_model
 from cached_transformers.extras import require
 from cached_transformers.memories.parts.shared_cache import caches

@@ -35,10 +35,10 @@ from cached_lab.experiments.build import memory_name, without_checkpoint
 from cached_lab.experiments.costs.flops import flops_of
 from cached_lab.experiments.costs.live_bytes import LiveBytes
 from cached_lab.tasks.documents.loop import DocumentLoop
-from cached_lab.training.buffers import remembered
+from cached_lab.training.buffers import remember_buffers
 from cached_lab.training.config import RunConfig
 from cached_lab.training.optim import build_optimizer
-from cached_lab.training.reconstruction_loss import Recall
+from cached_lab.training.reconstruction_loss import ReconstructionLoss
 from cached_lab.training.trainer import enable_activation_checkpointing
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.models.adaptive import AdaptiveSoftmax
@@ -183,7 +183,7 @@ def rehearse(config: RunConfig, shape: Shape, rows: int, *, gradients_held: bool
             live.updating = False
             optimizer.zero_grad(set_to_none=True)
             states = live.now()
-            keep = remembered(model)
+            keep = remember_buffers(model)
             copies = live.now() - states
             if gradients_held:
                 for parameter in trained:
@@ -295,7 +295,7 @@ Forward: TypeAlias = Callable[[], tuple[Callable[[], Tensor], Any]]
 def _language(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> tuple[Forward, list[Tensor]]:
     settings = config.training
     sizes = (settings.segment_length, settings.bptt, settings.passes)
-    scoring = Recall(settings.recall) if settings.recall else None
+    scoring = ReconstructionLoss(settings.recall) if settings.recall else None
     loop = SegmentLoop(model, *sizes, scoring=scoring, bptt_window=settings.bptt_window)  # type: ignore[arg-type]
     inputs_BN, targets_BN = _tokens(rows, shape.tokens), _tokens(rows, shape.tokens)
     reset = torch.zeros(rows, 1, dtype=torch.bool)
