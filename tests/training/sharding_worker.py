@@ -1,7 +1,7 @@
-"""One of two processes of `test_sharding`: trains with weights that are cut up, and stores what came of it.
+"""Process of `test_sharding`: train with sharded weights, and store the results.
 
-Called by torchrun as: sharding_worker.py FOLDER [STREAMS], for FOLDER/0.pt and FOLDER/1.pt; with the second word it
-takes the gradients of all stream memories, which is slow.
+Called by torchrun as: sharding_worker.py FOLDER [STREAMS], for FOLDER/0.pt and FOLDER/1.pt. STREAMS adds the gradients
+of all stream memories, which is slow.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def of_memory(name: str) -> tuple[str, ...]:
 def stream_gradients(
     case: Case, make_loop: Callable[[nn.Module], nn.Module], world: World | None, half_type: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Gradients of one backward over four segments; of all rows, or of this process' with weights that are cut up."""
+    """Return gradients of a backward over four segments, of all rows or of this process' rows with sharded weights."""
     model, rank, size = case.build(), 0, 1
     loop = make_loop(model)
     if world is not None:
@@ -122,7 +122,7 @@ def stored(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def failing_save(trainer: Trainer, folder: Path, world: World) -> list[str]:
-    """Save where the second process cannot write: what both say, and which checkpoints are left."""
+    """Save while the second process cannot write; return the error and the remaining checkpoints."""
     before = [path.name for path in trainer.checkpoints.paths()]
     if world.rank == 1:
         original, checkpoint.write_shards = checkpoint.write_shards, _unwritable
@@ -195,7 +195,7 @@ def train_all(world: World) -> dict[str, Any]:
     seen["all"] = sum(p.numel() for p in trainer.model.parameters())
     seen["failing"] = failing_save(trainer, folder / "bfloat16_parts" / "checkpoints", world)
     plain = World(torch.device("cpu"))
-    if world.main:  # one process begins, two go on
+    if world.main:  # one process begins, two resume
         fitted(folder / "begun_by_one", text, plain, *CARRIED, "training.steps=4")
     world.barrier()
     taken = make(folder / "begun_by_one", text, world, *CARRIED, "training.parallel=fsdp", "training.steps=6")

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, checked when read, and honest about what is wrong."""
+"""Checkpoints: atomic, verified on reading, with messages that name the damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration: what is refused, with which words, and that YAML and overrides say what they seem to say."""
+"""Configuration: refused values and their messages, YAML and overrides."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_memory_of_a_recipe_may_be_a_preset():
         ("training.seed=99999999999999999999", ["training.seed=", "a whole number", "64 bits"]),
         ("training.clip_norm=.nan", ["training.clip_norm=nan", "not-a-number"]),
         ("training.steps=!!bool x", ["training.steps", "'x' is no bool"]),
-        ("training.steps=!!timestamp x", ["training.steps", "timestamp", "no place here"]),
+        ("training.steps=!!timestamp x", ["training.steps", "timestamp", "not supported"]),
         ("model.width=&a [*a]", ["model.width", "alias"]),
         ('description="\\0"', ["description", "null character"]),
         ("description=2024-01-01 00:00:00\n---\n2", ["description is not valid YAML"]),

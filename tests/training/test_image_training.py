@@ -132,7 +132,7 @@ def test_a_run_that_stopped_goes_on_to_the_bit(images, tmp_path):
     """With timm's augmentation, erasing, mixing, repeats, and averaged weights."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run_training(recipe(images, **EVERYTHING), whole)
-    # The schedule is that of six steps, and the first part is stopped after three of them.
+    # The schedule has six steps, and the first part is stopped after three.
     config = recipe(images, **EVERYTHING)
     from cached_lab.training.trainer import Trainer
 

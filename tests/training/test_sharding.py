@@ -1,4 +1,4 @@
-"""Weights cut up over two processes: what is learned is what one process learns, and a run goes on with any number."""
+"""Weights sharded over two processes learn the same as one process, and resume with any number of processes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ALONE = World(torch.device("cpu"))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two processes trained and stored what they saw."""
+    """Return the folder in which two processes trained and stored their results."""
     folder = tmp_path_factory.mktemp("sharding")
     launch.python(Path(__file__).with_name("sharding_worker.py"), folder, processes=2)
     return folder
@@ -100,8 +100,7 @@ def test_half_precision_is_that_of_autocast(seen: list[dict[str, Any]]) -> None:
 
 
 def test_images_and_shared_caches(seen: list[dict[str, Any]]) -> None:
-    """Rows that attend their own cache have that of one process; of the mean over the rows that a process has, weights
-    and caches are those of DDP."""
+    """Rows that attend their own cache train as in one process; with the mean over a process' rows, as in DDP."""
     alone = vision(None, attend="sample")
     assert max(t.abs().max() for name, t in alone.items() if name.endswith("cache_MC")) > 0
     for rank in range(2):
