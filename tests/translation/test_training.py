@@ -293,12 +293,15 @@ def test_the_made_language_is_learned(corpus: Path, tmp_path: Path, memory: str 
         ({"training": {"metric": "bleu"}}, "training.metric=bleu needs translations of the validation split"),
         ({"training": {"batch_tokens": 10}}, "batch_tokens=10 is less than the"),
         ({"training": {"batch_tokens": None, "batch_size": 301}}, "batch_size=301 exceeds the 300 training pairs"),
-        ({"training": {"average_last": 3}}, "average_last=3 checkpoints are averaged, and training.keep=2 stay"),
+        ({"training": {"average_last": 3}}, "average_last=3 must not exceed training.keep=2"),
         (
             {"training": {"average_last": 3, "keep": 3}},
             "average_last=3, but training.steps=4 .* make 1; save more often",
         ),
-        ({"training": {"average_last": 2, "ema_decay": 0.9}}, "both average weights; take one"),
+        (
+            {"training": {"average_last": 2, "ema_decay": 0.9}},
+            "training.average_last=2 does not go with training.ema_decay=0.9",
+        ),
         (
             {"model": {"vocabulary": 7}},
             r"model.vocabulary=7, but data 'translation' has vocabulary=\d+, which",
