@@ -24,18 +24,18 @@ def recipes_folder() -> Path:
 
 
 def facts_file() -> Path:
-    """Where the facts of the registered parts lie, which `make facts` writes."""
+    """Return the file with the facts of registered parts, written by `make facts`."""
     return _PACKAGE / "facts.json"
 
 
 def read_facts() -> dict[str, list[dict[str, Any]]]:
-    """Facts of the package's own parts by kind, sorted by name, without importing torch.
+    """Return the facts of the package's parts by kind, sorted by name, without importing torch.
 
     Returns:
-        for each kind of `registry.LISTED` what `Entry.facts` gives; "reproductions" with "name" and "summary".
+        `RegistryEntry.facts` for each kind in `LISTED`; "reproductions" with "name" and "summary".
 
     Raises:
-        FileNotFoundError: the file is not there.
+        FileNotFoundError: the file is missing.
     """
     path = facts_file()
     if not path.is_file():

@@ -1,7 +1,7 @@
-"""YAML text to nested dictionaries, dotted overrides on them, and the same trees flattened to dotted keys.
+"""YAML recipes as nested dictionaries, with dotted overrides.
 
-A recipe is read as what JSON knows: mappings, lists, text, numbers, true, false and null. What looks like a date is
-text, and other tags are refused, so that whatever was read can be written again.
+Recipes contain the types of JSON only: dates stay text, and other tags are refused, so that everything can be written
+again. (OmegaConf would interpolate `${...}` in text, does not limit aliases, and would be one more dependency.)
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import yaml
 from cached_transformers.annotations import is_plain, shown
 
 LONGEST = 1_000_000
-"""Characters of a text; the largest recipes have 4,000."""
+"""Largest number of characters; recipes have up to 4,000."""
 MOST_VALUES = 100_000
-"""Values that a text may stand for when its aliases are written out."""
+"""Largest number of values after expanding aliases."""
 DEEPEST = 50
-"""Keys of an override, one in another."""
+"""Deepest nesting of an override."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that reads `1e-3` as a number (YAML 1.1 does not) and refuses a key given twice."""
+    """Safe loader that reads `1e-3` as a number, unlike YAML 1.1, and refuses duplicate keys."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         if node.tag not in _TAGS:
-            raise _refused(f"a value of the kind {node.tag!r} has no place here; give text, a number or a list", node)
+            raise _refused(f"tag {node.tag!r} is not supported; give text, a number or a list", node)
         try:
             value = super().construct_object(node, deep)
         except (KeyError, ValueError, IndexError, OverflowError, TypeError):  # `!!bool x`, `!!int x`, 5,000 digits
             raise _refused(f"{shown(node.value)} is no {node.tag.rpartition(':')[2]}", node) from None
         if isinstance(value, str) and not is_plain(value):
-            raise _refused(f"{shown(value)} has a null character or half a surrogate pair, which no text has", node)
+            raise _refused(f"{shown(value)} has a null character or a lone surrogate; remove it", node)
         return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -61,13 +61,13 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The value that a YAML text holds; `source` names it in error messages.
+    """Return the value of a YAML text; `source` names it in messages.
 
     Raises:
-        ValueError: not YAML, with line and column; or more than a recipe can hold.
+        ValueError: not YAML, with line and column; or too large or too deep.
     """
     if len(text) > LONGEST:
-        raise ValueError(f"{source} has {len(text):,} characters, and {LONGEST:,} is the most; is it a recipe?")
+        raise ValueError(f"{source} has {len(text):,} characters, at most {LONGEST:,} are read; is it a recipe?")
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -78,38 +78,34 @@ def parse_yaml(text: str, source: str) -> Any:
     except yaml.YAMLError as error:
         raise ValueError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
-        raise ValueError(f"{source} nests lists or mappings too deeply to be read; write it flatter") from None
+        raise ValueError(f"{source} nests lists or mappings too deeply; write it flatter") from None
 
 
 def read_yaml(path: Any) -> Any:
-    """The value that a YAML file holds.
-
-    Raises:
-        ValueError: as `parse_yaml`, or the file is no text in UTF-8.
-    """
+    """Return the value of a YAML file (ValueError: see `parse_yaml`, or it is not UTF-8)."""
     size = path.stat().st_size
-    if size > 4 * LONGEST:  # bytes of a character at most
-        raise ValueError(f"{path} has {size:,} bytes, and {LONGEST:,} characters are the most; is it a recipe?")
+    if size > 4 * LONGEST:  # at most 4 bytes per character
+        raise ValueError(f"{path} has {size:,} bytes, at most {LONGEST:,} characters are read; is it a recipe?")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         where = f"byte {error.object[error.start]:#04x} at place {error.start}"
-        raise ValueError(f"{path} is no text in UTF-8: {where}; save it as UTF-8") from None
+        raise ValueError(f"{path} is not UTF-8 text: {where}; save it as UTF-8") from None
     return parse_yaml(text, str(path))
 
 
 def _values(node: yaml.Node, known: dict[int, int], source: str) -> int:
-    """How many values a node stands for, its aliases written out (ValueError: too many, or it holds itself)."""
+    """Count the values of a node with its aliases expanded (ValueError: too many, or an alias inside itself)."""
     if id(node) not in known:
-        known[id(node)] = 0  # until it is counted: found in itself
+        known[id(node)] = 0  # being counted: found again, it contains itself
         inside = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
         parts = [] if isinstance(node, yaml.ScalarNode) else inside
         known[id(node)] = 1 + sum(_values(part, known, source) for part in parts)
     count = known[id(node)]
     if not count:
-        raise ValueError(f"{source} has an alias that stands for something around it; write the value out")
+        raise ValueError(f"{source} has an alias to a value around it; write the value out")
     if count > MOST_VALUES:
-        raise ValueError(f"{source} stands for {count:,} values, and {MOST_VALUES:,} are the most; use fewer aliases")
+        raise ValueError(f"{source} expands to {count:,} values, at most {MOST_VALUES:,} are read; use fewer aliases")
     return count
 
 
@@ -120,17 +116,17 @@ def _refused(why: str, node: yaml.Node) -> yaml.constructor.ConstructorError:
 def apply_override(tree: dict[str, Any], override: str) -> None:
     """Set one `dotted.key=value` in nested mappings; the value is YAML (`3`, `1e-4`, `true`, `null`, `[1, 2]`).
 
-    A part given by its bare name opens up: `model.memory.ratio=1` turns `memory: grc` into `{name: grc, ratio: 1}`.
+    A bare name becomes a section: `model.memory.ratio=1` turns `memory: grc` into `{name: grc, ratio: 1}`.
 
     Raises:
-        ValueError: no `=`, an empty key, or a path that leads through a value that is not a section.
+        ValueError: no `=`, an empty key, or a path through a value that is not a section.
     """
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts) or not is_plain(key):
         raise ValueError(f"{shown(override)} is not of the form key=value, for example training.steps=100")
     if len(parts) > DEEPEST:
-        raise ValueError(f"{shown(override)} has {len(parts)} keys, one in another; no option lies so deep")
+        raise ValueError(f"{shown(override)} has {len(parts)} nested keys; no option is so deep")
     node = tree
     for depth, part in enumerate(parts[:-1], 1):
         child = node.setdefault(part, {})
@@ -146,7 +142,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one dictionary with dotted keys."""
+    """Return nested mappings as one dictionary with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:

@@ -1,6 +1,6 @@
-"""cached-transformers: a memory for transformers, one that you have or one of ours.
+"""cached-transformers: memory for PyTorch transformers, in your model or in ours.
 
-Names are imported when they are asked for, so that the command line does not wait for what it does not use.
+Names are imported on first use, so that the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ __all__ = [
 
 
 def _later(module: str, function: str | None = None) -> Callable[[], object]:
-    """Imports a module of ours when it is called, and calls a function of it."""
+    """Return a function that imports a module of this package and calls a function of it."""
 
     def act() -> object:
         found = importlib.import_module(f"{__name__}.{module}")

@@ -1,8 +1,8 @@
-"""Values of options against the annotations of what takes them: one answer for recipes, calls and command lines.
+"""Type checks of options from recipes and command lines against annotations.
 
-An annotation is understood, or its option can only be left out: nothing passes because nobody knew what it means. A
-class means its instances; text stands for a `Path`, a whole number for a `float`, and one kind of list for another,
-since YAML has one kind of each.
+An option whose annotation is not understood must be left out. Text is accepted for a `Path`, an integer for a `float`,
+and any list for another kind of list, since YAML has one kind of each. (OmegaConf checks dataclass fields only, not
+signatures of registered parts.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 LARGEST = 2**63 - 1
-"""Whole numbers go into tensors of 64 bits."""
+"""Integers must fit into 64-bit tensors."""
 _LISTS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 _CALLABLES = (typing.Callable, collections.abc.Callable)
@@ -31,25 +31,25 @@ _WORDS: dict[Any, tuple[str, str]] = {
     type(None): ("null", "nulls"),
     pathlib.Path: ("a path", "paths"),
 }
-"""A class as a recipe knows it: one value, and several."""
+"""Names of classes in messages: singular and plural."""
 _COUNTS = {1: "one", 2: "two", 3: "three", 4: "four"}
 
 
 def check_type(path: str, value: Any, expected: Any) -> Any:
-    """`value` if it fits the annotation; a whole number becomes a `float` where one is expected.
+    """Return `value` if it fits the annotation, as a `float` if one is expected.
 
     Raises:
-        ValueError: it does not fit; the message gives path, value and what was expected.
+        ValueError: it does not fit; the message gives path, value and expected type.
     """
     if not understood(expected):
-        raise ValueError(f"{path}={shown(value)} is for code to set, which knows {shown(expected)}; leave it out")
+        raise ValueError(f"{path}={shown(value)} can only be set in code, as {shown(expected)}; leave it out")
     if not fits(value, expected):
         raise ValueError(f"{path}={shown(value)} must be {describe(expected)}, not {_kind(value)}")
     return float(value) if expected is float else value
 
 
 def understood(expected: Any) -> bool:
-    """Whether `fits` knows what an annotation means."""
+    """Return True if `fits` supports an annotation."""
     origin = get_origin(expected)
     if origin in (Union, types.UnionType, *_LISTS, *_MAPPINGS):
         return all(part is Ellipsis or understood(part) for part in get_args(expected))
@@ -59,7 +59,7 @@ def understood(expected: Any) -> bool:
 
 
 def fits(value: Any, expected: Any) -> bool:
-    """Whether a value is what an annotation says; False for one that is not `understood`."""
+    """Return True if a value fits an annotation that is `understood`."""
     origin, parts = get_origin(expected), get_args(expected)
     if origin in (Union, types.UnionType):
         return any(fits(value, option) for option in parts)
@@ -79,7 +79,7 @@ def fits(value: Any, expected: Any) -> bool:
 
 def _fits_items(value: Any, expected: Any) -> bool:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, collections.abc.Collection):
-        return False  # text is no list of letters
+        return False  # text is not a list of letters
     parts = get_args(expected)
     if get_origin(expected) is tuple and Ellipsis not in parts:
         return len(value) == len(parts) and all(map(fits, value, parts))
@@ -87,7 +87,7 @@ def _fits_items(value: Any, expected: Any) -> bool:
 
 
 def _is_one(value: Any, expected: type) -> bool:
-    """Whether a value is an instance of a class, or what stands for one in YAML."""
+    """Return True for an instance of a class, or its form in YAML."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if expected is int or (expected is float and whole):
         return whole and abs(value) <= LARGEST
@@ -99,7 +99,7 @@ def _is_one(value: Any, expected: type) -> bool:
 
 
 def describe(expected: Any, several: bool = False) -> str:
-    """An annotation in words: of one value, or of several."""
+    """Describe an annotation in words, in singular or plural."""
     origin, parts = get_origin(expected), get_args(expected)
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(describe(option, several) for option in parts))
@@ -116,7 +116,7 @@ def describe(expected: Any, several: bool = False) -> str:
 
 
 def _kind(value: Any) -> str:
-    """Type of a value that does not fit, or what is wrong about one of a fitting type."""
+    """Describe the type of a value that does not fit, or its defect."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > LARGEST:
         return "one of more than 64 bits"
     if isinstance(value, float) and math.isnan(value):
@@ -129,22 +129,22 @@ def _kind(value: Any) -> str:
 
 
 def is_plain(text: str) -> bool:
-    """Whether a text can be written, and name a file: no null character, no half of a surrogate pair."""
+    """Return True for text without null characters and lone surrogates, which can be written and name a file."""
     return "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def shown(value: object, longest: int = 200) -> str:
-    """A value for a message: its `repr`, cut where it is long."""
+    """Return the `repr` of a value for a message, shortened if long."""
     text = repr(value)
     return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 4 :]}"
 
 
 @functools.cache
 def hints_of(factory: Callable[..., Any]) -> dict[str, Any]:
-    """Annotations of the parameters of a function or a class, resolved; of a dataclass its fields.
+    """Return resolved annotations of the parameters of a function or class, or of the fields of a dataclass.
 
-    One that cannot be resolved, because its names are imported for type checking alone, stays text, which is not
-    `understood`. A parameter without annotation takes everything.
+    Annotations with names imported only for type checking stay text, which is not `understood`. A parameter without
+    annotation accepts everything.
     """
     target: Any = factory
     if inspect.isclass(factory) and not dataclasses.is_dataclass(factory):

@@ -1,4 +1,4 @@
-"""What docstrings say of options, for the command line: the same words stand in one place alone."""
+"""Descriptions of options from docstrings, for the command line."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def meanings(factory: Callable[..., Any], options: Iterable[str]) -> dict[str, str]:
-    """What the docstring of a class or function says of its options, by their names.
+    """Return the descriptions of options in the docstring of a class or function, by name.
 
-    One line may tell of several (`width: D. heads: H.`). What a docstring leaves to another (``bias: see `Branch` ``,
-    ``others: see ...``, ``Args: as `Branch` ``), or a class to the classes it is made of, is looked up there.
+    One line may describe several options (`width: D. heads: H.`). References (``bias: see `Branch` ``,
+    ``others: see ...``, ``Args: as `Branch` ``) and base classes are followed.
     """
     found = {name: _meaning(factory, name) for name in options}
     return {name: text for name, text in found.items() if text}
 
 
 def _meaning(source: Any, name: str, depth: int = 4) -> str:
-    """What is said of one option; a text that refers to another is the last that is taken."""
+    """Return the description of one option; a reference itself only if it leads nowhere."""
     left = ""
     for kind in _sources(source) if depth else ():
         section = _section(kind)
@@ -54,7 +54,7 @@ def _searched(module: str, origin: str) -> bool:
 
 
 def _section(factory: Any) -> str:
-    """The part of a docstring behind `Args:`, on one line."""
+    """Return the `Args:` section of a docstring on one line."""
     own = vars(factory).get("__doc__") if inspect.isclass(factory) else factory.__doc__
     lines = inspect.cleandoc(own or "").splitlines()
     first = next((number for number, line in enumerate(lines) if line.startswith("Args:")), None)
@@ -66,7 +66,7 @@ def _section(factory: Any) -> str:
 
 
 def _split(section: str) -> dict[str, str]:
-    """What is said of each option; several names may stand before one colon."""
+    """Split a section into descriptions by option; several names may precede one colon."""
     parts = re.split(r"(?:^|(?<=[.;] ))(\w+(?:, \w+)*): ", section)
     return {
         one: text.strip(" ;") for many, text in zip(parts[1::2], parts[2::2], strict=True) for one in many.split(", ")
@@ -74,8 +74,7 @@ def _split(section: str) -> dict[str, str]:
 
 
 def _referred(text: str, module: str) -> Iterator[Any]:
-    """Classes and functions of this package that a text of a module names: of several of a name that which stands
-    nearest, whatever was imported first."""
+    """Yield the classes and functions of this package that a text names; among equal names the nearest to `module`."""
     for name in re.findall(r"`(\w+)`", text):
         found = {
             f"{there.__module__}.{there.__qualname__}": there
@@ -87,13 +86,13 @@ def _referred(text: str, module: str) -> Iterator[Any]:
 
 
 def _shared(first: str, second: str) -> int:
-    """Rooms that two paths have in common, from the outermost on."""
+    """Return the number of leading packages that two paths share."""
     pairs = zip(first.split("."), second.split("."), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def spelt_out(annotation: str, factory: Callable[..., Any]) -> str:
-    """An annotation with the values of `Literal` types in the place of their names."""
+    """Replace names of `Literal` types in an annotation by their values."""
     names = vars(sys.modules[factory.__module__])
 
     def values(match: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""Optional dependencies: imported where they are used, and refused with the command that installs them."""
+"""Optional dependencies: imported on use, refused with the command that installs them."""
 
 from __future__ import annotations
 
@@ -9,25 +9,19 @@ from types import ModuleType
 
 from cached_transformers.torchvision_guard import ensure_torchvision
 
-# Importing any of these imports torchvision, sooner or later.
 _NEEDS_TORCHVISION = frozenset({"torchvision", "timm", "transformers", "peft"})
+"""Modules that import torchvision."""
 
 
 def require(module: str, *, extra: str) -> ModuleType:
-    """Import an optional dependency.
-
-    Before a module that loads torchvision, `ensure_torchvision` is called, so callers need not think of it.
+    """Import an optional dependency, after `ensure_torchvision` if it needs torchvision.
 
     Args:
-        module: dotted name, e.g. "matplotlib.pyplot".
-        extra: the extra of this distribution that installs it, e.g. "plot".
-
-    Returns:
-        The module itself (for a dotted name the innermost one).
+        module: dotted name, e.g. "matplotlib.pyplot". extra: the extra of this distribution that installs it.
 
     Raises:
-        ImportError: the module is not installed; the message holds the pip command. A dependency that is installed
-            but fails to import something of its own keeps its own error.
+        ImportError: the module is not installed; the message has the pip command. Errors of an installed module's own
+            imports are raised unchanged.
     """
     package = module.partition(".")[0]
     if package in _NEEDS_TORCHVISION:
@@ -42,11 +36,11 @@ def require(module: str, *, extra: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def refused_by(library: str, what: str) -> Iterator[None]:
-    """Whatever a library raises for options that it was handed as they are, as a `ValueError` that says so.
+def refused_by(library: str, call: str) -> Iterator[None]:
+    """Raise unexpected errors of a library as `ValueError`.
 
     Args:
-        what: that was asked of it, e.g. "timm.create_model('vit_tiny_patch16_224', depth=-1)".
+        call: the call of the library, e.g. "timm.create_model('vit_tiny_patch16_224', depth=-1)".
     """
     try:
         yield
@@ -54,4 +48,4 @@ def refused_by(library: str, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{library} refuses {what}: {type(error).__name__}: {reason[:500]}") from error
+        raise ValueError(f"{library} refuses {call}: {type(error).__name__}: {reason[:500]}") from error

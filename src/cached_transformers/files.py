@@ -1,4 +1,4 @@
-"""How files are written: whole or not at all, and forced to disk. Neither a kill nor a power cut leaves a part."""
+"""Atomic, durable file writes: a kill or a power cut leaves no partial file."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from typing import Any
 
 
 class NotWritten(OSError):
-    """A file or folder could not be written, whatever the reason; the message names it and says what is safe.
+    """A file or folder could not be written; the message names it and says which data are safe.
 
-    A class of its own, since OSError turns into FileNotFoundError and its like by the number of the error, which stand
-    for bad input where a user names a file.
+    It is a class of its own, since OSError(errno, ...) may become FileNotFoundError, which means a wrong input path.
     """
 
     def __init__(self, what: str, error: OSError, safe: str) -> None:
-        """`what` could not be written because of `error`; `safe` is the rest of the message."""
         super().__init__(error.errno, f"{what} could not be written ({error.strerror or error}); {safe}")
 
 
 def write_whole(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Write a file, given whole or in pieces, so that a reader sees the old one or the new one, never a part.
+    """Replace a file atomically, with content in one or several pieces; equal content is not written again.
 
-    A file that holds the content already is left alone. What killed processes of this machine left half-written of this
-    file is removed.
+    Partial files of killed processes of this machine are removed.
 
     Raises:
-        NotWritten: the disk is full, or the folder cannot be written; the file is as it was.
+        NotWritten: the disk is full, or the folder cannot be written; the old file is unchanged.
     """
     try:
         if isinstance(content, bytes) and _holds(path, content):
             return
-        _remove_leftovers(path)
-        temporary = path.with_name(f"{_prefix(path)}{os.getpid()}.partial")
+        prefix = _prefix(path)
+        for name in os.listdir(path.parent):
+            found = re.fullmatch(r"(\d+)\.partial", name.removeprefix(prefix)) if name.startswith(prefix) else None
+            if found is not None and not lives(int(found[1])):
+                path.with_name(name).unlink(missing_ok=True)
+        temporary = path.with_name(f"{prefix}{os.getpid()}.partial")
         try:
             write_durably(temporary, content)
             os.replace(temporary, path)
@@ -47,13 +48,13 @@ def write_whole(path: Path, content: bytes | Iterable[bytes]) -> None:
             raise
         sync_folder(path.parent)
     except OSError as error:
-        if error.errno is None:  # of what the pieces are read from
+        if error.errno is None:  # an error of the iterable
             raise
-        raise NotWritten(str(path), error, "what it held before is untouched") from error
+        raise NotWritten(str(path), error, "the old content is untouched") from error
 
 
 def write_durably(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Write a file in place and force it to disk, for a file that nobody reads before it has its name."""
+    """Write a file in place and force it to disk, for files that are renamed afterwards."""
     with path.open("wb") as file:
         file.writelines([content] if isinstance(content, bytes) else content)
         file.flush()
@@ -61,7 +62,7 @@ def write_durably(path: Path, content: bytes | Iterable[bytes]) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Force a folder's entries to disk, where the system offers that."""
+    """Force a folder's entries to disk, on POSIX systems."""
     if os.name != "posix":
         return
     handle = os.open(path, os.O_RDONLY)
@@ -72,12 +73,12 @@ def sync_folder(path: Path) -> None:
 
 
 def json_text(value: Any) -> bytes:
-    """The value as JSON, with null in place of numbers that JSON does not know."""
+    """Return the value as JSON, with null for infinities and NaN."""
     return json.dumps(jsonable(value), indent=1).encode()
 
 
 def jsonable(value: Any) -> Any:
-    """The same tree with null in place of non-finite numbers, which JSON does not know."""
+    """Return the tree with None for infinities and NaN, which JSON lacks."""
     if isinstance(value, Mapping):
         return {key: jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -93,21 +94,13 @@ def _holds(path: Path, content: bytes) -> bool:
 
 
 def _prefix(path: Path) -> str:
-    """Beginning of the names under which this machine writes a file; the number of the process follows."""
+    """Return the prefix of this machine's temporary files for a path; the process id follows."""
     machine = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
     return f".{path.name}.{machine}."
 
 
-def _remove_leftovers(path: Path) -> None:
-    prefix = _prefix(path)
-    for name in os.listdir(path.parent):
-        found = re.fullmatch(r"(\d+)\.partial", name.removeprefix(prefix)) if name.startswith(prefix) else None
-        if found is not None and not lives(int(found[1])):
-            path.with_name(name).unlink(missing_ok=True)
-
-
 def lives(process: int) -> bool:
-    """Whether a process of this machine runs; true where the system does not say."""
+    """Return True if a process of this machine runs, or if the system cannot tell."""
     if os.name != "posix":
         return True
     try:

@@ -1,4 +1,4 @@
-"""What is done when another library is imported, whoever imports it and in whatever order."""
+"""Hooks that run before and after the import of another library."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from types import ModuleType
 
 
 class ImportHook(MetaPathFinder):
-    """Finds one module as Python would, and has something done before and behind its code.
-
-    Asking whether the module is installed (`importlib.util.find_spec`) does nothing yet.
-    """
+    """Finder that wraps the loader of one module; `importlib.util.find_spec` alone runs no hook."""
 
     def __init__(self, name: str, before: Callable[[], object] | None, after: Callable[[], object] | None) -> None:
         self.name, self.before, self.after = name, before, after
@@ -23,7 +20,7 @@ class ImportHook(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """None for every other module, which is then looked for as ever."""
+        """Return the wrapped spec of the module; None for other modules."""
         if name != self.name or self.asking:
             return None
         self.asking = True
@@ -49,7 +46,7 @@ class ImportHook(MetaPathFinder):
 def on_import(
     name: str, *, before: Callable[[], object] | None = None, after: Callable[[], object] | None = None
 ) -> None:
-    """Have `before` and `after` called round the import of a module; `after` at once where it is imported already."""
+    """Call `before` and `after` around the import of a module; call `after` now if it is imported already."""
     if name not in sys.modules:
         sys.meta_path.insert(0, ImportHook(name, before, after))
     elif after is not None:

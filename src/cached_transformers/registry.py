@@ -1,9 +1,8 @@
-"""Names for parts: one `Registry` per kind, filled by decorators, listed with wildcards.
+"""Registries of parts by name, one per kind, filled by decorators.
 
-A part is registered where it is defined (one file, one decorator), and the contract tests run over everything that is
-registered. A registry imports nothing by itself: importing `cached_transformers.memories` fills `MEMORIES`, and so on.
-What is said of a part beside its docstring (`info`) is said here once: the command line, the README and the pages of
-the documentation read it.
+A part is registered in the file that defines it, and contract tests run over all registered parts. Importing
+`cached_transformers.memories` fills `MEMORIES`, and so on. The command line, README and documentation read the facts of
+a part (`info`) from its registration.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 STATED_BY_CLASS = ("needs", "can")
-"""Facts that a part's class states, for all that use it, and not its registration for readers alone."""
+"""Facts that are attributes of the part's class."""
 
 
 @dataclass(frozen=True)
-class Entry(Generic[T]):
-    """One registered part.
+class RegistryEntry(Generic[T]):
+    """A registered part.
 
     Attributes:
-        info: facts in words, which `cached list`, `cached explain` and the documentation show.
-        probe: how the part is probed, where its file says so (`seam.probing.Probing` of a memory); nobody shows it.
-        given: parameters of the factory that are no user's to set; see `Registry`.
-        presets: options that go together, by a name that says what for; `preset=NAME` sets them all.
+        info: facts for `cached list`, `cached explain` and the documentation.
+        probe: settings for probes (`interfaces.probing.Probing` of a memory), not shown.
+        given: parameters that the model sets; see `Registry`.
+        presets: named sets of options; `preset=NAME` sets them all.
     """
 
     name: str
@@ -53,22 +52,21 @@ class Entry(Generic[T]):
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
-        """Named parameters of the factory; parameters of `**kwargs` are not among them."""
+        """Named parameters of the factory, without those in `**kwargs`."""
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return {n: p for n, p in inspect.signature(self.factory).parameters.items() if p.kind in kinds}
 
     @property
     def open_ended(self) -> bool:
-        """Whether the factory passes unknown keywords on (`**kwargs`) instead of refusing them."""
+        """True if the factory accepts unknown keywords (`**kwargs`)."""
         return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(self.factory).parameters.values())
 
     def facts(self) -> dict[str, Any]:
-        """All that `cached list` and `cached explain` say, of values that JSON has.
+        """Return the facts of `cached list` and `cached explain`, in JSON types.
 
         Returns:
-            "name", "summary", "paper", "info" (of the registration), "stated" (`STATED_BY_CLASS`, those that there
-            are), "options" that users set as lines `name: annotation = default`, "meanings" of options by name,
-            "presets", and "open_ended".
+            "name", "summary", "paper", "info", "stated" (attributes in `STATED_BY_CLASS`), "options" as lines
+            `name: annotation = default`, "meanings" of options by name, "presets", and "open_ended".
         """
         settable = {name: option for name, option in self.options.items() if name not in self.given}
         stated = {key: getattr(self.factory, key, None) for key in STATED_BY_CLASS}
@@ -90,16 +88,16 @@ class Entry(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """Maps names to factories of one kind of part.
+    """Factories of one kind of part, by name.
 
     Args:
-        kind: the word used in messages, e.g. "memory".
-        given: parameters that the model gives to every part of the kind, and no user sets.
+        kind: word for messages, e.g. "memory".
+        given: parameters that the model sets, and users may not.
     """
 
     def __init__(self, kind: str, given: tuple[str, ...] = ()) -> None:
         self.kind, self.given = kind, given
-        self._entries: dict[str, Entry[T]] = {}
+        self._entries: dict[str, RegistryEntry[T]] = {}
 
     def register(
         self,
@@ -110,7 +108,7 @@ class Registry(Generic[T]):
         presets: Mapping[str, Mapping[str, Any]] | None = None,
         **info: Any,
     ) -> Callable[[F], F]:
-        """Decorator that registers a class or function under `name`, with what an `Entry` says about it.
+        """Register a class or function under `name`, as a decorator; see `RegistryEntry` for the arguments.
 
         Raises:
             ValueError: the name is taken.
@@ -119,27 +117,19 @@ class Registry(Generic[T]):
         def add(factory: F) -> F:
             if name in self._entries:
                 raise ValueError(f"{self.kind} {name!r} is registered already, by {self._entries[name].factory!r}")
-            self._entries[name] = Entry(name, factory, paper, info, probe, self.given, presets or {})
+            self._entries[name] = RegistryEntry(name, factory, paper, info, probe, self.given, presets or {})
             return factory
 
         return add
 
-    def entry(self, name: str) -> Entry[T]:
-        """The entry called `name`.
-
-        Raises:
-            ValueError: there is none; the message suggests the nearest name and lists all.
-        """
+    def entry(self, name: str) -> RegistryEntry[T]:
+        """Return the entry of a name (ValueError: unknown; the message suggests the nearest name)."""
         if not isinstance(name, str) or name not in self._entries:
             raise ValueError(unknown_name(self.kind, name, self.names()))
         return self._entries[name]
 
     def with_preset(self, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options, with those of the preset that they name, which they override.
-
-        Raises:
-            ValueError: the part has no such preset.
-        """
+        """Return the options with their preset expanded (ValueError: there is no such preset)."""
         entry = self.entry(name)
         if "preset" not in options or "preset" in entry.options:
             return dict(options)
@@ -151,15 +141,14 @@ class Registry(Generic[T]):
         return {**presets[chosen], **{key: value for key, value in options.items() if key != "preset"}}
 
     def check(self, name: str, options: Mapping[str, Any], path: str | None = None) -> None:
-        """Refuse what a user may not set of the part called `name`, before it is built.
+        """Check options of a part before it is built.
 
         Args:
-            path: where options stand that a file or a command line gave, for messages; their values are then checked
+            path: path of the options in a file or on a command line, for messages. If it is given, values are checked
                 against the annotations of the factory.
 
         Raises:
-            ValueError: an option that the factory does not take (with a suggestion) or that the model gives, or a value
-                of another type.
+            ValueError: an unknown option (with a suggestion), one that the model sets, or a value of another type.
         """
         entry = self.entry(name)
         known = [option for option in entry.options if option not in self.given]
@@ -167,36 +156,36 @@ class Registry(Generic[T]):
         for key, value in options.items():
             where = f"{path}.{key}" if path else str(key) if path is not None else f"{self.kind} {name!r}: {key}"
             if key in self.given:
-                raise ValueError(f"{where}={shown(value)} is what the model says; leave it out")
+                raise ValueError(f"{where}={shown(value)} is set by the model; leave it out")
             if not isinstance(key, str) or (key not in entry.options and not entry.open_ended):
                 raise ValueError(unknown_name(f"option of {self.kind} {name!r}", key, known))
             check_type(where, value, hints.get(key, Any))
 
     def create(self, name: str, *args: Any, **kwargs: Any) -> T:
-        """Build the part called `name`; what is unknown is refused with a suggestion, and what is missing named."""
+        """Build a part (ValueError: unknown name or option, or a missing option)."""
         self.check(name, kwargs)
         factory = self.entry(name).factory
         try:
             inspect.signature(factory).bind(*args, **kwargs)
         except TypeError as error:
-            raise ValueError(f"{self.kind} {name!r} cannot be made of these options: {error}") from None
+            raise ValueError(f"{self.kind} {name!r} cannot be built from these options: {error}") from None
         return factory(*args, **kwargs)
 
     def import_files(self, package: str, path: Iterable[str]) -> dict[str, Callable[..., T]]:
-        """Import every file and folder of a package, and give what they registered, by the names of the classes."""
+        """Import every module of a package, and return the factories they registered, by class name."""
         for file in pkgutil.iter_modules(path):
             importlib.import_module(f"{package}.{file.name}")
         defined = [e.factory for e in self if e.factory.__module__.startswith(f"{package}.")]
         return {factory.__name__: factory for factory in defined}
 
     def names(self, pattern: str = "*") -> list[str]:
-        """Sorted names that match a wildcard pattern."""
+        """Return sorted names that match a wildcard pattern."""
         return sorted(n for n in self._entries if fnmatch.fnmatchcase(n, pattern))
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
-    def __iter__(self) -> Iterator[Entry[T]]:
+    def __iter__(self) -> Iterator[RegistryEntry[T]]:
         return iter(self._entries[n] for n in self.names())
 
     def __len__(self) -> int:
@@ -204,7 +193,7 @@ class Registry(Generic[T]):
 
 
 def _option_line(option: inspect.Parameter, factory: Callable[..., Any]) -> str:
-    """Name, annotation and default of one option."""
+    """Return name, annotation and default of an option as one line."""
     annotation = option.annotation
     if not isinstance(annotation, str):
         annotation = getattr(annotation, "__name__", str(annotation))
@@ -214,7 +203,7 @@ def _option_line(option: inspect.Parameter, factory: Callable[..., Any]) -> str:
 
 
 def unknown_name(kind: str, name: object, known: list[str]) -> str:
-    """Message for a name that does not exist: the nearest one, and all of them."""
+    """Return the message for an unknown name, with the nearest and all known names."""
     near = difflib.get_close_matches(str(name)[:100], known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown {kind} {shown(name)}{hint} (known: {', '.join(sorted(known)) or 'none'})"

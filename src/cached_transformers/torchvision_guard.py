@@ -1,11 +1,8 @@
-"""Keeps torchvision importable beside a torch that its compiled operators were not built for.
+"""Make torchvision importable beside a torch that its compiled operators were not built for.
 
-Such a pair (a CUDA wheel of torchvision beside a CPU build of torch, for instance) fails at `import torchvision` with
-"operator torchvision::nms does not exist", and timm and most of transformers fail with it. `ensure_torchvision` loads
-the compiled operators when they fit, and only when they do not registers stand-ins written in torch. What has no
-stand-in (deformable convolution, the other RoI poolings, image decoders) still fails where it is called.
-
-RoI Align: Mask R-CNN, arXiv:1703.06870, section 3. The operators' signatures and conventions are torchvision's.
+Such a pair (a CUDA wheel of torchvision and a CPU wheel of torch, for instance) fails at `import torchvision` with
+"operator torchvision::nms does not exist", and so do timm and most of transformers. If the compiled operators do not
+load, nms and roi_align are registered as plain torch functions. Other operators still fail when they are called.
 
 Shapes: N boxes (in order of score: H head block, R rest), K regions, B images, C channels, Y x X feature map,
 P x Q bins of a region, S samples over all bins, 4 corners of a sample.
@@ -33,7 +30,7 @@ Operators = Literal["native", "stand-in", "absent"]
 _NMS_BLOCK = 512
 _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    # No stand-in for the quantised form: torchvision attaches a shape rule to the name when it is imported.
+    # Declared only: torchvision attaches a shape rule to the name at import.
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width, "
     "int sampling_ratio, bool aligned) -> Tensor",
@@ -41,24 +38,22 @@ _SCHEMAS = (
 
 
 def ensure_torchvision() -> Operators:
-    """Import torchvision, with its own operators if at all possible.
-
-    Nothing is registered or patched where torchvision fits torch. Repeated calls do nothing.
-
-    Returns: see `prepare_torchvision`.
-    """
+    """Import torchvision, with its own operators if they load; see `prepare_torchvision`. Repeated calls do nothing."""
     operators = prepare_torchvision()
     if operators == "stand-in":
-        _declare_operators_present()
+        importlib.import_module("torchvision")
+        # Let torchvision find its operators. During its import this would attach rules to missing operators.
+        for name in ("torchvision.extension", "torchvision.ops.roi_align"):
+            vars(importlib.import_module(name))["_has_ops"] = lambda: True
     return operators
 
 
 @functools.cache
 def prepare_torchvision() -> Operators:
-    """What has to be done before the import of torchvision; `ensure_torchvision` does what comes behind it.
+    """Prepare the import of torchvision; `ensure_torchvision` completes it.
 
     Returns:
-        "native": torchvision's compiled operators are loaded. "stand-in": those of this file are in use, after one
+        "native": the compiled operators are loaded. "stand-in": the functions of this file are registered, after a
         warning. "absent": torchvision is not installed.
     """
     spec = find_spec("torchvision")
@@ -70,27 +65,15 @@ def prepare_torchvision() -> Operators:
     _register_stand_ins()
     warnings.warn(
         f"torchvision {importlib.metadata.version('torchvision')} was not built for torch {torch.__version__}: its "
-        f"compiled operators do not load ({failure}), and slower stand-ins for nms and roi_align are in use; install "
-        "the torchvision that matches your torch (https://github.com/pytorch/vision#installation) to be rid of them",
+        f"compiled operators do not load ({failure}), and nms and roi_align are replaced by slower functions; install "
+        "the torchvision that matches your torch (https://github.com/pytorch/vision#installation)",
         stacklevel=2,
     )
     return "stand-in"
 
 
 def nms(boxes_N4: Tensor, scores_N: Tensor, iou_threshold: float) -> Tensor:
-    """Greedy non-maximum suppression; equal scores keep their order.
-
-    Args:
-        boxes_N4: corners (x1, y1, x2, y2).
-        scores_N: one score a box.
-        iou_threshold: a box is dropped when its intersection over union with a better kept box exceeds this.
-
-    Returns:
-        Indices (int64) of the kept boxes, best first.
-
-    Raises:
-        ValueError: the shapes do not fit.
-    """
+    """Greedy non-maximum suppression, as `torchvision.ops.nms`; equal scores keep their order."""
     if boxes_N4.dim() != 2 or boxes_N4.shape[1] != 4 or scores_N.shape != boxes_N4.shape[:1]:
         shapes = f"boxes {tuple(boxes_N4.shape)} and scores {tuple(scores_N.shape)}"
         raise ValueError(f"nms got {shapes}; it takes boxes (N, 4) and scores (N,)")
@@ -115,22 +98,10 @@ def roi_align(
     sampling_ratio: int,
     aligned: bool,
 ) -> Tensor:
-    """Mean of bilinear samples in every bin of every region; differentiable in the feature map.
+    """Mean of bilinear samples in every bin of every region (Mask R-CNN, arXiv:1703.06870, section 3).
 
-    Args:
-        input_BCYX: feature map.
-        rois_K5: image index and corners (x1, y1, x2, y2), in units of the image.
-        spatial_scale: feature-map pixels per unit of `rois_K5`.
-        pooled_height: bins along y.
-        pooled_width: bins along x.
-        sampling_ratio: samples per bin and axis; 0 or less takes one per started pixel of the bin.
-        aligned: shift coordinates by half a pixel; without it regions are also at least one pixel wide and high.
-
-    Returns:
-        (K, C, pooled_height, pooled_width), in the type of the feature map.
-
-    Raises:
-        ValueError: the shapes do not fit.
+    Arguments and conventions are those of `torchvision.ops.roi_align`; `rois_K5` holds image index and corners. It is
+    differentiable in the feature map.
     """
     if input_BCYX.dim() != 4 or rois_K5.dim() != 2 or rois_K5.shape[1] != 5:
         shapes = f"input {tuple(input_BCYX.shape)} and rois {tuple(rois_K5.shape)}"
@@ -141,7 +112,7 @@ def roi_align(
     x_axis = _bins_of(corners_K4[:, 0], corners_K4[:, 2], pooled_width, sampling_ratio, aligned)
     y_axis = _bins_of(corners_K4[:, 1], corners_K4[:, 3], pooled_height, sampling_ratio, aligned)
 
-    # Bins hold unequal numbers of samples, so all samples lie flat, region after region and bin after bin.
+    # Bins have unequal numbers of samples, so all samples are in one flat list, by region and bin.
     bins = pooled_height * pooled_width
     per_bin_K = y_axis.samples_K * x_axis.samples_K
     region_S = torch.arange(len(rois_K5), device=rois_K5.device).repeat_interleave(per_bin_K * bins)
@@ -173,7 +144,7 @@ class _Bins(NamedTuple):
     samples_K: Tensor
 
     def coordinate(self, region_S: Tensor, bin_S: Tensor, sample_S: Tensor) -> Tensor:
-        """Position of each sample, in pixels: the samples of a bin stand at the middles of its equal parts."""
+        """Return the position of each sample in pixels: the middles of equal parts of the bin."""
         part_S = (sample_S.to(self.size_K.dtype) + 0.5) / self.samples_K[region_S]
         return self.start_K[region_S] + (bin_S + part_S) * self.size_K[region_S]
 
@@ -181,14 +152,14 @@ class _Bins(NamedTuple):
 def _bins_of(low_K: Tensor, high_K: Tensor, bins: int, sampling_ratio: int, aligned: bool) -> _Bins:
     extent_K = high_K - low_K if aligned else (high_K - low_K).clamp(min=1.0)
     size_K = extent_K / bins
-    # An inside-out region has no samples of its own and gives 0, like one that diverged to NaN or infinity.
+    # An inside-out, infinite or NaN region has no samples and gives 0.
     adaptive_K = size_K.ceil().nan_to_num(posinf=0.0).clamp(min=0)
     samples_K = torch.full_like(size_K, sampling_ratio) if sampling_ratio > 0 else adaptive_K
     return _Bins(low_K, size_K, samples_K.long())
 
 
 def _neighbours(coordinate_S: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The two pixels round each coordinate and their bilinear weights: 0 beyond one pixel outside the map."""
+    """Return the two pixels around each coordinate and their bilinear weights: 0 beyond one pixel outside the map."""
     inside_S = (coordinate_S >= -1) & (coordinate_S <= size)
     # where() also keeps a NaN from becoming an index.
     clamped_S = torch.where(inside_S, coordinate_S, 0.0).clamp(0, size - 1)
@@ -199,14 +170,14 @@ def _neighbours(coordinate_S: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _starts(counts: Tensor) -> Tensor:
-    """Where each of consecutive runs of the given lengths begins."""
+    """Return the starts of consecutive runs of the given lengths."""
     return counts.cumsum(0) - counts
 
 
 def _greedy(overlap_HH: Tensor) -> Tensor:
-    """Which boxes a greedy pass keeps, best first: those that no kept box before them overlaps.
+    """Return the boxes that a greedy pass keeps: those that no kept box before them overlaps.
 
-    Each round settles at least one more link of every chain of overlaps, so it ends, and at the greedy answer.
+    Each round settles at least one more link of every chain of overlaps, so the loop ends at the greedy answer.
     """
     before_HH = overlap_HH.triu(diagonal=1)
     keep_H = torch.ones_like(before_HH[0])
@@ -218,7 +189,7 @@ def _greedy(overlap_HH: Tensor) -> Tensor:
 
 
 def _iou(a_N4: Tensor, b_R4: Tensor) -> Tensor:
-    """Intersection over union (N, R); the quotient is widened so that it meets the threshold as a Python float."""
+    """Return the intersection over union (N, R) in float64, to compare it with a Python float."""
     size_NR2 = (torch.min(a_N4[:, None, 2:], b_R4[:, 2:]) - torch.max(a_N4[:, None, :2], b_R4[:, :2])).clamp(min=0)
     shared_NR = size_NR2[..., 0] * size_NR2[..., 1]
     area_N = (a_N4[:, 2:] - a_N4[:, :2]).prod(1)
@@ -227,7 +198,7 @@ def _iou(a_N4: Tensor, b_R4: Tensor) -> Tensor:
 
 
 def _load_compiled_operators(folders: Sequence[str]) -> str | None:
-    """Load torchvision's own library, as `torchvision.extension` will; says why it does not load, else None."""
+    """Load the library of torchvision; return the reason if it does not load."""
     details = (ExtensionFileLoader, EXTENSION_SUFFIXES)
     for folder in folders:
         spec = FileFinder(folder, details).find_spec("_C")
@@ -243,21 +214,10 @@ def _load_compiled_operators(folders: Sequence[str]) -> str | None:
 
 @functools.cache
 def _register_stand_ins() -> torch.library.Library:
-    """Define the operators; the cache keeps the library alive, and with it the definitions."""
+    """Define the operators; the cache keeps the library, and with it the definitions, alive."""
     library = torch.library.Library("torchvision", "FRAGMENT")
     for schema in _SCHEMAS:
         library.define(schema)
     library.impl("nms", nms, "CompositeExplicitAutograd")
     library.impl("roi_align", roi_align, "CompositeImplicitAutograd")
     return library
-
-
-def _declare_operators_present() -> None:
-    """Import torchvision and make its question "are the operators there?" answer yes.
-
-    Only after the import: during it a yes would attach rules to operators that have no stand-in.
-    """
-    importlib.import_module("torchvision")
-    # The module by its full name: `torchvision.ops.roi_align`, the attribute, is the function.
-    for name in ("torchvision.extension", "torchvision.ops.roi_align"):
-        vars(importlib.import_module(name))["_has_ops"] = lambda: True

@@ -1,4 +1,4 @@
-"""`cached plan`: what is planned is what a real training takes, by the allocator's account; and what is refused."""
+"""`cached plan` against the memory of real trainings, and refused plans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cached_transformers.registry import MEMORIES, MODELS
 from cached_transformers.state import nbytes
 
 CLOSE = 0.02
-"""Largest difference between plan and measurement, as a share; one in a hundred and less is usual."""
+"""Largest relative difference between plan and measurement; 1 % and less is usual."""
 WORDS = "the quick brown fox jumps over the lazy dog while it rains\n"
 
 
@@ -47,7 +47,7 @@ RUNS: dict[str, tuple[str, list[str], dict[str, int]]] = {
     "translation": ("multi30k_en_de_grc", [*TRANSLATOR, "training.batch_tokens=null"], {}),
     "listops": ("demo_listops", [], {}),
 }
-"""Of a name: recipe, changes, sizes that only the data tell."""
+"""Recipe, overrides and sizes of the data, by name."""
 MORE: dict[str, tuple[str, list[str], dict[str, int]]] = {
     "accumulated": ("demo_text", [*TEXT, "training.accumulate=4"], {}),
     "adaptive": ("demo_text", [*TEXT, "model.cutoffs=[20,60]"], {}),
@@ -62,7 +62,7 @@ MORE: dict[str, tuple[str, list[str], dict[str, int]]] = {
 
 
 def planned(name: str, overrides: list[str], given: dict[str, int]) -> int:
-    """Bytes of a plan, in the form that the optimiser has on a CPU."""
+    """Return the bytes of a plan with the CPU form of the optimiser."""
     recipe = sized(load_config(name, overrides), Given(**given))
     pieces = recipe.config.training.accumulate
     counted = rehearse(recipe.config, recipe.shape, recipe.rows // pieces, gradients_held=pieces > 1, gpu=False)
@@ -194,20 +194,20 @@ def test_a_peak_with_slack_is_hardly_lower() -> None:
         (["demo_text", "--gpus", "0"], "--gpus 0 must be at least 1"),
         (["demo_text", "--gpus", "2", "--parallel", "none"], "--parallel ddp or fsdp"),
         (["demo_text", "--card", "a10O"], "unknown --card 'a10O'; did you mean 'a100'?"),
-        (["demo_text", "--mfu", "35"], "--mfu 35.0 is a share of the peak"),
+        (["demo_text", "--mfu", "35"], "--mfu 35.0 must lie in (0, 1]"),
         (["demo_text", "--memory-gib", "-1"], "--memory-gib -1.0 must be positive"),
         (["demo_text", "--memory-gib", "2"], "--reserve-gib 4.0 must lie in [0, 2)"),
         (["demo_text", "--length", "7"], "set training.segment_length"),
         (["demo_text", "--vocabulary", "0"], "--vocabulary 0 must be at least 1"),
         (["demo_text", "data={name: text, path: x, tokenizer: bpe}"], "give --vocabulary N, or set model.vocabulary=N"),
-        (["digits_vit_grc", "--vocabulary", "9"], "--vocabulary 9 is nothing that model 'vision_transformer' takes"),
-        (["digits_vit_grc", "--length", "9"], "--length 9 is nothing that model 'vision_transformer' takes"),
-        (["gpt_small", "--image-size", "9"], "--image-size 9 is nothing that model 'language_model' takes"),
+        (["digits_vit_grc", "--vocabulary", "9"], "--vocabulary 9 is not used by model 'vision_transformer'"),
+        (["digits_vit_grc", "--length", "9"], "--length 9 is not used by model 'vision_transformer'"),
+        (["gpt_small", "--image-size", "9"], "--image-size 9 is not used by model 'language_model'"),
         (["demo_listops", "--classes", "9", "model.classes=12"], "the recipe says model.classes=12"),
         (["lm_wikitext2_small_xl", "data={name: wikitext2, path: x, tokenizer: bpe}"], "give --vocabulary N"),
         (["ernie_doc_documents"], "give --classes N, or set model.classes=N"),
         (["coco_mini_retinanet"], "images with objects"),
-        (["lm_wikitext2_small_memorizing"], "with memory 'transformer_xl+memorizing' decides by the values of tensors"),
+        (["lm_wikitext2_small_memorizing"], "with memory 'transformer_xl+memorizing' depends on values of tensors"),
         (["no_such_recipe"], "unknown recipe 'no_such_recipe'"),
     ],
 )

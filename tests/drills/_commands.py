@@ -1,12 +1,12 @@
-"""Commands that drills disturb: trainings, a comparison, a stream; each works in one folder and gives an exit status.
+"""Commands that drills disturb: trainings, a comparison and a stream, each in one folder.
 
 prepare(shared)              in a drill's `prepare`
-names()                      of the commands
+names()                      names of the commands
 carry_out(name, folder)      in a child: the exit status of `cached`
-reference(name)              the folder that it leaves undisturbed, made when first asked for, and its seconds
-watched(name)                the same, with the file operations that it takes
-goes_on(name, folder, log)   carries it out again: raises `Failure` where it does not end like that
-last_words(log)              the end of what a command said
+reference(name)              the folder of the undisturbed command, created on first use, and its seconds
+watched(name)                the same, with the file operations of the command
+goes_on(name, folder, log)   run it again; raise `Failure` if it does not end like the reference
+last_words(log)              the end of a command's output
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ def prepare(shared: Path) -> None:
 
 
 def names() -> list[str]:
-    """Of all commands: one training of each recipe, and what is made of several runs, or of one."""
+    """Return the names of all commands: a training per recipe, and commands on one or several runs."""
     return [*_runs.recipes(), "text_memories", "compare", "stream"]
 
 
 def carry_out(name: str, folder: Path) -> int:
-    """The exit status of `cached`; in a process of its own, since reports are not drawn in it any more."""
-    warnings.resetwarnings()  # those of a test runner are not a user's
+    """Return the exit status of `cached`; call it in a child process, since it disables the drawing of reports."""
+    warnings.resetwarnings()  # not the arguments of the test runner
     _runs.draw_nothing()
     return main(_words(name, folder))
 
 
 def said(work: Callable[[], int], log: Path) -> int:
-    """Exit status of a child that does something; what it prints goes into a file."""
+    """Run work in a child process with its output in a file; return its exit status."""
     return in_child(lambda: saying(work, log))
 
 
 def saying(work: Callable[[], int], log: Path) -> int:
-    """What `work` returns; what this process prints from now on goes into a file."""
+    """Return the result of `work`, with the output of this process in a file from now on."""
     sys.stdout = sys.stderr = log.open("w", encoding="utf-8", buffering=1)  # not a test runner's
     for standard in (1, 2):
         os.dup2(sys.stdout.fileno(), standard)
@@ -88,7 +88,7 @@ def _undisturbed(name: str, work: Callable[[], int], home: Path) -> None:
     if name == "stream":
         reference("language")
     if name in _runs.recipes():
-        _runs.recipes()[name](data())  # imports here what a detector needs, for all that are forked
+        _runs.recipes()[name](data())  # imports the detector's dependencies before forks
     if status := said(work, home / "said"):
         raise Failure(f"{name}: undisturbed it ended with status {status}: {last_words(home / 'said')}")
 
@@ -107,10 +107,10 @@ def made_once(name: str, make: Callable[[Path], None]) -> tuple[Path, float]:
 
 
 def goes_on(name: str, folder: Path, log: Path, wanted: Path | None = None) -> None:
-    """Carry a disturbed command out again; it must end well, and leave what the undisturbed one does.
+    """Run a disturbed command again; it must end well, like the undisturbed one.
 
     Args:
-        wanted: the folder of the undisturbed one; None for that of `reference`.
+        wanted: the folder of the undisturbed command; None for `reference`.
 
     Raises:
         Failure: it does not.
@@ -121,12 +121,12 @@ def goes_on(name: str, folder: Path, log: Path, wanted: Path | None = None) -> N
 
 
 def last_words(log: Path) -> str:
-    """The end of what a command said."""
+    """Return the end of a command's output."""
     return log.read_text(encoding="utf-8", errors="replace")[-1500:]
 
 
 def like(folder: Path, wanted: Path) -> None:
-    """Whether two folders hold the same runs and results (Failure)."""
+    """Compare two folders of runs and results (Failure: they differ)."""
     if (wanted / "metrics.jsonl").is_file():
         return _runs.compare_runs(folder, wanted)
     _runs.compare_files(folder, wanted)

@@ -71,7 +71,7 @@ def one_bit(content: bytes, random: Random) -> bytes:
 
 
 def cut(content: bytes, random: Random) -> bytes:
-    """The beginning alone."""
+    """Return the beginning only."""
     return content[: random.randrange(max(1, len(content)))]
 
 
@@ -81,7 +81,7 @@ def emptied(content: bytes, random: Random) -> bytes:
 
 
 def extended(content: bytes, random: Random) -> bytes:
-    """Something behind the end."""
+    """Append bytes."""
     return content + random.choice([b"\0", b"\n", b"x" * 17, content, random.randbytes(600), b"\n{}\n", b"\n[1]\n"])
 
 
@@ -144,7 +144,7 @@ def shuffled_lines(content: bytes, random: Random) -> bytes:
 
 
 def foreign(content: bytes, random: Random) -> bytes:
-    """The content of a file of another kind; one of them would leave a file behind if it were run."""
+    """Return a file of another kind; one of them would write a file if it were run."""
     return random.choice([Trap.pickled, lambda: b"[" * 100_000, lambda: b"\x89PNG\r\n\x1a\n", lambda: b"PK\x03\x04"])()
 
 
@@ -202,7 +202,7 @@ def rewritten_tar(content: bytes, random: Random) -> bytes:
         changed = tarfile.TarInfo(info.name)
         changed.type = random.choice([tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE])
         changed.linkname = random.choice(["nowhere", info.name, "../../etc/passwd", members[0][0].name, ""])
-        # Beside the file, behind it, or in its place.
+        # Next to the file, after it, or instead of it.
         members[place : place + random.randint(0, 1)] = random.choice(
             [[(changed, b"")], [members[place], (changed, b"")]]
         )
@@ -228,7 +228,7 @@ def rewritten_tar(content: bytes, random: Random) -> bytes:
 
 
 def rewritten_header(content: bytes, random: Random) -> bytes:
-    """A tar of which one header says something absurd, under a checksum that fits."""
+    """Return a tar with an absurd header under a valid checksum."""
     changed = bytearray(content)
     begins = [place for place in range(0, len(content) - 511, 512) if content[place + 257 : place + 262] == b"ustar"]
     if not begins:
@@ -286,7 +286,7 @@ def rewritten_zip(content: bytes, random: Random) -> bytes:
 
 
 def damage_file(file: Path, random: Random, beside: list[Path]) -> str:
-    """Damage a file in its place, or put something else there; says what was done."""
+    """Damage or replace a file; return a description."""
     beside = [other for other in beside if other.is_file() and not other.is_symlink()]  # as an earlier damage left them
     kind = random.random()
     if kind < 0.88:

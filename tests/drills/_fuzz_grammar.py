@@ -1,6 +1,6 @@
-"""What is typed and written into recipes: a grammar that the registries and the parser give.
+"""Random recipes and command lines, from a grammar of the registries and the parser.
 
-An `Input` is drawn from a seed alone. It is a command line, and perhaps a recipe that it names.
+An `Input` follows from its seed. It is a command line, possibly with a recipe.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ DROPPED = ("split",)
 
 @dataclasses.dataclass
 class Input:
-    """One command line.
+    """A command line.
 
     Attributes:
-        argv: its words. recipe: bytes of `recipe.yaml` in the folder where it is run, if any. touched: dotted keys and
-            words that were drawn; a message has to name one of them. valid: whether nothing was made wrong on purpose.
+        argv: words. recipe: bytes of `recipe.yaml` in the working folder, if any.
+        touched: random keys and words, one of which a message must name.
     """
 
     argv: list[str]
@@ -177,7 +177,7 @@ class Grammar:
     def written(
         self, tree: dict[str, Any], changes: list[tuple[str, Any]], touched: list[str], rng: random.Random, kind: str
     ) -> Input:
-        """The command line: changes stand in the recipe or behind it."""
+        """Return the command line, with changes in the recipe or as overrides."""
         words = []
         for key, value in changes:
             if rng.random() < 0.5 or isinstance(value, Text) or (key.count(".") > 1 and isinstance(value, Text)):
@@ -323,7 +323,7 @@ class Grammar:
 
 
 def amount(action: argparse.Action, rng: random.Random) -> int:
-    """How many words stand behind an option."""
+    """Return the number of words after an option."""
     if action.nargs == 0:
         return 0
     if action.nargs in ("*", "+", "?"):

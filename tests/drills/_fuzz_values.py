@@ -1,4 +1,4 @@
-"""Values for options, drawn from what an annotation says: most fit it, some do not, and some are no value at all."""
+"""Random values for options from their annotations: most fit, some do not, and some are not values."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ TRICKS += [
 
 
 class Text(NamedTuple):
-    """YAML as it stands, not a value."""
+    """Raw YAML text."""
 
     yaml: str
 
 
 def words_of(factory: Any) -> list[str]:
-    """What a docstring and a signature have between quotes: the words that options of text mean."""
+    """Return quoted words in a docstring and a signature: likely values of text options."""
     text = f"{inspect.getdoc(factory) or ''} {getattr(factory, '__init__', factory).__doc__ or ''}"
     found = re.findall(r"[\"'`]([a-z0-9_]+)[\"'`]", text)
     defaults = [p.default for p in inspect.signature(factory).parameters.values() if isinstance(p.default, str)]
@@ -156,6 +156,6 @@ def as_yaml(value: Any) -> str:
 
 
 def hints(factory: Any) -> dict[str, Any]:
-    """Resolved annotations of what a factory takes."""
+    """Return the resolved annotations of a factory."""
     target = factory.__init__ if inspect.isclass(factory) and not hasattr(factory, "__dataclass_fields__") else factory
     return {**typing.get_type_hints(target)}

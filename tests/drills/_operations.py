@@ -1,8 +1,8 @@
-"""Ends this process at one file operation below a folder (before it, or half of a write being done), or makes it fail.
+"""Kill this process at one file operation below a folder (before or within a write), or make it fail.
 
-What is counted: opening to write, writing, flushing, closing, truncating, forcing to disk, renaming, making and
-removing files and folders. Between two operations nothing changes on disk, so that "after one" is "before the next".
-Their order is a function of what is done, so a first pass tells what there is.
+Counted operations: open for writing, write, flush, close, truncate, fsync, rename, make and remove. Nothing on disk
+changes between two operations, so "after one" is "before the next". Their order is deterministic: a first pass counts
+them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Operation(NamedTuple):
 
 
 class Operations:
-    """Counts the operations below `folder` from now on, in this process, for good.
+    """Count the operations below `folder` in this process from now on.
 
     Args:
-        number: of the one at which something happens, from 0; None only counts.
-        then: "before" or "inside", which end the process, or the number of an error that it raises.
+        number: the operation to disturb, from 0; None only counts.
+        then: "before" or "inside" to end the process, or an errno to raise.
 
     Attributes:
-        met: what was counted. failed: the path of what failed.
+        met: counted operations. failed: path of the failed one.
     """
 
     def __init__(self, folder: Path, number: int | None = None, then: str | int = "before") -> None:
@@ -110,7 +110,7 @@ class Operations:
 
 
 class _Written:
-    """A file opened to write, of which writing, flushing, truncating and closing count; all else is the file's own."""
+    """A file open for writing, with counted write, flush, truncate and close."""
 
     def __init__(self, file: Any, operations: Operations, path: Any) -> None:
         self._file, self._operations, self._path = file, operations, path

@@ -1,18 +1,18 @@
-"""Tiny runs that go through all of `run_training`, and whether two run folders are of the same run.
+"""Tiny runs through all of `run_training`, and comparison of run folders.
 
-    write_data(folder)                     once, in `prepare`: what the recipes read; generated data are kept there, too
-    recipes()[name](folder)                the configuration of a recipe on that data
-    train(config, run)                     one run, silent, with a page of its numbers in the place of the drawn report
-    compare_runs(run, reference)           raises `Failure` where they are not the same run, and says where
+    write_data(folder)                     once, in `prepare`: data of the recipes, and the cache of generated data
+    recipes()[name](folder)                configuration of a recipe on these data
+    train(config, run)                     one silent run, with a small page instead of a drawn report
+    compare_runs(run, reference)           raise `Failure` at the first difference
 
-| recipe         | what is in it                                                                     |
+| recipe         | features                                                                          |
 | `language`     | a stream memory, text, tokens; scores of the best and of the last                 |
 | `images`       | GRC's shared caches on images, averaged weights, maps of features                 |
 | `listops`      | shared caches on tokens; the last checkpoints are averaged, and there are more    |
 | `translation`  | a beam search and its file of translations                                        |
 | `detection`    | a detector and its file of classes; only where timm and torchvision are installed |
 
-All evaluate at every step; the best is neither the first nor the last one (of a detector the first).
+All evaluate at every step; the best is neither the first nor the last one (for the detector it is the first).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ UNCOMPARED = ("report.html", "compare.html", "compare.md", "log.txt")
 
 
 def write_data(folder: Path) -> None:
-    """Small data of every kind; data sets that keep what they made keep it there, too."""
+    """Write small data of every kind, with the cache of generated data in the same folder."""
     import_all()
     os.environ["CACHED_TRANSFORMERS_CACHE"] = str(folder / "cache")
     chance = random.Random(0)
@@ -65,8 +65,7 @@ def write_data(folder: Path) -> None:
 
 
 def import_all() -> None:
-    """Import what a run imports on its way, so that forked processes have it, with one thread each; `write_data` does
-    it."""
+    """Import all modules of a run, so that forked processes have them, and use one thread."""
     torch.set_num_threads(1)
     for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.utils.flop_counter", "sklearn.datasets"):
         importlib.import_module(name)
@@ -87,8 +86,7 @@ def train(config: RunConfig, run: Path, resume: str = "auto") -> dict[str, Any]:
 
 
 def draw_nothing() -> None:
-    """From now on, in this process, small pages that are written in the way of the reports stand for these: drawing
-    takes longer than all the rest."""
+    """Replace reports in this process by small pages, since drawing takes longer than everything else."""
     run_module.write_report = lambda folder, reporter, summary: _small_page(folder / "report.html", summary)
     compare_module.write_compare_report = lambda folder: _small_page(
         folder / "compare.html", json.loads((folder / "compare.json").read_text(encoding="utf-8"))
@@ -96,8 +94,7 @@ def draw_nothing() -> None:
 
 
 def compare_runs(run: Path, reference: Path) -> None:
-    """Whether two folders hold the same run: names of all files, checkpoints with weights, caches and what training
-    carries on, best and last, metrics, test scores, and the rest byte for byte; times may differ.
+    """Compare two run folders: files, checkpoints with training states, metrics and scores; times may differ.
 
     Raises:
         Failure: the first difference.
@@ -114,14 +111,14 @@ def compare_runs(run: Path, reference: Path) -> None:
 
 
 def compare_checkpoints(left: Path, right: Path) -> None:
-    """Whether two step folders have the same step, configuration and weights (Failure: the first difference)."""
+    """Compare step, configuration and weights of two step folders (Failure: the first difference)."""
     a, b = read_checkpoint(left), read_checkpoint(right)
     _same(f"{left.name}: step and configuration", (a.step, a.config), (b.step, b.config))
     _same_tree(f"{left.name}: weights", a.weights, b.weights)
 
 
 def compare_files(folder: Path, reference: Path) -> None:
-    """Whether two folders hold the same files, but for times, and for what is inside checkpoints.
+    """Compare the files of two folders, times and contents of checkpoints excepted.
 
     Raises:
         Failure: the first difference.
@@ -147,8 +144,7 @@ def timeless(value: Any) -> Any:
 
 
 def _names(folder: Path) -> list[str]:
-    """Of all files but those of tensorboard, and locks: the file of one that nobody holds means nothing, and stays
-    where a run was killed between its last file and its end."""
+    """Return all file names except tensorboard's and locks; a killed run may leave a free lock."""
     paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(path for path in paths if not path.startswith("tensorboard/") and not path.endswith(".lock"))
 

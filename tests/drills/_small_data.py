@@ -1,7 +1,4 @@
-"""Small good inputs of every data source: a maker for each, and the options that read what it made.
-
-Sixteen images of 8 x 8 pixels, some two hundred words, a dozen pairs: as little as goes through all of a reader.
-"""
+"""Small valid inputs of every data source: a maker for each, and options to read its files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Drill: damaged inputs of every data source.
 
-A case `cifar10/7` stands for a batch of damaged inputs in one process; `cifar10/7/23` is one of them.
+A case `cifar10/7` is a batch of damaged inputs in one process; `cifar10/7/23` is one of them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def attempt(case: str, folder: Path) -> None:
         inside = folder / str(number)
         try:
             signal.alarm(SECONDS)
-            faulthandler.dump_traceback_later(SECONDS + 5, exit=True)  # for what no signal reaches
+            faulthandler.dump_traceback_later(SECONDS + 5, exit=True)  # for code that no signal interrupts
             _attempt_one(name, Random(f"{name}/{batch}/{number}"), inside)
         except Exception as error:
             told = str(error) if isinstance(error, Failure) else traceback.format_exc()
@@ -96,7 +96,7 @@ def _too_long(number: int, frame: object) -> None:
 
 
 def _attempt_one(name: str, random: Random, folder: Path) -> None:
-    """One damaged input: it works, or ends with a message that names what is damaged."""
+    """Read a damaged input: it works, or ends with a message that names the damaged file."""
     source = _small_data.SOURCES[name]
     shutil.copytree(_made[name], folder / "data")
     os.environ["CACHED_TRANSFORMERS_CACHE"] = str(folder / "cache")
@@ -108,7 +108,7 @@ def _attempt_one(name: str, random: Random, folder: Path) -> None:
             done.append(f"{file.name}: {_damage.damage_file(file, random, files)}")
     names = {part for file in files for part in (file.name, file.name.split(".")[0] + ".tar")} | {str(folder)}
     print(f"  {done}", flush=True)
-    for _ in range(random.choice([1, 1, 2])):  # the second time with what the first has put into the cache
+    for _ in range(random.choice([1, 1, 2])):  # the second time with the cache of the first
         read = _read(source, folder / "data")
         if read is not None and not any(part in str(read) for part in names):
             raise Failure(f"a message that does not say which file: {type(read).__name__}: {read} ({done})") from read

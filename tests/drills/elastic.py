@@ -37,11 +37,11 @@ import torch
 
 from cached_lab.experiments import run as run_module
 from cached_lab.tasks.recipes import config_from_dict
-from cached_lab.training.checkpoint import Checkpoints, read_checkpoint
 from cached_lab.training.config import RunConfig
-from cached_lab.training.metrics import read_metrics
 from cached_lab.training.trainer import Trainer
 from cached_transformers.files import lives, write_whole
+
+from .frame import Failure
 
 KINDS = {"step": 10, "save": 7, "resume": 2, "start": 1}
 """Kinds of moments, and their weights in the draw."""
@@ -319,8 +319,10 @@ def drill(
     """
     if steps < 3 * save_every:
         raise ValueError(f"steps={steps} must be at least 3 * save_every={3 * save_every}, so that there is room")
+    from . import _runs
+
     folder.mkdir(parents=True)
-    write_text(folder / "text")
+    _runs.write_data(folder)
     plan = {"steps": steps, "save_every": save_every, "settings": settings}
     plan["kills"] = [asdict(kill) for kill in draw(kills, steps, save_every, size, seed)]
     write_whole(folder / "plan.json", json.dumps(plan, indent=1).encode())
@@ -333,7 +335,11 @@ def drill(
         times.append(time.perf_counter())
     seconds = times[1] - times[0], times[2] - times[1]
     died, started = _lines(folder / "kills.jsonl"), _lines(folder / "starts.jsonl")
-    problems = differences(folder / "run", folder / "whole")
+    problems: list[str] = []
+    try:
+        _runs.compare_runs(folder / "run", folder / "whole")
+    except Failure as failure:
+        problems.append(str(failure))
     if len(died) != kills:
         problems.append(f"{len(died)} of {kills} kills happened")
     problems += [f"process {p} remains" for line in (*died, *started) if lives(p := line["process"])]
@@ -345,54 +351,6 @@ def drill(
         if resumed < 0 or lost > most:
             problems.append(f"kill {line['number'] + 1} cost {lost} steps, more than {most}")
     return ElasticOutcome(rows, problems, seconds)
-
-
-def differences(run: Path, whole: Path) -> list[str]:
-    """Return the differences between two run folders, times excepted."""
-    found: list[str] = []
-    left, right = (Checkpoints(folder / "checkpoints") for folder in (run, whole))
-    names = [sorted(path.name for path in points.folder.iterdir()) for points in (left, right)]
-    if names[0] != names[1]:
-        found.append(f"checkpoints: {names[0]}, and {names[1]} of the run without kills")
-    for path in right.paths():
-        if not left.path(int(path.name.removeprefix("step_"))).is_dir():
-            continue
-        a, b = read_checkpoint(left.folder / path.name), read_checkpoint(path)
-        found += _unequal(f"{path.name}/weights", a.weights, b.weights)
-        found += _unequal(f"{path.name}/training", a.training, b.training)
-    metrics = [[_timeless(line) for line in read_metrics(folder / "metrics.jsonl")] for folder in (run, whole)]
-    found += _unequal("metrics.jsonl", *metrics)
-    tested = [json.loads((folder / "summary.json").read_text(encoding="utf-8"))["test"] for folder in (run, whole)]
-    return found + _unequal("test", *tested)
-
-
-def _unequal(name: str, left: Any, right: Any) -> list[str]:
-    if isinstance(left, Mapping) and isinstance(right, Mapping) and left.keys() == right.keys():
-        return [
-            p for key in left if "seconds" not in str(key) for p in _unequal(f"{name}/{key}", left[key], right[key])
-        ]
-    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)) and len(left) == len(right):
-        return [p for i, pair in enumerate(zip(left, right, strict=True)) for p in _unequal(f"{name}/{i}", *pair)]
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        same = left.dtype == right.dtype and left.shape == right.shape
-        same = same and left.numpy().tobytes() == right.numpy().tobytes()
-    else:
-        same = type(left) is type(right) and left == right
-    return [] if same else [f"{name} differs"]
-
-
-def _timeless(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in line.items() if key != "seconds"}
-
-
-def write_text(folder: Path) -> None:
-    """Write random words to train on."""
-    chance = random.Random(0)
-    folder.mkdir()
-    words = ["".join(chance.choices("abcdefgh", k=chance.randint(1, 5))) for _ in range(30)]
-    for name, size in {"train": 700, "valid": 90, "test": 90}.items():
-        lines = (" ".join(chance.choices(words, k=6)) for _ in range(size // 6))
-        (folder / f"{name}.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def _append(path: Path, **line: Any) -> None:

@@ -1,7 +1,6 @@
-"""What a drill is, and how its cases are tried: each in a process of its own, with a limit of time, whatever happens.
+"""Definition and execution of drills: each case in its own process, with a time limit.
 
-A case is a name from which everything follows (inputs, seeds, the place where a process is ended), so that a case that
-failed can be tried again by its name.
+A case is a name from which inputs, seeds and places of kills follow, so that a failed case can be repeated.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import NamedTuple
 
 
 class Failure(Exception):
-    """A case that did not end well; the message says what was expected and what happened."""
+    """A case did not end well; the message has the expected and the actual result."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +30,13 @@ class Drill:
     """One kind of trouble.
 
     Attributes:
-        name: of the module.
-        summary: what is done and what must hold, in one sentence, for the table.
-        cases: (count, seed) to names of cases: the first `count` of an order that `seed` draws; where a search is
-            complete by nature and `count` reaches it, all of them.
-        attempt: tries one case in an empty folder of its own; raises `Failure`, or anything else, where it does not
-            hold. It runs in a forked process, so what it breaks stays there.
+        name: name of the module.
+        summary: action and condition, in one sentence, for the table.
+        cases: (count, seed) to names of cases: the first `count` in a random order, or all if there are fewer.
+        attempt: run a case in an empty folder, in a forked process; raise `Failure`, or anything else, if it fails.
         count: cases of `make drills`. sample: cases of `make test`.
-        prepare: done once, before the first case, in the process that forks: imports, and what cases share, in a folder
-            that they only read.
-        limit: seconds that a case may take.
+        prepare: run once before the first case, in the parent: imports, and data that cases only read.
+        limit: seconds of a case.
     """
 
     name: str
@@ -54,7 +50,7 @@ class Drill:
 
 
 class Result(NamedTuple):
-    """How a case ended: `problem` is None where it held."""
+    """Result of a case; `problem` is None if it passed."""
 
     case: str
     problem: str | None
@@ -101,8 +97,7 @@ def carry_out(drill: Drill, cases: Iterable[str], jobs: int = 1, say: Callable[[
 
 
 def _in_memory() -> Path | None:
-    """A folder that lies in memory, where there is one with room: what the end of a process leaves is the same there,
-    and a drill forces files to disk by the hundred thousand. None for the usual place."""
+    """Return a folder in memory with enough room, since drills call fsync very often; None for the usual place."""
     memory = Path("/dev/shm")
     roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 4 * 2**30
     return memory if roomy else None
@@ -110,7 +105,7 @@ def _in_memory() -> Path | None:
 
 @contextlib.contextmanager
 def kept_environment() -> Iterator[None]:
-    """What `prepare` sets in the environment is gone behind the block."""
+    """Restore the environment after the block."""
     before = dict(os.environ)
     try:
         yield
@@ -147,7 +142,7 @@ def _tried(drill: Drill, cases: Iterator[str], work: Path, jobs: int) -> Iterato
 
 
 def _forked(drill: Drill, case: str, folder: Path) -> int:
-    """Process number of a child that tries one case; what it prints and why it failed go into its folder."""
+    """Run a case in a child with output and problem in its folder; return the process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     process = os.fork()

@@ -1,6 +1,6 @@
-"""The disk is full, or broken, at one change of a file; the command says which file, and goes on when there is room.
+"""Drill: the disk is full or broken at one file operation; the command names the file, and resumes when there is room.
 
-Names of cases: `ENOSPC/images/43`: the error, the command, and the number of the change that fails.
+Names of cases: `ENOSPC/images/43`: error, command, and number of the failing operation.
 """
 
 from __future__ import annotations

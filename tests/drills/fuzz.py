@@ -1,8 +1,7 @@
-"""Fuzzed configurations and command lines: whatever is typed or written into a recipe ends with a message, or works.
+"""Drill: random recipes and command lines, each of which works or ends with a message.
 
-A case is `seed/number`, of 25 inputs in one process; `seed/number/place` is one of them. Nothing is trained for longer
-than a step: what would compute for minutes (comparisons, probes, benchmarks, reproductions) is stopped where it begins,
-when all that was asked for has been accepted.
+A case is `seed/number`, 25 inputs in one process; `seed/number/place` is one of them. Training lasts one step at most;
+long work (comparisons, probes, benchmarks, reproductions) is stopped at its start, after its input was accepted.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ def attempt(case: str, folder: Path) -> None:
 
 
 def tried(given: Input, folder: Path) -> str | None:
-    """What is wrong about how an input ended, None where nothing is."""
+    """Run an input; return a description of a wrong ending, or None."""
     os.chdir(folder)
     os.environ |= {"HOME": str(folder), "TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
     tempfile.tempdir = str(folder)
@@ -158,7 +157,7 @@ def tried(given: Input, folder: Path) -> str | None:
 
 
 def wrong(given: Input, status: Any, err: str) -> str | None:
-    """What must hold: a status that means something, no traceback, and a message that names what was wrong."""
+    """Check the ending: a known status, no traceback, and a message that names the mistake."""
     if status == 70:
         kept = next(iter(sorted(Path().glob("cached_error_*"))), None)
         return f"exit status 70: {err[-600:]}\n{'' if kept is None else kept.read_text(encoding='utf-8')[-1800:]}"
@@ -180,7 +179,7 @@ def wrong(given: Input, status: Any, err: str) -> str | None:
 
 
 def letters(text: str) -> str:
-    """What two ways of writing a name have in common, as `improved_clustered` and ImprovedClusteredAttention."""
+    """Normalise a name, so that `improved_clustered` is found in ImprovedClusteredAttention."""
     return re.sub(r"[\W_]", "", text).lower()
 
 
@@ -201,7 +200,7 @@ def _stop_long_work() -> None:
     compare.carry_out = _reached  # type: ignore[assignment]
     named.measure = table9.measure = _reached  # type: ignore[assignment]
     Trials.train = _reached  # type: ignore[method-assign]
-    for module in (run, run_outputs):  # drawn in other drills, and slowly
+    for module in (run, run_outputs):  # slow, and tested in other drills
         module.write_report = module.write_figures = lambda *args: None  # type: ignore[attr-defined]
 
 
@@ -235,7 +234,7 @@ def _watch_writes(root: Path) -> list[str]:
 DRILL = Drill(
     "fuzz",
     f"{TOGETHER} command lines and recipes a case, from a grammar of all options of all commands and parts, right, "
-    "wrong and damaged: exit status 0, 1 or 2 within 60 seconds, a message that names what is wrong, no traceback, "
+    "wrong and damaged: exit status 0, 1 or 2 within 60 seconds, a message that names the mistake, no traceback, "
     "nothing written elsewhere",
     cases,
     attempt,

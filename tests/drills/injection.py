@@ -21,8 +21,7 @@ TWICE = 8
 
 
 def _cases(count: int, seed: int) -> Iterator[str]:
-    """In turn one case of each command, in an order that the seed draws; a sample is of the first commands alone, since
-    each has to be carried out without any death before."""
+    """Return cases of each command in turn, in random order; a sample takes the first commands only."""
     chance = random.Random(seed)
     of_kind = {kind: _cases_of(kind, chance) for kind in KINDS[: max(3, count // 4)]}
     longest = max(len(cases) for cases in of_kind.values())
@@ -37,7 +36,7 @@ def _cases_of(kind: str, chance: random.Random) -> list[str]:
     flushed = ""
     for number, (what, halves, _) in enumerate(operations):
         verb, _, file = what.partition(" ")
-        # Forcing to disk, and closing what is flushed, change nothing that a later process sees: the next does.
+        # Fsync, and close after flush, change nothing that a later process sees; the next operation does.
         if verb != "fsync" and (verb, file) != ("close", flushed):
             once += [f"{kind}/{number}/{moment}" for moment in (["before", "inside"] if halves else ["before"])]
         flushed = file if verb in ("flush", "fsync") else ""

@@ -1,8 +1,7 @@
-"""The process ends at random moments, or is asked to, again and again; the same command goes on, and ends as it should.
+"""Drill: the process is killed or stopped at random moments, repeatedly; the same command resumes and ends well.
 
-Names of cases: `SIGKILL/images/3`: the signal, the command, and a number from which the moments follow. A SIGKILL comes
-after a time, or when a file is opened, renamed or removed. SIGINT and SIGTERM come after a time, and the exit status
-must be theirs.
+Names of cases: `SIGKILL/images/3`: signal, command, and a seed of the moments. A SIGKILL comes after a time, or when a
+file is opened, renamed or removed. SIGINT and SIGTERM come after a time, and determine the exit status.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Long runs: an hour of training and twenty million streamed tokens, with what the process holds at each tenth.
+"""Long runs: an hour of training and twenty million streamed tokens, with resources measured at each tenth.
 
-    make long-runs          writes the table of docs/results/reliability.md; Linux, which says in /proc what a process holds
+    make long-runs          writes the table of docs/results/reliability.md; Linux only (/proc)
 
-What must hold: resident memory, open files and threads are at the end what they are after the second tenth, by when
-everything has been used once.
+Resident memory, open files and threads must not grow after the second tenth.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ schedule: {{name: constant}}
 
 
 class Held(NamedTuple):
-    """What a process holds."""
+    """Resources of a process."""
 
     mib: float
     files: int
@@ -56,7 +55,7 @@ def held(process: int) -> Held:
 
 
 def write_text(path: Path, size: int) -> None:
-    """A text of about so many bytes, of words that are drawn by their rank."""
+    """Write a text of a number of bytes, with words of Zipf frequencies."""
     draw = random.Random(0)
     words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(1, 9))) for _ in range(5000)]
     weights = [1 / rank for rank in range(1, len(words) + 1)]
@@ -66,7 +65,7 @@ def write_text(path: Path, size: int) -> None:
 
 
 def train(folder: Path, seconds: float) -> Iterator[Held]:
-    """Train for so many seconds; what the process holds at each tenth of them."""
+    """Train for a number of seconds; yield the resources at each tenth."""
     text, recipe = folder / "train.txt", folder / "long.yaml"
     write_text(text, 400_000)
     recipe.write_text(RECIPE.format(text=text), encoding="utf-8")
@@ -87,7 +86,7 @@ def train(folder: Path, seconds: float) -> Iterator[Held]:
 
 
 def stream(folder: Path, tokens: int) -> Iterator[Held]:
-    """Stream so many bytes through the trained model; what the process holds at each tenth of them."""
+    """Stream a number of bytes through the trained model; yield the resources at each tenth."""
     text = folder / "stream.txt"
     write_text(text, tokens + 1000)
     tenth = tokens // 10 // SEGMENT * SEGMENT

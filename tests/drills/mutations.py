@@ -54,7 +54,7 @@ def _prepare(shared: Path) -> None:
 
     from . import _runs
 
-    # Time stands still, so that the files, and with them what a case does to them, are the same each time.
+    # Constant time, so that files and mutations are reproducible.
     trainer.time = types.SimpleNamespace(perf_counter=lambda: 0.0)  # type: ignore[attr-defined]
     _runs.write_data(shared)
     made = {name: _runs.recipes()[name](shared) for name in ("language", "translation", "listops")}
@@ -95,7 +95,7 @@ def _prepare(shared: Path) -> None:
 
 @contextlib.contextmanager
 def _ending_behind(step: int) -> Iterator[None]:
-    """Training ends behind a step, as if somebody had stopped it."""
+    """Stop training after a step, like an interruption."""
     from cached_lab.training.trainer import Trainer
 
     taken = Trainer._train_step
@@ -118,7 +118,7 @@ def _translate(run: Path, shared: Path) -> tuple[int, str]:
 
 
 def _command(*words: str) -> tuple[int, str]:
-    """Exit status of a command, and what it says; an error that is no message is a `Failure`."""
+    """Return exit status and output of a command; an error without a message is a `Failure`."""
     from cached_lab.cli.main import main
 
     from . import _runs
@@ -150,7 +150,7 @@ def attempt(case: str, folder: Path) -> None:
 
 
 def _train(random: Random, folder: Path, shared: Path) -> None:
-    """Go on with a damaged half of a run."""
+    """Resume a damaged, half finished run."""
     from . import _runs
 
     name = random.choice(["language", "language", "translation", "listops"])
@@ -161,14 +161,14 @@ def _train(random: Random, folder: Path, shared: Path) -> None:
     status, said = _command("train", str(shared / f"{name}.yaml"), "--out", str(run))
     if _refused(status, said, run, changed):
         return
-    for file in changed:  # what a later step has not written again was of no account
+    for file in changed:  # files that later steps do not write again are irrelevant
         wanted = reference / file.relative_to(run)
         if _hash(file) == before[file] and ("checkpoints" in file.parts or file.name in USERS) and wanted.is_file():
             file.parent.mkdir(exist_ok=True)
             shutil.copy(wanted, file)
         elif file.name in USERS and wanted.is_file():
             shutil.copy(wanted, file)
-    for aside in (run / "checkpoints").glob("superseded_*"):  # what was damaged is kept beside, and said
+    for aside in (run / "checkpoints").glob("superseded_*"):  # the damaged folder is renamed and reported
         if "skipped: " not in said and "cannot be used" not in said:
             raise Failure(f"{aside.name} was set aside without a word: {said}")
         shutil.rmtree(aside)
@@ -190,13 +190,13 @@ def _evaluate(random: Random, folder: Path, shared: Path) -> None:
         return
     wanted = json.loads((shared / "said.json").read_text(encoding="utf-8"))[name][1]
     if edited and not _same_model(run / "config.yaml", shared / name / "whole" / "config.yaml"):
-        raise Failure(f"a run of which the model was edited is scored: {said}")
+        raise Failure(f"a run with an edited model is scored: {said}")
     if not edited and _scores(said) != _scores(wanted):
         raise Failure(f"scores are other, silently: {_scores(said)} for {_scores(wanted)}")
 
 
 def _stream(random: Random, folder: Path, shared: Path) -> None:
-    """Go on reading from a damaged state, or with a damaged run."""
+    """Continue reading from a damaged state, or with a damaged run."""
     run, state = folder / "run", folder / "state.safetensors"
     shutil.copytree(shared / "language" / "whole", run)
     shutil.copy(shared / "half.safetensors", state)
@@ -238,14 +238,14 @@ def _cache(random: Random, folder: Path, shared: Path) -> None:
 
 
 def _files(run: Path) -> list[Path]:
-    """Files of a run that a mutation may be of; those of checkpoints as often as all others."""
+    """Return files of a run to mutate, those in checkpoints twice."""
     files = sorted(file for file in run.rglob("*") if file.is_file() and file.name not in UNREAD)
     saved = [file for file in files if "checkpoints" in file.parts]
     return files + saved
 
 
 def _mutate(random: Random, run: Path, files: list[Path], shared: Path) -> list[Path]:
-    """Change a file in one of the ways; the files that are other now."""
+    """Change a file in one of the ways; return the changed files."""
     file = random.choice(files)
     kind = random.choice(
         ["bit", "bit", "bit", "cut", "empty", "swap", "other run", "number", "gone", "behind", "random"]
@@ -286,7 +286,7 @@ def _number(content: bytes, random: Random) -> bytes:
 
 
 def _refused(status: int, said: str, run: Path, changed: list[Path]) -> bool:
-    """Whether the command ended with a message; a `Failure` where that is none, or names no file."""
+    """Return True if the command ended with a message (Failure: it has none, or names no file)."""
     if status == 0:
         return False
     named = [str(run), *(file.name for file in changed)]

@@ -18,7 +18,7 @@ def write_table(page: Path, outcomes: list[Outcome], seed: int) -> None:
 
 
 def table(outcomes: list[Outcome], seed: int) -> str:
-    """One row a drill: what is done, cases tried, held and failed, seconds."""
+    """Return one row per drill: action, cases run, passed and failed, seconds."""
     lines = [
         "| Drill | What is done, and what must hold | Tried | Held | Failed | Seconds |",
         "|---|---|---|---|---|---|",

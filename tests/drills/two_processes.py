@@ -1,6 +1,6 @@
-"""Two processes train together; one or both are killed at a random moment, and the same command goes on.
+"""Drill: two processes train together; one or both are killed at a random moment, and the same command resumes.
 
-Names of cases: `none/3`, `mean/7`: how the caches are shared, and a number from which the moments of death follow.
+Names of cases: `none/3`, `mean/7`: how caches are shared, and a seed of the moments.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _attempt(case: str, folder: Path) -> None:
 DRILL = Drill(
     name="two_processes",
     summary="of two processes that train together one or both are killed at a random moment, twice, with each way of "
-    "sharing caches: what goes on ends as the undisturbed run",
+    "sharing caches: the resumed run equals the undisturbed run",
     cases=_cases,
     attempt=_attempt,
     count=30,

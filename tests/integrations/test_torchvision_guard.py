@@ -173,7 +173,6 @@ def inert(monkeypatch: pytest.MonkeyPatch) -> None:
     """A guard that has not answered yet and must not change anything."""
     monkeypatch.setattr(torchvision_guard, "prepare_torchvision", prepare_torchvision.__wrapped__)
     monkeypatch.setattr(torchvision_guard, "_register_stand_ins", refuse)
-    monkeypatch.setattr(torchvision_guard, "_declare_operators_present", refuse)
 
 
 @pytest.mark.usefixtures("inert")

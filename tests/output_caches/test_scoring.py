@@ -1,4 +1,4 @@
-"""A split read once for output caches: resets, padding, scores of the head, and the datastore."""
+"""One reading of a split for output caches: resets, padding, queries of the head, and the content of a datastore."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def trainer_of(folder: Path, *options: str) -> Trainer:
 
 
 def of_documents(folder: Path, rows: int) -> Trainer:
-    """A run on several short files; each document begins with an empty memory."""
+    """Return a text of several short files, each a document with an empty memory at its start."""
     text = write_text(folder / "text")
     words = (text / "train.txt").read_text().split()
     for path in text.iterdir():
@@ -89,7 +89,7 @@ def test_many_settings_in_one_reading_are_each_by_itself(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("reset", ["never", "document"])
 def test_processes_share_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reset: str) -> None:
-    """Each row forgets only when its own document begins."""
+    """Each process resets the memory at the starts of its own documents only."""
     trainer = (
         of_documents(tmp_path, 3) if reset == "document" else trainer_of(tmp_path, "training.evaluation_batch_size=3")
     )

@@ -1,4 +1,4 @@
-"""Optional dependencies: what `require` answers, and that the extras named in the code install what it wants."""
+"""Optional dependencies: the answers of `require`, and the packages of the extras named in code."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_imports_go_down_and_never_in_a_circle() -> None:
     ],
 )
 def test_what_would_break_the_floors_is_found(tmp_path: Path, file: str, line: str, broken: str) -> None:
-    """Also behind the back of the import statement at the top: an import in a function is an import."""
+    """An import inside a function is found, too."""
     shutil.copytree(PROJECT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(PROJECT / "pyproject.toml", tmp_path)
     path = tmp_path / "src" / file

@@ -1,4 +1,4 @@
-"""The built wheel in an environment of its own, with the core dependencies alone, as a new user has it."""
+"""The built wheel in a new environment with core dependencies only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def call(*words: object, folder: Path | None = None) -> subprocess.CompletedProc
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of its programs. Versions and sources are those of the Makefile."""
+    """Return the folder of programs of a new environment, with the versions and sources of the Makefile."""
     folder = tmp_path_factory.mktemp("fresh")
     built = call(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", PROJECT, "-w", folder)
     programs = folder / "env" / "bin"
@@ -46,7 +46,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_is_installed(environment: Path) -> None:
-    """The core and what it needs; nothing of an extra."""
+    """The core and its dependencies are installed, and no extra."""
     listed = call(environment / "python", "-m", "pip", "list", "--format=freeze").stdout.lower().split()
     names = {line.partition("==")[0] for line in listed}
     assert names >= CORE and not names & {"timm", "torchvision", "transformers", "matplotlib", "scikit-learn", "pillow"}
@@ -71,7 +71,7 @@ def test_an_example_runs_or_names_what_it_lacks(environment: Path, tmp_path: Pat
             'ImportError: transformers is not installed; it comes with: pip install "cached-transformers[language]"'
         )
     else:
-        assert "GRCAttention" in block.text or "language_model" in block.text  # what is there for the core alone
+        assert "GRCAttention" in block.text or "language_model" in block.text  # installed for the core only
         assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -1,4 +1,4 @@
-"""`make test-gpu` says what a machine lacks, and takes all tests that are marked for it."""
+"""`make test-gpu` reports missing hardware, and runs all tests marked for it."""
 
 from __future__ import annotations
 

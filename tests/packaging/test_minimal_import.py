@@ -87,8 +87,7 @@ def test_the_refusal_is_real() -> None:
 
 
 def test_the_bare_import_gives_rooms_and_names_and_waits_for_torch() -> None:
-    """`import cached_transformers` is lazy; what hangs below it is there when it is asked for, in any order, without
-    what is optional, installed or not."""
+    """`import cached_transformers` is lazy; all names resolve in any order, without optional packages."""
     program = (
         "import sys, cached_transformers as c; assert 'torch' not in sys.modules; "
         "assert c.interfaces.__doc__ and c.memories.TransformerXL and c.loops and c.state.save; "

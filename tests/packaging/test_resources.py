@@ -1,4 +1,4 @@
-"""Where recipes are found."""
+"""The folder of recipes."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from cached_transformers import attentions, memories
 from cached_transformers.registry import ATTENTIONS, MEMORIES, Registry
 
 PROJECT = Path(__file__).resolve().parents[2]
-# A path from the root of somebody's machine; a URL's path has a host in front of its slash.
+# An absolute path of a user's machine; in a URL a host precedes the slash.
 MACHINE_PATH = re.compile(r"(?<![\w.~$}])/(?:(?:work|root|farm)/|(?:home|Users|tmp)/\w)")
 
 

@@ -1,4 +1,4 @@
-"""Puts the stand-in data set and model within reach of the tests."""
+"""Make the small data set and model importable in the tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One of four processes of `test_hybrid`: two copies of a model, each cut up over two processes.
+"""Process of `test_hybrid`: two copies of a model, each sharded over two processes.
 
 Called by torchrun as: hybrid_worker.py FOLDER.
 """

@@ -1,8 +1,8 @@
-"""One of one or two processes of `test_other_trainers`: losses of Trainer under FSDP2, and of a loop that is cut up.
+"""Process of `test_other_trainers`: losses of Trainer under FSDP2, and of a sharded loop.
 
-Called by torchrun or alone as: other_trainers_worker.py FOLDER, for FOLDER/PROCESSES.pt.
+Called by torchrun or without it as: other_trainers_worker.py FOLDER, for FOLDER/PROCESSES.pt.
 
-accelerate takes FSDP on accelerators only, so that it is told here that two processes of gloo are some.
+accelerate supports FSDP on accelerators only, so it is told that two gloo processes are accelerators.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def documents(inputs: Tensor) -> Tensor:
 def seen(case: Case, setting: Setting, world: World | None, mesh: Any = None) -> dict[str, Tensor]:
     """Return loss, auxiliary loss, gradients and state after the second of two batches.
 
-    With a world they are those of a pipeline, averaged over processes; without, those of one `SegmentLoop`.
+    With a world they are the averages over the processes of a pipeline; without, the values of one `SegmentLoop`.
     """
     model = case.build().double()
     loop: nn.Module = SegmentLoop(model, SEGMENT, setting.bptt)

@@ -1,4 +1,4 @@
-"""Whether two runs are the same run, to the bit."""
+"""Comparison of two runs, to the bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def final(folder: Path) -> Checkpoint:
 
 
 def train_until_killed(trainer: Trainer, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train until so many pieces of batches were read, which may be in the middle of a step, and then no further."""
+    """Train until a number of pieces of batches were read, possibly in the middle of a step."""
     batches = trainer.task.batches
 
     def ended(step: int) -> Iterator[Any]:

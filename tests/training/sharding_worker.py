@@ -1,7 +1,7 @@
-"""One of two processes of `test_sharding`: trains with weights that are cut up, and stores what came of it.
+"""Process of `test_sharding`: train with sharded weights, and store the results.
 
-Called by torchrun as: sharding_worker.py FOLDER [STREAMS], for FOLDER/0.pt and FOLDER/1.pt; with the second word it
-takes the gradients of all stream memories, which is slow.
+Called by torchrun as: sharding_worker.py FOLDER [STREAMS], for FOLDER/0.pt and FOLDER/1.pt. STREAMS adds the gradients
+of all stream memories, which is slow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cached_lab.tasks.recipes import config_from_dict, fill_from_data
 from cached_lab.training import checkpoint
 from cached_lab.training.distributed import World, in_world
 from cached_lab.training.progress import Reporter
-from cached_lab.training.sharding import Shards, is_cut, together
+from cached_lab.training.sharding import Shards, full_tensor, is_sharded
 from cached_lab.training.trainer import Trainer
 from cached_transformers.files import NotWritten
 from cached_transformers.loops.replay import ReplayLoop
@@ -81,16 +81,16 @@ def of_memory(name: str) -> tuple[str, ...]:
 def stream_gradients(
     case: Case, make_loop: Callable[[nn.Module], nn.Module], world: World | None, half_type: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Gradients of one backward over four segments; of all rows, or of this process' with weights that are cut up."""
+    """Return gradients of a backward over four segments, of all rows or of this process' rows with sharded weights."""
     model, rank, size = case.build(), 0, 1
     loop = make_loop(model)
     if world is not None:
-        loop, rank, size = Shards(model, world, half_type).round(loop), world.rank, world.size
+        loop, rank, size = Shards(model, world, half_type).wrap(loop), world.rank, world.size
     tokens = half(torch.cat(case.segments(5, rows=ROWS), 1), rank, size)
     with torch.autocast("cpu", torch.bfloat16, enabled=half_type is not None):
         loss, _ = loop(tokens[:, : 4 * SEGMENT], tokens[:, 1 : 4 * SEGMENT + 1])
     loss.backward()
-    return {name: together(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return {name: full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def vision(world: World | None, replicated: bool = False, **options: str) -> dict[str, Tensor]:
@@ -98,7 +98,7 @@ def vision(world: World | None, replicated: bool = False, **options: str) -> dic
     model = VISION.build(options={"sync": "mean", **options})
     called: nn.Module = model
     if world is not None:
-        called = nn.parallel.DistributedDataParallel(model) if replicated else Shards(model, world).round(model)
+        called = nn.parallel.DistributedDataParallel(model) if replicated else Shards(model, world).wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     for step in range(3):
         images = VISION.segments(1, rows=ROWS, seed=step)[0]
@@ -108,33 +108,33 @@ def vision(world: World | None, replicated: bool = False, **options: str) -> dic
         optimizer.zero_grad()
     commit_caches(model)
     assert list(caches(model))
-    return {name: together(t).clone() for name, t in model.state_dict().items()}
+    return {name: full_tensor(t).clone() for name, t in model.state_dict().items()}
 
 
 def stored(trainer: Trainer) -> dict[str, Tensor]:
     """Weights, averaged weights and optimiser of a trainer, whole."""
-    found = {f"live/{name}": together(t) for name, t in trainer.model.state_dict().items()}
+    found = {f"live/{name}": full_tensor(t) for name, t in trainer.model.state_dict().items()}
     if trainer.average is not None:
-        found |= {f"average/{name}": together(t) for name, t in trainer.average.module.state_dict().items()}
+        found |= {f"average/{name}": full_tensor(t) for name, t in trainer.average.module.state_dict().items()}
     for name, parameter in trainer._parameters().items():
-        found |= {f"{name}/{field}": together(t) for field, t in trainer.optimizer.state[parameter].items()}
+        found |= {f"{name}/{field}": full_tensor(t) for field, t in trainer.optimizer.state[parameter].items()}
     return {name: t.clone() for name, t in found.items()}
 
 
 def failing_save(trainer: Trainer, folder: Path, world: World) -> list[str]:
-    """Save where the second process cannot write: what both say, and which checkpoints are left."""
+    """Save while the second process cannot write; return the error and the remaining checkpoints."""
     before = [path.name for path in trainer.checkpoints.paths()]
     if world.rank == 1:
-        original, checkpoint.write_cut = checkpoint.write_cut, _unwritable
+        original, checkpoint.write_shards = checkpoint.write_shards, _unwritable
     trainer.step, trainer._files = trainer.step + 1, []  # which are closed when training is over
     try:
         trainer.save()
-        trainer.saves.wait()
+        trainer.writer.wait()
         said = "nothing"
     except NotWritten as error:
         said = str(error)
     if world.rank == 1:
-        checkpoint.write_cut = original
+        checkpoint.write_shards = original
     world.barrier()
     assert [path.name for path in trainer.checkpoints.paths()] == before
     return [said, *(path.name for path in folder.iterdir())]
@@ -148,7 +148,7 @@ def _unwritable(folder: Path, tensors: Any, world: World) -> None:
             raise OSError(28, "No space left on device")
 
     try:
-        mine = {n: t for n, t in tensors.items() if is_cut(t)}
+        mine = {n: t for n, t in tensors.items() if is_sharded(t)}
         dcp.save(mine, storage_writer=Full(folder), process_group=world.group)
     except dcp.CheckpointException as error:
         raise OSError(28, "No space left on device") from error
@@ -190,12 +190,12 @@ def train_all(world: World) -> dict[str, Any]:
         later = (*options, "training.save=async")
         fitted(folder / f"{precision}_parts", text, world, *later, "training.steps=4")
         trainer = fitted(folder / f"{precision}_parts", text, world, *later, "training.steps=8")
-    seen["cut"] = all(is_cut(p) for p in trainer.model.parameters())
+    seen["cut"] = all(is_sharded(p) for p in trainer.model.parameters())
     seen["share"] = sum(p.to_local().numel() for p in trainer.model.parameters())  # type: ignore[operator]
     seen["all"] = sum(p.numel() for p in trainer.model.parameters())
     seen["failing"] = failing_save(trainer, folder / "bfloat16_parts" / "checkpoints", world)
     plain = World(torch.device("cpu"))
-    if world.main:  # one process begins, two go on
+    if world.main:  # one process begins, two resume
         fitted(folder / "begun_by_one", text, plain, *CARRIED, "training.steps=4")
     world.barrier()
     taken = make(folder / "begun_by_one", text, world, *CARRIED, "training.parallel=fsdp", "training.steps=6")

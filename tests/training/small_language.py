@@ -1,4 +1,4 @@
-"""A small language model over made-up words, and its trainer: what the tests of text share."""
+"""A small language model over random words, and its trainer, for the tests of text."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 from contract.contract_cases import CASES, Case, cases
 from torch import Tensor
 
-from cached_lab.training.buffers import by_rank, of_rank, remembered
+from cached_lab.training.buffers import buffers_by_rank, remember_buffers, with_own_buffers
 from cached_lab.training.distributed import World, in_world, wrap
 from cached_transformers.memories.parts.shared_cache import caches, commit_caches
 
@@ -27,7 +27,7 @@ def trained(case: Case, sync: str, world: World, bad: bool) -> list[Tensor]:
     model = case.build(options={"sync": sync})
     wrapped = wrap(model, world).train()
     for step in (0, 1, 2) if bad else (0, 2):
-        put_back = remembered(model)
+        put_back = remember_buffers(model)
         before = [cache.cache_MC.clone() for cache in caches(model)]
         wrapped(rows(case, step, world.rank, world.size))
         if step == 1:
@@ -61,8 +61,8 @@ def test_another_number_of_processes_is_told_and_takes_turns() -> None:
     said: list[str] = []
     weights = {"cache": torch.zeros(1), "weight": torch.full((1,), 2.0)}
     for rank, expected in enumerate((0.0, 1.0, 0.0)):
-        found = of_rank(weights, saved, World(torch.device("cpu"), rank, 3), said.append)
+        found = with_own_buffers(weights, saved, World(torch.device("cpu"), rank, 3), said.append)
         assert found["cache"] == expected and found["weight"] == 2
     assert len(said) == 3 and "of 2 processes" in said[0] and "r mod 2" in said[0]
-    assert of_rank(weights, saved, World(torch.device("cpu"), 1, 2), pytest.fail)["cache"] == 1
-    assert by_rank(torch.nn.BatchNorm1d(2), World(torch.device("cpu"))) == []
+    assert with_own_buffers(weights, saved, World(torch.device("cpu"), 1, 2), pytest.fail)["cache"] == 1
+    assert buffers_by_rank(torch.nn.BatchNorm1d(2), World(torch.device("cpu"))) == []

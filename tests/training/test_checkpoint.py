@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, checked when read, and honest about what is wrong."""
+"""Checkpoints: atomic, verified on reading, with messages that name the damage."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_the_best_is_what_the_newest_step_folder_says_whatever_the_text_files_sa
     assert (tmp_path / "best").read_text(encoding="utf-8") == "step_00000002\n"
     assert (tmp_path / "last").read_text(encoding="utf-8") == "step_00000003\n"
     shutil.rmtree(tmp_path / "step_00000002")
-    with pytest.raises(ValueError, match="it was step 2, which is not there; take the last, or train on"):
+    with pytest.raises(ValueError, match="step_00000002 has vanished"):
         checkpoints.named("best")
 
 

@@ -1,4 +1,4 @@
-"""Two processes under torchrun learn what one learns, and write once."""
+"""Two processes under torchrun learn the same as one process, and write once."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ import launch
 import pytest
 import torch
 import yaml
-from drills import elastic
+from drills import _runs, elastic
+from drills.frame import Failure
 from same_run import final
 from small_language import recipe, write_text
 
@@ -111,7 +112,7 @@ def test_the_drill_draws_moments_that_each_start_reaches() -> None:
 
 def test_the_drill_sees_a_bit() -> None:
     tree = {"w": torch.tensor([0.0, 1.0]), "seconds": 1.0, "n": [1, (2, "x")]}
-    assert elastic._unequal("t", tree, {**tree, "w": tree["w"].clone(), "seconds": 2.0}) == []
-    assert elastic._unequal("t", tree, {**tree, "w": torch.tensor([-0.0, 1.0])}) == ["t/w differs"]
-    assert elastic._unequal("t", tree, {**tree, "n": [1, (2, "y")]}) == ["t/n/1/1 differs"]
-    assert elastic._unequal("t", tree, {"w": tree["w"]}) == ["t differs"]
+    _runs._same_tree("t", tree, {**tree, "w": tree["w"].clone(), "seconds": 2.0})
+    for other in ({**tree, "w": torch.tensor([-0.0, 1.0])}, {**tree, "n": [1, (2, "y")]}, {"w": tree["w"]}):
+        with pytest.raises(Failure, match="t"):
+            _runs._same_tree("t", tree, other)

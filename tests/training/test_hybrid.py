@@ -1,4 +1,4 @@
-"""Two copies of a model, each cut up over two processes: what is learned is what one process learns."""
+"""Hybrid sharding: two copies of a model over four processes learn the same as one process."""
 
 from __future__ import annotations
 

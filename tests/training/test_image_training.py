@@ -19,11 +19,11 @@ from cached_lab.experiments.run_outputs import write_report
 from cached_lab.tasks.recipes import config_from_dict, load_config
 from cached_lab.training.checkpoint import Checkpoints, read_checkpoint
 from cached_lab.training.ema import WeightAverage
-from cached_lab.training.init_weights import head_names, load_initial_weights
 from cached_lab.training.loader import TrainingOrder
 from cached_lab.training.metrics import read_metrics
 from cached_lab.training.optim import OptimizerConfig, ScheduleConfig, learning_rate
 from cached_lab.training.progress import Reporter
+from cached_lab.training.stored_weights import head_names, load_initial_weights
 from cached_transformers import create_model
 from cached_transformers.extras import require
 from cached_transformers.memories.parts.shared_cache import caches
@@ -132,7 +132,7 @@ def test_a_run_that_stopped_goes_on_to_the_bit(images, tmp_path):
     """With timm's augmentation, erasing, mixing, repeats, and averaged weights."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run_training(recipe(images, **EVERYTHING), whole)
-    # The schedule is that of six steps, and the first part is stopped after three of them.
+    # The schedule has six steps, and the first part is stopped after three.
     config = recipe(images, **EVERYTHING)
     from cached_lab.training.trainer import Trainer
 

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM at every stage of a command: never swallowed, and what goes on ends as the undisturbed run."""
+"""SIGINT and SIGTERM at every stage of a command: never lost, and the resumed run equals the undisturbed run."""
 
 from __future__ import annotations
 

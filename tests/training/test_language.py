@@ -1,4 +1,4 @@
-"""Training on text: the state that crosses steps, exact resume, whole commands, and what is refused."""
+"""Training on text: state between steps, exact resume, commands and refusals."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_step_that_is_skipped_leaves_the_state_as_it_was(tmp_path, text, monke
 
 
 def test_a_row_that_is_emptied_goes_on_as_a_new_one(tmp_path, text):
-    """Twin: each row alone, from an empty memory or from the one that it had."""
+    """Compare with a twin that reads each row separately, from an empty memory or from the previous one."""
     trainer = make(tmp_path / "run", text, "model.dropout=0.0", "training.reset_rows=0.5")
     task, loop = trainer.task, SegmentLoop(trainer.model, 8)
     _, runner = task.runner()
@@ -375,9 +375,9 @@ def test_compare_takes_the_lower_perplexity_for_the_better(tmp_path, text, capsy
         ("training.bptt=3", "training.bptt=3 must not exceed training.segments=2"),
         (
             "training={bptt: 2, segments: 2, bptt_window: sliding, compile: true}",
-            "which training.compile=true does not",
+            "does not go with training.compile=True",
         ),
-        ("training={bptt: 2, segments: 2, bptt_window: sliding, passes: 2}", "which training.passes=2 does not allow"),
+        ("training={bptt: 2, segments: 2, bptt_window: sliding, passes: 2}", "does not go with training.passes=2"),
         ("training.reset_rows=1.5", "training.reset_rows=1.5 must lie in [0, 1]"),
         ("training.segment_length=0", "training.segment_length=0 must be at least 1"),
         ("training.label_smoothing=0.1", "training.label_smoothing=0.1 is not for text"),

@@ -119,7 +119,7 @@ READ_TWICE = 'model.memory={"name": "read_twice", "slots": 8}'
 
 @pytest.mark.parametrize("reset", ["never", "document"])
 def test_several_passes_are_scored_as_they_are_trained(tmp_path, text, reset):
-    """The loss of two passes in training is that of two passes in evaluation, and not that of one."""
+    """Two passes have the same loss in training and evaluation, unlike one pass."""
     options = [
         "training.segments=3",
         "training.bptt=3",

@@ -1,5 +1,4 @@
-"""Loops of others, as docs/training-elsewhere.md writes them: the state is carried, and a run that was stopped goes on
-to the same weights, bit by bit."""
+"""Third-party trainers of docs/training-elsewhere.md: the state is carried, and resumed runs are equal to the bit."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ SIZES = {"vocabulary": 256, "width": 16, "depth": 2, "heads": 2, "feed_forward":
 
 
 def defined(*names: str, **given: Any) -> dict[str, Any]:
-    """What the blocks of the page that hold these words define; of a block, all up to the call that ends it."""
+    """Return the definitions in the code blocks of the page that contain these words, up to the final call."""
     found: dict[str, Any] = {"__name__": "page", **given}
     for name in names:
         (text,) = (text for text in BLOCKS if name in text)
@@ -104,7 +103,7 @@ def test_accelerate_goes_on_to_the_bit(page: dict[str, Any], accumulate: int) ->
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     page |= defined("def steps_of", **page)
     whole = page["steps_of"]("whole", 5, accumulate=accumulate)
-    page["steps_of"]("parts", 5, stop=3, accumulate=accumulate)  # saved behind step 2
+    page["steps_of"]("parts", 5, stop=3, accumulate=accumulate)  # saved after step 2
     assert [path.name for path in Path("parts").iterdir()] == ["step_0002"]
     assert same(page["steps_of"]("parts", 5, accumulate=accumulate), whole)
     (kept,) = Path("parts/step_0002").glob("custom_checkpoint_0.pkl")
@@ -127,7 +126,7 @@ def test_lightning_goes_on_to_the_bit_in_the_middle_of_an_epoch(here: Path) -> N
 
 @pytest.mark.slow
 def test_blocks_of_two_processes_learn_what_one_learns(here: Path) -> None:
-    """transformers' Trainer under FSDP2 with and without groups of blocks, and the loop that is cut up by hand."""
+    """Test transformers' Trainer under FSDP2 with and without groups of blocks, and the hand-written sharded loop."""
     library("transformers")
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     launch.python(WORKER, here)

@@ -1,4 +1,4 @@
-"""Segments of a row that several processes share: loss, state and gradients are those of one process."""
+"""Segments of a row shared by several processes: loss, state and gradients equal one process."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_recipe_trains_in_a_pipeline_as_in_one_process(tmp_path: Path) -> None
     assert carried[0].keys() == carried[1].keys() and carried[0]
     for name, t in carried[0].items():
         torch.testing.assert_close(carried[1][name], t, rtol=0, atol=1e-4)
-    # One process goes on where two stopped.
+    # One process resumes a run of two.
     assert main([*train, str(tmp_path / "two"), "training.steps=17"]) == 0
     assert read_metrics(tmp_path / "two" / "metrics.jsonl")[-1]["step"] == 17
 

@@ -1,4 +1,4 @@
-"""Recall of what a memory has just taken: against a loop, what it teaches, and where it has no place."""
+"""The reconstruction loss: against a loop, its gradient, and refused uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_lab.experiments.probes.distances import Course
-from cached_lab.training.reconstruction_loss import Recall
+from cached_lab.training.reconstruction_loss import ReconstructionLoss
 from cached_lab.training.settings import TrainingConfig
 from cached_transformers import create_model
 from cached_transformers.loops.replay import ReplayLoop
@@ -58,7 +58,7 @@ def test_the_loss_is_that_of_the_text_and_of_saying_it_again(memory: str, kind: 
     model, (inputs, targets, padding) = build(memory), batch()
     text, recall = twin(model)
     want = torch.autograd.grad(text + WEIGHT * recall, list(model.parameters()), allow_unused=True)
-    loop = kind(model, SEGMENT, bptt=3, scoring=Recall(WEIGHT))
+    loop = kind(model, SEGMENT, bptt=3, scoring=ReconstructionLoss(WEIGHT))
     loss, _ = loop(inputs, targets, padding=padding)
     torch.testing.assert_close(loss, text + WEIGHT * recall, rtol=0, atol=1e-10)
     torch.testing.assert_close(loop.auxiliary_loss, WEIGHT * recall.detach(), rtol=0, atol=1e-10)
@@ -70,27 +70,29 @@ def test_the_loss_is_that_of_the_text_and_of_saying_it_again(memory: str, kind: 
 def test_without_gradient_there_is_none_of_it() -> None:
     model, (inputs, targets, _) = build(), batch()
     with torch.no_grad():
-        plain, told = (SegmentLoop(model, SEGMENT, scoring=s)(inputs, targets)[0] for s in (None, Recall(WEIGHT)))
+        plain, told = (
+            SegmentLoop(model, SEGMENT, scoring=s)(inputs, targets)[0] for s in (None, ReconstructionLoss(WEIGHT))
+        )
     assert torch.equal(plain, told)
 
 
 def test_with_one_segment_it_alone_teaches_the_writing() -> None:
     """The text's own loss never hears of a memory that is not read again."""
     model, (inputs, targets, _) = build(), batch()
-    for scoring, taught in ((None, False), (Recall(WEIGHT), True)):
+    for scoring, taught in ((None, False), (ReconstructionLoss(WEIGHT), True)):
         model.zero_grad()
         SegmentLoop(model, SEGMENT, scoring=scoring)(inputs, targets)[0].backward()
         grad = model.stack.model_memory.value.weight.grad
         assert (grad is not None and bool(grad.abs().max() > 0)) == taught
 
 
-def test_what_it_has_no_place_for_is_refused() -> None:
+def test_refused_uses() -> None:
     for weight in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=r"weight=.* of a recall must be above 0"):
-            Recall(weight)
+        with pytest.raises(ValueError, match=r"weight="):
+            ReconstructionLoss(weight)
     inputs, targets, _ = batch()
     with pytest.raises(ValueError, match="LanguageModel"):
-        SegmentLoop(build(None), SEGMENT, scoring=Recall(1.0))(inputs, targets)
+        SegmentLoop(build(None), SEGMENT, scoring=ReconstructionLoss(1.0))(inputs, targets)
     with pytest.raises(ValueError, match=r"training\.recall=-1\.0"):
         TrainingConfig(recall=-1.0)
     with pytest.raises(ValueError, match=r"recall=-1\.0"):

@@ -1,6 +1,6 @@
-"""Stopping and going on, with real signals: the result is that of a run never stopped, to the bit.
+"""Stop and resume with real signals: the result equals an uninterrupted run, to the bit.
 
-What is stopped is a process of its own; what goes on, or was never stopped, runs here.
+Interrupted runs are separate processes; resumed and uninterrupted runs are in this process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEPS = 40
 
 
 def command(folder: Path, *arguments: str) -> list[str]:
-    """`cached` training the stand-in."""
+    """Return the `cached` command that trains the small model."""
     recipe = folder.parent / "standin.yaml"
     tree = standin.recipe(steps=STEPS, evaluate_every=5, log_every=3)
     recipe.write_text(yaml.safe_dump(tree), encoding="utf-8")
@@ -56,7 +56,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def wait_for_metrics(process: subprocess.Popen[str], folder: Path, lines: int) -> None:
-    """Wait until the run has written so many lines; fail when it ends before."""
+    """Wait until the run has written a number of lines; fail if it ends before."""
     while len(read_metrics(folder / "metrics.jsonl")) < lines:
         if process.poll() is not None:
             pytest.fail(f"the run ended early: {finish(process)}")
@@ -129,7 +129,7 @@ def test_a_truncated_newest_checkpoint_is_reported_and_skipped(tmp_path, uninter
 
 
 def test_a_kill_between_a_checkpoint_and_the_files_that_name_it_changes_nothing(tmp_path, uninterrupted):
-    """What was on disk then: the step folder, with `best` and `last` still naming the one before."""
+    """On disk is the step folder, while `best` and `last` still name the previous one."""
     folder, best = tmp_path / "run", Checkpoints(uninterrupted / "checkpoints").named("best").name
     shutil.copytree(uninterrupted, folder)
     (folder / "summary.json").unlink()

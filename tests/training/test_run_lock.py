@@ -1,4 +1,4 @@
-"""One writer a folder: a second start is refused and told by whom; what a dead owner leaves is no obstacle."""
+"""One writer per folder: a second start is refused with the owner's name; a killed owner leaves no lock."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_second_start_is_refused_by_name_and_changes_nothing(command, tmp_path
         assert f"{out} is in use by process {process} on " in message and "since 20" in message
         assert "wait for it, stop it, or take another --out" in message
         assert [path.name for path in out.iterdir()] == [".lock"]
-    with folder_lock(out):  # the owner was killed: what it left is written over
+    with folder_lock(out):  # the owner was killed: its name is overwritten
         assert json.loads((out / ".lock").read_text(encoding="utf-8"))["process"] == os.getpid()
     assert list(out.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""A run goes on with the data that it began with: what tells data apart, what is refused, and the way out."""
+"""A run resumes with its original data: comparison of data, refusals, and the way out."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_other_data_are_refused_unless_they_are_wanted(tmp_path, run, kind, told
         assert "--resume anyway" in said
     assert (tmp_path / "run" / "data.json").read_bytes() == before
     assert main([*run, "--resume", "anyway"]) == 0
-    assert "going on with them" in " ".join(capsys.readouterr().out.split())
+    assert "continuing with them" in " ".join(capsys.readouterr().out.split())
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 12
     assert (tmp_path / "run" / "data.json").read_bytes() != before
     assert main([*run, "training.steps=13"]) == 0  # from now on these are the run's

@@ -103,7 +103,7 @@ def test_an_error_is_raised_by_the_next_save_or_at_the_end(
     assert trainer.step == (STEPS if last else 6)
     kept = [path.name for path in Checkpoints(tmp_path / "checkpoints").paths()]
     assert kept == [f"step_{step:08d}" for step in range(2, bad, 2)] and ".partial" not in names(tmp_path)
-    trainer.saves.wait()  # it was raised once
+    trainer.writer.wait()  # it was raised once
 
 
 def test_where_training_fails_the_last_save_is_on_disk_and_an_error_of_it_is_said(
@@ -114,7 +114,7 @@ def test_where_training_fails_the_last_save_is_on_disk_and_an_error_of_it_is_sai
         trainer = make(tmp_path / f"{number}", text, *ASYNC, "training.steps=4")
         said: list[str] = []
         monkeypatch.setattr(trainer.reporter, "message", said.append)
-        with pytest.raises(RunFailed, match="made"), trainer.saves.finished(said.append):
+        with pytest.raises(RunFailed, match="made"), trainer.writer.finished(said.append):
             trainer.step = 1
             if problem is not None:
                 monkeypatch.setattr(trainer.checkpoints, "_finish", lambda *_: (_ for _ in ()).throw(problem))  # noqa: B023

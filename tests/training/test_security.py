@@ -1,4 +1,4 @@
-"""What docs/security.md says of files from others: nothing in them is run, and nothing goes over a network."""
+"""Statements of docs/security.md about foreign files: none of their code runs, and nothing uses a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights cut up over two processes: what is learned is what one process learns, and a run goes on with any number."""
+"""Weights sharded over two processes learn the same as one process, and resume with any number of processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from cached_lab.training.checkpoint import SHARDS, Checkpoints, read_checkpoint
 from cached_lab.training.distributed import World
 from cached_lab.training.metrics import read_metrics
 from cached_lab.training.settings import TrainingConfig
-from cached_lab.training.sharded_checkpoint import read_cut
+from cached_lab.training.sharded_checkpoint import read_shards
 from cached_lab.training.sharding import blocks
 
 ALONE = World(torch.device("cpu"))
@@ -44,7 +44,7 @@ ALONE = World(torch.device("cpu"))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two processes trained and stored what they saw."""
+    """Return the folder in which two processes trained and stored their results."""
     folder = tmp_path_factory.mktemp("sharding")
     launch.python(Path(__file__).with_name("sharding_worker.py"), folder, processes=2)
     return folder
@@ -100,8 +100,7 @@ def test_half_precision_is_that_of_autocast(seen: list[dict[str, Any]]) -> None:
 
 
 def test_images_and_shared_caches(seen: list[dict[str, Any]]) -> None:
-    """Rows that attend their own cache have that of one process; of the mean over the rows that a process has, weights
-    and caches are those of DDP."""
+    """Rows that attend their own cache train as in one process; with the mean over a process' rows, as in DDP."""
     alone = vision(None, attend="sample")
     assert max(t.abs().max() for name, t in alone.items() if name.endswith("cache_MC")) > 0
     for rank in range(2):
@@ -137,7 +136,7 @@ def test_one_process_goes_on_where_two_stopped(folder: Path, tmp_path: Path) -> 
     options = (*CARRIED, "model.memory.length=6", "training.steps=8")
     run = Path(shutil.copytree(folder / "float32", tmp_path / "run"))  # other tests look at where it stopped
     saved, _ = Checkpoints(run / "checkpoints").newest_valid()
-    assert saved is not None and (saved.path / SHARDS).is_dir() and saved.cut is None
+    assert saved is not None and (saved.path / SHARDS).is_dir() and saved.shards is None
     trainer = make(run, folder / "text", ALONE, *options)
     trainer.resume("auto")
     found = stored(trainer)
@@ -188,17 +187,17 @@ def test_a_changed_byte_in_a_share_is_found(folder: Path) -> None:
 
 def test_a_pickle_is_never_read(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "rmt" / "checkpoints" / "step_00000003" / SHARDS, tmp_path / SHARDS)
-    expected = read_cut(tmp_path / SHARDS)
+    expected = read_shards(tmp_path / SHARDS)
     (tmp_path / SHARDS / ".metadata").write_bytes(b"no pickle")
-    close(read_cut(tmp_path / SHARDS), expected)
+    close(read_shards(tmp_path / SHARDS), expected)
     index = tmp_path / SHARDS / "index.json"
     index.write_text(index.read_text(encoding="utf-8").replace("__0_0.distcp", "../__0_0.distcp"), encoding="utf-8")
     with pytest.raises(ValueError, match="'../__0_0.distcp'"):
-        read_cut(tmp_path / SHARDS)
+        read_shards(tmp_path / SHARDS)
 
 
 def test_several_processes_need_a_way_to_train_together(seen: list[dict[str, Any]]) -> None:
-    assert "with 2 processes would train 2 models into one folder; take ddp or fsdp" in seen[0]["none"]
+    assert "with 2 processes would train 2 models into one folder; use ddp or fsdp" in seen[0]["none"]
 
 
 @pytest.mark.parametrize("option", [{"precision": "float16"}, {"compile": True}])

@@ -71,7 +71,7 @@ def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 
 def twin(
     model: Any, window: int, state: Any = None, padding: Tensor | None = None, reset: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The loss of each segment by itself, from a constant state before segment t - window."""
+    """Return the loss of each segment separately, with the state before segment t - window as a constant."""
     model.zero_grad()
     inputs, targets = batch()
     if padding is not None:
@@ -113,7 +113,7 @@ def test_it_is_the_sum_over_losses_of_truncated_gradients(memory: Any) -> None:
 
 
 def test_it_is_not_what_blocks_give() -> None:
-    """The tests above can fail: the first segment of a block gets no gradient from losses after the block."""
+    """The tests above can fail: the first segment of a block gets no gradient from later blocks."""
     model = build(MEMORIES[0])
     blocks, sliding = (seen(SegmentLoop(model, SEGMENT, 2, bptt_window=w), *batch()) for w in ("blocks", "sliding"))
     assert blocks["loss"] == sliding["loss"]

@@ -1,4 +1,4 @@
-"""Images in shards that are read as they come: the same examples as by number, and runs that go on in the middle."""
+"""Streamed image shards: the same examples as by index, and exact resume in the middle."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def resident() -> int:
     ],
 )
 def test_a_long_text_takes_constant_memory_and_constant_time_a_token(memory: dict[str, object]) -> None:
-    """Memory growth is measured over a tenth of the text, a third of a million tokens."""
+    """Measure the memory added by each tenth of the text, so that growth is visible in a third of a million tokens."""
     model, tokens = model_with(memory), 300_000
     every = tokens // 512 // 10
     held, seconds, size = [], [], set()

@@ -1,4 +1,4 @@
-"""What modules count while a run trains: added up over modules and processes, logged, and kept over an interruption."""
+"""Counts of modules in training: added over modules and processes, logged, and saved in checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop: what it writes, what it leaves alone, and what it does when something goes wrong."""
+"""The training loop: its files, its side effects, and its errors."""
 
 from __future__ import annotations
 
@@ -349,7 +349,7 @@ def test_a_run_folder_is_given_as_text_or_as_a_path(tmp_path):
 
 
 def test_a_recipe_is_tried_for_fewer_steps_than_it_warms_up(tmp_path, capsys):
-    """The first override that anyone tries: it trains, says what it does, and the configuration stays as given."""
+    """A short run trains, reports the shorter warmup, and keeps its configuration."""
     file, folder = tmp_path / "standin.yaml", tmp_path / "run"
     file.write_text(json.dumps(standin.recipe(log_every=1)), encoding="utf-8")
     assert main(["train", str(file), "training.steps=3", "--out", str(folder)]) == 0

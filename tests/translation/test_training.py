@@ -23,11 +23,11 @@ from cached_lab.tasks.recipes import config_from_dict, fill_from_data
 from cached_lab.tasks.translation.scores import corpus_scores
 from cached_lab.tasks.translation.task import Translation
 from cached_lab.training.checkpoint import Checkpoints, read_checkpoint
-from cached_lab.training.checkpoint_average import average_checkpoints, newest_checkpoints
 from cached_lab.training.config import RunConfig
 from cached_lab.training.distributed import World
 from cached_lab.training.loader import mixed_seed
 from cached_lab.training.metrics import read_metrics
+from cached_lab.training.stored_weights import load_average
 from cached_transformers.layers.token_loss import IGNORED
 
 
@@ -179,11 +179,13 @@ def test_another_seed_is_another_order(corpus: Path) -> None:
 
 
 def test_the_average_is_the_mean_of_the_weights_and_keeps_the_newest_cache(trained: Path) -> None:
-    paths = newest_checkpoints(trained, 3)
+    paths = Checkpoints(trained / "checkpoints").paths()[-3:]
     _, model, _ = load_run(trained, "last")
     stored = [read_checkpoint(path).weights for path in paths]
-    copied, step = average_checkpoints(model, paths)
-    averaged, _ = average_checkpoints(model, paths, "average")
+    step = load_average(model, trained, 3)
+    copied = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    load_average(model, trained, 3, "average")
+    averaged = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert step == 160 and [path.name[-3:] for path in paths] == ["120", "140", "160"]
     buffers = {name for name, _ in model.named_buffers()}
     caches = [name for name in buffers if name.endswith("cache_MC")]
@@ -195,9 +197,7 @@ def test_the_average_is_the_mean_of_the_weights_and_keeps_the_newest_cache(train
         assert torch.equal(copied[name], expected)
     assert all(not torch.equal(copied[name], averaged[name]) for name in caches)
     with pytest.raises(ValueError, match="3.*training.keep=4"):
-        newest_checkpoints(trained, 4)
-    with pytest.raises(ValueError, match="must be copy or average"):
-        average_checkpoints(model, paths, "both")
+        load_average(model, trained, 4)
 
 
 def test_the_summary_says_what_evaluate_says(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,12 +293,15 @@ def test_the_made_language_is_learned(corpus: Path, tmp_path: Path, memory: str 
         ({"training": {"metric": "bleu"}}, "training.metric=bleu needs translations of the validation split"),
         ({"training": {"batch_tokens": 10}}, "batch_tokens=10 is less than the"),
         ({"training": {"batch_tokens": None, "batch_size": 301}}, "batch_size=301 exceeds the 300 training pairs"),
-        ({"training": {"average_last": 3}}, "average_last=3 checkpoints are averaged, and training.keep=2 stay"),
+        ({"training": {"average_last": 3}}, "average_last=3 must not exceed training.keep=2"),
         (
             {"training": {"average_last": 3, "keep": 3}},
             "average_last=3, but training.steps=4 .* make 1; save more often",
         ),
-        ({"training": {"average_last": 2, "ema_decay": 0.9}}, "both average weights; take one"),
+        (
+            {"training": {"average_last": 2, "ema_decay": 0.9}},
+            "training.average_last=2 does not go with training.ema_decay=0.9",
+        ),
         (
             {"model": {"vocabulary": 7}},
             r"model.vocabulary=7, but data 'translation' has vocabulary=\d+, which",

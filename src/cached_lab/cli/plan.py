@@ -1,4 +1,4 @@
-"""`cached plan RECIPE --gpus N`: memory, traffic and hours that a recipe would take, without its data or a GPU."""
+"""`cached plan RECIPE --gpus N`: memory, traffic and hours of a recipe, without its data or a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .arguments import add_recipe
 
 if TYPE_CHECKING:
-    from cached_lab.experiments.plan.plan import Plan
+    from cached_lab.experiments.plan.plan import TrainingPlan
 
 SIZES = ("vocabulary", "target_vocabulary", "classes", "image_size", "channels", "length")
 COLUMNS = ("recipe", "parameters", "micro-batch x pieces", "GiB of a GPU", "TFLOP a step", "GiB sent a step", "hours")
@@ -20,42 +20,39 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="the memory, traffic and hours of a recipe, before it is trained",
-        description="Builds the recipe's model without weights, rehearses one training step on tensors without values, "
-        "and counts what would be alive: weights, gradients, optimiser, the states of the rows, activations and "
-        "temporaries. Says whether that fits, in which pieces, and for about how long the recipe would train. Neither "
-        "data nor a GPU are needed.",
+        description="Rehearses one training step of the recipe's model on tensors without values, and counts the bytes "
+        "that would be alive: weights, gradients, optimiser, states of the rows, activations and temporaries. Prints "
+        "whether that fits, in which pieces, and about how many hours the training would take. Needs neither data nor "
+        "a GPU.",
         epilog="examples: cached plan imagenet_pvt_small_grc --gpus 8; cached plan gpt2 --gpus 4 --card h100 "
-        "--parallel fsdp model.depth=24. The exit status is 1 where a recipe does not fit.",
+        "--parallel fsdp model.depth=24. The exit status is 1 if a recipe does not fit.",
     )
     add_recipe(parser, "e.g. training.batch_size=256 training.precision=bfloat16", several=True)
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="processes, a GPU each (default: 1)")
     parser.add_argument("--card", default="a100", help="a100 (the default), h100, h200, v100, l4 or rtx4090")
     parser.add_argument("--memory-gib", type=float, metavar="GIB", help="memory of a GPU (default: the card's)")
     parser.add_argument(
-        "--parallel",
-        choices=("ddp", "fsdp", "none"),
-        default="ddp",
-        help="how several GPUs share the work; `cached train` under torchrun does ddp, the default",
+        "--parallel", choices=("ddp", "fsdp", "none"), default="ddp", help="how several GPUs share the work"
     )
     parser.add_argument("--tflops", type=float, help="peak of a GPU (default: the card's, in the recipe's precision)")
     parser.add_argument("--mfu", type=float, default=0.35, help="share of the peak that is reached (default: 0.35)")
     parser.add_argument(
-        "--link-gib-s", type=float, default=50.0, metavar="GIB", help="GiB a second between GPUs (default: 50)"
+        "--link-gib-s", type=float, default=50.0, metavar="GIB", help="GiB/s between GPUs (default: 50)"
     )
     parser.add_argument(
-        "--reserve-gib", type=float, default=4.0, metavar="GIB", help="left free for what is not counted (default: 4)"
+        "--reserve-gib", type=float, default=4.0, metavar="GIB", help="left free for uncounted memory (default: 4)"
     )
     for name in SIZES:
-        what = "tokens of a row" if name == "length" else f"{name.replace('_', ' ')} of the data"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{what}, if they are not known")
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--json", action="store_true", help="machine-readable output")
-    shown.add_argument("--markdown", action="store_true", help="one row of a table for each recipe")
+        size = "tokens of a row" if name == "length" else f"{name.replace('_', ' ')} of the data"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{size}, if unknown")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="machine-readable output")
+    form.add_argument("--markdown", action="store_true", help="one row of a table for each recipe")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan each of the recipes and print what was found."""
+    """Plan each recipe and print the plans."""
     from cached_lab.experiments.plan.plan import Machine, make_plan
     from cached_lab.experiments.plan.sizes import Given, sized
     from cached_lab.tasks.recipes import load_config
@@ -69,24 +66,20 @@ def run(arguments: argparse.Namespace) -> int:
         found = [plan.to_dict() for plan in plans]
         print(json.dumps(found[0] if len(found) == 1 else found, indent=1))
     elif arguments.markdown:
-        print("\n".join(markdown(plans)))
+        rows = [COLUMNS, ["---", *["---:"] * (len(COLUMNS) - 1)], *map(_cells, plans)]
+        print("\n".join(f"| {' | '.join(row)} |" for row in rows))
     else:
-        _print(plans)
+        for plan in plans:
+            print("\n".join([plan.name, *_lines(plan), ""]))
     return 0 if all(plan.fits for plan in plans) else 1
 
 
-def markdown(plans: list[Plan]) -> list[str]:
-    """The lines of a table."""
-    lines = [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' + ' ---: |' * (len(COLUMNS) - 1)}"]
-    return [*lines, *(f"| {' | '.join([f'`{plan.name}`', *cells(plan)])} |" for plan in plans)]
-
-
-def cells(plan: Plan) -> list[str]:
-    """A row of the table, behind the name."""
-    pieces = f"{plan.micro_batch:,} x {plan.accumulate}" if plan.fits else "does not fit"
+def _cells(plan: TrainingPlan) -> list[str]:
+    """Return a row of the table."""
     return [
+        f"`{plan.name}`",
         f"{plan.parameters / 1e6:,.1f} M",
-        pieces,
+        f"{plan.micro_batch:,} x {plan.accumulate}" if plan.fits else "does not fit",
         f"{plan.total / 2**30:,.1f}",
         f"{plan.flops / 1e12:,.2f}",
         f"{plan.sent / 2**30:,.2f}",
@@ -94,44 +87,24 @@ def cells(plan: Plan) -> list[str]:
     ]
 
 
-def _print(plans: list[Plan]) -> None:
-    from rich.table import Table
-
-    from cached_lab.experiments.reports.terminal import open_console
-
-    console = open_console()
-    for plan in plans:
-        table = Table(title=plan.name, title_justify="left", box=None, pad_edge=False, header_style="bold")
-        table.add_column("bytes of a GPU")
-        table.add_column("MiB", justify="right")
-        for part, size in plan.parts.items():
-            if size:
-                table.add_row(part, f"{size / 2**20:,.1f}")
-        table.add_row("[bold]together[/bold]", f"[bold]{plan.total / 2**20:,.1f}[/bold]")
-        console.print(table)
-        console.print("\n".join(sentences(plan)), markup=False)
-        console.print()
-
-
-def sentences(plan: Plan) -> list[str]:
-    """What the plan says beside its bytes."""
+def _lines(plan: TrainingPlan) -> list[str]:
+    """Return the plan as text: MiB of a GPU by kind, and sentences."""
     machine = plan.machine
-    room = machine.memory - machine.reserve_gib
+    parts = {**{part: size for part, size in plan.parts.items() if size}, "sum": plan.total}
+    lines = [f"  {part:<40}{size / 2**20:>12,.1f} MiB" for part, size in parts.items()]
     cards = f"{machine.gpus} x {machine.card}" + (f", {machine.parallel}" if machine.gpus > 1 else "")
     each = f" of {plan.tokens:,} tokens" if plan.tokens else ""
     free = f"{machine.memory:g} GiB less {machine.reserve_gib:g} in reserve"
-    lines = [
-        f"{plan.parameters:,} parameters, {plan.trained:,} of them trained; {plan.rows:,} rows{each} a step; {cards}"
-    ]
+    lines.append(f"{plan.parameters:,} parameters, {plan.trained:,} trained; {plan.rows:,} rows{each} a step; {cards}")
     if plan.fits:
+        room = f"; up to about {plan.room:,} rows would fit at once" if plan.room else ""
         lines.append(
-            f"fits ({free}): micro-batch {plan.micro_batch:,} rows, training.accumulate={plan.accumulate}"
-            + (f"; up to about {plan.room:,} rows would fit at once" if plan.room else "")
+            f"fits ({free}): micro-batch {plan.micro_batch:,} rows, training.accumulate={plan.accumulate}{room}"
         )
     else:
         lines.append(
-            f"does not fit: {plan.total / 2**30:,.1f} GiB with a micro-batch of {plan.micro_batch:,}, {room:g} GiB are "
-            f"there ({free}); try training.activation_checkpointing=true, --parallel fsdp, or a smaller model"
+            f"does not fit ({free}): {plan.total / 2**30:,.1f} GiB with a micro-batch of {plan.micro_batch:,}; try "
+            "training.activation_checkpointing=true, --parallel fsdp, or a smaller model"
         )
     computing, sending = plan.seconds
     share = f"{machine.mfu:.0%} of {machine.peak(plan.precision):g} TFLOP/s ({plan.precision})"
@@ -142,7 +115,5 @@ def sentences(plan: Plan) -> list[str]:
     lines.append(f"{plan.steps:,} steps: about {plan.hours:,.1f} hours, without evaluation and loading")
     if plan.assumed:
         lines.append(f"assumed: {'; '.join(plan.assumed)}")
-    lines.append(
-        "not counted: CUDA's context, workspaces of cuBLAS and cuDNN, fragments of the allocator (the reserve)"
-    )
+    lines.append("not counted: CUDA's context, workspaces of cuBLAS and cuDNN, allocator fragments (the reserve)")
     return lines

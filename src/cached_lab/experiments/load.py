@@ -16,10 +16,9 @@ from cached_lab.tasks.language.completion import Writer, words_of, words_of_tran
 from cached_lab.tasks.language.scoring import read_tokenizer
 from cached_lab.tasks.recipes import config_from_dict
 from cached_lab.training.checkpoint import Checkpoints, read_checkpoint, stored_config
-from cached_lab.training.checkpoint_average import load_average
 from cached_lab.training.config import RunConfig, config_to_dict, differing_keys, with_defaults
-from cached_lab.training.data_fingerprint import refuse_exchanged
-from cached_lab.training.run_files import CATEGORIES, CONFIG, TOKENIZER
+from cached_lab.training.run_files import CATEGORIES, CONFIG, TOKENIZER, refuse_exchanged
+from cached_lab.training.stored_weights import load_average
 from cached_lab.yaml_tree import flatten, parse_yaml
 from cached_transformers.extras import require
 from cached_transformers.integrations.transformers.load import load_pretrained

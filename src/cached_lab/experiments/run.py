@@ -12,16 +12,14 @@ from rich.console import Console
 from cached_lab.tasks.kinds import make_task
 from cached_lab.tasks.recipes import fill_from_data
 from cached_lab.training.checkpoint import Checkpoints, read_checkpoint
-from cached_lab.training.checkpoint_average import checkpoints_made, load_average
 from cached_lab.training.config import RunConfig, config_to_yaml
-from cached_lab.training.data_fingerprint import data_file
 from cached_lab.training.distributed import World, in_world
-from cached_lab.training.init_weights import load_initial_weights
 from cached_lab.training.interruption import RunFailed
 from cached_lab.training.loader import to_device
 from cached_lab.training.progress import Reporter
-from cached_lab.training.run_files import BAD_FILES, CONFIG
+from cached_lab.training.run_files import BAD_FILES, CONFIG, data_file
 from cached_lab.training.run_lock import main_holds
+from cached_lab.training.stored_weights import load_average, load_initial_weights
 from cached_lab.training.trainer import Trainer
 from cached_transformers.files import json_text, jsonable, write_whole
 
@@ -138,11 +136,12 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 def check_average(config: RunConfig) -> None:
     """Refuse to average more checkpoints than the run will write (ValueError)."""
     settings = config.training
-    made = checkpoints_made(settings.steps, settings.save_every or settings.evaluate_every)
+    every = settings.save_every or settings.evaluate_every
+    made = -(-settings.steps // every)
     if settings.average_last > made:
         raise ValueError(
             f"training.average_last={settings.average_last}, but training.steps={settings.steps} with a checkpoint "
-            f"every {settings.save_every or settings.evaluate_every} make {made}; save more often (training.save_every)"
+            f"every {every} make {made}; save more often (training.save_every)"
         )
 
 

@@ -1,10 +1,8 @@
-"""Saves one after another: at once, or by a thread, while training goes on.
+"""Checkpoint writer, synchronous or in a background thread, with at most one save at a time.
 
-In the background a save costs training a copy in memory of what is saved (on the CPU), and what the processor gives the
-thread. All else is as it is at once: the same files, a folder that appears by one rename when all of it is on disk, and
-earlier checkpoints that stay as they were whatever becomes of it. There is one save at a time: the next one, and the
-end of training, wait for the last, and raise the error that it met. What the processes say to each other about a save
-goes through a group of its own, since training uses theirs at the same time.
+A background save costs a copy of the saved tensors in CPU memory. It writes the same files in the same order. The next
+save and the end of training wait for it and raise its error. Processes of a background save communicate in a process
+group of their own, since training uses the default group at the same time.
 """
 
 from __future__ import annotations
@@ -24,15 +22,12 @@ from .distributed import World
 T = TypeVar("T")
 
 
-class Saves:
-    """Carries out the saves of one trainer.
+class CheckpointWriter:
+    """Writer for the saves of one trainer.
 
     Args:
-        background: whether a thread does.
-        world: of the processes that write together; every one of them must make it. One alone where others only wait.
-
-    Attributes:
-        background: as given.
+        background: write in a thread.
+        world: processes that write together, all of which must create a writer; a world of one if only one writes.
     """
 
     def __init__(self, background: bool, world: World) -> None:
@@ -41,18 +36,18 @@ class Saves:
         self._thread = ThreadPoolExecutor(1, "save") if background else None
         self._pending: Future[object] | None = None
         if background and world.size > 1:
-            group = dist.new_group(backend="gloo")  # of tensors on the CPU, whatever the device
+            group = dist.new_group(backend="gloo")  # for CPU tensors, whatever the device of training
             self._world = dataclasses.replace(world, device=torch.device("cpu"), group=group)
 
-    def kept(self, tree: T) -> T:
-        """A tree of tensors as it is now: a copy where it is written later."""
+    def snapshot(self, tree: T) -> T:
+        """Return the tree, with its tensors copied to the CPU if it is written later."""
         return _copied(tree) if self.background else tree
 
-    def carry_out(self, write: Callable[[World], object]) -> None:
-        """Begin a save when the last one is on disk; `write` is called with the processes that take part.
+    def submit(self, write: Callable[[World], object]) -> None:
+        """Call `write` with the processes that write, once the previous save is on disk.
 
         Raises:
-            Exception: of the last save, or of this one where it is carried out at once.
+            Exception: of the previous save, or of this one if it is synchronous.
         """
         self.wait()
         if self._thread is None:
@@ -61,20 +56,19 @@ class Saves:
             self._pending = self._thread.submit(write, self._world)
 
     def wait(self) -> None:
-        """Return when the last save is on disk, or raise the error that it met, once."""
+        """Wait for the pending save and raise its error."""
         if self._pending is not None:
-            error = self._pending.exception()  # a signal may end this wait, and another one begins
+            error = self._pending.exception()  # a signal may interrupt this wait, and a second wait follows
             self._pending = None
             if error is not None:
                 raise error
 
     @contextlib.contextmanager
     def finished(self, say: Callable[[str], object]) -> Iterator[None]:
-        """A `with` block that ends when the last save is on disk. Where another error ends it, `say` is told of that
-        of the save.
+        """Wait for the pending save at the end of a `with` block; if the block fails, report the error of the save.
 
         Raises:
-            Exception: of the last save.
+            Exception: of the pending save.
         """
         try:
             yield

@@ -1,6 +1,6 @@
-"""Buffers of a model, which move without a gradient: put back after a step that does not count, and of every process.
+"""Buffers of a model in training: restored after a skipped step, and saved per process where they differ.
 
-Shared caches with sync="none" and running averages differ from process to process, while the weights are the same.
+Shared caches with sync="none" and running averages differ between data-parallel processes; weights do not.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .distributed import World
 
 
 @torch.no_grad()
-def remembered(model: nn.Module) -> Callable[[], None]:
-    """Note the buffers as they are, with what the last step has left pending; returns what puts them back.
+def remember_buffers(model: nn.Module) -> Callable[[], None]:
+    """Commit pending cache updates, copy all buffers, and return a function that restores them.
 
-    Proposals of caches that come in between are dropped when buffers are put back: other rows, layers or processes may
-    have been the bad ones of the step, and these proposals then are finite.
+    The function also drops cache updates proposed since: they may be finite although another process, layer or row of
+    the step was not.
     """
     commit_caches(model)
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -36,35 +36,33 @@ def remembered(model: nn.Module) -> Callable[[], None]:
     return put_back
 
 
-def by_rank(model: nn.Module, world: World) -> list[dict[str, Tensor]]:
-    """The saved buffers of each process that are not those of the first, in order of rank; none where all are alike.
+def buffers_by_rank(model: nn.Module, world: World) -> list[dict[str, Tensor]]:
+    """Return per process the saved buffers that differ from the first process; empty if none differ.
 
-    Every process must ask.
+    Every process must call this.
     """
     if world.size == 1:
         return []
     saved = model.state_dict().keys()
     own = {name: buffer.cpu() for name, buffer in model.named_buffers() if name in saved}
-    everyone: list[dict[str, Tensor]] = world.gather(own)
-    differing = [
-        {name: t for name, t in buffers.items() if not torch.equal(t, everyone[0][name])} for buffers in everyone
-    ]
+    gathered: list[dict[str, Tensor]] = world.gather(own)
+    differing = [{n: t for n, t in buffers.items() if not torch.equal(t, gathered[0][n])} for buffers in gathered]
     return differing if any(differing) else []
 
 
-def of_rank(
+def with_own_buffers(
     weights: Mapping[str, Tensor], saved: Sequence[Mapping[str, Tensor]], world: World, say: Callable[[str], Any]
 ) -> dict[str, Tensor]:
-    """Weights with the buffers of this process in them, from what `by_rank` gave.
+    """Return the weights with this process' buffers from `buffers_by_rank`.
 
-    Where another number of processes goes on, process r takes the buffers of process r mod that number, and `say` is
-    told.
+    If the number of processes has changed, process r takes the buffers of process r modulo the old number, and `say`
+    is told.
     """
     if not saved:
         return dict(weights)
     if len(saved) != world.size:
         say(
             f"the checkpoint holds caches or averages of {len(saved)} processes, each with its own. Now there are "
-            f"{world.size}: process r goes on with those of process r mod {len(saved)}, and the run will be another"
+            f"{world.size}: process r continues with those of process r mod {len(saved)}, so results will differ"
         )
     return {**weights, **saved[world.rank % len(saved)]}

@@ -1,15 +1,15 @@
-"""Checkpoints that appear whole or not at all, are checked when read, and continue a run to the bit.
+"""Checkpoints: atomic, checksummed step folders from which a run resumes exactly.
 
-    RUN/checkpoints/step_00000100/model.safetensors   weights and buffers, caches included
-                                  training.pt         optimiser, scaler, random states, data position, best so far
-                                  shards/             of weights that are cut up, in the place of model.safetensors and
-                                                      the optimiser in training.pt (`cut_tensors.py`)
-                                  meta.json           format, step, the best so far, SHA-256 of the other files,
-                                                      configuration, and a SHA-256 of all that
+    RUN/checkpoints/step_00000100/model.safetensors   weights and buffers, including caches
+                                  training.pt         optimiser, scaler, random states, data position, best score
+                                  shards/             sharded runs: weights and optimiser state, instead of
+                                                      model.safetensors (`sharded_checkpoint.py`)
+                                  meta.json           format, step, best score, SHA-256 of the other files,
+                                                      configuration, and a SHA-256 of all of these
 
-A checkpoint is written to `.partial` beside its place, forced to disk, and renamed: a save is that one event. Which
-checkpoint is the last, and which the best, is what the newest step folder says; the text files `last` and `best`, which
-name them for people and other tools, are made from it. Whatever else stands in the folder is left alone.
+A checkpoint is written to `.partial` in the same folder, forced to disk, and renamed: the rename is the save. The
+newest step folder says which step is the best. The text files `last` and `best` are for people and other tools. Other
+files in the folder are left alone.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,13 +34,11 @@ from torch import Tensor
 from cached_transformers.files import NotWritten, sync_folder, write_durably, write_whole
 
 from .distributed import World
-from .sharded_checkpoint import read_cut, write_cut
+from .sharded_checkpoint import flatten_state, read_shards, unflatten_state, write_shards
 
 FORMAT = 2
-"""Of checkpoints that are written. In format 1, which is read as well, `meta.json` neither named the best nor had a sum
-of its own."""
-CUT_FORMAT = 3
-"""Of checkpoints with `shards/`; others keep format 2, which older versions read."""
+"""Format of checkpoints without shards. In format 1, still read, `meta.json` has neither the best step nor a seal."""
+SHARDED_FORMAT = 3
 WEIGHTS, TRAINING, META, SHARDS = "model.safetensors", "training.pt", "meta.json", "shards"
 _STEP = re.compile(r"step_(\d{8,})")
 _PARTIAL, _SURPLUS = ".partial", ".surplus"
@@ -49,11 +46,11 @@ _PARTIAL, _SURPLUS = ".partial", ".surplus"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint in memory, its checksums verified.
+    """A checkpoint in memory, with verified checksums.
 
     Attributes:
-        cut: the folder of tensors that were left there, as `read_checkpoint` was asked to; then `weights` is empty, and
-            `training` has no live weights and of the optimiser only its groups and the names of their parameters.
+        shards: folder of tensors that were not read (`read_checkpoint(whole=False)`). Then `weights` is empty, and
+            `training` lacks live weights and has only groups and parameter names of the optimiser.
     """
 
     path: Path
@@ -61,15 +58,15 @@ class Checkpoint:
     config: dict[str, Any]
     weights: dict[str, Tensor]
     training: dict[str, Any]
-    cut: Path | None = None
+    shards: Path | None = None
 
 
 class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: `RUN/checkpoints`; made when the first checkpoint is saved.
-        keep: how many of the newest stay, besides the best.
+        folder: `RUN/checkpoints`; created by the first save.
+        keep: number of newest checkpoints to keep, besides the best.
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
@@ -77,11 +74,11 @@ class Checkpoints:
         self.keep = keep
 
     def path(self, step: int) -> Path:
-        """Folder of the checkpoint of a step."""
+        """Return the folder of the checkpoint of a step."""
         return self.folder / f"step_{step:08d}"
 
     def paths(self) -> list[Path]:
-        """Step folders, newest last: `step_` and eight digits or more, nothing else."""
+        """Return the step folders, newest last."""
         found = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted((p for p in found if _step_of(p) is not None and p.is_dir()), key=lambda p: _step_of(p) or 0)
 
@@ -92,76 +89,57 @@ class Checkpoints:
         weights: Mapping[str, Tensor],
         training: dict[str, Any],
         best: Mapping[str, Any] | None,
+        world: World | None = None,
     ) -> Path:
-        """Write one checkpoint, and drop surplus old ones.
+        """Write a checkpoint and remove surplus ones.
 
         Args:
-            best: "step" of the best so far, this one included, and scores of it that JSON knows.
+            training: training state. With shards, `training["optimizer"]` also has the parameters' "names".
+            best: JSON scores of the best step so far, with its "step".
+            world: processes that each write a shard, and all call this; None writes all tensors from this process.
 
         Raises:
-            NotWritten: it could not be written, e.g. the disk is full, or the best so far has vanished; the other
-                checkpoints are untouched.
+            NotWritten: a process could not write (e.g. the disk is full), or the best checkpoint has vanished; all
+                processes raise it, and the other checkpoints are untouched.
         """
-        with self._saving(step):
-            partial = self._begin(step, best)
-            tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in weights.items()}
-            write_durably(partial / WEIGHTS, content := safetensors.torch.save(tensors))
-            sums = {WEIGHTS: hashlib.sha256(content).hexdigest()}
-            self._finish(step, FORMAT, config, training, best, sums)
-        self.tidy(None if best is None else int(best["step"]))
+        partial, main = self.folder / _PARTIAL, world is None or world.main
+        try:
+            _on_main(world, lambda: self._begin(step, best))
+            if world is None:
+                weights = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in weights.items()}
+                if live := training.get("live_weights"):
+                    training = {
+                        **training,
+                        "live_weights": {n: t.detach().to("cpu", copy=True) for n, t in live.items()},
+                    }
+                write_durably(partial / WEIGHTS, content := safetensors.torch.save(weights))
+                sums = {WEIGHTS: hashlib.sha256(content).hexdigest()}
+                self._finish(step, FORMAT, config, training, best, sums)
+            else:
+                tensors, rest = flatten_state(weights, training)
+                write_shards(partial / SHARDS, tensors, world)
+
+                def finish() -> None:
+                    sums = {f"{SHARDS}/{p.name}": _sha256(p) for p in sorted((partial / SHARDS).iterdir())}
+                    self._finish(step, SHARDED_FORMAT, config, rest, best, sums)
+
+                _on_main(world, finish)
+        except OSError as error:
+            if main:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise NotWritten(f"checkpoint {self.path(step)}", error, "earlier checkpoints are untouched") from error
+        if main:
+            self.tidy(None if best is None else int(best["step"]))
         return self.path(step)
 
-    def save_cut(
-        self,
-        step: int,
-        config: dict[str, Any],
-        tensors: Mapping[str, Tensor],
-        training: dict[str, Any],
-        best: Mapping[str, Any] | None,
-        world: World,
-    ) -> None:
-        """As `save`, of tensors that processes have parts of, which every process must call.
-
-        Args:
-            tensors: by the names that `read_checkpoint` knows: `weights/NAME`, `live/NAME`, `optimizer/NAME/FIELD`.
-            training: of the first process, with "optimizer" as `param_groups` and `names` of their parameters.
-
-        Raises:
-            NotWritten: a process could not write; all raise it, and the other checkpoints are untouched.
-        """
-        with self._saving(step, world):
-            partial = self.folder / _PARTIAL
-            _together(world, lambda: self._begin(step, best))
-            write_cut(partial / SHARDS, tensors, world)
-
-            def finish() -> None:
-                sums = {f"{SHARDS}/{p.name}": _sum_of(p) for p in sorted((partial / SHARDS).iterdir())}
-                self._finish(step, CUT_FORMAT, config, training, best, sums)
-
-            _together(world, finish)
-        if world.main:
-            self.tidy(None if best is None else int(best["step"]))
-
-    @contextmanager
-    def _saving(self, step: int, world: World | None = None) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if world is None or world.main:
-                shutil.rmtree(self.folder / _PARTIAL, ignore_errors=True)
-            what = f"checkpoint {self.path(step)}"
-            raise NotWritten(what, error, "earlier checkpoints are untouched") from error
-
-    def _begin(self, step: int, best: Mapping[str, Any] | None) -> Path:
-        """An empty folder for what is to be a checkpoint."""
+    def _begin(self, step: int, best: Mapping[str, Any] | None) -> None:
+        """Create an empty partial folder."""
         chosen = None if best is None else int(best["step"])
         if chosen is not None and chosen != step and not self.path(chosen).is_dir():
             raise FileNotFoundError(errno.ENOENT, f"{self.path(chosen)}, the best so far, is not there any more")
-        partial = self.folder / _PARTIAL
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(self.folder / _PARTIAL, ignore_errors=True)
         self.folder.mkdir(exist_ok=True)
-        partial.mkdir()
-        return partial
+        (self.folder / _PARTIAL).mkdir()
 
     def _finish(
         self,
@@ -172,7 +150,7 @@ class Checkpoints:
         best: Mapping[str, Any] | None,
         sums: dict[str, str],
     ) -> None:
-        """Write what else belongs into the folder, and give it its name."""
+        """Write the remaining files into the partial folder, and rename it."""
         partial, target = self.folder / _PARTIAL, self.path(step)
         buffer = io.BytesIO()
         torch.save(training, buffer)
@@ -187,8 +165,7 @@ class Checkpoints:
         sync_folder(self.folder)
 
     def tidy(self, best: int | None) -> None:
-        """Make the folder what a save leaves, whatever was interrupted since: without surplus checkpoints and remains,
-        and with text files that name the last and the best."""
+        """Remove surplus checkpoints and leftovers of interrupted saves, and write the files `last` and `best`."""
         chosen = None if best is None else self.path(best)
         for name, named in (("last", next(reversed(self.paths()), None)), ("best", chosen)):
             if named is not None and named.is_dir():
@@ -199,11 +176,11 @@ class Checkpoints:
         shutil.rmtree(self.folder / _SURPLUS, ignore_errors=True)
         for path in self.paths()[: -self.keep]:
             if path != chosen:
-                path.rename(self.folder / _SURPLUS)  # first, so that a step folder is never there in part
+                path.rename(self.folder / _SURPLUS)  # first, so that a step folder is never incomplete
                 shutil.rmtree(self.folder / _SURPLUS)
 
     def named(self, name: str) -> Path:
-        """The step folder that is the `last` or the `best`, as the newest says.
+        """Return the folder of the `last` or the `best` checkpoint, according to the newest one.
 
         Raises:
             ValueError: there is none, or the newest cannot be read.
@@ -213,18 +190,20 @@ class Checkpoints:
             raise ValueError(f"{self.folder} has no {name!r} checkpoint; the run has saved none yet")
         if name == "last":
             return paths[-1]
-        best = best_step(paths[-1])
+        meta = _read_meta(paths[-1])
+        best = meta["best"] if "best" in meta else read_checkpoint(paths[-1]).training["best"]
         if best is None:
             raise ValueError(f"{self.folder} has no {name!r} checkpoint: the run has not been evaluated; take the last")
-        if not self.path(best).is_dir():
+        path = self.path(int(best["step"]))
+        if not path.is_dir():
             raise ValueError(
-                f"{self.folder} has no {name!r} checkpoint any more: it was step {best}, which is not there; take the "
-                "last, or train on, which chooses among those that are there"
+                f"{self.folder} has no {name!r} checkpoint any more: {path.name} has vanished; take the last, or "
+                "resume training, which chooses another"
             )
-        return self.path(best)
+        return path
 
     def newest_valid(self, whole: bool = True) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that can be read (None when there is no folder at all), and why others were skipped.
+        """Return the newest readable checkpoint (None without step folders), and the problems of skipped ones.
 
         Raises:
             ValueError: there are checkpoints, but none can be read.
@@ -241,7 +220,7 @@ class Checkpoints:
         return None, []
 
     def readable(self, until: int) -> list[Checkpoint]:
-        """Checkpoints up to a step that can be read, newest last."""
+        """Return the readable checkpoints up to a step, newest last, without their shards."""
         found = []
         for path in self.paths():
             try:
@@ -251,85 +230,66 @@ class Checkpoints:
         return [checkpoint for checkpoint in found if checkpoint.step <= until]
 
     def choose(self, best: Mapping[str, Any] | None) -> None:
-        """Let the newest step folder say another best, in one event, as where the former cannot be read any more."""
+        """Record another best step in the newest step folder."""
         path = self.paths()[-1]
         meta = _read_meta(path)
         write_whole(path / META, _sealed({**meta, "format": max(FORMAT, meta["format"]), "best": best}))
 
     def set_aside_after(self, step: int) -> None:
-        """Rename checkpoints later than `step` to `superseded_*`: the run goes on from there on a line of its own."""
-        for path in reversed(self.paths()):  # so that the newest left is one whose best is still there
+        """Rename checkpoints later than `step` to `superseded_*`."""
+        for path in reversed(self.paths()):  # newest first: the best step of the newest that remains still exists
             if (_step_of(path) or 0) > step:
                 self.set_aside(path)
 
     def set_aside(self, path: Path) -> None:
-        """Rename a step folder, so that it does not count any more, and nothing of it is lost."""
+        """Rename a step folder, so that it no longer counts and nothing is lost."""
         number = sum(1 for _ in self.folder.glob(f"superseded_{path.name}_*"))
         path.rename(self.folder / f"superseded_{path.name}_{number}")
 
 
 def read_checkpoint(path: Path, whole: bool = True) -> Checkpoint:
-    """Read and verify one checkpoint.
+    """Read and verify a checkpoint.
 
     Args:
-        whole: put tensors that are cut up together, and all of them into memory; else they stay where they are
-            (`Checkpoint.cut`).
+        whole: read shards into memory as whole tensors; otherwise leave them on disk (`Checkpoint.shards`).
 
     Raises:
-        ValueError: not a checkpoint, of a newer format, or damaged; the message says which, and names the file.
+        ValueError: not a checkpoint, of a newer format, or damaged; the message names the file.
     """
     meta = _read_meta(path)
-    cut = path / SHARDS if meta["format"] == CUT_FORMAT else None
-    contents = {name: _verified(path / name, meta["sha256"]) for name in ((WEIGHTS, TRAINING), (TRAINING,))[bool(cut)]}
-    for name in sorted(meta["sha256"]) if cut else ():
+    sums, shards = meta["sha256"], path / SHARDS if meta["format"] == SHARDED_FORMAT else None
+    contents = {name: _verified(path / name, sums) for name in ((TRAINING,) if shards else (WEIGHTS, TRAINING))}
+    for name in sorted(sums) if shards else ():
         if name.startswith(f"{SHARDS}/"):
-            _verify(path / SHARDS / Path(name).name, meta["sha256"][name])
+            file = path / SHARDS / Path(name).name
+            try:
+                found = _sha256(file)
+            except OSError:
+                raise ValueError(f"{path} is damaged: {file.name} is missing or cannot be read") from None
+            if found != sums[name]:
+                raise ValueError(f"{path} is damaged: {file.name} does not match its checksum")
     try:
-        weights = {} if cut else safetensors.torch.load(contents[WEIGHTS])
+        weights = {} if shards else safetensors.torch.load(contents[WEIGHTS])
         training = torch.load(io.BytesIO(contents[TRAINING]), weights_only=True, map_location="cpu")
-    except Exception as error:  # what is no archive of torch, or holds more than tensors, raises a wide choice
+    except Exception as error:  # torch and safetensors raise many types of errors for foreign files
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{path} is damaged, or not one of ours: {reason}") from None
+        raise ValueError(f"{path} is damaged, or not a checkpoint of cached train: {reason}") from None
     if not isinstance(training, dict):
-        raise ValueError(f"{path} is not one of ours: {TRAINING} holds no training state")
-    if cut and whole:
-        weights, training, cut = *put_together(read_cut(cut), training), None
-    return Checkpoint(path, meta["step"], meta["config"], weights, training, cut)
-
-
-def put_together(
-    tensors: Mapping[str, Tensor], training: Mapping[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and training state as a checkpoint in one piece has them, of what `Checkpoints.save_cut` was given."""
-    found: dict[str, dict[str, Tensor]] = {"weights": {}, "live": {}, "optimizer": {}}
-    for key, tensor in tensors.items():
-        kind, _, name = key.partition("/")
-        found[kind][name] = tensor
-    names, groups = (training["optimizer"][key] for key in ("names", "param_groups"))
-    numbers = {name: index for index, name in enumerate(names)}
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in found["optimizer"].items():
-        name, _, field = key.rpartition("/")
-        state.setdefault(numbers[name], {})[field] = tensor
-    whole = {**training, "optimizer": {"state": state, "param_groups": groups}}
-    return found["weights"], whole | ({"live_weights": found["live"]} if found["live"] else {})
+        raise ValueError(f"{path} is not a checkpoint of cached train: {TRAINING} holds no training state")
+    if shards and whole:
+        weights, training = unflatten_state(read_shards(shards), training)
+        shards = None
+    return Checkpoint(path, meta["step"], meta["config"], weights, training, shards)
 
 
 def stored_config(path: Path) -> dict[str, Any]:
-    """The configuration that a step folder holds, without reading its weights (ValueError: see `read_checkpoint`)."""
+    """Return the configuration in a step folder without reading its weights (ValueError: see `read_checkpoint`)."""
     config: dict[str, Any] = _read_meta(path)["config"]
     return config
 
 
-def best_step(path: Path) -> int | None:
-    """The best step so far, as a step folder says (ValueError: see `read_checkpoint`)."""
-    meta = _read_meta(path)
-    best = meta["best"] if "best" in meta else read_checkpoint(path).training["best"]
-    return None if best is None else int(best["step"])
-
-
 def _read_meta(path: Path) -> dict[str, Any]:
-    """What `meta.json` of a step folder says; every bit of it is checked, save in format 1."""
+    """Read and verify `meta.json`."""
     if not path.is_dir():
         raise ValueError(f"{path} is not a checkpoint: there is no such folder")
     try:
@@ -340,10 +300,10 @@ def _read_meta(path: Path) -> dict[str, Any]:
         if not right or not isinstance(config, dict):
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError(f"{path} is not a checkpoint: {META} is missing or not one of ours") from None
-    if version > CUT_FORMAT:
+        raise ValueError(f"{path} is not a checkpoint: {META} is missing or of another program") from None
+    if version > SHARDED_FORMAT:
         raise ValueError(
-            f"{path} has checkpoint format {version}, this version reads 1 to {CUT_FORMAT}; use the matching version"
+            f"{path} has checkpoint format {version}, this version reads 1 to {SHARDED_FORMAT}; use a newer version"
         )
     sealed = version > 1 or "best" in meta
     named = _step_of(path)
@@ -353,20 +313,20 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 
 def _sealed(meta: Mapping[str, Any]) -> bytes:
-    """The bytes of `meta.json`: what it says, and the SHA-256 of that. One content has one form, so that whoever reads
-    it can compare all of it."""
+    """Return `meta.json` with its own SHA-256, in a canonical form that readers compare as a whole."""
     body = {key: value for key, value in meta.items() if key != "seal"}
     seal = hashlib.sha256(json.dumps(body, indent=1).encode()).hexdigest()
     return json.dumps({**body, "seal": seal}, indent=1).encode()
 
 
 def _step_of(path: Path) -> int | None:
-    """The step of a folder that is called as ours are; None for other names."""
+    """Return the step of a folder `step_` and eight digits or more; None for other names."""
     found = _STEP.fullmatch(path.name)
     return None if found is None else int(found[1])
 
 
 def _verified(path: Path, sums: Mapping[str, str]) -> bytes:
+    """Return the content of a file after comparing its checksum."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -376,17 +336,8 @@ def _verified(path: Path, sums: Mapping[str, str]) -> bytes:
     return content
 
 
-def _verify(path: Path, wanted: str) -> None:
-    """As `_verified`, of a file that need not fit into memory."""
-    try:
-        found = _sum_of(path)
-    except OSError:
-        raise ValueError(f"{path.parent.parent} is damaged: {path.name} is missing or cannot be read") from None
-    if found != wanted:
-        raise ValueError(f"{path.parent.parent} is damaged: {path.name} does not match its checksum")
-
-
-def _sum_of(path: Path) -> str:
+def _sha256(path: Path) -> str:
+    """Return the SHA-256 of a file of any size."""
     total = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(1 << 20):
@@ -394,8 +345,11 @@ def _sum_of(path: Path) -> str:
     return total.hexdigest()
 
 
-def _together(world: World, work: Callable[[], object]) -> None:
-    """Let the main process work; where it meets an error of files, all raise it."""
+def _on_main(world: World | None, work: Callable[[], object]) -> None:
+    """Call `work` in the main process; all processes raise its OSError."""
+    if world is None:
+        work()
+        return
     error = None
     if world.main:
         try:
@@ -407,7 +361,7 @@ def _together(world: World, work: Callable[[], object]) -> None:
 
 
 def capture_rng() -> dict[str, Any]:
-    """States of the random generators of Python, numpy and torch, in types that `weights_only` loading accepts."""
+    """Return the states of the generators of Python, numpy and torch, in types that `weights_only` loading accepts."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()  # type: ignore[misc]
     return {
@@ -419,7 +373,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Put the random generators back where `capture_rng` found them."""
+    """Restore the states from `capture_rng`."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal.tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

@@ -1,8 +1,7 @@
-"""Configuration of a run: its sections, checks of their types that name value, rule and way out, and YAML of it.
+"""Configuration of a run: sections with checked types, and their YAML.
 
-`RunConfig` has six sections. `training`, `optimizer`, `schedule` and `evaluation` are frozen dataclasses that live next
-to what they configure; `data` and `model` are `{name: ..., **options}`, which `tasks.recipes` checks against what is
-registered.
+`training`, `optimizer`, `schedule` and `evaluation` are frozen dataclasses; `data` and `model` are
+`{name: ..., **options}`, which `tasks.recipes` checks against the registries.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ MAY_DIFFER = (
     "training.pipeline",
     "training.shares",
 )
-"""Keys that may change when a run is resumed: they alter how long, where and how loudly it runs."""
+"""Keys that may change when a run is resumed: they do not change what is learned by a step."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that determines one run."""
+    """Everything that determines a run."""
 
     data: dict[str, Any]
     model: dict[str, Any]
@@ -66,7 +65,7 @@ class RunConfig:
 
 
 def build_config(tree: Mapping[str, Any]) -> RunConfig:
-    """A `RunConfig` from nested mappings; whether the parts it names exist is for `tasks.recipes` to check.
+    """Build a `RunConfig` from nested mappings; `tasks.recipes` checks the names and options of parts.
 
     Raises:
         ValueError: unknown key, wrong type, missing section, or values that contradict one another.
@@ -78,25 +77,25 @@ def build_config(tree: Mapping[str, Any]) -> RunConfig:
 
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
-    """Nested plain dictionaries, ready for YAML or JSON."""
+    """Return nested plain dictionaries for YAML or JSON."""
     order = ("name", "description", "data", "model", "training", "optimizer", "schedule", "evaluation")
     tree = json.loads(json.dumps(dataclasses.asdict(config)))  # tuples become lists, as they do in a file
     return {key: tree[key] for key in order}
 
 
 def config_to_yaml(config: RunConfig) -> str:
-    """YAML text that `tasks.recipes.load_config` reads back to the same configuration."""
+    """Return YAML text that `tasks.recipes.load_config` reads back."""
     return yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True)
 
 
 def config_hash(config: RunConfig) -> str:
-    """SHA-256 of the configuration without the keys in `MAY_DIFFER`."""
+    """Return the SHA-256 of the configuration without the keys in `MAY_DIFFER`."""
     kept = {k: v for k, v in flatten(config_to_dict(config)).items() if k not in MAY_DIFFER}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
-    """A stored configuration with the options that it is older than, at their defaults; as it is when not readable."""
+    """Add options that a stored configuration lacks, at their defaults; return it unchanged if it cannot be read."""
     try:
         return config_to_dict(build_config(tree))
     except ValueError:
@@ -104,21 +103,27 @@ def with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """`key: old -> new` for every key that differs between two configurations and may not."""
+    """Return `key: old -> new` for every key that differs and may not."""
     left, right = flatten(old), flatten(new)
     keys = [k for k in {**left, **right} if left.get(k) != right.get(k) and k not in MAY_DIFFER]
     return [f"{k}: {left.get(k, '(absent)')!r} -> {right.get(k, '(absent)')!r}" for k in keys]
 
 
 def _build(cls: type[D], tree: Any, path: str) -> D:
-    """A dataclass from a mapping, with every key and type checked; `path` is the dotted prefix for messages."""
+    """Build a dataclass from a mapping; `path` is the dotted prefix for messages."""
     if not isinstance(tree, Mapping):
         raise ValueError(f"{path.rstrip('.') or 'the configuration'}={shown(tree)} must be a mapping of options")
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for key, value in tree.items():
         if key not in hints:
-            raise ValueError(_unknown_key(f"{path}{key}", [f"{path}{name}" for name in hints]))
+            known = [f"{path}{name}" for name in hints]
+            elsewhere = [name for name in _section_keys() if name.rpartition(".")[2] == key]
+            if not elsewhere:
+                raise ValueError(unknown_name("key", f"{path}{key}", known))
+            raise ValueError(
+                f"unknown key {path + key!r}; did you mean {elsewhere[0]!r}? (known here: {', '.join(sorted(known))})"
+            )
         if dataclasses.is_dataclass(hints[key]):
             values[key] = _build(typing.cast(type, hints[key]), value, f"{path}{key}.")
         else:
@@ -126,15 +131,7 @@ def _build(cls: type[D], tree: Any, path: str) -> D:
     return cls(**values)
 
 
-def _unknown_key(path: str, known: list[str]) -> str:
-    leaf = path.rpartition(".")[2]
-    elsewhere = [key for key in _all_keys() if key.rpartition(".")[2] == leaf]
-    if elsewhere:
-        return f"unknown key {path!r}; did you mean {elsewhere[0]!r}? (known here: {', '.join(sorted(known))})"
-    return unknown_name("key", path, known)
-
-
-def _all_keys() -> list[str]:
+def _section_keys() -> list[str]:
     sections: dict[str, Any] = {"training": TrainingConfig, "optimizer": OptimizerConfig, "schedule": ScheduleConfig}
     sections["evaluation"] = EvaluationConfig
     return [f"{name}.{f.name}" for name, cls in sections.items() for f in dataclasses.fields(cls)]

@@ -1,6 +1,6 @@
-"""Data-parallel training by torchrun: process group, wrapping, and sums that are exact for uneven shares.
+"""Processes of torchrun: process group, DDP, and exact sums over uneven shares.
 
-A process that torchrun did not start is a world of one, in which every function here does nothing.
+A process without torchrun is a world of one, in which the functions here do nothing.
 """
 
 from __future__ import annotations
@@ -28,33 +28,36 @@ from .interruption import RunFailed
 
 T = TypeVar("T")
 PATIENCE = 1800.0
-"""Seconds that processes of one start wait for each other, as those of Gloo do."""
+"""Seconds that processes wait for each other at a start, as in Gloo."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes that train together, seen from one of them."""
+    """The processes that train together, from the view of one of them.
+
+    Attributes:
+        group: process group; None for the default group.
+    """
 
     device: torch.device
     rank: int = 0
     size: int = 1
     group: Any = None
-    """Through which they speak; None for that of all."""
 
     @property
     def main(self) -> bool:
-        """Whether this is the process that writes files and prints."""
+        """True in the process that writes files and prints."""
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Element-wise sum over all processes (float64, so that counts and long sums stay exact)."""
+        """Return the element-wise sum over all processes in float64."""
         total = values.to(self.device, torch.float64)
         if self.size > 1:
             dist.all_reduce(total, group=self.group)
         return total
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every process, in order of rank."""
+        """Return `value` of every process, in order of rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -62,16 +65,16 @@ class World:
         return values
 
     def barrier(self) -> None:
-        """Wait until all processes are here."""
+        """Wait for all processes."""
         if self.size > 1:
             dist.barrier(self.group)
 
 
 def in_world(device: str, work: Callable[[World], T]) -> T:
-    """What `work` returns, called with the world that torchrun describes in the environment.
+    """Call `work` with the world that torchrun describes in the environment.
 
     Args:
-        device: auto, cpu, cuda or cuda:N. Under torchrun `cuda` means the card of the local rank.
+        device: auto, cpu, cuda or cuda:N. Under torchrun `cuda` is the device of the local rank.
         work: must not return anything that communicates.
 
     Raises:
@@ -90,36 +93,34 @@ def in_world(device: str, work: Callable[[World], T]) -> T:
 
 
 def in_group(work: Callable[[], T], backend: str, **rendezvous: Any) -> T:
-    """What `work` returns, called while there is a process group; the group and its threads end with the call.
+    """Call `work` with a process group; the group and its threads end with the call.
 
-    Left alone, a thread of Gloo may let go of a tensor while the interpreter shuts down, which aborts the process, or
-    while the last reference to the group goes away inside a wrapped model, which waits for that thread and holds the
-    interpreter that the thread waits for. `destroy_process_group` only forgets the group, which is why `work` is a
-    function: its local variables are gone when it returns.
+    A Gloo thread that outlives the group may free a tensor during interpreter shutdown, which aborts the process, or
+    deadlock with the destructor of a wrapped model. `work` is a function so that its local variables are gone when the
+    group is destroyed.
 
     Args:
         work: must not return anything that communicates.
         backend: nccl or gloo.
-        **rendezvous: for `torch.distributed.init_process_group`; by default what torchrun says.
+        **rendezvous: arguments of `torch.distributed.init_process_group`; by default those of torchrun.
     """
-    # The functions of this module keep the group that exists at their import as a default argument, for ever;
-    # imported now, before there is one, they keep none.
+    # The functions of this module hold the group at import as a default argument; imported now, they hold none.
     importlib.import_module("torch.distributed.nn.functional")
-    dist.init_process_group(backend, **(rendezvous or _of_this_start()))
+    dist.init_process_group(backend, **(rendezvous or _rendezvous()))
     group = dist.group.WORLD
     try:
         return work()
     finally:
         dist.destroy_process_group()
         gc.collect()  # wrapped models are cycles
-        del group  # last of all: the one reference whose end waits for the threads without holding up the interpreter
+        del group  # the last reference: its destructor waits for the threads without the GIL
 
 
-def _of_this_start() -> dict[str, Any]:
-    """Where processes meet that torchrun has started: in its store, under a name that those of this start alone know.
+def _rendezvous() -> dict[str, Any]:
+    """Return rendezvous arguments: the store of torchrun under a prefix that is new for each start.
 
-    The store of torchrun outlives a restart, and with it the addresses that those who were killed have left there, for
-    newer ones to find (pytorch issue 135712). How often it has restarted is no such name: each torchrun counts its own.
+    The store outlives restarts and still has the addresses of killed processes (pytorch issue 135712). The number of
+    restarts is no unique prefix, since each torchrun counts its own.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
@@ -130,13 +131,13 @@ def _of_this_start() -> dict[str, Any]:
 
 
 def agreed_name(store: dist.Store, rank: int, size: int, patience: float = PATIENCE) -> str:
-    """A new name that processes agree on, in a store that may hold anything that earlier ones have said.
+    """Agree on a new name in a store that may hold values of earlier processes.
 
-    Each but the first says a word that nobody has said before; the first answers with that word and the name, so that
-    who reads its own word knows that the answer is new; and hears from each that it has the name.
+    Each process but the first writes a random word; the first answers with that word and the name. A process that reads
+    its own word knows that the answer is new, and confirms the name.
 
     Raises:
-        RunFailed: some process did not come.
+        RunFailed: a process did not come.
     """
     own, until = uuid.uuid4().hex, time.monotonic() + patience
     missing, answered = set(range(1, size)) if rank == 0 else {0}, set[str]()
@@ -147,17 +148,17 @@ def agreed_name(store: dist.Store, rank: int, size: int, patience: float = PATIE
         if time.monotonic() > until:
             raise RunFailed(
                 f"process {rank} of {size} waited {patience:.0f} s for process {min(missing)}, which did not come; see "
-                "what torchrun says of it"
+                "the output of torchrun"
             )
         if rank:
-            answer = _said(store, f"answer_{rank}").split()
+            answer = _value(store, f"answer_{rank}").split()
             if answer[:1] == [own]:
                 name = answer[1]
                 store.set(f"name_{rank}", name)
                 break
         for other in sorted(missing) if not rank else ():
-            word = _said(store, f"word_{other}")
-            if _said(store, f"name_{other}") == name:
+            word = _value(store, f"word_{other}")
+            if _value(store, f"name_{other}") == name:
                 missing.discard(other)
             elif word and word not in answered:
                 store.set(f"answer_{other}", f"{word} {name}")
@@ -166,13 +167,13 @@ def agreed_name(store: dist.Store, rank: int, size: int, patience: float = PATIE
     return name
 
 
-def _said(store: dist.Store, key: str) -> str:
-    """What stands under a key; nothing where nothing does."""
+def _value(store: dist.Store, key: str) -> str:
+    """Return the value of a key; empty if there is none."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
 def pick_device(name: str, local_rank: int | None = None) -> torch.device:
-    """The torch device for `training.device` (ValueError: unknown, or not on this machine)."""
+    """Return the torch device of `training.device` (ValueError: unknown, or not on this machine)."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if re.fullmatch(r"cpu|cuda(:\d{1,3})?", name) is None:
@@ -188,21 +189,21 @@ def pick_device(name: str, local_rank: int | None = None) -> torch.device:
 
 
 def pipeline_group(world: World, pipeline: int) -> dist.ProcessGroup:
-    """The neighbouring processes, this one among them, that share rows: one line of a mesh (data, pipeline)."""
+    """Return the group of neighbouring processes that share rows with this one, in a mesh (data, pipeline)."""
     sizes = (world.size // pipeline, pipeline)
     return init_device_mesh(world.device.type, sizes, mesh_dim_names=("data", "pipeline")).get_group("pipeline")
 
 
 def wrap(model: nn.Module, world: World, some_unused: bool = False) -> nn.Module:
-    """The model as it is, or with its gradients averaged over the processes after each backward pass.
+    """Wrap a model in DDP if there are several processes.
 
     Args:
-        some_unused: whether there may be weights that a process does not use in a step.
+        some_unused: a process may not use some weights in a step.
     """
     if world.size == 1:
         return model
     for cache in caches(model):
-        if cache.sync == "none":  # DDP begins by overwriting all buffers with those of the first process
+        if cache.sync == "none":  # DDP overwrites all buffers with those of the first process
             cache.propose_current()
     devices = [world.device.index] if world.device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=devices, find_unused_parameters=some_unused)

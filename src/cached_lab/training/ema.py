@@ -1,7 +1,7 @@
-"""Exponential moving average of the weights (Polyak and Juditsky, 1992, in the form that timm and DeiT use).
+"""Exponential moving average of the weights (Polyak and Juditsky, 1992), as in timm and DeiT.
 
-`torch.optim.swa_utils.AveragedModel` keeps the average. Buffers, shared caches among them, are copied from the model
-and not averaged: a cache is what the live gates have written, and batch-norm statistics are averages already.
+Buffers, including shared caches, are copied from the model and not averaged: a cache was written by the live gates, and
+batch-norm statistics are averages already.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from cached_transformers.memories.parts.shared_cache import commit_caches
 
 
 class WeightAverage:
-    """The average of a model's weights: w <- d w + (1 - d) weights after each step, beginning with those of the first.
+    """Average of a model's weights, starting with those of the first step: w <- d w + (1 - d) weights.
 
     Args:
-        model: the model, not wrapped. decay: d. warmup: whether step t (from 1) takes min(d, (1 + t) / (10 + t)).
+        model: the unwrapped model. decay: d. warmup: use min(d, (1 + t) / (10 + t)) in step t, from 1.
     """
 
     def __init__(self, model: nn.Module, decay: float, warmup: bool = False) -> None:
@@ -28,28 +28,28 @@ class WeightAverage:
 
     @property
     def module(self) -> nn.Module:
-        """The model with averaged weights, which is what is evaluated."""
+        """The model with averaged weights."""
         module: nn.Module = self._averaged.module
         return module
 
     @property
     def updates(self) -> int:
-        """Steps that are in the average."""
+        """Number of averaged steps."""
         return int(self._averaged.n_averaged)
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Take in the weights after a step, and copy the buffers."""
+        """Average the weights after a step, and copy the buffers."""
         commit_caches(model)
         self._averaged.update_parameters(model)
 
     def load(self, weights: Mapping[str, Tensor], updates: int) -> None:
-        """Go on from what was saved."""
+        """Restore saved averages."""
         self.module.load_state_dict(weights)
         self._averaged.n_averaged.fill_(updates)
 
     def replace(self, module: nn.Module) -> None:
-        """Take another module with the same averaged weights."""
+        """Replace the module by one with the same averaged weights."""
         self._averaged.module = module
 
     def _mean(self, average: list[Tensor], current: list[Tensor], count: Tensor | int) -> None:

@@ -1,8 +1,8 @@
-"""Being asked to stop, by SIGINT or SIGTERM: a request that a loop answers between two steps, and an end elsewhere.
+"""SIGINT and SIGTERM: a loop saves and stops between two steps, anything else ends at once.
 
-No request is lost. A command lives inside `ended_by_signals`, where a signal raises `Stopped`; a loop that has
-something to save listens with `stop_requests`. What a library swallows of an exception, the next loop and the end of
-the command raise again, and what reaches a loop after it last looked is raised when the loop is over.
+No signal is lost. A command runs inside `ended_by_signals`, where a signal raises `Stopped`; a training loop uses
+`stop_requests`. If a library swallows the exception, the next loop and the end of the command raise it again, and a
+signal after the last check of a loop is raised when the loop ends.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(Exception):
-    """The run was asked to stop (SIGINT or SIGTERM) and has saved a checkpoint.
+    """The run got SIGINT or SIGTERM and saved a checkpoint.
 
     Attributes:
-        signal_number: which signal.
-        step: the step that was saved.
+        signal_number, step: the signal and the saved step.
     """
 
     def __init__(self, signal_number: int, step: int) -> None:
@@ -31,15 +30,11 @@ class Interrupted(Exception):
 
 
 class RunFailed(RuntimeError):
-    """A run ended before its time for a reason that the message tells, with its way out; no mistake of the code."""
+    """A run failed for the reason in the message, which is not a bug and has a way out."""
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGINT or SIGTERM arrived where there is nothing to save; files that were saved before stay whole.
-
-    Attributes:
-        signal_number: which signal.
-    """
+    """SIGINT or SIGTERM arrived while there was nothing to save; files saved before stay whole."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signal_number).name}")
@@ -47,7 +42,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class _End:
-    """The handler of `ended_by_signals`, which remembers what it was asked."""
+    """Signal handler of `ended_by_signals`, which remembers signals."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -57,16 +52,16 @@ class _End:
         raise Stopped(number)
 
     def insist(self) -> None:
-        """Raise again what something has swallowed: imports of extensions and finalisers may."""
+        """Raise a swallowed signal again: imports of extensions and finalisers may swallow exceptions."""
         if self.asked:
             raise Stopped(self.asked[0])
 
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM raise `Stopped`; one that was swallowed is raised at the end of the block.
+    """Let SIGINT and SIGTERM raise `Stopped` inside the block, and a swallowed one at its end.
 
-    An error that comes of the interruption gives way to it. In other threads than the main one nothing is different.
+    `Stopped` replaces an error caused by it. Outside of the main thread this does nothing.
 
     Raises:
         Stopped: a signal arrived.
@@ -84,19 +79,19 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def starter() -> int | None:
-    """The process of torchrun that has started this one; None for another parent.
+    """Return the process id of the torchrun that started this process; None for another parent.
 
-    When it is killed it takes nobody with it: who goes on then holds the folder, and nobody hears of it.
+    When torchrun is killed its processes survive, and must notice and stop.
     """
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ and hasattr(os, "getppid") else None
 
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """A list that receives the number of the first SIGINT or SIGTERM; a second one acts as if nobody listened.
+    """Yield a list that receives the first SIGINT or SIGTERM; a second signal has its usual effect.
 
     Raises:
-        Stopped: a request came before the block and was swallowed there, or came when the block no longer looked.
+        Stopped: a signal was swallowed before the block, or came after the block last looked.
     """
     received: list[int] = []
     for number in SIGNALS:
@@ -115,7 +110,7 @@ def stop_requests() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _handled_by(handler: Callable[[int, object], None]) -> Iterator[Callable[[], None]]:
-    """Both signals go to a handler, in the main thread, which alone may have one; gives what ends that early."""
+    """Install a handler for both signals, in the main thread only; yield a function that removes it."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return

@@ -1,12 +1,11 @@
-"""Order of the training data: a pure function of (seed, epoch), whatever the number of processes, pieces or workers.
+"""Data loading in an order that is a function of (seed, epoch), whatever the number of processes, pieces or workers.
 
-A step number is the position in the data: step s takes rows [p * batch, (p + 1) * batch) of epoch e's permutation,
-where e, p = divmod(s, batches in an epoch). Rows that do not fill a batch wait for another epoch's permutation.
-Augmentation of row i in epoch e draws from generators seeded by (seed, e, i), so it does not depend on who loads the
-row, or when.
+Step s takes rows [p * batch, (p + 1) * batch) of the permutation of epoch e, with e, p = divmod(s, batches per epoch);
+an incomplete last batch is dropped. Augmentation of row i in epoch e is seeded by (seed, e, i), so that it does not
+depend on the loading process.
 
-Repeated augmentation (Hoffer et al., arXiv:1901.09335; as DeiT's sampler, arXiv:2012.12877, does it) takes each image
-of a batch several times, changed in different ways: an epoch has as many rows as without, of fewer images.
+Repeated augmentation (Hoffer et al., arXiv:1901.09335; DeiT, arXiv:2012.12877) takes each image of a batch several
+times with different augmentation: an epoch has as many rows, of fewer images.
 """
 
 from __future__ import annotations
@@ -31,26 +30,25 @@ from .interruption import RunFailed
 
 T = TypeVar("T")
 Key = tuple[int, ...]
-"""(epoch, index) of one row, or (epoch, index, copy) where rows are repeated."""
-_IN_A_ROW = 100
-"""Files in a row that may be bad before loading gives up."""
-_NAMED = 20
-"""Bad files that are named on the screen while a run goes on; all of them are counted."""
+"""(epoch, index) of a row, or (epoch, index, copy) with repeated augmentation."""
+_MAX_BAD_IN_A_ROW = 100
+_MAX_NAMED = 20
+"""Bad files that are named on the screen; all are counted."""
 
 
 def mixed_seed(*numbers: int) -> int:
-    """A well-mixed 63-bit seed from a few whole numbers."""
+    """Mix integers into a 63-bit seed."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 @contextlib.contextmanager
 def seeded(*numbers: int) -> Iterator[None]:
-    """The generators of Python, numpy and torch (CPU) seeded for a `with` block, and put back after it."""
+    """Seed the generators of Python, numpy and torch (CPU) for a `with` block, and restore them."""
     seed = mixed_seed(*numbers)
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    # The CPU generator itself: torch.manual_seed would seed CUDA too, and nothing would put that back.
+    # The CPU generator only: torch.manual_seed would also seed CUDA, which is not restored here.
     torch.default_generator.manual_seed(seed)
     try:
         yield
@@ -61,17 +59,17 @@ def seeded(*numbers: int) -> Iterator[None]:
 
 
 class Loaded(NamedTuple):
-    """What a loading process hands over: a batch (None when no row of it can be used), and the bad files it met."""
+    """A batch from a loading process (None without usable rows), and the bad files it met."""
 
     batch: Any
     bad: tuple[BadFile, ...]
 
 
 class SeededRows(TorchDataset[tuple[Tensor, int]]):
-    """Rows of a dataset by (epoch, index); augmentation is seeded per row and leaves the global generators alone.
+    """Rows of a dataset by (epoch, index), with augmentation seeded per row.
 
-    Where the dataset says `bad_files: skip`, the next row that can be used stands in for one that cannot, so that
-    batches keep their size; the files that were met are kept in `met` until they are handed over.
+    With `bad_files: skip`, the next usable row replaces an unusable one, so that batches keep their size; `met` holds
+    the bad files until the batch is complete.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -86,7 +84,7 @@ class SeededRows(TorchDataset[tuple[Tensor, int]]):
             return self._usable(key[1])
 
     def _usable(self, index: int) -> tuple[Tensor, int]:
-        for further in range(_IN_A_ROW):
+        for further in range(_MAX_BAD_IN_A_ROW):
             try:
                 return self.dataset[(index + further) % len(self.dataset)]
             except BadFile as error:
@@ -94,13 +92,13 @@ class SeededRows(TorchDataset[tuple[Tensor, int]]):
                     raise
                 self.met.append(error)
         raise ValueError(
-            f"{_IN_A_ROW} files in a row cannot be used, the last {self.met[-1].file} ({self.met[-1].reason}); fetch "
-            "the data again"
+            f"{_MAX_BAD_IN_A_ROW} files in a row cannot be used, the last {self.met[-1].file} "
+            f"({self.met[-1].reason}); fetch the data again"
         )
 
 
 class _Batches(TorchDataset[Loaded]):
-    """Batches of rows. Errors travel as values: from a loading process they would arrive as text."""
+    """Batches of rows. Errors are returned as values, since a loading process would send them as text."""
 
     def __init__(self, dataset: Any, rows: Any) -> None:
         self.dataset, self.rows = dataset, rows
@@ -120,23 +118,23 @@ class _Batches(TorchDataset[Loaded]):
 
 
 def skips_bad_files(dataset: Any) -> bool:
-    """Whether loading goes on without files that cannot be used."""
+    """Return True if unusable files are skipped."""
     return getattr(dataset, "bad_files", "stop") == "skip"
 
 
 def opened(loaded: Loaded, dataset: Any) -> Any:
-    """The batch, after its bad files have been noted in `dataset.bad_found`; a warning names the first ones.
+    """Return the batch after recording its bad files in `dataset.bad_found` and warning about the first ones.
 
     Raises:
-        BadFile: the dataset says that one stops the run.
+        BadFile: bad files are not skipped.
     """
     for error in loaded.bad:
         if not skips_bad_files(dataset):
             raise error
         found = dataset.bad_found
-        if error.file not in found and len(found) < _NAMED:
+        if error.file not in found and len(found) < _MAX_NAMED:
             number = len(found) + 1
-            more = "; more are counted, not named" if number == _NAMED else ""
+            more = "; more are counted, not named" if number == _MAX_NAMED else ""
             warnings.warn(
                 f"skipped {error.file}: {error.reason} (bad file {number}{more})", RuntimeWarning, stacklevel=2
             )
@@ -145,7 +143,7 @@ def opened(loaded: Loaded, dataset: Any) -> Any:
 
 
 class Order(Protocol):
-    """Rows of one piece of a batch after the other, endlessly: a pure function of `seed`, from step `start` on."""
+    """Endless pieces of batches from step `start` on, as a function of `seed`."""
 
     seed: int
     start: int
@@ -154,7 +152,7 @@ class Order(Protocol):
 
 
 class Share(NamedTuple):
-    """What a process takes of each batch: as many rows as every other process, in pieces."""
+    """Share of each batch that a process takes: an equal number of rows, in pieces."""
 
     rank: int = 0
     processes: int = 1
@@ -170,19 +168,17 @@ class Share(NamedTuple):
 
 
 WHOLE = Share()
-"""All of a batch, in one piece."""
+"""A whole batch, in one piece."""
 
 
 class TrainingOrder(Sampler[list[Key]]):
-    """Endless pieces of batches for one process, beginning at a step.
+    """Endless pieces of batches for one process, from a step on.
 
     Args:
         size: rows of the dataset.
         batch_size: rows of one step, over all processes and pieces.
-        seed: seed of the permutations.
-        start: steps already taken.
-        share: what this process takes of a batch.
-        repeats: how often each image of a batch is in it.
+        seed: seed of the permutations. start: number of past steps.
+        share: share of this process. repeats: number of copies of each image in a batch.
 
     Raises:
         ValueError: the batch does not divide evenly, or is larger than the dataset.
@@ -193,8 +189,8 @@ class TrainingOrder(Sampler[list[Key]]):
     ) -> None:
         if batch_size % repeats:
             raise ValueError(
-                f"training.batch_size={batch_size} must be a multiple of training.repeats={repeats}: "
-                "each image of a batch is in it so often"
+                f"training.batch_size={batch_size} must be a multiple of training.repeats={repeats}, the copies of "
+                "each image"
             )
         share.check(batch_size)
         if batch_size > size:
@@ -206,7 +202,7 @@ class TrainingOrder(Sampler[list[Key]]):
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.long)
 
     def rows(self, step: int) -> list[Key]:
-        """All rows of one step, over all processes."""
+        """Return all rows of one step, over all processes."""
         epoch, position = divmod(step, self.size // self.batch_size)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
@@ -215,7 +211,7 @@ class TrainingOrder(Sampler[list[Key]]):
         chosen = self._order[position * images : (position + 1) * images].tolist()
         if self.repeats == 1:
             return [(epoch, index) for index in chosen]
-        # Copies lie far apart, so that processes see different ones and mixing meets different images.
+        # Copies are far apart, so that processes see different ones and mixing combines different images.
         return [(epoch, index, copy) for copy in range(self.repeats) for index in chosen]
 
     def __iter__(self) -> Iterator[list[Key]]:
@@ -230,13 +226,13 @@ class TrainingOrder(Sampler[list[Key]]):
 
 
 class GroupedOrder(TrainingOrder):
-    """Batches of rows of one group as far as they go (images of one aspect ratio need little padding).
+    """Batches of rows of one group where possible (images of one aspect ratio need little padding).
 
-    Within an epoch each group's rows keep the order of the permutation; what fills no batch of its group goes into
-    mixed ones, and all batches are dealt in an order of their own. Every row has the chance it has in `TrainingOrder`.
+    Within an epoch each group keeps the order of the permutation, rows that fill no batch of their group form mixed
+    batches, and the batches are shuffled. Every row is as likely as in `TrainingOrder`.
 
     Args:
-        groups: group of each row, integers (size,). Others: as in `TrainingOrder`.
+        groups: group of each row, integers (size,). others: see `TrainingOrder`.
     """
 
     def __init__(self, groups: np.ndarray, *args: Any, **options: Any) -> None:
@@ -261,21 +257,21 @@ class GroupedOrder(TrainingOrder):
 def training_batches(
     dataset: Any, order: Order, workers: int = 0, pin_memory: bool = False, rows: Any = None
 ) -> Iterator[Any]:
-    """Endless batches (`dataset.collate`) in the given order.
+    """Yield endless batches (`dataset.collate`) in the given order.
 
     Args:
-        workers: loading processes. pin_memory: batches in memory from which a GPU copies while it computes.
-        rows: what makes items of the keys of the order; None for `SeededRows`.
+        workers: loading processes. pin_memory: use page-locked memory for copies to a GPU.
+        rows: maps keys of the order to items; None for `SeededRows`.
 
     Raises:
-        BadFile: a file cannot be used, and the dataset does not say to skip such files.
+        BadFile: a file cannot be used, and bad files are not skipped.
     """
     rows = SeededRows(dataset, order.seed) if rows is None else rows
     yield from _loaded(dataset, rows, order, workers, pin_memory)
 
 
 def _loaded(dataset: Any, rows: Any, batches: Any, workers: int, pin_memory: bool) -> Iterator[Any]:
-    """Batches of rows, of which `batches` gives the keys."""
+    """Yield batches of the rows whose keys `batches` yields."""
     loader = DataLoader(
         _Batches(dataset, rows),
         batch_size=None,
@@ -284,7 +280,7 @@ def _loaded(dataset: Any, rows: Any, batches: Any, workers: int, pin_memory: boo
         num_workers=workers,
         worker_init_fn=_ignore_interrupts,
         pin_memory=pin_memory,
-        generator=torch.Generator(),  # its own, so that making the iterator does not draw from the global one
+        generator=torch.Generator(),  # so that the iterator does not use the global one
     )
     try:
         for loaded in loader:
@@ -293,7 +289,7 @@ def _loaded(dataset: Any, rows: Any, batches: Any, workers: int, pin_memory: boo
         if "DataLoader worker" not in str(error):
             raise
         raise RunFailed(
-            f"a loading process ended ({' '.join(str(error).split())}), for want of memory as a rule; take fewer "
+            f"a loading process ended ({' '.join(str(error).split())}), usually out of memory; use fewer "
             "(training.workers), or none"
         ) from error
 
@@ -308,19 +304,17 @@ def _as_it_is(loaded: Loaded) -> Loaded:
 
 
 def to_device(tree: T, device: torch.device) -> T:
-    """A batch, or a tuple, list or mapping of parts of one, with its tensors on a device; the rest stays as it is."""
+    """Move the tensors of a nested structure to a device."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), tree)  # type: ignore[no-any-return]
 
 
 def evaluation_batches(
     dataset: Any, batch_size: int, rank: int = 0, world_size: int = 1, workers: int = 0, pin_memory: bool = False
 ) -> Iterator[Any]:
-    """Every row of this process's share exactly once, in order; shares may differ by one row.
-
-    Rows whose file cannot be used are left out where the dataset says so, and noted; see `opened`.
+    """Yield every row of this process' share once, in order; shares may differ by one row.
 
     Raises:
-        BadFile: a file cannot be used, and the dataset does not say to skip such files.
+        BadFile: a file cannot be used, and bad files are not skipped.
     """
     mine = range(rank, len(dataset), world_size)
     batches = [mine[begin : begin + batch_size] for begin in range(0, len(mine), batch_size)]

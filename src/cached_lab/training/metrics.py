@@ -1,4 +1,4 @@
-"""Metrics of any task: evaluation that leaves no trace, what modules count, and the files that metrics go to."""
+"""Metrics: evaluation without side effects, counts of modules, and metrics files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .distributed import World
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a `with` block that leaves no trace: modes, buffers and random states come back."""
+    """Set evaluation mode for a `with` block, and restore modes, buffers and random states after it."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -33,17 +33,17 @@ def untouched(model: nn.Module) -> Iterator[None]:
             for name, buffer in model.named_buffers():
                 buffer.copy_(before[name])
     finally:
-        for module, mode in modes:  # parents come before their children, so that a child frozen in eval stays so
+        for module, mode in modes:  # parents before children, so that a child frozen in eval stays frozen
             if module.training != mode:
                 module.train(mode)
         restore_rng(rng)
 
 
 def tallies(model: nn.Module, world: World) -> dict[str, Tensor]:
-    """What the modules of a model counted since they were last asked, over all processes: (sum, count) by name.
+    """Return (sum, count) by name of everything the modules have counted since the last call, over all processes.
 
-    A module takes part by a method `tallies()`, which returns such pairs of tensors and begins anew; the pairs of one
-    name are added up. Every process must ask.
+    A module takes part with a method `tallies()` that returns such pairs and resets them; pairs of one name are added.
+    Every process must call this.
     """
     found: dict[str, Tensor] = {}
     for module in model.modules():
@@ -54,11 +54,11 @@ def tallies(model: nn.Module, world: World) -> dict[str, Tensor]:
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one JSON object a line, flushed line by line.
+    """`metrics.jsonl`: one JSON object per line, flushed line by line.
 
     Args:
-        path: the file; it is appended to.
-        step: lines of later steps, which a resumed run will write again, are removed, as is a line cut short.
+        path: file to append to.
+        step: lines of later steps are removed, since a resumed run writes them again, and so is an incomplete line.
     """
 
     def __init__(self, path: Path, step: int) -> None:
@@ -69,13 +69,13 @@ class MetricsFile:
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append one line; numbers that JSON does not know (infinities, not a number) become null."""
+        """Append one line; infinities and NaN become null."""
         with _naming(self._path):
             self._file.write(f"{json.dumps(jsonable(line), allow_nan=False)}\n")
             self._file.flush()
 
     def sync(self) -> None:
-        """Force what is written to disk: a checkpoint must not outlive the lines before it."""
+        """Force the lines to disk: a checkpoint must not be newer than them."""
         with _naming(self._path):
             os.fsync(self._file.fileno())
 
@@ -87,7 +87,7 @@ class MetricsFile:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Say of an error in a `with` block which file could not be written, and what is safe."""
+    """Raise OSErrors of a `with` block as `NotWritten` with the path."""
     try:
         yield
     except OSError as error:
@@ -96,20 +96,20 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Lines of a metrics file; none when it does not exist, and an unfinished last line is left out.
+    """Return the lines of a metrics file; none if it does not exist. An incomplete last line is left out.
 
     Raises:
-        ValueError: a line (named) that is not JSON, or none of ours.
+        ValueError: a line that is not JSON or has no step; the message has its number.
     """
     if not path.is_file():
         return []
-    # Line feeds alone end lines, and none stands in JSON; what is not UTF-8 is no JSON either.
+    # Only line feeds end lines, and JSON contains none. Bytes that are not UTF-8 are refused below.
     lines = path.read_bytes().decode("utf-8", "surrogateescape").removesuffix("\n").split("\n")
     parsed = []
     for number, line in enumerate(lines if lines != [""] else [], 1):
-        way = f"{path}, line {number} is not one of ours; the file was changed or damaged: remove the line"
+        way = f"{path}, line {number} is no line of metrics; the file was changed or damaged: remove the line"
         try:
-            found = json.loads(line.encode())  # refuses what was escaped
+            found = json.loads(line.encode())  # refuses escaped bytes
         except (ValueError, RecursionError):
             if number < len(lines):
                 raise ValueError(way) from None
@@ -121,12 +121,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class EventFiles:
-    """TensorBoard event files, when wanted.
+    """TensorBoard event files.
 
     Args:
-        folder: where they go.
-        wanted: True, False, or "auto" (when tensorboard is installed).
-        step: the run continues after this step.
+        folder: folder of the files.
+        wanted: True, False, or "auto" (if tensorboard is installed).
+        step: step after which the run continues.
 
     Raises:
         ImportError: wanted is True and tensorboard is not installed.
@@ -152,13 +152,13 @@ class EventFiles:
                     self._writer.add_scalar(f"{line['split']}/{key}", value, line["step"])
 
     def sync(self) -> None:
-        """Write what is pending."""
+        """Flush pending events."""
         if self._writer is not None:
             with _naming(self._folder):
                 self._writer.flush()
 
     def close(self) -> None:
-        """Write what is pending and close."""
+        """Flush pending events and close."""
         if self._writer is not None:
             with _naming(self._folder):
                 self._writer.close()

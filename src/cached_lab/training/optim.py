@@ -1,7 +1,7 @@
 """Optimisers and learning-rate schedules.
 
-The learning rate is a pure function of the step number: there is no scheduler object, and nothing to save or restore.
-The inverse-square-root schedule is that of the Long Range Arena (Tay et al., arXiv:2011.04006).
+The learning rate is a function of the step number, so there is no scheduler state. The inverse-square-root schedule is
+that of the Long Range Arena (Tay et al., arXiv:2011.04006).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class OptimizerConfig:
 
     name: Literal["adamw", "sgd"] = "adamw"
     learning_rate: float = 1e-3
-    """Peak learning rate; for the inverse_sqrt schedule the factor in front of 1 / sqrt(step)."""
+    """Peak learning rate; for the inverse_sqrt schedule the factor of 1 / sqrt(step)."""
     weight_decay: float = 0.05
     """Decoupled for adamw (times the learning rate), L2 for sgd."""
     decay: Literal["matrices", "all"] = "matrices"
-    """What decays: matrices, see `parameter_groups`, or all parameters (as in the Long Range Arena)."""
+    """Parameters that decay: matrices (see `parameter_groups`), or all (as in the Long Range Arena)."""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     momentum: float = 0.9
@@ -44,13 +44,13 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How the learning rate moves over the steps (the `schedule` section of a recipe)."""
+    """Learning-rate schedule (the `schedule` section of a recipe)."""
 
     name: Literal["constant", "cosine", "inverse_sqrt", "step"] = "cosine"
     warmup_steps: int = 0
-    """Steps of linear growth; a cosine schedule that they would fill grows for a tenth of the run (`warmup`)."""
+    """Steps of linear warmup; at most a tenth of the run for a cosine schedule that they would fill (`warmup`)."""
     initial_ratio: float = 0.0
-    """Where that growth begins, as a share of the peak."""
+    """Learning rate at the start of the warmup, as a share of the peak."""
     final_ratio: float = 0.0
     """cosine only: learning rate of the last step, as a share of the peak."""
     decay_steps: tuple[int, ...] = ()
@@ -72,18 +72,14 @@ class ScheduleConfig:
 
 
 def warmup(schedule: ScheduleConfig, steps: int) -> int:
-    """Steps of linear growth in a run of `steps` steps.
-
-    They are `schedule.warmup_steps`, unless a cosine schedule would then end before it falls: a recipe that is tried
-    for a few steps grows for a tenth of them.
-    """
+    """Return the warmup steps of a run: `schedule.warmup_steps`, or a tenth of a run that they would fill (cosine)."""
     if schedule.name == "cosine" and schedule.warmup_steps >= steps:
         return max(1, steps // 10)
     return schedule.warmup_steps
 
 
 def warmup_note(schedule: ScheduleConfig, steps: int) -> str | None:
-    """A sentence for the screen where `warmup` is not what the schedule says."""
+    """Return a message if `warmup` differs from the schedule."""
     found = warmup(schedule, steps)
     if found == schedule.warmup_steps:
         return None
@@ -94,7 +90,7 @@ def warmup_note(schedule: ScheduleConfig, steps: int) -> str | None:
 
 
 def learning_rate(optimizer: OptimizerConfig, schedule: ScheduleConfig, step: int, steps: int) -> float:
-    """Learning rate of step `step` (the first is 1) in a run of `steps` steps.
+    """Return the learning rate of a step (from 1) in a run of `steps` steps.
 
     With w of `warmup` and i = `initial_ratio`, the ramp is i + (1 - i) * min(1, t / w). Constant is peak * ramp; cosine
     falls from the peak at t = w to `final_ratio` * peak at t = steps; inverse_sqrt is peak * ramp / sqrt(max(t, w));
@@ -115,10 +111,10 @@ def learning_rate(optimizer: OptimizerConfig, schedule: ScheduleConfig, step: in
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, every: bool = False) -> list[dict[str, object]]:
-    """Two groups: matrices decay; biases, norms, tokens and the per-head gates of a memory do not, unless `every`.
+    """Return two groups: matrices decay; biases, norms, tokens and per-head gates do not, unless `every`.
 
-    A parameter counts as a matrix when at least two of its dimensions are longer than one, so a gate kept as
-    (1, H, 1, 1) is a vector. Names in `model.no_weight_decay()` (a convention of timm) do not decay either.
+    A matrix has at least two dimensions longer than one: a gate of shape (1, H, 1, 1) is a vector. Names in
+    `model.no_weight_decay()` (a convention of timm) do not decay.
     """
     named = getattr(model, "no_weight_decay", None)
     exempt = set(named()) if callable(named) else set()
@@ -132,7 +128,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, every: bool = False)
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimiser over the trainable parameters of `model` (ValueError: the model has none)."""
+    """Return the optimiser of the trainable parameters (ValueError: there are none)."""
     groups = parameter_groups(model, config.weight_decay, config.decay == "all")
     if not any(group["params"] for group in groups):
         raise ValueError("the model has no trainable parameter; set requires_grad on some of them")
@@ -143,6 +139,6 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Give every parameter group the same learning rate."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = value

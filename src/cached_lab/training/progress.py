@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a progress bar on a terminal, plain lines elsewhere."""
+"""Progress of a training run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 
 def training_bar(console: Console) -> Progress:
-    """A bar for each training under way, with its newest values, which every task of it has to give."""
+    """Return a bar per training, with its newest values; every task must set the field `values`."""
     columns = (TextColumn("{task.description}"), BarColumn(12), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, TextColumn("{task.fields[values]}"), console=console)
 
 
 class Reporter:
-    """Shows metrics lines and messages; use it as a context manager around the training loop.
+    """Display metrics lines and messages; a context manager around the training loop.
 
     Args:
         label: name of the run.
         steps: steps of the whole run.
-        console: where to write; None is silent.
+        console: output; None is silent.
     """
 
     def __init__(self, label: str, steps: int, console: Console | None) -> None:
@@ -45,13 +45,13 @@ class Reporter:
             self._bar.stop()
 
     def advance(self, step: int) -> None:
-        """The run has reached `step`."""
+        """Move the bar to `step`."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=step)
 
     def line(self, values: Mapping[str, Any]) -> None:
-        """Show one metrics line: in the bar while training, as text for evaluations and in files."""
-        loss = [f"loss {values['loss']:.4f}"] if "loss" in values else []  # a detector has none in evaluation
+        """Show a metrics line: training in the bar, evaluation as text, both as text without a terminal."""
+        loss = [f"loss {values['loss']:.4f}"] if "loss" in values else []  # detectors have no loss in evaluation
         text = "  ".join(filter(None, [*loss, second_score(values)]))
         if values["split"] == "train":
             if self._bar is not None and self._task is not None:
@@ -61,16 +61,16 @@ class Reporter:
         self.message(f"{self.label}  step {values['step']:>6}/{self.steps}  {values['split']:<10}  {text}")
 
     def message(self, text: str) -> None:
-        """Show one line of text, as it is."""
+        """Show a line of text."""
         if self.console is not None:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def second_score(values: Mapping[str, Any]) -> str:
-    """What is shown beside the loss: accuracy, bits per byte where bytes or their pairs are read, perplexity, APs."""
+    """Return the score shown after the loss: accuracy, bits per byte, perplexity with BLEU, or average precisions."""
     if "accuracy" in values:
         stage = ""
-        if "stage_accuracy" in values:  # of a curriculum over lengths: the other score is of documents at full length
+        if "stage_accuracy" in values:  # a curriculum over lengths; the other score is for full lengths
             stage = (
                 f"  {values['stage_accuracy']:.2%} at {values['stage_segments']} segments, the stage of the curriculum"
             )

@@ -1,13 +1,12 @@
-"""An auxiliary loss for what a memory holds: say the segment again that was just written.
+"""Auxiliary loss that reconstructs each segment from the memory that has just stored it.
 
-Memformer (Wu et al. 2020, arXiv:2010.06891) trains on recalling earlier text beside going on with it, so that slots are
-taught what to keep by more than the rare word that needs it. There the encoder-decoder draws one objective a step; no
-code of it is published. Here every segment of a language model has both losses, with any memory that is carried:
+Memformer (Wu et al. 2020, arXiv:2010.06891) also trains on recalling earlier text, so that slots learn what to store
+from more than the rare token that needs it. Its encoder-decoder samples one objective per step; here every segment of a
+language model has both losses, with any memory with a state:
 
     S', y = model(x; S),   loss = loss(y) + weight * mean_i loss(x_{i+1} | x_1 .. x_i; S')
 
-The model reads the segment a second time with the state that holds it, and is asked for its tokens. What it says better
-than at the first time comes from the memory, and the gradient reaches how it was written one segment ago, not many.
+The model reads the segment again with the state that contains it. The gradient reaches the write of one segment ago.
 """
 
 from __future__ import annotations
@@ -28,26 +27,26 @@ from cached_transformers.state import State
 
 
 @dataclass(frozen=True)
-class Recall:
-    """Token losses with the recall of each segment as auxiliary loss: `scoring` of a `SegmentLoop` or `ReplayLoop`.
+class ReconstructionLoss:
+    """Token losses with this auxiliary loss: the `scoring` of a `SegmentLoop` or `ReplayLoop`.
 
-    It costs a second forward and backward. Without gradient there is none of it, nor is it a part of the losses.
+    It costs a second forward and backward, and is skipped without gradients.
 
     Attributes:
-        weight: of the recall, in nats a token; the loop takes the mean over segments.
+        weight: weight in nats per token; the loop takes the mean over segments.
 
     Raises:
-        ValueError: the weight is not above 0; when called, the model has no memory with a state.
+        ValueError: the weight is not above 0, or a called model has no memory with a state.
 
     Example:
-        >>> loop = SegmentLoop(model, segment_length=64, bptt=2, scoring=Recall(0.3))
+        >>> loop = SegmentLoop(model, segment_length=64, bptt=2, scoring=ReconstructionLoss(0.3))
     """
 
     weight: float
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight > 0):
-            raise ValueError(f"weight={self.weight} of a recall must be above 0; leave the recall out for none")
+            raise ValueError(f"weight={self.weight} must be above 0; leave the reconstruction out for none")
 
     def __call__(
         self,
@@ -59,13 +58,13 @@ class Recall:
         padding: Tensor | None = None,
         places: Tensor | None = None,
     ) -> ModelOutput:
-        """As `token_losses`."""
+        """Return the output of `token_losses`, with the auxiliary loss added."""
         out = token_losses(model, inputs_BN, targets_BN, state, reset, padding, places)
         if not torch.is_grad_enabled():
             return out
         if not remembers(out.state):
             raise ValueError(
-                f"a recall is of a memory with a state, and {type(model).__name__} has none; leave the recall out"
+                f"reconstruction needs a memory with a state, and {type(model).__name__} has none; leave it out"
             )
         text_BN = inputs_BN if padding is None else inputs_BN.masked_fill(padding, IGNORED)
         asked_BN = F.pad(text_BN[:, 1:], (0, 1), value=IGNORED)

@@ -1,9 +1,8 @@
-"""One writer a folder: who trains, compares, probes or streams holds a lock, and a second start is refused at once.
+"""Lock of a results folder: one process writes, and a second start is refused.
 
-The lock is `flock` on a file that names its owner. The system lets go of it when its process ends, however it ends, so
-that what a killed owner leaves behind is no obstacle: the next one writes its own name over it. Where there is no flock
-(Windows, some network shares), the name is all there is: it refuses while a process of that number lives on this
-machine, and sees no other machine's.
+The lock is `flock` on a file with the owner's name, released by the system however the owner ends. Without flock
+(Windows, some network shares) the name alone counts, while its process lives on this machine. The package filelock
+would neither name the owner nor release the lock in forked data-loading workers.
 """
 
 from __future__ import annotations
@@ -31,48 +30,43 @@ except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".lock"
-"""File in a folder that somebody writes, as long as they do; its owner's name is in it."""
-_WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+"""File in a locked folder, with the owner's name."""
+_NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 _held: set[int] = set()
 
 
 class InUse(RunFailed):
-    """Another process writes here; the message names it, and says what to do."""
+    """Another process writes here; the message names it."""
 
 
 @contextlib.contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold a folder of results.
-
-    Raises:
-        InUse: somebody else holds it.
-        NotWritten: it cannot be written.
-    """
+    """Hold the lock of a results folder (InUse, NotWritten)."""
     with file_lock(folder / LOCK, folder, "another --out"):
         yield
 
 
 @contextlib.contextmanager
 def file_lock(lock: Path, what: Path, way_out: str) -> Iterator[None]:
-    """Hold a file for what it stands for; it is there as long as it is held.
+    """Hold a lock file, which exists while it is held.
 
     Args:
-        lock: the file. Its folder is made when absent, and is removed again if it is still empty at the end.
-        what: the folder or file that is to have one writer. way_out: what to take instead, for the message.
+        lock: the file. Its folder is created, and removed at the end if it is empty.
+        what: locked folder or file. way_out: alternative, for the message.
 
     Raises:
-        InUse: somebody else holds it.
+        InUse: another process holds it.
         NotWritten: the file cannot be written.
     """
     made = not lock.parent.exists()
-    handle = _taken(lock, what, way_out)
+    handle = _acquire(lock, what, way_out)
     _held.add(handle)
     try:
         _write_owner(handle, lock)
         yield
     finally:
-        if handle in _held:  # not in a forked process
-            # The file goes before the lock, so that who has opened it and then gets the lock knows to begin anew.
+        if handle in _held:  # False in a forked process
+            # Remove the file before its lock: a process that opened it and then gets the lock sees that it is gone.
             with contextlib.suppress(OSError):
                 lock.unlink()
                 if made:
@@ -83,7 +77,7 @@ def file_lock(lock: Path, what: Path, way_out: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def main_holds(world: World, folder: Path) -> Iterator[None]:
-    """`folder_lock` by the main process for all that train together; what stops it stops all (InUse, NotWritten)."""
+    """Hold `folder_lock` in the main process; all processes raise its errors (InUse, NotWritten)."""
     with contextlib.ExitStack() as held:
         problem: Exception | None = None
         if world.main:
@@ -96,36 +90,37 @@ def main_holds(world: World, folder: Path) -> Iterator[None]:
         yield
 
 
-def _taken(lock: Path, what: Path, way_out: str) -> int:
-    """Handle of the file, locked."""
+def _acquire(lock: Path, what: Path, way_out: str) -> int:
+    """Return the handle of the locked file."""
     while True:
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-        except FileNotFoundError:  # the folder was empty, and its last owner has just removed it
+        except FileNotFoundError:  # the last owner has just removed the folder
             continue
         except OSError as error:
             raise NotWritten(str(lock), error, "nothing was begun") from error
         try:
             if not _locked(handle):
                 raise InUse(_refusal(handle, lock, what, way_out))
-            if _names(lock, handle):
-                return handle
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(lock), os.fstat(handle)):
+                    return handle
         except BaseException:
             os.close(handle)
             raise
-        os.close(handle)  # its owner has ended, and removed the file, since we opened it
+        os.close(handle)  # its owner has ended, and removed the file, since it was opened here
 
 
 def _locked(handle: int) -> bool:
-    """Whether the lock is ours now."""
+    """Try to lock a file; return True if this process now owns it."""
     if fcntl is not None:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno not in _WITHOUT_LOCKS:
+            if error.errno not in _NO_FLOCK:
                 raise
         else:
             return True
@@ -134,14 +129,6 @@ def _locked(handle: int) -> bool:
     if not isinstance(process, int) or process < 1 or owner.get("host") != socket.gethostname():
         return True
     return process == os.getpid() or not lives(process)
-
-
-def _names(lock: Path, handle: int) -> bool:
-    """Whether the file in the folder is the one that is open."""
-    try:
-        return os.path.samestat(os.stat(lock), os.fstat(handle))
-    except FileNotFoundError:
-        return False
 
 
 def _write_owner(handle: int, lock: Path) -> None:
@@ -157,7 +144,7 @@ def _write_owner(handle: int, lock: Path) -> None:
 
 
 def _owner(handle: int) -> dict[str, Any]:
-    """What the file says of its owner; nothing while it is being written."""
+    """Return the owner named in the file; empty while it is being written."""
     os.lseek(handle, 0, os.SEEK_SET)
     try:
         found = json.loads(os.read(handle, 1 << 16))
@@ -175,12 +162,12 @@ def _refusal(handle: int, lock: Path, what: Path, way_out: str) -> str:
     return f"{what} is in use by {who}{since}{command}; wait for it, stop it, or take {way_out}{gone}"
 
 
-def _forked() -> None:
-    """A forked process, such as a worker that loads data, does not hold what its parent holds."""
+def _release_in_child() -> None:
+    """Close the locks in a forked process, such as a data-loading worker."""
     for handle in _held:
         os.close(handle)
     _held.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+    os.register_at_fork(after_in_child=_release_in_child)

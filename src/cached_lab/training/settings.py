@@ -15,111 +15,106 @@ from .scores import Score
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How long, how, and with what safeguards a run trains.
+    """Length, method and safeguards of a run.
 
-    `batch_size` counts the rows of one optimiser step over all processes and all accumulated pieces, so neither
-    the number of processes nor `accumulate` changes what is learned.
+    `batch_size` counts the rows of one optimiser step over all processes and accumulated pieces, so that neither
+    changes what is learned.
     """
 
     seed: int = 0
     steps: int = 1000
     batch_size: int = 32
     batch_tokens: int | None = None
-    """Translation: source tokens, and target tokens, padding included, that the batch of a step has at most; batches
-    are then of pairs that are about as long (see `TokenOrder`). null counts rows, by `batch_size`."""
+    """Translation: most source tokens, and most target tokens, of a step's batch, padding included; pairs of a batch
+    have similar lengths (`TokenOrder`). null counts rows, by `batch_size`."""
     accumulate: int = 1
-    """Pieces in which each process works through its rows of a batch; saves memory."""
+    """Pieces into which each process splits its rows of a batch, to save memory."""
     clip_norm: float | None = 1.0
-    """Largest L2 norm of all gradients together; null switches clipping off."""
+    """Largest L2 norm of all gradients; null does not clip."""
     label_smoothing: float = 0.0
     mixup: float = 0.0
-    """Images: alpha of mixup (arXiv:1710.09412), the mean of two images and of their labels; 0 switches it off."""
+    """Images: alpha of mixup (arXiv:1710.09412), the mean of two images and of their labels; 0 for none."""
     cutmix: float = 0.0
-    """Images: alpha of CutMix (arXiv:1905.04899), a piece of one image in another; 0 switches it off."""
+    """Images: alpha of CutMix (arXiv:1905.04899), a patch of one image in another; 0 for none."""
     mix_probability: float = 1.0
-    """Share of the steps that mix, where mixup or cutmix is on."""
+    """Share of steps with mixup or CutMix, if either is on."""
     cutmix_share: float = 0.5
-    """Share of these steps that take CutMix, where both are on."""
+    """Share of these steps with CutMix, if both are on."""
     repeats: int = 1
-    """How often each row of a batch is in it, each time with other augmentation (repeated augmentation)."""
+    """Copies of each row in a batch, each with other augmentation (repeated augmentation)."""
     ema_decay: float | None = None
-    """Decay, per step, of the moving average of the weights, which is then evaluated; null keeps none."""
+    """Decay per step of the moving average of the weights, which is then evaluated; null for none."""
     ema_warmup: bool = False
-    """Whether the decay grows as (1 + t) / (10 + t) up to its value, so that a short run forgets its beginning."""
+    """Let the decay grow as (1 + t) / (10 + t) up to its value, so that short runs forget their start."""
     average_last: int = 1
-    """So many newest checkpoints whose weights are averaged when training is over, and then tested; 1 averages none."""
+    """Newest checkpoints whose weights are averaged after training and then tested; 1 averages none."""
     average_caches: Literal["copy", "average"] = "copy"
-    """What becomes of caches, and other buffers, in that average: those of the newest checkpoint, or their average."""
+    """Caches and other buffers of that average: those of the newest checkpoint, or their average."""
     initial_weights: str | None = None
-    """Weights to begin with: a run folder, a step folder, or a .safetensors or .pth file."""
+    """Initial weights: a run folder, a step folder, or a .safetensors or .pth file."""
     new_head: bool = False
-    """Whether the classifier of `initial_weights` is left out, as it must be for another number of classes."""
+    """Do not load the classifier of `initial_weights`; needed for another number of classes."""
     reset_caches: bool = False
-    """Whether the shared caches of `initial_weights` are left out, so that caches begin empty."""
+    """Do not load the shared caches of `initial_weights`."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """bfloat16 and float16 use autocast; float16 adds loss scaling and needs CUDA."""
     activation_checkpointing: bool = False
     compile: bool = False
     parallel: Literal["ddp", "fsdp", "none"] = "ddp"
-    """What several processes of torchrun do: ddp averages gradients of whole models; fsdp also cuts weights, gradients
-    and optimiser states up between them (`training/sharding.py`); none refuses several. One process does neither."""
+    """Several processes of torchrun: ddp averages gradients of whole models; fsdp also shards weights, gradients and
+    optimiser states (`training/sharding.py`); none refuses them. It has no effect on one process."""
     pipeline: int = 1
-    """Text: processes that share the segments of each row (`SegmentPipeline`). torchrun starts so many, or a multiple
-    of it, which read other rows."""
+    """Text: processes that share the segments of each row (`SegmentPipeline`); torchrun starts a multiple of them."""
     shares: int | None = None
-    """Of fsdp: into how many parts weights are cut, each process having one; null for as many as there are processes.
-    Fewer, as those of one machine, make copies, whose gradients are averaged (hybrid sharding)."""
+    """fsdp: number of shards of the weights; null for one per process. Fewer, e.g. the processes of one machine, keep
+    several copies and average their gradients (hybrid sharding)."""
     device: str = "auto"
-    """auto (CUDA when there is one), cpu, cuda, or cuda:N."""
+    """auto (CUDA if available), cpu, cuda, or cuda:N."""
     workers: int = 0
     """Processes that load data; 0 loads in the training process."""
     evaluate_every: int = 100
-    """Steps between evaluations on the whole validation split; there is one at the end in any case."""
+    """Steps between evaluations on the whole validation split; the last step is always evaluated."""
     evaluation_batch_size: int | None = None
     """Rows per evaluation batch and process; null takes `batch_size`. Text: streams, over all processes."""
     metric: Score = "accuracy"
-    """Validation value that decides which checkpoint is the best; text and detection need another than accuracy."""
+    """Validation score that chooses the best checkpoint; text and detection need another than accuracy."""
     test: Literal["best", "last", "both", "none"] = "best"
-    """Checkpoint that is evaluated on the test split when training is over; of both, the best is the result."""
+    """Checkpoint to evaluate on the test split after training; with both, the best is the result."""
     save_every: int | None = None
-    """Steps between checkpoints; null saves at each evaluation. The best and the last are saved in any case."""
+    """Steps between checkpoints; null saves at each evaluation. The best and the last are always saved."""
     save: Literal["sync", "async"] = "sync"
-    """Whether training waits until a checkpoint is on disk, or goes on while a thread writes a copy of it from memory
-    (`training/saves.py`)."""
+    """async writes a copy of the checkpoint from memory in a thread (`training/async_checkpoint.py`)."""
     keep: int = 2
-    """Newest checkpoints that stay on disk, besides the best."""
+    """Newest checkpoints to keep, besides the best."""
     log_every: int = 10
     """Steps between training lines in metrics.jsonl and on the screen."""
     tensorboard: Literal["auto", True, False] = "auto"
-    """auto writes event files when tensorboard is installed."""
+    """auto writes event files if tensorboard is installed."""
     segment_length: int = 128
     """Text: tokens in a segment."""
     segments: int = 1
-    """Text: segments that each row reads in one step."""
+    """Text: segments per row and step."""
     bptt: int = 1
-    """Text: segments that a gradient may cross, within a step."""
+    """Text: segments that a gradient crosses, within a step."""
     bptt_window: Literal["blocks", "sliding"] = "blocks"
-    """Text: whether the gradient is cut after every `bptt` segments of a step, or each segment's loss reaches back
-    through so many, for a dearer backward (`training/sliding.py`)."""
+    """Text: detach the state after every `bptt` segments of a step, or let each segment's loss reach back through
+    `bptt` segments, at the cost of a longer backward (`loops/sliding.py`)."""
     recall: float = 0.0
-    """Text: weight of saying each segment again from the memory that holds it (`Recall`), an auxiliary loss; 0 for
-    none."""
+    """Text: weight of reconstructing each segment from the memory that holds it (`ReconstructionLoss`); 0 for none."""
     passes: int = 1
-    """Text and documents: how often the segments of a step are read (`SegmentLoop`); refused for text where a memory
-    shows what follows."""
+    """Text and documents: passes over the segments of a step (`SegmentLoop`); refused for text if a memory shows later
+    tokens."""
     reset_rows: float = 0.0
-    """Text: share of the rows that begin a step with an empty memory, drawn anew for each step; 0 empties none."""
+    """Text: share of rows that begin a step with an empty memory, drawn at each step; 0 for none."""
     curriculum: tuple[int, ...] | None = None
-    """Documents: the largest number of segments of each stage; every step draws one from 1 to it. null reads documents
-    as long as they are."""
+    """Documents: largest number of segments in each stage; every step draws one from 1 to it. null reads documents as
+    long as they are."""
     steps_each: int | tuple[int, ...] | None = None
-    """Documents: steps of every stage, or of each; the last one goes on to the end."""
+    """Documents: steps of every stage, or of each; the last stage continues to the end."""
     solved: float | None = None
-    """Documents, in the place of `steps_each`: a stage ends when validation documents as long as its longest are
-    answered with this accuracy."""
+    """Documents, instead of `steps_each`: validation accuracy, at the stage's longest documents, that ends a stage."""
     replay: bool = False
-    """Documents: keep no activations but those of one segment, and run segments again for their gradient
-    (`ReplayLoop`)."""
+    """Documents: keep the activations of one segment only, and recompute segments for their gradient (`ReplayLoop`)."""
     max_bad_steps: int = 10
     """Steps in a row with a non-finite loss or gradient (each is skipped) after which the run stops."""
 
@@ -127,101 +122,68 @@ class TrainingConfig:
         counts = ("steps", "batch_size", "accumulate", "evaluate_every", "keep", "log_every", "max_bad_steps")
         for name in (*counts, "repeats", "average_last", "pipeline", "segment_length", "segments", "bptt", "passes"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
-        if self.bptt > self.segments:
-            raise ValueError(
-                f"training.bptt={self.bptt} must not exceed training.segments={self.segments}: "
-                "a gradient stays within the step"
-            )
-        if self.bptt_window == "sliding" and self.bptt > 1 and (self.compile or self.passes > 1):
-            other = "compile=true" if self.compile else f"passes={self.passes}"
-            raise ValueError(
-                f"training.bptt_window='sliding' goes back through a segment several times, which training.{other} "
-                "does not allow; leave one of them out"
-            )
-        if self.reset_rows == 1 and self.segments == 1:
-            raise ValueError(
-                "training.reset_rows=1.0 with training.segments=1 empties the memory before each segment, so that "
-                "nothing is read of it and it learns nothing; lower the share, or read more segments in a step"
-            )
-        self._check_curriculum()
-        self._check_pipeline()
-        _require(self.shares is None or self.shares >= 2, "shares", self.shares, "must be at least 2, or null")
-        if self.shares is not None and self.parallel != "fsdp":
-            raise ValueError(
-                f"training.shares={self.shares} is of training.parallel=fsdp, not of {self.parallel}; leave it out"
-            )
-        if self.parallel == "fsdp":
-            for name, value in (("precision", "float16"), ("compile", True)):
-                if getattr(self, name) == value:
-                    raise ValueError(
-                        f"training.parallel='fsdp' does not go with training.{name}={value}; take "
-                        f"{'bfloat16 or float32' if name == 'precision' else 'compile=false'}, or training.parallel=ddp"
-                    )
         for name in ("save_every", "evaluation_batch_size", "batch_tokens"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "must be at least 1, or null")
-        _require(self.seed >= 0, "seed", self.seed, "must not be negative")
-        _require(self.workers >= 0, "workers", self.workers, "must not be negative")
-        _require(self.clip_norm is None or self.clip_norm > 0, "clip_norm", self.clip_norm, "must be positive, or null")
-        _require(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "must lie in [0, 1)")
-        for name in ("mixup", "cutmix", "recall"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative; 0 switches it off")
+        for name in ("seed", "workers", "mixup", "cutmix", "recall"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative")
         for name in ("mix_probability", "cutmix_share", "reset_rows"):
             _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "must lie in [0, 1]")
+        _require(self.clip_norm is None or self.clip_norm > 0, "clip_norm", self.clip_norm, "must be positive, or null")
+        _require(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "must lie in [0, 1)")
         decay = self.ema_decay
         _require(decay is None or 0 <= decay < 1, "ema_decay", decay, "must lie in [0, 1), or be null")
+        _require(self.shares is None or self.shares >= 2, "shares", self.shares, "must be at least 2, or null")
         for name in ("new_head", "reset_caches"):
-            if getattr(self, name) and self.initial_weights is None:
-                raise ValueError(f"training.{name}=true is about training.initial_weights, which are not given")
-        if self.average_last > self.keep:
+            needed = not getattr(self, name) or self.initial_weights is not None
+            _require(needed, name, "true", "needs training.initial_weights")
+        steps = f"must not exceed training.segments={self.segments}"
+        _require(self.bptt <= self.segments, "bptt", self.bptt, f"{steps}: a gradient stays within the step")
+        _require(self.pipeline == 1 or self.pipeline <= self.segments, "pipeline", self.pipeline, steps)
+        kept = f"must not exceed training.keep={self.keep}; keep as many"
+        _require(self.average_last <= self.keep, "average_last", self.average_last, kept)
+        split = self.batch_tokens is not None or self.batch_size % self.accumulate == 0
+        multiple = f"must be a multiple of training.accumulate={self.accumulate}"
+        _require(split, "batch_size", self.batch_size, multiple)
+        if self.reset_rows == 1 and self.segments == 1:
             raise ValueError(
-                f"training.average_last={self.average_last} checkpoints are averaged, and training.keep={self.keep} "
-                "stay; keep as many"
+                "training.reset_rows=1.0 with training.segments=1 empties the memory before each segment, so that it "
+                "learns nothing; lower the share, or read more segments in a step"
             )
-        if self.average_last > 1 and self.ema_decay is not None:
-            raise ValueError(
-                f"training.average_last={self.average_last} and training.ema_decay={self.ema_decay} both average "
-                "weights; take one of them"
-            )
-        if self.batch_tokens is None and self.batch_size % self.accumulate:
-            raise ValueError(
-                f"training.batch_size={self.batch_size} must be a multiple of training.accumulate={self.accumulate}: "
-                "a batch is divided into equal pieces"
-            )
+        if self.average_last > 1:
+            self._refuse(f"average_last={self.average_last}", "average_last=1", ema_decay=None)
+        if self.bptt_window == "sliding" and self.bptt > 1:
+            self._refuse("bptt_window='sliding'", "bptt_window=blocks", compile=False, passes=1)
+        if self.shares is not None:
+            self._refuse(f"shares={self.shares}", "shares=null", parallel="fsdp")
+        if self.parallel == "fsdp":
+            precision = "bfloat16" if self.precision == "float16" else self.precision
+            self._refuse("parallel='fsdp'", "parallel=ddp", precision=precision, compile=False)
+        if self.pipeline > 1:
+            window = {"bptt_window": "blocks"} if self.bptt > 1 else {}
+            self._refuse(f"pipeline={self.pipeline}", "pipeline=1", parallel="ddp", passes=1, compile=False, **window)
+        self._check_curriculum()
 
-    def _check_pipeline(self) -> None:
-        if self.pipeline == 1:
-            return
-        if self.pipeline > self.segments:
-            raise ValueError(
-                f"training.pipeline={self.pipeline} processes have training.segments={self.segments} segments of a row "
-                "to share; take as many segments as processes, or more"
-            )
-        refused: tuple[tuple[str, object, object], ...] = (
-            ("parallel", self.parallel, "ddp"),
-            ("passes", self.passes, 1),
-            ("compile", self.compile, False),
-            *([("bptt_window", self.bptt_window, "blocks")] if self.bptt > 1 else []),
-        )
-        for name, given, plain in refused:
-            if given != plain:
+    def _refuse(self, option: str, way_out: str, **needed: object) -> None:
+        """Refuse options that do not have the values that another option needs."""
+        for name, value in needed.items():
+            if getattr(self, name) != value:
+                shown = {None: "null", False: "false"}.get(value, value)  # type: ignore[arg-type]
                 raise ValueError(
-                    f"training.pipeline={self.pipeline} does not go with training.{name}={given}; take "
-                    f"training.{name}={plain}, or training.pipeline=1"
+                    f"training.{option} does not go with training.{name}={getattr(self, name)}; set "
+                    f"training.{name}={shown}, or training.{way_out}"
                 )
 
     def _check_curriculum(self) -> None:
         given = [name for name in ("steps_each", "solved") if getattr(self, name) is not None]
         if self.curriculum is None:
-            if given:
-                raise ValueError(
-                    f"training.{given[0]}={getattr(self, given[0])} is of training.curriculum, which is not given"
-                )
+            for name in given:
+                _require(False, name, getattr(self, name), "needs training.curriculum")
             return
         if len(given) != 1:
             raise ValueError(
-                f"training.curriculum={list(self.curriculum)} needs training.steps_each (steps of a stage) or "
-                f"training.solved (an accuracy that ends it), and one of them; {len(given)} are given"
+                f"training.curriculum={list(self.curriculum)} needs either training.steps_each (steps of a stage) or "
+                f"training.solved (an accuracy that ends it); {len(given)} are given"
             )
         try:
             found = make_curriculum(self)
@@ -239,29 +201,28 @@ class TrainingConfig:
         return self.evaluation_batch_size or self.batch_size
 
     def autocast(self, device: torch.device) -> torch.autocast:
-        """The context in which the model runs."""
+        """Return the autocast context of the model."""
         half = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[self.precision]
         return torch.autocast(device.type, half, enabled=self.precision != "float32")
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """How text is scored and translated, while a run trains and after it (the `evaluation` section of a recipe)."""
+    """Scoring and translation of text, during training and after it (the `evaluation` section of a recipe)."""
 
     segment_length: int | None = None
     """Tokens in a segment; null takes `training.segment_length`."""
     memory: Literal["carry", "reset", "shuffle"] = "carry"
-    """What a row keeps from segment to segment: its memory, nothing (which training meets where `training.reset_rows`
-    or `data.reset` say so), or the memory of another row."""
-
+    """Memory of a row from segment to segment: carried, emptied (as `training.reset_rows` or `data.reset` train it), or
+    that of another row."""
     bleu_sentences: int | None = 0
-    """Translation: validation sentences that are translated for BLEU and chrF each time, the first ones; null: all."""
+    """Translation: number of first validation sentences translated for BLEU and chrF; null for all."""
     beams: int = 5
-    """Translation: continuations of a sentence that the search keeps."""
+    """Translation: beams of the search."""
     length_penalty: float = 1.0
-    """Translation: a text is as good as its log-probability / length ** length_penalty."""
+    """Translation: texts are ranked by log-probability / length ** length_penalty."""
     tokens: int | None = None
-    """Translation: tokens of a translation at most; null: twice those of the source, and 10."""
+    """Translation: most tokens of a translation; null for twice the source tokens, plus 10."""
 
     def __post_init__(self) -> None:
         for name in ("segment_length", "tokens"):
@@ -269,14 +230,14 @@ class EvaluationConfig:
             if value is not None and value < 1:
                 raise ValueError(f"evaluation.{name}={value} must be at least 1, or null")
         if self.beams < 1:
-            raise ValueError(f"evaluation.beams={self.beams} must be at least 1; 1 takes the likeliest token each time")
+            raise ValueError(f"evaluation.beams={self.beams} must be at least 1; 1 is greedy search")
         if self.bleu_sentences is not None and self.bleu_sentences < 0:
             raise ValueError(f"evaluation.bleu_sentences={self.bleu_sentences} must not be negative; null takes all")
         comparing_lengths(**{"evaluation.length_penalty": self.length_penalty})
 
 
 def make_curriculum(settings: TrainingConfig) -> Curriculum | AdaptiveCurriculum | None:
-    """The curriculum that the settings ask for, if any (ValueError: its numbers do not fit each other)."""
+    """Return the curriculum of the settings, if any (ValueError: its numbers do not fit each other)."""
     if settings.curriculum is None:
         return None
     if settings.solved is not None:

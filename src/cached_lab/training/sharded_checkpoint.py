@@ -1,11 +1,11 @@
-"""Tensors that processes have parts of, in a folder by `torch.distributed.checkpoint` (DCP), each part written once.
+"""Sharded tensors on disk, by `torch.distributed.checkpoint` (DCP).
 
-    FOLDER/__0_0.distcp, __1_0.distcp, ...   the parts, a file a process
-           .metadata                         which part is where, pickled by DCP, for tools that read its format
-           index.json                        the same, which is all that is read here: JSON runs no code
+    FOLDER/__0_0.distcp, __1_0.distcp, ...   the shards, one file per process
+           .metadata                         offsets of the shards, pickled by DCP, for tools that read its format
+           index.json                        the same as JSON, the only index read here: unpickling could run code
 
-What is read need not be cut as what was written: a process reads the parts that overlap with its own, so that another
-number of processes goes on with the same values, and one process alone reads all.
+A process reads the parts that overlap with its own shard, so that another number of processes resumes with the same
+values, and one process can read everything.
 """
 
 from __future__ import annotations
@@ -22,20 +22,50 @@ from torch import Tensor
 from cached_transformers.files import sync_folder, write_durably
 
 from .distributed import World
-from .sharding import is_cut
+from .sharding import is_sharded
 
 INDEX = "index.json"
 
 
-def write_cut(folder: Path, tensors: Mapping[str, Tensor], world: World) -> None:
-    """Write tensors by name; of those that are not cut up, the ones of the first process. Every process must write.
+def flatten_state(
+    weights: Mapping[str, Tensor], training: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Split a training state into tensors `weights/NAME`, `live/NAME` and `optimizer/NAME/FIELD`, and the rest."""
+    optimizer, live = training["optimizer"], training.get("live_weights", {})
+    names = optimizer["names"]
+    tensors = {f"weights/{name}": t for name, t in weights.items()} | {f"live/{name}": t for name, t in live.items()}
+    for index, fields in optimizer["state"].items():
+        tensors |= {f"optimizer/{names[index]}/{field}": t for field, t in fields.items() if t is not None}
+    rest = {key: value for key, value in training.items() if key != "live_weights"}
+    rest["optimizer"] = {"param_groups": optimizer["param_groups"], "names": names}
+    return tensors, rest
+
+
+def unflatten_state(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return weights and training state from the two parts that `flatten_state` made."""
+    found: dict[str, dict[str, Tensor]] = {"weights": {}, "live": {}, "optimizer": {}}
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition("/")
+        found[kind][name] = tensor
+    names, groups = (rest["optimizer"][key] for key in ("names", "param_groups"))
+    numbers = {name: index for index, name in enumerate(names)}
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in found["optimizer"].items():
+        name, _, field = key.rpartition("/")
+        state.setdefault(numbers[name], {})[field] = tensor
+    training = {**rest, "optimizer": {"state": state, "param_groups": groups}}
+    return found["weights"], training | ({"live_weights": found["live"]} if found["live"] else {})
+
+
+def write_shards(folder: Path, tensors: Mapping[str, Tensor], world: World) -> None:
+    """Write tensors by name; every process must call this. Whole tensors are written by the first process.
 
     Raises:
-        OSError: some process could not write; all raise it.
+        OSError: a process could not write; all raise it.
     """
     import torch.distributed.checkpoint as dcp
 
-    mine = {name: t for name, t in tensors.items() if world.main or is_cut(t)}
+    mine = {name: t for name, t in tensors.items() if world.main or is_sharded(t)}
     try:
         metadata = dcp.save(mine, storage_writer=dcp.FileSystemWriter(folder), process_group=world.group)
     except dcp.CheckpointException as error:
@@ -58,13 +88,13 @@ def write_cut(folder: Path, tensors: Mapping[str, Tensor], world: World) -> None
         sync_folder(folder)
 
 
-def read_cut(folder: Path, like: Callable[[str], Tensor | None] = lambda name: None) -> dict[str, Tensor]:
-    """All tensors of a folder by name, each cut up as `like(name)` is; whole, on the CPU, where that has another shape.
+def read_shards(folder: Path, like: Callable[[str], Tensor | None] = lambda name: None) -> dict[str, Tensor]:
+    """Read all tensors of a folder, each sharded like `like(name)`; whole, on the CPU, if the shapes differ.
 
-    No process waits for another.
+    Processes do not wait for each other.
 
     Raises:
-        ValueError: the folder is damaged, or none of these.
+        ValueError: the folder is damaged or of another program.
     """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -79,11 +109,13 @@ def read_cut(folder: Path, like: Callable[[str], Tensor | None] = lambda name: N
             found[name] = torch.empty_like(own) if own is not None and same else torch.empty(size, dtype=dtype)
         alone = {"no_dist": True} if dist.is_initialized() else {}
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(found, storage_reader=_reader(folder, metadata), **alone)  # type: ignore[arg-type]
-    except Exception as error:  # torch raises a wide choice for what it did not write, wrapped in its own
+    except Exception as error:  # torch raises many types of errors for foreign files
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"{folder} is damaged, or not one of ours: {type(error).__name__}: {reason}") from None
+        raise ValueError(
+            f"{folder} is damaged, or not written by cached train: {type(error).__name__}: {reason}"
+        ) from None
     return found
 
 
@@ -91,7 +123,7 @@ def _reader(folder: Path, metadata: Any) -> Any:
     import torch.distributed.checkpoint as dcp
 
     class Reader(dcp.FileSystemReader):
-        """Does not unpickle `.metadata`."""
+        """DCP reader that does not unpickle `.metadata`."""
 
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             return metadata
@@ -100,7 +132,7 @@ def _reader(folder: Path, metadata: Any) -> Any:
 
 
 def _metadata(index: Mapping[str, Any]) -> Any:
-    """What DCP calls by that name, from what `index.json` holds."""
+    """Return the metadata object of DCP for the content of `index.json`."""
     from torch.distributed.checkpoint import metadata as kinds
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -109,7 +141,7 @@ def _metadata(index: Mapping[str, Any]) -> Any:
     for name, entry in index.items():
         dtype = getattr(torch, entry["dtype"])
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{entry['dtype']!r} is no type of tensors")
+            raise ValueError(f"{entry['dtype']!r} is no dtype")
         chunks = [kinds.ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in entry["chunks"]]
         properties = kinds.TensorProperties(dtype=dtype)
         tensors[name] = kinds.TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)

@@ -1,6 +1,6 @@
-"""Batches of what is read in order: the training process reads examples, loading processes make inputs of them.
+"""Batches of streamed data: the training process reads examples in order, loading processes turn them into inputs.
 
-The loader asks ahead of training, so that where the order stood after each step is kept until that step is over.
+The loader prefetches, so the position in the stream after each step is kept until that step is over.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .loader import Share, seeded
 
 
 class StreamKey(NamedTuple):
-    """One row: an example, with the part and the number in it that its augmentation is drawn for."""
+    """An example, with the part and number that seed its augmentation."""
 
     part: int
     number: int
@@ -30,7 +30,7 @@ class StreamedOrder(Sampler[list[StreamKey]]):
 
     Args:
         data: shards of examples. batch_size: rows of one step, over all processes and pieces.
-        seed: decides the order, and augmentation. share: what this process takes of a batch.
+        seed: seed of order and augmentation. share: share of this process.
         parts, window: see `Dealer`.
 
     Raises:
@@ -61,22 +61,22 @@ class StreamedOrder(Sampler[list[StreamKey]]):
                 yield rows[begin : begin + self._piece]
 
     def state_dict(self, step: int, world: World) -> dict[str, Tensor]:
-        """Where all parts stood after so many steps, of all processes; all of them must ask."""
+        """Return the positions of all parts after a step, over all processes, which must all call this."""
         self._after = {later: states for later, states in self._after.items() if later >= step}
         mine = {str(part): as_tensor(state) for part, state in self._after[step].items()}
         return {name: tensor for one in world.gather(mine) for name, tensor in one.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from what `state_dict` gave, whatever the number of processes (ValueError: it is of other shards)."""
+        """Restore positions with any number of processes (ValueError: they are of other shards)."""
         for part, dealer in self._dealers.items():
             dealer.go_on(from_tensor(state[str(part)]))
 
 
 class SeededExamples(Dataset[tuple[Tensor, int]]):
-    """Inputs of examples; augmentation is seeded by part and number and leaves the global generators alone.
+    """Inputs of examples, with augmentation seeded by part and number.
 
     Attributes:
-        fills: rows of a batch whose files can be used stand in, in turn, for those whose files cannot.
+        fills: usable rows of a batch are repeated in turn to replace unusable ones.
     """
 
     fills = True

@@ -1,6 +1,6 @@
-"""The training loop: one plain loop over steps, with evaluation, checkpoints, exact resume and clean interruption.
+"""The training loop: steps, evaluation, checkpoints, exact resume and clean interruption.
 
-A step number is everything the loop needs to know about its place: data order and learning rate are functions of it.
+Data order and learning rate are functions of the step number.
 """
 
 from __future__ import annotations
@@ -9,29 +9,20 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cached_transformers.files import jsonable
 
-from .async_checkpoint import Saves
-from .buffers import by_rank, of_rank, remembered
-from .checkpoint import (
-    Checkpoint,
-    Checkpoints,
-    capture_rng,
-    put_together,
-    read_checkpoint,
-    restore_rng,
-    seed_everything,
-)
+from .async_checkpoint import CheckpointWriter
+from .buffers import buffers_by_rank, remember_buffers, with_own_buffers
+from .checkpoint import Checkpoint, Checkpoints, capture_rng, read_checkpoint, restore_rng, seed_everything
 from .config import MAY_DIFFER, RunConfig, config_to_dict, differing_keys, with_defaults
-from .data_fingerprint import refuse_other_data, sums
 from .distributed import World
 from .ema import WeightAverage
 from .interruption import Interrupted, RunFailed, starter, stop_requests
@@ -39,27 +30,28 @@ from .loader import mixed_seed
 from .metrics import EventFiles, MetricsFile, tallies
 from .optim import build_optimizer, learning_rate, set_learning_rate, warmup_note
 from .progress import Reporter
+from .run_files import check_data, sha256_sums
 from .scores import goodness
-from .sharded_checkpoint import read_cut
-from .sharding import Sharded, Shards, cut_as, cut_like, whole_norm
+from .sharded_checkpoint import read_shards, unflatten_state
+from .sharding import ShardedLoop, Shards, full_tensor, shard_like, shard_weights
 from .task import Task
 
-_KEPT = ("best", "latest", "skipped", "bad_in_a_row", "train_seconds")
-"""Attributes of a trainer that a checkpoint keeps under their names."""
+_SAVED = ("best", "latest", "skipped", "bad_in_a_row", "train_seconds")
+"""Attributes of a trainer that a checkpoint holds under their names."""
 
 
 class Trainer:
-    """Trains one model in one run folder.
+    """Train one model in one run folder.
 
     Args:
-        config: the resolved configuration.
-        task: the model, on any device, with its data and scores.
-        folder: the run folder.
-        world: the processes that train together; only the main one writes.
-        reporter: what shows the progress.
+        config: resolved configuration.
+        task: model, data and scores.
+        folder: run folder.
+        world: processes that train together; only the main process writes.
+        reporter: display of the progress.
 
     Attributes:
-        files: files of the run by name, of which checkpoints hold the sums.
+        files: contents of files of the run by name; checkpoints hold their SHA-256.
 
     Raises:
         ValueError: settings that this model or machine cannot satisfy.
@@ -69,7 +61,11 @@ class Trainer:
         self.config = config
         self.settings = settings = config.training
         self.world, self.folder, self.reporter = world, folder, reporter
-        check_precision(settings.precision, world.device)
+        if settings.precision == "float16" and world.device.type != "cuda":
+            raise ValueError(
+                f"training.precision='float16' needs a CUDA device, this run uses {world.device.type}; use bfloat16 "
+                "or float32"
+            )
         if settings.activation_checkpointing:
             enable_activation_checkpointing(task.model)
         self.task, self.model = task, task.model.to(world.device)
@@ -81,7 +77,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "float16")
         self.checkpoints = Checkpoints(folder / "checkpoints", settings.keep)
         writers = World(world.device) if self.shards is None else world
-        self.saves = Saves(settings.save == "async", writers)
+        self.writer = CheckpointWriter(settings.save == "async", writers)
         self.step = 0
         self.skipped = 0
         self.bad_in_a_row = 0
@@ -89,22 +85,22 @@ class Trainer:
         self.latest: dict[str, Any] | None = None
         self.train_seconds = 0.0
         self._total = torch.zeros(self.task.width, dtype=torch.float64)
-        self._tallies: dict[str, torch.Tensor] = {}
+        self._tallies: dict[str, Tensor] = {}
         self._gradient_norm = 0.0
         self._seconds_before = 0.0
         self._started = time.perf_counter()
         self._files: list[MetricsFile | EventFiles] = []
         self._saved_step = 0
         self._starter = starter()
-        # Every process draws its own dropout; the first draws what a single process would.
+        # Each process has its own dropout masks; the first has those of a single process.
         seed_everything(settings.seed if world.main else mixed_seed(settings.seed, world.rank))
 
     def _shards(self) -> Shards | None:
-        """What cuts the weights up, where that is asked for and there are processes to share them."""
+        """Shard the model if `training.parallel=fsdp` and there are several processes."""
         parallel, size = self.settings.parallel, self.world.size
         if size > 1 and parallel == "none":
             raise ValueError(
-                f"training.parallel='none' with {size} processes would train {size} models into one folder; take ddp "
+                f"training.parallel='none' with {size} processes would train {size} models into one folder; use ddp "
                 "or fsdp, or start one process"
             )
         if size == 1 or parallel != "fsdp":
@@ -113,7 +109,7 @@ class Trainer:
         return Shards(self.model, self.world, half, self.settings.shares)
 
     def join(self) -> None:
-        """Give every process the whole model again, when training is over; it cannot go on."""
+        """Gather the whole model in every process after training; training cannot continue."""
         if self.shards is None:
             return
         evaluated, self.model = self.evaluated, self.shards.whole()
@@ -123,184 +119,8 @@ class Trainer:
 
     @property
     def evaluated(self) -> nn.Module:
-        """The model that is evaluated and saved: that of averaged weights, where there is an average of a step."""
+        """The model that is evaluated and saved: with averaged weights after the first averaged step."""
         return self.average.module if self.average is not None and self.average.updates else self.model
-
-    def resume(self, mode: str) -> None:
-        """Continue from a checkpoint: "auto" (the newest valid one, if any), "anyway" (that one, with whatever the data
-        are now), "never", or a path.
-
-        Raises:
-            ValueError: the checkpoint is bad, or belongs to another configuration; the message says why.
-        """
-        if mode == "never":
-            if self.checkpoints.paths():
-                raise ValueError(
-                    f"{self.folder} holds a run already; continue it with --resume auto, or use another --out"
-                )
-            return
-        if mode in ("auto", "anyway"):
-            checkpoint, problems = self.checkpoints.newest_valid(whole=self.shards is None)
-            for problem in problems:
-                self.reporter.message(f"skipped: {problem}")
-            if checkpoint is None:
-                return
-        else:
-            checkpoint = read_checkpoint(Path(mode), whole=self.shards is None)
-        differences = differing_keys(with_defaults(checkpoint.config), config_to_dict(self.config))
-        if differences:
-            listed = "\n  ".join(differences)
-            raise ValueError(
-                f"{checkpoint.path} belongs to another configuration; use another --out, or undo these changes "
-                f"(only {', '.join(MAY_DIFFER)} may change):\n  {listed}"
-            )
-        if checkpoint.step > self.settings.steps:
-            raise ValueError(f"{checkpoint.path} is beyond training.steps={self.settings.steps}; ask for more steps")
-        other = refuse_other_data(checkpoint, self.files, self.folder, mode == "anyway")
-        if other is not None:
-            self.reporter.message(f"{other}; going on with them")
-        self._load(checkpoint)
-        self._settle(checkpoint)
-        self.reporter.message(f"continuing from {checkpoint.path}")
-
-    def _settle(self, checkpoint: Checkpoint) -> None:
-        """Make the checkpoints those of a run that has just saved this one.
-
-        Later ones, which are damaged or of another line, are set aside. So is a best one that is damaged; the best of
-        those that are left takes its place.
-        """
-        broken: Path | None = None
-        if self.best is not None and self.checkpoints.path(self.best["step"]) != checkpoint.path:
-            place = self.checkpoints.path(self.best["step"])
-            try:
-                read_checkpoint(place, whole=False)
-            except ValueError as error:
-                broken = place
-                self._choose_best(str(error))
-        self.world.barrier()
-        if self.world.main:
-            if broken is not None and broken.is_dir():
-                self.checkpoints.set_aside(broken)
-            self.checkpoints.set_aside_after(self.step)
-            if broken is not None and checkpoint.path == self.checkpoints.path(self.step):
-                self.checkpoints.choose(self._best_in_short())
-            self.checkpoints.tidy(self.best["step"] if self.best else None)
-
-    def _choose_best(self, problem: str) -> None:
-        """Another best checkpoint, of those that can be read and were evaluated."""
-        metric = self.settings.metric
-        latest = [(point.step, point.training["latest"]) for point in self.checkpoints.readable(self.step)]
-        scored = [scores for step, scores in latest if scores is not None and scores["step"] == step]
-        self.best = max(scored, key=lambda scores: goodness(metric, scores[metric]), default=None)
-        now = "the next evaluation decides" if self.best is None else f"of those left it is step {self.best['step']}"
-        self.reporter.message(f"the best checkpoint so far cannot be used: {problem}; {now}")
-
-    def _best_in_short(self) -> dict[str, Any] | None:
-        """Step and score of the best so far, for JSON."""
-        metric = self.settings.metric
-        return None if self.best is None else jsonable({"step": self.best["step"], metric: self.best[metric]})
-
-    def _load(self, checkpoint: Checkpoint) -> None:
-        try:
-            self._take_up(checkpoint, checkpoint.training)
-        except torch.OutOfMemoryError:  # a RuntimeError, and no fault of the checkpoint
-            raise
-        except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
-            reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
-            raise ValueError(f"{checkpoint.path} is not of this run: {reason}; train into another folder") from error
-
-    def _take_up(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
-        own, say = state.get("rank_buffers", []), self.reporter.message
-        weights = checkpoint.weights
-        if checkpoint.cut is not None:
-            weights, state = put_together(read_cut(checkpoint.cut, self._likes()), state)
-        live = of_rank(state.get("live_weights") or weights, own, self.world, say)
-        self.model.load_state_dict(cut_like(self.model, live))
-        if self.average is not None:
-            averaged = of_rank(weights, own, self.world, say=lambda text: None)
-            self.average.load(cut_like(self.average.module, averaged), state["averaged_steps"])
-        self._load_optimizer(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.step = self._saved_step = checkpoint.step
-        for name in _KEPT:
-            setattr(self, name, state[name])
-        self._seconds_before = state["seconds"]
-        self._total, self._tallies = state["total"], state.get("tallies", {})
-        with contextlib.nullcontext() if self.shards is None else self.shards.gathered():
-            self.task.load_state_dict(state.get("carried", {}))
-        if self.world.rank < len(state["rng"]):
-            restore_rng(state["rng"][self.world.rank])
-
-    def _likes(self) -> Callable[[str], torch.Tensor | None]:
-        """What is here of a tensor by its name in a checkpoint that is cut up: of the optimiser, the parameter."""
-        parameters, own = self._parameters(), self.model.state_dict()
-
-        def like(key: str) -> torch.Tensor | None:
-            kind, _, name = key.partition("/")
-            return parameters.get(name.rpartition("/")[0]) if kind == "optimizer" else own.get(name)
-
-        return like
-
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        """What the optimiser holds by name, in its order."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        return {names[id(p)]: p for group in self.optimizer.param_groups for p in group["params"]}
-
-    def _load_optimizer(self, state: dict[str, Any]) -> None:
-        if self.shards is not None:
-            own = list(self._parameters().values())
-            cut = {i: {k: cut_as(v, own[i]) for k, v in fields.items()} for i, fields in state["state"].items()}
-            state = {**state, "state": cut}
-        self.optimizer.load_state_dict(state)
-
-    def save(self) -> None:
-        """Write a checkpoint of this step: the main process, or each its share of the weights.
-
-        Training waits for it, or with `training.save=async` for the one before.
-
-        Raises:
-            NotWritten: it, or the one before, could not be written; the message names the path.
-        """
-        self.saves.wait()
-        weights = self.evaluated.state_dict()
-        rng, carried = self.world.gather(capture_rng()), self.task.state_dict()
-        self._collect_tallies()
-        optimizer = self.optimizer.state_dict()
-        state = {
-            "optimizer": optimizer,
-            "scaler": self.scaler.state_dict(),
-            "rng": rng,
-            **{name: getattr(self, name) for name in _KEPT},
-            "seconds": self.seconds,
-            "total": self._total,
-            "tallies": self._tallies,
-            "carried": carried,
-            "rank_buffers": by_rank(self.model, self.world),
-            "files": sums(self.files),
-        }
-        live = {}
-        if self.average is not None:
-            live, state["averaged_steps"] = self.model.state_dict(), self.average.updates
-        for file in self._files:
-            file.sync()
-        place, best, main = (self.step, config_to_dict(self.config)), self._best_in_short(), self.world.main
-        if self.shards is not None:
-            names = list(self._parameters())
-            state["optimizer"] = {"param_groups": optimizer["param_groups"], "names": names}
-            tensors = {f"weights/{name}": t for name, t in weights.items()}
-            tensors |= {f"live/{name}": t for name, t in live.items()}
-            for index, fields in optimizer["state"].items():
-                tensors |= {f"optimizer/{names[index]}/{field}": t for field, t in fields.items() if t is not None}
-            tensors, state = self.saves.kept((tensors, state if main else {}))
-            self.saves.carry_out(lambda world: self.checkpoints.save_cut(*place, tensors, state, best, world))
-        elif main:
-            if live:
-                state["live_weights"] = {name: t.detach().to("cpu", copy=True) for name, t in live.items()}
-            weights, state = self.saves.kept((weights, state))
-            self.saves.carry_out(lambda _: self.checkpoints.save(*place, weights, state, best))
-        self._saved_step = self.step
-        if not self.saves.background:
-            self.world.barrier()
 
     @property
     def seconds(self) -> float:
@@ -320,7 +140,7 @@ class Trainer:
         wrapped, runner = self.task.runner()
         if note := warmup_note(self.config.schedule, settings.steps):
             self.reporter.message(note)
-        with self._open_files(), stop_requests() as stop, self.reporter, self.saves.finished(self.reporter.message):
+        with self._open_files(), stop_requests() as stop, self.reporter, self.writer.finished(self.reporter.message):
             self.reporter.advance(self.step)
             while self.step < settings.steps:
                 started = time.perf_counter()
@@ -334,49 +154,48 @@ class Trainer:
                 if improved or (evaluated if settings.save_every is None else self._due(settings.save_every)):
                     self.save()
                 self._stop_if_asked(stop)
-        if self.saves.background:
-            self.world.barrier()  # others read what the first process has written
+        if self.writer.background:
+            self.world.barrier()  # the other processes read the files of the first
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.settings.steps
 
     def _train_step(self, wrapped: nn.Module, runner: Callable[..., Any], batches: Iterator[Any]) -> None:
-        """One optimiser step: forward and backward for each piece, clip, update; skipped when a value is not finite."""
+        """Take one optimiser step: forward and backward per piece, clip, update; skip it if a value is not finite."""
         settings = self.settings
         self.step += 1
         self.model.train()
-        put_back = remembered(self.model)
+        put_back = remember_buffers(self.model)
         set_learning_rate(self.optimizer, self._learning_rate())
         total = torch.zeros(self.task.width, dtype=torch.float64, device=self.world.device)
         for piece in range(settings.accumulate):
-            waits = isinstance(wrapped, DistributedDataParallel | Sharded) and piece < settings.accumulate - 1
+            waits = isinstance(wrapped, DistributedDataParallel | ShardedLoop) and piece < settings.accumulate - 1
             with wrapped.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
                 total += self.task.backward(runner, next(batches), self.scaler)
         total = self.world.sum(total).cpu()
         self.scaler.unscale_(self.optimizer)
         limit = math.inf if settings.clip_norm is None else settings.clip_norm
-        self._gradient_norm = whole_norm(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+        self._gradient_norm = float(full_tensor(nn.utils.clip_grad_norm_(self.model.parameters(), limit)))
         finite = math.isfinite(float(total[0])) and math.isfinite(self._gradient_norm)
         if finite:
             self.scaler.step(self.optimizer)
             if self.average is not None:
                 self.average.update(self.model)
             self._total += total
+            self.bad_in_a_row = 0
         else:
             put_back()  # running averages and caches have seen the bad values
         self.task.finish(finite)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self._count_bad(finite)
+        if not finite:
+            self._skip()
 
     def _learning_rate(self) -> float:
         return learning_rate(self.config.optimizer, self.config.schedule, self.step, self.settings.steps)
 
-    def _count_bad(self, finite: bool) -> None:
-        """Keep count of skipped steps; stop the run when they do not end."""
-        if finite:
-            self.bad_in_a_row = 0
-            return
+    def _skip(self) -> None:
+        """Count a skipped step; stop the run after too many in a row."""
         self.skipped += 1
         self.bad_in_a_row += 1
         self.reporter.message(f"step {self.step}: loss or gradient is not finite; the step was skipped")
@@ -406,15 +225,11 @@ class Trainer:
         self.reporter.line(line)
 
     def _log_training(self) -> None:
-        """One line with the averages since the last line; steps that were skipped are not in them."""
+        """Write averages since the last line, skipped steps excluded."""
         if self._total[-1] == 0:
             return
-        line = {
-            "step": self.step,
-            "split": "train",
-            **self.task.averages(self._total),
-            "learning_rate": self._learning_rate(),
-        }
+        line = {"step": self.step, "split": "train", **self.task.averages(self._total)}
+        line["learning_rate"] = self._learning_rate()
         self._collect_tallies()
         line |= {name: float(total / count) for name, (total, count) in self._tallies.items() if count}
         self._tallies = {}
@@ -423,12 +238,12 @@ class Trainer:
         self._write(line)
 
     def _collect_tallies(self) -> None:
-        """Add what the modules counted to what is logged with the next line."""
+        """Add the counts of modules to those for the next line."""
         for name, pair in tallies(self.model, self.world).items():
             self._tallies[name] = self._tallies.get(name, 0) + pair
 
     def _evaluate(self) -> bool:
-        """Evaluate on the validation split; whether this is the best step so far."""
+        """Evaluate on the validation split; return True if this is the best step so far."""
         model = self.evaluated if self.shards is None else self.shards.whole(self.evaluated)
         values, _ = self.task.evaluate(model, self.task.validation)
         self.task.validated(values)
@@ -441,7 +256,7 @@ class Trainer:
         return improved
 
     def _stop_if_asked(self, stop: list[int]) -> None:
-        """Save and leave when any process was asked to stop, or has lost who started it; all processes decide alike."""
+        """Save and leave if any process got a signal or lost its torchrun; all processes decide alike."""
         if not stop and starter() != self._starter:
             stop = [signal.SIGTERM]
         asked = int(self.world.sum(torch.tensor([float(stop[0] if stop else 0)], device=self.world.device)).max())
@@ -449,16 +264,174 @@ class Trainer:
             return
         if self._saved_step != self.step:
             self.save()
-        self.saves.wait()
+        self.writer.wait()
         raise Interrupted(stop[0] if stop else signal.SIGTERM, self.step)
 
+    # Checkpoints
 
-def check_precision(precision: str, device: torch.device) -> None:
-    """Refuse float16 where it is not supported (ValueError)."""
-    if precision == "float16" and device.type != "cuda":
-        raise ValueError(
-            f"training.precision='float16' needs a CUDA device, this run uses {device.type}; use bfloat16 or float32"
-        )
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the evaluated weights and the training state; every process must call this."""
+        weights = self.evaluated.state_dict()
+        rng, carried = self.world.gather(capture_rng()), self.task.state_dict()
+        self._collect_tallies()
+        optimizer = self.optimizer.state_dict()
+        if self.shards is not None:
+            optimizer = {**optimizer, "names": list(self._parameters())}
+        training = {
+            "optimizer": optimizer,
+            "scaler": self.scaler.state_dict(),
+            "rng": rng,
+            **{name: getattr(self, name) for name in _SAVED},
+            "seconds": self.seconds,
+            "total": self._total,
+            "tallies": self._tallies,
+            "carried": carried,
+            "rank_buffers": buffers_by_rank(self.model, self.world),
+            "files": sha256_sums(self.files),
+        }
+        if self.average is not None:
+            training |= {"averaged_steps": self.average.updates, "live_weights": self.model.state_dict()}
+        return weights, training
+
+    def load_state_dict(self, weights: Mapping[str, Tensor], training: dict[str, Any]) -> None:
+        """Restore the two parts that `state_dict` returned, with any number of processes."""
+        own, say = training.get("rank_buffers", []), self.reporter.message
+        live = with_own_buffers(training.get("live_weights") or weights, own, self.world, say)
+        self.model.load_state_dict(shard_weights(self.model, live))
+        if self.average is not None:
+            averaged = with_own_buffers(weights, own, self.world, say=lambda text: None)
+            self.average.load(shard_weights(self.average.module, averaged), training["averaged_steps"])
+        optimizer = training["optimizer"]
+        if self.shards is not None:
+            like, state = list(self._parameters().values()), optimizer["state"]
+            sharded = {i: {k: shard_like(v, like[i]) for k, v in fields.items()} for i, fields in state.items()}
+            optimizer = {**optimizer, "state": sharded}
+        self.optimizer.load_state_dict(optimizer)
+        self.scaler.load_state_dict(training["scaler"])
+        for name in _SAVED:
+            setattr(self, name, training[name])
+        self._seconds_before = training["seconds"]
+        self._total, self._tallies = training["total"], training.get("tallies", {})
+        with contextlib.nullcontext() if self.shards is None else self.shards.gathered():
+            self.task.load_state_dict(training.get("carried", {}))
+        if self.world.rank < len(training["rng"]):
+            restore_rng(training["rng"][self.world.rank])
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by name, in the order of the optimiser."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        return {names[id(p)]: p for group in self.optimizer.param_groups for p in group["params"]}
+
+    def save(self) -> None:
+        """Write a checkpoint of this step. With `training.save=async`, training waits for the previous save only.
+
+        Raises:
+            NotWritten: this or the previous checkpoint could not be written; the message names the path.
+        """
+        self.writer.wait()
+        weights, training = self.state_dict()
+        for file in self._files:
+            file.sync()
+        step, config, best = self.step, config_to_dict(self.config), self._best_step()
+        if self.shards is not None or self.world.main:
+            sharded = self.shards is not None
+            weights, training = self.writer.snapshot((weights, training))
+            self.writer.submit(
+                lambda world: self.checkpoints.save(step, config, weights, training, best, world if sharded else None)
+            )
+        self._saved_step = self.step
+        if not self.writer.background:
+            self.world.barrier()
+
+    def resume(self, mode: str) -> None:
+        """Continue from a checkpoint.
+
+        Args:
+            mode: "auto" (the newest readable checkpoint, if any), "anyway" (the same, even if the data have changed),
+                "never", or the path of a checkpoint.
+
+        Raises:
+            ValueError: the checkpoint is damaged, or belongs to another configuration or other data.
+        """
+        if mode == "never":
+            if self.checkpoints.paths():
+                raise ValueError(f"{self.folder} holds a run already; use --resume auto, or another --out")
+            return
+        if mode in ("auto", "anyway"):
+            checkpoint, problems = self.checkpoints.newest_valid(whole=self.shards is None)
+            for problem in problems:
+                self.reporter.message(f"skipped: {problem}")
+            if checkpoint is None:
+                return
+        else:
+            checkpoint = read_checkpoint(Path(mode), whole=self.shards is None)
+        differences = differing_keys(with_defaults(checkpoint.config), config_to_dict(self.config))
+        if differences:
+            listed = "\n  ".join(differences)
+            raise ValueError(
+                f"{checkpoint.path} belongs to another configuration; use another --out, or undo these changes "
+                f"(only {', '.join(MAY_DIFFER)} may change):\n  {listed}"
+            )
+        if checkpoint.step > self.settings.steps:
+            raise ValueError(f"{checkpoint.path} is beyond training.steps={self.settings.steps}; ask for more steps")
+        changed = check_data(checkpoint, self.files, self.folder, anyway=mode == "anyway")
+        if changed is not None:
+            self.reporter.message(f"{changed}; continuing with them")
+        self._load(checkpoint)
+        self._repair(checkpoint)
+        self.reporter.message(f"continuing from {checkpoint.path}")
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        parameters, own = self._parameters(), self.model.state_dict()
+
+        def like(key: str) -> Tensor | None:
+            kind, _, name = key.partition("/")
+            return parameters.get(name.rpartition("/")[0]) if kind == "optimizer" else own.get(name)
+
+        try:
+            weights, training = checkpoint.weights, checkpoint.training
+            if checkpoint.shards is not None:
+                weights, training = unflatten_state(read_shards(checkpoint.shards, like), training)
+            self.load_state_dict(weights, training)
+        except torch.OutOfMemoryError:  # a RuntimeError, and not the checkpoint's fault
+            raise
+        except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+            raise ValueError(f"{checkpoint.path} is not of this run: {reason}; train into another folder") from error
+        self.step = self._saved_step = checkpoint.step
+
+    def _repair(self, checkpoint: Checkpoint) -> None:
+        """Set aside later checkpoints and a damaged best one, and choose another best among the rest."""
+        broken: Path | None = None
+        if self.best is not None and self.checkpoints.path(self.best["step"]) != checkpoint.path:
+            path = self.checkpoints.path(self.best["step"])
+            try:
+                read_checkpoint(path, whole=False)
+            except ValueError as error:
+                broken = path
+                self._choose_best(str(error))
+        self.world.barrier()
+        if self.world.main:
+            if broken is not None and broken.is_dir():
+                self.checkpoints.set_aside(broken)
+            self.checkpoints.set_aside_after(self.step)
+            if broken is not None and checkpoint.path == self.checkpoints.path(self.step):
+                self.checkpoints.choose(self._best_step())
+            self.checkpoints.tidy(self.best["step"] if self.best else None)
+
+    def _choose_best(self, problem: str) -> None:
+        """Choose the best among the readable checkpoints that were evaluated."""
+        metric = self.settings.metric
+        latest = [(point.step, point.training["latest"]) for point in self.checkpoints.readable(self.step)]
+        scored = [scores for step, scores in latest if scores is not None and scores["step"] == step]
+        self.best = max(scored, key=lambda scores: goodness(metric, scores[metric]), default=None)
+        now = "the next evaluation decides" if self.best is None else f"of those left it is step {self.best['step']}"
+        self.reporter.message(f"the best checkpoint so far cannot be used: {problem}; {now}")
+
+    def _best_step(self) -> dict[str, Any] | None:
+        """Return step and score of the best so far, for JSON."""
+        metric = self.settings.metric
+        return None if self.best is None else jsonable({"step": self.best["step"], metric: self.best[metric]})
 
 
 def enable_activation_checkpointing(model: nn.Module) -> None:

@@ -1,1 +1,1 @@
-"""What a training would take, said before it: bytes, operations and hours of a recipe, without its data or a GPU."""
+"""Memory, operations and hours of a training, planned from its recipe without data or a GPU."""

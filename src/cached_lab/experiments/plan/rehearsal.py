@@ -1,14 +1,10 @@
-"""A training step rehearsed: the real code of model, loss, backward and optimiser, on tensors that have no values.
+"""Rehearsal of a training step: the real code of model, loss, backward and optimiser, on tensors without values.
 
-Every operator runs under PyTorch's `FakeTensorMode`: it makes a tensor of the right shape, type and lifetime and fills
-nothing in. What is counted are therefore storages and when they die, as autograd, autocast, activation checkpointing
-and the segment loop really keep them, at any size and in seconds. No formula stands in for a layer.
+Under PyTorch's `FakeTensorMode` every operator makes tensors of the right shape, type and lifetime without computing,
+so that storages are counted as autograd, autocast, checkpointing and the segment loop really hold them. A forward that
+depends on values cannot be rehearsed, except the adaptive softmax, whose targets are taken to follow Zipf's law.
 
-What depends on the values of tensors has none here. A forward that asks for one cannot be rehearsed; the one exception
-is the adaptive softmax, which picks the targets of each cluster: there the words are taken to follow Zipf's law, which
-gives rare words more targets than texts do.
-
-Legend: B rows, N tokens of all segments, T target tokens.
+Legend: B rows, N tokens of all segments, T target tokens, K classes.
 """
 
 from __future__ import annotations
@@ -35,32 +31,30 @@ from cached_lab.experiments.build import memory_name, without_checkpoint
 from cached_lab.experiments.costs.flops import flops_of
 from cached_lab.experiments.costs.live_bytes import LiveBytes
 from cached_lab.tasks.documents.loop import DocumentLoop
-from cached_lab.training.buffers import remembered
+from cached_lab.training.buffers import remember_buffers
 from cached_lab.training.config import RunConfig
 from cached_lab.training.optim import build_optimizer
-from cached_lab.training.reconstruction_loss import Recall
+from cached_lab.training.reconstruction_loss import ReconstructionLoss
 from cached_lab.training.trainer import enable_activation_checkpointing
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.models.adaptive import AdaptiveSoftmax
 from cached_transformers.registry import MODELS
 
 SLACK = 0.002
-"""Share by which a peak may be stated too low, so that storages are not looked through at every operator."""
-MULTI_TENSOR = "foreach"
-"""The form of the optimiser that torch takes on a GPU: all parameters at once, with temporaries as large as they."""
+"""Relative error of peaks, so that storages are not checked at every operator."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What a row of the batch is.
+class RowShape:
+    """Shape of a row of the batch.
 
     Attributes:
-        task: as the data set calls it: language, documents, classification or translation.
-        tokens: tokens of a row in one step, over all segments, padding included; of images 0.
-        classes: of a classifier's targets.
+        task: language, documents, classification or translation.
+        tokens: tokens of a row in one step, over all segments, padding included; 0 for images.
+        classes: classes of a classifier's targets.
         segment_length, segments: of documents.
-        image: (channels, height, width), or None where a row is tokens.
-        padded: whether the model is given a mask of padding.
+        image: (channels, height, width), or None for tokens.
+        padded: the model gets a padding mask.
     """
 
     task: str
@@ -73,17 +67,13 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """Bytes of one process, counted in a rehearsed step of one micro-batch.
+class StepBytes:
+    """Bytes of one process in a rehearsed step of one micro-batch.
 
     Attributes:
-        weights: parameters. buffers: buffers of the model. gradients: of the parameters that train.
-        optimizer: state of the optimiser. average: the moving average of the weights with its buffers.
-        remembered: the copies of buffers that a step holds, to put them back where its values are not finite.
-        state: what the rows of the micro-batch carry to the next step.
-        inputs: the micro-batch itself.
-        activations: alive when the forward pass is over, for the backward pass.
-        forward, backward, update: the most that was alive, beside what was there before the step, in each phase.
+        average: the moving average of the weights, with its buffers. copies: copies of buffers, to undo a bad step.
+        state: state carried to the next step. activations: alive between forward and backward.
+        forward, backward, update: most bytes alive in each phase, beyond those alive before the step.
     """
 
     weights: int
@@ -91,7 +81,7 @@ class Bytes:
     gradients: int
     optimizer: int
     average: int
-    remembered: int
+    copies: int
     state: int
     inputs: int
     activations: int
@@ -101,7 +91,7 @@ class Bytes:
 
 
 class Rehearsed(LiveBytes):
-    """Counts bytes over fake tensors, and answers what a step asks of values."""
+    """Count bytes over fake tensors, and answer the few questions of a step about values."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(SLACK)
@@ -111,9 +101,9 @@ class Rehearsed(LiveBytes):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and self.updating:
-            return 1.0  # the number of the step, which an optimiser keeps as a tensor
+            return 1.0  # the step number, which an optimiser stores as a tensor
         if func is torch.ops.aten.nonzero.default and self.shares:
-            share = self.shares[self._found % len(self.shares)]  # a call for each cluster behind the first, in order
+            share = self.shares[self._found % len(self.shares)]  # one call per cluster after the first, in order
             self._found += 1
             return super().__torch_dispatch__(
                 torch.ops.aten.new_empty.default,
@@ -124,15 +114,14 @@ class Rehearsed(LiveBytes):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def restart(self) -> None:
-        """Begin to look for another peak."""
+        """Reset the peak."""
         self.peak = self.now()
 
 
 class FusedDropout(TorchFunctionMode):
-    """Leaves dropout out of `scaled_dot_product_attention`.
+    """Leave dropout out of `scaled_dot_product_attention`, whose GPU kernels store only its seed.
 
-    The fused kernels of a GPU draw it inside and keep the seed; those of a CPU know none, so that torch would take the
-    form that keeps whole matrices of weights.
+    With dropout, torch on a CPU would use the form that stores whole attention matrices.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -144,27 +133,25 @@ class FusedDropout(TorchFunctionMode):
 
 
 def zipf(bounds: list[int]) -> list[float]:
-    """Shares of the targets in the clusters behind the first, were word r as common as 1 / r."""
-    whole = _harmonic(bounds[-1])
-    return [(_harmonic(high) - _harmonic(low)) / whole for low, high in pairwise(bounds[1:])]
+    """Return the shares of targets in the clusters after the first, if word r has frequency 1 / r."""
+
+    def harmonic(n: int) -> float:
+        return math.log(n) + 0.5772156649 + 1 / (2 * n)
+
+    return [(harmonic(high) - harmonic(low)) / harmonic(bounds[-1]) for low, high in pairwise(bounds[1:])]
 
 
-def _harmonic(n: int) -> float:
-    return math.log(n) + 0.5772156649 + 1 / (2 * n)
-
-
-def rehearse(config: RunConfig, shape: Shape, rows: int, *, gradients_held: bool, gpu: bool = True) -> Bytes:
-    """Bytes of one step of a micro-batch.
+def rehearse(config: RunConfig, shape: RowShape, rows: int, *, gradients_held: bool, gpu: bool = True) -> StepBytes:
+    """Count the bytes of one step of a micro-batch.
 
     Args:
-        config: with all that the data fill in.
-        shape: of a row.
-        rows: of the micro-batch.
-        gradients_held: whether the gradients of an earlier piece of the batch are there already.
-        gpu: whether optimiser and attention take the forms that they have on a GPU.
+        config: with the options that data fill in.
+        rows: rows of the micro-batch.
+        gradients_held: gradients of an earlier piece of the batch exist already.
+        gpu: use the GPU forms of optimiser and attention.
 
     Raises:
-        ValueError: the model asks for values of tensors, which a rehearsal does not have.
+        ValueError: the model depends on values of tensors.
     """
     bare = bare_model(config)
     with FakeTensorMode(allow_non_fake_inputs=True), _explained(config):
@@ -172,18 +159,18 @@ def rehearse(config: RunConfig, shape: Shape, rows: int, *, gradients_held: bool
         step, inputs = training_step(config, shape, model, rows)
         optimizer = build_optimizer(model, config.optimizer)
         for group in optimizer.param_groups if gpu else ():
-            group[MULTI_TENSOR] = True
+            group["foreach"] = True  # all parameters at once, with temporaries as large as they are
         trained = [p for p in model.parameters() if p.requires_grad]
         live = Rehearsed(model)
         with FusedDropout() if gpu else contextlib.nullcontext(), live:
             live.updating = True
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
-            optimizer.step()  # the first makes the states
+            optimizer.step()  # creates the optimiser state
             live.updating = False
             optimizer.zero_grad(set_to_none=True)
             states = live.now()
-            keep = remembered(model)
+            keep = remember_buffers(model)
             copies = live.now() - states
             if gradients_held:
                 for parameter in trained:
@@ -206,13 +193,13 @@ def rehearse(config: RunConfig, shape: Shape, rows: int, *, gradients_held: bool
         kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tree_leaves(carried)}
         buffers = sum(b.nbytes for b in model.buffers())
         weights = sum(p.nbytes for p in model.parameters())
-    return Bytes(
+    return StepBytes(
         weights=weights,
         buffers=buffers,
         gradients=sum(p.nbytes for p in trained),
         optimizer=states,
         average=0 if config.training.ema_decay is None else weights + buffers,
-        remembered=copies,
+        copies=copies,
         state=sum(kept.values()),
         inputs=sum(t.nbytes for t in inputs),
         activations=activations,
@@ -222,11 +209,8 @@ def rehearse(config: RunConfig, shape: Shape, rows: int, *, gradients_held: bool
     )
 
 
-def step_flops(config: RunConfig, shape: Shape, rows: int) -> int:
-    """Operations of forward and backward of a micro-batch, one multiply-add as two; see `experiments/costs/flops.py`.
-
-    What activation checkpointing computes again is among them.
-    """
+def step_flops(config: RunConfig, shape: RowShape, rows: int) -> int:
+    """Count operations of forward and backward of a micro-batch, recomputation included; a multiply-add is two."""
 
     def run() -> None:
         loss, _ = step()
@@ -241,7 +225,7 @@ def step_flops(config: RunConfig, shape: Shape, rows: int) -> int:
 
 
 def bare_model(config: RunConfig) -> nn.Module:
-    """The model of a recipe in training mode, on the meta device; published weights are not read."""
+    """Return the model of a recipe in training mode on the meta device, without reading published weights."""
     options = without_checkpoint(config).model
     if options.get("pretrained"):
         options = {**options, "pretrained": False}
@@ -253,7 +237,7 @@ def bare_model(config: RunConfig) -> nn.Module:
 
 
 def without_values(model: nn.Module) -> nn.Module:
-    """The same model, its parameters and buffers as tensors of the `FakeTensorMode` that the caller is in."""
+    """Replace the model's parameters and buffers by tensors of the caller's `FakeTensorMode`."""
     made: dict[int, Tensor] = {}  # tied weights stay tied
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -270,32 +254,29 @@ def without_values(model: nn.Module) -> nn.Module:
     return model
 
 
-Step: TypeAlias = Callable[[], tuple[Tensor, Any]]
-"""Makes a loss, and what the rows carry to the next step."""
+Forward: TypeAlias = Callable[[], tuple[Callable[[], Tensor], Any]]
+"""Runs the model under autocast; returns a function that computes the loss outside of autocast, and the state."""
 
 
-def training_step(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> tuple[Step, list[Tensor]]:
-    """What makes the loss of a micro-batch as the task of the recipe does, and the tensors of the micro-batch."""
-    settings = config.training
+def training_step(
+    config: RunConfig, shape: RowShape, model: nn.Module, rows: int
+) -> tuple[Callable[[], tuple[Tensor, Any]], list[Tensor]]:
+    """Return a function for loss and state of a micro-batch, as the recipe's task computes them, and the inputs."""
     kinds = {"language": _language, "documents": _documents, "translation": _pairs, "classification": _labels}
     forward, inputs = kinds[shape.task](config, shape, model, rows)
 
     def step() -> tuple[Tensor, Any]:
-        with settings.autocast(torch.device("cpu")):
-            out, carried = forward()
-        return out(), carried
+        with config.training.autocast(torch.device("cpu")):
+            loss, carried = forward()
+        return loss(), carried
 
     return step, inputs
 
 
-Forward: TypeAlias = Callable[[], tuple[Callable[[], Tensor], Any]]
-"""Runs the model under autocast; returns what makes the loss outside of it, and the state."""
-
-
-def _language(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> tuple[Forward, list[Tensor]]:
+def _language(config: RunConfig, shape: RowShape, model: nn.Module, rows: int) -> tuple[Forward, list[Tensor]]:
     settings = config.training
     sizes = (settings.segment_length, settings.bptt, settings.passes)
-    scoring = Recall(settings.recall) if settings.recall else None
+    scoring = ReconstructionLoss(settings.recall) if settings.recall else None
     loop = SegmentLoop(model, *sizes, scoring=scoring, bptt_window=settings.bptt_window)  # type: ignore[arg-type]
     inputs_BN, targets_BN = _tokens(rows, shape.tokens), _tokens(rows, shape.tokens)
     reset = torch.zeros(rows, 1, dtype=torch.bool)
@@ -308,7 +289,7 @@ def _language(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> t
     return forward, [inputs_BN, targets_BN]
 
 
-def _documents(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> tuple[Forward, list[Tensor]]:
+def _documents(config: RunConfig, shape: RowShape, model: nn.Module, rows: int) -> tuple[Forward, list[Tensor]]:
     settings = config.training
     loop = DocumentLoop(model, shape.segment_length, shape.segments, settings.passes, settings.replay)
     inputs_BN, padding_BN = _tokens(rows, shape.tokens), _padding(rows, shape) if shape.padded else None
@@ -320,7 +301,7 @@ def _documents(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> 
     return forward, [t for t in (inputs_BN, padding_BN) if t is not None]
 
 
-def _labels(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> tuple[Forward, list[Tensor]]:
+def _labels(config: RunConfig, shape: RowShape, model: nn.Module, rows: int) -> tuple[Forward, list[Tensor]]:
     inputs = _tokens(rows, shape.tokens) if shape.image is None else torch.empty(rows, *shape.image)
     given = {"padding": _padding(rows, shape)} if shape.padded else {}
 
@@ -337,7 +318,7 @@ def _labels(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> tup
     return forward, [inputs, *given.values()]
 
 
-def _pairs(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> tuple[Forward, list[Tensor]]:
+def _pairs(config: RunConfig, shape: RowShape, model: nn.Module, rows: int) -> tuple[Forward, list[Tensor]]:
     source, decoder, targets = (_tokens(rows, shape.tokens) for _ in range(3))
     padding, smoothing = _padding(rows, shape), config.training.label_smoothing
 
@@ -359,18 +340,18 @@ def _tokens(*size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.int64)
 
 
-def _padding(rows: int, shape: Shape) -> Tensor:
+def _padding(rows: int, shape: RowShape) -> Tensor:
     return torch.zeros(rows, shape.tokens, dtype=torch.bool)
 
 
 @contextlib.contextmanager
 def _explained(config: RunConfig) -> Iterator[None]:
-    """Say which model cannot be rehearsed, and what can be done."""
+    """Name the model that cannot be rehearsed in the error."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
-            f"model {config.model['name']!r} with memory {memory_name(config)!r} decides by the values of tensors "
+            f"model {config.model['name']!r} with memory {memory_name(config)!r} depends on values of tensors "
             f"({error.func}), which a plan does not have; plan it without (model.memory=null), or measure a few steps: "
             "cached train ... training.steps=10"
         ) from None

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from cached_lab.training.reconstruction_loss import Recall
+from cached_lab.training.reconstruction_loss import ReconstructionLoss
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.loops.replay import ReplayLoop
 from cached_transformers.loops.segments import SegmentLoop
@@ -51,7 +51,7 @@ class Course:
         settle: share of the steps in which the learning rate falls.
         bptt: segments that a gradient crosses; None for whole episodes.
         bptt_window: "blocks" or "sliding", see `SegmentLoop`.
-        recall: weight of reconstructing each segment from the memory (`Recall`); 0 for none.
+        recall: weight of reconstructing each segment from the memory (`ReconstructionLoss`); 0 for none.
     """
 
     nearest: int = 1
@@ -165,7 +165,7 @@ def loop_of(model: nn.Module, task: ProbeTask, course: Course, passes: int = 1, 
     pieces = 1 if whole else course.farthest + 1
     length = (course.farthest + 1) * task.segment // pieces
     bptt, kind = course.bptt or pieces, SegmentLoop if pieces < REPLAYED else ReplayLoop
-    scoring = Recall(course.recall) if course.recall else None
+    scoring = ReconstructionLoss(course.recall) if course.recall else None
     return kind(model, length, bptt, passes, scoring=scoring, bptt_window=course.bptt_window)
 
 

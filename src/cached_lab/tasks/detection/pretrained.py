@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from cached_lab.training.checkpoint import Checkpoints, read_checkpoint
-from cached_lab.training.init_weights import file_weights
+from cached_lab.training.stored_weights import file_weights
 from cached_transformers.models.pvt import PyramidVisionTransformer, published_weights
 
 CACHE = "cache_MC"

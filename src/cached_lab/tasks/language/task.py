@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cached_lab.data.text import TextDataset
 from cached_lab.training.config import RunConfig
 from cached_lab.training.distributed import World, pipeline_group
-from cached_lab.training.reconstruction_loss import Recall
+from cached_lab.training.reconstruction_loss import ReconstructionLoss
 from cached_lab.training.run_files import TOKENIZER, check_tokenizer
 from cached_lab.training.segment_pipeline import SegmentPipeline
 from cached_lab.training.settings import TrainingConfig
@@ -68,7 +68,7 @@ class LanguageModelling(Task):
         # One graph serves every segment, so the model is compiled and not the loop round it.
         model: Any = torch.compile(self.model) if settings.compile else self.model
         sizes = (settings.segment_length, settings.bptt, settings.passes)
-        scoring: Any = Recall(settings.recall) if settings.recall else None
+        scoring: Any = ReconstructionLoss(settings.recall) if settings.recall else None
         if settings.pipeline > 1:
             group = pipeline_group(self.world, settings.pipeline)
             loop: SegmentLoop = SegmentPipeline(

@@ -1,7 +1,7 @@
-"""Weights to begin with: from a run of this library, or a file of timm's or another's, checked key by key.
+"""Weights from files: initial weights of a run, checked key by key, and the average of a run's last checkpoints.
 
-Weights of a plain model fit its cached form: the memory, which they lack, begins anew. The classifier is taken over
-unless it is asked to begin anew, and never silently.
+Weights of a plain model fit its form with a memory, whose own weights then stay as initialised. The classifier is
+loaded too, unless `training.new_head` says otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from cached_transformers.memories.parts.shared_cache import reset_caches
 
 from .checkpoint import META, Checkpoints, read_checkpoint
-from .sharding import cut_like
+from .sharding import shard_weights
 
 _INNER = ("model", "state_dict", "module")
 _USUAL_HEADS = ("head", "fc", "classifier")
@@ -26,15 +26,15 @@ _USUAL_HEADS = ("head", "fc", "classifier")
 def load_initial_weights(
     model: nn.Module, path: Path, new_head: bool = False, empty_caches: bool = False, say: Callable[[str], None] = print
 ) -> None:
-    """Put stored weights into a model, in place.
+    """Load stored weights into a model, in place.
 
     Args:
         path: a run folder (its best checkpoint), a step folder, or a .safetensors, .pth or .pt file.
-        new_head: leave the classifier as it is. empty_caches: leave shared caches empty.
-        say: is told what was left as it is.
+        new_head: do not load the classifier. empty_caches: do not load shared caches.
+        say: receives a message about tensors that were not in the file.
 
     Raises:
-        ValueError: no such weights, a classifier of another number of classes, or weights of another model.
+        ValueError: no such weights, a classifier with another number of classes, or weights of another model.
     """
     weights = _fitted(read_weights(path), model)
     heads = head_names(model)
@@ -63,16 +63,16 @@ def load_initial_weights(
     lacking = [n for n in fresh if not n.startswith(allowed) and ".memory." not in n and not n.endswith(".cache_MC")]
     if other or unknown or lacking:
         kinds = {"of another shape": sorted(other), "unknown to this model": unknown, "missing": lacking}
-        listed = "; ".join(f"{what}: {', '.join(names[:3])} ({len(names)})" for what, names in kinds.items() if names)
+        listed = "; ".join(f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in kinds.items() if names)
         raise ValueError(f"{path} holds weights of another model ({listed}); give the model its options")
-    model.load_state_dict(cut_like(model, {**own, **weights}))
+    model.load_state_dict(shard_weights(model, {**own, **weights}))
     if empty_caches:
         reset_caches(model)
     say(f"weights from {path}" + (f"; new: {len(fresh)} tensors ({', '.join(fresh[:3])}, ...)" if fresh else ""))
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Tensors by name from a run folder, a step folder, or a file (ValueError: there are none, or they are damaged)."""
+    """Return tensors by name from a run folder, a step folder, or a file (ValueError: there are none)."""
     if (path / META).is_file():
         return read_checkpoint(path).weights
     if (path / "checkpoints").is_dir():
@@ -86,16 +86,16 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def file_weights(path: Path, called: str, inner: Sequence[str]) -> Any:
-    """What a .safetensors or PyTorch file holds, or what stands in it below the keys `inner`; none of it is run.
+    """Return the content of a .safetensors or PyTorch file, or of the innermost of its keys `inner`; run no code of it.
 
     Raises:
-        ValueError: it cannot be read; `called` is what the message calls it.
+        ValueError: it cannot be read; `called` names it in the message.
     """
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # what is no archive of torch raises a wide choice, down to KeyError
+    except Exception as error:  # torch raises many types of errors for foreign files
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"{called} cannot be read as weights: {reason}") from error
     for name in inner:
@@ -105,7 +105,7 @@ def file_weights(path: Path, called: str, inner: Sequence[str]) -> Any:
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:
-    """Prefixes of the classifier's parameters: what timm says, or the usual names."""
+    """Return the prefixes of the classifier's parameters, from timm's configuration or by the usual names."""
     inner = getattr(model, "model", None)
     inside = "model." if isinstance(inner, nn.Module) and hasattr(inner, "pretrained_cfg") else ""
     told = getattr(inner if inside else model, "pretrained_cfg", None) or {}
@@ -114,8 +114,46 @@ def head_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def _fitted(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Names as the model has them: weights of timm's own model go into ours, which holds it as `model`."""
+    """Rename weights of a timm model for our wrapper, which holds it as `model`, if more names then match."""
     own = model.state_dict()
     bare = {name.removeprefix("module."): value for name, value in weights.items()}
     within = {f"model.{name}": value for name, value in bare.items()}
     return max((bare, within), key=lambda tensors: len(tensors.keys() & own.keys()))
+
+
+@torch.no_grad()
+def load_average(model: nn.Module, folder: Path, count: int, caches: str = "copy") -> int:
+    """Load the average of a run's newest checkpoints into a model; return the step of the newest.
+
+    This is the average of translation papers (fairseq's average_checkpoints). Caches are not weights: the gates of a
+    step fit the cache of that step.
+
+    Args:
+        caches: "copy" takes buffers of the newest checkpoint, "average" averages floating-point buffers too.
+
+    Raises:
+        ValueError: fewer than `count` checkpoints, one that is damaged, or one of another model.
+    """
+    if count < 1:
+        raise ValueError(f"average={count} must be at least 1 checkpoint")
+    paths = Checkpoints(folder / "checkpoints").paths()[-count:]
+    if len(paths) < count:
+        raise ValueError(
+            f"{folder} has {len(paths)} checkpoints, so {count} cannot be averaged; train with "
+            f"training.keep={count} or more"
+        )
+    buffers = {name for name, _ in model.named_buffers()}
+    total: dict[str, Tensor] = {}
+    for path in paths:
+        newest = read_checkpoint(path)
+        if total and newest.weights.keys() != total.keys():
+            raise ValueError(f"{path} is of another model than {paths[0]}; average checkpoints of one run")
+        for name, tensor in newest.weights.items():
+            wide = tensor.double() if tensor.is_floating_point() else tensor
+            total[name] = wide if name not in total or not wide.is_floating_point() else total[name] + wide
+    weights: dict[str, Tensor] = {}
+    for name, tensor in newest.weights.items():
+        kept = not tensor.is_floating_point() or (caches == "copy" and name in buffers)
+        weights[name] = tensor if kept else (total[name] / count).to(tensor.dtype)
+    model.load_state_dict(weights)
+    return newest.step
