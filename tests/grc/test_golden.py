@@ -70,7 +70,6 @@ def test_paper(folder: Path, name: str) -> None:
         meta["Tm"],
         ratio=meta["ratio"],
         variant="paper",
-        candidate="affine",
         attend=meta["attend"],
         combine={"pad": "pad", "vproj": "project"}[meta["combine"]],
         interpolation=meta["mode"],

@@ -32,7 +32,7 @@ from integrations.transformers_hosts import (
 from torch import Tensor
 
 from cached_transformers import add_memory, load_pretrained, remove_memory
-from cached_transformers.memories.parts.shared_cache import caches
+from cached_transformers.memories.grc.shared_cache import caches
 
 ALL = [*ENCODERS, *DECODERS]
 

@@ -23,10 +23,10 @@ from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query,
 from cached_transformers.interfaces.positions import Positions, RelativePositions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.loops.segments import SegmentLoop
-from cached_transformers.memories.grc.grc import StreamGRC
+from cached_transformers.memories.grc.shared_cache import commit_caches
+from cached_transformers.memories.grc.stream import StreamGRC
 from cached_transformers.memories.memorizing import Memorizing
 from cached_transformers.memories.parts.composite import SideBySide
-from cached_transformers.memories.parts.shared_cache import commit_caches
 from cached_transformers.memories.transformer_xl import TransformerXL
 from cached_transformers.registry import MEMORIES, Entry
 
@@ -124,7 +124,7 @@ def twin(layer: SelfAttention, inputs: list[Tensor], slots: int) -> list[Tensor]
     """Results for the segments (N, D) of one row: the last inputs are attended, and GRC's cache is mixed in."""
     (grc,) = (m for m in layer.memory.members if isinstance(m, StreamGRC))  # type: ignore[union-attr]
     past, found, gates = inputs[0].new_zeros(0, WIDTH), [], grc.gates
-    cache, last = inputs[0].new_zeros(gates.length, gates.width), None
+    cache, last = inputs[0].new_zeros(grc.length, gates.width), None
     for x in inputs:
         n = x.shape[0]
         q, k, v = (heads(t) for t in layer.qkv(torch.cat([past, x])).chunk(3, -1))
@@ -140,7 +140,7 @@ def twin(layer: SelfAttention, inputs: list[Tensor], slots: int) -> list[Tensor]
             ratio = torch.sigmoid(grc.branch.gate_H)[:, None, None]
             y = ratio * F.pad(o, (0, y.shape[-1] - o.shape[-1])) + (1 - ratio) * y
         found.append(layer.output(y.transpose(0, 1).flatten(1)))
-        last = x[torch.arange(gates.length) * n // gates.length, : gates.width]
+        last = x[torch.arange(grc.length) * n // gates.length, : gates.width]
         past = torch.cat([past, x])[-slots:].detach()
     return found
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.layers.token_loss import IGNORED
 from cached_transformers.loops.segments import Piece, SegmentLoop, refuse_inside, told_documents
-from cached_transformers.memories.parts.shared_cache import caches
+from cached_transformers.memories.grc.shared_cache import caches
 from cached_transformers.models.diagonal import check_layers
 from cached_transformers.models.segments import read_segments
 from cached_transformers.models.wavefront import read_by_layers

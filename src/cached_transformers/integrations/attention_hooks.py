@@ -17,7 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from cached_transformers.interfaces.memory import LayerMemory, Linear, ModelMemory, Query, Reading, look
 from cached_transformers.memories import create_memory
-from cached_transformers.memories.parts.shared_cache import CacheSlots
+from cached_transformers.memories.grc.grc import CacheGates
+from cached_transformers.memories.grc.shared_cache import SharedCache
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State
 
@@ -144,7 +145,7 @@ def layer_memory(site: Site, host: Host, name: str, settings: dict[str, Any]) ->
     if not isinstance(memory, LayerMemory):
         raise ValueError(f"memory {name!r} spans the layers, which only its class can tell; register the class itself")
     if host.channels is not None and host.channels != host.width:
-        slots = [module for module in memory.modules() if isinstance(module, CacheSlots)]
+        slots = [module for module in memory.modules() if isinstance(module, SharedCache | CacheGates)]
         layer = f"{type(site.layer).__name__} has inputs of {host.channels} channels and heads of {host.width} together"
         if {"kv_projection", "head"} <= memory.needs:
             raise ValueError(f"{layer}; memory {name!r} needs as many of both, take one of a layer's inputs alone")

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from cached_transformers.interfaces.memory import LayerMemory, Linear, Query, Reading, Weights
 from cached_transformers.registry import MEMORIES
 
-from .parts.memory_branch import PositionalConvolution
-from .parts.shared_cache_memory import cache_width
+from .grc.shared_cache_memory import PositionalConvolution, cache_width
 
 
 @MEMORIES.register(

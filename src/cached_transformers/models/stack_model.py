@@ -44,7 +44,7 @@ from .stack_options import StackOptions
 
 WHERE_GIVEN: dict[str, str] = {
     "token_ids": "a model of tokens, as language_model or sequence_classifier",
-    "token_map": "vision_transformer, or options of the memory that do without (variant='paper' of grc)",
+    "token_map": "vision_transformer, or options of the memory that do without (variant='algorithm1' of grc)",
     "pieces": "language_model or encoder_decoder: a class token in front would have seen the first piece alone",
 }
 """What some of the models give a memory, and which."""
