@@ -140,7 +140,7 @@ def twin(layer: SelfAttention, inputs: list[Tensor], slots: int) -> list[Tensor]
             ratio = torch.sigmoid(grc.branch.gate_H)[:, None, None]
             y = ratio * F.pad(o, (0, y.shape[-1] - o.shape[-1])) + (1 - ratio) * y
         found.append(layer.output(y.transpose(0, 1).flatten(1)))
-        last = x[torch.arange(grc.length) * n // gates.length, : gates.width]
+        last = x[torch.arange(grc.length) * n // grc.length, : gates.width]
         past = torch.cat([past, x])[-slots:].detach()
     return found
 
