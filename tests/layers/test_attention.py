@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from cached_transformers.interfaces.attention import Attention, AttentionOutput
 from cached_transformers.interfaces.contexts import join
 from cached_transformers.interfaces.memory import Context, LayerMemory, Query, Reading
-from cached_transformers.interfaces.positions import ALiBiPositions, Positions, RotaryPositions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.context_attention import ContextAttention
 from cached_transformers.layers.reduction import SpatialReduction
 from cached_transformers.memories.compressive import mean_weight
+from cached_transformers.positions import ALiBiPositions, Positions, RotaryPositions
 
 ROWS, TOKENS, SLOTS, HEADS, WIDTH = 2, 4, 3, 2, 8
 E = WIDTH // HEADS

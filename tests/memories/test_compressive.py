@@ -15,12 +15,12 @@ from torch.nn import functional as F
 
 from cached_transformers import create_model
 from cached_transformers.interfaces.memory import Trace, look
-from cached_transformers.interfaces.positions import RelativePositions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.compressive import Compressive, CompressiveState, Gone
 from cached_transformers.memories.parts.fifo_store import lined_up
+from cached_transformers.positions import RelativePositions
 
 D, H, E = 8, 2, 4
 Vector = tuple[Tensor, int]

@@ -11,12 +11,12 @@ from memories.crtn_twin import Row, Twin
 from torch import Tensor, nn
 
 from cached_transformers import create_model
-from cached_transformers.interfaces.positions import RelativePositions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories.crtn.choice import choose
 from cached_transformers.memories.crtn.crtn import CRTN
 from cached_transformers.memories.crtn.store import windows
 from cached_transformers.memories.parts.recall import recalled
+from cached_transformers.positions import RelativePositions
 
 VOCABULARY, L = 7, 4
 

@@ -20,7 +20,6 @@ from cached_lab.tasks.recipes import config_from_dict
 from cached_transformers import add_memory, create_memory, create_model, generate
 from cached_transformers import state as states
 from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace, look
-from cached_transformers.interfaces.positions import Positions, RelativePositions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.grc.shared_cache import commit_caches
@@ -28,6 +27,7 @@ from cached_transformers.memories.grc.stream import StreamGRC
 from cached_transformers.memories.memorizing import Memorizing
 from cached_transformers.memories.parts.composite import SideBySide
 from cached_transformers.memories.transformer_xl import TransformerXL
+from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES, Entry
 
 ROWS, SEGMENT, WIDTH, HEADS, DEPTH, VOCABULARY = 3, 6, 16, 2, 2, 11

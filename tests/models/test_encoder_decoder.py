@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from cached_transformers import create_model
 from cached_transformers.attentions import create_attention
-from cached_transformers.interfaces.positions import BucketedPositions
 from cached_transformers.layers.token_loss import IGNORED, token_losses
 from cached_transformers.memories.grc.shared_cache import caches
 from cached_transformers.models.encoder_decoder import EncoderDecoder
+from cached_transformers.positions import BucketedPositions
 from cached_transformers.registry import ATTENTIONS
 
 V, W, D, H, ROWS, N, T = 13, 11, 8, 2, 3, 6, 5

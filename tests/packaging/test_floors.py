@@ -26,15 +26,15 @@ def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
 def test_imports_go_down_and_never_in_a_circle() -> None:
     done = lint_imports(PROJECT)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 kept, 0 broken" in done.stdout
+    assert "4 kept, 0 broken" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("file", "line", "broken"),
     [
-        ("seam/fit.py", "from cached_transformers.layers import attention", "floors"),
+        ("interfaces/capabilities.py", "from cached_transformers.layers import attention", "floors"),
         (
-            "memories/parts/rows.py",
+            "memories/parts/fifo_store.py",
             "def later():\n    from cached_transformers.memories import transformer_xl",
             "circles",
         ),

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.attentions.softmax import SoftmaxAttention
-from cached_transformers.interfaces.positions import LearnedPositions, Positions, RotaryPositions, SinusoidalPositions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block
 from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import Stack
+from cached_transformers.positions import LearnedPositions, Positions, RotaryPositions, SinusoidalPositions
 
 from .sharding import is_cut, together
 

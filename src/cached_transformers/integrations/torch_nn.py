@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from cached_transformers.attentions.softmax import SoftmaxAttention
 from cached_transformers.interfaces.attention import Attention
-from cached_transformers.interfaces.linear_maps import plain_weights
 from cached_transformers.interfaces.memory import LayerMemory, Query, look
+from cached_transformers.linear_maps import plain_weights
 
 from .hosts import Host, HostAttention, Site, register_adapter
 from .masks import no_mask

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.interfaces.linear_maps import plain_weights
 from cached_transformers.interfaces.memory import LayerMemory, Query, look
+from cached_transformers.linear_maps import plain_weights
 
 from .hosts import Host, HostAttention, Site, register_adapter
 from .memory_lookup import memory_of, refuse_frozen

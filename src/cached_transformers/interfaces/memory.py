@@ -24,10 +24,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.linear_maps import Weights
+from cached_transformers.positions import Positions
 from cached_transformers.state import State
-
-from .linear_maps import Weights
-from .positions import Positions
 
 
 class ProjectKV(Protocol):

@@ -24,11 +24,11 @@ from cached_transformers.attentions.softmax import SoftmaxAttention, key_weights
 from cached_transformers.interfaces.attention import Attention, AttentionOutput
 from cached_transformers.interfaces.capabilities import CORE_WORDS, refuse_misfit
 from cached_transformers.interfaces.contexts import join, logits_of, widened
-from cached_transformers.interfaces.late_gradients import mapped
-from cached_transformers.interfaces.linear_maps import matrix_of, plain_weights
 from cached_transformers.interfaces.memory import Context, LayerMemory, Linear, Offer, Query, Reading, Trace, look
-from cached_transformers.interfaces.positions import Positions
+from cached_transformers.linear_maps import matrix_of, plain_weights
 from cached_transformers.memories.parts.composite import SideBySide, members_of, stands_in_front
+from cached_transformers.memories.parts.late_gradients import mapped
+from cached_transformers.positions import Positions
 from cached_transformers.state import State
 
 

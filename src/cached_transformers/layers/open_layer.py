@@ -24,10 +24,10 @@ from torch.nn import functional as F
 from cached_transformers.attentions.softmax import log_sum_exp
 from cached_transformers.interfaces.attention import Attention
 from cached_transformers.interfaces.contexts import logits_of
-from cached_transformers.interfaces.linear_maps import plain_weights
 from cached_transformers.interfaces.memory import Context, LayerMemory, Offer, Query, Reading
-from cached_transformers.interfaces.positions import Positions
+from cached_transformers.linear_maps import plain_weights
 from cached_transformers.memories.parts.composite import SideBySide
+from cached_transformers.positions import Positions
 from cached_transformers.state import State, reorder, repeat
 
 from .attention import Attended, SelfAttention

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.interfaces.memory import LayerMemory, ModelMemory, Query, Reading, Tokens, Trace
-from cached_transformers.interfaces.positions import Positions, alike
 from cached_transformers.memories.parts.composite import members_of, stands_in_front
+from cached_transformers.positions import Positions, alike
 
 from .attention import SelfAttention
 from .block import Block

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one
-from cached_transformers.interfaces.late_gradients import late_gradients
 from cached_transformers.interfaces.memory import (
     Attend,
     Context,
@@ -37,8 +36,9 @@ from cached_transformers.interfaces.memory import (
     Tokens,
     Trace,
 )
-from cached_transformers.interfaces.positions import Positions, RelativePositions
 from cached_transformers.interfaces.probing import Probing, whole_episode
+from cached_transformers.memories.parts.late_gradients import late_gradients
+from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
 from .parts.fifo_store import Rows, empty_rows, push, side_by_side

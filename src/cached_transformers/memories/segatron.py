@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.checks import insist
-from cached_transformers.interfaces.linear_maps import matrix_of
 from cached_transformers.interfaces.memory import Context, Entry, ModelMemory, Projections, ProjectKV, Tokens, Trace
-from cached_transformers.interfaces.positions import KeptScheme, Positions, RelativePositions, angles, widest
 from cached_transformers.interfaces.probing import Probing, one_segment, whole_episode
+from cached_transformers.linear_maps import matrix_of
+from cached_transformers.positions import KeptScheme, Positions, RelativePositions, angles, widest
 from cached_transformers.registry import MEMORIES
 
 from .parts.fifo_store import Pairs, Rows

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
-from cached_transformers.interfaces.positions import Positions, RelativePositions
 from cached_transformers.interfaces.probing import Probing, one_segment, whole_episode
+from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
 from .parts.fifo_store import KEEP, Pairs, Rows, empty_pairs, empty_rows, push, push_pairs, read_store

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one, shares
-from cached_transformers.interfaces.positions import make_positions, share_biases
 from cached_transformers.layers.block import Block
 from cached_transformers.layers.open_stack import OpenStack, is_watched, passed_by, why_in_one_piece
 from cached_transformers.layers.stack import ModelOutput, StackState
 from cached_transformers.layers.token_loss import IGNORED
+from cached_transformers.positions import make_positions, share_biases
 from cached_transformers.registry import MODELS
 
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax

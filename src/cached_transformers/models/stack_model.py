@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from cached_transformers.attentions import create_attention
 from cached_transformers.interfaces.capabilities import refuse_misfit
 from cached_transformers.interfaces.memory import LayerMemory, ModelMemory
-from cached_transformers.interfaces.positions import Positions, make_positions
 from cached_transformers.layers.attention import SelfAttention, shows_the_future
 from cached_transformers.layers.block import Block, MemoryWeights
 from cached_transformers.layers.bottleneck import BottleneckBlock
@@ -35,6 +34,7 @@ from cached_transformers.layers.switch import make_feed_forward
 from cached_transformers.memories import create_memory, memory_specs
 from cached_transformers.memories.parts.composite import one_scheme, side_by_side, spanning
 from cached_transformers.memories.parts.fifo_store import as_kept
+from cached_transformers.positions import Positions, make_positions
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import check, map_state
 

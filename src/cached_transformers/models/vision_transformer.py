@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one
-from cached_transformers.interfaces.positions import LearnedPositions
 from cached_transformers.layers.stack import ModelOutput, StackState
+from cached_transformers.positions import LearnedPositions
 from cached_transformers.registry import MODELS
 
 from .documents import check_suits

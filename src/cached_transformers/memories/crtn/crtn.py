@@ -44,10 +44,10 @@ from cached_transformers.interfaces.memory import (
     Tokens,
     Trace,
 )
-from cached_transformers.interfaces.positions import Positions, RelativePositions
 from cached_transformers.interfaces.probing import Probing, one_segment
 from cached_transformers.memories.parts.options import NO_MEMORY, check_choices
 from cached_transformers.memories.parts.recall import recalled
+from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
 from .choice import choose

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.interfaces.linear_maps import matrix_of
+from cached_transformers.linear_maps import matrix_of
 from cached_transformers.memories.parts.interpolation import Interpolation, coarser_map, nearest_map
 from cached_transformers.memories.parts.options import one_of
 from cached_transformers.registry import MEMORIES, unknown_name

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import shares
-from cached_transformers.interfaces.linear_maps import input_dtype, plain_weights
 from cached_transformers.interfaces.memory import LayerMemory, Linear, ProjectKV, Query, Reading, Weights
-from cached_transformers.interfaces.positions import RelativePositionBias2D, grid_positions
+from cached_transformers.linear_maps import input_dtype, plain_weights
 from cached_transformers.memories.parts.options import one_of
+from cached_transformers.positions import RelativePositionBias2D, grid_positions
 from cached_transformers.state import State
 
 from .shared_cache import SharedCache

@@ -28,7 +28,7 @@ from cached_transformers.interfaces.memory import (
     Weights,
     look,
 )
-from cached_transformers.interfaces.positions import Positions, alike
+from cached_transformers.positions import Positions, alike
 from cached_transformers.state import State, named_tensors
 
 

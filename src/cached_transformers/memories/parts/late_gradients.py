@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .linear_maps import is_spread, matrix_of, plain_weights
+from cached_transformers.linear_maps import is_spread, matrix_of, plain_weights
 
 
 class _Here(threading.local):
