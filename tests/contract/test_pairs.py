@@ -41,7 +41,7 @@ def models_of(label: str) -> tuple[str, ...]:
     options: dict[str, Any] = {k: v for k, v in CONTRACTS[label].options.items() if k == "scope"}
     facts = {"length": 5, "prefix": 0, "depth": DEPTH, "sequence": True, **options}
     memory = LayerMemory() if name == "none" else create_memory(name, WIDTH, HEADS, **facts)
-    return ("sequence_classifier",) if "whole_segment" in memory.needs else ("language_model",)
+    return ("sequence_classifier",) if "bidirectional" in memory.needs else ("language_model",)
 
 
 def places(attention: str, every: bool) -> Iterator[tuple[str, str]]:

@@ -28,7 +28,7 @@ E = WIDTH // HEADS
 class Offer(LayerMemory):
     """Offers a fixed context, some slots of which are empty."""
 
-    needs = frozenset({"context", "kv_projection"})
+    needs = frozenset({"context"})
 
     def __init__(self, seed: int = 0, slots: int = SLOTS) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Bare(Attention):
 
 
 class Seer(LayerMemory):
-    needs = frozenset({"whole_segment"})
+    needs = frozenset({"bidirectional"})
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from cached_transformers.positions import LearnedPositions, Positions, RotaryPos
 
 from .sharding import is_cut, together
 
-WHOLE = frozenset({"state", "tokens_round", "context", "kv_projection", "bias", "token_ids", "slots", "slots_in_front"})
+WHOLE = frozenset({"state", "tokens_round", "context", "bias", "token_ids", "slots", "slots_in_front"})
 """What a memory may need (`seam/fit.py`) that has no part in heads, but for keys and values that a layer makes itself.
 What every layer makes of a segment ("layer_traces") is no part either, if no keys are made of it (armt; crtn chooses by
 them, of all heads)."""
@@ -169,7 +169,7 @@ _OUT = "take data-parallel training (training.parallel=ddp or fsdp)"
 
 
 def _refuse(name: str, needs: frozenset[str]) -> None:
-    known = WHOLE if "kv_projection" in needs else WHOLE | {"layer_traces"}
+    known = WHOLE if "context" in needs else WHOLE | {"layer_traces"}
     if others := sorted(needs - known):
         raise ValueError(
             f"memory {name} needs {', '.join(repr(word) for word in others)} (`seam/fit.py`), which it takes of all "

@@ -139,7 +139,7 @@ def layer_memory(site: Site, host: Host, name: str, settings: dict[str, Any]) ->
     facts = {fact: value for fact, value in host.facts.items() if fact != "length" or value}
     if host.channels is not None:
         facts["channels"] = host.channels
-    stores = "kv_projection" in getattr(MEMORIES.entry(name).factory, "needs", ())  # inputs of the layer
+    stores = "context" in getattr(MEMORIES.entry(name).factory, "needs", ())  # inputs of the layer
     width = host.channels if stores and host.channels is not None else host.width
     memory = create_memory({"name": name, **settings}, width, host.heads, **facts)
     if not isinstance(memory, LayerMemory):
@@ -147,7 +147,7 @@ def layer_memory(site: Site, host: Host, name: str, settings: dict[str, Any]) ->
     if host.channels is not None and host.channels != host.width:
         slots = [module for module in memory.modules() if isinstance(module, SharedCache | CacheGates)]
         layer = f"{type(site.layer).__name__} has inputs of {host.channels} channels and heads of {host.width} together"
-        if {"kv_projection", "head"} <= memory.needs:
+        if {"context", "head"} <= memory.needs:
             raise ValueError(f"{layer}; memory {name!r} needs as many of both, take one of a layer's inputs alone")
         if any(module.width > host.channels for module in slots):
             raise ValueError(

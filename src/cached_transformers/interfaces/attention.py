@@ -10,14 +10,14 @@ D width of a layer.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cached_transformers.state import State
 
-from .capabilities import check_words, refuse_misfit
+from .capabilities import refuse_misfit
 from .memory import Context
 
 StepsFrom = Literal["keys", "state"] | None
@@ -92,10 +92,6 @@ class Attention(nn.Module):
     can: frozenset[str] = frozenset({"bidirectional"})
     carry: bool = False
     steps_from: StepsFrom = None
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        cls.can = check_words(cls.can, f"attention {cls.__name__}")
 
     def __init__(self, *, dropout: float = 0.0) -> None:
         super().__init__()

@@ -165,7 +165,7 @@ class SelfAttention(nn.Module):
     def _check(self) -> None:
         memory, core = type(self.memory).__name__, type(self.core).__name__
         refuse_misfit(self._needs(), self.core.can, self.core.title)
-        if self.causal and "whole_segment" in self.memory.needs:
+        if self.causal and "bidirectional" in self.memory.needs:
             raise ValueError(shows_the_future(memory))
         if self.inner != self.width:
             if type(self.memory) is not LayerMemory or type(self.core) is not SoftmaxAttention:

@@ -21,7 +21,7 @@ from .attention import SelfAttention
 class ContextAttention(SelfAttention):
     """Tokens attend the context alone, and get 0 where it is empty. What is asked of the memory has no keys and values.
 
-    There are projections of keys and values only where the layer's memory needs them ("kv_projection"), or others.
+    There are projections of keys and values only where the layer's memory needs them ("context"), or others.
 
     Args:
         width: D. heads: H.
@@ -35,7 +35,7 @@ class ContextAttention(SelfAttention):
 
     def __init__(self, width: int, heads: int, *, keys: bool = False, **options: Any) -> None:
         memory = options.get("memory")
-        self.keys = keys or (memory is not None and "kv_projection" in memory.needs)
+        self.keys = keys or (memory is not None and "context" in memory.needs)
         if options.get("shared_query_key") and not self.keys:
             raise ValueError("shared_query_key=True makes the queries keys, which this layer has none of; leave it out")
         super().__init__(width, heads, **options)

@@ -107,7 +107,7 @@ class Compressive(LayerMemory):
         ValueError: sizes too small, unknown names, or options that exclude each other.
     """
 
-    needs = frozenset({"state", "context", "kv_projection", "own_loss"})
+    needs = frozenset({"state", "context", "own_loss"})
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ class ConvolutionControl(LayerMemory):
         sequence: convolve along one dimension (text) with 3 taps instead of over a map.
     """
 
-    needs = frozenset({"whole_segment", "token_map"})
+    needs = frozenset({"bidirectional", "token_map"})
 
     def __init__(self, width: int, heads: int, *, ratio: float = 0.5, prefix: int = 0, sequence: bool = False) -> None:
         super().__init__()

@@ -173,7 +173,7 @@ class ErnieDoc(LayerMemory):
             values are to be kept.
     """
 
-    needs = frozenset({"state", "context", "kv_projection"})
+    needs = frozenset({"state", "context"})
 
     def __init__(
         self,

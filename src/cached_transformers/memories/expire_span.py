@@ -110,7 +110,7 @@ class ExpireSpan(LayerMemory):
             above 0, an `initial` outside (0, 1), a price below 0, or another `loss`.
     """
 
-    needs = frozenset({"state", "context", "kv_projection", "bias", "own_loss"})
+    needs = frozenset({"state", "context", "bias", "own_loss"})
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one
+from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import (
     Attend,
     Context,
@@ -44,6 +45,9 @@ from cached_transformers.registry import MEMORIES
 from .parts.fifo_store import Rows, empty_rows, push, side_by_side
 from .parts.options import NO_MEMORY, check_choices
 from .parts.sliding import Window
+
+own_word("context_alone", "layers whose tokens attend the memory and nothing of their own segment")
+own_word("pieces", "a segment that is read piece by piece, so that no token sees a later piece")
 
 
 class LearnedDistances(Positions):
@@ -127,7 +131,7 @@ class Feedback(ModelMemory):
         ValueError: a size below 1, an unknown name, or `official_renorm` of a memory that keeps no hidden states.
     """
 
-    needs = frozenset({"state", "context", "context_alone", "kv_projection", "layer_traces", "pieces"})
+    needs = frozenset({"state", "context", "context_alone", "layer_traces", "pieces"})
 
     def __init__(
         self,
@@ -162,7 +166,7 @@ class Feedback(ModelMemory):
     def layer_memory(self, index: int) -> LayerMemory:
         memory = LayerMemory()
         if index == 0 or not self.shared_kv:
-            memory.needs = frozenset({"kv_projection"})
+            memory.needs = frozenset({"context"})
         return memory
 
     def position_scheme(self) -> Positions | None:

@@ -240,7 +240,7 @@ class ReadTwice(ModelMemory):
                 f"new_layers={new_layers} are read to once, in front of them, which {given} contradicts; leave one out"
             )
         if attention == "joint":
-            self.needs = frozenset({"state", "context", "kv_projection"})
+            self.needs = frozenset({"state", "context"})
         if new_layers:
             self.needs = frozenset({"state", "slots_in_front", "layer_traces"})
         if block_length is not None:

@@ -56,7 +56,7 @@ class MemoryTokens(NamedTuple):
     cost="per token and layer: 2 M / N (4 D^2 + 2 D F) + 4 D M (2 + 2 M / N) multiply-adds on top of the layer",
     reach="unbounded; what fits into M vectors",
     gradient="through the memory, over `bptt` segments; none into the cache",
-    without={"bias": "mask='causal', and of a cache read_cache=True", "kv_projection": "cache=0"},
+    without={"bias": "mask='causal', and of a cache read_cache=True", "context": "cache=0"},
     probe=Probing(fixed(length=4)),
 )
 class RMT(ModelMemory):

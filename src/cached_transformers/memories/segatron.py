@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.checks import insist
+from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import Context, Entry, ModelMemory, Projections, ProjectKV, Tokens, Trace
 from cached_transformers.interfaces.probing import Probing, one_segment, whole_episode
 from cached_transformers.linear_maps import matrix_of
@@ -26,6 +27,8 @@ from cached_transformers.registry import MEMORIES
 
 from .parts.fifo_store import Pairs, Rows
 from .transformer_xl import TransformerXL
+
+own_word("token_ids", "the token ids of the segment")
 
 CHANNELS = 3
 """Token, sentence and paragraph."""
@@ -214,7 +217,7 @@ class Segatron(ModelMemory):
             compiled code; an assertion of the device later elsewhere).
     """
 
-    needs = frozenset({"state", "context", "kv_projection", "token_ids"})
+    needs = frozenset({"state", "context", "token_ids"})
     takes_places = True  # positions may have two more channels: the numbers of each token, below 0 for none
 
     def __init__(

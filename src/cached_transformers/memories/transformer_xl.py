@@ -60,7 +60,7 @@ class TransformerXL(LayerMemory):
         ValueError: a length below 1, or another `keep`; keys and values in training mode.
     """
 
-    needs = frozenset({"state", "context", "kv_projection"})
+    needs = frozenset({"state", "context"})
     channels = 1
     """Of the positions that are stored."""
 

@@ -141,7 +141,7 @@ def make_stack(
     memory, attention = options.memory, options.attention
     specs = memory_specs(memory)
     for name, _ in specs:
-        if causal and "whole_segment" in getattr(MEMORIES.entry(name).factory, "needs", ()):
+        if causal and "bidirectional" in getattr(MEMORIES.entry(name).factory, "needs", ()):
             raise ValueError(shows_the_future(name))  # before it is built, which may need what a causal model lacks
     # Both branches of a memory layer drop alike.
     facts |= {"dropout": options.attention_dropout, "causal": causal, "norm": options.norm}
@@ -155,7 +155,7 @@ def make_stack(
     first = [make_memory(number, 0) for number in range(len(specs))]
     model_memory = spanning(first)
     for (name, _), made in zip(specs, first, strict=True):
-        if causal and "whole_segment" in made.needs:
+        if causal and "bidirectional" in made.needs:
             raise ValueError(shows_the_future(name))  # an option may decide it
         _refuse_place(made, gives)
     of_attention = dict(facts)  # which has the memory's tokens in its segments

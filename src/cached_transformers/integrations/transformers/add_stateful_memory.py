@@ -84,8 +84,8 @@ def add_stream_memory(
     _refuse_window(name, model, found, spanning, segment_length, extra)
     taps: list[StreamTap] = []
     windows = any(memory.window() is not None for memory in layers)
-    tap = ContextTap if windows or needs & {"context", "kv_projection"} else StreamTap
-    everywhere = needs & {"context", "kv_projection", "layer_traces", "slots_in_front"}
+    tap = ContextTap if windows or needs & {"context"} else StreamTap
+    everywhere = needs & {"context", "layer_traces", "slots_in_front"}
     for (site, host), memory in zip(found, layers, strict=True):
         if memory.needs or (spanning is not None and everywhere):
             taps.append(tap(site, host, len(taps)))

@@ -144,7 +144,7 @@ class ContextTap(StreamTap):
             made = passage.host_cache.made[self.number]
             project_kv = Once(self.project_kv, made, query.x_BND.shape[0])
         reading: Reading | None = None
-        if memory.needs & {"context", "kv_projection"}:
+        if memory.needs & {"context"}:
             if "head" in memory.needs:  # it asks with queries, which the layer has not made yet
                 query = self._with_heads(query, *self._projected(query.x_BND, _called, queries=True))
             reading = with_weights(memory, look, memory, passage.states[self.number], query, project_kv)

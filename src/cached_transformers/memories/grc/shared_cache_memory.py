@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import shares
+from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import LayerMemory, Linear, ProjectKV, Query, Reading, Weights
 from cached_transformers.linear_maps import input_dtype, plain_weights
 from cached_transformers.memories.parts.options import one_of
@@ -27,6 +28,8 @@ from cached_transformers.positions import RelativePositionBias2D, grid_positions
 from cached_transformers.state import State
 
 from .shared_cache import SharedCache
+
+own_word("token_map", "tokens that are a map of a height and a width")
 
 
 def cache_width(width: int, heads: int, ratio: float) -> int:
@@ -270,7 +273,7 @@ class SharedCacheMemory(LayerMemory):
         convolution: added to the attention's output; None for none.
     """
 
-    needs = frozenset({"head", "whole_segment"})
+    needs = frozenset({"head", "bidirectional"})
     shared = True
 
     def __init__(

@@ -119,7 +119,7 @@ class InfinityFormer(LayerMemory):
         ValueError: a size below 1, a number out of its range, or a basis that the widths do not divide.
     """
 
-    needs = frozenset({"state", "context", "kv_projection", "head", "own_loss"})
+    needs = frozenset({"state", "context", "head", "own_loss"})
     centre_C: Tensor
     width_C: Tensor
     first_LC: Tensor
