@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from cached_lab.tasks.recipes import config_from_dict
 from cached_transformers import add_memory, create_memory, create_model, generate
 from cached_transformers import state as states
-from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace, look
+from cached_transformers.interfaces.incremental import read_segment
+from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.grc.shared_cache import commit_caches
@@ -356,7 +357,7 @@ class Outer(LayerMemory):
         return (self.inner.init_state(batch_size, like), torch.zeros(batch_size, dtype=torch.long))
 
     def read(self, state: Any, query: Query, project_kv: ProjectKV | None) -> Reading:
-        return look(self.inner, state[0], query, project_kv)
+        return read_segment(self.inner, state[0], query, project_kv)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         return self.inner.combine(y_BHNE, query, reading)

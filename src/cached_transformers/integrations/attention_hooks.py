@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from cached_transformers.interfaces.memory import LayerMemory, Linear, ModelMemory, Query, Reading, look
+from cached_transformers.interfaces.incremental import read_segment
+from cached_transformers.interfaces.memory import LayerMemory, Linear, ModelMemory, Query, Reading
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.grc.grc import CacheGates
 from cached_transformers.memories.grc.shared_cache import SharedCache
@@ -84,7 +85,7 @@ class Tap:
         self, state: State, y_BND: Tensor, query: Query, linear: Linear, reading: Reading | None = None
     ) -> tuple[Tensor, Reading]:
         """The attention's result, and what was read for it, here or before."""
-        reading = look(self.memory, state, query, None) if reading is None else reading
+        reading = read_segment(self.memory, state, query, None) if reading is None else reading
         y_BHNE = y_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return self.memory.project(y_BHNE, query, reading, linear, self.projection.weights()), reading
 

@@ -24,7 +24,8 @@ from cached_transformers.attentions.softmax import SoftmaxAttention, key_weights
 from cached_transformers.interfaces.attention import Attention, AttentionOutput
 from cached_transformers.interfaces.capabilities import CORE_WORDS, refuse_misfit
 from cached_transformers.interfaces.contexts import join, logits_of, widened
-from cached_transformers.interfaces.memory import Context, LayerMemory, Linear, Offer, Query, Reading, Trace, look
+from cached_transformers.interfaces.incremental import read_segment
+from cached_transformers.interfaces.memory import Context, LayerMemory, Linear, Offer, Query, Reading, Trace
 from cached_transformers.linear_maps import matrix_of, plain_weights
 from cached_transformers.memories.parts.composite import SideBySide, members_of, stands_in_front
 from cached_transformers.memories.parts.late_gradients import mapped
@@ -299,7 +300,7 @@ class SelfAttention(nn.Module):
             q = q * self.query_factor
         query = Query(h_BND, q, positions_BNP, padding_BN, size, k, v, segment)
         if keep is None:
-            reading = look(self.memory, memory_state, query, self.project_kv)
+            reading = read_segment(self.memory, memory_state, query, self.project_kv)
         else:
             reading = keep.open(memory_state, query)
         if in_front:

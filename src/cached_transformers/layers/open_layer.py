@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from cached_transformers.attentions.softmax import log_sum_exp
 from cached_transformers.interfaces.attention import Attention
 from cached_transformers.interfaces.contexts import logits_of
+from cached_transformers.interfaces.incremental import open_segment
 from cached_transformers.interfaces.memory import Context, LayerMemory, Offer, Query, Reading
 from cached_transformers.linear_maps import plain_weights
 from cached_transformers.memories.parts.composite import SideBySide
@@ -116,7 +117,7 @@ class OpenLayer:
 
     def open(self, state: State, query: Query) -> Reading:
         assert query.positions_BNP is not None
-        self.opened = self.memory.open(state, query.positions_BNP[:, :1], self.attention.project_kv)
+        self.opened = open_segment(self.memory, state, query.positions_BNP[:, :1], self.attention.project_kv)
         reading = self.memory.read(self.opened, query, self.attention.project_kv)
         self.keys_read = _keys_of(self.memory, reading)
         if reading.context is None and reading.any_B is not None and not bool(reading.any_B.any()):

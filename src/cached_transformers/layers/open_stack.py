@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.interfaces.memory import LayerMemory, ModelMemory, Query, Reading, Tokens, Trace
+from cached_transformers.interfaces.incremental import advance, needs_whole_segments, open_segment
+from cached_transformers.interfaces.memory import Query, Reading, Tokens, Trace
 from cached_transformers.memories.parts.composite import members_of, stands_in_front
 from cached_transformers.positions import Positions, alike
 
@@ -73,7 +74,9 @@ class OpenStack:
         tokens = Tokens(x_RND, positions_RNP, None, inputs_RN, consecutive=True)
         first = self.read == 0
         if first:
-            self.opened = memory.open(self.model_state, tokens, [block.attention for block in self.stack.blocks])  # type: ignore[misc]
+            self.opened = open_segment(
+                memory, self.model_state, tokens, [block.attention for block in self.stack.blocks]
+            )
         entry = memory.enter(self.opened, tokens)
         start, length = entry.segment or (0, n)
         x, positions = entry.tokens.x_BND, entry.tokens.positions_BNP
@@ -105,7 +108,7 @@ class OpenStack:
             traces = [t if entry.segment is None else t.narrow(start, length) for t in traces]
         if len(x) != len(x_RND):
             x, traces = x.view_as(x_RND), [_by_row(trace) for trace in traces]
-        opened = memory.go_on(self.opened, x, traces)
+        opened = advance(memory, self.opened, x, traces)
         if opened is not self.opened:
             self._look_anew()
         self.opened = opened
@@ -151,10 +154,8 @@ def why_in_one_piece(stack: Stack) -> str | None:
     if watched is not None:
         return passed_by(watched)
     memory = stack.model_memory
-    if memory.in_one_piece is not None:
-        return f"memory {type(memory).__name__}: {memory.in_one_piece}"
-    if not reads_alone(memory):
-        return f"memory {type(memory).__name__} has no open() for tokens that come one at a time"
+    if (why := needs_whole_segments(memory)) is not None:
+        return why
     for block in stack.blocks:
         if not isinstance(block, Block):
             return f"a {type(block).__name__} reads whole segments"
@@ -176,8 +177,8 @@ def is_watched(module: nn.Module) -> bool:
 
 def _layer_in_one_piece(layer: SelfAttention) -> str | None:
     for member in members_of(layer.memory):
-        if not reads_alone(member):
-            return f"memory {type(member).__name__} has no open() for tokens that come one at a time"
+        if (why := needs_whole_segments(member)) is not None:
+            return why
         if stands_in_front(member):
             return f"memory {type(member).__name__} stands in front of queries and keys, of a whole segment"
     if layer.core.steps_from is None:
@@ -185,15 +186,3 @@ def _layer_in_one_piece(layer: SelfAttention) -> str | None:
     if not layer.causal or layer.reduction is not None:
         return "a layer in which tokens see later ones reads whole segments"
     return None
-
-
-def reads_alone(memory: LayerMemory | ModelMemory) -> bool:
-    """Whether a memory promises that tokens can be read alone: its `open` is as new as what reads, or nothing reads."""
-    base: type = LayerMemory
-    methods: tuple[str, ...] = ("read",)
-    if isinstance(memory, ModelMemory):
-        base, methods = ModelMemory, ("enter", "exit", "run")
-    kinds = type(memory).__mro__
-    places = {name: next(i for i, kind in enumerate(kinds) if name in vars(kind)) for name in (*methods, "open")}
-    theirs = [place for name, place in places.items() if name != "open" and kinds[place] is not base]
-    return not theirs or places["open"] <= min(theirs)

@@ -185,7 +185,7 @@ class Feedback(ModelMemory):
         with late_gradients():
             for token in tokens.split(1):
                 x_BND, traces = through(self.enter(opened, token))
-                opened = self.go_on(opened, x_BND, traces)
+                opened = self.advance(opened, x_BND, traces)
                 outputs.append(x_BND)
         return outputs, self._close(state, opened), None
 
@@ -241,7 +241,7 @@ class Feedback(ModelMemory):
         ]
         return Entry(tokens, contexts * len(opened.layers) if self.shared_kv else contexts)
 
-    def go_on(self, opened: Opened, x_BND: Tensor, traces: Sequence[Trace]) -> Opened:
+    def advance(self, opened: Opened, x_BND: Tensor, traces: Sequence[Trace]) -> Opened:
         positions_BNP, padding_BN = traces[0].query.positions_BNP, traces[0].query.padding_BN
         assert positions_BNP is not None
         layers_LBND = torch.stack([traces[0].x_BND, *(trace.y_BND for trace in traces)])

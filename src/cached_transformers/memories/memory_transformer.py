@@ -120,13 +120,13 @@ class MemoryTransformer(ModelMemory):
         )
         if bottleneck:
             self.needs = frozenset({"tokens_round", "memory_first", "context_alone"})
-            self.in_one_piece = "bottleneck=True reads whole segments"
+            self.whole_segments = "bottleneck=True reads whole segments"
         self.initial_MD = nn.Parameter(torch.randn(length, width) / width**0.5)
 
     def open(self, state: State, tokens: Tokens, layers: Sequence[Projections]) -> bool:
         return True
 
-    def go_on(self, opened: bool, x_BND: Tensor, traces: Sequence[Trace]) -> bool:
+    def advance(self, opened: bool, x_BND: Tensor, traces: Sequence[Trace]) -> bool:
         return False  # what is in front of the segment was read
 
     def enter(self, opened: bool, tokens: Tokens) -> Entry:

@@ -127,7 +127,7 @@ class RMT(ModelMemory):
         # Learned vectors until something was written: a fresh state is then no part of the graph, and never outdated.
         return torch.where(state.segments_B[:, None, None] > 0, state.tokens_BMD, self.initial_MD)
 
-    def go_on(self, opened: Tensor | None, x_BND: Tensor, traces: Sequence[Trace]) -> None:
+    def advance(self, opened: Tensor | None, x_BND: Tensor, traces: Sequence[Trace]) -> None:
         return None  # what is in front of the segment was read
 
     def enter(self, opened: Tensor | None, tokens: Tokens) -> Entry:

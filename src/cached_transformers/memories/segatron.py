@@ -256,7 +256,7 @@ class Segatron(ModelMemory):
         self.sentence_ends = tuple(sorted({*sentence_ends, *paragraph_ends}))
         self.paragraph_ends = tuple(sorted(set(paragraph_ends)))
         if shift == "official":
-            self.in_one_piece = "shift='official' shows a token where later sentences end"
+            self.whole_segments = "shift='official' shows a token where later sentences end"
         self.kept = {"length": length, "eval_length": eval_length, "same_length": same_length, "keep": keep}
         self.placed = {"clamp": clamp, "widths": widths, "shift": shift, "signed": not causal}
 
@@ -304,13 +304,13 @@ class Segatron(ModelMemory):
         positions_BNP = torch.cat([clock_BN1, torch.stack([*here, *behind], -1)], -1)
         return Entry(tokens._replace(positions_BNP=positions_BNP, consecutive=False))
 
-    def go_on(self, opened: SegatronState, x_BND: Tensor, traces: Sequence[Trace]) -> SegatronState:
+    def advance(self, opened: SegatronState, x_BND: Tensor, traces: Sequence[Trace]) -> SegatronState:
         positions_BNP = traces[0].query.positions_BNP
         assert positions_BNP is not None
         return SegatronState(*positions_BNP[:, -1, CHANNELS:].unbind(-1))
 
     def exit(self, state: SegatronState, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, SegatronState, None]:
-        return x_BND, self.go_on(state, x_BND, traces), None
+        return x_BND, self.advance(state, x_BND, traces), None
 
 
 def _counted_on(given_BN: Tensor, behind_BN: Tensor, ended_BN: Tensor) -> Tensor:

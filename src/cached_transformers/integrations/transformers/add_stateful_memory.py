@@ -25,7 +25,8 @@ from torch import nn
 
 from cached_transformers.integrations.attention_hooks import layer_memory, settled, spans_layers
 from cached_transformers.integrations.hosts import Host, Site, Stream, refuse_memory
-from cached_transformers.interfaces.memory import LayerMemory, ModelMemory, Tokens, begin
+from cached_transformers.interfaces.incremental import enter_segment
+from cached_transformers.interfaces.memory import LayerMemory, ModelMemory, Tokens
 from cached_transformers.memories import create_memory
 from cached_transformers.registry import MEMORIES
 
@@ -228,7 +229,7 @@ def _extra_tokens(memory: ModelMemory | None, decoder: Any, stream: Stream) -> i
         return 0
     like = next(decoder.parameters())
     token = Tokens(like.new_zeros(1, 1, decoder.config.hidden_size), like.new_zeros(1, 1, 1, dtype=torch.long))
-    added, front = place_of_segment(begin(memory, memory.init_state(1, like), token, ()), 1, memory)
+    added, front = place_of_segment(enter_segment(memory, memory.init_state(1, like), token, ()), 1, memory)
     if stream.causal:
         return max(memory.extra_tokens, added)
     if added > front and stream.cuts:

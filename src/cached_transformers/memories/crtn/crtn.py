@@ -201,7 +201,7 @@ class CRTN(ModelMemory):
         if scope == "token":
             self.needs = self.needs | {"bias"}  # each token sees the regions that it chose
         if scope != "previous":
-            self.in_one_piece = f"scope={scope!r} asks with other tokens, too"
+            self.whole_segments = f"scope={scope!r} asks with other tokens, too"
         if scope == "segment" and not allow_leak:
             self.needs = self.needs | {"bidirectional"}
         self.summary = make_summary(summary, segment, width, key_width=key_width, layers=layers, fill=fill)
