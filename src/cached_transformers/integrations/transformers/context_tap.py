@@ -23,6 +23,7 @@ from cached_transformers.integrations.hosts import Host, Site
 from cached_transformers.integrations.offload import with_weights
 from cached_transformers.integrations.tracked_modules import Place, Spot, root_of
 from cached_transformers.interfaces.contexts import join, logits_of, widened
+from cached_transformers.interfaces.incremental import read_segment
 from cached_transformers.interfaces.memory import Context, LayerMemory, Linear, ProjectKV, Query, Reading
 
 from .segment_cache import Made

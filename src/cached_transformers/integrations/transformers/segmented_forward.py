@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from cached_transformers.integrations.attention_hooks import no_loss
 from cached_transformers.integrations.memory_lookup import memory_of, refuse_frozen
 from cached_transformers.integrations.offload import like_weights, with_weights
-from cached_transformers.interfaces.incremental import needs_whole_segments
+from cached_transformers.interfaces.incremental import enter_segment, needs_whole_segments
 from cached_transformers.interfaces.memory import LayerMemory, ModelMemory, Tokens
 from cached_transformers.layers.initial_state import initial_state_of
 from cached_transformers.layers.stack import StackState
