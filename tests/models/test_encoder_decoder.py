@@ -367,7 +367,7 @@ def test_buckets_are_t5s() -> None:
         ({"init": "t6"}, "unknown init 't6'"),
         ({"init": 0.0}, "unknown init 0.0"),
         ({"buckets": 3, "positions": "bucketed"}, "buckets=3 must be at least 4 and even"),
-        ({"head_width": 3, "memory": "grc"}, "2 heads of head_width=3 are not as wide together"),
+        ({"head_width": 3, "memory": "grc"}, "head_width=3"),
         ({"head_width": 0}, "head_width=0 must be at least 1"),
         ({"experts": {"experts": 2, "every": 3}}, "every=3 must lie between 1"),
     ],
