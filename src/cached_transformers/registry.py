@@ -28,7 +28,7 @@ STATED_BY_CLASS = ("needs", "can")
 
 
 @dataclass(frozen=True)
-class Entry(Generic[T]):
+class Registration(Generic[T]):
     """One registered part.
 
     Attributes:
@@ -99,7 +99,7 @@ class Registry(Generic[T]):
 
     def __init__(self, kind: str, given: tuple[str, ...] = ()) -> None:
         self.kind, self.given = kind, given
-        self._entries: dict[str, Entry[T]] = {}
+        self._entries: dict[str, Registration[T]] = {}
 
     def register(
         self,
@@ -110,7 +110,7 @@ class Registry(Generic[T]):
         presets: Mapping[str, Mapping[str, Any]] | None = None,
         **info: Any,
     ) -> Callable[[F], F]:
-        """Decorator that registers a class or function under `name`, with what an `Entry` says about it.
+        """Decorator that registers a class or function under `name`, with what an `Registration` says about it.
 
         Raises:
             ValueError: the name is taken.
@@ -119,12 +119,12 @@ class Registry(Generic[T]):
         def add(factory: F) -> F:
             if name in self._entries:
                 raise ValueError(f"{self.kind} {name!r} is registered already, by {self._entries[name].factory!r}")
-            self._entries[name] = Entry(name, factory, paper, info, probe, self.given, presets or {})
+            self._entries[name] = Registration(name, factory, paper, info, probe, self.given, presets or {})
             return factory
 
         return add
 
-    def entry(self, name: str) -> Entry[T]:
+    def entry(self, name: str) -> Registration[T]:
         """The entry called `name`.
 
         Raises:
@@ -196,7 +196,7 @@ class Registry(Generic[T]):
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
-    def __iter__(self) -> Iterator[Entry[T]]:
+    def __iter__(self) -> Iterator[Registration[T]]:
         return iter(self._entries[n] for n in self.names())
 
     def __len__(self) -> int:

@@ -29,7 +29,7 @@ from cached_transformers.memories.memorizing import Memorizing
 from cached_transformers.memories.parts.composite import SideBySide
 from cached_transformers.memories.transformer_xl import TransformerXL
 from cached_transformers.positions import Positions, RelativePositions
-from cached_transformers.registry import MEMORIES, Entry
+from cached_transformers.registry import MEMORIES, Registration
 
 ROWS, SEGMENT, WIDTH, HEADS, DEPTH, VOCABULARY = 3, 6, 16, 2, 2, 11
 GRC = {"name": "grc_stream", "length": 4}
@@ -368,7 +368,7 @@ class Outer(LayerMemory):
 
 
 def test_a_memory_round_another_gives_it_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MEMORIES._entries, "test_outer", Entry("test_outer", Outer))
+    monkeypatch.setitem(MEMORIES._entries, "test_outer", Registration("test_outer", Outer))
     knn = {"name": "memorizing", "length": 8, "k": 4}  # which needs to know its layer and their number
     model, plain = build({"name": "test_outer", "over": knn}), build(knn)
     stored = {name.replace(".memory.inner.", ".memory."): t for name, t in model.state_dict().items()}
