@@ -32,7 +32,7 @@ def read_facts() -> dict[str, list[dict[str, Any]]]:
     """Return the facts of the package's parts by kind, sorted by name, without importing torch.
 
     Returns:
-        `RegistryEntry.facts` for each kind in `LISTED`; "reproductions" with "name" and "summary".
+        `Registration.facts` for each kind in `LISTED`; "reproductions" with "name" and "summary".
 
     Raises:
         FileNotFoundError: the file is missing.

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from .loops.streaming import read_stream
     from .memories import LayerMemory, ModelMemory, create_memory
     from .memories.grc import GatedRecurrentCache
-    from .memories.parts.shared_cache import commit_caches, hold_caches, reset_caches, resize_caches, shuffle_caches
-    from .memories.parts.shared_cache_memory import fold, unfold
+    from .memories.grc.shared_cache import commit_caches, hold_caches, reset_caches, resize_caches, shuffle_caches
+    from .memories.grc.shared_cache_memory import fold, unfold
     from .models.generation import generate
     from .models.session import Session
     from .models.state_tuning import load_initial_state, remove_initial_state, save_initial_state, tune_initial_state
@@ -46,8 +46,8 @@ _NAMES = {
     "loops.streaming": ("read_stream",),
     "memories": ("LayerMemory", "ModelMemory", "create_memory"),
     "memories.grc": ("GatedRecurrentCache",),
-    "memories.parts.shared_cache_memory": ("fold", "unfold"),
-    "memories.parts.shared_cache": (
+    "memories.grc.shared_cache_memory": ("fold", "unfold"),
+    "memories.grc.shared_cache": (
         *("commit_caches", "hold_caches", "reset_caches", "resize_caches", "shuffle_caches"),
     ),
     "models.generation": ("generate",),

@@ -27,7 +27,7 @@ STATED_BY_CLASS = ("needs", "can")
 
 
 @dataclass(frozen=True)
-class RegistryEntry(Generic[T]):
+class Registration(Generic[T]):
     """A registered part.
 
     Attributes:
@@ -97,7 +97,7 @@ class Registry(Generic[T]):
 
     def __init__(self, kind: str, given: tuple[str, ...] = ()) -> None:
         self.kind, self.given = kind, given
-        self._entries: dict[str, RegistryEntry[T]] = {}
+        self._entries: dict[str, Registration[T]] = {}
 
     def register(
         self,
@@ -108,7 +108,7 @@ class Registry(Generic[T]):
         presets: Mapping[str, Mapping[str, Any]] | None = None,
         **info: Any,
     ) -> Callable[[F], F]:
-        """Register a class or function under `name`, as a decorator; see `RegistryEntry` for the arguments.
+        """Register a class or function under `name`, as a decorator; see `Registration` for the arguments.
 
         Raises:
             ValueError: the name is taken.
@@ -117,12 +117,12 @@ class Registry(Generic[T]):
         def add(factory: F) -> F:
             if name in self._entries:
                 raise ValueError(f"{self.kind} {name!r} is registered already, by {self._entries[name].factory!r}")
-            self._entries[name] = RegistryEntry(name, factory, paper, info, probe, self.given, presets or {})
+            self._entries[name] = Registration(name, factory, paper, info, probe, self.given, presets or {})
             return factory
 
         return add
 
-    def entry(self, name: str) -> RegistryEntry[T]:
+    def entry(self, name: str) -> Registration[T]:
         """Return the entry of a name (ValueError: unknown; the message suggests the nearest name)."""
         if not isinstance(name, str) or name not in self._entries:
             raise ValueError(unknown_name(self.kind, name, self.names()))
@@ -185,7 +185,7 @@ class Registry(Generic[T]):
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
-    def __iter__(self) -> Iterator[RegistryEntry[T]]:
+    def __iter__(self) -> Iterator[Registration[T]]:
         return iter(self._entries[n] for n in self.names())
 
     def __len__(self) -> int:

@@ -18,7 +18,7 @@ from cached_lab.tasks.classification.images.digits import Digits
 from cached_lab.tasks.classification.scores import evaluate
 from cached_lab.training.distributed import World
 from cached_transformers import create_model
-from cached_transformers.memories.parts.shared_cache import caches, commit_caches
+from cached_transformers.memories.grc.shared_cache import caches, commit_caches
 
 WORLD = World(torch.device("cpu"))
 

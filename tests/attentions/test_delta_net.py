@@ -181,4 +181,4 @@ def test_it_is_causal_alone_and_needs_the_input() -> None:
     with pytest.raises(ValueError, match="causal=False"):
         SelfAttention(H * E, H, core=core)
     layer = SelfAttention(H * E, H, core=core, causal=True).double()
-    assert layer(given["x"]).y_BND.isfinite().all() and "causal alone" in in_words(DeltaNet.can)
+    assert layer(given["x"]).y_BND.isfinite().all() and "only causal" in in_words(DeltaNet.can)

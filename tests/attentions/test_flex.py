@@ -18,9 +18,9 @@ from torch._dynamo.testing import CompileCounter
 from cached_transformers.attentions import create_attention
 from cached_transformers.attentions.parts import flex, kernels
 from cached_transformers.interfaces.memory import Context
-from cached_transformers.interfaces.positions import BucketedPositions, Positions, RelativePositions, make_positions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.models import LanguageModel
+from cached_transformers.positions import BucketedPositions, Positions, RelativePositions, make_positions
 
 B, H, E, N = 2, 2, 16, 75
 PATTERNS: dict[str, dict[str, Any]] = {

@@ -420,4 +420,4 @@ def test_what_the_call_lacks_is_named() -> None:
         core_of()(q[:, :1], k[:, :1], v[:, :1], x_BND=x, causal=True)
     with pytest.raises(ValueError, match="causal=False"):
         SelfAttention(H * E, H, core=core_of())
-    assert "causal alone" in in_words(GatedDelta.can)
+    assert "only causal" in in_words(GatedDelta.can)

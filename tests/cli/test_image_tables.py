@@ -30,7 +30,7 @@ from cached_lab.tasks.recipes import check_sections, load_config
 from cached_lab.training.config import RunConfig, config_hash, config_to_dict
 from cached_lab.yaml_tree import flatten
 from cached_transformers import create_model
-from cached_transformers.memories.parts.memory_branch import PositionalConvolution
+from cached_transformers.memories.grc.shared_cache_memory import PositionalConvolution
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")
 TABLES = ("table1", "table2", "table10")
@@ -83,7 +83,7 @@ def test_rows_of_a_backbone_differ_in_what_they_are_compared_for_alone(rows_of_o
     assert plain.config.model["memory"] is None and wider.config.model["memory"] is None
     assert (plain.config.training, plain.config.data) == (recipe.training, recipe.data)
     assert {key.split(".")[1] for key in difference(plain, wider)} <= {"feed_forward", "mlp_ratios"}
-    assert difference(released, paper) == {"model.memory.variant": ("released", "paper")}
+    assert difference(released, paper) == {"model.memory.variant": ("released", "algorithm1")}
     assert convolution.config.model["memory"] == {"name": "convolution", "ratio": 0.5}
     assert released.config.model["memory"] == {"name": "grc", "variant": "released", "ratio": 0.5}
     for memory in (released, paper, convolution):

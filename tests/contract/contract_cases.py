@@ -159,7 +159,7 @@ def _cases() -> Iterator[Case]:
                 continue
             kind = {"shared": getattr(memory, "shared", False), "in_layers": isinstance(memory, LayerMemory)}
             suited = ["language_model"] if "causal" in core.can else []
-            if "whole_segment" in memory.needs:
+            if "bidirectional" in memory.needs:
                 suited = [] if "bidirectional" not in core.can else ["sequence_classifier", "vision_transformer"]
             if attention.name != "softmax":
                 suited = [model for model in suited if model == WITH_ALL[label]]

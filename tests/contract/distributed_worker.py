@@ -24,7 +24,7 @@ from cached_lab.training.distributed import World, in_world
 from cached_lab.training.metrics import tallies
 from cached_transformers.layers import SwitchFeedForward
 from cached_transformers.loops.segments import SegmentLoop
-from cached_transformers.memories.grc.grc import caches, commit_caches
+from cached_transformers.memories.grc.shared_cache import caches, commit_caches
 
 ROWS = 4
 SYNCS = ("mean", "broadcast", "none")

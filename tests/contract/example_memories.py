@@ -44,7 +44,7 @@ class ExampleWindow(LayerMemory):
     State: M (4 D + 8) + 8 bytes per row and layer.
     """
 
-    needs = frozenset({"state", "context", "kv_projection"})
+    needs = frozenset({"state", "context"})
 
     def __init__(self, width: int, heads: int, length: int = 8) -> None:
         super().__init__()

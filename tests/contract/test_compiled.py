@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
 from cached_transformers import state as states
-from cached_transformers.memories.grc.grc import commit_caches
+from cached_transformers.memories.grc.shared_cache import commit_caches
 
 
 @pytest.fixture(autouse=True)

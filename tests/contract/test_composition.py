@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from cached_transformers import state as states
 from cached_transformers.interfaces.memory import LayerMemory, ModelMemory
-from cached_transformers.interfaces.positions import RotaryPositions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block
 from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import Stack
-from cached_transformers.memories.grc.grc import StreamGRC
+from cached_transformers.memories.grc.stream import StreamGRC
 from cached_transformers.memories.parts.slot_attention import SlotAttention
+from cached_transformers.positions import RotaryPositions
 
 
 def make(layer: type[LayerMemory] | None, spanning: type[ModelMemory] | None) -> Stack:

@@ -12,7 +12,7 @@ from contract.test_pairs import REASONS
 
 from cached_lab.tasks.translation.translate import translate
 from cached_transformers import state as states
-from cached_transformers.memories.grc.grc import commit_caches
+from cached_transformers.memories.grc.shared_cache import commit_caches
 from cached_transformers.models.encoder_decoder import EncoderDecoder
 from cached_transformers.registry import ATTENTIONS, MEMORIES
 

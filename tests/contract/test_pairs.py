@@ -41,7 +41,7 @@ def models_of(label: str) -> tuple[str, ...]:
     options: dict[str, Any] = {k: v for k, v in CONTRACTS[label].options.items() if k == "scope"}
     facts = {"length": 5, "prefix": 0, "depth": DEPTH, "sequence": True, **options}
     memory = LayerMemory() if name == "none" else create_memory(name, WIDTH, HEADS, **facts)
-    return ("sequence_classifier",) if "whole_segment" in memory.needs else ("language_model",)
+    return ("sequence_classifier",) if "bidirectional" in memory.needs else ("language_model",)
 
 
 def places(attention: str, every: bool) -> Iterator[tuple[str, str]]:
@@ -107,7 +107,11 @@ def test_a_pair_reads_on_with_its_state_or_is_refused_when_built(attention: str,
         ({"name": "read_twice", "block_length": 3}, "sequence_classifier", "memory ReadTwice needs pieces"),
         ({"name": "read_twice", "block_length": 3}, "vision_transformer", "memory ReadTwice needs pieces"),
         ("segatron", "vision_transformer", r"memory Segatron needs token_ids \(the token ids of the segment\)"),
-        ({"name": "grc", "variant": "released"}, "sequence_classifier", "memory GRC needs token_map .*variant='paper'"),
+        (
+            {"name": "grc", "variant": "released"},
+            "sequence_classifier",
+            "memory GRC needs token_map .*variant='algorithm1'",
+        ),
         ({"name": "grc", "variant": "released"}, "encoder_decoder", "memory GRC needs token_map"),
         ({"name": "convolution", "sequence": False}, "encoder_decoder", "memory ConvolutionControl needs token_map"),
     ],

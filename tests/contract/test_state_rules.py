@@ -24,7 +24,8 @@ from torch import Tensor
 
 from cached_transformers import state as states
 from cached_transformers.layers.stack import ModelOutput
-from cached_transformers.memories.grc.grc import StreamGRCState, caches, commit_caches
+from cached_transformers.memories.grc.shared_cache import caches, commit_caches
+from cached_transformers.memories.grc.stream import StreamGRCState
 from cached_transformers.models.generation import GeneratedText
 from cached_transformers.models.segments import read_segments
 from cached_transformers.registry import MEMORIES

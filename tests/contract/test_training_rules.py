@@ -15,7 +15,7 @@ from cached_transformers import state as states
 from cached_transformers.interfaces.memory import LayerMemory
 from cached_transformers.layers.grc_attention import GRCAttention
 from cached_transformers.loops.segments import SegmentLoop
-from cached_transformers.memories.grc.grc import caches, commit_caches
+from cached_transformers.memories.grc.shared_cache import caches, commit_caches
 from cached_transformers.memories.parts.composite import members_of
 
 
@@ -56,7 +56,7 @@ def test_recomputing_activations_changes_neither_losses_nor_gradients_nor_caches
     assert calls[kept] > 0 and (calls[recomputed] == 2 * calls[kept] or case.exempt("recomputes"))
 
 
-@pytest.mark.parametrize("variant", ["paper", "released"])
+@pytest.mark.parametrize("variant", ["algorithm1", "released"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_grc_layer_under_either_kind_of_checkpointing(variant: str, reentrant: bool) -> None:
     def steps(recompute: bool) -> list[Tensor]:

@@ -13,7 +13,7 @@ from cached_lab.tasks.detection.detector import make_body
 from cached_lab.tasks.detection.pretrained import load_backbone, read_weights
 from cached_transformers import add_memory, create_model
 from cached_transformers.extras import require
-from cached_transformers.memories.parts.shared_cache import caches
+from cached_transformers.memories.grc.shared_cache import caches
 
 SMALL = {"min_size": 64, "max_size": 96, "fpn_channels": 16, "anchor_sizes": [8, 16, 32, 64, 128]}
 FEW = {"rpn_pre_nms_top_n_train": 60, "rpn_post_nms_top_n_train": 30, "box_batch_size_per_image": 16}

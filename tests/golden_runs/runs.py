@@ -57,7 +57,7 @@ def _memory(name: str, **options: Any) -> list[str]:
 
 
 RUNS: dict[str, list[str]] = {
-    "image_grc_paper": [*_IMAGES, "model.memory.variant=paper"],
+    "image_grc_paper": [*_IMAGES, "model.memory.variant=algorithm1"],
     "image_grc_released": _IMAGES,
     "image_attention_cache": [*_IMAGES, 'model.memory={"name": "attention_cache"}'],
     "image_pvt_v2": ["table1_small_pvt_v2", "data.path={shared}/cifar10", "training.test=none"],

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from cached_transformers import GRCAttention, create_model
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories.attention_cache import AttentionCache
-from cached_transformers.memories.grc.grc import caches
+from cached_transformers.memories.grc.shared_cache import caches
 
 # Every kind of shared cache: all are held to the same rules.
 KINDS: dict[str, dict[str, Any]] = {
-    "paper": {"variant": "paper"},
+    "algorithm1": {"variant": "algorithm1"},
     "released": {"variant": "released"},
     "attention": {"name": "attention_cache"},
     "store": {"name": "attention_cache", "update": "store"},

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cached_transformers.memories.grc import fused_gates
-from cached_transformers.memories.grc.equations import Candidate, GateWeights
-from cached_transformers.memories.grc.fused_gates import mean_gate_update
+from cached_transformers.memories.grc import equations
+from cached_transformers.memories.grc.equations import Candidate, GateWeights, mean_gate_update
 
 B, M, C, D = 5, 7, 4, 8
 
@@ -34,9 +33,9 @@ def update(candidate: Candidate, dtype: torch.dtype, marked: bool) -> list[Tenso
 def test_blocks_add_up(monkeypatch: pytest.MonkeyPatch, candidate: Candidate, block: int, marked: bool) -> None:
     """Blocks of one slot, of some, of one row, of two and a rest, of three and a rest."""
     whole = update(candidate, torch.float64, marked)
-    monkeypatch.setattr(fused_gates, "_LARGE", 0)
-    monkeypatch.setattr(fused_gates, "_BLOCK", block)
-    blocks = list(fused_gates._blocks(torch.zeros(B, M, C)))
+    monkeypatch.setattr(equations, "_LARGE", 0)
+    monkeypatch.setattr(equations, "_BLOCK", block)
+    blocks = list(equations._blocks(torch.zeros(B, M, C)))
     assert len(blocks) == {1: B * M, 3 * C: B * 3, M * C: B, 2 * M * C: 3, 3 * M * C + 1: 2}[block]
     for a, b in zip(update(candidate, torch.float64, marked), whole, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -45,12 +44,12 @@ def test_blocks_add_up(monkeypatch: pytest.MonkeyPatch, candidate: Candidate, bl
 def test_half_precision_loses_no_digits_to_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = update("norm", torch.float64, False)
     whole = update("norm", torch.bfloat16, False)
-    monkeypatch.setattr(fused_gates, "_LARGE", 0)
-    monkeypatch.setattr(fused_gates, "_BLOCK", C)
+    monkeypatch.setattr(equations, "_LARGE", 0)
+    monkeypatch.setattr(equations, "_BLOCK", C)
     for a, b, c in zip(update("norm", torch.bfloat16, False), whole, exact, strict=True):
         scale = c.abs().max()
         assert a.dtype == b.dtype and (a - c).abs().max() <= 2 * (b - c).abs().max() + 0.01 * scale
 
 
 def test_little_is_one_block() -> None:
-    assert list(fused_gates._blocks(torch.zeros(B, M, C))) == [(slice(0, B), slice(0, M))]
+    assert list(equations._blocks(torch.zeros(B, M, C))) == [(slice(0, B), slice(0, M))]

@@ -10,7 +10,8 @@ import torch
 from integrations.hosts import library
 
 from cached_transformers import GRCAttention, add_memory, create_model
-from cached_transformers.memories.grc.grc import GRC, caches
+from cached_transformers.memories.grc.grc import GRC
+from cached_transformers.memories.grc.shared_cache import caches
 
 
 @pytest.mark.parametrize("height, width", [(4, 6), (5, 3)])

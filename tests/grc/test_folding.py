@@ -257,7 +257,7 @@ def test_compiled_code_sees_changes_until_fold() -> None:
 
 
 def test_a_training_layer_is_not_folded() -> None:
-    with pytest.raises(ValueError, match=r"cannot be folded: it is in training mode; call eval\(\) first"):
+    with pytest.raises(ValueError, match=r"cannot be folded: training=True; call eval\(\) first"):
         fold(Layer())
 
 

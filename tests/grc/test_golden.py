@@ -16,8 +16,8 @@ from grc.mini_pvt import places as mini_pvt_places
 from torch import Tensor
 
 from cached_transformers import GRCAttention
-from cached_transformers.interfaces.positions import RelativePositionBias2D, grid_positions
 from cached_transformers.memories.grc.grc import GRC
+from cached_transformers.positions import RelativePositionBias2D, grid_positions
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -70,7 +70,6 @@ def test_paper(folder: Path, name: str) -> None:
         meta["Tm"],
         ratio=meta["ratio"],
         variant="paper",
-        candidate="affine",
         attend=meta["attend"],
         combine={"pad": "pad", "vproj": "project"}[meta["combine"]],
         interpolation=meta["mode"],

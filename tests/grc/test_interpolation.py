@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers import GatedRecurrentCache
-from cached_transformers.memories.grc import fused_gates
+from cached_transformers.memories.grc import equations
+from cached_transformers.memories.grc.shared_cache import SharedCache
 from cached_transformers.memories.parts.interpolation import Interpolation, interpolate, nearest_map
-from cached_transformers.memories.parts.shared_cache import SharedCache
 
 MODES: tuple[Interpolation, ...] = ("nearest", "linear", "area")
 modes = pytest.mark.parametrize("mode", MODES)
@@ -174,7 +174,7 @@ def test_a_turned_map_is_resized_and_not_reread() -> None:
 
 
 def test_tokens_that_are_not_the_map_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"10 tokens are not a map of 3 x 4 behind 1 class token"):
+    with pytest.raises(ValueError, match=r"10 tokens are not a map of 3 x 4 after 1 class token"):
         interpolate(torch.randn(1, 10, 2), 4, size=(3, 4), to_size=(2, 2), prefix=1)
 
 
@@ -198,8 +198,8 @@ def test_fewer_tokens_than_slots_are_mapped_before_they_are_spread(
     padding: Tensor | None, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values and gradients are those of spreading first, at once and by blocks, whatever stands in the padding."""
-    monkeypatch.setattr(fused_gates, "_BLOCK", block)
-    monkeypatch.setattr(fused_gates, "_LARGE", 1 << 19 if block > 48 else 10)
+    monkeypatch.setattr(equations, "_BLOCK", block)
+    monkeypatch.setattr(equations, "_LARGE", 1 << 19 if block > 48 else 10)
     cache = GatedRecurrentCache(6, 16).double()
     x_BNC = torch.randn(4, 5, 6, dtype=torch.float64)
     dirty_BNC = x_BNC if padding is None else x_BNC.masked_fill(padding[..., None], torch.nan)
@@ -207,7 +207,7 @@ def test_fewer_tokens_than_slots_are_mapped_before_they_are_spread(
     weight_MC = torch.randn(16, 6, dtype=torch.float64)
     cache.cache_MC.normal_()
     found = []
-    for update in (cache.mean_update_by, functools.partial(SharedCache.mean_update_by, cache)):
+    for update in (cache.mean_update, functools.partial(SharedCache.mean_update, cache)):
         new_MC = update(dirty_BNC, padding, None, cache.cache_MC)
         leaves = (dirty_BNC, *cache.parameters())
         found.append((new_MC, *torch.autograd.grad((new_MC * weight_MC).sum(), leaves)))

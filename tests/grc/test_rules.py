@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from cached_transformers import hold_caches, reset_caches, shuffle_caches
 from cached_transformers.memories.grc.equations import gate_update
 
-variants = pytest.mark.parametrize("variant", ["paper", "released"])
+variants = pytest.mark.parametrize("variant", ["algorithm1", "paper", "released"])
 
 
 # ---- recomputation

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cached_transformers import create_model
 from cached_transformers.memories.grc.equations import GateWeights, gate_update
-from cached_transformers.memories.grc.grc import StreamGRC
+from cached_transformers.memories.grc.stream import StreamGRC
 from cached_transformers.memories.parts.gates import CUT, gated
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers import GRCAttention
-from cached_transformers.memories.grc.equations import Candidate, GateWeights, gate_update
-from cached_transformers.memories.grc.fused_gates import mean_gate_update
+from cached_transformers.memories.grc.equations import Candidate, GateWeights, gate_update, mean_gate_update
 
 WIDTH, HEADS, ROWS = 8, 2, 2
 CANDIDATES: tuple[Candidate, ...] = ("norm", "tanh", "affine")

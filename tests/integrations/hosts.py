@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers import add_memory
-from cached_transformers.memories.grc.grc import GRC, caches
+from cached_transformers.memories.grc.grc import GRC
+from cached_transformers.memories.grc.shared_cache import caches
 from cached_transformers.models.pvt import PyramidVisionTransformer
 from cached_transformers.torchvision_guard import ensure_torchvision
 

@@ -30,7 +30,7 @@ from integrations.hosts import (
 from torch import Tensor
 
 from cached_transformers import add_memory, remove_memory, reset_caches
-from cached_transformers.memories.grc.grc import commit_caches
+from cached_transformers.memories.grc.shared_cache import commit_caches
 
 
 def mapped(change: Callable[[Tensor], Tensor], given: dict[str, Tensor]) -> dict[str, Tensor]:

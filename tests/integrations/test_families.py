@@ -80,7 +80,7 @@ def test_what_was_stored_is_attended_as_if_it_stood_there(family: Family) -> Non
     """Keys and values are those that the layer makes itself, whatever its norms, its layout and its positions."""
     if family.name not in WITHOUT_STORED:
         return checks.remembers_all(family)
-    with pytest.raises(ValueError, match=rf"needs kv_projection .*{WITHOUT_STORED[family.name]}"):
+    with pytest.raises(ValueError, match=rf"needs context .*{WITHOUT_STORED[family.name]}"):
         family.with_memory(checks.STREAMS["transformer_xl"])
 
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from cached_transformers import add_memory, create_model, fold, reset_caches
-from cached_transformers.memories.grc.grc import commit_caches
+from cached_transformers.memories.grc.shared_cache import commit_caches
 
 COMPILED = [VIT, SWIN, PVT, ENCODER_PADDED, ENCODER_PRENORM, MHA, MHA_TIME_FIRST, HF_VIT, BERT_EAGER, BERT_SDPA]
 assert set(COMPILED) < set(HOSTS)

@@ -408,13 +408,13 @@ def test_slots_that_nobody_would_attend_are_not_lost(
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("transformer_xl", {"relative": True}, r"brings a position scheme .*relative=False; LlamaFor.* has one"),
-    ("compressive", {}, r"needs own_loss \(a loss of its own .*LlamaForCausalLM .*take function='mean'.*loss='task'"),
+    ("compressive", {}, r"needs own_loss .*LlamaForCausalLM .*take function='mean'.*loss='task'"),
     ("compressive", {"function": "most_used"}, r"needs weights .*; take function='mean'"),
     ("infinity_former", {}, r"needs own_loss .*; take kl_weight=0"),
     ("segatron", {}, r"needs token_ids \(the token ids .*memories that work here: .*'transformer_xl'"),
     ("feedback", {}, r"needs context_alone"),
     ("memformer", {}, r"needs slots"),
-    ("crtn", {"scope": "segment"}, r"needs whole_segment .*; take scope='previous'"),
+    ("crtn", {"scope": "segment"}, r"needs bidirectional .*; take scope='previous'"),
     ("memory_transformer", {"control": True}, r"needs own_weights .*; take control=False"),
 ]
 
@@ -440,7 +440,7 @@ def test_heads_of_another_width_than_the_model_are_refused_where_they_are_mixed(
 def test_attention_without_masks_is_refused_when_it_is_added_and_when_it_comes_later() -> None:
     other, model = LLAMA.build(), LLAMA.with_memory(ALL)
     other.config._attn_implementation = "flex_attention"
-    with pytest.raises(ValueError, match="kv_projection.*'flex_attention'.*'sdpa'"):
+    with pytest.raises(ValueError, match="context.*'flex_attention'.*'sdpa'"):
         add_memory(other, ALL, segment_length=SEGMENT)
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(ValueError, match="'flex_attention'.*'sdpa'"):

@@ -28,7 +28,7 @@ from integrations.transformers_hosts import (
 from torch import Tensor, nn
 
 from cached_transformers import add_memory, load_pretrained, remove_memory
-from cached_transformers.memories.grc.grc import caches
+from cached_transformers.memories.grc.shared_cache import caches
 
 library("transformers")
 peft = pytest.importorskip("peft", reason="PEFT is not installed")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers import add_memory, remove_memory
-from cached_transformers.interfaces.linear_maps import matrix_of, plain_weights
+from cached_transformers.linear_maps import matrix_of, plain_weights
 
 IDS = words(2, 13)
 STREAMING = ["grc_stream", "memorizing", "rmt"]

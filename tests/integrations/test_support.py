@@ -75,7 +75,7 @@ def memories(family: Family) -> tuple[dict[str, dict[str, Any]], dict[str, str],
             taken[name] = spec
         except ValueError as error:
             if name in checks.BESIDE:
-                assert "needs kv_projection" in str(error)
+                assert "needs context" in str(error)
                 refused[name] = str(error).split("; ")[1]
             else:
                 assert "needs bias" in str(error) and name in checks.CAUSAL

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from cached_transformers import add_memory, create_model, reset_caches
 from cached_transformers.memories.attention_cache import AttentionCache
-from cached_transformers.memories.grc.grc import GRC, caches
-from cached_transformers.memories.parts.shared_cache_memory import SharedCacheMemory
+from cached_transformers.memories.grc.grc import GRC
+from cached_transformers.memories.grc.shared_cache import caches
+from cached_transformers.memories.grc.shared_cache_memory import SharedCacheMemory
 
 _PYRAMID: dict[str, Any] = {"embed_dims": (16, 16, 32, 32), "num_heads": (1, 1, 2, 2), "depths": (1, 1, 1, 2)}
 _VIT: dict[str, Any] = {"img_size": 64, "embed_dim": 32, "depth": 2, "num_heads": 2}

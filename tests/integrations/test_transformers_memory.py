@@ -32,7 +32,7 @@ from integrations.transformers_hosts import (
 from torch import Tensor
 
 from cached_transformers import add_memory, load_pretrained, remove_memory
-from cached_transformers.memories.parts.shared_cache import caches
+from cached_transformers.memories.grc.shared_cache import caches
 
 ALL = [*ENCODERS, *DECODERS]
 
@@ -263,7 +263,7 @@ REFUSALS: list[tuple[Architecture, Any, dict[str, Any], str]] = [
     (BERT, "grc_stream", {"segment_length": 33}, "segment_length=33 are 33 places, BertFor.* has positions for 32"),
     (BERT, "grc_stream", {"segment_length": 1}, "segment_length=1 must be at least 2 tokens in an encoder"),
     (BERT, "grc_stream", {"input_size": (4, 4)}, r"input_size=\(4, 4\) is for images"),
-    (BERT, "rmt", {"cache": 4, "segment_length": 8}, "'rmt' needs kv_projection"),
+    (BERT, "rmt", {"cache": 4, "segment_length": 8}, "'rmt' needs context"),
     (
         BERT,
         "memory_transformer",
@@ -272,24 +272,24 @@ REFUSALS: list[tuple[Architecture, Any, dict[str, Any], str]] = [
     ),
     (BERT, "convolution", {}, r"needs token_map \(.*\), which BertForMaskedLM does not give"),
     (BART, "grc", {"length": 4, "segment_length": 8}, "segment_length=8 is for memories that carry a state"),
-    (GPT2, "grc", {"length": 4}, rf"needs whole_segment .*, which GPT2LMHeadModel does not give; {CAUSAL}"),
+    (GPT2, "grc", {"length": 4}, rf"needs bidirectional .*, which GPT2LMHeadModel does not give; {CAUSAL}"),
     (
         LLAMA,
         "attention_cache",
         {"length": 4},
-        rf"needs whole_segment .*, which LlamaForCausalLM does not give; {CAUSAL}",
+        rf"needs bidirectional .*, which LlamaForCausalLM does not give; {CAUSAL}",
     ),
-    (GPT2, "transformer_xl", {}, rf"needs kv_projection \(keys and values made of .*\), which GPT2LMHead.*{CAUSAL}"),
+    (GPT2, "transformer_xl", {}, rf"needs context \(keys and values .*\), which GPT2LMHead.*{CAUSAL}"),
     (GPT2, "memformer", {}, r"needs slots \(a cross-attention over slots in every block\), which"),
     (GPT2, "memory_transformer", {"control": True}, "needs own_weights .*, which GPT2LMHeadModel does not give"),
     (
         GPT2,
         "memorizing",
         {"joint": True},
-        "needs lse .*by which two softmaxes become one.*, which GPT2LMHeadModel does",
+        "needs lse .*, which GPT2LMHeadModel does",
     ),
     (GPT2, "memorizing", {"layer": 3}, "layer=3 must be a layer, counted from 1 to 2"),
-    (GPT2, "rmt", {"cache": 4}, "'rmt' needs kv_projection"),
+    (GPT2, "rmt", {"cache": 4}, "'rmt' needs context"),
     (
         GPT2,
         "rmt",

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from cached_transformers.interfaces.attention import Attention, AttentionOutput
 from cached_transformers.interfaces.contexts import join
 from cached_transformers.interfaces.memory import Context, LayerMemory, Query, Reading
-from cached_transformers.interfaces.positions import ALiBiPositions, Positions, RotaryPositions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.context_attention import ContextAttention
 from cached_transformers.layers.reduction import SpatialReduction
 from cached_transformers.memories.compressive import mean_weight
+from cached_transformers.positions import ALiBiPositions, Positions, RotaryPositions
 
 ROWS, TOKENS, SLOTS, HEADS, WIDTH = 2, 4, 3, 2, 8
 E = WIDTH // HEADS
@@ -28,7 +28,7 @@ E = WIDTH // HEADS
 class Offer(LayerMemory):
     """Offers a fixed context with some empty slots."""
 
-    needs = frozenset({"context", "kv_projection"})
+    needs = frozenset({"context"})
 
     def __init__(self, seed: int = 0, slots: int = SLOTS) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Bare(Attention):
 
 
 class Seer(LayerMemory):
-    needs = frozenset({"whole_segment"})
+    needs = frozenset({"bidirectional"})
 
 
 @pytest.mark.parametrize(

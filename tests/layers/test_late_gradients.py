@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from cached_transformers.interfaces.late_gradients import late_gradients, mapped
+from cached_transformers.memories.parts.late_gradients import late_gradients, mapped
 
 
 class Half(nn.Module):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cached_transformers.interfaces.positions import (
+from cached_transformers.positions import (
     ALiBiPositions,
     LearnedPositions,
     Positions,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cached_lab.experiments.costs.flops import saved_activation_bytes
 from cached_transformers import create_model
-from cached_transformers.memories.grc.grc import caches, commit_caches
+from cached_transformers.memories.grc.shared_cache import caches, commit_caches
 from cached_transformers.models.stack_model import make_stack
 from cached_transformers.models.stack_options import StackOptions
 

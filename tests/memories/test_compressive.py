@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers import create_model
-from cached_transformers.interfaces.memory import Trace, look
-from cached_transformers.interfaces.positions import RelativePositions
+from cached_transformers.interfaces.incremental import read_segment
+from cached_transformers.interfaces.memory import Trace
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.compressive import Compressive, CompressiveState, Gone
 from cached_transformers.memories.parts.fifo_store import lined_up
+from cached_transformers.positions import RelativePositions
 
 D, H, E = 8, 2, 4
 Vector = tuple[Tensor, int]
@@ -321,7 +322,7 @@ def test_where_a_slot_stands(positions: str) -> None:
     x_BND = torch.randn(1, 12, D, dtype=torch.float64)
     _, state, _ = run(layer, x_BND, layer.memory.init_state(1, x_BND), torch.zeros(1).long())
     query = layer(x_BND, torch.arange(12, 24)[None, :, None], state=state).query
-    context = look(layer.memory, state, query, layer.project_kv).context
+    context = read_segment(layer.memory, state, query, layer.project_kv).context
     places = context.positions_BMP[0, context.valid_BM[0], 0].tolist()
     # Twelve tokens: two groups of three, and six that stay.
     assert places == (list(range(4, 12)) if positions == "slots" else [1, 4, *range(6, 12)])

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.interfaces.positions import Positions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block
 from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import Stack
 from cached_transformers.memories.compressive import Compressive
+from cached_transformers.positions import Positions
 
 
 class TablePositions(Positions):

@@ -11,12 +11,12 @@ from memories.crtn_twin import Row, Twin
 from torch import Tensor, nn
 
 from cached_transformers import create_model
-from cached_transformers.interfaces.positions import RelativePositions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories.crtn.choice import choose
 from cached_transformers.memories.crtn.crtn import CRTN
 from cached_transformers.memories.crtn.store import windows
 from cached_transformers.memories.parts.recall import recalled
+from cached_transformers.positions import RelativePositions
 
 VOCABULARY, L = 7, 4
 
@@ -240,8 +240,8 @@ def test_the_scope_of_the_text_shows_the_future_and_the_others_do_not(query: str
 def test_a_causal_model_refuses_the_scope_that_leaks() -> None:
     with pytest.raises(ValueError, match="scope='previous'.*'token'"):
         build(scope="segment")
-    assert "whole_segment" in CRTN(8, 2, depth=1, scope="segment").needs
-    assert "whole_segment" not in CRTN(8, 2, depth=1, scope="segment", allow_leak=True).needs
+    assert "bidirectional" in CRTN(8, 2, depth=1, scope="segment").needs
+    assert "bidirectional" not in CRTN(8, 2, depth=1, scope="segment", allow_leak=True).needs
 
 
 def test_the_gradient_reaches_summary_and_keys_and_no_value() -> None:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers import create_model
-from cached_transformers.interfaces.positions import RelativePositions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories.crtn.crtn import CRTN
 from cached_transformers.memories.crtn.store import CRTNState
+from cached_transformers.positions import RelativePositions
 
 
 def run(model: nn.Module, segments: list[Tensor], state: Any = None, paddings: Any = None) -> list[Any]:

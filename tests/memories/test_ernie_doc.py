@@ -31,13 +31,13 @@ from torch.nn import functional as F
 from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.interfaces.attention import Attention, AttentionOutput
-from cached_transformers.interfaces.positions import RelativePositions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block
 from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import Stack
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.ernie_doc import ErnieDoc, ErnieDocPositions
+from cached_transformers.positions import RelativePositions
 
 
 def near(ours: Tensor, wanted: Tensor, tolerance: float = 1e-12, what: str = "") -> None:

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 from cached_transformers import create_model
 from cached_transformers import state as states
-from cached_transformers.interfaces.positions import RelativePositions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block
 from cached_transformers.layers.context_attention import ContextAttention
@@ -29,6 +28,7 @@ from cached_transformers.memories import create_memory
 from cached_transformers.memories.feedback import Feedback, LearnedDistances
 from cached_transformers.models.stack_model import make_stack
 from cached_transformers.models.stack_options import StackOptions
+from cached_transformers.positions import RelativePositions
 
 D, H, E, DEPTH, LENGTH = 8, 2, 4, 2, 3
 

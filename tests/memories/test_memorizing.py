@@ -24,7 +24,6 @@ from cached_transformers import state as states
 from cached_transformers.attentions.softmax import SoftmaxAttention
 from cached_transformers.interfaces.attention import Attention
 from cached_transformers.interfaces.memory import LayerMemory, Query, Reading, Trace
-from cached_transformers.interfaces.positions import RotaryPositions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories import create_memory, memorizing
 from cached_transformers.memories.memorizing import (
@@ -39,6 +38,7 @@ from cached_transformers.memories.memorizing import (
 )
 from cached_transformers.memories.parts import nearest as search
 from cached_transformers.memories.parts.neighbour_index import Graph
+from cached_transformers.positions import RotaryPositions
 
 ROWS, HEADS, WIDTH, HEAD = 2, 2, 8, 4
 

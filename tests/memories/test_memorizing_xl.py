@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from cached_transformers import create_model, generate
 from cached_transformers import state as states
 from cached_transformers.interfaces.memory import Trace
-from cached_transformers.interfaces.positions import RotaryPositions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.parts.composite import SideBySide
 from cached_transformers.models.diagonal import read_diagonally
 from cached_transformers.models.segments import read_segments
+from cached_transformers.positions import RotaryPositions
 
 ROWS, HEADS, WIDTH, SEGMENT, VOCABULARY, DEPTH = 2, 2, 8, 5, 13, 4
 XL = {"name": "transformer_xl", "length": 7, "relative": False}

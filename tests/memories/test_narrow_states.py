@@ -11,7 +11,8 @@ from torch import Tensor
 from cached_transformers import create_memory, create_model
 from cached_transformers import state as states
 from cached_transformers.attentions import create_attention
-from cached_transformers.interfaces.memory import Query, look
+from cached_transformers.interfaces.incremental import read_segment
+from cached_transformers.interfaces.memory import Query
 from cached_transformers.state import State
 
 WIDTH, HEADS, ROWS, SEGMENT = 8, 2, 2, 4
@@ -48,14 +49,14 @@ def test_a_memory_by_itself_names_what_would_be_lost(spec: Any) -> None:
     places = torch.arange(SEGMENT).expand(ROWS, -1)[..., None]
     query, state = Query(x, q, places, None, None, k, v), memory.init_state(ROWS, x)
     project = lambda t, **_: t.unflatten(-1, (HEADS, -1)).transpose(1, 2).chunk(1)[0].expand(2, -1, -1, -1, -1)  # noqa: E731
-    look(memory, state, query, project)
+    read_segment(memory, state, query, project)
     assert wide_ones(state)
     for name, wide in wide_ones(state).items():
         message = (
             rf"a state of torch.bfloat16 loses .*: {name.rpartition('.')[2]} of it; keep it in float32, as init_state"
         )
         with pytest.raises(ValueError, match=message):
-            look(memory, narrowed(state, wide), query, project)
+            read_segment(memory, narrowed(state, wide), query, project)
 
 
 @pytest.mark.parametrize("name", ["linear", "delta_net", "gated_delta", "performer", "rfa"])

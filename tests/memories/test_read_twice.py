@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.interfaces.attention import Attention
-from cached_transformers.interfaces.memory import Query, Reading, Tokens, Trace, begin
+from cached_transformers.interfaces.incremental import enter_segment
+from cached_transformers.interfaces.memory import Query, Reading, Tokens, Trace
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.read_twice import ReadTwice, ReadTwiceState, SideAttention, SideAttentionOnce
 from cached_transformers.models.stack_model import make_stack
@@ -200,7 +201,7 @@ def test_two_blocks_computed_by_hand() -> None:
         x_BND = torch.tensor([block], dtype=torch.float64)
         positions = torch.tensor([[[2 * start], [2 * start + 1]]])
         tokens = Tokens(x_BND, positions)
-        entry = begin(memory, state, tokens, [])
+        entry = enter_segment(memory, state, tokens, [])
         assert entry.slots is not None and not entry.slots[1].any()  # the first read of every block sees nothing
         trace = trace_of(x_BND, positions)
         _, state, _ = memory.exit(state, x_BND, [trace])

@@ -22,7 +22,6 @@ from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.attentions.softmax import SoftmaxAttention
 from cached_transformers.interfaces.memory import Context, Entry, ProjectKV, Query, Reading, Tokens
-from cached_transformers.interfaces.positions import RelativePositions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block
 from cached_transformers.layers.feed_forward import FeedForward
@@ -33,6 +32,7 @@ from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.parts.memory_tokens import surround, visible_round
 from cached_transformers.memories.rmt import RMT
 from cached_transformers.memories.transformer_xl import CacheBeforeTokens
+from cached_transformers.positions import RelativePositions
 
 VOCABULARY, WIDTH, HEADS, M, SEGMENT, ROWS = 11, 8, 2, 3, 5, 2
 

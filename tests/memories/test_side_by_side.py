@@ -19,16 +19,17 @@ from torch.nn import functional as F
 from cached_lab.tasks.recipes import config_from_dict
 from cached_transformers import add_memory, create_memory, create_model, generate
 from cached_transformers import state as states
-from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace, look
-from cached_transformers.interfaces.positions import Positions, RelativePositions
+from cached_transformers.interfaces.incremental import read_segment
+from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.loops.segments import SegmentLoop
-from cached_transformers.memories.grc.grc import StreamGRC
+from cached_transformers.memories.grc.shared_cache import commit_caches
+from cached_transformers.memories.grc.stream import StreamGRC
 from cached_transformers.memories.memorizing import Memorizing
 from cached_transformers.memories.parts.composite import SideBySide
-from cached_transformers.memories.parts.shared_cache import commit_caches
 from cached_transformers.memories.transformer_xl import TransformerXL
-from cached_transformers.registry import MEMORIES, Entry
+from cached_transformers.positions import Positions, RelativePositions
+from cached_transformers.registry import MEMORIES, Registration
 
 ROWS, SEGMENT, WIDTH, HEADS, DEPTH, VOCABULARY = 3, 6, 16, 2, 2, 11
 GRC = {"name": "grc_stream", "length": 4}
@@ -124,7 +125,7 @@ def twin(layer: SelfAttention, inputs: list[Tensor], slots: int) -> list[Tensor]
     """Results for the segments (N, D) of one row: the last inputs are attended, and GRC's cache is mixed in."""
     (grc,) = (m for m in layer.memory.members if isinstance(m, StreamGRC))  # type: ignore[union-attr]
     past, found, gates = inputs[0].new_zeros(0, WIDTH), [], grc.gates
-    cache, last = inputs[0].new_zeros(gates.length, gates.width), None
+    cache, last = inputs[0].new_zeros(grc.length, gates.width), None
     for x in inputs:
         n = x.shape[0]
         q, k, v = (heads(t) for t in layer.qkv(torch.cat([past, x])).chunk(3, -1))
@@ -140,7 +141,7 @@ def twin(layer: SelfAttention, inputs: list[Tensor], slots: int) -> list[Tensor]
             ratio = torch.sigmoid(grc.branch.gate_H)[:, None, None]
             y = ratio * F.pad(o, (0, y.shape[-1] - o.shape[-1])) + (1 - ratio) * y
         found.append(layer.output(y.transpose(0, 1).flatten(1)))
-        last = x[torch.arange(gates.length) * n // gates.length, : gates.width]
+        last = x[torch.arange(grc.length) * n // grc.length, : gates.width]
         past = torch.cat([past, x])[-slots:].detach()
     return found
 
@@ -356,7 +357,7 @@ class Outer(LayerMemory):
         return (self.inner.init_state(batch_size, like), torch.zeros(batch_size, dtype=torch.long))
 
     def read(self, state: Any, query: Query, project_kv: ProjectKV | None) -> Reading:
-        return look(self.inner, state[0], query, project_kv)
+        return read_segment(self.inner, state[0], query, project_kv)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         return self.inner.combine(y_BHNE, query, reading)
@@ -367,7 +368,7 @@ class Outer(LayerMemory):
 
 
 def test_a_memory_round_another_gives_it_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MEMORIES._entries, "test_outer", Entry("test_outer", Outer))
+    monkeypatch.setitem(MEMORIES._entries, "test_outer", Registration("test_outer", Outer))
     knn = {"name": "memorizing", "length": 8, "k": 4}  # which needs to know its layer and their number
     model, plain = build({"name": "test_outer", "over": knn}), build(knn)
     stored = {name.replace(".memory.inner.", ".memory."): t for name, t in model.state_dict().items()}

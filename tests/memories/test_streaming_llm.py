@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from cached_transformers import add_memory
 from cached_transformers.interfaces.memory import Query, Reading, Trace
-from cached_transformers.interfaces.positions import RotaryPositions
 from cached_transformers.memories.streaming_llm import SinksState, StreamingLLM
 from cached_transformers.models.language_model import LanguageModel
+from cached_transformers.positions import RotaryPositions
 
 S, R = 2, 4
 

@@ -17,7 +17,8 @@ from memories.test_titans_places import HEADS, ROWS, SEGMENT, VOCABULARY, WIDTH,
 from torch import Tensor, nn
 
 from cached_transformers import add_memory, create_model
-from cached_transformers.interfaces.memory import LayerMemory, Query, Reading, look
+from cached_transformers.interfaces.incremental import read_segment
+from cached_transformers.interfaces.memory import LayerMemory, Query, Reading
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.titans.titans import Titans
@@ -36,7 +37,7 @@ def test_queries_keys_and_values_are_made_of_what_it_gives(mix: Any) -> None:
     plain = SelfAttention(WIDTH, HEADS, causal=True).double()
     plain.load_state_dict({k: v for k, v in layer.state_dict().items() if k in plain.state_dict()})
     x_BND, state = torch.randn(ROWS, 7, WIDTH).double(), layer.init_state(ROWS, torch.zeros(()).double())
-    read = look(memory, state[0], Query(layer.norm(x_BND)), None).output_BHNE
+    read = read_segment(memory, state[0], Query(layer.norm(x_BND)), None).output_BHNE
     assert read is not None
     m_BND = (read / (read.square().mean(-1, keepdim=True) + 1e-5).sqrt()).transpose(1, 2).flatten(2)
     given_BND, y = layer.norm(x_BND), layer.norm(x_BND).unflatten(-1, (HEADS, -1))

@@ -28,12 +28,12 @@ from torch import Tensor, nn
 
 from cached_transformers import state as states
 from cached_transformers.interfaces.memory import Trace
-from cached_transformers.interfaces.positions import RelativePositions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.loops.segments import token_losses
 from cached_transformers.memories.parts.fifo_store import Rows, push
 from cached_transformers.memories.transformer_xl import TransformerXL
 from cached_transformers.models.language_model import LanguageModel
+from cached_transformers.positions import RelativePositions
 
 
 @pytest.fixture(scope="module")

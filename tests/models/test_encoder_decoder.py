@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from cached_transformers import create_model
 from cached_transformers.attentions import create_attention
-from cached_transformers.interfaces.positions import BucketedPositions
 from cached_transformers.layers.token_loss import IGNORED, token_losses
-from cached_transformers.memories.grc.grc import caches
+from cached_transformers.memories.grc.shared_cache import caches
 from cached_transformers.models.encoder_decoder import EncoderDecoder
+from cached_transformers.positions import BucketedPositions
 from cached_transformers.registry import ATTENTIONS
 
 V, W, D, H, ROWS, N, T = 13, 11, 8, 2, 3, 6, 5
@@ -367,7 +367,7 @@ def test_buckets_are_t5s() -> None:
         ({"init": "t6"}, "unknown init 't6'"),
         ({"init": 0.0}, "unknown init 0.0"),
         ({"buckets": 3, "positions": "bucketed"}, "buckets=3 must be at least 4 and even"),
-        ({"head_width": 3, "memory": "grc"}, "2 heads of head_width=3 are not as wide together"),
+        ({"head_width": 3, "memory": "grc"}, "head_width=3"),
         ({"head_width": 0}, "head_width=0 must be at least 1"),
         ({"experts": {"experts": 2, "every": 3}}, "every=3 must lie between 1"),
     ],

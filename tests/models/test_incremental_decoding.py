@@ -13,8 +13,8 @@ from contract.contracts import CONTRACTS
 from torch import Tensor
 from torch.ao.quantization import quantize_dynamic
 
+from cached_transformers import positions
 from cached_transformers import state as states
-from cached_transformers.interfaces import positions
 from cached_transformers.interfaces.memory import (
     Context,
     Entry,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers import create_model
-from cached_transformers.interfaces.positions import Positions, RelativePositions, SinusoidalPositions
 from cached_transformers.layers.attention import SelfAttention
+from cached_transformers.positions import Positions, RelativePositions, SinusoidalPositions
 
 V, ROWS, N = 11, 3, 4
 SIZES: dict[str, Any] = {"width": 8, "depth": 2, "heads": 2, "feed_forward": 12}

@@ -41,7 +41,7 @@ def test_every_track_has_both() -> None:
 @pytest.mark.parametrize("name", [n for n in NAMES if n.endswith("_grc")])
 def test_the_two_differ_in_the_memory_alone(name: str) -> None:
     grc, plain = load_config(name), load_config(name.replace("_grc", "_plain"))
-    assert grc.model.pop("memory") == {"name": "grc", "variant": "paper", "ratio": 0.5, "length": 64}
+    assert grc.model.pop("memory") == {"name": "grc", "variant": "algorithm1", "ratio": 0.5, "length": 64}
     for section in ("data", "model", "training", "optimizer", "schedule", "evaluation"):
         assert getattr(grc, section) == getattr(plain, section)
 

@@ -33,7 +33,7 @@ from cached_lab.training.trainer import Trainer
 from cached_transformers.files import NotWritten
 from cached_transformers.loops.replay import ReplayLoop
 from cached_transformers.loops.segments import SegmentLoop
-from cached_transformers.memories.grc.grc import caches, commit_caches
+from cached_transformers.memories.grc.shared_cache import caches, commit_caches
 from cached_transformers.state import named_tensors
 
 MEMORIES = ("transformer_xl", "rmt", "grc_stream", "memformer", "armt", "infini")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cached_lab.training.buffers import buffers_by_rank, remember_buffers, with_own_buffers
 from cached_lab.training.distributed import World, in_world, wrap
-from cached_transformers.memories.parts.shared_cache import caches, commit_caches
+from cached_transformers.memories.grc.shared_cache import caches, commit_caches
 
 SHARED = [case for case in CASES if case.shared and case.attention == "softmax"]
 SYNCS = ("none", "mean", "broadcast")

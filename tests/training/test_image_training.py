@@ -26,7 +26,7 @@ from cached_lab.training.progress import Reporter
 from cached_lab.training.stored_weights import head_names, load_initial_weights
 from cached_transformers import create_model
 from cached_transformers.extras import require
-from cached_transformers.memories.parts.shared_cache import caches
+from cached_transformers.memories.grc.shared_cache import caches
 
 MODEL = {
     "name": "vision_transformer",

@@ -18,7 +18,7 @@ from cached_lab.experiments.reproductions.base import pairs
 from cached_lab.experiments.statistics import summarise_pairs
 from cached_lab.tasks.kinds import model_arguments
 from cached_lab.tasks.recipes import load_config
-from cached_transformers.memories.parts.shared_cache import caches
+from cached_transformers.memories.grc.shared_cache import caches
 
 NAMES = ["transformer", "transformer-paper", "transformer-released", "transformer-wider"]
 TINY = [

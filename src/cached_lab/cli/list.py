@@ -10,7 +10,7 @@ from typing import Any
 
 from cached_lab.registries import LISTED
 from cached_lab.resources import read_facts, recipes_folder
-from cached_transformers.interfaces.capabilities import STANDS, in_words
+from cached_transformers.interfaces.capabilities import PLACES, in_words
 
 FACTS = {
     "memories": ("insertion", "cost", "reach"),
@@ -108,6 +108,6 @@ def fact_of(part: Mapping[str, Any], fact: str) -> Any:
     """
     stated = part["stated"]
     if fact == "insertion":
-        return ", ".join(name for word, name in STANDS.items() if word in stated.get("needs", ())) or "none"
+        return ", ".join(name for word, name in PLACES.items() if word in stated.get("needs", ())) or "none"
     value = part["info"].get(fact, stated.get(fact))
     return in_words(value) if fact == "can" and isinstance(value, list) else value

@@ -31,8 +31,8 @@ from cached_lab.training.config import config_hash
 from cached_lab.training.distributed import World, in_world
 from cached_transformers.files import json_text, write_whole
 from cached_transformers.memories import memory_specs
-from cached_transformers.memories.parts.shared_cache import caches, hold_caches, reset_caches, shuffle_caches
-from cached_transformers.memories.parts.shared_cache_memory import SharedCacheMemory
+from cached_transformers.memories.grc.shared_cache import caches, hold_caches, reset_caches, shuffle_caches
+from cached_transformers.memories.grc.shared_cache_memory import SharedCacheMemory
 from cached_transformers.registry import MEMORIES
 
 from .build import build_dataset

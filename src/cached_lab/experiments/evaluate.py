@@ -28,7 +28,7 @@ from cached_lab.tasks.translation.task import evaluate_pairs
 from cached_lab.training.config import RunConfig
 from cached_lab.training.distributed import World, in_world
 from cached_lab.training.run_files import check_tokenizer
-from cached_transformers.memories.parts.shared_cache import caches, reset_caches, shuffle_caches
+from cached_transformers.memories.grc.shared_cache import caches, reset_caches, shuffle_caches
 from cached_transformers.models.segments import remembers
 
 from .cache_use import score_cache_use

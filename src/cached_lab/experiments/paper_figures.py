@@ -11,7 +11,7 @@ import torch
 
 from cached_lab.data.image_files import open_picture
 from cached_lab.tasks.classification.images.augmentation import central_square
-from cached_transformers.memories.grc.grc import GRCOptions
+from cached_transformers.memories.grc.grc import variant_options
 
 from .build import build_dataset
 from .load import load_run, read_run_config
@@ -119,7 +119,7 @@ def initial_share(run: Run) -> float | None:
     options = {"name": memory} if isinstance(memory, str) else memory if isinstance(memory, dict) else {}
     if options.get("name") == "grc":
         given = options.get("initial_gate")
-        gate = GRCOptions.of(options.get("variant", "paper"), initial_gate=given).initial_gate
+        gate = variant_options(options.get("variant", "algorithm1"), initial_gate=given)["initial_gate"]
     elif options.get("name") in ("attention_cache", "grc_stream"):
         gate = float(options.get("initial_gate", 0.0))
     else:

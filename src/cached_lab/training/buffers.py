@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.memories.parts.shared_cache import caches, commit_caches
+from cached_transformers.memories.grc.shared_cache import caches, commit_caches
 
 from .distributed import World
 

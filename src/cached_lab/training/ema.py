@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from cached_transformers.memories.parts.shared_cache import commit_caches
+from cached_transformers.memories.grc.shared_cache import commit_caches
 
 
 class WeightAverage:

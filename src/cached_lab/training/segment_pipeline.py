@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.layers.token_loss import IGNORED
 from cached_transformers.loops.segments import SegmentLoop, told_documents
-from cached_transformers.memories.parts.shared_cache import caches
+from cached_transformers.memories.grc.shared_cache import caches
 from cached_transformers.models.segments import read_segments
 from cached_transformers.state import State, detach, map_state, named_tensors
 

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cached_transformers.memories.parts.shared_cache import caches, commit_caches
+from cached_transformers.memories.grc.shared_cache import caches, commit_caches
 
 from .distributed import World
 

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.memories.parts.shared_cache import reset_caches
+from cached_transformers.memories.grc.shared_cache import reset_caches
 
 from .checkpoint import META, Checkpoints, read_checkpoint
 from .sharding import shard_weights

@@ -75,7 +75,7 @@ def add_memory(model: Model, memory: MemorySpec = "grc", **options: Any) -> Mode
     settings |= options
     sizes = {key: value for key, value in more.items() if key == "input_size" and value is not None}
     entry = MEMORIES.entry(name)
-    slots = "length" in entry.options and "whole_segment" in getattr(entry.factory, "needs", ())
+    slots = "length" in entry.options and "bidirectional" in getattr(entry.factory, "needs", ())
     host = host_of(model)
     found = sites(host, settings | sizes, slots=slots)
     refusal = next((described.refusal for _, described in found if described.refusal is not None), None)

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from cached_transformers.interfaces.memory import LayerMemory, Linear, ModelMemory, Query, Reading, look
+from cached_transformers.interfaces.incremental import read_segment
+from cached_transformers.interfaces.memory import LayerMemory, Linear, ModelMemory, Query, Reading
 from cached_transformers.memories import create_memory
-from cached_transformers.memories.parts.shared_cache import CacheSlots
+from cached_transformers.memories.grc.grc import CacheGates
+from cached_transformers.memories.grc.shared_cache import SharedCache
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State
 
@@ -83,7 +85,7 @@ class Tap:
         self, state: State, y_BND: Tensor, query: Query, linear: Linear, reading: Reading | None = None
     ) -> tuple[Tensor, Reading]:
         """The attention's result, and what was read for it, here or before."""
-        reading = look(self.memory, state, query, None) if reading is None else reading
+        reading = read_segment(self.memory, state, query, None) if reading is None else reading
         y_BHNE = y_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return self.memory.project(y_BHNE, query, reading, linear, self.projection.weights()), reading
 
@@ -138,15 +140,15 @@ def layer_memory(site: Site, host: Host, name: str, settings: dict[str, Any]) ->
     facts = {fact: value for fact, value in host.facts.items() if fact != "length" or value}
     if host.channels is not None:
         facts["channels"] = host.channels
-    stores = "kv_projection" in getattr(MEMORIES.entry(name).factory, "needs", ())  # inputs of the layer
+    stores = "context" in getattr(MEMORIES.entry(name).factory, "needs", ())  # inputs of the layer
     width = host.channels if stores and host.channels is not None else host.width
     memory = create_memory({"name": name, **settings}, width, host.heads, **facts)
     if not isinstance(memory, LayerMemory):
         raise ValueError(f"memory {name!r} spans the layers, which only its class can tell; register the class itself")
     if host.channels is not None and host.channels != host.width:
-        slots = [module for module in memory.modules() if isinstance(module, CacheSlots)]
+        slots = [module for module in memory.modules() if isinstance(module, SharedCache | CacheGates)]
         layer = f"{type(site.layer).__name__} has inputs of {host.channels} channels and heads of {host.width} together"
-        if {"kv_projection", "head"} <= memory.needs:
+        if {"context", "head"} <= memory.needs:
             raise ValueError(f"{layer}; memory {name!r} needs as many of both, take one of a layer's inputs alone")
         if any(module.width > host.channels for module in slots):
             raise ValueError(

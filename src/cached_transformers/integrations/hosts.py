@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cached_transformers.interfaces.capabilities import CORE_WORDS, PLACE_WORDS, refuse_misfit
+from cached_transformers.interfaces.capabilities import CORE_WORDS, OWN_WORDS, PLACE_WORDS, refuse_misfit
 from cached_transformers.interfaces.memory import LayerMemory, ModelMemory, Query
 from cached_transformers.registry import MEMORIES
 
-WHOLE = frozenset({"head", "whole_segment"})
+WHOLE = frozenset({"head", "bidirectional"})
 """What a layer offers a memory that is not causal: its tokens see the rest of their segment."""
 
 
@@ -333,8 +333,9 @@ def _needs(memory: LayerMemory | ModelMemory, who: str) -> dict[str, str]:
 
 
 def _ordered(needs: frozenset[str]) -> list[str]:
-    """What matters most stands first: it is what the message will name."""
-    return [word for word in PLACE_WORDS | CORE_WORDS if word in needs]
+    """Order the words by importance: a message names the first one that is missing."""
+    known = PLACE_WORDS | OWN_WORDS | CORE_WORDS
+    return [*(word for word in known if word in needs), *sorted(needs - known.keys())]
 
 
 def _fitting(by_layer: frozenset[str], by_model: frozenset[str]) -> list[str]:

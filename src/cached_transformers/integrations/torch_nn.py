@@ -17,8 +17,9 @@ from torch.nn import functional as F
 
 from cached_transformers.attentions.softmax import SoftmaxAttention
 from cached_transformers.interfaces.attention import Attention
-from cached_transformers.interfaces.linear_maps import plain_weights
-from cached_transformers.interfaces.memory import LayerMemory, Query, look
+from cached_transformers.interfaces.incremental import read_segment
+from cached_transformers.interfaces.memory import LayerMemory, Query
+from cached_transformers.linear_maps import plain_weights
 
 from .hosts import Host, HostAttention, Site, register_adapter
 from .masks import no_mask
@@ -78,7 +79,7 @@ class HostedMultiheadAttention(nn.MultiheadAttention):
             y_BND = self.out_proj(y_BHNE.transpose(1, 2).flatten(2))
         else:
             asked = Query(x_BND, q, padding_BN=padding_BN)
-            reading = look(memory, (), asked, None)
+            reading = read_segment(memory, (), asked, None)
             y_BND = memory.project(y_BHNE, asked, reading, self.out_proj, plain_weights(self.out_proj))
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)

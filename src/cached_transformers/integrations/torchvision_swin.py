@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.interfaces.linear_maps import plain_weights
-from cached_transformers.interfaces.memory import LayerMemory, Query, look
+from cached_transformers.interfaces.incremental import read_segment
+from cached_transformers.interfaces.memory import LayerMemory, Query
+from cached_transformers.linear_maps import plain_weights
 
 from .hosts import Host, HostAttention, Site, register_adapter
 from .memory_lookup import memory_of, refuse_frozen
@@ -73,7 +74,7 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
     scale = 1.0 if hasattr(layer, "logit_scale") else None
     y_BHNE = F.scaled_dot_product_attention(q, k, v, bias.expand(len(q), -1, -1, -1), dropout, scale=scale)
     query = Query(x_BND, q, size=window)
-    reading = look(memory, (), query, None)
+    reading = read_segment(memory, (), query, None)
     y_BND = memory.project(y_BHNE, query, reading, layer.proj, plain_weights(layer.proj))
     y = _map(F.dropout(y_BND, layer.dropout, layer.training), sides, window)
     return y.roll(shift, (1, 2))[:, :height, :width].contiguous()

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from cached_transformers.interfaces.linear_maps import weights_of
 from cached_transformers.interfaces.memory import Weights
+from cached_transformers.linear_maps import weights_of
 
 from .hosts import Site
 

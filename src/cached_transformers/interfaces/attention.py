@@ -1,8 +1,6 @@
-"""What an attention mechanism ("core") is: it mixes the tokens of one segment, head by head, and declares what it can
-do.
+"""The interface of attention mechanisms ("cores"): they mix the tokens of one segment, head by head.
 
-Projections and positions live outside, so the same core serves in a plain layer, inside a GRC layer and in models of
-others.
+Projections and positions are outside, so that the same core serves in a plain layer, in a GRC layer and in host models.
 
 Legend: B rows, H heads, N queries, M keys (of the segment, or of context and segment), E key width, V value width,
 D width of a layer.
@@ -10,35 +8,35 @@ D width of a layer.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cached_transformers.state import State
 
-from .capabilities import check_words, refuse_misfit
+from .capabilities import refuse_misfit
 from .memory import Context
 
 StepsFrom = Literal["keys", "state"] | None
-"""From what a core reads tokens that come one at a time; see `Attention`."""
+"""Incremental decoding from a KV cache or a state; see `Attention`."""
 
 
 class Call(NamedTuple):
-    """What one call of a core asks for beside queries, keys and values; `Attention.forward` has checked it.
+    """Options of one call of a core, checked by `Attention.forward`.
 
     Attributes:
         causal: token i sees the whole context and the keys up to i.
         key_padding_mask: (B, M) bool, True = padding, over the keys of the segment; None without padding.
         context: keys and values of a memory, which every query sees.
         bias_BHNM: added to the logits, over context and segment.
-        distances_BHNK: added to the logit of the key 0, 1, ... places before a query, (B or 1, H, N or 1, M + N), for a
-            core that `looks_up`; the context stands right before the segment.
+        distances_BHNK: (B or 1, H, N or 1, M + N), added to the logits of keys 0, 1, ... positions before a query, for
+            a core that `looks_up`; the context is right before the segment.
         x_BND: the layer's input, for mechanisms that need more than q, k and v.
-        generator: source of randomness of mechanisms that draw; torch's global one when None.
-        want_lse: give the log-sum-exp of the logits, too.
-        state: what the core gave behind the segment before; () before the first one.
-        want_state: give the state behind these tokens, too, where the core goes on from one.
+        generator: source of randomness; None for torch's global one.
+        want_lse: also return the log-sum-exp of the logits.
+        state: the core's state after the segment before; () before the first one.
+        want_state: also return the state after these tokens.
     """
 
     causal: bool = False
@@ -54,8 +52,8 @@ class Call(NamedTuple):
 
 
 class AttentionOutput(NamedTuple):
-    """Result of a core: values, the log-sum-exp of the logits where it is defined and asked for, an auxiliary loss, and
-    the core's state behind the segment.
+    """Result of a core: values, the log-sum-exp of the logits on request, an auxiliary loss, and the state after the
+    segment.
 
     A query that sees no key has values of 0 and the lowest finite number as its log-sum-exp (float32 or wider).
     """
@@ -67,35 +65,29 @@ class AttentionOutput(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Base of all cores. A subclass says what it `can` and writes `attend`.
+    """Base of all cores. A subclass declares `can` and implements `attend`.
 
-    Options that a core has in common with the model get the model's value unless the user set them: `width`, `heads`,
-    `length` (the longest segment, where the model knows one), `prefix` (class tokens), `size` (of the token map),
-    `causal`, `index` (of the layer), `depth`.
+    Options that a core shares with the model take the model's value unless set: `width`, `heads`, `length` (the longest
+    segment, if known), `prefix` (class tokens), `size` (of the token map), `causal`, `index` (of the layer), `depth`.
 
-    A core with a state of its own sets `carry`, gives the state of rows that have seen nothing in `init_state`, begins
-    `attend` with `call.state` and returns the state behind the segment.
+    A core with a state sets `carry`, returns the initial state from `init_state`, starts `attend` from `call.state` and
+    returns the state after the segment.
 
-    A causal core may read a text token by token, each as the last one of a segment that grows. It says from what:
-    "keys", where the result of a query is one softmax over the kept keys that it `sees`; or a "state", with which
-    `scan` goes on.
+    A causal core with `steps_from` supports incremental decoding: from "keys", if the result of a query is one softmax
+    over the keys that it `sees`; or from a "state", which `scan` advances.
 
     Args:
         dropout: share of the attention weights that is dropped in training.
 
     Attributes:
-        can: words of `fit.CORE_WORDS`. An instance whose options change what it can do sets its own.
-        carry: whether a state goes on from segment to segment.
-        steps_from: "keys", "state", or None for a core that reads a segment as a whole; likewise.
+        can: words of `CORE_WORDS`. An instance whose options change them sets its own.
+        carry: whether a state is passed from segment to segment.
+        steps_from: "keys", "state", or None for a core that reads only whole segments. An instance may set its own.
     """
 
     can: frozenset[str] = frozenset({"bidirectional"})
     carry: bool = False
     steps_from: StepsFrom = None
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        cls.can = check_words(cls.can, f"attention {cls.__name__}")
 
     def __init__(self, *, dropout: float = 0.0) -> None:
         super().__init__()
@@ -105,21 +97,21 @@ class Attention(nn.Module):
 
     @property
     def drop(self) -> float:
-        """The share of weights to drop now."""
+        """Current dropout rate: 0 in evaluation."""
         return self.dropout if self.training else 0.0
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         taken = ", ".join(sorted(type(self).can - self.can))
         return f"attention {type(self).__name__}" + (f" (its options take away {taken})" if taken else "")
 
     def init_state(self, rows: int, heads: int, key_width: int, value_width: int, like: Tensor) -> State:
-        """The state of rows that have seen nothing: () for a core without one.
+        """Return the initial state; () for a core without one.
 
         Args:
             rows: B. heads: H. key_width: E. value_width: V.
-            like: has the device and the dtype of the inputs.
+            like: a tensor with the inputs' device and dtype.
         """
         return ()
 
@@ -140,18 +132,18 @@ class Attention(nn.Module):
         state: State = (),
         want_state: bool = False,
     ) -> AttentionOutput:
-        """Attend. Whatever padding holds, NaN included, reaches no other token, and no gradient of one.
+        """Attend. Values of padding, NaN included, change no other token and no gradient of one.
 
         Args:
-            q_BHNE: queries, with positions applied already, as `k_BHNE` and the keys of `context`.
-            k_BHNE: keys. Without queries, or without any keys, the result is that of queries that see no key.
+            q_BHNE: queries, with positions applied, like `k_BHNE` and the keys of `context`.
+            k_BHNE: keys. Without queries or keys, the result is that of queries that see no key.
             v_BHNV: values.
             causal, key_padding_mask, context, bias_BHNM, distances_BHNK, x_BND, generator, want_lse, state, want_state:
                 see `Call`.
 
         Raises:
-            ValueError: the core does not support the call, the mask is not bool or not of the keys' shape, or a state
-                comes to a core that carries none; the message names the core and what it lacks.
+            ValueError: the core does not support the call, the mask is not bool or has another shape than the keys, or
+                the core gets a state and carries none.
         """
         asked = {
             "context": context is not None,
@@ -169,7 +161,7 @@ class Attention(nn.Module):
             _check_mask(key_padding_mask, k_BHNE, self.title)
             hidden_B1N1 = key_padding_mask[:, None, :, None]
             k_BHNE, v_BHNV = k_BHNE.masked_fill(hidden_B1N1, 0), v_BHNV.masked_fill(hidden_B1N1, 0)
-            # The mask is of the keys. Other queries may be as many as these, so that finite ones stay as they are.
+            # The mask is of the keys. There may be as many other queries, so finite ones stay unchanged.
             if q_BHNE.shape[2] == k_BHNE.shape[2]:
                 q_BHNE = _without_nan(q_BHNE, hidden_B1N1)
             if x_BND is not None and x_BND.shape[1] == k_BHNE.shape[2]:
@@ -187,23 +179,23 @@ class Attention(nn.Module):
         return self.attend(q_BHNE, k_BHNE, v_BHNV, call)
 
     def looks_up(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor) -> bool:
-        """Whether the core takes logits by distance in the place of a bias, in a call with such inputs.
+        """Whether the core takes logits by distance instead of a bias for such inputs.
 
         Raises:
-            ValueError: a kernel that would was asked for by name, and cannot take the call.
+            ValueError: the kernel chosen by name cannot take the call.
         """
         return False
 
     def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
-        """The mechanism itself."""
+        """Compute the attention."""
         raise NotImplementedError("abstract: a core writes attend()")
 
     def sees(self, place: int, place_S: Tensor) -> Tensor | None:
-        """Which of the segment's keys a causal query sees: bool (S) or (H, S); None for all of them.
+        """Return a mask of the segment's keys that a causal query sees, bool (S) or (H, S); None for all.
 
         Args:
-            place: of the query, counted from the first token that the core is given.
-            place_S: of the keys, none of them behind the query.
+            place: of the query, counted from the first token of the call.
+            place_S: of the keys, none of them after the query.
         """
         return None
 
@@ -217,17 +209,17 @@ class Attention(nn.Module):
         key_padding_mask: Tensor | None = None,
         x_BND: Tensor | None = None,
     ) -> tuple[Tensor, State]:
-        """Outputs of the next tokens (B, H, N, V), each of which sees those before it, and the state behind them."""
+        """Return causal outputs of the next tokens (B, H, N, V), and the state after them."""
         raise NotImplementedError("abstract: a core with steps_from='state' writes scan()")
 
 
 def is_nothing(state: State) -> bool:
-    """Whether this is the state of a core that carries none, or that has seen nothing yet."""
+    """Whether this is the empty state of a core without one, or before the first segment."""
     return isinstance(state, tuple) and not state
 
 
 def sees_nothing(q_BHNE: Tensor, v_BHNV: Tensor, *, want_lse: bool = False) -> AttentionOutput:
-    """The result of queries that see no key."""
+    """Return the result of queries that see no key."""
     out_BHNV = v_BHNV.new_zeros(*q_BHNE.shape[:3], v_BHNV.shape[3])
     dtype = torch.promote_types(q_BHNE.dtype, torch.float32)
     lowest_BHN = q_BHNE.new_full(q_BHNE.shape[:3], torch.finfo(dtype).min, dtype=dtype) if want_lse else None
@@ -244,5 +236,5 @@ def _check_mask(mask: Tensor, k_BHNE: Tensor, title: str) -> None:
 
 
 def _without_nan(t: Tensor, hidden: Tensor) -> Tensor:
-    """The same with 0 for what is not finite where `hidden` is True."""
+    """Replace values that are not finite by 0 where `hidden` is True."""
     return torch.where(hidden & ~t.isfinite(), 0, t)

@@ -1,12 +1,24 @@
-"""Does it fit? What a core can, what a memory needs and what a host asks, in the same few words, compared in one place.
+"""Capability words: the abilities of attention mechanisms, the needs of memories, the offers of layers and host models.
 
-    a core `can`        a set of words, which may depend on its options
-    a memory `needs`    likewise
-    a layer asks        by what it is made for: causal, positions that act on the logits, fewer keys than queries
-    a host offers       what somebody else's model lets a memory do
+| word | an attention mechanism (`can`) | a memory (`needs`), a layer, model or host (offers) |
+| --- | --- | --- |
+| causal | no output depends on a later token | the layer is causal |
+| bidirectional | tokens see later ones | tokens see the rest of their segment |
+| cross | keys and queries of different tokens | |
+| context | keys and values beside the segment's | the same: stored, or made by the layer's projections |
+| bias | a bias on the logits, or an attention mask | a mask of the memory's own |
+| exact_padding | padding changes no output | |
+| lse | the log-sum-exp of the logits | the same, in `Reading.lse_BHN` |
+| weights | the attention weights | the same, in `Trace.weights_BHNL` |
+| state | | a state passed from segment to segment |
+| head | | a second result per head, mixed with the attention's |
+| tokens_round | | memory tokens around the segment's tokens |
+| slots | | a cross-attention over slots in every block |
+| layer_traces | | the output of every layer for the segment |
+| own_loss | | an auxiliary loss |
 
-`refuse_misfit` is asked when a model is built, or a layer of somebody else's model is changed, and names in its message
-who needs what of whom.
+A memory with a need that no other one shares declares a word of its own in its file (`own_word`).
+`refuse_misfit` compares the sets when a model is built or a host model is given a memory.
 """
 
 from __future__ import annotations
@@ -15,36 +27,28 @@ from collections.abc import Iterable, Mapping
 
 CORE_WORDS: dict[str, str] = {
     "causal": "a causal form, in which no output depends on a later token",
-    "bidirectional": "a form in which tokens see later ones",
+    "bidirectional": "tokens that see the rest of their segment",
     "cross": "other keys than queries",
-    "bias": "a bias on the logits, or a mask of who sees whom",
     "context": "keys and values beside those of the segment",
+    "bias": "a bias on the logits, or an attention mask",
     "exact_padding": "the same outputs with padding as without",
-    "lse": "the log-sum-exp of the logits, by which two softmaxes become one",
+    "lse": "the log-sum-exp of the logits, which merges two softmaxes",
     "weights": "the attention weights of the keys",
 }
-"""What an attention core may be able to do."""
+"""Capabilities of an attention mechanism."""
 
 PLACE_WORDS: dict[str, str] = {
-    "state": "a state that is carried from segment to segment",
+    "state": "a state that is passed from segment to segment",
     "head": "a second result per head, mixed with the attention's",
-    "in_front": "a result per head, mixed with the layer's input before queries, keys and values are made of it",
-    "context_alone": "layers whose tokens attend the memory and nothing of their own segment",
-    "kv_projection": "keys and values made of stored hidden states by the layer's own projections",
-    "stored_kv": "keys and values, of as many heads as the queries, to be stored in the place of hidden states",
-    "tokens_round": "tokens of the memory round those of the segment",
+    "tokens_round": "memory tokens around those of the segment",
     "slots": "a cross-attention over slots in every block",
-    "slots_in_front": "slots that are read in front of blocks, which get what was read in the place of their tokens",
-    "own_weights": "weights of their own for the memory's tokens in every block",
-    "memory_first": "blocks that renew the memory's tokens before those of the segment see them",
-    "token_ids": "the token ids of the segment",
-    "token_map": "tokens that are a map of a height and a width",
-    "pieces": "a segment that is read piece by piece, of which no token sees a later piece",
-    "whole_segment": "tokens that see the rest of their segment",
-    "layer_traces": "what every layer makes of the segment",
-    "own_loss": "a loss of its own beside the model's",
+    "layer_traces": "the output of every layer for the segment",
+    "own_loss": "an auxiliary loss beside the model's",
 }
-"""What a memory may need of the place where it stands, beside what it needs of the core."""
+"""Needs of a memory beyond those of the attention mechanism."""
+
+OWN_WORDS: dict[str, str] = {}
+"""Words that memories declare for themselves, filled by `own_word`."""
 
 PHRASES: dict[str, str] = {
     "causal": "causal",
@@ -55,53 +59,50 @@ PHRASES: dict[str, str] = {
     "lse": "log-sum-exp",
     "weights": "weights of keys",
 }
-"""The words of a core, in a list for people."""
+"""Words of an attention mechanism, in a list for people."""
 
-STANDS: dict[str, str] = {
+PLACES: dict[str, str] = {
     **{"tokens_round": "input", "context": "kv", "head": "head", "in_front": "head"},
     **{"slots": "sublayer", "slots_in_front": "sublayer"},
 }
-"""The usual names of the four places, by the word of `needs` that asks for them."""
+"""Usual names of the places where a memory acts, by the word in `needs`."""
 
-WORDS = CORE_WORDS | PLACE_WORDS
+
+def own_word(word: str, meaning: str) -> str:
+    """Declare a need of one memory, to be named and explained in messages; return the word."""
+    OWN_WORDS[word] = meaning
+    return word
 
 
 def in_words(can: Iterable[str]) -> str:
-    """What a core can, as a phrase."""
+    """Describe the capabilities of an attention mechanism in a phrase."""
     can = set(can)
     phrases = [phrase for word, phrase in PHRASES.items() if word in can]
     if "bidirectional" not in can:
-        phrases = ["causal alone" if phrase == "causal" else phrase for phrase in phrases]
-    return ", ".join(phrases) or "only what all can"
-
-
-def check_words(words: Iterable[str], whose: str) -> frozenset[str]:
-    """The words as a set; a word that nobody knows is a mistake in the class that says it (ValueError)."""
-    found = frozenset(words)
-    if unknown := sorted(found - WORDS.keys()):
-        raise ValueError(f"{whose} says {', '.join(unknown)}; the words are {', '.join(WORDS)}")
-    return found
+        phrases = ["only causal" if phrase == "causal" else phrase for phrase in phrases]
+    return ", ".join(phrases) or "no options"
 
 
 def misfit(needs: Mapping[str, str], can: Iterable[str], of: str, way_out: str = "") -> str | None:
-    """What `refuse_misfit` would say; None where all fits."""
+    """Return the message of `refuse_misfit`; None if everything fits."""
     word = next((word for word in needs if word not in can), None)
     if word is None:
         return None
+    meaning = (PLACE_WORDS | OWN_WORDS | CORE_WORDS).get(word, "declared by no own_word()")
     tail = f"; {way_out}" if way_out else ""
-    return f"{needs[word]} needs {word} ({WORDS[word]}), which {of} does not give{tail}"
+    return f"{needs[word]} needs {word} ({meaning}), which {of} does not give{tail}"
 
 
 def refuse_misfit(needs: Mapping[str, str], can: Iterable[str], of: str, way_out: str = "") -> None:
-    """Refuse what does not fit.
+    """Refuse a combination that does not fit.
 
     Args:
-        needs: who needs it, by word ("memory TransformerXL", "a causal layer").
-        can: words of the one that is asked. of: who that is ("attention Linformer").
-        way_out: what to do instead.
+        needs: for each word, the part that needs it ("memory TransformerXL", "a causal layer").
+        can: words of the part that is asked. of: its name ("attention Linformer").
+        way_out: an alternative for the user.
 
     Raises:
-        ValueError: a word is missing; the message says which, to whom, and what it means.
+        ValueError: a word is missing; the message names both parts and explains the word.
     """
     why = misfit(needs, can, of, way_out)
     if why is not None:

@@ -1,4 +1,4 @@
-"""Several contexts as one, for a core that attends all of them.
+"""Concatenation of several contexts, for a core that attends all of them.
 
 Legend: B rows, N tokens, M slots, H heads, E head width, P position channels.
 """
@@ -13,15 +13,15 @@ from .memory import Context
 
 
 def join(first: Context | None, second: Context | None) -> Context | None:
-    """Both contexts, one behind the other; a context of one row serves all rows.
+    """Concatenate both contexts; a context of one row serves all rows.
 
     Raises:
-        ValueError: both have values wider than a head, of which no one can make one result.
+        ValueError: both have values wider than a head, so that neither can gather the result.
     """
     if first is None or second is None:
         return first if second is None else second
     if first.gather is not None and second.gather is not None:
-        raise ValueError("two memories of one layer gather values wider than a head; take one of them")
+        raise ValueError("two memories of one layer have values wider than a head; take one of them")
     rows, width = (max(a, b) for a, b in zip(*(c.v_BHME.shape[::3] for c in (first, second)), strict=True))
     k_BHME, v_BHME, positions_BMP, valid_BM = (
         torch.cat([t.expand(rows, *t.shape[1:]) for t in pair], dim)
@@ -34,7 +34,7 @@ def join(first: Context | None, second: Context | None) -> Context | None:
     )
     visible = None
     if first.visible_BHNM is not None or second.visible_BHNM is not None:
-        visible = torch.cat(_alike(first, second), -1)
+        visible = torch.cat(_same_masks(first, second), -1)
     return Context(
         k_BHME,
         v_BHME,
@@ -47,14 +47,14 @@ def join(first: Context | None, second: Context | None) -> Context | None:
 
 
 def widened(v_BHNE: Tensor, width: int) -> Tensor:
-    """Values in the last channels of so many; the same tensor where it has them."""
+    """Pad values at the front to `width` channels; the same tensor if it has them."""
     return v_BHNE if v_BHNE.shape[-1] == width else F.pad(v_BHNE, (width - v_BHNE.shape[-1], 0))
 
 
 def logits_of(visible_BHNM: Tensor) -> Tensor:
-    """What is added to the logits of slots of which this much is visible (see `Context`): the logarithm of a share.
+    """Logarithm of the visible shares (see `Context`), to add to the logits.
 
-    Minus infinity, without a gradient, where a slot is not seen: the logarithm's own is not finite there.
+    Minus infinity without a gradient for hidden slots, where the logarithm's own gradient is not finite.
     """
     if visible_BHNM.dtype == torch.bool:
         visible_BHNM = visible_BHNM.float()
@@ -62,8 +62,8 @@ def logits_of(visible_BHNM: Tensor) -> Tensor:
     return torch.where(seen_BHNM, visible_BHNM, 1).log().masked_fill(~seen_BHNM, -torch.inf)
 
 
-def _alike(first: Context, second: Context) -> list[Tensor]:
-    """What is visible of two contexts, for the same rows and tokens; at least one of them says it."""
+def _same_masks(first: Context, second: Context) -> list[Tensor]:
+    """Visibility masks of two contexts for the same rows and tokens; at least one context has a mask."""
     masks = [c.visible_BHNM for c in (first, second)]
     said = [m for m in masks if m is not None]
     rows, tokens = (max(m.shape[dim] for m in said) for dim in (0, 2))

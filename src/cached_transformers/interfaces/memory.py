@@ -1,16 +1,21 @@
-"""What a memory is: the two protocols, and the records that pass between a memory, a layer and a stack.
+"""The two protocols of memories, and the records passed between a memory, a layer and a stack.
 
-A *layer memory* lives in one layer, a *model memory* spans layers; both may be present. Every method has an identity
-default, so that a paper's file overrides only what the paper changes. What a memory asks of the place where it stands,
-it says in `needs`, in the words of `fit.py`. Four places cover the literature:
+A *layer memory* lives in one layer, a *model memory* spans layers; a model may have both. Every method has an identity
+default, so that a paper's file overrides only the methods that the paper changes. A memory acts at these places, and
+lists its requirements in `needs` (words of `capabilities.py`):
 
-* "tokens_round": the model memory puts tokens round the segment (`enter`, `exit`);
-* "context": `Context`, extra keys and values for the attention core, from `read` or `Entry.contexts`;
-* "head": `read` returns a second per-head result, which `combine` mixes with the core's before the output projection;
-  "in_front": likewise, but it is asked before there are queries, keys and values, and what `combine` mixes with its
-  result is the layer's input, head by head, of which these are made then;
-* "slots": the model memory offers slots, over which blocks run a cross-attention (`slot_attention`) behind their own;
-  "slots_in_front": likewise, in front of themselves.
+* "tokens_round": the model memory adds tokens before and after the segment (`enter`, `exit`);
+* "context": `Context`, extra keys and values for the attention, from `read` or `Entry.contexts`;
+* "head": `read` returns a second result per head, which `combine` mixes with the attention's before the output
+  projection;
+* "slots": the model memory offers slots; blocks run a cross-attention over them (`slot_attention`) after their own.
+
+Three rules for `read` and `write`:
+
+* `Query.x_BND` is the attention's input, after the block's norm; `Trace.x_BND` is the block's input, before the norm.
+* No caller removes padding. A memory ignores tokens where `padding_BN` is True, and keeps the state of a row that is
+  all padding.
+* A row without earlier segments must compute the same as without the memory; `Reading.any_B` marks the other rows.
 
 Legend: B rows, N tokens, M slots, L = M + N, H heads, E head width, V value width, D = H * E model width, P position
 channels.
@@ -24,17 +29,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.linear_maps import Weights
+from cached_transformers.positions import Positions
 from cached_transformers.state import State
-
-from .linear_maps import Weights
-from .positions import Positions
 
 
 class ProjectKV(Protocol):
     """Maps hidden states (B, M, D) to unrotated keys and values (B, H, M, E) with the layer's own norm and projections.
 
-    With `frozen` these receive no gradient; the hidden states do. With `normed` the states went through the layer's
-    norm already. Layers of others, in which several heads of queries share keys, give those once: fewer heads.
+    With `frozen` norm and projections receive no gradient; the hidden states do. With `normed` the states are already
+    normalised. A host layer with grouped queries returns its fewer heads of keys.
     """
 
     def __call__(self, hidden_BMD: Tensor, *, frozen: bool = False, normed: bool = False) -> tuple[Tensor, Tensor]: ...
@@ -45,21 +49,21 @@ Linear = Callable[[Tensor], Tensor]
 
 
 Attend = Callable[[Tensor, Tensor | None], Tensor]
-"""(B, H, N, E) of queries (B, H, N, E) and what is added to their logits (B, H, N, M)."""
+"""(B, H, N, E) of queries (B, H, N, E) and a bias on their logits (B, H, N, M)."""
 
 
 class Context(NamedTuple):
     """Keys and values that a memory offers to attention. Keys are unrotated: the layer applies their positions.
 
     Attributes:
-        consecutive: a promise that the slots, oldest first, stand at the positions right before the segment's first
-            token, one each; relative positions are then cheaper.
-        visible_BHNM: (B or 1, 1, N, M), the slots that each token sees: bool, or shares from 0 to 1 (float32 or wider),
-            by which weights are multiplied before they are made to sum to 1; None for all.
-        gather: makes (B, H, N, E) of the core's result where values are wider than a head. The values of the segment
-            and of other contexts then stand in the last E channels.
-        clean: a promise that what stands in empty slots is finite, so that hiding them is enough.
-        attend: softmax attention over these slots alone, which costs less than a core that is given keys and values.
+        consecutive: the slots, oldest first, are at the positions right before the segment's first token, one each;
+            relative positions are then cheaper.
+        visible_BHNM: (B or 1, 1, N, M), the slots that each token sees: bool, or shares from 0 to 1 (float32 or wider)
+            that multiply the weights before normalisation; None for all.
+        gather: computes (B, H, N, E) from the attention's result if values are wider than a head. The values of the
+            segment and of other contexts are then in the last E channels.
+        clean: empty slots hold finite values, so that masking them is enough.
+        attend: softmax attention over these slots, at less cost than an attention given keys and values.
     """
 
     k_BHME: Tensor
@@ -74,7 +78,7 @@ class Context(NamedTuple):
 
 
 class Projections(Protocol):
-    """What a memory may use of a layer: its norm and its keys and values."""
+    """The parts of a layer that a memory may use: its norm and its keys and values."""
 
     @property
     def norm(self) -> nn.Module: ...
@@ -84,16 +88,19 @@ class Projections(Protocol):
 
 
 Offer = Context | Callable[[ProjectKV], Context]
-"""A context, or what makes one inside the layer that attends it, with that layer's projections."""
+"""A context, or a function that makes one in the attending layer, with that layer's projections."""
 
 
 class Query(NamedTuple):
-    """What a memory may look at when it is read.
+    """Inputs of `read`.
 
-    `x_BND` is the input of the attention (after the block's norm). `padding_BN` marks padding with True. `size` is the
-    (height, width) of the token map, when there is one. Queries, keys and values are those of the segment, without
-    positions; layers that others wrote give them to memories that need "head" alone, or none at all. `segment` says
-    where the segment's tokens begin, and how many there are, where tokens of a memory stand round them.
+    Attributes:
+        x_BND: input of the attention, after the block's norm.
+        q_BHNE, k_BHNE, v_BHNE: queries, keys and values of the segment, without positions. A host layer gives them only
+            to memories that need them.
+        padding_BN: bool, True = padding.
+        size: (height, width) of the token map, if there is one.
+        segment: (start, length) of the segment's tokens among memory tokens; None without memory tokens.
     """
 
     x_BND: Tensor
@@ -106,22 +113,27 @@ class Query(NamedTuple):
     segment: tuple[int, int] | None = None
 
     def narrow(self, start: int, length: int) -> Query:
-        """The query of some neighbouring tokens."""
+        """Return the query of the tokens start .. start + length."""
 
-        def cut(t: Tensor | None, dim: int) -> Tensor | None:
+        def part(t: Tensor | None, dim: int) -> Tensor | None:
             return None if t is None else t.narrow(dim, start, length)
 
-        q, k, v = (cut(t, 2) for t in (self.q_BHNE, self.k_BHNE, self.v_BHNE))
+        q, k, v = (part(t, 2) for t in (self.q_BHNE, self.k_BHNE, self.v_BHNE))
         x_BND = self.x_BND.narrow(1, start, length)
-        return Query(x_BND, q, cut(self.positions_BNP, 1), cut(self.padding_BN, 1), self.size, k, v)
+        return Query(x_BND, q, part(self.positions_BNP, 1), part(self.padding_BN, 1), self.size, k, v)
 
 
 class Reading(NamedTuple):
-    """What a memory answers: a context, a per-head result, and what it wants to see again in `combine` and `write`.
+    """Result of `read`.
 
-    `lse_BHN` is filled in by the layer, for a memory that needs "lse": the log-sum-exp of the core's logits. `any_B`
-    marks the rows in which there was something to read; the others are as they would be without the memory. None says
-    nothing of it.
+    Attributes:
+        context: extra keys and values for the attention.
+        output_BHNE: a second result per head, for `combine`.
+        carry: any value that `combine` and `write` need again.
+        lse_BHN: log-sum-exp of the attention's logits; the layer fills it in for a memory that needs "lse".
+        any_B: rows with an entry to read. Must be set by a memory that may be empty and changes results through
+            `output_BHNE`: the other rows compute the same as without the memory. None if all rows have one, or if
+            empty slots are masked by the context.
     """
 
     context: Context | None = None
@@ -132,10 +144,12 @@ class Reading(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What a block leaves for `write` and `exit`: its input, its output, what was asked and what was read.
+    """Record of a block's forward, for `write` and `exit`.
 
-    `weights_BHNL` is for memories that need "weights": the attention weight of each key of context and segment, without
-    gradient; not a number where a token does not see the key.
+    Attributes:
+        x_BND: input of the block, before its norm. y_BND: output of the block.
+        weights_BHNL: for memories that need "weights": the attention weight of each key of context and segment, without
+            gradient; NaN where a token does not see the key.
     """
 
     x_BND: Tensor
@@ -145,7 +159,7 @@ class Trace(NamedTuple):
     weights_BHNL: Tensor | None = None
 
     def narrow(self, start: int, length: int) -> Trace:
-        """The trace of some neighbouring tokens."""
+        """Return the trace of the tokens start .. start + length."""
         weights = self.weights_BHNL
         if weights is not None:
             slots = weights.shape[-1] - self.x_BND.shape[1]
@@ -155,82 +169,78 @@ class Trace(NamedTuple):
         return Trace(x_BND, y_BND, self.query.narrow(start, length), self.reading, weights)
 
 
-class LayerMemory(nn.Module):
-    """A memory of one layer. The defaults remember nothing.
+class Memory(nn.Module):
+    """Common part of both protocols.
 
     Attributes:
-        needs: words of `fit.py`; of the class, those of its default options, of an instance, its own.
-        shared: what it remembers is one for all rows and steps, kept in buffers of the module.
+        needs: words of `capabilities.py`: on the class for its default options, on an instance for its own.
     """
 
     needs: frozenset[str] = frozenset()
-    shared: bool = False
 
     def position_scheme(self) -> Positions | None:
-        """Position scheme of its own for the layer it lives in; None for the model's."""
+        """Return a new position scheme for a layer; None for the model's."""
         return None
+
+    def init_state(self, batch_size: int, like: Tensor) -> State:
+        """Return the state before the first segment, on the device and in the dtype of `like`."""
+        return ()
+
+
+class LayerMemory(Memory):
+    """A memory of one layer. The defaults remember nothing.
+
+    Attributes:
+        shared: one memory for all rows and steps, in buffers of the module.
+    """
+
+    shared: bool = False
 
     def window(self) -> int | None:
         """Number of tokens that a token of a causal layer sees, itself included; None for no limit."""
         return None
 
-    def init_state(self, batch_size: int, like: Tensor) -> State:
-        """State before the first segment, on the device and in the dtype of `like`."""
-        return ()
-
-    def open(self, state: State, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Any:
-        """What reading needs of the state, made once a segment: `read` gets it in the place of the state.
-
-        A memory that writes this method promises that what a token reads depends on that and on the token alone. Texts
-        can then be generated token by token; other memories are shown the open segment again for each token.
-
-        Args:
-            first_B1P: position of the segment's first token, where the layer knows positions.
-            project_kv: there where the memory needs it.
-        """
-        return state
-
     def read(self, opened: Any, query: Query, project_kv: ProjectKV | None) -> Reading:
         """Look into the memory before the layer attends.
 
         Args:
-            opened: what `open` made; the state itself for a memory that does not write it.
-            project_kv: there where the memory needs it.
+            opened: the state; for a memory with `open` (see `incremental.py`) its result.
+            project_kv: given if the memory needs "context".
         """
         return Reading()
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
-        """Mix the core's per-head result with what was read, before the output projection."""
+        """Mix the attention's per-head result with the reading, before the output projection."""
         return y_BHNE
 
     def project(self, y_BHNE: Tensor, query: Query, reading: Reading, linear: Linear, weights: Weights) -> Tensor:
         """`combine`, merge the heads, and apply the output projection, (B, N, D).
 
-        A memory overrides this to change the attention's result behind the projection, or to save work; `weights` are
-        the projection's weight and bias where it is a plain linear map, None where only calling `linear` is right.
+        A memory overrides this to change the attention's result after the projection, or to save work; `weights` are
+        the projection's weight and bias if it is a plain linear map, None if only a call of `linear` is right.
         """
         return linear(self.combine(y_BHNE, query, reading).transpose(1, 2).flatten(2))
 
     def write(self, state: State, trace: Trace) -> tuple[State, Tensor | None]:
-        """State after the segment, of the same structure, and an auxiliary loss or None."""
+        """Return the state after the segment, of the same structure, and an auxiliary loss or None."""
         return state, None
 
     def close_gate(self) -> None:
-        """Set the parameters so that the layer computes what it would compute without this memory.
+        """Set the parameters so that the layer computes the same as without this memory.
 
         Raises:
-            ValueError: the memory has no gate that could be closed.
+            ValueError: the memory has no gate to close.
         """
         raise ValueError(f"{type(self).__name__} has no gate to close; remove the memory instead")
 
 
 class Tokens(NamedTuple):
-    """Embedded tokens on their way through the blocks.
+    """Embedded tokens before and between the blocks.
 
     Attributes:
         positions_BNP: of all tokens. padding_BN: bool, True = padding; None for none.
-        inputs_BN: the model's raw inputs (token ids), where a model gives them.
-        consecutive: the positions are those of neighbours, one each, which makes relative positions cheaper.
+        inputs_BN: the model's raw inputs (token ids), if the model gives them.
+        consecutive: each position is the last one plus 1, so that relative positions are cheaper.
     """
 
     x_BND: Tensor
@@ -240,20 +250,20 @@ class Tokens(NamedTuple):
     consecutive: bool = False
 
     def split(self, size: int) -> list[Tokens]:
-        """Pieces of `size` tokens, the last one perhaps shorter."""
+        """Split into pieces of `size` tokens; the last one may be shorter."""
         pieces = range(-(-self.x_BND.shape[1] // size))
         x, positions, padding, inputs = ([None] * len(pieces) if t is None else t.split(size, 1) for t in self[:4])
         return [Tokens(x[i], positions[i], padding[i], inputs[i], self.consecutive) for i in pieces]  # type: ignore[arg-type]
 
 
 class Entry(NamedTuple):
-    """What a model memory hands to the blocks.
+    """Inputs of the blocks, from a model memory.
 
     Attributes:
-        tokens: those of the segment, with those of the memory round them.
-        contexts: what each layer attends beside the segment; None for nothing.
-        slots: arguments of every block's `slot_attention` behind its tokens; None where nothing is to be read.
-        segment: (start, length) of the segment's tokens, which alone reach the layer memories' `write`; None for all.
+        tokens: the segment's tokens, with memory tokens around them.
+        contexts: for each layer, what it attends beside the segment; None for nothing.
+        slots: arguments of every block's `slot_attention`; None to skip it.
+        segment: (start, length) of the segment's tokens; layer memories write only these. None for all.
         visible_NN: bool, token i sees token j; replaces the causal mask. Every token sees itself.
     """
 
@@ -265,13 +275,13 @@ class Entry(NamedTuple):
 
 
 class BlockRunner(Protocol):
-    """The way through the blocks of a stack, for one segment: an entry in; the last block's output and all traces out.
+    """Run one segment through the blocks of a stack: an entry in; the last block's output and all traces out.
 
-    The states of the layer memories go on from call to call. With `write=False` the call is a preview, of which nothing
-    is kept.
+    The states of the layer memories advance from call to call. With `write=False` the call is a preview and leaves them
+    unchanged.
 
     Attributes:
-        layers: the projections of keys and values of every layer, from the first to the last.
+        layers: the projections of keys and values of every layer, first to last.
     """
 
     @property
@@ -280,95 +290,61 @@ class BlockRunner(Protocol):
     def __call__(self, entry: Entry, *, write: bool = True) -> tuple[Tensor, list[Trace]]: ...
 
 
-class ModelMemory(nn.Module):
+class ModelMemory(Memory):
     """A memory that spans the layers of a model. The defaults remember nothing.
 
     Attributes:
-        needs: words of `fit.py`; of the class, those of its default options, of an instance, its own.
-        extra_tokens: tokens that it puts round a segment, by which attention sees longer ones.
-        rereads: another pass over the same segments, begun with what `next_pass` returns, shows no token what stands
-            behind it. The states after a pass have seen the whole text, so that a memory must see to it and say so;
-            a next-token loss over several passes needs it.
-        in_one_piece: why, with these options, a token cannot be read alone whatever `open` promises; None where it can.
+        extra_tokens: number of memory tokens around a segment, which lengthen attention.
+        rereads: another pass over the same segments, begun with `next_pass`, shows no token a later one. A pass's final
+            states have seen the whole text, so the memory must guarantee this; a next-token loss over several passes
+            requires it.
     """
 
-    needs: frozenset[str] = frozenset()
     extra_tokens: int = 0
     rereads: bool = False
-    in_one_piece: str | None = None
 
     def layer_memory(self, index: int) -> LayerMemory:
-        """Memory for the layer `index`, beside this one; called once a layer."""
+        """Return the memory of layer `index` that accompanies this one; called once per layer."""
         return LayerMemory()
 
-    def position_scheme(self) -> Positions | None:
-        """Position scheme for a layer, made anew at every call; None for the model's."""
-        return None
-
     def slot_attention(self, index: int) -> nn.Module | None:
-        """Cross-attention over the slots for the layer `index`, made anew at every call; None for a layer without.
+        """Return a new cross-attention over the slots for layer `index`; None for a layer without.
 
-        It is called with the tokens (B, N, D) and `Entry.slots`, and gives what is added to the tokens behind the
-        layer's attention ("slots"); with an attribute `in_front = True`, what the block gets in the place of its tokens
-        ("slots_in_front").
+        It is called with the tokens (B, N, D) and `Entry.slots`, and returns a term to add to the tokens after the
+        layer's attention ("slots"). With an attribute `in_front = True` it runs before the block, and its result
+        replaces the block's tokens ("slots_in_front").
         """
         return None
-
-    def init_state(self, batch_size: int, like: Tensor) -> State:
-        """State before the first segment, on the device and in the dtype of `like`."""
-        return ()
-
-    def open(self, state: State, tokens: Tokens, layers: Sequence[Projections]) -> Any:
-        """What `enter` needs of the state, made once a segment.
-
-        A memory that writes this method promises that what it hands to the blocks for a token depends on that, on what
-        `go_on` makes of it, and on the token alone, but for memory tokens in front, which are the same for all. Texts
-        can then be generated token by token; other memories are shown the open segment again for each token.
-
-        Args:
-            tokens: the segment's first tokens. layers: of the stack, from the first to the last.
-        """
-        return state
 
     def enter(self, opened: Any, tokens: Tokens) -> Entry:
-        """Called before the first block, with what `open` made; the state for a memory that does not write it."""
-        return Entry(tokens)
-
-    def go_on(self, opened: Any, x_BND: Tensor, traces: Sequence[Trace]) -> Any:
-        """What `enter` needs for the tokens behind these, which came out of the last block, of the same segment."""
-        return opened
-
-    def exit(self, state: State, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, State, Tensor | None]:
-        """Called after the last block: outputs of the segment's own tokens, new state, auxiliary loss or None.
+        """Prepare the inputs of the blocks.
 
         Args:
-            x_BND, traces: of all tokens, those of the memory among them.
+            opened: the state; for a memory with `open` (see `incremental.py`) its result.
+        """
+        return Entry(tokens)
+
+    def exit(self, state: State, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, State, Tensor | None]:
+        """Called after the last block: return outputs of the segment's tokens, the new state, auxiliary loss or None.
+
+        Args:
+            x_BND, traces: of all tokens, including memory tokens.
         """
         return x_BND, state, None
 
     def run(self, state: State, tokens: Tokens, through: BlockRunner) -> tuple[list[Tensor], State, Tensor | None]:
-        """One segment: `enter`, all blocks, `exit`; the outputs are those of each step, in their order.
+        """Run one segment: `enter`, all blocks, `exit`; return the outputs of each step in order.
 
-        A memory overrides this to go through the blocks in another way: in several steps, or twice.
+        A memory overrides this to pass through the blocks in several steps, or twice.
         """
-        x_BND, state, loss = self.exit(state, *through(begin(self, state, tokens, through.layers)))
+        opened = self.open(state, tokens, through.layers) if hasattr(self, "open") else state  # type: ignore[operator]
+        x_BND, state, loss = self.exit(state, *through(self.enter(opened, tokens)))
         return [x_BND], state, loss
 
     def next_pass(self, before: Any, after: Sequence[Any]) -> Any:
-        """State of the model with which another pass over the same segments begins.
+        """Return the model's state for another pass over the same segments.
 
         Args:
-            before: the model's state with which the last pass began. after: the states after each of its segments.
+            before: the model's state before the last pass. after: the states after each of its segments.
         """
         return after[-1]
-
-
-def look(memory: LayerMemory, state: State, query: Query, project_kv: ProjectKV | None) -> Reading:
-    """`open` and `read`: what the tokens of a whole segment read."""
-    first_B1P = None if query.positions_BNP is None else query.positions_BNP[:, :1]
-    return memory.read(memory.open(state, first_B1P, project_kv), query, project_kv)
-
-
-def begin(memory: ModelMemory, state: State, tokens: Tokens, layers: Sequence[Projections]) -> Entry:
-    """`open` and `enter`: what a whole segment begins with."""
-    return memory.enter(memory.open(state, tokens, layers), tokens)

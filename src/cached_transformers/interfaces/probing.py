@@ -1,8 +1,8 @@
-"""How a memory is probed, as its own file says at the registration: `@MEMORIES.register(..., probe=Probing(...))`.
+"""Options of a memory for probe tasks, given at its registration: `@MEMORIES.register(..., probe=Probing(...))`.
 
-A probe task puts a cue into one segment and the question some segments later. A memory says with which options the cue
-is within its reach, and with which it is beyond. Bounds are those of the theory: tokens that an output can depend on,
-given the number of layers.
+A probe task puts a cue into one segment and the question some segments later. A memory gives options with which the cue
+is within its reach, and options with which it is beyond. Bounds are theoretical: the tokens that an output can depend
+on, given the number of layers.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ def _defaults(segment: int, distance: int, depth: int) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Probing:
-    """How one memory is probed. Without one it is probed with its own defaults, and no claim about a bound.
+    """Probe options of one memory; the default is the memory's own options and no claim about a bound.
 
     Attributes:
         within: options with which the cue is in reach.
-        beyond: options with which it is not; None where the theory knows no bound.
-        farther: options with which it is trained at many distances, up to the given one, and asked at any; those of
-            `within` where a memory says nothing.
+        beyond: options with which it is not; None if the theory knows no bound.
+        farther: options for training at many distances, up to the given one, and tests at any; None for `within`.
         passes: readings of each episode.
-        learning_rate: in place of that of the probed model.
-        why: why there is no bound, or what else to know.
+        learning_rate: None for the probed model's.
+        why: the reason for a missing bound, or another remark.
     """
 
     within: Options = _defaults

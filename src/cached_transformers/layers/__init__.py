@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cached_transformers.interfaces.positions import Positions, make_positions
+from cached_transformers.positions import Positions, make_positions
 
 from .attention import Attended, SelfAttention
 from .block import Block

@@ -1,8 +1,8 @@
-"""The attention sublayer: the one place where projections, positions, a memory and an attention core meet.
+"""The attention sublayer: projections, positions, a memory and an attention mechanism ("core") in one module.
 
     x -> norm -> q, k, v -> memory.read -> core -> memory.project (combine, output projection)
 
-A memory that stands in front ("in_front") reads and combines between norm and projections.
+A memory that needs "in_front" reads and combines between norm and projections.
 
 Legend: B rows, N tokens, M slots, H heads, E head width, D model width (H * E unless said otherwise), P position
 channels.
@@ -24,23 +24,24 @@ from cached_transformers.attentions.softmax import SoftmaxAttention, key_weights
 from cached_transformers.interfaces.attention import Attention, AttentionOutput
 from cached_transformers.interfaces.capabilities import CORE_WORDS, refuse_misfit
 from cached_transformers.interfaces.contexts import join, logits_of, widened
-from cached_transformers.interfaces.late_gradients import mapped
-from cached_transformers.interfaces.linear_maps import matrix_of, plain_weights
-from cached_transformers.interfaces.memory import Context, LayerMemory, Linear, Offer, Query, Reading, Trace, look
-from cached_transformers.interfaces.positions import Positions
+from cached_transformers.interfaces.incremental import read_segment
+from cached_transformers.interfaces.memory import Context, LayerMemory, Linear, Offer, Query, Reading, Trace
+from cached_transformers.linear_maps import Weights, matrix_of, plain_weights
 from cached_transformers.memories.parts.composite import SideBySide, members_of, stands_in_front
+from cached_transformers.memories.parts.late_gradients import mapped
+from cached_transformers.positions import Positions
 from cached_transformers.state import State
 
 
 class LayerState(NamedTuple):
-    """State of a layer whose core carries one; that of other layers is their memory's."""
+    """State of a layer whose core carries one; other layers have only their memory's state."""
 
     memory: State
     core: State
 
 
 class Attended(NamedTuple):
-    """Result of a `SelfAttention`, with what the memory's `write` needs."""
+    """Result of a `SelfAttention`, with the inputs of the memory's `write`."""
 
     y_BND: Tensor
     query: Query
@@ -51,19 +52,19 @@ class Attended(NamedTuple):
 
 
 class Keeper(Protocol):
-    """Takes what is known of a segment's first tokens, for those that come one at a time."""
+    """Receives the first tokens of a partial segment, for incremental decoding of the next ones."""
 
     def open(self, state: State, query: Query) -> Reading:
-        """What the tokens read of a memory, which is opened for the segment."""
+        """Open the memory for the segment, and read for its first tokens."""
         ...
 
     def take(self, k_BHNE: Tensor, v_BHNE: Tensor, context: Context | None, core_state: State) -> None:
-        """Keys with their positions, values, and what is attended beside them; or what the core goes on with."""
+        """Keep rotated keys, values and the context, or the core's state."""
         ...
 
 
 class TokenProjections(nn.Module):
-    """Norm and projections of an attention layer for the tokens that a model memory puts round the segment."""
+    """Norm and projections of an attention layer for a model memory's tokens around the segment."""
 
     def __init__(self, attention: SelfAttention) -> None:
         super().__init__()
@@ -71,10 +72,19 @@ class TokenProjections(nn.Module):
 
 
 def by_place(x_BND: Tensor, segment: tuple[int, int], inside: Linear, outside: Linear) -> Tensor:
-    """`inside` of the segment's tokens, given as (start, length), and `outside` of those round it."""
+    """Apply `inside` to the segment's tokens, given as (start, length), and `outside` to the tokens around them."""
     start, length = segment
     front, middle, back = x_BND.split([start, length, x_BND.shape[1] - start - length], 1)
     return torch.cat([outside(front), inside(middle), outside(back)], 1)
+
+
+class _Maps(NamedTuple):
+    """Linear maps of one forward; `qkv` is None for the layer's own, `plain` holds the output's weights if usable."""
+
+    norm: Linear
+    qkv: Linear | None
+    output: Linear
+    plain: Weights
 
 
 class SelfAttention(nn.Module):
@@ -82,22 +92,21 @@ class SelfAttention(nn.Module):
 
     Args:
         width: D. heads: H.
-        core: attention mechanism; exact softmax attention when None.
-        memory: layer memory; none when None.
+        core: attention mechanism; None for exact softmax attention.
+        memory: layer memory; None for none.
         positions: scheme for queries and keys (rotary, bias); tokens are embedded by the model.
-        norm: applied to the input and to hidden states that a memory stores; identity when None.
+        norm: applied to the input and to hidden states that a memory stores; None for the identity.
         causal: no output depends on a later token.
         bias: whether the projections of q, k, v have biases. output_bias: whether the output projection has one.
         shared_query_key: one projection serves as queries and keys (Reformer, arXiv:2001.04451).
-        project_output: whether there is an output projection; without, heads stand side by side in the result.
-        reduction: module called with (x, size) that shortens what keys and values are made of (PVT).
+        project_output: whether there is an output projection; without, the result is the concatenated heads.
+        reduction: module called with (x, size) that shortens the input of keys and values (PVT).
         dropout: on the output.
-        head_width: E, with which the heads together may be wider or narrower than D; D / H when None.
-        scale: factor of the logits, 1 / sqrt(E) when None. Queries are multiplied for it, so that every core and memory
-            may go on dividing by sqrt(E).
-        kv_heads: G, heads of keys and values, each of H / G neighbouring heads of queries (grouped queries,
-            arXiv:2305.13245; 1 is one for all, arXiv:1911.02150); H when None. Projections make G of them; cores and
-            memories see them repeated, H as ever, so that any may be combined with it.
+        head_width: E, so that all heads together may be wider or narrower than D; None for D / H.
+        scale: factor of the logits, None for 1 / sqrt(E). It multiplies the queries, so that every core and memory
+            still divides by sqrt(E).
+        kv_heads: G, heads of keys and values, each shared by H / G neighbouring heads of queries (grouped queries,
+            arXiv:2305.13245; 1 is one for all, arXiv:1911.02150); None for H. Cores and memories see H heads, repeated.
 
     Raises:
         ValueError: the width is no multiple of the heads; the memory offers a context that the core cannot take; the
@@ -147,12 +156,12 @@ class SelfAttention(nn.Module):
         self._check()
 
     def _projected(self) -> list[int]:
-        """Outputs of the fused projection: of queries, keys and values, as far as each has its own."""
+        """Widths of queries, keys and values in the fused projection."""
         keys = self.inner // self.heads * self.kv_heads
         return [self.inner, keys] if self.shared_query_key else [self.inner, keys, keys]
 
     def _needs(self) -> dict[str, str]:
-        """What the core has to be able to do, and for whom."""
+        """Capabilities that the core must have, and for each the part that needs it."""
         memory, positions = f"memory {type(self.memory).__name__}", type(self.positions).__name__
         members = members_of(self.memory)
         needs = {word: f"memory {type(m).__name__}" for m in members for word in m.needs if word in CORE_WORDS}
@@ -164,14 +173,14 @@ class SelfAttention(nn.Module):
 
     def _check(self) -> None:
         memory, core = type(self.memory).__name__, type(self.core).__name__
-        refuse_misfit(self._needs(), self.core.can, self.core.title)
-        if self.causal and "whole_segment" in self.memory.needs:
+        if self.causal and "bidirectional" in self.memory.needs:
             raise ValueError(shows_the_future(memory))
+        refuse_misfit(self._needs(), self.core.can, self.core.title)
         if self.inner != self.width:
             if type(self.memory) is not LayerMemory or type(self.core) is not SoftmaxAttention:
                 raise ValueError(
-                    f"{self.heads} heads of head_width={self.inner // self.heads} are not as wide together as the "
-                    f"layer, {self.width}, which memory {memory} and attention {core} may rely on; take "
+                    f"head_width={self.inner // self.heads}: {self.heads} heads must be as wide together as the layer, "
+                    f"{self.width}, for memory {memory} and attention {core}; take "
                     f"head_width={self.width // self.heads}, or memory=None with attention='softmax'"
                 )
             if isinstance(self.output, nn.Identity):
@@ -179,10 +188,10 @@ class SelfAttention(nn.Module):
                     f"project_output=False needs heads as wide together as the layer, {self.width}, not {self.inner}"
                 )
         if self.shared_query_key and self.query_factor != 1:
-            raise ValueError("shared_query_key=True leaves no queries that a scale of their own could apply to")
+            raise ValueError("shared_query_key=True has no separate queries to scale; leave scale out")
 
     def init_state(self, batch_size: int, like: Tensor) -> State:
-        """State of rows that have seen nothing: the memory's, and the core's where it carries one."""
+        """State before the first segment: the memory's, and the core's if it carries one."""
         memory = self.memory.init_state(batch_size, like)
         if not self.core.carry:
             return memory
@@ -190,7 +199,7 @@ class SelfAttention(nn.Module):
         return LayerState(memory, self.core.init_state(batch_size, self.heads, head_width, head_width, like))
 
     def write(self, state: State, trace: Trace, core_state: State) -> tuple[State, Tensor | None]:
-        """State behind the segment, and an auxiliary loss of the memory or None."""
+        """Return the state after the segment, and the memory's auxiliary loss or None."""
         if not self.core.carry:
             return self.memory.write(state, trace)
         memory, loss = self.memory.write(state.memory if len(state) else (), trace)
@@ -200,13 +209,13 @@ class SelfAttention(nn.Module):
         return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def _of_all_heads(self, t_BNX: Tensor) -> Tensor:
-        """(B, H, N, E) of keys or values, repeated where heads share them; without a copy where all do."""
+        """(B, H, N, E) of keys or values, repeated if heads share them; without a copy if all heads share one."""
         t_BGNE = t_BNX.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
         each = self.heads // self.kv_heads
         return t_BGNE if each == 1 else t_BGNE[:, :, None].expand(-1, -1, each, -1, -1).flatten(1, 2)
 
     def _linear(self, x: Tensor, first: int, last: int, frozen: bool = False) -> Tensor:
-        """Rows first..last of the fused projection."""
+        """Outputs first..last of the fused projection."""
         if not frozen:
             return mapped(self.qkv, x, first, last)
         weight, bias = (None if t is None else t[first:last].detach() for t in matrix_of(self.qkv))
@@ -214,13 +223,7 @@ class SelfAttention(nn.Module):
         return F.linear(x, weight, bias)
 
     def project_kv(self, hidden_BMD: Tensor, *, frozen: bool = False, normed: bool = False) -> tuple[Tensor, Tensor]:
-        """Unrotated keys and values (B, H, M, E) of hidden states, through this layer's norm and projections.
-
-        Args:
-            hidden_BMD: hidden states.
-            frozen: norm and projections receive no gradient; the hidden states do.
-            normed: the states went through the norm already.
-        """
+        """Map hidden states to unrotated keys and values (B, H, M, E); see `ProjectKV`."""
         if normed:
             h_BMD = hidden_BMD
         elif frozen:
@@ -236,7 +239,7 @@ class SelfAttention(nn.Module):
         return self._of_all_heads(k), self._of_all_heads(v)
 
     def _split(self, qkv_BNP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values from all that was projected."""
+        """Split the fused projection into queries, keys and values."""
         if self.shared_query_key:
             q, v = (self._heads(t) for t in qkv_BNP.chunk(2, -1))
             return q, q, v
@@ -265,41 +268,28 @@ class SelfAttention(nn.Module):
         others: TokenProjections | None = None,
         keep: Keeper | None = None,
     ) -> Attended:
-        """Attend over the segment and what the memories offer.
+        """Attend over the segment and the contexts of the memories.
 
         Args:
             x_BND: tokens, before the norm.
-            positions_BNP: needed by schemes that act on queries and keys, and by memories that store positions.
-            state: of memory and core, as `init_state` and `write` give it.
+            positions_BNP: for position schemes of queries and keys, and memories that store positions.
+            state: of memory and core, from `init_state` or `write`.
             padding_BN: bool, True = padding.
-            context: from a model memory, placed behind that of the layer's own memory.
+            context: from a model memory, placed after the layer memory's own.
             visible_NN: bool, token i sees token j; replaces the causal mask.
-            consecutive: the positions are those of neighbours, one each, which makes relative positions cheaper.
+            consecutive: each position is the last one plus 1, so that relative positions are cheaper.
             bias_BHNM: added to the logits (a shift mask).
             size: (height, width) of the token map.
             segment: (start, length) of the segment's tokens; None for all.
-            others: what the tokens round the segment have in place of norm and projections; None for the same.
-            keep: takes what later tokens of the segment need; the state is then not written.
+            others: norm and projections of the tokens around the segment; None for the layer's own.
+            keep: takes the keys, values and context for later tokens of the segment; the state is then not written.
         """
-        norm: Linear = self.norm
-        qkv: Linear | None = None
-        output: Linear = functools.partial(mapped, self.output)
-        if segment is not None and others is not None:
-            norm = functools.partial(by_place, segment=segment, inside=self.norm, outside=others.norm)
-            qkv = functools.partial(by_place, segment=segment, inside=self.qkv, outside=others.qkv)
-            output = functools.partial(by_place, segment=segment, inside=self.output, outside=others.output)
+        maps = self._maps(segment, others)
         memory_state, core_state = state if self.core.carry and len(state) else (state, ())
-        h_BND = norm(x_BND)
-        in_front: list[Reading | None] = []
-        if isinstance(self.memory, SideBySide) and stands_in_front(self.memory):
-            asked = Query(h_BND, None, positions_BNP, padding_BN, size, segment=segment)
-            h_BND, in_front = self.memory.read_in_front(memory_state, asked, self.heads)
-        q, k, v = self._project(h_BND, size) if qkv is None else self._split(qkv(h_BND))
-        if self.query_factor != 1:
-            q = q * self.query_factor
-        query = Query(h_BND, q, positions_BNP, padding_BN, size, k, v, segment)
+        inputs = Query(maps.norm(x_BND), None, positions_BNP, padding_BN, size, segment=segment)
+        query, in_front = self._query(inputs, memory_state, maps)
         if keep is None:
-            reading = look(self.memory, memory_state, query, self.project_kv)
+            reading = read_segment(self.memory, memory_state, query, self.project_kv)
         else:
             reading = keep.open(memory_state, query)
         if in_front:
@@ -307,61 +297,67 @@ class SelfAttention(nn.Module):
         context = join(reading.context, context(self.project_kv) if callable(context) else context)
         causal = self.causal and visible_NN is None
         run = causal and consecutive and (context is None or context.consecutive)
-        look_up = run and "weights" not in self.memory.needs and self.core.looks_up(q, k, v)
-        placed_q, placed_k, bias, distances, context = self._place(
-            q, k, positions_BNP, context, bias_BHNM, run, look_up
-        )
-        slots = 0 if context is None else context.k_BHME.shape[2]
-        keys = slots + k.shape[2]
-        visible = _visible(visible_NN, context, q.shape[2])
-        if visible is not None:
-            bias = _hide(bias, visible[..., :keys], q.dtype)
-        window = self.memory.window() if causal else None
-        if window is not None and positions_BNP is not None:
-            bias = _hide(bias, _near(positions_BNP, context, window, run)[..., :keys], q.dtype)
+        q, k, bias, distances, context = self._place(query, context, bias_BHNM, run)
+        bias = self._mask(bias, query, context, visible_NN, run, self.memory.window() if causal else None)
         mask: dict[str, Any] = {"causal": causal, "key_padding_mask": padding_BN, "context": context, "bias_BHNM": bias}
-        weights = key_weights(placed_q, placed_k, **mask) if "weights" in self.memory.needs else None
-        placed_v = v if context is None else widened(v, context.v_BHME.shape[-1])
-        more = {"distances_BHNK": distances, "x_BND": h_BND, "state": core_state, "want_state": keep is not None}
-        result = self._attend(placed_q, placed_k, placed_v, mask, more)
+        weights = key_weights(q, k, **mask) if "weights" in self.memory.needs else None
+        assert query.v_BHNE is not None
+        v = query.v_BHNE if context is None else widened(query.v_BHNE, context.v_BHME.shape[-1])
+        more = {"distances_BHNK": distances, "x_BND": query.x_BND, "state": core_state, "want_state": keep is not None}
+        result = self._attend(q, k, v, mask, more)
         if keep is not None:
-            keep.take(placed_k, v, context, result.state)
+            keep.take(k, query.v_BHNE, context, result.state)
         y_BHNE = result.out_BHNV
         if context is not None and context.gather is not None:
             y_BHNE = context.gather(y_BHNE)
         if "lse" in self.memory.needs:
             reading = reading._replace(lse_BHN=result.lse_BHN)
-        plain = plain_weights(self.output) if segment is None or others is None else None
-        y_BND = self.dropout(self.memory.project(y_BHNE, query, reading, output, plain))
+        y_BND = self.dropout(self.memory.project(y_BHNE, query, reading, maps.output, maps.plain))
         return Attended(y_BND, query, reading, result.auxiliary_loss, weights, result.state)
 
+    def _maps(self, segment: tuple[int, int] | None, others: TokenProjections | None) -> _Maps:
+        """Norm and projections of the layer, or of segment and memory tokens separately."""
+        if segment is None or others is None:
+            return _Maps(self.norm, None, functools.partial(mapped, self.output), plain_weights(self.output))
+        pairs = ((getattr(self, name), getattr(others, name)) for name in ("norm", "qkv", "output"))
+        split = [functools.partial(by_place, segment=segment, inside=inside, outside=out) for inside, out in pairs]
+        return _Maps(*split, plain=None)
+
+    def _query(self, inputs: Query, memory_state: State, maps: _Maps) -> tuple[Query, list[Reading | None]]:
+        """Project queries, keys and values, after the readings of memories before the projections ("in_front")."""
+        in_front: list[Reading | None] = []
+        if isinstance(self.memory, SideBySide) and stands_in_front(self.memory):
+            h_BND, in_front = self.memory.read_in_front(memory_state, inputs, self.heads)
+            inputs = inputs._replace(x_BND=h_BND)
+        h_BND = inputs.x_BND
+        q, k, v = self._project(h_BND, inputs.size) if maps.qkv is None else self._split(maps.qkv(h_BND))
+        if self.query_factor != 1:
+            q = q * self.query_factor
+        return inputs._replace(q_BHNE=q, k_BHNE=k, v_BHNE=v), in_front
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: dict[str, Any], more: dict[str, Any]) -> AttentionOutput:
-        """The core's result; `mask` says who sees what, `more` is what else cores may look at."""
+        """Call the core with its attention mask and with further inputs."""
         return self.core(q, k, v, **mask, **more, want_lse="lse" in self.memory.needs)
 
     def _place(
-        self,
-        q: Tensor,
-        k: Tensor,
-        positions_BNP: Tensor | None,
-        context: Context | None,
-        bias: Tensor | None,
-        run: bool,
-        look_up: bool,
+        self, query: Query, context: Context | None, bias: Tensor | None, run: bool
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Context | None]:
-        """Apply positions to queries, keys and the context's keys, and make empty slots of the context harmless.
+        """Apply positions to queries, keys and the context's keys, and zero empty slots of the context.
 
         Returns:
-            Queries, keys, bias, logits by distance where the core is to look them up, and the context.
+            Queries, keys, bias, logits by distance if the core looks them up, and the context.
         """
+        q, k, v, positions_BNP = query.q_BHNE, query.k_BHNE, query.v_BHNE, query.positions_BNP
+        assert q is not None and k is not None and v is not None
         slots = 0
         if context is not None:
             slots = context.k_BHME.shape[2]
             if not context.clean:
                 # A NaN in an empty slot would survive a mask on the logits.
-                keep = context.valid_BM[:, None, :, None]
-                k_BHME, v_BHME = (torch.where(keep, t, 0) for t in (context.k_BHME, context.v_BHME))
+                filled = context.valid_BM[:, None, :, None]
+                k_BHME, v_BHME = (torch.where(filled, t, 0) for t in (context.k_BHME, context.v_BHME))
                 context = context._replace(k_BHME=k_BHME, v_BHME=v_BHME, attend=None)
+        look_up = run and "weights" not in self.memory.needs and self.core.looks_up(q, k, v)
         if positions_BNP is None:
             return q, k, bias, None, context
         if context is not None:
@@ -379,12 +375,31 @@ class SelfAttention(nn.Module):
         placed_k = self.positions.rotate(k, positions_BNP[:, : k.shape[2]])
         return self.positions.query(q, positions_BNP), placed_k, bias, distances, context
 
+    def _mask(
+        self,
+        bias: Tensor | None,
+        query: Query,
+        context: Context | None,
+        visible_NN: Tensor | None,
+        run: bool,
+        window: int | None,
+    ) -> Tensor | None:
+        """Add the attention mask of context, model memory and window to the bias."""
+        assert query.q_BHNE is not None and query.k_BHNE is not None
+        dtype, keys = query.q_BHNE.dtype, query.k_BHNE.shape[2] + (0 if context is None else context.k_BHME.shape[2])
+        visible = _visible(visible_NN, context, query.q_BHNE.shape[2])
+        if visible is not None:
+            bias = _hide(bias, visible[..., :keys], dtype)
+        if window is not None and query.positions_BNP is not None:
+            bias = _hide(bias, _near(query.positions_BNP, context, window, run)[..., :keys], dtype)
+        return bias
+
 
 def check_kv_heads(heads: int, kv_heads: int | None, shared_query_key: bool = False) -> int:
-    """G.
+    """Return G, the number of heads of keys.
 
     Raises:
-        ValueError: it does not divide the heads, or keys are the queries, of which there are H.
+        ValueError: it does not divide the heads, or shared_query_key=True has another number of keys than queries.
     """
     if kv_heads is None:
         return heads
@@ -403,7 +418,7 @@ def _of_all(positions_BNP: Tensor, context: Context | None) -> Tensor:
 
 
 def _hide(bias_BHNM: Tensor | None, visible_BHNM: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias with minus infinity where a token must not look, and less where it sees a share."""
+    """Add the logarithm of the visible shares to the bias: minus infinity for hidden slots."""
     if visible_BHNM.dtype != torch.bool:
         shares_BHNM = logits_of(visible_BHNM).to(dtype)
         return shares_BHNM if bias_BHNM is None else bias_BHNM + shares_BHNM
@@ -413,8 +428,7 @@ def _hide(bias_BHNM: Tensor | None, visible_BHNM: Tensor, dtype: torch.dtype) ->
 
 
 def _visible(visible_NN: Tensor | None, context: Context | None, tokens: int) -> Tensor | None:
-    """(B or 1, 1, N, M + N): which keys of context and segment each token sees, or shares of them; None where no mask
-    is needed."""
+    """(B or 1, 1, N, M + N): the keys of context and segment, or shares of them, that each token sees; None for all."""
     slots_BHNM = None if context is None else context.visible_BHNM
     if visible_NN is None and slots_BHNM is None:
         return None
@@ -440,7 +454,7 @@ def _near(positions_BNP: Tensor, context: Context | None, window: int, run: bool
 
 
 def shows_the_future(memory: str) -> str:
-    """Message for a memory in a causal model that cannot have it."""
+    """Return the message for a bidirectional memory in a causal model."""
     return (
         f"memory {memory} shows each token the rest of its segment and cannot serve a causal model; "
         "take its causal form (for GRC: memory='grc_stream'; for crtn: scope='previous' or 'token')"

@@ -19,9 +19,11 @@ from .attention import SelfAttention
 class ContextAttention(SelfAttention):
     """Tokens attend only the context, with output 0 where it is empty; queries of the memory have no keys and values.
 
+    The layer has projections of keys and values only if its memory needs them ("context"), or with `keys=True`.
+
     Args:
         width: D. heads: H.
-        keys: make projections of keys and values even if the layer's memory does not need them ("kv_projection").
+        keys: make projections of keys and values even if the layer's memory does not need them ("context").
         options: see `SelfAttention`.
 
     Raises:
@@ -31,7 +33,7 @@ class ContextAttention(SelfAttention):
 
     def __init__(self, width: int, heads: int, *, keys: bool = False, **options: Any) -> None:
         memory = options.get("memory")
-        self.keys = keys or (memory is not None and "kv_projection" in memory.needs)
+        self.keys = keys or (memory is not None and "context" in memory.needs)
         if options.get("shared_query_key") and not self.keys:
             raise ValueError("shared_query_key=True needs keys, but this layer has none; leave it out")
         super().__init__(width, heads, **options)

@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from cached_transformers.interfaces.late_gradients import mapped
+from cached_transformers.memories.parts.late_gradients import mapped
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,

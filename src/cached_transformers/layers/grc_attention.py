@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 from cached_transformers.interfaces.attention import Attention
-from cached_transformers.interfaces.positions import Positions
-from cached_transformers.memories.grc.coarser import coarser_reduction
 from cached_transformers.memories.grc.grc import GRC
-from cached_transformers.memories.parts.shared_cache_memory import cache_width
+from cached_transformers.memories.grc.shared_cache_memory import cache_width
+from cached_transformers.memories.parts.interpolation import coarser_reduction
+from cached_transformers.positions import Positions
 
 from .attention import SelfAttention
 from .reduction import SpatialReduction

@@ -23,19 +23,19 @@ from torch.nn import functional as F
 from cached_transformers.attentions.softmax import log_sum_exp
 from cached_transformers.interfaces.attention import Attention
 from cached_transformers.interfaces.contexts import logits_of
-from cached_transformers.interfaces.linear_maps import plain_weights
+from cached_transformers.interfaces.incremental import advance, needs_whole_segments, open_segment
 from cached_transformers.interfaces.memory import (
     Context,
     LayerMemory,
-    ModelMemory,
     Offer,
     Query,
     Reading,
     Tokens,
     Trace,
 )
-from cached_transformers.interfaces.positions import Positions, alike
+from cached_transformers.linear_maps import plain_weights
 from cached_transformers.memories.parts.composite import SideBySide, members_of, stands_in_front
+from cached_transformers.positions import Positions, alike
 from cached_transformers.state import State, reorder, repeat
 
 from .attention import Attended, SelfAttention
@@ -128,7 +128,7 @@ class LayerDecoder:
 
     def open(self, state: State, query: Query) -> Reading:
         assert query.positions_BNP is not None
-        self.opened = self.memory.open(state, query.positions_BNP[:, :1], self.attention.project_kv)
+        self.opened = open_segment(self.memory, state, query.positions_BNP[:, :1], self.attention.project_kv)
         reading = self.memory.read(self.opened, query, self.attention.project_kv)
         self.context_keys = _context_keys(self.memory, reading)
         if reading.context is None and reading.any_B is not None and not bool(reading.any_B.any()):
@@ -339,7 +339,9 @@ class StackDecoder:
         tokens = Tokens(x_RND, positions_RNP, None, inputs_RN, consecutive=True)
         first = self.read == 0
         if first:
-            self.opened = memory.open(self.model_state, tokens, [block.attention for block in self.stack.blocks])  # type: ignore[misc]
+            self.opened = open_segment(
+                memory, self.model_state, tokens, [block.attention for block in self.stack.blocks]
+            )
         entry = memory.enter(self.opened, tokens)
         start, length = entry.segment or (0, n)
         x, positions = entry.tokens.x_BND, entry.tokens.positions_BNP
@@ -370,7 +372,7 @@ class StackDecoder:
             traces = [t if entry.segment is None else t.narrow(start, length) for t in traces]
         if len(x) != len(x_RND):
             x, traces = x.view_as(x_RND), [_trace_by_row(trace) for trace in traces]
-        opened = memory.go_on(self.opened, x, traces)
+        opened = advance(memory, self.opened, x, traces)
         if opened is not self.opened:
             self._reopen_slots()
         self.opened = opened
@@ -421,17 +423,15 @@ def why_in_one_piece(stack: Stack) -> str | None:
     if watched is not None:
         return passed_by(watched)
     memory = stack.model_memory
-    if memory.in_one_piece is not None:
-        return f"memory {type(memory).__name__}: {memory.in_one_piece}"
-    if not reads_alone(memory):
-        return f"memory {type(memory).__name__} has no open() for single tokens"
+    if (why := needs_whole_segments(memory)) is not None:
+        return why
     for block in stack.blocks:
         if not isinstance(block, Block):
             return f"a {type(block).__name__} reads whole segments"
         layer = block.attention
         for member in members_of(layer.memory):
-            if not reads_alone(member):
-                return f"memory {type(member).__name__} has no open() for single tokens"
+            if (why := needs_whole_segments(member)) is not None:
+                return why
             if stands_in_front(member):
                 return f"memory {type(member).__name__} reads a whole segment before queries and keys"
         if layer.core.steps_from is None:
@@ -449,15 +449,3 @@ def passed_by(module: nn.Module) -> str:
 def is_watched(module: nn.Module) -> bool:
     """Return whether code observes the calls of a module, as FSDP, accelerate and profilers do by hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
-
-
-def reads_alone(memory: LayerMemory | ModelMemory) -> bool:
-    """Return whether a memory can be read token by token: the class that overrides reading also overrides `open`."""
-    base: type = LayerMemory
-    methods: tuple[str, ...] = ("read",)
-    if isinstance(memory, ModelMemory):
-        base, methods = ModelMemory, ("enter", "exit", "run")
-    kinds = type(memory).__mro__
-    places = {name: next(i for i, kind in enumerate(kinds) if name in vars(kind)) for name in (*methods, "open")}
-    overridden = [place for name, place in places.items() if name != "open" and kinds[place] is not base]
-    return not overridden or places["open"] <= min(overridden)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cached_transformers.interfaces.capabilities import CORE_WORDS, refuse_misfit
-from cached_transformers.interfaces.late_gradients import late_gradients
 from cached_transformers.interfaces.memory import Entry, LayerMemory, ModelMemory, Tokens, Trace
+from cached_transformers.memories.parts.late_gradients import late_gradients
 from cached_transformers.state import State, seal, used_again
 
 from .block import Block

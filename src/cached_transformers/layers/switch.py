@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.annotations import check_type, hints_of
-from cached_transformers.memories.parts.shared_cache import in_backward
+from cached_transformers.memories.grc.shared_cache import in_backward
 from cached_transformers.registry import unknown_name
 
 from .feed_forward import ACTIVATIONS, FeedForward

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one
+from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import Entry, ModelMemory, Tokens, Trace
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
@@ -31,6 +32,8 @@ from cached_transformers.registry import MEMORIES
 from .parts.gates import GATES, Gate, gated
 from .parts.memory_tokens import carried_norm, check_tokens, surround, visible_round
 from .parts.options import NO_MEMORY, one_of
+
+own_word("slots_in_front", "slots that are read before each block, whose result replaces the block's tokens")
 
 EPSILON = 1e-5
 """Added to what is divided by, as in the authors' code."""

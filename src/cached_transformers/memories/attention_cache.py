@@ -25,11 +25,10 @@ from torch.nn import functional as F
 
 from cached_transformers.registry import MEMORIES
 
+from .grc.shared_cache import SharedCache, Sync
+from .grc.shared_cache_memory import MemoryBranch, SharedCacheMemory, cache_width
 from .parts.interpolation import Interpolation
-from .parts.memory_branch import MemoryBranch
 from .parts.options import one_of
-from .parts.shared_cache import SharedCache, Sync
-from .parts.shared_cache_memory import SharedCacheMemory, cache_width
 
 
 class AttendedCache(SharedCache):

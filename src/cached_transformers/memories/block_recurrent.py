@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
-from cached_transformers.interfaces.linear_maps import Weights
 from cached_transformers.interfaces.memory import LayerMemory, Linear, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, fixed
+from cached_transformers.linear_maps import Weights
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State
 

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
-from cached_transformers.interfaces.positions import Positions, RelativePositions
 from cached_transformers.interfaces.probing import Probing, one_segment
+from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
 from .parts.compression import FUNCTIONS, LEARNED
@@ -107,7 +107,7 @@ class Compressive(LayerMemory):
         ValueError: sizes too small, unknown names, or options that exclude each other.
     """
 
-    needs = frozenset({"state", "context", "kv_projection", "own_loss"})
+    needs = frozenset({"state", "context", "own_loss"})
 
     def __init__(
         self,

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from cached_transformers.interfaces.memory import LayerMemory, Linear, Query, Reading, Weights
 from cached_transformers.registry import MEMORIES
 
-from .parts.memory_branch import PositionalConvolution
-from .parts.shared_cache_memory import cache_width
+from .grc.shared_cache_memory import PositionalConvolution, cache_width
 
 
 @MEMORIES.register(
@@ -40,7 +39,7 @@ class ConvolutionControl(LayerMemory):
         sequence: convolve along one dimension (text) with 3 taps instead of over a map.
     """
 
-    needs = frozenset({"whole_segment", "token_map"})
+    needs = frozenset({"bidirectional", "token_map"})
 
     def __init__(self, width: int, heads: int, *, ratio: float = 0.5, prefix: int = 0, sequence: bool = False) -> None:
         super().__init__()

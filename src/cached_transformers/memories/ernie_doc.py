@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.interfaces.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
-from cached_transformers.interfaces.positions import KeptScheme, Positions, RelativePositions
 from cached_transformers.interfaces.probing import Probing, whole_episode
+from cached_transformers.positions import KeptScheme, Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
 from .parts.fifo_store import KEEP, Pairs, Rows, empty_pairs, empty_rows, push, push_pairs, read_store
@@ -173,7 +173,7 @@ class ErnieDoc(LayerMemory):
             values are to be kept.
     """
 
-    needs = frozenset({"state", "context", "kv_projection"})
+    needs = frozenset({"state", "context"})
 
     def __init__(
         self,

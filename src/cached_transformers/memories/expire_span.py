@@ -33,8 +33,8 @@ from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
-from cached_transformers.interfaces.positions import Positions, RelativePositions
 from cached_transformers.interfaces.probing import Probing, one_segment
+from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
 from .parts.eviction import best, kept
@@ -110,7 +110,7 @@ class ExpireSpan(LayerMemory):
             above 0, an `initial` outside (0, 1), a price below 0, or another `loss`.
     """
 
-    needs = frozenset({"state", "context", "kv_projection", "bias", "own_loss"})
+    needs = frozenset({"state", "context", "bias", "own_loss"})
 
     def __init__(
         self,

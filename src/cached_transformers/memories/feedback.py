@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one
-from cached_transformers.interfaces.late_gradients import late_gradients
+from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import (
     Attend,
     BlockRunner,
@@ -37,13 +37,17 @@ from cached_transformers.interfaces.memory import (
     Tokens,
     Trace,
 )
-from cached_transformers.interfaces.positions import Positions, RelativePositions
 from cached_transformers.interfaces.probing import Probing, whole_episode
+from cached_transformers.memories.parts.late_gradients import late_gradients
+from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
 from .parts.fifo_store import Rows, empty_rows, push, side_by_side
 from .parts.options import NO_MEMORY, check_choices
 from .parts.sliding import Window
+
+own_word("context_alone", "layers whose tokens attend the memory and nothing of their own segment")
+own_word("pieces", "a segment that is read piece by piece, so that no token sees a later piece")
 
 
 class LearnedDistances(Positions):
@@ -127,7 +131,7 @@ class Feedback(ModelMemory):
         ValueError: a size below 1, an unknown name, or `official_renorm` of a memory that keeps no hidden states.
     """
 
-    needs = frozenset({"state", "context", "context_alone", "kv_projection", "layer_traces", "pieces"})
+    needs = frozenset({"state", "context", "context_alone", "layer_traces", "pieces"})
 
     def __init__(
         self,
@@ -162,7 +166,7 @@ class Feedback(ModelMemory):
     def layer_memory(self, index: int) -> LayerMemory:
         memory = LayerMemory()
         if index == 0 or not self.shared_kv:
-            memory.needs = frozenset({"kv_projection"})
+            memory.needs = frozenset({"context"})
         return memory
 
     def position_scheme(self) -> Positions | None:
@@ -181,7 +185,7 @@ class Feedback(ModelMemory):
         with late_gradients():
             for token in tokens.split(1):
                 x_BND, traces = through(self.enter(opened, token))
-                opened = self.go_on(opened, x_BND, traces)
+                opened = self.advance(opened, x_BND, traces)
                 outputs.append(x_BND)
         return outputs, self._close(state, opened), None
 
@@ -237,7 +241,7 @@ class Feedback(ModelMemory):
         ]
         return Entry(tokens, contexts * len(opened.layers) if self.shared_kv else contexts)
 
-    def go_on(self, opened: Opened, x_BND: Tensor, traces: Sequence[Trace]) -> Opened:
+    def advance(self, opened: Opened, x_BND: Tensor, traces: Sequence[Trace]) -> Opened:
         positions_BNP, padding_BN = traces[0].query.positions_BNP, traces[0].query.padding_BN
         assert positions_BNP is not None
         layers_LBND = torch.stack([traces[0].x_BND, *(trace.y_BND for trace in traces)])

@@ -31,9 +31,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
-from cached_transformers.interfaces.linear_maps import Weights
+from cached_transformers.interfaces.incremental import open_segment
 from cached_transformers.interfaces.memory import LayerMemory, Linear, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing
+from cached_transformers.linear_maps import Weights
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State, may_change, refuse_narrow, reset
 
@@ -217,7 +218,7 @@ class MemoryCaching(LayerMemory):
             for t in (opened.snapshots_BS, opened.contexts_BSGK)
         )
         first_B1P = None if query.positions_BNP is None else query.positions_BNP[:, :1]
-        online = self.over.open(opened.online, first_B1P, project_kv)
+        online = open_segment(self.over, opened.online, first_B1P, project_kv)
         asked = self.over.ask(online, query)
         means_BGNK = running_means(wide(asked.k_BGNK[..., : self.key_width]), _shown(query))
         if self.look_for is None:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import Entry, LayerMemory, ModelMemory, Projections, Tokens, Trace
 from cached_transformers.interfaces.probing import Probing
 from cached_transformers.registry import MEMORIES
@@ -28,6 +29,9 @@ from cached_transformers.state import State
 
 from .parts.memory_tokens import check_cache, check_tokens, surround, visible_round
 from .transformer_xl import CacheBeforeTokens
+
+own_word("own_weights", "weights of their own for the memory's tokens in every block")
+own_word("memory_first", "blocks that update the memory's tokens before those of the segment see them")
 
 
 @MEMORIES.register(
@@ -42,7 +46,7 @@ from .transformer_xl import CacheBeforeTokens
     cost="per token and layer: M / N (4 D^2 + 2 D F) + 2 D M (2 + M / N) multiply-adds on top of the layer",
     reach="the segment; with a cache, C tokens a layer more",
     gradient="within the segment",
-    without={"bias": "mask='causal' without a cache", "kv_projection": "cache=0", "own_weights": "control=False"},
+    without={"bias": "mask='causal' without a cache", "context": "cache=0", "own_weights": "control=False"},
     probe=Probing(why="carries nothing from segment to segment, so it has to fail"),
 )
 class MemoryTransformer(ModelMemory):
@@ -116,13 +120,13 @@ class MemoryTransformer(ModelMemory):
         )
         if bottleneck:
             self.needs = frozenset({"tokens_round", "memory_first", "context_alone"})
-            self.in_one_piece = "bottleneck=True reads whole segments"
+            self.whole_segments = "bottleneck=True reads whole segments"
         self.initial_MD = nn.Parameter(torch.randn(length, width) / width**0.5)
 
     def open(self, state: State, tokens: Tokens, layers: Sequence[Projections]) -> bool:
         return True
 
-    def go_on(self, opened: bool, x_BND: Tensor, traces: Sequence[Trace]) -> bool:
+    def advance(self, opened: bool, x_BND: Tensor, traces: Sequence[Trace]) -> bool:
         return False  # what is in front of the segment was read
 
     def enter(self, opened: bool, tokens: Tokens) -> Entry:

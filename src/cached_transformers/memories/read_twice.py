@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one
+from cached_transformers.interfaces.incremental import enter_segment
 from cached_transformers.interfaces.memory import (
     BlockRunner,
     Entry,
@@ -39,7 +40,6 @@ from cached_transformers.interfaces.memory import (
     Projections,
     Tokens,
     Trace,
-    begin,
 )
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
@@ -240,12 +240,12 @@ class ReadTwice(ModelMemory):
                 f"new_layers={new_layers} are read to once, in front of them, which {given} contradicts; leave one out"
             )
         if attention == "joint":
-            self.needs = frozenset({"state", "context", "kv_projection"})
+            self.needs = frozenset({"state", "context"})
         if new_layers:
             self.needs = frozenset({"state", "slots_in_front", "layer_traces"})
         if block_length is not None:
             self.needs = self.needs | {"pieces"}
-            self.in_one_piece = f"block_length={block_length} cuts a segment into blocks"
+            self.whole_segments = f"block_length={block_length} cuts a segment into blocks"
         self.width, self.heads, self.slots, self.every, self.block_length = width, heads, slots, every, block_length
         self.summary, self.scope, self.first_read, self.attention = summary, scope, first_read, attention
         self.top_k, self.clip, self.causal_model, self.depth = top_k, clip, causal, depth
@@ -275,7 +275,7 @@ class ReadTwice(ModelMemory):
     ) -> tuple[list[Tensor], ReadTwiceState, None]:
         outputs = []
         for block in tokens.split(self.block_length or tokens.x_BND.shape[1]):
-            x_BND, traces = through(begin(self, state, block, through.layers))
+            x_BND, traces = through(enter_segment(self, state, block, through.layers))
             x_BND, state, _ = self.exit(state, x_BND, traces)
             outputs.append(x_BND)
         return outputs, state, None

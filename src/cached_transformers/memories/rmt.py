@@ -56,7 +56,7 @@ class MemoryTokens(NamedTuple):
     cost="per token and layer: 2 M / N (4 D^2 + 2 D F) + 4 D M (2 + 2 M / N) multiply-adds on top of the layer",
     reach="unbounded; what fits into M vectors",
     gradient="through the memory, over `bptt` segments; none into the cache",
-    without={"bias": "mask='causal', and of a cache read_cache=True", "kv_projection": "cache=0"},
+    without={"bias": "mask='causal', and of a cache read_cache=True", "context": "cache=0"},
     probe=Probing(fixed(length=4)),
 )
 class RMT(ModelMemory):
@@ -127,7 +127,7 @@ class RMT(ModelMemory):
         # Learned vectors until something was written: a fresh state is then no part of the graph, and never outdated.
         return torch.where(state.segments_B[:, None, None] > 0, state.tokens_BMD, self.initial_MD)
 
-    def go_on(self, opened: Tensor | None, x_BND: Tensor, traces: Sequence[Trace]) -> None:
+    def advance(self, opened: Tensor | None, x_BND: Tensor, traces: Sequence[Trace]) -> None:
         return None  # what is in front of the segment was read
 
     def enter(self, opened: Tensor | None, tokens: Tokens) -> Entry:

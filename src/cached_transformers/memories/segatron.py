@@ -18,14 +18,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.checks import insist
-from cached_transformers.interfaces.linear_maps import matrix_of
+from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import Context, Entry, ModelMemory, Projections, ProjectKV, Tokens, Trace
-from cached_transformers.interfaces.positions import KeptScheme, Positions, RelativePositions, angles, widest
 from cached_transformers.interfaces.probing import Probing, one_segment, whole_episode
+from cached_transformers.linear_maps import matrix_of
+from cached_transformers.positions import KeptScheme, Positions, RelativePositions, angles, widest
 from cached_transformers.registry import MEMORIES
 
 from .parts.fifo_store import Pairs, Rows
 from .transformer_xl import TransformerXL
+
+own_word("token_ids", "the token ids of the segment")
 
 CHANNELS = 3
 """Token, sentence and paragraph."""
@@ -214,7 +217,7 @@ class Segatron(ModelMemory):
             compiled code; an assertion of the device later elsewhere).
     """
 
-    needs = frozenset({"state", "context", "kv_projection", "token_ids"})
+    needs = frozenset({"state", "context", "token_ids"})
     takes_places = True  # positions may have two more channels: the numbers of each token, below 0 for none
 
     def __init__(
@@ -253,7 +256,7 @@ class Segatron(ModelMemory):
         self.sentence_ends = tuple(sorted({*sentence_ends, *paragraph_ends}))
         self.paragraph_ends = tuple(sorted(set(paragraph_ends)))
         if shift == "official":
-            self.in_one_piece = "shift='official' shows a token where later sentences end"
+            self.whole_segments = "shift='official' shows a token where later sentences end"
         self.kept = {"length": length, "eval_length": eval_length, "same_length": same_length, "keep": keep}
         self.placed = {"clamp": clamp, "widths": widths, "shift": shift, "signed": not causal}
 
@@ -301,13 +304,13 @@ class Segatron(ModelMemory):
         positions_BNP = torch.cat([clock_BN1, torch.stack([*here, *behind], -1)], -1)
         return Entry(tokens._replace(positions_BNP=positions_BNP, consecutive=False))
 
-    def go_on(self, opened: SegatronState, x_BND: Tensor, traces: Sequence[Trace]) -> SegatronState:
+    def advance(self, opened: SegatronState, x_BND: Tensor, traces: Sequence[Trace]) -> SegatronState:
         positions_BNP = traces[0].query.positions_BNP
         assert positions_BNP is not None
         return SegatronState(*positions_BNP[:, -1, CHANNELS:].unbind(-1))
 
     def exit(self, state: SegatronState, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, SegatronState, None]:
-        return x_BND, self.go_on(state, x_BND, traces), None
+        return x_BND, self.advance(state, x_BND, traces), None
 
 
 def _counted_on(given_BN: Tensor, behind_BN: Tensor, ended_BN: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class TOVA(TransformerXL):
         ValueError: a length below 1, other `places` or another `keep`; keys and values in training mode.
     """
 
-    needs = frozenset({"state", "context", "kv_projection", "weights"})
+    needs = frozenset({"state", "context", "weights"})
 
     def __init__(
         self,

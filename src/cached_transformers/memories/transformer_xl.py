@@ -18,8 +18,8 @@ from torch import Tensor
 
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
-from cached_transformers.interfaces.positions import Positions, RelativePositions
 from cached_transformers.interfaces.probing import Probing, one_segment, whole_episode
+from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
 from .parts.fifo_store import KEEP, Pairs, Rows, empty_pairs, empty_rows, push, push_pairs, read_store
@@ -60,7 +60,7 @@ class TransformerXL(LayerMemory):
         ValueError: a length below 1, or another `keep`; keys and values in training mode.
     """
 
-    needs = frozenset({"state", "context", "kv_projection"})
+    needs = frozenset({"state", "context"})
     channels = 1
     """Of the positions that are stored."""
 

@@ -43,8 +43,8 @@ from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import Query, Reading, Trace
-from cached_transformers.interfaces.positions import RotaryPositions
 from cached_transformers.interfaces.probing import Probing
+from cached_transformers.positions import RotaryPositions
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import refuse_narrow
 

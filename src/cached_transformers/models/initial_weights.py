@@ -7,7 +7,7 @@ import math
 from torch import nn
 
 from cached_transformers.interfaces.memory import LayerMemory, ModelMemory
-from cached_transformers.interfaces.positions import RelativePositions
+from cached_transformers.positions import RelativePositions
 
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 

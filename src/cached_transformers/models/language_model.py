@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 from cached_transformers.attentions import AttentionSpec
 from cached_transformers.checks import at_least_one, shares
-from cached_transformers.interfaces.positions import make_positions, share_biases
 from cached_transformers.layers.block import Block
 from cached_transformers.layers.incremental_decoding import StackDecoder, is_watched, passed_by, why_in_one_piece
 from cached_transformers.layers.stack import ModelOutput, StackState
 from cached_transformers.layers.switch import ExpertsSpec
 from cached_transformers.layers.token_loss import IGNORED
 from cached_transformers.memories import MemorySpec
+from cached_transformers.positions import make_positions, share_biases
 from cached_transformers.registry import MODELS
 
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax

@@ -19,11 +19,11 @@ from torch.nn import functional as F
 
 from cached_transformers.attentions import AttentionSpec
 from cached_transformers.checks import at_least_one, insist
-from cached_transformers.interfaces.positions import LearnedPositions, Positions, make_positions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import ModelOutput, StackState
 from cached_transformers.memories import MemorySpec
+from cached_transformers.positions import LearnedPositions, Positions, make_positions
 from cached_transformers.registry import MODELS, unknown_name
 
 from .documents import check_suits

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from cached_transformers.attentions import create_attention
 from cached_transformers.interfaces.capabilities import refuse_misfit
 from cached_transformers.interfaces.memory import LayerMemory, ModelMemory
-from cached_transformers.interfaces.positions import Positions, make_positions
 from cached_transformers.layers.attention import SelfAttention, shows_the_future
 from cached_transformers.layers.block import Block, MemoryWeights
 from cached_transformers.layers.bottleneck import BottleneckBlock
@@ -32,6 +31,7 @@ from cached_transformers.layers.switch import make_feed_forward
 from cached_transformers.memories import create_memory, memory_specs
 from cached_transformers.memories.parts.composite import one_scheme, side_by_side, spanning
 from cached_transformers.memories.parts.fifo_store import as_kept
+from cached_transformers.positions import Positions, make_positions
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import check, map_state
 
@@ -41,7 +41,7 @@ from .stack_options import StackOptions
 
 WHERE_GIVEN: dict[str, str] = {
     "token_ids": "a model of tokens, as language_model or sequence_classifier",
-    "token_map": "vision_transformer, or options of the memory that do without (variant='paper' of grc)",
+    "token_map": "vision_transformer, or options of the memory that do without (variant='algorithm1' of grc)",
     "pieces": "language_model or encoder_decoder: a class token would see only the first piece",
 }
 """Inputs that only some models give a memory, and these models."""
@@ -133,7 +133,7 @@ def make_stack(
     memory, attention = options.memory, options.attention
     specs = memory_specs(memory)
     for name, _ in specs:
-        if causal and "whole_segment" in getattr(MEMORIES.entry(name).factory, "needs", ()):
+        if causal and "bidirectional" in getattr(MEMORIES.entry(name).factory, "needs", ()):
             raise ValueError(shows_the_future(name))  # before building it, which may fail in a causal model
     facts |= {"dropout": options.attention_dropout, "causal": causal, "norm": options.norm}
     of_memory = facts if memory_length is None else facts | {"length": memory_length}
@@ -146,7 +146,7 @@ def make_stack(
     first = [make_memory(number, 0) for number in range(len(specs))]
     model_memory = spanning(first)
     for (name, _), made in zip(specs, first, strict=True):
-        if causal and "whole_segment" in made.needs:
+        if causal and "bidirectional" in made.needs:
             raise ValueError(shows_the_future(name))  # depends on its options
         _refuse_place(made, gives)
     of_attention = dict(facts)  # segments include the memory's tokens

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from cached_transformers.attentions import AttentionSpec
 from cached_transformers.checks import at_least_one
-from cached_transformers.interfaces.positions import LearnedPositions
 from cached_transformers.layers.stack import ModelOutput, StackState
 from cached_transformers.memories import MemorySpec
+from cached_transformers.positions import LearnedPositions
 from cached_transformers.registry import MODELS
 
 from .documents import check_suits

@@ -19,7 +19,7 @@ from cached_lab.experiments.costs.flops import count_parameters, saved_activatio
 from cached_lab.experiments.reports.markdown import table
 from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
-from cached_transformers.memories.parts.shared_cache import caches
+from cached_transformers.memories.grc.shared_cache import caches
 
 from .interleaved import Ratio
 from .released_structure import add_released_structure

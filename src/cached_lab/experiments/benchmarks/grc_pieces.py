@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.memories.parts.shared_cache_memory import SharedCacheMemory
+from cached_transformers.memories.grc.shared_cache_memory import SharedCacheMemory
 
 Call = Callable[[], object]
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from cached_lab.experiments.costs.flops import count_flops, flops_of
 from cached_lab.experiments.reports.markdown import table
-from cached_transformers.memories.parts.shared_cache_memory import SharedCacheMemory
+from cached_transformers.memories.grc.shared_cache_memory import SharedCacheMemory
 
 from . import grc
 from .grc_pieces import KERNEL, WITHIN, Shape, moved_bytes, optimizer_step, pieces

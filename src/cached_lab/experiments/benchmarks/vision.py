@@ -24,7 +24,7 @@ from cached_lab.experiments.costs.live_bytes import peak_bytes
 from cached_lab.experiments.reports.markdown import table
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.integrations.timm.modeling import TimmModel
-from cached_transformers.memories.parts.shared_cache_memory import SharedCacheMemory
+from cached_transformers.memories.grc.shared_cache_memory import SharedCacheMemory
 from cached_transformers.registry import unknown_name
 
 from .interleaved import Ratio, compare, precision, training_step
@@ -47,7 +47,7 @@ STANDARD = ("ViT-S", "PVT-Tiny", "Swin-T", "PVTv2-B2")
 
 CASES: Mapping[str, dict[str, Any] | None] = {
     "plain": None,
-    "GRC": {"variant": "paper"},
+    "GRC": {"variant": "algorithm1"},
     "GRC, released variant": {"variant": "released"},
 }
 

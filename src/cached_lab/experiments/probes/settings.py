@@ -20,6 +20,6 @@ def stream_memories() -> list[str]:
     for entry in MEMORIES:
         kind: Any = entry.factory
         states = issubclass(kind, ModelMemory) or "state" in kind.needs
-        if "whole_segment" not in kind.needs and states:
+        if "bidirectional" not in kind.needs and states:
             found.append(entry.name)
     return found

@@ -63,7 +63,7 @@ class Backbone:
 
     def algorithm(self) -> Row:
         """GRC as the text of the paper has it: no convolution."""
-        return self.row("paper", {"variant": "paper"}, against=(self.name,))
+        return self.row("paper", {"variant": "algorithm1"}, against=(self.name,))
 
     def convolution(self) -> Row:
         """No cache, the convolution alone."""

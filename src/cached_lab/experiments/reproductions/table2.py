@@ -24,7 +24,7 @@ def backbone_rows(backbone: Backbone) -> list[Row]:
             backbone.row(update, {"name": "attention_cache", "update": update}, against=(name,))
             for update in ("attention", "store")
         ),
-        backbone.row("paper", {"variant": "paper"}, against=against),
+        backbone.row("paper", {"variant": "algorithm1"}, against=against),
         backbone.released(),
         backbone.convolution(),
         backbone.wider(),

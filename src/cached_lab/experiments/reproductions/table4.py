@@ -21,7 +21,7 @@ def _rows(scale: str) -> Sequence[Row]:
     plain, wider = TRANSFORMER.name, f"{TRANSFORMER.name}-wider"
     return [
         TRANSFORMER.plain(),
-        TRANSFORMER.row("paper", {"variant": "paper"}, against=(plain, wider)),
+        TRANSFORMER.row("paper", {"variant": "algorithm1"}, against=(plain, wider)),
         TRANSFORMER.row("released", {"variant": "released", "positional_convolution": False}, against=(plain, wider)),
         TRANSFORMER.wider(),
     ]

@@ -27,7 +27,7 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.extras import refused_by, require
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.memories import OneMemory
-from cached_transformers.memories.parts.shared_cache import reset_caches as empty_caches
+from cached_transformers.memories.grc.shared_cache import reset_caches as empty_caches
 from cached_transformers.registry import MODELS, unknown_name
 
 from .pretrained import load_backbone

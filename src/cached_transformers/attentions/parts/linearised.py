@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.interfaces.attention import Attention, AttentionOutput, Call, is_nothing
-from cached_transformers.interfaces.linear_maps import matrix_of
 from cached_transformers.interfaces.memory import Context
+from cached_transformers.linear_maps import matrix_of
 from cached_transformers.state import State, refuse_narrow
 
 from .building_blocks import wide

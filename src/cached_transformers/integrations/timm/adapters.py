@@ -15,7 +15,7 @@ from cached_transformers.integrations.masks import map_size, no_mask
 from cached_transformers.integrations.transformers.encoder_streams import in_blocks
 from cached_transformers.interfaces.memory import Query
 from cached_transformers.layers.reduction import PooledReduction, SpatialReduction
-from cached_transformers.memories.grc.coarser import coarser_reduction
+from cached_transformers.memories.parts.interpolation import coarser_reduction
 
 from .frames import add_frame_memory
 

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
+from cached_transformers.memories.grc.shared_cache import SharedCache
 from cached_transformers.memories.parts.interpolation import interpolate
-from cached_transformers.memories.parts.shared_cache import SharedCache
 from cached_transformers.models.pvt import PyramidVisionTransformer, published_weights
 
 PVT = {"pvt_tiny": (2, 2, 2, 2), "pvt_small": (3, 4, 6, 3), "pvt_medium": (3, 4, 18, 3), "pvt_large": (3, 8, 27, 3)}

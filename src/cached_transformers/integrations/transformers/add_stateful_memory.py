@@ -25,7 +25,8 @@ from torch import nn
 
 from cached_transformers.integrations.attention_hooks import layer_memory, settled, spans_layers
 from cached_transformers.integrations.hosts import Host, Site, Stream, refuse_memory
-from cached_transformers.interfaces.memory import LayerMemory, ModelMemory, Tokens, begin
+from cached_transformers.interfaces.incremental import enter_segment
+from cached_transformers.interfaces.memory import LayerMemory, ModelMemory, Tokens
 from cached_transformers.memories import create_memory
 from cached_transformers.registry import MEMORIES
 
@@ -84,8 +85,8 @@ def add_stream_memory(
     _refuse_window(name, model, found, spanning, segment_length, extra)
     taps: list[StreamTap] = []
     windows = any(memory.window() is not None for memory in layers)
-    tap = ContextTap if windows or needs & {"context", "kv_projection"} else StreamTap
-    everywhere = needs & {"context", "kv_projection", "layer_traces", "slots_in_front"}
+    tap = ContextTap if windows or needs & {"context"} else StreamTap
+    everywhere = needs & {"context", "layer_traces", "slots_in_front"}
     for (site, host), memory in zip(found, layers, strict=True):
         if memory.needs or (spanning is not None and everywhere):
             taps.append(tap(site, host, len(taps)))
@@ -228,7 +229,7 @@ def _extra_tokens(memory: ModelMemory | None, decoder: Any, stream: Stream) -> i
         return 0
     like = next(decoder.parameters())
     token = Tokens(like.new_zeros(1, 1, decoder.config.hidden_size), like.new_zeros(1, 1, 1, dtype=torch.long))
-    added, front = place_of_segment(begin(memory, memory.init_state(1, like), token, ()), 1, memory)
+    added, front = place_of_segment(enter_segment(memory, memory.init_state(1, like), token, ()), 1, memory)
     if stream.causal:
         return max(memory.extra_tokens, added)
     if added > front and stream.cuts:

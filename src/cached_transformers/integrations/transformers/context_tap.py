@@ -23,7 +23,8 @@ from cached_transformers.integrations.hosts import Host, Site
 from cached_transformers.integrations.offload import with_weights
 from cached_transformers.integrations.tracked_modules import Place, Spot, root_of
 from cached_transformers.interfaces.contexts import join, logits_of, widened
-from cached_transformers.interfaces.memory import Context, LayerMemory, Linear, ProjectKV, Query, Reading, look
+from cached_transformers.interfaces.incremental import read_segment
+from cached_transformers.interfaces.memory import Context, LayerMemory, Linear, ProjectKV, Query, Reading
 
 from .segment_cache import Made
 from .stream_tap import Passage, StreamTap
@@ -144,10 +145,10 @@ class ContextTap(StreamTap):
             made = passage.host_cache.made[self.number]
             project_kv = Once(self.project_kv, made, query.x_BND.shape[0])
         reading: Reading | None = None
-        if memory.needs & {"context", "kv_projection"}:
+        if memory.needs & {"context"}:
             if "head" in memory.needs:  # it asks with queries, which the layer has not made yet
                 query = self._with_heads(query, *self._projected(query.x_BND, _called, queries=True))
-            reading = with_weights(memory, look, memory, passage.states[self.number], query, project_kv)
+            reading = with_weights(memory, read_segment, memory, passage.states[self.number], query, project_kv)
         offer = None if passage.offers is None else passage.offers[self.number]
         offered = offer(project_kv) if callable(offer) else offer
         context = join(None if reading is None else reading.context, offered)

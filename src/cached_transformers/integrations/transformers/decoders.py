@@ -27,7 +27,7 @@ BY_TOKEN = frozenset({"state", "head"})
 """What a causal layer offers a memory of its own: it gives queries, keys and values of the segment."""
 SPANNING = frozenset({"state", "tokens_round", "slots_in_front", "layer_traces"})
 """What a causal model offers a memory that spans its layers."""
-BESIDE = frozenset({"context", "kv_projection"})
+BESIDE = frozenset({"context"})
 """What it offers where it can attend more than its segment."""
 TABLE = (
     "its positions are a table added to the tokens, so that stored states would claim to stand in the segment that "

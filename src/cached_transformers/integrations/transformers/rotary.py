@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.integrations.hosts import Site, Stored
-from cached_transformers.interfaces.positions import ALiBiPositions, RotaryPositions
+from cached_transformers.positions import ALiBiPositions, RotaryPositions
 
 from .config_utils import first_of
 

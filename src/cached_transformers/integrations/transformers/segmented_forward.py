@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from cached_transformers.integrations.attention_hooks import no_loss
 from cached_transformers.integrations.memory_lookup import memory_of, refuse_frozen
 from cached_transformers.integrations.offload import like_weights, with_weights
-from cached_transformers.interfaces.memory import LayerMemory, ModelMemory, Tokens, begin
-from cached_transformers.layers.incremental_decoding import reads_alone
+from cached_transformers.interfaces.incremental import enter_segment, needs_whole_segments
+from cached_transformers.interfaces.memory import LayerMemory, ModelMemory, Tokens
 from cached_transformers.layers.initial_state import initial_state_of
 from cached_transformers.layers.stack import StackState
 from cached_transformers.memories.parts.composite import members_of
@@ -368,7 +368,7 @@ class SegmentReader:
             new = {name: t[:, -n:] for name, t in call.items()}
             return self.host(new, mask, text.host_cache, layers, options)
         tokens = self._tokens(Call(call, text.padding_BN), positions_BNP)
-        entry = with_weights(self.memory, begin, self.memory, state.model, tokens, ())
+        entry = with_weights(self.memory, enter_segment, self.memory, state.model, tokens, ())
         end = place_of_segment(entry, text.length, self.memory)[1] + text.length
         layers = passage_for(entry, end - n, end, state.layers, shift_B1, text.host_cache, writes=False)
         return self.host(*call_for(entry, end - n, end, shift_B1), text.host_cache, layers, options)
@@ -388,9 +388,9 @@ class SegmentReader:
 
     def _reads_alone(self) -> bool:
         """Whether what a token reads of the memories depends on no other token of its segment."""
-        if self.memory is not None and not reads_alone(self.memory):
+        if self.memory is not None and needs_whole_segments(self.memory):
             return False
-        return all(reads_alone(member) for tap in self.taps for member in members_of(tap.memory))
+        return not any(needs_whole_segments(member) for tap in self.taps for member in members_of(tap.memory))
 
     def _where(self, call: Call, clock_B: Tensor) -> tuple[Tensor | None, Tensor]:
         """See `stream_positions`."""

@@ -44,10 +44,10 @@ from cached_transformers.interfaces.memory import (
     Tokens,
     Trace,
 )
-from cached_transformers.interfaces.positions import Positions, RelativePositions
 from cached_transformers.interfaces.probing import Probing, one_segment
 from cached_transformers.memories.parts.options import NO_MEMORY, check_choices
 from cached_transformers.memories.parts.recall import recalled
+from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
 from .choice import choose
@@ -86,7 +86,7 @@ class Opened(NamedTuple):
     "other, and the product with the values regions + 1 times",
     reach="regions x segment tokens, any of them at once",
     gradient="none into values; through alpha into keys, queries and the summary, as far as bptt reaches",
-    without={"bias": "scope='previous'", "whole_segment": "scope='previous'"},
+    without={"bias": "scope='previous'", "bidirectional": "scope='previous'"},
     probe=Probing(_all_regions, _one_region),
 )
 class CRTN(ModelMemory):
@@ -134,7 +134,7 @@ class CRTN(ModelMemory):
     regions, while keys and values would make all of them twice as large.
     """
 
-    needs = frozenset({"state", "context", "kv_projection", "layer_traces"})
+    needs = frozenset({"state", "context", "layer_traces"})
 
     def __init__(
         self,
@@ -201,9 +201,9 @@ class CRTN(ModelMemory):
         if scope == "token":
             self.needs = self.needs | {"bias"}  # each token sees the regions that it chose
         if scope != "previous":
-            self.in_one_piece = f"scope={scope!r} asks with other tokens, too"
+            self.whole_segments = f"scope={scope!r} asks with other tokens, too"
         if scope == "segment" and not allow_leak:
-            self.needs = self.needs | {"whole_segment"}
+            self.needs = self.needs | {"bidirectional"}
         self.summary = make_summary(summary, segment, width, key_width=key_width, layers=layers, fill=fill)
         self.factor = 1 / (temperature * (math.sqrt(self.summary.key_width) if scale else 1))
 

@@ -1,8 +1,8 @@
-"""Gated recurrent cache (arXiv:2312.12742): the equations, the cache, and the two memories made of it."""
+"""Gated recurrent cache (arXiv:2312.12742): the equations, the cache, and its two memories."""
 
 from __future__ import annotations
 
-from .gated_recurrent_cache import GatedRecurrentCache
-from .grc import GRC, StreamGRC
+from .grc import GRC, GatedRecurrentCache
+from .stream import StreamGRC
 
 __all__ = ["GRC", "GatedRecurrentCache", "StreamGRC"]

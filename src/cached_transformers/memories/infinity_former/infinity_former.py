@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.interfaces.linear_maps import matrix_of
 from cached_transformers.interfaces.memory import (
     Context,
     LayerMemory,
@@ -32,10 +31,11 @@ from cached_transformers.interfaces.memory import (
     Trace,
     Weights,
 )
-from cached_transformers.interfaces.positions import Positions, RelativePositions
 from cached_transformers.interfaces.probing import Probing
+from cached_transformers.linear_maps import matrix_of
 from cached_transformers.memories.parts.fifo_store import Rows, empty_rows, push
 from cached_transformers.memories.parts.options import one_of
+from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
 from . import continuous_signal as signal
@@ -119,7 +119,7 @@ class InfinityFormer(LayerMemory):
         ValueError: a size below 1, a number out of its range, or a basis that the widths do not divide.
     """
 
-    needs = frozenset({"state", "context", "kv_projection", "head", "own_loss"})
+    needs = frozenset({"state", "context", "head", "own_loss"})
     centre_C: Tensor
     width_C: Tensor
     first_LC: Tensor

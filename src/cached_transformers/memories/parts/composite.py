@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.interfaces.contexts import join
+from cached_transformers.interfaces.incremental import open_segment, read_segment
 from cached_transformers.interfaces.memory import (
     Context,
     LayerMemory,
@@ -26,9 +27,8 @@ from cached_transformers.interfaces.memory import (
     Reading,
     Trace,
     Weights,
-    look,
 )
-from cached_transformers.interfaces.positions import Positions, alike
+from cached_transformers.positions import Positions, alike
 from cached_transformers.state import State, named_tensors
 
 
@@ -62,13 +62,13 @@ class SideBySide(LayerMemory):
 
     def open(self, state: State, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> tuple[Any, ...]:
         pairs = zip(self.members, self._states(state), strict=True)
-        return tuple(member.open(part, first_B1P, project_kv) for member, part in pairs)
+        return tuple(open_segment(member, part, first_B1P, project_kv) for member, part in pairs)
 
     def read_in_front(self, state: State, query: Query, heads: int) -> tuple[Tensor, list[Reading | None]]:
         """The layer's input (B, N, D) with what the members in front have read, and these readings, by member."""
         readings: list[Reading | None] = []
         for member, part in zip(self.members, self._states(state), strict=True):
-            reading = look(member, part, query, None) if stands_in_front(member) else None
+            reading = read_segment(member, part, query, None) if stands_in_front(member) else None
             if reading is not None:
                 x_BHNE = query.x_BND.unflatten(-1, (heads, -1)).transpose(1, 2)
                 x_BND = member.combine(x_BHNE, query, reading).transpose(1, 2).flatten(2)

@@ -11,8 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import ProjectKV
 from cached_transformers.state import State
+
+own_word("stored_kv", "keys and values, with as many heads as the queries, to be stored instead of hidden states")
 
 KEEP = ("hidden", "kv")
 """What a state that was made in evaluation mode may hold; see `Pairs`."""

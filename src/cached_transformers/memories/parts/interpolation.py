@@ -1,20 +1,22 @@
 """Interpolation of tokens to slots ("interp" in Algorithm 1 of arXiv:2312.12742, which leaves the mode open).
 
-nearest: slot i takes token floor(i L / M) of the row's L valid tokens (what the released code does).
+nearest: slot i takes token floor(i L / M) of the row's L valid tokens (as in the released code).
 linear:  half-pixel centres, (i + 1/2) L / M - 1/2, edges clamped.
-area:    the mean over tokens floor(i L / M) up to ceil((i + 1) L / M), as adaptive average pooling; loses nothing when
-         there are many more tokens than slots.
+area:    the mean over tokens floor(i L / M) up to ceil((i + 1) L / M), as adaptive average pooling; every token counts.
 
 Legend: B rows, N tokens, M slots, C channels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from cached_transformers.checks import at_least_one
 
 Interpolation = Literal["nearest", "linear", "area"]
 
@@ -29,15 +31,16 @@ def interpolate(
     to_size: tuple[int, int] | None = None,
     prefix: int = 0,
 ) -> Tensor:
-    """Tokens to slots, (B, N, C) -> (B, length, C).
+    """Interpolate tokens to slots, (B, N, C) -> (B, length, C).
 
     Args:
         padding_BN: True = padding; each row then spreads its own valid tokens over all slots. A row without any gives
-        zeros. size, to_size: maps of tokens and slots for two-dimensional interpolation; `prefix` tokens in front
-        pass unchanged.
+            zeros.
+        size, to_size: maps of tokens and slots for two-dimensional interpolation; the `prefix` first tokens pass
+            unchanged.
 
     Raises:
-        ValueError: the number of tokens is not that of the map, or a map is combined with padding.
+        ValueError: the tokens do not fill the map, or a map is combined with padding.
     """
     if padding_BN is not None:
         if to_size is not None:
@@ -46,7 +49,7 @@ def interpolate(
     if size is not None and to_size is not None and size != to_size:
         if size[0] * size[1] + prefix != x_BNC.shape[1]:
             raise ValueError(
-                f"{x_BNC.shape[1]} tokens are not a map of {size[0]} x {size[1]} behind {prefix} class token(s)"
+                f"{x_BNC.shape[1]} tokens are not a map of {size[0]} x {size[1]} after {prefix} class token(s)"
             )
         image = x_BNC[:, prefix:].transpose(1, 2).unflatten(2, size)
         resized = _resize_2d(image, to_size, mode).flatten(2).transpose(1, 2)
@@ -63,7 +66,7 @@ def interpolate(
 
 
 def nearest_map(x_BNC: Tensor, length: int, padding_BN: Tensor | None = None) -> Tensor:
-    """(B, length, N): the matrix by which `interpolate` with "nearest" makes slots of tokens, one 1 a slot."""
+    """(B, length, N): the matrix of `interpolate` with "nearest", with one 1 per slot."""
     rows, n = x_BNC.shape[:2]
     place_N, slot_M = (torch.arange(size, device=x_BNC.device) for size in (n, length))
     if padding_BN is None:
@@ -88,7 +91,7 @@ def _resize_2d(image_BCHW: Tensor, size: tuple[int, int], mode: Interpolation) -
 
 
 def _interpolate_valid(x_BNC: Tensor, length: int, mode: Interpolation, padding_BN: Tensor) -> Tensor:
-    """Each row over its own valid tokens, wherever they stand in the row."""
+    """Interpolate each row over its own valid tokens, at any places of the row."""
     order_BN = torch.argsort(padding_BN.to(torch.uint8), dim=1, stable=True)  # valid tokens first, in their order
     count_B1 = (~padding_BN).sum(1, keepdim=True)
     slot_M = torch.arange(length, device=x_BNC.device)
@@ -97,7 +100,7 @@ def _interpolate_valid(x_BNC: Tensor, length: int, mode: Interpolation, padding_
         token_BM = order_BN.gather(1, index_BM)
         return x_BNC.gather(1, token_BM[..., None].expand(-1, -1, x_BNC.shape[2]))
 
-    # Half precision cannot count a long row's places, nor add its tokens up.
+    # Half precision can neither count a long row's places nor sum its tokens.
     wide = torch.promote_types(x_BNC.dtype, torch.float32)
     last_B1 = (count_B1 - 1).clamp(min=0)
     if mode == "nearest":
@@ -119,3 +122,38 @@ def _interpolate_valid(x_BNC: Tensor, length: int, mode: Interpolation, padding_
 
         out = (upto(end_BM) - upto(first_BM)) / (end_BM - first_BM).clamp(min=1)[..., None]
     return out.to(x_BNC.dtype).masked_fill(count_B1[..., None] == 0, 0)
+
+
+def check_size(length: int, size: Sequence[int] | None, prefix: int) -> None:
+    """Refuse (ValueError) a length other than the size of the map and its class tokens."""
+    if size is not None and size[0] * size[1] + prefix != length:
+        raise ValueError(f"cache length={length} must equal size {size[0]} x {size[1]} + prefix {prefix}")
+
+
+def coarser_map(
+    length: int, size: Sequence[int] | None, prefix: int, stride: int
+) -> tuple[int, tuple[int, int] | None]:
+    """Return the number of slots and (height, width) of their map, with one slot per stride x stride tokens.
+
+    Args:
+        length: tokens, including `prefix` class tokens before the map, which keep their own slots.
+        size: (height, width) of the tokens' map.
+
+    Raises:
+        ValueError: the stride is less than 1, or there is no map whose tokens could share slots.
+    """
+    at_least_one("; 1 is a slot for every token", stride=stride)
+    if size is None:
+        if stride > 1:
+            raise ValueError(
+                f"stride={stride} needs tokens on a map; give its size=(height, width), or take fewer slots by length"
+            )
+        return length, None
+    check_size(length, size, prefix)
+    height, width = (-(-int(side) // stride) for side in size)
+    return height * width + prefix, (height, width)
+
+
+def coarser_reduction(ratio: int, stride: int) -> int:
+    """Return the spatial reduction left for the keys and values of a cache that a `stride` made coarser."""
+    return max(ratio // max(stride, 1), 1)

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
+from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.memories.parts.fast_weights import Learned, Soup, behind, written
@@ -45,6 +46,8 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.state import refuse_narrow
 
 from .neural_memory import ACTIVATIONS, LOSSES, Activation, Gates, Loss, NeuralMemory
+
+own_word("in_front", "a result per head, mixed with the layer's input before queries, keys and values are made of it")
 
 PLACES = ("gate", "context", "layer")
 MIXES = ("product", "sum", "alone")
@@ -199,7 +202,7 @@ class Titans(Recurrent):
             self.norm = nn.RMSNorm(width // heads, eps=EPSILON)
             self.attention_norm = nn.RMSNorm(width // heads, eps=EPSILON) if mix == "product" else None
         else:
-            self.needs = frozenset({"state", "context", "kv_projection"}) | ({"bias"} if causal else set())
+            self.needs = frozenset({"state", "context"}) | ({"bias"} if causal else set())
             self.no_snapshots = "place='context' reads keys and values, which no weights mix; take place='gate'"
             self.persistent_MD = nn.Parameter(torch.randn(persistent, width) / width**0.5) if persistent else None
             self.register_buffer("open_gate", torch.tensor(True))

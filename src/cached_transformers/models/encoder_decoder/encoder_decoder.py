@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from cached_transformers.attentions import AttentionSpec
 from cached_transformers.checks import at_least_one, shares
-from cached_transformers.interfaces.positions import BucketedPositions, Positions, make_positions
 from cached_transformers.layers.stack import ModelOutput, StackState
 from cached_transformers.layers.switch import ExpertsSpec
 from cached_transformers.layers.token_loss import IGNORED, token_losses
 from cached_transformers.memories import MemorySpec
+from cached_transformers.positions import BucketedPositions, Positions, make_positions
 from cached_transformers.registry import MODELS, unknown_name
 
 from ..documents import refuse_documents

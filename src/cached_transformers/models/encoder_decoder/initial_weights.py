@@ -15,10 +15,10 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from cached_transformers.interfaces.memory import LayerMemory, ModelMemory
-from cached_transformers.interfaces.positions import BucketedPositions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.decoder_block import CausalAttention, CrossAttention
 from cached_transformers.layers.feed_forward import FeedForward
+from cached_transformers.positions import BucketedPositions
 from cached_transformers.registry import unknown_name
 
 from ..initial_weights import initialise

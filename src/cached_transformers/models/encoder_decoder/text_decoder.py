@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cached_transformers.interfaces.positions import BucketedPositions, Positions
 from cached_transformers.layers.decoder_block import CausalAttention, CrossAttention, DecoderBlock, KeysValues, hide
 from cached_transformers.layers.kv_cache import Continuations, KVCache
+from cached_transformers.positions import BucketedPositions, Positions
 from cached_transformers.state import State
 
 from ..stack_model import feed_forward_of

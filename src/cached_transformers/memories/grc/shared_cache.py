@@ -1,9 +1,13 @@
-"""A cache shared by all rows and steps: a buffer of the model that training updates and evaluation reads.
+"""A cache shared by all rows and steps: a buffer that training updates and evaluation reads.
 
-What the update is, a subclass says (`gated_recurrent_cache.py`, `attention_cache.py`). What is here are the rules of
-every such cache (arXiv:2312.12742, Algorithm 1, lines 2-6): tokens are interpolated to slots, forward leaves a proposal
-and never writes the buffer, and the proposal is committed once, never during recomputation, never in evaluation, and
-never when it is not finite.
+The rules are those of Algorithm 1, lines 2-6 (arXiv:2312.12742). With C_t the cache of training step t:
+
+    training forward t      cache_MC <- C_{t-1}  (commit the pending proposal),  then proposal <- C_t  (propose)
+    commit(), eval(), state_dict(), copies      cache_MC <- C_t
+    recomputation, hold_caches, evaluation      neither proposes nor commits
+    an update that is not finite                proposal <- C_{t-1}
+
+A subclass defines the update: `GatedRecurrentCache`, and the two caches of `attention_cache.py`.
 
 Legend: B rows, N tokens, M slots, C cache width.
 """
@@ -18,15 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .interpolation import Interpolation, interpolate
-from .options import one_of
+from cached_transformers.memories.parts.interpolation import Interpolation, check_size, interpolate
+from cached_transformers.memories.parts.options import one_of
 
 Sync = Literal["broadcast", "mean", "none"]
 Attend = Literal["mean", "sample", "stored"]
 
 
 def in_backward() -> bool:
-    """Whether autograd is running, that is, whether a forward now is a recomputation by activation checkpointing."""
+    """Whether autograd is running: a forward now is a recomputation by activation checkpointing."""
     if _graph_task is not None:
         return _graph_task() != -1
     try:  # installing a callback is an error outside of a backward pass
@@ -36,17 +40,14 @@ def in_backward() -> bool:
     return True
 
 
-# PyTorch has no public question for this, and may drop the private one.
+# PyTorch has no public function for this, and may remove the private one.
 _graph_task = getattr(torch._C, "_current_graph_task_id", None)
 
 
+# Custom operators, so that compiled code asks `in_backward` when it runs, not when it is traced.
 @torch.library.custom_op("cached_transformers::commit_cache", mutates_args=("cache", "fresh"))
 def commit_cache(cache: Tensor, proposal: Tensor, fresh: Tensor, keep: bool) -> None:
-    """Copy `proposal` into `cache` when `fresh`, then clear `fresh` unless told to `keep` it; nothing during
-    recomputation.
-
-    A custom operator, so that the question is asked when compiled code runs, not when it is traced.
-    """
+    """Copy `proposal` into `cache` if `fresh`, then clear `fresh` unless `keep`; do nothing during recomputation."""
     if not in_backward():
         cache.copy_(torch.where(fresh, proposal, cache))
         if not keep:
@@ -55,7 +56,7 @@ def commit_cache(cache: Tensor, proposal: Tensor, fresh: Tensor, keep: bool) -> 
 
 @torch.library.custom_op("cached_transformers::propose_cache", mutates_args=("proposal", "fresh"))
 def propose_cache(proposal: Tensor, fresh: Tensor, new: Tensor, current: Tensor, sync: str) -> None:
-    """Store `new` as the next cache, averaged or broadcast over processes; `current` again if `new` is not finite."""
+    """Store `new` as the next cache, averaged or broadcast over processes; `current` if `new` is not finite."""
     if in_backward():
         return
     proposal.copy_(torch.where(torch.isfinite(new).all(), new.to(proposal.dtype), current))
@@ -68,22 +69,32 @@ def propose_cache(proposal: Tensor, fresh: Tensor, new: Tensor, current: Tensor,
     fresh.fill_(True)
 
 
-class CacheSlots(nn.Module):
-    """The way from tokens to the slots of a cache.
+class SharedCache(nn.Module):
+    """A cache shared by all rows and steps: a buffer in the state dict, updated once per training step.
+
+    A training loop need not know of it: see the module's diagram. The buffer stays float32 (or float64) in
+    half-precision models. A subclass defines `update`, and `mean_update` where the mean over rows costs less.
 
     Args:
-        width: C, channels of the cache.
-        length: M, slots.
-        interpolation: "nearest", "linear" or "area", where tokens and slots differ in number.
+        width: C, channels of the cache. length: M, slots.
+        attend: what rows read in training: the batch "mean" of the update (Algorithm 1), each row ("sample") its own
+            update, or the cache as it was "stored" before the step. The mean is stored in any case.
+        sync: how distributed processes combine their proposals: all take rank 0's ("broadcast", as batch norm), the
+            mean, or each keeps its own ("none").
+        interpolation: "nearest", "linear" or "area", if the numbers of tokens and slots differ.
         size: (height, width) of the cache as a map, for two-dimensional interpolation; None for one dimension.
-        prefix: class tokens in front of the map, which keep slots of their own.
+        prefix: class tokens before the map, which keep their own slots.
     """
+
+    cache_MC: Tensor
 
     def __init__(
         self,
         width: int,
         length: int,
         *,
+        attend: Attend = "mean",
+        sync: Sync = "broadcast",
         interpolation: Interpolation = "nearest",
         size: tuple[int, int] | None = None,
         prefix: int = 0,
@@ -95,72 +106,42 @@ class CacheSlots(nn.Module):
         check_size(length, size, prefix)
         self.width, self.length, self.size, self.prefix = width, length, size, prefix
         self.interpolation = interpolation
-
-    def slots(self, x_BNC: Tensor, padding_BN: Tensor | None = None, size: tuple[int, int] | None = None) -> Tensor:
-        """(B, M, C): the tokens interpolated to the number of slots, each row over its own valid tokens."""
-        return interpolate(
-            x_BNC, self.length, self.interpolation, padding_BN, size=size, to_size=self.size, prefix=self.prefix
-        )
-
-
-class SharedCache(CacheSlots):
-    """A cache shared by all rows and steps: a buffer in the state dict, updated once per training step.
-
-    Forward never writes the buffer. In training it leaves a proposal, which is committed when the next training forward
-    begins, or earlier by `commit`, `eval()` or `state_dict()`; a training loop need not know. During the
-    recomputation of activation checkpointing and in evaluation nothing is proposed or committed. The buffer stays
-    float32 (or float64) in half-precision models. In evaluation the cache is constant.
-
-    A subclass gives `update`, and `mean_update` where the mean over rows can be had for less.
-
-    Args:
-        attend: what rows read in training: the batch "mean" of the update (Algorithm 1), each row ("sample") its own
-            update, or the cache as it was "stored" before it; the mean is what is stored in any case.
-        sync: what distributed processes do with their proposals: all take rank 0's ("broadcast", as batch norm), the
-            mean of all, or each keeps its own ("none").
-        width, length, others: see `CacheSlots`.
-    """
-
-    cache_MC: Tensor
-
-    def __init__(
-        self, width: int, length: int, *, attend: Attend = "mean", sync: Sync = "broadcast", **slots: Any
-    ) -> None:
-        super().__init__(width, length, **slots)
         self.attend = attend
         self.sync = one_of("sync", sync, ("broadcast", "mean", "none"))
         self.held = False
         self.register_buffer("cache_MC", torch.zeros(length, width, dtype=_wide(torch.get_default_dtype())))
         self._set_pending(self.cache_MC)
 
+    def slots(self, x_BNC: Tensor, padding_BN: Tensor | None = None, size: tuple[int, int] | None = None) -> Tensor:
+        """Interpolate the tokens to the slots, (B, M, C), each row over its own valid tokens."""
+        return interpolate(
+            x_BNC, self.length, self.interpolation, padding_BN, size=size, to_size=self.size, prefix=self.prefix
+        )
+
     def update(self, s_BMC: Tensor, cache_MC: Tensor) -> Tensor:
-        """(B, M, C): the cache after each row's slots alone, in the dtype of `cache_MC`, which is a constant."""
+        """(B, M, C): the cache updated by each row's slots, in the dtype of `cache_MC`, which is a constant."""
         raise NotImplementedError("abstract: a cache writes update()")
 
-    def mean_update(self, s_BMC: Tensor, cache_MC: Tensor, weight_B: Tensor | None) -> Tensor:
-        """(M, C): mean of `update` over the rows marked in `weight_B`, all when None; the cache when there is none."""
-        return cache_MC + row_mean(self.update(s_BMC, cache_MC) - cache_MC, weight_B)
-
-    def mean_update_by(
+    def mean_update(
         self, x_BNC: Tensor, padding_BN: Tensor | None, size: tuple[int, int] | None, cache_MC: Tensor
     ) -> Tensor:
-        """`mean_update` by tokens that are not spread over the slots yet; rows without any have no part in it."""
+        """(M, C): mean over rows of `update` by these tokens; rows that are all padding take no part."""
         weight_B = None if padding_BN is None else (~padding_BN).any(1)
-        return self.mean_update(self.slots(x_BNC, padding_BN, size), cache_MC, weight_B)
+        return cache_MC + row_mean(self.update(self.slots(x_BNC, padding_BN, size), cache_MC) - cache_MC, weight_B)
 
     @property
     def constant_in_evaluation(self) -> bool:
-        """Whether evaluation reads the stored cache as it is, so that keys and values of it may be folded."""
+        """Whether evaluation reads the stored cache, so that its keys and values can be folded."""
         return self.attend != "sample"
 
     def forward(self, x_BNC: Tensor, padding_BN: Tensor | None = None, size: tuple[int, int] | None = None) -> Tensor:
-        """The cache to attend: (M, C), or (B, M, C) with attend="sample".
+        """Return the cache to attend: (M, C), or (B, M, C) with attend="sample".
 
-        In training the update by `x_BNC` is made and proposed for the next step. In evaluation the rows' own update is
-        computed with attend="sample" and thrown away after use, and the stored cache is returned otherwise.
+        Training updates by `x_BNC` and proposes the result for the next step. Evaluation returns the stored cache; with
+        attend="sample" it computes each row's update and discards it after use.
 
         Raises:
-            ValueError: there is no row, or no token, to update by.
+            ValueError: the batch has no row or no token.
         """
         if (self.training and not self.held) or self.sync == "none":
             self.commit()
@@ -171,29 +152,28 @@ class SharedCache(CacheSlots):
                 f"a batch of {x_BNC.shape[0]} rows of {x_BNC.shape[1]} tokens has nothing to update the cache by; "
                 "leave empty batches out"
             )
-        # A copy: the buffer is overwritten by the next commit, and a graph that waits for its backward must not see
-        # that.
+        # A copy: the next commit overwrites the buffer, and a graph that awaits its backward must not see that.
         cache_MC = self.cache_MC.clone() if self.training else self.cache_MC
         if self.attend == "sample":
             weight_B = None if padding_BN is None else (~padding_BN).any(1)
             attended = self.update(self.slots(x_BNC, padding_BN, size), cache_MC)
             new_MC = cache_MC + row_mean(attended - cache_MC, weight_B) if self.training else cache_MC
         else:
-            new_MC = self.mean_update_by(x_BNC, padding_BN, size, cache_MC)
+            new_MC = self.mean_update(x_BNC, padding_BN, size, cache_MC)
             attended = new_MC if self.attend == "mean" else cache_MC
         if self.training and not self.held:
             propose_cache(self._proposal_MC, self._fresh, new_MC.detach(), cache_MC, self.sync)
         return attended
 
     def commit(self) -> None:
-        """Make the last proposal, if there is one, the cache."""
-        # With sync="none" the proposal stays in force: DDP may broadcast rank 0's buffer over ours before any forward.
+        """Make the pending proposal, if any, the cache."""
+        # sync="none" keeps the proposal in force: DDP may broadcast rank 0's buffer over ours before any forward.
         commit_cache(self.cache_MC, self._proposal_MC, self._fresh, keep=self.sync == "none")
 
     @torch.no_grad()
     def propose_current(self) -> None:
-        """Make the cache as it is the proposal: what was pending is dropped, and what overwrites the buffer before the
-        next training forward, as DDP does, is undone."""
+        """Propose the cache as it is: drop the pending proposal, and undo writes to the buffer before the next training
+        forward, such as DDP's broadcast."""
         self._proposal_MC.copy_(self.cache_MC)
         self._fresh.fill_(True)
 
@@ -209,21 +189,16 @@ class SharedCache(CacheSlots):
         check_size(length, size, self.prefix)
         self.commit()
         mode: Interpolation = "nearest" if self.interpolation == "nearest" else "linear"
-        two_d = self.size is not None and size is not None
-        cache_BMC = interpolate(
-            self.cache_MC[None],
-            length,
-            mode,
-            size=self.size if two_d else None,
-            to_size=size if two_d else None,
-            prefix=self.prefix if two_d else 0,
-        )
+        maps: dict[str, Any] = {}
+        if self.size is not None and size is not None:
+            maps = {"size": self.size, "to_size": size, "prefix": self.prefix}
+        cache_BMC = interpolate(self.cache_MC[None], length, mode, **maps)
         self.length, self.size = length, size
         self.cache_MC = cache_BMC[0].clone()
         self._set_pending(self.cache_MC)
 
     def train(self, mode: bool = True) -> SharedCache:
-        """As nn.Module.train; leaving training commits what is pending."""
+        """Set the mode as nn.Module.train; leaving training commits the pending proposal."""
         if not mode and self.training:
             self.commit()
         return super().train(mode)
@@ -234,7 +209,7 @@ class SharedCache(CacheSlots):
         self._fresh = torch.zeros((), dtype=torch.bool, device=like.device)
 
     def _settle(self) -> None:
-        """Pending tensors in the place and kind of the buffer, after whatever moved or exchanged it."""
+        """Match the pending tensors to the buffer after a move, a cast or a load."""
         if self.cache_MC.dtype != _wide(self.cache_MC.dtype):
             self.cache_MC = self.cache_MC.to(_wide(self.cache_MC.dtype))
         if self._fresh.is_meta and not self.cache_MC.is_meta:  # built on the meta device: nothing can be pending
@@ -243,7 +218,7 @@ class SharedCache(CacheSlots):
         self._fresh = self._fresh.to(self.cache_MC.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy (EMA, pickle) starts with what is committed; our pending proposal must not overwrite its cache later.
+        # A copy (EMA, pickle) starts from the committed cache; our pending proposal must not overwrite it later.
         self.commit()
         return {**self.__dict__, "_fresh": torch.zeros_like(self._fresh)}
 
@@ -274,17 +249,11 @@ class SharedCache(CacheSlots):
 
 
 def row_mean(x_BMC: Tensor, weight_B: Tensor | None) -> Tensor:
-    """Mean over rows; with `weight_B` (bool) over the marked rows only, zeros when there is none."""
+    """Mean over rows; with `weight_B` (bool) over the marked rows only, zeros if none is marked."""
     if weight_B is None:
         return x_BMC.mean(0)
     weight = weight_B.to(x_BMC.dtype)
     return torch.einsum("b,bmc->mc", weight / weight.sum().clamp(min=1), x_BMC)
-
-
-def check_size(length: int, size: tuple[int, int] | None, prefix: int) -> None:
-    """Refuse (ValueError) a length that is not that of the map with the class tokens before it."""
-    if size is not None and size[0] * size[1] + prefix != length:
-        raise ValueError(f"cache length={length} must equal size {size[0]} x {size[1]} + prefix {prefix}")
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -297,7 +266,7 @@ def caches(model: nn.Module) -> Iterator[SharedCache]:
 
 
 def commit_caches(model: nn.Module) -> None:
-    """Commit what is pending in every cache of `model`."""
+    """Commit the pending proposal of every cache of `model`."""
     for cache in caches(model):
         cache.commit()
 

@@ -1,7 +1,7 @@
-"""Weights of linear maps, for code that does more with them than call the module.
+"""Weights of linear maps, for code that uses them without calling the module.
 
-Others wrap such modules (adapters), exchange them (quantisation) or watch them (hooks). Then the weight beside the name
-is not what the module computes with, and only a call tells.
+Adapters wrap such modules, quantisation replaces them, and hooks watch them. Then `module.weight` is not the weight in
+use, and only a call is right.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ Weights = tuple[Tensor, Tensor | None] | None
 
 
 def weights_of(linear: Any) -> Weights:
-    """Weight and bias of an nn.Linear; None for what replaces one (adapters, quantised or parametrised layers)."""
+    """Weight and bias of an nn.Linear; None for its replacements (adapters, quantised or parametrised layers)."""
     plain = type(linear) in (nn.Linear, NonDynamicallyQuantizableLinear)
-    # Tensors of several, as quantised ones and those that FSDP cuts up, are no matrices to compute with.
+    # Composite tensors (quantised, or sharded by FSDP) are no plain matrices.
     return (linear.weight, linear.bias) if plain and not hasattr(linear.weight, "__tensor_flatten__") else None
 
 
 def is_spread(linear: Any) -> bool:
-    """Whether processes have parts of the weight (a `DTensor`): a call alone sums gradients of its input over them."""
+    """Whether the weight is sharded over processes (a `DTensor`): only a call sums the input's gradients over them."""
     return hasattr(getattr(linear, "weight", None), "full_tensor")
 
 
 def plain_weights(linear: Any) -> Weights:
-    """`weights_of`, where nobody watches the calls or has patched them, so that they need not be made."""
+    """`weights_of` for a module without hooks or a patched forward, so that its call can be skipped."""
     watched = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks
     return None if watched or "forward" in vars(linear) else weights_of(linear)
 
 
 def matrix_of(linear: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight (out, in) and bias (out,) of a linear map: its own where it is plain, else what the module makes of the
-    unit vectors and of nothing, with gradients into whatever it is made of."""
+    """Weight (out, in) and bias (out,) of a linear map, with gradients.
+
+    They are the module's own if it is plain, else its results for the unit vectors and for 0.
+    """
     plain = plain_weights(linear)
     if plain is not None:
         return plain
@@ -48,6 +50,6 @@ def matrix_of(linear: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def input_dtype(linear: nn.Module) -> torch.dtype:
-    """In which dtype a linear map takes its input; packed weights of few bits have none of their own."""
+    """Return the dtype of a linear map's input; packed low-bit weights have no dtype to copy."""
     found = (p.dtype for p in linear.parameters() if p.is_floating_point())
     return next(found, torch.get_default_dtype())

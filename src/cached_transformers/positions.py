@@ -1,7 +1,7 @@
-"""Position encodings. All take explicit positions, so that keys of a memory can be placed where they were seen.
+"""Position encodings with explicit positions, so that a memory's keys keep the positions of their tokens.
 
-A scheme may act in three places, each with an identity default: `embed` adds to the tokens at the model's entrance,
-`rotate` turns keys and `query` queries, `bias` adds to the attention logits.
+A scheme may act in three places, each with an identity default: `embed` adds to the embedded tokens, `rotate` and
+`query` turn keys and queries, `bias` adds to the attention logits.
 
 Legend: B rows, N queries, M keys, H heads, E head width, D model width, P position channels (1, or row and column).
 """
@@ -23,11 +23,12 @@ class Positions(nn.Module):
     """No position information; base of all schemes."""
 
     def open(self, run: bool) -> Positions:
-        """The same scheme for tokens that come one at a time, which may keep what serves several of them: the keys of
-        each call are those of the call before, in their order, and new ones behind them. No key is behind the query.
+        """Return the scheme for incremental decoding; it may cache results between calls.
+
+        Each call has the keys of the last call, in the same order, and new ones after them. No key is after the query.
 
         Args:
-            run: all keys that it will meet stand at consecutive places that end with the query's, in whatever order.
+            run: all keys are at consecutive positions that end with the query's, in any order.
         """
         return self
 
@@ -40,7 +41,7 @@ class Positions(nn.Module):
         return t_BHNE
 
     def query(self, q_BHNE: Tensor, positions_BNP: Tensor) -> Tensor:
-        """Queries with their positions applied; as keys, unless a scheme says otherwise."""
+        """Queries with their positions applied; by default the same as keys."""
         return self.rotate(q_BHNE, positions_BNP)
 
     def bias(
@@ -50,14 +51,14 @@ class Positions(nn.Module):
 
         Args:
             q_BHNE: the queries before `query`.
-            causal_run: the keys' positions are consecutive and end with those of the queries, and what a query sees of
-                later keys does not matter.
+            causal_run: the keys' positions are consecutive and end with the queries', and logits of later keys are
+                ignored.
         """
         return None
 
     def by_distance(self, q_BHNE: Tensor, count: int) -> Tensor | None:
-        """What `bias` adds for keys 0, 1, ... `count` - 1 places before each query, for cores that look it up:
-        (B or 1, H, N or 1, count); None for a scheme that is no function of queries and distances."""
+        """`bias` for keys 0, 1, ... `count` - 1 positions before each query, (B or 1, H, N or 1, count), for cores that
+        look it up; None for a scheme that is no function of queries and distances."""
         return None
 
 
@@ -117,7 +118,7 @@ class RotaryPositions(Positions):
 
 
 class _KeptRotation(RotaryPositions):
-    """Turns queries and keys of all layers that share it by what was computed once for their token."""
+    """Rotary scheme that computes the rotation once per token, for all layers that share it."""
 
     def __init__(self, head_width: int, base: float) -> None:
         super().__init__(head_width, base)
@@ -132,7 +133,7 @@ class _KeptRotation(RotaryPositions):
 
 
 def _has_complex(t_BHNE: Tensor) -> bool:
-    """Whether pairs of channels are complex numbers as they stand. A compiler fuses their real products better."""
+    """Whether pairs of channels can be viewed as complex numbers. A compiler fuses real products better."""
     usual = t_BHNE.dtype in (torch.float32, torch.float64) and t_BHNE.device.type in ("cpu", "cuda")
     if not usual or torch.compiler.is_compiling():
         return False
@@ -141,13 +142,13 @@ def _has_complex(t_BHNE: Tensor) -> bool:
 
 
 def _turned(t_BHNE: Tensor, turn_B1NF: Tensor) -> Tensor:
-    """Each pair of channels times a complex number: one kernel, for which real numbers need seven, and so backward."""
+    """Multiply each pair of channels by a complex number: one kernel instead of seven, and so in the backward."""
     pairs_BHNF = torch.view_as_complex(t_BHNE.unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs_BHNF * turn_B1NF).flatten(-2)
 
 
 class ALiBiPositions(Positions):
-    """Logits fall linearly with distance, at a rate of its own per head (ALiBi, arXiv:2108.12409, section 3)."""
+    """Logits that fall linearly with distance, at a fixed rate per head (ALiBi, arXiv:2108.12409, section 3)."""
 
     slopes: Tensor
 
@@ -197,16 +198,14 @@ class RelativePositions(Positions):
     logit_ij = [(q_i + u) . k_j + (q_i + v) . (W_r R_d)] / sqrt(E),  d = position of i - position of j,
     R_d = [sin(d w_0), ..., sin(d w_last), cos(d w_0), ..., cos(d w_last)],  w_k = base^(-2 k / width).
 
-    In a causal run of keys the term of R is one product with a table of M + N distances, B H N (M + N) E multiply-adds,
-    whose rows are shifted by viewing the result with another row length: nothing is copied. For any other positions
-    sin and cos of a difference are split into those of both places, B H N M width multiply-adds, which is exact too and
-    takes distances of either sign; only `clamp` needs a gather there. Sines and cosines are taken in float64 and then
-    cast to the model's dtype: in float32 the sine of a distance of some thousand tokens is wrong in its fourth decimal.
+    In a causal run the term of R is one product with a table of M + N distances, B H N (M + N) E multiply-adds. For
+    other positions it uses the sines and cosines of both places, B H N M width multiply-adds, or a gather with `clamp`.
+    Sines and cosines are computed in float64: in float32 they are wrong in the fourth decimal at some thousand tokens.
 
     Args:
         heads: H. head_width: E. width: channels of R; H E by default.
-        clamp: distances beyond it count as it; None for no limit.
-        biases: (u, v) of shape (H, E) to share between layers; own ones when None.
+        clamp: largest distance; longer ones are clamped. None for no limit.
+        biases: (u, v) of shape (H, E) to share between layers; None for own ones.
     """
 
     def __init__(
@@ -269,13 +268,13 @@ class RelativePositions(Positions):
     def _shifted(self, q_BHNE: Tensor, keys: int) -> Tensor:
         n = q_BHNE.shape[2]
         table_HKE = self._of_distances(torch.arange(keys - 1, -1, -1, device=q_BHNE.device))
-        # One column of zeros in front makes the rows one longer; read again with the right length, row i begins
-        # N - 1 - i columns later, which is where its distances are. What stands behind the diagonal is not for it.
+        # Shift the rows without a copy: a column of zeros at the front makes each row one longer; viewed with the right
+        # length, row i starts N - 1 - i columns later, at its distances. Values after the diagonal are not used.
         wide = q_BHNE @ F.pad(table_HKE, (0, 0, 1, 0)).mT
         return wide.flatten(-2)[..., n:].unflatten(-1, (n, keys))
 
     def _split(self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor) -> Tensor:
-        # Counted from the first query, so that places far out are as exact as near ones.
+        # Counted from the first query, so that large positions lose no digits.
         here = q_positions_BNP[:, :1]
         code_BMW = self._codes(k_positions_BMP - here).to(q_BHNE.dtype)
         return self._with_codes(q_BHNE, q_positions_BNP - here, code_BMW)
@@ -286,14 +285,14 @@ class RelativePositions(Positions):
         return torch.cat([k_angle.cos(), k_angle.sin()], -1)
 
     def _with_codes(self, q_BHNE: Tensor, positions_BNP: Tensor, code_BMW: Tensor) -> Tensor:
-        """The logits of queries, of `_asking`, with keys of these codes."""
+        """Logits of the queries of `_asking` with keys of these codes."""
         weight_HEW = matrix_of(self.project)[0].unflatten(0, (self.heads, self.head_width))
         sine_BHNF, cosine_BHNF = (q_BHNE @ weight_HEW).chunk(2, -1)
         q_angle = self.angles(positions_BNP)[:, None]
         q_sin, q_cos = q_angle.sin().to(q_BHNE.dtype), q_angle.cos().to(q_BHNE.dtype)
         with_cos = sine_BHNF * q_sin + cosine_BHNF * q_cos
         with_sin = cosine_BHNF * q_sin - sine_BHNF * q_cos
-        # All heads meet the same codes, which a product of batches would first copy for each.
+        # All heads share the codes, which a batched product would copy for each head.
         q_code = torch.cat([with_cos, with_sin], -1)
         return (q_code.flatten(1, 2) @ code_BMW.mT).unflatten(1, q_code.shape[1:3])
 
@@ -306,15 +305,15 @@ class RelativePositions(Positions):
 
 
 class KeptScheme(Positions):
-    """A scheme that keeps something for another one, which queries go through as before."""
+    """A scheme that caches results of another one, for incremental decoding."""
 
     def __init__(self, scheme: Positions) -> None:
         super().__init__()
-        self._schemes = [scheme]  # a part of its layer alone
+        self._schemes = [scheme]  # in a list, so that it stays a submodule of its layer only
 
     @property
     def scheme(self) -> Any:
-        """The other one."""
+        """The other scheme."""
         return self._schemes[0]
 
     def query(self, q_BHNE: Tensor, positions_BNP: Tensor) -> Tensor:
@@ -322,7 +321,7 @@ class KeptScheme(Positions):
 
 
 class _KeptCodes(KeptScheme):
-    """A relative scheme for keys of any places, whose codes are made once, counted from the first query."""
+    """A relative scheme for keys at any positions, which caches their codes, counted from the first query."""
 
     def __init__(self, scheme: RelativePositions) -> None:
         super().__init__(scheme)
@@ -342,8 +341,7 @@ class _KeptCodes(KeptScheme):
 
 
 class _KeptDistances(KeptScheme):
-    """A relative scheme for keys of a run that ends with the query, or of distances up to a clamp: W_r R_d of all of
-    them is made once."""
+    """A relative scheme for a run of keys that ends with the query, or with a clamp; it caches W_r R_d."""
 
     def __init__(self, scheme: RelativePositions) -> None:
         super().__init__(scheme)
@@ -356,13 +354,13 @@ class _KeptDistances(KeptScheme):
         needed = max(keys, (scheme.clamp or 0) + 1)
         if self._table_HEK.shape[2] < needed:
             distances = torch.arange(2 * needed - 1, -1, -1, device=q_BHNE.device)
-            # Divided here, by what the query is divided by elsewhere.
+            # Divided here instead of dividing each query.
             self._table_HEK = scheme._of_distances(distances).mT / math.sqrt(scheme.head_width)
         q_BHNE, longest = q_BHNE + scheme.position_bias[:, None], self._table_HEK.shape[2]
         if causal_run and q_BHNE.shape[2] == 1:  # in order, the farthest first
             return q_BHNE @ self._table_HEK[..., longest - keys :]
         distance_BNM = q_positions_BNP[:, :, None, 0] - k_positions_BMP[:, None, :, 0]
-        place_BNM = longest - 1 - distance_BNM.clamp(0, longest - 1)  # an empty slot may stand anywhere
+        place_BNM = longest - 1 - distance_BNM.clamp(0, longest - 1)  # an empty slot may be anywhere
         logits_BHNK = q_BHNE @ self._table_HEK
         return logits_BHNK.gather(-1, place_BNM[:, None].expand(*logits_BHNK.shape[:3], -1))
 
@@ -370,14 +368,14 @@ class _KeptDistances(KeptScheme):
 class BucketedPositions(Positions):
     """A trained logit per head and bucket of distances: T5's relative position bias (arXiv:1910.10683, section 2.1).
 
-    Near distances have a bucket each, farther ones share buckets whose bounds grow geometrically up to `reach`, and all
-    beyond share the last. One scheme serves all layers of a stack. Original implementation:
+    Short distances have one bucket each; longer ones share buckets whose bounds grow geometrically up to `reach`, and
+    all beyond share the last. One scheme serves all layers of a stack. Original implementation:
     google-research/text-to-text-transfer-transformer and mesh_tensorflow (`_relative_position_bucket`).
 
     Args:
-        heads: H. buckets: number of buckets. reach: distance from which on all fall into the last bucket.
-        causal: no key is later than the query, and all buckets are for the past; otherwise half of them are for keys
-            behind the query.
+        heads: H. buckets: number of buckets. reach: start of the last bucket.
+        causal: no key is later than the query, and all buckets are for the past; otherwise half of them are for later
+            keys.
 
     Raises:
         ValueError: fewer than 4 buckets (2 if causal), an odd number of them without `causal`, or a reach that the
@@ -401,7 +399,7 @@ class BucketedPositions(Positions):
         buckets = self.buckets if self.causal else self.buckets // 2
         distance = (-offset).clamp(min=0) if self.causal else offset.abs()
         single = buckets // 2
-        # float32 whatever the model's dtype: a bound of a bucket must not depend on it.
+        # Always float32: the bounds of a bucket must not depend on the model's dtype.
         share = torch.log(distance.clamp(min=1).float() / single) / math.log(self.reach / single)
         far = (single + (share * (buckets - single)).long()).clamp(max=buckets - 1)
         index = torch.where(distance < single, distance, far)
@@ -410,7 +408,7 @@ class BucketedPositions(Positions):
     def bias(
         self, q_BHNE: Tensor | None, q_positions_BNP: Tensor, k_positions_BMP: Tensor, *, causal_run: bool = False
     ) -> Tensor:
-        """(B, H, N, M), or (1, H, N, M) where both positions are one row that was expanded."""
+        """(B, H, N, M), or (1, H, N, M) if both positions are one expanded row."""
         if q_positions_BNP.stride(0) == 0 and k_positions_BMP.stride(0) == 0:
             q_positions_BNP, k_positions_BMP = q_positions_BNP[:1], k_positions_BMP[:1]
         offset_BNM = k_positions_BMP[:, None, :, 0] - q_positions_BNP[:, :, None, 0]
@@ -447,7 +445,7 @@ def alike(first: Positions, second: Positions) -> bool:
 
 
 def angles(positions_BNP: Tensor, width: int, base: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(B, N, width / 2): position times base^(-2 i / width), float32 or wider whatever the model's dtype.
+    """(B, N, width / 2): position times base^(-2 i / width), always float32 or wider.
 
     Not a buffer, which `model.bfloat16()` would convert: bfloat16 has no odd number above 256.
     """
@@ -456,7 +454,7 @@ def angles(positions_BNP: Tensor, width: int, base: float, dtype: torch.dtype = 
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """float64, or float32 on devices that have no wider numbers."""
+    """float64, or float32 on devices without it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -471,7 +469,7 @@ def make_positions(name: str, *, width: int, heads: int, length: int | None = No
     """Build a scheme by name: "none", "learned", "sinusoidal", "rotary", "alibi" or "relative".
 
     Raises:
-        ValueError: the name is unknown, or "learned" is asked for without a `length`.
+        ValueError: the name is unknown, or name="learned" without a `length`.
     """
     if name == "learned" and length is None:
         raise ValueError("learned positions need a length: the longest segment; or take 'sinusoidal' or 'rotary'")

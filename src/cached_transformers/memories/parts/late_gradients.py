@@ -1,12 +1,12 @@
-"""Weight gradients of linear maps that are called with a few tokens many times, made by one product.
+"""One weight gradient for a linear map that is called many times with a few tokens.
 
-A memory that reads token by token calls each map once a token, and each call has a gradient of the weight, as large as
-the weight and made of a few rows. Put off until all calls have theirs, they are one product of all rows:
+A memory that reads token by token calls each map once per token, and each call would make a gradient as large as the
+weight. Deferred until all calls have their gradients, they are one product of all rows:
 
     dW = sum_i g_i^T x_i = [g_1; g_2; ..]^T [x_1; x_2; ..]
 
-The weight enters the calls through one node of the graph. Autograd carries out that node's backward behind those of all
-calls, each of which has left its rows there; so the gradient arrives where it always does, hooks and DDP included.
+The weight enters all calls through one node of the graph. Autograd runs that node's backward after the backward of all
+calls, which have left their rows in it; so the gradient arrives as usual, hooks and DDP included.
 
 Legend: K inputs, O outputs of a map.
 """
@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .linear_maps import is_spread, matrix_of, plain_weights
+from cached_transformers.linear_maps import is_spread, matrix_of, plain_weights
 
 
 class _Here(threading.local):
-    maps: dict[nn.Module, _Map | None] | None = None
+    maps: dict[nn.Module, _LateMap | None] | None = None
 
 
 _here = _Here()
@@ -35,10 +35,10 @@ _here = _Here()
 
 @contextlib.contextmanager
 def late_gradients(on: bool = True) -> Iterator[None]:
-    """Maps that are called by `mapped` inside have their weight gradients made at once; with `on=False` not.
+    """Defer the weight gradients of maps that are called by `mapped` inside; with `on=False` not.
 
-    It does nothing without gradient, under autocast and in compiled code, nor for maps whose weights are not their own
-    (adapters, quantised and parametrised ones), that are watched by hooks, or that are not trained.
+    It has no effect without gradient, under autocast or in compiled code, nor on maps with adapters, quantised or
+    parametrised weights, hooks, or without training.
     """
     if torch.compiler.is_compiling():
         yield
@@ -51,7 +51,7 @@ def late_gradients(on: bool = True) -> Iterator[None]:
 
 
 def mapped(linear: Any, x: Tensor, first: int = 0, last: int | None = None) -> Tensor:
-    """A linear map of x (..., K), or its outputs first .. last alone, (..., last - first)."""
+    """Apply a linear map to x (..., K); only its outputs first .. last, (..., last - first), if given."""
     if not torch.compiler.is_compiling() and _here.maps is not None and torch.is_grad_enabled():
         if linear not in _here.maps:
             _here.maps[linear] = _late(linear, x)
@@ -69,35 +69,35 @@ def mapped(linear: Any, x: Tensor, first: int = 0, last: int | None = None) -> T
 
 
 class _Rows:
-    """Inputs and gradients of the calls of one map, by the outputs that were asked for."""
+    """Inputs and gradients of the calls of one map, by the requested outputs."""
 
     def __init__(self) -> None:
         self.backward, self.found = -1, dict[Any, list[tuple[Tensor, Tensor]]]()
 
     def add(self, part: slice | None, x_NK: Tensor, grad_NO: Tensor) -> None:
         backward = torch._C._current_graph_task_id()
-        if backward != self.backward:  # what a backward that did not ask for the weight has left
+        if backward != self.backward:  # left by a backward without the weight's gradient
             self.backward, self.found = backward, {}
         self.found.setdefault(None if part is None else (part.start, part.stop), []).append((x_NK, grad_NO))
 
 
-class _Map:
-    """Weight and bias of a map, as the calls take them."""
+class _LateMap:
+    """Weight and bias of a map, as inputs of its calls."""
 
     def __init__(self, weight_OK: Tensor, bias_O: Tensor | None) -> None:
         self.rows = _Rows()
         self.weight_OK, self.bias_O = _Once.apply(self.rows, weight_OK, bias_O)
 
 
-def _late(linear: Any, x: Tensor) -> _Map | None:
+def _late(linear: Any, x: Tensor) -> _LateMap | None:
     plain = plain_weights(linear)
     if plain is None or not plain[0].requires_grad or torch.is_autocast_enabled(x.device.type):
         return None
-    return _Map(*plain)
+    return _LateMap(*plain)
 
 
 class _Once(torch.autograd.Function):
-    """The weights as they are; their gradient is made of what the calls have left."""
+    """Identity on the weights; the backward computes their gradient from the rows of all calls."""
 
     @staticmethod
     def forward(ctx: Any, rows: _Rows, weight_OK: Tensor, bias_O: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -121,7 +121,7 @@ class _Once(torch.autograd.Function):
 
 
 class _Call(torch.autograd.Function):
-    """The map, whose backward leaves its rows for `_Once`."""
+    """The map; its backward leaves its rows for `_Once`."""
 
     @staticmethod
     def forward(
