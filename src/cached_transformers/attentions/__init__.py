@@ -32,13 +32,13 @@ def create_attention(attention: AttentionSpec, **facts: Any) -> Attention:
     dropout); a core that has such an option gets it, unless the user set it.
 
     Raises:
-        ValueError: unknown name or option, a needed option that nobody gave, or the core's own constraints.
+        ValueError: unknown name or option, a missing option, or the core's own constraints.
     """
     spec = {"name": attention} if isinstance(attention, str) else dict(attention)
     if "name" not in spec:
         raise ValueError(f"attention {attention!r} must be a name, or have a 'name' beside its options")
     name = spec.pop("name")
-    # An attention that stands alone has no model, so that its sizes may come with its name.
+    # An attention that is by itself has no model, so that its sizes may come with its name.
     facts |= {key: spec.pop(key) for key in ATTENTIONS.given if key in spec and key not in facts}
     spec = ATTENTIONS.with_preset(name, spec)
     ATTENTIONS.check(name, spec)

@@ -184,7 +184,7 @@ class AxialAttention(PatternAttention):
         if causal:
             many = k.shape[3]
             mask = torch.ones(many, many, dtype=torch.bool, device=device).tril(0 if itself else -1)
-        # What fills up the last row lies behind all tokens, also down a column: in order, nothing sees it.
+        # What fills up the last row lies after all tokens, also down a column: in order, nothing sees it.
         if call.key_padding_mask is not None or (tokens % columns and not causal):
             place_RC = torch.arange(k.shape[2] * k.shape[3], device=device).view(-1, columns)
             place_XY = place_RC if axis == "row" else place_RC.T

@@ -104,7 +104,7 @@ class BigBird(PatternAttention):
         self.seed = seed
 
     def sees_all(self, blocks: int, causal: bool) -> bool:
-        """Whether the pattern of so many blocks leaves nothing out: block 1 sees the fewest, causal the last one."""
+        """Whether the pattern of this many blocks leaves nothing out: block 1 sees the fewest, causal the last one."""
         return blocks <= self.random + self.window // 2 + (2 if causal else 3)
 
     def draw(self, blocks: int, last_B111: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

@@ -139,7 +139,7 @@ class ClusteredAttention(Attention):
 
         Args:
             there_BN: bool, queries that take part; others get the nearest cluster. All of them when None.
-            generator: of planes that are drawn anew.
+            generator: of planes that are resampled.
         """
         planes_RE, offsets_R = self.planes_RE, self.offsets_R
         if self.redraw and self.training:
@@ -220,7 +220,7 @@ class ImprovedClusteredAttention(ClusteredAttention):
         weights_BHCM = logits_BHCM.softmax(-1)
         if seen_B11M is not None:
             weights_BHCM = torch.where(seen_B11M, weights_BHCM, 0)
-        # A weight may be 0 in float32; what is not there comes behind it.
+        # A weight may be 0 in float32; what is not there comes after it.
         ranked_BHCM = weights_BHCM if seen_B11M is None else weights_BHCM.masked_fill(~seen_B11M, -1)
         key_BHCK = largest(ranked_BHCM, self.topk)
         best_BHCK = weights_BHCM.gather(-1, key_BHCK)

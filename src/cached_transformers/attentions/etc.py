@@ -12,7 +12,7 @@ none: its global keys and values are means over segments of C tokens, and nobody
 in the same layer. Its causal form (ours; the paper has an encoder alone) sees the past half of the window and the
 segments that are complete.
 
-Cost of the core: N ((E + V) (3 r + G) + (2 k + 3) E) multiply-adds a head, G = N / C; causal 2 r in place of 3 r. The
+Cost of the core: N ((E + V) (3 r + G) + (2 k + 3) E) multiply-adds a head, G = N / C; causal 2 r instead of 3 r. The
 layer's attention adds G ((E + V) (N + G) + (2 k + 3) E). Labels cost a product with all of them and a look-up, never a
 vector for each pair.
 
@@ -65,7 +65,7 @@ class Labels(nn.Module):
             nn.init.trunc_normal_(table, std=0.5, a=-1.0, b=1.0)  # the scale of keys, as in the original
 
     def by_distance(self, q_BHQWE: Tensor, far_WS: Tensor) -> Tensor:
-        """(B, H, Q, W, S): q a_R for keys so many places behind the queries of each block."""
+        """(B, H, Q, W, S): q a_R for keys this many places after the queries of each block."""
         labelled_BHQWL = product(q_BHQWE, self.distance_HLE[:, None])
         index_WS = far_WS.clamp(-self.clip, self.clip) + self.clip
         return labelled_BHQWL.gather(-1, index_WS.expand(*labelled_BHQWL.shape[:3], -1, -1))
@@ -144,7 +144,7 @@ class ETC(PatternAttention):
     Args:
         width: D. heads: H.
         radius: r, tokens seen on either side.
-        segment: C, tokens behind each global key; None for no global keys.
+        segment: C, tokens after each global key; None for no global keys.
         clip: k, the largest distance with a label of its own; None for no labels.
         dropout: share of the weights to drop in training.
 

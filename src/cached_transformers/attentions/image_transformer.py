@@ -181,7 +181,7 @@ class ImageTransformerAttention(PatternAttention):
 
 
 class _Line(NamedTuple):
-    """The block of a query, and so many tokens before and after it; class tokens see all and are seen by all."""
+    """The block of a query, and this many tokens before and after it; class tokens see all and are seen by all."""
 
     block: int
     before: int

@@ -187,7 +187,7 @@ def unshift(q: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
 def scan_of_logarithms(
     q_BHNF: Tensor, k_BHNF: Tensor, v_BHNV: Tensor, state: PerformerState, chunk: int
 ) -> tuple[Tensor, PerformerState]:
-    """Sums over the keys so far, each row over a positive number of its own, and the state behind the last token."""
+    """Sums over the keys so far, each row over a positive number of its own, and the state after the last token."""
     tokens = q_BHNF.shape[2]
     if tokens == 0:
         return v_BHNV, state

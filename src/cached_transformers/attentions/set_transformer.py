@@ -6,8 +6,8 @@ Blocks for sets, in which a few learned inducing points attend the set, and the 
                 MAB = LN(O' + relu(O' W_o)),   O' = LN(O);   both norms only where asked for
     SAB(X) = MAB(X, X),   ISAB(X) = MAB(X, MAB(I, X)),   PMA(X) = MAB(S, X),   I and S learned
 
-The blocks have their own projections and residual sums, so that they stand in a model by themselves. What is registered
-is the induced attention in the middle of ISAB, on queries, keys and values that somebody else has projected:
+The blocks have their own projections and residual sums, so that they are in a model by themselves. What is registered
+is the induced attention in the middle of ISAB, on queries, keys and values that other code has projected:
 
     out = softmax(q K_I^T / sqrt(E)) softmax(I k^T / sqrt(E)) v,   I and K_I learned for each head
 
@@ -98,7 +98,7 @@ class MAB(nn.Module):
 
     Args:
         query_width: A. key_width: C. width: D, of the result. heads: H.
-        norm: LayerNorm behind both residual sums.
+        norm: LayerNorm after both residual sums.
 
     Raises:
         ValueError: the width is no multiple of the heads.

@@ -138,7 +138,7 @@ def ring(
 
 
 def relay_column(there: Tensor, relay_N1: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Index and visibility of the relay: the one behind the tokens, or token i's own when causal.
+    """Index and visibility of the relay: the one after the tokens, or token i's own when causal.
 
     Args:
         there: which tokens are no padding, (N, 1) or (B, 1, N, 1). relay_N1: index of token i's relay.
@@ -202,7 +202,7 @@ class StarLayer(nn.Module):
             x, relay = layer(x, embedded, relay, padding)
 
     The causal form is an extension: each token has its own relay, which takes in the tokens up to it, and a learned
-    vector asks in place of the relay, so that all prefixes share one scan.
+    vector asks instead of the relay, so that all prefixes share one scan.
 
     Args:
         width: D. heads: H.

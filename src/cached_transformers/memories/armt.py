@@ -1,7 +1,7 @@
 """Associative Recurrent Memory Transformer (Rodkin, Kuratov, Bulatov, Burtsev 2024, arXiv:2407.04841;
 github.com/RodkinIvan/associative-recurrent-memory-transformer).
 
-Memory tokens stand behind each segment, the same learned ones every time. What each layer makes of them is stored in an
+Memory tokens are after each segment, the same learned ones every time. What each layer makes of them is stored in an
 associative matrix of that layer, by a delta rule; the tokens of the next segment read it before the layer.
 
     phi(x) = [r * roll(r, 1), ..., r * roll(r, nu)],  r = [relu(x), relu(-x)]          (DPFP, arXiv:2102.11174)
@@ -65,7 +65,7 @@ def store(
     *,
     corrected: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """A and z with these associations beside the others, or in the place of what stood under the same keys.
+    """A and z with these associations beside the others, or instead of what was stored under the same keys.
 
     Args:
         beta_BLM1: share by which an old value is replaced.
@@ -80,7 +80,7 @@ def store(
 
 
 class AssociativeRead(nn.Module):
-    """What the tokens read from the associations of one layer, added to them in front of it."""
+    """What the tokens read from the associations of one layer, added to them before it."""
 
     in_front = True
 
@@ -110,7 +110,7 @@ LONG = {"write_gate": "stretched"}
     "armt",
     paper="arXiv:2407.04841",
     title="Associative Recurrent Memory Transformer",
-    carries="a matrix in each layer, to which memory tokens behind a segment are written by a delta rule",
+    carries="a matrix in each layer, to which memory tokens after a segment are written by a delta rule",
     purpose="associations, as many as keys are wide",
     equations="x + A phi(W_Q x) / z.phi(W_Q x); A' = A + beta (v - A phi(k) / z.phi(k)) phi(k)^T of memory tokens",
     state="per row: 8 bytes, and per layer 4 K (D + 1), K = 2 nu key_width",
@@ -123,7 +123,7 @@ LONG = {"write_gate": "stretched"}
     presets={"long": LONG},
 )
 class ARMT(ModelMemory):
-    """Memory tokens behind each segment, stored layer by layer as associations that the next segments read.
+    """Memory tokens after each segment, stored layer by layer as associations that the next segments read.
 
     The tokens themselves are the same in every segment: the associations are all that is carried. A row that has stored
     nothing reads zeros. In models with norms before the sublayers what is written passes through a LayerNorm of the
@@ -135,7 +135,7 @@ class ARMT(ModelMemory):
 
     Args:
         width: D. heads: H, of the model; the memory has none of its own.
-        length: M, memory tokens behind a segment.
+        length: M, memory tokens after a segment.
         key_width: C, channels of keys before their features. nu: rolls of the features.
         correction: gamma, by which a key counts once; False adds its mass every time.
         write_gate: beta; a "sigmoid" as in the paper, by which every segment that says nothing stores a little, or
@@ -192,7 +192,7 @@ class ARMT(ModelMemory):
         return AssociativeRead(self.width, self.key_width, self.nu, index)
 
     def open(self, state: Associations, *_: Any) -> tuple[Tensor, Tensor]:
-        # where, not multiplication: nothing that stands in an empty state may reach a result, not even NaN
+        # where, not multiplication: no value of an empty state may reach a result, not even NaN
         empty_B11 = (state.segments_B == 0)[:, None, None]
         return torch.where(empty_B11[..., None], 0, state.values_BLKD), torch.where(empty_B11, 0, state.mass_BLK)
 

@@ -79,7 +79,7 @@ class StoredCache(SharedCache):
         super().__init__(width, length, attend="stored", **others)
 
     def update(self, s_BMC: Tensor, cache_MC: Tensor) -> Tensor:
-        return s_BMC.detach().to(cache_MC.dtype)  # as what is stored is cut from the graph, so is how it was made
+        return s_BMC.detach().to(cache_MC.dtype)  # as what is stored is detached, so is how it was made
 
 
 @MEMORIES.register(
@@ -96,7 +96,7 @@ class StoredCache(SharedCache):
     gradient="through K_t within the step, into the update and tokens; K_{t-1} is a constant",
 )
 class AttentionCache(SharedCacheMemory):
-    """Shared cache updated by attention, or by nothing, in the place of GRC's gates; the comparison of the GRC paper.
+    """Shared cache updated by attention, or by nothing, instead of GRC's gates; the comparison of the GRC paper.
 
     Args:
         width: D, of the layer. heads: H.

@@ -2,7 +2,7 @@
 github.com/google-research/meliad).
 
 S state vectors of one upper layer and the tokens of each segment attend each other, and gates renew the vectors: a
-recurrence over segments in the place of one over tokens. All attentions have H heads, and none has positions.
+recurrence over segments instead of one over tokens. All attentions have H heads, and none has positions.
 
     s = rms_norm(C) + ids,    k_s, v_s, q_s, q_s' = maps of s of their own
     tokens    y = W_o attn(q, K, V) + W_s attn(x W_q', k_s, v_s)
@@ -47,7 +47,7 @@ SPREAD = 0.1
 
 
 class States(NamedTuple):
-    """C, and how many segments the row has written; before the first one it is C_0, whatever stands here."""
+    """C, and how many segments the row has written; before the first one it is C_0, whatever it holds."""
 
     states_BSD: Tensor
     segments_B: Tensor
@@ -135,7 +135,7 @@ class BlockRecurrent(LayerMemory):
         layers: the layer that has them, counted from 1, or several, or "all"; five sixths of the depth when None (10
             of 12).
         gate: "fixed", learned, one a channel, which the paper finds best; or "lstm", which sees the segment.
-        form: "skip" (no feed-forward), "dual" (with one, and a gate behind either) or "single" (with one).
+        form: "skip" (no feed-forward), "dual" (with one, and a gate after either) or "single" (with one).
         gates: a "sigmoid", by which something of every segment comes in, or "stretched", which can close.
         gate_bias: how much more of a state stays at first, in logits.
         initial_scale: None for logits over sqrt(E); a number makes queries and keys of unit length, and is where a
@@ -213,7 +213,7 @@ class BlockRecurrent(LayerMemory):
     def open(self, state: State, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Opened | tuple[()]:
         if not self.here:
             return ()
-        # Those at the start are made anew, so that a fresh state is no part of the graph, and never outdated.
+        # Those at the start are recomputed, so that a fresh state is no part of the graph, and never outdated.
         states_BSD = torch.where(
             state.segments_B[:, None, None] > 0, state.states_BSD, self.initial_SD.to(state.states_BSD.dtype)
         )
@@ -281,7 +281,7 @@ class BlockRecurrent(LayerMemory):
 
 
 def _shown(t: Tensor, padding_BN: Tensor | None, dims: int) -> Tensor:
-    """(B, N, D) or (B, H, N, E), with 0 at padding, so that whatever stands there reaches no sum, and no gradient."""
+    """(B, N, D) or (B, H, N, E), with 0 at padding, so that whatever it holds reaches no sum, and no gradient."""
     if padding_BN is None:
         return t
     return t.masked_fill(padding_BN[..., None] if dims == 2 else padding_BN[:, None, :, None], 0)

@@ -97,7 +97,7 @@ class Compressive(LayerMemory):
         positions: "slots": a slot is one step long, whatever it holds. "age": it stands where the middle of its group
             stood.
         relative: own scheme of relative positions per layer, as Transformer-XL's; False takes the model's scheme, the
-            only one in models of others.
+            only one in host models.
         clamp: distances beyond it count as it.
         eval_length, eval_compressed: sizes of states made in evaluation mode; as in training when None.
         keep: what states made in evaluation mode hold in the compressed slots: "hidden" states, as in training, or
@@ -215,7 +215,7 @@ class Compressive(LayerMemory):
         if self.function is None:
             return CompressiveState(self._keep_most_used(state, gone, trace), gone.recent), None
         slots_BGD = self.function(gone.groups(self.rate))
-        # The middle of a group stands for it.
+        # The middle of a group represents it.
         places_BGP = gone.positions_BEP[:, (self.rate - 1) // 2 :: self.rate]
         empty_BG = ~gone.real_BE[:, :: self.rate]
         stored_BGD = slots_BGD if self.loss == "task" else slots_BGD.detach()
@@ -232,7 +232,7 @@ class Compressive(LayerMemory):
     def _stored(
         self, compressed: Rows | Pairs, hidden_BGD: Tensor, places_BGP: Tensor, empty_BG: Tensor, trace: Trace
     ) -> Rows | Pairs:
-        """The compressed slots, and new ones behind them."""
+        """The compressed slots, and new ones after them."""
         if isinstance(compressed, Pairs):
             k_BHGE, v_BHGE = trace.reading.carry(hidden_BGD)
             return push_pairs(compressed, k_BHGE, v_BHGE, places_BGP, empty_BG)

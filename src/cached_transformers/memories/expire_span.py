@@ -10,7 +10,7 @@ and its slot is then free for another one.
     loss  = price sum_{0 < m_ij < 1} (e_j - (i - j)) / (R N)        spans on the ramp are pushed down
 
 S are the layer's logits over slots and segment. A state is stored without a gradient; w and b learn through m, and only
-where a token stands on the ramp of a slot. What differs from the released code, and why:
+where a token is on the ramp of a slot. What differs from the released code, and why:
 
 * Tokens of the segment are attended as ever, the token itself too, and spans act on what is stored: nothing in a
   segment is older than the segment is long, and the core stays as fast as it is. An empty store is no memory then.
@@ -97,12 +97,12 @@ class ExpireSpan(LayerMemory):
             left stay, and what leaves is lost.
         price: alpha, weight of the loss in training; 0 for none. It grows with `longest`: the paper takes 1e-6 to 2e-6
             with spans up to 16384.
-        loss: what has a price: "ramp", (e - age) / R of what stands on a ramp, summed over slots (the released code;
+        loss: what has a price: "ramp", (e - age) / R of what is on a ramp, summed over slots (the released code;
             below 0), or "mean", the mean span of the segment's tokens (the paper), which pushes all of them.
         noisy: in training, cut spans at a random share of `longest`, drawn for a whole batch, in each segment and layer
             (there, one draw for all layers). What is dropped is not decided by it.
         relative: own position scheme per layer, as Transformer-XL's; False takes the model's scheme, the only one in
-            models of others.
+            host models.
         clamp: distances beyond it count as it.
 
     Raises:

@@ -72,7 +72,7 @@ class LearnedDistances(Positions):
 class Opened(NamedTuple):
     """During a segment: keys and values of the last tokens, in empty slots those of a vector of zeros (`zero_11W`).
 
-    Where there is a `window`, they stand there, and of `pairs` nothing counts but positions and counter. `new` holds
+    Where there is a `window`, they are there, and of `pairs` nothing counts but positions and counter. `new` holds
     mixture, position and padding of each token of this segment, `written_B` counts those that are real.
     """
 
@@ -92,7 +92,7 @@ class Opened(NamedTuple):
     purpose="higher layers' results in lower layers",
     equations="m_j = sum_n softmax(w)_n x_j^n; every layer of token i attends m_{i-M} .. m_{i-1}, and not itself",
     state="per row: M (4 D + 8) + 8 bytes; with keep='kv' M (8 S D + 8) + 8",
-    cost="in place of self-attention, per token and layer: 3 M D; once (shared) or per layer: 2 D^2 (1 + M / N) "
+    cost="instead of self-attention, per token and layer: 3 M D; once (shared) or per layer: 2 D^2 (1 + M / N) "
     "multiply-adds; tokens in sequence",
     reach="unbounded, through what the mixtures of the last M tokens hold",
     gradient="through the memory of the segments of one bptt window",
@@ -102,7 +102,7 @@ class Opened(NamedTuple):
 class Feedback(ModelMemory):
     """The past as one vector a token, mixed of all layers, which every layer attends instead of the segment.
 
-    A layer attends with 3 M D multiply-adds per token. Keys and values of the M mixtures are made anew at each segment,
+    A layer attends with 3 M D multiply-adds per token. Keys and values of the M mixtures are recomputed at each segment,
     so that their projections learn from them: 2 D^2 M / N per token and set, beside 2 D^2 for the new mixture.
 
     Training keeps the weights of all slots for each token and layer (4 L M H bytes a token in float32). With padding,

@@ -66,7 +66,7 @@ class H2O(LayerMemory):
     """Keys and values to which the queries of each head gave most weight so far, and the last ones. No parameters.
 
     They are kept as they were made, without a gradient; in training they grow old, as those of `Memorizing` do.
-    They stand at their places in the cache, right before the segment, since each head keeps other ones.
+    They are at their places in the cache, right before the segment, since each head keeps other ones.
 
     Args:
         width: D. heads: H.

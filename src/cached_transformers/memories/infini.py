@@ -58,7 +58,7 @@ class Associations(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """M and behind it z, (B, H, E, F + 1), zeros where nothing was written; and the rows in which something was."""
+    """M and after it z, (B, H, E, F + 1), zeros where nothing was written; and the rows in which something was."""
 
     sums_BHEF: Tensor
     any_B: Tensor
@@ -70,7 +70,7 @@ def sigma(x: Tensor) -> Tensor:
 
 
 def recall(features_BHNE: Tensor, matrix_BHEF: Tensor, mass_BHE: Tensor) -> Tensor:
-    """What stands under these features (B, H, N, F): for sums of values, their mean by likeness of keys."""
+    """What is stored under these features (B, H, N, F): for sums of values, their mean by likeness of keys."""
     return features_BHNE @ matrix_BHEF / (features_BHNE @ mass_BHE[..., None]).clamp(min=EPSILON)
 
 
@@ -109,7 +109,7 @@ def store(
     state="per row and layer: 4 (D E + D) + 8 bytes, E = D / H",
     cost="per token and layer: D E + D (read) and D E (write; with a delta rule 2 D E + D, exact also 3 D C / 2, "
     "C = 64 tokens or N) multiply-adds",
-    reach="unbounded; what is written is diluted by all that is written behind it, but for keys that differ",
+    reach="unbounded; what is written is diluted by all that is written after it, but for keys that differ",
     gradient="through the matrix, over `bptt` segments",
     probe=Probing(fixed()),
     presets={"trained": {"initial_gate": -4.0}},
@@ -175,7 +175,7 @@ class Infini(Recurrent):
 
     def open(self, state: Associations, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Opened:
         refuse_narrow(state, "what Infini-attention adds to its sums")
-        # where, not multiplication: nothing that stands in an empty state may reach a result, not even NaN
+        # where, not multiplication: no value of an empty state may reach a result, not even NaN
         any_B = state.tokens_B > 0
         return Opened(torch.where(any_B[:, None, None, None], self.snapshot(state), 0), any_B)
 
@@ -220,5 +220,5 @@ class Infini(Recurrent):
 
 
 def _shown(t_BHNE: Tensor, padding_BN: Tensor | None) -> Tensor:
-    """The same with 0 at padding, so that whatever stands there reaches no sum, and no gradient."""
+    """The same with 0 at padding, so that whatever it holds reaches no sum, and no gradient."""
     return t_BHNE if padding_BN is None else t_BHNE.masked_fill(padding_BN[:, None, :, None], 0)

@@ -121,7 +121,7 @@ def rows_like(t: Tensor, like: Tensor) -> Tensor:
     probe=Probing(why="every step writes over a share of what is held, at no length that is known"),
 )
 class LaCT(LayerMemory):
-    """Wide gated nets of each row that learn what stands under what key, in one step for all tokens of a segment.
+    """Wide gated nets of each row that learn what is stored under what key, in one step for all tokens of a segment.
 
     It uses the layer's own queries, keys and values, before positions. The layer's attention has to cover the segment:
     what a token of it writes is read from the next one on. A text can be generated token by token.
@@ -275,7 +275,7 @@ def _where(choose_B: Tensor, first: Any, second: Any) -> Any:
 
 
 def _shown(t: Tensor, padding_BN: Tensor | None) -> Tensor:
-    """(B, N, ...) or (B, H, N, E) with 0 at padding, so that whatever stands there reaches no sum, and no gradient."""
+    """(B, N, ...) or (B, H, N, E) with 0 at padding, so that whatever it holds reaches no sum, and no gradient."""
     if padding_BN is None:
         return t
     return t.masked_fill(padding_BN[:, :, None] if t.dim() == 3 else padding_BN[:, None, :, None], 0)

@@ -1,6 +1,6 @@
 """Memformer (Wu, Lan, Qian, Gu, Geramifard, Yu 2020, arXiv:2010.06891; no code of the authors for this form).
 
-Every block reads M slots by cross-attention. After the last layer each slot is written anew by an attention that sees
+Every block reads M slots by cross-attention. After the last layer each slot is rewritten by an attention that sees
 the slot itself and the segment's tokens, sharpened by a temperature, and then forgets a little.
 
     read    x <- x + attention(x; slots)
@@ -134,7 +134,7 @@ class Memformer(ModelMemory):
         return Slots(like.new_zeros(batch_size, self.length, self.width), segments_B)
 
     def _slots(self, state: Slots) -> Tensor:
-        # Those at the start are made anew, so that a fresh state is no part of the graph, and never outdated.
+        # Those at the start are recomputed, so that a fresh state is no part of the graph, and never outdated.
         return torch.where(state.segments_B[:, None, None] > 0, state.slots_BMD, F.normalize(self.bias_MD, dim=-1))
 
     def _heads(self, t_BND: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from .parts.neighbour_index import NeighbourIndex
 from .parts.options import NO_MEMORY, one_of
 
 ALL = 2
-"""A store of up to so many times the neighbours is read by one softmax over all of it: no gathering is faster."""
+"""A store of up to this many times the neighbours is read by one softmax over all of it: no gathering is faster."""
 
 
 SHARP = {"initial_scale": 10.0}
@@ -74,7 +74,7 @@ def store(state: NeighbourStore, k_BHNE: Tensor, v_BHNE: Tensor, padding_BN: Ten
     else:
         total_B = (~padding_BN).sum(1)
         kept_B1 = total_B.clamp(max=slots)[:, None]
-        # What is kept comes first, in its order; what then is left over writes again what stands there.
+        # What is kept comes first, in its order; what then is left over writes again what is there.
         tokens_BN = padding_BN.to(torch.uint8).argsort(dim=1, stable=True)
         token_BN = tokens_BN.gather(1, (rank_N + total_B[:, None] - kept_B1).clamp(max=n - 1))
         real_BN = rank_N < kept_B1

@@ -79,7 +79,7 @@ def gates(
     """Weights (B, G, N, S + 1) of the snapshots and, last, of the online state: a softmax of <u, c>.
 
     Args:
-        u_BGNK: what the tokens look for. contexts_BSGK: of the snapshots. current_BGNK: of the open segment.
+        u_BGNK: what the tokens look for. contexts_BSGK: of the snapshots. current_BGNK: of the partial segment.
         valid_BS: slots that hold a snapshot.
         topk: so many of these alone, by each token and group; None for all.
     """
@@ -138,7 +138,7 @@ class MemoryCaching(LayerMemory):
     All snapshots are read in one batched product. "sparse" reads them all, too, and weights all but k with 0: tokens
     choose each for themselves, and to gather a matrix for each would cost more than to ask it.
 
-    What a token reads depends on the open segment's keys before it, so that generation reads that again
+    What a token reads depends on the partial segment's keys before it, so that generation reads that again
     (`ReadsAgain`), though the memory below may promise not to.
 
     State: that of the memory below, 8 bytes per row for a count, and S snapshots: over infini 4 (D E + D) bytes each,
@@ -211,7 +211,7 @@ class MemoryCaching(LayerMemory):
         refuse_narrow(opened, "the digits of the sums that Memory Caching keeps")
         slots = opened.snapshots_BS.shape[1]
         valid_BS = torch.arange(slots, device=opened.segments_B.device) < opened.segments_B[:, None]
-        # where, not multiplication: nothing that stands in an empty slot may reach a result, not even NaN
+        # where, not multiplication: no value of an empty slot may reach a result, not even NaN
         snapshots_BS, contexts_BSGK = (
             torch.where(valid_BS.view(*valid_BS.shape, *[1] * (t.dim() - 2)), t, 0)
             for t in (opened.snapshots_BS, opened.contexts_BSGK)

@@ -5,7 +5,7 @@ A document is read in blocks, twice. The first read makes summaries of every blo
     first read:   s_b = summary(H_b),  H_b = model(block b)                                          for every block b
     second read:  every layer, or one:  x + W_o sum_g softmax([q . k_0, q . k_g + bias(g - b)] / sqrt(E))_g v_g
 
-k_g and v_g are made of the summaries, k_0 is a learned key that stands for "nothing" and has the value 0. The summaries
+k_g and v_g are made of the summaries, k_0 is a learned key that represents "nothing" and has the value 0. The summaries
 are not detached: what the second read needs trains the first.
 
 The original has several second reads. Its "from_scratch" reads with the layers of the first read and the summaries
@@ -110,7 +110,7 @@ class SideAttention(nn.Module):
 
 
 class SideAttentionOnce(SideAttention):
-    """The same in front of a block, with a residual and a norm behind it: a token that reads nothing is normalised."""
+    """The same before a block, with a residual and a norm after it: a token that reads nothing is normalised."""
 
     in_front = True
 
@@ -175,7 +175,7 @@ class ReadTwice(ModelMemory):
         first_read: "plain" or "running", which needs scope="earlier"; None for "running" there and "plain" elsewhere.
         attention: "side" (a sublayer of its own) or "joint" (keys and values of each layer's own attention).
         layer: index of the one layer that reads, negative ones from the end; None for every layer.
-        new_layers: layers of the second read alone, the last ones, as released: the table is read once, in front of
+        new_layers: layers of the second read alone, the last ones, as released: the table is read once, before
             them, and summaries are of the outputs of those below, which never meet it. With scope="earlier" one pass
             is then as good as two. 0 for a second read by all layers. The release has top_k=100.
         top_k, clip: see `SideAttention`.
@@ -237,7 +237,7 @@ class ReadTwice(ModelMemory):
         if new_layers and (attention == "joint" or layer is not None):
             given = "attention='joint'" if attention == "joint" else f"layer={layer}"
             raise ValueError(
-                f"new_layers={new_layers} are read to once, in front of them, which {given} contradicts; leave one out"
+                f"new_layers={new_layers} are read to once, before them, which {given} contradicts; leave one out"
             )
         if attention == "joint":
             self.needs = frozenset({"state", "context", "kv_projection"})

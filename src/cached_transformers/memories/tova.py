@@ -57,7 +57,7 @@ class TOVA(TransformerXL):
         places: where what is kept stands: at its place in the "stream", as in the releases, or at that in the "cache",
             right before the segment, so that no distance is one that training did not have.
         relative: own position scheme per layer, as Transformer-XL's; False takes the model's scheme, the only one in
-            models of others.
+            host models.
         keep: what states made in evaluation mode hold: "hidden" states, as in training, or their keys and values
             ("kv"), made once; see `TransformerXL`.
 

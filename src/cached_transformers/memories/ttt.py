@@ -3,13 +3,13 @@ github.com/test-time-training/ttt-lm-pytorch), beside attention.
 
 In each head the weights of a small model f are what is carried. They learn, by a step of gradient descent for each
 token, to say of a key what its value adds to it. Mini-batches of b tokens share the weights W at which gradients are
-taken; token i of one, from 0, reads behind its own write:
+taken; token i of one, from 0, reads after its own write:
 
     f(x) = x W_1 + b_1     or     gelu(x W_1 + b_1) W_2 + b_2         gelu by tanh; 4 E channels between
     l_j = |LN(f(k_j)) - (v_j - k_j)|^2 / 2                            LN with weights of its own in each head
     W_i = W - r_i sum_(j <= i) lr_j grad l_j(W)                       r_i = max(0, 1 / (i + 1) + tau_i)
     lr_j = rate sigmoid(theta . x_j + c) / E
-    z_i = q_i + LN(f(q_i; W_i)),    behind the mini-batch  W <- W_(b - 1)
+    z_i = q_i + LN(f(q_i; W_i)),    after the mini-batch  W <- W_(b - 1)
 
 so that within a mini-batch the weights follow the mean of its gradients. q and k are turned by their place in it. With
 y the attention's result and one share s a head,
@@ -61,7 +61,7 @@ EPSILON = 1e-6
 
 
 class TTTState(NamedTuple):
-    """Weights, the sums of the open mini-batch, and how many tokens a row has written; one of none begins anew."""
+    """Weights, the sums of the open mini-batch, and how many tokens a row has written; one of none restarts."""
 
     weights_BGP: Tensor
     sums_BGP: Tensor
@@ -125,7 +125,7 @@ class InnerModel(FastWeights):
         there_BN: Tensor,
         soup: Soup | None = None,
     ) -> tuple[Tensor, Learned]:
-        """f(q_i; W_i) of each token, (B, G, N, V), and what is learned behind the last; 0 for tokens of padding.
+        """f(q_i; W_i) of each token, (B, G, N, V), and what is learned after the last; 0 for tokens of padding.
 
         Args:
             learned: as `start` gives it. tokens_B: what the rows have written before.
@@ -135,8 +135,8 @@ class InnerModel(FastWeights):
         tokens, b, width = k_BGNK.shape[2], self.mini_batch, k_BGNK.shape[-1]
         if tokens == 0:
             return v_BGNV, learned
-        # The open mini-batch and those behind it, as many as N tokens can touch. The first token of a call is the first
-        # of its piece of the open one; padding goes behind all of them, and is cut off.
+        # The open mini-batch and those after it, as many as N tokens can touch. The first token of a call is the first
+        # of its piece of the open one; padding goes after all of them, and is cut off.
         size, pieces = min(b, tokens), (tokens + b - 2) // b + 1
         place_BN = self.places(tokens_B, there_BN)
         within_BN = torch.where(place_BN < b, there_BN.cumsum(1) - 1, place_BN % b)
@@ -184,15 +184,15 @@ class InnerModel(FastWeights):
 class TTT(Recurrent):
     """A small model in each head is trained on keys and values while it reads, in training and evaluation alike.
 
-    It reads token by token: what a token wrote is there for itself and all behind it, in its segment, too. Keys,
-    queries and values are projections of its own, as in the paper, whose layer stands in the place of attention; with
-    y = 0 and s = 1 this one is it, in front of its output projection.
+    It reads token by token: what a token wrote is there for itself and all after it, in its segment, too. Keys,
+    queries and values are projections of its own, as in the paper, whose layer replaces attention; with
+    y = 0 and s = 1 this one is it, before its output projection.
 
     What differs from the paper: there is no convolution on queries and keys (`short_convolution` of a model is one in
-    front of the layer), and no gate behind the norm; the paper has both in its Mamba backbone alone. The authors' code
+    front of the layer), and no gate after the norm; the paper has both in its Mamba backbone alone. The authors' code
     drops an open mini-batch at the end of a call; here it is carried.
 
-    What a token reads depends on the open segment, so that generation reads that again (`ReadsAgain`).
+    What a token reads depends on the partial segment, so that generation reads that again (`ReadsAgain`).
 
     State: weights, and the sums of the open mini-batch, 8 P bytes a head and 8 per row, in float32 at least: they are
     the sum of many small steps.
@@ -277,7 +277,7 @@ class TTT(Recurrent):
         return self._online(opened, query, asked, Soup(self.inner.matrices(snapshots_BS), weights_BGNS))
 
     def _online(self, opened: TTTState, query: Query, asked: Asked, soup: Soup | None = None) -> Answer:
-        """f of all tokens, with what is learned behind the last and the queries, to which it is to be added."""
+        """f of all tokens, with what is learned after the last and the queries, to which it is to be added."""
         refuse_narrow(opened, "the small steps by which the models of TTT learn")
         learned = self.inner.start(Learned(*opened[:2]), opened.tokens_B == 0)
         n, there_BN = query.x_BND.shape[1], _there(query)

@@ -1,6 +1,6 @@
 """The promise that a state is not used again, by which a memory may change it in place.
 
-A state that is given is never changed: whoever keeps it can go back to it. A loop that made a state itself, and hands
+A state that is given is never changed: a caller that keeps it can go back to it. A loop that made a state itself, and hands
 it on for the last time, can say so, and a large store is then written where it lies instead of being copied:
 
     with last_use(state):

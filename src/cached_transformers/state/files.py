@@ -38,7 +38,7 @@ def save(
 ) -> Stored:
     """Write the state as one safetensors file; the file appears whole or not at all.
 
-    Its metadata hold the format and a SHA-256 of the whole file, which is taken with zeros in the place of the digest.
+    Its metadata hold the format and a SHA-256 of the whole file, which is taken with zeros instead of the digest.
 
     Args:
         model: that made the state; the file then tells its weights, and `load` refuses another one's.

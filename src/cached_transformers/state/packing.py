@@ -14,7 +14,7 @@ from torch import Tensor
 
 Packing: TypeAlias = Literal["float16", "bfloat16", "int8"]
 SCALE = "#scale"
-"""Behind the name of a tensor: the scales of its vectors."""
+"""After the name of a tensor: the scales of its vectors."""
 
 
 class Packed(NamedTuple):

@@ -58,7 +58,7 @@ def reorder(state: State, index_B: Tensor) -> State:
 
 
 def join(states: Sequence[State]) -> State:
-    """The rows of several states of one structure, one state behind the other."""
+    """The rows of several states of one structure, one state after the other."""
     return map_state(lambda *ts: torch.cat(ts), *states)
 
 

@@ -63,7 +63,7 @@ def one_softmax(
     Weights of a query that sees no key are no weights; what they give is to go through `zero_unseen`.
 
     Args:
-        logits: a result that nobody else reads, since it is overwritten; the mask must not be larger.
+        logits: a result that no other code reads, since it is overwritten; the mask must not be larger.
         mask, dropout, want_lse: as of `attend`.
     """
     logits = wide(logits)

@@ -31,7 +31,7 @@ def check_kernel(kernel: str, name: str, *, auto: bool = True) -> None:
 
 
 def _takes(kernel: str, lacks: str | None) -> bool:
-    """Whether the kernel is to be taken, of which `lacks` says what stands in its way.
+    """Whether the kernel is to be taken, of which `lacks` says what prevents it.
 
     Raises:
         ValueError: it was asked for by name, and something does.

@@ -40,10 +40,10 @@ class PatternAttention(Attention):
         raise NotImplementedError("abstract: a core writes pattern()")
 
     def rule(self, heads: int, tokens: int, causal: bool) -> Rule:
-        """Who sees whom in a sequence of so many tokens; a causal order is kept by who asks.
+        """Who sees whom in a sequence of this many tokens; a causal order is kept by who asks.
 
         Raises:
-            ValueError: the pattern is not of so many heads or tokens.
+            ValueError: the pattern is not of this many heads or tokens.
         """
         raise NotImplementedError(f"abstract: {self.title} writes no rule()")
 

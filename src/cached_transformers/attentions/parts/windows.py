@@ -117,7 +117,7 @@ def attend_all(
 def beside_class_tokens(
     body: Body, count: int, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call, *, dropout: float
 ) -> AttentionOutput:
-    """A pattern over the tokens behind `count` class tokens, which see all and are seen by all (as far as causal).
+    """A pattern over the tokens after `count` class tokens, which see all and are seen by all (as far as causal).
 
     `body` gets the other tokens alone, places counted from the first of them, and must give its log-sum-exp when asked:
     both are put together as one softmax.

@@ -1,6 +1,6 @@
 """Regions of slots that each token chooses and weights for itself, through any core with a context.
 
-The weights multiply values behind the softmax, query by query, which no core can do. But the core is linear in the
+The weights multiply values after the softmax, query by query, which no core can do. But the core is linear in the
 values: they are laid out in R + 1 blocks, each slot in the block of its region, and one call gives what each region
 contributes to each token; the weighted sum of the blocks is exact, with attention dropout too.
 
@@ -28,7 +28,7 @@ def choose(context: Context, region_BM: Tensor, visible_BNR: Tensor, weight_BNR:
         context: of all regions.
         region_BM: of which region each slot is; R for none, which all tokens see with weight 1.
         visible_BNR: bool, the regions that each token sees.
-        weight_BNR: what the values of each region count for each token, behind the softmax; None for 1.
+        weight_BNR: what the values of each region count for each token, after the softmax; None for 1.
     """
     tokens, regions = visible_BNR.shape[1:]
     counted_BNR = F.pad(visible_BNR, (0, 1), value=True)

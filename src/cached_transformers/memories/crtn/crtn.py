@@ -10,7 +10,7 @@ A store of whole segments, each under one key; a query picks some, and the layer
 Where the defaults leave the text, and why:
 
 * X in the query is the segment before (`scope="previous"`). The text's own X_t lets the last token choose what the
-  first one recalls: scope="segment" does so, and a causal model refuses it. The authors' later text asks anew at every
+  first one recalls: scope="segment" does so, and a causal model refuses it. The authors' later text asks again at every
   token: scope="token".
 * SG covers Z, not alpha. To the letter it covers both, and then nothing ever trains the summary (alpha_grad=False).
 * A key is one vector, so the summary sees its segment as one row of L D numbers (as the authors' code does).
@@ -105,7 +105,7 @@ class CRTN(ModelMemory):
         summary: "linear" (flatten, linear, ReLU), "mlp" (`layers` of these), "bilstm" (`layers` of it), "affine" (no
             ReLU), "identity" (flatten alone), "last" (token) or "mean" (of tokens).
         key_width: K; D by default. layers: 2 for "mlp", 1 for "bilstm" by default.
-        fill: behind the tokens of a short segment the summary sees "zeros" or their "mean".
+        fill: after the tokens of a short segment the summary sees "zeros" or their "mean".
         weighted: multiply values by alpha. Without it nothing trains the summary.
         alpha_grad: gradient through alpha. False is the text to the letter.
         renormalise: over what is recalled: "none", "sum" (alpha sums to 1) or "softmax" (a second one, over alpha).
@@ -113,13 +113,13 @@ class CRTN(ModelMemory):
             it alpha sums to 1 at most, and a fresh model hardly hears what it recalls.
         scale: divide scores by the root of K. temperature: divides scores.
         empty: empty regions are "masked", or "compete" for alpha and the first `topk` places with keys of zeros.
-        placed: recalled tokens stand at their own positions ("slot"), or right before the segment ("packed").
+        placed: recalled tokens are at their own positions ("slot"), or right before the segment ("packed").
         order: of packed regions, by "age" or by "score", the best first.
         short_memory: newest segments that are always recalled, unweighted, and no regions to choose yet (the authors'
             draft paper, there in tokens). The first run of "compute_first" sees them. With scope="previous" the segment
             that asks is the newest region, which tends to answer best to itself; a short memory keeps it out.
         relative: position scheme of Transformer-XL for all layers; False takes the model's scheme, the only one in
-            models of others.
+            host models.
 
     Raises:
         ValueError: sizes below 1, topk above regions, unknown names, options that exclude each other; in use, a segment

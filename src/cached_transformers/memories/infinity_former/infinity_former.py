@@ -113,7 +113,7 @@ class InfinityFormer(LayerMemory):
             density.
         normalise: whether inputs enter the signal with mean 0 and variance 1.
         relative: own position scheme for short memory and segment, as in Transformer-XL; False takes the model's, the
-            only one in models of others.
+            only one in host models.
 
     Raises:
         ValueError: a size below 1, a number out of its range, or a basis that the widths do not divide.
@@ -283,7 +283,7 @@ class InfinityFormer(LayerMemory):
         for turn in range((self.chunk - 1 + n) // self.chunk):
             index = (place_BL + turn * self.chunk).clamp(max=slots + n - 1)[..., None].expand(-1, -1, self.width)
             due_B = refits_B > turn
-            # Rows that are not due look at whatever stands there, which must stay without effect.
+            # Rows that are not due look at whatever it holds, which must stay without effect.
             new_BLD = torch.where(due_B[:, None, None], all_BW.hidden_BMD.gather(1, index), 0)
             points_BT = self._sample(attention if turn == 0 else None, coefficients_BCD)
             fitted_BCD = self.refit(coefficients_BCD, fits_B, new_BLD, points_BT)
@@ -315,5 +315,5 @@ class InfinityFormer(LayerMemory):
 
 
 def _clean(state: InfinityState) -> Tensor:
-    """The coefficients, 0 where there is no signal, whatever stands there."""
+    """The coefficients, 0 where there is no signal, whatever it holds."""
     return torch.where((state.fits_B > 0)[:, None, None], state.coefficients_BCD, 0)

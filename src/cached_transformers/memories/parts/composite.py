@@ -1,7 +1,7 @@
 """Several memories in one place: the layer memories of a layer side by side, perhaps beside one that spans the layers.
 
-Each is asked, read and written as if it were alone. Attention gets their contexts one behind the other, in one softmax;
-results per head are mixed in one after the other, in the order of the list. Those that stand in front of the layer's
+Each is asked, read and written as if it were alone. Attention gets their contexts one after the other, in one softmax;
+results per head are mixed in one after the other, in the order of the list. Those that are before the layer's
 projections ("in_front") act there, in this order, too; what the others are asked with is made of their result.
 
 Legend: B rows, N tokens, M slots, L = M + N, H heads, E head width, D model width, P position channels.
@@ -92,7 +92,7 @@ class SideBySide(LayerMemory):
         return [part._replace(lse_BHN=reading.lse_BHN) if "lse" in m.needs else part for m, part in pairs]
 
     def _behind(self, reading: Reading) -> list[tuple[LayerMemory, Reading]]:
-        """The members that act behind the core, each with what it has read."""
+        """The members that act after the core, each with what it has read."""
         pairs = zip(self.members, self._readings(reading), strict=True)
         return [(member, part) for member, part in pairs if not stands_in_front(member)]
 
@@ -105,7 +105,7 @@ class SideBySide(LayerMemory):
         behind = self._behind(reading) or [(LayerMemory(), Reading())]
 
         def project_from(index: int, t_BHNE: Tensor) -> Tensor:
-            # What follows a member is its output projection, so that it may act before and behind that.
+            # What follows a member is its output projection, so that it may act before and after that.
             (member, part), last = behind[index], index == len(behind) - 1
             if last:
                 return member.project(t_BHNE, query, part, linear, weights)
@@ -174,15 +174,15 @@ def side_by_side(memories: Sequence[LayerMemory]) -> LayerMemory:
     if len(channels) > 1:
         (many, first), (few, second) = sorted(channels.items(), reverse=True)[:2]  # type: ignore[type-var]
         raise ValueError(
-            f"memories {first} and {second} cannot stand in one layer: the positions that they store have {many} "
+            f"memories {first} and {second} cannot be in one layer: the positions that they store have {many} "
             f"channels and {few}; leave one of them out"
         )
     front = next((type(memory).__name__ for memory in kept if stands_in_front(memory)), None)
     stored = next((type(memory).__name__ for memory in kept if "stored_kv" in memory.needs), None)
     if front and stored:
-        # In training such a memory keeps hidden states, whose keys are made without what stands in front.
+        # In training such a memory keeps hidden states, whose keys are made without what is in front.
         raise ValueError(
-            f"memory {stored} keeps keys and values, which are made behind memory {front}, and hidden states in "
+            f"memory {stored} keeps keys and values, which are made after memory {front}, and hidden states in "
             "training, whose keys are not; take keep='hidden'"
         )
     return SideBySide(kept)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def best(score_XL: Tensor, valid_XL: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-    """Which of all stay, (X, M), oldest first, and whether they are real; those that are not stand in front."""
+    """Which of all stay, (X, M), oldest first, and whether they are real; those that are not be in front."""
     total = score_XL.shape[-1]
     chosen_XM = score_XL.masked_fill(~valid_XL, -torch.inf).topk(slots, -1).indices
     real_XM = valid_XL.gather(-1, chosen_XM)
@@ -26,5 +26,5 @@ def kept(old_XMC: Tensor, new_XNC: Tensor, index_XM: Tensor, real_XM: Tensor) ->
 
 
 def from_last(valid_XL: Tensor) -> Tensor:
-    """How many real ones stand behind each, itself included."""
+    """How many real ones are after each, itself included."""
     return valid_XL.flip(-1).cumsum(-1).flip(-1)

@@ -5,7 +5,7 @@ token j is x_j e_j^T, of the token's input x_j to it and the error e_j that come
 known by its coefficients, of the chunk's tokens and of what it begins with; no token needs a matrix of its own:
 
     W_i = b_i W_0 + f_i S_0 - sum_j G_ij x_j e_j^T
-    q W_i = b_i q W_0 + f_i q S_0 - sum_j G_ij (q . x_j) e_j  of each matrix, one behind the other
+    q W_i = b_i q W_0 + f_i q S_0 - sum_j G_ij (q . x_j) e_j  of each matrix, one after the other
 
 S is whatever the rule sums beside the weights: momentum, or the steps of a chunk that is not over. `move` says what a
 chunk leaves.
@@ -31,7 +31,7 @@ Activation = Literal["gelu", "silu", "gelu_tanh"]
 
 
 class Learned(NamedTuple):
-    """What the nets of each row have learned: weights W and sums S, all matrices of a net behind each other."""
+    """What the nets of each row have learned: weights W and sums S, all matrices of a net after each other."""
 
     weights_BGP: Tensor
     sums_BGP: Tensor
@@ -101,7 +101,7 @@ class FastWeights(nn.Module):
         initial_GP: weights before the first token, a parameter; of each matrix I rows, and one more with `biased`.
         activation: a, between the matrices.
         limit: no matrix begins a chunk with a root mean square above it; None for no limit.
-        biased: a bias behind each matrix, which is a row of it whose input is 1.
+        biased: a bias after each matrix, which is a row of it whose input is 1.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class FastWeights(nn.Module):
         raise NotImplementedError
 
     def move(self, end: Sequence[Tensor], step: Step) -> tuple[Tensor, Tensor]:
-        """W and S of one matrix behind a chunk.
+        """W and S of one matrix after a chunk.
 
         Args:
             end: what the rule handed to `through`, of this chunk.
@@ -150,7 +150,7 @@ class FastWeights(nn.Module):
         """What a segment begins with: what rows have learned; the initial weights where that is nothing."""
         empty_B11 = empty_B[:, None, None]
         initial_GP = self.initial_GP.to(learned.weights_BGP.dtype)
-        # where, not multiplication: nothing that stands in an empty state may reach a result, not even NaN
+        # where, not multiplication: no value of an empty state may reach a result, not even NaN
         return Learned(
             torch.where(empty_B11, initial_GP, learned.weights_BGP), torch.where(empty_B11, 0, learned.sums_BGP)
         )
@@ -165,7 +165,7 @@ class FastWeights(nn.Module):
         return q
 
     def surprise(self, weights: list[Tensor], k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Inputs x (..., C, I) of each matrix and errors e (..., C, O) behind it: token j's gradient is x_j e_j^T."""
+        """Inputs x (..., C, I) of each matrix and errors e (..., C, O) after it: token j's gradient is x_j e_j^T."""
         inputs, sums = [self._input(k)], []
         for matrix in weights[:-1]:
             sums.append(inputs[-1] @ matrix)
@@ -193,7 +193,7 @@ class FastWeights(nn.Module):
         end: Sequence[Tensor],
         soup: Soup | None = None,
     ) -> tuple[Tensor | None, Learned]:
-        """Read and learn, chunk by chunk: what the tokens read, (B, G, Q, C, V), and what is learned behind the last.
+        """Read and learn, chunk by chunk: what the tokens read, (B, G, Q, C, V), and what is learned after the last.
 
         Args:
             learned: as `start` gives it, in float32 or wider, in which everything is computed.

@@ -40,12 +40,12 @@ class Rows(NamedTuple):
 
     @property
     def clean_BMD(self) -> Tensor:
-        """The hidden states, with zeros in empty slots whatever stands there: a NaN would come back as a gradient."""
+        """The hidden states, with zeros in empty slots whatever it holds: a NaN would come back as a gradient."""
         return torch.where(self.valid_BM[..., None], self.hidden_BMD, 0)
 
 
 class Pairs(NamedTuple):
-    """What `Rows` holds, with keys and values in the place of hidden states: unrotated, all keys of a slot and then all
+    """What `Rows` holds, with keys and values instead of hidden states: unrotated, all keys of a slot and then all
     its values. 8 M D + 8 M P + 8 bytes a row in float32.
 
     They are projected once, when they are stored, so that nothing trains the projections: for evaluation.
@@ -76,7 +76,7 @@ def empty_pairs(batch_size: int, slots: int, width: int, like: Tensor, channels:
 def push_pairs(
     pairs: Pairs, k_BHNE: Tensor, v_BHNE: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None
 ) -> Pairs:
-    """Store keys and values, detached, behind those that are there; see `push`."""
+    """Store keys and values, detached, after those that are there; see `push`."""
     return Pairs(*push(Rows(*pairs), side_by_side(k_BHNE, v_BHNE).detach(), positions_BNP, padding_BN))
 
 
@@ -117,7 +117,7 @@ def lined_up(older: Rows | Pairs, newer: Rows | Pairs) -> tuple[Tensor, Tensor, 
 
 
 def as_kept(state: State, layout: State, project_kv: ProjectKV) -> State:
-    """A layer's state with keys and values in the place of hidden states, wherever the layout has them."""
+    """A layer's state with keys and values instead of hidden states, wherever the layout has them."""
     if isinstance(layout, Pairs) and isinstance(state, Rows):
         return Pairs(side_by_side(*project_kv(state.clean_BMD)), state.positions_BMP, state.count_B)
     if isinstance(state, Tensor | Pairs):
@@ -136,7 +136,7 @@ def refuse_training(training: bool, memory: str) -> None:
 
 
 def push(rows: Rows, hidden_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None) -> Rows:
-    """Store hidden states behind those that are there; the store keeps its size, and may be a view of what is given.
+    """Store hidden states after those that are there; the store keeps its size, and may be a view of what is given.
 
     Padding is not stored, so what is stored stays dense.
     """

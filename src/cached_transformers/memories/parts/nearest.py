@@ -1,4 +1,4 @@
-"""The nearest keys of a store by all products, which never stand in memory at once.
+"""The nearest keys of a store by all products, which never are in memory at once.
 
 The store is read in chunks of slots, and the best of each join the best so far. On a CPU most of a chunk is passed
 over: what is not above the least of the best so far cannot be among them, and the largest product of each block of

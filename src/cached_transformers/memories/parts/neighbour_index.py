@@ -1,8 +1,8 @@
 """Nearest keys of a store by faiss (Johnson et al. 2017, arXiv:1702.08734; github.com/facebookresearch/faiss).
 
-Token number t lies in slot t mod M of the store, and stands in a graph of faiss in the order in which it came. Slots
+Token number t lies in slot t mod M of the store, and is in a graph of faiss in the order in which it came. Slots
 that are overwritten leave old tokens in the graph, which a search passes over; when they are more than the store's own,
-the graph is built anew.
+the graph is rebuilt.
 
 Legend: B rows, H heads, N queries, M slots, K neighbours, E head width, L tokens in a graph.
 """
@@ -23,9 +23,9 @@ from cached_transformers.extras import require
 class NeighbourIndex:
     """The search of faiss over stored keys: without an index ("Flat"), or by a graph for each row and head ("HNSW").
 
-    Graphs are made from the keys and never stand for them. A store that was written in place since the last search is
+    Graphs are made from the keys and never represent them. A store that was written in place since the last search is
     known by the tensor and its version, and only what is new is added; of any other the keys are compared with those in
-    the graph, which is extended where they agree and built anew where they do not. A copy, or what is unpickled, begins
+    the graph, which is extended where they agree and rebuilt where they do not. A copy, or what is unpickled, begins
     without graphs.
 
     Args:

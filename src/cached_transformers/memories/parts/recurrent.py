@@ -33,7 +33,7 @@ class Recurrent(LayerMemory):
     """A layer memory that mixes what a state of fixed size says into the attention's result, head by head.
 
     What several of its states say may be mixed: `read` is `settle` of what `online` finds, and the sum of answers with
-    weights may stand in that place.
+    weights may be in that place.
 
     Attributes:
         groups: G. key_width: K.

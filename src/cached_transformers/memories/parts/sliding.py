@@ -1,7 +1,7 @@
 """The last M rows before each token of a segment, as views of one buffer that grows.
 
 A store that is pushed at every token is copied at every token, and each copy is kept for its gradient. Here a row is
-written once, behind those that are there; what a token sees is a view, and the gradients of all that was seen are added
+written once, after those that are there; what a token sees is a view, and the gradients of all that was seen are added
 up in one buffer of their own.
 
     window_i = rows i .. i + M of [the store, new rows],  gradient of a row = sum over the windows that show it

@@ -60,7 +60,7 @@ def chunks(t: Tensor, size: int) -> Tensor:
 
 
 class Scan(NamedTuple):
-    """By how much the state before a chunk and its gradients are in the state behind each of its tokens (see above)."""
+    """By how much the state before a chunk and its gradients are in the state after each of its tokens (see above)."""
 
     b: Tensor
     f: Tensor
@@ -153,7 +153,7 @@ class NeuralMemory(FastWeights):
         gates: Gates,
         soup: Soup | None = None,
     ) -> tuple[Tensor | None, Learned]:
-        """y (B, G, N, V), token t read after its own write, and what is learned behind the last token.
+        """y (B, G, N, V), token t read after its own write, and what is learned after the last token.
 
         Args:
             learned: as `start` gives it, in float32 or wider, in which everything is computed.

@@ -1,7 +1,7 @@
 """Titans (Behrouz, Zhong and Mirrokni 2024, arXiv:2501.00663): a neural memory, which learns as it reads, beside
-attention or in front of it. The authors have published no code.
+attention or before it. The authors have published no code.
 
-`neural_memory.py` has how the memory learns. Of what stands behind the layer's norm, x_t:
+`neural_memory.py` has how the memory learns. Of what is after the layer's norm, x_t:
 
     k_t, q_t = SiLU(W x_t) / |SiLU(W x_t)|,  v_t = SiLU(W_V x_t)
     eta_t = sigmoid(.),  alpha_t = gate(.),  theta_t = (1 - eta_t) rate gate(.) / C                 of W_g x_t + b
@@ -88,19 +88,19 @@ def logit(share: float, gate: Gate) -> float:
     presets={"long": LONG},
 )
 class Titans(Recurrent):
-    """Small nets of each row that learn online what value stands under what key, in training and evaluation alike.
+    """Small nets of each row that learn online what value is stored under what key, in training and evaluation alike.
 
-    place="gate" reads token by token: what a token wrote is there for itself and all behind it, in its segment, too.
-    place="layer" does so in front of attention, whose window may then be short: what it attends has been through the
+    place="gate" reads token by token: what a token wrote is there for itself and all after it, in its segment, too.
+    place="layer" does so before attention, whose window may then be short: what it attends has been through the
     memory. place="context" reads what was there before the segment; a row that has written nothing reads nothing.
 
     What differs from the paper: no convolution on keys, queries and values (`short_convolution` of a model is one in
     front of the layer); rates are bounded and weights limited (see above). MAC writes what the whole layer makes of the
     segment, since the attention's own result is not handed to `write`, and has no second gate y M_t(y): M_t has seen
-    the rest of the segment. MAL has the block's norm alone in front of the memory, and the residual round it that the
+    the rest of the segment. MAL has the block's norm alone before the memory, and the residual round it that the
     paper has round all blocks (mix="sum"); its attention is the model's.
 
-    What a token reads depends on the open segment, so that generation reads that again (`ReadsAgain`).
+    What a token reads depends on the partial segment, so that generation reads that again (`ReadsAgain`).
 
     State: 8 P bytes a net and 8 per row, in float32 at least: it is the sum of many small steps.
 
@@ -112,12 +112,12 @@ class Titans(Recurrent):
         layers: L, 1 for a matrix; more help with length, the paper finds. expansion: width of the layers between, over
             D / G.
         activation: between the layers of a net: "silu" or "gelu".
-        chunk: C; the chunks begin anew with each segment, whose last one may be short.
+        chunk: C; the chunks restart with each segment, whose last one may be short.
         loss, bound, power, limit: see `NeuralMemory`.
         rate: how large theta may be, times C / (1 - eta); up to 1 nothing diverges (see above), but for loss="lp".
         momentum: eta at first. half_life: tokens after which half is forgotten, at first.
         gates: of theta and alpha: a "sigmoid", which never is 0, or "stretched", which can close and open fully.
-        persistent: of place="context": learned tokens in front of every segment, which are no memory.
+        persistent: of place="context": learned tokens before every segment, which are no memory.
         initial_share: s, at first, of "gate" and "layer".
         channels: of the layer's input, where they are not D. The model gives them.
         causal: of the model, which hands it over: whether token i is kept from h_j, j > i.
@@ -159,7 +159,7 @@ class Titans(Recurrent):
         super().__init__()
         nets = heads if nets is None else nets
         channels = channels or width
-        width = width if place == "gate" else channels  # as wide as what it is mixed with, or stands for
+        width = width if place == "gate" else channels  # as wide as what it is mixed with, or represents
         mix = ("sum" if place == "layer" else "product") if mix is None else mix
         at_least_one(NO_MEMORY, nets=nets, layers=layers, expansion=expansion, chunk=chunk)
         check_choices(
@@ -319,7 +319,7 @@ class Titans(Recurrent):
         soup: Soup | None,
         padding_BN: Tensor | None,
     ) -> tuple[Tensor | None, Learned]:
-        """What the tokens read, each behind its own write, (B, G, N, V), where they ask; and what is learned."""
+        """What the tokens read, each after its own write, (B, G, N, V), where they ask; and what is learned."""
         order_BN = None
         if padding_BN is not None:
             # Padding goes to the end, so that it moves no token into another chunk; what it holds reaches nothing.
