@@ -10,7 +10,7 @@ associative matrix of that layer, by a delta rule; the tokens of the next segmen
               z <- z + sum_i gamma_i phi(k_i),                gamma_i = 1 - z . phi(k_i) / |phi(k_i)|^2
 
 for k_i, v_i = W_K m_i, W_V m_i of the layer's outputs m_i at the memory tokens, all against the A and z with which the
-segment began. gamma counts a key once, however often it is written: without it z grows, and what was stored fades.
+segment began. gamma counts a key once, however often it is written: without it z grows, and stored values fade.
 
 Legend: B rows, N tokens, M memory tokens, L layers, D model width, C key width, K = 2 nu C features.
 """
@@ -33,7 +33,7 @@ from .parts.memory_tokens import carried_norm, check_tokens, surround, visible_r
 from .parts.options import NO_MEMORY, one_of
 
 EPSILON = 1e-5
-"""Added to what is divided by, as in the authors' code."""
+"""Added to denominators, as in the authors' code."""
 
 
 class Associations(NamedTuple):
@@ -51,7 +51,7 @@ def dpfp(x: Tensor, nu: int) -> Tensor:
 
 
 def recall(features: Tensor, values: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """What is stored under features (..., N, K), (..., N, D), and how much of such keys there is, (..., N, 1)."""
+    """Values stored under features (..., N, K), (..., N, D), and the mass of their keys, (..., N, 1)."""
     found = (features @ mass[..., None]).clamp(min=0)
     return features @ values / (found + EPSILON), found
 
@@ -65,11 +65,11 @@ def store(
     *,
     corrected: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """A and z with these associations beside the others, or instead of what was stored under the same keys.
+    """A and z after these associations are added, or replace the values stored under the same keys.
 
     Args:
         beta_BLM1: share by which an old value is replaced.
-        corrected: count only what is new of a key (gamma); False adds every one.
+        corrected: count only the new part of a key (gamma); False adds the whole key.
     """
     old_BLMD, found_BLM1 = recall(features_BLMK, values_BLKD, mass_BLK)
     values_BLKD = values_BLKD + features_BLMK.mT @ (beta_BLM1 * (values_BLMD - old_BLMD))
@@ -80,7 +80,7 @@ def store(
 
 
 class AssociativeRead(nn.Module):
-    """What the tokens read from the associations of one layer, added to them before it."""
+    """Read of one layer's associations, added to the tokens before the layer."""
 
     in_front = True
 
@@ -103,7 +103,7 @@ class AssociativeRead(nn.Module):
 
 
 LONG = {"write_gate": "stretched"}
-"""Options with which what was stored stays until something is to be stored in its place."""
+"""Options that keep a stored value until another one replaces it."""
 
 
 @MEMORIES.register(
@@ -126,7 +126,7 @@ class ARMT(ModelMemory):
     """Memory tokens after each segment, stored layer by layer as associations that the next segments read.
 
     The tokens themselves are the same in every segment: the associations are all that is carried. A row that has stored
-    nothing reads zeros. In models with norms before the sublayers what is written passes through a LayerNorm of the
+    nothing reads zeros. In pre-norm models the written vectors pass through a LayerNorm of the
     memory, so that the residual stream cannot grow from segment to segment; the authors have none.
 
     State: 4 K (D + 1) bytes per row and layer, K = 2 nu key_width, and 8 per row, in float32 at least: sums of many
@@ -180,7 +180,7 @@ class ARMT(ModelMemory):
         self.shares = nn.ModuleList(nn.Linear(width, 1) for _ in range(depth))
         for linear in self.values:
             assert isinstance(linear, nn.Linear)
-            nn.init.zeros_(linear.weight)  # a model that gets this memory computes at first what it did without
+            nn.init.zeros_(linear.weight)  # at first the model computes the same as without the memory
 
     def init_state(self, batch_size: int, like: Tensor) -> Associations:
         features, wide = 2 * self.nu * self.key_width, torch.promote_types(like.dtype, torch.float32)

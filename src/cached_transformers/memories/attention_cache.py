@@ -79,7 +79,7 @@ class StoredCache(SharedCache):
         super().__init__(width, length, attend="stored", **others)
 
     def update(self, s_BMC: Tensor, cache_MC: Tensor) -> Tensor:
-        return s_BMC.detach().to(cache_MC.dtype)  # as what is stored is detached, so is how it was made
+        return s_BMC.detach().to(cache_MC.dtype)  # stored slots are detached, and so is their computation
 
 
 @MEMORIES.register(
@@ -110,7 +110,8 @@ class AttentionCache(SharedCacheMemory):
         combine, bias, dropout, reduction, window: see `MemoryBranch`.
 
     Raises:
-        ValueError: ratio, heads or widths do not fit; a switch has an unknown value; attend="sample" of what is stored.
+        ValueError: ratio, heads or widths do not fit; a switch has an unknown value; attend="sample" with
+            update="store".
     """
 
     def __init__(

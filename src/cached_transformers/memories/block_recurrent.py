@@ -16,8 +16,8 @@ recurrence over segments instead of one over tokens. All attentions have H heads
 K and V are the layer's own, of the segment's tokens. W_o and W_s are two halves of the paper's one map of both results.
 Tokens read C, never C', which has seen the whole segment. Before its first segment a row has the learned C_0.
 
-Legend: B rows, N tokens, S states, H heads, E head width, D = H E model width, F hidden width, U width of what a gate
-looks at.
+Legend: B rows, N tokens, S states, H heads, E head width, D = H E model width, F hidden width, U width of a gate's
+input.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .parts.gates import GATES, Gate, gated
 from .parts.options import NO_MEMORY, check_choices
 
 EPSILON = 1e-6
-"""Of root mean squares, and the least length that a query or key is divided by; as in the authors' code."""
+"""Epsilon of root mean squares, and the smallest divisor of queries and keys; as in the authors' code."""
 SPREAD = 0.1
 """Standard deviation of C_0 and of the biases of fixed gates, and how small maps of gates begin; likewise."""
 
@@ -64,7 +64,7 @@ class Opened(NamedTuple):
 
 
 class StateGate(nn.Module):
-    """What of a state stays, and what of a candidate comes.
+    """Gates for the kept part of a state and the added part of a candidate.
 
     Args:
         kind: "fixed" or "lstm". width: D. looks_at: U. gates: see `parts.gates`.
@@ -94,8 +94,8 @@ class StateGate(nn.Module):
 
 
 LONG: dict[str, Any] = {"form": "dual"}
-"""Options with which states outlive many segments: what a feed-forward makes of a state that is a little off is the
-state again, where attention alone passes the error on."""
+"""Options with which states outlive many segments: a feed-forward corrects a slightly wrong state, where attention
+without one passes the error on."""
 
 
 @MEMORIES.register(
@@ -259,7 +259,7 @@ class BlockRecurrent(LayerMemory):
                 self.output.weight.zero_()
 
     def _renewed(self, states_BSD: Tensor, z_BSU: Tensor) -> Tensor:
-        """C' of C and of what the states have attended."""
+        """C' from C and the result of the states' attention."""
         if self.form == "single":
             h_BSF = self.inner(z_BSU).relu()
             return self.gate(states_BSD, self.outer(h_BSF).tanh(), h_BSF)  # type: ignore[no-any-return]

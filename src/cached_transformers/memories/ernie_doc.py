@@ -154,7 +154,7 @@ class ErnieDoc(LayerMemory):
     every segment has then heard of all others. `SegmentLoop(passes=2)` does so, with the loss of the second feed.
 
     In one pass over a text a causal model with this memory is causal. In the second pass over the same text it is not:
-    what a token is to predict has been read before. Train a causal model with two passes only where the targets are
+    a token's target has been read before. Train a causal model with two passes only where the targets are
     not among the inputs (classes, tags, answers), and report no perplexity of a second pass.
 
     Args:
@@ -169,8 +169,8 @@ class ErnieDoc(LayerMemory):
         keep: as of `TransformerXL`, with start="empty".
 
     Raises:
-        ValueError: a size below 1, an unknown start or `keep`, `longest` without `relative`, or zeros of which keys and
-            values are to be kept.
+        ValueError: a size below 1, an unknown start or `keep`, `longest` without `relative`, or `keep="kv"` with a
+            start of zeros.
     """
 
     needs = frozenset({"state", "context", "kv_projection"})

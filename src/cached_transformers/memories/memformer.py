@@ -47,7 +47,7 @@ def write_slots(
     temperature: float,
     padding_BN: Tensor | None = None,
 ) -> Tensor:
-    """What each slot makes of itself and the tokens, (B, H, M, E); a slot's value for itself is the slot as it is."""
+    """Attention of each slot to itself and the tokens, (B, H, M, E); a slot's value for itself is the slot."""
     scale = 1 / (math.sqrt(q_BHME.shape[-1]) * temperature)
     itself_BHM1 = (q_BHME * slot_k_BHME).sum(-1, keepdim=True)
     tokens_BHMN = q_BHME @ k_BHNE.mT
@@ -80,7 +80,7 @@ def forget(slots_BMD: Tensor, bias_MD: Tensor) -> Tensor:
 class Memformer(ModelMemory):
     """Slots that every block attends, each rewritten after a segment from itself and the segment's tokens.
 
-    In a causal model a segment reads what earlier segments wrote, and nothing of its own. The cross-attention stands
+    In a causal model a segment reads only slots written by earlier segments. The cross-attention is
     between attention and feed-forward with a residual connection and a norm of its own before it. Padding is not
     written; a row of nothing but padding keeps its slots.
 
@@ -92,7 +92,7 @@ class Memformer(ModelMemory):
         length: M, slots.
         temperature: tau of the write; below 1 a slot takes few things at a time.
         forgetting: length of the biases b at the start of training; slots are drawn to where they point.
-        norm: "pre" or "post", where the model's norms are (models say it themselves); with "pre" what is written passes
+        norm: "pre" or "post", where the model's norms are (models say it themselves); with "pre" written slots pass
             through a LayerNorm of the memory first.
 
     Raises:

@@ -1,6 +1,6 @@
 """Recurrent Memory Transformer (Bulatov, Kuratov, Burtsev 2022, arXiv:2207.06881; github.com/booydar/LM-RMT).
 
-The same vectors are before a segment, to be read, and after it, to be written; what the last layer makes of the
+The same vectors precede a segment, to be read, and follow it, to be written; the last layer's output of the
 latter is the memory of the next segment, with gradient.
 
     X_t = [memory_t; segment_t; memory_t],   [., Y_t, memory_{t+1}] = transformer(X_t)
@@ -39,7 +39,7 @@ from .transformer_xl import CacheBeforeTokens
 
 
 class MemoryTokens(NamedTuple):
-    """What was written last, and how many segments the row has seen; before the first one nothing was written."""
+    """The last written tokens, and the number of segments that the row has seen."""
 
     tokens_BMD: Tensor
     segments_B: Tensor
@@ -62,12 +62,12 @@ class MemoryTokens(NamedTuple):
 class RMT(ModelMemory):
     """Memory tokens before the segment are read, as many after it are written and carried to the next one.
 
-    Gradient flows through what is carried: how far is the `bptt` of the segment loop. Memory tokens are at the places
-    right before and after the segment, which keeps its own; cached tokens move M places back. What a layer memory
-    stores are the segment's tokens alone.
+    The gradient flows through the carried tokens, as far as the `bptt` of the segment loop. Memory tokens have the
+    positions right before and after the segment, which keeps its own; cached tokens move M positions back. A layer
+    memory stores only the segment's tokens.
 
-    In models with norms before the sublayers the residual stream would grow from segment to segment, so what is carried
-    passes through a LayerNorm of the memory; with norms after the sums it is normalised already.
+    In models with norms before the sublayers the residual stream would grow from segment to segment, so carried tokens
+    pass through a LayerNorm of the memory; with norms after the sums it is normalised already.
 
     State: 4 M D + 8 bytes per row, and C (4 D + 8) + 8 per layer with a cache. A token costs
     2 M / N (4 D^2 + 2 D F) + 4 D M (2 + 2 M / N) multiply-adds more in each layer.
@@ -128,7 +128,7 @@ class RMT(ModelMemory):
         return torch.where(state.segments_B[:, None, None] > 0, state.tokens_BMD, self.initial_MD)
 
     def go_on(self, opened: Tensor | None, x_BND: Tensor, traces: Sequence[Trace]) -> None:
-        return None  # what is before the segment was read
+        return None  # tokens before the segment were read
 
     def enter(self, opened: Tensor | None, tokens: Tokens) -> Entry:
         if opened is None:
@@ -139,7 +139,7 @@ class RMT(ModelMemory):
         return Entry(surrounded, segment=(self.length, n), visible_NN=self._visible(n, device))
 
     def _visible(self, n: int, device: torch.device) -> Tensor | None:
-        """What each token sees of the others."""
+        """Attention mask."""
         if not self.masks:
             return None
         total = self.length + n + self.behind

@@ -138,7 +138,7 @@ class SegatronPositions(RelativePositions):
 
 
 class _KeptTables(KeptScheme):
-    """The scheme for tokens that come one at a time, none of which sees a later one: tables that are made once."""
+    """The scheme for tokens that come one at a time, without later ones: tables are computed once."""
 
     def __init__(self, scheme: SegatronPositions) -> None:
         super().__init__(scheme)
@@ -155,7 +155,7 @@ class _KeptTables(KeptScheme):
 
 
 class SegatronLayer(TransformerXL):
-    """What Segatron-XL keeps in one layer: the layer's last inputs and where they were, in three channels."""
+    """Segatron-XL's store of one layer: the layer's last inputs and their positions, in three channels."""
 
     channels = CHANNELS
 
@@ -192,10 +192,10 @@ class Segatron(ModelMemory):
 
     A sentence begins after a token of `sentence_ends`, a paragraph (and with it a sentence) after one of
     `paragraph_ends`; so a token's numbers depend on what comes before it alone. Without such tokens all numbers stay 0.
-    A caller that knows the numbers gives them (`places` of a language model and of a `SegmentLoop`), for all tokens or some:
-    the others count on from the token before them. Only differences count. A row may begin with any number; from token
-    to token, and from segment to segment, numbers stay or rise by one, so that a sentence without tokens has none. In
-    a causal model they must not depend on later tokens.
+    A caller that knows the numbers gives them (`places` of a language model and of a `SegmentLoop`), for all tokens or
+    some: the others count on from the token before them. Only differences count. A row may begin with any number; from
+    token to token, and from segment to segment, numbers stay or rise by one, so that a sentence without tokens has
+    none. In a causal model they must not depend on later tokens.
 
     Args:
         width: D. heads: H.

@@ -48,7 +48,7 @@ class TransformerXL(LayerMemory):
     Args:
         width: D. heads: H.
         length: M, slots. eval_length: M of states made in evaluation mode; `length` when None.
-        same_length: a token sees exactly the last `length` tokens (itself included) as soon as there are so many,
+        same_length: a token sees exactly the last `length` tokens (itself included) once that many exist,
             and results do not depend on how a text is cut; without it, it sees the whole memory.
         relative: own position scheme, with u, v and W_r per layer; False takes the model's scheme, the only one in
             host models.
@@ -62,7 +62,7 @@ class TransformerXL(LayerMemory):
 
     needs = frozenset({"state", "context", "kv_projection"})
     channels = 1
-    """Of the positions that are stored."""
+    """Dtype of stored positions."""
 
     def __init__(
         self,

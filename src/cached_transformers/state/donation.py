@@ -1,7 +1,7 @@
 """The promise that a state is not used again, by which a memory may change it in place.
 
-A state that is given is never changed: a caller that keeps it can go back to it. A loop that made a state itself, and hands
-it on for the last time, can say so, and a large store is then written where it lies instead of being copied:
+A state that is given is never changed: a caller that keeps it can go back to it. A loop that made a state itself, and
+hands it on for the last time, can say so, and a large store is then written where it lies instead of being copied:
 
     with last_use(state):
         output = model(segment, state)        # from here on `state` is of no use to anybody

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Summary(nn.Module):
-    """Base: how many channels the vector has, and what is in the places after a short segment's tokens.
+    """Base: number of channels of the vector, and the fill of places after a short segment's tokens.
 
     Args:
         segment: L. width: D. key_width: K.

@@ -59,7 +59,8 @@ class InfinityOpened(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Where the queries of a segment looked in the signal, and which of them count (no padding, and a signal)."""
+    """Densities of a segment's queries over the signal, and the mask of queries that count (no padding, and a
+    signal)."""
 
     mean_BHN: Tensor
     variance_BHN: Tensor
@@ -93,15 +94,15 @@ class InfinityFormer(LayerMemory):
     and variance 1 (`normalise`), since those of a pre-norm layer grow with depth.
 
     The old signal is sampled where the segment's queries looked (sticky memories): at fixed quantiles of their common
-    density, which repeats itself exactly, or at random. A second refit after one segment samples evenly, since nobody
-    has read that signal.
+    density, which repeats itself exactly, or at random. A second refit after one segment samples evenly, since no
+    segment has read that signal.
 
     The original fits a memory of `length` and regulates the inputs by a trained convolution (an option there), which
     a signal fitted without gradient cannot train.
 
     Args:
         width: D. heads: H.
-        length: inputs that the short memory keeps at least, once it has seen so many. chunk: L.
+        length: least number of inputs in the short memory, once it has seen that many. chunk: L.
         basis: C, as many of each of `widths`, whose centres are evenly spaced on [0, 1].
         widths: of the basis functions.
         samples: T; as many as basis functions when None. contraction: tau. ridge: penalty of the regression.
@@ -271,7 +272,7 @@ class InfinityFormer(LayerMemory):
         return self.kl_weight * torch.where(counted_BN[:, None], each_BHN, 0).sum() / count
 
     def _store(self, state: InfinityState, trace: Trace, attention: Attention) -> InfinityState:
-        """Put the segment into the short memory, and what is too much there into the signal."""
+        """Put the segment into the short memory, and its overflow into the signal."""
         assert trace.query.positions_BNP is not None
         n, slots = trace.x_BND.shape[1], state.recent.hidden_BMD.shape[1]
         hidden_BMD, positions_BMP, count_B = state.recent

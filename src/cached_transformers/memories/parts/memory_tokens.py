@@ -67,7 +67,7 @@ def _ends(positions_BNP: Tensor, padding_BN: Tensor | None) -> tuple[Tensor, Ten
 def visible_round(front: int, tokens: int, back: int, device: torch.device) -> Tensor:
     """(L, L) bool: what each token of [front, segment, back] sees when memory tokens see the whole of their own block.
 
-    Otherwise order decides: the segment sees what is in front and its own past, what is after sees everything.
+    Otherwise order decides: the segment sees the tokens before it and its own past, the tokens after it see everything.
     """
     place_L = torch.arange(front + tokens + back, device=device)
     block_L = (place_L >= front).long() + (place_L >= front + tokens).long()

@@ -1,7 +1,7 @@
 """Titans (Behrouz, Zhong and Mirrokni 2024, arXiv:2501.00663): a neural memory, which learns as it reads, beside
 attention or before it. The authors have published no code.
 
-`neural_memory.py` has how the memory learns. Of what is after the layer's norm, x_t:
+`neural_memory.py` has the learning rule. With x_t after the layer's norm:
 
     k_t, q_t = SiLU(W x_t) / |SiLU(W x_t)|,  v_t = SiLU(W_V x_t)
     eta_t = sigmoid(.),  alpha_t = gate(.),  theta_t = (1 - eta_t) rate gate(.) / C                 of W_g x_t + b
@@ -12,7 +12,7 @@ attention or before it. The authors have published no code.
         mix="alone":    o = s norm(m) + (1 - s) y         with s = 1 the memory without attention (LMM)
     place="layer" (MAL): the same, of y = x_t, channels by heads: what attention makes queries, keys and values of is o.
     place="context" (MAC): h_t = M(q_t) of the memory before the segment. Keys and values are made of [P; h; x]; token i
-        sees all persistent tokens P, and h_j for j <= i. What the layer makes of a segment is written when it ends.
+        sees all persistent tokens P, and h_j for j <= i. The layer's outputs are written when the segment ends.
 
 Why theta is divided: within a chunk the gradients of C tokens add up at the same weights, and momentum makes each of
 them 1 / (1 - eta) times as large. Let one key come again and again, with constant gates, a linear memory and nothing
@@ -49,7 +49,7 @@ from .neural_memory import ACTIVATIONS, LOSSES, Activation, Gates, Loss, NeuralM
 PLACES = ("gate", "context", "layer")
 MIXES = ("product", "sum", "alone")
 EPSILON = 1e-5
-"""Of root mean squares."""
+"""Epsilon of root mean squares."""
 LONG = {"gates": "stretched"}
 """Options with which a segment may write and forget nothing at all."""
 
@@ -63,7 +63,7 @@ class TitansState(NamedTuple):
 
 
 def logit(share: float, gate: Gate) -> float:
-    """Where the gate is so far open."""
+    """The logit at which the gate equals `share`."""
     share = (share + STRETCH) / (1 + 2 * STRETCH) if gate == "stretched" else share
     return math.log(share / (1 - share))
 
@@ -90,17 +90,17 @@ def logit(share: float, gate: Gate) -> float:
 class Titans(Recurrent):
     """Small nets of each row that learn online what value is stored under what key, in training and evaluation alike.
 
-    place="gate" reads token by token: what a token wrote is there for itself and all after it, in its segment, too.
-    place="layer" does so before attention, whose window may then be short: what it attends has been through the
-    memory. place="context" reads what was there before the segment; a row that has written nothing reads nothing.
+    place="gate" reads token by token: a write is visible to its own token and all later ones, in the same segment, too.
+    place="layer" does so before attention, whose window may then be short: its inputs have been through the
+    memory. place="context" reads the memory before the segment; a row without writes reads nothing.
 
     What differs from the paper: no convolution on keys, queries and values (`short_convolution` of a model is one in
-    front of the layer); rates are bounded and weights limited (see above). MAC writes what the whole layer makes of the
-    segment, since the attention's own result is not handed to `write`, and has no second gate y M_t(y): M_t has seen
+    front of the layer); rates are bounded and weights limited (see above). MAC writes the outputs of the whole
+    layer, since `write` does not get the attention's own result, and has no second gate y M_t(y): M_t has seen
     the rest of the segment. MAL has the block's norm alone before the memory, and the residual round it that the
     paper has round all blocks (mix="sum"); its attention is the model's.
 
-    What a token reads depends on the partial segment, so that generation reads that again (`ReadsAgain`).
+    A token's read depends on the partial segment, so generation reads that again (`ReadsAgain`).
 
     State: 8 P bytes a net and 8 per row, in float32 at least: it is the sum of many small steps.
 
@@ -159,7 +159,7 @@ class Titans(Recurrent):
         super().__init__()
         nets = heads if nets is None else nets
         channels = channels or width
-        width = width if place == "gate" else channels  # as wide as what it is mixed with, or represents
+        width = width if place == "gate" else channels  # as wide as the tensor that it mixes with or replaces
         mix = ("sum" if place == "layer" else "product") if mix is None else mix
         at_least_one(NO_MEMORY, nets=nets, layers=layers, expansion=expansion, chunk=chunk)
         check_choices(
@@ -297,7 +297,7 @@ class Titans(Recurrent):
         return F.normalize(F.silu(self._nets(t_BND)), dim=-1)
 
     def _told(self, weights: Tensor, q: Tensor, soup: Soup | None = None) -> Tensor:
-        """What nets of these weights give for queries."""
+        """Outputs of nets with these weights for queries."""
         with torch.autocast(q.device.type, enabled=False):
             return self.memory.read(weights, q, soup)
 
@@ -319,10 +319,10 @@ class Titans(Recurrent):
         soup: Soup | None,
         padding_BN: Tensor | None,
     ) -> tuple[Tensor | None, Learned]:
-        """What the tokens read, each after its own write, (B, G, N, V), where they ask; and what is learned."""
+        """Reads of the tokens, each after its own write, (B, G, N, V), if there are queries; and the new weights."""
         order_BN = None
         if padding_BN is not None:
-            # Padding goes to the end, so that it moves no token into another chunk; what it holds reaches nothing.
+            # Padding goes to the end, so that it moves no token into another chunk; its contents reach nothing.
             order_BN = padding_BN.to(torch.uint8).argsort(dim=1, stable=True)
             x_BND = x_BND.gather(1, order_BN[..., None].expand_as(x_BND))
             padding_BN = padding_BN.gather(1, order_BN)
@@ -338,7 +338,7 @@ class Titans(Recurrent):
         return m_BGNV, after
 
     def _context(self, state: TitansState, learned: Learned, query: Query, project_kv: ProjectKV) -> Context:
-        """Keys and values of persistent tokens, and of what the memory before the segment gives for its tokens."""
+        """Keys and values of persistent tokens, and of the memory's answers before the segment."""
         rows, n = query.x_BND.shape[:2]
         h_BGNV = self._told(learned.weights_BGP, self._unit(self.query(query.x_BND)))
         h_BND = h_BGNV.transpose(1, 2).flatten(2).to(query.x_BND.dtype)
