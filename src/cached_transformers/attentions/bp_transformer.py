@@ -158,7 +158,7 @@ def level_sizes(tokens: int, levels: int) -> list[int]:
 
 
 def reach(tokens: int, k: int, clip: int, *, causal: bool, device: torch.device) -> Reach:
-    """What each token sees: itself, then level by level K nodes on the left, and K on the right unless causal.
+    """Keys of each token: itself, then level by level K nodes on the left, and K on the right unless causal.
 
     The nodes of a token hold each token once; when causal, each up to itself. A half that replaces a node of the
     next level is the node of this level after the K that were taken, and has the type of the next level's first.
@@ -229,7 +229,7 @@ def attend_levels(
     *,
     want_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """One softmax of each token over what it sees of all levels.
+    """One softmax per token over its nodes of all levels.
 
     Args:
         pairs: keys (B, H, M, E) and values (B, H, M, V) of each level's nodes.

@@ -2,13 +2,13 @@
 github.com/google-research/google-research/tree/master/etcmodel).
 
 Beside the tokens there is a short global sequence. A token sees all of it and the tokens at most r places away; a
-global token sees everything; each in one softmax. What a key is to a query is told by a learned label:
+global token sees everything; each in one softmax. A learned label gives the relation of a key to a query:
 
     e_ij = q_i (k_j + a_R(i,j)) / sqrt(E),   R: the distance j - i, clipped to [-k, k], within a sequence;
                                              "of my segment" or "of another one" between the sequences
 
 `ETCLayer` (layers/etc_layer.py) has a global sequence, carried from layer to layer. The core for plain q, k and v has
-none: its global keys and values are means over segments of C tokens, and nobody reads what global tokens would find
+none: its global keys and values are means over segments of C tokens, and results of global tokens are not read
 in the same layer. Its causal form (ours; the paper has an encoder alone) sees the past half of the window and the
 segments that are complete.
 
@@ -50,7 +50,7 @@ from .parts.pattern import PatternAttention
 
 
 class Labels(nn.Module):
-    """Learned vectors for what a key is to a query: its clipped distance, or whether the two share a segment.
+    """Learned vectors for the relation of a key to a query: clipped distance, or whether the two share a segment.
 
     Args:
         heads: H. width: E. clip: k. between: whether there are labels between the two sequences.
@@ -90,7 +90,7 @@ def tokens_see(
     dropout: float = 0.0,
     want_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """What tokens find among the global keys and the tokens near them, and the log-sum-exp where it is wanted.
+    """Attention to the global keys and the tokens near, and the log-sum-exp if requested.
 
     Args:
         same_BNG: which global token is that of a token's segment; one row may serve all.

@@ -225,7 +225,7 @@ class _Map(NamedTuple):
 
 
 def place_on_map(row: Tensor, column: Tensor, size: Sequence[int], block: Sequence[int], order: str) -> Tensor:
-    """Where in the sequence a cell of the map is."""
+    """Place of a map's cell in the sequence."""
     rows, columns = size
     if order == "raster":
         return row * columns + column

@@ -132,7 +132,7 @@ class InformerAttention(Attention):
         return AttentionOutput(lazy_BHNV.scatter(2, index_BHTV, chosen_BHTV))
 
     def share(self, count: int) -> int:
-        """u of so many queries, or U of this many keys."""
+        """u for a number of queries, or U for a number of keys."""
         return min(self.factor * max(sum(count > power for power in POWERS), 1), count)
 
     def _shares(self, count_B: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ LOGITS = {
 
 
 class Sorted(NamedTuple):
-    """Where each token is in one round: its bucket and its rank (B, H, N), and who has each rank."""
+    """Order of tokens in one round: bucket and rank (B, H, N), and the token at each rank."""
 
     bucket_BHN: Tensor
     rank_BHN: Tensor
@@ -196,7 +196,7 @@ class ReformerAttention(PatternAttention):
 
     @torch.no_grad()
     def _sort(self, qk_BHNE: Tensor, there_BN: Tensor, generator: torch.Generator | None) -> list[Sorted]:
-        """Each round's order by bucket, then by position; what is not there is after everything."""
+        """Each round's order by bucket, then by position; missing tokens come last."""
         rotations = self.rotations.to(qk_BHNE.dtype)
         if self.redraw and self.training:
             rotations = torch.randn(
@@ -228,7 +228,7 @@ class ReformerAttention(PatternAttention):
         strict = causal and not self.allow_leak
 
         def pair(t_BHN: Tensor) -> tuple[Tensor, Tensor]:
-            """What is known of each token, for queries (B, H, Q, C, 1) and keys (B, H, Q, 1, S) of this round."""
+            """Data of each token, for queries (B, H, Q, C, 1) and keys (B, H, Q, 1, S) of this round."""
             query_BHQC1 = into_blocks(pick_rows(t_BHN, here.order_BHN)[..., None], size)
             return query_BHQC1, _with_previous(query_BHQC1, last_B).mT
 

@@ -66,7 +66,7 @@ class SinkhornAttention(PatternAttention):
         combine: "concat": one softmax over both blocks; "scores": keys and values of both blocks are added place by
             place, which adds their scores (the paper); "outputs": the sum of two softmaxes (Long Range Arena), which
             has no log-sum-exp and takes no context of a memory.
-        sortcut: all tokens attend the first so many sorted blocks, and nothing else. Not causal.
+        sortcut: number of sorted blocks that all tokens attend, and nothing else. Not causal.
         own_block: a block may come to be beside itself.
 
     Raises:

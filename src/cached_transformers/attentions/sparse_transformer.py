@@ -1,6 +1,6 @@
 """Sparse Transformer (Child et al. 2019, arXiv:1904.10509; github.com/openai/sparse_attention, attention.py).
 
-Full attention is factored into two sets of keys, near and far, of which each is small and which reach everything in two
+Full attention is factored into two sets of keys, near and far; each is small, and together they reach everything in two
 steps. With the stride l and the number c of summary tokens:
 
     strided   near A1(i) = {j: i - l < j <= i},                  far A2(i) = {j <= i: l divides i - j}

@@ -117,7 +117,7 @@ def ring(
 
     The ring holds the tokens that are no padding, in their order. It is open when causal.
     """
-    # Beyond half the ring both sides meet: what is left is each token once.
+    # Beyond half the ring both sides meet: each token remains once.
     before = min(radius, tokens - 1 if causal else (tokens - 1) // 2)
     after = 0 if causal else min(radius, tokens // 2)
     offset_K = torch.arange(-before, after + 1, device=device)
@@ -270,7 +270,7 @@ class StarLayer(nn.Module):
         return x_BND, self.relay_norm(F.relu(self.relay_output(out.transpose(1, 2).flatten(2))))
 
     def _ask(self, x_BND: Tensor, relay_BMD: Tensor, padding_BN: Tensor | None, drop: float) -> Tensor:
-        """(B, H, M, E): what the relay attends in itself and all tokens."""
+        """(B, H, M, E): attention of the relay to itself and all tokens."""
         k, v = self._split(self.relay_keys_values(torch.cat([relay_BMD, x_BND], 1))).chunk(2, -1)
         if self.relay_query is not None:
             seen = None if padding_BN is None else F.pad(~padding_BN, (1, 0), value=True)[:, None, None]

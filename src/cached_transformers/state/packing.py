@@ -18,7 +18,7 @@ SCALE = "#scale"
 
 
 class Packed(NamedTuple):
-    """What goes into a file: tensors by name, the dtypes that they had, and how far they are from what they were.
+    """Contents of a file: tensors by name, their original dtypes, and their packing errors.
 
     Attributes:
         error: the largest relative error of a tensor, || x - x' || / || x ||.

@@ -1,4 +1,4 @@
-"""What linearised mechanisms have in common: a state of fixed size takes the place of the keys.
+"""Base of linearised attentions: a state of fixed size replaces the keys.
 
 With a feature map phi instead of the softmax, sums over keys are made once (or carried along) and read by each query:
 
@@ -54,7 +54,7 @@ class LinearisedAttention(Attention):
 
     Args:
         carry: the state goes on from segment to segment, so that segments are one sequence. The mechanism is then
-            causal alone, and takes no context: what a memory keeps of earlier segments would count twice.
+            causal alone, and takes no context: a memory's earlier segments would count twice.
     """
 
     can = frozenset({"causal", "bidirectional", "cross", "context", "exact_padding"})
@@ -67,7 +67,7 @@ class LinearisedAttention(Attention):
             self.can = self.can & {"causal", "exact_padding"}
 
     def maps(self, generator: torch.Generator | None = None, *, fixed: bool = True) -> Tensor | None:
-        """What is random in the feature map: the saved draw, or a call's own where training asks for one."""
+        """Random part of the feature map: the saved sample, or a new one per call if training asks for it."""
         return None
 
     def features(self, x_BHNE: Tensor, maps: Tensor | None) -> Tensor:
@@ -79,7 +79,7 @@ class LinearisedAttention(Attention):
         raise NotImplementedError("abstract: a mechanism writes empty()")
 
     def write(self, state: State, k_BHMF: Tensor, v_BHMV: Tensor, seen_BM: Tensor | None) -> State:
-        """Add a set of keys, of which those not seen add nothing: here to a state that is one matrix (B, H, F, V)."""
+        """Add a set of keys, unseen ones as zeros, to a state that is one matrix (B, H, F, V)."""
         return state + hidden(k_BHMF, seen_BM).mT @ v_BHMV  # type: ignore[operator, no-any-return]
 
     def read(self, q_BHNF: Tensor, state: State) -> Tensor:

@@ -16,10 +16,10 @@ state before the chunk and e^{(j, i]} the decay after token j up to token i:
 P, A, U and W of all chunks are found at once; only S goes from one to the next.
 
 No decay is made as a quotient, or as the exponential of a difference: with G the sum of g from the chunk's start,
-e^{-G} leaves float32 within a few strong tokens, and G_i - G_j has lost the digits of what is short between i and j.
+e^{-G} leaves float32 within a few strong tokens, and G_i - G_j has lost the digits of short distances between i and j.
 Every exponent here is a sum of the g between two tokens, each factor lies in [0, 1], and g = -inf forgets all. With one
 g a head, these sums are a table of C x C. With one a channel, pairs of tokens are told apart by the boundary between
-them: of two blocks side by side, what is lost up to the boundary scales the keys before it, and what is lost from there
+them: for two neighbouring blocks, the decay up to the boundary scales the keys before it, and the decay from there
 on the queries after it, which leaves one product. Blocks of 1, 2, 4 .. C / 2 tokens hold each pair once.
 
 Legend: B rows, H heads, N tokens, F features, V value width, G decays a head (1, or F), C tokens of a chunk; `...` any
@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from .building_blocks import into_blocks, out_of_blocks
 
 LEAST = -1e30
-"""What represents -inf where 0 times it is to be 0."""
+"""Finite replacement of -inf, so that 0 times it is 0."""
 
 
 def causal_scan(
@@ -122,7 +122,7 @@ def _corrections(
 
 
 def _behind(g: Tensor) -> Tensor:
-    """(..., C, G): the sum of what is after each token, 0 for the last one."""
+    """(..., C, G): the sum over later tokens of each token, 0 for the last one."""
     return F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
 
 
