@@ -1,6 +1,6 @@
-"""Attention cores; importing this package imports every file in it, which registers what the file defines.
+"""Attention mechanisms. Importing this package imports every file in it, which registers its attentions.
 
-What is registered here is exported under the name of its class, without a list of them.
+Every registered attention is exported under its class name.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ AttentionSpec = str | Mapping[str, Any]
 def create_attention(attention: AttentionSpec, **facts: Any) -> Attention:
     """Build an attention core.
 
-    `facts` holds what the model knows about itself (width, heads, length, prefix, size, causal, index, depth,
+    `facts` are the model's properties (width, heads, length, prefix, size, causal, index, depth,
     dropout); a core that has such an option gets it, unless the user set it.
 
     Raises:
-        ValueError: unknown name or option, a needed option that nobody gave, or the core's own constraints.
+        ValueError: unknown name or option, a missing option, or the core's own constraints.
     """
     spec = {"name": attention} if isinstance(attention, str) else dict(attention)
     if "name" not in spec:
         raise ValueError(f"attention {attention!r} must be a name, or have a 'name' beside its options")
     name = spec.pop("name")
-    # An attention that stands alone has no model, so that its sizes may come with its name.
+    # An attention without a model may get its sizes with its name.
     facts |= {key: spec.pop(key) for key in ATTENTIONS.given if key in spec and key not in facts}
     spec = ATTENTIONS.with_preset(name, spec)
     ATTENTIONS.check(name, spec)

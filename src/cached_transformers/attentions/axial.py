@@ -7,7 +7,7 @@ The sequence is a map, row by row, and a token attends along one axis at a time:
     layers: row in layers of even index, col in odd ones    sum: row_i(v) + col_i(v)    sequential: col_i(row(v))
 
 Causal: only j <= i on either axis. Two layers, or "sequential" taken in this way, would reach what lies above and not
-to the right. "sequential" therefore does what the paper's outer and inner decoders do, on plain q, k and v: the rows
+to the right. "sequential" therefore equals the paper's outer and inner decoders, on plain q, k and v: the rows
 above are complete, so that attention along them needs no order; one softmax down the column takes their unmasked
 results, and the masked one at the query's own place. Each token then reaches all before it.
 
@@ -114,9 +114,7 @@ class AxialAttention(PatternAttention):
             self.can = self.can - {"context", "lse"}
             self.steps_from = None  # of two softmaxes
             if kernel == "flex":
-                raise ValueError(
-                    f"mode={mode!r} is of two softmaxes, of which kernel='flex' has one; take kernel='plain'"
-                )
+                raise ValueError(f"mode={mode!r} takes two softmaxes, but kernel='flex' has one; take kernel='plain'")
             self.kernel = "plain"
 
     def rule(self, heads: int, tokens: int, causal: bool) -> _Axis:
@@ -157,7 +155,7 @@ class AxialAttention(PatternAttention):
         wanted = call._replace(want_lse=True)
         above = self._lines("col", True, q_BHNE, k_BHNE, v_BHNV, wanted, itself=False)
         assert above.lse_BHN is not None
-        # Only a query that is padding itself could see padding here, and its result is nobody's.
+        # Only a query that is padding itself could see padding here, and its result is unused.
         return AttentionOutput(*merge(above.out_BHNV, above.lse_BHN, row_BHNV, paired_logits(q_BHNE, k_BHNE)))
 
     def _lines(
@@ -184,7 +182,7 @@ class AxialAttention(PatternAttention):
         if causal:
             many = k.shape[3]
             mask = torch.ones(many, many, dtype=torch.bool, device=device).tril(0 if itself else -1)
-        # What fills up the last row lies behind all tokens, also down a column: in order, nothing sees it.
+        # The fill of the last row comes after all tokens, also down a column: in order, nothing sees it.
         if call.key_padding_mask is not None or (tokens % columns and not causal):
             place_RC = torch.arange(k.shape[2] * k.shape[3], device=device).view(-1, columns)
             place_XY = place_RC if axis == "row" else place_RC.T

@@ -104,7 +104,7 @@ class BigBird(PatternAttention):
         self.seed = seed
 
     def sees_all(self, blocks: int, causal: bool) -> bool:
-        """Whether the pattern of so many blocks leaves nothing out: block 1 sees the fewest, causal the last one."""
+        """True if the pattern covers all pairs of these blocks: block 1 sees the fewest, causal the last one."""
         return blocks <= self.random + self.window // 2 + (2 if causal else 3)
 
     def draw(self, blocks: int, last_B111: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -167,7 +167,7 @@ class BigBird(PatternAttention):
     def shown(self, lengths: Lengths, call: Call) -> Shown:
         if call.key_padding_mask is None:
             return super().shown(lengths, call)
-        # A row ends where its padding begins, and what is drawn depends on its end.
+        # A row ends where its padding begins, and random blocks depend on its end.
         rows, blocks = len(call.key_padding_mask), -(-lengths.keys // self.block)
         seen_BHQQ = self.seen_blocks(blocks, self._last(call.key_padding_mask), call.causal).expand(rows, -1, -1, -1)
         return shown_blocks(seen_BHQQ, self.block, lengths)
@@ -217,7 +217,7 @@ class BigBird(PatternAttention):
 
 
 class _Blocks(NamedTuple):
-    """What rows without padding see: the settings of a core, of which `bind` makes the table once more."""
+    """Pattern of rows without padding: settings from which `bind` rebuilds the table."""
 
     heads: int
     layer: int

@@ -158,10 +158,10 @@ def level_sizes(tokens: int, levels: int) -> list[int]:
 
 
 def reach(tokens: int, k: int, clip: int, *, causal: bool, device: torch.device) -> Reach:
-    """What each token sees: itself, then level by level K nodes on the left, and K on the right unless causal.
+    """Keys of each token: itself, then level by level K nodes on the left, and K on the right unless causal.
 
-    The nodes of a token hold each token once; when causal, each up to itself. A half that stands in for a node of the
-    next level is the node of this level behind the K that were taken, and has the type of the next level's first.
+    The nodes of a token hold each token once; when causal, each up to itself. A half that replaces a node of the
+    next level is the node of this level after the K that were taken, and has the type of the next level's first.
 
     The first node on the left is i - 1, and where it was l, the one of the next level is floor((l - K) / 2): at level j
     it is floor((i - 1 + K) / 2^j) - K, and its right half is taken already if the quotient before was even. The right
@@ -215,7 +215,7 @@ def span_means(t_BHNE: Tensor, padding_BN: Tensor | None, levels: int) -> tuple[
 
 
 def in_pairs(t: Tensor) -> Tensor:
-    """(..., N / 2, 2, E): two and two, with zeros behind the last one if it is alone."""
+    """(..., N / 2, 2, E): two and two, with zeros after the last one if it is alone."""
     return F.pad(t, (0, 0, 0, t.shape[-2] % 2)).unflatten(-2, (-1, 2))
 
 
@@ -229,7 +229,7 @@ def attend_levels(
     *,
     want_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """One softmax of each token over what it sees of all levels.
+    """One softmax per token over its nodes of all levels.
 
     Args:
         pairs: keys (B, H, M, E) and values (B, H, M, V) of each level's nodes.
@@ -260,7 +260,7 @@ def attend_levels(
 def _slabs(nodes: Sequence[Tensor], levels: Sequence[Level]) -> list[tuple[Tensor, int]]:
     """(B, H, Q, S, E), nodes in reach of the tokens of each block, and how many tokens these are.
 
-    One for each level that is cut into blocks, and one for all those behind them, which all tokens have in reach.
+    One for each level that is cut into blocks, and one for all those after them, which all tokens have in reach.
     """
     slabs = []
     for level, t_BHME in zip(levels, nodes, strict=True):

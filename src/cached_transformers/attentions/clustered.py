@@ -139,7 +139,7 @@ class ClusteredAttention(Attention):
 
         Args:
             there_BN: bool, queries that take part; others get the nearest cluster. All of them when None.
-            generator: of planes that are drawn anew.
+            generator: of planes that are resampled.
         """
         planes_RE, offsets_R = self.planes_RE, self.offsets_R
         if self.redraw and self.training:
@@ -153,7 +153,7 @@ class ClusteredAttention(Attention):
             index_BHN = lloyd(bits_BHNR, self.clusters, self.iterations, there_BN)
         if there_BN is None:
             return index_BHN
-        # A padded row is the trimmed row, of which each query would be a cluster if it were as short as that.
+        # A padded row equals the trimmed row, whose queries would each be a cluster if it were that short.
         rank_BN, alone_B = there_BN.cumsum(1) - 1, there_BN.sum(1) <= self.clusters
         return torch.where(alone_B[:, None, None], rank_BN.clamp(0, self.clusters - 1)[:, None], index_BHN)
 
@@ -220,7 +220,7 @@ class ImprovedClusteredAttention(ClusteredAttention):
         weights_BHCM = logits_BHCM.softmax(-1)
         if seen_B11M is not None:
             weights_BHCM = torch.where(seen_B11M, weights_BHCM, 0)
-        # A weight may be 0 in float32; what is not there comes behind it.
+        # A weight may be 0 in float32; missing entries come after it.
         ranked_BHCM = weights_BHCM if seen_B11M is None else weights_BHCM.masked_fill(~seen_B11M, -1)
         key_BHCK = largest(ranked_BHCM, self.topk)
         best_BHCK = weights_BHCM.gather(-1, key_BHCK)
@@ -259,7 +259,7 @@ class ImprovedClusteredAttention(ClusteredAttention):
         rank_BHN = torch.arange(tokens, device=q_BHNE.device) - first_BHC.gather(2, sorted_BHN)
         slot_BHN = start_BHC.gather(2, sorted_BHN) * size + rank_BHN
         slot_BHN = torch.empty_like(slot_BHN).scatter(2, order_BHN, slot_BHN)
-        # A slot that stays empty holds the first query, whose result there nobody takes.
+        # An empty slot holds the first query; its result there is unused.
         query_BHS = slot_BHN.new_zeros(*slot_BHN.shape[:2], len(blocks_Q) * size)
         query_BHS = query_BHS.scatter(2, slot_BHN, torch.arange(tokens, device=q_BHNE.device).expand_as(slot_BHN))
         q_BHQWE = pick_rows(q_BHNE, query_BHS).unflatten(2, (-1, size))

@@ -2,17 +2,17 @@
 github.com/google-research/google-research/tree/master/etcmodel).
 
 Beside the tokens there is a short global sequence. A token sees all of it and the tokens at most r places away; a
-global token sees everything; each in one softmax. What a key is to a query is told by a learned label:
+global token sees everything; each in one softmax. A learned label gives the relation of a key to a query:
 
     e_ij = q_i (k_j + a_R(i,j)) / sqrt(E),   R: the distance j - i, clipped to [-k, k], within a sequence;
                                              "of my segment" or "of another one" between the sequences
 
 `ETCLayer` (etc_layer.py) has a global sequence, carried from layer to layer. The core for plain q, k and v has
-none: its global keys and values are means over segments of C tokens, and nobody reads what global tokens would find
+none: its global keys and values are means over segments of C tokens, and results of global tokens are not read
 in the same layer. Its causal form (ours; the paper has an encoder alone) sees the past half of the window and the
 segments that are complete.
 
-Cost of the core: N ((E + V) (3 r + G) + (2 k + 3) E) multiply-adds a head, G = N / C; causal 2 r in place of 3 r. The
+Cost of the core: N ((E + V) (3 r + G) + (2 k + 3) E) multiply-adds a head, G = N / C; causal 2 r instead of 3 r. The
 layer's attention adds G ((E + V) (N + G) + (2 k + 3) E). Labels cost a product with all of them and a look-up, never a
 vector for each pair.
 
@@ -50,7 +50,7 @@ from .parts.pattern import PatternAttention
 
 
 class Labels(nn.Module):
-    """Learned vectors for what a key is to a query: its clipped distance, or whether the two share a segment.
+    """Learned vectors for the relation of a key to a query: clipped distance, or whether the two share a segment.
 
     Args:
         heads: H. width: E. clip: k. between: whether there are labels between the two sequences.
@@ -65,7 +65,7 @@ class Labels(nn.Module):
             nn.init.trunc_normal_(table, std=0.5, a=-1.0, b=1.0)  # the scale of keys, as in the original
 
     def by_distance(self, q_BHQWE: Tensor, far_WS: Tensor) -> Tensor:
-        """(B, H, Q, W, S): q a_R for keys so many places behind the queries of each block."""
+        """(B, H, Q, W, S): q a_R for keys this many places after the queries of each block."""
         labelled_BHQWL = product(q_BHQWE, self.distance_HLE[:, None])
         index_WS = far_WS.clamp(-self.clip, self.clip) + self.clip
         return labelled_BHQWL.gather(-1, index_WS.expand(*labelled_BHQWL.shape[:3], -1, -1))
@@ -90,7 +90,7 @@ def tokens_see(
     dropout: float = 0.0,
     want_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """What tokens find among the global keys and the tokens near them, and the log-sum-exp where it is wanted.
+    """Attention to the global keys and the tokens near, and the log-sum-exp if requested.
 
     Args:
         same_BNG: which global token is that of a token's segment; one row may serve all.
@@ -144,7 +144,7 @@ class ETC(PatternAttention):
     Args:
         width: D. heads: H.
         radius: r, tokens seen on either side.
-        segment: C, tokens behind each global key; None for no global keys.
+        segment: C, tokens after each global key; None for no global keys.
         clip: k, the largest distance with a label of its own; None for no labels.
         dropout: share of the weights to drop in training.
 

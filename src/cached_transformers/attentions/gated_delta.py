@@ -3,7 +3,7 @@ Delta Attention (Kimi Team 2025, arXiv:2510.26692), Gated Linear Attention (Yang
 (Sun et al. 2023, arXiv:2307.08621) and Mamba-2 (Dao and Gu 2024, arXiv:2405.21060). Code of all in one place:
 github.com/fla-org/flash-linear-attention.
 
-One recurrence, of which each paper is a set of options (a preset):
+One recurrence; each paper is a set of options (a preset):
 
     S'_t = diag(e^{g_t}) S_{t-1}                          g_t <= 0: none, fixed, a number a head, or one a channel
     S_t  = S'_t + beta_t k_t (v_t - S'_t^T k_t)^T         rule "delta": beta_t = sigmoid(W x_t), or twice that
@@ -14,12 +14,12 @@ One recurrence, of which each paper is a set of options (a preset):
     features "unit": q, k <- SiLU(.), over its length;  "silu": SiLU alone;  "none": as they are
 
 `parts/scan.py` has the chunks, `parts/decay.py` the gates g and their initial half-lives. Decay fades all that the
-state holds; the delta rule replaces what a key finds, and leaves what lies across the key. beta |k|^2 must be at most
-2, beyond which S grows without bound, so that the delta rule takes "unit" features alone. With a beta of 2, a key turns
-the sign of what it finds.
+state holds; the delta rule replaces the value at a key, and keeps values at orthogonal keys. beta |k|^2 must be at most
+2, beyond which S grows without bound, so that the delta rule takes "unit" features alone. With a beta of 2, a key flips
+the sign of its value.
 
-What the presets have of the published layers stands below. Projections are the layer's, with keys as wide as values; so
-is the convolution in front (`short_convolution=4`: before the projections; as published, behind them, with a SiLU that
+The presets' parts of the published layers are below. Projections are the layer's, with keys as wide as values; so
+is the convolution in front (`short_convolution=4`: before the projections; as published, after them, with a SiLU that
 values here do not have).
 
     gated_deltanet  all of the mixer; there, values are twice as wide as keys
@@ -28,7 +28,7 @@ values here do not have).
     retnet          all of the mixer, with positions="rotary" of the model; there, values are twice as wide as keys, and
                     the norm has no weights
     mamba2          decay, step length and gate; keys and queries are of each head (there: shared by all), the norm is
-                    of a head and before the gate (there: of all, behind it), and there is no skip D x_t
+                    of a head and before the gate (in the paper: of all, after it), and there is no skip D x_t
 
 Cost, in multiply-adds a head: "delta" N (C (2 E + V) + 3 E V), and N C (E + V) / 2 for the triangular systems; "sum"
 N (C (E + V) + 2 E V). Of decays a channel, each product of queries or keys with keys, N C E, is N (C - 1) E / 2, and
@@ -36,7 +36,7 @@ there are N E log2(C) exponentials. Beta and scalar decays: N D each; decays of 
 of R, and N R D for all heads; an output gate: N D V. A context adds M E V. State: E V numbers a head, float32 or wider.
 Parameters of the maps: as many as their multiply-adds a token; and of decays 2 a head, or 1 + E.
 
-What differs from the original implementations: decays begin with half-lives of 32 to 4096 tokens in place of a few
+What differs from the original implementations: decays begin with half-lives of 32 to 4096 tokens instead of a few
 (presets begin as published); chunks take any decay exactly, with no bound on it.
 
 Legend: B rows, H heads, N tokens, M keys of a context, D model width, E key width, V value width, F features (E), G
@@ -100,7 +100,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "output_gate": "swish",
     },
 }
-"""What a preset has of its layer, and what not, stands at the head of this file."""
+"""Options of each paper; the top of this file says which parts of its layer are missing."""
 
 
 @ATTENTIONS.register(
@@ -119,7 +119,7 @@ class GatedDelta(LinearisedAttention):
 
     Args:
         width: D. heads: H.
-        rule: "delta" corrects what a key finds; "sum" adds to it.
+        rule: "delta" corrects the value at a key; "sum" adds to it.
         decay: "none"; "scalar", a number a head from the layer's input; "channel", one for each channel of the keys;
             "fixed", a constant a head.
         decay_gate: of decays from the input: "softplus", "safe" (at most 5 a token) or "logsigmoid" (over 16).
@@ -127,7 +127,7 @@ class GatedDelta(LinearisedAttention):
         half_life: of a decay at the start, in tokens, the least and the greatest: heads (and channels) draw theirs
             log-uniform between the two. None for the published initialisation, which forgets within a segment.
         step_length: values are multiplied by softplus(W x + b), as in Mamba-2; of "scalar" decays of "softplus".
-        negative_eigenvalues: beta lies in 0 .. 2 in place of 0 .. 1, so that a key may flip what it finds.
+        negative_eigenvalues: beta lies in 0 .. 2 instead of 0 .. 1, so that a key may flip its value.
         features: of queries and keys: "unit", "silu" or "none"; "delta" needs "unit".
         scale: s; 1 / sqrt(E) when None.
         output_norm: each head's output goes through an RMS norm.
@@ -246,7 +246,7 @@ class GatedDelta(LinearisedAttention):
             log_decay_BHNG, step_BHNG = self.decay(x_BND)
             v_BHNV = v_BHNV * step_BHNG if self.step_length else v_BHNV
         elif self.fixed:
-            # Made anew, since a buffer would be rounded with the model.
+            # Recomputed, since a buffer would be rounded with the model.
             log_decay_BHNG = fixed_log_decay(self.heads, self.half_life, v_BHNV).expand(*v_BHNV.shape[:3], 1)
         # A token that is not seen does not forget either.
         log_decay_BHNG = None if log_decay_BHNG is None else hidden(log_decay_BHNG, seen_BN)

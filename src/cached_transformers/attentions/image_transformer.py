@@ -181,7 +181,7 @@ class ImageTransformerAttention(PatternAttention):
 
 
 class _Line(NamedTuple):
-    """The block of a query, and so many tokens before and after it; class tokens see all and are seen by all."""
+    """The block of a query, and this many tokens before and after it; class tokens see all and are seen by all."""
 
     block: int
     before: int
@@ -225,7 +225,7 @@ class _Map(NamedTuple):
 
 
 def place_on_map(row: Tensor, column: Tensor, size: Sequence[int], block: Sequence[int], order: str) -> Tensor:
-    """Where in the sequence a cell of the map is."""
+    """Place of a map's cell in the sequence."""
     rows, columns = size
     if order == "raster":
         return row * columns + column

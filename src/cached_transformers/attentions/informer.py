@@ -132,7 +132,7 @@ class InformerAttention(Attention):
         return AttentionOutput(lazy_BHNV.scatter(2, index_BHTV, chosen_BHTV))
 
     def share(self, count: int) -> int:
-        """u of so many queries, or U of so many keys."""
+        """u for a number of queries, or U for a number of keys."""
         return min(self.factor * max(sum(count > power for power in POWERS), 1), count)
 
     def _shares(self, count_B: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class InformerAttention(Attention):
 
         Args:
             seen_BM: bool, keys that are there; all when None. there_BN: the same of queries; the others come last.
-            generator: of samples that are drawn anew.
+            generator: of samples that are resampled.
         """
         index, used_BU, count_B = self._sample(len(q_BHNE), q_BHNE.shape[2], k_BHME.shape[2], seen_BM, generator)
         sampled = pick_rows(k_BHME, index[:, None].expand(-1, k_BHME.shape[1], -1, -1))

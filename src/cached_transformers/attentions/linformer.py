@@ -31,7 +31,7 @@ from .parts.building_blocks import attend
 from .parts.pattern import PatternAttention
 
 SHARING = {"none": 0, "heads": 1, "keys_values": 2}
-"""What shares a projection: nothing; all heads; all heads, and keys with values."""
+"""Sharing of a projection: none; all heads; all heads, and keys with values."""
 
 
 @ATTENTIONS.register(

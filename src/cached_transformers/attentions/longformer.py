@@ -193,7 +193,7 @@ class LongformerAttention(PatternAttention):
 
 
 class _Windows(NamedTuple):
-    """So many tokens before and after a query, in steps by head, and places that see all and are seen by all."""
+    """This many tokens before and after a query, in steps by head, and places that see all and are seen by all."""
 
     before: int
     after: int

@@ -11,10 +11,10 @@ Cost: M (E^2 + V^2) + N M (E + V) / c multiply-adds a head for N queries and M k
 convolution), and 2 N W (E + V) for a local branch of W tokens, at least 128 (3 N W where it is not causal).
 
 * The first c - 1 queries of a causal segment see no slot and get 0, unless there is a learned null key (lucidrains), or
-  a local branch: the last W tokens as keys of their own in the same softmax, in place of the paper's separate layers of
+  a local branch: the last W tokens as keys of their own in the same softmax, instead of the paper's separate layers of
   local attention.
-* Slots are made of the tokens that are there, one after the other, so that padding shifts none. What is missing from
-  the last one is 0 before the convolution. (Lucidrains pads on the left, so that the slots move with the length, and
+* Slots are made of the tokens that are there, one after the other, so that padding shifts none. Missing tokens of
+  the last one are 0 before the convolution. (Lucidrains pads on the left, so that the slots move with the length, and
   its masks hide all but the null key.)
 * The convolution starts as the mean, so that a slot is a mean key (lucidrains: at random).
 * One softmax with the keys of a memory; the log-sum-exp is that of the slots' (and local keys') logits.

@@ -42,7 +42,7 @@ from .parts.linearised import LinearisedAttention, hidden, quotient, with_ones
 from .parts.sizes import head_width
 
 LOW = -1e30
-"""Stands for the logarithm of 0 where differences are taken."""
+"""Finite logarithm of 0, so that differences are defined."""
 
 
 class PerformerState(NamedTuple):
@@ -178,7 +178,7 @@ def random_directions(
 
 
 def unshift(q: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    """Features of queries times what the keys were divided by, and the logarithm of what that was divided by again."""
+    """Features of queries times the keys' divisor, and the logarithm of the remaining divisor."""
     q = q + top
     peak = q.detach().amax(-1, keepdim=True)
     return (q - peak).exp(), peak
@@ -187,7 +187,7 @@ def unshift(q: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
 def scan_of_logarithms(
     q_BHNF: Tensor, k_BHNF: Tensor, v_BHNV: Tensor, state: PerformerState, chunk: int
 ) -> tuple[Tensor, PerformerState]:
-    """Sums over the keys so far, each row over a positive number of its own, and the state behind the last token."""
+    """Sums over the keys so far, each row over a positive number of its own, and the state after the last token."""
     tokens = q_BHNF.shape[2]
     if tokens == 0:
         return v_BHNV, state

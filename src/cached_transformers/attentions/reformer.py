@@ -16,10 +16,10 @@ long and looks at itself: N^2 (E + V)), beside R N log N for sorting and R^2 N C
 What differs from the original, and why:
 - The look back from the first chunk goes to the last one of the same round, and of the tokens that are there; through
   all rounds (the original) it pairs unrelated buckets and is not even exact for two chunks.
-- Padding has its own bucket behind all others.
+- Padding has its own bucket after all others.
 - Masks are of bools, and N_ij is made by seeing a key in the first of its rounds alone, which is the same sum: -1e5 on
   the own logit costs the log-sum-exp its precision.
-- The causal form keeps those keys of the same bucket that are at most C behind in it. The original masks later
+- The causal form keeps those keys of the same bucket that are at most C after in it. The original masks later
   positions in its chunks, but later tokens move the borders of chunks (`allow_leak`).
 
 Legend: B rows, H heads, N tokens (filled up to chunks in shapes), E key width, V value width, R rounds, C tokens of a
@@ -53,7 +53,7 @@ LOGITS = {
 
 
 class Sorted(NamedTuple):
-    """Where each token stands in one round: its bucket and its rank (B, H, N), and who has each rank."""
+    """Order of tokens in one round: bucket and rank (B, H, N), and the token at each rank."""
 
     bucket_BHN: Tensor
     rank_BHN: Tensor
@@ -142,7 +142,7 @@ class ReformerAttention(PatternAttention):
     def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         padding_BN = call.key_padding_mask
         shared = q_BHNE if padding_BN is None else q_BHNE.masked_fill(padding_BN[:, None, :, None], 0)
-        if self.check_shared and not torch.equal(shared, k_BHNE):  # keys are 0 behind padding
+        if self.check_shared and not torch.equal(shared, k_BHNE):  # keys are 0 after padding
             raise ValueError("check_shared=True, but keys differ from queries; make both by one projection")
         if call.context is not None:
             keys = Context(self._keys(call.context.k_BHME), *call.context[1:])
@@ -196,7 +196,7 @@ class ReformerAttention(PatternAttention):
 
     @torch.no_grad()
     def _sort(self, qk_BHNE: Tensor, there_BN: Tensor, generator: torch.Generator | None) -> list[Sorted]:
-        """Each round's order by bucket, then by position; what is not there stands behind everything."""
+        """Each round's order by bucket, then by position; missing tokens come last."""
         rotations = self.rotations.to(qk_BHNE.dtype)
         if self.redraw and self.training:
             rotations = torch.randn(
@@ -228,7 +228,7 @@ class ReformerAttention(PatternAttention):
         strict = causal and not self.allow_leak
 
         def pair(t_BHN: Tensor) -> tuple[Tensor, Tensor]:
-            """What is known of each token, for queries (B, H, Q, C, 1) and keys (B, H, Q, 1, S) of this round."""
+            """Data of each token, for queries (B, H, Q, C, 1) and keys (B, H, Q, 1, S) of this round."""
             query_BHQC1 = into_blocks(pick_rows(t_BHN, here.order_BHN)[..., None], size)
             return query_BHQC1, _with_previous(query_BHQC1, last_B).mT
 
@@ -269,7 +269,7 @@ def usual_buckets(length: int, chunk: int) -> list[int]:
 
 
 def _with_previous(t_BHQCE: Tensor, last_B: Tensor) -> Tensor:
-    """(B, H, Q, 2 C, E): each chunk behind the one before it, the first behind the last that holds tokens."""
+    """(B, H, Q, 2 C, E): each chunk after the one before it, the first after the last that holds tokens."""
     if t_BHQCE.shape[2] == 1:
         return t_BHQCE
     wrapped = t_BHQCE[torch.arange(len(t_BHQCE), device=t_BHQCE.device), :, last_B]

@@ -67,7 +67,7 @@ class RandomFeatureAttention(LinearisedAttention):
         gate: a gate a head, from the layer's input, lets older tokens fade. The mechanism is then causal alone.
         pool: P, draws to choose from: each training call takes one a head, no two the same; evaluation the first H.
             None for one draw a head.
-        floor: the least magnitude of the mean kernel between a query and what it sees. Its expectation is at least
+        floor: the least magnitude of the mean kernel between a query and its keys. Its expectation is at least
             exp(-2 / tau^2).
         chunk: C, tokens that the causal form takes at once; changes the cost alone.
         carry: the state goes on from segment to segment; see `LinearisedAttention`.

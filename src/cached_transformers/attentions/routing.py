@@ -64,7 +64,7 @@ from .parts.sizes import head_width
 class RoutingAttention(PatternAttention):
     """Attention within clusters that follow queries and keys by online k-means.
 
-    In training a call moves the centroids to what the call before it saw, and `eval()` to what the last one saw; where
+    In training a call moves the centroids to the inputs of the call before it, and `eval()` to the last call's; where
     a call is repeated in a backward pass (activation checkpointing, reversible layers) it moves and counts nothing, and
     routes as it did. Several segments that are checkpointed under one backward pass need update="manual", and
     `update_centroids` after each step. The centroids should stay in float32: half precision cannot add a thousandth.
@@ -244,7 +244,7 @@ class RoutingAttention(PatternAttention):
         return loss
 
     def train(self, mode: bool = True) -> RoutingAttention:
-        """As nn.Module.train; leaving training moves the centroids to what was seen last."""
+        """Set the mode like nn.Module.train; leaving training moves the centroids to the last inputs."""
         if self.training and not mode and self.when == "forward":
             self.update_centroids()
         return super().train(mode)
@@ -258,7 +258,7 @@ class RoutingAttention(PatternAttention):
 
     @torch.no_grad()
     def update_centroids(self) -> None:
-        """Move the centroids to what was seen since the last time; after each step where update="manual"."""
+        """Move the centroids to the inputs since the last move; call it after each step with update="manual"."""
         if self.synchronise:
             torch.distributed.all_reduce(self.sums_HCE)
             torch.distributed.all_reduce(self.counts_HC)
@@ -301,5 +301,5 @@ def _unit(t: Tensor) -> Tensor:
 
 
 def _repeated_in_backward() -> bool:
-    """Whether this forward runs inside a backward pass, which is how activation checkpointing repeats it."""
+    """True inside a backward pass, where activation checkpointing repeats the forward."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -12,13 +12,13 @@ predictor learns by REINFORCE: `PolicyGradient` makes its loss, - (R - b) sum_t 
 the rewards R and the log-probabilities that the cores keep of their last call in training.
 
 Cost: N (A + 1) (E + V) multiply-adds a head for the attention; for the choice N D F + N A (8 F^2 + F (N + 2 k + 1)),
-of which the second term is per head with `per_head`. The choice is quadratic: it weighs every node A times.
+where the second term is per head with `per_head`. The choice is quadratic: it weighs every node A times.
 
-What the paper leaves open or has otherwise: edges are drawn without replacement and never lead to the token itself,
-which is seen anyway; scores are divided by sqrt(F); no gradient of the predictor reaches the layer's input. The causal
-form chooses from the past. `learn="straight_through"` is no part of the paper: the most probable edges are taken in
-training too, and ln p of an edge, less its value, is added to the edge's logit, which changes no output and lets the
-task's own loss train the predictor.
+Differences and choices where the paper is silent: edges are drawn without replacement and never lead to the token
+itself, which is seen anyway; scores are divided by sqrt(F); no gradient of the predictor reaches the layer's input.
+The causal form chooses from the past. `learn="straight_through"` is no part of the paper: the most probable edges are
+taken in training too, and ln p of an edge, less its value, is added to the edge's logit, which changes no output and
+lets the task's own loss train the predictor.
 
 Legend: B rows, H heads, C choices (H or 1 for all heads), N tokens, M keys, E key width, V value width, A edges,
 K = A + 1, D model width, F width of the predictor, L distances.
@@ -42,7 +42,7 @@ from .parts.pattern import PatternAttention
 
 
 class Edges(NamedTuple):
-    """What each token chose: places, which of them there are (a token may run out of nodes), and ln p of each (or 0).
+    """Choices of each token: places, their validity (a token may run out of nodes), and ln p of each (or 0).
 
     ln p is there where it was asked for.
     """
@@ -221,7 +221,7 @@ class SAC(PatternAttention):
         self.log_p_B: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the core chose nothing yet; what the original keeps belongs to a graph, which cannot be copied."""
+        """Copy without choices; those of the original belong to a graph, which cannot be copied."""
         return {**self.__dict__, "log_p_B": None}
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:

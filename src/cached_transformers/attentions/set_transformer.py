@@ -6,8 +6,8 @@ Blocks for sets, in which a few learned inducing points attend the set, and the 
                 MAB = LN(O' + relu(O' W_o)),   O' = LN(O);   both norms only where asked for
     SAB(X) = MAB(X, X),   ISAB(X) = MAB(X, MAB(I, X)),   PMA(X) = MAB(S, X),   I and S learned
 
-The blocks have their own projections and residual sums, so that they stand in a model by themselves. What is registered
-is the induced attention in the middle of ISAB, on queries, keys and values that somebody else has projected:
+The blocks have their own projections and residual sums, so they can be used by themselves. The registered
+attention is the induced attention in the middle of ISAB, on projected queries, keys and values:
 
     out = softmax(q K_I^T / sqrt(E)) softmax(I k^T / sqrt(E)) v,   I and K_I learned for each head
 
@@ -19,7 +19,7 @@ ISAB has two with P points (P and M, N and P), PMA one with P seeds as queries.
   projected query (the paper's equation adds X itself). The paper's PMA applies a feed-forward layer to X first, the
   code does not: `feed_forward`.
 * The core has no residual sum, so the keys K_I that the points show the queries would not depend on the set:
-  `induced_keys` adds softmax(I k^T / sqrt(E)) k to them, which is what the residual form of MAB(I, X) does.
+  `induced_keys` adds softmax(I k^T / sqrt(E)) k to them, as the residual form of MAB(I, X) does.
 * Every output depends on the whole set, so there is no causal form. Nothing here knows an order of tokens.
 * The keys of a memory are members of the set that the points attend.
 
@@ -98,7 +98,7 @@ class MAB(nn.Module):
 
     Args:
         query_width: A. key_width: C. width: D, of the result. heads: H.
-        norm: LayerNorm behind both residual sums.
+        norm: LayerNorm after both residual sums.
 
     Raises:
         ValueError: the width is no multiple of the heads.

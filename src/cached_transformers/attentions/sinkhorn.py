@@ -1,19 +1,19 @@
 """Sparse Sinkhorn attention (Tay, Bahri, Yang, Metzler, Juan 2020, arXiv:2002.11296; the authors' code is in
 github.com/google-research/long-range-arena, without the balancing; github.com/lucidrains/sinkhorn-transformer has it).
 
-Blocks are sorted softly, and each token attends its own block and the one that comes to stand beside it:
+Blocks are sorted softly, and each token attends its own block and the one that comes to be beside it:
 
     r_mn = score of block n for place m,  (r + Gumbel noise in training) / tau -> log R, by turns
     log R <- log R - logsumexp over m,  log R <- log R - logsumexp over n,
     K'_m = sum_n R_mn K_n,  V'_m = sum_n R_mn V_n,  out = softmax(s q [K, K']^T) [V, V']
 
 Cost: 2 N W (E + V) + Q^2 W (E + V) + Q^2 E multiply-adds a head for Q = N / W blocks (the second term is what soft
-sorting costs; none with `hard` in evaluation), and Q F (D + P) in place of the last with `sort_net="mlp"`. One block
+sorting costs; none with `hard` in evaluation), and Q F (D + P) instead of the last with `sort_net="mlp"`. One block
 alone costs N^2 (E + V). SortCut: k W (N + Q) (E + V) + Q^2 E. N is filled up to whole blocks; where that or padding
 leaves blocks that are not full, N W + Q^2 W more.
 
 What differs from the original, and why:
-- A block does not come to stand beside itself (`own_block`): its keys would count twice in one softmax. Two blocks are
+- A block does not come to be beside itself (`own_block`): its keys would count twice in one softmax. Two blocks are
   exact attention so, with any scores.
 - The last step makes the sums over n 1, so that a sorted key is a mean of keys.
 - Where some of the keys that mix are not there, the sorted key is the mean over the others, and counts by their share
@@ -66,8 +66,8 @@ class SinkhornAttention(PatternAttention):
         combine: "concat": one softmax over both blocks; "scores": keys and values of both blocks are added place by
             place, which adds their scores (the paper); "outputs": the sum of two softmaxes (Long Range Arena), which
             has no log-sum-exp and takes no context of a memory.
-        sortcut: all tokens attend the first so many sorted blocks, and nothing else. Not causal.
-        own_block: a block may come to stand beside itself.
+        sortcut: number of sorted blocks that all tokens attend, and nothing else. Not causal.
+        own_block: a block may come to be beside itself.
 
     Raises:
         ValueError: sizes below 1, unknown names, an "mlp" without length, or a sortcut that is combined.
@@ -178,7 +178,7 @@ class SinkhornAttention(PatternAttention):
         return in_sequence(out, lse, tokens)
 
     def _permutation(self, q: Tensor, k: Tensor, there_BQW: Tensor, call: Call) -> Tensor:
-        """(B, H, Q, P): by how much each block stands beside each place; a row of zeros where there is none."""
+        """(B, H, Q, P): by how much each block is beside each place; a row of zeros where there is none."""
         blocks = q.shape[2]
         present_BQ = there_BQW.any(-1)
         allowed = present_BQ[:, None, :, None] & present_BQ[:, None, None]

@@ -77,7 +77,7 @@ class SoftmaxAttention(Attention):
 
 
 def log_sum_exp(q_BHNE: Tensor, k_BHNE: Tensor, mask: Tensor | None) -> Tensor:
-    """(B, H, N): log-sum-exp of each query's logits, made anew (N (M + N) E multiply-adds): fused kernels keep none.
+    """(B, H, N): log-sum-exp of each query's logits, recomputed (N (M + N) E multiply-adds): fused kernels keep none.
 
     Float32 or wider. A query that sees no key gets the lowest finite number, whose gradient is finite too.
 

@@ -1,6 +1,6 @@
 """Sparse Transformer (Child et al. 2019, arXiv:1904.10509; github.com/openai/sparse_attention, attention.py).
 
-Full attention is factored into two sets of keys, near and far, of which each is small and which reach everything in two
+Full attention is factored into two sets of keys, near and far; each is small, and together they reach everything in two
 steps. With the stride l and the number c of summary tokens:
 
     strided   near A1(i) = {j: i - l < j <= i},                  far A2(i) = {j <= i: l divides i - j}
@@ -14,7 +14,7 @@ Cost of both parts: N (1.5 l - 1 + N / l) (E + V) multiply-adds a head for strid
 order), N (l + c N / l) (E + V) for fixed, for N a multiple of l and l even; least at l near sqrt(N).
 
 What differs: the paper writes i - l <= j in the strided A1, its code keeps l keys with i itself, as here; class tokens
-(`prefix`) see all and are seen by all, and places are counted behind them. A query that comes before the first summary
+(`prefix`) see all and are seen by all, and places are counted after them. A query that comes before the first summary
 token sees nothing in the far part of "fixed", where that is used alone, and gets 0.
 
 Legend: B rows, H heads, N tokens, E key width, V value width, K summary tokens.
@@ -203,7 +203,7 @@ class _Grid(NamedTuple):
         def far(head: Any, i: Any, j: Any) -> Tensor:
             if not self.fixed:
                 return (i - j) % stride == 0
-            # Where far keys are for every other head, each half of the heads counts its slices anew.
+            # Where far keys are for every other head, each half of the heads counts its slices again.
             turn = (head // 2 if halves else head) % self.slices if self.slices > 1 else 0
             first, rest = stride - (turn + 1) * self.summary, j % stride
             return (rest >= first) & (rest < first + self.summary)

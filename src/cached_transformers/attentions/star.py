@@ -117,7 +117,7 @@ def ring(
 
     The ring holds the tokens that are no padding, in their order. It is open when causal.
     """
-    # Beyond half the ring both sides meet: what is left is each token once.
+    # Beyond half the ring both sides meet: each token remains once.
     before = min(radius, tokens - 1 if causal else (tokens - 1) // 2)
     after = 0 if causal else min(radius, tokens // 2)
     offset_K = torch.arange(-before, after + 1, device=device)
@@ -138,7 +138,7 @@ def ring(
 
 
 def relay_column(there: Tensor, relay_N1: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Index and visibility of the relay: the one behind the tokens, or token i's own when causal.
+    """Index and visibility of the relay: the one after the tokens, or token i's own when causal.
 
     Args:
         there: which tokens are no padding, (N, 1) or (B, 1, N, 1). relay_N1: index of token i's relay.
@@ -202,7 +202,7 @@ class StarLayer(nn.Module):
             x, relay = layer(x, embedded, relay, padding)
 
     The causal form is an extension: each token has its own relay, which takes in the tokens up to it, and a learned
-    vector asks in place of the relay, so that all prefixes share one scan.
+    vector asks instead of the relay, so that all prefixes share one scan.
 
     Args:
         width: D. heads: H.
@@ -270,7 +270,7 @@ class StarLayer(nn.Module):
         return x_BND, self.relay_norm(F.relu(self.relay_output(out.transpose(1, 2).flatten(2))))
 
     def _ask(self, x_BND: Tensor, relay_BMD: Tensor, padding_BN: Tensor | None, drop: float) -> Tensor:
-        """(B, H, M, E): what the relay attends in itself and all tokens."""
+        """(B, H, M, E): attention of the relay to itself and all tokens."""
         k, v = self._split(self.relay_keys_values(torch.cat([relay_BMD, x_BND], 1))).chunk(2, -1)
         if self.relay_query is not None:
             seen = None if padding_BN is None else F.pad(~padding_BN, (1, 0), value=True)[:, None, None]

@@ -1,6 +1,6 @@
-"""Memories; importing this package imports every file in it, which registers what the file defines.
+"""Memories. Importing this package imports every file in it, which registers the memories of that file.
 
-What is registered here is exported under the name of its class, without a list of them.
+Every registered memory is exported under its class name.
 """
 
 from __future__ import annotations

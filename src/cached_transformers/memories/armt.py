@@ -1,7 +1,7 @@
 """Associative Recurrent Memory Transformer (Rodkin, Kuratov, Bulatov, Burtsev 2024, arXiv:2407.04841;
 github.com/RodkinIvan/associative-recurrent-memory-transformer).
 
-Memory tokens stand behind each segment, the same learned ones every time. What each layer makes of them is stored in an
+Memory tokens are after each segment, the same learned ones every time. What each layer makes of them is stored in an
 associative matrix of that layer, by a delta rule; the tokens of the next segment read it before the layer.
 
     phi(x) = [r * roll(r, 1), ..., r * roll(r, nu)],  r = [relu(x), relu(-x)]          (DPFP, arXiv:2102.11174)
@@ -10,7 +10,7 @@ associative matrix of that layer, by a delta rule; the tokens of the next segmen
               z <- z + sum_i gamma_i phi(k_i),                gamma_i = 1 - z . phi(k_i) / |phi(k_i)|^2
 
 for k_i, v_i = W_K m_i, W_V m_i of the layer's outputs m_i at the memory tokens, all against the A and z with which the
-segment began. gamma counts a key once, however often it is written: without it z grows, and what was stored fades.
+segment began. gamma counts a key once, however often it is written: without it z grows, and stored values fade.
 
 Legend: B rows, N tokens, M memory tokens, L layers, D model width, C key width, K = 2 nu C features.
 """
@@ -36,7 +36,7 @@ from .parts.options import NO_MEMORY, one_of
 own_word("slots_in_front", "slots that are read before each block, whose result replaces the block's tokens")
 
 EPSILON = 1e-5
-"""Added to what is divided by, as in the authors' code."""
+"""Added to denominators, as in the authors' code."""
 
 
 class Associations(NamedTuple):
@@ -54,7 +54,7 @@ def dpfp(x: Tensor, nu: int) -> Tensor:
 
 
 def recall(features: Tensor, values: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """What is stored under features (..., N, K), (..., N, D), and how much of such keys there is, (..., N, 1)."""
+    """Values stored under features (..., N, K), (..., N, D), and the mass of their keys, (..., N, 1)."""
     found = (features @ mass[..., None]).clamp(min=0)
     return features @ values / (found + EPSILON), found
 
@@ -68,11 +68,11 @@ def store(
     *,
     corrected: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """A and z with these associations beside the others, or in the place of what stood under the same keys.
+    """A and z after these associations are added, or replace the values stored under the same keys.
 
     Args:
         beta_BLM1: share by which an old value is replaced.
-        corrected: count only what is new of a key (gamma); False adds every one.
+        corrected: count only the new part of a key (gamma); False adds the whole key.
     """
     old_BLMD, found_BLM1 = recall(features_BLMK, values_BLKD, mass_BLK)
     values_BLKD = values_BLKD + features_BLMK.mT @ (beta_BLM1 * (values_BLMD - old_BLMD))
@@ -83,7 +83,7 @@ def store(
 
 
 class AssociativeRead(nn.Module):
-    """What the tokens read from the associations of one layer, added to them in front of it."""
+    """Read of one layer's associations, added to the tokens before the layer."""
 
     in_front = True
 
@@ -106,14 +106,14 @@ class AssociativeRead(nn.Module):
 
 
 LONG = {"write_gate": "stretched"}
-"""Options with which what was stored stays until something is to be stored in its place."""
+"""Options that keep a stored value until another one replaces it."""
 
 
 @MEMORIES.register(
     "armt",
     paper="arXiv:2407.04841",
     title="Associative Recurrent Memory Transformer",
-    carries="a matrix in each layer, to which memory tokens behind a segment are written by a delta rule",
+    carries="a matrix in each layer, to which memory tokens after a segment are written by a delta rule",
     purpose="associations, as many as keys are wide",
     equations="x + A phi(W_Q x) / z.phi(W_Q x); A' = A + beta (v - A phi(k) / z.phi(k)) phi(k)^T of memory tokens",
     state="per row: 8 bytes, and per layer 4 K (D + 1), K = 2 nu key_width",
@@ -126,10 +126,10 @@ LONG = {"write_gate": "stretched"}
     presets={"long": LONG},
 )
 class ARMT(ModelMemory):
-    """Memory tokens behind each segment, stored layer by layer as associations that the next segments read.
+    """Memory tokens after each segment, stored layer by layer as associations that the next segments read.
 
     The tokens themselves are the same in every segment: the associations are all that is carried. A row that has stored
-    nothing reads zeros. In models with norms before the sublayers what is written passes through a LayerNorm of the
+    nothing reads zeros. In pre-norm models the written vectors pass through a LayerNorm of the
     memory, so that the residual stream cannot grow from segment to segment; the authors have none.
 
     State: 4 K (D + 1) bytes per row and layer, K = 2 nu key_width, and 8 per row, in float32 at least: sums of many
@@ -138,7 +138,7 @@ class ARMT(ModelMemory):
 
     Args:
         width: D. heads: H, of the model; the memory has none of its own.
-        length: M, memory tokens behind a segment.
+        length: M, memory tokens after a segment.
         key_width: C, channels of keys before their features. nu: rolls of the features.
         correction: gamma, by which a key counts once; False adds its mass every time.
         write_gate: beta; a "sigmoid" as in the paper, by which every segment that says nothing stores a little, or
@@ -183,7 +183,7 @@ class ARMT(ModelMemory):
         self.shares = nn.ModuleList(nn.Linear(width, 1) for _ in range(depth))
         for linear in self.values:
             assert isinstance(linear, nn.Linear)
-            nn.init.zeros_(linear.weight)  # a model that gets this memory computes at first what it did without
+            nn.init.zeros_(linear.weight)  # at first the model computes the same as without the memory
 
     def init_state(self, batch_size: int, like: Tensor) -> Associations:
         features, wide = 2 * self.nu * self.key_width, torch.promote_types(like.dtype, torch.float32)
@@ -195,7 +195,7 @@ class ARMT(ModelMemory):
         return AssociativeRead(self.width, self.key_width, self.nu, index)
 
     def open(self, state: Associations, *_: Any) -> tuple[Tensor, Tensor]:
-        # where, not multiplication: nothing that stands in an empty state may reach a result, not even NaN
+        # where, not multiplication: no value of an empty state may reach a result, not even NaN
         empty_B11 = (state.segments_B == 0)[:, None, None]
         return torch.where(empty_B11[..., None], 0, state.values_BLKD), torch.where(empty_B11, 0, state.mass_BLK)
 

@@ -78,7 +78,7 @@ class StoredCache(SharedCache):
         super().__init__(width, length, attend="stored", **others)
 
     def update(self, s_BMC: Tensor, cache_MC: Tensor) -> Tensor:
-        return s_BMC.detach().to(cache_MC.dtype)  # as what is stored is cut from the graph, so is how it was made
+        return s_BMC.detach().to(cache_MC.dtype)  # stored slots are detached, and so is their computation
 
 
 @MEMORIES.register(
@@ -95,7 +95,7 @@ class StoredCache(SharedCache):
     gradient="through K_t within the step, into the update and tokens; K_{t-1} is a constant",
 )
 class AttentionCache(SharedCacheMemory):
-    """Shared cache updated by attention, or by nothing, in the place of GRC's gates; the comparison of the GRC paper.
+    """Shared cache updated by attention, or by nothing, instead of GRC's gates; the comparison of the GRC paper.
 
     Args:
         width: D, of the layer. heads: H.
@@ -109,7 +109,8 @@ class AttentionCache(SharedCacheMemory):
         combine, bias, dropout, reduction, window: see `MemoryBranch`.
 
     Raises:
-        ValueError: ratio, heads or widths do not fit; a switch has an unknown value; attend="sample" of what is stored.
+        ValueError: ratio, heads or widths do not fit; a switch has an unknown value; attend="sample" with
+            update="store".
     """
 
     def __init__(

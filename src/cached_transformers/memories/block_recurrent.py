@@ -2,7 +2,7 @@
 github.com/google-research/meliad).
 
 S state vectors of one upper layer and the tokens of each segment attend each other, and gates renew the vectors: a
-recurrence over segments in the place of one over tokens. All attentions have H heads, and none has positions.
+recurrence over segments instead of one over tokens. All attentions have H heads, and none has positions.
 
     s = rms_norm(C) + ids,    k_s, v_s, q_s, q_s' = maps of s of their own
     tokens    y = W_o attn(q, K, V) + W_s attn(x W_q', k_s, v_s)
@@ -16,8 +16,8 @@ recurrence over segments in the place of one over tokens. All attentions have H 
 K and V are the layer's own, of the segment's tokens. W_o and W_s are two halves of the paper's one map of both results.
 Tokens read C, never C', which has seen the whole segment. Before its first segment a row has the learned C_0.
 
-Legend: B rows, N tokens, S states, H heads, E head width, D = H E model width, F hidden width, U width of what a gate
-looks at.
+Legend: B rows, N tokens, S states, H heads, E head width, D = H E model width, F hidden width, U width of a gate's
+input.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from .parts.gates import GATES, Gate, gated
 from .parts.options import NO_MEMORY, check_choices
 
 EPSILON = 1e-6
-"""Of root mean squares, and the least length that a query or key is divided by; as in the authors' code."""
+"""Epsilon of root mean squares, and the smallest divisor of queries and keys; as in the authors' code."""
 SPREAD = 0.1
 """Standard deviation of C_0 and of the biases of fixed gates, and how small maps of gates begin; likewise."""
 
 
 class States(NamedTuple):
-    """C, and how many segments the row has written; before the first one it is C_0, whatever stands here."""
+    """C, and how many segments the row has written; before the first one it is C_0, whatever it holds."""
 
     states_BSD: Tensor
     segments_B: Tensor
@@ -64,7 +64,7 @@ class Opened(NamedTuple):
 
 
 class StateGate(nn.Module):
-    """What of a state stays, and what of a candidate comes.
+    """Gates for the kept part of a state and the added part of a candidate.
 
     Args:
         kind: "fixed" or "lstm". width: D. looks_at: U. gates: see `parts.gates`.
@@ -94,8 +94,8 @@ class StateGate(nn.Module):
 
 
 LONG: dict[str, Any] = {"form": "dual"}
-"""Options with which states outlive many segments: what a feed-forward makes of a state that is a little off is the
-state again, where attention alone passes the error on."""
+"""Options with which states outlive many segments: a feed-forward corrects a slightly wrong state, where attention
+without one passes the error on."""
 
 
 @MEMORIES.register(
@@ -135,7 +135,7 @@ class BlockRecurrent(LayerMemory):
         layers: the layer that has them, counted from 1, or several, or "all"; five sixths of the depth when None (10
             of 12).
         gate: "fixed", learned, one a channel, which the paper finds best; or "lstm", which sees the segment.
-        form: "skip" (no feed-forward), "dual" (with one, and a gate behind either) or "single" (with one).
+        form: "skip" (no feed-forward), "dual" (with one, and a gate after either) or "single" (with one).
         gates: a "sigmoid", by which something of every segment comes in, or "stretched", which can close.
         gate_bias: how much more of a state stays at first, in logits.
         initial_scale: None for logits over sqrt(E); a number makes queries and keys of unit length, and is where a
@@ -213,7 +213,7 @@ class BlockRecurrent(LayerMemory):
     def open(self, state: State, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Opened | tuple[()]:
         if not self.here:
             return ()
-        # Those at the start are made anew, so that a fresh state is no part of the graph, and never outdated.
+        # Those at the start are recomputed, so that a fresh state is no part of the graph, and never outdated.
         states_BSD = torch.where(
             state.segments_B[:, None, None] > 0, state.states_BSD, self.initial_SD.to(state.states_BSD.dtype)
         )
@@ -259,7 +259,7 @@ class BlockRecurrent(LayerMemory):
                 self.output.weight.zero_()
 
     def _renewed(self, states_BSD: Tensor, z_BSU: Tensor) -> Tensor:
-        """C' of C and of what the states have attended."""
+        """C' from C and the result of the states' attention."""
         if self.form == "single":
             h_BSF = self.inner(z_BSU).relu()
             return self.gate(states_BSD, self.outer(h_BSF).tanh(), h_BSF)  # type: ignore[no-any-return]
@@ -281,7 +281,7 @@ class BlockRecurrent(LayerMemory):
 
 
 def _shown(t: Tensor, padding_BN: Tensor | None, dims: int) -> Tensor:
-    """(B, N, D) or (B, H, N, E), with 0 at padding, so that whatever stands there reaches no sum, and no gradient."""
+    """(B, N, D) or (B, H, N, E), with 0 at padding, so that whatever it holds reaches no sum, and no gradient."""
     if padding_BN is None:
         return t
     return t.masked_fill(padding_BN[..., None] if dims == 2 else padding_BN[:, None, :, None], 0)

@@ -3,7 +3,7 @@
 Transformer-XL's memory, but what falls out of it is compressed, `rate` hidden states to a slot, into an older memory.
 
     keys and values of [compressed, recent, segment]
-    recent' = [recent, SG(x)] without what is evicted,  compressed' = [compressed, f(evicted)]
+recent' = [recent, SG(x)] minus evicted,  compressed' = [compressed, f(evicted)]
     f minimises || attn(SG(x), evicted) - attn(SG(x), f(evicted)) ||
 
 The recent memory holds `length` hidden states; whole groups of `rate` leave it, so up to rate - 1 more wait there,
@@ -94,10 +94,10 @@ class Compressive(LayerMemory):
         loss: what trains "conv" and "dilated": "attention" (the default), "autoencoding" (with a decoder), or "task"
             (the model's own, through later segments: bptt > 1). The first two are computed in training mode only.
         error: "norm" of the difference for each row (the paper), or its "mean_square", of the losses with a target.
-        positions: "slots": a slot is one step long, whatever it holds. "age": it stands where the middle of its group
-            stood.
+        positions: "slots": a slot is one step long, whatever it holds. "age": it has the position of the middle of its
+            group.
         relative: own scheme of relative positions per layer, as Transformer-XL's; False takes the model's scheme, the
-            only one in models of others.
+            only one in host models.
         clamp: distances beyond it count as it.
         eval_length, eval_compressed: sizes of states made in evaluation mode; as in training when None.
         keep: what states made in evaluation mode hold in the compressed slots: "hidden" states, as in training, or
@@ -168,7 +168,7 @@ class Compressive(LayerMemory):
                 "loss=None, or function='conv' or 'dilated' with slots"
             )
         if self.keep == "kv" and not self.compressed:
-            raise ValueError("keep='kv' is about compressed slots, of which compressed=0 has none; take keep='hidden'")
+            raise ValueError("keep='kv' needs compressed slots, but compressed=0 has none; take keep='hidden'")
         if function == "dilated" and self.rate == 1:
             raise ValueError("function='dilated' needs rate of at least 2, got rate=1; take function='conv'")
         if self.clamp is not None and not self.relative:
@@ -215,7 +215,7 @@ class Compressive(LayerMemory):
         if self.function is None:
             return CompressiveState(self._keep_most_used(state, gone, trace), gone.recent), None
         slots_BGD = self.function(gone.groups(self.rate))
-        # The middle of a group stands for it.
+        # The middle of a group represents it.
         places_BGP = gone.positions_BEP[:, (self.rate - 1) // 2 :: self.rate]
         empty_BG = ~gone.real_BE[:, :: self.rate]
         stored_BGD = slots_BGD if self.loss == "task" else slots_BGD.detach()
@@ -232,7 +232,7 @@ class Compressive(LayerMemory):
     def _stored(
         self, compressed: Rows | Pairs, hidden_BGD: Tensor, places_BGP: Tensor, empty_BG: Tensor, trace: Trace
     ) -> Rows | Pairs:
-        """The compressed slots, and new ones behind them."""
+        """The compressed slots, and new ones after them."""
         if isinstance(compressed, Pairs):
             k_BHGE, v_BHGE = trace.reading.carry(hidden_BGD)
             return push_pairs(compressed, k_BHGE, v_BHGE, places_BGP, empty_BG)
@@ -255,7 +255,8 @@ class Compressive(LayerMemory):
         return self._stored(state.compressed, gone.hidden_BED, gone.positions_BEP, ~stays_BE, trace)
 
     def _attention_loss(self, gone: Gone, slots_BGD: Tensor, real_BG: Tensor, trace: Trace) -> Tensor:
-        """How much the segment's queries, without positions, read differently from the slots than from what left."""
+        """Difference between reads of the segment's queries, without positions, from the slots and from evicted
+        states."""
         project_kv: ProjectKV = trace.reading.carry
         padding_BN, q = trace.query.padding_BN, trace.query.q_BHNE
         assert q is not None
@@ -289,7 +290,7 @@ def mean_weight(weights_BHNL: Tensor) -> Tensor:
 
 
 class Gone(NamedTuple):
-    """What the recent memory keeps, and what left it: whole groups, oldest first, the real ones in front."""
+    """Kept states of the recent memory, and evicted ones: whole groups, oldest first, real ones first."""
 
     recent: Rows
     hidden_BED: Tensor
@@ -307,7 +308,7 @@ class Gone(NamedTuple):
 
 
 def push_groups(recent: Rows, hidden_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None, rate: int) -> Gone:
-    """Store hidden states; what is too much for all slots but `rate` - 1 leaves, as far as it makes whole groups."""
+    """Store hidden states; whole groups that exceed all slots except `rate` - 1 are evicted."""
     slots, n = recent.hidden_BMD.shape[1], hidden_BND.shape[1]
     kept, left = push_out(recent, hidden_BND, positions_BNP, padding_BN)
     total_B = kept.count_B + left.count_B

@@ -154,7 +154,7 @@ class ErnieDoc(LayerMemory):
     every segment has then heard of all others. `SegmentLoop(passes=2)` does so, with the loss of the second feed.
 
     In one pass over a text a causal model with this memory is causal. In the second pass over the same text it is not:
-    what a token is to predict has been read before. Train a causal model with two passes only where the targets are
+    a token's target has been read before. Train a causal model with two passes only where the targets are
     not among the inputs (classes, tags, answers), and report no perplexity of a second pass.
 
     Args:
@@ -163,14 +163,14 @@ class ErnieDoc(LayerMemory):
         start: "empty": nothing is attended before something was stored; "zeros": M rows of zeros are, as in the
             release, and dilute the first segments.
         relative: own position scheme, the sines of Transformer-XL; False takes the model's scheme, the only one in
-            models of others.
+            host models.
         longest: T; own position scheme with a trained vector per distance, for segments of at most T tokens. The
             release shares these vectors between layers, here each layer has its own: D (2 T + M) parameters.
         keep: as of `TransformerXL`, with start="empty".
 
     Raises:
-        ValueError: a size below 1, an unknown start or `keep`, `longest` without `relative`, or zeros of which keys and
-            values are to be kept.
+        ValueError: a size below 1, an unknown start or `keep`, `longest` without `relative`, or `keep="kv"` with a
+            start of zeros.
     """
 
     needs = frozenset({"state", "context"})
@@ -228,7 +228,7 @@ class ErnieDoc(LayerMemory):
         k_BHME, v_BHME, clean = read_store(state, self, self.heads, project_kv)
         positions_BMP = state.positions_BMP
         if first_B1P is not None:
-            # The newest slot stands right before the first token, also where a model counts anew in each segment. Of
+            # The newest slot is right before the first token, also where a model counts from 0 in each segment. Of
             # further channels (the task) the slots have the first token's.
             placed_BM1 = positions_BMP - positions_BMP[:, -1:] + first_B1P[..., :1] - 1
             others_BMP = first_B1P[..., 1:].expand(-1, self.length, -1)

@@ -3,21 +3,21 @@
 Every stored hidden state says how many steps it deserves to be remembered. Its weight fades out at the end of its span,
 and its slot is then free for another one.
 
-    e_j   = L sigmoid(w . norm(h_j) / c + b)                        span, of what is stored now by the w and b of now
+    e_j   = L sigmoid(w . norm(h_j) / c + b)                        span of the stored state, by the current w and b
     m_ij  = clamp(1 + (e_j - (i - j)) / R, 0, 1)                    1, then a ramp of R steps, then 0
     A'_ij = m_ij A_ij / sum_j m_ij A_ij = softmax_j(S_ij + log m_ij)
     kept  = of those with e_j + R - age > 0 at the next segment's first token, the M with the most of it left
     loss  = price sum_{0 < m_ij < 1} (e_j - (i - j)) / (R N)        spans on the ramp are pushed down
 
 S are the layer's logits over slots and segment. A state is stored without a gradient; w and b learn through m, and only
-where a token stands on the ramp of a slot. What differs from the released code, and why:
+where a token is on the ramp of a slot. What differs from the released code, and why:
 
-* Tokens of the segment are attended as ever, the token itself too, and spans act on what is stored: nothing in a
+* Tokens of the segment are attended as ever, the token itself too, and spans act on stored states: nothing in a
   segment is older than the segment is long, and the core stays as fast as it is. An empty store is no memory then.
 * Distances are those of the layer's scheme; there, tokens farther than one block have none (`clamp` comes near).
 * norm is a LayerNorm without parameters, so that spans are alike in models of any norm, others' too. Where a block has
-  a LayerNorm in front, w and b absorb its parameters, and the span is that of what the attention is given.
-* Slots are so many, and each row drops its own; there, tensors grow and shrink by blocks that all rows can spare.
+  a LayerNorm in front, w and b absorb its parameters, and the span is that of the attention's input.
+* The number of slots is fixed, and each row drops its own; there, tensors grow and shrink by blocks shared by all rows.
 
 Legend: B rows, N tokens, M slots, K = M + N, D model width, P position channels.
 """
@@ -45,7 +45,7 @@ LOSSES = ("ramp", "mean")
 
 
 class Opened(NamedTuple):
-    """What is attended, spans of the slots, and the same as tokens see them, which noise may have cut."""
+    """The context, spans of the slots, and the spans that tokens see, which noise may have shortened."""
 
     context: Context
     span_BM: Tensor
@@ -53,7 +53,7 @@ class Opened(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """What `write` needs of a reading: spans of the slots, and the loss of the ramp (0 where nobody asks for it)."""
+    """Record for `write`: spans of the slots, and the loss of the ramp (0 in evaluation)."""
 
     span_BM: Tensor
     loss: Tensor
@@ -97,12 +97,12 @@ class ExpireSpan(LayerMemory):
             left stay, and what leaves is lost.
         price: alpha, weight of the loss in training; 0 for none. It grows with `longest`: the paper takes 1e-6 to 2e-6
             with spans up to 16384.
-        loss: what has a price: "ramp", (e - age) / R of what stands on a ramp, summed over slots (the released code;
+        loss: the priced quantity: "ramp", (e - age) / R of slots on a ramp, summed over slots (the released code;
             below 0), or "mean", the mean span of the segment's tokens (the paper), which pushes all of them.
         noisy: in training, cut spans at a random share of `longest`, drawn for a whole batch, in each segment and layer
-            (there, one draw for all layers). What is dropped is not decided by it.
+            (there, one draw for all layers). Noise does not decide which slots are dropped.
         relative: own position scheme per layer, as Transformer-XL's; False takes the model's scheme, the only one in
-            models of others.
+            host models.
         clamp: distances beyond it count as it.
 
     Raises:

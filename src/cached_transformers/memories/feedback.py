@@ -67,7 +67,7 @@ class LearnedDistances(Positions):
         logits_BHNM = q_BHNE @ self.table_EM / math.sqrt(q_BHNE.shape[-1])
         length, n, keys = self.table_EM.shape[1], q_BHNE.shape[2], k_positions_BMP.shape[1]
         if causal_run and n == 1 and keys == length + 1:
-            return logits_BHNM  # distances M .. 1; of the token itself nobody asks
+            return logits_BHNM  # distances M .. 1; never the token itself
         distance_BNM = (q_positions_BNP[:, :, None, 0] - k_positions_BMP[:, None, :, 0]).clamp(1, length)
         index_BHNM = (length - distance_BNM)[:, None].expand(*logits_BHNM.shape[:3], keys)
         return logits_BHNM.gather(-1, index_BHNM)
@@ -76,7 +76,7 @@ class LearnedDistances(Positions):
 class Opened(NamedTuple):
     """During a segment: keys and values of the last tokens, in empty slots those of a vector of zeros (`zero_11W`).
 
-    Where there is a `window`, they stand there, and of `pairs` nothing counts but positions and counter. `new` holds
+    Where there is a `window`, they are there, and of `pairs` nothing counts but positions and counter. `new` holds
     mixture, position and padding of each token of this segment, `written_B` counts those that are real.
     """
 
@@ -96,7 +96,7 @@ class Opened(NamedTuple):
     purpose="higher layers' results in lower layers",
     equations="m_j = sum_n softmax(w)_n x_j^n; every layer of token i attends m_{i-M} .. m_{i-1}, and not itself",
     state="per row: M (4 D + 8) + 8 bytes; with keep='kv' M (8 S D + 8) + 8",
-    cost="in place of self-attention, per token and layer: 3 M D; once (shared) or per layer: 2 D^2 (1 + M / N) "
+    cost="instead of self-attention, per token and layer: 3 M D; once (shared) or per layer: 2 D^2 (1 + M / N) "
     "multiply-adds; tokens in sequence",
     reach="unbounded, through what the mixtures of the last M tokens hold",
     gradient="through the memory of the segments of one bptt window",
@@ -106,8 +106,8 @@ class Opened(NamedTuple):
 class Feedback(ModelMemory):
     """The past as one vector a token, mixed of all layers, which every layer attends instead of the segment.
 
-    A layer attends with 3 M D multiply-adds per token. Keys and values of the M mixtures are made anew at each segment,
-    so that their projections learn from them: 2 D^2 M / N per token and set, beside 2 D^2 for the new mixture.
+    A layer attends with 3 M D multiply-adds per token. Keys and values of the M mixtures are recomputed at each
+    segment, so that their projections learn from them: 2 D^2 M / N per token and set, beside 2 D^2 for the new mixture.
 
     Training keeps the weights of all slots for each token and layer (4 L M H bytes a token in float32). With padding,
     with another attention than softmax, with attention dropout, or where positions turn the keys, it keeps their keys
@@ -120,11 +120,11 @@ class Feedback(ModelMemory):
             projections of queries alone); False makes them per layer.
         positions: "learned" vectors for distances, one table for all layers; "relative" as Transformer-XL, per layer;
             None for the model's scheme.
-        start: what a token sees before there are `length` others: an "empty" memory, of which the first token gets
+        start: the memory of the first `length` tokens: an "empty" one, from which the first token gets
             nothing; or vectors of "zeros", which are attended, as the authors' code has it.
-        keep: what is carried between segments: "hidden" mixtures, or their keys and values ("kv"), which makes segments
+        keep: the carried tensors: "hidden" mixtures, or their keys and values ("kv"), which makes segments
             of one token cheap (no 2 D^2 M), but from which old tokens no longer train the projections.
-        official_renorm: between segments, normalise what the segment wrote with the first layer's norm, as the authors'
+        official_renorm: between segments, normalise the segment's mixtures with the first layer's norm, as the authors'
             code does in a pre-norm model (where it is then normalised twice); results then depend on how a text is cut.
 
     Raises:
@@ -220,12 +220,12 @@ class Feedback(ModelMemory):
         return [t for layer in layers[: self.sets] for t in layer.project_kv(mixture_BND)]
 
     def _by_head(self, pairs: Rows) -> list[Tensor]:
-        """The same of what is stored."""
+        """The same for stored mixtures."""
         return [t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in pairs.hidden_BMD.chunk(2 * self.sets, -1)]
 
     def enter(self, opened: Opened, tokens: Tokens) -> Entry:
         pairs, valid_BM = opened.pairs, opened.pairs.valid_BM
-        # An empty slot that is attended stands where a token would have stood.
+        # An attended empty slot takes the position of the missing token.
         steps_M = torch.arange(-self.length, 0, device=valid_BM.device)
         before_BMP = tokens.positions_BNP[:, :1] + steps_M[None, :, None]
         positions_BMP = torch.where(valid_BM[..., None], pairs.positions_BMP, before_BMP)

@@ -6,7 +6,7 @@ so far, and the last ones, which had no time to.
     score_j = sum over all queries so far of the weight of key j
     kept = the last R keys, and of the others the `heavy` with the largest scores
 
-What is dropped loses its score. One step is one segment: with segments of one token it is the released form. The
+A dropped key loses its score. One step is one segment: with segments of one token it is the released form. The
 released code adds scores up over a batch; here each row has its own.
 
 Legend: B rows, H heads, N tokens, M = heavy + R slots, L = M + N, E head width, D model width.
@@ -66,7 +66,7 @@ class H2O(LayerMemory):
     """Keys and values to which the queries of each head gave most weight so far, and the last ones. No parameters.
 
     They are kept as they were made, without a gradient; in training they grow old, as those of `Memorizing` do.
-    They stand at their places in the cache, right before the segment, since each head keeps other ones.
+    They are at their places in the cache, right before the segment, since each head keeps other ones.
 
     Args:
         width: D. heads: H.

@@ -1,15 +1,15 @@
 """Infini-attention (Munkhdalai, Faruqui, Gopal 2024, arXiv:2404.07143; the authors have published no code).
 
-Beside its softmax over the segment each head reads a matrix in which all earlier segments stand; a gate mixes the two.
+Beside its softmax over the segment each head reads a matrix of all earlier segments; a gate mixes the two.
 
     A_mem = s(Q) M / (s(Q) z),    A = g A_mem + (1 - g) A_dot,    s(x) = elu(x) + 1,    g = sigmoid(beta), one a head
     M' = M + s(K)^T U,    z' = z + sum_t s(k_t)
 
-M and z are read as the segments before have left them. What is written, U, is one of
+M and z are those after the previous segments. The written U is one of
 
     linear    u_t = v_t
     delta     u_t = v_t - s(k_t) M / (s(k_t) z)                 all tokens against M and z of the segment's begin
-    exact     u_t = v_t - s(k_t) M_{t-1} / (s(k_t) z_{t-1})     each against what the token before it has left
+    exact     u_t = v_t - s(k_t) M_{t-1} / (s(k_t) z_{t-1})     each against the memory after the previous token
 
 In "exact" the normaliser moves with the tokens as M does: z_{t-1}, not that of the segment's begin. M and z are then a
 function of the tokens alone, wherever a stream is cut, as they are with "linear". The corrections of a chunk of tokens
@@ -58,7 +58,7 @@ class Associations(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """M and behind it z, (B, H, E, F + 1), zeros where nothing was written; and the rows in which something was."""
+    """M and after it z, (B, H, E, F + 1), zeros where nothing was written; and the rows in which something was."""
 
     sums_BHEF: Tensor
     any_B: Tensor
@@ -70,7 +70,7 @@ def sigma(x: Tensor) -> Tensor:
 
 
 def recall(features_BHNE: Tensor, matrix_BHEF: Tensor, mass_BHE: Tensor) -> Tensor:
-    """What stands under these features (B, H, N, F): for sums of values, their mean by likeness of keys."""
+    """Values stored under these features (B, H, N, F): sums become means weighted by the similarity of keys."""
     return features_BHNE @ matrix_BHEF / (features_BHNE @ mass_BHE[..., None]).clamp(min=EPSILON)
 
 
@@ -109,13 +109,14 @@ def store(
     state="per row and layer: 4 (D E + D) + 8 bytes, E = D / H",
     cost="per token and layer: D E + D (read) and D E (write; with a delta rule 2 D E + D, exact also 3 D C / 2, "
     "C = 64 tokens or N) multiply-adds",
-    reach="unbounded; what is written is diluted by all that is written behind it, but for keys that differ",
+    reach="unbounded; what is written is diluted by all that is written after it, but for keys that differ",
     gradient="through the matrix, over `bptt` segments",
     probe=Probing(fixed()),
     presets={"trained": {"initial_gate": -4.0}},
 )
 class Infini(Recurrent):
-    """A matrix in each head holds keys and values of all earlier segments; a gate per head mixes what it answers.
+    """A matrix in each head holds keys and values of all earlier segments; a gate per head mixes its answer with
+    attention.
 
     It has no weights but the gates, and uses the layer's own queries, keys and values, before positions. Keys that
     several heads share come once for each of them, so that such heads hold the same matrix. M and z are float32 at
@@ -130,9 +131,9 @@ class Infini(Recurrent):
 
     Args:
         width: D. heads: H.
-        update: "linear", the sum of all pairs; "delta", the paper's rule, all tokens of a segment against what the
-            segments before have left; "exact", the same token by token, in chunks: no cut of the stream changes it.
-        first: what a row without a past puts out: A_dot ("bypass"), or the paper's (1 - g) A_dot ("gated").
+        update: "linear", the sum of all pairs; "delta", the paper's rule, all tokens of a segment against the
+            memory before it; "exact", the same token by token, in chunks: independent of the segment length.
+        first: output of a row without a past: A_dot ("bypass"), or the paper's (1 - g) A_dot ("gated").
         initial_gate: beta; 0 mixes halves. A model that was trained without the memory wants less, so that it changes
             little and the gate still learns: `preset="trained"` is -4 (g = 0.018).
 
@@ -175,7 +176,7 @@ class Infini(Recurrent):
 
     def open(self, state: Associations, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Opened:
         refuse_narrow(state, "what Infini-attention adds to its sums")
-        # where, not multiplication: nothing that stands in an empty state may reach a result, not even NaN
+        # where, not multiplication: no value of an empty state may reach a result, not even NaN
         any_B = state.tokens_B > 0
         return Opened(torch.where(any_B[:, None, None, None], self.snapshot(state), 0), any_B)
 
@@ -220,5 +221,5 @@ class Infini(Recurrent):
 
 
 def _shown(t_BHNE: Tensor, padding_BN: Tensor | None) -> Tensor:
-    """The same with 0 at padding, so that whatever stands there reaches no sum, and no gradient."""
+    """The same with 0 at padding, so that whatever it holds reaches no sum, and no gradient."""
     return t_BHNE if padding_BN is None else t_BHNE.masked_fill(padding_BN[:, None, :, None], 0)

@@ -2,7 +2,7 @@
 
 A few wide nets hold the past in their weights. A segment is a chunk: all its tokens read the weights as the segments
 before have left them ("apply"), and take one step of gradient descent together when it ends ("then update"); among
-themselves they have the layer's attention, to which what is read is added.
+themselves they have the layer's attention; the read is added to its result.
 
     f(x) = W_1 (silu(W_0 x) * W_2 x),              loss = -sum_j <v_j, f(k_j)>, each matrix with rates lr_j of its own
     P <- G + m P                                   G = -gradients, by rates; m the mean of sigmoid(w . x_j) over a chunk
@@ -53,7 +53,7 @@ NEWTON_SCHULZ = (
 
 
 class Nets(NamedTuple):
-    """Matrices (..., F, K), (..., V, F) and (..., F, K) of nets, or what is added to them."""
+    """Matrices (..., F, K), (..., V, F) and (..., F, K) of nets, or updates of them."""
 
     W_0: Tensor
     W_1: Tensor
@@ -121,10 +121,10 @@ def rows_like(t: Tensor, like: Tensor) -> Tensor:
     probe=Probing(why="every step writes over a share of what is held, at no length that is known"),
 )
 class LaCT(LayerMemory):
-    """Wide gated nets of each row that learn what stands under what key, in one step for all tokens of a segment.
+    """Wide gated nets per row that learn values by key, in one step for all tokens of a segment.
 
     It uses the layer's own queries, keys and values, before positions. The layer's attention has to cover the segment:
-    what a token of it writes is read from the next one on. A text can be generated token by token.
+    its writes are read from the next segment on. A text can be generated token by token.
 
     What differs from the paper: a chunk is a segment, and the last one is written, too, since another may follow; a row
     that has written nothing reads nothing (`first`); Newton-Schulz is computed in float32, where the release has
@@ -139,7 +139,7 @@ class LaCT(LayerMemory):
         momentum: carry P from segment to segment.
         keep: "rows", weights with rows of their initial length, or "sum", the weights without, which get it when read.
         rate: lr at first; without `muon`, the size of the steps.
-        first: what a row without a past reads: nothing ("bypass"), or the initial weights ("apply"), as in the paper.
+        first: read of a row without a past: nothing ("bypass"), or the initial weights ("apply"), as in the paper.
         initial_scale: bias of u . x at first.
         channels: of the layer's input, where they are not D. The model gives them.
 
@@ -270,12 +270,12 @@ class LaCT(LayerMemory):
 
 
 def _where(choose_B: Tensor, first: Any, second: Any) -> Any:
-    """Of each row the first or the second; nothing of the other reaches a result, not even NaN."""
+    """Select per row the first or the second; no value of the other reaches a result, not even NaN."""
     return map_state(lambda a, b: torch.where(choose_B[:, None, None, None], a, b.to(a.dtype)), first, second)
 
 
 def _shown(t: Tensor, padding_BN: Tensor | None) -> Tensor:
-    """(B, N, ...) or (B, H, N, E) with 0 at padding, so that whatever stands there reaches no sum, and no gradient."""
+    """(B, N, ...) or (B, H, N, E) with 0 at padding, so that whatever it holds reaches no sum, and no gradient."""
     if padding_BN is None:
         return t
     return t.masked_fill(padding_BN[:, :, None] if t.dim() == 3 else padding_BN[:, None, :, None], 0)

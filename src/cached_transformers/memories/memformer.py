@@ -1,6 +1,6 @@
 """Memformer (Wu, Lan, Qian, Gu, Geramifard, Yu 2020, arXiv:2010.06891; no code of the authors for this form).
 
-Every block reads M slots by cross-attention. After the last layer each slot is written anew by an attention that sees
+Every block reads M slots by cross-attention. After the last layer each slot is rewritten by an attention that sees
 the slot itself and the segment's tokens, sharpened by a temperature, and then forgets a little.
 
     read    x <- x + attention(x; slots)
@@ -47,7 +47,7 @@ def write_slots(
     temperature: float,
     padding_BN: Tensor | None = None,
 ) -> Tensor:
-    """What each slot makes of itself and the tokens, (B, H, M, E); a slot's value for itself is the slot as it is."""
+    """Attention of each slot to itself and the tokens, (B, H, M, E); a slot's value for itself is the slot."""
     scale = 1 / (math.sqrt(q_BHME.shape[-1]) * temperature)
     itself_BHM1 = (q_BHME * slot_k_BHME).sum(-1, keepdim=True)
     tokens_BHMN = q_BHME @ k_BHNE.mT
@@ -80,7 +80,7 @@ def forget(slots_BMD: Tensor, bias_MD: Tensor) -> Tensor:
 class Memformer(ModelMemory):
     """Slots that every block attends, each rewritten after a segment from itself and the segment's tokens.
 
-    In a causal model a segment reads what earlier segments wrote, and nothing of its own. The cross-attention stands
+    In a causal model a segment reads only slots written by earlier segments. The cross-attention is
     between attention and feed-forward with a residual connection and a norm of its own before it. Padding is not
     written; a row of nothing but padding keeps its slots.
 
@@ -92,7 +92,7 @@ class Memformer(ModelMemory):
         length: M, slots.
         temperature: tau of the write; below 1 a slot takes few things at a time.
         forgetting: length of the biases b at the start of training; slots are drawn to where they point.
-        norm: "pre" or "post", where the model's norms are (models say it themselves); with "pre" what is written passes
+        norm: "pre" or "post", where the model's norms are (models say it themselves); with "pre" written slots pass
             through a LayerNorm of the memory first.
 
     Raises:
@@ -134,7 +134,7 @@ class Memformer(ModelMemory):
         return Slots(like.new_zeros(batch_size, self.length, self.width), segments_B)
 
     def _slots(self, state: Slots) -> Tensor:
-        # Those at the start are made anew, so that a fresh state is no part of the graph, and never outdated.
+        # Those at the start are recomputed, so that a fresh state is no part of the graph, and never outdated.
         return torch.where(state.segments_B[:, None, None] > 0, state.slots_BMD, F.normalize(self.bias_MD, dim=-1))
 
     def _heads(self, t_BND: Tensor) -> Tensor:

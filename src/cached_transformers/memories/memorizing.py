@@ -32,7 +32,7 @@ from .parts.neighbour_index import NeighbourIndex
 from .parts.options import NO_MEMORY, one_of
 
 ALL = 2
-"""A store of up to so many times the neighbours is read by one softmax over all of it: no gathering is faster."""
+"""A store of up to this many times the neighbours is read by one softmax over all of it: no gathering is faster."""
 
 
 SHARP = {"initial_scale": 10.0}
@@ -41,7 +41,7 @@ the weight, and the scale grows by a learning rate a step at most."""
 
 
 class Found(NamedTuple):
-    """Which rows have a store that is not empty, and the log-sum-exp of the neighbours' logits."""
+    """Rows with a non-empty store, and the log-sum-exp of the neighbours' logits."""
 
     any_B: Tensor
     lse_BHN: Tensor
@@ -74,7 +74,7 @@ def store(state: NeighbourStore, k_BHNE: Tensor, v_BHNE: Tensor, padding_BN: Ten
     else:
         total_B = (~padding_BN).sum(1)
         kept_B1 = total_B.clamp(max=slots)[:, None]
-        # What is kept comes first, in its order; what then is left over writes again what stands there.
+        # Kept slots come first, in order; the remaining writes repeat the values already there.
         tokens_BN = padding_BN.to(torch.uint8).argsort(dim=1, stable=True)
         token_BN = tokens_BN.gather(1, (rank_N + total_B[:, None] - kept_B1).clamp(max=n - 1))
         real_BN = rank_N < kept_B1
@@ -110,14 +110,14 @@ def attend(q_BHNE: Tensor, state: NeighbourStore, index_BHNK: Tensor, scale_H: T
     if not (on_cpu and bool(real_BHNK.all())):
         k_BHNKE, v_BHNKE = (torch.where(real_BHNK[..., None], t, 0) for t in (k_BHNKE, v_BHNKE))
     logits_BHNK = scale_H[:, None, None] * (k_BHNKE @ q_BHNE[..., None]).squeeze(-1)
-    # Not minus infinity, of which a query without neighbours would make NaN.
+    # Not minus infinity: a query without neighbours would become NaN.
     logits_BHNK = logits_BHNK.masked_fill(~real_BHNK, torch.finfo(logits_BHNK.dtype).min)
     weights_BHNK = torch.where(real_BHNK, logits_BHNK.softmax(-1), 0)
     return (weights_BHNK[..., None, :] @ v_BHNKE).squeeze(-2), logits_BHNK.logsumexp(-1)
 
 
 def attend_all(q_BHNE: Tensor, state: NeighbourStore, neighbours: int, scale_H: Tensor) -> tuple[Tensor, Tensor]:
-    """What `attend` gives over the `nearest` slots, by one softmax over all: for stores not much larger than those."""
+    """`attend` over the `nearest` slots, by one softmax over all: for stores of little more than that many slots."""
     slots = state.k_BHME.shape[2]
     real_B1M1 = (torch.arange(slots, device=q_BHNE.device) < state.filled_B[:, None])[:, None, :, None]
     k_BHME, v_BHME = (torch.where(real_B1M1, t, 0) for t in (state.k_BHME, state.v_BHME))
@@ -235,7 +235,7 @@ class Memorizing(LayerMemory):
         if not self.here:
             return ()
         slots = self.length if self.training else self.eval_length
-        # One number, until what is given is sealed: a large store must not be there twice even for a moment.
+        # One number until the state is sealed: a large store must never exist twice.
         empty_BHME = like.new_zeros(()).expand(batch_size, self.heads, slots, self.head_width)
         return NeighbourStore(empty_BHME, empty_BHME, torch.zeros(batch_size, dtype=torch.long, device=like.device))
 

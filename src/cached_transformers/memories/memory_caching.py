@@ -2,7 +2,7 @@
 state at the end of every segment is kept, and read beside the one that goes on.
 
     M_t = f(M_{t-1}; k_t, v_t)                            any recurrence: the memory `over`, as it is
-    M_0 of segment s = M_end of segment s - 1 ("checkpoint"),   or what an empty memory begins with ("restart")
+    M_0 of segment s = M_end of segment s - 1 ("checkpoint"),   or the initial state ("restart")
 
     residual    y_t = M_t(q_t) + sum_i M^i(q_t)                                      M^i: snapshot of segment i
     gated       y_t = g_t M_t(q_t) + sum_i g_i M^i(q_t),   g = softmax(<u_t, c_t>, <u_t, c^1>, ...),   u_t = x_t W_u
@@ -11,12 +11,13 @@ state at the end of every segment is kept, and read beside the one that goes on.
 
 c^i is the mean of the keys of segment i, c_t that of its own segment's keys up to and with token t, so that no token
 sees a later one. With a memory that is linear in its state, soup is gated. Otherwise a soup has its own state for each
-token, which is never made: what a matrix of it gives for x is sum_i g_i x W^i, layer by layer.
+token, which is never formed: a mixed matrix gives sum_i g_i x W^i for x, layer by layer.
 
-Infini-attention is read as sums, s(q) M and s(q) z, of which a mean is made: the sums are mixed, M and z with the same
-weights, and the mean is made of the mix. M and z with restart and "residual" are then those of plain Infini-attention,
-while no snapshot has been dropped; a factor that all weights share falls out. M_t is that of before the segment, as in
-Infini-attention itself, whose softmax reads the segment: with "checkpoint" it is the newest snapshot, read twice.
+Infini-attention is read as sums, s(q) M and s(q) z, and their quotient: the sums are mixed, M and z with the same
+weights, and the quotient is taken of the mix. M and z with restart and "residual" are then those of plain
+Infini-attention, while no snapshot has been dropped; a factor that all weights share falls out. M_t is that of before
+the segment, as in Infini-attention itself, whose softmax reads the segment: with "checkpoint" it is the newest
+snapshot, read twice.
 
 Legend: B rows, N tokens, S slots, G groups (heads, or nets), K width of keys, F of answers, D model width.
 """
@@ -59,7 +60,7 @@ class CachedStates(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What the memory below carries, and the mean of the segment's keys."""
+    """State of the wrapped memory, and the mean of the segment's keys."""
 
     inner: Any
     context_BGK: Tensor
@@ -80,9 +81,9 @@ def gates(
     """Weights (B, G, N, S + 1) of the snapshots and, last, of the online state: a softmax of <u, c>.
 
     Args:
-        u_BGNK: what the tokens look for. contexts_BSGK: of the snapshots. current_BGNK: of the open segment.
+        u_BGNK: queries. contexts_BSGK: of the snapshots. current_BGNK: of the partial segment.
         valid_BS: slots that hold a snapshot.
-        topk: so many of these alone, by each token and group; None for all.
+        topk: number of snapshots per token and group; None for all.
     """
     logits_BGNS = u_BGNK @ contexts_BSGK.permute(0, 2, 3, 1)
     logits_BGNS = logits_BGNS.masked_fill(~valid_BS[:, None, None], -torch.inf)
@@ -139,7 +140,7 @@ class MemoryCaching(LayerMemory):
     All snapshots are read in one batched product. "sparse" reads them all, too, and weights all but k with 0: tokens
     choose each for themselves, and to gather a matrix for each would cost more than to ask it.
 
-    What a token reads depends on the open segment's keys before it, so that generation reads that again
+    A token's read depends on the earlier keys of the partial segment, so generation reads that again
     (`ReadsAgain`), though the memory below may promise not to.
 
     State: that of the memory below, 8 bytes per row for a count, and S snapshots: over infini 4 (D E + D) bytes each,
@@ -212,7 +213,7 @@ class MemoryCaching(LayerMemory):
         refuse_narrow(opened, "the digits of the sums that Memory Caching keeps")
         slots = opened.snapshots_BS.shape[1]
         valid_BS = torch.arange(slots, device=opened.segments_B.device) < opened.segments_B[:, None]
-        # where, not multiplication: nothing that stands in an empty slot may reach a result, not even NaN
+        # where, not multiplication: no value of an empty slot may reach a result, not even NaN
         snapshots_BS, contexts_BSGK = (
             torch.where(valid_BS.view(*valid_BS.shape, *[1] * (t.dim() - 2)), t, 0)
             for t in (opened.snapshots_BS, opened.contexts_BSGK)
@@ -279,7 +280,7 @@ def _memory_below(over: str | dict[str, Any], width: int, heads: int, facts: Map
     kind = MEMORIES.entry(name).factory
     if not (isinstance(kind, type) and issubclass(kind, Recurrent)):
         raise ValueError(
-            f"over={name!r} has no recurrent state of which snapshots could be asked: memory_caching goes over layer "
+            f"over={name!r} has no recurrent state for snapshots: memory_caching wraps layer "
             f"memories that read one state per head; {fit}"
         )
     memory: Recurrent = create_memory({"name": name, **options}, width, heads, **facts)  # type: ignore[assignment]

@@ -1,12 +1,12 @@
 """Memory Transformer (Burtsev, Kuratov, Peganov, Sapunov 2020, arXiv:2006.11527; no code of the authors).
 
-Learned vectors stand beside the segment, and ordinary attention uses them as room for what concerns the whole of it.
+Learned vectors are beside the segment, and ordinary attention uses them as room for what concerns the whole of it.
 
     X = [memory; segment],  every layer as usual,  the outputs of the memory are dropped
     MemCtrl: tokens of the memory have projections and a feed-forward of their own in every layer
     MemBottleneck: H^mem = block^mem(X^mem; [X^mem, X^seq]),  H^seq = block^seq(X^seq; H^mem)  (layers/bottleneck.py)
 
-Nothing of the memory crosses from one segment to the next; a Transformer-XL cache of the segment's tokens may stand
+Nothing of the memory crosses from one segment to the next; a Transformer-XL cache of the segment's tokens may be
 beside it, which the memory's tokens neither enter nor see. In a causal model the memory is in front, where its tokens
 see one another and nothing else: there they are a learned prefix, and gather nothing from the segment as they do in an
 encoder.
@@ -59,7 +59,7 @@ class MemoryTransformer(ModelMemory):
     Args:
         width: D. heads: H.
         length: M, memory tokens.
-        place: "front" or "back" of the segment; causal models have only "front", since no token sees what is behind it.
+        place: "front" or "back" of the segment; causal models have only "front", since no token sees later ones.
         control: MemCtrl, own norms, projections and feed-forward for the memory's tokens; the weights are a copy's, see
             `MemoryWeights.copy_from` for a model that was trained without.
         bottleneck: MemBottleneck, tokens of the segment see one another through the memory alone, whose tokens are
@@ -70,9 +70,9 @@ class MemoryTransformer(ModelMemory):
         causal: whether the model is causal (models say it themselves).
 
     Raises:
-        ValueError: a length below 1, a cache below 0, an unknown place or mask, a memory behind the tokens of a causal
+        ValueError: a length below 1, a cache below 0, an unknown place or mask, a memory after the tokens of a causal
             model; or a bottleneck in a causal one, with a cache, with weights that it has anyway, or with the memory
-            behind.
+            after.
     """
 
     needs = frozenset({"tokens_round"})
@@ -98,17 +98,17 @@ class MemoryTransformer(ModelMemory):
         if causal and place == "back":
             raise ValueError(
                 "place='back' in a causal model puts the memory where no token sees it; take place='front', or "
-                "memory='rmt', which carries what is written behind the segment into the next one"
+                "memory='rmt', which carries the tokens after the segment into the next one"
             )
         if bottleneck and causal:
             raise ValueError(
-                "bottleneck=True in a causal model shows each token what is behind it, through the memory; take it in "
+                "bottleneck=True in a causal model shows each token later ones through the memory; take it in "
                 "an encoder (sequence_classifier, encoder_decoder), or leave it out"
             )
         if bottleneck and (control or cache or place == "back"):
             given = "control=True" if control else f"cache={cache}" if cache else "place='back'"
             raise ValueError(
-                f"bottleneck=True with {given}: its memory has weights of its own, stands in front, and is all that "
+                f"bottleneck=True with {given}: its memory has weights of its own, is in front, and is all that "
                 "tokens attend; leave one of them out"
             )
         self.length, self.place, self.extra_tokens = length, place, length
@@ -127,7 +127,7 @@ class MemoryTransformer(ModelMemory):
         return True
 
     def advance(self, opened: bool, x_BND: Tensor, traces: Sequence[Trace]) -> bool:
-        return False  # what is in front of the segment was read
+        return False  # tokens before the segment were read
 
     def enter(self, opened: bool, tokens: Tokens) -> Entry:
         if not opened:
@@ -139,7 +139,7 @@ class MemoryTransformer(ModelMemory):
         return Entry(surrounded, segment=(self._start, n), visible_NN=self._visible(n, device))
 
     def _visible(self, n: int, device: torch.device) -> Tensor | None:
-        """What each token sees of the others; None where the model's own order says it."""
+        """Attention mask; None where the model's own order gives it."""
         if self.causal_model and self.full:
             return visible_round(self.length, n, 0, device)
         if not self.cache:

@@ -5,8 +5,8 @@ A document is read in blocks, twice. The first read makes summaries of every blo
     first read:   s_b = summary(H_b),  H_b = model(block b)                                          for every block b
     second read:  every layer, or one:  x + W_o sum_g softmax([q . k_0, q . k_g + bias(g - b)] / sqrt(E))_g v_g
 
-k_g and v_g are made of the summaries, k_0 is a learned key that stands for "nothing" and has the value 0. The summaries
-are not detached: what the second read needs trains the first.
+k_g and v_g are made of the summaries, k_0 is a learned key that represents "nothing" and has the value 0. The summaries
+are not detached: the second read trains the first.
 
 The original has several second reads. Its "from_scratch" reads with the layers of the first read and the summaries
 beside their keys (`attention="joint"`); ours by default has a sublayer for them in each. Its released configuration,
@@ -71,14 +71,14 @@ class SideAttention(nn.Module):
         self.place_bias = None if clip is None else nn.Parameter(torch.zeros(heads, 2 * clip + 1))
 
     def forward(self, x_BND: Tensor, slots_BMD: Tensor, valid_BM: Tensor, places_BM: Tensor) -> Tensor:
-        """What the tokens read from the valid slots; `places_BM` counts blocks from the tokens' own."""
+        """Read of the valid slots; `places_BM` counts blocks from the tokens' own."""
         return self.read(x_BND, *self.open(slots_BMD, valid_BM, places_BM))
 
     def _heads(self, t_BND: Tensor) -> Tensor:
         return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def _asking(self, x_BND: Tensor) -> Tensor:
-        """Of what queries are made."""
+        """Input of the queries."""
         return self.norm(x_BND)  # type: ignore[no-any-return]
 
     def open(
@@ -110,7 +110,7 @@ class SideAttention(nn.Module):
 
 
 class SideAttentionOnce(SideAttention):
-    """The same in front of a block, with a residual and a norm behind it: a token that reads nothing is normalised."""
+    """The same before a block, with a residual and a norm after it: a token that reads nothing is normalised."""
 
     in_front = True
 
@@ -129,7 +129,7 @@ class ReadTwiceState(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """What the blocks read of the table during a segment, in one of two ways."""
+    """Read of the table by the blocks during a segment, in one of two ways."""
 
     contexts: list[Offer | None] | None
     slots: tuple[Tensor, Tensor, Tensor] | None
@@ -169,13 +169,14 @@ class ReadTwice(ModelMemory):
         every: make a summary of each `every` tokens; None for one a block.
         after: done to a summary: "none", "tanh" (of a linear map) or "place" (the block's number embedded, layer norm;
             numbers from M on share the last embedding).
-        scope: what the second read sees: all blocks of the "document", the "others" than its own, or the "earlier"
-            ones. None for "earlier" in a causal model and "document" in others. In a causal language model "document"
-            and "others" show each token the words it has to predict: only for targets that are not among the inputs.
+        scope: blocks that the second read sees: all blocks of the "document", the "others" than its own, or the
+            "earlier" ones. None for "earlier" in a causal model and "document" in others. In a causal language model
+            "document" and "others" show each token the words it has to predict: only for targets that are not among
+            the inputs.
         first_read: "plain" or "running", which needs scope="earlier"; None for "running" there and "plain" elsewhere.
         attention: "side" (a sublayer of its own) or "joint" (keys and values of each layer's own attention).
         layer: index of the one layer that reads, negative ones from the end; None for every layer.
-        new_layers: layers of the second read alone, the last ones, as released: the table is read once, in front of
+        new_layers: layers of the second read alone, the last ones, as released: the table is read once, before
             them, and summaries are of the outputs of those below, which never meet it. With scope="earlier" one pass
             is then as good as two. 0 for a second read by all layers. The release has top_k=100.
         top_k, clip: see `SideAttention`.
@@ -237,7 +238,7 @@ class ReadTwice(ModelMemory):
         if new_layers and (attention == "joint" or layer is not None):
             given = "attention='joint'" if attention == "joint" else f"layer={layer}"
             raise ValueError(
-                f"new_layers={new_layers} are read to once, in front of them, which {given} contradicts; leave one out"
+                f"new_layers={new_layers} are read to once, before them, which {given} contradicts; leave one out"
             )
         if attention == "joint":
             self.needs = frozenset({"state", "context"})
@@ -293,7 +294,7 @@ class ReadTwice(ModelMemory):
         return Entry(tokens, opened.contexts, opened.slots)
 
     def next_pass(self, before: Any, after: Sequence[Any]) -> Any:
-        # The same positions again: what was read before is known by them.
+        # The same positions again: they identify the blocks of the first read.
         return before._replace(model=after[-1].model)
 
     def _look(self, state: ReadTwiceState, positions_BNP: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Recurrent Memory Transformer (Bulatov, Kuratov, Burtsev 2022, arXiv:2207.06881; github.com/booydar/LM-RMT).
 
-The same vectors stand in front of a segment, to be read, and behind it, to be written; what the last layer makes of the
+The same vectors precede a segment, to be read, and follow it, to be written; the last layer's output of the
 latter is the memory of the next segment, with gradient.
 
     X_t = [memory_t; segment_t; memory_t],   [., Y_t, memory_{t+1}] = transformer(X_t)
@@ -39,7 +39,7 @@ from .transformer_xl import CacheBeforeTokens
 
 
 class MemoryTokens(NamedTuple):
-    """What was written last, and how many segments the row has seen; before the first one nothing was written."""
+    """The last written tokens, and the number of segments that the row has seen."""
 
     tokens_BMD: Tensor
     segments_B: Tensor
@@ -49,7 +49,7 @@ class MemoryTokens(NamedTuple):
     "rmt",
     paper="arXiv:2207.06881",
     title="Recurrent Memory Transformer",
-    carries="memory tokens, written behind a segment and read before the next",
+    carries="memory tokens, written after a segment and read before the next",
     purpose="a state of fixed size, written by what training needs",
     equations="[., Y_t, memory_{t+1}] = transformer([memory_t; segment_t; memory_t])",
     state="per row: 4 M D + 8 bytes; with a cache, per layer C (4 D + 8) + 8 bytes more",
@@ -60,14 +60,14 @@ class MemoryTokens(NamedTuple):
     probe=Probing(fixed(length=4)),
 )
 class RMT(ModelMemory):
-    """Memory tokens in front of the segment are read, as many behind it are written and carried to the next one.
+    """Memory tokens before the segment are read, as many after it are written and carried to the next one.
 
-    Gradient flows through what is carried: how far is the `bptt` of the segment loop. Memory tokens stand at the places
-    right before and behind the segment, which keeps its own; cached tokens move M places back. What a layer memory
-    stores are the segment's tokens alone.
+    The gradient flows through the carried tokens, as far as the `bptt` of the segment loop. Memory tokens have the
+    positions right before and after the segment, which keeps its own; cached tokens move M positions back. A layer
+    memory stores only the segment's tokens.
 
-    In models with norms before the sublayers the residual stream would grow from segment to segment, so what is carried
-    passes through a LayerNorm of the memory; with norms behind the sums it is normalised already.
+    In models with norms before the sublayers the residual stream would grow from segment to segment, so carried tokens
+    pass through a LayerNorm of the memory; with norms after the sums it is normalised already.
 
     State: 4 M D + 8 bytes per row, and C (4 D + 8) + 8 per layer with a cache. A token costs
     2 M / N (4 D^2 + 2 D F) + 4 D M (2 + 2 M / N) multiply-adds more in each layer.
@@ -128,7 +128,7 @@ class RMT(ModelMemory):
         return torch.where(state.segments_B[:, None, None] > 0, state.tokens_BMD, self.initial_MD)
 
     def advance(self, opened: Tensor | None, x_BND: Tensor, traces: Sequence[Trace]) -> None:
-        return None  # what is in front of the segment was read
+        return None  # tokens before the segment were read
 
     def enter(self, opened: Tensor | None, tokens: Tokens) -> Entry:
         if opened is None:
@@ -139,7 +139,7 @@ class RMT(ModelMemory):
         return Entry(surrounded, segment=(self.length, n), visible_NN=self._visible(n, device))
 
     def _visible(self, n: int, device: torch.device) -> Tensor | None:
-        """What each token sees of the others."""
+        """Attention mask."""
         if not self.masks:
             return None
         total = self.length + n + self.behind

@@ -56,7 +56,7 @@ class SegatronPositions(RelativePositions):
         clamp: distances beyond it count as it, in each channel.
         shift: "exact", or "official" for D_ij = X_last - X_(j + N - 1 - i), the distance of the released code, which is
             right for tokens alone and shows every token where later sentences of its segment begin.
-        signed: keys may stand behind the query, whose distances are below 0; without, they count as 0, which is right
+        signed: keys may be after the query, whose distances are below 0; without, they count as 0, which is right
             where no query sees them.
 
     Raises:
@@ -130,7 +130,7 @@ class SegatronPositions(RelativePositions):
         return bias_BHNK
 
     def _distances(self, q_positions_BNP: Tensor, k_positions_BKP: Tensor) -> Tensor:
-        """(B, N, K, 3): how far each key lies behind each query."""
+        """(B, N, K, 3): how far each key lies after each query."""
         q_BNP, k_BKP = q_positions_BNP[..., :CHANNELS], k_positions_BKP[..., :CHANNELS]
         if self.shift == "exact":
             return q_BNP[:, :, None] - k_BKP[:, None]
@@ -141,7 +141,7 @@ class SegatronPositions(RelativePositions):
 
 
 class _KeptTables(KeptScheme):
-    """The scheme for tokens that come one at a time, none of which sees a later one: tables that are made once."""
+    """The scheme for tokens that come one at a time, without later ones: tables are computed once."""
 
     def __init__(self, scheme: SegatronPositions) -> None:
         super().__init__(scheme)
@@ -158,7 +158,7 @@ class _KeptTables(KeptScheme):
 
 
 class SegatronLayer(TransformerXL):
-    """What Segatron-XL keeps in one layer: the layer's last inputs and where they stood, in three channels."""
+    """Segatron-XL's store of one layer: the layer's last inputs and their positions, in three channels."""
 
     channels = CHANNELS
 
@@ -193,12 +193,12 @@ class SegatronLayer(TransformerXL):
 class Segatron(ModelMemory):
     """Transformer-XL that also knows how many sentences and paragraphs ago something was.
 
-    A sentence begins behind a token of `sentence_ends`, a paragraph (and with it a sentence) behind one of
+    A sentence begins after a token of `sentence_ends`, a paragraph (and with it a sentence) after one of
     `paragraph_ends`; so a token's numbers depend on what comes before it alone. Without such tokens all numbers stay 0.
-    Whoever knows the numbers gives them (`places` of a language model and of a `SegmentLoop`), for all tokens or some:
-    the others count on from the token before them. Only differences count. A row may begin with any number; from token
-    to token, and from segment to segment, numbers stay or rise by one, so that a sentence without tokens has none. In
-    a causal model they must not depend on later tokens.
+    A caller that knows the numbers gives them (`places` of a language model and of a `SegmentLoop`), for all tokens or
+    some: the others count on from the token before them. Only differences count. A row may begin with any number; from
+    token to token, and from segment to segment, numbers stay or rise by one, so that a sentence without tokens has
+    none. In a causal model they must not depend on later tokens.
 
     Args:
         width: D. heads: H.
@@ -209,7 +209,7 @@ class Segatron(ModelMemory):
         shift: "exact"; or "official" for the distances of the released code, to run its checkpoints: they let every
             token of a segment know where later sentences end.
         allow_leak: let a causal model have shift="official"; a loss measured with it is too low.
-        causal: of the model, which hands it over; without, keys behind a token have distances below 0.
+        causal: of the model, which hands it over; without, keys after a token have distances below 0.
 
     Raises:
         ValueError: a length below 1, an id below 0, widths that do not fit, an unknown shift, one that leaks, or one
@@ -300,7 +300,7 @@ class Segatron(ModelMemory):
                 )
             behind.append(behind_BN)
             here.append(behind_BN - ended_BN.long())
-        # The numbers behind each token come along for `exit`, which has no token ids to find the next ones by.
+        # The numbers after each token come along for `exit`, which has no token ids to find the next ones by.
         positions_BNP = torch.cat([clock_BN1, torch.stack([*here, *behind], -1)], -1)
         return Entry(tokens._replace(positions_BNP=positions_BNP, consecutive=False))
 
@@ -314,11 +314,11 @@ class Segatron(ModelMemory):
 
 
 def _counted_on(given_BN: Tensor, behind_BN: Tensor, ended_BN: Tensor) -> Tensor:
-    """Numbers behind each token, from the last token on whose own number is given.
+    """Numbers after each token, from the last token on whose own number is given.
 
     Args:
         given_BN: a token's own number; below 0 where it is not given. behind_BN: numbers without them. ended_BN: tokens
-            behind which another number begins.
+            after which another number begins.
     """
     known_BN = given_BN >= 0
     more_BN = torch.where(known_BN, given_BN - (behind_BN - ended_BN.long()), 0)

@@ -68,7 +68,7 @@ class StreamingLLM(TransformerXL):
         length: R, slots of the last tokens before the segment. sinks: S; 0 is a window.
         eval_length: R of states made in evaluation mode; `length` when None.
         relative: own position scheme per layer, as Transformer-XL's; False takes the model's scheme, the only one in
-            models of others. Positions that are added to the tokens go with the stored states and stay what they were.
+            host models. Positions that are added to the tokens go with the stored states and stay what they were.
         keep: what states made in evaluation mode hold: "hidden" states, as in training, or their keys and values
             ("kv"), made once; see `TransformerXL`.
 

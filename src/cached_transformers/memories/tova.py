@@ -6,8 +6,8 @@ the last query says which of them stay, for all heads of the layer alike.
 
     w = mean over heads of softmax(q_last K^T / sqrt(E)),  kept = the C keys of cache and segment with the largest w
 
-What the last token needed least is dropped, itself perhaps. One step is one segment: with segments of one token it is
-the released form; longer ones choose less often, by their last token.
+The key that the last token needed least is dropped, perhaps its own. One step is one segment: with segments of one
+token it is the released form; longer ones choose less often, by their last token.
 
 Legend: B rows, N tokens, M slots, L = M + N, D model width, P position channels.
 """
@@ -54,10 +54,10 @@ class TOVA(TransformerXL):
     Args:
         width: D. heads: H.
         length: M, slots. eval_length: M of states made in evaluation mode; `length` when None.
-        places: where what is kept stands: at its place in the "stream", as in the releases, or at that in the "cache",
+        places: position of kept keys: their place in the "stream", as in the releases, or in the "cache",
             right before the segment, so that no distance is one that training did not have.
         relative: own position scheme per layer, as Transformer-XL's; False takes the model's scheme, the only one in
-            models of others.
+            host models.
         keep: what states made in evaluation mode hold: "hidden" states, as in training, or their keys and values
             ("kv"), made once; see `TransformerXL`.
 

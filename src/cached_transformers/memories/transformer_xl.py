@@ -48,13 +48,13 @@ class TransformerXL(LayerMemory):
     Args:
         width: D. heads: H.
         length: M, slots. eval_length: M of states made in evaluation mode; `length` when None.
-        same_length: a token sees exactly the last `length` tokens (itself included) as soon as there are so many,
+        same_length: a token sees exactly the last `length` tokens (itself included) once that many exist,
             and results do not depend on how a text is cut; without it, it sees the whole memory.
         relative: own position scheme, with u, v and W_r per layer; False takes the model's scheme, the only one in
-            models of others.
+            host models.
         clamp: distances beyond it count as it.
         keep: what states made in evaluation mode hold: "hidden" states, as in training, whose keys and values are made
-            anew at each segment; or these ("kv"), made once, in twice the bytes. With other weights they mean nothing.
+            again at each segment; or these ("kv"), made once, in twice the bytes. With other weights they mean nothing.
 
     Raises:
         ValueError: a length below 1, or another `keep`; keys and values in training mode.
@@ -62,7 +62,7 @@ class TransformerXL(LayerMemory):
 
     needs = frozenset({"state", "context"})
     channels = 1
-    """Of the positions that are stored."""
+    """Dtype of stored positions."""
 
     def __init__(
         self,
@@ -117,11 +117,11 @@ class TransformerXL(LayerMemory):
 
 
 class CacheBeforeTokens(TransformerXL):
-    """A Transformer-XL cache whose tokens stand before the memory tokens that are in front of the segment.
+    """A Transformer-XL cache whose tokens are before the memory tokens that are before the segment.
 
     Args:
         width: D. heads: H. length: cached tokens.
-        front: memory tokens in front of the segment.
+        front: memory tokens before the segment.
         read_by_all: whether memory tokens see the cache; the segment's tokens do.
     """
 

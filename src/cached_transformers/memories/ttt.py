@@ -1,15 +1,15 @@
 """Test-time training: TTT-Linear and TTT-MLP (Sun et al. 2024, arXiv:2407.04620;
 github.com/test-time-training/ttt-lm-pytorch), beside attention.
 
-In each head the weights of a small model f are what is carried. They learn, by a step of gradient descent for each
-token, to say of a key what its value adds to it. Mini-batches of b tokens share the weights W at which gradients are
-taken; token i of one, from 0, reads behind its own write:
+Each head carries the weights of a small model f. They learn, by a step of gradient descent for each
+token, the difference between a key and its value. Mini-batches of b tokens share the weights W at which gradients are
+taken; token i of one, from 0, reads after its own write:
 
     f(x) = x W_1 + b_1     or     gelu(x W_1 + b_1) W_2 + b_2         gelu by tanh; 4 E channels between
     l_j = |LN(f(k_j)) - (v_j - k_j)|^2 / 2                            LN with weights of its own in each head
     W_i = W - r_i sum_(j <= i) lr_j grad l_j(W)                       r_i = max(0, 1 / (i + 1) + tau_i)
     lr_j = rate sigmoid(theta . x_j + c) / E
-    z_i = q_i + LN(f(q_i; W_i)),    behind the mini-batch  W <- W_(b - 1)
+    z_i = q_i + LN(f(q_i; W_i)),    after the mini-batch  W <- W_(b - 1)
 
 so that within a mini-batch the weights follow the mean of its gradients. q and k are turned by their place in it. With
 y the attention's result and one share s a head,
@@ -54,14 +54,14 @@ from .parts.options import NO_MEMORY, one_of
 from .parts.recurrent import Answer, Asked, Recurrent, beside, wide
 
 RATES = {"linear": 1.0, "mlp": 0.1}
-"""Of the inner step, where none is given."""
+"""Default rate of the inner step."""
 EXPANSION = 4
 EPSILON = 1e-6
-"""Of the layer norms."""
+"""Epsilon of the layer norms."""
 
 
 class TTTState(NamedTuple):
-    """Weights, the sums of the open mini-batch, and how many tokens a row has written; one of none begins anew."""
+    """Weights, the sums of the open mini-batch, and how many tokens a row has written; one of none restarts."""
 
     weights_BGP: Tensor
     sums_BGP: Tensor
@@ -111,7 +111,7 @@ class InnerModel(FastWeights):
         return F.relu(places_C.to(dtype).reciprocal() + self.tau_C.to(dtype))
 
     def places(self, tokens_B: Tensor, there_BN: Tensor) -> Tensor:
-        """(B, N): where tokens stand, counted from the begin of the mini-batch that was open."""
+        """(B, N): places of the tokens, counted from the start of the unfinished mini-batch."""
         return (tokens_B % self.mini_batch)[:, None] + there_BN.cumsum(1) - 1
 
     def forward(
@@ -125,18 +125,18 @@ class InnerModel(FastWeights):
         there_BN: Tensor,
         soup: Soup | None = None,
     ) -> tuple[Tensor, Learned]:
-        """f(q_i; W_i) of each token, (B, G, N, V), and what is learned behind the last; 0 for tokens of padding.
+        """f(q_i; W_i) of each token, (B, G, N, V), and the weights after the last one; 0 for padding.
 
         Args:
-            learned: as `start` gives it. tokens_B: what the rows have written before.
+            learned: as `start` gives it. tokens_B: number of tokens that the rows have written before.
             rate_BGN: lr_j. there_BN: bool, tokens that are none of padding.
-            soup: what is mixed into the models that are read.
+            soup: snapshots mixed into the models that are read.
         """
         tokens, b, width = k_BGNK.shape[2], self.mini_batch, k_BGNK.shape[-1]
         if tokens == 0:
             return v_BGNV, learned
-        # The open mini-batch and those behind it, as many as N tokens can touch. The first token of a call is the first
-        # of its piece of the open one; padding goes behind all of them, and is cut off.
+        # The open mini-batch and those after it, as many as N tokens can touch. The first token of a call is the first
+        # of its piece of the open one; padding goes after all of them, and is cut off.
         size, pieces = min(b, tokens), (tokens + b - 2) // b + 1
         place_BN = self.places(tokens_B, there_BN)
         within_BN = torch.where(place_BN < b, there_BN.cumsum(1) - 1, place_BN % b)
@@ -184,15 +184,15 @@ class InnerModel(FastWeights):
 class TTT(Recurrent):
     """A small model in each head is trained on keys and values while it reads, in training and evaluation alike.
 
-    It reads token by token: what a token wrote is there for itself and all behind it, in its segment, too. Keys,
-    queries and values are projections of its own, as in the paper, whose layer stands in the place of attention; with
-    y = 0 and s = 1 this one is it, in front of its output projection.
+    It reads token by token: a write is visible to its own token and all later ones, in the same segment, too. Keys,
+    queries and values are projections of its own, as in the paper, whose layer replaces attention; with
+    y = 0 and s = 1 this one is it, before its output projection.
 
     What differs from the paper: there is no convolution on queries and keys (`short_convolution` of a model is one in
-    front of the layer), and no gate behind the norm; the paper has both in its Mamba backbone alone. The authors' code
+    front of the layer), and no gate after the norm; the paper has both in its Mamba backbone alone. The authors' code
     drops an open mini-batch at the end of a call; here it is carried.
 
-    What a token reads depends on the open segment, so that generation reads that again (`ReadsAgain`).
+    A token's read depends on the partial segment, so generation reads that again (`ReadsAgain`).
 
     State: weights, and the sums of the open mini-batch, 8 P bytes a head and 8 per row, in float32 at least: they are
     the sum of many small steps.
@@ -259,7 +259,7 @@ class TTT(Recurrent):
         return TTTState(*self.inner.empty(batch_size, like), tokens_B)
 
     def snapshot(self, state: TTTState) -> Tensor:
-        """Weights as the last token has left them: an open mini-batch counts as what it is."""
+        """Weights after the last token; an unfinished mini-batch counts as far as it goes."""
         return self.inner.current(Learned(*state[:2]), state.tokens_B)
 
     def ask(self, opened: TTTState, query: Query) -> Asked:
@@ -277,7 +277,7 @@ class TTT(Recurrent):
         return self._online(opened, query, asked, Soup(self.inner.matrices(snapshots_BS), weights_BGNS))
 
     def _online(self, opened: TTTState, query: Query, asked: Asked, soup: Soup | None = None) -> Answer:
-        """f of all tokens, with what is learned behind the last and the queries, to which it is to be added."""
+        """f of all tokens, the weights after the last one, and the queries, to which f is added."""
         refuse_narrow(opened, "the small steps by which the models of TTT learn")
         learned = self.inner.start(Learned(*opened[:2]), opened.tokens_B == 0)
         n, there_BN = query.x_BND.shape[1], _there(query)

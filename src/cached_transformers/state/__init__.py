@@ -1,7 +1,7 @@
-"""State: what a model carries from one segment to the next, and every operation on it.
+"""State: the tensors that a model carries from one segment to the next, and every operation on them.
 
-`tree.py` is what it is and what can be done with it; `last_use.py` says when it may be changed in place; `files.py` how
-it is written, `packing.py` in fewer bytes, and `fingerprint.py` tells the weights that made it.
+`tree.py` has the tree and its operations; `donation.py` permits changes in place; `files.py` writes files, `packing.py`
+with fewer bytes; `fingerprint.py` identifies the weights that made a state.
 """
 
 from .donation import last_use, may_change, seal, used_again

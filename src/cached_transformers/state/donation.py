@@ -1,13 +1,13 @@
 """The promise that a state is not used again, by which a memory may change it in place.
 
-A state that is given is never changed: whoever keeps it can go back to it. A loop that made a state itself, and hands
-it on for the last time, can say so, and a large store is then written where it lies instead of being copied:
+A state that is given is never changed: a caller that keeps it can go back to it. A loop that made a state itself, and
+hands it on for the last time, can say so, and a large store is then written where it lies instead of being copied:
 
     with last_use(state):
-        output = model(segment, state)        # from here on `state` is of no use to anybody
+        output = model(segment, state)        # `state` must not be used from here on
 
-The promise is about these very tensors, and each may be changed once: what is made of them on the way (a row that is
-reset, a state between two segments of one call) is not in it. Nothing is changed in place while a gradient is recorded
+The promise covers these tensors only, and each may be changed once: derived tensors (a row that is
+reset, a state between two segments of one call) are excluded. Nothing is changed in place while a gradient is recorded
 or code is being compiled.
 """
 
@@ -44,7 +44,7 @@ def _standing(promise: Promise | None) -> Iterator[None]:
 
 
 def last_use(state: State | None) -> AbstractContextManager[None]:
-    """Promise that nobody uses `state` again once it was given to a model in this block; None promises nothing.
+    """Promise that `state` is not used again after it was passed to a model in this block; None promises nothing.
 
     The state must share no memory with anything that is used later. `seal` gives such a one of any state.
     """
@@ -58,7 +58,7 @@ def used_again() -> AbstractContextManager[None]:
 
 
 def may_change(*tensors: Tensor) -> bool:
-    """Whether a memory may change these tensors of the state that it was given in place, which it then has to do.
+    """True if a memory may change these tensors of its state in place, which it then has to do.
     Each of them must be one of its own.
 
     Asked once: the answer is no the next time.
@@ -78,7 +78,7 @@ def may_change(*tensors: Tensor) -> bool:
 
 
 def _plain(t: Tensor) -> bool:
-    """Whether a write reaches each element once, and is one that torch allows here."""
+    """True if a write reaches each element once, and torch allows it here."""
     return t.is_contiguous() and not t.requires_grad and t.is_inference() == torch.is_inference_mode_enabled()
 
 

@@ -1,4 +1,4 @@
-"""How a state is written: one safetensors file, which appears whole or not at all."""
+"""State files: one safetensors file, which appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .packing import Packing, pack, unpack
 from .tree import State, from_tensors, named_tensors
 
 FORMAT = 3
-"""Of a state file: 1 had neither format nor checksum, 2 neither fingerprint nor dtypes."""
+"""Format of a state file: 1 had neither format nor checksum, 2 neither fingerprint nor dtypes."""
 KEY = "cached_transformers_state"
-"""Of the metadata, one for all: the library writes several in any order, and equal states are to be equal files."""
+"""Key of the metadata, one for all: the library writes several in any order, and equal states must be equal files."""
 _MARK = re.compile(rb'"cached_transformers_state":"(\d{1,6}) ([0-9a-f]{64})[ "]')
 
 
 class Stored(NamedTuple):
-    """What `save` wrote: bytes of the file, and the largest relative error of a tensor that it packed."""
+    """Result of `save`: bytes of the file, and the largest relative error of a packed tensor."""
 
     nbytes: int
     error: float
@@ -38,7 +38,7 @@ def save(
 ) -> Stored:
     """Write the state as one safetensors file; the file appears whole or not at all.
 
-    Its metadata hold the format and a SHA-256 of the whole file, which is taken with zeros in the place of the digest.
+    Its metadata hold the format and a SHA-256 of the whole file, which is taken with zeros instead of the digest.
 
     Args:
         model: that made the state; the file then tells its weights, and `load` refuses another one's.
@@ -101,7 +101,7 @@ def _check_model(path: str, found: str | None, model: nn.Module) -> None:
 
 
 def _notes(content: bytes) -> dict[str, Any]:
-    """What the metadata say beside format and checksum."""
+    """Metadata except format and checksum."""
     tree = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     parts = (tree.get("__metadata__") or {}).get(KEY, "").split(" ", 2)
     notes: dict[str, Any] = json.loads(parts[2]) if len(parts) == 3 else {}

@@ -1,4 +1,4 @@
-"""Which weights a state was made with: a state means nothing to others."""
+"""Fingerprint of the weights that made a state: with other weights it is meaningless."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 WHOLE = 2**24
-"""Elements up to which all of a tensor is hashed; of a larger one, so many from all over it."""
+"""Largest number of hashed elements; a larger tensor is sampled evenly."""
 ROUND = ("_orig_mod.", "module.")
-"""What torch.compile and DDP put before the names of what they wrap."""
+"""Prefixes of torch.compile and DDP before the names of wrapped modules."""
 
 
 @torch.no_grad()
 def fingerprint(model: nn.Module) -> str:
     """SHA-256 (hex) of the names, dtypes, shapes and values of a model's state dict, wherever they lie.
 
-    Of a tensor with more than 16 million elements about so many are looked at, evenly spread. An initial state that was
+    A tensor with more than 16 million elements is sampled at about that many, evenly spread. An initial state that was
     tuned is a state, and not counted.
 
     Raises:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 Packing: TypeAlias = Literal["float16", "bfloat16", "int8"]
 SCALE = "#scale"
-"""Behind the name of a tensor: the scales of its vectors."""
+"""After the name of a tensor: the scales of its vectors."""
 
 
 class Packed(NamedTuple):
-    """What goes into a file: tensors by name, the dtypes that they had, and how far they are from what they were.
+    """Contents of a file: tensors by name, their original dtypes, and their packing errors.
 
     Attributes:
         error: the largest relative error of a tensor, || x - x' || / || x ||.

@@ -58,7 +58,7 @@ def reorder(state: State, index_B: Tensor) -> State:
 
 
 def join(states: Sequence[State]) -> State:
-    """The rows of several states of one structure, one state behind the other."""
+    """The rows of several states of one structure, one state after the other."""
     return map_state(lambda *ts: torch.cat(ts), *states)
 
 
@@ -73,7 +73,7 @@ def to(state: State, device: torch.device | str) -> State:
 
 
 def refuse_narrow(state: State, what: str, name: str = "state") -> None:
-    """Refuse (ValueError) a state of sums of which a part is narrower than float32: it would lose `what`."""
+    """Raise a ValueError if a part of a state of sums is narrower than float32: it would lose `what`."""
     if isinstance(state, Tensor):
         if state.is_floating_point() and torch.finfo(state.dtype).bits < 32:
             raise ValueError(

@@ -1,1 +1,1 @@
-"""What several attentions are made of."""
+"""Parts shared by several attentions."""

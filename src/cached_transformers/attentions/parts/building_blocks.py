@@ -1,5 +1,5 @@
-"""What the mechanisms are made of: blocks and their neighbours, tables of blocks and of keys, and one softmax from
-several parts.
+"""Building blocks: blocks and their neighbours, tables of blocks and of keys, and one softmax from several
+parts.
 
 Everything runs and trains on every device: keys are gathered into dense blocks, which fused attention then takes.
 Masks are bool, True = visible. A query that sees no key gives 0, and the lowest finite number as its log-sum-exp.
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 
 def wide(t: Tensor) -> Tensor:
-    """In float32, or what is wider."""
+    """Convert to float32, unless wider."""
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
@@ -63,13 +63,13 @@ def one_softmax(
     Weights of a query that sees no key are no weights; what they give is to go through `zero_unseen`.
 
     Args:
-        logits: a result that nobody else reads, since it is overwritten; the mask must not be larger.
+        logits: a result that no other code reads, since it is overwritten; the mask must not be larger.
         mask, dropout, want_lse: as of `attend`.
     """
     logits = wide(logits)
     lowest = torch.finfo(logits.dtype).min
     if mask is not None:
-        with torch.no_grad():  # the softmax gives what is masked no gradient; recorded, the mask would be applied to it
+        with torch.no_grad():  # the softmax gives masked logits no gradient; recorded, the mask would be applied to it
             logits.masked_fill_(~mask, lowest)
     if not want_lse:
         return F.dropout(logits.softmax(-1), dropout, dropout > 0), None
@@ -187,7 +187,7 @@ def block_places(blocks: int, size: int, before: int, after: int, device: torch.
 
 
 def seen_places(place: Tensor, tokens: int, key_padding_mask: Tensor | None) -> Tensor:
-    """Whether keys at these places are there: (...) inside the sequence, or (B, 1, ...) where rows are padded."""
+    """Mask of real keys at these places: (...) inside the sequence, or (B, 1, ...) if rows are padded."""
     inside = (place >= 0) & (place < tokens)
     if key_padding_mask is None:
         return inside
@@ -222,7 +222,7 @@ def pick_rows(t: Tensor, index: Tensor) -> Tensor:
 def largest(t: Tensor, count: int) -> Tensor:
     """(..., count): places of the largest numbers, the largest first; of equals the first one, in a padded row, too.
 
-    The first so many of a stable sort, in a fraction of its time where few are wanted.
+    Equals the first entries of a stable sort, in a fraction of its time where few are wanted.
     """
     size = t.shape[-1]
     if 4 * count > size:

@@ -1,4 +1,4 @@
-"""How much of a state a token forgets: decays made of the layer's input, or fixed, and where they begin.
+"""Decays of a state per token: from the layer's input, or fixed, with their initial values.
 
     g = -exp(A) softplus(f + b)      "softplus": Mamba-2 (arXiv:2405.21060), Gated DeltaNet (2412.06464), KDA
     g = -5 sigmoid(exp(A) (f + b))   "safe": KDA (2510.26692) with a bound; no token forgets more than all but e^-5
@@ -30,13 +30,13 @@ from .building_blocks import wide
 DecayGate = Literal["softplus", "safe", "logsigmoid"]
 
 BOUND = 5.0
-"""Of "safe"."""
+"""Lower bound of "safe"."""
 TEMPER = 16.0
-"""Of "logsigmoid"."""
+"""Divisor of "logsigmoid"."""
 
 
 def check_half_life(half_life: tuple[float, float] | None) -> None:
-    """Refuse (ValueError) what is no range of tokens."""
+    """Raise a ValueError unless this is a range of tokens."""
     if half_life is None:
         return
     if len(half_life) != 2 or not 1 <= half_life[0] <= half_life[1] < math.inf:

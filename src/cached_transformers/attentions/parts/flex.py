@@ -1,7 +1,7 @@
 """One softmax by FlexAttention of torch (arXiv:2412.05496), which computes the pairs of a block mask and nothing else.
 
 A pattern is a `Rule`: who sees whom by places alone. The blocks in which it shows anything are found once for a rule
-and its lengths, and kept; what differs from call to call (padding, empty slots of a memory, logits of positions) stands
+and its lengths, and kept; data that differ between calls (padding, empty slots of a memory, logits of positions) are
 in tensors, which mask and scores look up.
 
     out_i = softmax over {j there: a slot, or shown to i by the rule} of (q_i k_j / sqrt(E) + b_ij + d_i,(i - j)) v_j
@@ -29,11 +29,11 @@ BLOCK = 128
 """Tokens of a block of the mask."""
 
 Sees = Callable[[Any, Any, Any, Any], Tensor]
-"""Whether, in a row and head, the query at one place sees the key at another; of numbers that broadcast. Bool."""
+"""Bool of whether, in a row and head, the query at one place sees the key at another; arguments broadcast."""
 
 
 class Rule(Protocol):
-    """Who sees whom by places alone. Equal rules have equal hashes, since blocks are kept by rule."""
+    """Attention mask as a function of places. Equal rules have equal hashes, since blocks are kept by rule."""
 
     def bind(self, length: int, device: torch.device) -> Sees:
         """The rule for places below `length`, with the tensors that it looks up."""
@@ -62,7 +62,7 @@ class Shown(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Of a call: heads, queries, slots of the context, keys of the segment; `causal` hides later keys."""
+    """Sizes of a call: heads, queries, slots of the context, keys of the segment; `causal` hides later keys."""
 
     heads: int
     queries: int
@@ -78,7 +78,7 @@ class Lengths(NamedTuple):
 
 
 def lengths_of(q_BHNE: Tensor, k_BHNE: Tensor, call: Call) -> Lengths:
-    """Of a call of a core."""
+    """Tensors of a call."""
     slots = 0 if call.context is None else call.context.k_BHME.shape[2]
     return Lengths(q_BHNE.shape[1], q_BHNE.shape[2], slots, k_BHNE.shape[2], call.causal, q_BHNE.device)
 
@@ -90,7 +90,7 @@ def whole_blocks(count: int) -> int:
 
 @functools.lru_cache(maxsize=128)
 def shown(rule: Rule, lengths: Lengths) -> Shown:
-    """What a rule shows at these lengths. N (M + N) evaluations of the rule a head, a block of queries at a time."""
+    """Mask of a rule at these lengths. N (M + N) evaluations of the rule per head, a block of queries at a time."""
     heads, queries, slots, keys, causal, device = lengths
     with torch.inference_mode(False), torch.no_grad():  # kept for any mode
         sees = rule.bind(lengths.longest, device)
@@ -107,7 +107,7 @@ def shown(rule: Rule, lengths: Lengths) -> Shown:
 
 
 def shown_blocks(seen_BHQQ: Tensor, size: int, lengths: Lengths) -> Shown:
-    """What a table of blocks of `size` tokens shows, which is of this call alone, and may differ from row to row."""
+    """Mask of a table of blocks of `size` tokens, for this call only; it may differ per row."""
     queries, slots, keys = lengths[1:4]
     near_QI = _touched(seen_BHQQ.shape[2], size, 0, whole_blocks(queries), lengths.device)
     near_QJ = _touched(seen_BHQQ.shape[2], size, slots, whole_blocks(slots + keys), lengths.device)
@@ -192,7 +192,7 @@ def flex_attend(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call, what
 
 
 def _look_up(t_BHNK: Tensor, below: int, behind: int) -> Callable[..., Tensor]:
-    """Numbers of a tensor by row, head, query and key, of which any may be one for all; 0 for what fills up blocks."""
+    """Look up a tensor by row, head, query and key, each of which may broadcast; 0 in the fill of blocks."""
     several = tuple(size > 1 for size in t_BHNK.shape)
     filled = F.pad(t_BHNK, (0, behind if several[3] else 0, 0, below if several[2] else 0))
     filled = filled[tuple(slice(None) if many else 0 for many in several)]
@@ -205,8 +205,8 @@ def _look_up(t_BHNK: Tensor, below: int, behind: int) -> Callable[..., Tensor]:
 
 @functools.cache
 def compiled_flex() -> Any:
-    """Without a compiler FlexAttention makes all pairs; it must not go back to that after so many compilations, either,
-    which `fullgraph` turns into an error."""
+    """Without a compiler FlexAttention makes all pairs; it must not go back to that after too many compilations,
+    either, which `fullgraph` turns into an error."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, fullgraph=True)

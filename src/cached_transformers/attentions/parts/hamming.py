@@ -1,6 +1,6 @@
 """Clusters of hashes: Lloyd's algorithm in Hamming space, by products of matrices of -1 and 1.
 
-What is in the products are whole numbers that float32 holds exactly, so the clusters do not depend on rounding, on the
+The products are integers that float32 holds exactly, so the clusters do not depend on rounding, on the
 device or on the order of sums.
 
 Legend: B rows, H heads, N hashes, R bits, C clusters.

@@ -1,6 +1,6 @@
-"""Kernels of others for what mechanisms here compute: the one place that decides between them and the plain form.
+"""External kernels: the one place that decides between them and the plain form.
 
-"plain" runs everywhere and is what the kernels are tested against. "flex" is FlexAttention of torch (`flex.py`); "fla"
+"plain" runs everywhere and is the reference of the kernels' tests. "flex" is FlexAttention of torch (`flex.py`); "fla"
 is flash-linear-attention (arXiv:2312.06635), a package of Triton kernels. Both run on GPUs. "auto" takes a kernel where
 it can take the call; one that is asked for by name and cannot take a call refuses it.
 
@@ -31,7 +31,7 @@ def check_kernel(kernel: str, name: str, *, auto: bool = True) -> None:
 
 
 def _takes(kernel: str, lacks: str | None) -> bool:
-    """Whether the kernel is to be taken, of which `lacks` says what stands in its way.
+    """Decide whether to use the kernel; `lacks` names an obstacle.
 
     Raises:
         ValueError: it was asked for by name, and something does.
@@ -42,7 +42,7 @@ def _takes(kernel: str, lacks: str | None) -> bool:
 
 
 def takes_flex(kernel: str, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, dropout: float) -> bool:
-    """Whether FlexAttention is to take a call."""
+    """True if FlexAttention computes this call."""
     return kernel != "plain" and _takes(kernel, _flex_lacks((q_BHNE, k_BHNE, v_BHNV), dropout))
 
 
@@ -62,7 +62,7 @@ def _flex_lacks(tensors: tuple[Tensor, ...], dropout: float) -> str | None:
 
 
 def takes_fla(kernel: str, q_BHNF: Tensor) -> bool:
-    """Whether flash-linear-attention is to take a call."""
+    """True if flash-linear-attention computes this call."""
     return kernel != "plain" and _takes(kernel, _fla_lacks(q_BHNF))
 
 
@@ -96,7 +96,7 @@ def fla_scan(
     beta_BHN1: Tensor | None = None,
     log_decay_BHNG: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `causal_scan` gives. Of the delta rule on inputs rounded to bfloat16: its kernels take nothing wider."""
+    """`causal_scan` by kernels. The delta rule rounds inputs to bfloat16: its kernels take nothing wider."""
     delta, decays = beta_BHN1 is not None, 0 if log_decay_BHNG is None else min(log_decay_BHNG.shape[-1], 2)
     module, name = FLA_KERNELS[delta, decays]
     more: dict[str, Any] = {"normalize": False} if (delta, decays) == (False, 0) else {}

@@ -1,6 +1,6 @@
-"""What linearised mechanisms have in common: a state of fixed size takes the place of the keys.
+"""Base of linearised attentions: a state of fixed size replaces the keys.
 
-With a feature map phi in place of the softmax, sums over keys are made once (or carried along) and read by each query:
+With a feature map phi instead of the softmax, sums over keys are made once (or carried along) and read by each query:
 
     all keys: S = sum_j phi(k_j) [v_j, 1]^T,   out_i = the quotient of the parts of phi(q_i) S
     causal:   S_i from S_{i-1} and token i,    out_i from phi(q_i) and S_i
@@ -54,7 +54,7 @@ class LinearisedAttention(Attention):
 
     Args:
         carry: the state goes on from segment to segment, so that segments are one sequence. The mechanism is then
-            causal alone, and takes no context: what a memory keeps of earlier segments would count twice.
+            causal alone, and takes no context: a memory's earlier segments would count twice.
     """
 
     can = frozenset({"causal", "bidirectional", "cross", "context", "exact_padding"})
@@ -67,7 +67,7 @@ class LinearisedAttention(Attention):
             self.can = self.can & {"causal", "exact_padding"}
 
     def maps(self, generator: torch.Generator | None = None, *, fixed: bool = True) -> Tensor | None:
-        """What is random in the feature map: the saved draw, or a call's own where training asks for one."""
+        """Random part of the feature map: the saved sample, or a new one per call if training asks for it."""
         return None
 
     def features(self, x_BHNE: Tensor, maps: Tensor | None) -> Tensor:
@@ -79,7 +79,7 @@ class LinearisedAttention(Attention):
         raise NotImplementedError("abstract: a mechanism writes empty()")
 
     def write(self, state: State, k_BHMF: Tensor, v_BHMV: Tensor, seen_BM: Tensor | None) -> State:
-        """Add a set of keys, of which those not seen add nothing: here to a state that is one matrix (B, H, F, V)."""
+        """Add a set of keys, unseen ones as zeros, to a state that is one matrix (B, H, F, V)."""
         return state + hidden(k_BHMF, seen_BM).mT @ v_BHMV  # type: ignore[operator, no-any-return]
 
     def read(self, q_BHNF: Tensor, state: State) -> Tensor:
@@ -138,7 +138,7 @@ class LinearisedAttention(Attention):
     def step(
         self, q_BHE: Tensor, k_BHE: Tensor, v_BHV: Tensor, state: State, *, x_BD: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """The output of the next token (B, H, V), and the state behind it: constant time and memory."""
+        """The output of the next token (B, H, V), and the state after it: constant time and memory."""
         x_BND = None if x_BD is None else x_BD[:, None]
         out_BHNV, state = self.scan(q_BHE[:, :, None], k_BHE[:, :, None], v_BHV[:, :, None], state, x_BND=x_BND)
         return out_BHNV[:, :, 0], state
@@ -191,7 +191,7 @@ class LinearisedAttention(Attention):
 
 
 def hidden(t_BHNF: Tensor, seen_BN: Tensor | None, value: float = 0.0) -> Tensor:
-    """Features with `value` in place of those of keys that are not seen."""
+    """Features with `value` instead of those of keys that are not seen."""
     return t_BHNF if seen_BN is None else t_BHNF.masked_fill(~seen_BN[:, None, :, None], value)
 
 

@@ -28,7 +28,7 @@ class PatternAttention(Attention):
 
     can = frozenset({"bidirectional", "context", "exact_padding", "lse"})
     told_heads: int = 1
-    """Heads of which the rule tells apart what they see."""
+    """Number of heads with different patterns."""
 
     def __init__(self, *, dropout: float = 0.0, kernel: FlexKernel = "plain") -> None:
         super().__init__(dropout=dropout)
@@ -40,10 +40,10 @@ class PatternAttention(Attention):
         raise NotImplementedError("abstract: a core writes pattern()")
 
     def rule(self, heads: int, tokens: int, causal: bool) -> Rule:
-        """Who sees whom in a sequence of so many tokens; a causal order is kept by who asks.
+        """Attention mask of a sequence of this many tokens; the caller keeps a causal order.
 
         Raises:
-            ValueError: the pattern is not of so many heads or tokens.
+            ValueError: the pattern is not of this many heads or tokens.
         """
         raise NotImplementedError(f"abstract: {self.title} writes no rule()")
 
@@ -52,11 +52,11 @@ class PatternAttention(Attention):
         return sees(0, torch.arange(self.told_heads, device=place_S.device)[:, None], place, place_S)
 
     def shown(self, lengths: Lengths, call: Call) -> Shown:
-        """What FlexAttention is to compute of a call."""
+        """Rule of a call for FlexAttention."""
         return shown(self.rule(lengths.heads, lengths.keys, lengths.causal), lengths)
 
     def takes_flex(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor) -> bool:
-        """Whether FlexAttention computes the pattern.
+        """True if FlexAttention computes the pattern.
 
         Raises:
             ValueError: it was asked for by name, and cannot.

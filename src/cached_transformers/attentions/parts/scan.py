@@ -4,10 +4,10 @@ with or without the correction of the delta rule.
     S'_t = D_t S_{t-1}                                 D_t = diag(e^{g_t}), g_t <= 0: a number a head, or one a channel
     S_t  = S'_t + k_t v_t^T                            a sum
     S_t  = S'_t + beta_t k_t (v_t - S'_t^T k_t)^T      the delta rule: the error is that of the decayed state
-    out_t = S_t^T q_t                                  behind the token's own write
+    out_t = S_t^T q_t                                  after the token's own write
 
 In chunks of C tokens (Yang et al. 2024, arXiv:2406.06484 and 2412.06464; arXiv:2510.26692 for channels), with S the
-state before the chunk and e^{(j, i]} the decay behind token j up to token i:
+state before the chunk and e^{(j, i]} the decay after token j up to token i:
 
     P_ij = sum_d q_id k_jd e^{(j, i]_d}  for j <= i,      A_ij = beta_i sum_d k_id k_jd e^{(j, i]_d}  for j < i
     (I + A) [U, W] = diag(beta) [V, e^{(0, i]} K],        X = U - W S    (a sum: X = V)
@@ -16,11 +16,11 @@ state before the chunk and e^{(j, i]} the decay behind token j up to token i:
 P, A, U and W of all chunks are found at once; only S goes from one to the next.
 
 No decay is made as a quotient, or as the exponential of a difference: with G the sum of g from the chunk's start,
-e^{-G} leaves float32 within a few strong tokens, and G_i - G_j has lost the digits of what is short between i and j.
+e^{-G} leaves float32 within a few strong tokens, and G_i - G_j has lost the digits of short distances between i and j.
 Every exponent here is a sum of the g between two tokens, each factor lies in [0, 1], and g = -inf forgets all. With one
 g a head, these sums are a table of C x C. With one a channel, pairs of tokens are told apart by the boundary between
-them: of two blocks side by side, what is lost up to the boundary scales the keys before it, and what is lost from there
-on the queries behind it, which leaves one product. Blocks of 1, 2, 4 .. C / 2 tokens hold each pair once.
+them: for two neighbouring blocks, the decay up to the boundary scales the keys before it, and the decay from there
+on the queries after it, which leaves one product. Blocks of 1, 2, 4 .. C / 2 tokens hold each pair once.
 
 Legend: B rows, H heads, N tokens, F features, V value width, G decays a head (1, or F), C tokens of a chunk; `...` any
 leading dimensions (B, H and chunks).
@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from .building_blocks import into_blocks, out_of_blocks
 
 LEAST = -1e30
-"""What stands for -inf where 0 times it is to be 0."""
+"""Finite replacement of -inf, so that 0 times it is 0."""
 
 
 def causal_scan(
@@ -59,7 +59,7 @@ def causal_scan(
         chunk: C, tokens of a chunk; rounded up to a power of two for decays of channels.
 
     Cost, in multiply-adds a head: N (C (F + V) + 2 F V) for a sum; N (C (2 F + V) + 3 F V) for the delta rule, and
-    N C (F + V) / 2 for its triangular systems. With decays of channels, (C - 1) F / 2 in place of each C F, and
+    N C (F + V) / 2 for its triangular systems. With decays of channels, (C - 1) F / 2 instead of each C F, and
     F log2(C) exponentials a token.
     """
     dtype = torch.promote_types(v_BHNV.dtype, torch.float32)
@@ -122,12 +122,12 @@ def _corrections(
 
 
 def _behind(g: Tensor) -> Tensor:
-    """(..., C, G): the sum of what stands behind each token, 0 for the last one."""
+    """(..., C, G): the sum over later tokens of each token, 0 for the last one."""
     return F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
 
 
 def _lost_between(g: Tensor) -> Tensor:
-    """(..., C, C): e to the sum of g behind token j up to token i, for one g a token; 0 where j > i."""
+    """(..., C, C): e to the sum of g after token j up to token i, for one g a token; 0 where j > i."""
     size = g.shape[-2]
     below = torch.ones(size, size, dtype=g.dtype, device=g.device).tril(-1)
     return (g.clamp(min=LEAST) * below).cumsum(-2).exp().tril()

@@ -1,5 +1,4 @@
-"""What patterns of neighbours share: blocks of queries with the keys round them, and tokens that see all and are seen
-by all.
+"""Parts of neighbourhood patterns: blocks of queries with the keys around them, and global tokens.
 
 Legend: B rows, H heads, N tokens, E key width, V value width, Q blocks, W queries of a block, S keys that a block sees,
 G tokens seen by all, T classes of tokens, L tokens of a class; `...` any leading dimensions.
@@ -18,12 +17,12 @@ from cached_transformers.interfaces.attention import AttentionOutput, Call
 from .building_blocks import attend, merge, overlapping, seen_places
 
 Sees = Callable[[Tensor, Tensor], Tensor]
-"""Whether a query at one place sees a key at another; of tensors of places that broadcast."""
+"""Predicate of whether a query at one place sees a key at another; places broadcast."""
 Body = Callable[[Tensor, Tensor, Tensor, Call], AttentionOutput]
 
 
 def one_block_is_cheaper(tokens: int, size: int, before: int, after: int) -> bool:
-    """Whether all pairs are no more than what blocks compute: sequences of little more than a block."""
+    """True if all pairs are no more than the blocks' pairs: sequences of little more than a block."""
     blocks = -(-tokens // size)
     return tokens * tokens <= blocks * size * (before + size + after)
 
@@ -117,7 +116,7 @@ def attend_all(
 def beside_class_tokens(
     body: Body, count: int, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call, *, dropout: float
 ) -> AttentionOutput:
-    """A pattern over the tokens behind `count` class tokens, which see all and are seen by all (as far as causal).
+    """A pattern over the tokens after `count` class tokens, which see all and are seen by all (as far as causal).
 
     `body` gets the other tokens alone, places counted from the first of them, and must give its log-sum-exp when asked:
     both are put together as one softmax.

@@ -1,12 +1,12 @@
 """Regions of slots that each token chooses and weights for itself, through any core with a context.
 
-The weights multiply values behind the softmax, query by query, which no core can do. But the core is linear in the
+The weights multiply values after the softmax, query by query, which no core can do. But the core is linear in the
 values: they are laid out in R + 1 blocks, each slot in the block of its region, and one call gives what each region
 contributes to each token; the weighted sum of the blocks is exact, with attention dropout too.
 
     out_i = sum_r w_ir sum_{j in r} p_ij v_j + sum_{j in no region} p_ij v_j
 
-The last block is that of no region, where the segment's values stand as well (see `Context.gather`).
+The last block belongs to no region and also holds the segment's values (see `Context.gather`).
 
 Cost: R + 1 times the core's product with the values, B H N (M + N) (R + 1) E multiply-adds.
 
@@ -22,13 +22,13 @@ from cached_transformers.interfaces.memory import Context
 
 
 def choose(context: Context, region_BM: Tensor, visible_BNR: Tensor, weight_BNR: Tensor | None) -> Context:
-    """The context of which each token sees some regions, and weights what it finds there.
+    """The context, of whose regions each token sees some, with weights.
 
     Args:
         context: of all regions.
-        region_BM: of which region each slot is; R for none, which all tokens see with weight 1.
+        region_BM: region of each slot; R for none, which all tokens see with weight 1.
         visible_BNR: bool, the regions that each token sees.
-        weight_BNR: what the values of each region count for each token, behind the softmax; None for 1.
+        weight_BNR: weight of each region's values for each token, after the softmax; None for 1.
     """
     tokens, regions = visible_BNR.shape[1:]
     counted_BNR = F.pad(visible_BNR, (0, 1), value=True)

@@ -9,8 +9,9 @@ A store of whole segments, each under one key; a query picks some, and the layer
 
 Where the defaults leave the text, and why:
 
-* X in the query is the segment before (`scope="previous"`). The text's own X_t lets the last token choose what the
-  first one recalls: scope="segment" does so, and a causal model refuses it. The authors' later text asks anew at every
+* X in the query is the segment before (`scope="previous"`). The text's own X_t lets the last token choose the
+  first one's regions: scope="segment" does so, and a causal model refuses it. The authors' later text asks again at
+  every
   token: scope="token".
 * SG covers Z, not alpha. To the letter it covers both, and then nothing ever trains the summary (alpha_grad=False).
 * A key is one vector, so the summary sees its segment as one row of L D numbers (as the authors' code does).
@@ -66,7 +67,7 @@ def _one_region(segment: int, distance: int, depth: int) -> dict[str, int]:
 
 
 class Opened(NamedTuple):
-    """What the layers attend during a segment, and the position of its first token."""
+    """Context of the layers during a segment, and the position of its first token."""
 
     contexts: list[Offer]
     first: Tensor
@@ -100,26 +101,26 @@ class CRTN(ModelMemory):
         scope: whose embeddings (or top layer): "previous" segment; "token", each token with the `segment` tokens that
             end with it; "segment", the present one as a whole, which shows every token the rest of its segment.
         allow_leak: let a causal model have scope="segment", for comparisons with the text; its loss means nothing.
-        first: memory of the first run of "compute_first": "none", or "selection", what was recalled last: the top layer
-            of the real run is then taken, no second run is made, and only scope="previous" can have it.
+        first: memory of the first run of "compute_first": "none", or "selection", the last recalled regions: the top
+            layer of the real run is then taken, no second run is made, and only scope="previous" can have it.
         summary: "linear" (flatten, linear, ReLU), "mlp" (`layers` of these), "bilstm" (`layers` of it), "affine" (no
             ReLU), "identity" (flatten alone), "last" (token) or "mean" (of tokens).
         key_width: K; D by default. layers: 2 for "mlp", 1 for "bilstm" by default.
-        fill: behind the tokens of a short segment the summary sees "zeros" or their "mean".
+        fill: after the tokens of a short segment the summary sees "zeros" or their "mean".
         weighted: multiply values by alpha. Without it nothing trains the summary.
         alpha_grad: gradient through alpha. False is the text to the letter.
-        renormalise: over what is recalled: "none", "sum" (alpha sums to 1) or "softmax" (a second one, over alpha).
+        renormalise: over recalled regions: "none", "sum" (alpha sums to 1) or "softmax" (a second one, over alpha).
         rescale: multiply alpha by the number of regions recalled, so that the mean is 1 where alpha sums to 1. Without
-            it alpha sums to 1 at most, and a fresh model hardly hears what it recalls.
+            it alpha sums to 1 at most, and recalled regions have little weight in a fresh model.
         scale: divide scores by the root of K. temperature: divides scores.
         empty: empty regions are "masked", or "compete" for alpha and the first `topk` places with keys of zeros.
-        placed: recalled tokens stand at their own positions ("slot"), or right before the segment ("packed").
+        placed: recalled tokens are at their own positions ("slot"), or right before the segment ("packed").
         order: of packed regions, by "age" or by "score", the best first.
         short_memory: newest segments that are always recalled, unweighted, and no regions to choose yet (the authors'
             draft paper, there in tokens). The first run of "compute_first" sees them. With scope="previous" the segment
             that asks is the newest region, which tends to answer best to itself; a short memory keeps it out.
         relative: position scheme of Transformer-XL for all layers; False takes the model's scheme, the only one in
-            models of others.
+            host models.
 
     Raises:
         ValueError: sizes below 1, topk above regions, unknown names, options that exclude each other; in use, a segment
@@ -130,8 +131,8 @@ class CRTN(ModelMemory):
     short_memory=1, renormalise="softmax", rescale=True, scale=True. Its distances go wrong across unrecalled regions
     (a shift runs over the gap); here they are right.
 
-    The store holds hidden states in evaluation, too (no `keep="kv"`): only what is recalled is projected, topk of R
-    regions, while keys and values would make all of them twice as large.
+    The store holds hidden states in evaluation, too (no `keep="kv"`): only recalled regions are projected, topk of R,
+    while keys and values would make all of them twice as large.
     """
 
     needs = frozenset({"state", "context", "layer_traces"})
@@ -255,7 +256,7 @@ class CRTN(ModelMemory):
         return [x_BND], state, None
 
     def _ask(self, state: CRTNState, tokens: Tokens, source_BND: Tensor) -> tuple[list[Offer], CRTNState]:
-        """What the layers attend, given what queries are made of; and the state that knows the latter."""
+        """Context of the layers for the input of the queries; and the state that holds that input."""
         positions_BNP, padding_BN = tokens.positions_BNP, tokens.padding_BN
         source_BLD, size_B = pack(source_BND, padding_BN, self.segment)
         if self.scope == "token":
@@ -270,7 +271,7 @@ class CRTN(ModelMemory):
         return offers, state._replace(source_BLD=source_BLD)
 
     def _asked(self, state: CRTNState) -> Tensor:
-        """(B, K): what the previous segment asks."""
+        """(B, K): query of the previous segment."""
         query_BK: Tensor = self.summary(state.source_BLD, state.size_BR[:, -1])
         return query_BK
 
@@ -326,7 +327,7 @@ class CRTN(ModelMemory):
         weight_BR: Tensor | None = None,
         choice: Callable[..., Context] | None = None,
     ) -> list[Offer]:
-        """What the layers attend of some regions, all tokens alike or by a choice of their own."""
+        """Context of some regions, equal for all tokens or chosen by each."""
         slots = stored(state, regions_BC)
         positions_BMP, count = slots.positions_BMP, slots.valid_BM.shape[1]
         if self.placed == "packed":

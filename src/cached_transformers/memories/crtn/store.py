@@ -1,4 +1,4 @@
-"""The store of CRTN: whole segments, first in, first out, with what is needed to read some of them.
+"""The store of CRTN: whole segments, first in, first out, with the data to read some of them.
 
 Legend: B rows, N tokens, L places of a segment, R regions, C regions recalled, S = R L slots in the store,
 M = C L slots recalled, V layers, D model width, K key width, P position channels.
@@ -14,14 +14,14 @@ from torch.nn import functional as F
 
 
 class CRTNState(NamedTuple):
-    """The regions, newest last; the tokens of a region stand in front of it. What is behind them counts as empty.
+    """The regions, newest last; the tokens of a region come first. Places after them count as empty.
 
     Attributes:
         keys_BRK: summaries.
         hidden_BVSD: inputs of each layer.
         positions_BSP: positions of the tokens.
         size_BR: tokens in each region; 0 for an empty one.
-        source_BLD: what the next query is made of: embeddings (or top layer) of the newest region.
+        source_BLD: input of the next query: embeddings (or top layer) of the newest region.
     """
 
     keys_BRK: Tensor
@@ -72,14 +72,14 @@ def stored(state: CRTNState, regions_BC: Tensor) -> Slots:
 
 
 def windows(state: CRTNState, source_BND: Tensor, padding_BN: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The last L tokens up to each token, itself included, (B, N, L, D), zeros behind them; and how many, (B, N).
+    """The last L tokens up to each token, itself included, (B, N, L, D), zeros after them; and how many, (B, N).
 
-    They reach into the newest region, of which `state.source_BLD` is taken, and no further.
+    They reach into the newest region, the source of `state.source_BLD`, and no further.
     """
     n, length = source_BND.shape[1], state.source_BLD.shape[1]
     source_BLD, source_B = pack(source_BND, padding_BN, length)
     before_B = state.size_BR[:, -1]
-    # Both segments without gaps: token i of the second stands at the size of the first plus i.
+    # Both segments without gaps: token i of the second is at the size of the first plus i.
     places_L = torch.arange(length, device=source_B.device)
     real_BT = torch.cat([places_L < before_B[:, None], places_L < source_B[:, None]], 1)
     both_BTD = torch.where(real_BT[..., None], torch.cat([state.source_BLD.to(source_BLD.dtype), source_BLD], 1), 0)
@@ -94,7 +94,7 @@ def windows(state: CRTNState, source_BND: Tensor, padding_BN: Tensor | None) -> 
 
 
 def pack(t_BNX: Tensor, padding_BN: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
-    """(B, length, X): the real tokens in front, zeros behind; and how many there are in each row."""
+    """(B, length, X): the real tokens in front, zeros after; and how many there are in each row."""
     rows, n = t_BNX.shape[:2]
     if padding_BN is None:
         size_B = torch.full((rows,), n, device=t_BNX.device)
@@ -107,7 +107,7 @@ def pack(t_BNX: Tensor, padding_BN: Tensor | None, length: int) -> tuple[Tensor,
 
 
 def masked_softmax(score_BNR: Tensor, valid_BNR: Tensor | None) -> Tensor:
-    """Softmax over what is valid, 0 elsewhere; zeros where nothing is."""
+    """Softmax over valid entries, 0 elsewhere; zeros where none is valid."""
     if valid_BNR is None:
         return score_BNR.softmax(-1)
     # Not minus infinity: a row without any region would be NaN, in the gradient too.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Summary(nn.Module):
-    """Base: how many channels the vector has, and what stands in the places behind a short segment's tokens.
+    """Base: number of channels of the vector, and the fill of places after a short segment's tokens.
 
     Args:
         segment: L. width: D. key_width: K.
@@ -25,7 +25,7 @@ class Summary(nn.Module):
         self.segment, self.width, self.key_width, self.fill = segment, width, key_width, fill
 
     def forward(self, x_BLD: Tensor, size_B: Tensor) -> Tensor:
-        """(B, K) from the first `size_B` places, whatever stands in the others; without any, some finite vector."""
+        """(B, K) from the first `size_B` places, whatever the others hold; without any, some finite vector."""
         valid_BL = torch.arange(x_BLD.shape[1], device=size_B.device) < size_B[:, None]
         x_BLD = torch.where(valid_BL[..., None], x_BLD, 0)
         if self.fill == "mean":

@@ -77,7 +77,7 @@ def first_operator(new: int, basis: Bumps, penalty: float) -> Tensor:
 
 
 def update_operator(samples: int, new: int, contraction: float, basis: Bumps, penalty: float) -> Tensor:
-    """(T + L, C): fit of samples of the old signal, moved into [0, contraction], and `new` vectors behind them."""
+    """(T + L, C): fit of samples of the old signal, moved into [0, contraction], and `new` vectors after them."""
     shift = 1 / (2 * new + samples)
     grid = torch.linspace(-0.5 + shift, 1.5 - shift, 2 * (samples + new), dtype=torch.float64, device="cpu")
     old_T = contraction * uniform_points(samples)

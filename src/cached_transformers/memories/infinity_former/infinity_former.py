@@ -59,7 +59,8 @@ class InfinityOpened(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Where the queries of a segment looked in the signal, and which of them count (no padding, and a signal)."""
+    """Densities of a segment's queries over the signal, and the mask of queries that count (no padding, and a
+    signal)."""
 
     mean_BHN: Tensor
     variance_BHN: Tensor
@@ -93,15 +94,15 @@ class InfinityFormer(LayerMemory):
     and variance 1 (`normalise`), since those of a pre-norm layer grow with depth.
 
     The old signal is sampled where the segment's queries looked (sticky memories): at fixed quantiles of their common
-    density, which repeats itself exactly, or at random. A second refit after one segment samples evenly, since nobody
-    has read that signal.
+    density, which repeats itself exactly, or at random. A second refit after one segment samples evenly, since no
+    segment has read that signal.
 
     The original fits a memory of `length` and regulates the inputs by a trained convolution (an option there), which
     a signal fitted without gradient cannot train.
 
     Args:
         width: D. heads: H.
-        length: inputs that the short memory keeps at least, once it has seen so many. chunk: L.
+        length: least number of inputs in the short memory, once it has seen that many. chunk: L.
         basis: C, as many of each of `widths`, whose centres are evenly spaced on [0, 1].
         widths: of the basis functions.
         samples: T; as many as basis functions when None. contraction: tau. ridge: penalty of the regression.
@@ -113,7 +114,7 @@ class InfinityFormer(LayerMemory):
             density.
         normalise: whether inputs enter the signal with mean 0 and variance 1.
         relative: own position scheme for short memory and segment, as in Transformer-XL; False takes the model's, the
-            only one in models of others.
+            only one in host models.
 
     Raises:
         ValueError: a size below 1, a number out of its range, or a basis that the widths do not divide.
@@ -271,7 +272,7 @@ class InfinityFormer(LayerMemory):
         return self.kl_weight * torch.where(counted_BN[:, None], each_BHN, 0).sum() / count
 
     def _store(self, state: InfinityState, trace: Trace, attention: Attention) -> InfinityState:
-        """Put the segment into the short memory, and what is too much there into the signal."""
+        """Put the segment into the short memory, and its overflow into the signal."""
         assert trace.query.positions_BNP is not None
         n, slots = trace.x_BND.shape[1], state.recent.hidden_BMD.shape[1]
         hidden_BMD, positions_BMP, count_B = state.recent
@@ -283,7 +284,7 @@ class InfinityFormer(LayerMemory):
         for turn in range((self.chunk - 1 + n) // self.chunk):
             index = (place_BL + turn * self.chunk).clamp(max=slots + n - 1)[..., None].expand(-1, -1, self.width)
             due_B = refits_B > turn
-            # Rows that are not due look at whatever stands there, which must stay without effect.
+            # Rows that are not due look at whatever it holds, which must stay without effect.
             new_BLD = torch.where(due_B[:, None, None], all_BW.hidden_BMD.gather(1, index), 0)
             points_BT = self._sample(attention if turn == 0 else None, coefficients_BCD)
             fitted_BCD = self.refit(coefficients_BCD, fits_B, new_BLD, points_BT)
@@ -315,5 +316,5 @@ class InfinityFormer(LayerMemory):
 
 
 def _clean(state: InfinityState) -> Tensor:
-    """The coefficients, 0 where there is no signal, whatever stands there."""
+    """The coefficients, 0 where there is no signal, whatever it holds."""
     return torch.where((state.fits_B > 0)[:, None, None], state.coefficients_BCD, 0)

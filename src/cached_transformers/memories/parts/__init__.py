@@ -1,1 +1,1 @@
-"""What several memories are made of."""
+"""Parts shared by several memories."""

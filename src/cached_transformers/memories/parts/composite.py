@@ -1,8 +1,8 @@
 """Several memories in one place: the layer memories of a layer side by side, perhaps beside one that spans the layers.
 
-Each is asked, read and written as if it were alone. Attention gets their contexts one behind the other, in one softmax;
-results per head are mixed in one after the other, in the order of the list. Those that stand in front of the layer's
-projections ("in_front") act there, in this order, too; what the others are asked with is made of their result.
+Each is asked, read and written as if it were alone. Attention gets their contexts one after the other, in one softmax;
+results per head are mixed in one after the other, in the order of the list. Those that are before the layer's
+projections ("in_front") act there, in this order, too; queries of the others are made from their result.
 
 Legend: B rows, N tokens, M slots, L = M + N, H heads, E head width, D model width, P position channels.
 """
@@ -65,7 +65,7 @@ class SideBySide(LayerMemory):
         return tuple(open_segment(member, part, first_B1P, project_kv) for member, part in pairs)
 
     def read_in_front(self, state: State, query: Query, heads: int) -> tuple[Tensor, list[Reading | None]]:
-        """The layer's input (B, N, D) with what the members in front have read, and these readings, by member."""
+        """The layer's input (B, N, D) after the members before the projections, and their readings, by member."""
         readings: list[Reading | None] = []
         for member, part in zip(self.members, self._states(state), strict=True):
             reading = read_segment(member, part, query, None) if stands_in_front(member) else None
@@ -87,12 +87,12 @@ class SideBySide(LayerMemory):
         return Reading(context, carry=readings)
 
     def _readings(self, reading: Reading) -> list[Reading]:
-        """What each member has read, with what the layer filled in for those that need it."""
+        """Reading of each member, completed by the layer for those that need it."""
         pairs = zip(self.members, reading.carry, strict=True)
         return [part._replace(lse_BHN=reading.lse_BHN) if "lse" in m.needs else part for m, part in pairs]
 
     def _behind(self, reading: Reading) -> list[tuple[LayerMemory, Reading]]:
-        """The members that act behind the core, each with what it has read."""
+        """The members that act after the core, each with its reading."""
         pairs = zip(self.members, self._readings(reading), strict=True)
         return [(member, part) for member, part in pairs if not stands_in_front(member)]
 
@@ -105,7 +105,7 @@ class SideBySide(LayerMemory):
         behind = self._behind(reading) or [(LayerMemory(), Reading())]
 
         def project_from(index: int, t_BHNE: Tensor) -> Tensor:
-            # What follows a member is its output projection, so that it may act before and behind that.
+            # What follows a member is its output projection, so that it may act before and after that.
             (member, part), last = behind[index], index == len(behind) - 1
             if last:
                 return member.project(t_BHNE, query, part, linear, weights)
@@ -150,7 +150,7 @@ def _by_member(weights_BHNL: Tensor | None, readings: Sequence[Reading], tokens:
 
 
 def stands_in_front(memory: LayerMemory) -> bool:
-    """Whether it acts on what queries, keys and values are made of."""
+    """True if it acts on the input of the projections."""
     return "in_front" in memory.needs
 
 
@@ -163,8 +163,8 @@ def side_by_side(memories: Sequence[LayerMemory]) -> LayerMemory:
     """One layer memory of several; of one it is that one, and memories that remember nothing are left out.
 
     Raises:
-        ValueError: they store positions of different channels, of which no layer could make distances; or one stands in
-            front of the projections whose keys another one stores.
+        ValueError: they store positions of different channels, which no layer could subtract; or one acts
+            before the projections whose keys another one stores.
     """
     kept = [memory for memory in memories if type(memory) is not LayerMemory or memory.needs]
     if len(kept) < 2:
@@ -174,15 +174,15 @@ def side_by_side(memories: Sequence[LayerMemory]) -> LayerMemory:
     if len(channels) > 1:
         (many, first), (few, second) = sorted(channels.items(), reverse=True)[:2]  # type: ignore[type-var]
         raise ValueError(
-            f"memories {first} and {second} cannot stand in one layer: the positions that they store have {many} "
+            f"memories {first} and {second} cannot be in one layer: the positions that they store have {many} "
             f"channels and {few}; leave one of them out"
         )
     front = next((type(memory).__name__ for memory in kept if stands_in_front(memory)), None)
     stored = next((type(memory).__name__ for memory in kept if "stored_kv" in memory.needs), None)
     if front and stored:
-        # In training such a memory keeps hidden states, whose keys are made without what stands in front.
+        # In training such a memory keeps hidden states, whose keys bypass the memory before the projections.
         raise ValueError(
-            f"memory {stored} keeps keys and values, which are made behind memory {front}, and hidden states in "
+            f"memory {stored} keeps keys and values, which are made after memory {front}, and hidden states in "
             "training, whose keys are not; take keep='hidden'"
         )
     return SideBySide(kept)
@@ -196,7 +196,7 @@ def _channels(memory: LayerMemory) -> int | None:
 
 
 def spanning(memories: Sequence[LayerMemory | ModelMemory]) -> ModelMemory | None:
-    """The one memory that spans the layers, beside which the others stand; None where there is none.
+    """The one model-level memory among them; None where there is none.
 
     Raises:
         ValueError: there are two; or it lets tokens attend itself alone, and another one has a context, too.

@@ -1,4 +1,4 @@
-"""What makes one slot of a group of hidden states (Rae et al. 2019, arXiv:1911.05507, section 3.2).
+"""Functions that compress a group of hidden states into one slot (Rae et al. 2019, arXiv:1911.05507, section 3.2).
 
 Legend: B rows, G groups of C = rate hidden states, D model width.
 """

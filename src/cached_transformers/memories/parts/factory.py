@@ -1,4 +1,4 @@
-"""A memory by its name and options, as calls and recipes give it, and what is built of that."""
+"""Build memories from names and options, as calls and recipes give them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .composite import side_by_side
 OneMemory: TypeAlias = str | dict[str, Any]
 """A memory in a recipe or a call: its name, or {"name": ..., option: value}."""
 MemorySpec: TypeAlias = OneMemory | list[OneMemory] | None
-"""What remembers in a model: None, one memory, or several side by side."""
+"""Memory of a model: None, one memory, or several side by side."""
 
 
 def memory_specs(memory: MemorySpec) -> list[tuple[str, dict[str, Any]]]:
@@ -59,13 +59,13 @@ def _name_and_options(memory: OneMemory) -> tuple[str, dict[str, Any]]:
 
 
 def create_memory(memory: MemorySpec, width: int, heads: int, **facts: Any) -> LayerMemory | ModelMemory:
-    """Build a memory for a layer of `width` and `heads`; of a list, several that stand side by side in one layer.
+    """Build a memory for a layer of `width` and `heads`; of a list, several that are side by side in one layer.
 
-    `facts` is what the model knows about itself (length, size, prefix, ...); a memory that has such an option gets it,
+    `facts` are the model's properties (length, size, prefix, ...); a memory that has such an option gets it,
     unless the user set it. A memory that builds another one takes the mapping of all of them as its option `facts`.
 
     Raises:
-        ValueError: unknown name or option, a needed option that nobody gave, or the memory's own constraints; a list
+        ValueError: unknown name or option, a missing option, or the memory's own constraints; a list
             with a memory that spans layers, which only a model has room for.
     """
     built = [_create(name, options, width, heads, facts) for name, options in memory_specs(memory)]

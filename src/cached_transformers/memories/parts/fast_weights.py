@@ -2,10 +2,10 @@
 
 All gradients of a chunk are taken at the weights W_0 with which it begins, in closed form: for each matrix, that of
 token j is x_j e_j^T, of the token's input x_j to it and the error e_j that comes back to it. A rule of learning is then
-known by its coefficients, of the chunk's tokens and of what it begins with; no token needs a matrix of its own:
+given by coefficients of the chunk's tokens and of its initial weights; no token needs a matrix of its own:
 
     W_i = b_i W_0 + f_i S_0 - sum_j G_ij x_j e_j^T
-    q W_i = b_i q W_0 + f_i q S_0 - sum_j G_ij (q . x_j) e_j  of each matrix, one behind the other
+    q W_i = b_i q W_0 + f_i q S_0 - sum_j G_ij (q . x_j) e_j  of each matrix, one after the other
 
 S is whatever the rule sums beside the weights: momentum, or the steps of a chunk that is not over. `move` says what a
 chunk leaves.
@@ -31,7 +31,7 @@ Activation = Literal["gelu", "silu", "gelu_tanh"]
 
 
 class Learned(NamedTuple):
-    """What the nets of each row have learned: weights W and sums S, all matrices of a net behind each other."""
+    """Learned weights W and sums S of each row's nets, all matrices of a net in sequence."""
 
     weights_BGP: Tensor
     sums_BGP: Tensor
@@ -53,7 +53,7 @@ class Soup(NamedTuple):
     weights: Tensor
 
     def among(self, layer: int, x: Tensor, own: Tensor) -> Tensor:
-        """What the mixed matrix gives for x, of which that of the learned net gives `own`."""
+        """Product of the mixed matrix with x, where the learned net's product is `own`."""
         return mix(x[:, None] @ self.matrices[layer], own, self.weights)
 
 
@@ -65,7 +65,7 @@ def written(padding_BN: Tensor | None, x_BND: Tensor) -> Tensor:
 
 
 def behind(old: Iterable[Tensor], new: Iterable[Tensor], written_B: Tensor) -> Learned:
-    """What rows have learned; those of which nothing was written keep what they had, to the last bit."""
+    """Select per row; rows without a write keep their weights to the last bit."""
     kept_B11 = (written_B == 0)[:, None, None]
     return Learned(*(torch.where(kept_B11, a, b.to(a.dtype)) for a, b in zip(old, new, strict=True)))
 
@@ -90,7 +90,7 @@ def slope(z: Tensor, kind: Activation) -> Tensor:
 
 
 Step = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Of one matrix: W and S before a chunk, inputs and errors of its tokens."""
+"""Data of one matrix: W and S before a chunk, inputs and errors of its tokens."""
 
 
 class FastWeights(nn.Module):
@@ -101,7 +101,7 @@ class FastWeights(nn.Module):
         initial_GP: weights before the first token, a parameter; of each matrix I rows, and one more with `biased`.
         activation: a, between the matrices.
         limit: no matrix begins a chunk with a root mean square above it; None for no limit.
-        biased: a bias behind each matrix, which is a row of it whose input is 1.
+        biased: a bias after each matrix, which is a row of it whose input is 1.
     """
 
     def __init__(
@@ -124,14 +124,14 @@ class FastWeights(nn.Module):
         return self.initial_GP.shape[1]
 
     def error(self, given: Tensor, wanted: Tensor) -> Tensor:
-        """Gradient of the loss for what the nets give, (..., C, V)."""
+        """Gradient of the loss by the nets' outputs, (..., C, V)."""
         raise NotImplementedError
 
     def move(self, end: Sequence[Tensor], step: Step) -> tuple[Tensor, Tensor]:
-        """W and S of one matrix behind a chunk.
+        """W and S of one matrix after a chunk.
 
         Args:
-            end: what the rule handed to `through`, of this chunk.
+            end: coefficients of this chunk that the rule passed to `through`.
         """
         raise NotImplementedError
 
@@ -141,16 +141,16 @@ class FastWeights(nn.Module):
         return [part.unflatten(-1, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def empty(self, batch_size: int, like: Tensor) -> Learned:
-        """What rows have that have learned nothing: zeros, in float32 or wider."""
+        """State of rows without writes: zeros, in float32 or wider."""
         dtype = torch.promote_types(like.dtype, torch.float32)
         weights_BGP = like.new_zeros(batch_size, *self.initial_GP.shape, dtype=dtype)
         return Learned(weights_BGP, weights_BGP.clone())
 
     def start(self, learned: Learned, empty_B: Tensor) -> Learned:
-        """What a segment begins with: what rows have learned; the initial weights where that is nothing."""
+        """Weights at the start of a segment: learned ones, or the initial weights of rows without writes."""
         empty_B11 = empty_B[:, None, None]
         initial_GP = self.initial_GP.to(learned.weights_BGP.dtype)
-        # where, not multiplication: nothing that stands in an empty state may reach a result, not even NaN
+        # where, not multiplication: no value of an empty state may reach a result, not even NaN
         return Learned(
             torch.where(empty_B11, initial_GP, learned.weights_BGP), torch.where(empty_B11, 0, learned.sums_BGP)
         )
@@ -165,7 +165,7 @@ class FastWeights(nn.Module):
         return q
 
     def surprise(self, weights: list[Tensor], k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Inputs x (..., C, I) of each matrix and errors e (..., C, O) behind it: token j's gradient is x_j e_j^T."""
+        """Inputs x (..., C, I) of each matrix and errors e (..., C, O) after it: token j's gradient is x_j e_j^T."""
         inputs, sums = [self._input(k)], []
         for matrix in weights[:-1]:
             sums.append(inputs[-1] @ matrix)
@@ -193,13 +193,13 @@ class FastWeights(nn.Module):
         end: Sequence[Tensor],
         soup: Soup | None = None,
     ) -> tuple[Tensor | None, Learned]:
-        """Read and learn, chunk by chunk: what the tokens read, (B, G, Q, C, V), and what is learned behind the last.
+        """Read and learn chunk by chunk: reads of the tokens, (B, G, Q, C, V), and the weights after the last one.
 
         Args:
             learned: as `start` gives it, in float32 or wider, in which everything is computed.
             q, k, v: (B, G, Q, C, K or V), in chunks. q is None for nothing but to learn.
-            reading: coefficients (B, G, Q, ...) of what is read, with q. end: what `move` needs, (B, 1 or G, Q, ...).
-            soup: what is mixed into the nets that are read; its weights in chunks (B, G, Q, C, S + 1).
+            reading: coefficients (B, G, Q, ...) of the read, with q. end: coefficients for `move`, (B, 1 or G, Q, ...).
+            soup: snapshots mixed into the nets that are read; their weights in chunks (B, G, Q, C, S + 1).
         """
         # Unbound, not indexed: the gradient of an index is as long as the sequence.
         writes = zip(*(t.unbind(2) for t in (k, v, *end)), strict=True)
@@ -227,7 +227,8 @@ class FastWeights(nn.Module):
         return F.pad(x, (0, 1), value=1.0) if self.biased else x
 
     def _read_within(self, asked: tuple[Tensor, ...], steps: list[Step], soup: Soup | None) -> Tensor:
-        """What the nets give for queries (..., C, K) of a chunk, each with what its token and those before it wrote.
+        """Outputs of the nets for queries (..., C, K) of a chunk, each after the writes of its token and those before
+        it.
 
         Args:
             asked: queries; G_ij (q_i . k_j); b, f and G.

@@ -18,7 +18,7 @@ from cached_transformers.state import State
 own_word("stored_kv", "keys and values, with as many heads as the queries, to be stored instead of hidden states")
 
 KEEP = ("hidden", "kv")
-"""What a state that was made in evaluation mode may hold; see `Pairs`."""
+"""Values of `keep`, the contents of a state in evaluation; see `Pairs`."""
 
 
 def last_slots(count_B: Tensor, slots: int) -> Tensor:
@@ -43,12 +43,12 @@ class Rows(NamedTuple):
 
     @property
     def clean_BMD(self) -> Tensor:
-        """The hidden states, with zeros in empty slots whatever stands there: a NaN would come back as a gradient."""
+        """The hidden states, with zeros in empty slots whatever it holds: a NaN would come back as a gradient."""
         return torch.where(self.valid_BM[..., None], self.hidden_BMD, 0)
 
 
 class Pairs(NamedTuple):
-    """What `Rows` holds, with keys and values in the place of hidden states: unrotated, all keys of a slot and then all
+    """`Rows` with keys and values instead of hidden states: unrotated, all keys of a slot, then all
     its values. 8 M D + 8 M P + 8 bytes a row in float32.
 
     They are projected once, when they are stored, so that nothing trains the projections: for evaluation.
@@ -79,7 +79,7 @@ def empty_pairs(batch_size: int, slots: int, width: int, like: Tensor, channels:
 def push_pairs(
     pairs: Pairs, k_BHNE: Tensor, v_BHNE: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None
 ) -> Pairs:
-    """Store keys and values, detached, behind those that are there; see `push`."""
+    """Store keys and values, detached, after those that are there; see `push`."""
     return Pairs(*push(Rows(*pairs), side_by_side(k_BHNE, v_BHNE).detach(), positions_BNP, padding_BN))
 
 
@@ -97,7 +97,7 @@ def keys_values(pairs_BMW: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 def read_store(
     state: Rows | Pairs, memory: nn.Module, heads: int, project_kv: ProjectKV
 ) -> tuple[Tensor, Tensor, bool]:
-    """Keys and values (B, H, M, E) of what a store holds, and whether those of empty slots are finite, too."""
+    """Keys and values (B, H, M, E) of a store, and whether those of empty slots are finite, too."""
     if not isinstance(state, Pairs):
         return *project_kv(state.clean_BMD), True
     refuse_training(memory.training, type(memory).__name__)
@@ -110,7 +110,7 @@ def lined_up(older: Rows | Pairs, newer: Rows | Pairs) -> tuple[Tensor, Tensor, 
     slots, gap_B1 = second.hidden_BMD.shape[1], second.hidden_BMD.shape[1] - second.count_B[:, None]
     total = first.hidden_BMD.shape[1] + slots
     place_M = torch.arange(total, device=second.count_B.device)
-    # Empty slots of the newer lie between the two; what is older moves up to close the gap.
+    # Empty slots of the newer lie between the two; older entries move up to close the gap.
     index_BM = torch.where(place_M >= total - slots + gap_B1, place_M, place_M - gap_B1).clamp(min=0)[..., None]
     hidden_BMD = torch.cat([first.clean_BMD, second.clean_BMD], 1)
     positions_BMP = torch.cat([first.positions_BMP, second.positions_BMP], 1)
@@ -120,7 +120,7 @@ def lined_up(older: Rows | Pairs, newer: Rows | Pairs) -> tuple[Tensor, Tensor, 
 
 
 def as_kept(state: State, layout: State, project_kv: ProjectKV) -> State:
-    """A layer's state with keys and values in the place of hidden states, wherever the layout has them."""
+    """A layer's state with keys and values instead of hidden states, wherever the layout has them."""
     if isinstance(layout, Pairs) and isinstance(state, Rows):
         return Pairs(side_by_side(*project_kv(state.clean_BMD)), state.positions_BMP, state.count_B)
     if isinstance(state, Tensor | Pairs):
@@ -139,9 +139,9 @@ def refuse_training(training: bool, memory: str) -> None:
 
 
 def push(rows: Rows, hidden_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None) -> Rows:
-    """Store hidden states behind those that are there; the store keeps its size, and may be a view of what is given.
+    """Store hidden states after those that are there; the store keeps its size, and may be a view of its input.
 
-    Padding is not stored, so what is stored stays dense.
+    Padding is not stored, so the store stays dense.
     """
     if padding_BN is not None:
         return push_out(rows, hidden_BND, positions_BNP, padding_BN)[0]
@@ -159,7 +159,7 @@ def push(rows: Rows, hidden_BND: Tensor, positions_BNP: Tensor, padding_BN: Tens
 def push_out(
     rows: Rows, hidden_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None
 ) -> tuple[Rows, Rows]:
-    """What `push` gives, and what leaves for it.
+    """The store after `push`, and the evicted entries.
 
     Returns:
         The store; and the N states that had to leave or never were (`count_B` says how many of them,
@@ -172,7 +172,7 @@ def push_out(
         total_B = rows.count_B + n
     else:
         valid_BL = torch.cat([rows.valid_BM, ~padding_BN], 1)
-        # What is real comes last, in its order; what is not is cleared.
+        # Real entries come last, in order; the others are cleared.
         order_BL1 = valid_BL.to(torch.uint8).argsort(dim=1, stable=True)[..., None]
         real_BL1 = valid_BL[..., None].gather(1, order_BL1)
         hidden_BLD = torch.where(real_BL1, hidden_BLD.gather(1, order_BL1.expand_as(hidden_BLD)), 0)

@@ -1,6 +1,6 @@
 """Putting memory tokens round a segment: their positions, their padding, and who sees whom in a causal model.
 
-Legend: B rows, N tokens, F memory tokens in front, K behind, L = F + N + K, D model width, P position channels.
+Legend: B rows, N tokens, F memory tokens in front, K after, L = F + N + K, D model width, P position channels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_cache(cache: int) -> None:
 
 
 def carried_norm(norm: str, width: int) -> nn.Module:
-    """Norm for what leaves the last layer and comes back: blocks with norms behind the sums have applied one already.
+    """Norm for what leaves the last layer and comes back: blocks with norms after the sums have applied one already.
 
     Raises:
         ValueError: `norm` is neither "pre" nor "post".
@@ -40,7 +40,7 @@ def carried_norm(norm: str, width: int) -> nn.Module:
 def surround(tokens: Tokens, front_BFD: Tensor | None, back_BKD: Tensor | None = None) -> Tokens:
     """The tokens [front, segment, back], (B, L, ...).
 
-    The segment's tokens keep their positions; memory tokens stand at the places right before the first and right behind
+    The segment's tokens keep their positions; memory tokens are at the places right before the first and right after
     the last of them that is no padding, and are no padding themselves.
     """
     x_BND, positions_BNP, padding_BN = tokens[:3]
@@ -67,7 +67,7 @@ def _ends(positions_BNP: Tensor, padding_BN: Tensor | None) -> tuple[Tensor, Ten
 def visible_round(front: int, tokens: int, back: int, device: torch.device) -> Tensor:
     """(L, L) bool: what each token of [front, segment, back] sees when memory tokens see the whole of their own block.
 
-    Otherwise order decides: the segment sees what is in front and its own past, what is behind sees everything.
+    Otherwise order decides: the segment sees the tokens before it and its own past, the tokens after it see everything.
     """
     place_L = torch.arange(front + tokens + back, device=device)
     block_L = (place_L >= front).long() + (place_L >= front + tokens).long()

@@ -1,7 +1,7 @@
-"""The nearest keys of a store by all products, which never stand in memory at once.
+"""The nearest keys of a store by all products, which never are in memory at once.
 
 The store is read in chunks of slots, and the best of each join the best so far. On a CPU most of a chunk is passed
-over: what is not above the least of the best so far cannot be among them, and the largest product of each block of
+over: a product below the least of the best so far cannot be among them, and the largest product of each block of
 slots says so for the whole block. The chunks are drawn from all of the store, 1 of every 2^j slots first, then those
 half way between them: a store whose later keys are ever nearer would otherwise be nothing but candidates.
 
@@ -20,9 +20,9 @@ SCORES = 2**26
 CACHED = 2**23
 """The same where each chunk is looked at while it is in the processor's cache."""
 BLOCK = 16
-"""Slots of which one product, the largest, is compared."""
+"""Slots per block whose largest product is compared."""
 FIRST = 256
-"""Slots, at least, of which the first threshold is made."""
+"""Least number of slots for the first threshold."""
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def nearest(q_BHNE: Tensor, k_BHME: Tensor, filled_B: Tensor, neighbours: int) -
 
 
 def _by_chunks(q_BHNE: Tensor, k_BHME: Tensor, filled_B: Tensor, neighbours: int, chunk: int) -> Tensor:
-    """Of fixed shapes, as compilers want them."""
+    """Fixed shapes, as compilers need them."""
     filled_B111 = filled_B[:, None, None, None]
     slot_M = torch.arange(k_BHME.shape[2], device=k_BHME.device)
     best, index = None, None

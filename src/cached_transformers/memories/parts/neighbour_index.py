@@ -1,8 +1,8 @@
 """Nearest keys of a store by faiss (Johnson et al. 2017, arXiv:1702.08734; github.com/facebookresearch/faiss).
 
-Token number t lies in slot t mod M of the store, and stands in a graph of faiss in the order in which it came. Slots
+Token number t lies in slot t mod M of the store, and is in a graph of faiss in the order in which it came. Slots
 that are overwritten leave old tokens in the graph, which a search passes over; when they are more than the store's own,
-the graph is built anew.
+the graph is rebuilt.
 
 Legend: B rows, H heads, N queries, M slots, K neighbours, E head width, L tokens in a graph.
 """
@@ -23,13 +23,13 @@ from cached_transformers.extras import require
 class NeighbourIndex:
     """The search of faiss over stored keys: without an index ("Flat"), or by a graph for each row and head ("HNSW").
 
-    Graphs are made from the keys and never stand for them. A store that was written in place since the last search is
-    known by the tensor and its version, and only what is new is added; of any other the keys are compared with those in
-    the graph, which is extended where they agree and built anew where they do not. A copy, or what is unpickled, begins
-    without graphs.
+    Graphs are made from the keys and never represent them. A store that was written in place since the last search is
+    known by the tensor and its version, and only new keys are added; for any other store the keys are compared with
+    those in the graph, which is extended where they agree and rebuilt where they do not. A copied or unpickled index
+    begins without graphs.
 
     Args:
-        kind: "Flat" (exact) or "HNSW<links>" (approximate: a graph of so many links a key, arXiv:1603.09320).
+        kind: "Flat" (exact) or "HNSW<links>" (approximate: a graph with that many links per key, arXiv:1603.09320).
 
     Raises:
         ValueError: another kind. ImportError: faiss is not installed.
@@ -52,13 +52,13 @@ class NeighbourIndex:
         self.__init__(kind)  # type: ignore[misc]
 
     def knows(self, k_BHME: Tensor) -> bool:
-        """Whether this is the very tensor that was searched last, and nobody has written to it since."""
+        """True if this tensor was searched last and has not been written since."""
         if self._seen is None or torch.compiler.is_compiling() or k_BHME.is_inference():
             return False
         return self._seen[0]() is k_BHME and self._seen[1] == k_BHME._version
 
     def follow(self, k_BHME: Tensor) -> None:
-        """Take the tensor for the one that was searched last, of which only the oldest tokens were overwritten."""
+        """Treat the tensor as the one searched last, with only its oldest tokens overwritten."""
         self._seen = None if k_BHME.is_inference() else (weakref.ref(k_BHME), k_BHME._version)
 
     @torch.no_grad()
@@ -114,7 +114,7 @@ class Graph:
         self.index = faiss.index_factory(width, kind, faiss.METRIC_INNER_PRODUCT)
 
     def serves(self, keys_ME: np.ndarray, written: int, known: bool) -> bool:
-        """Whether it holds nothing but tokens of this store, and not more old ones than the store has slots."""
+        """True if it holds only tokens of this store, and at most as many old ones as the store has slots."""
         slots, end = len(keys_ME), self.first + self.index.ntotal
         oldest = max(written - slots, 0)
         if not self.first <= oldest <= end <= written or oldest - self.first > slots:
@@ -145,7 +145,7 @@ class Graph:
 
 
 def _slots(begin: int, end: int, slots: int) -> list[tuple[int, slice]]:
-    """Where tokens begin..end - 1, at most as many as there are slots, lie: how many come before, and a slice."""
+    """Places of tokens begin..end - 1, at most one per slot: the number before the wrap, and a slice."""
     parts, done = [], 0
     while begin < end:
         first = begin % slots

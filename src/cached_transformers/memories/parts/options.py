@@ -1,4 +1,4 @@
-"""What memories ask of their options, with one message for each question."""
+"""Checks of memories' options, with one message each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NO_MEMORY = "; a model without memory takes memory=None"
 
 
 def one_of(name: str, value: Any, choices: tuple[str, ...]) -> Any:
-    """`value`, or a ValueError that names the option and what it may be."""
+    """`value`, or a ValueError that names the option and its values."""
     if value not in choices:
         raise ValueError(f"{name}={value!r} must be one of {', '.join(choices)}")
     return value

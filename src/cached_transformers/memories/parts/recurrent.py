@@ -1,4 +1,4 @@
-"""What a recurrent memory lets others do with its states: ask one that it had before, beside the one that it has.
+"""Base of recurrent memories whose earlier states can be read beside the current one.
 
 Legend: B rows, N tokens, S snapshots, G groups (heads, or nets beside each other), K width of keys, F of answers; `...`
 any further dimensions between rows and groups.
@@ -15,14 +15,14 @@ from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query,
 
 
 class Asked(NamedTuple):
-    """What the tokens of a segment ask a state with, and the keys under which they write."""
+    """Queries of a segment's tokens, and the keys under which they write."""
 
     q_BGNK: Tensor
     k_BGNK: Tensor
 
 
 class Answer(NamedTuple):
-    """What a state says to the tokens, in the rows in which it says anything (None: in all), and what `write` needs."""
+    """Answer of a state to the tokens, the rows with an answer (None: all), and a record for `write`."""
 
     answer_BGNF: Tensor
     any_B: Tensor | None = None
@@ -30,15 +30,15 @@ class Answer(NamedTuple):
 
 
 class Recurrent(LayerMemory):
-    """A layer memory that mixes what a state of fixed size says into the attention's result, head by head.
+    """A layer memory that mixes the answer of a fixed-size state into the attention's result, head by head.
 
     What several of its states say may be mixed: `read` is `settle` of what `online` finds, and the sum of answers with
-    weights may stand in that place.
+    weights may be in that place.
 
     Attributes:
         groups: G. key_width: K.
-        linear: an answer is linear in what `snapshot` keeps, so that a state of mixed numbers says what the mix of the
-            answers does. One that is not may write `soup`.
+        linear: an answer is linear in the snapshot, so that a mixed state gives the mix of the
+            answers. One that is not may write `soup`.
         no_snapshots: why, with these options, there is no such reading; None where there is.
     """
 
@@ -56,11 +56,11 @@ class Recurrent(LayerMemory):
         raise NotImplementedError
 
     def online(self, opened: Any, query: Query, asked: Asked) -> Answer:
-        """What the state says that the segment goes on from."""
+        """Answer of the state before the segment."""
         raise NotImplementedError
 
     def snapshot(self, state: Any) -> Tensor:
-        """What is to be kept of a state that was written, (B, G, ...), so that it can be asked later."""
+        """Tensors of a written state, (B, G, ...), that are kept for later reads."""
         raise NotImplementedError
 
     def answer(self, snapshot: Tensor, asked: Asked) -> Tensor:
@@ -68,8 +68,8 @@ class Recurrent(LayerMemory):
         raise NotImplementedError
 
     def soup(self, opened: Any, query: Query, asked: Asked, snapshots_BS: Tensor, weights_BGNS: Tensor) -> Answer:
-        """What `online` would find with a state for each token that is mixed, number by number, of snapshots
-        (B, S, G, ...) and the one that goes on.
+        """Answer of `online` with a state per token, mixed elementwise from snapshots
+        (B, S, G, ...) and the current state.
 
         Args:
             weights_BGNS: (B, G, N, S + 1), those of the online state last.
@@ -91,10 +91,10 @@ def mix(answers_BSGNF: Tensor, online_BGNF: Tensor, weights_BGNS: Tensor) -> Ten
 
 
 def wide(t: Tensor) -> Tensor:
-    """In float32, or what is wider."""
+    """Convert to float32, unless wider."""
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 def beside(t_BGNK: Tensor, dims: int) -> Tensor:
-    """The same for each snapshot of tensors of so many dimensions, which begin with B and end with G and two more."""
+    """Expand per snapshot to tensors of that many dimensions, which begin with B and end with G and two more."""
     return t_BGNK[(slice(None),) + (None,) * (dims - 4)]

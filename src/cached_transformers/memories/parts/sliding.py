@@ -1,7 +1,7 @@
 """The last M rows before each token of a segment, as views of one buffer that grows.
 
 A store that is pushed at every token is copied at every token, and each copy is kept for its gradient. Here a row is
-written once, behind those that are there; what a token sees is a view, and the gradients of all that was seen are added
+written once, after those that are there; a token sees a view, and the gradients of all views are added
 up in one buffer of their own.
 
     window_i = rows i .. i + M of [the store, new rows],  gradient of a row = sum over the windows that show it
@@ -25,7 +25,7 @@ from cached_transformers.interfaces.memory import Attend
 
 
 class Window:
-    """What the next token sees: the newest M rows of G tensors.
+    """The next token's window: the newest M rows of G tensors.
 
     Args:
         store: G times (B, H, M, E), the rows before the first token. room: how many rows will follow.
@@ -70,8 +70,8 @@ class _Slide(torch.autograd.Function):
     def forward(ctx: Any, whole_GBHLE: Tensor, first: int, slots: int, *new: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.first, ctx.slots, ctx.rows, ctx.shape = first, slots, new[0].shape[2], whole_GBHLE.shape
-        # Rows are written once, and windows before show none of them: what was saved is as it was, which autograd
-        # could not know of views that share a count of writes.
+        # Rows are written once, and earlier windows contain none of them: saved tensors are unchanged, which autograd
+        # cannot know of views that share a count of writes.
         whole_GBHLE = whole_GBHLE.data
         windows = [t.narrow(2, first, slots) for t in whole_GBHLE.unbind(0)]
         for seen_BHME, new_BHNE in zip(windows, new, strict=True):

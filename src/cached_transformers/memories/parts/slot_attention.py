@@ -22,7 +22,7 @@ class SlotAttention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def forward(self, x_BND: Tensor, slots_BMD: Tensor, valid_BM: Tensor | None = None) -> Tensor:
-        """What the tokens read from the valid slots (all when None); zeros for a row that has none."""
+        """Read of the valid slots (all when None); zeros for a row without any."""
         return self.read(x_BND, *self.open(slots_BMD, valid_BM))
 
     def _heads(self, t_BND: Tensor) -> Tensor:

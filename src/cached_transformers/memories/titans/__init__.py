@@ -1,4 +1,4 @@
-"""Titans: the neural memory, and the two places where it stands beside attention."""
+"""Titans: the neural memory, and the two places where it is beside attention."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@
     l = |M(k) - v|^2 / 2;   M(x) = f(... f(x W_1) ...) W_L, each net with weights of its own, L layers
 
 The gradient is taken at the weights with which a chunk of C tokens begins, x_j e_j^T for each matrix. So both
-recurrences are linear in what a chunk began with (`parts/fast_weights.py`):
+recurrences are linear in the chunk's initial state (`parts/fast_weights.py`):
 
     M_i = b_i M_0 + f_i S_0 - sum_j G_ij x_j e_j^T,           S_i = m_i S_0 - sum_j n_ij x_j e_j^T
     A = products of 1 - alpha,  N = products of eta,          P_ij = p_(j+1) ... p_i, the inverse of 1 - subdiagonal(p)
@@ -40,7 +40,7 @@ LOSSES = ("l2", "huber", "lp")
 
 
 class Gates(NamedTuple):
-    """Of each token and net, (B, G, N): theta, alpha, 1 - eta; and 1, or 0 for a token that is not there.
+    """Gates per token and net, (B, G, N): theta, alpha, 1 - eta; and 1, or 0 for padding.
 
     All of them are 0 for a token that is not there.
     """
@@ -60,7 +60,7 @@ def chunks(t: Tensor, size: int) -> Tensor:
 
 
 class Scan(NamedTuple):
-    """By how much the state before a chunk and its gradients are in the state behind each of its tokens (see above)."""
+    """By how much the state before a chunk and its gradients are in the state after each of its tokens (see above)."""
 
     b: Tensor
     f: Tensor
@@ -153,12 +153,12 @@ class NeuralMemory(FastWeights):
         gates: Gates,
         soup: Soup | None = None,
     ) -> tuple[Tensor | None, Learned]:
-        """y (B, G, N, V), token t read after its own write, and what is learned behind the last token.
+        """y (B, G, N, V), token t read after its own write, and the weights after the last token.
 
         Args:
             learned: as `start` gives it, in float32 or wider, in which everything is computed.
             q_BGNK: what to read; None for nothing but to learn.
-            soup: what is mixed into the nets that are read.
+            soup: snapshots mixed into the nets that are read.
         """
         tokens = k_BGNK.shape[2]
         if tokens == 0:

@@ -1,7 +1,7 @@
 """Titans (Behrouz, Zhong and Mirrokni 2024, arXiv:2501.00663): a neural memory, which learns as it reads, beside
-attention or in front of it. The authors have published no code.
+attention or before it. The authors have published no code.
 
-`neural_memory.py` has how the memory learns. Of what stands behind the layer's norm, x_t:
+`neural_memory.py` has the learning rule. With x_t after the layer's norm:
 
     k_t, q_t = SiLU(W x_t) / |SiLU(W x_t)|,  v_t = SiLU(W_V x_t)
     eta_t = sigmoid(.),  alpha_t = gate(.),  theta_t = (1 - eta_t) rate gate(.) / C                 of W_g x_t + b
@@ -12,7 +12,7 @@ attention or in front of it. The authors have published no code.
         mix="alone":    o = s norm(m) + (1 - s) y         with s = 1 the memory without attention (LMM)
     place="layer" (MAL): the same, of y = x_t, channels by heads: what attention makes queries, keys and values of is o.
     place="context" (MAC): h_t = M(q_t) of the memory before the segment. Keys and values are made of [P; h; x]; token i
-        sees all persistent tokens P, and h_j for j <= i. What the layer makes of a segment is written when it ends.
+        sees all persistent tokens P, and h_j for j <= i. The layer's outputs are written when the segment ends.
 
 Why theta is divided: within a chunk the gradients of C tokens add up at the same weights, and momentum makes each of
 them 1 / (1 - eta) times as large. Let one key come again and again, with constant gates, a linear memory and nothing
@@ -52,7 +52,7 @@ own_word("in_front", "a result per head, mixed with the layer's input before que
 PLACES = ("gate", "context", "layer")
 MIXES = ("product", "sum", "alone")
 EPSILON = 1e-5
-"""Of root mean squares."""
+"""Epsilon of root mean squares."""
 LONG = {"gates": "stretched"}
 """Options with which a segment may write and forget nothing at all."""
 
@@ -66,7 +66,7 @@ class TitansState(NamedTuple):
 
 
 def logit(share: float, gate: Gate) -> float:
-    """Where the gate is so far open."""
+    """The logit at which the gate equals `share`."""
     share = (share + STRETCH) / (1 + 2 * STRETCH) if gate == "stretched" else share
     return math.log(share / (1 - share))
 
@@ -91,19 +91,19 @@ def logit(share: float, gate: Gate) -> float:
     presets={"long": LONG},
 )
 class Titans(Recurrent):
-    """Small nets of each row that learn online what value stands under what key, in training and evaluation alike.
+    """Small nets of each row that learn online what value is stored under what key, in training and evaluation alike.
 
-    place="gate" reads token by token: what a token wrote is there for itself and all behind it, in its segment, too.
-    place="layer" does so in front of attention, whose window may then be short: what it attends has been through the
-    memory. place="context" reads what was there before the segment; a row that has written nothing reads nothing.
+    place="gate" reads token by token: a write is visible to its own token and all later ones, in the same segment, too.
+    place="layer" does so before attention, whose window may then be short: its inputs have been through the
+    memory. place="context" reads the memory before the segment; a row without writes reads nothing.
 
     What differs from the paper: no convolution on keys, queries and values (`short_convolution` of a model is one in
-    front of the layer); rates are bounded and weights limited (see above). MAC writes what the whole layer makes of the
-    segment, since the attention's own result is not handed to `write`, and has no second gate y M_t(y): M_t has seen
-    the rest of the segment. MAL has the block's norm alone in front of the memory, and the residual round it that the
+    front of the layer); rates are bounded and weights limited (see above). MAC writes the outputs of the whole
+    layer, since `write` does not get the attention's own result, and has no second gate y M_t(y): M_t has seen
+    the rest of the segment. MAL has the block's norm alone before the memory, and the residual round it that the
     paper has round all blocks (mix="sum"); its attention is the model's.
 
-    What a token reads depends on the open segment, so that generation reads that again (`ReadsAgain`).
+    A token's read depends on the partial segment, so generation reads that again (`ReadsAgain`).
 
     State: 8 P bytes a net and 8 per row, in float32 at least: it is the sum of many small steps.
 
@@ -115,12 +115,12 @@ class Titans(Recurrent):
         layers: L, 1 for a matrix; more help with length, the paper finds. expansion: width of the layers between, over
             D / G.
         activation: between the layers of a net: "silu" or "gelu".
-        chunk: C; the chunks begin anew with each segment, whose last one may be short.
+        chunk: C; the chunks restart with each segment, whose last one may be short.
         loss, bound, power, limit: see `NeuralMemory`.
         rate: how large theta may be, times C / (1 - eta); up to 1 nothing diverges (see above), but for loss="lp".
         momentum: eta at first. half_life: tokens after which half is forgotten, at first.
         gates: of theta and alpha: a "sigmoid", which never is 0, or "stretched", which can close and open fully.
-        persistent: of place="context": learned tokens in front of every segment, which are no memory.
+        persistent: of place="context": learned tokens before every segment, which are no memory.
         initial_share: s, at first, of "gate" and "layer".
         channels: of the layer's input, where they are not D. The model gives them.
         causal: of the model, which hands it over: whether token i is kept from h_j, j > i.
@@ -162,7 +162,7 @@ class Titans(Recurrent):
         super().__init__()
         nets = heads if nets is None else nets
         channels = channels or width
-        width = width if place == "gate" else channels  # as wide as what it is mixed with, or stands for
+        width = width if place == "gate" else channels  # as wide as the tensor that it mixes with or replaces
         mix = ("sum" if place == "layer" else "product") if mix is None else mix
         at_least_one(NO_MEMORY, nets=nets, layers=layers, expansion=expansion, chunk=chunk)
         check_choices(
@@ -300,7 +300,7 @@ class Titans(Recurrent):
         return F.normalize(F.silu(self._nets(t_BND)), dim=-1)
 
     def _told(self, weights: Tensor, q: Tensor, soup: Soup | None = None) -> Tensor:
-        """What nets of these weights give for queries."""
+        """Outputs of nets with these weights for queries."""
         with torch.autocast(q.device.type, enabled=False):
             return self.memory.read(weights, q, soup)
 
@@ -322,10 +322,10 @@ class Titans(Recurrent):
         soup: Soup | None,
         padding_BN: Tensor | None,
     ) -> tuple[Tensor | None, Learned]:
-        """What the tokens read, each behind its own write, (B, G, N, V), where they ask; and what is learned."""
+        """Reads of the tokens, each after its own write, (B, G, N, V), if there are queries; and the new weights."""
         order_BN = None
         if padding_BN is not None:
-            # Padding goes to the end, so that it moves no token into another chunk; what it holds reaches nothing.
+            # Padding goes to the end, so that it moves no token into another chunk; its contents reach nothing.
             order_BN = padding_BN.to(torch.uint8).argsort(dim=1, stable=True)
             x_BND = x_BND.gather(1, order_BN[..., None].expand_as(x_BND))
             padding_BN = padding_BN.gather(1, order_BN)
@@ -341,7 +341,7 @@ class Titans(Recurrent):
         return m_BGNV, after
 
     def _context(self, state: TitansState, learned: Learned, query: Query, project_kv: ProjectKV) -> Context:
-        """Keys and values of persistent tokens, and of what the memory before the segment gives for its tokens."""
+        """Keys and values of persistent tokens, and of the memory's answers before the segment."""
         rows, n = query.x_BND.shape[:2]
         h_BGNV = self._told(learned.weights_BGP, self._unit(self.query(query.x_BND)))
         h_BND = h_BGNV.transpose(1, 2).flatten(2).to(query.x_BND.dtype)
