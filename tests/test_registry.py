@@ -62,7 +62,7 @@ def test_names_are_sorted_and_filtered(things: Registry[Any]) -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_nearest(things: Registry[Any]) -> None:
-    with pytest.raises(ValueError, match="'thinh'.*'thing'.*thing_open"):
+    with pytest.raises(ValueError, match=r"'thinh'.*'thing'.*thing_open"):
         things.create("thinh")
     with pytest.raises(ValueError, match=r"^unknown thing 'zebra' \(known: thing, thing_open\)$"):
         things.entry("zebra")
@@ -71,7 +71,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(things: Registry[Any]) -> N
 
 
 def test_an_unknown_option_is_refused_before_anything_is_built(things: Registry[Any]) -> None:
-    with pytest.raises(ValueError, match="'thing'.*'ration'.*'ratio'"):
+    with pytest.raises(ValueError, match=r"'thing'.*'ration'.*'ratio'"):
         things.create("thing", ration=0.25)
     things.check("thing_open", {"anything": 1})
 
@@ -96,9 +96,9 @@ def test_a_preset_sets_options_that_the_caller_may_still_override() -> None:
     assert things.with_preset("box", {"preset": "long", "size": 3}) == {"size": 3, "lid": False}
     assert things.with_preset("box", {"size": 3}) == {"size": 3}
     assert things.entry("box").facts()["presets"] == {"long": {"size": 9, "lid": False}}
-    with pytest.raises(ValueError, match="'box'.*'lang'.*'long'"):
+    with pytest.raises(ValueError, match=r"'box'.*'lang'.*'long'"):
         things.with_preset("box", {"preset": "lang"})
-    with pytest.raises(ValueError, match="'bag'.*preset='long'"):
+    with pytest.raises(ValueError, match=r"'bag'.*preset='long'"):
         things.with_preset("bag", {"preset": "long"})
 
 

@@ -106,7 +106,7 @@ def test_wrong_sizes_and_forms_are_refused(signed: str) -> None:
         attention_weights("softmax", 4, draws=0)
     with pytest.raises(ValueError, match=r"needs causal \(.*\), which attention \w+ does not give"):
         attention_weights(signed, 4, causal=True)
-    with pytest.raises(ValueError, match="'star'.*'radios'"):
+    with pytest.raises(ValueError, match=r"'star'.*'radios'"):
         attention_weights({"name": "star", "radios": 2}, 4)
 
 

@@ -82,7 +82,7 @@ def test_by_shapes_only() -> None:
     big = torch.zeros(1, 1, 1).expand(10**6, 50, D)
     model = nn.Sequential(nn.Linear(D, 100 * D), nn.Linear(100 * D, D))
     assert count_flops(model, big, mode="train", shapes_only=True) == 2 * 2 * 10**6 * 50 * 100 * D * D
-    with pytest.raises(ValueError, match='shapes_only=True.*mode="train"'):
+    with pytest.raises(ValueError, match=r'shapes_only=True.*mode="train"'):
         count_flops(model, x, shapes_only=True)
 
 

@@ -58,7 +58,7 @@ def test_figure_1_joins_the_forms_of_a_backbone() -> None:
     assert spans == pytest.approx(sorted(expected))
     with pytest.raises(ValueError, match="positive number of operations"):
         paper.accuracy_against_flops([points[0]._replace(operations=0)], "accuracy", "")
-    with pytest.raises(ValueError, match="10.*11"):
+    with pytest.raises(ValueError, match=r"10.*11"):
         paper.accuracy_against_flops([FormPoint("a", str(i), 1, [0.5]) for i in range(11)], "accuracy", "")
 
 
@@ -189,7 +189,7 @@ def test_a_module_of_a_users_is_drawn_if_it_has_the_methods() -> None:
     assert np.allclose(first.self_attention, images.norm(dim=1)) and np.allclose(first.memory, 2 * images.norm(dim=1))
     assert model[1].note is None
     model[1].mixing_ratio = lambda: torch.tensor(0.5)
-    with pytest.raises(ValueError, match="mixing_ratio.*'1'"):
+    with pytest.raises(ValueError, match=r"mixing_ratio.*'1'"):
         collect_gates(model)
 
 

@@ -215,5 +215,5 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_sequence_longer_than_the_map_is_refused() -> None:
-    with pytest.raises(ValueError, match="13.*12"):
+    with pytest.raises(ValueError, match=r"13.*12"):
         AxialAttention(size=(3, 4), prefix=1)(*draw(14))

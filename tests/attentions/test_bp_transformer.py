@@ -205,7 +205,7 @@ def test_bad_options() -> None:
             build(D, H, *more, k=0)
         with pytest.raises(ValueError, match="clip=-1"):
             build(D, H, *more, clip=-1)
-        with pytest.raises(ValueError, match="width=10.*heads=3"):
+        with pytest.raises(ValueError, match=r"width=10.*heads=3"):
             build(10, 3, *more)
 
 

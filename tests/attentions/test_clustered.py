@@ -225,7 +225,7 @@ def test_cost(queries: int, keys: int) -> None:
 def test_bad_options(options: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         make("improved_clustered", **options)
-    with pytest.raises(ValueError, match="width=12.*heads=5"):
+    with pytest.raises(ValueError, match=r"width=12.*heads=5"):
         create_attention("clustered", width=12, heads=5)
 
 

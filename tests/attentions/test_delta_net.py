@@ -167,7 +167,7 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 
 
 def test_heads_that_do_not_divide_the_width_are_refused() -> None:
-    with pytest.raises(ValueError, match="width=12.*heads=5"):
+    with pytest.raises(ValueError, match=r"width=12.*heads=5"):
         create_attention("delta_net", width=12, heads=5)
 
 
@@ -176,7 +176,7 @@ def test_it_is_causal_alone_and_needs_the_input() -> None:
     q, k, v = (given[name] for name in "qkv")
     with pytest.raises(ValueError, match="this call needs bidirectional"):
         core(q, k, v, x_BND=given["x"])
-    with pytest.raises(ValueError, match="delta_net.*x_BND"):
+    with pytest.raises(ValueError, match=r"delta_net.*x_BND"):
         core(q, k, v, causal=True)
     with pytest.raises(ValueError, match="causal=False"):
         SelfAttention(H * E, H, core=core)

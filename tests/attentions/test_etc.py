@@ -213,5 +213,5 @@ def test_bad_options_are_refused(option: dict[str, Any], why: str) -> None:
 def test_bad_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="heads=3"):
         ETCLayer(10, 3)
-    with pytest.raises(ValueError, match="dropout=1.0.*0,"):
+    with pytest.raises(ValueError, match=r"dropout=1.0.*0,"):
         ETCLayer(10, 2, dropout=1.0)

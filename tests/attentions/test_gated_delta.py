@@ -408,9 +408,9 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 def test_what_the_call_lacks_is_named() -> None:
     given = leaves(3)
     q, k, v, x = (given[name] for name in ("q", "k", "v", "x"))
-    with pytest.raises(ValueError, match="gated_delta.*x_BND"):
+    with pytest.raises(ValueError, match=r"gated_delta.*x_BND"):
         core_of()(q, k, v, causal=True)
-    with pytest.raises(ValueError, match="gated_delta.*x_BND"):
+    with pytest.raises(ValueError, match=r"gated_delta.*x_BND"):
         core_of("gla")(q, k, v, causal=True)
     with pytest.raises(ValueError, match="gated_delta"):
         core_of("retnet")(q, k, v, causal=True)

@@ -51,7 +51,7 @@ def test_auto_is_plain_without_a_gpu_and_what_is_asked_for_by_name_is_refused() 
         dropping(*inputs(150))
     with pytest.raises(ValueError, match="kernel='flash'"):
         core(WINDOW, "flash")
-    with pytest.raises(ValueError, match="mode='sum'.*kernel='flex'"):
+    with pytest.raises(ValueError, match=r"mode='sum'.*kernel='flex'"):
         core({"name": "axial", "mode": "sum", "columns": 4}, "flex")
     assert core({"name": "axial", "mode": "sum", "columns": 4}, "auto").kernel == "plain"
 

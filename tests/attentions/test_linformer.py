@@ -127,7 +127,7 @@ def test_layers_share_one_projection() -> None:
         share_layers(model("heads"))
     with pytest.raises(ValueError, match="no linformer layer"):
         share_layers(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="24,.*24,"):
+    with pytest.raises(ValueError, match=r"24,.*24,"):
         options = {"sharing": "keys_values"}
         share_layers(torch.nn.ModuleList([make(**options), make(slots=5, **options)]))
 
@@ -156,7 +156,7 @@ def test_bad_options(options: dict[str, object], why: str) -> None:
 
 
 def test_inputs_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="25.*length=24"):
+    with pytest.raises(ValueError, match=r"25.*length=24"):
         make()(*inputs(25))
-    with pytest.raises(ValueError, match="3.*heads=2"):
+    with pytest.raises(ValueError, match=r"3.*heads=2"):
         make(sharing="none")(*inputs(4, heads=3))

@@ -269,7 +269,7 @@ def test_how_many_buckets_there_are() -> None:
 def test_bad_options_are_told(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         reformer(**options)
-    with pytest.raises(ValueError, match="width=13.*heads=2"):
+    with pytest.raises(ValueError, match=r"width=13.*heads=2"):
         ReformerAttention(13, 2, buckets=4)
 
 

@@ -209,7 +209,7 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 
 
 def test_heads_that_do_not_divide_the_width_are_refused() -> None:
-    with pytest.raises(ValueError, match="width=12.*heads=5"):
+    with pytest.raises(ValueError, match=r"width=12.*heads=5"):
         create_attention("rfa", width=12, heads=5)
 
 

@@ -265,7 +265,7 @@ def test_k_means_leaves_padding_out_and_needs_enough_vectors() -> None:
     cores[0].fit(q[:, :, :9], k[:, :, :9], generator=torch.Generator().manual_seed(0))
     cores[1].fit(q, k, padding, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(cores[0].centroids_HCE, cores[1].centroids_HCE, rtol=0, atol=1e-12)
-    with pytest.raises(ValueError, match="4.*clusters=8"):
+    with pytest.raises(ValueError, match=r"4.*clusters=8"):
         routing(clusters=8).fit(q[:, :, :1], k[:, :, :1])
 
 
@@ -312,7 +312,7 @@ def test_sizes_come_from_the_length() -> None:
 def test_bad_options_are_told(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         routing(**options)
-    with pytest.raises(ValueError, match="width=13.*heads=2"):
+    with pytest.raises(ValueError, match=r"width=13.*heads=2"):
         RoutingAttention(13, 2, length=4)
 
 

@@ -286,5 +286,5 @@ def test_calls_that_an_option_cannot_serve_are_told() -> None:
         run(sinkhorn(combine="outputs"), given, want_lse=True)
     with pytest.raises(ValueError, match="4 blocks of 4 tokens are more than the 2"):
         run(sinkhorn(sort_net="mlp", length=8), given)
-    with pytest.raises(ValueError, match="x_BND.*sort_net='scores'"):
+    with pytest.raises(ValueError, match=r"x_BND.*sort_net='scores'"):
         sinkhorn(sort_net="mlp")(given["q"], given["k"], given["v"])

@@ -155,7 +155,7 @@ def test_bad_options() -> None:
     for build in (StarAttention, StarLayer):
         with pytest.raises(ValueError, match="radius=-1"):
             build(D, H, radius=-1)
-        with pytest.raises(ValueError, match="width=10.*heads=3"):
+        with pytest.raises(ValueError, match=r"width=10.*heads=3"):
             build(10, 3)
 
 

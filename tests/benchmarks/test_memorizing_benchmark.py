@@ -26,7 +26,7 @@ def test_what_does_not_fit_is_left_out_and_no_text_is_too_short(monkeypatch: pyt
     assert row.plain is row.kept is None and row.read.median > 0
     shown = memorizing.as_markdown([row], [memorizing.Tenth(32, 1.0, 2.0)])
     assert shown.splitlines()[2].count("does not fit") == 2
-    with pytest.raises(ValueError, match="100.*10.*16"):
+    with pytest.raises(ValueError, match=r"100.*10.*16"):
         memorizing.run(1, (64,), 100)
 
 

@@ -63,7 +63,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_unknown_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="'smal'.*'small'"):
+    with pytest.raises(ValueError, match=r"'smal'.*'small'"):
         vision.run(1, 1, "cpu", models=["smal"])
     assert main(["benchmark", "vision", "--image-size", "0"]) != 0
     assert "--image-size 0 must be at least 1" in capsys.readouterr().err

@@ -54,7 +54,7 @@ def test_a_variant_is_a_name_and_options():
     assert parse_variant("plain") is None
     assert parse_variant("grc") == "grc"
     assert parse_variant("grc:ratio=0.25:variant=released") == {"name": "grc", "ratio": 0.25, "variant": "released"}
-    with pytest.raises(ValueError, match="'ratio'.*key=value"):
+    with pytest.raises(ValueError, match=r"'ratio'.*key=value"):
         parse_variant("grc:ratio")
     with pytest.raises(ValueError, match="plain has no memory"):
         parse_variant("plain:ratio=1")

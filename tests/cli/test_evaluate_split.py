@@ -20,5 +20,5 @@ def test_a_split_that_is_not_there_is_refused_with_the_one_that_is(tmp_path: Pat
         "training": {"steps": 1, "batch_size": 1, "test": "none"},
     }
     evaluation = Evaluation(tmp_path, config_from_dict(tree), "best", "test", ["carry"])
-    with pytest.raises(ValueError, match="training.test=none"):
+    with pytest.raises(ValueError, match=r"training.test=none"):
         evaluation.score("cpu")

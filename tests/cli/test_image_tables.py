@@ -328,7 +328,7 @@ def test_written_ratios_of_feed_forward_layers_are_those_of_the_model(backbone: 
 
 def test_recipes_that_are_scored_differently_are_refused() -> None:
     rows = REPRODUCTIONS["table1"].rows("paper", "vit_small,pvt_tiny")
-    with pytest.raises(ValueError, match="'accuracy'.*'last'.*table1_small.*'accuracy'.*'best'"):
+    with pytest.raises(ValueError, match=r"'accuracy'.*'last'.*table1_small.*'accuracy'.*'best'"):
         row_recipes(rows, load_config("table1_small"), [])
 
 

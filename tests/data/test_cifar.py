@@ -84,10 +84,10 @@ def test_original_pixels(shared):
 
 class TestBadInput:
     def test_missing(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match="data_batch_1.bin"):
+        with pytest.raises(FileNotFoundError, match=r"data_batch_1.bin"):
             CIFAR10("train", path=tmp_path / "nowhere")
         records(10).tofile(tmp_path / "data_batch_1.bin")
-        with pytest.raises(FileNotFoundError, match="test_batch.bin.*bin.xz"):
+        with pytest.raises(FileNotFoundError, match=r"test_batch.bin.*bin.xz"):
             CIFAR10("test", path=tmp_path)
 
     def test_the_version_for_python_is_recognised(self, tmp_path):
@@ -104,14 +104,14 @@ class TestBadInput:
     def test_damaged_compression(self, folder):
         file = folder / "data_batch_2.bin.xz"
         file.write_bytes(file.read_bytes()[:-100])
-        with pytest.raises(ValueError, match="data_batch_2.bin.xz"):
+        with pytest.raises(ValueError, match=r"data_batch_2.bin.xz"):
             CIFAR10("train", path=folder)
 
     def test_a_label_out_of_range(self, folder):
         made = records(12)
         made[5, 0] = 10
         made.tofile(folder / "data_batch_1.bin")
-        with pytest.raises(ValueError, match="data_batch_1.bin.*10"):
+        with pytest.raises(ValueError, match=r"data_batch_1.bin.*10"):
             CIFAR10("train", path=folder)
 
     def test_a_batch_twice(self, folder):

@@ -76,7 +76,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
 def test_a_foreign_tokenizer_is_named(tmp_path, content):
-    with pytest.raises(ValueError, match="tokenizer.json"):
+    with pytest.raises(ValueError, match=r"tokenizer.json"):
         load_tokenizer(content, "RUN/tokenizer.json")
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
@@ -106,5 +106,5 @@ def test_a_stream_is_of_a_language_model_and_its_own_tokenizer(tmp_path):
 def test_a_foreign_line_of_the_metrics_is_named(tmp_path: Path, line: str):
     path, good = tmp_path / "metrics.jsonl", json.dumps({"step": 1, "split": "train"})
     path.write_text(f"{good}\n{line}\n{good}\n", encoding="utf-8", errors="surrogateescape")
-    with pytest.raises(ValueError, match="metrics.jsonl"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl"):
         read_metrics(path)

@@ -71,11 +71,11 @@ def test_a_bad_image_is_named(tmp_path):
 
 
 def test_what_does_not_fit_is_refused(saved, tmp_path):
-    with pytest.raises(ValueError, match="data.image='picture'"):
+    with pytest.raises(ValueError, match=r"data.image='picture'"):
         HuggingFaceImages("train", dataset=saved, image="picture")
-    with pytest.raises(ValueError, match="data.image='name'"):
+    with pytest.raises(ValueError, match=r"data.image='name'"):
         HuggingFaceImages("train", dataset=saved, image="name")
-    with pytest.raises(ValueError, match="data.label='name'"):
+    with pytest.raises(ValueError, match=r"data.label='name'"):
         HuggingFaceImages("train", dataset=saved, label="name")
     with pytest.raises(ValueError, match="nowhere' cannot be loaded"):
         HuggingFaceImages("train", dataset=str(tmp_path / "nowhere"))

@@ -43,7 +43,7 @@ class TestCIFAR:
 
     def test_a_record_of_cifar10_is_no_record_of_cifar100(self, tmp_path):
         (tmp_path / "test.bin").write_bytes(bytes(3073))
-        with pytest.raises(ValueError, match="3073.*3074"):
+        with pytest.raises(ValueError, match=r"3073.*3074"):
             CIFAR100("test", path=tmp_path)
 
     @pytest.mark.parametrize("pack", [write_files, write_tar_xz, write_zip])
@@ -176,11 +176,11 @@ class TestTinyImageNet:
     def test_annotations_and_files_must_agree(self, tmp_path):
         files = tiny()
         write_files(tmp_path, {**files, "val/images/val_6.JPEG": encoded(1)})
-        with pytest.raises(ValueError, match="1.*val_6.JPEG"):
+        with pytest.raises(ValueError, match=r"1.*val_6.JPEG"):
             TinyImageNet("test", path=tmp_path)
         (tmp_path / "val/images/val_6.JPEG").unlink()
         (tmp_path / "val/images/val_0.JPEG").unlink()
-        with pytest.raises(ValueError, match="1.*val_0.JPEG"):
+        with pytest.raises(ValueError, match=r"1.*val_0.JPEG"):
             TinyImageNet("test", path=tmp_path)
         write_files(tmp_path, {"val/val_annotations.txt": b"val_1.JPEG\tn77"})
         with pytest.raises(ValueError, match=r"1.*'val_1.JPEG\\tn77'"):

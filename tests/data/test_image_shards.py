@@ -59,9 +59,9 @@ def test_json_labels(tmp_path):
     write_tar(tmp_path / "train-0.tar", examples(kind="json"))
     data = ImageShards("train", path=tmp_path, label="json:label", validation_fraction=0, test_fraction=0)
     assert data.labels.tolist() == LABELS
-    with pytest.raises(ValueError, match="data.label"):
+    with pytest.raises(ValueError, match=r"data.label"):
         ImageShards("train", path=tmp_path)
-    with pytest.raises(ValueError, match="000000.*'klass'"):
+    with pytest.raises(ValueError, match=r"000000.*'klass'"):
         ImageShards("train", path=tmp_path, label="json:klass")
 
 
@@ -80,7 +80,7 @@ def test_a_tar_for_each_class(tmp_path):
 def test_patterns_and_mappings(folder):
     pattern = folder / "made-train-{000000..000001}.tar"
     assert [shard.name for shard in find_shards(pattern)] == ["made-train-000000.tar", "made-train-000001.tar"]
-    with pytest.raises(FileNotFoundError, match="1.*000002"):
+    with pytest.raises(FileNotFoundError, match=r"1.*000002"):
         find_shards(folder / "made-train-{000000..000002}.tar")
     mapping = {"train": str(pattern), "test": str(folder / "made-validation-000000.tar")}
     assert {s: len(found) for s, found in shards_of_splits(mapping).items()} == {"train": 2, "validation": 0, "test": 1}
@@ -96,7 +96,7 @@ class TestBadShards:
         del files["000001.cls"], files["000004.jpg"]
         write_tar(tmp_path / "train-0.tar", files)
         options = {"path": tmp_path, "validation_fraction": 0, "test_fraction": 0}
-        with pytest.raises(ValueError, match="2.*000001.*000004"):
+        with pytest.raises(ValueError, match=r"2.*000001.*000004"):
             ImageShards("train", **options)
         with (
             pytest.warns(RuntimeWarning, match=r"2 examples are not whole: .*; they are left out"),
@@ -106,11 +106,11 @@ class TestBadShards:
 
     def test_labels_that_are_none(self, tmp_path):
         write_tar(tmp_path / "train-0.tar", {**examples(), "000003.cls": b"cat"})
-        with pytest.raises(ValueError, match="0.*000003.*'cat'"):
+        with pytest.raises(ValueError, match=r"0.*000003.*'cat'"):
             ImageShards("train", path=tmp_path)
 
     def test_labels_out_of_range(self, folder):
-        with pytest.raises(ValueError, match="000000.*data.classes"):
+        with pytest.raises(ValueError, match=r"000000.*data.classes"):
             ImageShards("train", path=folder, classes=2)
 
     def test_classes_without_an_image(self, folder):
@@ -122,7 +122,7 @@ class TestBadShards:
     def test_an_image_that_cannot_be_decoded_is_named(self, folder):
         write_tar(folder / "made-train-000000.tar", {**examples(), "000002.jpg": b""})
         data = ImageShards("train", path=folder, image_size=8)
-        with pytest.raises(BadFile, match="000000.*000002"):
+        with pytest.raises(BadFile, match=r"000000.*000002"):
             data[2]
 
     def test_no_shards(self, tmp_path):
@@ -134,7 +134,7 @@ class TestBadShards:
 
     def test_a_split_without_shards_or_share(self, tmp_path):
         write_tar(tmp_path / "train-0.tar", examples())
-        with pytest.raises(ValueError, match="data.test_fraction=0.1"):
+        with pytest.raises(ValueError, match=r"data.test_fraction=0.1"):
             ImageShards("test", path=tmp_path, validation_fraction=0.5)
         assert len(ImageShards("train", path=tmp_path, validation_fraction=0.5)) == 3
 

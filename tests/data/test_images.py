@@ -83,9 +83,9 @@ class TestOptions:
             config_from_dict({"name": "x", "data": {"name": name, "path": "x", option: value}, "model": MODEL})
 
     def test_unknown_ones_are_refused_with_a_suggestion(self):
-        with pytest.raises(ValueError, match="'imagenet'.*'crop_ration'.*'crop_ratio'"):
+        with pytest.raises(ValueError, match=r"'imagenet'.*'crop_ration'.*'crop_ratio'"):
             create_dataset("imagenet", "train", path="x", crop_ration=0.5)
-        with pytest.raises(ValueError, match="'tiny_imagenet'.*'mean'"):
+        with pytest.raises(ValueError, match=r"'tiny_imagenet'.*'mean'"):
             create_dataset("tiny_imagenet", "train", path="x", mean=[0.5])
 
 

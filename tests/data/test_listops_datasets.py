@@ -71,7 +71,7 @@ class TestSplits:
         needed = {key: small("train").describe()[key] for key in ("classes", "vocabulary", "max_length")}
         monkeypatch.setattr(listops_datasets, "islice", lambda stream, size: islice(stream, one(size)))
         assert needed.items() <= ListOps.foretell(**SMALL, train_size=10_000_000).items()
-        with pytest.raises(ValueError, match="train_size=10000001.*000,000"):
+        with pytest.raises(ValueError, match=r"train_size=10000001.*000,000"):
             ListOps.foretell(**SMALL, train_size=10_000_001)
 
 
@@ -92,7 +92,7 @@ class TestItems:
     def test_iteration_ends(self):
         dataset = small("test")
         assert len(list(dataset)) == 40  # type: ignore[call-overload]
-        with pytest.raises(IndexError, match="40.*40"):
+        with pytest.raises(IndexError, match=r"40.*40"):
             dataset[40]
 
     def test_collate_pads_to_the_longest(self):
@@ -151,7 +151,7 @@ class TestBadInput:
             create_dataset("listops", **{"split": "train", **SMALL, **SIZES, **options})
 
     def test_unknown_name(self):
-        with pytest.raises(ValueError, match="'listop'.*'listops'"):
+        with pytest.raises(ValueError, match=r"'listop'.*'listops'"):
             create_dataset("listop", "train")
 
 
@@ -222,13 +222,13 @@ class TestTSV:
 
     def test_an_expression_that_is_too_long(self, tmp_path):
         self.write(tmp_path, "[MAX 2 9 ]", "[SM 1 [MIN 3 4 ] 8 ]")
-        with pytest.raises(ValueError, match="basic_test.tsv.*max_length=5"):
+        with pytest.raises(ValueError, match=r"basic_test.tsv.*max_length=5"):
             create_dataset("listops_tsv", "test", path=tmp_path, max_length=5)
         cut = create_dataset("listops_tsv", "test", path=tmp_path, max_length=5, too_long="truncate")
         assert cut[1][0].tolist() == [14, 2, 11, 4, 5] and cut[1][1] == 2
 
     def test_bad_options(self, tmp_path):
-        with pytest.raises(ValueError, match="too_long='cut'.*'error'.*'truncate'"):
+        with pytest.raises(ValueError, match=r"too_long='cut'.*'error'.*'truncate'"):
             create_dataset("listops_tsv", "test", path=tmp_path, too_long="cut")
         with pytest.raises(ValueError, match="max_length=0"):
             create_dataset("listops_tsv", "test", path=tmp_path, max_length=0)

@@ -70,7 +70,7 @@ def test_a_wrong_label_is_found_by_verification_alone(tmp_path):
     path = tmp_path / "basic_test.tsv"
     path.write_bytes(f"{HEADER}( ( [MAX 1 ) ] )\t1\r\n( ( ( [MAX 1 ) 7 ) ] )\t1\r\n".encode())
     assert [expression.label for expression in read_tsv(path)] == [1, 1]
-    with pytest.raises(ValueError, match="basic_test.tsv.*1,"):
+    with pytest.raises(ValueError, match=r"basic_test.tsv.*1,"):
         verify_tsv(path)
 
 
@@ -101,7 +101,7 @@ def test_damaged_compression(tmp_path, expressions):
     path = tmp_path / "x.tsv.xz"
     write_tsv(path, expressions)
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(ValueError, match="x.tsv.xz"):
+    with pytest.raises(ValueError, match=r"x.tsv.xz"):
         read_tsv(path)
 
 
@@ -134,16 +134,16 @@ class TestFind:
             find_tsv({"train": "a.tsv"}, "test")
 
     def test_missing(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match="train.tsv"):
+        with pytest.raises(FileNotFoundError, match=r"train.tsv"):
             find_tsv(tmp_path / "nowhere", "train")
         (tmp_path / "basic_train.tsv").touch()
-        with pytest.raises(FileNotFoundError, match="'test'.*basic_train.tsv"):
+        with pytest.raises(FileNotFoundError, match=r"'test'.*basic_train.tsv"):
             find_tsv(tmp_path, "test")
-        with pytest.raises(FileNotFoundError, match="gone.tsv"):
+        with pytest.raises(FileNotFoundError, match=r"gone.tsv"):
             read_tsv(tmp_path / "gone.tsv")
 
     def test_ambiguous(self, tmp_path):
         (tmp_path / "a_train.tsv").touch()
         (tmp_path / "b_train.tsv").touch()
-        with pytest.raises(ValueError, match="'train'.*a_train.tsv.*b_train.tsv"):
+        with pytest.raises(ValueError, match=r"'train'.*a_train.tsv.*b_train.tsv"):
             find_tsv(tmp_path, "train")

@@ -88,14 +88,14 @@ def test_parts_have_shards_of_their_own() -> None:
 def test_rows_of_a_process_are_of_these_parts() -> None:
     assert Parts.of_rows(4, 8, 0, 8) == (2, range(4)) and Parts.of_rows(4, 8, 4, 4) == (2, range(2, 4))
     assert Parts.of_rows(1, 8, 4, 4) == (8, range(1)) and Parts.of_rows(2, 12, 4, 4) == (6, range(2))
-    with pytest.raises(ValueError, match="data.parts=3.*training.batch_size=8"):
+    with pytest.raises(ValueError, match=r"data.parts=3.*training.batch_size=8"):
         Parts.of_rows(3, 8, 0, 8)
 
 
 def test_what_cannot_be_dealt_is_refused() -> None:
-    with pytest.raises(ValueError, match="data.parts=6"):
+    with pytest.raises(ValueError, match=r"data.parts=6"):
         Dealer(Lists(), 0, 6)
-    with pytest.raises(ValueError, match="data.window=0"):
+    with pytest.raises(ValueError, match=r"data.window=0"):
         Dealer(Lists(), window=0)
     with pytest.raises(ValueError, match=r"list . and 1 other shards hold no item"):
         next(Dealer(Lists([[], []])))

@@ -357,7 +357,7 @@ def test_a_data_set_of_the_hub(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", library)
     data = create_dataset("huggingface", "train", dataset="x/y")
     assert text_of(data) == "a b\nb\n" and len(data.starts) == 2
-    with pytest.raises(ValueError, match="x/y.*'test'"):
+    with pytest.raises(ValueError, match=r"x/y.*'test'"):
         create_dataset("huggingface", "test", dataset="x/y")
     with pytest.raises(ValueError, match=r"data\.column='body'.*x/y"):
         create_dataset("huggingface", "train", dataset="x/y", column="body")

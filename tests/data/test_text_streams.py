@@ -119,7 +119,7 @@ def test_packed_documents_follow_each_other_without_the_past():
     assert Streams(tokens, starts, START, 1, 4).batch(0).told is None
     short = epoch(Streams(tokens, starts, START, 2, 8, packed=True))[0]
     assert short.told.tolist() == [[0] * 5 + [1] * 2 + [-1], [1] + [2] * 7]
-    with pytest.raises(ValueError, match="align=4.*packed=True"):
+    with pytest.raises(ValueError, match=r"align=4.*packed=True"):
         Streams(tokens, starts, START, 1, 4, align=4, packed=True)
 
 
@@ -157,11 +157,11 @@ def test_the_last_step_is_cut_to_whole_segments():
 
 def test_more_rows_than_there_is_text_are_refused():
     tokens, starts = corpus(5, 5)
-    with pytest.raises(ValueError, match="11.*10"):
+    with pytest.raises(ValueError, match=r"11.*10"):
         Streams(tokens, starts, START, 11, 2)
     with pytest.raises(ValueError, match="3 rows exceeds the 2 segments of 8 tokens that the documents fill"):
         Streams(tokens, starts, START, 3, 8, align=8)
-    with pytest.raises(ValueError, match="align=3.*length=8"):
+    with pytest.raises(ValueError, match=r"align=3.*length=8"):
         Streams(tokens, starts, START, 2, 8, align=3)
 
 

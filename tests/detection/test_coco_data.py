@@ -70,14 +70,14 @@ def test_annotations_beside_the_images_are_found(tmp_path):
 
 def test_what_is_not_there_is_said(tmp_path):
     root = folder(tmp_path)
-    with pytest.raises(FileNotFoundError, match="'train2014'.*annotations/instances"):
+    with pytest.raises(FileNotFoundError, match=r"'train2014'.*annotations/instances"):
         load(root, train="train2014")
     with pytest.raises(FileNotFoundError, match=r"data\.test=null.*training\.test=none"):
         load(root, "test")
     with pytest.raises(FileNotFoundError, match="does not exist; expected a folder or zip archive"):
         load(tmp_path / "nowhere")
     shutil.rmtree(root / "train2017")
-    with pytest.raises(FileNotFoundError, match="6.*'train2017'.*000"):
+    with pytest.raises(FileNotFoundError, match=r"6.*'train2017'.*000"):
         load(root)
     (root / "annotations" / "instances_val2017.json").write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match=r"instances_val2017\.json"):
@@ -346,7 +346,7 @@ def test_missing_files_stop_or_are_left_out(tmp_path):
     root = folder(tmp_path)
     (root / "train2017" / "001.png").unlink()
     (root / "train2017" / "004.png").unlink()
-    with pytest.raises(ValueError, match="2.*001.*004"):
+    with pytest.raises(ValueError, match=r"2.*001.*004"):
         load(root)
     with pytest.warns(UserWarning, match="2 of 6 image files are missing.*they are left out"):
         data = load(root, bad_files="skip")

@@ -145,7 +145,7 @@ def test_what_cannot_be_resized_is_refused():
     model = small().eval()
     with pytest.raises(ValueError, match="2 x 500 pixels would be resized to less than a pixel"):
         model([torch.rand(3, 2, 500)])
-    with pytest.raises(ValueError, match="1,.*50,.*50.*3,"):
+    with pytest.raises(ValueError, match=r"1,.*50,.*50.*3,"):
         model([torch.rand(1, 50, 50)])
     model([torch.rand(3, 1, 1), torch.rand(3, 7, 3)])
 

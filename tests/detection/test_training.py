@@ -198,7 +198,7 @@ def test_settings_that_do_not_suit(data, tmp_path, name, training, change, messa
 def test_a_classifier_does_not_learn_boxes(data, tmp_path):
     tree = recipe(data)
     tree["model"] = {"name": "timm", "architecture": "pvt_v2_b0"}
-    with pytest.raises(ValueError, match="'timm'.*mask_rcnn.*faster_rcnn"):
+    with pytest.raises(ValueError, match=r"'timm'.*mask_rcnn.*faster_rcnn"):
         run_training(config_from_dict(tree), tmp_path / "run")
 
 

@@ -201,7 +201,7 @@ def test_settings_of_documents_are_refused_elsewhere(option: str) -> None:
 def test_lengths_are_refused_for_other_data(tmp_path: Path) -> None:
     config = load_config("demo_digits")
     evaluation = Evaluation(tmp_path, config, "best", "test", ["carry"], segments=[1, 2])
-    with pytest.raises(ValueError, match="1,2.*'digits'"):
+    with pytest.raises(ValueError, match=r"1,2.*'digits'"):
         evaluation.score("cpu")
 
 

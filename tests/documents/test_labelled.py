@@ -161,5 +161,5 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         read(tmp_path / "nowhere")
     table(tmp_path / "d" / "train.csv")
     table(tmp_path / "d" / "test.csv", [("text", "c")])
-    with pytest.raises(ValueError, match="'test'.*'c'"):
+    with pytest.raises(ValueError, match=r"'test'.*'c'"):
         read(tmp_path / "d", "test")

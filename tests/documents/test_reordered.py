@@ -49,7 +49,7 @@ def test_a_text_is_cut_into_documents_whose_pieces_come_back(tmp_path: Path) -> 
         short_N, _ = data.document(index, 2)
         assert sorted(short_N.tolist()) == np.sort(text.tokens[32 * index : 32 * index + 16]).tolist()
     assert len(data.document(0, 99)[0]) == 32, "a text has no more than the data ask for"
-    with pytest.raises(ValueError, match="70.*data.segments=9"):
+    with pytest.raises(ValueError, match=r"70.*data.segments=9"):
         reordered("validation", path=tmp_path, tokenizer="byte", segments=9)
 
 

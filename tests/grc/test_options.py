@@ -45,7 +45,7 @@ def test_what_does_not_fit_is_refused_at_construction(options: dict[str, Any], m
 
 
 def test_heads_must_divide_the_width() -> None:
-    with pytest.raises(ValueError, match="width=16.*heads=3"):
+    with pytest.raises(ValueError, match=r"width=16.*heads=3"):
         GRC(16, 3, 5)
 
 

@@ -123,7 +123,7 @@ def test_dropout_of_the_host_is_the_core_s() -> None:
     torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=1e-6)
     register_attention_function("test_told", index=0, depth=1)
     model = bert("cached_test_told", attention_probs_dropout_prob=0.5).train()
-    with pytest.raises(ValueError, match="BertSelfAttention.*0.5.*'test_told'"):
+    with pytest.raises(ValueError, match=r"BertSelfAttention.*0.5.*'test_told'"):
         model(input_ids=given(False)["input_ids"])
 
 
@@ -132,7 +132,7 @@ def test_generation_without_a_cache() -> None:
     words, settings = given(False)["input_ids"], {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     ours, theirs = llama(name), llama("sdpa")
     assert torch.equal(ours.generate(words, use_cache=False, **settings), theirs.generate(words, **settings))
-    with pytest.raises(ValueError, match="1.*use_cache=False"):
+    with pytest.raises(ValueError, match=r"1.*use_cache=False"):
         ours.generate(words, **settings)
 
 

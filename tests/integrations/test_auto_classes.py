@@ -133,7 +133,7 @@ def test_what_is_pushed_is_what_is_saved(tmp_path: Path, monkeypatch: pytest.Mon
 def test_an_auto_class_that_has_nothing_for_the_host_says_so(tmp_path: Path) -> None:
     transformers = library("transformers")
     awaken(GPT2.with_memory()).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="AutoModelForMaskedLM.*'gpt2'.*HeadModel"):
+    with pytest.raises(ValueError, match=r"AutoModelForMaskedLM.*'gpt2'.*HeadModel"):
         transformers.AutoModelForMaskedLM.from_pretrained(tmp_path)
 
 

@@ -104,7 +104,7 @@ def test_alibi_takes_no_masks_but_tokens_in_order(name: str) -> None:
 
 def test_a_window_shorter_than_the_segment_is_not_lost_behind_a_mask() -> None:
     family = decoder("mistral", "Mistral", **GROUPED, sliding_window=4)
-    with pytest.raises(ValueError, match="4.*segment_length=2.*mask='causal'"):
+    with pytest.raises(ValueError, match=r"4.*segment_length=2.*mask='causal'"):
         family.with_memory({"name": "rmt", "length": 1})
     with pytest.raises(ValueError, match=r"sliding window of 4 tokens; take the memory's mask='causal'"):
         family.with_memory(checks.STREAMS["rmt"])
@@ -206,6 +206,6 @@ def test_every_class_that_an_adapter_names_is_there() -> None:
 
 def test_a_segment_ends_where_learned_positions_end() -> None:
     family = decoder("opt", "OPT", ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=8)
-    with pytest.raises(ValueError, match="segment_length=9.*ForCausalLM"):
+    with pytest.raises(ValueError, match=r"segment_length=9.*ForCausalLM"):
         family.with_memory(checks.STREAMS["grc_stream"], segment_length=9)
     assert SEGMENT < 8

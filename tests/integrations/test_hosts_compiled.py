@@ -223,7 +223,7 @@ def test_images_of_another_size_than_a_timm_model_takes_are_refused(architecture
     library("timm")
     depth = {"depth": 1} if "deit" in architecture else {"depths": (1, 1), "num_heads": (1, 1), "embed_dim": 16}
     model = create_model("timm", architecture=architecture, classes=3, **depth)
-    with pytest.raises(ValueError, match="32.*32,.*224.*224.*img_size=32"):
+    with pytest.raises(ValueError, match=r"32.*32,.*224.*224.*img_size=32"):
         model(torch.zeros(2, 3, 32, 32))
 
 
@@ -233,5 +233,5 @@ def test_an_unknown_timm_model_is_refused() -> None:
         create_model("timm", architecture="vit_smal_patch16_224")
     with pytest.raises(ValueError, match="architecture='pvt_tiny_grc'"):
         create_model("timm", architecture="pvt_tiny_grc", memory="grc", classes=2)
-    with pytest.raises(ValueError, match="ratio=inf.*0,"):
+    with pytest.raises(ValueError, match=r"ratio=inf.*0,"):
         create_model("timm", architecture="pvt_v2_b0", memory={"name": "grc", "ratio": math.inf})

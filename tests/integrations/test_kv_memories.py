@@ -432,7 +432,7 @@ def test_what_a_host_has_no_place_for_is_refused_with_the_way_out(
 
 def test_heads_of_another_width_than_the_model_are_refused_where_they_are_mixed() -> None:
     wide = decoder("gemma", "Gemma", num_key_value_heads=2, head_dim=16)
-    with pytest.raises(ValueError, match="32.*64.*'infinity_former'"):
+    with pytest.raises(ValueError, match=r"32.*64.*'infinity_former'"):
         wide.with_memory(checks.STREAMS["infinity_former"])
     checks.remembers_all(wide)
 
@@ -440,10 +440,10 @@ def test_heads_of_another_width_than_the_model_are_refused_where_they_are_mixed(
 def test_attention_without_masks_is_refused_when_it_is_added_and_when_it_comes_later() -> None:
     other, model = LLAMA.build(), LLAMA.with_memory(ALL)
     other.config._attn_implementation = "flex_attention"
-    with pytest.raises(ValueError, match="context.*'flex_attention'.*'sdpa'"):
+    with pytest.raises(ValueError, match=r"context.*'flex_attention'.*'sdpa'"):
         add_memory(other, ALL, segment_length=SEGMENT)
     model.config._attn_implementation = "flex_attention"
-    with pytest.raises(ValueError, match="'flex_attention'.*'sdpa'"):
+    with pytest.raises(ValueError, match=r"'flex_attention'.*'sdpa'"):
         model(words())
 
 
@@ -456,7 +456,7 @@ def test_another_attention_is_softmax_or_refused(first: bool) -> None:
         return model
 
     checks.equal(both(attention="softmax")(words()).logits, LLAMA.build()(words()).logits, 1e-5)
-    with pytest.raises(ValueError, match="TransformerXL.*restore_attention"):
+    with pytest.raises(ValueError, match=r"TransformerXL.*restore_attention"):
         both(attention="longformer", window=4)(words())
 
 
@@ -464,6 +464,6 @@ def test_a_block_that_does_not_end_is_not_lost() -> None:
     model = LLAMA.with_memory(ALL)
     model(words())
     model.model.layers[1]._forward_hooks.clear()
-    with pytest.raises(ValueError, match="LlamaAttention.*ModuleList.1"):
+    with pytest.raises(ValueError, match=r"LlamaAttention.*ModuleList.1"):
         model(words())
     assert torch.equal(remove_memory(model)(words()).logits, LLAMA.build()(words()).logits)

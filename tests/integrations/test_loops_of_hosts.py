@@ -95,7 +95,7 @@ def test_a_host_with_a_new_memory_or_none() -> None:
 @pytest.mark.parametrize("use", [lambda m: SegmentLoop(m, 5), lambda m: list(read_stream(m, [[1, 2]], 5)), None])
 def test_a_host_without_a_memory_is_refused_with_the_way_out(use: Any) -> None:
     use = use or (lambda m: generate(m, words(1, 3), tokens=2))
-    with pytest.raises(ValueError, match="HeadModel.*create_model.*'transformers'"):
+    with pytest.raises(ValueError, match=r"HeadModel.*create_model.*'transformers'"):
         use(GPT2.build())
 
 
@@ -106,7 +106,7 @@ def test_what_is_no_decoder_with_a_head_is_refused() -> None:
             create_model("transformers", model=model)
     with pytest.raises(ValueError, match="model=Linear"):
         create_model("transformers", model=nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="model=GPT2LMHeadModel.*n_embd"):
+    with pytest.raises(ValueError, match=r"model=GPT2LMHeadModel.*n_embd"):
         create_model("transformers", model=GPT2.build(), n_embd=4)
     with pytest.raises(ValueError, match="pretrained='gpt2'"):
         create_model("transformers", model=GPT2.build(), pretrained="gpt2")

@@ -469,5 +469,5 @@ def test_places_alone_tell_a_compiled_graph_too_late() -> None:
     compiled = torch.compile(model, backend="aot_eager")
     places = torch.arange(13)[None]
     torch.testing.assert_close(compiled(ONE, position_ids=places).logits, model(ONE).logits)
-    with pytest.raises(RuntimeError, match="position_ids.*document_ids"):
+    with pytest.raises(RuntimeError, match=r"position_ids.*document_ids"):
         compiled(ONE, position_ids=PLACES)

@@ -144,7 +144,7 @@ def test_masks_of_torch_nn() -> None:
     tempered = replace_attention(nn.MultiheadAttention(16, 2, batch_first=True), "test_tempered")
     with pytest.raises(ValueError, match=r"needs causal \(.*\), which attention Tempered does not give"):
         tempered(src, src, src, need_weights=False, attn_mask=causal, is_causal=True)
-    with pytest.raises(ValueError, match="is_causal=True.*attn_mask"):
+    with pytest.raises(ValueError, match=r"is_causal=True.*attn_mask"):
         tempered(src, src, src, need_weights=False, is_causal=True)
     with pytest.raises(ValueError, match="another attention serves self-attention"):
         tempered(src, src[:, :3], src[:, :3], need_weights=False)

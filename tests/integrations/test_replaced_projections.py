@@ -249,7 +249,7 @@ def test_a_layer_that_goes_past_its_queries_is_refused() -> None:
     model = stream(LLAMA, "memorizing")
     for layer in decoder_layers(model):
         layer.forward = lambda hidden_states, o_proj=layer.o_proj, **_: (o_proj(hidden_states), None)
-    with pytest.raises(ValueError, match="LlamaAttention.q_proj"):
+    with pytest.raises(ValueError, match=r"LlamaAttention.q_proj"):
         logits(model)
 
 
@@ -258,7 +258,7 @@ def test_a_projection_behind_its_layer_is_watched_too() -> None:
     model, given = hosts.BERT_SDPA.with_memory(), hosts.BERT_SDPA.given()
     output = model.encoder.layer[0].attention.output
     output.forward = lambda hidden, x: output.LayerNorm(hidden + x)
-    with pytest.raises(ValueError, match="BertSelfAttention.*BertAttention.output.dense"):
+    with pytest.raises(ValueError, match=r"BertSelfAttention.*BertAttention.output.dense"):
         hosts.BERT_SDPA.run(model, given)
 
 

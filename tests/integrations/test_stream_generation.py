@@ -201,7 +201,7 @@ def test_caches_of_others_are_refused() -> None:
         model(ids[:1, :1], past_key_values=out.past_key_values)
     with pytest.raises(ValueError, match=r"called without its state"):
         model.transformer.h[0].attn(torch.zeros(1, 3, 16))
-    with pytest.raises(ValueError, match="'rmt'.*implementation='flex_attention'.*'sdpa'"):
+    with pytest.raises(ValueError, match=r"'rmt'.*implementation='flex_attention'.*'sdpa'"):
         other = LLAMA.build()
         other.config._attn_implementation = "flex_attention"
         add_memory(other, "rmt")

@@ -231,7 +231,7 @@ def test_options_of_the_memory(timm: Any, host: str) -> None:
     assert all(m.mix == "outputs" and m.convolution is not None for m in memories(model))
     widths = [m.cache.width for m in memories(model)]
     assert widths == [m.branch.cache for m in memories(model)] and max(widths) == 32
-    with pytest.raises(ValueError, match="'grc'.*'ration'.*'ratio'"):
+    with pytest.raises(ValueError, match=r"'grc'.*'ration'.*'ratio'"):
         build(timm, host, memory_options={"ration": 1.0})
 
 
@@ -398,5 +398,5 @@ def test_half_a_memory_is_no_plain_checkpoint(timm: Any) -> None:
     model = timm.create_model("vit_tiny_patch16_224_grc", **sizes)
     state = model.state_dict()
     del state["blocks.1.attn.memory.cache.cache_MC"]
-    with pytest.raises(RuntimeError, match="blocks.1.attn.memory.cache.cache_MC"):
+    with pytest.raises(RuntimeError, match=r"blocks.1.attn.memory.cache.cache_MC"):
         model.load_state_dict(state)

@@ -178,7 +178,7 @@ def test_a_plain_load_of_it_fails_and_one_of_the_earlier_form_warns_of_what_it_d
 
 def test_loading_says_what_is_not_there_and_what_is_new(tmp_path: Path) -> None:
     GPT2.build().save_pretrained(tmp_path / "plain")
-    with pytest.raises(ValueError, match="from_pretrained.*add_memory"):
+    with pytest.raises(ValueError, match=r"from_pretrained.*add_memory"):
         load_pretrained(str(tmp_path / "plain"))
     transformers = library("transformers")
     model = awaken(GPT2.with_memory())
@@ -247,7 +247,7 @@ def test_a_t5_whose_heads_are_wider_than_its_model() -> None:
     close_gates(model)
     call = call_of(wide)
     assert torch.equal(model(**call).logits, wide.build()(**call).logits)
-    with pytest.raises(ValueError, match="16.*40.*ratio=0.4"):
+    with pytest.raises(ValueError, match=r"16.*40.*ratio=0.4"):
         wide.with_memory("grc", length=4)
     with pytest.raises(ValueError, match="mix='outputs'"):
         wide.with_memory("grc", length=4, ratio=0.25, mix="outputs")

@@ -197,7 +197,7 @@ def test_timm_by_name() -> None:
     )
     assert model.init_state(3)[0].segments_B.tolist() == [0, 0, 0]
     model.train()
-    with pytest.raises(ValueError, match="memory_state.*init_memory_state"):
+    with pytest.raises(ValueError, match=r"memory_state.*init_memory_state"):
         model(video[:, 0])  # as a recipe of single images would
 
 
@@ -249,7 +249,7 @@ def test_calls_that_would_forget_are_refused() -> None:
     frame = frames()[:, 0]
     for family in (VIT, TIMM_VIT):
         model = made(family, CACHE).train()
-        with pytest.raises(ValueError, match="memory_state.*init_memory_state"):
+        with pytest.raises(ValueError, match=r"memory_state.*init_memory_state"):
             model(frame)
         with torch.no_grad():
             model(frame)
@@ -263,7 +263,7 @@ def test_calls_that_would_forget_are_refused() -> None:
     with pytest.raises(ValueError, match="masks: beside a memory a frame is read whole"):
         model(frame, is_causal=True, memory_state=model.init_memory_state(2))
     model.set_grad_checkpointing()
-    with pytest.raises(ValueError, match="grad_checkpointing.*set_grad_checkpointing"):
+    with pytest.raises(ValueError, match=r"grad_checkpointing.*set_grad_checkpointing"):
         model(frame, memory_state=model.init_memory_state(2))
     learned = add_memory(VIT.build(), "memory_transformer").train()
     assert learned(frame).logits.requires_grad  # which carries nothing that could be forgotten

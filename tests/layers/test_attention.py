@@ -326,5 +326,5 @@ def test_layers_without_keys_need_what_makes_sense_of_it(options: dict[str, Any]
 
 
 def test_dropout_must_be_a_probability() -> None:
-    with pytest.raises(ValueError, match="dropout=1.0.*0,"):
+    with pytest.raises(ValueError, match=r"dropout=1.0.*0,"):
         Bare(dropout=1.0)

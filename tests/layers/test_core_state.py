@@ -90,5 +90,5 @@ def test_a_memory_stands_beside_it_and_both_are_saved(tmp_path: Any) -> None:
 
 
 def test_a_reversible_stack_refuses_it() -> None:
-    with pytest.raises(ValueError, match="reversible=True.*DeltaNet"):
+    with pytest.raises(ValueError, match=r"reversible=True.*DeltaNet"):
         build("delta_net", reversible=True)

@@ -220,6 +220,6 @@ def test_refused() -> None:
         ShortConvolution(4, 1)
     with pytest.raises(ValueError, match="short_convolution=0"):
         LanguageModel(11, 16, 2, 2, 16, short_convolution=0)
-    with pytest.raises(ValueError, match="reversible=True.*short_convolution"):
+    with pytest.raises(ValueError, match=r"reversible=True.*short_convolution"):
         LanguageModel(11, 16, 2, 2, 16, short_convolution=2, reversible=True)
     assert generate(build(), torch.zeros(1, 2, dtype=torch.long), tokens=3, segment_length=4).tokens.shape == (1, 3)

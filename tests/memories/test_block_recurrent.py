@@ -394,7 +394,7 @@ def test_which_layers_have_states(depth: int, layers: Any, expected: list[int]) 
 def test_options_that_make_no_sense_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         language_model(**options)
-    with pytest.raises(ValueError, match="width=10.*heads=3"):
+    with pytest.raises(ValueError, match=r"width=10.*heads=3"):
         BlockRecurrent(10, 3)
 
 
@@ -491,5 +491,5 @@ def test_other_hosts_take_it_or_say_why_not() -> None:
     model, ids = add_memory(BERT.build(), "block_recurrent", length=S, segment_length=5).eval(), words(2, 10)
     (other := ids.clone())[:, 2] += 1
     assert (model(ids).logits - model(other).logits)[:, 5:].abs().max() > 1e-5
-    with pytest.raises(ValueError, match="'block_recurrent'.*'grc'"):
+    with pytest.raises(ValueError, match=r"'block_recurrent'.*'grc'"):
         add_memory(T5.build(), "block_recurrent", segment_length=5)

@@ -322,15 +322,15 @@ def test_with_room_for_all_a_decoder_is_the_host(family: Any) -> None:
 
 def test_weights_that_a_decoder_does_not_give_are_asked_for() -> None:
     family = decoder("llama", "Llama", **GROUPED)
-    with pytest.raises(ValueError, match="'tova'.*attn_implementation='sdpa'.*'eager'"):
+    with pytest.raises(ValueError, match=r"'tova'.*attn_implementation='sdpa'.*'eager'"):
         add_memory(family.build(), SPECS["tova"], segment_length=4)
     model = eager(family, SPECS["tova"], segment_length=4)
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="LlamaAttention"):
         model(words(tokens=8))
-    with pytest.raises(ValueError, match="'h2o'.*stored_kv"):
+    with pytest.raises(ValueError, match=r"'h2o'.*stored_kv"):
         add_memory(eager(family), "h2o", segment_length=4)
-    with pytest.raises(ValueError, match="'h2o'.*'eager'"):
+    with pytest.raises(ValueError, match=r"'h2o'.*'eager'"):
         add_memory(decoder("llama", "Llama").build(), "h2o", segment_length=4)
 
 

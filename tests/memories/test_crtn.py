@@ -238,7 +238,7 @@ def test_the_scope_of_the_text_shows_the_future_and_the_others_do_not(query: str
 
 
 def test_a_causal_model_refuses_the_scope_that_leaks() -> None:
-    with pytest.raises(ValueError, match="scope='previous'.*'token'"):
+    with pytest.raises(ValueError, match=r"scope='previous'.*'token'"):
         build(scope="segment")
     assert "bidirectional" in CRTN(8, 2, depth=1, scope="segment").needs
     assert "bidirectional" not in CRTN(8, 2, depth=1, scope="segment", allow_leak=True).needs
@@ -376,5 +376,5 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
 
 
 def test_a_longer_segment_is_refused_with_the_way_out() -> None:
-    with pytest.raises(ValueError, match="5.*segment=4.*segment_length=4.*segment=5"):
+    with pytest.raises(ValueError, match=r"5.*segment=4.*segment_length=4.*segment=5"):
         build()(tokens(1, length=5)[0])

@@ -419,7 +419,7 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
 
 def test_trained_distances_say_what_they_cannot_do() -> None:
     model = language_model({"name": "ernie_doc", "length": 3, "longest": 4})
-    with pytest.raises(ValueError, match="5.*longest=4"):
+    with pytest.raises(ValueError, match=r"5.*longest=4"):
         model(text(1, 5))
     with pytest.raises(ValueError, match="slots=0"):
         ErnieDocPositions(2, 4, 6, 0)

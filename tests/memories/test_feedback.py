@@ -426,7 +426,7 @@ def test_layers_that_attend_their_segment_are_refused() -> None:
     def block(_: int) -> Block:
         return Block(SelfAttention(D, H, causal=True), FeedForward(D, D))
 
-    with pytest.raises(ValueError, match="memory Feedback .*make layer 0"):
+    with pytest.raises(ValueError, match=r"memory Feedback .*make layer 0"):
         Stack(block, 1, model_memory=Feedback(D, H))
     with pytest.raises(ValueError, match="this layer has no keys and values"):
         ContextAttention(D, H).project_kv(torch.zeros(1, 1, D))

@@ -419,7 +419,7 @@ def test_gates_do_not_decay() -> None:
 def test_options_that_make_no_sense_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         language_model(**options)
-    with pytest.raises(ValueError, match="width=10.*heads=3"):
+    with pytest.raises(ValueError, match=r"width=10.*heads=3"):
         Infini(10, 3)
 
 
@@ -460,5 +460,5 @@ def test_other_hosts_take_it_or_say_why_not() -> None:
     # The first token is read in front of every segment, and answers for the last one.
     assert far[:, 1:5].max() == 0 < far[:, 5:].max()
     for host in (BART, T5):
-        with pytest.raises(ValueError, match="'infini'.*'grc'"):
+        with pytest.raises(ValueError, match=r"'infini'.*'grc'"):
             hosted(host)

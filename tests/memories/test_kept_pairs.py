@@ -173,5 +173,5 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match="keep='none'"):
             build({"name": name}, "none")
     host = next(host for host in DECODERS if host.name == "llama")
-    with pytest.raises(ValueError, match="stored_kv.*keep='hidden'"):
+    with pytest.raises(ValueError, match=r"stored_kv.*keep='hidden'"):
         host.with_memory({"name": "transformer_xl", "relative": False, "keep": "kv"})

@@ -335,7 +335,7 @@ def test_the_state_is_of_float32_in_a_model_of_bfloat16_and_stays_so() -> None:
     state = states.map_state(
         lambda t: t.bfloat16() if t.is_floating_point() else t, memory.init_state(ROWS, torch.zeros(()))
     )
-    with pytest.raises(ValueError, match="torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"torch.bfloat16"):
         memory.open(state, None, None)
 
 

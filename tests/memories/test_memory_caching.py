@@ -418,7 +418,7 @@ def test_a_memory_of_yours_below_is_one_that_says_what_its_states_answer(monkeyp
     MEMORIES.register("unmixed")(Unmixed)
     assert snapshot_memories() == ["infini", "titans", "ttt", "unmixed"]
     assert isinstance(MemoryCaching(WIDTH, HEADS, over="unmixed").over, Unmixed)
-    with pytest.raises(ValueError, match="read='soup'.*read='gated'"):
+    with pytest.raises(ValueError, match=r"read='soup'.*read='gated'"):
         MemoryCaching(WIDTH, HEADS, over="unmixed", read="soup")
 
 

@@ -331,7 +331,7 @@ def test_a_recipe_may_list_several() -> None:
     with pytest.raises(ValueError, match="'length'"):
         config_from_dict(tree)
     tree["model"] = {"name": "language_model", "memory": ["grc_stream", {**XL, "length": "long"}]}
-    with pytest.raises(ValueError, match="model.memory"):
+    with pytest.raises(ValueError, match=r"model.memory"):
         config_from_dict(tree)
 
 

@@ -74,7 +74,7 @@ def test_cuts_at_multiples_of_its_chunk_change_nothing(cut: int) -> None:
 
 def test_kept_keys_of_another_memory_would_differ_between_training_and_evaluation() -> None:
     for order in (1, -1):
-        with pytest.raises(ValueError, match="TransformerXL.*'hidden'"):
+        with pytest.raises(ValueError, match=r"TransformerXL.*'hidden'"):
             build([{**WINDOW, "keep": "kv"}, MAL][::order])
 
 
@@ -208,7 +208,7 @@ def test_caching_goes_over_it_wherever_it_stands() -> None:
 
 
 def test_a_host_whose_projections_are_its_own_takes_it_behind_attention_alone() -> None:
-    with pytest.raises(ValueError, match="'titans'.*in_front.*place='gate'"):
+    with pytest.raises(ValueError, match=r"'titans'.*in_front.*place='gate'"):
         add_memory(LLAMA.build(), {"name": "titans", "place": "layer"}, segment_length=8)
 
 

@@ -157,7 +157,7 @@ def test_the_state_is_of_float32_in_a_model_of_bfloat16_and_stays_so() -> None:
     assert out.state.layers[0].weights_BGP.dtype == out.state.layers[0].momentum_BGP.dtype == torch.float32
     memory, x_BND = Titans(WIDTH, HEADS), torch.randn(ROWS, 3, WIDTH)
     state = states.map_state(lambda t: t.bfloat16() if t.is_floating_point() else t, memory.init_state(ROWS, x_BND))
-    with pytest.raises(ValueError, match="torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"torch.bfloat16"):
         memory.read(state, Query(x_BND))
 
 

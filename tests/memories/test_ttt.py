@@ -267,7 +267,7 @@ def test_the_state_is_of_float32_in_a_model_of_bfloat16_and_stays_so() -> None:
     assert out.state.layers[0].weights_BGP.dtype == out.state.layers[0].sums_BGP.dtype == torch.float32
     memory, x_BND = TTT(WIDTH, HEADS), torch.randn(ROWS, 3, WIDTH)
     state = states.map_state(lambda t: t.bfloat16() if t.is_floating_point() else t, memory.init_state(ROWS, x_BND))
-    with pytest.raises(ValueError, match="torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"torch.bfloat16"):
         memory.read(state, Query(x_BND))
 
 
@@ -360,9 +360,9 @@ def test_options_that_make_no_sense_are_named(options: dict[str, Any], message: 
 
 
 def test_widths_that_heads_do_not_share_out_are_named() -> None:
-    with pytest.raises(ValueError, match="width=8.*heads=3"):
+    with pytest.raises(ValueError, match=r"width=8.*heads=3"):
         TTT(8, 3)
-    with pytest.raises(ValueError, match="3.*rotary=False"):
+    with pytest.raises(ValueError, match=r"3.*rotary=False"):
         TTT(6, 2)
     assert TTT(6, 2, rotary=False)
 

@@ -84,7 +84,7 @@ def test_other_loops_and_words_are_refused() -> None:
     model = made()
     with pytest.raises(ValueError, match="'diagonals'"):
         SegmentLoop(model, SEGMENT, schedule="diagonals")
-    with pytest.raises(ValueError, match="passes=2.*schedule='segments'.*passes=1"):
+    with pytest.raises(ValueError, match=r"passes=2.*schedule='segments'.*passes=1"):
         SegmentLoop(model, SEGMENT, passes=2, schedule="diagonal")
     with pytest.raises(ValueError, match="ReplayLoop"):
         ReplayLoop(model, SEGMENT, schedule="diagonal")

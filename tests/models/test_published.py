@@ -67,7 +67,7 @@ def test_copies_know_what_they_were_made_of(tmp_path: Path) -> None:
 def test_what_would_not_load_is_not_saved(tmp_path: Path) -> None:
     model = language_model()
     model.stack.blocks[0].attention.output = torch.nn.Linear(32, 32, bias=False)
-    with pytest.raises(ValueError, match="output.bias.*32,.*LanguageModel"):
+    with pytest.raises(ValueError, match=r"output.bias.*32,.*LanguageModel"):
         model.save_pretrained(tmp_path / "a")
     model = language_model()
     tune_initial_state(model, words(1, 6), segment_length=3)
@@ -76,7 +76,7 @@ def test_what_would_not_load_is_not_saved(tmp_path: Path) -> None:
     model = language_model()
     assert model.made_of is not None
     model.made_of["width"] = torch.zeros(1)
-    with pytest.raises(ValueError, match="width=tensor.*config.json"):
+    with pytest.raises(ValueError, match=r"width=tensor.*config.json"):
         model.save_pretrained(tmp_path / "a")
 
     class Mine(LanguageModel):
@@ -89,7 +89,7 @@ def test_what_would_not_load_is_not_saved(tmp_path: Path) -> None:
 
 def test_what_is_something_else_is_refused(tmp_path: Path) -> None:
     language_model().save_pretrained(tmp_path / "m")
-    with pytest.raises(ValueError, match="'language_model'.*SequenceClassifier"):
+    with pytest.raises(ValueError, match=r"'language_model'.*SequenceClassifier"):
         SequenceClassifier.from_pretrained(tmp_path / "m")
     weights = tmp_path / "m" / "model.safetensors"
     content = bytearray(weights.read_bytes())

@@ -229,7 +229,7 @@ def test_a_checkpoint_of_another_image_size_computes_the_same() -> None:
 
 def test_positions_of_no_square_map_are_refused() -> None:
     oblong, model = small(img_size=(96, 32)), small()
-    with pytest.raises(ValueError, match="pos_embed1.*192.*16.*16"):
+    with pytest.raises(ValueError, match=r"pos_embed1.*192.*16.*16"):
         published_weights(oblong.state_dict(), model)
     same = small(img_size=(96, 32))
     same.load_state_dict(published_weights(oblong.state_dict(), same))
@@ -322,7 +322,7 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
 
 def test_images_too_small_are_refused_and_the_smallest_are_not() -> None:
     model = small()
-    with pytest.raises(ValueError, match="31.*64.*32.*32"):
+    with pytest.raises(ValueError, match=r"31.*64.*32.*32"):
         model(torch.randn(1, 3, 31, 64))
     with pytest.raises(ValueError, match="indices=5"):
         model.forward_intermediates(torch.randn(1, 3, 64, 64), indices=5)

@@ -129,5 +129,5 @@ def test_without_memory_all_is_one_segment(tmp_path: Path) -> None:
         found.read(piece)
     expected = generate(model, text, tokens=3, temperature=0).tokens
     assert torch.equal(found.generate(tokens=3, temperature=0).tokens, expected)
-    with pytest.raises(ValueError, match="segment_length=None.*save the tokens"):
+    with pytest.raises(ValueError, match=r"segment_length=None.*save the tokens"):
         found.save(tmp_path / "a")

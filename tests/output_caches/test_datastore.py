@@ -79,7 +79,7 @@ def test_faiss_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest
 
 def test_an_index_that_these_keys_do_not_make_is_refused() -> None:
     pytest.importorskip("faiss")
-    with pytest.raises(ValueError, match="search='IVF8,PQ4'.*500"):
+    with pytest.raises(ValueError, match=r"search='IVF8,PQ4'.*500"):
         made(search="IVF8,PQ4").nearest(torch.randn(1, D), 1)
 
 
@@ -124,7 +124,7 @@ def test_what_a_killed_build_has_left_is_in_nobodys_way(tmp_path: Path) -> None:
 
 def test_the_store_of_another_model_is_refused(tmp_path: Path) -> None:
     datastore.build(tmp_path / "store", pieces(made()), ABOUT)
-    with pytest.raises(ValueError, match="fingerprint='of this model'.*'other'"):
+    with pytest.raises(ValueError, match=r"fingerprint='of this model'.*'other'"):
         datastore.load(tmp_path / "store", {**ABOUT, "fingerprint": "other"})
 
 

@@ -291,7 +291,7 @@ def test_segments_that_do_not_fit_are_refused() -> None:
     text, cache = Text(), NeuralCache(4)
     with pytest.raises(ValueError, match=r"hidden states of shape \(2, 22, 5\) must be"):
         cache(text.logits, text.h[:, 1:], text.next)
-    with pytest.raises(ValueError, match="-100.*11"):
+    with pytest.raises(ValueError, match=r"-100.*11"):
         cache(text.logits, text.h, text.next + 9)
     with pytest.raises(ValueError, match="must have the shape of the logits"):
         cache(text.logits, text.h, text.next[:, 1:])
@@ -357,7 +357,7 @@ def test_a_decoder_of_transformers_reads_along() -> None:
 
 def test_what_has_no_such_hidden_states_is_refused() -> None:
     model = create_model("language_model", vocabulary=V, width=8, depth=1, heads=2, feed_forward=8)
-    with pytest.raises(ValueError, match="key='middle'.*last_hidden.*feed_forward"):
+    with pytest.raises(ValueError, match=r"key='middle'.*last_hidden.*feed_forward"):
         hidden_states(model, "middle").__enter__()
     with pytest.raises(ValueError, match="Linear has no head that reads hidden states; give a decoder with its head"):
         hidden_states(torch.nn.Linear(2, 2)).__enter__()
@@ -375,7 +375,7 @@ def test_a_last_block_that_reads_twice_or_is_no_block_of_ours_is_refused() -> No
     handle = block.register_forward_pre_hook(read_too)
     with (
         hidden_states(model, "feed_forward"),
-        pytest.raises(ValueError, match="12.*6,.*key='last_hidden'"),
+        pytest.raises(ValueError, match=r"12.*6,.*key='last_hidden'"),
     ):
         model(ids)
     handle.remove()

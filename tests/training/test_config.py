@@ -62,7 +62,7 @@ def test_a_memory_of_a_recipe_may_be_a_preset():
     built = create_model(**{**config.model, "vocabulary": 5})
     assert {m.length for m in built.modules() if isinstance(m, Memorizing)} == {8}
     assert any(bool((p == 10).all()) for name, p in built.named_parameters() if "scale" in name)
-    with pytest.raises(ValueError, match="'memorizing'.*'lang'.*'long'"):
+    with pytest.raises(ValueError, match=r"'memorizing'.*'lang'.*'long'"):
         load_config("demo_text", ["model.memory.name=memorizing", "model.memory.preset=lang"])
 
 
@@ -113,7 +113,7 @@ def test_missing_section_and_broken_yaml_are_named(tmp_path):
         parse_yaml("a: [1", "r.yaml")
     with pytest.raises(ValueError, match="'a' is given twice"):
         parse_yaml("a: 1\nb: 2\na: 3", "r.yaml")
-    with pytest.raises(ValueError, match="'digits_vit_grcc'.*'digits_vit_grc'"):
+    with pytest.raises(ValueError, match=r"'digits_vit_grcc'.*'digits_vit_grc'"):
         load_config("digits_vit_grcc")
 
 

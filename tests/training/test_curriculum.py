@@ -31,7 +31,7 @@ def test_a_step_depends_on_seed_and_step_alone() -> None:
     assert [*first[:37], *first[37:]] == list(first), "training that is resumed goes on as it would have"
     assert first[60] == list(first)[60] and first[-1] == list(first)[-1]
     assert [first.largest(step) for step in (0, 49, 50, 99, 1000)] == [3, 3, 7, 7, 7]
-    with pytest.raises(IndexError, match="100.*100"):
+    with pytest.raises(IndexError, match=r"100.*100"):
         first[100]
 
 

@@ -106,7 +106,7 @@ def test_the_drill_draws_moments_that_each_start_reaches() -> None:
     assert [kill.step for kill in kills] == sorted(kill.step for kill in kills) and kills[-1].step <= 90
     assert {kill.kind for kill in kills} == set(elastic.KINDS) and {kill.rank for kill in kills} == {0, 1}
     assert kills == elastic.draw(200, 100, 5, 2, seed=0) != elastic.draw(200, 100, 5, 2, seed=1)
-    with pytest.raises(ValueError, match="steps=5.*save_every=15"):
+    with pytest.raises(ValueError, match=r"steps=5.*save_every=15"):
         elastic.drill(Path("nowhere"), 1, 5, 5)
 
 

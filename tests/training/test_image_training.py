@@ -174,7 +174,7 @@ class TestRepeats:
         assert [i for _, i, _ in batches[0][:2]] == [i for _, i in plain.rows(0)][:2]
 
     def test_batches_must_divide(self):
-        with pytest.raises(ValueError, match="batch_size=8.*training.repeats=3"):
+        with pytest.raises(ValueError, match=r"batch_size=8.*training.repeats=3"):
             TrainingOrder(20, 8, 0, repeats=3)
 
 
@@ -275,7 +275,7 @@ class TestInitialWeights:
         save_file(
             weights | {"positions.weight": large.state_dict()["positions.weight"]}, tmp_path / "small.safetensors"
         )
-        with pytest.raises(ValueError, match="cache_MC.*5,.*17,"):
+        with pytest.raises(ValueError, match=r"cache_MC.*5,.*17,"):
             load_initial_weights(large, tmp_path / "small.safetensors")
         load_initial_weights(large, tmp_path / "small.safetensors", empty_caches=True, say=lambda text: None)
         assert all(not cache.cache_MC.any() for cache in caches(large))
@@ -286,7 +286,7 @@ class TestInitialWeights:
         with pytest.raises(ValueError, match=r"of another model \(unknown to this model: something \(1\); missing"):
             load_initial_weights(model, tmp_path / "other.pth")
         (tmp_path / "text.pth").write_text("hello")
-        with pytest.raises(ValueError, match="text.pth"):
+        with pytest.raises(ValueError, match=r"text.pth"):
             load_initial_weights(model, tmp_path / "text.pth")
         with pytest.raises(ValueError, match=r"nothing: there is no such file"):
             load_initial_weights(model, tmp_path / "nothing")
@@ -296,7 +296,7 @@ def test_single_images_train_no_memory_of_frames(images, tmp_path):
     require("timm", extra="vision")
     sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
     model = {"name": "timm", "architecture": "vit_tiny_patch16_224", "memory": "grc_stream", **sizes}
-    with pytest.raises(ValueError, match="model.memory='grc_stream'"):
+    with pytest.raises(ValueError, match=r"model.memory='grc_stream'"):
         run_training(recipe(images, model=model), tmp_path / "run")
     assert not list(tmp_path.glob("run/checkpoints/*"))
 

@@ -96,7 +96,7 @@ def test_what_does_not_go_with_packed_documents_is_refused(tmp_path, text):
     passes = ("model.memory={name: read_twice, scope: earlier}", "training.passes=2")
     with pytest.raises(ValueError, match=r"data\.reset=packed with training\.passes=2"):
         make(tmp_path / "run", text, *PACKED, *passes)
-    with pytest.raises(ValueError, match="'never'.*'document'.*'packed'"):
+    with pytest.raises(ValueError, match=r"'never'.*'document'.*'packed'"):
         make(tmp_path / "run", text, "data.reset=pack")
     trainer = make(tmp_path / "other", text, *PACKED)
     with (

@@ -192,7 +192,7 @@ def test_a_pickle_is_never_read(folder: Path, tmp_path: Path) -> None:
     close(read_shards(tmp_path / SHARDS), expected)
     index = tmp_path / SHARDS / "index.json"
     index.write_text(index.read_text(encoding="utf-8").replace("__0_0.distcp", "../__0_0.distcp"), encoding="utf-8")
-    with pytest.raises(ValueError, match="'../__0_0.distcp'"):
+    with pytest.raises(ValueError, match=r"'../__0_0.distcp'"):
         read_shards(tmp_path / SHARDS)
 
 

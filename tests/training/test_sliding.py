@@ -219,7 +219,7 @@ def test_data_parallel_and_sharding_wrap_the_loop(tmp_path: Path) -> None:
         assert_equal({name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in found.items()}, alone)
         inside = build(MEMORIES[0])
         fully_shard(inside.stack.blocks[0])
-        with pytest.raises(ValueError, match="stack.blocks.0"):
+        with pytest.raises(ValueError, match=r"stack.blocks.0"):
             SegmentLoop(inside, SEGMENT, 3, bptt_window="sliding")(*batch())
 
     in_group(run, "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)

@@ -258,7 +258,7 @@ def test_a_row_without_text_is_passed_over_and_one_of_another_kind_is_named(fold
     rows.files[0].write_text('{"text": null}\n{"text": "good"}\n{"text": 5}\n', encoding="utf-8")
     reader = HubShards(rows, "text", "made").read(0)
     assert next(reader) == "good"
-    with pytest.raises(ValueError, match="0.*'text'"):
+    with pytest.raises(ValueError, match=r"0.*'text'"):
         next(reader)
 
 
@@ -266,7 +266,7 @@ def test_a_stream_is_not_scored_and_parts_divide_the_batch(library: str, folder:
     trainer = make(tmp_path / "run", tmp_path, *streamed(folder))
     with pytest.raises(ValueError, match=r"is read as a stream, which has no end"):
         trainer.task.evaluate(trainer.model, trainer.task.data)
-    with pytest.raises(ValueError, match="data.parts=3.*training.batch_size=4"):
+    with pytest.raises(ValueError, match=r"data.parts=3.*training.batch_size=4"):
         make(tmp_path / "other", tmp_path, *streamed(folder, "data.parts=3"))
     with pytest.raises(RuntimeError, match="behind step"):
         trainer.task.streams.batch(0, slice(0, 2))

@@ -66,7 +66,7 @@ def test_lengths_can_be_rounded_up(corpus: Path) -> None:
     data = build(corpus, multiple=16)
     batch = data.collate([data[0], data[1]])
     assert {t.shape[1] % 16 for t in batch} == {0}
-    with pytest.raises(ValueError, match="max_length=64.*data.multiple=24"):
+    with pytest.raises(ValueError, match=r"max_length=64.*data.multiple=24"):
         build(corpus, multiple=24)
 
 
@@ -175,7 +175,7 @@ def test_long_and_unequal_pairs(tmp_path: Path) -> None:
 def test_files_of_different_length_are_named_with_their_counts(corpus: Path, tmp_path: Path) -> None:
     folder = write_corpus(tmp_path / "short")
     write(folder, "train.en", "one line\n")
-    with pytest.raises(ValueError, match="train.de.*300.*train.en"):
+    with pytest.raises(ValueError, match=r"train.de.*300.*train.en"):
         build(folder)
 
 
@@ -222,7 +222,7 @@ def test_bad_options(corpus: Path, change: dict[str, Any], message: str) -> None
 
 def test_a_table_without_a_second_column_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "train.tsv", "der hund\tthe dog\nkatze\n")
-    with pytest.raises(ValueError, match="train.tsv"):
+    with pytest.raises(ValueError, match=r"train.tsv"):
         build(tmp_path)
 
 
@@ -275,11 +275,11 @@ def test_data_of_the_hub(nested: bool, corpus: Path, monkeypatch: pytest.MonkeyP
     assert asked[0] == ("some/name", "de-en")
     assert isinstance(data, Translation) and data.texts.target == lines(corpus / "val.en")
     assert torch.equal(data[2].source, build(corpus, "validation")[2].source)
-    with pytest.raises(ValueError, match="some/name.*'test'"):
+    with pytest.raises(ValueError, match=r"some/name.*'test'"):
         create_dataset("translation", "test", **hub, **SIDES, **SMALL)
-    with pytest.raises(ValueError, match="data.target.*some/name.*'fr'"):
+    with pytest.raises(ValueError, match=r"data.target.*some/name.*'fr'"):
         create_dataset("translation", "train", **hub, source="de", target="fr", **SMALL)
-    with pytest.raises(ValueError, match="data.dataset='no/such'"):
+    with pytest.raises(ValueError, match=r"data.dataset='no/such'"):
         create_dataset("translation", "train", dataset="no/such", **SIDES, **SMALL)
 
 
@@ -295,7 +295,7 @@ def test_multi30k_as_it_is_published(shared: Path) -> None:
         "multi30k", "test", path=shared / "data" / "multi30k" / "tok", limit=2000, text_format="moses", target="de"
     )
     assert isinstance(tokens, Translation) and tokens.texts.source[0].endswith(" .")
-    with pytest.raises(FileNotFoundError, match="test_2016.en.*test_2016_flickr.*test_2017_flickr"):
+    with pytest.raises(FileNotFoundError, match=r"test_2016.en.*test_2016_flickr.*test_2017_flickr"):
         create_dataset("multi30k", "test", path=shared / "data" / "multi30k", test="test_2016", limit=2000)
 
 

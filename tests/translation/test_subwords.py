@@ -89,7 +89,7 @@ def test_sentencepiece_models_are_read_by_their_path(tmp_path: Path) -> None:
 
 
 def test_bad_options(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="vocabulary_size=259.*260"):
+    with pytest.raises(ValueError, match=r"vocabulary_size=259.*260"):
         train_subwords("bpe", TEXTS, 259, "raw")
     with pytest.raises(ValueError, match="'word'"):
         train_subwords("word", TEXTS, 300, "raw")

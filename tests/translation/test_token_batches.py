@@ -81,5 +81,5 @@ def test_pieces_divide_a_step(world: int, accumulate: int) -> None:
 
 
 def test_a_pair_that_fits_no_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="batch_tokens=28.*29"):
+    with pytest.raises(ValueError, match=r"batch_tokens=28.*29"):
         TokenOrder(LENGTHS, 28, seed=0)

@@ -196,7 +196,7 @@ def test_the_average_is_the_mean_of_the_weights_and_keeps_the_newest_cache(train
         expected = stored[-1][name] if name in buffers else averaged[name]
         assert torch.equal(copied[name], expected)
     assert all(not torch.equal(copied[name], averaged[name]) for name in caches)
-    with pytest.raises(ValueError, match="3.*training.keep=4"):
+    with pytest.raises(ValueError, match=r"3.*training.keep=4"):
         load_average(model, trained, 4)
 
 
@@ -327,7 +327,7 @@ def test_a_run_does_not_go_on_with_other_subwords(tmp_path: Path) -> None:
     run_training(config_from_dict(recipe(folder, steps=1, test="none")), tmp_path / "run")
     text = (folder / "train.de").read_text(encoding="utf-8").replace("hund", "wolf")
     (folder / "train.de").write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match="tokenizer.json"):
+    with pytest.raises(ValueError, match=r"tokenizer.json"):
         run_training(config_from_dict(recipe(folder, steps=2, test="none")), tmp_path / "run")
     assert main(["evaluate", str(tmp_path / "run"), "--device", "cpu"]) == 2
 
