@@ -1,4 +1,4 @@
-"""Parts of the formulas of `CONTRACTS`: the cost of a token or an image with each memory, and the bytes of CRTN's rows."""
+"""Parts of the formulas of `CONTRACTS`: costs of a token or an image with each memory, and bytes of CRTN's rows."""
 
 from __future__ import annotations
 

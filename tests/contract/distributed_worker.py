@@ -73,7 +73,7 @@ def shared_caches(case: Case, sync: str, rank: int, size: int, steps: int, evalu
 
 
 def dropped_tokens(processes: World) -> dict[str, Tensor]:
-    """Tokens dropped by the experts of a mixture, for rows that differ between the processes: the run's count of all, and
+    """Tokens dropped by a mixture's experts, for rows that differ between the processes: the run's count of all, and
     this process's own, counted by hand."""
     torch.manual_seed(0)
     module = SwitchFeedForward(8, 16, 4, capacity_factor=0.5)
