@@ -1,4 +1,4 @@
-"""What the contract tests run over: every registered memory with every attention core that fits, in its natural model.
+"""Cases of the contract tests: every registered memory with every attention core that fits, in its natural model.
 
 A memory is tested by being registered. `CONTRACTS` (contracts.py) says what a memory needs said about it.
 """
@@ -37,7 +37,7 @@ MODEL_SIZES: dict[str, dict[str, Any]] = {
     "vision_transformer": {"image_size": 8, "patch_size": 4, "channels": 1, "classes": 3},
     "encoder_decoder": {"vocabulary": VOCABULARY, "max_length": 2 * SEGMENT, "dropout": 0.0},
 }
-"""What each model needs beside the sizes that all have."""
+"""Options of each model beside the common sizes."""
 RULES = ("remembers", "empty", "learns", "recomputes", "packed")
 WITH_ALL = {"grc": "sequence_classifier", "grc_stream": "language_model"}
 """Memories that are held to the contract with every attention, and in which model. The others are with softmax alone;
@@ -81,11 +81,11 @@ class Case:
 
     @property
     def language(self) -> bool:
-        """Whether the model is causal and gives a result per token."""
+        """True if the model is causal and gives a result per token."""
         return self.model == "language_model"
 
     def exempt(self, rule: str) -> bool:
-        """Whether the rule does not apply, for a reason that the memory's or the attention's table gives."""
+        """True if the table of the memory or the attention gives a reason to skip the rule."""
         attention = ATTENTION_CASES.get(self.attention, AttentionCase())
         return not {rule, f"{rule}:{self.model}"}.isdisjoint({*self.contract.exempt, *attention.exempt})
 

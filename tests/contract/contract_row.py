@@ -1,4 +1,4 @@
-"""What has to be said about one memory, a row of `CONTRACTS`."""
+"""Contract of one memory, a row of `CONTRACTS`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contract.costs import Cost, ImageCost
 
 @dataclass(frozen=True)
 class Contract:
-    """What has to be said about one memory.
+    """Contract of one memory.
 
     Attributes:
         options: small sizes; what is not named here keeps its default.
@@ -37,6 +37,6 @@ class Contract:
     image_cost: ImageCost | None = None
 
     def spec(self, name: str, options: Mapping[str, Any] | None = None) -> Any:
-        """What a model takes as `memory`, with other options than the row's where some are given."""
+        """Return the value of the model's option `memory`, with `options` instead of the row's if given."""
         memory = {"name": name, **self.options, **(options or {})}
         return [memory, *self.beside] if self.beside else memory

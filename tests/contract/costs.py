@@ -1,6 +1,4 @@
-"""What a token or an image of a small model costs with each memory, by the formulas of the docstrings, and what CRTN's
-rows keep: the parts of which `CONTRACTS` puts its formulas together.
-"""
+"""Parts of the formulas of `CONTRACTS`: costs of a token or an image with each memory, and bytes of CRTN's rows."""
 
 from __future__ import annotations
 
@@ -10,8 +8,8 @@ from typing import Any, NamedTuple
 DEPTH = 2
 """Layers of the models that are held to the contract."""
 B, N, D, H, F, LAYERS = 3, 8, 32, 4, 48, 2
-"""Of models whose costs are counted: rows, tokens of a segment, width, heads, width of the feed-forward, layers; all
-different from a memory's sizes."""
+"""Sizes of the counted models, all different from a memory's: rows, tokens of a segment, width, heads, width of the
+feed-forward, layers."""
 M, K, R = 20, 5, 4
 """Slots of a memory; neighbours; regions."""
 RELATIVE = {"positions": "relative"}
@@ -44,7 +42,7 @@ def side(slots: int) -> float:
 
 
 def own_positions(slots: int) -> float:
-    """What relative positions cost a model without memory, where those of the memory take their place."""
+    """Cost of relative positions in a model without memory, if the memory's replace them."""
     return D * (N + 1) + D * D / B
 
 
@@ -54,7 +52,7 @@ def layer(tokens: float) -> float:
 
 
 def armt(tokens: int, key: int, features: int) -> float:
-    """What the tokens of a segment and those of the memory read; and the latter, and what they store."""
+    """Cost of reading by segment and memory tokens, and of what the memory tokens store."""
     read, stored = D * key + features * (D + 1), D * key + D * D + D + features * (2 * D + 1)
     attention = 2 * D * tokens * (2 + tokens / N)
     return layer(tokens / N) + attention + (1 + tokens / N) * read + tokens / N * stored
@@ -80,7 +78,7 @@ def titans_context(chunk: int, persistent: int = 0) -> float:
 
 
 def caching(ask: float) -> float:
-    """What the tokens look for, how alike the contexts of K snapshots are to it, and what these say."""
+    """Cost of queries, of their similarity to the contexts of K snapshots, and of the snapshots' answers."""
     return D * D + K * (D + ask)
 
 

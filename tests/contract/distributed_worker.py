@@ -73,8 +73,8 @@ def shared_caches(case: Case, sync: str, rank: int, size: int, steps: int, evalu
 
 
 def dropped_tokens(processes: World) -> dict[str, Tensor]:
-    """What the experts of a mixture dropped of rows that differ between the processes: all of it as the run counts it,
-    and this process's own, counted by hand."""
+    """Tokens dropped by a mixture's experts, for rows that differ between the processes: the run's count of all, and
+    this process's own, counted by hand."""
     torch.manual_seed(0)
     module = SwitchFeedForward(8, 16, 4, capacity_factor=0.5)
     wrapped = DistributedDataParallel(module)
@@ -91,7 +91,7 @@ def dropped_tokens(processes: World) -> dict[str, Tensor]:
 
 
 def train_all(processes: World) -> dict[str, Any]:
-    """What this process saw, by case and setting."""
+    """Results of this process, by case and setting."""
     rank, size = processes.rank, processes.size
     seen: dict[Any, Any] = {case: stream_gradients(case, rank, size) for case in STREAMS}
     for case in SHARED:

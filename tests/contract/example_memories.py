@@ -1,4 +1,4 @@
-"""Three small memories, one for each place to stand that GRC does not use; read them before you write your own.
+"""Three small memories, one for each place that GRC does not use; read them before you write your own.
 
 They are registered when this file is imported, that is, only in the tests.
 
@@ -88,7 +88,7 @@ class TokensState(NamedTuple):
 
 @MEMORIES.register("example_tokens", paper="arXiv:2207.06881")
 class ExampleTokens(ModelMemory):
-    """Memory tokens in front of the segment are read, as many behind it are written and carried ("tokens_round").
+    """Memory tokens before the segment are read; the same number after it are written and carried ("tokens_round").
 
     State: 4 M D + 8 bytes per row.
     """

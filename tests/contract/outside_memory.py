@@ -1,4 +1,4 @@
-"""A memory that somebody else wrote, in one file outside of the package: Infini-attention (arXiv:2404.07143).
+"""A third-party memory in one file outside the package: Infini-attention (arXiv:2404.07143).
 
 Beside its attention each head keeps a matrix M of what all earlier segments said, and a gate mixes what it answers in:
 
@@ -38,7 +38,7 @@ class Associations(NamedTuple):
     gradient="through the matrix, over `bptt` segments",
 )
 class OutsideInfini(LayerMemory):
-    """A matrix for each head, written by the sum of what each segment's keys stand for.
+    """A matrix per head, to which each segment adds its keys and values.
 
     Args:
         width: D. heads: H.

@@ -73,8 +73,9 @@ class Differentiated:
 
 @cases(COMPILED, slow=variant_of_a_stream)
 def test_training_is_compiled_without_a_break(case: Case) -> None:
-    """Of several forms of a memory one is differentiated by the compiler, and the others are captured alone; where the
-    state hands on a gradient, the second graph is, which is the first one with that gradient."""
+    """The compiler differentiates one form of each memory and only captures its other forms.
+
+    If the state passes a gradient on, it differentiates the second graph, the first one with that gradient."""
     if "/" in case.memory:
         check_training(case, "eager")
         return

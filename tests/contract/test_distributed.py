@@ -16,7 +16,7 @@ Seen = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """What each of the two processes stored."""
+    """Results that the two processes stored."""
     folder = tmp_path_factory.mktemp("distributed")
     script = Path(__file__).with_name("distributed_worker.py")
     launch.python(script, folder, processes=2)

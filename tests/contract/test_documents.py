@@ -14,7 +14,7 @@ from cached_transformers.models import documents
 
 SEGMENTS = 3
 LENGTHS = ((6, 1, -2, 9), (18,), (2, 13, 2, 1))
-"""Tokens of each row's documents, negative for padding: one that ends with a segment, of one token, of a token behind
+"""Tokens of each row's documents, negative for padding: one that ends with a segment, of one token, of a token after
 padding, of a whole row, of more than two segments."""
 IDS = torch.stack(
     [torch.cat([torch.full((abs(n),), i if n > 0 else -1) for i, n in enumerate(row)]) for row in LENGTHS]
@@ -22,7 +22,7 @@ IDS = torch.stack(
 
 
 def spread(model: nn.Module, tokens_BN: Tensor) -> tuple[Tensor, Any]:
-    """Each document in a row of its own, in which it has the segments that it has in its packed row, padded behind.
+    """Run each document in a row of its own, with the segments of its packed row and padding after it.
 
     Outputs in the places of the packed rows, and the state of each packed row's last document.
     """
@@ -52,7 +52,7 @@ def packed(model: nn.Module, tokens_BN: Tensor) -> tuple[Tensor, Any]:
     for part in range(SEGMENTS):
         begin = part * SEGMENT
         here = slice(begin, begin + SEGMENT)
-        # Loops find by themselves which rows begin anew between segments: tests/models/test_documents.py.
+        # Loops detect rows that restart between segments: tests/models/test_documents.py.
         reset = (IDS[:, begin] != IDS[:, begin - 1]) & (IDS[:, begin] >= 0) if part else torch.zeros(ROWS).bool()
         out = model(tokens_BN[:, here], state, reset, documents=IDS[:, here])
         state = out.state

@@ -63,7 +63,7 @@ def test_a_core_takes_padding(name: str) -> None:
 
 
 def test_a_tensor_of_another_device_is_seen() -> None:
-    """What these tests rest on."""
+    """The premise of these tests."""
 
     class Elsewhere(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

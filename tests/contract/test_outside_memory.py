@@ -1,4 +1,4 @@
-"""What a user needs of a memory in a file of their own: it is right, trains, generates, is explained and is saved."""
+"""A memory in a file outside the package is right, trains, generates, is explained and is saved."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def lift(t: Tensor) -> Tensor:
 
 
 def answer(written: list[tuple[int, int, Tensor, Tensor]], b: int, h: int, asked: Tensor) -> Tensor:
-    """What the sums over all that was written answer, one key after the other."""
+    """Answers of the sums over all written keys, one key after the other."""
     above, below = torch.zeros_like(asked), torch.zeros((), dtype=asked.dtype)
     for row, head, key, value in written:
         if (row, head) == (b, h):

@@ -32,7 +32,7 @@ REASONS = {
 
 @functools.cache
 def models_of(label: str) -> tuple[str, ...]:
-    """Where a memory belongs."""
+    """Return the models that fit a memory."""
     if CONTRACTS[label].models is not None:
         return CONTRACTS[label].models or ()
     if label == "none":
@@ -58,7 +58,7 @@ def places(attention: str, every: bool) -> Iterator[tuple[str, str]]:
 
 
 def answer(model: nn.Module, kind: str, segment: Tensor, state: Any) -> ModelOutput:
-    """What any of the models makes of a segment."""
+    """Outputs of any of the models for a segment."""
     return model(segment, segment, state=state) if kind == "encoder_decoder" else model(segment, state)
 
 
@@ -80,7 +80,7 @@ def read_on(case: Case, model: nn.Module) -> None:
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("attention", [*ATTENTIONS.names(), *ATTENTION_ROWS])
 def test_a_pair_reads_on_with_its_state_or_is_refused_when_built(attention: str, every: bool) -> None:
-    """Where the memory does not belong, too: what a user asks for either works or is refused at once."""
+    """Every combination, fitting or not, either works or is refused at once."""
     ran = Counter[bool]()
     for label, kind in places(attention, every):
         case = Case(label, attention, kind)

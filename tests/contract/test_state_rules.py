@@ -209,18 +209,18 @@ def test_a_row_of_a_padded_batch_is_the_row_alone(case: Case) -> None:
 
 
 AMONG = torch.tensor([[1, 1, 1, 0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 1, 1]]).bool()
-"""Where padding stands in rows of six tokens: in front of them, among them, and on both sides."""
+"""Padding of rows of six tokens: before them, among them, and on both sides."""
 
 
 @cases(STREAMS)
 def test_padding_in_front_of_tokens_and_among_them_changes_nothing(case: Case) -> None:
-    # Cores that count places are told that it is one document, which is read without what stands inside it.
+    # Cores that count places get one document, which is read without the padding inside it.
     more = {"documents": torch.zeros(AMONG.shape, dtype=torch.long)} if case.exempt("padding_in_front") else {}
     # In float32 a processor may round products of another size so that an attention chooses another key.
     model = case.build().double().eval()
     state, other, one, two = model.init_state(ROWS), model.init_state(ROWS), 0.0, 0.0
     for index, segment in enumerate(case.segments(3)):
-        spread = torch.full(AMONG.shape, index)  # what stands in padding
+        spread = torch.full(AMONG.shape, index)  # values of padding
         spread[~AMONG] = segment.flatten()
         out, padded = model(segment, state), model(spread, other, padding=AMONG, **more)
         state, other = out.state, padded.state

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 Place = tuple[slice, tuple[str, ...]]
-"""Rows, and the names of the parameters that stand side by side."""
+"""Rows, and the names of the parameters whose columns are concatenated."""
 
 TOKENS, CACHE = "memory.cache.from_tokens.weight", "memory.cache.from_cache.weight"
 

@@ -83,7 +83,7 @@ class MiniPVT(nn.Module):
 
 
 def places(golden: Golden) -> dict[str, Place]:
-    """Where each recorded parameter of the whole model stands in ours."""
+    """Map each recorded parameter of the whole model to ours."""
     names, meta = golden.names("param/"), golden.meta
     whole = slice(None)
     table: dict[str, Place] = {"cls_token": (whole, ("class_token",))}

@@ -57,7 +57,7 @@ def stored(model: nn.Module) -> list[Tensor]:
 
 
 def settled(model: nn.Module) -> list[Tensor]:
-    """What the caches will be once the pending proposals are committed; asking commits nothing."""
+    """Return the caches as after a commit of the pending proposals, without committing them."""
     return [torch.where(c._fresh, c._proposal_MC, c.cache_MC) for c in caches(model)]
 
 

@@ -1,4 +1,4 @@
-"""From tokens to slots: the rule of each mode, padding wherever it stands, and maps.
+"""Interpolation of tokens to slots: the rule of each mode, padding at any place, and maps.
 
 Legend: B rows, N tokens, M slots, C channels.
 """
@@ -163,7 +163,7 @@ def test_a_map_of_the_same_size_changes_nothing(mode: Interpolation) -> None:
 
 
 def test_a_turned_map_is_resized_and_not_reread() -> None:
-    """As many cells, another shape: one dimension would keep the raster order and scramble the rows."""
+    """A map with the same cells in another shape: one dimension would keep the raster order and scramble the rows."""
     x_BNC = torch.arange(8.0).view(1, 8, 1)
     got = interpolate(x_BNC, 8, "nearest", size=(2, 4), to_size=(4, 2))
     assert got.flatten().tolist() == [0, 2, 0, 2, 4, 6, 4, 6]
@@ -197,7 +197,7 @@ FEW = torch.arange(5) >= torch.tensor([5, 2, 0, 4])[:, None]
 def test_fewer_tokens_than_slots_are_mapped_before_they_are_spread(
     padding: Tensor | None, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values and gradients are those of spreading first, at once and by blocks, whatever stands in the padding."""
+    """Values and gradients are those of spreading first, at once and by blocks, with any values in the padding."""
     monkeypatch.setattr(equations, "_BLOCK", block)
     monkeypatch.setattr(equations, "_LARGE", 1 << 19 if block > 48 else 10)
     cache = GatedRecurrentCache(6, 16).double()

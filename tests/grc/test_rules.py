@@ -225,7 +225,7 @@ def test_a_batch_that_is_not_finite_leaves_the_cache(options: dict[str, Any], po
 
 
 class Sequences:
-    """Rows of tokens, of which one is padding alone."""
+    """Rows of tokens; one row is all padding."""
 
     def __init__(self, **grc: Any) -> None:
         torch.manual_seed(0)

@@ -74,7 +74,7 @@ def test_saving_does_not_change_training(options: dict[str, Any]) -> None:
 
 @kinds
 def test_an_evaluation_model_takes_a_checkpoint(options: dict[str, Any]) -> None:
-    """Keys and values of the old cache must not stay behind."""
+    """Keys and values of the old cache are dropped."""
     trained, served = small_vit(**options), small_vit(**options).eval()
     step(trained, images(0))
     with torch.no_grad():

@@ -69,7 +69,7 @@ def twin(
     padding_BN: Tensor | None = None,
     bias_BHNL: Tensor | None = None,
 ) -> Tensor:
-    """Expected output, one query of one head of one row at a time."""
+    """Slow twin of the layer: one query of one head of one row at a time."""
     memory = layer.memory
     w, b = layer.qkv.weight, layer.qkv.bias
     out = torch.zeros_like(x_BND)
@@ -292,7 +292,7 @@ def test_the_weights_of_the_keys_are_means_over_what_sees_them(causal: bool, pad
 
 @pytest.mark.parametrize("scheme", ["none", "rotary", "alibi"])
 def test_without_own_keys_tokens_attend_the_context_alone(scheme: str) -> None:
-    """Equal to masking the segment as padding, except that a row whose context is empty reads 0."""
+    """The segment acts as padding, except that a row with an empty context reads 0."""
     schemes = {"none": Positions, "rotary": lambda: RotaryPositions(E), "alibi": lambda: ALiBiPositions(HEADS)}
     layer, offer = make(schemes[scheme](), causal=True, memory=Offer(), kind=ContextAttention), Offer()
     offer.valid_BM[1] = False

@@ -30,7 +30,7 @@ def prepared(change: str) -> nn.Linear:
 
 
 def grads(linear: nn.Linear, x_NK: Tensor, late: bool) -> list[Tensor]:
-    """Gradients of a recurrence in which all of the map, some of its outputs, and its weight itself are used."""
+    """Loss of a recurrence that uses the whole map, some of its outputs, and its weight itself."""
     with late_gradients(late):
         h, total = x_NK[:1], torch.zeros((), dtype=x_NK.dtype)
         for row in x_NK.split(1):

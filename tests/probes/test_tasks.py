@@ -243,7 +243,7 @@ RECORDED = {
     "recall": (5204806, -48877584),
     "passkey": (23150570, -195897889),
 }
-"""Ids and targets of episodes, weighted by their places and summed, as they were when `docs/results/remembers.md` was written."""
+"""Sums of ids and targets of episodes, weighted by their places, as in the runs of `docs/results/remembers.md`."""
 
 
 def test_draws_are_those_of_the_recorded_results() -> None:

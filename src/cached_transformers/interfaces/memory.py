@@ -15,7 +15,8 @@ Three rules for `read` and `write`:
 * `Query.x_BND` is the attention's input, after the block's norm; `Trace.x_BND` is the block's input, before the norm.
 * No caller removes padding. A memory ignores tokens where `padding_BN` is True, and keeps the state of a row that is
   all padding.
-* A row without earlier segments must compute the same as without the memory; `Reading.any_B` marks the other rows.
+* A row with an empty memory computes the same as without the memory. `read` and `combine` ensure this themselves;
+  `Reading.any_B` is an optional promise that rows marked False are such rows, so that generation skips the memory.
 
 Legend: B rows, N tokens, M slots, L = M + N, H heads, E head width, V value width, D = H * E model width, P position
 channels.
@@ -131,9 +132,8 @@ class Reading(NamedTuple):
         output_BHNE: a second result per head, for `combine`.
         carry: any value that `combine` and `write` need again.
         lse_BHN: log-sum-exp of the attention's logits; the layer fills it in for a memory that needs "lse".
-        any_B: rows with an entry to read. Must be set by a memory that may be empty and changes results through
-            `output_BHNE`: the other rows compute the same as without the memory. None if all rows have one, or if
-            empty slots are masked by the context.
+        any_B: rows with an entry to read. Optional: a promise that the other rows compute the same as without the
+            memory, so that generation skips a memory that is empty in all rows. None for no promise.
     """
 
     context: Context | None = None

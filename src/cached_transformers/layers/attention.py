@@ -320,8 +320,8 @@ class SelfAttention(nn.Module):
         if segment is None or others is None:
             return _Maps(self.norm, None, functools.partial(mapped, self.output), plain_weights(self.output))
         pairs = ((getattr(self, name), getattr(others, name)) for name in ("norm", "qkv", "output"))
-        split = [functools.partial(by_place, segment=segment, inside=inside, outside=out) for inside, out in pairs]
-        return _Maps(*split, plain=None)
+        norm, qkv, output = (functools.partial(by_place, segment=segment, inside=i, outside=o) for i, o in pairs)
+        return _Maps(norm, qkv, output, None)
 
     def _query(self, inputs: Query, memory_state: State, maps: _Maps) -> tuple[Query, list[Reading | None]]:
         """Project queries, keys and values, after the readings of memories before the projections ("in_front")."""

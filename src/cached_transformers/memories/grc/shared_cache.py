@@ -31,17 +31,7 @@ Attend = Literal["mean", "sample", "stored"]
 
 def in_backward() -> bool:
     """Whether autograd is running: a forward now is a recomputation by activation checkpointing."""
-    if _graph_task is not None:
-        return _graph_task() != -1
-    try:  # installing a callback is an error outside of a backward pass
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: None)  # type: ignore[attr-defined]
-    except RuntimeError:
-        return False
-    return True
-
-
-# PyTorch has no public function for this, and may remove the private one.
-_graph_task = getattr(torch._C, "_current_graph_task_id", None)
+    return torch._C._current_graph_task_id() != -1  # private: PyTorch has no public function for this
 
 
 # Custom operators, so that compiled code asks `in_backward` when it runs, not when it is traced.

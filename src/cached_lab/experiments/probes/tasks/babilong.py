@@ -189,11 +189,11 @@ class BookStories(_LibraryTask):
         self.shortest = 0 if asked_too <= segment else -(-max(told) // segment)
         used = {word for story in library.every for words in (*story.sentences, story.question) for word in words}
         kinds = [sorted(used & {*kind}) for kind in NAMES] if renamed else []
-        self._kinds = [library.encode(kind) for kind in kinds if kind]
+        self._kinds: list[Tensor] = [library.encode(kind) for kind in kinds if kind]
 
     def _take(self, library: Library) -> None:
         self.library = library
-        self._kinds: list[Tensor] = []
+        self._kinds = []
         end = int(library.encode([stories.END]))
         ends = ((library.novel_N == end).nonzero()[:, 0] + 1).tolist()
         sentences = [library.novel_N[a:b] for a, b in zip([0, *ends], ends, strict=False) if b - a >= SHORTEST_SENTENCE]
