@@ -18,7 +18,7 @@ from cached_lab.tasks.recipes import load_config
 
 COMMANDS = [words for _, words in commands("cached")]
 NOT_RUN = {
-    "cached benchmark": "measures for minutes; tests/benchmarks/test_vision_benchmark.py",
+    "cached benchmark": "measures for minutes; tests/benchmarks/test_image_benchmarks.py",
     "cached detect": "needs a trained detector; tests/detection/test_training.py",
     "cached translate": "needs a trained translator; tests/translation/test_translate.py",
     "cached evaluate runs/rmt_documents": "needs a trained run; tests/documents/test_document_training.py",

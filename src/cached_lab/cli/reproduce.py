@@ -80,14 +80,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measure(arguments: argparse.Namespace, command: str) -> int:
     from cached_lab.experiments.reproductions import MEASURED
-    from cached_lab.experiments.reproductions.table9 import measure, write
+    from cached_lab.experiments.reproductions.table9 import measure
 
     name, scale = arguments.reproduction, arguments.scale
     for key, option in OF_TRAINED_TABLES.items():
         if getattr(arguments, key) is not None:
             raise ValueError(f"{name} trains nothing and reads no data; drop {option}")
-    measured = measure(MEASURED[name], scale, arguments.rows, arguments.overrides)
-    print(measured.text)
-    path = write(measured, arguments.out or Path("runs") / f"{name}_{scale}", name, command)
-    print(f"written: {path}")
+    folder = arguments.out or Path("runs") / f"{name}_{scale}"
+    print(measure(MEASURED[name], scale, arguments.rows, arguments.overrides, folder, command))
+    print(f"written: {folder / 'throughput.md'}")
     return 0

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from cached_lab.experiments.benchmarks.interleaved import Ratio, compare, training_step
 from cached_lab.experiments.costs.flops import flops_of
+from cached_lab.experiments.costs.timing import Ratio, compare, training_step
 from cached_lab.experiments.probes.distances import loop_of
 from cached_lab.experiments.probes.far_trials import NONE, WHOLE, FarTrials
 from cached_lab.experiments.probes.protocol import Sizes, build_model

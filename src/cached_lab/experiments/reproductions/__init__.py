@@ -7,10 +7,10 @@ from .table4 import TABLE4, TABLE4_IWSLT14
 from .table5 import TABLE5
 from .table6 import TABLE6
 from .table8 import TABLE8
-from .table9 import TABLE9, Throughput
+from .table9 import TABLE9, ThroughputTable
 from .table10 import TABLE10
 
-__all__ = ["MEASURED", "REPRODUCTIONS", "Reproduction", "Row", "Throughput"]
+__all__ = ["MEASURED", "REPRODUCTIONS", "Reproduction", "Row", "ThroughputTable"]
 
 REPRODUCTIONS = {
     "table1": TABLE1,
