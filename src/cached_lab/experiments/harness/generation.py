@@ -1,4 +1,4 @@
-"""Writing on from contexts of any length until a string comes: rows of one length together, each as if it were alone.
+"""Continue contexts of any length until a string appears; rows of equal length in one batch, each as if by itself.
 
 Legend: B rows, N tokens of a context.
 """
@@ -16,11 +16,11 @@ from cached_transformers.models.sampling import Choice
 from cached_transformers.models.segments import as_language_model
 
 
-class Ending:
-    """The text of one row while it grows, up to the first of some strings.
+class EndingText:
+    """The growing text of one row, up to the first of some strings.
 
     Args:
-        words: of the tokenizer. before: ids of the context. until: strings that end the text and are none of it.
+        before: ids of the context. until: strings that end the text and do not belong to it.
     """
 
     def __init__(self, words: Words, before: Sequence[int], until: Sequence[str]) -> None:
@@ -28,22 +28,20 @@ class Ending:
         self.spelling = Spelling(words.decode, before[-CONTEXT:])
 
     def add(self, token: int) -> None:
-        """One more token, unless the text has ended."""
-        if self.done:
-            return
-        new = "" if token == self.end else self.spelling.more([token])
-        self.done = token == self.end
-        self._grow(new)
+        """Append a token, unless the text has ended."""
+        if not self.done:
+            self.done = token == self.end
+            self._grow("" if self.done else self.spelling.more([token]))
 
     def whole(self) -> str:
-        """The text, with what the last tokens left open."""
+        """Return the text with the incomplete character of the last tokens."""
         if not self.done:
             self._grow(self.spelling.rest())
         return self.text
 
     def _grow(self, new: str) -> None:
         longest = max(map(len, self.until), default=0)
-        begin = max(0, len(self.text) - longest + 1)  # a string may begin in what was there
+        begin = max(0, len(self.text) - longest + 1)  # a string may begin in the old part
         self.text += new
         found = [place for string in self.until if (place := self.text.find(string, begin)) >= 0]
         if found:
@@ -51,7 +49,7 @@ class Ending:
 
 
 @torch.no_grad()
-def write_until(
+def generate_until(
     model: nn.Module,
     contexts: Sequence[Sequence[int]],
     words: Words,
@@ -59,14 +57,13 @@ def write_until(
     choice: Choice,
     until: Sequence[str],
 ) -> list[str]:
-    """What follows contexts of the same number of tokens, each up to a string, the tokenizer's end, or the last token.
+    """Continue contexts with equal numbers of tokens, each up to a string, the tokenizer's end, or the last token.
 
     Args:
-        model, segment_length: see `generate`. contexts: token ids, one row each. choice: one beam; how tokens are
-            chosen.
+        model, segment_length: as for `generate`. choice: sampling options, with one beam.
     """
     reader = as_language_model(model)
-    rows = [Ending(words, context, until) for context in contexts]
+    rows = [EndingText(words, context, until) for context in contexts]
     with evaluating(reader):
         prompt_BN = torch.tensor([list(context) for context in contexts], device=next(reader.parameters()).device)
         text = Text(reader, prompt_BN, reader.init_state(len(rows)), segment_length)
