@@ -206,7 +206,10 @@ def measure_setting(
     uncached: dict[str, Any] = {}
     prompt_BN = setting.prompt_BN(sizes.vocabulary, device)
     for name in own:
-        cases = {"cached": calls[name], "uncached": functools.partial(without_cache, models[name], prompt_BN, setting)}
+        cases: dict[str, Any] = {
+            "cached": calls[name],
+            "uncached": functools.partial(without_cache, models[name], prompt_BN, setting),
+        }
         uncached[name] = compare(cases, "cached", max(1, rounds // 4))["uncached"]
     return [
         {

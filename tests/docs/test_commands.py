@@ -205,7 +205,7 @@ def test_what_the_demo_would_train_can_be_built(
     def planned(self: Trials, trials: list[Trial], *_: object) -> None:
         raise Planned([self.settings(trial) for trial in trials])
 
-    def compared(comparison: compare.Comparison, *_: object) -> None:
+    def compared(comparison: compare.VariantComparison, *_: object) -> None:
         assert comparison.reference in {variant.name for variant in comparison.variants}
         raise Planned(comparison.variants)
 

@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train what is missing, then write compare.json and the report."""
-    from cached_lab.experiments.compare import Comparison, carry_out
+    from cached_lab.experiments.compare import VariantComparison, carry_out
     from cached_lab.experiments.reports.terminal import open_console
     from cached_lab.experiments.variants import prepare
     from cached_lab.tasks.recipes import load_config
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = load_config(arguments.recipe, arguments.overrides)
     folder = arguments.out or Path("runs") / f"compare_{recipe.name}"
     variants, baselines = prepare(recipe, arguments.variants.split(","), arguments.control, arguments.against)
-    comparison = Comparison(recipe, variants, seeds, folder, baselines, against=arguments.against)
+    comparison = VariantComparison(recipe, variants, seeds, folder, baselines, against=arguments.against)
     carry_out(comparison, arguments.jobs, command_line(), open_console())
     return 0
 

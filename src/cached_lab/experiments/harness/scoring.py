@@ -64,9 +64,7 @@ def log_probabilities(
     groups = [(start, list(members)) for start, members in itertools.groupby(scored, whole_segments)]
     with evaluating(reader), torch.no_grad():
         if segment_length is None and remembers(reader.init_state(1)):
-            raise ValueError(
-                "segment_length=None: the memory of this model is written per segment; give a length"
-            )
+            raise ValueError("segment_length=None: the memory of this model is written per segment; give a length")
         for part in _batches(groups, rows):
             states = _states_after(reader, [start for start, _ in part], segment_length, device)
             for batch in _batches([(row, index) for row, (_, members) in enumerate(part) for index in members], rows):
