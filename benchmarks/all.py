@@ -125,7 +125,7 @@ def attention_part(device: str, quick: bool) -> Iterator[CaseGroup]:
         if dtype == torch.float32:
             for peer in ATTENTION_PEERS.values():
                 make = partial(_attention_peer, peer, given, length, device)
-                cases[f"{peer.distribution} of others"] = BenchmarkCase(make)
+                cases[f"{peer.distribution} (peer)"] = BenchmarkCase(make)
         else:  # fla's delta rule takes no float32
             cases["fla's delta rule, causal"] = BenchmarkCase(partial(_fla_delta, given, device), DELTA)
         flex = partial(_flex, given, length, device, window)
@@ -187,7 +187,7 @@ def memory_part(device: str, quick: bool) -> Iterator[CaseGroup]:
             cases[name] = BenchmarkCase(partial(memories.our_step, name, sizes, device, dtype))
             if name in PEERS:
                 peer = partial(_memory_peer, name, sizes, device, dtype)
-                cases[f"{PEERS[name].distribution} of others"] = BenchmarkCase(peer)
+                cases[f"{PEERS[name].distribution} (peer)"] = BenchmarkCase(peer)
         yield CaseGroup("memories", language_work(sizes), dtype, cases)
 
 

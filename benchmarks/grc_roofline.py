@@ -37,7 +37,7 @@ Call = Callable[[], object]
 BLOCK, QUERIES = 1 << 16, 256
 """Numbers in a buffer that stays in a processor's cache, and queries whose logits do."""
 KERNEL = "attention"
-WITHIN = ("of which products", "of which exponentials")
+WITHIN = ("attention: products", "attention: exponentials")
 """Parts of the attention kernel, not added to it."""
 ABSENT = Ratio(0.0, 0.0, 0.0, 0.0, 0.0)
 

@@ -179,7 +179,7 @@ def as_markdown(stores: list[command.Measurement], tenths: list[command.Measurem
         "store (MiB)": lambda row: f"{row['mebibytes']:,.0f}",
         "in memory, store = 1": lambda row: "" if row["resident"] is None else f"{row['resident']:.2f}",
         "read (ms)": lambda row: f"{1000 * row['read'].seconds:,.1f}",
-        "products alone = 1": lambda row: str(row["read"]),
+        "products only = 1": lambda row: str(row["read"]),
         "products, kept (ms)": milliseconds("kept"),
         "plain form (ms)": milliseconds("plain"),
         "write in place (ms)": milliseconds("written"),

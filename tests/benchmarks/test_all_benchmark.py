@@ -51,7 +51,7 @@ def later(seconds: float = 60) -> float:
 
 def test_operations_and_bytes_are_those_of_the_operators() -> None:
     a, b = torch.randn(4, 6, requires_grad=True), torch.randn(6, 5)
-    # Forward, and the gradient of a alone.
+    # Forward, and the gradient of only a.
     assert flops_of(lambda: (a @ b).sum().backward()) == 2 * 2 * 4 * 6 * 5
     with torch.no_grad():
         assert bytes_of(lambda: a @ b) == 4 * (24 + 30 + 20)

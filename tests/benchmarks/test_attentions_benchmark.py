@@ -26,7 +26,7 @@ def test_the_command_measures_and_draws(tmp_path: Path, capsys: pytest.CaptureFi
     assert "| softmax | N^2 | 1.00 | 1.00 |" in out and file.with_suffix(".png").stat().st_size > 5000
     row = json.loads(file.read_text(encoding="utf-8"))["rows"][0]
     assert set(row["seconds"]) == {"32", "64"} and row["seconds"]["64"] > 0
-    # Queries, keys, values and their gradients alone are 6 x 64 x 256 numbers, of which the step makes the gradients.
+    # Queries, keys, values and their gradients are 6 x 64 x 256 numbers; the step makes the gradients.
     assert row["mebibytes"]["64"] > 3 * 64 * 256 * 4 / 2**20
 
 

@@ -82,7 +82,7 @@ def test_numbers_below_their_least_are_refused(capsys: pytest.CaptureFixture[str
     assert arguments[1].split("=")[0] in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what a machine without CUDA lacks")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["benchmark", "all", "--device", "cuda"]) == 2
     assert "--device cuda" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from cached_lab.experiments.costs import throughput
 from cached_lab.experiments.costs.flops import count_flops, count_parameters, flops_of
 
 SIDE = 64
-PRODUCTS = {"queries", "gates", "keys and values", "attention", "of which products"}
+PRODUCTS = {"queries", "gates", "keys and values", "attention", "attention: products"}
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Scores of texts in batches are those of each text read alone; texts are written as `generate` writes them."""
+"""Scores of texts in batches equal those of single texts; generated texts equal those of `generate`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from integrations.transformers_hosts import GPT2, awaken, stream
 
-from cached_lab.experiments.harness.scoring import ScoredText, TextScore, log_probabilities
 from cached_lab.experiments.harness.generation import EndingText, generate_until
+from cached_lab.experiments.harness.scoring import ScoredText, TextScore, log_probabilities
 from cached_lab.tasks.language.completion import Words
 from cached_transformers import create_model, generate
 from cached_transformers.models.sampling import Choice
@@ -24,7 +24,7 @@ def ours(memory: Any) -> Any:
     model = create_model("language_model", **sizes, memory=memory).double()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(2)  # so that what is read shows
+            parameter.mul_(2)  # so that the context has an effect
     return model.eval()
 
 
@@ -42,7 +42,7 @@ MODELS = {
 
 
 def texts() -> list[ScoredText]:
-    """Of unequal lengths: contexts of more than five segments, some shared, and some of less than one segment."""
+    """Return texts of unequal lengths: contexts over five segments, some shared, and some under one segment."""
     generator = torch.Generator().manual_seed(0)
 
     def some(count: int) -> list[int]:
@@ -93,7 +93,7 @@ def test_a_store_of_everything_scores_as_the_whole_text_in_one_pass() -> None:
     found = dict(log_probabilities(model, given, SEGMENT, 4))
     for place, text in enumerate(given[:-1]):
         assert found[place].logp == pytest.approx(alone(plain, text, None).logp, abs=1e-10)
-    cut = alone(plain, given[0])  # without the memory the context is lost, and the score another one
+    cut = alone(plain, given[0])  # without the memory the context is lost, and the score differs
     assert abs(found[0].logp - cut.logp) > 1e-3
     whole = dict(log_probabilities(plain, given, None, 4))
     assert whole[0].logp == pytest.approx(found[0].logp, abs=1e-10)

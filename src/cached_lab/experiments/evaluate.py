@@ -103,8 +103,11 @@ class Evaluation:
                 treat_memory(model, mode, self.config)
             if task == "documents":
                 rows += self._score_documents(model, dataset, mode, processes)
+            elif task == "translation":
+                rows.append({"memory": mode, **evaluate_pairs(model, dataset, processes, self.config, None)[0]})
             else:
-                rows.append({"memory": mode, **self._score_pairs_or_objects(model, dataset, task, processes)})
+                size = self.config.training.evaluation_batch_size or self.config.training.batch_size
+                rows.append({"memory": mode, **evaluate_detector(model, dataset, processes, size)})
         return EvaluationScores(rows, step, fitted_baselines(self.config, dataset) if task == "documents" else None)
 
     def _score_documents(self, model: nn.Module, dataset: Any, mode: str, processes: World) -> list[ScoreRow]:
@@ -150,13 +153,6 @@ class Evaluation:
             raise ValueError(
                 f"--memory {refused[0]!r} is for caches that all rows of a classifier share; take carry, reset"
             )
-
-    def _score_pairs_or_objects(self, model: nn.Module, dataset: Any, task: str, processes: World) -> ScoreRow:
-        config = self.config
-        if task == "translation":
-            return evaluate_pairs(model, dataset, processes, config, None)[0]
-        size = config.training.evaluation_batch_size or config.training.batch_size
-        return evaluate_detector(model, dataset, processes, size)
 
     def _score_text(self, dataset: Any, processes: World) -> EvaluationScores:
         """Score a language model, whose rows have their own memories."""

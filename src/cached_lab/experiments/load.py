@@ -58,7 +58,8 @@ def load_run(
     path = Checkpoints(folder / "checkpoints").named(checkpoint) if checkpoint in ("best", "last") else Path(checkpoint)
     stored = read_checkpoint(path)
     refuse_exchanged(folder, stored)
-    changed = [key for key in differing_keys(with_defaults(stored.config), config_to_dict(config)) if _of_model(key)]
+    differing = differing_keys(with_defaults(stored.config), config_to_dict(config))
+    changed = [key for key in differing if key.startswith(("model.", "model:"))]
     if changed:
         raise ValueError(
             f"{folder / CONFIG} describes another model than {path}; undo the change, or repeat the run's `cached "
@@ -127,10 +128,6 @@ def _tokenizer_beside(folder: Path) -> Any:
             f"{folder} has no tokenizer that transformers can read ({' '.join(str(error).split())}); save it with the "
             f"model: tokenizer.save_pretrained({str(folder)!r})"
         ) from None
-
-
-def _of_model(difference: str) -> bool:
-    return difference.startswith("model.") or difference.startswith("model:")
 
 
 def read_run_config(folder: str | Path) -> RunConfig:

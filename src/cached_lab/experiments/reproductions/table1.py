@@ -19,7 +19,7 @@ def _rows(scale: str) -> Sequence[TableRow]:
 
 
 TABLE1 = image_table(
-    "images: backbones plain, with GRC, with its convolution alone, and plain at equal operations",
+    "images: backbones plain, with GRC, with only its convolution, and plain at equal operations",
     _rows,
     recipes={"small": "table1_small", "paper": "imagenet_vit_small_grc"},
 )

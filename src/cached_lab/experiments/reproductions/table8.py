@@ -22,7 +22,7 @@ def _rows(scale: str) -> Sequence[TableRow]:
 
 
 TABLE8 = image_table(
-    "images, many classes: Swin plain, with GRC, with its convolution alone, and plain at equal operations",
+    "images, many classes: Swin plain, with GRC, with only its convolution, and plain at equal operations",
     _rows,
     recipes={"small": "table8_small", "paper": "imagenet22k_swin_tiny_grc"},
     files={"small": "Tiny-ImageNet (64 or 32 pixels)", "paper": "ImageNet-22k (a tar for each class)"},
