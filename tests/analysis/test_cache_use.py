@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cached_lab.experiments.cache_use import (
-    Mixed,
+    ShuffledDataset,
     caches_updated_by_the_batch,
     modes_of,
     score_cache_use,
@@ -78,7 +78,7 @@ def test_each_way_of_treating_a_cache_does_what_it_says():
         cache.cache_MC.copy_(other.cache_MC)
     assert losses["other"] == pytest.approx(evaluate(exchanged, data, WORLD, 64)["loss"], abs=1e-7)
     assert len(set(losses.values())) == len(modes)
-    mixed = evaluate(load(), Mixed(data), WORLD, 16, inside=caches_updated_by_the_batch)
+    mixed = evaluate(load(), ShuffledDataset(data), WORLD, 16, inside=caches_updated_by_the_batch)
     assert losses["batch 16"] == mixed["loss"]
     with pytest.raises(ValueError, match=r"other run's caches are of \[\(17, 16\), .* this run's of \[\(17, 8\)"):
         take_caches(load(), model_of({"name": "grc", "ratio": 1.0}))
@@ -105,6 +105,6 @@ def test_only_what_makes_a_difference_is_asked(memory, expected):
 
 def test_the_order_is_mixed_and_complete():
     data = Digits("test")
-    mixed = Mixed(data)
+    mixed = ShuffledDataset(data)
     assert sorted(mixed.order) == list(range(len(data))) != mixed.order
     assert torch.equal(mixed[0][0], data[mixed.order[0]][0]) and len(mixed) == len(data)

@@ -1,4 +1,4 @@
-"""The verdict on the use of a memory: what losses are paired by, what the interval makes of them, and two real runs."""
+"""The verdict on the use of a memory: paired losses, their interval, and two real runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WORDS: Any = SimpleNamespace(tokenizer=SimpleNamespace(lossless=False))
 
 
 def made(generator: torch.Generator, documents: int, rows: int, segments: int, more: float = 0.0) -> SplitLosses:
-    """Losses of a split of 5 tokens a segment, of which each costs `more`."""
+    """Return losses of a split with 5 tokens per segment, each `more` expensive."""
     parts = torch.rand(rows, segments, generator=generator, dtype=torch.float64) + 5 * (1 + more)
     by_document = (
         torch.rand(documents, generator=generator, dtype=torch.float64) + torch.arange(1, documents + 1) * more
@@ -114,9 +114,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def judged(folder: Path, repeats: int, *options: str) -> tuple[dict[str, Any], dict[str, SplitLosses], Any]:
-    """What is said of a small model trained on lines of 8 random letters, each `repeats` times in a row.
+    """Train a small model on lines of 8 random letters, each repeated `repeats` times, and judge its memory.
 
-    A segment is a line: what stands in it can be known from the segment before it, or not at all.
+    A segment is a line: it is predictable from the segment before it, or not at all.
     """
     letters = random.Random(3)
     lines = ["".join(letters.choices("abcdefgh", k=8)) for _ in range(900 // repeats)]
@@ -170,7 +170,7 @@ def test_a_memory_that_cannot_help_is_not_said_to(folder: Path) -> None:
     ],
 )
 def test_a_document_begins_with_an_empty_memory_too(share: float, reset: str, words: str) -> None:
-    """Whether the option says so or it is what the data do by themselves."""
+    """By the option, or by the data themselves."""
     config: Any = SimpleNamespace(training=SimpleNamespace(reset_rows=share), data={"name": "books"})
     data: Any = SimpleNamespace(reset=reset)
     assert words in reset_sentence(emptied_in_training(data, config))

@@ -162,7 +162,7 @@ def test_a_map_is_the_norm_of_what_the_branch_gives_a_token() -> None:
 
 
 class Halved(nn.Module):
-    """Not one of ours: half of its input stands for self-attention, half for a memory."""
+    """A third-party layer: half of its input imitates self-attention, half a memory."""
 
     prefix = 1
     note = None
@@ -223,7 +223,7 @@ def test_figure_4_of_photographs(trained: Path, tmp_path: Path) -> None:
     [
         (["fig4", "{run}", "--layers", "5"], "layer 5 has no map; these have: 1, 2"),
         (["fig4", "{run}", "--layers", "x"], "--layers 'x' must be whole numbers from 1 on"),
-        (["fig4", "{run}", "{run}"], "figure 4 is of one run"),
+        (["fig4", "{run}", "{run}"], "figure 4 needs one run"),
         (["fig4", "{run}", "--images", "nowhere.jpg"], "there is no file nowhere.jpg"),
         (["fig5", "{plain}"], "only models with a gated memory have gates"),
         (["fig1", "{here}"], "is neither a run"),

@@ -7,7 +7,7 @@ import torch
 from integrations.hosts import library
 
 from cached_lab.experiments.costs.flops import count_flops, flops_by_operator
-from cached_lab.experiments.costs.paper_flops import Cost, cost, costs
+from cached_lab.experiments.costs.paper_flops import ModelCost, cost, costs
 
 VIT, SWIN = "vit_small_patch16_224", "swin_tiny_patch4_window7_224"
 PAPER = {
@@ -33,7 +33,7 @@ def _timm() -> None:
     library("timm")
 
 
-def check(architecture: str, ratio: float, numbers: tuple[float, float, float]) -> tuple[Cost, Cost]:
+def check(architecture: str, ratio: float, numbers: tuple[float, float, float]) -> tuple[ModelCost, ModelCost]:
     plain_published, cached_published, tolerance = numbers
     plain, cached = costs(architecture, {"variant": "released", "ratio": ratio})
     assert plain.total / 1e9 == pytest.approx(plain_published, abs=0.05)  # they print one digit

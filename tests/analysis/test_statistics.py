@@ -1,4 +1,4 @@
-"""Every formula against old values, scipy or a full enumeration, and what is said when a test cannot be made."""
+"""Every formula against old values, scipy or a full enumeration, and the notes of tests that cannot be made."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cached_lab.experiments.statistics import (
 GENERATOR = np.random.default_rng(7)
 
 
-# Values of an implementation without scipy (continued fraction, bisection, closed forms): what is printed must stay.
+# Values of an implementation without scipy (continued fraction, bisection, closed forms): printed numbers must not change.
 FIRST = [
     [0.9007, 0.9272],
     [0.894, 0.8895, 0.9114],

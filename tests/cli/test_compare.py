@@ -121,7 +121,7 @@ def test_digits_with_memory_and_both_controls(compared):
     assert result["statistics"] == json.loads(json.dumps(summarise(values, "plain")))
     assert 0.05 < result["baselines"]["majority class"] < 0.2
     assert (out / "report.html").is_file() and "control-flops: feed_forward" in printed
-    assert "baseline: majority class" in printed and "of the FLOPs of the dearest variant" in printed
+    assert "baseline: majority class" in printed and "of the FLOPs of the most expensive variant" in printed
     assert "| control-flops |" in (out / "compare.md").read_text(encoding="utf-8")
     assert (out / "grc" / "seed_0" / "gates.json").is_file()
     assert (out / "grc" / "seed_0" / "feature_maps.npz").is_file()

@@ -253,7 +253,7 @@ def test_bad_input_is_refused(
         (["--other", "{run}"], "--memory other takes the caches of --other RUN"),
         (["--batch-sizes", "4"], "--batch-sizes 4 is of --memory batch"),
         (["--memory", "batch", "--batch-sizes", "0"], "--batch-sizes '0' must be whole numbers from 1 on"),
-        (["--memory", "batch"], "this model's rows read 'sample', which is the same in evaluation"),
+        (["--memory", "batch"], "this model's rows read 'sample'"),
         (["--memory", "other", "--other", "{wide}"], "the other run's caches are of"),
         (["--memory", "batch", "{plain}"], "has no shared cache"),
     ],

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from drills.frame import forked
 
-from cached_lab.experiments import subprocesses as children
+from cached_lab.experiments import subprocesses
 from cached_lab.experiments.subprocesses import start_command, work_off
 from cached_lab.training.interruption import RunFailed, Stopped
 
@@ -36,7 +36,7 @@ sys.exit(3)
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
-    monkeypatch.setattr(children, "_COMMAND", CHILD)
+    monkeypatch.setattr(subprocesses, "_COMMAND", CHILD)
     found = [tmp_path / name for name in ("a", "b", "c")]
     for folder in found:
         folder.mkdir()

@@ -54,7 +54,7 @@ def test_a_window_of_a_segment_is_that_of_transformer_xl(trained: Path, capsys: 
 
 def test_what_would_be_untrained_is_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(trained, capsys, "--with-memory", "rmt")
-    assert "'rmt' brings weights that this run has not trained" in message and "streaming_llm, tova or h2o" in message
+    assert "memory 'rmt' has weights" in message and "streaming_llm, tova, h2o" in message
     assert "no_such" in refused(trained, capsys, "--with-memory", "no_such")
     assert "neither of which is given" in refused(trained, capsys, "tova.length=5")
     assert "unknown option of memory 'tova' 'size'" in refused(trained, capsys, "--with-memory", "tova", "tova.size=5")

@@ -18,7 +18,7 @@ from cached_lab.tasks.recipes import load_config
 
 COMMANDS = [words for _, words in commands("cached")]
 NOT_RUN = {
-    "cached benchmark": "measures for minutes; tests/benchmarks/test_vision_benchmark.py",
+    "cached benchmark": "measures for minutes; tests/benchmarks/test_image_benchmarks.py",
     "cached detect": "needs a trained detector; tests/detection/test_training.py",
     "cached translate": "needs a trained translator; tests/translation/test_translate.py",
     "cached evaluate runs/rmt_documents": "needs a trained run; tests/documents/test_document_training.py",
@@ -205,7 +205,7 @@ def test_what_the_demo_would_train_can_be_built(
     def planned(self: Trials, trials: list[Trial], *_: object) -> None:
         raise Planned([self.settings(trial) for trial in trials])
 
-    def compared(comparison: compare.Comparison, *_: object) -> None:
+    def compared(comparison: compare.VariantComparison, *_: object) -> None:
         assert comparison.reference in {variant.name for variant in comparison.variants}
         raise Planned(comparison.variants)
 

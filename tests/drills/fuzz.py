@@ -192,13 +192,13 @@ def _reached(*arguments: Any, **options: Any) -> Any:
 
 
 def _stop_long_work() -> None:
+    from cached_lab.cli import benchmark
     from cached_lab.experiments import compare, run, run_outputs
-    from cached_lab.experiments.benchmarks import named
     from cached_lab.experiments.probes.trials import Trials
     from cached_lab.experiments.reproductions import table9
 
     compare.carry_out = _reached  # type: ignore[assignment]
-    named.measure = table9.measure = _reached  # type: ignore[assignment]
+    table9.measure = benchmark.run = _reached  # type: ignore[assignment]
     Trials.train = _reached  # type: ignore[method-assign]
     for module in (run, run_outputs):  # slow, and tested in other drills
         module.write_report = module.write_figures = lambda *args: None  # type: ignore[attr-defined]

@@ -148,7 +148,7 @@ TASKS = {
 
 @pytest.fixture
 def tasks(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three tasks on one local file, of which the right text is what the model writes, and no network."""
+    """Three tasks on one local file, with the text of the model as the right answer, and no network."""
     model = load_run(run)[1]
     ids = torch.tensor([[ord("\n"), *CONTEXT.encode()]])
     written = bytes(generate(model, ids, tokens=6, temperature=0, segment_length=SEGMENT).tokens[0].tolist())

@@ -1,4 +1,4 @@
-"""Scores of texts in batches are those of each text read alone; texts are written as `generate` writes them."""
+"""Scores of texts in batches equal those of single texts; generated texts equal those of `generate`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from integrations.transformers_hosts import GPT2, awaken, stream
 
-from cached_lab.experiments.harness.scoring import Score, Scored, log_probabilities
-from cached_lab.experiments.harness.writing import Ending, write_until
+from cached_lab.experiments.harness.generation import EndingText, generate_until
+from cached_lab.experiments.harness.scoring import ScoredText, TextScore, log_probabilities
 from cached_lab.tasks.language.completion import Words
 from cached_transformers import create_model, generate
 from cached_transformers.models.sampling import Choice
@@ -24,7 +24,7 @@ def ours(memory: Any) -> Any:
     model = create_model("language_model", **sizes, memory=memory).double()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(2)  # so that what is read shows
+            parameter.mul_(2)  # so that the context has an effect
     return model.eval()
 
 
@@ -41,22 +41,22 @@ MODELS = {
 }
 
 
-def texts() -> list[Scored]:
-    """Of unequal lengths: contexts of more than five segments, some shared, and some of less than one segment."""
+def texts() -> list[ScoredText]:
+    """Return texts of unequal lengths: contexts over five segments, some shared, and some under one segment."""
     generator = torch.Generator().manual_seed(0)
 
     def some(count: int) -> list[int]:
         return torch.randint(0, VOCABULARY, (count,), generator=generator).tolist()
 
     long, other = some(5 * SEGMENT + 3), some(2 * SEGMENT)
-    found = [Scored([*long, *some(count)], len(long)) for count in (1, 3, SEGMENT + 4)]
-    found += [Scored([*other, *some(count)], len(other)) for count in (2, 2)]
-    found += [Scored(some(length), first) for length, first in ((4, 1), (3 * SEGMENT, 1), (SEGMENT + 1, SEGMENT))]
-    return [*found, Scored(some(4), 4)]
+    found = [ScoredText([*long, *some(count)], len(long)) for count in (1, 3, SEGMENT + 4)]
+    found += [ScoredText([*other, *some(count)], len(other)) for count in (2, 2)]
+    found += [ScoredText(some(length), first) for length, first in ((4, 1), (3 * SEGMENT, 1), (SEGMENT + 1, SEGMENT))]
+    return [*found, ScoredText(some(4), 4)]
 
 
 @torch.no_grad()
-def alone(model: Any, text: Scored, segment: int | None = SEGMENT) -> Score:
+def alone(model: Any, text: ScoredText, segment: int | None = SEGMENT) -> TextScore:
     """Slow twin: the text by itself, segment by segment, and the log-probability of every scored token."""
     reader = model.for_loops() if hasattr(model, "for_loops") else model
     inputs = torch.tensor([list(text.ids[:-1])])
@@ -67,7 +67,9 @@ def alone(model: Any, text: Scored, segment: int | None = SEGMENT) -> Score:
         rows.append(out.outputs[0].log_softmax(-1))
     logp = torch.cat(rows)
     scored = [(place - 1, text.ids[place]) for place in range(text.first, len(text.ids))]
-    return Score(sum(logp[at, token].item() for at, token in scored), all(logp[at].argmax() == t for at, t in scored))
+    return TextScore(
+        sum(logp[at, token].item() for at, token in scored), all(logp[at].argmax() == t for at, t in scored)
+    )
 
 
 @pytest.mark.parametrize(("name", "rows"), [*((name, 4) for name in MODELS), ("rmt", 1)])
@@ -79,7 +81,7 @@ def test_a_batch_of_unequal_texts_is_scored_as_each_alone(name: str, rows: int) 
         if text.first < len(text.ids):
             want = alone(model, text)
             assert found[place].logp == pytest.approx(want.logp, abs=1e-10) and found[place].greedy == want.greedy
-    assert found[len(given) - 1] == Score(0.0, True)
+    assert found[len(given) - 1] == TextScore(0.0, True)
     assert len({score.logp for score in found.values()}) == len(given)
 
 
@@ -91,7 +93,7 @@ def test_a_store_of_everything_scores_as_the_whole_text_in_one_pass() -> None:
     found = dict(log_probabilities(model, given, SEGMENT, 4))
     for place, text in enumerate(given[:-1]):
         assert found[place].logp == pytest.approx(alone(plain, text, None).logp, abs=1e-10)
-    cut = alone(plain, given[0])  # without the memory the context is lost, and the score another one
+    cut = alone(plain, given[0])  # without the memory the context is lost, and the score differs
     assert abs(found[0].logp - cut.logp) > 1e-3
     whole = dict(log_probabilities(plain, given, None, 4))
     assert whole[0].logp == pytest.approx(found[0].logp, abs=1e-10)
@@ -102,7 +104,9 @@ def test_the_likeliest_continuation_is_greedy_and_no_other_is() -> None:
     likely = generate(model, torch.tensor([context]), tokens=7, temperature=0, segment_length=SEGMENT)
     ids = likely.tokens[0].tolist()
     wrong = [*ids[:3], (ids[3] + 1) % VOCABULARY]
-    found = dict(log_probabilities(model, [Scored([*context, *end], len(context)) for end in (ids, wrong)], SEGMENT, 2))
+    found = dict(
+        log_probabilities(model, [ScoredText([*context, *end], len(context)) for end in (ids, wrong)], SEGMENT, 2)
+    )
     assert found[0].greedy and not found[1].greedy
     assert found[0].logp == pytest.approx(float(likely.scores), abs=1e-10)
 
@@ -111,7 +115,7 @@ def test_what_contexts_have_in_common_is_read_once() -> None:
     model, read = ours("rmt"), []
     model.register_forward_pre_hook(lambda module, inputs: read.append(inputs[0].shape))
     context = list(range(20)) * 2
-    given = [Scored([*context, *end], 40) for end in ([1, 2], [3], [4, 5])]
+    given = [ScoredText([*context, *end], 40) for end in ([1, 2], [3], [4, 5])]
     assert len(dict(log_probabilities(model, given, SEGMENT, 8))) == 3
     whole = 39 // SEGMENT
     assert [tuple(shape) for shape in read] == [(1, SEGMENT)] * whole + [(3, SEGMENT), (3, 1)]
@@ -122,8 +126,8 @@ def test_the_model_is_left_as_it_was_and_bad_input_is_refused() -> None:
     list(log_probabilities(model, texts(), SEGMENT, 4))
     assert model.training
     with pytest.raises(ValueError, match="first=0"):
-        list(log_probabilities(model, [Scored([1, 2], 0)], SEGMENT, 4))
-    with pytest.raises(ValueError, match="give segment_length"):
+        list(log_probabilities(model, [ScoredText([1, 2], 0)], SEGMENT, 4))
+    with pytest.raises(ValueError, match="segment_length=None"):
         list(log_probabilities(model, texts(), None, 4))
 
 
@@ -134,13 +138,13 @@ def test_texts_are_written_as_generate_writes_them(name: str) -> None:
     want = generate(model, contexts, tokens=12, temperature=0, segment_length=SEGMENT).tokens.tolist()
     texts = [WORDS.decode(ids) for ids in want]
     choice = Choice(12, temperature=0)
-    assert write_until(model, contexts.tolist(), WORDS, SEGMENT, choice, []) == texts
+    assert generate_until(model, contexts.tolist(), WORDS, SEGMENT, choice, []) == texts
     string = texts[0][4:6]
     cut = [text.partition(string)[0] for text in texts]
-    assert cut[0] != texts[0] and write_until(model, contexts.tolist(), WORDS, SEGMENT, choice, [string]) == cut
+    assert cut[0] != texts[0] and generate_until(model, contexts.tolist(), WORDS, SEGMENT, choice, [string]) == cut
     end = WORDS._replace(end=want[1][5])
     upto = ["".join(text.partition(chr(97 + want[1][5]))[0]) for text in texts]
-    assert write_until(model, contexts.tolist(), end, SEGMENT, choice, []) == upto
+    assert generate_until(model, contexts.tolist(), end, SEGMENT, choice, []) == upto
 
 
 def test_writing_ends_as_soon_as_every_row_has_ended() -> None:
@@ -150,7 +154,7 @@ def test_writing_ends_as_soon_as_every_row_has_ended() -> None:
     want = WORDS.decode(generate(model, context, tokens=9, temperature=0, segment_length=SEGMENT).tokens[0].tolist())
     choice = Choice(9, temperature=0)
     object.__setattr__(choice, "token", lambda logp: steps.append(logp) or logp.argmax(-1))
-    text = write_until(model, context.tolist(), WORDS, SEGMENT, choice, [want[2]])
+    text = generate_until(model, context.tolist(), WORDS, SEGMENT, choice, [want[2]])
     assert text == [want.partition(want[2])[0]] and len(steps) == len(text[0]) + 1
 
 
@@ -159,7 +163,7 @@ def test_a_text_ends_at_the_first_of_several_strings_wherever_tokens_are_cut() -
     words = Words((), lambda text: [], lambda ids: "".join(spell[i] for i in ids), 9)
 
     def ended(ids: list[int], *until: str) -> tuple[str, bool]:
-        row = Ending(words, [0], until)
+        row = EndingText(words, [0], until)
         for token in ids:
             row.add(token)
         return row.whole(), row.done
@@ -169,7 +173,7 @@ def test_a_text_ends_at_the_first_of_several_strings_wherever_tokens_are_cut() -
     assert ended([0, 1, 0], "\n\nQ") == ("a\na", False)
     assert ended([0, 3, 9, 0], "never") == ("a:b", True)
     halves = Words((), lambda text: [], lambda ids: bytes(ids).decode(errors="replace"), None)
-    row = Ending(halves, [], ["ï"])
+    row = EndingText(halves, [], ["ï"])
     for byte in "naïve".encode():
         row.add(byte)
     assert (row.whole(), row.done) == ("na", True)

@@ -338,7 +338,7 @@ def test_evaluate_refuses_what_a_run_has_not(
     run_training(config_from_dict(recipe(corpus, steps=1, test="none")), tmp_path / "plain")
     for folder, options, message in (
         (tmp_path / "plain", ["--memory", "reset"], "has no cache to reset; take carry"),
-        (trained, ["--memory", "other", "--other", str(trained)], "is of caches that all rows of a classifier share"),
+        (trained, ["--memory", "other", "--other", str(trained)], "--memory 'other'"),
         (trained, ["--average", "9"], "so 9 cannot be averaged"),
         (trained, ["--segment-length", "9"], "is for text"),
     ):

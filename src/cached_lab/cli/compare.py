@@ -21,24 +21,24 @@ def add_parser(subparsers: Any) -> None:
         "--control",
         default="",
         metavar="A,B,...",
-        help="conv: no memory but its positional convolution; flops, parameters: no memory, wider feed-forward, so "
-        "that it has as many as the variant with most; longer: no memory, segments twice as long",
+        help="conv: no memory but its positional convolution; flops, parameters: no memory, feed-forward widened "
+        "to the largest variant; longer: no memory, segments twice as long",
     )
     parser.add_argument(
         "--against",
         default="",
         metavar="VARIANT",
-        help="the variant, or control-conv and its like, that every other is tested against, paired by seed "
-        "(default: plain, or the first where there is none)",
+        help="reference variant or control (such as control-conv) of the tests, paired by seed "
+        "(default: plain, or else the first)",
     )
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in a process of its own")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in its own process")
     parser.add_argument("--out", type=Path, help="folder of the comparison (default: runs/compare_NAME)")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train what is missing, then write compare.json and the report."""
-    from cached_lab.experiments.compare import Comparison, carry_out
+    """Train missing runs, then write compare.json and the report."""
+    from cached_lab.experiments.compare import VariantComparison, carry_out
     from cached_lab.experiments.reports.terminal import open_console
     from cached_lab.experiments.variants import prepare
     from cached_lab.tasks.recipes import load_config
@@ -50,22 +50,22 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = load_config(arguments.recipe, arguments.overrides)
     folder = arguments.out or Path("runs") / f"compare_{recipe.name}"
     variants, baselines = prepare(recipe, arguments.variants.split(","), arguments.control, arguments.against)
-    comparison = Comparison(recipe, variants, seeds, folder, baselines, against=arguments.against)
+    comparison = VariantComparison(recipe, variants, seeds, folder, baselines, against=arguments.against)
     carry_out(comparison, arguments.jobs, command_line(), open_console())
     return 0
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Seeds from `3` (0, 1, 2) or `0,1,7`.
+    """Parse seeds from `3` (0, 1, 2) or `0,1,7`.
 
     Raises:
-        ValueError: not whole numbers, none, too many, negative, or one twice.
+        ValueError: not whole numbers, none, too many, negative, or repeated.
     """
     numbers = whole_numbers(",".join(part for part in text.split(",") if part))
-    alone = len(numbers) == 1 and "," not in text
-    if alone:
+    is_count = len(numbers) == 1 and "," not in text
+    if is_count:
         refuse_too_many_seeds(numbers[0])
-    seeds = list(range(numbers[0])) if alone else numbers
+    seeds = list(range(numbers[0])) if is_count else numbers
     if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
         raise ValueError(f"--seeds {text!r} must be a number of seeds (3) or different whole numbers (0,1,7)")
     return seeds

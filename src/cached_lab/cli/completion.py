@@ -132,6 +132,12 @@ def _modes() -> list[str]:
     return list(MEMORY_MODES)
 
 
+def _benchmarks() -> list[str]:
+    from .benchmark import BENCHMARKS
+
+    return list(BENCHMARKS)
+
+
 NAMES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("train", "recipe"): _recipes,
     ("plan", "recipe"): _recipes,
@@ -146,7 +152,6 @@ NAMES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("leaderboard", "tasks"): _probes,
     ("reproduce", "reproduction"): _tables,
     ("evaluate", "memory"): _modes,
-    ("benchmark", "memories"): lambda: ["all", *_memories()],
-    ("benchmark", "attentions"): lambda: ["all", *parts()["attentions"]],
+    ("benchmark", "name"): _benchmarks,
 }
 """Names that an argument of a command may have and the parser does not know."""

@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
         help="the data that a table reads (table4: pairs of texts; table5: text; others: images)",
     )
     parser.add_argument(
-        "--rows", default="paper", metavar="paper|all|A,B", help="all: what the paper lacks, too; or rows by name"
+        "--rows", default="paper", metavar="paper|all|A,B", help="all: with rows that the paper lacks; or rows by name"
     )
     parser.add_argument("--seeds", help="how many (3, the default, means 0,1,2), or a list such as 0,1,7")
     parser.add_argument("--jobs", type=int, help="runs at a time, each in a process of its own (default: 1)")
@@ -46,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train what is missing, then write compare.json and the report; of a table that is measured, measure it."""
+    """Train missing runs, then write compare.json and the report; or measure a table of timings."""
     from cached_lab.experiments.compare import carry_out
     from cached_lab.experiments.reports.terminal import open_console, print_sizes
     from cached_lab.experiments.reproductions import MEASURED, REPRODUCTIONS
@@ -80,14 +80,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measure(arguments: argparse.Namespace, command: str) -> int:
     from cached_lab.experiments.reproductions import MEASURED
-    from cached_lab.experiments.reproductions.table9 import measure, write
+    from cached_lab.experiments.reproductions.table9 import measure
 
     name, scale = arguments.reproduction, arguments.scale
     for key, option in OF_TRAINED_TABLES.items():
         if getattr(arguments, key) is not None:
             raise ValueError(f"{name} trains nothing and reads no data; drop {option}")
-    measured = measure(MEASURED[name], scale, arguments.rows, arguments.overrides)
-    print(measured.text)
-    path = write(measured, arguments.out or Path("runs") / f"{name}_{scale}", name, command)
-    print(f"written: {path}")
+    folder = arguments.out or Path("runs") / f"{name}_{scale}"
+    print(measure(MEASURED[name], scale, arguments.rows, arguments.overrides, folder, command))
+    print(f"written: {folder / 'throughput.md'}")
     return 0

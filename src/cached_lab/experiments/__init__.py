@@ -1,1 +1,1 @@
-"""What is done with runs: comparing, probing, reproducing, measuring and reporting."""
+"""Experiments with runs: training, comparing, probing, reproducing, measuring and reporting."""

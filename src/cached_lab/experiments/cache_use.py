@@ -1,17 +1,16 @@
-"""Whether a trained model uses its shared cache: scores with the cache taken away, destroyed, exchanged, or made anew.
+"""Use of a shared cache by a trained model: scores with the cache emptied, permuted, exchanged, or updated per batch.
 
-A cache that is the same for all rows and constant in evaluation may be no more than a few more weights
-(arXiv:2312.12742 does not ask). Each row of the answer is one way of treating it, of the same trained weights:
+A cache that is the same for all rows and constant in evaluation may be no more than additional weights
+(arXiv:2312.12742 does not test this). Each mode treats the cache of the same trained weights differently:
 
-    carry    as training left it
-    reset    emptied: zeros
-    shuffle  its entries permuted, so that they keep their values and lose their places
+    carry    as after training
+    reset    zeros
+    shuffle  its entries permuted, so that values stay and positions are lost
     other    the caches of another run of the same model, trained from another seed
-    batch N  each batch of N rows reads the update that it makes itself, as in training; nothing is stored
+    batch N  each batch of N rows reads its own update, as in training; nothing is stored
 
-`batch N` at the batch of training is the difference between training and evaluation in the cache alone (dropout stays
-off); over N it says how much scores depend on what else is in the batch. It exists for caches of which all rows read
-the batch mean.
+`batch N` at the batch size of training is the difference of training and evaluation in the cache (dropout stays off);
+over N it shows the dependence on the rest of the batch. It exists for caches whose batch mean is read by all rows.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ from .variants import Variant
 
 FILE_NAME = "cache_use.json"
 BATCHES = (4, 256)
-"""Sizes of batches of which the update is read, beside that of training."""
+"""Batch sizes of `batch N`, beside that of training."""
 
 
 @contextlib.contextmanager
 def caches_updated_by_the_batch(model: nn.Module) -> Iterator[None]:
-    """Inside, caches are read in evaluation as they are in training, updated by the rows at hand; nothing is stored."""
+    """Read caches in evaluation as in training, updated by the current rows; nothing is stored."""
     layers = [module for module in model.modules() if isinstance(module, SharedCacheMemory)]
     before = [(layer.training, layer.cache.training, layer._folded) for layer in layers]
     with hold_caches(model):
-        for layer in layers:  # themselves alone: dropout in their branches stays as it is
+        for layer in layers:  # not their children: dropout in the branches stays off
             layer.training = layer.cache.training = True
             layer._folded = None
         try:
@@ -62,7 +61,7 @@ def caches_updated_by_the_batch(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def take_caches(model: nn.Module, other: nn.Module) -> None:
-    """Put the caches of another model of the same architecture into this one.
+    """Copy the caches of another model of the same architecture into this one.
 
     Raises:
         ValueError: their caches differ in number or size.
@@ -77,8 +76,8 @@ def take_caches(model: nn.Module, other: nn.Module) -> None:
         cache.cache_MC.copy_(source.cache_MC)
 
 
-class Mixed:
-    """A data set in an order drawn at random: rows of a class do not follow each other, whatever the files' order."""
+class ShuffledDataset:
+    """A data set in random order, so that rows of a class do not follow each other."""
 
     def __init__(self, dataset: Any, seed: int = 0) -> None:
         self.dataset, self.collate, self.classes = dataset, dataset.collate, dataset.classes
@@ -93,10 +92,10 @@ class Mixed:
 
 
 def modes_of(model: nn.Module, batch_size: int, other: bool) -> list[str]:
-    """The ways in which the caches of a model can be treated; none for a model without any.
+    """Return the modes for the caches of a model; none for a model without caches.
 
     Args:
-        batch_size: of training. other: whether there is another run to take caches from.
+        batch_size: of training. other: another run has caches to take.
     """
     found = list(caches(model))
     if not found:
@@ -116,14 +115,12 @@ def score_cache_use(
     other: nn.Module | None = None,
     workers: int = 0,
 ) -> list[dict[str, Any]]:
-    """Scores {"mode", "loss", "accuracy"} of a model, one for each way of treating its caches.
+    """Return scores {"mode", "loss", "accuracy"} of a model for each mode.
 
     Args:
-        load: returns the trained model, afresh at each call.
-        modes: of `modes_of`. batch_size: rows of an evaluation batch, for all but `batch N`.
-        seed: of the permutation.
-        other: the model that `other` takes its caches from.
-        workers: processes that load data.
+        load: loads the trained model at each call.
+        batch_size: evaluation batch of all modes but `batch N`.
+        seed: of the permutation. other: the model whose caches `other` takes. workers: processes that load data.
     """
     rows = []
     for mode in modes:
@@ -137,23 +134,23 @@ def score_cache_use(
             assert other is not None
             take_caches(model, other.to(world.device))
         elif mode.startswith("batch "):
-            scored, size = Mixed(dataset), int(mode.split()[1])
+            scored, size = ShuffledDataset(dataset), int(mode.split()[1])
             inside = caches_updated_by_the_batch  # type: ignore[assignment]
         rows.append({"mode": mode, **evaluate(model, scored, world, size, workers, inside)})
     return rows
 
 
 def has_shared_cache(variant: Variant) -> bool:
-    """Whether a memory of the variant is a cache that all rows share."""
+    """Return whether a memory of the variant is a cache that all rows share."""
     names = [name for name, _ in memory_specs(variant.config.model.get("memory"))]
     return any(getattr(MEMORIES.entry(name).factory, "shared", False) is True for name in names)
 
 
 def score_run(folder: Path, variant: Variant, seed: int, other: tuple[Path, int] | None, split: str) -> bool:
-    """Write the scores of one finished run into its folder, unless they are there; returns whether they were not.
+    """Write the scores of a finished run into its folder; return False if they were there already.
 
     Args:
-        other: folder and seed of the run whose caches are tried in this one.
+        other: folder and seed of the run whose caches `other` takes.
     """
     config = variant.seeded(seed)
     checkpoint = "last" if config.training.test == "last" else "best"
@@ -172,9 +169,8 @@ def score_run(folder: Path, variant: Variant, seed: int, other: tuple[Path, int]
         theirs = None if other is None else load(other[0])
         size = config.training.evaluation_batch_size or config.training.batch_size
         modes = modes_of(load(), config.training.batch_size, other is not None)
-        return score_cache_use(
-            load, build_dataset(config, split), modes, world, size, seed, theirs, config.training.workers
-        )
+        data = build_dataset(config, split)
+        return score_cache_use(load, data, modes, world, size, seed, theirs, config.training.workers)
 
     content = {**settings, "scores": in_world(config.training.device, scores)}
     write_whole(path, json_text(content))
@@ -184,7 +180,7 @@ def score_run(folder: Path, variant: Variant, seed: int, other: tuple[Path, int]
 def score_variant(
     variant: Variant, seeds: Sequence[int], folder_of: Callable[[int], Path], split: str, console: Console
 ) -> dict[str, list[dict[str, Any]]]:
-    """Scores by mode, in order of the seeds, of all runs of a variant; what is missing is measured."""
+    """Return scores by mode, in order of the seeds, of all runs of a variant; missing ones are measured."""
     by_mode: dict[str, list[dict[str, Any]]] = {}
     for index, seed in enumerate(seeds):
         following = seeds[(index + 1) % len(seeds)]

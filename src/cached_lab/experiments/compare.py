@@ -1,7 +1,6 @@
-"""A comparison: variants of one recipe, trained from the same seeds on the same data order, and what is made of them.
+"""Comparisons: variants of one recipe, trained from the same seeds on the same data order, and their statistics.
 
-Finished runs are kept: carrying out the same comparison again goes on where it was interrupted, and more seeds or
-variants extend it.
+Finished runs are kept: the same comparison continues after an interruption, and more seeds or variants extend it.
 """
 
 from __future__ import annotations
@@ -38,21 +37,18 @@ from .subprocesses import start_command, work_off
 from .variants import Variant
 
 
-class Comparison:
-    """The runs of a comparison, those that are finished and those that are not.
+class VariantComparison:
+    """The finished and missing runs of a comparison.
 
     Args:
-        recipe: what all variants share.
-        variants: the arms.
-        seeds: every variant runs with every seed.
-        folder: where runs and results go.
-        baselines: scores of guessers, for the report.
-        against: name of the variant that is the reference; without one it is "plain" when that is among them, else the
-            first. No run depends on it, so that finished ones serve any.
-        pairs: (first, second) of the variants whose difference is of interest; without them it is each variant's to the
-            reference.
-        rows: number of rows that are scored, for the interval of an accuracy that they leave; None for none.
-        cache_use: whether runs with a shared cache are also scored with it treated in other ways.
+        recipe: shared by all variants.
+        seeds: of the runs of every variant.
+        folder: of runs and results.
+        baselines: scores of simple guessers, for the report.
+        against: name of the reference variant; by default "plain" or else the first. No run depends on it.
+        pairs: (first, second) variants whose differences are tested; by default each variant and the reference.
+        rows: number of scored rows, for the interval of an accuracy; None for no interval.
+        cache_use: also score runs with a shared cache in the modes of `cache_use.py`.
     """
 
     def __init__(
@@ -80,7 +76,7 @@ class Comparison:
         self.cache_use: dict[str, dict[str, list[float]]] = {}
 
     def summary(self, variant: Variant, seed: int) -> dict[str, Any] | None:
-        """The summary of a finished run; None when it has to be trained (on)."""
+        """Return the summary of a finished run; None for a run to train or continue."""
         folder = self.folder / variant.run_name(seed)
         path = folder / "summary.json"
         if not path.is_file():
@@ -90,16 +86,16 @@ class Comparison:
         return summary if same and summary["steps"] == variant.config.training.steps else None
 
     def finished(self, variant: Variant) -> list[dict[str, Any]]:
-        """Summaries of a variant's runs up to the first unfinished one, in order of the seeds, so that runs pair up."""
+        """Return the summaries of a variant up to its first unfinished run, in order of the seeds."""
         return [s for s in takewhile(bool, (self.summary(variant, seed) for seed in self.seeds)) if s is not None]
 
     def values(self) -> dict[str, list[float]]:
-        """Scores by variant, in order of the seeds."""
+        """Return scores by variant, in order of the seeds."""
         part = "best" if self.split == "validation" else "test"
         return {v.name: [s[part][self.metric] for s in self.finished(v)] for v in self.variants}
 
     def train_missing(self, jobs: int, console: Console) -> None:
-        """Train every run that is not finished, seed by seed, and print the table after each."""
+        """Train every missing run, seed by seed, and print the table after each."""
         missing = [(v, s) for s in self.seeds for v in self.variants if self.summary(v, s) is None]
         kept = len(self.seeds) * len(self.variants) - len(missing)
         if kept:
@@ -121,7 +117,7 @@ class Comparison:
         self._train_apart(missing, jobs, console)
 
     def _train_apart(self, missing: list[tuple[Variant, int]], jobs: int, console: Console) -> None:
-        """Train runs in processes of their own; the output of each goes to `log.txt` in its folder."""
+        """Train runs in child processes; the output of each goes to `log.txt` in its folder."""
         threads = str(max(1, (os.cpu_count() or 1) // jobs))
         environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
 
@@ -131,7 +127,6 @@ class Comparison:
             folder.mkdir(parents=True, exist_ok=True)
             recipe = Path(scratch) / f"{folder.parent.name}_{seed}.yaml"
             recipe.write_text(config_to_yaml(variant.seeded(seed)), encoding="utf-8")
-            # As a user would: what the run says, its errors among it, is what `cached train` says.
             arguments = ["train", str(recipe), "--out", str(folder), "--variant", variant.name]
             with (folder / "log.txt").open("a", encoding="utf-8") as log:
                 return start_command(arguments, log, environment)
@@ -140,8 +135,8 @@ class Comparison:
             folder = self.folder / run[0].run_name(run[1])
             if status:
                 raise RunFailed(
-                    f"the run in {folder} ended with status {status}; its output is in {folder / 'log.txt'}. Runs "
-                    "beside it were asked to save a checkpoint and stop; the same command goes on"
+                    f"the run in {folder} ended with status {status}; its output is in {folder / 'log.txt'}. Other "
+                    "runs were asked to save a checkpoint and stop; the same command continues"
                 )
             self.print_table(console)
 
@@ -149,13 +144,13 @@ class Comparison:
             work_off(missing, jobs, start, ended)
 
     def score_caches(self, console: Console) -> None:
-        """Score the runs with a shared cache with it treated in other ways; what is in their folders is kept."""
+        """Score the runs with a shared cache in all modes; scores in their folders are kept."""
         for variant in self.questioned:
             found = score_variant(variant, self.seeds, self.folder_of(variant), self.split, console)
             self.cache_use[variant.name] = {mode: [row[self.metric] for row in rows] for mode, rows in found.items()}
 
     def folder_of(self, variant: Variant) -> Callable[[int], Path]:
-        """The folder of a variant's run by seed."""
+        """Return the function from seeds to run folders of a variant."""
         return lambda seed: self.folder / variant.run_name(seed)
 
     def write(self, command: str) -> Path:
@@ -185,7 +180,7 @@ class Comparison:
         return path
 
     def print_table(self, console: Console) -> None:
-        """Print the table so far, of the variants with a finished run; nothing before the reference has one."""
+        """Print the table of the variants with a finished run, once the reference has one."""
         values = {name: scores for name, scores in self.values().items() if scores}
         if self.reference not in values:
             return
@@ -204,14 +199,16 @@ class Comparison:
         )
 
     def print_cache_use(self, console: Console) -> None:
-        """Print what treating the caches in other ways changes, where that was asked."""
+        """Print the scores by cache mode, if there are any."""
         if self.cache_use:
             rows = [(name, cache_use_statistics(by_mode)) for name, by_mode in self.cache_use.items()]
             print_cache_use(rows, Metric(self.metric), self.split, console)
 
     def rows_interval(self, values: list[float], summaries: list[dict[str, Any]]) -> tuple[float, float] | None:
-        """Interval that the scored rows leave, which all seeds share: Wilson's of the mean accuracy, or for a score
-        with a bootstrap interval of its own in each summary the mean of these."""
+        """Return the interval due to the scored rows, common to all seeds.
+
+        It is Wilson's interval of the mean accuracy, or the mean of the bootstrap intervals in the summaries.
+        """
         found = [(summary["test"] or {}).get(f"{self.metric}_interval") for summary in summaries]
         if self.split == "test" and self.metric != "accuracy" and found and all(found):
             low, high = (sum(interval[end] for interval in found if interval) / len(found) for end in (0, 1))
@@ -239,11 +236,11 @@ class Comparison:
         }
 
 
-def carry_out(comparison: Comparison, jobs: int, command: str, console: Console) -> None:
-    """Train what is missing, then write compare.json, compare.md and the report.
+def carry_out(comparison: VariantComparison, jobs: int, command: str, console: Console) -> None:
+    """Train missing runs, then write compare.json, compare.md and the report.
 
     Args:
-        jobs: runs at a time. command: how a user asked for it, for the record.
+        jobs: runs at a time. command: of the user, for the record.
 
     Raises:
         InUse: another process carries out a comparison in the folder.

@@ -1,4 +1,4 @@
-"""What results depend on beside the code: versions, device, date and commit."""
+"""Circumstances of results: versions, device, date and commit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 
 def environment(device: torch.device | str) -> dict[str, Any]:
-    """Versions, device and date, for the record."""
+    """Return versions, device and date."""
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else platform.machine()
     return {
         "torch": torch.__version__,
@@ -28,21 +28,18 @@ def environment(device: torch.device | str) -> dict[str, Any]:
 
 
 def machine() -> str:
-    """Cores and processor of this machine, for what is timed on it: `2 cores, Intel(R) Xeon(R) Processor`."""
+    """Return cores and processor of this machine: `2 cores, Intel(R) Xeon(R) Processor`."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # of Linux alone
+    except OSError:  # not Linux
         lines = []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{os.cpu_count()} cores, {named[0] if named else platform.processor() or platform.machine()}"
 
 
-@functools.cache
+@functools.cache  # a commit made while the process runs is not the code that it runs
 def _commit() -> str | None:
-    """Commit of the source tree that the package runs from; None for an installed package.
-
-    Asked once a process: a commit that is made while it runs is not what it runs.
-    """
+    """Return the commit of the source tree; None for an installed package."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists() or shutil.which("git") is None:
         return None

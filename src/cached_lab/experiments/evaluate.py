@@ -1,10 +1,8 @@
-"""Scores of a trained run, with its memory as saved, emptied, shuffled, exchanged or made anew.
+"""Scores of a trained run with its memory as saved, emptied, shuffled, exchanged or updated per batch.
 
-If emptying the memory costs nothing, the model does not use it: that is the question which the modes answer. For text
-and documents the memory is emptied before each segment, or exchanged between rows; of text, what that costs is put
-into a verdict (`memory_use.py`), and documents can be longer than those of training. A cache that all rows share can
-also be that of another run (`other`), or be updated by each batch as in training (`batch N`), which shows how far
-training and evaluation, and batches of different sizes, differ.
+The modes show if the model uses its memory: emptying an unused memory costs nothing. For text and documents the memory
+is emptied before each segment, or exchanged between rows; for text the cost becomes a verdict (`memory_use.py`), and
+documents can be longer than in training. Modes of a cache that all rows share are in `cache_use.py`.
 """
 
 from __future__ import annotations
@@ -36,22 +34,22 @@ from .memory_use import about_text, text_row
 from .statistics import with_intervals
 
 OF_SHARED_CACHES = ("other", "batch")
-"""Ways of treating a memory that a cache alone has which all rows share."""
-Row = dict[str, Any]
+"""Modes that only a cache shared by all rows has."""
+ScoreRow = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Scores:
-    """What is found: a row of scores per way of treating the memory, the step, and what guessers reach.
+class EvaluationScores:
+    """Scores of a run.
 
     Attributes:
-        rows: {"memory": mode, score: value}, for text as `text_row` has them; for documents with "segments", how many
-            they have at most, a row for each number.
-        baselines: scores of guessers; None where the data offer none.
-        about: of text, what `about_text` says.
+        rows: {"memory": mode, score: value}; for text those of `text_row`; for documents a row for each largest number
+            of "segments".
+        baselines: scores of simple guessers, if the data have any.
+        about: for text, facts of `about_text`.
     """
 
-    rows: list[Row]
+    rows: list[ScoreRow]
     step: int
     baselines: dict[str, float] | None = None
     about: dict[str, Any] = field(default_factory=dict)
@@ -59,14 +57,14 @@ class Scores:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is scored: the run in `folder` by its `config`, with the changes that the evaluation makes.
+    """Evaluation of the run in `folder` with its changed `config`.
 
     Attributes:
-        checkpoint, average: as `load_run` takes them.
-        modes: ways of treating the memory: "carry", "reset", "shuffle", "other", "batch N".
+        checkpoint, average: as in `load_run`.
+        modes: "carry", "reset", "shuffle", "other", "batch N".
         other: folder of the run whose caches "other" takes.
-        segments: of documents: numbers of segments that they have at most; none leaves them as long as they are.
-        memory: of text: name and options of a memory without weights that the model, which has none, is given.
+        segments: for documents, the largest numbers of segments; empty for whole documents.
+        memory: for text, name and options of a memory without weights, for a model without a memory.
     """
 
     folder: Path
@@ -79,15 +77,15 @@ class Evaluation:
     segments: Sequence[int] = ()
     memory: Mapping[str, Any] | None = None
 
-    def score(self, device: str) -> Scores:
-        """Scores of each mode, on the processes that this one is of.
+    def score(self, device: str) -> EvaluationScores:
+        """Score each mode, on all processes of the launch.
 
         Raises:
-            ValueError: an option or a mode that this model or these data do not have.
+            ValueError: an option or a mode that the model or the data do not have.
         """
         return in_world(device, self._score)
 
-    def _score(self, processes: World) -> Scores:
+    def _score(self, processes: World) -> EvaluationScores:
         dataset = self._dataset()
         task = task_name(dataset)
         self._check(dataset, task)
@@ -95,7 +93,7 @@ class Evaluation:
             return self._score_text(dataset, processes)
         if task not in ("documents", "detection", "translation"):
             return self._score_shared(dataset, processes)
-        rows: list[Row] = []
+        rows: list[ScoreRow] = []
         for mode in self.modes:
             _, model, step = load_run(self.folder, self.checkpoint, self.average)
             model.to(processes.device)
@@ -105,15 +103,18 @@ class Evaluation:
                 treat_memory(model, mode, self.config)
             if task == "documents":
                 rows += self._score_documents(model, dataset, mode, processes)
+            elif task == "translation":
+                rows.append({"memory": mode, **evaluate_pairs(model, dataset, processes, self.config, None)[0]})
             else:
-                rows.append({"memory": mode, **self._score_pairs_or_objects(model, dataset, task, processes)})
-        return Scores(rows, step, fitted_baselines(self.config, dataset) if task == "documents" else None)
+                size = self.config.training.evaluation_batch_size or self.config.training.batch_size
+                rows.append({"memory": mode, **evaluate_detector(model, dataset, processes, size)})
+        return EvaluationScores(rows, step, fitted_baselines(self.config, dataset) if task == "documents" else None)
 
-    def _score_documents(self, model: nn.Module, dataset: Any, mode: str, processes: World) -> list[Row]:
-        """A row for each number of segments."""
+    def _score_documents(self, model: nn.Module, dataset: Any, mode: str, processes: World) -> list[ScoreRow]:
+        """Score documents with each largest number of segments."""
         settings = self.config.training
         size, passes = settings.evaluation_rows, settings.passes
-        rows: list[Row] = []
+        rows: list[ScoreRow] = []
         for count in self.segments or (None,):
             values = evaluate_documents(model, dataset, processes, size, passes, count, mode, settings.seed)
             longest = dataset.segments if count is None else count
@@ -133,7 +134,7 @@ class Evaluation:
             ) from error
 
     def _check(self, dataset: Any, task: str) -> None:
-        """Refuse what these data do not have (ValueError)."""
+        """Refuse options that the data do not have (ValueError)."""
         length = self.config.evaluation.segment_length
         if self.average is not None and task != "translation":
             raise ValueError(f"--average {self.average} is for translation, not {dataset.name!r}")
@@ -150,18 +151,11 @@ class Evaluation:
         refused = [mode for mode in self.modes if mode.split()[0] in OF_SHARED_CACHES]
         if refused and task in ("language", "documents", "detection", "translation"):
             raise ValueError(
-                f"--memory {refused[0]!r} is of caches that all rows of a classifier share; take carry, reset"
+                f"--memory {refused[0]!r} is for caches that all rows of a classifier share; take carry, reset"
             )
 
-    def _score_pairs_or_objects(self, model: nn.Module, dataset: Any, task: str, processes: World) -> Row:
-        config = self.config
-        if task == "translation":
-            return evaluate_pairs(model, dataset, processes, config, None)[0]
-        size = config.training.evaluation_batch_size or config.training.batch_size
-        return evaluate_detector(model, dataset, processes, size)
-
-    def _score_text(self, dataset: Any, processes: World) -> Scores:
-        """Scores of a language model, of which each row carries a memory of its own."""
+    def _score_text(self, dataset: Any, processes: World) -> EvaluationScores:
+        """Score a language model, whose rows have their own memories."""
         losses: dict[str, SplitLosses] = {}
         for mode in self.modes:
             _, model, step = load_run(self.folder, self.checkpoint, memory=self.memory)
@@ -174,10 +168,10 @@ class Evaluation:
             losses[mode] = split_losses(model, dataset, processes, changed)
         memory = shared or remembers(model.init_state(1))  # type: ignore[operator]
         rows = [{"memory": mode, **text_row(found, dataset)} for mode, found in losses.items()]
-        return Scores(rows, step, about=about_text(losses, dataset, self.config, memory, shared))
+        return EvaluationScores(rows, step, about=about_text(losses, dataset, self.config, memory, shared))
 
-    def _score_shared(self, dataset: Any, processes: World) -> Scores:
-        """Scores of a classifier, of which the memory is a cache that all rows share."""
+    def _score_shared(self, dataset: Any, processes: World) -> EvaluationScores:
+        """Score a classifier, whose memory is a cache shared by all rows."""
         settings = self.config.training
         _, model, step = load_run(self.folder, self.checkpoint)
         found = list(caches(model))
@@ -186,8 +180,8 @@ class Evaluation:
                 raise ValueError(f"--memory {mode.split()[0]}: the model of {self.folder} has no shared cache")
             if mode.startswith("batch ") and any(cache.attend != "mean" for cache in found):
                 raise ValueError(
-                    "--memory batch is of caches whose batch mean is read in training; this model's rows read "
-                    f"{found[0].attend!r}, which is the same in evaluation"
+                    "--memory batch is for caches whose batch mean is read in training; this model's rows read "
+                    f"{found[0].attend!r}, as in evaluation"
                 )
         rows = score_cache_use(
             lambda: load_run(self.folder, self.checkpoint)[1],
@@ -200,11 +194,11 @@ class Evaluation:
             settings.workers,
         )
         scored = [{"memory": row.pop("mode"), **with_intervals(row)} for row in rows]
-        return Scores(scored, step, fitted_baselines(self.config, dataset))
+        return EvaluationScores(scored, step, fitted_baselines(self.config, dataset))
 
 
 def fitted_baselines(config: RunConfig, dataset: Any) -> dict[str, float] | None:
-    """Scores of the guessers, fitted to the training rows; None where these are not there any more."""
+    """Return scores of the guessers, fitted to the training rows; None if these are absent."""
     try:
         train = build_dataset(config, "train")
     except FileNotFoundError:
@@ -213,12 +207,12 @@ def fitted_baselines(config: RunConfig, dataset: Any) -> dict[str, float] | None
 
 
 def has_caches(model: nn.Module) -> bool:
-    """Whether the model has caches that all rows share, beside the states of streams."""
+    """Return whether the model has caches that all rows share."""
     return any(getattr(module, "shared", False) is True for module in model.modules())
 
 
 def treat_memory(model: nn.Module, mode: str, config: RunConfig) -> None:
-    """Keep, empty, or shuffle the caches of a model, in place; the shuffle depends on `training.seed` alone."""
+    """Keep, empty, or shuffle the caches of a model, in place; the shuffle depends only on `training.seed`."""
     if mode == "reset":
         reset_caches(model)
     elif mode == "shuffle":

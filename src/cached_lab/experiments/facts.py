@@ -1,6 +1,6 @@
-"""The facts of all parts of the package in one file, so that the command line can name them without importing torch.
+"""Write the facts of all parts into `facts.json`, so that the command line can name them without importing torch.
 
-`make facts` runs `python -m cached_lab.experiments.facts`, which writes `cached_transformers/facts.json`.
+`make facts` runs `python -m cached_lab.experiments.facts`.
 """
 
 from __future__ import annotations
@@ -9,33 +9,31 @@ import json
 from typing import Any
 
 # Imported to fill the registries.
-import cached_transformers.attentions
-import cached_transformers.memories
 from cached_lab.registries import LISTED
 from cached_lab.resources import facts_file
 
 from .reproductions import MEASURED, REPRODUCTIONS
 
-PACKAGE = cached_transformers.__name__
+PACKAGES = ("cached_transformers", "cached_lab")
 
 
 def registry_facts() -> dict[str, list[dict[str, Any]]]:
-    """Facts of the package's own parts (`Entry.facts`), by the kinds of `LISTED`, sorted by name."""
+    """Return facts of our own parts (`Entry.facts`), by the kinds of `LISTED`, sorted by name."""
     return {
-        kind: [entry.facts() for entry in registry if entry.factory.__module__.partition(".")[0] == PACKAGE]
+        kind: [entry.facts() for entry in registry if entry.factory.__module__.partition(".")[0] in PACKAGES]
         for kind, registry in LISTED.items()
     }
 
 
 def reproduction_facts() -> list[dict[str, str]]:
-    """Name and summary of the tables that `cached reproduce` runs, sorted by name."""
+    """Return names and summaries of the tables of `cached reproduce`, sorted by name."""
     summaries = {name: table.summary for name, table in REPRODUCTIONS.items()}
     summaries |= {name: table.summary for name, table in MEASURED.items()}
     return [{"name": name, "summary": summary} for name, summary in sorted(summaries.items())]
 
 
 def as_text() -> str:
-    """What `facts.json` holds when it is current."""
+    """Return the current content of `facts.json`."""
     facts = {**registry_facts(), "reproductions": reproduction_facts()}
     return json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
 

@@ -1,4 +1,4 @@
-"""What a run folder holds, read back: configuration, trained model, what writes with it, and a detector's classes."""
+"""Load run folders: configuration, trained model, text writer, and the classes of a detector."""
 
 from __future__ import annotations
 
@@ -33,17 +33,16 @@ def load_run(
     average: int | None = None,
     memory: Mapping[str, Any] | None = None,
 ) -> tuple[RunConfig, nn.Module, int]:
-    """Configuration, model with its trained weights, and step of a run folder.
+    """Return the configuration, the trained model and the step of a run folder.
 
     Args:
-        folder: a run folder.
-        checkpoint: "best", "last", "tested" (what the summary's test scores are of), or the path of a step folder.
-        average: with "tested", so many newest checkpoints are averaged instead; caches as `training.average_caches`.
-        memory: name and options of a memory without weights, for a model that was trained without one.
+        checkpoint: "best", "last", "tested" (the one of the summary's test scores), or the path of a step folder.
+        average: with "tested", the number of newest checkpoints to average; caches follow `training.average_caches`.
+        memory: name and options of a memory without weights, for a model trained without a memory.
 
     Raises:
-        ValueError: not a run folder, or the checkpoint is missing or damaged; a memory with weights, or a model that
-            has one already.
+        ValueError: not a run folder; the checkpoint is missing or damaged; a memory with weights, or a model that has
+            a memory already.
     """
     folder, config = Path(folder), read_run_config(folder)
     if average is not None and checkpoint != "tested":
@@ -58,11 +57,12 @@ def load_run(
     path = Checkpoints(folder / "checkpoints").named(checkpoint) if checkpoint in ("best", "last") else Path(checkpoint)
     stored = read_checkpoint(path)
     refuse_exchanged(folder, stored)
-    changed = [key for key in differing_keys(with_defaults(stored.config), config_to_dict(config)) if _of_model(key)]
+    differing = differing_keys(with_defaults(stored.config), config_to_dict(config))
+    changed = [key for key in differing if key.startswith(("model.", "model:"))]
     if changed:
         raise ValueError(
-            f"{folder / CONFIG} describes another model than {path} holds; undo the change, or carry out the run's "
-            f"`cached train` again, which writes it anew: {'; '.join(changed[:5])}"
+            f"{folder / CONFIG} describes another model than {path}; undo the change, or repeat the run's `cached "
+            f"train`, which writes the file: {'; '.join(changed[:5])}"
         )
     model = build_model(without_checkpoint(config)) if memory is None else _with_memory(folder, config, memory)
     try:
@@ -73,7 +73,7 @@ def load_run(
 
 
 def _with_memory(folder: Path, config: RunConfig, memory: Mapping[str, Any]) -> nn.Module:
-    """The model of a run that has no memory, with one that has nothing to be trained."""
+    """Build the model of a run without a memory with a memory without weights."""
     if (own := config.model.get("memory")) is not None:
         name = own if isinstance(own, str) else own.get("name") if isinstance(own, Mapping) else own
         raise ValueError(f"{folder} was trained with the memory {name!r}; give the run of a model without one")
@@ -82,8 +82,8 @@ def _with_memory(folder: Path, config: RunConfig, memory: Mapping[str, Any]) -> 
     model = build_model(dataclasses.replace(config, model={**config.model, "memory": dict(memory)}))
     if added := sorted(model.state_dict().keys() - plain.keys()):
         raise ValueError(
-            f"memory {memory['name']!r} brings weights that this run has not trained, such as {added[0]!r}; take one "
-            "without, such as streaming_llm, tova or h2o, or train a model with the memory: cached train ... "
+            f"memory {memory['name']!r} has weights that this run has not trained, such as {added[0]!r}; take a memory "
+            "without weights (streaming_llm, tova, h2o), or train a model with it: cached train ... "
             f"model.memory={memory['name']}"
         )
     return model
@@ -92,17 +92,17 @@ def _with_memory(folder: Path, config: RunConfig, memory: Mapping[str, Any]) -> 
 def load_writer(
     folder: Path, checkpoint: str, length: int | None, device: torch.device, *, state: Path | None = None
 ) -> Writer:
-    """What continues texts: the language model of a run, or a model that was saved by `save_pretrained`.
+    """Load a language model that continues texts, from a run or from `save_pretrained`.
 
     Args:
-        folder: a run folder; or one of `save_pretrained`, with the tokenizer beside the model (transformers' own, or
-            for a model of ours the file of its run).
+        folder: a run folder, or one of `save_pretrained` with the tokenizer (of transformers, or for our models the
+            tokenizer file of the run).
         checkpoint: of a run, as in `load_run`.
-        length: tokens of a segment; None for what the model was trained or saved with.
-        state: file of a text that is gone on with, as `Session.save` writes it.
+        length: tokens of a segment; None for the value of training.
+        state: file of `Session.save` with a text to continue.
 
     Raises:
-        ValueError: the folder is neither; what it holds writes no text; its tokenizer is missing; the state is that of
+        ValueError: the folder is neither; its model generates no text; its tokenizer is missing; the state belongs to
             other weights or segments.
     """
     if (folder / CONFIG).is_file() or not (folder / "config.json").is_file():
@@ -119,31 +119,27 @@ def load_writer(
 
 
 def _tokenizer_beside(folder: Path) -> Any:
-    """The tokenizer of transformers that was saved into the folder of a model."""
+    """Load the transformers tokenizer in the folder of a model."""
     try:
         return require("transformers", extra="language").AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            f"{folder} has no tokenizer that transformers can read ({' '.join(str(error).split())}); save it beside "
-            f"the model: tokenizer.save_pretrained({str(folder)!r})"
+            f"{folder} has no tokenizer that transformers can read ({' '.join(str(error).split())}); save it with the "
+            f"model: tokenizer.save_pretrained({str(folder)!r})"
         ) from None
 
 
-def _of_model(difference: str) -> bool:
-    return difference.startswith("model.") or difference.startswith("model:")
-
-
 def read_run_config(folder: str | Path) -> RunConfig:
-    """The resolved configuration of a run folder.
+    """Return the resolved configuration of a run folder.
 
     Raises:
-        ValueError: it is none, or its configuration is not whole: lost sections do not fall back to defaults.
+        ValueError: not a run folder, or an incomplete configuration: lost sections do not fall back to defaults.
     """
     path = Path(folder) / CONFIG
     if not path.is_file():
         raise ValueError(f"{folder} is not a run folder: it has no {CONFIG}")
     text = path.read_text(encoding="utf-8", errors="replace")
-    way = f"carry out the run's `cached train` with --out {folder} again, which writes it anew"
+    way = f"repeat the run's `cached train` with --out {folder}, which writes the file"
     try:
         tree = parse_yaml(text, str(path))
     except ValueError as error:
@@ -159,7 +155,7 @@ def read_run_config(folder: str | Path) -> RunConfig:
 
 
 def _expected(folder: str | Path) -> list[str]:
-    """Sections of every configuration that a run writes, and the keys that its newest checkpoint has."""
+    """Return the sections of every run's configuration, and the keys of its newest checkpoint."""
     sections = [field.name for field in dataclasses.fields(RunConfig)]
     for step in reversed(Checkpoints(Path(folder) / "checkpoints").paths()):
         with contextlib.suppress(ValueError):
@@ -168,7 +164,7 @@ def _expected(folder: str | Path) -> list[str]:
 
 
 def read_categories(folder: str | Path) -> list[dict[str, Any]]:
-    """Ids and names of the classes of a detector's run folder, in order of the classes (ValueError when it is none)."""
+    """Return ids and names of the classes of a detector's run folder, in order (ValueError if it is none)."""
     path = Path(folder) / CATEGORIES
     if not path.is_file():
         raise ValueError(f"{folder} has no {CATEGORIES}: it is not a run of a detector")

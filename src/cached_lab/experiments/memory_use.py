@@ -1,13 +1,12 @@
-"""Whether a language model uses its memory: what shuffling it costs, with an interval.
+"""Use of the memory by a language model: the cost of shuffling it, with an interval.
 
-    use = loss(shuffle) - loss(carry), in nats a token
+    use = loss(shuffle) - loss(carry), in nats per token
 
-Shuffled, each row reads on with the memory of another row: one that the model knows how to read, and that tells nothing
-of what came before. An emptied memory ("reset") is no such thing unless training emptied some, too: a model that never
-met one may lose much without it, whatever the memory told.
+Shuffled, each row continues with the memory of another row: valid for the model, but without its own past. An emptied
+memory ("reset") is a fair comparison only if training emptied some too: an untrained state may cost much by itself.
 
-Both ways predict the same tokens, so their losses are paired: by document, or, where there are few of these, by block
-of consecutive segments of a row. Tokens of a block depend on each other; blocks do so less, the longer they are.
+Both modes predict the same tokens, so their losses are paired: by document, or for few documents by block of
+consecutive segments of a row. Blocks depend on each other less, the longer they are.
 
 Legend: B rows, S segments of a row, U documents or blocks.
 """
@@ -28,16 +27,16 @@ from cached_lab.training.config import RunConfig
 from .statistics import ratio_interval
 
 DOCUMENTS = 8
-"""The least number of documents that losses are paired by."""
+"""Fewest documents for pairing by document."""
 BLOCKS = 32
-"""Blocks that the rows are cut into together, at least, where they have as many segments."""
+"""Fewest blocks of all rows together, if they have as many segments."""
 
 
 def text_row(losses: SplitLosses, dataset: TextDataset) -> dict[str, Any]:
-    """Scores of one way of treating the memory, with lists of the loss by place.
+    """Return scores of one memory mode, with lists of the loss by position.
 
-    Lists: "places" in the document, from and to; "quarters" of the segment; "carried", the segments that the row had
-    read since it was reset, from and to; each with "tokens" and "loss" (nats a token).
+    Lists: "places" in the document, from and to; "quarters" of the segment; "carried", segments since the row's last
+    reset, from and to; each with "tokens" and "loss" (nats per token).
     """
     nats, tokens = losses.quarters.tolist()
     quarters = [
@@ -50,16 +49,16 @@ def text_row(losses: SplitLosses, dataset: TextDataset) -> dict[str, Any]:
 
 
 def memory_use(carry: SplitLosses, shuffle: SplitLosses, dataset: TextDataset, shared: bool = False) -> dict[str, Any]:
-    """The use of the memory and what follows from its interval.
+    """Return the use of the memory with a verdict from its interval.
 
     Args:
         carry, shuffle: losses of the same split with the memory as it is, and shuffled.
-        shared: the memory is a cache of all rows, so that segments read it that follow no other.
+        shared: the memory is a cache of all rows, which the first segments read too.
 
     Returns:
         {"verdict": "used" | "not shown" | "harmful", "nats": [mean, low, high], "over", "units", "carried_tokens"},
-        and "bits_per_byte" like "nats" where the tokenizer loses nothing. low and high are None for a single unit;
-        carried_tokens is the number of tokens whose segment had a memory to read.
+        and "bits_per_byte" like "nats" for a lossless tokenizer. low and high are None for a single unit;
+        carried_tokens counts the tokens whose segment had a memory to read.
     """
     over, sums_U, counts_U = paired_units(carry, shuffle)
     interval = ratio_interval(sums_U.tolist(), counts_U.tolist())
@@ -76,7 +75,7 @@ def memory_use(carry: SplitLosses, shuffle: SplitLosses, dataset: TextDataset, s
 
 
 def paired_units(carry: SplitLosses, shuffle: SplitLosses) -> tuple[str, Tensor, Tensor]:
-    """What the losses are paired by, and of each unit the summed difference of its losses and its tokens, (U,)."""
+    """Return the kind of paired units, and for each unit the summed difference of losses and its tokens, (U,)."""
     used_D = carry.documents[1] > 0
     if int(used_D.sum()) >= DOCUMENTS:
         difference_D = (shuffle.documents - carry.documents)[0]
@@ -94,7 +93,7 @@ def paired_units(carry: SplitLosses, shuffle: SplitLosses) -> tuple[str, Tensor,
 
 
 def emptied_in_training(dataset: TextDataset, config: RunConfig) -> dict[str, Any]:
-    """Whether, and how, training met an empty memory: {"reset_rows", "documents", "trained_on"}."""
+    """Return the empty memories that training had: {"reset_rows", "documents", "trained_on"}."""
     share, documents = config.training.reset_rows, dataset.reset != "never"
     return {"reset_rows": share, "documents": documents, "trained_on": bool(share) or documents}
 
@@ -102,22 +101,21 @@ def emptied_in_training(dataset: TextDataset, config: RunConfig) -> dict[str, An
 def about_text(
     losses: Mapping[str, SplitLosses], dataset: TextDataset, config: RunConfig, memory: bool, shared: bool
 ) -> dict[str, Any]:
-    """What an evaluation of a text says beside its scores, each where there is something to say.
+    """Return facts of an evaluation of text beside its scores.
 
     Args:
-        losses: by way of treating the memory.
-        memory: the model has one. shared: it is a cache of all rows.
+        losses: by memory mode. memory: the model has one. shared: it is a cache of all rows.
 
     Returns:
-        "unknown": the share of unknown words; "use": as `memory_use`, None where the ways that it needs are not among
-        those; "reset": as `emptied_in_training`.
+        "unknown": the share of unknown words, if there can be any; "use": of `memory_use`, None without both of its
+        modes; "reset": `emptied_in_training`, if that mode is scored.
     """
     found: dict[str, Any] = {}
     if (share := dataset.unknown_share()) is not None:
         found["unknown"] = share
     if memory:
-        asked = {"carry", "shuffle"} <= losses.keys()
-        found["use"] = memory_use(losses["carry"], losses["shuffle"], dataset, shared) if asked else None
+        both = {"carry", "shuffle"} <= losses.keys()
+        found["use"] = memory_use(losses["carry"], losses["shuffle"], dataset, shared) if both else None
     if memory and "reset" in losses:
         found["reset"] = emptied_in_training(dataset, config)
     return found

@@ -1,4 +1,4 @@
-"""The GRC paper's figures 1, 4 and 5 from runs and comparisons, by their folders, each with its numbers beside it."""
+"""Figures 1, 4 and 5 of the GRC paper from folders of runs and comparisons, each with a file of its numbers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 IMAGES = 4
-"""Images of the test split that figure 4 shows when none are named."""
+"""Images of the test split in figure 4 by default."""
 
 
 def figure_1(folders: Sequence[Path], output: Path) -> Figure:
-    """Accuracy against operations of all variants of comparisons, and of single runs, those of one variant together."""
+    """Draw accuracy against operations of the variants of comparisons, and of single runs grouped by variant."""
     comparisons, runs = _read(folders)
     variants = [v for c in comparisons for v in c.variants]
     training = bool(variants) and not runs and all(v.get("training_flops") for v in variants)
@@ -67,18 +67,18 @@ def figure_1(folders: Sequence[Path], output: Path) -> Figure:
 
 
 def figure_4(folders: Sequence[Path], output: Path, images: Sequence[Path], layers: Sequence[int] | None) -> Figure:
-    """Maps of self-attention and cache of one run's model, on photographs or on the first images of its test split.
+    """Draw maps of self-attention and cache of one run, on photographs or the first images of its test split.
 
     Args:
-        layers: cached layers, counted from 1; None takes the first, the middle and the last.
+        layers: cached layers, counted from 1; None for the first, the middle and the last.
     """
     if len(folders) != 1 or not is_run(folders[0]):
-        raise ValueError(f"figure 4 is of one run; {listed(folders)} is not the folder of one run")
+        raise ValueError(f"figure 4 needs one run; {listed(folders)} is not the folder of one run")
     config = read_run_config(folders[0])
     data = build_dataset(config, "validation" if config.training.test == "none" else "test")
     described = data.describe()
     if "image_size" not in described:
-        raise ValueError(f"figure 4 is of images; the data of {folders[0]} are {config.data['name']!r}")
+        raise ValueError(f"figure 4 needs images; the data of {folders[0]} are {config.data['name']!r}")
     inputs_NCHW, names = _photographs(images, described) if images else _of_split(data)
     _, model, _ = load_run(folders[0])
     maps = collect_layer_maps(model, inputs_NCHW)
@@ -92,7 +92,7 @@ def figure_4(folders: Sequence[Path], output: Path, images: Sequence[Path], laye
 
 
 def figure_5(folders: Sequence[Path], output: Path) -> Figure:
-    """Share of the cache in every head and layer, of all runs that have gates."""
+    """Draw the share of the cache in every head and layer of all runs with gates."""
     comparisons, singles = _read(folders)
     groups: list[tuple[str, list[Run]]] = []
     for c in comparisons:
@@ -114,7 +114,7 @@ def figure_5(folders: Sequence[Path], output: Path) -> Figure:
 
 
 def initial_share(run: Run) -> float | None:
-    """sigma(lambda) before training, as the run's configuration has it; None where it does not say."""
+    """Return sigma(lambda) before training from the run's configuration; None for memories without it."""
     memory = read_run_config(run.folder).model.get("memory")
     options = {"name": memory} if isinstance(memory, str) else memory if isinstance(memory, dict) else {}
     if options.get("name") == "grc":
@@ -128,7 +128,7 @@ def initial_share(run: Run) -> float | None:
 
 
 def _read(folders: Sequence[Path]) -> tuple[list[Comparison], dict[str, list[Run]]]:
-    """Comparisons, and single runs by variant."""
+    """Read comparisons, and single runs by variant."""
     runs: dict[str, list[Run]] = {}
     for run in single_runs(folders):
         runs.setdefault(run.name, []).append(run)

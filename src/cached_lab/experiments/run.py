@@ -1,4 +1,4 @@
-"""One run from configuration to report: train, test, and write what the run folder is to hold."""
+"""One run from configuration to report: train, test, and write the files of the run folder."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from .statistics import with_intervals
 def run_training(
     config: RunConfig, folder: Path, resume: str = "auto", console: Console | None = None, variant: str | None = None
 ) -> dict[str, Any]:
-    """Train, test and report one run; returns what `summary.json` holds.
+    """Train, test and report one run; return the content of `summary.json`.
 
     Args:
-        config: from `load_config`; options that the data determine are filled in.
-        folder: the run folder, made when absent.
+        config: from `load_config`; options that depend on the data are filled in.
+        folder: the run folder, made if absent.
         resume: "auto", "anyway", "never", or the path of a checkpoint; see `Trainer.resume`.
-        console: where progress goes; None is silent.
-        variant: name of the arm of a comparison.
+        console: for progress; None is silent.
+        variant: name of the variant in a comparison.
 
     Raises:
         ValueError: the configuration, the data or the checkpoint do not fit.
@@ -59,7 +59,7 @@ def run_training(
 
 @contextlib.contextmanager
 def main_first(processes: World) -> Iterator[None]:
-    """Let the main process go first, so that the others find what it has put into a cache on disk."""
+    """Let the main process go first, so that the other processes find its cache on disk."""
     if not processes.main:
         processes.barrier()
     yield
@@ -76,7 +76,7 @@ def _train_test_report(
         train, validation = (build_dataset(config, split) for split in ("train", "validation"))
         test = None if config.training.test == "none" else build_dataset(config, "test")
     splits = {"train": train, "validation": validation, "test": test}
-    trainer = _begun(fill_from_data(config, train.describe()), splits, folder, resume, processes, reporter)
+    trainer = _prepare_trainer(fill_from_data(config, train.describe()), splits, folder, resume, processes, reporter)
     facts = trainer.task.facts()
     for name, value in facts.items():
         reporter.message(f"{name.replace('_', ' ')}: {value:,.4g}")
@@ -98,18 +98,21 @@ def _train_test_report(
         if number := write_bad_files(folder, bad):
             summary["bad_files"] = number
             reporter.message(f"{number} files could not be used and were skipped: {folder / BAD_FILES}")
-        _say_baselines(summary["baselines"], config.training.metric, reporter)
+        if summary["baselines"]:
+            metric = config.training.metric
+            scores = ", ".join(f"{name} {Metric(metric).value(v)}" for name, v in summary["baselines"].items())
+            reporter.message(f"{reporter.label}  baselines ({metric}): {scores}")
         write_figures(trainer.model, validation, folder, processes)
         write_report(folder, reporter, jsonable(summary))
-        write_whole(folder / "summary.json", json_text(summary))  # the last file: a comparison takes it for the end
+        write_whole(folder / "summary.json", json_text(summary))  # last: it marks the run as finished
     processes.barrier()
     return summary
 
 
-def _begun(
+def _prepare_trainer(
     config: RunConfig, splits: Mapping[str, Any], folder: Path, resume: str, processes: World, reporter: Reporter
 ) -> Trainer:
-    """A trainer that stands where the run is to begin or to go on, and the run folder with what describes it."""
+    """Build the trainer at the start of the run or at its checkpoint, and write the files that describe the run."""
     continued = resume != "never" and bool(Checkpoints(folder / "checkpoints").paths())
     model = build_model(without_checkpoint(config) if continued else config)
     task = make_task(config, model, splits["train"], splits["validation"], processes)
@@ -119,7 +122,10 @@ def _begun(
         task.check_continued(folder)
     check_average(config)
     trainer.resume(resume)
-    begin_with(trainer)
+    settings = config.training
+    if settings.initial_weights is not None and not trainer.step:
+        path = Path(settings.initial_weights).expanduser()
+        load_initial_weights(trainer.model, path, settings.new_head, settings.reset_caches, say=reporter.message)
     if processes.main:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / CONFIG, config_to_yaml(config).encode())
@@ -134,7 +140,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def check_average(config: RunConfig) -> None:
-    """Refuse to average more checkpoints than the run will write (ValueError)."""
+    """Refuse to average more checkpoints than the run writes (ValueError)."""
     settings = config.training
     every = settings.save_every or settings.evaluate_every
     made = -(-settings.steps // every)
@@ -145,33 +151,16 @@ def check_average(config: RunConfig) -> None:
         )
 
 
-def begin_with(trainer: Trainer) -> None:
-    """Put the weights that `training.initial_weights` names into a model that has not been trained yet."""
-    settings = trainer.settings
-    if settings.initial_weights is None or trainer.step:
-        return
-    path = Path(settings.initial_weights).expanduser()
-    load_initial_weights(trainer.model, path, settings.new_head, settings.reset_caches, say=trainer.reporter.message)
-
-
 def _test_last(trainer: Trainer, test: Any) -> dict[str, Any] | None:
-    """Scores of the last step on the test split, where those of the best are wanted too."""
+    """Score the last step on the test split with training.test=both."""
     if trainer.settings.test != "both" or test is None:
         return None
     values, _ = trainer.task.evaluate(trainer.evaluated, test)
     return {"step": trainer.step, **with_intervals(values)}
 
 
-def _say_baselines(found: dict[str, float] | None, metric: str, reporter: Reporter) -> None:
-    """Say what guessers reach that learn nothing, so that no score stands alone."""
-    if found:
-        scores = ", ".join(f"{name} {Metric(metric).value(value)}" for name, value in found.items())
-        reporter.message(f"{reporter.label}  baselines ({metric}): {scores}")
-
-
 def _test(trainer: Trainer, test: Any, processes: World) -> dict[str, Any] | None:
-    """Evaluate the chosen checkpoint, or the average of the last ones, on the test split; the model keeps its
-    weights."""
+    """Score the chosen checkpoint, or the average of the last ones, on the test split; the model keeps its weights."""
     settings = trainer.settings
     step = trainer.step
     if settings.average_last > 1:
@@ -179,7 +168,7 @@ def _test(trainer: Trainer, test: Any, processes: World) -> dict[str, Any] | Non
     elif settings.test != "last" and trainer.best is not None:
         try:
             stored = read_checkpoint(trainer.checkpoints.path(trainer.best["step"]))
-        except ValueError as error:  # what this very run saved has vanished or was damaged meanwhile: no bad input
+        except ValueError as error:  # damaged since this run saved it: not bad input
             raise RunFailed(f"{error}; the same command goes on with the checkpoints that are left") from error
         trainer.model.load_state_dict(stored.weights)
         step = stored.step
@@ -196,10 +185,8 @@ def _test(trainer: Trainer, test: Any, processes: World) -> dict[str, Any] | Non
 
 
 def _summary(trainer: Trainer, variant: str | None, tested: dict[str, Any] | None, scored: Any) -> dict[str, Any]:
-    config, task = trainer.config, trainer.task
-    inputs, keywords = task.example_inputs(scored, config)
-    device = trainer.world.device
-    inputs, keywords = to_device((inputs, keywords), device)
+    config, task, device = trainer.config, trainer.task, trainer.world.device
+    inputs, keywords = to_device(task.example_inputs(scored, config), device)
     return {
         "name": config.name,
         "task": config.data["name"],

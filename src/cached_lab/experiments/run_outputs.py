@@ -1,4 +1,4 @@
-"""What a run folder gets beside checkpoints and metrics: figures, bad files, scores of an evaluation, the report."""
+"""Files of a run folder beside checkpoints and metrics: figures, bad files, scores of an evaluation, the report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAPPED_IMAGES = 8
 
 
 def write_figures(model: nn.Module, dataset: Any, folder: Path, processes: World) -> None:
-    """Write `gates.json` and, for images, `feature_maps.npz`, when the model has a gated memory."""
+    """Write `gates.json` and, for images, `feature_maps.npz`, if the model has a gated memory."""
     with untouched(model):
         gates = collect_gates(model)
         if not gates:
@@ -44,39 +44,33 @@ def write_figures(model: nn.Module, dataset: Any, folder: Path, processes: World
 
 
 def bad_files(processes: World, *datasets: Any) -> dict[str, str]:
-    """Files that the data sets of all processes have skipped, with what is wrong."""
+    """Gather the files that the data sets of all processes skipped, with the reasons."""
     own = {file: why for data in datasets for file, why in getattr(data, "bad_found", {}).items()}
     return {file: why for found in processes.gather(own) for file, why in found.items()}
 
 
 def write_bad_files(folder: Path, found: Mapping[str, str]) -> int:
-    """Add files to `bad_files.json`, which holds those of earlier sessions of the run; how many it then names."""
-    path = folder / BAD_FILES
-    files = {**(_bad_before(path) if path.is_file() else {}), **found}
+    """Add files to the `bad_files.json` of earlier sessions of the run; return the number of files in it."""
+    path, before = folder / BAD_FILES, {}
+    if path.is_file():
+        try:
+            before = dict(json.loads(path.read_bytes())["files"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            before = {}  # damaged; it is information for people only
+    files = {**before, **found}
     if files:
         write_whole(path, json_text({"count": len(files), "files": files}))
     return len(files)
 
 
-def _bad_before(path: Path) -> dict[str, str]:
-    """What `bad_files.json` names; nothing where it is damaged, since it is there to be read by people."""
-    try:
-        found = json.loads(path.read_bytes())["files"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def write_evaluation(folder: Path, result: dict[str, Any]) -> None:
-    """Write `evaluation.json`: scores by way of treating the memory, and the loss by place in the document."""
+    """Write `evaluation.json`: scores by memory mode, and the loss by position in the document."""
     write_whole(folder / "evaluation.json", json_text(result))
 
 
 def write_report(folder: Path, reporter: Reporter, summary: Mapping[str, Any] | None = None) -> None:
-    """Write `report.html`, or say why not; `summary` is what `summary.json` is going to hold, where it is not there."""
+    """Write `report.html`, or say why not; `summary` is the future content of a missing `summary.json`."""
     try:
-        path = write_run_report(folder, summary)
+        reporter.message(f"report: {write_run_report(folder, summary)}")
     except ImportError as error:
         reporter.message(f"no report: {error}")
-        return
-    reporter.message(f"report: {path}")

@@ -1,16 +1,13 @@
-"""Statistics for comparing training runs: intervals, paired tests over seeds, tests over rows.
+"""Statistics for comparing training runs: intervals, paired tests over seeds, intervals over rows.
 
-Seeds are few, so every interval says how many values it rests on, and a test that cannot be made returns None with a
-note instead of a number. Two sources of chance are kept apart: *seeds* (t interval, paired t-test, sign-flip test) and
-*rows of the evaluation set* (Wilson interval).
+Seeds are few, so every interval comes with its number of values, and a test that cannot be made returns None with a
+note. Two sources of chance are kept apart: *seeds* (t interval, paired t-test, sign-flip test) and *rows of the
+evaluation set* (Wilson interval). scipy lacks Holm's correction, and its permutation test takes seconds for 20 pairs.
 
-scipy computes what it has. It has no correction of Holm's; its permutation test takes seconds for 20 pairs, the one
-here a few milliseconds.
+Missing or non-finite values, pairs of different length and a level outside (0, 1) raise a ValueError.
 
-Values that are missing or not finite, pairs of different length and a level outside (0, 1) raise a ValueError.
-
-References: E. B. Wilson, "Probable inference", JASA 22, 1927;
-S. Holm, Scandinavian Journal of Statistics 6, 1979; R. A. Fisher, "The Design of Experiments", 1935 (sign flips).
+References: E. B. Wilson, "Probable inference", JASA 22, 1927; S. Holm, Scandinavian Journal of Statistics 6, 1979;
+R. A. Fisher, "The Design of Experiments", 1935 (sign flips); W. G. Cochran, "Sampling Techniques", 1977 (ratios).
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ MAX_SIGN_FLIP_PAIRS = 20  # 2^19 sums: still well under a second
 
 
 class Interval(NamedTuple):
-    """An estimate with its interval; `low` and `high` are None where the data carry no interval."""
+    """An estimate with its interval; `low` and `high` are None if the data give no interval."""
 
     mean: float
     low: float | None
@@ -35,7 +32,7 @@ class Interval(NamedTuple):
 
 
 class PairedResult(NamedTuple):
-    """Mean paired difference with its interval, the p-value of "no difference", and why either is missing."""
+    """Mean paired difference with its interval, the p-value of "no difference", and the reason for a missing one."""
 
     difference: Interval
     p_value: float | None
@@ -43,7 +40,7 @@ class PairedResult(NamedTuple):
 
 
 def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Mean with its t interval; one value has a mean and no interval."""
+    """Mean with its t interval; one value has no interval."""
     _check_level(level)
     x = _finite(values, "values")
     mean = float(x.mean())
@@ -54,13 +51,13 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
 
 
 def ratio_interval(sums: Sequence[float], counts: Sequence[float], level: float = 0.95) -> Interval:
-    """The sum of `sums` over that of `counts`, with its t interval: a mean over units of different size.
+    """Sum of `sums` over sum of `counts` with its t interval: a mean over units of different size.
 
-    Units (documents, blocks of a text) are drawn whole, and weigh by their size. The interval is that of the linearised
-    ratio (Cochran, "Sampling Techniques", 1977, chapter 6); where all counts are equal it is that of `mean_interval`.
+    Units (documents, blocks of a text) are sampled whole and weighted by size. The interval is that of the linearised
+    ratio (Cochran, chapter 6).
 
     Args:
-        sums: of the values of each unit. counts: how many values these are.
+        sums: sum of the values of each unit. counts: number of values of each unit.
 
     Raises:
         ValueError: lengths differ, a number is not finite, or a unit has no values.
@@ -78,11 +75,10 @@ def ratio_interval(sums: Sequence[float], counts: Sequence[float], level: float 
 
 
 def paired_t_test(first: Sequence[float], second: Sequence[float], level: float = 0.95) -> PairedResult:
-    """Paired t-test of `first` minus `second` (same seed at the same place in both)."""
+    """Paired t-test of `first` minus `second` (same seed at the same index in both)."""
     difference = _differences(first, second)
     interval = mean_interval(list(difference), level)
-    n = len(difference)
-    if n < 2:
+    if len(difference) < 2:
         return PairedResult(interval, None, "one seed: no interval and no test")
     spread = float(difference.std(ddof=1))
     scale = max(float(np.abs(_finite(first, "first")).max()), float(np.abs(_finite(second, "second")).max()))
@@ -96,7 +92,7 @@ def paired_t_test(first: Sequence[float], second: Sequence[float], level: float 
 def sign_flip_test(first: Sequence[float], second: Sequence[float]) -> float:
     """Exact two-sided permutation p-value of the mean paired difference, over all 2^n sign patterns.
 
-    Assumes nothing but that, without an effect, each difference could as well have had the other sign.
+    Assumes only that, without an effect, each difference has either sign with equal probability.
 
     Raises:
         ValueError: lengths differ, values are missing or not finite, or more than 20 pairs.
@@ -115,11 +111,7 @@ def sign_flip_test(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def smallest_sign_flip_p(pairs: int) -> float:
-    """The smallest p-value that `sign_flip_test` can give with so many pairs: 2 / 2^n.
-
-    Raises:
-        ValueError: pairs < 1.
-    """
+    """Smallest p-value of `sign_flip_test` with this number of pairs: 2 / 2^n (ValueError below 1)."""
     if pairs < 1:
         raise ValueError(f"pairs={pairs} must be at least 1")
     return 2.0 ** (1 - pairs)
@@ -137,7 +129,7 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 
 
 def wilson_interval(correct: int, rows: int, level: float = 0.95) -> Interval:
-    """Accuracy `correct / rows` with Wilson's interval: the chance in drawing the rows, not in the seed."""
+    """Accuracy `correct / rows` with Wilson's interval: the chance of sampling the rows, not of the seed."""
     _check_level(level)
     if rows < 1 or not 0 <= correct <= rows:
         raise ValueError(f"correct={correct} must lie in 0..rows and rows={rows} must be at least 1")
@@ -146,10 +138,7 @@ def wilson_interval(correct: int, rows: int, level: float = 0.95) -> Interval:
 
 
 def with_intervals(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Scores of a split with Wilson's 95 % interval of each accuracy: the chance in drawing the rows, not in the seed.
-
-    `values` holds the number of rows under "rows"; without it they are returned as they are.
-    """
+    """Add Wilson's 95 % interval of each accuracy to the scores of a split, whose number of rows is under "rows"."""
     found = dict(values)
     rows = int(values.get("rows") or 0)
     for name in [key for key in values if rows and (key == "accuracy" or key.endswith("_accuracy"))]:
@@ -159,15 +148,15 @@ def with_intervals(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summarise(values_by_variant: Mapping[str, Sequence[float]], reference: str | None) -> list[dict[str, Any]]:
-    """One row of statistics per variant, in the order given; each variant is paired with `reference` seed by seed.
+    """Return a row of statistics per variant; each variant is paired with `reference` seed by seed.
 
-    Value k of every list belongs to the k-th seed. A list may stop early (runs still to come): pairs are made of the
-    seeds that both variants have. Without a reference there are no differences; `summarise_pairs` gives them.
+    Value k of every list belongs to the k-th seed. A list may stop early (runs still to come): pairs are the seeds that
+    both variants have. Without a reference there are no differences; see `summarise_pairs`.
 
     Returns:
         rows with name, seeds, mean, low, high, difference ({mean, low, high} or None), p_value (paired t-test),
-        p_adjusted (Holm over the variants), p_sign_flip and p_sign_flip_smallest (exact test and the smallest value
-        it can take with so many seeds), and note (why something is None).
+        p_adjusted (Holm over the variants), p_sign_flip and p_sign_flip_smallest (exact test, and its smallest possible
+        value), and note (the reason for a None).
 
     Raises:
         ValueError: the reference is not among the variants, a variant has no values, or a value is not finite.
@@ -178,9 +167,8 @@ def summarise(values_by_variant: Mapping[str, Sequence[float]], reference: str |
     for name, values in values_by_variant.items():
         _finite(values, f"values of variant {name!r}")
         row: dict[str, Any] = {"name": name, "seeds": len(values), **mean_interval(values)._asdict()}
-        note = "one seed: no interval and no test" if len(values) < 2 else None
         row |= dict.fromkeys(("difference", "p_value", "p_adjusted", "p_sign_flip", "p_sign_flip_smallest"))
-        row["note"] = note
+        row["note"] = "one seed: no interval and no test" if len(values) < 2 else None
         if reference is not None and name != reference:
             row |= _paired(values, values_by_variant[reference])
         rows.append(row)
@@ -190,10 +178,10 @@ def summarise(values_by_variant: Mapping[str, Sequence[float]], reference: str |
 def summarise_pairs(
     values_by_variant: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, str]]
 ) -> list[dict[str, Any]]:
-    """One row of statistics per pair of variants, first minus second, paired seed by seed.
+    """Return a row of statistics per pair of variants, first minus second, paired seed by seed.
 
     Returns:
-        rows with name and against (the pair), seeds (that both have), difference, p_value, p_adjusted (Holm over the
+        rows with name and against (the pair), seeds (common to both), difference, p_value, p_adjusted (Holm over the
         pairs), p_sign_flip, p_sign_flip_smallest and note, as in `summarise`.
     """
     rows = []

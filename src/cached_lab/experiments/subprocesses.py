@@ -1,8 +1,8 @@
-"""Processes that work for this one: they end when it ends, however it does, and when it stops them.
+"""Child processes that end with this one, however it ends, and when it stops them.
 
-Each holds the reading end of a pipe and this process the writing end. When that is closed, by us or by the system after
-our death, the child asks itself to stop as SIGTERM would: a run saves a checkpoint first. Signals of the terminal reach
-this process alone, so that a run is asked once.
+Each child has the reading end of a pipe and this process the writing end. When that is closed, by us or by the system
+after our end, the child stops itself as by SIGTERM: a run saves a checkpoint first. Signals of the terminal reach only
+this process, so that a run is stopped once.
 """
 
 from __future__ import annotations
@@ -29,12 +29,10 @@ from cached_lab.cli.main import main
 sys.argv[0] = "cached"
 sys.exit(main())
 """
-_PAUSE = 0.05
-"""Seconds between two looks at the children."""
 
 
 def stop_after(wait: Callable[[], object]) -> None:
-    """In a child: ask this process to stop when `wait`, which a thread calls, returns."""
+    """In a child: send this process SIGTERM when `wait`, which runs in a thread, returns."""
 
     def watch() -> None:
         wait()
@@ -44,16 +42,12 @@ def stop_after(wait: Callable[[], object]) -> None:
 
 
 def stop_with(line: Connection) -> None:
-    """In a child: ask this process to stop when the other end of a pipe is closed."""
+    """In a child: send this process SIGTERM when the other end of a pipe is closed."""
     stop_after(lambda: line.poll(None))
 
 
 def start_command(arguments: Iterable[str], log: IO[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a `cached` command that writes what it says into a file.
-
-    Args:
-        environment: all variables.
-    """
+    """Start a `cached` command with all its environment variables, its output in a file."""
     return subprocess.Popen(
         [sys.executable, "-c", _COMMAND, *arguments],
         stdin=subprocess.PIPE,
@@ -67,13 +61,13 @@ def start_command(arguments: Iterable[str], log: IO[str], environment: Mapping[s
 def work_off(
     items: Iterable[T], jobs: int, start: Callable[[T], subprocess.Popen[bytes]], ended: Callable[[T, int], None]
 ) -> None:
-    """Work off items in processes, so many at a time.
+    """Process items in at most `jobs` child processes.
 
     Args:
-        start: begins with one. ended: told the exit status of each; what it raises stops the others.
+        start: starts the child of an item. ended: gets the exit status of each; an exception in it stops the others.
 
     Raises:
-        Stopped: SIGINT or SIGTERM arrived; all processes have been stopped, and have ended.
+        Stopped: SIGINT or SIGTERM arrived; all children have stopped.
     """
     waiting, running = deque(items), list[tuple[T, subprocess.Popen[bytes]]]()
     with stop_requests() as stop:
@@ -82,21 +76,20 @@ def work_off(
                 while waiting and len(running) < jobs:
                     item = waiting.popleft()
                     running.append((item, start(item)))
-                time.sleep(_PAUSE)
+                time.sleep(0.05)
                 for item, process in [one for one in running if one[1].poll() is not None]:
                     running.remove((item, process))
-                    _hang_up(process)
+                    _close_pipe(process)
                     ended(item, process.returncode)
                 if stop:
                     raise Stopped(stop[0])
         finally:
             for _, process in running:
-                _hang_up(process)
+                _close_pipe(process)
             for _, process in running:
                 process.wait()
 
 
-def _hang_up(process: subprocess.Popen[bytes]) -> None:
-    """Close our end of a child's pipe, which it takes for our death."""
+def _close_pipe(process: subprocess.Popen[bytes]) -> None:
     assert process.stdin is not None
     process.stdin.close()

@@ -1,7 +1,7 @@
-"""The arms of a comparison: a memory by name and options, or a control that has none.
+"""Variants of a comparison: a memory by name and options, or a control without one.
 
-What makes arms equal raises a ValueError for a model whose feed-forward layers have no width to be changed, and for an
-arm that cannot come within half a per cent.
+Controls of equal cost raise a ValueError for a model whose feed-forward layers have no width to change, and for a
+variant that cannot come within half a per cent.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from .costs.flops import count_flops, count_parameters
 
 CONTROLS = ("conv", "flops", "parameters", "longer")
 TOLERANCE = 0.005
-"""Share by which sizes may differ that count as equal."""
+"""Relative difference up to which sizes count as equal."""
 FEED_FORWARD = ("feed_forward", "mlp_ratio", "mlp_ratios")
-"""Options of models that say how wide feed-forward layers are: channels; times the width, of all or of each stage."""
+"""Model options for the width of feed-forward layers: channels; multiples of the width, of all stages or of each."""
 UNIT = 1000
-"""A width of so much leaves ratios as they are given: they are changed in thousandths."""
+"""The width that keeps given ratios: they are changed in thousandths."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One arm: its name, and the recipe's configuration with the change that makes it."""
+    """One arm of a comparison: its name, and the recipe's configuration with its change."""
 
     name: str
     config: RunConfig
     facts: dict[str, Any] = field(default_factory=dict)
 
     def seeded(self, seed: int) -> RunConfig:
-        """The configuration of one run."""
+        """Return the configuration of one run."""
         return dataclasses.replace(self.config, training=dataclasses.replace(self.config.training, seed=seed))
 
     def run_name(self, seed: int) -> str:
-        """Folder of one run, relative to the comparison."""
+        """Return the folder of one run, relative to the comparison."""
         return f"{re.sub(r'[^A-Za-z0-9._=-]', '_', self.name)}/seed_{seed}"
 
 
 def parse_variant(text: str) -> str | dict[str, Any] | None:
-    """The `model.memory` of a variant: None for plain, a name, or a mapping for `name:key=value:key=value`.
+    """Parse the `model.memory` of a variant: None for plain, a name, or a mapping for `name:key=value:key=value`.
 
     Raises:
         ValueError: an option is not of the form key=value.
@@ -72,14 +72,14 @@ def parse_variant(text: str) -> str | dict[str, Any] | None:
 def prepare(
     recipe: RunConfig, names: list[str], controls: str, against: str = ""
 ) -> tuple[list[Variant], dict[str, float] | None]:
-    """Checked variants, controls last, and the scores of guessers that the data set offers.
+    """Return checked variants, controls last, and the baseline scores of the data set.
 
     Args:
-        against: the variant or control that the others are to be tested against; "" where nobody chose one.
+        against: the variant or control that is the reference; "" for the default.
 
     Raises:
-        ValueError: an unknown variant, option or control, the same variant twice, one that cannot be built, or an
-            `against` that is none of them.
+        ValueError: an unknown variant, option or control, a repeated variant, one that cannot be built, or an unknown
+            `against`.
     """
     if len(set(names)) < len(names):
         raise ValueError(f"--with {','.join(names)} names a variant twice")
@@ -118,23 +118,18 @@ def prepare(
 
 
 def wider(what: str, plain: RunConfig, variants: list[Variant], cost: Callable[[RunConfig], int]) -> Variant:
-    """The plain model with its feed-forward layers widened until its cost is that of the variant with most of it."""
-    feed_forward_option(plain)
+    """Widen the feed-forward layers of the plain model to the cost of the most expensive variant."""
     target = max(cost(variant.config) for variant in variants)
-    found = equally_dear(plain, cost, target)
-    facts = {
-        "feed_forward": feed_forward(found),
-        f"{what}_ratio": cost(found) / target,
-        "matched": "the dearest variant",
-    }
-    return Variant(f"control-{what}", found, facts)
+    found = with_cost(plain, cost, target)
+    facts = {"feed_forward": feed_forward(found), f"{what}_ratio": cost(found) / target}
+    return Variant(f"control-{what}", found, {**facts, "matched": "the most expensive variant"})
 
 
 def longer(plain: RunConfig, dataset: Any) -> Variant:
-    """The plain model with segments twice as long, half as many of them in a step, in training and in evaluation.
+    """Double the segment length of the plain model and halve the segments per step, in training and evaluation.
 
     Raises:
-        ValueError: the data are no streams of text, or a step reads an odd number of segments.
+        ValueError: the data are no streams of text, or a step has an odd number of segments.
     """
     training, evaluation = plain.training, plain.evaluation
     if task_name(dataset) != "language":
@@ -154,20 +149,18 @@ def longer(plain: RunConfig, dataset: Any) -> Variant:
 
 
 def equal_parameters(variants: list[Variant], deciding: int) -> list[Variant]:
-    """The variants with feed-forward layers as wide as it takes to have equally many parameters.
+    """Set the width of feed-forward layers so that all variants have equally many parameters.
 
     Args:
-        deciding: the largest of so many first variants keeps its size; what is larger among the others gets narrower.
+        deciding: the largest of the first `deciding` variants keeps its size; larger ones after them become narrower.
 
     Returns:
-        them, with the facts `feed_forward` and `matched_parameters`.
+        the variants, with the facts `feed_forward` and `matched_parameters`.
     """
-
-    feed_forward_option(variants[0].config)
     target = max(parameters_of(variant.config) for variant in variants[:deciding])
     equal = []
     for variant in variants:
-        config = equally_dear(variant.config, parameters_of, target)
+        config = with_cost(variant.config, parameters_of, target)
         found, width = parameters_of(config), feed_forward(config)
         if abs(found - target) > TOLERANCE * target:
             raise ValueError(
@@ -179,18 +172,16 @@ def equal_parameters(variants: list[Variant], deciding: int) -> list[Variant]:
 
 
 def equal_operations(variants: list[Variant], matched: Mapping[str, str], dataset: Any) -> list[Variant]:
-    """The variants, some of them with feed-forward layers as wide as it takes to cost in training what another does.
+    """Set the width of feed-forward layers of some variants so that training costs as much as another variant.
 
     Args:
-        matched: name of the other by name of the variant.
-        dataset: whose first rows make the batch on which operations are counted.
+        matched: name of the other variant by name of the variant.
+        dataset: its first rows are the batch on which operations are counted.
 
     Returns:
-        them, with the facts `feed_forward` and `training_flops` (of one forward pass in training, per row of a batch),
-        and for the matched ones `matched` and `flops_ratio`.
+        the variants, with the facts `feed_forward` and `training_flops` (one forward pass in training, per row), and
+        for matched ones `matched` and `flops_ratio`.
     """
-    for name in matched:
-        feed_forward_option(next(variant.config for variant in variants if variant.name == name))
     batches: dict[int, Any] = {}
 
     def operations(config: RunConfig) -> int:
@@ -207,12 +198,12 @@ def equal_operations(variants: list[Variant], matched: Mapping[str, str], datase
             cost = costs[variant.name]
         else:
             target = costs[matched[variant.name]]
-            config = equally_dear(config, operations, target)
+            config = with_cost(config, operations, target)
             cost = operations(config)
             if abs(cost - target) > TOLERANCE * target:
                 raise ValueError(
                     f"{variant.name} takes {cost} operations with feed_forward={feed_forward(config)}, not {target} as "
-                    f"{matched[variant.name]}; take a larger model or a dearer memory"
+                    f"{matched[variant.name]}; take a larger model or a more expensive memory"
                 )
             facts = {"matched": matched[variant.name], "flops_ratio": cost / target}
         size = min(config.training.batch_size, len(dataset))
@@ -222,51 +213,51 @@ def equal_operations(variants: list[Variant], matched: Mapping[str, str], datase
 
 
 def first_batch(config: RunConfig, dataset: Any) -> Any:
-    """As many first rows of the data as a batch has."""
+    """Return the first rows of the data as a batch."""
     return dataset.collate([dataset[index] for index in range(min(config.training.batch_size, len(dataset)))])
 
 
 def training_flops(config: RunConfig, batch: Any) -> int:
-    """Operations of one forward pass in training over a batch; nothing is computed."""
+    """Count the operations of one forward pass in training over a batch, by shapes only."""
     inputs, keywords = model_arguments(batch)
     return count_flops(build_model(config), *inputs, mode="train", shapes_only=True, **keywords)
 
 
 def parameters_of(config: RunConfig) -> int:
-    """Parameters of the model of a configuration; nothing is computed."""
+    """Count the parameters of the configured model on the meta device."""
     with torch.device("meta"):
         return count_parameters(MODELS.create(**config.model))
 
 
 def feed_forward_option(config: RunConfig) -> str:
-    """The option of the model that says how wide its feed-forward layers are.
+    """Return the model's option for the width of its feed-forward layers.
 
     Raises:
-        ValueError: it has none, or a ratio that is not written down, so that there is nothing to begin with.
+        ValueError: there is none, or it is a ratio without a given value to start from.
     """
     model = MODELS.entry(config.model["name"])
     for option in FEED_FORWARD:
         if option in config.model or option in model.options:
             if option != "feed_forward" and not config.model.get(option):
                 raise ValueError(
-                    f"model.{option} of {model.name!r} is changed for equal cost; set it to what the model has"
+                    f"model.{option} of {model.name!r} is changed for equal cost; set it to the value of the model"
                 )
             return option
     if model.open_ended:
         raise ValueError(
             f"equal cost takes another width of feed-forward layers, and {model.name!r} does not say by which option; "
-            f"set one of {', '.join(f'model.{option}' for option in FEED_FORWARD)} to what the model has"
+            f"set one of {', '.join(f'model.{option}' for option in FEED_FORWARD)} to the value of the model"
         )
     raise ValueError(f"equal sizes take another model.feed_forward, which model {model.name!r} does not have")
 
 
 def feed_forward(config: RunConfig) -> Any:
-    """The width of the feed-forward layers as the configuration has it; None where it says nothing."""
+    """Return the configured width of the feed-forward layers; None if there is none."""
     return next((config.model[option] for option in FEED_FORWARD if config.model.get(option) is not None), None)
 
 
 def widened(config: RunConfig, width: int) -> RunConfig:
-    """The configuration with another width of the feed-forward layers: channels, or thousandths of the ratios given."""
+    """Set the width of the feed-forward layers: channels, or thousandths of the given ratios."""
     option = feed_forward_option(config)
     value: Any = width
     if option != "feed_forward":
@@ -275,14 +266,14 @@ def widened(config: RunConfig, width: int) -> RunConfig:
     return dataclasses.replace(config, model={**config.model, option: value})
 
 
-def equally_dear(config: RunConfig, cost: Callable[[RunConfig], int], target: int) -> RunConfig:
-    """The configuration with the feed-forward width whose cost is nearest to `target`."""
+def with_cost(config: RunConfig, cost: Callable[[RunConfig], int], target: int) -> RunConfig:
+    """Set the feed-forward width with the cost nearest to `target`."""
     unit = 1 if feed_forward_option(config) == "feed_forward" else UNIT
     return widened(config, nearest_width(lambda w: cost(widened(config, w)), target, unit))
 
 
 def nearest_width(cost: Callable[[int], int], target: int, unit: int = 1) -> int:
-    """The width whose cost is nearest to `target`; cost grows linearly with width, as seen at one and two units."""
+    """Return the width with the cost nearest to `target`; cost is linear in width, measured at one and two units."""
     base = cost(unit)
     slope = (cost(2 * unit) - base) / unit
     return max(1, unit + round((target - base) / slope))

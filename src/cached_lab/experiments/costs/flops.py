@@ -1,8 +1,8 @@
-"""What a model costs: floating-point operations, parameters, and the bytes that autograd keeps for the backward pass.
+"""Cost of a model: floating-point operations, parameters, and bytes that autograd keeps for the backward pass.
 
-Operations are counted on the real forward pass by `torch.utils.flop_counter`, one multiply-add as two. Matrix products
-and convolutions count (attention products included, over the full matrix also when it is causal); element-wise
-operations, normalisation, softmax and look-ups do not.
+Operations are counted on a real forward pass by `torch.utils.flop_counter`, one multiply-add as two. Matrix products
+and convolutions count (attention products over the full matrix, even if causal); element-wise operations,
+normalisation, softmax and look-ups do not.
 """
 
 from __future__ import annotations
@@ -19,29 +19,27 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-ROOT = "Global"  # the flop counter's own name for the whole
-
 
 def _product_flops(total: torch.Size, a: torch.Size, b: torch.Size, *, out_shape: torch.Size, **_: Any) -> int:
     return 2 * out_shape.numel() * a[-1]
 
 
 IN_PLACE = {torch.ops.aten.addmm_: _product_flops, torch.ops.aten.baddbmm_: _product_flops}
-"""Products into a sum, which the counter knows only in the forms that are not in place."""
+"""In-place products, which the counter lacks."""
 
 
 def count_flops(model: nn.Module, *inputs: Any, mode: str = "eval", shapes_only: bool = False, **kwargs: Any) -> int:
-    """Floating-point operations of one forward pass `model(*inputs, **kwargs)` at the batch given.
+    """Count the floating-point operations of one forward pass `model(*inputs, **kwargs)`.
 
-    The model is left as it was: training flags, buffers, plain attributes of its modules, and torch's random state.
+    The model keeps its training flags, buffers and plain attributes, and torch its random state.
 
     Args:
         mode: "eval" counts a forward without gradient in eval mode; "train" counts one in train mode, on a deep copy.
-        shapes_only: "train" only; run on tensors that have shapes and no values, so that a batch of any size is counted
-            in moments. The forward must not look at values.
+        shapes_only: for "train", use fake tensors without values, which is fast for any batch. The forward must not
+            depend on values.
 
     Raises:
-        ValueError: mode is neither "eval" nor "train", or "eval" by shapes only.
+        ValueError: mode is neither "eval" nor "train", or "eval" with shapes only.
     """
     if shapes_only and mode != "train":
         raise ValueError(f'shapes_only=True counts on a copy, so it needs mode="train", not mode={mode!r}')
@@ -49,36 +47,32 @@ def count_flops(model: nn.Module, *inputs: Any, mode: str = "eval", shapes_only:
 
 
 def flops_of(call: Callable[[], object]) -> int:
-    """Operations of whatever `call` runs, backward passes too; what is compiled, or no operator of torch, is not seen.
-
-    The call has the effects that it has.
-    """
+    """Count the operations of `call`, backward passes included; compiled code and foreign kernels are not counted."""
     with _countable_kernels(), FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         call()
     return counter.get_total_flops()
 
 
 def flops_by_operator(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str, int]:
-    """Operations of the forward pass by operator of torch: "addmm", "convolution", "bmm" (attention's products), ..."""
-    counts = _count(model, "eval", inputs, kwargs).get_flop_counts().get(ROOT, {})
+    """Count the operations of the forward pass by torch operator: "addmm", "convolution", "bmm" (attention), ..."""
+    counts = _count(model, "eval", inputs, kwargs).get_flop_counts().get("Global", {})
     return {str(operator).removeprefix("aten."): flops for operator, flops in counts.items()}
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Number of parameters (shared ones once); caches and other buffers are not parameters."""
+    """Count parameters (shared ones once); caches and other buffers are not parameters."""
     return sum(p.numel() for p in model.parameters())
 
 
 def saved_activation_bytes(fn: Callable[[], Any], *excluded: nn.Module | Tensor) -> int:
-    """Bytes that autograd still holds for the backward pass when `fn` returns, each storage counted once.
+    """Count the bytes that autograd holds for the backward pass when `fn` returns, each storage once.
 
     Args:
-        fn: runs the forward pass and returns what keeps its graph alive (loss or outputs).
-        excluded: modules (their parameters and buffers) and tensors that are there anyway, such as the inputs.
+        fn: runs the forward pass and returns the loss or outputs, which keep its graph alive.
+        excluded: modules (their parameters and buffers) and tensors that do not count, such as the inputs.
 
     Returns:
-        bytes of whole storages: a saved slice keeps the storage it was cut from. With activation checkpointing these
-        are what stays until backward, not what backward recomputes.
+        bytes of whole storages, also for saved slices. Activations that backward recomputes do not count.
     """
     left_out = {_storage_id(t) for item in excluded for t in _tensors(item)}
     alive: weakref.WeakSet[_Saved] = weakref.WeakSet()
@@ -96,7 +90,7 @@ def saved_activation_bytes(fn: Callable[[], Any], *excluded: nn.Module | Tensor)
 
 
 class _Saved:
-    """Handle that the graph holds in place of a tensor: it dies with the graph, so dead branches are not counted."""
+    """Handle that the graph holds instead of a tensor: it dies with the graph, so dead branches are not counted."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()  # an operation that saves its own result would otherwise keep itself alive
@@ -121,7 +115,7 @@ def _count(
     with torch.random.fork_rng(devices=devices), _countable_kernels():
         if mode == "train":
             replica = copy.deepcopy(model).train()
-            # Whatever is no fake tensor (weights, buffers) counts as one of the same shape.
+            # Real tensors (weights, buffers) count as fake ones of the same shape.
             fake = FakeTensorMode(allow_non_fake_inputs=True) if shapes_only else contextlib.nullcontext()
             with torch.enable_grad(), fake, counter:
                 replica(*inputs, **kwargs)
@@ -135,7 +129,7 @@ def _count(
 
 @contextlib.contextmanager
 def _countable_kernels() -> Iterator[None]:
-    """Switch off the fused kernels that the counter has no formula for: they would count as nothing."""
+    """Switch off the fused kernels that the counter has no formula for."""
     fast_path, onednn = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled
     torch.backends.mha.set_fastpath_enabled(False)  # nn.TransformerEncoderLayer in eval mode
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # nn.LSTM and nn.GRU on the CPU
@@ -149,7 +143,7 @@ def _countable_kernels() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Put every module back as it was: attributes (a pending cache update among them), containers, buffer values."""
+    """Restore every module afterwards: attributes (pending cache updates too), containers, buffer values."""
     modules = [(module, dict(module.__dict__)) for module in model.modules()]
     held = [value for _, attributes in modules for value in attributes.values()]
     containers = [(value, value.copy()) for value in held if isinstance(value, dict | list)]

@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive, counted while code runs: peak memory without a device that reports it."""
+"""Peak memory of tensors on a CPU, counted by operator while code runs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations inside the `with` made and that are still alive.
+    """Count live storages made by operations inside the `with`.
 
     Args:
-        slack: share by which the peak may be stated too low. Whether storages are alive is asked only where they could
-            make a peak that is higher by more, which for a long step is much less often than at every operator.
+        slack: relative error allowed in the peak. Dead storages are searched only if a peak could be higher by more,
+            which saves most searches in a long step.
 
     Attributes:
-        peak: the most that were alive at once.
+        peak: most bytes alive at once.
     """
 
     def __init__(self, slack: float = 0.0) -> None:
         super().__init__()
         self.peak, self.slack = 0, slack
-        self._most = 0  # bytes alive if none has gone since they were counted
+        self._most = 0  # bytes alive if none died since the last count
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,20 +41,20 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _hold(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage; one whose address another had before it takes that one's place."""
+        """Count a storage; it replaces an earlier one at the same address."""
         before = self._storages.get(storage._cdata)
         self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self._most += storage.nbytes() - (0 if before is None else before[1])
 
     def now(self) -> int:
-        """Bytes alive."""
+        """Return the bytes alive."""
         self._storages = {key: pair for key, pair in self._storages.items() if not pair[0].expired()}
         self._most = sum(size for _, size in self._storages.values())
         return self._most
 
 
 def peak_bytes(call: Callable[[], object], device: str) -> int:
-    """Bytes that were alive at once and were not before, at most, while `call` ran."""
+    """Return the peak of bytes during `call`, beyond those alive before."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -1,11 +1,11 @@
-"""The cost of an image model as this library counts it, and as the tables of the GRC paper do.
+"""Cost of an image model as counted here, and as in the tables of the GRC paper.
 
 Paper: "Cached Transformers" (arXiv:2312.12742), tables 1 and 10 and the figure of its repository
-(annosubmission/GRC-Cache). Its plain models have the numbers of their own papers, which count multiply-adds of linear
-maps, convolutions and attention products (whai362/PVT, classification/get_flops.py, adds the products by a formula).
-Its cached models have, to rounding, the multiply-adds of linear maps and convolutions alone: counters that go by
-modules (fvcore, mmcv) do not see attention products, and nobody added them. So the overhead in the paper is too low,
-and `Cost.paper_overhead` shows by how much; `Cost.overhead` is like for like.
+(annosubmission/GRC-Cache). Its plain models have the numbers of their own papers, multiply-adds of linear maps,
+convolutions and attention products (whai362/PVT, classification/get_flops.py, adds the products by a formula). Its
+cached models have, to rounding, only the multiply-adds of linear maps and convolutions: counters by module (fvcore,
+mmcv) do not see attention products. So the paper's overhead (`ModelCost.paper_overhead`) is too low;
+`ModelCost.overhead` compares full counts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .flops import count_parameters, flops_by_operator
 _PRODUCTS = ("bmm", "baddbmm", "_scaled_dot_product")
 
 
-class Cost(NamedTuple):
+class ModelCost(NamedTuple):
     """Parameters, and multiply-adds per image of one forward pass in evaluation.
 
     Attributes:
@@ -38,20 +38,20 @@ class Cost(NamedTuple):
         """All multiply-adds."""
         return self.layers + self.products
 
-    def overhead(self, plain: Cost) -> float:
-        """Additional cost over the plain model, both counted in full: 0.1 for 10 %."""
+    def overhead(self, plain: ModelCost) -> float:
+        """Return the additional cost over the plain model, both counted in full: 0.1 for 10 %."""
         return self.total / plain.total - 1
 
-    def paper_overhead(self, plain: Cost) -> float:
-        """Additional cost as the paper prints it: the cached model without its attention products."""
+    def paper_overhead(self, plain: ModelCost) -> float:
+        """Return the additional cost as in the paper: the cached model without its attention products."""
         return self.layers / plain.total - 1
 
 
-def cost(model: nn.Module, images_BCHW: Tensor) -> Cost:
-    """What `model` costs for images of this size; counted on a real pass, the model is left as it was.
+def cost(model: nn.Module, images_BCHW: Tensor) -> ModelCost:
+    """Count the cost of `model` for images of this size.
 
-    A cache that does not depend on the images (the default) is used as constant keys and values, as in inference; in
-    training `flops.count_flops(..., mode="train")` counts its update.
+    A cache that does not depend on the images (the default) gives constant keys and values, as in inference;
+    `flops.count_flops(..., mode="train")` counts its update.
     """
     layers, products = 0, 0
     for operator, flops in flops_by_operator(model, images_BCHW).items():
@@ -60,11 +60,13 @@ def cost(model: nn.Module, images_BCHW: Tensor) -> Cost:
         else:
             layers += flops
     rows = 2 * images_BCHW.shape[0]  # two operations are one multiply-add
-    return Cost(count_parameters(model), layers / rows, products / rows)
+    return ModelCost(count_parameters(model), layers / rows, products / rows)
 
 
-def costs(architecture: str, memory_options: dict[str, Any] | None = None, side: int = 224) -> tuple[Cost, Cost]:
-    """Cost of a plain model of timm's, or of ours in timm, and of the same with GRC.
+def costs(
+    architecture: str, memory_options: dict[str, Any] | None = None, side: int = 224
+) -> tuple[ModelCost, ModelCost]:
+    """Return the cost of a plain model of timm, or of ours in timm, and of the same with GRC.
 
     Args:
         architecture: one of `integrations.timm.models.HOSTS`.

@@ -1,4 +1,4 @@
-"""Bytes that operators read and write: what eager mode moves through memory, were no cache in between."""
+"""Bytes that operators read and write: the memory traffic of eager mode without caches."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Traffic(TorchDispatchMode):
-    """Counts, for each operator inside the `with`, its tensors that are read and those that are written.
+    """Count the bytes of tensors that operators inside the `with` read and write.
 
-    A view moves nothing; of an expanded tensor its storage counts. Kernels that are no operators of torch are not seen.
-
-    Attributes:
-        total: bytes.
+    A view moves nothing; an expanded tensor counts with its storage. Kernels outside torch are not counted.
     """
 
     def __init__(self) -> None:
@@ -51,7 +48,7 @@ def _bytes(leaves: Iterable[Any]) -> int:
 
 
 def bytes_of(call: Callable[[], object]) -> int:
-    """Bytes that the operators of `call` read and write."""
+    """Count the bytes that the operators of `call` read and write."""
     with Traffic() as traffic:
         call()
     return traffic.total

@@ -1,4 +1,4 @@
-"""lm_eval's own command line, which knows our models, too: `python -m cached_lab.experiments.harness run`."""
+"""lm_eval's command line with our models: `python -m cached_lab.experiments.harness run`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import sys
 
 from cached_transformers.extras import require
 
-from .language_model import cached_lm
-
 
 def main() -> int:
-    """Run it; bad input ends it with a message and status 2, with CACHED_DEBUG=1 with a traceback."""
+    """Run it; bad input gives a message and status 2 (with CACHED_DEBUG=1 a traceback)."""
     try:
-        cached_lm()
-        require("lm_eval.__main__", extra="eval").cli_evaluate()
+        command = require("lm_eval.__main__", extra="eval")
+        from . import language_model  # noqa: F401  (registers the model)
+
+        command.cli_evaluate()
     except (ValueError, ImportError, FileNotFoundError) as error:
         if os.environ.get("CACHED_DEBUG") == "1":
             raise

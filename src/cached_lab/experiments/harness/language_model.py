@@ -1,92 +1,97 @@
-"""`CachedLM`: what lm-evaluation-harness asks of a model, answered by a language model with a memory.
+"""`CachedLM`: a language model with a memory as a model of lm-evaluation-harness 0.4.13.
 
-The harness' own models cut a context to what they can see. Here nothing is cut off: a context of any length is read
-segment by segment, as in training, and what follows is scored, or written, given the state. Its rules for where a
-context ends and a continuation begins are the harness' own (`TemplateLM`), so that scores compare with those of others.
-
-Written against version 0.4.13 of lm_eval (Gao et al., https://github.com/EleutherAI/lm-evaluation-harness).
+The harness' own models truncate a context to their window. Here a context of any length is processed by segments, as in
+training, and the continuation is scored or generated from the state. The border between context and continuation
+follows the harness (`TemplateLM`), so that scores are comparable.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import simple_parse_args_string
 from rich.console import Console
 from rich.progress import track
 
 from cached_lab.experiments.load import load_writer
-from cached_lab.tasks.language.completion import Words, Writer
+from cached_lab.tasks.language.completion import Writer
 from cached_lab.training.distributed import pick_device
-from cached_transformers.extras import require
 from cached_transformers.models.sampling import Choice
 
-from .scoring import Scored, log_probabilities
-from .writing import write_until
+from .generation import generate_until
+from .scoring import ScoredText, log_probabilities
 
-NAME = "cached"
-"""Under which the harness knows the model."""
-ROWS, NEW_TOKENS = 8, 256
-"""Texts that are read at once, and tokens that are written at most, if nothing else is said; the latter as in lm_eval's
-own models."""
+ARGUMENTS = ("run", "checkpoint", "segment_length", "batch_size", "max_gen_toks", "device")
+SAMPLING = {"temperature": 1.0, "top_k": None, "top_p": None}
 
 
-class _Cached:
-    """What `CachedLM` does, without the class of the harness that it is made of.
+@register_model("cached")
+class CachedLM(TemplateLM):  # type: ignore[misc]
+    """A language model for the harness.
 
     Args:
-        writer: model, words and segments, as `load_writer` reads them of a folder.
-        batch_size: texts at once. max_gen_toks: tokens that are written at most, where a task does not say.
-        name: by which the harness tells tokenizers apart, the folder for example.
+        writer: model, tokenizer and segment length, from `load_writer`.
+        batch_size: texts at once.
+        max_gen_toks: generated tokens for tasks that set no limit.
+        name: distinguishes tokenizers in the harness' request cache, e.g. the run folder.
 
     Raises:
-        ValueError: batch_size or max_gen_toks below 1; no token that may stand before a text.
+        ValueError: batch_size or max_gen_toks below 1; a tokenizer without a token for the beginning or end of a text.
     """
 
     tokenizer = None  # of transformers, for chat templates
-    cache_hook: Any
 
-    def __init__(
-        self, writer: Writer, *, batch_size: int = ROWS, max_gen_toks: int = NEW_TOKENS, name: str = NAME
-    ) -> None:
+    def __init__(self, writer: Writer, *, batch_size: int = 8, max_gen_toks: int = 256, name: str = "cached") -> None:
         super().__init__()
-        self.words: Words = writer.words
+        self.words, self._name = writer.words, name
         self.model, self.segment_length = writer.session.model, writer.session.segment_length
         self.batch_size, self.max_gen_toks = _number("batch_size", batch_size), _number("max_gen_toks", max_gen_toks)
-        self._name = name
-        self._before = [*self.words.first] or ([] if self.words.end is None else [self.words.end])
-        if not self._before:
+        self._prefix = [*self.words.first] or ([] if self.words.end is None else [self.words.end])
+        if not self._prefix:
             raise ValueError(
-                "the tokenizer has no token that stands before a text, nor one that ends it, so that nothing can be "
-                "said of a text's first token; give it a bos_token"
+                "the tokenizer has no token that begins or ends a text, so the first token of a text cannot be scored; "
+                "give it a bos_token"
             )
         self._device = next(self.model.parameters()).device
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The name of the tokenizer in the harness' request cache."""
+        return self._name
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token between two texts."""
+        return self._prefix[0] if self.words.end is None else self.words.end
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that begins a text, as in training."""
+        return self._prefix[0]
 
     @classmethod
     def create_from_arg_obj(
         cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
     ) -> Any:
-        """The model of `--model_args` and of what the harness adds to them.
-
-        Args:
-            arg_dict: "run", a folder of a run or of `save_pretrained`; and "checkpoint", "segment_length",
-                "batch_size", "max_gen_toks", "device".
+        """Build the model of `--model_args` (`ARGUMENTS`) with the harness' own additions.
 
         Raises:
-            ValueError: no folder, an argument that there is not, or what `load_writer` refuses.
+            ValueError: no run, an unknown argument, or a folder that `load_writer` refuses.
         """
         added = {key: value for key, value in (additional_config or {}).items() if value is not None}
-        added.pop("max_batch_size", None)  # of a search for the largest batch, which there is not
+        added.pop("max_batch_size", None)
         if not torch.cuda.is_available() and str(added.get("device", "")).startswith("cuda"):
-            del added["device"]  # the harness says "cuda:0" where nobody has said anything
+            del added["device"]  # the harness' default, not a request
         given = {**added, **arg_dict}
-        known = ("run", "checkpoint", "segment_length", "batch_size", "max_gen_toks", "device")
-        if unknown := sorted({*given} - {*known}):
-            raise ValueError(f"unknown model argument {unknown[0]!r} (known: {', '.join(known)})")
+        if unknown := sorted({*given} - {*ARGUMENTS}):
+            raise ValueError(f"unknown model argument {unknown[0]!r} (known: {', '.join(ARGUMENTS)})")
         if "run" not in given:
             raise ValueError("--model_args run=FOLDER is missing: a run folder, or one that save_pretrained wrote")
         length = given.get("segment_length")
@@ -98,27 +103,11 @@ class _Cached:
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: Mapping[str, Any] | None = None) -> Any:
-        """As `create_from_arg_obj`, of "run=FOLDER,key=value"."""
-        parsed = require("lm_eval.utils", extra="eval").simple_parse_args_string(arg_string)
-        return cls.create_from_arg_obj(parsed, additional_config)
-
-    @property
-    def tokenizer_name(self) -> str:
-        """What tells this model's tokens from those of others, where the harness keeps requests."""
-        return self._name
-
-    @property
-    def eot_token_id(self) -> int:
-        """What stands between two texts."""
-        return self._before[0] if self.words.end is None else self.words.end
-
-    @property
-    def prefix_token_id(self) -> int:
-        """What stands before a text, as in training."""
-        return self._before[0]
+        """Build the model of "run=FOLDER,key=value"."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of a text, behind those that stand before every text in training (none with add_special_tokens=False)."""
+        """Encode a text, after the tokens that begin every text in training unless add_special_tokens=False."""
         return [*([] if add_special_tokens is False else self.words.first), *self.words.encode(string)]
 
     def _loglikelihood_tokens(
@@ -127,105 +116,71 @@ class _Cached:
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """Scores of continuations, each behind its context; what contexts have in common is read once."""
-        behind = [(context or self._before, continuation) for _, context, continuation in requests]
-        texts = [Scored([*context, *continuation], len(context)) for context, continuation in behind]
-        keys = [request[0] for request in requests]
-        return self._scored("loglikelihood", texts, keys, disable_tqdm)
-
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-probabilities of whole texts: every token given all that stand before it, however many these are."""
-        strings = [request.args[0] for request in requests]
-        texts = [Scored([*self._before, *self.words.encode(string)], len(self._before)) for string in strings]
-        scores = self._scored("loglikelihood_rolling", texts, [None] * len(texts), disable_tqdm)
-        for string, score in zip(strings, scores, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", (string,), score.logp)
-        return [score.logp for score in scores]
-
-    def _scored(
-        self, kind: str, texts: Sequence[Scored], keys: Sequence[tuple[str, str] | None], quiet: bool
-    ) -> list[Any]:
+        """Score continuations given their contexts; shared context is processed once."""
+        pairs = [(context or self._prefix, continuation) for _, context, continuation in requests]
+        texts = [ScoredText([*context, *continuation], len(context)) for context, continuation in pairs]
         scores: list[Any] = [None] * len(texts)
-        found = log_probabilities(self.model, texts, self.segment_length, self.batch_size)
-        for place, score in _progress(found, len(texts), kind, quiet):
-            scores[place] = score
-            if (key := keys[place]) is not None:
-                self.cache_hook.add_partial(kind, key, tuple(score))
+        for index, score in self._scores(texts, "loglikelihood", disable_tqdm):
+            scores[index] = score
+            if requests[index][0] is not None:
+                self.cache_hook.add_partial("loglikelihood", requests[index][0], tuple(score))
         return scores
 
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What follows each context, up to one of the strings `until`, the tokenizer's end, or so many tokens.
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Score whole texts: every token given all earlier ones."""
+        strings = [request.args[0] for request in requests]
+        texts = [ScoredText([*self._prefix, *self.words.encode(s)], len(self._prefix)) for s in strings]
+        scores = [0.0] * len(texts)
+        for index, score in self._scores(texts, "loglikelihood_rolling", disable_tqdm):
+            scores[index] = score.logp
+            self.cache_hook.add_partial("loglikelihood_rolling", (strings[index],), score.logp)
+        return scores
 
-        Contexts of the same number of tokens and the same options are gone on with together.
+    def _scores(self, texts: Sequence[ScoredText], kind: str, quiet: bool) -> Iterator[tuple[int, Any]]:
+        found = log_probabilities(self.model, texts, self.segment_length, self.batch_size)
+        yield from track(found, kind, len(texts), disable=quiet, console=Console(stderr=True))
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Continue each context up to one of the strings `until`, the tokenizer's end, or a number of tokens.
+
+        Contexts with equal numbers of tokens and equal options form a batch.
 
         Raises:
-            ValueError: an option of generation that there is not.
+            ValueError: an unknown option of generation.
         """
-        contexts = [self.tok_encode(request.args[0]) or self._before for request in requests]
+        contexts = [self.tok_encode(request.args[0]) or self._prefix for request in requests]
 
-        def group(place: int) -> tuple[int, str]:
-            return -len(contexts[place]), repr(sorted(requests[place].args[1].items()))
+        def group(index: int) -> tuple[int, str]:
+            return -len(contexts[index]), repr(sorted(requests[index].args[1].items()))
 
-        texts: list[str] = [""] * len(requests)
-        batches = [
-            members[begin : begin + self.batch_size]
-            for _, found in itertools.groupby(sorted(range(len(requests)), key=group), group)
-            for members in [list(found)]
-            for begin in range(0, len(members), self.batch_size)
-        ]
-        for batch in _progress(batches, len(batches), "generate_until", disable_tqdm):
+        batches = []
+        for _, found in itertools.groupby(sorted(range(len(requests)), key=group), group):
+            members = list(found)
+            batches += [members[k : k + self.batch_size] for k in range(0, len(members), self.batch_size)]
+        texts = [""] * len(requests)
+        for batch in track(batches, "generate_until", disable=disable_tqdm, console=Console(stderr=True)):
             choice, until = choice_of(requests[batch[0]].args[1], self.max_gen_toks)
-            rows = [contexts[place] for place in batch]
-            written = write_until(self.model, rows, self.words, self.segment_length, choice, until)
-            for place, text in zip(batch, written, strict=True):
-                texts[place] = text
-                self.cache_hook.add_partial("generate_until", requests[place].args, text)
+            rows = [contexts[index] for index in batch]
+            written = generate_until(self.model, rows, self.words, self.segment_length, choice, until)
+            for index, text in zip(batch, written, strict=True):
+                texts[index] = text
+                self.cache_hook.add_partial("generate_until", requests[index].args, text)
         return texts
 
 
 def choice_of(options: Mapping[str, Any], new_tokens: int) -> tuple[Choice, list[str]]:
-    """How tokens are chosen, and the strings that end a text, by a task's `generation_kwargs`.
-
-    Raises:
-        ValueError: one that there is not, or what `Choice` refuses.
-    """
-    given = dict(require("lm_eval.models.utils", extra="eval").normalize_gen_kwargs(dict(options), new_tokens))
+    """Return sampling options and ending strings from a task's `generation_kwargs` (ValueError for unknown ones)."""
+    given = dict(normalize_gen_kwargs(dict(options), new_tokens))
     until = [str(string) for string in given.pop("until") if string]
     tokens, sampled = _number("max_gen_toks", given.pop("max_gen_toks")), bool(given.pop("do_sample"))
-    names = {"temperature": 1.0, "top_k": None, "top_p": None}
-    chosen = {name: given.pop(name, default) for name, default in names.items()}
+    chosen = {name: given.pop(name, default) for name, default in SAMPLING.items()}
     if given:
-        raise ValueError(
-            f"generation option {min(given)!r} is none of until, max_gen_toks, do_sample, {', '.join(names)}"
-        )
-    return Choice(tokens, **(chosen if sampled else {"temperature": 0.0})), until
+        known = ("until", "max_gen_toks", "do_sample", *SAMPLING)
+        raise ValueError(f"unknown generation option {min(given)!r} (known: {', '.join(known)})")
+    return Choice(tokens, **(chosen if sampled else {"temperature": 0.0})), until  # type: ignore[arg-type]
 
 
 def _number(name: str, value: Any) -> int:
-    """A whole number from 1 on (ValueError)."""
-    try:
-        number = int(value)
-    except (TypeError, ValueError):
-        number = 0
-    if number < 1:
+    if not str(value).isdecimal() or int(value) < 1:
         raise ValueError(f"{name}={value!r} must be a whole number from 1 on")
-    return number
-
-
-def _progress(items: Any, count: int, what: str, quiet: bool) -> Any:
-    return track(items, what, count, disable=quiet, console=Console(stderr=True))
-
-
-@functools.cache
-def cached_lm() -> Any:
-    """The class `CachedLM`, a model of the harness, which knows it as "cached" from now on.
-
-    Raises:
-        ImportError: lm_eval is not installed.
-    """
-    template = require("lm_eval.api.model", extra="eval").TemplateLM
-
-    class CachedLM(_Cached, template):  # type: ignore[misc, valid-type]
-        __doc__ = _Cached.__doc__
-
-    return require("lm_eval.api.registry", extra="eval").register_model(NAME)(CachedLM)
+    return int(value)

@@ -1,8 +1,8 @@
-"""Log-probabilities of continuations given contexts of any length: texts are read segment by segment, rows together.
+"""Log-probabilities of continuations given contexts of any length, by segments, several rows at once.
 
-A text is cut into segments from its first token on, as in training. Whole segments that stand before the first scored
-token are read once for all texts that begin with the same ones; their state is all that goes on. Rows of different
-lengths stand in one batch: a row that is through reads on in tokens of no meaning, and what it had is kept.
+A text is split into segments from its first token on, as in training. Whole segments before the first scored token are
+processed once for all texts that share them; the rest continues from their state. Rows of a batch may have different
+lengths: shorter rows are filled up, and the results of the filler are ignored.
 
 Legend: B rows, N tokens of a segment, V vocabulary.
 """
@@ -20,125 +20,101 @@ from cached_transformers.models.generation import evaluating
 from cached_transformers.models.segments import as_language_model, remembers
 from cached_transformers.state import State, reorder, reset
 
-FILL = 0
-"""Id that stands behind the end of a row."""
 
-
-class Scored(NamedTuple):
-    """A text of which the end is scored.
-
-    Attributes:
-        ids: all of its tokens. first: the first of them that is scored, from 1 on.
-    """
+class ScoredText(NamedTuple):
+    """Token ids, and the index (1 or more) of the first scored one."""
 
     ids: Sequence[int]
     first: int
 
 
-class Score(NamedTuple):
-    """Sum of the log-probabilities of the scored tokens (nats), and whether each was the likeliest one."""
+class TextScore(NamedTuple):
+    """Sum of the log-probabilities of the scored tokens (nats); `greedy` if each was the likeliest token."""
 
     logp: float
     greedy: bool
 
 
 def log_probabilities(
-    model: nn.Module, texts: Sequence[Scored], segment_length: int | None, rows: int
-) -> Iterator[tuple[int, Score]]:
-    """Score texts, so many rows at a time, and give the place of each in the list with its score, as it is known.
+    model: nn.Module, texts: Sequence[ScoredText], segment_length: int | None, rows: int
+) -> Iterator[tuple[int, TextScore]]:
+    """Score texts, `rows` at a time; yield the index and score of each as soon as it is known.
 
     Args:
-        model: a language model of ours, or a decoder of transformers with a memory that has a state.
-        segment_length: tokens of a segment, as in training; None reads a text as one, without a memory.
+        model: a language model of ours, or a decoder of transformers with a stateful memory.
+        segment_length: tokens of a segment, as in training; None processes a text as one segment, without a memory.
 
     Raises:
-        ValueError: a text of which no token stands before the first scored one, or no `segment_length` for a model
-            with a memory.
+        ValueError: a text without a token before the first scored one; no `segment_length` for a model with a memory.
     """
     if bad := next((text for text in texts if not 1 <= text.first <= len(text.ids)), None):
-        raise ValueError(f"first={bad.first} of a text of {len(bad.ids)} tokens must be 1 or more: what is before it?")
+        raise ValueError(f"first={bad.first} must be 1 or more and at most the text's {len(bad.ids)} tokens")
     reader: Any = as_language_model(model)
-    scored = [place for place, text in enumerate(texts) if text.first < len(text.ids)]
-    yield from ((place, Score(0.0, True)) for place in sorted({*range(len(texts))} - {*scored}))
-    with evaluating(reader):
+    device = next(reader.parameters()).device
+    yield from ((index, TextScore(0.0, True)) for index, text in enumerate(texts) if text.first == len(text.ids))
+
+    def whole_segments(index: int) -> tuple[int, ...]:
+        text = texts[index]
+        return tuple(text.ids[: 0 if segment_length is None else (text.first - 1) // segment_length * segment_length])
+
+    def order(index: int) -> tuple[int, tuple[int, ...], int]:  # longest first, so that a batch has similar lengths
+        return -len(whole_segments(index)), whole_segments(index), -len(texts[index].ids)
+
+    scored = sorted((index for index, text in enumerate(texts) if text.first < len(text.ids)), key=order)
+    groups = [(start, list(members)) for start, members in itertools.groupby(scored, whole_segments)]
+    with evaluating(reader), torch.no_grad():
         if segment_length is None and remembers(reader.init_state(1)):
-            raise ValueError("this model has a memory, which is written once a segment; give segment_length")
-        for begins in _batched(_by_beginning(texts, scored, segment_length), rows):
-            states = _read_whole(reader, [begin for begin, _ in begins], segment_length)
-            places = [(row, place) for row, (_, members) in enumerate(begins) for place in members]
-            for batch in _batched(places, rows):
-                state = reorder(states, torch.tensor([row for row, _ in batch], device=_device(reader)))
-                ends = [_behind(texts[place], len(begins[row][0])) for row, place in batch]
-                for (_, place), score in zip(batch, _score(reader, ends, state, segment_length), strict=True):
-                    yield place, score
+            raise ValueError("segment_length=None: the memory of this model is written per segment; give a length")
+        for part in _batches(groups, rows):
+            states = _states_after(reader, [start for start, _ in part], segment_length, device)
+            for batch in _batches([(row, index) for row, (_, members) in enumerate(part) for index in members], rows):
+                state = reorder(states, torch.tensor([row for row, _ in batch], device=device))
+                done = [len(part[row][0]) for row, _ in batch]
+                rest = [texts[index] for _, index in batch]
+                rest = [ScoredText(t.ids[n:], t.first - n) for t, n in zip(rest, done, strict=True)]
+                yield from zip((i for _, i in batch), _score(reader, rest, state, segment_length, device), strict=True)
 
 
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
-
-
-def _batched(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
+def _batches(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
     return [items[begin : begin + count] for begin in range(0, len(items), count)]
 
 
-def _by_beginning(
-    texts: Sequence[Scored], places: Sequence[int], length: int | None
-) -> list[tuple[tuple[int, ...], list[int]]]:
-    """What texts have in common, whole segments before the first scored token, and the places of those texts; longest
-    first, so that rows of a batch are of about the same length."""
-
-    def key(place: int) -> tuple[int, tuple[int, ...]]:
-        text = texts[place]
-        whole = 0 if length is None else (text.first - 1) // length * length
-        return -whole, tuple(text.ids[:whole])
-
-    order = sorted(places, key=lambda place: (*key(place), -len(texts[place].ids)))
-    return [(begin, list(members)) for (_, begin), members in itertools.groupby(order, key)]
+def _rectangle(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Fill rows up with zeros to (B, N)."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=torch.long, device=device)
 
 
-def _behind(text: Scored, tokens: int) -> Scored:
-    """The rest of a text of which so many tokens are read."""
-    return Scored(text.ids[tokens:], text.first - tokens)
-
-
-def _rectangle(ids: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Rows of different lengths as (B, N), filled up."""
-    longest = max(map(len, ids))
-    return torch.tensor([[*row, *[FILL] * (longest - len(row))] for row in ids], dtype=torch.long, device=device)
-
-
-@torch.no_grad()
-def _read_whole(model: Any, begins: Sequence[tuple[int, ...]], length: int | None) -> State:
-    """The state of each row behind its own whole segments."""
-    state = kept = model.init_state(len(begins))
+def _states_after(model: Any, starts: Sequence[tuple[int, ...]], length: int | None, device: torch.device) -> State:
+    """Return the state of each row after its own whole segments."""
+    state = kept = model.init_state(len(starts))
     if length is None:
         return kept
     last = {"last_only": True} if getattr(model, "scores_last", False) else {}
-    ends_B = torch.tensor([len(begin) // length for begin in begins], device=_device(model))
+    ends_B = torch.tensor([len(start) // length for start in starts], device=device)
     for index in range(int(ends_B.max())):
-        piece_BN = _rectangle([begin[index * length : (index + 1) * length] for begin in begins], ends_B.device)
-        state = model(piece_BN, state, **last).state
+        segment_BN = _rectangle([start[index * length : (index + 1) * length] for start in starts], device)
+        state = model(segment_BN, state, **last).state
         kept = reset(kept, state, ends_B == index + 1)
     return kept
 
 
-@torch.no_grad()
-def _score(model: Any, texts: Sequence[Scored], state: State, length: int | None) -> list[Score]:
-    """Scores of texts that begin behind a state, one each row."""
-    device = _device(model)
-    inputs = [text.ids[:-1] for text in texts]
-    targets = [[FILL] * (text.first - 1) + list(text.ids[text.first :]) for text in texts]
-    asked_BN = _rectangle([[0] * (t.first - 1) + [1] * (len(t.ids) - t.first) for t in texts], device).bool()
-    inputs_BN, targets_BN = _rectangle(inputs, device), _rectangle(targets, device)
+def _score(
+    model: Any, texts: Sequence[ScoredText], state: State, length: int | None, device: torch.device
+) -> list[TextScore]:
+    """Score texts that continue from a state, one per row."""
+    inputs_BN = _rectangle([text.ids[:-1] for text in texts], device)
+    targets_BN = _rectangle([text.ids[1:] for text in texts], device)
+    scored_BN = _rectangle([[0] * (t.first - 1) + [1] * (len(t.ids) - t.first) for t in texts], device).bool()
     logp_B = torch.zeros(len(texts), dtype=torch.float64, device=device)
     greedy_B = torch.ones(len(texts), dtype=torch.bool, device=device)
-    size = length or inputs_BN.shape[1]
-    for piece_BN, target_BN, ask_BN in zip(*(t.split(size, 1) for t in (inputs_BN, targets_BN, asked_BN)), strict=True):
-        out = model(piece_BN, state)
+    parts = (t.split(length or inputs_BN.shape[1], 1) for t in (inputs_BN, targets_BN, scored_BN))
+    for segment_BN, target_BN, mask_BN in zip(*parts, strict=True):
+        out = model(segment_BN, state)
         state = out.state
-        logits_KV, target_K = out.outputs[ask_BN], target_BN[ask_BN]
+        logits_KV, target_K = out.outputs[mask_BN], target_BN[mask_BN]
         logp_KV = logits_KV.to(torch.promote_types(logits_KV.dtype, torch.float32)).log_softmax(-1)
-        row_K = ask_BN.nonzero()[:, 0]
+        row_K = mask_BN.nonzero()[:, 0]
         logp_B.index_add_(0, row_K, logp_KV.gather(1, target_K[:, None])[:, 0].double())
         greedy_B[row_K[logp_KV.argmax(-1) != target_K]] = False
-    return [Score(float(logp), bool(greedy)) for logp, greedy in zip(logp_B.tolist(), greedy_B.tolist(), strict=True)]
+    return [TextScore(*pair) for pair in zip(logp_B.tolist(), greedy_B.tolist(), strict=True)]

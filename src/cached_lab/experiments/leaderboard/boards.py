@@ -1,7 +1,6 @@
-"""Which probes by distance a leaderboard is made of: tasks with their sizes, distances, steps and seeds.
+"""Boards: the probe tasks of a leaderboard with their sizes, distances, steps and seeds.
 
-A board is a choice, and nothing else: trainings, what is kept of them and what a memory needs for distance are those of
-`cached probe --train-distance` (`FarTrials`).
+Trainings and their records are those of `cached probe --train-distance` (`FarTrials`).
 """
 
 from __future__ import annotations
@@ -17,11 +16,9 @@ from cached_lab.experiments.probes.trials import MODEL
 from cached_lab.registries import PROBES
 
 ROWS, TAPS = 256, 3
-"""Texts behind each share: an interval of 12 points at the widest; and tokens of the short convolution, as of `cached
-probe --train-distance`."""
-
+"""Texts for each share (an interval of at most 12 points), and tokens of the short convolution."""
 SIZES: dict[str, Any] = {"heads": 2}
-"""Of the models: with heads of 8 channels, as 4 of them would be, keys are found late, and by many memories never."""
+"""Sizes of the models: with 4 heads of 8 channels, many memories never find a key."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +26,8 @@ class Board:
     """A choice of probes by distance.
 
     Attributes:
-        tasks: names, and the options that make them small. farthest: segments between cue and question in training.
-        far: tokens of the longest text that is asked about. why: how the choice was made, for the page.
+        tasks: names, and options that make them small. farthest: segments between cue and question in training.
+        far: tokens of the longest tested text. why: reason for the choice, for the page.
     """
 
     tasks: Mapping[str, Mapping[str, Any]]
@@ -41,7 +38,7 @@ class Board:
     why: str
 
     def reason(self, trials: FarTrials) -> str:
-        """How these trainings were chosen."""
+        """Return the reason for the choice of these trainings."""
         own = self.trials(trials.memories, list(self.tasks), trials.folder, {})
         same = all(getattr(own, key) == getattr(trials, key) for key in ("tasks", "seeds", "steps", "options"))
         return self.why if same else "changed as the command says"
@@ -56,7 +53,7 @@ class Board:
         seeds: int | None = None,
         steps: int | None = None,
     ) -> FarTrials:
-        """The trainings of these memories and tasks; `options` of either come on top of the board's."""
+        """Return the trainings of these memories and tasks; `options` override those of the board."""
         own = {**self.tasks, MODEL: SIZES}
         merged: dict[str, dict[str, Any]] = {
             name: {**own.get(name, {}), **options.get(name, {})} for name in {*tasks, *options, MODEL}
@@ -90,8 +87,8 @@ BOARDS = {
         far=512,
         steps=800,
         seeds=1,
-        why="one task of each kind that a model of this size learns in a few hundred steps, and segments so short that "
-        "a training takes less than a minute of a core; one seed, so that differences of a few points say nothing",
+        why="one task of each kind that a model of this size learns in a few hundred steps, with short segments, so "
+        "that a training takes less than a minute of a core; with one seed, differences of a few points mean nothing",
     ),
     "full": Board(
         {**_SMALL, "detect": {}, "variable_tracking": {"hops": 2}},
@@ -102,4 +99,4 @@ BOARDS = {
         why="two more tasks, longer distances, and as many steps and seeds as a night on two cores allows, --jobs 2",
     ),
 }
-"""The boards by their names."""
+"""Boards by name."""

@@ -1,7 +1,6 @@
-"""What a memory costs at the sizes of a leaderboard: counted operations, and time beside the model without a memory.
+"""Costs of memories at the sizes of a leaderboard: counted operations, and CPU time relative to no memory.
 
-All models of a board read and train on the same episodes in one process, in turn, so that whatever disturbs the
-machine disturbs them alike. Time is that of the processor, with one thread.
+All models of a board are timed on the same episodes in one process, in turn, with one thread.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from typing import Any
 
 import torch
 
-from cached_lab.experiments.benchmarks.interleaved import Ratio, compare, training_step
 from cached_lab.experiments.costs.flops import flops_of
+from cached_lab.experiments.costs.timing import Ratio, compare, training_step
 from cached_lab.experiments.probes.distances import loop_of
 from cached_lab.experiments.probes.far_trials import NONE, WHOLE, FarTrials
 from cached_lab.experiments.probes.protocol import ProbeSizes, build_model
@@ -22,16 +21,16 @@ from cached_lab.experiments.probes.trials import Trial
 from cached_lab.registries import PROBES
 
 ROUNDS = 7
-"""Rounds that are counted; one more comes first."""
+"""Counted rounds."""
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What a text of the farthest trained distance costs.
+class BoardCost:
+    """Cost of a text of the farthest trained distance.
 
     Attributes:
-        flops: operations per token of reading it, one multiply-add as two; all passes of a memory that reads twice.
-        reading, training: time of reading, and of a training step, over that of the model without a memory.
+        flops: operations per token of inference, one multiply-add as two, over all passes.
+        reading, training: time of inference, and of a training step, over that of the model without a memory.
     """
 
     flops: float
@@ -40,7 +39,7 @@ class Cost:
 
 
 def measure_costs(trials: FarTrials, task: str, rounds: int = ROUNDS) -> dict[str, dict[str, Any]]:
-    """The cost of each memory and of the arms without one, by their names, on one of the tasks."""
+    """Return the costs of each memory and of the arms without one, by name, on one of the tasks."""
     arms = [Trial(task, "none", arm, 0) for arm in (NONE, WHOLE)]
     arms += [Trial(task, memory, "far", 0) for memory in trials.memories]
     flops, reading, training = {}, {}, {}
@@ -54,13 +53,13 @@ def measure_costs(trials: FarTrials, task: str, rounds: int = ROUNDS) -> dict[st
         read_times, train_times = (compare(cases, NONE, rounds) for cases in (reading, training))
     finally:
         torch.set_num_threads(threads)
-    return {name: dataclasses.asdict(Cost(flops[name], read_times[name], train_times[name])) for name in flops}
+    return {name: dataclasses.asdict(BoardCost(flops[name], read_times[name], train_times[name])) for name in flops}
 
 
 def _cases(
     trial: Trial, settings: dict[str, Any], trials: FarTrials
 ) -> tuple[Callable[[], object], Callable[[], object], int]:
-    """Functions that read an episode and make a training step of it, and its tokens."""
+    """Return functions for inference and a training step on an episode, and its number of tokens."""
     task, sizes = PROBES.create(trial.task, **settings["task"]), ProbeSizes(**settings["sizes"])
     torch.manual_seed(0)
     model = build_model(task, settings["memory"], sizes)

@@ -1,7 +1,7 @@
-"""Who comes where: shares of right answers with their intervals, means over tasks, and the order of the rows.
+"""Standings: shares of right answers with intervals, means over tasks, and the order of the rows.
 
-Answers are asked for in new texts at two distances: the farthest of the training ("near"), and that of the longest text
-("far"). Asking ends where a memory is near a guess (`FarTrials`), which then counts as a guess in longer texts.
+Memories are tested on new texts at two distances: the farthest in training ("near"), and the longest text ("far").
+Testing stops once a memory is near a guess (`FarTrials`), which then counts as a guess in longer texts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .costs import measure_costs
 
 FILE = "leaderboard.json"
 OTHER = "other"
-"""The group of a task whose registration names none."""
+"""Group of a task without a registered one."""
 
 
 def write_leaderboard(trials: FarTrials, name: str, board: Board, command: str) -> dict[str, Any]:
-    """Measure costs, write leaderboard.json with everything, and return what it holds. All trainings must be there."""
+    """Measure costs, write leaderboard.json and return its content. All trainings must be finished."""
     content = trials.content(command) | {
         "board": name,
         "why": board.reason(trials),
@@ -42,7 +42,7 @@ def write_leaderboard(trials: FarTrials, name: str, board: Board, command: str) 
 
 
 def groups(tasks: Sequence[str]) -> dict[str, list[str]]:
-    """What tasks ask of a memory, and the tasks that ask it."""
+    """Group tasks by the ability they test."""
     found: dict[str, list[str]] = {}
     for task in tasks:
         found.setdefault(PROBES.entry(task).info.get("asks", OTHER), []).append(task)
@@ -50,16 +50,15 @@ def groups(tasks: Sequence[str]) -> dict[str, list[str]]:
 
 
 def standings(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row for each memory, the best first, behind the two without one.
+    """Return a row for each memory, the best first, after the two arms without a memory.
 
-    Memories are in the order of their mean over tasks at the farthest trained distance; equal ones in that of the
-    longest text, then of the fewest bytes.
+    Memories are sorted by their mean over tasks at the farthest trained distance, then on the longest text, then by
+    fewest bytes.
 
     Returns:
-        rows with name; near and far, by task {mean, low, high}, "tokens" from cue to question, and "ended", of the
-        trainings that were as good as a guess before (far is empty of the whole text); near_mean and far_mean over
-        tasks (None where there is none); solved and trainings; and the least and greatest of parameters and state_bytes
-        over tasks (state_bytes are None without a memory).
+        rows with name; near and far, by task {mean, low, high}, "tokens" from cue to question, and "ended", the number
+        of trainings that were at chance earlier (far is empty for the whole text); near_mean and far_mean over tasks;
+        solved and trainings; and [least, greatest] parameters and state_bytes over tasks (None without a memory).
     """
     arms = [_row(content, "none", arm) for arm in (NONE, WHOLE)]
     rows = [_row(content, memory, "far") for memory in content["memories"]]
@@ -94,10 +93,9 @@ def _ends(values: Sequence[int]) -> list[int]:
 
 
 def _share(trainings: Sequence[Mapping[str, Any]], distance: int, segment: int) -> dict[str, Any]:
-    """A share of right answers with its 95 % interval: of Wilson over the texts of one seed, of t over several seeds.
+    """Return a share of right answers with its 95 % interval: Wilson over texts of one seed, t over several seeds.
 
-    Texts with several answers count as one each, so that Wilson's interval is rather too wide for them. A guess has no
-    interval of its own.
+    Texts with several answers count as one each, so Wilson's interval is too wide for them. A guess has no interval.
     """
     answers = [training["far"].get(str(distance)) for training in trainings]
     shares = [r["chance"] if answer is None else answer[0] for r, answer in zip(trainings, answers, strict=True)]

@@ -1,16 +1,16 @@
 """Tables of the GRC paper (arXiv:2312.12742): `cached reproduce NAME` runs one of `REPRODUCTIONS` or `MEASURED`."""
 
-from .base import Reproduction, Row
+from .base import Reproduction, TableRow
 from .table1 import TABLE1
 from .table2 import TABLE2
 from .table4 import TABLE4, TABLE4_IWSLT14
 from .table5 import TABLE5
 from .table6 import TABLE6
 from .table8 import TABLE8
-from .table9 import TABLE9, Throughput
+from .table9 import TABLE9, ThroughputTable
 from .table10 import TABLE10
 
-__all__ = ["MEASURED", "REPRODUCTIONS", "Reproduction", "Row", "Throughput"]
+__all__ = ["MEASURED", "REPRODUCTIONS", "Reproduction", "TableRow", "ThroughputTable"]
 
 REPRODUCTIONS = {
     "table1": TABLE1,

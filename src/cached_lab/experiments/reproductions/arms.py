@@ -1,4 +1,4 @@
-"""A table of the paper as a comparison: its rows as variants of equal size or cost, on the same data."""
+"""Tables of the paper as comparisons: rows as variants of equal size or cost, on the same data."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from cached_lab.experiments.build import build_dataset
-from cached_lab.experiments.compare import Comparison
+from cached_lab.experiments.compare import VariantComparison
 from cached_lab.experiments.variants import Variant, equal_operations, equal_parameters
 from cached_lab.tasks.kinds import baselines, task_name
 from cached_lab.tasks.recipes import check_sections, fill_from_data, load_config
 from cached_lab.training.config import RunConfig
 
-from .base import Reproduction, Row, pairs
+from .base import Reproduction, TableRow, pairs
 
 
 def comparison(
@@ -27,16 +27,16 @@ def comparison(
     data: str | None = None,
     seeds: Sequence[int] = (0,),
     folder: Path | None = None,
-) -> Comparison:
-    """The comparison that makes the table.
+) -> VariantComparison:
+    """Build the comparison of a table.
 
     Args:
-        name: of the table. chosen: rows, as `Reproduction.rows` takes them.
-        overrides: changes to the recipe, for all rows. data: folder of the files that the table reads at this scale.
-        folder: of the results; None takes runs/NAME_SCALE.
+        name: of the table. chosen: rows, as for `Reproduction.rows`.
+        overrides: changes to the recipe, for all rows. data: folder of the table's files at this scale.
+        folder: of the results; None for runs/NAME_SCALE.
 
     Raises:
-        ValueError: a folder too many or too few, unknown rows, or rows that cannot be made equal.
+        ValueError: a missing or superfluous data folder, unknown rows, or rows that cannot be made equal.
     """
     files = table.files.get(scale)
     if files is not None and data is None:
@@ -53,8 +53,8 @@ def comparison(
     train = build_dataset(recipe, "train")
     scored = build_dataset(recipe, "validation" if recipe.training.test == "none" else "test")
     variants = arms(table, scale, rows, recipe, train, recipes)
-    recipe = dataclasses.replace(recipe, name=f"{name}_{scale}")  # where several tables share one
-    return Comparison(
+    recipe = dataclasses.replace(recipe, name=f"{name}_{scale}")
+    return VariantComparison(
         recipe,
         variants,
         list(seeds),
@@ -66,16 +66,16 @@ def comparison(
     )
 
 
-def row_recipes(rows: Sequence[Row], recipe: RunConfig, overrides: Sequence[str]) -> dict[str | None, RunConfig]:
-    """Recipes by name, of the rows that do not take the table's, with its overrides and its data.
+def row_recipes(rows: Sequence[TableRow], recipe: RunConfig, overrides: Sequence[str]) -> dict[str | None, RunConfig]:
+    """Return the own recipes of rows by name, with the table's overrides and data.
 
     Raises:
-        ValueError: one that is not scored as the table's is.
+        ValueError: one with other scoring than the table's.
     """
     found: dict[str | None, RunConfig] = {}
     for name in dict.fromkeys(row.recipe for row in rows if row.recipe is not None):
         config = load_config(name, overrides)
-        scored = [(found_in.training.metric, found_in.training.test) for found_in in (config, recipe)]
+        scored = [(each.training.metric, each.training.test) for each in (config, recipe)]
         if scored[0] != scored[1]:
             raise ValueError(
                 f"recipe {name} is scored by {scored[0]} (training.metric, training.test), {recipe.name} by "
@@ -88,17 +88,17 @@ def row_recipes(rows: Sequence[Row], recipe: RunConfig, overrides: Sequence[str]
 def arms(
     table: Reproduction,
     scale: str,
-    rows: Sequence[Row],
+    rows: Sequence[TableRow],
     recipe: RunConfig,
     train: Any,
     recipes: Mapping[str | None, RunConfig] | None = None,
 ) -> list[Variant]:
-    """The rows as variants of equal size or cost.
+    """Return the rows as variants of equal size or cost.
 
-    Rows of the paper decide on it, whatever else is in the table, so that further rows leave finished runs valid.
+    The rows of the paper determine it, so that additional rows leave finished runs valid.
 
     Args:
-        train: the training data, which say of themselves what a model must know.
+        train: the training data, which describe themselves to the model.
         recipes: of `row_recipes`.
     """
     paper, all_rows = table.paper(scale), {row.name: row for row in table.rows(scale, "all")}
@@ -117,12 +117,9 @@ def arms(
         matched = {row.name: row.matched for row in every if row.matched is not None and row.name in needed}
         equal = equal_operations(variants, matched, train)
     found = {variant.name: variant for variant in equal}
-    return [_with_facts(found[row.name], row, table) for row in rows]
-
-
-def _with_facts(variant: Variant, row: Row, table: Reproduction) -> Variant:
-    """The variant with what the table says of it."""
-    facts = {**variant.facts, "protocol": table.protocol(variant.config)}
-    if row.backbone is not None:
-        facts["backbone"] = row.backbone
-    return dataclasses.replace(variant, facts=facts)
+    for row in rows:
+        facts = found[row.name].facts
+        facts["protocol"] = table.protocol(found[row.name].config)
+        if row.backbone is not None:
+            facts["backbone"] = row.backbone
+    return [found[row.name] for row in rows]

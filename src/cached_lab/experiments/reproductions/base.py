@@ -1,7 +1,7 @@
-"""What a reproduction is: a recipe for each scale, and rows, each of which is the recipe with another model.
+"""Reproductions: a recipe for each scale, and rows, each the recipe with another model.
 
-Everything else, the data and the seeds among it, is the recipe's. What makes rows comparable, equally many parameters
-or equal operations in training, is set by `experiments.variants`.
+Data, seeds and everything else come from the recipe. `experiments.variants` makes rows comparable, by equally many
+parameters or equal operations in training.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from cached_transformers.registry import unknown_name
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One line of a table.
 
     Attributes:
         name: in the table, and of the folder of its runs.
-        model: the model section of the row, from the recipe.
-        against: names of the rows that it is compared with.
-        matched: name of the row whose operations in training this one gets, by a wider feed-forward.
-        backbone: what the row is a form of, for figures that join the forms of one; None for a table of one backbone.
-        recipe: its own recipe at this scale, where backbones are trained differently; None takes the table's.
+        model: returns the model section of the row from the recipe.
+        against: names of the rows to compare with.
+        matched: name of the row whose operations in training this row gets by a wider feed-forward.
+        backbone: groups the rows of one backbone in figures; None for a table of one backbone.
+        recipe: its own recipe at this scale, if backbones are trained differently; None for the table's.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Row:
     recipe: str | None = None
 
     def config(self, recipe: RunConfig) -> RunConfig:
-        """The recipe with the model of this row."""
+        """Return the recipe with the model of this row."""
         return dataclasses.replace(recipe, model=self.model(recipe))
 
 
@@ -45,42 +45,40 @@ class Reproduction:
     """One table.
 
     Attributes:
-        summary: what it compares, in a line.
+        summary: its comparison in a line.
         recipes: recipe by scale.
-        files: what the data folder must hold, by scale; empty where the data are generated.
-        paper: rows of the paper's table, and the controls that it lacks, by scale. The first is the reference.
-        others: rows that may be added, by scale.
-        equal: what rows have in common: "parameters", as many as the largest row of the paper; or "operations", those
-            of `Row.matched` where a row names one.
-        protocol: how a row is scored or what it is made of, in a line.
-        cache_use: whether trained rows with a cache are also scored with it emptied, shuffled, exchanged, and updated
-            by the batch at hand.
+        files: required content of the data folder, by scale; empty for generated data.
+        paper: rows of the paper's table with additional controls, by scale. The first is the reference.
+        others: optional rows, by scale.
+        equal: "parameters", as many as the largest row of the paper; or "operations", those of `TableRow.matched`.
+        protocol: describes the scoring or the model of a row in a line.
+        cache_use: also score rows with a cache in the modes of `cache_use.py`.
     """
 
     summary: str
     recipes: Mapping[str, str]
     files: Mapping[str, str]
-    paper: Callable[[str], Sequence[Row]]
+    paper: Callable[[str], Sequence[TableRow]]
     protocol: Callable[[RunConfig], str]
     equal: Literal["parameters", "operations"] = "operations"
-    others: Callable[[str], Sequence[Row]] = lambda scale: []
+    others: Callable[[str], Sequence[TableRow]] = lambda scale: []
     cache_use: bool = False
 
-    def rows(self, scale: str, chosen: str = "paper") -> list[Row]:
-        """Rows of the table, chosen as `chosen_rows` has it."""
+    def rows(self, scale: str, chosen: str = "paper") -> list[TableRow]:
+        """Return the rows of the table that `chosen_rows` names."""
         by_name = {row.name: row for row in [*self.paper(scale), *self.others(scale)]}
         paper = [row.name for row in self.paper(scale)]
         return [by_name[name] for name in chosen_rows(chosen, paper, list(by_name), list(by_name))]
 
 
 def chosen_rows(chosen: str, paper: Sequence[str], every: Sequence[str], examples: Sequence[str]) -> list[str]:
-    """Names of rows by `--rows`: "paper", "all", or names with commas between them.
+    """Parse `--rows`: "paper", "all", or names separated by commas.
 
     Args:
-        examples: some names, for the message.
+        examples: names for the message.
 
     Raises:
-        ValueError: an unknown name, or one twice.
+        ValueError: an unknown or repeated name.
     """
     if chosen in ("paper", "all"):
         return list(paper if chosen == "paper" else every)
@@ -93,8 +91,8 @@ def chosen_rows(chosen: str, paper: Sequence[str], every: Sequence[str], example
     return names
 
 
-def pairs(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """The pairs of rows that are compared; none where all are compared with the first, which is then the reference."""
+def pairs(rows: Sequence[TableRow]) -> list[tuple[str, str]]:
+    """Return the compared pairs of rows; none if all are compared with the first, which then is the reference."""
     names = [row.name for row in rows]
     found = [(row.name, other) for row in rows for other in row.against if other in names]
     return [] if found == [(name, names[0]) for name in names[1:]] else found

@@ -1,9 +1,9 @@
-"""Rows that the tables of image classifiers have in common: backbones plain and cached, and what controls them.
+"""Common rows of the tables of image classifiers: backbones plain and cached, with controls.
 
-The cached models of the paper differ from the plain ones in three things: a cache, a positional convolution in every
-layer (the released code has it, the text does not), and more operations. So beside each stand the plain backbone with
-the same convolution, and the plain backbone with feed-forward layers so wide that it costs in training what the cached
-one costs. GRC comes in both forms, `released` and `paper` (Algorithm 1, without the convolution).
+The paper's cached models differ from the plain ones in a cache, a positional convolution in every layer (in the
+released code only) and more operations. The controls are the plain backbone with the same convolution, and the plain
+backbone with feed-forward layers widened to the training cost of the cached one. GRC comes in both forms, `released`
+and `paper` (Algorithm 1, without the convolution).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from cached_lab.training.config import RunConfig
 
-from .base import Reproduction, Row
+from .base import Reproduction, TableRow
 
 
 @dataclass(frozen=True)
@@ -22,22 +22,22 @@ class Backbone:
     """An image model without its memory.
 
     Attributes:
-        name: of its plain row, and the beginning of the names of the others.
-        recipe: its own recipe; None takes the table's.
-        options: of the model, beside those of the recipe: how wide its feed-forward layers are, for a wider control.
+        name: of its plain row, and the prefix of its other rows' names.
+        recipe: its own recipe; None for the table's.
+        options: model options beside the recipe's: the width of feed-forward layers, for a wider control.
     """
 
     name: str
     recipe: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def row(self, suffix: str, memory: Mapping[str, Any] | None, **facts: Any) -> Row:
-        """A row of this backbone.
+    def row(self, suffix: str, memory: Mapping[str, Any] | None, **facts: Any) -> TableRow:
+        """Return a row of this backbone.
 
         Args:
             suffix: of its name; empty for the plain one.
-            memory: None, or what is changed in the recipe's memory section; with a "name", another memory, of which
-                the ratio is the recipe's.
+            memory: None, or changes to the recipe's memory section; with a "name", another memory with the recipe's
+                ratio.
         """
 
         def model(recipe: RunConfig) -> dict[str, Any]:
@@ -50,39 +50,39 @@ class Backbone:
             return {**section, "memory": {**given, **memory}}
 
         name = f"{self.name}-{suffix}" if suffix else self.name
-        return Row(name, model, backbone=self.name, recipe=self.recipe, **facts)
+        return TableRow(name, model, backbone=self.name, recipe=self.recipe, **facts)
 
-    def plain(self) -> Row:
-        """Without a memory."""
+    def plain(self) -> TableRow:
+        """No memory."""
         return self.row("", None)
 
-    def released(self) -> Row:
-        """GRC as its authors published it in code, with what it is compared with."""
+    def released(self) -> TableRow:
+        """GRC as in the released code."""
         against = (self.name, f"{self.name}-convolution", f"{self.name}-wider")
         return self.row("released", {"variant": "released"}, against=against)
 
-    def algorithm(self) -> Row:
-        """GRC as the text of the paper has it: no convolution."""
+    def algorithm(self) -> TableRow:
+        """GRC as in the paper's text: no convolution."""
         return self.row("paper", {"variant": "algorithm1"}, against=(self.name,))
 
-    def convolution(self) -> Row:
-        """No cache, the convolution alone."""
+    def convolution(self) -> TableRow:
+        """No cache, only the convolution."""
         return self.row("convolution", {"name": "convolution"}, against=(self.name,))
 
-    def wider(self) -> Row:
-        """No memory, and feed-forward layers as wide as it takes to cost what the cached row costs."""
+    def wider(self) -> TableRow:
+        """No memory, and feed-forward layers widened to the cost of the cached row."""
         return self.row("wider", None, matched=f"{self.name}-released")
 
-    def rows(self) -> list[Row]:
-        """All of them."""
+    def rows(self) -> list[TableRow]:
+        """Return all rows."""
         return [self.plain(), self.released(), self.algorithm(), self.convolution(), self.wider()]
 
 
 def grc_options(recipe: RunConfig, rows_do: str = "set its variant or take it out") -> dict[str, Any]:
-    """The memory section of the recipe.
+    """Return the memory section of the recipe.
 
     Args:
-        rows_do: what the rows of the table do with it, for the message.
+        rows_do: the change that the rows make to it, for the message.
 
     Raises:
         ValueError: it is not GRC with its options.
@@ -97,7 +97,7 @@ def grc_options(recipe: RunConfig, rows_do: str = "set its variant or take it ou
 
 
 SMALL = {"vit": Backbone("vit"), "pvt_v2": Backbone("pvt_v2", recipe="table1_small_pvt_v2")}
-"""Backbones of the small scale: the vision transformer of the table's recipe, and a PVTv2 with a recipe of its own."""
+"""Backbones of the small scale: the vision transformer of the table's recipe, and a PVTv2 with its own recipe."""
 
 _PVT = {"mlp_ratios": [8, 8, 4, 4]}
 PAPER = {
@@ -112,11 +112,11 @@ PAPER = {
 }
 """Backbones of the paper's scale, each with its recipe for ImageNet."""
 FILES = {"small": "CIFAR-10 (binary version)", "paper": "ImageNet-1k"}
-"""What the data folder holds at each scale."""
+"""Content of the data folder at each scale."""
 
 
 def protocol(config: RunConfig) -> str:
-    """What a row is made of, in a line: model, memory with its options, feed-forward."""
+    """Describe a row in a line: model, memory with its options, feed-forward."""
     model = config.model
     parts = [str(model.get("architecture", model["name"]))]
     if model.get("memory") is not None:
@@ -126,14 +126,17 @@ def protocol(config: RunConfig) -> str:
 
 
 def image_table(
-    summary: str, rows: Callable[[str], Sequence[Row]], recipes: Mapping[str, str], files: Mapping[str, str] = FILES
+    summary: str,
+    rows: Callable[[str], Sequence[TableRow]],
+    recipes: Mapping[str, str],
+    files: Mapping[str, str] = FILES,
 ) -> Reproduction:
-    """A table of image classifiers: controls at equal operations, and the use of the caches beside the accuracies."""
+    """Return a table of image classifiers, with controls at equal operations and scores by cache mode."""
     return Reproduction(summary=summary, recipes=recipes, files=files, paper=rows, protocol=protocol, cache_use=True)
 
 
 def section_words(section: Mapping[str, Any]) -> str:
-    """A section of a model with its options, as `name(option=value)`."""
+    """Write a section of a model with its options, as `name(option=value)`."""
     shown = [f"{key}={value}" for key, value in section.items() if key != "name"]
     return f"{section['name']}({', '.join(shown)})" if shown else str(section["name"])
 

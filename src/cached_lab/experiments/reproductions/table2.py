@@ -1,21 +1,20 @@
 """Table 2: a vision transformer without a cache, with an attention-based cache, and with GRC.
 
-There is no code for the paper's attention-based cache ("as in Transformer-XL"), so both readings stand here:
-`attention`, a cache whose slots attend the tokens, and `store`, the tokens of the last step as they are
-(`memories/attention_cache.py`). All but `released` are without the released code's convolution, and comparable to
-`paper`.
+There is no code for the paper's attention-based cache ("as in Transformer-XL"), so there are two interpretations:
+`attention`, a cache whose slots attend to the tokens, and `store`, the unchanged tokens of the last step
+(`memories/attention_cache.py`). All rows but `released` lack the released code's convolution, and compare to `paper`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .base import Row
+from .base import TableRow
 from .images import PAPER, SMALL, Backbone, image_table
 
 
-def backbone_rows(backbone: Backbone) -> list[Row]:
-    """Plain, both attention-based caches, both forms of GRC, and the controls."""
+def backbone_rows(backbone: Backbone) -> list[TableRow]:
+    """Return plain, both attention-based caches, both forms of GRC, and the controls."""
     name = backbone.name
     against = (name, f"{name}-attention", f"{name}-store")
     return [
@@ -31,7 +30,7 @@ def backbone_rows(backbone: Backbone) -> list[Row]:
     ]
 
 
-def _rows(scale: str) -> Sequence[Row]:
+def _rows(scale: str) -> Sequence[TableRow]:
     return backbone_rows(PAPER["vit_small"] if scale == "paper" else SMALL["vit"])
 
 

@@ -1,23 +1,23 @@
 """Table 4: translation, a Transformer plain, with GRC in the encoder in both forms, and plain at equal operations.
 
-The paper gives single runs of six IWSLT tracks. At the paper's scale the table is of IWSLT14 De-En; another track is a
-matter of overrides, `data.source=es data.target=en` for one. At the small scale it is of Multi30k En-De ("table4") or
-of a sample of IWSLT14 De-En ("table4_iwslt14"), trained for minutes.
+The paper gives single runs of six IWSLT tracks. The paper's scale is IWSLT14 De-En; overrides choose another track, for
+example `data.source=es data.target=en`. The small scale is Multi30k En-De ("table4") or a sample of IWSLT14 De-En
+("table4_iwslt14"), trained for minutes.
 
-The released code's positional convolution is one over images, so its form for text goes without.
+The released code's positional convolution needs images, so its form for text goes without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .base import Reproduction, Row
+from .base import Reproduction, TableRow
 from .images import Backbone, protocol
 
 TRANSFORMER = Backbone("transformer")
 
 
-def _rows(scale: str) -> Sequence[Row]:
+def _rows(scale: str) -> Sequence[TableRow]:
     plain, wider = TRANSFORMER.name, f"{TRANSFORMER.name}-wider"
     return [
         TRANSFORMER.plain(),

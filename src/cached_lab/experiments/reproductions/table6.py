@@ -1,11 +1,11 @@
-"""Table 6: Long ListOps of the Long Range Arena, each backbone plain, with GRC, and as wide as GRC is dear.
+"""Table 6: Long ListOps of the Long Range Arena, each backbone plain, with GRC, and widened to GRC's FLOPs.
 
-The paper compares a backbone with the same backbone with a cache, one seed each, on 2,000 test rows, where a difference
-has a standard error of 1.5 points and its gains are 0.6 to 1.4. Here: several seeds, a larger generated test set, and
-beside each GRC row a plain one whose feed-forward is so wide that both cost the same in training. `root operator` among
-the baselines is what most published numbers of this task amount to.
+The paper compares a backbone with and without a cache, one seed each, on 2,000 test rows: its gains are 0.6 to 1.4
+points, with a standard error of 1.5. Here there are several seeds, a larger generated test set, and for each GRC row a
+plain one with a feed-forward of equal training cost. Most published numbers of this task equal the baseline `root
+operator`.
 
-In the paper the cache is attended by the backbone's own mechanism; here by exact attention.
+The paper's cache is attended to by the backbone's own mechanism; here by exact attention.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from cached_lab.training.config import RunConfig
 
-from .base import Reproduction, Row
+from .base import Reproduction, TableRow
 from .images import grc_options, section_words
 
 ATTENTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
@@ -30,15 +30,15 @@ ATTENTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "reformer": {"name": "reformer", "rounds": 1, "buckets": 10, "chunk": 201},
     },
 }
-"""The arena's for its 2,001 tokens; for the 65 tokens of the small scale as many blocks and chunks of small ones, since
-with those of the arena each would be exact attention."""
+"""The arena's settings for its 2,001 tokens. The 65 tokens of the small scale have as many, but smaller, blocks and
+chunks: with the arena's sizes each mechanism would be exact attention."""
 
 PROJECTIONS: Mapping[str, Mapping[str, Any]] = {"reformer": {"shared_query_key": True, "project_output": False}}
-"""Options of the model that come with an attention: the arena's Reformer projects queries and values alone."""
+"""Model options of an attention: the arena's Reformer projects only queries and values."""
 
 
-def backbone_rows(name: str, attention: Mapping[str, Any], options: Mapping[str, Any]) -> list[Row]:
-    """A backbone plain, with the recipe's GRC, and plain at the cost of the second."""
+def backbone_rows(name: str, attention: Mapping[str, Any], options: Mapping[str, Any]) -> list[TableRow]:
+    """Return a backbone plain, with the recipe's GRC, and plain at the cost of the second."""
 
     def plain(recipe: RunConfig) -> dict[str, Any]:
         return {**recipe.model, **options, "attention": dict(attention), "memory": None}
@@ -47,10 +47,14 @@ def backbone_rows(name: str, attention: Mapping[str, Any], options: Mapping[str,
         return {**plain(recipe), "memory": grc_options(recipe, rows_do="take it out or leave it")}
 
     grc, control = f"{name}-grc", f"{name}-control"
-    return [Row(name, plain), Row(grc, cached, against=(name, control)), Row(control, plain, matched=grc)]
+    return [
+        TableRow(name, plain),
+        TableRow(grc, cached, against=(name, control)),
+        TableRow(control, plain, matched=grc),
+    ]
 
 
-def _rows(scale: str) -> Sequence[Row]:
+def _rows(scale: str) -> Sequence[TableRow]:
     return [
         row
         for name, attention in ATTENTIONS[scale].items()
@@ -59,7 +63,7 @@ def _rows(scale: str) -> Sequence[Row]:
 
 
 def protocol(config: RunConfig) -> str:
-    """What a row is made of, in a line: attention, memory, feed-forward."""
+    """Describe a row in a line: attention, memory, feed-forward."""
     sections = [config.model[kind] for kind in ("attention", "memory") if config.model.get(kind) is not None]
     return f"{' + '.join(map(section_words, sections))}, feed_forward {config.model['feed_forward']}"
 

@@ -1,7 +1,7 @@
 """Table 9: throughput of backbones plain and with GRC, in training and in inference.
 
-Nothing is trained: `experiments/benchmarks/vision.py` times both in turn, in one process, here. The paper's numbers are
-images a second on a V100, one measurement each (arXiv:2312.12742, table 9); it does not say with which batch.
+Nothing is trained: both models are timed in turn, in one process, on this machine. The paper's numbers are images a
+second on a V100, one measurement each, with an unknown batch size (arXiv:2312.12742, table 9).
 """
 
 from __future__ import annotations
@@ -14,32 +14,28 @@ from typing import Any
 
 import torch
 
-from cached_lab.experiments.benchmarks import vision
-from cached_lab.experiments.benchmarks.named import Measured
+from cached_lab.experiments.costs.throughput import MODELS, measure_throughput, throughput_table
 from cached_lab.experiments.environment import environment
+from cached_lab.experiments.reports.formatting import environment_text
 from cached_transformers.files import json_text, write_whole
 from cached_transformers.registry import unknown_name
 
 from .base import chosen_rows
 
 PAPER = {"PVT-Tiny": ((313, 257), (930, 768))}
-"""Images a second in training and in inference, plain and cached, of the paper's table, where they are known."""
+"""Images a second in training and in inference, plain and cached, in the paper's table."""
 
 
 @dataclass(frozen=True)
-class Throughput:
-    """A table of measurements: its settings and the models of `benchmarks.vision.MODELS`, by scale."""
+class ThroughputTable:
+    """Settings and models of a table of measurements, by scale."""
 
     summary: str
     settings: Mapping[str, Mapping[str, int]]
     models: Mapping[str, Sequence[str]]
 
-    def chosen(self, scale: str, rows: str, models: Sequence[str]) -> list[str]:
-        """Models by `--rows`, of all `models`."""
-        return chosen_rows(rows, self.models[scale], models, models[:2])
-
     def options(self, scale: str, overrides: Sequence[str]) -> dict[str, int]:
-        """The settings of a scale with `key=value` put in their place."""
+        """Return the settings of a scale, changed by `key=value` overrides."""
         found = dict(self.settings[scale])
         for override in overrides:
             key, _, value = override.partition("=")
@@ -51,49 +47,49 @@ class Throughput:
         return found
 
 
-def beside_the_paper(rows: Sequence[Any]) -> list[str]:
-    """A sentence for each cached row whose numbers the paper has: time per image as a multiple of the plain model's."""
+def beside_the_paper(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Compare the ratios of cached models with those of the paper, a sentence for each row that the paper has."""
     lines = []
     for row in rows:
-        if row.case == "plain" or row.model not in PAPER:
+        if row["case"] == "plain" or row["model"] not in PAPER:
             continue
-        (train, cached_train), (infer, cached_infer) = PAPER[row.model]
+        (train, cached_train), (infer, cached_infer) = PAPER[row["model"]]
         lines.append(
-            f"{row.model}, {row.case}: training takes {row.train.median:.2f} times as long as the plain model, "
-            f"inference {row.inference.median:.2f}; in the paper (V100) {train / cached_train:.2f} and "
+            f"{row['model']}, {row['case']}: training takes {row['train'].median:.2f} times as long as the plain "
+            f"model, inference {row['inference'].median:.2f}; in the paper (V100) {train / cached_train:.2f} and "
             f"{infer / cached_infer:.2f}."
         )
     return lines
 
 
-def write(measured: Measured, folder: Path, name: str, command: str) -> Path:
-    """Write throughput.json and throughput.md; returns the path of the second."""
-    rows = [dataclasses.asdict(row) for row in measured.rows]
-    content = {"command": command, "environment": measured.settings, "rows": rows}
-    path = folder / "throughput.md"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "throughput.json", json_text(content))
-    write_whole(path, f"# {name}\n\n```bash\n{command}\n```\n\n{measured.text}\n".encode())
-    return path
-
-
-def measure(table: Throughput, scale: str, rows: str, overrides: Sequence[str]) -> Measured:
-    """Time the models of a table on this machine, on a GPU where there is one.
+def measure(table: ThroughputTable, scale: str, rows: str, overrides: Sequence[str], folder: Path, command: str) -> str:
+    """Time the models of a table on this machine, on a GPU if there is one; write throughput.json and throughput.md.
 
     Args:
-        rows: as `Throughput.chosen` takes them. overrides: of the settings of the scale, `key=value`.
+        rows: model names, as `chosen_rows` takes them. overrides: `key=value` for settings of the scale.
+
+    Returns:
+        the measurements as Markdown.
     """
     settings = table.options(scale, overrides)
-    models = table.chosen(scale, rows, list(vision.MODELS))
+    models = chosen_rows(rows, table.models[scale], list(MODELS), list(MODELS)[:2])
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    facts = environment(device) | settings
-    found = vision.run(
-        settings["batch"], settings["rounds"], device, models=models, image_size=settings["image_size"], released=True
-    )
-    return Measured(found, "\n\n".join([vision.as_markdown(found), *beside_the_paper(found)]), facts)
+    about = environment(device) | settings
+    batch, rounds, side = settings["batch"], settings["rounds"], settings["image_size"]
+    found = measure_throughput(batch, rounds, device, models=models, image_size=side, released=True)
+    text = "\n\n".join([throughput_table(found), *beside_the_paper(found), environment_text(about)])
+    records = [{key: _plain(value) for key, value in row.items()} for row in found]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "throughput.json", json_text({"command": command, "environment": about, "rows": records}))
+    write_whole(folder / "throughput.md", f"# table9\n\n```bash\n{command}\n```\n\n{text}\n".encode())
+    return text
 
 
-TABLE9 = Throughput(
+def _plain(value: Any) -> Any:
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+
+TABLE9 = ThroughputTable(
     summary="images: throughput of backbones plain and with GRC, in training and in inference",
     settings={
         "small": {"batch": 8, "rounds": 7, "image_size": 224},

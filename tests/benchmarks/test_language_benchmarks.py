@@ -1,0 +1,222 @@
+"""Benchmarks of language models on tiny sizes: a row for each case, and equal work of the cases."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmark_rows import measured
+from integrations.hosts import library
+
+from benchmarks import diagonal, documents, generation, memories, memorizing, saves, translation
+from benchmarks.attention_peers import PEERS as ATTENTION_PEERS
+from benchmarks.generation import GPT2, NO_MEMORY, GenerationPeer, GenerationSetting
+from benchmarks.memory_peers import PEERS, ModelSizes, Peer, lacking
+
+TINY = ModelSizes(vocabulary=16, width=8, depth=1, heads=1, segment=4, segments=2, rows=1, memory=4, tokens=2)
+
+
+def test_diagonal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagonal, "BASE", ModelSizes(vocabulary=16, heads=1, segments=2, rows=1))
+    monkeypatch.setattr(diagonal, "DEPTHS", (2,))
+    monkeypatch.setattr(diagonal, "WIDTHS", (4, 8))
+    rows = measured("diagonal", tmp_path, "--memories", "grc_stream", "--lengths", "4")["rows"]
+    assert [(r["memory"], r["depth"], r["width"], r["segment"]) for r in rows] == [
+        ("grc_stream", 2, width, 4) for width in (4, 8)
+    ]
+    assert all(r["step"]["median"] > 0 and r["forward"]["median"] > 0 for r in rows)
+
+
+def test_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = ModelSizes(vocabulary=16, width=8, depth=1, heads=1, segment=8, segments=2, rows=2, memory=4, tokens=2)
+    monkeypatch.setattr(documents, "BASE", small)
+    rows = measured("documents", tmp_path, "--memories", "none,rmt", "--lengths", "3,20")["rows"]
+    assert [(r["memory"], r["length"]) for r in rows] == list(itertools.product(("none", "rmt"), (3, 20)))
+    assert all(r["packed"]["median"] > 0 and r["padded"]["median"] > 0 for r in rows)
+    assert all(r["packed_tokens"] >= 1 and r["padded_tokens"] >= 1 for r in rows)
+    assert rows[0]["documents"] > rows[1]["documents"]
+    ids_BN = documents.documents_of(small, 3)
+    assert ids_BN.shape == (2, 16) and (ids_BN[:, 0] == 0).all()
+    assert set(ids_BN.diff().unique().tolist()) == {0, 1}
+    assert torch.equal(ids_BN, documents.documents_of(small, 3))
+
+
+def test_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"STEPS": 4, "EVERY": 1, "WIDTH": 16}.items():
+        monkeypatch.setattr(saves, name, value)
+    rows = measured("saves", tmp_path)["rows"]
+    assert [(row["way"], len(row["stalls"]), len(row["whole"])) for row in rows] == [
+        ("none", 0, 1),
+        ("sync", 3, 1),
+        ("async", 3, 1),
+    ]
+    assert all(row["mebibytes"] > 0.1 and sum(row["stalls"]) < row["whole"][0] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("memformer", "memformer is not installed"),
+        ("einops_exts", "einops_exts, which memformer needs, is not installed"),
+    ],
+)
+def test_a_missing_peer_is_left_out_by_name(missing: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(sizes: ModelSizes) -> Any:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setitem(PEERS, "memformer", PEERS["memformer"]._replace(build=build))
+    row = memories.measure_memory("memformer", TINY, 1)
+    assert row["peer"] is None and row["peer_name"] == said
+    assert memories.as_markdown([row]).splitlines()[-1].endswith(f"| {said} |")
+
+
+def test_the_reference_of_flash_linear_attention_is_asked_for_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    peer = ATTENTION_PEERS["gated_delta"]
+    with pytest.raises(ModuleNotFoundError) as missing:
+        peer.build(64, 2, 8, "cpu")
+    assert lacking(peer.distribution, missing.value) == "fla-core is not installed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_reaches_ours_and_the_peer(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.dtype] = []
+
+    class Theirs(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16)
+
+        def forward(self, inputs_BN: torch.Tensor, memory: Any) -> Any:
+            logits = self.head(self.embedding(inputs_BN))
+            seen.append(logits.dtype)
+            return logits, memory
+
+    def peer(sizes: ModelSizes) -> Peer:
+        module = Theirs()
+        return Peer(module, module)
+
+    def watched(*given: Any, **options: Any) -> Any:
+        model: Any = build(*given, **options)
+        model.head.register_forward_hook(lambda module, inputs, out: seen.append(out.dtype))
+        return model
+
+    build = memories.build
+    monkeypatch.setitem(PEERS, "rmt", PEERS["rmt"]._replace(build=peer))
+    monkeypatch.setattr(memories, "build", watched)
+    row = memories.measure_memory("rmt", TINY, 1, "cpu", dtype)
+    assert row["peer"] is not None and row["overhead"] == pytest.approx(row["plain"].median / row["flops"])
+    # Kept activations are counted in float32, to be comparable with other tables.
+    assert {*seen[: -TINY.segments]} == {dtype} and len(seen) > 10
+
+
+def test_memorizing(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memorizing, "SEGMENT", 16)
+    measured("memorizing", tmp_path, "--lengths", "64,96", "--tokens", "320")
+    stores, text = capsys.readouterr().out.split("\n\n")[:2]
+    assert [line.split("|")[1].strip() for line in stores.splitlines()[2:]] == ["64", "96"]
+    assert "320 tokens with 64 keys" in text and text.splitlines()[0].count("/10") == 10
+    monkeypatch.setattr(memorizing, "FITS", 0)
+    row = memorizing.measure_store(64, 1)
+    assert row["plain"] is row["kept"] is None and row["read"].median > 0
+    tenth = {"tokens": 32, "mebibytes": 1.0, "speed": 2.0}
+    assert memorizing.as_markdown([row], [tenth], 64).splitlines()[2].count("does not fit") == 2
+    assert {t.device.type for t in memorizing.build(64, "meta").state_dict().values()} == {"meta"}
+
+
+@pytest.mark.parametrize("name", [NO_MEMORY, *generation.STANDARD])
+@pytest.mark.parametrize("prompt", [3, 10])
+def test_generation_without_a_cache_writes_the_tokens_of_generate(name: str, prompt: int) -> None:
+    setting = GenerationSetting(rows=2, segment=4, prompt=prompt, tokens=11)
+    model = generation.build(name, TINY, setting).double()
+    prompt_BN = setting.prompt_BN(16, "cpu")
+    tokens = generation.without_cache(model, prompt_BN, setting)
+    assert torch.equal(tokens, generation.our_writer(model, TINY, setting, "cpu")()) and tokens.shape == (2, 11)
+
+
+SMALL = ["--vocabulary", "16", "--width", "8", "--depth", "1", "--heads", "1", "--segments", "4"]
+GENERATION = [*SMALL, "--prompt", "2", "--tokens", "6", "--memories", "rmt"]
+
+
+def test_generation(tmp_path: Path) -> None:
+    library("transformers")
+    found = measured("generation", tmp_path, *GENERATION, "--rows", "1,2")
+    rows, missing = found["rows"], found["left_out"]
+    theirs = [GPT2] if missing else [GPT2, "x-transformers"]
+    assert [(r["rows"], r["model"]) for r in rows] == [
+        (n, name) for n in (1, 2) for name in (*theirs, NO_MEMORY, "rmt")
+    ]
+    assert all(r["speed"] == pytest.approx(r["rows"] * 6 / r["time"]["seconds"]) for r in rows)
+    assert [r["uncached"] is None for r in rows] == [r["model"] in theirs for r in rows]
+    text = (tmp_path / "generation.md").read_text()
+    assert f"time, {GPT2} = 1" in text and f"| 1 | 4 | {GPT2} |" in text
+    assert not missing or "Left out: x-transformers is not installed." in text
+
+
+def test_gpt2_has_the_size_of_ours() -> None:
+    library("transformers")
+    sizes = ModelSizes(vocabulary=16, width=8, depth=2, heads=2)
+    model, write = generation.gpt2(sizes, 9)
+    assert write(torch.zeros(3, 2, dtype=torch.long), 5).shape == (3, 5)
+    count = sum(p.numel() for p in model.parameters())
+    ours = sum(p.numel() for p in generation.build(NO_MEMORY, sizes, GenerationSetting(1, 4)).parameters())
+    assert count - 9 * sizes.width == ours  # its positions are learned
+
+
+def test_a_peer_that_writes_less_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def build(sizes: ModelSizes, length: int) -> Any:
+        return torch.nn.Linear(1, 1), lambda prompt_BN, tokens: prompt_BN
+
+    monkeypatch.setattr(generation, "PEERS", {GPT2: GenerationPeer("transformers", build)})
+    setting = GenerationSetting(1, 4, 2, 6)
+    with pytest.raises(ValueError, match=r"\(1, 2\).*\(1, 6\)"):
+        generation.measure_setting(setting, ["rmt"], TINY, 1, "cpu", torch.float32, {})
+
+
+def test_generation_without_a_peer_and_by_operators(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(sizes: ModelSizes, length: int) -> Any:
+        raise ImportError("no", name="transformers")
+
+    monkeypatch.setattr(generation, "PEERS", {GPT2: GenerationPeer("transformers", build)})
+    found = measured("generation", tmp_path, *GENERATION, "--rows", "1", "--dtype", "bfloat16")
+    out = capsys.readouterr().out
+    assert "Left out: transformers is not installed." in out and f"| 1 | 4 | {NO_MEMORY} |" in out
+    assert [r["model"] for r in found["rows"]] == [NO_MEMORY, "rmt"] and found["environment"]["dtype"] == "bfloat16"
+    from cached_lab.cli.main import main
+
+    assert main(["benchmark", "generation", "--device", "cpu", *GENERATION, "--rows", "1", "--profile", "rmt"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("rmt, 6 tokens for 1 rows by segments of 4")
+    assert "| operator | calls | ms | share |" in out and "| aten::" in out
+
+
+TRANSLATION = translation.TranslationSizes(16, 1, 2, 24, 40, 0.1, rows=3, tokens=6, sentences=2, beams=2, written=3)
+
+
+def test_translation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library("transformers")
+    monkeypatch.setattr(translation, "TranslationSizes", lambda: TRANSLATION)
+    rows = measured("translation", tmp_path)["rows"]
+    names = ["plain", "GRC", "BART of transformers", "Marian of transformers", "cached", "computed again"]
+    assert [row["case"] for row in rows] == names
+    assert all(row["decode_tokens"] > 0 for row in rows) and all(row["train_tokens"] > 0 for row in rows[:4])
+    positions, bias = 2 * 514 * TRANSLATION.width, TRANSLATION.vocabulary  # learned there; its bias is a buffer
+    assert rows[2]["parameters"] - positions == rows[0]["parameters"] - bias
+    text = (tmp_path / "translation.md").read_text()
+    assert "| plain | 0.01 | 1 | 1 |" in text and "| cached | 64 | 1 |" in text
+
+
+def test_translation_takes_the_mean_loss_of_targets() -> None:
+    batch = translation.make_batch(TRANSLATION, 12, "cpu")
+    assert batch.padding.any() and not batch.padding[0].any()
+    of = translation.ours(TRANSLATION, None)
+    of.model.eval()
+    out = of.model(batch.inputs, batch.decoder_inputs, batch.padding).outputs
+    want = torch.nn.functional.cross_entropy(out.flatten(0, 1), batch.targets.flatten())
+    assert float(of.loss(batch)) == pytest.approx(float(want), rel=1e-5)
