@@ -20,7 +20,8 @@ from cached_lab.cli.main import main
 from cached_lab.experiments import compare
 from cached_lab.experiments.build import build_dataset
 from cached_lab.experiments.load import load_run
-from cached_lab.experiments.reports.terminal import open_console, print_statistics
+from cached_lab.experiments.reports.comparison_page import print_statistics
+from cached_lab.experiments.reports.terminal import open_console
 from cached_lab.experiments.statistics import summarise, summarise_pairs
 from cached_lab.experiments.variants import nearest_width, parse_variant, prepare
 from cached_lab.tasks.recipes import load_config

@@ -14,7 +14,7 @@ from PIL import Image
 from cached_lab.cli.main import main
 from cached_lab.experiments.build import build_dataset, build_model
 from cached_lab.experiments.costs.flops import count_flops, count_parameters
-from cached_lab.experiments.reports.cache_use_table import cache_use_statistics
+from cached_lab.experiments.reports.run_folder import cache_use_statistics
 from cached_lab.experiments.reproductions import REPRODUCTIONS, table10
 from cached_lab.experiments.reproductions.arms import arms, row_recipes
 from cached_lab.experiments.reproductions.base import pairs

@@ -76,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print one row of scores per way of treating the memory, or without and with a cache over outputs."""
     from cached_lab.experiments.evaluate import Evaluation
     from cached_lab.experiments.load import read_run_config
-    from cached_lab.experiments.reports.terminal import open_console, print_scores, print_text_use
+    from cached_lab.experiments.reports.run_page import print_scores, print_text_use
+    from cached_lab.experiments.reports.terminal import open_console
     from cached_lab.experiments.run_outputs import write_evaluation, write_report
     from cached_lab.training.progress import Reporter
     from cached_transformers.files import jsonable
@@ -149,7 +150,8 @@ def _with_output_cache(arguments: argparse.Namespace) -> int:
     """Print the scores without and with a cache over outputs, its settings, and how long it took."""
     from cached_lab.experiments.load import read_run_config
     from cached_lab.experiments.output_cache import cache_options, evaluate_output_cache
-    from cached_lab.experiments.reports.terminal import open_console, print_output_cache
+    from cached_lab.experiments.reports.run_page import print_output_cache
+    from cached_lab.experiments.reports.terminal import open_console
     from cached_transformers.files import jsonable
 
     for name, plain in (

@@ -48,8 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Train what is missing, print the tables, and write leaderboard.json and the page."""
     from cached_lab.experiments.leaderboard.boards import BOARDS
     from cached_lab.experiments.leaderboard.standings import FILE, write_leaderboard
-    from cached_lab.experiments.reports.board_page import refuse_page, write_board_page
-    from cached_lab.experiments.reports.terminal import open_console, print_board
+    from cached_lab.experiments.reports.board_page import print_board, refuse_page, write_board_page
+    from cached_lab.experiments.reports.terminal import open_console
 
     refuse_below_one(arguments, "seeds", "steps", "jobs")
     refuse_too_many_seeds(arguments.seeds or 1)

@@ -79,11 +79,11 @@ def _paper_figure(arguments: argparse.Namespace, output: Path) -> int:
 
 
 def _write_reports(arguments: argparse.Namespace) -> int:
-    from cached_lab.experiments.reports.comparison_page import write_compare_report
+    from cached_lab.experiments.reports.comparison_page import print_cache_use, print_statistics, write_compare_report
     from cached_lab.experiments.reports.formatting import Metric
     from cached_lab.experiments.reports.run_folder import find_comparisons, is_run
     from cached_lab.experiments.reports.run_page import write_run_report
-    from cached_lab.experiments.reports.terminal import open_console, print_cache_use, print_statistics
+    from cached_lab.experiments.reports.terminal import open_console
 
     if arguments.output is not None:
         raise ValueError(f"--output {arguments.output} does not apply: each report is written into its own folder")

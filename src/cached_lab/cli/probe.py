@@ -122,9 +122,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train what is missing, print the table, and write probe.json and the report."""
     from cached_lab.experiments.probes.far_trials import FarTrials
-    from cached_lab.experiments.reports.far_page import write_far_report
-    from cached_lab.experiments.reports.probe_page import write_probe_report
-    from cached_lab.experiments.reports.terminal import open_console, print_far, print_probe
+    from cached_lab.experiments.reports.far_page import print_far, write_far_report
+    from cached_lab.experiments.reports.probe_page import print_probe, write_probe_report
+    from cached_lab.experiments.reports.terminal import open_console
 
     refuse_below_one(arguments, "distance", "seeds", "steps", "jobs", "far", "rows", "short_convolution", "bptt")
     refuse_too_many_seeds(arguments.seeds)

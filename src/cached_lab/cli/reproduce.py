@@ -48,7 +48,8 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train what is missing, then write compare.json and the report; of a table that is measured, measure it."""
     from cached_lab.experiments.compare import carry_out
-    from cached_lab.experiments.reports.terminal import open_console, print_sizes
+    from cached_lab.experiments.reports.run_page import print_sizes
+    from cached_lab.experiments.reports.terminal import open_console
     from cached_lab.experiments.reproductions import MEASURED, REPRODUCTIONS
     from cached_lab.experiments.reproductions.arms import comparison
 

@@ -1,7 +1,6 @@
-"""How much each head takes from the memory, and what the memory sees, from plain data.
+"""Memory shares of heads and layers, and maps of the two branches' outputs.
 
-Figures 4 and 5 of "Cached Transformers" (arXiv:2312.12742) have their counterparts here.
-
+Counterparts of figures 4 and 5 of "Cached Transformers" (arXiv:2312.12742).
 Shapes: N images, H W their pixels, C colours, L layers, h w the tokens' grid.
 """
 
@@ -47,7 +46,8 @@ def gates(layers_by_variant: Mapping[str, Sequence[Sequence[Sequence[float]]]], 
             for layers in seeds:
                 row[1].plot([np.mean(h) for h in layers], range(len(layers)), color=colour, marker="o", ms=4, lw=1.4)
             row[1].axvline(0.5, color=MUTED, lw=0.8, ls=(0, (4, 3)))
-            row[1].set(title=f"mean by layer, {_counted(len(seeds), 'seed')}", xlabel="0 self, 1 memory", xlim=(0, 1))
+            title = f"mean by layer, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
+            row[1].set(title=title, xlabel="0 self, 1 memory", xlim=(0, 1))
             row[1].set(ylim=row[0].get_ylim(), yticks=row[0].get_yticks())
             row[1].set_yticklabels([t.get_text() for t in row[0].get_yticklabels()])
     return figure
@@ -56,12 +56,12 @@ def gates(layers_by_variant: Mapping[str, Sequence[Sequence[Sequence[float]]]], 
 def feature_maps(image: Array, self_maps: Array, memory_maps: Array, images: int = 4, layers: int = 3) -> Figure:
     """Input, self-attention and memory outputs side by side: rows are images, columns layers from early to late.
 
-    Each map has its own scale from its least to its greatest value: places can be compared, strengths cannot.
+    Each map has its own scale from its least to its greatest value: compare places, not strengths.
 
     Args:
         image: (N, H, W, C) in 0..1, C 1 or 3.
         self_maps, memory_maps: (L, N, h, w).
-        images, layers: how many to show at most.
+        images, layers: the most to show.
     """
     pictures = image.ndim == 4 and image.shape[-1] in (1, 3) and len(image) > 0
     maps_fit = self_maps.ndim == 4 and self_maps.shape == memory_maps.shape and len(self_maps) > 0
@@ -79,12 +79,12 @@ def feature_maps(image: Array, self_maps: Array, memory_maps: Array, images: int
 def map_grid(
     images: Array, maps: Sequence[tuple[str, Array]], title: str, size: tuple[float, float, float], ends: bool = False
 ) -> Figure:
-    """A row for each image, with its picture and then its maps, each in a scale of its own.
+    """A row per image, with its picture and its maps, each on its own scale.
 
     Args:
         images: (N, H, W, C) in 0..1, C 1 or 3. maps: title and (N or more, h, w) of every further column.
-        title: of the column of images. size: width and height of a cell, and what the titles need, in inches.
-        ends: cells are not smoothed, and the ends of the scale stand below.
+        title: of the column of images. size: width and height of a cell, and the height of the titles, in inches.
+        ends: draw without smoothing, and write the ends of each scale below its map.
     """
     width, height, more = size
     figure, axes = blank_figure(width * (1 + len(maps)), height * len(images) + more, len(images), 1 + len(maps))
@@ -96,8 +96,7 @@ def map_grid(
             for ax, (_, data) in zip(row[1:], maps, strict=True):
                 ax.imshow(data[n], cmap="cividis", **look)
                 if ends:
-                    text = f"{data[n].min():.3g} to {data[n].max():.3g}"
-                    ax.set_xlabel(text, fontsize=8, color=MUTED, labelpad=3)
+                    ax.set_xlabel(f"{data[n].min():.3g} to {data[n].max():.3g}", fontsize=8, color=MUTED, labelpad=3)
             for ax in row:
                 ax.set(xticks=[], yticks=[])
                 ax.grid(False)
@@ -108,22 +107,17 @@ def map_grid(
 
 
 def _draw_gate_map(ax: Axes, layers: Sequence[Sequence[float]], ramp: Any) -> None:
-    table = np.full((len(layers), max(len(heads) for heads in layers)), np.nan)
+    shares = np.full((len(layers), max(len(heads) for heads in layers)), np.nan)
     for i, heads in enumerate(layers):
-        table[i, : len(heads)] = heads
-    ax.imshow(np.ma.masked_invalid(table), cmap=ramp, vmin=0, vmax=1, aspect="auto")
-    if table.shape[1] <= 12:
-        for (i, j), share in np.ndenumerate(table):
+        shares[i, : len(heads)] = heads
+    ax.imshow(np.ma.masked_invalid(shares), cmap=ramp, vmin=0, vmax=1, aspect="auto")
+    if shares.shape[1] <= 12:
+        for (i, j), share in np.ndenumerate(shares):
             if not math.isnan(share):
                 ink = "#ffffff" if share > 0.55 else "#111111"
                 ax.text(j, i, f"{share:.2f}", ha="center", va="center", fontsize=8, color=ink)
-    ax.set(xticks=range(table.shape[1]), yticks=range(table.shape[0]))
-    ax.set_xticklabels([str(j + 1) for j in range(table.shape[1])])
-    ax.set_yticklabels([str(i + 1) for i in range(table.shape[0])])
+    ax.set_xticks(range(shares.shape[1]), [str(j + 1) for j in range(shares.shape[1])])
+    ax.set_yticks(range(shares.shape[0]), [str(i + 1) for i in range(shares.shape[0])])
     ax.tick_params(length=0)
     ax.grid(False)
     ax.spines[:].set_visible(False)
-
-
-def _counted(n: int, word: str) -> str:
-    return f"{n} {word}" if n == 1 else f"{n} {word}s"

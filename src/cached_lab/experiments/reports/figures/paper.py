@@ -1,9 +1,7 @@
-"""Figures 1, 4 and 5 of "Cached Transformers" (arXiv:2312.12742), drawn from plain data, and the data as files.
+"""Figures 1, 4 and 5 of "Cached Transformers" (arXiv:2312.12742), and their data as files.
 
-Figure 1 sets accuracy against operations, figure 4 shows what self-attention and the cache see in photographs, figure 5
-shows how much each head of each layer takes from the cache. Colours are told apart by readers with any of the common
-colour deficiencies, and every difference of colour is one of marker or place, too.
-
+Figure 1 sets accuracy against operations, figure 4 shows the maps of self-attention and cache on photographs, figure 5
+the share of the cache in each head of each layer.
 Shapes: N images, H W their pixels, h w the map of a layer.
 """
 
@@ -43,7 +41,7 @@ class FormPoint(NamedTuple):
 
 
 class HeadShares(NamedTuple):
-    """The gates of one variant in figure 5: sigma(lambda) by run, layer and head, and where training began."""
+    """The gates of one variant in figure 5: sigma(lambda) by run, layer and head, and before training."""
 
     name: str
     runs: Sequence[Sequence[Sequence[float]]]
@@ -51,11 +49,11 @@ class HeadShares(NamedTuple):
 
 
 def accuracy_against_flops(points: Sequence[FormPoint], metric: str, cost: str) -> Figure:
-    """Figure 1: a colour for each backbone, named at its plain form, and a marker for each form; lines join the forms.
+    """Figure 1: a colour per backbone, a marker per form, and lines from the plain form to the others.
 
     Args:
-        points: values are those of the seeds; the mark is their mean, the bar its 95 % interval.
-        cost: what the operations are of, for the axis.
+        points: with the values of the seeds; the mark is their mean, the bar its 95 % interval.
+        cost: the counted pass, for the axis.
     """
     if not points or not all(p.operations > 0 for p in points):
         raise ValueError("figure 1 needs at least one variant, each with a positive number of operations")
@@ -69,21 +67,18 @@ def accuracy_against_flops(points: Sequence[FormPoint], metric: str, cost: str) 
     figure, axes = blank_figure(7.4, 4.4, 1, 1)
     ax = axes[0][0]
     with style():
-        for backbone in backbones:
-            forms_of_it = [p for p in points if p.backbone == backbone]
-            plain = next((p for p in forms_of_it if p.form == PLAIN), None)
-            for p in forms_of_it:
+        for backbone, colour in colours.items():
+            group = [p for p in points if p.backbone == backbone]
+            plain = next((p for p in group if p.form == PLAIN), None)
+            for p in group:
                 mean, low, high = mean_interval(p.values)
-                y, colour = measure.scale * mean, colours[backbone]
+                y = measure.scale * mean
                 if plain is not None and p is not plain:
                     begin = (plain.operations, measure.scale * mean_interval(plain.values).mean)
                     ax.plot([begin[0], p.operations], [begin[1], y], color=colour, lw=0.8, alpha=0.45, zorder=1)
                 if low is not None and high is not None:
                     span = [[y - measure.scale * low], [measure.scale * high - y]]
                     ax.errorbar([p.operations], [y], yerr=span, color=colour, capsize=3, lw=1.2, zorder=2)
-                if p is (plain or forms_of_it[0]):
-                    label = ax.annotate(backbone, (p.operations, y), xytext=(-9, 0), textcoords="offset points")
-                    label.set(color=colour, ha="right", va="center", fontsize=9)
                 face = SURFACE if p.form == PLAIN else colour
                 ax.plot([p.operations], [y], markers[p.form], color=colour, mfc=face, ms=8, mew=1.4, zorder=3)
         costs = [p.operations for p in points]
@@ -96,11 +91,11 @@ def accuracy_against_flops(points: Sequence[FormPoint], metric: str, cost: str) 
         counted = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
         ax.set(xlabel=f"operations, {cost}", ylabel=measure.axis_label)
         ax.set_title(f"{metric} against operations; bars: 95 % intervals over {counted} seeds", pad=12)
-        _legend(figure, ax, colours, markers)
+        _legend(ax, colours, markers)
     return figure
 
 
-def _legend(figure: Figure, ax: Axes, colours: Mapping[str, str], markers: Mapping[str, str]) -> None:
+def _legend(ax: Axes, colours: Mapping[str, str], markers: Mapping[str, str]) -> None:
     def handle(**look: Any) -> Any:
         return ax.plot([], [], linestyle="", ms=8, mew=1.4, **look)[0]
 
@@ -115,8 +110,8 @@ def _legend(figure: Figure, ax: Axes, colours: Mapping[str, str], markers: Mappi
 def photograph_maps(images: npt.NDArray[Any], layers: Sequence[LayerMaps]) -> Figure:
     """Figure 4: photographs, and beside each the map of self-attention and of the cache in the layers given.
 
-    A cell is a token; it shows the Euclidean norm, over heads and channels, of what the branch gives this token. Each
-    map has its own scale, whose ends are written below it: compare places by colour and strengths by numbers.
+    A cell is a token; it shows the Euclidean norm of the branch's output over heads and channels. Each map has its own
+    scale with its ends written below: compare places by colour and strengths by numbers.
 
     Args:
         images: (N, H, W, 3) in 0..1.
@@ -131,8 +126,8 @@ def photograph_maps(images: npt.NDArray[Any], layers: Sequence[LayerMaps]) -> Fi
 def head_shares(variants: Sequence[HeadShares]) -> Figure:
     """Figure 5: sigma(lambda) of every head, by layer; a panel for each variant.
 
-    Dots are the heads of all runs, side by side in a layer; the line is the mean over heads and runs, its 95 % interval
-    over runs the bar; the dotted line is where training began. All panels have one scale, as much of 0..1 as is used.
+    Dots are the heads of all runs, side by side in a layer; the line is the mean over heads and runs, the bar its 95 %
+    interval over runs; the dotted line is the value before training. All panels share one scale.
     """
     shares = [x for v in variants for layers in v.runs for heads in layers for x in heads]
     if not shares or not all(0 <= x <= 1 for x in shares):
@@ -163,11 +158,10 @@ def head_shares(variants: Sequence[HeadShares]) -> Figure:
                     ax.plot([x, x], [f.low, f.high], color=colour, lw=3, alpha=0.35, solid_capstyle="butt")
             if variant.initial is not None:
                 ax.axhline(variant.initial, color=INK, lw=0.9, ls=(0, (1, 2)))
-            runs = "1 run" if len(variant.runs) == 1 else f"{len(variant.runs)} runs"
-            ax.set(xlim=(0.5, depth + 0.5), ylim=(low, high), xticks=list(at))
+            runs = f"{len(variant.runs)} run{'s' * (len(variant.runs) > 1)}"
+            ticks = [x for x in at if depth <= 12 or x == 1 or x % 4 == 0]
+            ax.set(xlim=(0.5, depth + 0.5), ylim=(low, high), xticks=ticks)
             ax.set_title(f"{variant.name}, {runs}", fontsize=10)
-            if depth > 12:
-                ax.set_xticks([x for x in at if x == 1 or x % 4 == 0])
             if index % columns == 0:
                 ax.set_ylabel("share of the cache, σ(λ)")
             if index >= len(variants) - columns:
