@@ -31,7 +31,7 @@ def closure(names):
         todo += [re.match(r"[\\w.-]+", need).group() for need in needs if "extra ==" not in need]
     return found
 
-core = closure(["torch", "numpy", "safetensors", "pyyaml", "rich", "jinja2", "scipy"])
+core = closure(["torch", "numpy", "safetensors", "pyyaml", "rich", "scipy"])
 # A module of the standard library that is named after the machine, which the list of these leaves out.
 allowed = set(sys.stdlib_module_names) | {"cached_transformers", sysconfig._get_sysconfigdata_name()}
 allowed |= {top for top, owners in packages_distributions().items() if core & {normal(o) for o in owners}}

@@ -117,6 +117,17 @@ def print_statistics(
         show(console, Paragraph(f"{row['name']:<{width}}  {(protocols or {}).get(row['name'], '')}"))
 
 
+def print_comparison(comparison: StoredComparison, console: Console) -> None:
+    """Print the tables of a comparison below its title."""
+    intervals = {v["name"]: tuple(v["rows_interval"]) for v in comparison.variants if v.get("rows_interval")}
+    about = (comparison.statistics, comparison.metric, comparison.split, comparison.reference)
+    given = {"pairs": comparison.pairs, "rows_intervals": intervals, "baselines": comparison.baselines}
+    console.print(f"\n{comparison.title}", markup=False)
+    print_statistics(*about, console, **given)
+    if comparison.cache_use:
+        print_cache_use(comparison.cache_use, Metric(comparison.metric), comparison.split, console)
+
+
 def print_cache_use(rows: Sequence[tuple[str, Rows]], metric: Metric, split: str, console: Console) -> None:
     """Print the scores with the caches changed."""
     show(console, _cache_use(rows, metric, split))

@@ -112,11 +112,16 @@ def blank_figure(
     return figure, axes
 
 
+def check_suffix(option: str, path: Path) -> None:
+    """Refuse (ValueError) a file name without one of the three suffixes, before the figure is drawn."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"{option} {path} must end in one of {', '.join(SUFFIXES)}")
+
+
 def save(figure: Figure, path: str | Path) -> Path:
     """Write a figure as PNG, SVG or PDF, by the suffix of `path`, and create missing folders."""
     path = Path(path)
-    if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"{path.name!r}: the name of a figure must end in one of {', '.join(SUFFIXES)}")
+    check_suffix("figure", path)
     path.parent.mkdir(parents=True, exist_ok=True)
     dated = {"png": None, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[path.suffix.lower()[1:]]
     with style():
