@@ -111,8 +111,10 @@ def test_figure_5_holds_every_head(tmp_path: Path) -> None:
 
 def test_figure_5_shows_heads_means_and_where_training_began() -> None:
     runs = [[[0.2, 0.4], [0.5, 0.9]], [[0.1, 0.3], [0.6, 0.8]]]
-    figure = paper.head_shares([HeadShares("grc", runs, 0.25), HeadShares("one", runs[:1])])
+    figure = paper.head_shares([HeadShares("grc", runs, 0.25), HeadShares("one", [[[0.2], [0.5, 0.9, 0.1]]])])
     first, second = figure.axes
+    uneven = [sorted(line.get_ydata()) for line in second.lines if line.get_marker() == "o"]
+    assert uneven == [[0.2], [0.1, 0.5, 0.9]]
     dots = [sorted(line.get_ydata()) for line in first.lines if line.get_marker() == "o"]
     assert dots == [[0.2, 0.4], [0.5, 0.9], [0.1, 0.3], [0.6, 0.8]]
     mean = next(line for line in first.lines if line.get_marker() == "_")

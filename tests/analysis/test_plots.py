@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cached_lab.experiments.reports.figures import curves, gates_and_maps, scores
+from cached_lab.experiments.reports.figures import curves, maps, scores
+from cached_lab.experiments.reports.figures.paper import FormPoint, accuracy_against_flops
 from cached_lab.experiments.reports.figures.style import (
     COLOURS,
     REFERENCE,
@@ -70,26 +71,10 @@ def test_no_curve() -> None:
         curves.learning_curves({"grc": [[{"step": 1, "split": "test", "accuracy": 1.0}]]})
 
 
-def test_gates_with_uneven_heads() -> None:
-    figure = gates_and_maps.gates({"grc": [[[0.2, 0.4], [0.5, 0.6, 1.0, 0.0]], [[0.1, 0.1], [0.2, 0.2, 0.2, 0.2]]]})
-    heat, line = figure.axes
-    assert sorted(t.get_text() for t in heat.texts) == ["0.00", "0.20", "0.40", "0.50", "0.60", "1.00"]
-    assert heat.images[0].get_array().mask.sum() == 2
-    assert line.lines[0].get_xdata() == pytest.approx([0.3, 0.525]) and line.lines[1].get_xdata() == pytest.approx(
-        [0.1, 0.2]
-    )
-
-
-@pytest.mark.parametrize("layers", [{}, {"grc": [[]]}, {"grc": [[[1.2]]]}, {"grc": [[[float("nan")]]]}])
-def test_gates_refuse(layers: dict) -> None:
-    with pytest.raises(ValueError, match=r"share in 0\.\.1"):
-        gates_and_maps.gates(layers)
-
-
 def test_feature_maps_place_every_map() -> None:
     generator = np.random.default_rng(0)
     image, own, memory = generator.random((5, 8, 8, 1)), generator.random((7, 5, 4, 4)), generator.random((7, 5, 4, 4))
-    figure = gates_and_maps.feature_maps(image, own, memory, images=2, layers=3)
+    figure = maps.feature_maps(image, own, memory, images=2, layers=3)
     axes = np.array(figure.axes).reshape(2, 7)
     assert [ax.get_title() for ax in axes[0]][:3] == ["input", "self, layer 1", "memory, layer 1"]
     assert axes[0, 6].get_title() == "memory, layer 7"
@@ -99,37 +84,29 @@ def test_feature_maps_place_every_map() -> None:
 
 
 def test_feature_maps_refuse() -> None:
-    image, maps = np.zeros((2, 8, 8, 3)), np.zeros((3, 2, 4, 4))
+    image, data = np.zeros((2, 8, 8, 3)), np.zeros((3, 2, 4, 4))
     for bad in (
-        (image[..., :2], maps, maps),
-        (image, maps, maps[:2]),
-        (image[:1], maps, maps),
-        (image, maps[0], maps[0]),
+        (image[..., :2], data, data),
+        (image, data, data[:2]),
+        (image[:1], data, data),
+        (image, data[0], data[0]),
     ):
         with pytest.raises(ValueError, match="feature maps need"):
-            gates_and_maps.feature_maps(*bad)
+            maps.feature_maps(*bad)
 
 
-def test_metric_against_flops() -> None:
-    points = [
-        scores.CostPoint("plain", 1e9, 0.9, 0.89, 0.91),
-        scores.CostPoint("grc", 1.1e9, 0.93),
-        scores.CostPoint("big", 5e10, 0.94),
+def test_variants_against_flops() -> None:
+    points = [FormPoint("plain", "", 1e9, [0.89, 0.91]), FormPoint("grc", "", 1.1e9, [0.93])]
+    points += [FormPoint(f"v{i}", "", 5e10 + i, [0.5]) for i in range(6)]
+    (ax,) = accuracy_against_flops(points, "accuracy", "one forward pass", "plain").axes
+    assert ax.get_xscale() == "log" and [t.get_text() for t in ax.get_legend().get_texts()] == [
+        p.backbone for p in points
     ]
-    (ax,) = scores.metric_against_flops(points, reference="plain").axes
-    assert ax.get_xscale() == "log" and {t.get_text() for t in ax.get_legend().get_texts()} == {"plain", "grc", "big"}
-    dots = [(*line.get_xdata(), *line.get_ydata()) for line in ax.lines if line.get_marker() == "o"]
-    assert sorted(dots) == [(1e9, pytest.approx(90)), (1.1e9, pytest.approx(93)), (5e10, pytest.approx(94))]
-    with pytest.raises(ValueError, match="positive number"):
-        scores.metric_against_flops([scores.CostPoint("x", 0, 0.5)])
-
-
-def test_the_legend_is_sorted_by_score() -> None:
-    points = [scores.CostPoint(f"v{i}", 1e9 + i, 0.9 + 0.01 * (i % 4)) for i in range(8)]
-    (ax,) = scores.metric_against_flops(points).axes
-    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["v3", "v7", "v2", "v6", "v1", "v5", "v0", "v4"]
-    markers = {line.get_label(): line.get_marker() for line in ax.lines}
-    assert markers["v0"] == "o" and markers["v6"] == "s"  # the same colour, told apart by shape
+    marks = [line for line in ax.lines if line.get_marker() in ("o", "s") and len(line.get_xdata())]
+    assert [line.get_xdata()[0] for line in marks] == [p.operations for p in points]
+    assert [line.get_ydata()[0] for line in marks[:2]] == pytest.approx([90, 93])
+    assert [line.get_color() for line in marks[:2]] == [REFERENCE, SERIES[0]]
+    assert marks[1].get_marker() == "o" and marks[7].get_marker() == "s"  # the same colour with another shape
 
 
 def test_differences() -> None:

@@ -15,6 +15,7 @@ from cached_transformers.files import write_whole
 from .blocks import Block, FactList, Folded, Heading, Paragraph, ReportTable, TableCell
 from .far_page import far_section
 from .figures import scores
+from .figures.paper import FormPoint, accuracy_against_flops
 from .figures.style import COLOURS, looks
 from .formatting import (
     MISSING,
@@ -146,7 +147,7 @@ def _section(comparison: StoredComparison, root: Path, level: int, identifier: s
         *_cache_use_blocks(comparison, metric, marks),
         *(learning_curves(records, f"{identifier}-curves", metric.name, reference) if records else []),
         *_cost(comparison, metric, identifier),
-        *gates(shares, f"{identifier}-gates", reference),
+        *gates(shares, f"{identifier}-gates"),
     ]
     for i, (name, group) in enumerate(runs.items()):
         blocks += feature_maps(group[0], f"{identifier}-maps{i}", name)
@@ -316,17 +317,13 @@ def _cost(comparison: StoredComparison, metric: Metric, identifier: str) -> list
     # If variants are made equal in training, that cost counts: a folded cache is cheaper than its training.
     training = all(variant.get("training_flops") for variant in comparison.variants)
     key = "training_flops" if training else "flops"
-    points = [
-        scores.CostPoint(row["name"], float(variant[key]), row["mean"], row["low"], row["high"])
-        for variant, row in zip(comparison.variants, comparison.statistics, strict=True)
-        if variant.get(key)
-    ]
-    if not points:
+    variants = [v for v in comparison.variants if v.get(key)]
+    if not variants:
         return []
-    words = "; ".join(f"{p.name} {metric.value(p.mean)} at {short_count(p.flops)} operations" for p in points)
-    words = f"{metric.name} against operations per forward pass: {words}"
-    drawn = scores.metric_against_flops(points, metric.name, comparison.reference)
+    points = [FormPoint(str(v["name"]), "", float(v[key]), v["values"]) for v in variants]
+    words = f"{metric.name} against operations per forward pass, as in the table"
     counted = "one forward pass in training, per row" if training else "one forward pass"
+    drawn = accuracy_against_flops(points, metric.name, counted, comparison.reference)
     caption = f"Mean over seeds with its 95 % interval, over the operations of {counted}."
     return pictured(f"{metric.name.capitalize()} against cost", drawn, f"{identifier}-cost", words, caption)
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .figures import gates_and_maps
 from .figures.curves import learning_curves
-from .figures.scores import CostPoint, metric_against_flops
+from .figures.maps import feature_maps
+from .figures.paper import FormPoint, HeadShares, accuracy_against_flops, head_shares
 from .run_folder import Run, StoredComparison, find_comparisons, is_comparison, is_run, read_comparison, read_run
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ def curves(folders: Sequence[Path]) -> Figure:
 
 def gates(folders: Sequence[Path]) -> Figure:
     """Share of the memory in every head and layer."""
-    runs, comparisons = _read(folders)
-    layers = {name: found for name, group in runs.items() if (found := [run.gates for run in group if run.gates])}
+    groups = _read(folders)[0].items()
+    layers = {name: found for name, group in groups if (found := [run.gates for run in group if run.gates])}
     if not layers:
         raise ValueError(f"no gates.json in {listed(folders)}: only models with a gated memory have gates")
-    return gates_and_maps.gates(layers, _reference(comparisons))
+    return head_shares([HeadShares(name, found) for name, found in layers.items()])
 
 
 def maps(folders: Sequence[Path]) -> Figure:
@@ -38,7 +38,7 @@ def maps(folders: Sequence[Path]) -> Figure:
     found = read_run(folders[0]).feature_maps()
     if found is None:
         raise ValueError(f"no feature_maps.npz in {folders[0]}: only image models with a memory have feature maps")
-    return gates_and_maps.feature_maps(found["image"], found["self"], found["memory"])
+    return feature_maps(found["image"], found["self"], found["memory"])
 
 
 def flops(folders: Sequence[Path]) -> Figure:
@@ -48,14 +48,14 @@ def flops(folders: Sequence[Path]) -> Figure:
     if len(metrics) > 1:
         raise ValueError(f"the comparisons have different metrics ({', '.join(metrics)}); draw them one by one")
     points = [
-        CostPoint(label(row["name"], c, comparisons), float(variant["flops"]), row["mean"], row["low"], row["high"])
+        FormPoint(label(str(variant["name"]), c, comparisons), "", float(variant["flops"]), variant["values"])
         for c in comparisons
-        for variant, row in zip(c.variants, c.statistics, strict=True)
+        for variant in c.variants
         if variant.get("flops")
     ]
     if not points:
         raise ValueError(f"compare.json in {listed(folders)} counts no operations (flops)")
-    return metric_against_flops(points, metrics[0], _reference(comparisons))
+    return accuracy_against_flops(points, metrics[0], "one forward pass", _reference(comparisons))
 
 
 def _read(folders: Sequence[Path]) -> tuple[dict[str, list[Run]], list[StoredComparison]]:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cached_lab.experiments.statistics import wilson_interval
 
 from .blocks import Block, FactList, Folded, Heading, Paragraph, ReportTable, TableCell
-from .figures import curves
-from .figures import gates_and_maps as drawing
+from .figures import curves, maps, paper
 from .formatting import MISSING, Metric, environment_text, run_summary, short_count, short_seconds, unknown_words
 from .page import pictured, titled, write_page
 from .run_folder import Run, read_run
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 GATES_CAPTION = (
-    "Share sigma(lambda) that each head gives to the memory; the rest goes to self-attention. Numbers by head are of "
-    "the first seed: heads have no common order over seeds, so only the means by layer are compared."
+    "Share sigma(lambda) that each head (a dot) gives to the memory; the rest goes to self-attention. Heads have no "
+    "common order over seeds, so compare the means by layer (lines, with 95 % intervals over seeds)."
 )
 MAPS_CAPTION = (
     "Size of the output of self-attention and of the memory at each place, per layer. Each map has its own scale: "
@@ -96,20 +95,21 @@ def learning_curves(
     return pictured("Learning curves", drawn, identifier, f"Learning curves of {', '.join(runs)}", caption)
 
 
-def gates(shares: Mapping[str, Sequence[Any]], identifier: str, reference: str | None = None) -> list[Block]:
+def gates(shares: Mapping[str, Sequence[Any]], identifier: str) -> list[Block]:
     """Memory shares of each seed's layers, by variant; empty if no variant has gates."""
     if not shares:
         return []
     words = f"Memory share by layer and head of {', '.join(shares)}"
-    return pictured("Gates", drawing.gates(shares, reference), identifier, words, GATES_CAPTION)
+    drawn = paper.head_shares([paper.HeadShares(name, runs) for name, runs in shares.items()])
+    return pictured("Gates", drawn, identifier, words, GATES_CAPTION)
 
 
 def feature_maps(run: Run, identifier: str, name: str = "") -> list[Block]:
     """The feature maps of a run, under the name of its variant; empty if it has none."""
-    maps = run.feature_maps()
-    if maps is None:
+    found = run.feature_maps()
+    if found is None:
         return []
-    drawn = drawing.feature_maps(maps["image"], maps["self"], maps["memory"])
+    drawn = maps.feature_maps(found["image"], found["self"], found["memory"])
     words = "Images with the outputs of self-attention and of the memory, layer by layer"
     return pictured(f"Feature maps: {name}" if name else "Feature maps", drawn, identifier, words, MAPS_CAPTION)
 

@@ -19,9 +19,9 @@ import numpy.typing as npt
 from cached_lab.experiments.statistics import mean_interval
 
 from ..collect import LayerMaps
-from ..formatting import Metric, short_count
-from .gates_and_maps import map_grid
-from .style import INK, MUTED, SERIES, SURFACE, blank_figure, style
+from ..formatting import Metric, counted, short_count
+from .maps import map_grid
+from .style import INK, MUTED, SERIES, SURFACE, blank_figure, looks, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +32,7 @@ PLAIN = "plain"
 
 
 class FormPoint(NamedTuple):
-    """One form of a backbone in figure 1: plain, cached, or a control."""
+    """One form of a backbone in figure 1: plain, cached, or a control; or a variant of a comparison, without a form."""
 
     backbone: str
     form: str
@@ -48,39 +48,35 @@ class HeadShares(NamedTuple):
     initial: float | None = None
 
 
-def accuracy_against_flops(points: Sequence[FormPoint], metric: str, cost: str) -> Figure:
+def accuracy_against_flops(points: Sequence[FormPoint], metric: str, cost: str, reference: str | None = None) -> Figure:
     """Figure 1: a colour per backbone, a marker per form, and lines from the plain form to the others.
 
     Args:
         points: with the values of the seeds; the mark is their mean, the bar its 95 % interval.
-        cost: the counted pass, for the axis.
+        cost: the counted pass, for the axis. reference: a backbone in grey.
     """
     if not points or not all(p.operations > 0 for p in points):
-        raise ValueError("figure 1 needs at least one variant, each with a positive number of operations")
-    backbones = list(dict.fromkeys(p.backbone for p in points))
+        raise ValueError("accuracy against operations needs variants, each with a positive number of operations")
     forms = list(dict.fromkeys(p.form for p in points))
     if len(forms) > len(FORM_MARKERS):
         raise ValueError(f"figure 1 has {len(FORM_MARKERS)} markers, not {len(forms)}; draw fewer variants at a time")
-    measure = Metric(metric)
-    colours = {name: SERIES[i % len(SERIES)] for i, name in enumerate(backbones)}
-    markers = dict(zip(forms, FORM_MARKERS, strict=False))
+    measure, markers = Metric(metric), dict(zip(forms, FORM_MARKERS, strict=False))
+    chosen = looks([p.backbone for p in points], reference)
     figure, axes = blank_figure(7.4, 4.4, 1, 1)
     ax = axes[0][0]
     with style():
-        for backbone, colour in colours.items():
-            group = [p for p in points if p.backbone == backbone]
-            plain = next((p for p in group if p.form == PLAIN), None)
-            for p in group:
-                mean, low, high = mean_interval(p.values)
-                y = measure.scale * mean
-                if plain is not None and p is not plain:
-                    begin = (plain.operations, measure.scale * mean_interval(plain.values).mean)
-                    ax.plot([begin[0], p.operations], [begin[1], y], color=colour, lw=0.8, alpha=0.45, zorder=1)
-                if low is not None and high is not None:
-                    span = [[y - measure.scale * low], [measure.scale * high - y]]
-                    ax.errorbar([p.operations], [y], yerr=span, color=colour, capsize=3, lw=1.2, zorder=2)
-                face = SURFACE if p.form == PLAIN else colour
-                ax.plot([p.operations], [y], markers[p.form], color=colour, mfc=face, ms=8, mew=1.4, zorder=3)
+        for p in points:
+            colour, _, marker = chosen[p.backbone]
+            mean, low, high = mean_interval(p.values)
+            y = measure.scale * mean
+            for plain in [q for q in points if (q.backbone, q.form) == (p.backbone, PLAIN) and q is not p]:
+                begin = measure.scale * mean_interval(plain.values).mean
+                ax.plot([plain.operations, p.operations], [begin, y], color=colour, lw=0.8, alpha=0.45, zorder=1)
+            if low is not None and high is not None:
+                span = [[y - measure.scale * low], [measure.scale * high - y]]
+                ax.errorbar([p.operations], [y], yerr=span, color=colour, capsize=3, lw=1.2, zorder=2)
+            face, marker = SURFACE if p.form == PLAIN else colour, markers[p.form] if p.form else marker
+            ax.plot([p.operations], [y], marker, color=colour, mfc=face, ms=8, mew=1.4, zorder=3)
         costs = [p.operations for p in points]
         if max(costs) > 4 * min(costs):
             ax.set_xscale("log")
@@ -88,23 +84,24 @@ def accuracy_against_flops(points: Sequence[FormPoint], metric: str, cost: str) 
         ax.margins(x=0.16, y=0.1)
         ax.xaxis.set_major_formatter(lambda value, _: short_count(value))
         seeds = sorted({len(p.values) for p in points})
-        counted = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+        number = counted(seeds[0], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
         ax.set(xlabel=f"operations, {cost}", ylabel=measure.axis_label)
-        ax.set_title(f"{metric} against operations; bars: 95 % intervals over {counted} seeds", pad=12)
-        _legend(ax, colours, markers)
+        ax.set_title(f"{metric} against operations; bars: 95 % intervals over {number}", pad=12)
+        _legend(ax, {name: {"marker": look.marker, "color": look.colour} for name, look in chosen.items()}, "", 1)
+        if any(forms):
+            grey = {
+                f: {"marker": m, "color": MUTED, "mfc": SURFACE if f == PLAIN else MUTED} for f, m in markers.items()
+            }
+            _legend(ax, grey, "form", 0)
     return figure
 
 
-def _legend(ax: Axes, colours: Mapping[str, str], markers: Mapping[str, str]) -> None:
-    def handle(**look: Any) -> Any:
-        return ax.plot([], [], linestyle="", ms=8, mew=1.4, **look)[0]
-
-    handles = [handle(marker="o", color=colour, mfc=colour) for colour in colours.values()]
-    forms = [handle(marker=m, color=MUTED, mfc=SURFACE if f == PLAIN else MUTED) for f, m in markers.items()]
-    options = {"frameon": False, "fontsize": 9, "alignment": "left", "borderaxespad": 0}
-    first = ax.legend(handles, list(colours), title="backbone", loc="upper left", bbox_to_anchor=(1.03, 1), **options)
-    ax.add_artist(first)
-    ax.legend(forms, list(markers), title="form", loc="lower left", bbox_to_anchor=(1.03, 0), **options)
+def _legend(ax: Axes, entries: Mapping[str, Mapping[str, Any]], title: str, y: int) -> None:
+    """A legend beside the axes, at the bottom (0) or the top (1)."""
+    handles = [ax.plot([], [], linestyle="", ms=8, mew=1.4, **look)[0] for look in entries.values()]
+    place = {"loc": "upper left" if y else "lower left", "bbox_to_anchor": (1.03, y), "borderaxespad": 0}
+    options = {"frameon": False, "fontsize": 9, "alignment": "left"}
+    ax.add_artist(ax.legend(handles, list(entries), title=title or None, **place, **options))
 
 
 def photograph_maps(images: npt.NDArray[Any], layers: Sequence[LayerMaps]) -> Figure:
@@ -131,7 +128,7 @@ def head_shares(variants: Sequence[HeadShares]) -> Figure:
     """
     shares = [x for v in variants for layers in v.runs for heads in layers for x in heads]
     if not shares or not all(0 <= x <= 1 for x in shares):
-        raise ValueError("figure 5 needs the share in 0..1 of at least one head")
+        raise ValueError("a figure of gates needs the share in 0..1 of at least one head")
     known = [*shares, *(v.initial for v in variants if v.initial is not None)]
     low, high = min(known) - 0.05, max(known) + 0.05
     low, high = max(0.0, min(low, (low + high) / 2 - 0.15)), min(1.0, max(high, (low + high) / 2 + 0.15))
@@ -139,31 +136,28 @@ def head_shares(variants: Sequence[HeadShares]) -> Figure:
     rows = -(-len(variants) // columns)
     figure, axes = blank_figure(3.5 * columns + 0.6, 2.9 * rows + 0.3, rows, columns)
     with style():
-        for index, ax in enumerate(axes.flat):
-            if index >= len(variants):
-                ax.set_axis_off()
-                continue
-            variant, colour = variants[index], SERIES[0]
+        for ax in axes.flat[len(variants) :]:
+            ax.set_axis_off()
+        for index, (variant, ax) in enumerate(zip(variants, axes.flat, strict=False)):
             depth = max(len(layers) for layers in variant.runs)
+            at = range(1, depth + 1)
             for layers in variant.runs:
                 for layer, heads in enumerate(layers, start=1):
                     places = layer + 0.6 * ((np.arange(len(heads)) + 0.5) / len(heads) - 0.5)
                     ax.plot(places, heads, "o", color=MUTED, ms=3.6, mew=0, alpha=0.75, zorder=3)
             means = [[float(np.mean(run[layer])) for run in variant.runs if layer < len(run)] for layer in range(depth)]
             found = [mean_interval(values) for values in means]
-            at = range(1, depth + 1)
-            ax.plot(at, [f.mean for f in found], color=colour, marker="_", ms=13, mew=2, lw=1.1)
+            ax.plot(at, [f.mean for f in found], color=SERIES[0], marker="_", ms=13, mew=2, lw=1.1)
             for x, f in zip(at, found, strict=True):
                 if f.low is not None and f.high is not None:
-                    ax.plot([x, x], [f.low, f.high], color=colour, lw=3, alpha=0.35, solid_capstyle="butt")
+                    ax.plot([x, x], [f.low, f.high], color=SERIES[0], lw=3, alpha=0.35, solid_capstyle="butt")
             if variant.initial is not None:
                 ax.axhline(variant.initial, color=INK, lw=0.9, ls=(0, (1, 2)))
-            runs = f"{len(variant.runs)} run{'s' * (len(variant.runs) > 1)}"
             ticks = [x for x in at if depth <= 12 or x == 1 or x % 4 == 0]
             ax.set(xlim=(0.5, depth + 0.5), ylim=(low, high), xticks=ticks)
-            ax.set_title(f"{variant.name}, {runs}", fontsize=10)
+            ax.set_title(f"{variant.name}, {len(variant.runs)} run{'s' * (len(variant.runs) > 1)}", fontsize=10)
             if index % columns == 0:
-                ax.set_ylabel("share of the cache, σ(λ)")
+                ax.set_ylabel("share of the memory, σ(λ)")
             if index >= len(variants) - columns:
                 ax.set_xlabel("layer")
     return figure

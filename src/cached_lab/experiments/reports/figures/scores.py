@@ -1,25 +1,15 @@
-"""Scores against cost, and differences of scores."""
+"""Differences of scores."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..formatting import Metric, short_count
+from ..formatting import Metric
 from .style import INK, SURFACE, blank_figure, looks, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-class CostPoint(NamedTuple):
-    """One variant in `metric_against_flops`."""
-
-    name: str
-    flops: float
-    mean: float
-    low: float | None = None
-    high: float | None = None
 
 
 class DifferenceBar(NamedTuple):
@@ -29,29 +19,6 @@ class DifferenceBar(NamedTuple):
     mean: float
     low: float | None = None
     high: float | None = None
-
-
-def metric_against_flops(points: Sequence[CostPoint], metric: str = "accuracy", reference: str | None = None) -> Figure:
-    """Metric over operations per forward pass, with intervals: the upper left is better (lower left for a loss)."""
-    if not points or not all(p.flops > 0 for p in points):
-        raise ValueError("metric_against_flops needs at least one variant, each with a positive number of operations")
-    measure, variant_looks = Metric(metric), looks([p.name for p in points], reference)
-    figure, axes = blank_figure(6.6, 3.8, 1, 1)
-    ax = axes[0][0]
-    with style():
-        for p in sorted(points, key=lambda p: p.mean, reverse=not measure.lower_is_better):
-            (colour, _, marker), y = variant_looks[p.name], measure.scale * p.mean
-            if p.low is not None and p.high is not None:
-                span = [[y - measure.scale * p.low], [measure.scale * p.high - y]]
-                ax.errorbar([p.flops], [y], yerr=span, color=colour, capsize=3, lw=1.4)
-            ax.plot([p.flops], [y], marker, color=colour, ms=7, mec=SURFACE, mew=1, label=p.name)
-        if max(p.flops for p in points) > 10 * min(p.flops for p in points):
-            ax.set_xscale("log")
-        ax.margins(x=0.18, y=0.12)
-        ax.xaxis.set_major_formatter(lambda value, _: short_count(value))
-        ax.set(title=f"{metric} against cost", xlabel="operations per forward pass", ylabel=measure.axis_label)
-        ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=9)
-    return figure
 
 
 def differences(rows: Sequence[DifferenceBar], reference: str | None, metric: str = "accuracy") -> Figure:
