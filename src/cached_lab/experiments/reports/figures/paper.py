@@ -87,21 +87,19 @@ def accuracy_against_flops(points: Sequence[FormPoint], metric: str, cost: str, 
         number = counted(seeds[0], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
         ax.set(xlabel=f"operations, {cost}", ylabel=measure.axis_label)
         ax.set_title(f"{metric} against operations; bars: 95 % intervals over {number}", pad=12)
-        _legend(ax, {name: {"marker": look.marker, "color": look.colour} for name, look in chosen.items()}, "", 1)
+        first = _legend(ax, {name: {"marker": look.marker, "color": look.colour} for name, look in chosen.items()}, 1)
         if any(forms):
-            grey = {
-                f: {"marker": m, "color": MUTED, "mfc": SURFACE if f == PLAIN else MUTED} for f, m in markers.items()
-            }
-            _legend(ax, grey, "form", 0)
+            faces = {form: SURFACE if form == PLAIN else MUTED for form in forms}
+            _legend(ax, {f: {"marker": markers[f], "color": MUTED, "mfc": faces[f]} for f in forms}, 0, "form")
+            ax.add_artist(first)
     return figure
 
 
-def _legend(ax: Axes, entries: Mapping[str, Mapping[str, Any]], title: str, y: int) -> None:
+def _legend(ax: Axes, entries: Mapping[str, Mapping[str, Any]], y: int, title: str | None = None) -> Any:
     """A legend beside the axes, at the bottom (0) or the top (1)."""
     handles = [ax.plot([], [], linestyle="", ms=8, mew=1.4, **look)[0] for look in entries.values()]
     place = {"loc": "upper left" if y else "lower left", "bbox_to_anchor": (1.03, y), "borderaxespad": 0}
-    options = {"frameon": False, "fontsize": 9, "alignment": "left"}
-    ax.add_artist(ax.legend(handles, list(entries), title=title or None, **place, **options))
+    return ax.legend(handles, list(entries), title=title, frameon=False, fontsize=9, alignment="left", **place)
 
 
 def photograph_maps(images: npt.NDArray[Any], layers: Sequence[LayerMaps]) -> Figure:
