@@ -164,7 +164,7 @@ def test_a_map_is_the_norm_of_what_the_branch_gives_a_token() -> None:
 
 
 class Halved(nn.Module):
-    """Not one of ours: half of its input stands for self-attention, half for a memory."""
+    """A third-party module: its input plays self-attention, twice its input the memory."""
 
     prefix = 1
     note = None

@@ -1,4 +1,4 @@
-"""Reports: what they say must follow from the numbers; what is missing is left out; the page needs nothing else."""
+"""Reports: statements follow from the numbers, missing parts are left out, and the page is self-contained."""
 
 from __future__ import annotations
 
@@ -411,7 +411,7 @@ def test_the_page_of_several_comparisons_ends_with_the_probes(tmp_path: Path) ->
 
 
 def far_content(shares: dict[str, list[dict[int, float]]], **more: object) -> dict:
-    """What far.json says of shares of right answers: by name, and of every seed by the distance in segments of 16."""
+    """Content of far.json, from shares of right answers by name, seed and distance in segments of 16."""
     arms = {name: ("none", name) if name in ("no memory", "whole text") else (name, "far") for name in shares}
     results = [
         {"task": "latch", "memory": arms[name][0], "arm": arms[name][1], "seed": seed, "solved": 10, "chance": 0.25}

@@ -72,7 +72,7 @@ def test_list_names_every_kind_and_json_is_complete(capsys):
     _, out, _ = call(capsys, "list")
     names = out.replace("(", " ").split()
     assert all(row["name"] in names for kind in rows.values() for row in kind)
-    assert len(out.splitlines()) < 80  # a screen, and what it scrolls by a hand's turn
+    assert len(out.splitlines()) < 80
     _, out, _ = call(capsys, "list", "memories")
     assert "grc" in out and "digits_vit_grc" not in out
     assert "insertion: input" in out and "reach: layers x M tokens" in out and "cost: multiply-adds per row" in out

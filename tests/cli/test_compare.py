@@ -94,7 +94,7 @@ def test_baselines_are_of_the_rows_that_are_scored(test, split, tmp_path, monkey
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory) -> tuple[Path, str]:
-    """A comparison of variants and both controls: its folder, and what was printed."""
+    """A comparison of variants and both controls: its folder, and its output."""
     out, printed = tmp_path_factory.mktemp("compared") / "comparison", StringIO()
     arguments = ["compare", *TINY, "--with", "plain,grc,grc:ratio=0.25", "--control", "conv,flops", "--seeds", "2"]
     with redirect_stdout(printed):
@@ -147,7 +147,7 @@ def paired_by_hand(first: list[float], second: list[float]) -> tuple[float, floa
 
 @pytest.mark.parametrize("against", ["grc", "control-conv"])
 def test_any_variant_may_be_the_one_that_others_are_tested_against(compared, tmp_path, capsys, against, monkeypatch):
-    """Of finished runs: nothing is trained again, and every difference is that of the textbook."""
+    """Finished runs are not trained again, and every difference equals the textbook formula."""
     out = tmp_path / "comparison"
     shutil.copytree(compared[0], out)
     monkeypatch.setattr(compare, "run_training", lambda *_: pytest.fail("trained again"))

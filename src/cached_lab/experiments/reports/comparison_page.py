@@ -112,7 +112,7 @@ def print_statistics(
     metric, intervals = Metric(metric_name), rows_intervals or {}
     variants = [{"name": row["name"], "rows_interval": intervals.get(row["name"])} for row in statistics]
     show(console, _variants(statistics, variants, metric, split, reference, baselines or {}))
-    show(console, *_pairs(pairs, metric, "paired differences"))
+    show(console, *_pairs(pairs, metric))
     width = max(len(row["name"]) for row in statistics)
     for row in statistics if protocols else ():
         show(console, Paragraph(f"{row['name']:<{width}}  {(protocols or {}).get(row['name'], '')}"))
@@ -167,13 +167,12 @@ def _findings(comparison: StoredComparison, level: int, marks: Mapping[str, str]
     }
     summary = " ".join(comparison_summary(statistics, reference, metric, split, baselines, pairs))
     notes = _notes(comparison) + ("" if pairs else f" {_test_notes(statistics)}")
-    table = _variants(statistics, comparison.variants, metric, split, reference, baselines, marks)
     return [
         Heading(level, comparison.title),
         FactList(facts),
         Paragraph(summary, "summary"),
-        ReportTable(table.columns, table.rows, notes),
-        *_pairs(pairs, metric, notes=_test_notes(pairs)),
+        _variants(statistics, comparison.variants, metric, split, reference, baselines, marks, notes),
+        *_pairs(pairs, metric, _test_notes(pairs)),
     ]
 
 
@@ -185,6 +184,7 @@ def _variants(
     reference: str,
     baselines: Mapping[str, float],
     marks: Mapping[str, str] | None = None,
+    notes: str = "",
 ) -> ReportTable:
     """A row per variant and baseline; the small print of a cost is its ratio to the reference's cost.
 
@@ -221,7 +221,7 @@ def _variants(
     rows: list[Sequence[TableCell | str]] = list(zip(*columns.values(), strict=True))
     fillers = [""] * (len(columns) - 2)
     rows += [[f"baseline: {name}", metric.value(x), *fillers] for name, x in baselines.items()]
-    return ReportTable(list(columns), rows, title=score + (f", reference {reference}" if tested else ""))
+    return ReportTable(list(columns), rows, notes, score + (f", reference {reference}" if tested else ""))
 
 
 def _difference_cells(row: Mapping[str, Any], metric: Metric) -> list[TableCell]:
@@ -233,9 +233,9 @@ def _difference_cells(row: Mapping[str, Any], metric: Metric) -> list[TableCell]
     return [cell, TableCell(short_p(row["p_value"])), TableCell(short_p(row["p_adjusted"]))]
 
 
-def _pairs(pairs: Rows, metric: Metric, title: str = "", notes: str = "") -> list[Block]:
+def _pairs(pairs: Rows, metric: Metric, notes: str = "") -> list[Block]:
     rows = [[pair_name(row), *_difference_cells(row, metric), str(row["seeds"])] for row in pairs]
-    return [ReportTable(["pair", "difference", *P_VALUES, "seeds"], rows, notes, title)] if rows else []
+    return [ReportTable(["pair", "difference", *P_VALUES, "seeds"], rows, notes, "paired differences")] if rows else []
 
 
 def _notes(comparison: StoredComparison) -> str:
@@ -296,8 +296,7 @@ def _cache_cell(row: Mapping[str, Any] | None, metric: Metric) -> str:
 def _cache_use_blocks(comparison: StoredComparison, metric: Metric, marks: Mapping[str, str]) -> list[Block]:
     if not comparison.cache_use:
         return []
-    table = _cache_use(comparison.cache_use, metric, comparison.split, marks)
-    return titled("Use of the cache", ReportTable(table.columns, table.rows, table.notes))
+    return titled("Use of the cache", _cache_use(comparison.cache_use, metric, comparison.split, marks))
 
 
 def _differences(comparison: StoredComparison, metric: Metric, identifier: str) -> list[Block]:
