@@ -156,5 +156,3 @@ def test_loss_by_place_has_a_line_for_each_way_of_treating_the_memory():
     assert [y for _, y in drawn] == [[3.0, 2.5, 2.0], [3.0, 2.8, 2.8]]
     assert drawn[0][0] == pytest.approx([1, 6**0.5, 28**0.5]) and axes.get_xscale() == "log"
     assert {text.get_text() for text in axes.get_legend().get_texts()} == {"carry", "reset"}
-    with pytest.raises(ValueError, match="at least one place"):
-        curves.loss_by_place({"carry": []})

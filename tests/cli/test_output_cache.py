@@ -144,10 +144,7 @@ def test_it_is_printed_for_people(trained: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ("neural.size=3",),
-            "'neural.size=3' is an option of --output-cache or --with-memory, neither of which is given",
-        ),
+        (("neural.size=3",), "'neural.size=3' is an option of --output-cache or --with-memory"),
         ((*NEURAL, "knn.k=3"), "'knn.k=3' sets an option of 'knn', and the output cache is 'neural'"),
         ((*NEURAL, "neural.width=3"), "unknown option of the output cache 'neural' 'width'"),
         ((*NEURAL, "neural.size=big"), "neural.size='big' must be a whole number"),
@@ -156,7 +153,7 @@ def test_it_is_printed_for_people(trained: Path, capsys: pytest.CaptureFixture[s
         ((*NEURAL, "neural.alpha=1"), "neural.alpha=1 is of neural.form=joint"),
         ((*NEURAL, "neural.form=joint", "neural.lambda=.1"), "neural.lambda=0.1 is of neural.form=linear"),
         ((*NEURAL, "--memory", "reset"), "--memory reset does not go with --output-cache"),
-        ((*NEURAL, "--average", "2"), "--average 2 is for translation"),
+        ((*NEURAL, "--average", "2"), "--average 2 does not go with --output-cache"),
         ((*KNN, "knn.search=LSH"), "search='LSH' must be 'exact', or an index of faiss"),
         ((*KNN, "--split", "train"), "each would find itself"),
     ],

@@ -56,7 +56,7 @@ def test_untrained_weights_are_refused(trained: Path, capsys: pytest.CaptureFixt
     message = refused(trained, capsys, "--with-memory", "rmt")
     assert "'rmt' brings weights that this run has not trained" in message and "streaming_llm, tova or h2o" in message
     assert "no_such" in refused(trained, capsys, "--with-memory", "no_such")
-    assert "neither of which is given" in refused(trained, capsys, "tova.length=5")
+    assert "--output-cache or --with-memory" in refused(trained, capsys, "tova.length=5")
     assert "unknown option of memory 'tova' 'size'" in refused(trained, capsys, "--with-memory", "tova", "tova.size=5")
     assert "--with-memory" in refused(trained, capsys, "--with-memory", "tova", "--output-cache", "neural")
 

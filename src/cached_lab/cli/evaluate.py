@@ -124,9 +124,7 @@ def _memory(name: str | None, overrides: list[str]) -> dict[str, Any] | None:
 
     if name is None:
         if overrides:
-            raise ValueError(
-                f"{overrides[0]!r} is an option of --output-cache or --with-memory, neither of which is given"
-            )
+            raise ValueError(f"{overrides[0]!r} is an option of --output-cache or --with-memory; give one of them")
         return None
     places = {"relative": False} if "relative" in MEMORIES.entry(name).options else {}
     return {"name": name, **places, **options_of_memories([name], overrides).get(name, {})}

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, NoReturn
 
 from cached_lab.training.interruption import Interrupted, RunFailed, Stopped, ended_by_signals
@@ -39,8 +40,10 @@ from . import (
 from . import list as list_command
 from . import translate as translate_command
 
-COMMANDS = (list_command, explain, train, evaluate, detect, translate_command, plan, compare, reproduce)
-COMMANDS += (plot, probe, leaderboard, stream, generate, convert, benchmark, completion)
+COMMANDS: tuple[ModuleType, ...] = (
+    *(list_command, explain, train, evaluate, detect, translate_command, plan, compare, reproduce),
+    *(plot, probe, leaderboard, stream, generate, convert, benchmark, completion),
+)
 EXAMPLES = """\
 examples:
   cached list memories                                     names of one kind

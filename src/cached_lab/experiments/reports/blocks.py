@@ -18,12 +18,15 @@ class TableCell(NamedTuple):
     mark: str = ""
 
 
+TableRow = Sequence[TableCell | str]
+
+
 @dataclass(frozen=True)
 class ReportTable:
     """A table; its first column names the row, the other columns hold numbers."""
 
     columns: Sequence[str]
-    rows: Sequence[Sequence[TableCell | str]]
+    rows: Sequence[TableRow]
     notes: str = ""
     title: str = ""
 

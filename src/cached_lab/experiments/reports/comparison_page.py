@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from cached_transformers.files import write_whole
 
-from .blocks import Block, FactList, Folded, Heading, Paragraph, ReportTable, TableCell
+from .blocks import Block, FactList, Folded, Heading, Paragraph, ReportTable, TableCell, TableRow
 from .far_page import far_section
 from .figures import scores
 from .figures.paper import FormPoint, accuracy_against_flops
@@ -121,10 +121,17 @@ def print_statistics(
 def print_comparison(comparison: StoredComparison, console: Console) -> None:
     """Print the tables of a comparison below its title."""
     intervals = {v["name"]: tuple(v["rows_interval"]) for v in comparison.variants if v.get("rows_interval")}
-    about = (comparison.statistics, comparison.metric, comparison.split, comparison.reference)
-    given = {"pairs": comparison.pairs, "rows_intervals": intervals, "baselines": comparison.baselines}
     console.print(f"\n{comparison.title}", markup=False)
-    print_statistics(*about, console, **given)
+    print_statistics(
+        comparison.statistics,
+        comparison.metric,
+        comparison.split,
+        comparison.reference,
+        console,
+        pairs=comparison.pairs,
+        rows_intervals=intervals,
+        baselines=comparison.baselines,
+    )
     if comparison.cache_use:
         print_cache_use(comparison.cache_use, Metric(comparison.metric), comparison.split, console)
 
@@ -198,9 +205,8 @@ def _variants(
         score: [TableCell(metric.value(r["mean"]), metric.interval(r["low"], r["high"])) for r in statistics],
     }
     if any(v.get("rows_interval") for v in variants):
-        columns["interval by rows"] = [
-            TableCell(metric.interval(*(v["rows_interval"] or (None,) * 2))) for v in variants
-        ]
+        intervals = [v.get("rows_interval") or (None, None) for v in variants]
+        columns["interval by rows"] = [TableCell(metric.interval(*interval)) for interval in intervals]
     if any(v.get("last_values") for v in variants):
         last = [v.get("last_values") or [] for v in variants]
         columns["last step"] = [TableCell(metric.value(sum(x) / len(x) if x else None)) for x in last]
@@ -218,7 +224,7 @@ def _variants(
             columns[head] = [TableCell(write(x), ratio) for (x, _), ratio in zip(costs, ratios, strict=True)]
     if any(v.get("protocol") for v in variants):
         columns["protocol"] = [TableCell(str(v.get("protocol", MISSING))) for v in variants]
-    rows: list[Sequence[TableCell | str]] = list(zip(*columns.values(), strict=True))
+    rows: list[TableRow] = list(zip(*columns.values(), strict=True))
     fillers = [""] * (len(columns) - 2)
     rows += [[f"baseline: {name}", metric.value(x), *fillers] for name, x in baselines.items()]
     return ReportTable(list(columns), rows, notes, score + (f", reference {reference}" if tested else ""))
@@ -234,7 +240,7 @@ def _difference_cells(row: Mapping[str, Any], metric: Metric) -> list[TableCell]
 
 
 def _pairs(pairs: Rows, metric: Metric, notes: str = "") -> list[Block]:
-    rows = [[pair_name(row), *_difference_cells(row, metric), str(row["seeds"])] for row in pairs]
+    rows: list[TableRow] = [[pair_name(r), *_difference_cells(r, metric), str(r["seeds"])] for r in pairs]
     return [ReportTable(["pair", "difference", *P_VALUES, "seeds"], rows, notes, "paired differences")] if rows else []
 
 
@@ -270,7 +276,7 @@ def _cache_use(
 ) -> ReportTable:
     """A line per variant, a column per change of the cache, with its difference to "carry"."""
     modes = list(dict.fromkeys(row["name"] for _, statistics in rows for row in statistics))
-    lines = []
+    lines: list[TableRow] = []
     for name, statistics in rows:
         by_mode = {row["name"]: row for row in statistics}
         cells = [_cache_cell(by_mode.get(mode), metric) for mode in modes]
@@ -328,7 +334,7 @@ def _cost(comparison: StoredComparison, metric: Metric, identifier: str) -> list
 
 
 def _run_links(runs: Mapping[str, Sequence[Run]], root: Path, metric: Metric) -> list[Block]:
-    rows = []
+    rows: list[TableRow] = []
     for name, group in runs.items():
         for run in group:
             report = run.folder / FILE_NAME

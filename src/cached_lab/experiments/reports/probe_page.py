@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from .blocks import Block, FactList, Heading, Paragraph, Picture, ReportTable, TableCell
+from .blocks import Block, FactList, Heading, Paragraph, Picture, ReportTable, TableCell, TableRow
 from .figures.curves import answers_by_distance
 from .figures.style import inline_svg
 from .formatting import environment_text
@@ -72,7 +72,7 @@ def _table(content: Mapping[str, Any], notes: str = "", title: str = "") -> Repo
     """A row for no memory, counted as "within reach", and one per memory; two columns per task."""
     columns = [f"{task}, {arm}" for task in content["tasks"] for arm in REACHES]
     arms = {"none": ("no memory", "")} | {memory: REACHES for memory in content["memories"]}
-    rows = []
+    rows: list[TableRow] = []
     for memory, names in arms.items():
         found = [select(content["results"], task, memory, arm) for task in content["tasks"] for arm in names]
         rows.append(["no memory" if memory == "none" else memory, *map(_cell, found)])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cached_lab.experiments.statistics import wilson_interval
 
-from .blocks import Block, FactList, Folded, Heading, Paragraph, ReportTable, TableCell
+from .blocks import Block, FactList, Folded, Heading, Paragraph, ReportTable, TableCell, TableRow
 from .figures import curves, maps, paper
 from .formatting import MISSING, Metric, environment_text, run_summary, short_count, short_seconds, unknown_words
 from .page import pictured, titled, write_page
@@ -285,7 +285,7 @@ def _scores(summary: Mapping[str, Any], metric: Metric) -> list[Block]:
     top5 = ["top5_accuracy"] if any("top5_accuracy" in values for values in found.values()) else []
     translated = [name for name in ("bleu", "chrf", "tokenised_bleu") if name in (summary.get("test") or {})]
     names = list(dict.fromkeys([metric.name, *top5, *translated, "loss"]))
-    rows: list[Sequence[TableCell | str]] = []
+    rows: list[TableRow] = []
     for label, values in found.items():
         shown = [
             TableCell(Metric(name).value(values.get(name)), _rows_interval(values, Metric(name))) for name in names

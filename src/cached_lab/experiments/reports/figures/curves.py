@@ -71,8 +71,6 @@ def loss_by_place(lines: Mapping[str, Sequence[tuple[int, int, float]]]) -> Figu
     Args:
         lines: for each name (first place, last place, mean loss in nats), from the beginning on.
     """
-    if not any(lines.values()):
-        raise ValueError("loss_by_place needs the losses of at least one place")
     curves = {}
     for name, places in lines.items():
         losses = np.array([loss for *_, loss in places])
@@ -87,8 +85,6 @@ def accuracy_by_length(lines: Mapping[str, Sequence[tuple[int, float, float, flo
     Args:
         lines: for each name (tokens, accuracy, lower and upper end of its interval), from the shortest on.
     """
-    if not any(lines.values()):
-        raise ValueError("accuracy_by_length needs the accuracy of at least one length")
     rows = {name: np.array(points, dtype=float).T for name, points in lines.items()}
     curves = {name: Curve(at, 100 * mean, 100 * low, 100 * high) for name, (at, mean, low, high) in rows.items()}
     return _logarithmic(curves, "accuracy by length of the document", "tokens of the document", "accuracy [%]")
