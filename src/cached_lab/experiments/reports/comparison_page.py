@@ -113,9 +113,10 @@ def print_statistics(
     variants = [{"name": row["name"], "rows_interval": intervals.get(row["name"])} for row in statistics]
     show(console, _variants(statistics, variants, metric, split, reference, baselines or {}))
     show(console, *_pairs(pairs, metric))
-    width = max(len(row["name"]) for row in statistics)
-    for row in statistics if protocols else ():
-        show(console, Paragraph(f"{row['name']:<{width}}  {(protocols or {}).get(row['name'], '')}"))
+    if protocols:  # too long for a column of a narrow terminal
+        width = max(len(row["name"]) for row in statistics)
+        lines = [f"{row['name']:<{width}}  {protocols.get(row['name'], '')}" for row in statistics]
+        show(console, *map(Paragraph, ["protocol", *lines]))
 
 
 def print_comparison(comparison: StoredComparison, console: Console) -> None:
