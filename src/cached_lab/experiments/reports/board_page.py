@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cached_transformers.files import write_whole
 
-from .blocks import FactList, Paragraph, ReportTable
+from .blocks import Block, FactList, Paragraph, ReportTable
 from .far_page import trained_segments
 from .formatting import MISSING, counted, short_count
 from .markdown import around, to_markdown, write_between
@@ -95,7 +95,7 @@ def write_board_page(path: Path, content: Mapping[str, Any]) -> None:
 def board_markdown(content: Mapping[str, Any]) -> str:
     """The circumstances of the board, its tables, and the meaning of their columns."""
     standings, *by_task = board_tables(content)
-    about = [FactList({"command": content["command"]}), Paragraph(_circumstances(content))]
+    about: list[Block] = [FactList({"command": content["command"]}), Paragraph(_circumstances(content))]
     return "\n" + to_markdown([*about, standings, Paragraph(_columns(content)), *by_task])
 
 
