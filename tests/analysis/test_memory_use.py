@@ -23,7 +23,7 @@ from cached_lab.experiments.memory_use import (
     paired_units,
     text_row,
 )
-from cached_lab.experiments.reports.memory_use_table import place_table, reset_sentence, use_sentence
+from cached_lab.experiments.reports.run_page import place_table, reset_sentence, use_sentence
 from cached_lab.experiments.statistics import ratio_interval
 from cached_lab.tasks.language.scores import BUCKETS, SplitLosses, split_losses
 
@@ -147,7 +147,8 @@ def test_a_memory_that_must_be_used_is_found_to_be(folder: Path) -> None:
     assert about["reset"] == {"reset_rows": 0.2, "documents": False, "trained_on": True}
     assert "trained on: yes, in a share of 0.2 of the rows at each step" in reset_sentence(about["reset"])
     rows = [{"memory": mode, **text_row(found, data)} for mode, found in losses.items()]
-    header, lines = place_table(rows)
+    table = place_table(rows)
+    header, lines = table.columns, table.texts()
     assert header == ["place", "tokens", "carry", "reset", "shuffle", "use"]
     first, second = (next(line for line in lines if line[0].startswith(words)) for words in ("0 segments", "1 to 2"))
     assert first[2] == first[3] == first[4], "rows that have read nothing have nothing to exchange"

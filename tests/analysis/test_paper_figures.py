@@ -111,8 +111,10 @@ def test_figure_5_holds_every_head(tmp_path: Path) -> None:
 
 def test_figure_5_shows_heads_means_and_where_training_began() -> None:
     runs = [[[0.2, 0.4], [0.5, 0.9]], [[0.1, 0.3], [0.6, 0.8]]]
-    figure = paper.head_shares([HeadShares("grc", runs, 0.25), HeadShares("one", runs[:1])])
+    figure = paper.head_shares([HeadShares("grc", runs, 0.25), HeadShares("one", [[[0.2], [0.5, 0.9, 0.1]]])])
     first, second = figure.axes
+    uneven = [sorted(line.get_ydata()) for line in second.lines if line.get_marker() == "o"]
+    assert uneven == [[0.2], [0.1, 0.5, 0.9]]
     dots = [sorted(line.get_ydata()) for line in first.lines if line.get_marker() == "o"]
     assert dots == [[0.2, 0.4], [0.5, 0.9], [0.1, 0.3], [0.6, 0.8]]
     mean = next(line for line in first.lines if line.get_marker() == "_")
@@ -162,7 +164,7 @@ def test_a_map_is_the_norm_of_what_the_branch_gives_a_token() -> None:
 
 
 class Halved(nn.Module):
-    """A third-party layer: half of its input imitates self-attention, half a memory."""
+    """A third-party module: its input plays self-attention, twice its input the memory."""
 
     prefix = 1
     note = None

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cached_lab.experiments.reports.figures import curves, gates_and_maps, scores
+from cached_lab.experiments.reports.figures import curves, maps, scores
+from cached_lab.experiments.reports.figures.paper import FormPoint, accuracy_against_flops
 from cached_lab.experiments.reports.figures.style import (
     COLOURS,
     REFERENCE,
@@ -17,7 +18,6 @@ from cached_lab.experiments.reports.figures.style import (
     inline_svg,
     looks,
     save,
-    spread,
 )
 
 pytest.importorskip("matplotlib")
@@ -47,14 +47,15 @@ def test_learning_curves_show_mean_and_range_at_common_steps() -> None:
     assert grc.get_ydata().tolist() == [0.2, 0.4, 0.9]
     corners = ax.collections[0].get_paths()[0].vertices[:, 1]
     assert corners.min() == 0.2 and corners.max() == 0.8
-    assert [text.get_text() for text in ax.texts] == ["plain", "grc"] and ax.texts[1].get_color() == SERIES[0]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["plain", "grc"]
+    assert [plain.get_color(), grc.get_color()] == [REFERENCE, SERIES[0]]
 
 
 def test_one_variant_shows_both_splits() -> None:
     lines = [r | {"loss": 1.0} for split in ("train", "validation") for r in records(split, {1: 0.1, 2: 0.2})]
     figure = curves.learning_curves({"grc": [lines]})
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["loss", "accuracy"]
-    assert [text.get_text() for text in figure.axes[1].texts] == ["train", "validation"]
+    assert [text.get_text() for text in figure.axes[1].get_legend().get_texts()] == ["train", "validation"]
 
 
 def test_long_curves_are_averaged_in_bins_and_gaps_skipped() -> None:
@@ -70,33 +71,10 @@ def test_no_curve() -> None:
         curves.learning_curves({"grc": [[{"step": 1, "split": "test", "accuracy": 1.0}]]})
 
 
-def test_labels_keep_apart_in_order() -> None:
-    placed = spread([0.5, 0.5, 0.49, 0.9], 0.1)
-    assert sorted(placed, reverse=True)[0] == pytest.approx(placed[3])
-    assert min(np.diff(sorted(placed))) >= 0.1 - 1e-6 and placed[2] == min(placed)
-    assert spread([0.1, 0.9], 0.1) == [0.1, 0.9]
-
-
-def test_gates_with_uneven_heads() -> None:
-    figure = gates_and_maps.gates({"grc": [[[0.2, 0.4], [0.5, 0.6, 1.0, 0.0]], [[0.1, 0.1], [0.2, 0.2, 0.2, 0.2]]]})
-    heat, line = figure.axes
-    assert sorted(t.get_text() for t in heat.texts) == ["0.00", "0.20", "0.40", "0.50", "0.60", "1.00"]
-    assert heat.images[0].get_array().mask.sum() == 2
-    assert line.lines[0].get_xdata() == pytest.approx([0.3, 0.525]) and line.lines[1].get_xdata() == pytest.approx(
-        [0.1, 0.2]
-    )
-
-
-@pytest.mark.parametrize("layers", [{}, {"grc": [[]]}, {"grc": [[[1.2]]]}, {"grc": [[[float("nan")]]]}])
-def test_gates_refuse(layers: dict) -> None:
-    with pytest.raises(ValueError, match=r"share in 0\.\.1"):
-        gates_and_maps.gates(layers)
-
-
 def test_feature_maps_place_every_map() -> None:
     generator = np.random.default_rng(0)
     image, own, memory = generator.random((5, 8, 8, 1)), generator.random((7, 5, 4, 4)), generator.random((7, 5, 4, 4))
-    figure = gates_and_maps.feature_maps(image, own, memory, images=2, layers=3)
+    figure = maps.feature_maps(image, own, memory, images=2, layers=3)
     axes = np.array(figure.axes).reshape(2, 7)
     assert [ax.get_title() for ax in axes[0]][:3] == ["input", "self, layer 1", "memory, layer 1"]
     assert axes[0, 6].get_title() == "memory, layer 7"
@@ -106,48 +84,41 @@ def test_feature_maps_place_every_map() -> None:
 
 
 def test_feature_maps_refuse() -> None:
-    image, maps = np.zeros((2, 8, 8, 3)), np.zeros((3, 2, 4, 4))
+    image, data = np.zeros((2, 8, 8, 3)), np.zeros((3, 2, 4, 4))
     for bad in (
-        (image[..., :2], maps, maps),
-        (image, maps, maps[:2]),
-        (image[:1], maps, maps),
-        (image, maps[0], maps[0]),
+        (image[..., :2], data, data),
+        (image, data, data[:2]),
+        (image[:1], data, data),
+        (image, data[0], data[0]),
     ):
         with pytest.raises(ValueError, match="feature maps need"):
-            gates_and_maps.feature_maps(*bad)
+            maps.feature_maps(*bad)
 
 
-def test_metric_against_flops() -> None:
-    points = [
-        scores.Point("plain", 1e9, 0.9, 0.89, 0.91),
-        scores.Point("grc", 1.1e9, 0.93),
-        scores.Point("big", 5e10, 0.94),
+def test_variants_against_flops() -> None:
+    points = [FormPoint("plain", "", 1e9, [0.89, 0.91]), FormPoint("grc", "", 1.1e9, [0.93])]
+    points += [FormPoint(f"v{i}", "", 5e10 + i, [0.5]) for i in range(6)]
+    (ax,) = accuracy_against_flops(points, "accuracy", "one forward pass", "plain").axes
+    assert ax.get_xscale() == "log" and [t.get_text() for t in ax.get_legend().get_texts()] == [
+        p.backbone for p in points
     ]
-    (ax,) = scores.metric_against_flops(points, reference="plain").axes
-    assert ax.get_xscale() == "log" and {t.get_text() for t in ax.texts} == {"plain", "grc", "big"}
-    dots = [(*line.get_xdata(), *line.get_ydata()) for line in ax.lines if line.get_marker() == "o"]
-    assert sorted(dots) == [(1e9, pytest.approx(90)), (1.1e9, pytest.approx(93)), (5e10, pytest.approx(94))]
-    with pytest.raises(ValueError, match="positive number"):
-        scores.metric_against_flops([scores.Point("x", 0, 0.5)])
-
-
-def test_many_variants_get_a_legend_best_first() -> None:
-    points = [scores.Point(f"v{i}", 1e9 + i, 0.9 + 0.01 * (i % 4)) for i in range(8)]
-    (ax,) = scores.metric_against_flops(points).axes
-    assert not ax.texts
-    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["v3", "v7", "v2", "v6", "v1", "v5", "v0", "v4"]
-    markers = {line.get_label(): line.get_marker() for line in ax.lines}
-    assert markers["v0"] == "o" and markers["v6"] == "s"  # the same colour, told apart by shape
+    marks = [line for line in ax.lines if line.get_marker() in ("o", "s") and len(line.get_xdata())]
+    assert [line.get_xdata()[0] for line in marks] == [p.operations for p in points]
+    assert [line.get_ydata()[0] for line in marks[:2]] == pytest.approx([90, 93])
+    assert [line.get_color() for line in marks[:2]] == [REFERENCE, SERIES[0]]
+    assert marks[1].get_marker() == "o" and marks[7].get_marker() == "s"  # the same colour with another shape
 
 
 def test_differences() -> None:
     (ax,) = scores.differences(
-        [scores.Difference("grc", 0.01, -0.005, 0.025), scores.Difference("one", -0.02)], "plain"
+        [scores.DifferenceBar("grc", 0.01, -0.005, 0.025), scores.DifferenceBar("one", -0.02)], "plain"
     ).axes
     assert [t.get_text() for t in ax.get_yticklabels()] == ["grc", "one"]
     assert [t.get_text() for t in ax.texts] == ["+1.00", "\N{MINUS SIGN}2.00"]
     assert ax.lines[1].get_xdata() == pytest.approx([-0.5, 2.5])
-    assert "better to the left" in scores.differences([scores.Difference("a", 1.0)], "b", "loss").axes[0].get_xlabel()
+    assert (
+        "better to the left" in scores.differences([scores.DifferenceBar("a", 1.0)], "b", "loss").axes[0].get_xlabel()
+    )
     with pytest.raises(ValueError, match="at least one"):
         scores.differences([], "plain")
 
@@ -156,7 +127,7 @@ def test_differences() -> None:
 def test_save_is_reproducible(tmp_path: Path, suffix: str) -> None:
     contents = []
     for name in ("a", "b"):
-        figure = scores.differences([scores.Difference("grc", 0.01, 0.0, 0.02)], "plain")
+        figure = scores.differences([scores.DifferenceBar("grc", 0.01, 0.0, 0.02)], "plain")
         contents.append(save(figure, tmp_path / "new" / f"{name}.{suffix}").read_bytes())
     assert contents[0] == contents[1] and contents[0][:4] in (b"\x89PNG", b"<?xm", b"%PDF")
     with pytest.raises(ValueError, match=r"\.png, \.svg, \.pdf"):
@@ -165,7 +136,7 @@ def test_save_is_reproducible(tmp_path: Path, suffix: str) -> None:
 
 def test_inline_svg_is_themed_unique_and_escaped() -> None:
     name = 'a<b & "$x_1$" </svg>'
-    figure = scores.differences([scores.Difference(name, 0.01, 0.0, 0.02)], "plain")
+    figure = scores.differences([scores.DifferenceBar(name, 0.01, 0.0, 0.02)], "plain")
     first, second = (inline_svg(figure, identifier, f"about {name}") for identifier in ("one", "two"))
     root = ET.fromstring(first)  # well-formed, so nothing of the name got out
     assert root.get("aria-label") == f"about {name}"
@@ -184,6 +155,4 @@ def test_loss_by_place_has_a_line_for_each_way_of_treating_the_memory():
     drawn = [(line.get_xdata().tolist(), line.get_ydata().tolist()) for line in axes.lines]
     assert [y for _, y in drawn] == [[3.0, 2.5, 2.0], [3.0, 2.8, 2.8]]
     assert drawn[0][0] == pytest.approx([1, 6**0.5, 28**0.5]) and axes.get_xscale() == "log"
-    assert {text.get_text() for text in axes.texts} == {"carry", "reset"}
-    with pytest.raises(ValueError, match="at least one place"):
-        curves.loss_by_place({"carry": []})
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == {"carry", "reset"}

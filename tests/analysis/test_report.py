@@ -1,4 +1,4 @@
-"""Reports: what they say must follow from the numbers; what is missing is left out; the page needs nothing else."""
+"""Reports: statements follow from the numbers, missing parts are left out, and the page is self-contained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 from analysis.folders import VALUES, make_comparison, make_run
 
 from cached_lab.cli import plot
-from cached_lab.experiments.reports.comparison_page import write_compare_report
+from cached_lab.experiments.reports.blocks import FactList, Folded, Heading, Paragraph, ReportTable, TableCell
+from cached_lab.experiments.reports.comparison_page import comparison_markdown, write_compare_report, write_markdown
 from cached_lab.experiments.reports.far_page import write_far_report
 from cached_lab.experiments.reports.formatting import (
     Metric,
@@ -22,8 +23,7 @@ from cached_lab.experiments.reports.formatting import (
     short_p,
     short_seconds,
 )
-from cached_lab.experiments.reports.markdown import comparison_markdown, write_markdown
-from cached_lab.experiments.reports.page import Cell, Facts, Folded, Header, Table, Text, render
+from cached_lab.experiments.reports.page import render
 from cached_lab.experiments.reports.probe_page import write_probe_report
 from cached_lab.experiments.reports.run_folder import read_comparison, read_run
 from cached_lab.experiments.reports.run_page import write_run_report
@@ -281,7 +281,7 @@ def test_markdown_says_of_each_p_whether_it_is_corrected(tmp_path: Path) -> None
     one = comparison_markdown(
         read_comparison(make_comparison(tmp_path / "one", {n: VALUES[n] for n in ("plain", "grc")}))
     )
-    assert "| difference to plain | p | parameters |" in one and "Holm" not in one
+    assert "| difference to plain | p | seeds |" in one and "Holm" not in one
     pair = summarise_pairs(VALUES, [("grc", "plain"), ("convolution", "plain")])
     content = read_comparison(make_comparison(tmp_path / "pairs", pairs=pair))
     assert "| pair | difference | p (uncorrected) | p (Holm) |" in comparison_markdown(content)
@@ -321,7 +321,7 @@ def test_numbers_as_text() -> None:
 
 
 def test_table_cells() -> None:
-    html = render("t", [Table(["a", "b"], [[Cell("x", link="p?a=1&b"), Cell("1", small="<2>")]], caption="c")])
+    html = render("t", [ReportTable(["a", "b"], [[TableCell("x", link="p?a=1&b"), TableCell("1", small="<2>")]], "c")])
     assert (
         '<a href="p?a=1&amp;b">x</a>' in html and "<small>&lt;2&gt;</small>" in html and '<td class="number">1' in html
     )
@@ -330,16 +330,16 @@ def test_table_cells() -> None:
 def test_text_of_every_block_is_escaped_and_shown_as_it_is() -> None:
     evil = "<script>'\"&\n  {{ 7 * 7 }}"
     blocks = [
-        Header(1, evil, {evil: evil, "left out": None}),
-        Text(evil, evil),
-        Facts({evil: evil, "empty": ""}),
-        Table([evil], [[Cell(evil, evil, evil, evil)], [evil]], evil),
+        Heading(1, evil),
+        Paragraph(evil, evil),
+        FactList({evil: evil, "empty": "", "left out": None}),
+        ReportTable([evil], [[TableCell(evil, evil, evil, evil)], [evil]], evil),
         Folded(evil, evil),
     ]
     page = Page(html := render(evil, blocks))
     assert "<script" not in html and "49" not in page.text and "left out" not in page.text and "empty" not in page.text
-    # title, header 3, paragraph, facts 2, table 5, folded 2; the link and classes are attributes
-    assert page.text.count(evil) == 14 and page.links == [evil]
+    # title, heading, paragraph, facts 2, table 5, folded 2; the link and classes are attributes
+    assert page.text.count(evil) == 12 and page.links == [evil]
 
 
 def command(*words: object) -> int:
@@ -361,7 +361,7 @@ def test_plot_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert (folder / "report.html").is_file() and (run / "report.html").is_file()
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines()]
-    assert ["plain", "2", "55.00"] in [row[:3] for row in rows] and ["grc", "2", "65.00"] in [row[:3] for row in rows]
+    assert ["plain", "55.00", "%"] in [row[:3] for row in rows] and ["grc", "65.00", "%"] in [row[:3] for row in rows]
     assert printed.rstrip().endswith(f"written: {run / 'report.html'}")
 
 
@@ -411,7 +411,7 @@ def test_the_page_of_several_comparisons_ends_with_the_probes(tmp_path: Path) ->
 
 
 def far_content(shares: dict[str, list[dict[int, float]]], **more: object) -> dict:
-    """What far.json says of shares of right answers: by name, and of every seed by the distance in segments of 16."""
+    """Content of far.json, from shares of right answers by name, seed and distance in segments of 16."""
     arms = {name: ("none", name) if name in ("no memory", "whole text") else (name, "far") for name in shares}
     results = [
         {"task": "latch", "memory": arms[name][0], "arm": arms[name][1], "seed": seed, "solved": 10, "chance": 0.25}
@@ -445,7 +445,7 @@ def test_a_page_begins_with_what_a_memory_knows_much_later_and_its_twin_does_not
     assert report.headings[1] == "How far memories hold" and "digits_vit" in report.headings[2:]
     first = (
         "Asked 10,000 tokens after the cue, grc_stream is right in 98.0 % (mean of 2 seeds; the worst: 97.0 %), "
-        "rmt in 62.5 %; in training cue and question stood at most 160 tokens apart."
+        "rmt in 62.5 %; in training cue and question were at most 160 tokens apart."
     )
     second = "The same model without a memory is right in 25.0 %; a guess is right in 25.0 %."
     assert f"{first} {second}" in report.text and "Which one?" in report.text

@@ -1,4 +1,4 @@
-"""Puts the stand-in data set and model within reach of the tests."""
+"""Makes the stand-in data set and model importable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a configuration can be built is asked on the meta device, which must refuse and take what the CPU does."""
+"""A configuration is checked on the meta device, which must accept and refuse the same ones as the CPU."""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,7 +72,7 @@ def test_list_names_every_kind_and_json_is_complete(capsys):
     _, out, _ = call(capsys, "list")
     names = out.replace("(", " ").split()
     assert all(row["name"] in names for kind in rows.values() for row in kind)
-    assert len(out.splitlines()) < 80  # a screen, and what it scrolls by a hand's turn
+    assert len(out.splitlines()) < 80
     _, out, _ = call(capsys, "list", "memories")
     assert "grc" in out and "digits_vit_grc" not in out
     assert "insertion: input" in out and "reach: layers x M tokens" in out and "cost: multiply-adds per row" in out
@@ -175,7 +177,7 @@ def test_each_kind_of_failure_has_its_status(capsys, monkeypatch, error, status,
 
 @pytest.mark.parametrize("error", [RuntimeError("r"), TypeError("t"), KeyError("k"), RecursionError("d")])
 @pytest.mark.parametrize("words", [(), ("--debug",)], ids=["plain", "debug"])
-def test_what_nobody_foresaw_is_our_mistake_and_leaves_its_traceback(capsys, monkeypatch, tmp_path, error, words):
+def test_an_unforeseen_error_is_a_bug_and_leaves_its_traceback(capsys, monkeypatch, tmp_path, error, words):
     def fail(arguments):
         raise error
 
@@ -184,12 +186,25 @@ def test_what_nobody_foresaw_is_our_mistake_and_leaves_its_traceback(capsys, mon
     status, out, err = call(capsys, *words, "explain", "grc")
     assert (status, out) == (70, "")
     line = err.rstrip().splitlines()[-1]
-    assert line.startswith(f"error: this is a mistake of cached-transformers, not yours: {type(error).__name__}: ")
+    assert line.startswith(f"error: this is a bug of cached-transformers: {type(error).__name__}: ")
     if words:
         assert "Traceback" in err and not list(tmp_path.iterdir())
     else:
         (kept,) = tmp_path.iterdir()
         assert err.count("\n") == 1 and f"({kept})" in line and "in fail" in kept.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [("rich", ["list"]), ("yaml", ["list"]), ("scipy", ["reproduce", "table1"])],
+)
+def test_without_the_extra_a_command_names_it(module, words):
+    program = (
+        f"import sys; sys.modules[{module!r}] = None; from cached_lab.cli.main import main; sys.exit(main({words}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert module in done.stderr and 'pip install "cached-transformers[lab]"' in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -210,7 +225,7 @@ def test_memory_that_does_not_suffice_says_what_to_lower(capsys, monkeypatch, er
 
 
 @pytest.mark.parametrize("words", [("--debug", "explain", "gcr"), ("explain", "gcr", "--debug")])
-def test_debug_stands_before_or_behind_the_command(capsys, words):
+def test_debug_goes_before_or_after_the_command(capsys, words):
     status, _, err = call(capsys, *words)
     assert status == 2 and "Traceback" in err and err.rstrip().splitlines()[-1].startswith("error: unknown name 'gcr'")
 

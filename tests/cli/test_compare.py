@@ -20,7 +20,8 @@ from cached_lab.cli.main import main
 from cached_lab.experiments import compare
 from cached_lab.experiments.build import build_dataset
 from cached_lab.experiments.load import load_run
-from cached_lab.experiments.reports.terminal import open_console, print_statistics
+from cached_lab.experiments.reports.comparison_page import print_statistics
+from cached_lab.experiments.reports.terminal import open_console
 from cached_lab.experiments.statistics import summarise, summarise_pairs
 from cached_lab.experiments.variants import nearest_width, parse_variant, prepare
 from cached_lab.tasks.recipes import load_config
@@ -93,7 +94,7 @@ def test_baselines_are_of_the_rows_that_are_scored(test, split, tmp_path, monkey
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory) -> tuple[Path, str]:
-    """A comparison of variants and both controls: its folder, and what was printed."""
+    """A comparison of variants and both controls: its folder, and its output."""
     out, printed = tmp_path_factory.mktemp("compared") / "comparison", StringIO()
     arguments = ["compare", *TINY, "--with", "plain,grc,grc:ratio=0.25", "--control", "conv,flops", "--seeds", "2"]
     with redirect_stdout(printed):
@@ -146,7 +147,7 @@ def paired_by_hand(first: list[float], second: list[float]) -> tuple[float, floa
 
 @pytest.mark.parametrize("against", ["grc", "control-conv"])
 def test_any_variant_may_be_the_one_that_others_are_tested_against(compared, tmp_path, capsys, against, monkeypatch):
-    """Of finished runs: nothing is trained again, and every difference is that of the textbook."""
+    """Finished runs are not trained again, and every difference equals the textbook formula."""
     out = tmp_path / "comparison"
     shutil.copytree(compared[0], out)
     monkeypatch.setattr(compare, "run_training", lambda *_: pytest.fail("trained again"))

@@ -1,4 +1,4 @@
-"""`cached completion`: what is offered is what the parser takes and what is registered, in each shell."""
+"""`cached completion`: each shell offers the parser's options and the registered names."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_candidates(typed: str, offered: list[str]) -> None:
     assert candidates(COMMANDS, typed.split(" ")) == offered
 
 
-def test_names_are_of_arguments_that_there_are() -> None:
-    """What the table says of an argument that was renamed would never be offered."""
-    found = {(command, action.dest) for command, parser in COMMANDS.items() for action in parser._actions}
+def test_names_belong_to_existing_arguments() -> None:
+    """A renamed argument would lose its completions."""
+    found = {action.dest for parser in COMMANDS.values() for action in parser._actions}
     assert NAMES.keys() - found == set()
     assert {entry.name for entry in MEMORIES} <= {*candidates(COMMANDS, ["probe", ""])}
     assert all(names() for names in NAMES.values())
@@ -67,7 +67,7 @@ ASKED = {
 }
 BEGIN = {
     "bash": 'eval "$(cached completion bash)"',
-    # Outside the completion system: what it has and the script calls.
+    # Stand-ins for two functions of the completion system.
     "zsh": 'compdef() { :; }; compadd() { print -l ${(P)3}; }; eval "$(cached completion zsh)"',
     "fish": "cached completion fish | source",
 }

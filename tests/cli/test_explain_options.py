@@ -1,4 +1,4 @@
-"""`cached explain` says of every option what it means, from the docstrings alone."""
+"""`cached explain` describes every option, from the docstrings only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The facts of registered parts that lie in a file beside the code, and what is registered elsewhere."""
+"""Facts of registered parts: those in the file beside the code, and those registered elsewhere."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def elsewhere():
     del MEMORIES._entries["a_memory_from_elsewhere"]
 
 
-def test_what_this_process_has_registered_is_listed_and_explained(elsewhere, capsys) -> None:
+def test_parts_registered_in_this_process_are_listed_and_explained(elsewhere, capsys) -> None:
     assert main(["explain", "a_memory_from_elsewhere"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         *("a_memory_from_elsewhere (memory)", "Carries nothing.", "", "equations:", "  y = x", "  z = y"),
-        *("", "cost:", "  nothing", "", "options:"),  # width is what the model says
+        *("", "cost:", "  nothing", "", "options:"),  # the model gives the width
         *("  ratio: float = 0.5", "  ... and whatever the wrapped library accepts"),
     ]
     assert main(["list", "memories", "--json"]) == 0

@@ -1,4 +1,4 @@
-"""`cached generate`: the text is that of the model read anew at every token, and is told while it is written."""
+"""`cached generate`: the text equals that of a model that reads everything again at every token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """What a command printed."""
+    """The output of a command."""
     capsys.readouterr()
     assert main(["generate", *map(str, words)]) == 0, capsys.readouterr().err
     printed = capsys.readouterr()
@@ -54,7 +54,7 @@ def bytes_of(ids: Any) -> str:
 
 @torch.no_grad()
 def likeliest(model: Any, ids: list[int], count: int) -> list[int]:
-    """Slow twin: the whole text is read anew for every token, cut as in training."""
+    """Slow twin: it reads the whole text again for every token, in the segments of training."""
     model.eval()
     for _ in range(count):
         state = model.init_state(1)
@@ -72,7 +72,7 @@ def test_the_likeliest_text_is_that_of_reading_it_anew(run: Path, capsys: pytest
     assert printed == bytes_of(want) + "\n"
 
 
-@pytest.mark.parametrize("count", [3, 7, 8])  # into a segment, one that is full, one token behind it
+@pytest.mark.parametrize("count", [3, 7, 8])  # a partial segment, a full one, one token more
 def test_a_kept_text_goes_on_as_if_it_had_not_been_kept(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], count: int
 ) -> None:
@@ -95,7 +95,7 @@ def test_a_kept_text_goes_on_as_if_it_had_not_been_kept(
     assert any(not torch.equal(longer[name], stored[name]) for name in stored), "and is kept in turn"
 
 
-def test_what_is_drawn_depends_on_the_seed_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampling_depends_only_on_the_seed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [run, "--prompt", PROMPT, "--tokens", 20, "--top-k", 50, "--top-p", 0.9, "--temperature", 1.5]
     texts = [call(capsys, *words, "--seed", seed) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
@@ -172,7 +172,7 @@ def test_pieces_are_the_text(kind: str, before: int) -> None:
 
 @pytest.mark.parametrize("kind", ["byte", "word", "bpe"])
 def test_a_prompt_is_not_closed(kind: str) -> None:
-    """Its ids begin those of a text that goes on: no end of a line or a document stands behind it."""
+    """A prompt has the first ids of a longer text: no end of a line or a document is added."""
     words = words_of(train_tokenizer(kind, [TEXT], {"byte": None, "word": 20, "bpe": 300}[kind], False))
     for prompt in ("It was", "It was spring.\n", ""):
         ids = words.encode(prompt)
@@ -185,7 +185,7 @@ def test_a_prompt_is_not_closed(kind: str) -> None:
     [
         (["--prompt", "a", "--file", "b"], "--prompt and --file both give the text"),
         (["--file", "no_such_file"], "no_such_file is not a file; give the text"),
-        (["--prompt", "a", "--stream", "--beams", "2"], "--stream has nothing to show: --beams 2 choose at the end"),
+        (["--prompt", "a", "--stream", "--beams", "2"], "--beams 2 choose at the end"),
         (["--prompt", "a", "--tokens", "0"], "--tokens 0 must be at least 1"),
         (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0 must be finite and not negative"),
         (["--prompt", "a", "--beams", "2", "--top-k", "3"], "beams=2 searches and draws nothing"),

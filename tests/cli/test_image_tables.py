@@ -14,7 +14,7 @@ from PIL import Image
 from cached_lab.cli.main import main
 from cached_lab.experiments.build import build_dataset, build_model
 from cached_lab.experiments.costs.flops import count_flops, count_parameters
-from cached_lab.experiments.reports.cache_use_table import cache_use_statistics
+from cached_lab.experiments.reports.run_folder import cache_use_statistics
 from cached_lab.experiments.reproductions import REPRODUCTIONS, table10
 from cached_lab.experiments.reproductions.arms import arms, row_recipes
 from cached_lab.experiments.reproductions.base import pairs
@@ -128,7 +128,7 @@ def test_the_same_rows_in_several_tables_are_the_same_runs(images: Path, monkeyp
     assert sorted(map(len, found.values()), reverse=True)[:3] == [2, 2, 1]
 
 
-def test_what_is_compared() -> None:
+def test_the_compared_variants() -> None:
     found = pairs(REPRODUCTIONS["table2"].rows("small"))
     assert [pair for pair in found if pair[0] == "vit-paper"] == [
         ("vit-paper", "vit"),
@@ -280,7 +280,7 @@ def trained(images: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 def test_seeds_give_the_same_rows_of_data_to_all_rows(images: Path) -> None:
-    """Pairs are of equal seeds: what a step reads must not depend on the model."""
+    """Pairs share their seeds: the batches of a step must not depend on the model."""
     variants, _, train = variants_of("table1", images, "vit,vit-released")
     from cached_lab.training.loader import TrainingOrder, training_batches
 

@@ -72,7 +72,7 @@ def begun(folders: list[Path]) -> bool:
 
 
 def alive(folder: Path) -> bool:
-    """Whether the child works still; one whose parent is gone may stay a zombie for whoever takes it over."""
+    """True while the child works; a child without a parent may stay a zombie."""
     process = Path("/proc", (folder / "pid").read_text().strip(), "stat")
     return process.is_file() and process.read_text().rpartition(")")[2].split()[0] != "Z"
 

@@ -55,7 +55,7 @@ def wikitext(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Described:
-    """Data of which only their description matters."""
+    """Data with a description and nothing else."""
 
     def __init__(self, description: dict[str, Any]) -> None:
         self.description = description

@@ -1,4 +1,4 @@
-"""The command line imports what a command uses, and no more: help, lists and explanations do without torch."""
+"""Help, lists and explanations work without importing torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMANDS = sorted(build_parser()._subparsers._group_actions[0].choices)  # type:
 
 
 def test_without_torch() -> None:
-    """One process for all of them: what the first has not imported, the last has not either."""
+    """One process runs all commands, so that the last check covers every import."""
     commands = [
         ["--help"],
         ["--version"],

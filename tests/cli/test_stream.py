@@ -1,4 +1,4 @@
-"""`cached stream`: what it reads is the text's tokens, and going on gives the numbers of an uninterrupted reading."""
+"""`cached stream`: it reads all tokens of the text, and resuming gives the numbers of an uninterrupted reading."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_pieces_are_the_tokens_of_the_text_from_any_piece_on(
         assert [i for p in rest for i in p.ids] == [i for p in pieces[index:] for i in p.ids]
 
 
-def test_what_cannot_be_read_in_pieces_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_that_cannot_be_read_in_pieces_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_pieces, "LONGEST", 1000)
     monkeypatch.setattr(text_pieces, "BLOCK", 100)
     words = train_tokenizer("word", [TEXT], None, False)

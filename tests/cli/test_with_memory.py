@@ -39,7 +39,7 @@ def test_windows_read_on_and_say_what_they_are(trained: Path, capsys: pytest.Cap
         assert result["memory"] == {"name": name, "relative": False, "length": 5}
         losses[name] = result["scores"][0]["loss"]
 
-        assert len(result["scores"][0]["carried"]) > 3  # the loss by what was read before
+        assert len(result["scores"][0]["carried"]) > 3  # the loss by segments read before
     assert len(set(losses.values())) == len(losses), losses
 
 
@@ -52,11 +52,11 @@ def test_a_window_of_a_segment_is_that_of_transformer_xl(trained: Path, capsys: 
     assert window["scores"][0]["loss"] == pytest.approx(other["scores"][0]["loss"], rel=1e-5)
 
 
-def test_what_would_be_untrained_is_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_untrained_weights_are_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(trained, capsys, "--with-memory", "rmt")
     assert "memory 'rmt' has weights" in message and "streaming_llm, tova, h2o" in message
     assert "no_such" in refused(trained, capsys, "--with-memory", "no_such")
-    assert "neither of which is given" in refused(trained, capsys, "tova.length=5")
+    assert "--output-cache or --with-memory" in refused(trained, capsys, "tova.length=5")
     assert "unknown option of memory 'tova' 'size'" in refused(trained, capsys, "--with-memory", "tova", "tova.size=5")
     assert "--with-memory" in refused(trained, capsys, "--with-memory", "tova", "--output-cache", "neural")
 

@@ -17,7 +17,6 @@ NEEDED = {
     "safetensors": "safetensors",
     "yaml": "pyyaml",
     "rich": "rich",
-    "jinja2": "jinja2",
     "scipy": "scipy",
     "pytest": "pytest>=8",
 }

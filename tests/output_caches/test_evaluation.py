@@ -42,7 +42,7 @@ def evaluated(trained: Path, capsys: pytest.CaptureFixture[str], *words: str) ->
     return json.loads(capsys.readouterr().out)
 
 
-def test_what_is_not_given_is_tuned_and_a_text_that_repeats_itself_becomes_easier(
+def test_missing_options_are_tuned_and_a_repetitive_text_becomes_easier(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = evaluated(trained, capsys, *NEURAL, "neural.size=200")
@@ -120,7 +120,7 @@ def test_a_value_at_the_end_of_what_was_tried_is_told(
 ) -> None:
     monkeypatch.setitem(GRIDS, "theta", (0.1,))
     assert main(["evaluate", str(trained), *NEURAL, "neural.size=20", "neural.lambda=0.2"]) == 0
-    assert "theta is at the end of what was tried: set others by hand" in capsys.readouterr().out
+    assert "theta is at the end of its candidates" in capsys.readouterr().out
 
 
 def test_a_cache_that_does_not_help_is_left_out(
@@ -144,11 +144,8 @@ def test_it_is_printed_for_people(trained: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ("neural.size=3",),
-            "'neural.size=3' is an option of --output-cache or --with-memory, neither of which is given",
-        ),
-        ((*NEURAL, "knn.k=3"), "'knn.k=3' sets an option of 'knn', but the output cache is 'neural'"),
+        (("neural.size=3",), "'neural.size=3' is an option of --output-cache or --with-memory"),
+        ((*NEURAL, "knn.k=3"), "'knn.k=3' sets an option of 'knn', and the output cache is 'neural'"),
         ((*NEURAL, "neural.width=3"), "unknown option of the output cache 'neural' 'width'"),
         ((*NEURAL, "neural.size=big"), "neural.size='big' must be a whole number"),
         ((*NEURAL, "neural.lambda=2"), "lambda=2 must lie in [0, 1]"),
@@ -156,12 +153,12 @@ def test_it_is_printed_for_people(trained: Path, capsys: pytest.CaptureFixture[s
         ((*NEURAL, "neural.alpha=1"), "neural.alpha=1 is of neural.form=joint"),
         ((*NEURAL, "neural.form=joint", "neural.lambda=.1"), "neural.lambda=0.1 is of neural.form=linear"),
         ((*NEURAL, "--memory", "reset"), "--memory reset does not go with --output-cache"),
-        ((*NEURAL, "--average", "2"), "--average 2 is for translation"),
+        ((*NEURAL, "--average", "2"), "--average 2 does not go with --output-cache"),
         ((*KNN, "knn.search=LSH"), "search='LSH' must be 'exact', or an index of faiss"),
         ((*KNN, "--split", "train"), "each would find itself"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_unfit_options_are_refused(
     trained: Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["evaluate", str(trained), *words, "--device", "cpu"]) == 2

@@ -119,7 +119,6 @@ def test_constraints_pin_every_named_dependency() -> None:
         "safetensors",
         "pyyaml",
         "rich",
-        "jinja2",
         "scipy",
     }
     assert named - pinned == set()

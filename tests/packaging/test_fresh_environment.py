@@ -16,7 +16,7 @@ from cached_transformers import __version__
 
 pytestmark = pytest.mark.slow
 
-CORE = {"cached-transformers", "torch", "numpy", "safetensors", "pyyaml", "rich", "jinja2", "scipy"}
+CORE = {"cached-transformers", "torch", "numpy", "safetensors", "pyyaml", "rich", "scipy"}
 UNREACHABLE = re.compile(r"No matching distribution|Temporary failure in name resolution|NewConnectionError")
 README = [block for block in blocks("python") if block.page == "README.md"]
 TEXT = "It was the best of times, it was the worst of times.\n" * 200

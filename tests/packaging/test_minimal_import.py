@@ -56,7 +56,7 @@ print(json.dumps({"imported": imported, "failures": failures}))
 
 
 LIBRARY = ("torch", "numpy", "safetensors")
-LAB = (*LIBRARY, "pyyaml", "rich", "jinja2", "scipy")
+LAB = (*LIBRARY, "pyyaml", "rich", "scipy")
 
 
 def import_only_with(dependencies: tuple[str, ...], *names: str) -> dict[str, dict[str, str] | list[str]]:

@@ -87,7 +87,7 @@ def test_a_memory_of_which_asking_ended_counts_as_a_guess() -> None:
     )
     assert [table.rows[-1][0] for table in shown] == ["short"] * 3 and len(shown[2].rows) == 2
     assert shown[2].rows[1][1:] == ["25.0 ~", "75.0 [65.7, 82.5]"]
-    assert shown[1].header == ["memory", "holding: latch, 24 tokens", "order: copy, 12 tokens"]
+    assert shown[1].columns == ["memory", "holding: latch, 24 tokens", "order: copy, 12 tokens"]
     assert shown[0].rows[-1][1:5] == ["95.0", "50.0", "2 of 2", "4"]
     assert shown[0].rows[-1][6:] == ["1.5 k", "2.00 (1.00-3.00)", "2.00 (1.00-3.00)"]
 
@@ -213,7 +213,7 @@ def test_more_rows_ask_again_and_train_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--page old.md", "old.md has no part between '<!-- leaderboard"),
+        ("--page old.md", "old.md: the lines '<!-- leaderboard"),
         ("--page .", "--page . is a folder"),
         ("--memories grc", "memory 'grc' has no state per row"),
         ("--tasks lach", "did you mean 'latch'?"),

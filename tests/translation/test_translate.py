@@ -78,7 +78,7 @@ def test_an_output_goes_on_behind_its_whole_lines(said, corpus: Path, tmp_path: 
     kept = "".join(f"{line}\n" for line in whole.splitlines()[:11])
     output.write_text(kept + whole.splitlines()[11][:2], encoding="utf-8")  # stopped in the middle of a line
     status, _, error = said("", *options, "--resume", "--batch", "4")
-    assert status == 0 and output.read_text(encoding="utf-8") == whole and "going on behind line 11" in error
+    assert status == 0 and output.read_text(encoding="utf-8") == whole and "continuing after line 11" in error
     assert said("", *options, "--resume")[0] == 0 and output.read_text(encoding="utf-8") == whole
 
 
@@ -122,7 +122,7 @@ def test_options_of_the_search(said) -> None:  # type: ignore[no-untyped-def]
         (["--tokens", "65"], "--tokens 65 must be at least 1, and at most the 64"),
         (["--batch", "0"], "--batch 0 must be at least 1 line"),
         (["--length-penalty", "nan"], "--length-penalty=nan must lie in -50..50"),
-        (["--resume"], "--resume goes on with a file; give --output FILE"),
+        (["--resume"], "--resume continues a file; give --output FILE"),
         (["--input", "nothing.txt"], "nothing.txt is not a file"),
         (["--average", "7"], "so 7 cannot be averaged"),
         (["--average", "2", "--checkpoint", "best"], "name different weights; give one of them"),

@@ -39,22 +39,22 @@ def add_parser(subparsers: Any) -> None:
         "example: cached benchmark grc --rounds 11 --threads 1 --output results/grc.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", nargs="?", default="grc", help="one of the names below (default: grc)")
+    parser.add_argument("benchmark", nargs="?", default="grc", metavar="name", help="one of the names below (default: grc)")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="options of the benchmark")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the script."""
-    if arguments.name not in BENCHMARKS:
-        raise ValueError(unknown_name("benchmark", arguments.name, list(BENCHMARKS)))
+    if arguments.benchmark not in BENCHMARKS:
+        raise ValueError(unknown_name("benchmark", arguments.benchmark, list(BENCHMARKS)))
     if not (FOLDER / "command.py").is_file():
         raise ValueError(
             "benchmarks are scripts of the source tree, which this installation lacks; clone the repository, install "
-            f"it by `pip install -e .`, and run `python benchmarks/{arguments.name}.py`"
+            f"it by `pip install -e .`, and run `python benchmarks/{arguments.benchmark}.py`"
         )
     if str(FOLDER.parent) not in sys.path:
         sys.path.insert(0, str(FOLDER.parent))
     command = importlib.import_module("benchmarks.command")
-    status: int = command.main(importlib.import_module(f"benchmarks.{arguments.name}"), arguments.options)
+    status: int = command.main(importlib.import_module(f"benchmarks.{arguments.benchmark}"), arguments.options)
     return status

@@ -1,4 +1,4 @@
-"""`cached compare`: variants of a recipe, trained from the same seeds on the same data order, and paired statistics."""
+"""`cached compare`: train variants of a recipe on the same seeds and data order, with paired statistics."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .arguments import add_recipe, command_line, refuse_below_one, refuse_too_many_seeds, whole_numbers
+from .arguments import add_command, add_recipe, command_line, refuse_below_one, refuse_too_many_seeds, whole_numbers
 
 
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
-    parser = subparsers.add_parser("compare", help="train variants of a recipe over several seeds, and compare them")
+    parser = add_command(subparsers, "compare", run, "train variants of a recipe over several seeds, and compare them")
     add_recipe(parser, "changes to the recipe, for all variants")
     parser.add_argument(
         "--with", dest="variants", required=True, metavar="A,B,...", help="plain, a memory, or memory:option=value:..."
@@ -21,23 +21,22 @@ def add_parser(subparsers: Any) -> None:
         "--control",
         default="",
         metavar="A,B,...",
-        help="conv: no memory but its positional convolution; flops, parameters: no memory, feed-forward widened "
-        "to the largest variant; longer: no memory, segments twice as long",
+        help="conv: no memory but its positional convolution; flops, parameters: no memory, feed-forward widened to "
+        "the count of the largest variant; longer: no memory, segments twice as long",
     )
     parser.add_argument(
         "--against",
         default="",
         metavar="VARIANT",
-        help="reference variant or control (such as control-conv) of the tests, paired by seed "
-        "(default: plain, or else the first)",
+        help="test all others against this variant or control (control-conv, ...), paired by seed (default: plain, or "
+        "else the first)",
     )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in its own process")
     parser.add_argument("--out", type=Path, help="folder of the comparison (default: runs/compare_NAME)")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train missing runs, then write compare.json and the report."""
+    """Train the missing runs, then write compare.json and the report."""
     from cached_lab.experiments.compare import VariantComparison, carry_out
     from cached_lab.experiments.reports.terminal import open_console
     from cached_lab.experiments.variants import prepare
@@ -61,11 +60,10 @@ def parse_seeds(text: str) -> list[int]:
     Raises:
         ValueError: not whole numbers, none, too many, negative, or repeated.
     """
-    numbers = whole_numbers(",".join(part for part in text.split(",") if part))
-    is_count = len(numbers) == 1 and "," not in text
-    if is_count:
-        refuse_too_many_seeds(numbers[0])
-    seeds = list(range(numbers[0])) if is_count else numbers
+    seeds = whole_numbers(",".join(part for part in text.split(",") if part))
+    if len(seeds) == 1 and "," not in text:
+        refuse_too_many_seeds(seeds[0])
+        seeds = list(range(seeds[0]))
     if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
         raise ValueError(f"--seeds {text!r} must be a number of seeds (3) or different whole numbers (0,1,7)")
     return seeds

@@ -1,6 +1,7 @@
-"""`cached completion SHELL`: makes a shell complete commands, options, and the names of memories, recipes and others.
+"""`cached completion SHELL`: a script that completes commands, options and names in bash, zsh or fish.
 
-The shell's function asks the command itself, so that what it offers is what the parser takes and what is registered.
+The script asks the command itself, so that names of memories, recipes and others stay current. shtab writes static
+scripts and argcomplete would be a dependency of every user for the same forty lines.
 """
 
 from __future__ import annotations
@@ -9,6 +10,11 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from cached_lab.resources import read_facts
+
+from .benchmark import BENCHMARKS
+from .arguments import add_command
+from .evaluate import MEMORY_MODES
 from .list import parts, recipe_rows
 
 SCRIPTS = {
@@ -31,93 +37,14 @@ compdef _cached cached
 complete -c cached -a '(cached completion fish --words (commandline -opc)[2..] "$(commandline -ct)" 2> /dev/null)'
 """,
 }
-WAYS = {
-    "bash": 'eval "$(cached completion bash)"   # in ~/.bashrc',
-    "zsh": 'eval "$(cached completion zsh)"    # in ~/.zshrc, behind compinit',
-    "fish": "cached completion fish | source    # in ~/.config/fish/config.fish",
-}
+USE = """\
+eval "$(cached completion bash)"   # in ~/.bashrc
+eval "$(cached completion zsh)"    # in ~/.zshrc, after compinit
+cached completion fish | source    # in ~/.config/fish/config.fish"""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Declare the arguments."""
-    parser = subparsers.add_parser(
-        "completion",
-        help="a script that makes bash, zsh or fish complete commands and names",
-        description="Prints the script. Put one of these lines into the file that your shell reads when it starts:",
-        epilog="\n".join(WAYS.values()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("shell", choices=list(SCRIPTS), help="the shell")
-    parser.add_argument("--words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)  # typed behind `cached` so far
-    parser.set_defaults(run=run, commands=subparsers.choices)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Print the script; or what the last word may become, a line each."""
-    if arguments.words is None:
-        print(SCRIPTS[arguments.shell], end="")
-        return 0
-    found = candidates(arguments.commands, arguments.words or [""])
-    print("\n".join(found), end="\n" if found else "")
-    return 0
-
-
-def candidates(commands: Mapping[str, argparse.ArgumentParser], words: Sequence[str]) -> list[str]:
-    """What the last word may become, in order; nothing where any word or a file may stand.
-
-    Args:
-        commands: parsers by name. words: behind the program's name, the last one as far as it is typed.
-    """
-    command, *before = words
-    if not before:
-        return sorted(name for name in commands if name.startswith(command))
-    if command not in commands:
-        return []
-    parser, word = commands[command], before.pop()
-    options = {name: action for action in parser._actions for name in action.option_strings}
-    if word.startswith("-"):
-        return sorted(name for name in options if name.startswith(word))
-    if before and before[-1] in options and options[before[-1]].nargs != 0:
-        action: argparse.Action | None = options[before[-1]]
-    else:
-        action = _next_positional(parser, options, before)
-    if action is None:
-        return []
-    head, comma, last = word.rpartition(",")  # of names with commas between them the last one
-    known = NAMES.get((command, action.dest), lambda: list(action.choices or ()))
-    return sorted(f"{head}{comma}{name}" for name in known() if name.startswith(last))
-
-
-def _next_positional(
-    parser: argparse.ArgumentParser, options: dict[str, argparse.Action], before: list[str]
-) -> argparse.Action | None:
-    """The argument that the next word without a name is for."""
-    values = {index + 1 for index, word in enumerate(before) if word in options and options[word].nargs != 0}
-    given = sum(not word.startswith("-") and index not in values for index, word in enumerate(before))
-    places = [action for action in parser._actions if not action.option_strings]
-    return places[given] if given < len(places) else None
-
-
-def _recipes() -> list[str]:
-    return [row["name"] for row in recipe_rows()]
-
-
-def _parts() -> list[str]:
-    return [name for group in parts().values() for name in group]
-
-
-def _memories() -> list[str]:
-    return list(parts()["memories"])
-
-
-def _probes() -> list[str]:
-    return ["all", *parts()["probes"]]
-
-
-def _tables() -> list[str]:
-    from cached_lab.experiments.reproductions import MEASURED, REPRODUCTIONS
-
-    return [*REPRODUCTIONS, *MEASURED]
+def _memories(*more: str) -> list[str]:
+    return [*more, *parts()["memories"]]
 
 
 def _cards() -> list[str]:
@@ -126,32 +53,72 @@ def _cards() -> list[str]:
     return list(CARDS)
 
 
-def _modes() -> list[str]:
-    from .evaluate import MEMORY_MODES
-
-    return list(MEMORY_MODES)
-
-
-def _benchmarks() -> list[str]:
-    from .benchmark import BENCHMARKS
-
-    return list(BENCHMARKS)
-
-
-NAMES: dict[tuple[str, str], Callable[[], list[str]]] = {
-    ("train", "recipe"): _recipes,
-    ("plan", "recipe"): _recipes,
-    ("plan", "card"): _cards,
-    ("compare", "recipe"): _recipes,
-    ("compare", "variants"): lambda: ["plain", *_memories()],
-    ("compare", "control"): lambda: ["conv", "flops"],
-    ("explain", "name"): _parts,
-    ("probe", "memories"): lambda: ["all", *_memories()],
-    ("probe", "tasks"): _probes,
-    ("leaderboard", "memories"): lambda: ["all", *_memories()],
-    ("leaderboard", "tasks"): _probes,
-    ("reproduce", "reproduction"): _tables,
-    ("evaluate", "memory"): _modes,
-    ("benchmark", "name"): _benchmarks,
+NAMES: dict[str, Callable[[], Sequence[str]]] = {
+    "recipe": lambda: [row["name"] for row in recipe_rows()],
+    "card": _cards,
+    "variants": lambda: _memories("plain"),
+    "control": lambda: ["conv", "flops", "longer", "parameters"],
+    "name": lambda: [name for group in parts().values() for name in group],
+    "memories": lambda: _memories("all"),
+    "attentions": lambda: ["all", *parts()["attentions"]],
+    "tasks": lambda: ["all", *parts()["probes"]],
+    "benchmark": lambda: list(BENCHMARKS),
+    "reproduction": lambda: [table["name"] for table in read_facts()["reproductions"]],
+    "memory": lambda: MEMORY_MODES,
 }
-"""Names that an argument of a command may have and the parser does not know."""
+"""Names for arguments without choices, by their destination in the parser."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the arguments."""
+    parser = add_command(
+        subparsers,
+        "completion",
+        run,
+        "a script that makes bash, zsh or fish complete commands and names",
+        description="Prints the script. Put one of these lines into the start file of your shell:",
+        epilog=USE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shell", choices=list(SCRIPTS), help="the shell")
+    parser.add_argument("--words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)  # the words after `cached` so far
+    parser.set_defaults(commands=subparsers.choices)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the script; or the completions of the last word, one per line."""
+    if arguments.words is None:
+        print(SCRIPTS[arguments.shell], end="")
+    elif found := candidates(arguments.commands, arguments.words or [""]):
+        print("\n".join(found))
+    return 0
+
+
+def candidates(commands: Mapping[str, argparse.ArgumentParser], words: Sequence[str]) -> list[str]:
+    """Completions of the last word; empty if any word or file may follow.
+
+    Args:
+        commands: parsers by name. words: the words after `cached`, the last one as far as it is typed.
+    """
+    command, *before = words
+    if not before:
+        return sorted(name for name in commands if name.startswith(command))
+    if command not in commands:
+        return []
+    word, actions = before.pop(), commands[command]._actions
+    options = {name: action for action in actions for name in action.option_strings}
+    if word.startswith("-"):
+        return sorted(name for name in options if name.startswith(word))
+    valued = {name for name, action in options.items() if action.nargs != 0}
+    if before and before[-1] in valued:
+        action = options[before[-1]]
+    else:
+        values = {index + 1 for index, given in enumerate(before) if given in valued}
+        given = sum(not text.startswith("-") and index not in values for index, text in enumerate(before))
+        positional = [action for action in actions if not action.option_strings]
+        if given >= len(positional):
+            return []
+        action = positional[given]
+    head, comma, last = word.rpartition(",")  # complete the last of several names separated by commas
+    known = action.choices or NAMES.get(action.dest, list)()
+    return sorted(f"{head}{comma}{name}" for name in known if name.startswith(last))

@@ -1,4 +1,4 @@
-"""`cached convert`: the weights of a run as one .safetensors file, whatever processes they were cut up over."""
+"""`cached convert`: the weights of a run as one .safetensors file, also from a sharded checkpoint."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from .arguments import add_command, add_run
+
 
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
-    parser = subparsers.add_parser("convert", help="weights of a run, whole, as one .safetensors file")
-    parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
+    parser = add_command(subparsers, "convert", run, "weights of a run as one .safetensors file")
+    add_run(parser)
     parser.add_argument("--checkpoint", default="best", help="best, last, or the path of a step folder")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the file, .safetensors (default: RUN/model.safetensors)"
-    )
-    parser.set_defaults(run=run)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="a .safetensors file (default: RUN/model.safetensors)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read a checkpoint, put its weights together, and write them."""
+    """Read a checkpoint, gather its weights, and write them."""
     import safetensors.torch
 
     from cached_lab.training.checkpoint import WEIGHTS, Checkpoints, read_checkpoint
@@ -27,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     out = arguments.out or arguments.folder / WEIGHTS
     if out.suffix != ".safetensors":
-        raise ValueError(f"--out {out} must end in .safetensors, which is what is written")
+        raise ValueError(f"--out {out} must end in .safetensors, the format of the file")
     chosen = arguments.checkpoint
     checkpoints = Checkpoints(arguments.folder / "checkpoints")
     stored = read_checkpoint(checkpoints.named(chosen) if chosen in ("best", "last") else Path(chosen))

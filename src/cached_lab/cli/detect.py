@@ -1,4 +1,4 @@
-"""`cached detect`: draw what a trained detector finds in images, and write it down.
+"""`cached detect`: draw a trained detector's detections into images, and write them as JSON.
 
 For each image FOLDER/NAME.png holds the drawing and FOLDER/NAME.json the detections: boxes as (x, y, width, height) in
 pixels of the image, and masks as run-length codes, both as in COCO's format of results.
@@ -12,22 +12,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .arguments import add_weights
+from .arguments import add_command, add_run, add_weights
 
 
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
-    parser = subparsers.add_parser("detect", help="draw boxes and masks that a trained detector finds in images")
-    parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder of a detector")
+    parser = add_command(subparsers, "detect", run, "draw boxes and masks that a trained detector finds in images")
+    add_run(parser, " of a detector")
     parser.add_argument("images", metavar="IMAGE", type=Path, nargs="+", help="image files")
     parser.add_argument("--out", type=Path, help="folder of the drawings (default: RUN/detections)")
     parser.add_argument("--threshold", type=float, default=0.5, help="lowest score that counts (default: 0.5)")
     add_weights(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write a drawing and a JSON file for each image; 2 when one of them could not be read, after all others."""
+    """Write a drawing and a JSON file for each image; return 2, after all other images, if one cannot be read."""
     from cached_lab.data.image_files import BadFile
     from cached_lab.experiments.load import load_run, read_categories
     from cached_lab.tasks.detection.coco_files import decode_rgb
@@ -55,21 +54,13 @@ def run(arguments: argparse.Namespace) -> int:
             failed += 1
             continue
         found = detect(model, pixels_HWC, arguments.threshold, device)
-        target = folder / _free_name(path.stem, taken)
-        names = [record["name"] for record in categories]
-        draw_detections(pixels_HWC, found, names).save(f"{target}.png")
+        numbered = (f"{path.stem}_{number}" if number > 1 else path.stem for number in range(1, len(taken) + 2))
+        name = next(name for name in numbered if name not in taken)
+        taken.add(name)
+        target = folder / name
+        draw_detections(pixels_HWC, found, [record["name"] for record in categories]).save(f"{target}.png")
         record = {"image": str(path), **origin, **as_record(found, pixels_HWC.shape[:2], categories)}
         Path(f"{target}.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
         listed = ", ".join(f"{d['class']} {d['score']:.2f}" for d in record["detections"][:8])
         print(f"{path}: {len(record['detections'])} objects ({listed or 'none'}) -> {target}.png")
     return 2 if failed else 0
-
-
-def _free_name(stem: str, taken: set[str]) -> str:
-    """The stem, or with a number behind it when another image of this call has it."""
-    name, number = stem, 1
-    while name in taken:
-        number += 1
-        name = f"{stem}_{number}"
-    taken.add(name)
-    return name

@@ -1,8 +1,8 @@
-"""`cached evaluate`: scores of a trained run, with its memory as saved, emptied, shuffled, exchanged or made anew.
+"""`cached evaluate`: score a trained run with its memory kept, emptied, shuffled, exchanged or rebuilt per batch.
 
-For text it says in one verdict whether the memory is used, and RUN/evaluation.json and the report show the loss by
-place; for documents with a label they show the accuracy by their length. With --output-cache a text is scored without
-and with a cache over what the model predicts.
+For text it gives a verdict on the use of the memory, and RUN/evaluation.json and the report show the loss by place; for
+labelled documents they show the accuracy by length. With --output-cache a text is scored without and with a cache over
+the model's outputs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cached_transformers.registry import unknown_name
 
-from .arguments import add_weights, numbers_from_one
+from .arguments import add_command, add_run, add_weights, numbers_from_one
 
 if TYPE_CHECKING:
     from cached_lab.training.config import RunConfig
@@ -25,8 +25,8 @@ MEMORY_MODES = ("carry", "reset", "shuffle", "other", "batch")
 
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
-    parser = subparsers.add_parser("evaluate", help="score a run; with its memory kept, emptied or shuffled")
-    parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
+    parser = add_command(subparsers, "evaluate", run, "score a run; with its memory kept, emptied or shuffled")
+    add_run(parser)
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -36,49 +36,44 @@ def add_parser(subparsers: Any) -> None:
         "or of --with-memory",
     )
     parser.add_argument("--split", default="test", choices=("train", "validation", "test"))
-    parser.add_argument(
-        "--average", type=int, metavar="N", help="translation: average the weights of the newest N checkpoints"
-    )
-    help_memory = "comma-separated: carry (as it is), reset (emptied), shuffle (entries or rows permuted)"
-    help_memory += "; of text carry and shuffle give the verdict whether it is used"
-    help_memory += ", and of shared caches: other (that of --other), batch (updated by each batch, as in training)"
-    parser.add_argument("--memory", default="carry", metavar="MODES", help=help_memory)
-    parser.add_argument("--other", type=Path, metavar="RUN", help="run whose caches --memory other takes")
-    parser.add_argument(
-        "--batch-sizes", metavar="N,N,...", help="rows of the batches of --memory batch (default: those of training)"
-    )
-    parser.add_argument(
-        "--segment-length", type=int, metavar="N", help="text: tokens in a segment (default: the run's)"
-    )
-    parser.add_argument(
-        "--segments",
-        metavar="N,N,...",
-        help="documents: read so many segments of each at most; those that are made have just so many",
-    )
+    average = "translation: average the weights of the newest N checkpoints"
+    parser.add_argument("--average", type=int, metavar="N", help=average)
+    modes = "comma-separated: carry (as it is), reset (emptied), shuffle (entries or rows permuted); for text carry "
+    modes += "and shuffle give the verdict on its use; for shared caches also other (that of --other), batch (updated "
+    modes += "by each batch, as in training)"
+    parser.add_argument("--memory", default="carry", metavar="MODES", help=modes)
+    parser.add_argument("--other", type=Path, metavar="RUN", help="run with the caches for --memory other")
+    sizes = "rows of the batches of --memory batch (default: those of training)"
+    parser.add_argument("--batch-sizes", metavar="N,N,...", help=sizes)
+    length = "text: tokens in a segment (default: the run's)"
+    parser.add_argument("--segment-length", type=int, metavar="N", help=length)
+    segments = "documents: read at most this many segments of each; generated ones have exactly as many"
+    parser.add_argument("--segments", metavar="N,N,...", help=segments)
     parser.add_argument(
         "--output-cache",
         choices=("neural", "knn"),
-        help="text: mix in what followed alike hidden states, in the text read last (neural) or in the training split "
-        "(knn, whose datastore is made in RUN/datastore); what is not set is tuned on the validation split",
+        help="text: mix in the tokens that followed similar hidden states, in the latest text (neural) or the training "
+        "split (knn, with a datastore in RUN/datastore); options without a value are tuned on the validation split",
     )
     parser.add_argument(
         "--with-memory",
         metavar="MEMORY",
-        help="text: give a model that was trained without a memory one that has no weights: streaming_llm, tova, h2o, "
+        help="text: give a model trained without a memory one that has no weights: streaming_llm, tova, h2o, "
         "transformer_xl",
     )
     add_weights(parser, "tested")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print one row of scores per way of treating the memory, or without and with a cache over outputs."""
+    """Print one row of scores per treatment of the memory, or without and with a cache over outputs."""
     from cached_lab.experiments.evaluate import Evaluation
     from cached_lab.experiments.load import read_run_config
-    from cached_lab.experiments.reports.terminal import open_console, print_scores, print_text_use
+    from cached_lab.experiments.reports.run_page import print_scores, print_text_use
+    from cached_lab.experiments.reports.terminal import open_console
     from cached_lab.experiments.run_outputs import write_evaluation, write_report
     from cached_lab.training.progress import Reporter
+    from cached_lab.output_caches.evaluation import cache_options, evaluate_output_cache
     from cached_transformers.files import jsonable
 
     if arguments.output_cache is not None:
@@ -101,15 +96,15 @@ def run(arguments: argparse.Namespace) -> int:
     config = _in_segments(config, arguments.segment_length)
     lengths = [] if arguments.segments is None else numbers_from_one("--segments", arguments.segments, "1,8,64")
     about = (arguments.checkpoint, split, modes, arguments.other, arguments.average, lengths)
-    evaluation = Evaluation(folder, config, *about, memory)
-    found = evaluation.score(arguments.device)
+    found = Evaluation(folder, config, *about, memory).score(arguments.device)
 
     result: dict[str, Any] = {} if memory is None else {"memory": memory}
     result |= {"split": split, "step": found.step, "scores": found.rows, **found.about}
     if found.baselines is not None:
         result["baselines"] = found.baselines
     console = open_console()
-    if memory is None and any("places" in row or "segments" in row for row in found.rows):  # else it is another model
+    # With another memory it is not the model of the run's report.
+    if memory is None and any("places" in row or "segments" in row for row in found.rows):
         write_evaluation(folder, result)
         write_report(folder, Reporter("", 0, None if arguments.json else console))
     if arguments.json:
@@ -124,47 +119,37 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _memory(name: str | None, overrides: list[str]) -> dict[str, Any] | None:
-    """The memory that the model is given, and its options. It knows places as the model does: `relative` is off."""
+    """The memory for --with-memory and its options; `relative` is off, so that positions stay the model's."""
     from cached_lab.experiments.probes.choice import options_of_memories
     from cached_transformers.registry import MEMORIES
 
     if name is None:
         if overrides:
-            raise ValueError(
-                f"{overrides[0]!r} is an option of --output-cache or --with-memory, neither of which is given"
-            )
+            raise ValueError(f"{overrides[0]!r} is an option of --output-cache or --with-memory; give one of them")
         return None
     places = {"relative": False} if "relative" in MEMORIES.entry(name).options else {}
     return {"name": name, **places, **options_of_memories([name], overrides).get(name, {})}
 
 
 def _in_segments(config: RunConfig, length: int | None) -> RunConfig:
-    """The configuration with another length of segments, where one is given."""
     if length is None:
         return config
     return dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, segment_length=length))
 
 
 def _with_output_cache(arguments: argparse.Namespace) -> int:
-    """Print the scores without and with a cache over outputs, its settings, and how long it took."""
+    """Print the scores without and with a cache over outputs, its settings, and its time."""
     from cached_lab.experiments.load import read_run_config
-    from cached_lab.experiments.reports.terminal import open_console, print_output_cache
+    from cached_lab.experiments.reports.run_page import print_output_cache
+    from cached_lab.experiments.reports.terminal import open_console
     from cached_lab.output_caches.evaluation import cache_options, evaluate_output_cache
     from cached_transformers.files import jsonable
 
-    for name, plain in (
-        ("memory", "carry"),
-        ("other", None),
-        ("batch_sizes", None),
-        ("segments", None),
-        ("with_memory", None),
-    ):
-        if (value := getattr(arguments, name)) != plain:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {value} does not go with --output-cache; leave one of them out"
-            )
-    if arguments.average is not None:
-        raise ValueError(f"--average {arguments.average} is for translation; leave it out with --output-cache")
+    for name in ("memory", "other", "batch_sizes", "segments", "with_memory", "average"):
+        value = getattr(arguments, name)
+        if value != ("carry" if name == "memory" else None):
+            option = f"--{name.replace('_', '-')} {value}"
+            raise ValueError(f"{option} does not go with --output-cache; leave one of them out")
     options = cache_options(arguments.output_cache, arguments.overrides)
     config = _in_segments(read_run_config(arguments.folder), arguments.segment_length)
     about = (arguments.checkpoint, arguments.split, options, arguments.device)

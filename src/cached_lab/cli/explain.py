@@ -1,6 +1,6 @@
-"""`cached explain NAME`: what a registered part does, from its registry entry and its signature.
+"""`cached explain NAME`: describe a registered part from its registry entry and signature.
 
-With `--plot FILE` an attention also draws which keys each query attends.
+With `--plot FILE` an attention also draws the keys that each query attends to.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from cached_lab.registries import LISTED
 from cached_transformers.registry import unknown_name
 
+from .arguments import add_command
 from .list import parts
 
 FACTS = ("equations", "state", "cost", "gradient")
@@ -22,39 +23,34 @@ FACTS = ("equations", "state", "cost", "gradient")
 
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "explain",
-        help="equations, state, cost and options of a registered part; the pattern of an attention",
+        run,
+        "equations, state, cost and options of a registered part; the pattern of an attention",
         epilog="example: cached explain bp_transformer k=2 --tokens 48 --plot bp_transformer.png",
     )
     parser.add_argument("name", help="a name from `cached list`")
-    parser.add_argument("overrides", nargs="*", metavar="option=value", help="options of the attention to be drawn")
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="draw which keys each query of an attention attends (.png, .svg, .pdf)",
-    )
-    parser.add_argument("--tokens", type=int, metavar="N", help="length of the sequence to be drawn (default: 64)")
-    parser.add_argument(
-        "--draws", type=int, metavar="B", help="random queries and keys to take the mean of (default: 4)"
-    )
-    parser.set_defaults(run=run)
+    parser.add_argument("overrides", nargs="*", metavar="option=value", help="with --plot: options of the attention")
+    plot = "draw the keys that each query of an attention attends to (.png, .svg, .pdf)"
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=plot)
+    parser.add_argument("--tokens", type=int, metavar="N", help="with --plot: length of the sequence (default: 64)")
+    parser.add_argument("--draws", type=int, metavar="B", help="with --plot: random queries and keys (default: 4)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print every part of that name (a memory and a model may share one), and draw the attention if asked."""
-    every = parts()
-    found = [(LISTED[kind].kind, group[arguments.name]) for kind, group in every.items() if arguments.name in group]
+    """Print every part of that name (a memory and a model may share one), and draw the attention with --plot."""
+    every, name = parts(), arguments.name
+    found = [(LISTED[kind].kind, group[name]) for kind, group in every.items() if name in group]
     if not found:
-        raise ValueError(unknown_name("name", arguments.name, [name for group in every.values() for name in group]))
-    if arguments.plot is not None and arguments.name not in every["attentions"]:
-        raise ValueError(f"--plot draws attentions, and {arguments.name!r} is none; see `cached list attentions`")
-    figure = None if arguments.plot is None else _draw(arguments)
+        raise ValueError(unknown_name("name", name, [known for group in every.values() for known in group]))
+    if arguments.plot is not None and name not in every["attentions"]:
+        raise ValueError(f"--plot draws attentions, and {name!r} is none; see `cached list attentions`")
     drawing = {"--tokens": arguments.tokens, "--draws": arguments.draws, "option=value": arguments.overrides or None}
     for option, value in drawing.items():
-        if figure is None and value is not None:
+        if arguments.plot is None and value is not None:
             raise ValueError(f"{option} is for the figure of an attention; add --plot FILE, or leave out {value}")
+    figure = None if arguments.plot is None else _draw(arguments)
     print("\n\n".join(explain(kind, part) for kind, part in found))
     if figure is not None:
         from cached_lab.experiments.reports.figures.style import save
@@ -64,14 +60,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _draw(arguments: argparse.Namespace) -> Any:
-    """The figure of an attention."""
     from cached_lab.experiments.reports.figures.attention_patterns import DRAWS, TOKENS, pattern_figure
-    from cached_lab.experiments.reports.figures.style import SUFFIXES
+    from cached_lab.experiments.reports.figures.style import check_suffix
     from cached_lab.yaml_tree import apply_override
     from cached_transformers.registry import ATTENTIONS
 
-    if arguments.plot.suffix.lower() not in SUFFIXES:  # before the work, not after it
-        raise ValueError(f"--plot {arguments.plot} must end in one of {', '.join(SUFFIXES)}")
+    check_suffix("--plot", arguments.plot)
     spec = {"name": arguments.name}
     for override in arguments.overrides:
         apply_override(spec, override)
@@ -82,12 +76,16 @@ def _draw(arguments: argparse.Namespace) -> Any:
 
 
 def explain(kind: str, part: Mapping[str, Any]) -> str:
-    """The text about one part, from what `Entry.facts` gives."""
+    """The description of one part, from `Entry.facts`."""
     lines, info = [f"{part['name']} ({kind})", part["summary"]], part["info"]
     if part["paper"]:
         lines.append(f"paper: {part['paper']}")
     for key in [key for key in FACTS if key in info] + [key for key in info if key not in FACTS]:
-        lines += ["", f"{key.replace('_', ' ')}:", *_indented(info[key])]
+        value = info[key]
+        if isinstance(value, Mapping):
+            value = [f"{name}: {item}" for name, item in value.items()]
+        items = value if isinstance(value, (list, tuple)) else str(value).splitlines()
+        lines += ["", f"{key.replace('_', ' ')}:", *(f"  {item}" for item in items)]
     lines += ["", "options:", *([] if part["options"] else ["  none"])]
     for option in part["options"]:
         meaning = part["meanings"].get(option.partition(":")[0].partition(" ")[0], "")
@@ -95,12 +93,5 @@ def explain(kind: str, part: Mapping[str, Any]) -> str:
     for name, options in part["presets"].items():
         lines.append(f"  preset: {name} = {', '.join(f'{key}={value}' for key, value in options.items())}")
     if part["open_ended"]:
-        lines.append("  ... and whatever the wrapped library accepts")
+        lines.append("  ... and all options of the wrapped library")
     return "\n".join(lines)
-
-
-def _indented(value: Any) -> list[str]:
-    if isinstance(value, Mapping):
-        return [f"  {key}: {item}" for key, item in value.items()]
-    items = value if isinstance(value, (list, tuple)) else str(value).splitlines()
-    return [f"  {item}" for item in items]

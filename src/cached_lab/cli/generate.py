@@ -1,4 +1,4 @@
-"""`cached generate RUN --prompt TEXT`: go on with a text, which a terminal shows while it is written."""
+"""`cached generate RUN --prompt TEXT`: continue a text; a terminal shows each token at once."""
 
 from __future__ import annotations
 
@@ -8,75 +8,70 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .arguments import add_weights, refuse_below_one
+from .arguments import add_command, add_run, add_weights, refuse_below_one, require_file
 
 
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "generate",
-        help="go on with a text, with a trained language model",
-        description="Prints what follows the prompt, on a terminal while it is chosen: sampled, or the likeliest token "
-        "with --temperature 0, or by beam search. The memory is written whenever a segment is full, as in training.",
+        run,
+        "continue a text with a trained language model",
+        description="Prints the continuation of the prompt, token by token on a terminal: sampled, or greedy with "
+        "--temperature 0, or by beam search. The memory is written after every full segment, as in training.",
         epilog='example: cached generate runs/demo_text --prompt "It was" --tokens 200 --top-p 0.9',
     )
-    parser.add_argument(
-        "folder",
-        metavar="RUN",
-        type=Path,
-        help="a run folder of a language model, or one of save_pretrained with the tokenizer beside the model",
-    )
-    parser.add_argument("--prompt", metavar="TEXT", help="the text (default: standard input, where it is no terminal)")
+    add_run(parser, " of a language model, or a folder of save_pretrained with the tokenizer beside the model")
+    parser.add_argument("--prompt", metavar="TEXT", help="the text (default: standard input, if it is no terminal)")
     parser.add_argument("--file", type=Path, metavar="FILE", help="the text in a file, of any length")
     parser.add_argument("--tokens", type=int, default=200, metavar="N", help="new tokens at most (default: 200)")
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="0 takes the likeliest token (default: 1)"
-    )
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (default: 1)")
     parser.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens")
-    parser.add_argument("--top-p", type=float, metavar="P", help="sample among the fewest of probability P together")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="sample among the fewest tokens of total probability P"
+    )
     parser.add_argument("--beams", type=int, default=1, metavar="K", help="search with K beams, and print the best")
     parser.add_argument("--length-penalty", type=float, default=1.0, metavar="A", help="of beams (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
     parser.add_argument("--segment-length", type=int, metavar="N", help="tokens in a segment (default: as trained)")
     parser.add_argument(
         "--stream",
         action=argparse.BooleanOptionalAction,
-        help="print each token as soon as it is chosen, or all at the end (default: as soon, on a terminal)",
+        help="print each token at once, or all at the end (default: at once on a terminal)",
     )
-    parser.add_argument("--state", type=Path, metavar="FILE", help="go on with the text of this state; then the prompt")
+    parser.add_argument("--state", type=Path, metavar="FILE", help="continue the text of this state, before the prompt")
     parser.add_argument("--save-state", type=Path, metavar="FILE", help="keep the state, for --state; may be the same")
     add_weights(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write on."""
+    """Print the continuation."""
     refuse_below_one(arguments, "tokens", "beams", "top_k", "segment_length")
     if arguments.prompt is not None and arguments.file is not None:
         raise ValueError("--prompt and --file both give the text; leave one of them out")
     if arguments.stream and arguments.beams > 1:
-        raise ValueError(f"--stream has nothing to show: --beams {arguments.beams} choose at the end; leave it out")
+        raise ValueError(f"--stream has no tokens to show: --beams {arguments.beams} choose at the end; leave it out")
     prompt = _prompt(arguments)
     import torch
 
     from cached_lab.experiments.load import load_writer
     from cached_lab.training.distributed import pick_device
 
-    if arguments.state is not None and not arguments.state.is_file():
-        raise FileNotFoundError(f"{arguments.state} is not a file; give a state that --save-state has written")
+    if arguments.state is not None:
+        require_file(arguments.state, "a state that --save-state has written")
     device = pick_device(arguments.device)
-    writer = load_writer(
-        arguments.folder, arguments.checkpoint, arguments.segment_length, device, state=arguments.state
-    )
+    about = (arguments.folder, arguments.checkpoint, arguments.segment_length, device)
+    writer = load_writer(*about, state=arguments.state)
     names = ("tokens", "temperature", "top_k", "top_p", "beams", "length_penalty")
     options = {name: getattr(arguments, name) for name in names}
     generator = torch.Generator(device).manual_seed(arguments.seed)
     clock = time.perf_counter()
     pieces: list[str] = []
     at_once = sys.stdout.isatty() if arguments.stream is None else arguments.stream
-    found = writer.write(prompt, _say if at_once else pieces.append, generator=generator, **options)
+    found = writer.write(prompt, _print if at_once else pieces.append, generator=generator, **options)
     seconds = time.perf_counter() - clock
-    _say("".join([*pieces, "\n"]))
+    _print("".join([*pieces, "\n"]))
     if arguments.save_state is not None:
         writer.session.save(arguments.save_state)
     count = int(found.lengths)
@@ -85,12 +80,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
-    """The text as it was given. The line end that closes standard input is none of it."""
+    """The text, without the line end that closes standard input."""
     if arguments.prompt is not None:
         return str(arguments.prompt)
     if arguments.file is not None:
-        if not arguments.file.is_file():
-            raise FileNotFoundError(f"{arguments.file} is not a file; give the text that is to be continued")
+        require_file(arguments.file, "the text to continue")
         try:
             return str(arguments.file.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
@@ -98,6 +92,6 @@ def _prompt(arguments: argparse.Namespace) -> str:
     return "" if sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`cached list`: the names of everything that is registered, and of the recipes; of one kind papers and first lines."""
+"""`cached list`: the names of all registered parts and recipes; for one kind also papers and summaries."""
 
 from __future__ import annotations
 
@@ -12,25 +12,21 @@ from cached_lab.registries import LISTED
 from cached_lab.resources import read_facts, recipes_folder
 from cached_transformers.interfaces.capabilities import PLACES, in_words
 
-FACTS = {
-    "memories": ("insertion", "cost", "reach"),
-    "attentions": ("order", "can"),
-    "probes": ("chance",),
-}
-"""What is said of a kind beside name, summary and paper."""
+from .arguments import add_command
+
+FACTS = {"memories": ("insertion", "cost", "reach"), "attentions": ("order", "can"), "probes": ("chance",)}
+"""Facts of a kind besides name, summary and paper."""
 KINDS = (*LISTED, "recipes")
 DESCRIPTION = re.compile(r"^description:.*(?:\n[ \t].*)*", re.MULTILINE)
-"""One key of a recipe with its value; reading all of all recipes takes longer than the rest of the command."""
+"""One key of a recipe with its value; parsing all recipes takes longer than the rest of the command."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
-    parser = subparsers.add_parser(
-        "list", help="list memories, attentions, models, datasets, objectives, probe tasks and recipes"
-    )
-    parser.add_argument("kind", nargs="?", choices=KINDS, help="one kind, with all that is said of it (default: names)")
+    kinds = "list memories, attentions, models, datasets, objectives, probe tasks and recipes"
+    parser = add_command(subparsers, "list", run, kinds)
+    parser.add_argument("kind", nargs="?", choices=KINDS, help="one kind, with its facts (default: names of all kinds)")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,31 +45,26 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False)
     if not arguments.kind:
         for kind in kinds:
-            console.print(
-                f"[bold]{kind}[/bold] ({len(rows[kind])})", Columns([row["name"] for row in rows[kind]]), sep="\n"
-            )
+            names = Columns([row["name"] for row in rows[kind]])
+            console.print(f"[bold]{kind}[/bold] ({len(rows[kind])})", names, sep="\n")
         console.print("\n`cached list KIND` tells more, `cached explain NAME` everything")
         return 0
-    for kind in kinds:
-        table = Table(title=kind, title_justify="left", box=None, pad_edge=False, header_style="bold")
-        table.add_column("name", no_wrap=True)
-        table.add_column("what it is")
-        table.add_column("paper", no_wrap=True)
-        facts = FACTS.get(kind, ())
-        for row in rows[kind]:
-            # Below the summary: as columns they would leave a few letters to each on a narrow terminal.
-            lines = [
-                escape(row["summary"]),
-                *(f"[dim]{fact}:[/dim] {escape(row[fact])}" for fact in facts if row[fact]),
-            ]
-            table.add_row(row["name"], "\n".join(lines), row["paper"] or "")
-        console.print(table)
-        console.print()
+    kind = arguments.kind
+    table = Table(title=kind, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table.add_column("name", no_wrap=True)
+    table.add_column("summary")
+    table.add_column("paper", no_wrap=True)
+    for row in rows[kind]:
+        # Facts go below the summary: as columns they would be a few letters wide on a narrow terminal.
+        facts = [f"[dim]{fact}:[/dim] {escape(row[fact])}" for fact in FACTS.get(kind, ()) if row[fact]]
+        table.add_row(row["name"], "\n".join([escape(row["summary"]), *facts]), row["paper"] or "")
+    console.print(table)
+    console.print()
     return 0
 
 
 def parts() -> dict[str, dict[str, dict[str, Any]]]:
-    """Facts of all parts by kind and name: the package's own from a file, beside what this process has registered."""
+    """Facts of all parts by kind and name: the package's own from a file, and those registered in this process."""
     from_file, found = read_facts(), {}
     for kind, registry in LISTED.items():
         found[kind] = {facts["name"]: facts for facts in from_file[kind]}
@@ -102,10 +93,7 @@ def recipe_rows() -> list[dict[str, Any]]:
 
 
 def fact_of(part: Mapping[str, Any], fact: str) -> Any:
-    """What a part's registration or its class says, in the words of the list.
-
-    That is of a memory the usual names of the places where it stands, of an attention what it can as a phrase.
-    """
+    """A fact of a part's registration or class: "insertion" names the places of a memory, "can" is a phrase."""
     stated = part["stated"]
     if fact == "insertion":
         return ", ".join(name for word, name in PLACES.items() if word in stated.get("needs", ())) or "none"

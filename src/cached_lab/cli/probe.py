@@ -1,4 +1,4 @@
-"""`cached probe`: what memories hold, on tasks that nothing but a memory can solve."""
+"""`cached probe`: test what memories hold, on tasks that only a memory can solve."""
 
 from __future__ import annotations
 
@@ -13,106 +13,76 @@ if TYPE_CHECKING:
     from cached_lab.experiments.probes.far_trials import FarTrials
     from cached_lab.experiments.probes.trials import Trials
 
-from .arguments import command_line, refuse_below_one, refuse_too_many_seeds
+from .arguments import add_command, command_line, refuse_below_one, refuse_too_many_seeds
 
 FAST = ("latch", "copy", "recall")
 BY_DISTANCE = (
-    "far", "rows", "compile", "no_ceiling", "no_curriculum", "solved", "bptt", "bptt_window", "recall",
-)  # fmt: skip
-"""Arguments that only trainings by distance take."""
+    *("far", "rows", "compile", "no_ceiling", "no_curriculum", "solved"),
+    *("bptt", "bptt_window", "recall"),
+)
+"""Arguments that need --train-distance."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "probe",
-        help="what a memory holds: tasks that nothing but a memory can solve",
-        description="Trains a small language model on each task with each memory, with options that put what is asked "
-        "within its reach, with options that put it beyond (where its theory knows a bound), and without the memory. "
+        run,
+        "test what a memory holds, on tasks that only a memory can solve",
+        description="Trains a small language model on each task with each memory, with options that put the answer "
+        "within its reach, with options that put it beyond (if its theory knows a bound), and without the memory. "
         "Prints the share of right answers and draws it against the distance. With --train-distance each memory is "
-        "trained at many distances instead, and asked in texts of up to --far tokens, which are read as streams. "
-        "Says how trainings go while they do. Finished ones are kept: the same command goes on where it was stopped.",
+        "trained at many distances instead, and tested in texts of up to --far tokens, read as streams. Finished "
+        "trainings are kept: the same command continues after a stop.",
         epilog="examples: cached probe rmt,transformer_xl --tasks latch,mqar mqar.pairs=8 --jobs 2; "
         "cached probe rmt,grc_stream rmt.length=2 --tasks latch --train-distance 1..20 --far 1000000",
     )
     parser.add_argument("memories", help="names of memories, separated by commas, or 'all'")
     add_options(parser)
-    parser.add_argument(
-        "--tasks",
-        default=",".join(FAST),
-        help=f"tasks from `cached list probes`, by commas, or 'all' (default: {','.join(FAST)})",
-    )
+    tasks = f"tasks from `cached list probes`, by commas, or 'all' (default: {','.join(FAST)})"
+    parser.add_argument("--tasks", default=",".join(FAST), help=tasks)
     parser.add_argument("--distance", type=int, help="segments between cue and question (default: 3)")
-    parser.add_argument(
-        "--train-distance",
-        metavar="A..B",
-        help="train with cue and question at random distances of A to B segments, and ask at any up to --far tokens; "
-        "0 is one segment for both, which many tasks have, and ..B begins at the nearest that each task has; "
-        "1,2,3,5,10 names the farthest of each stage of the curriculum",
-    )
-    parser.add_argument(
-        "--no-curriculum",
-        action="store_true",
-        help="with --train-distance: all distances from the first step on, not farther ones as nearer ones are solved",
-    )
-    parser.add_argument(
-        "--solved",
-        type=float,
-        metavar="S",
-        help="with --train-distance: share of right answers at which the curriculum goes on (default: 0.99)",
-    )
-    parser.add_argument(
-        "--bptt",
-        type=int,
-        metavar="K",
-        help="with --train-distance: segments that a gradient crosses (default: all of an episode)",
-    )
-    parser.add_argument(
-        "--bptt-window",
-        choices=("blocks", "sliding"),
-        help="with --bptt: cut the gradient after every K segments, or let each segment's loss reach back through K "
-        "(default: blocks)",
-    )
-    parser.add_argument(
-        "--recall",
-        type=float,
-        metavar="W",
-        help="with --train-distance: weight of an auxiliary loss, by which the model says each segment again from the "
-        "memory that holds it (default: none)",
-    )
-    parser.add_argument("--far", type=int, help="tokens of the longest text that is asked about (default: 1,000,000)")
-    parser.add_argument("--rows", type=int, help="with --train-distance: texts of each length (default: 64)")
-    parser.add_argument(
-        "--no-ceiling",
-        action="store_true",
-        help="with --train-distance: do not train attention over the whole text, whose work grows with its square",
-    )
-    parser.add_argument(
-        "--compile",
-        action="store_true",
-        help="with --train-distance: read texts of 10,000 segments and more with a compiled model, in half the time",
-    )
-    parser.add_argument(
-        "--short-convolution",
-        type=int,
-        metavar="K",
-        help="tokens that are mixed channel by channel in front of attention, in all models alike; 1 for none "
-        "(default: 3 with --train-distance, else 1: it lengthens the bounds that 'out of reach' is about)",
-    )
     parser.add_argument("--seeds", type=int, default=1, help="trainings of each kind (default: 1)")
     parser.add_argument("--steps", type=int, default=2000, help="steps at most; ends early when solved (default: 2000)")
     parser.add_argument("--out", type=Path, default=Path("runs/probe"), help="folder (default: runs/probe)")
-    parser.set_defaults(run=run)
+    taps = "tokens mixed channel by channel before attention, in all models; 1 for none (default: 3 with "
+    taps += "--train-distance, else 1: it lengthens the bounds of 'out of reach')"
+    parser.add_argument("--short-convolution", type=int, metavar="K", help=taps)
+    parser.add_argument(
+        "--train-distance",
+        metavar="A..B",
+        help="train with cue and question at random distances of A to B segments, and test at any up to --far tokens; "
+        "0 puts both into one segment, which many tasks allow, and ..B begins at each task's nearest; 1,2,3,5,10 names "
+        "the farthest of each stage of the curriculum",
+    )
+    distances = parser.add_argument_group("with --train-distance")
+    curriculum = "all distances from the first step on, not farther ones as nearer ones are solved"
+    distances.add_argument("--no-curriculum", action="store_true", help=curriculum)
+    solved = "share of right answers that ends a stage of the curriculum (default: 0.99)"
+    distances.add_argument("--solved", type=float, metavar="S", help=solved)
+    bptt = "segments that a gradient crosses (default: all of an episode)"
+    distances.add_argument("--bptt", type=int, metavar="K", help=bptt)
+    window = "detach after every K segments, or let each segment's loss reach back through K (default: blocks)"
+    distances.add_argument("--bptt-window", choices=("blocks", "sliding"), help=window)
+    recall = "weight of an auxiliary loss: reconstruct each segment from the memory (default: none)"
+    distances.add_argument("--recall", type=float, metavar="W", help=recall)
+    distances.add_argument("--far", type=int, help="tokens of the longest tested text (default: 1,000,000)")
+    distances.add_argument("--rows", type=int, help="texts of each length (default: 64)")
+    ceiling = "do not train attention over the whole text, whose cost is quadratic"
+    distances.add_argument("--no-ceiling", action="store_true", help=ceiling)
+    compiled = "read texts of 10,000 segments and more with a compiled model, in half the time"
+    distances.add_argument("--compile", action="store_true", help=compiled)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare what all commands that probe have in common."""
+    """Declare the arguments of both commands that probe."""
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="NAME.option=value",
-        help="options of tasks and memories, which `cached explain NAME` lists; model.width, depth, heads, "
-        "feed_forward, batch_size, learning_rate, check_every and rows are those of the models and their training",
+        help="options of tasks and memories (see `cached explain NAME`), and of the models and their training: "
+        "model.width, depth, heads, feed_forward, batch_size, learning_rate, check_every, rows",
     )
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default: 1)")
     parser.add_argument("--babi", type=Path, help="bAbI's archive or folder, for the tasks 'facts' and 'babilong'")
@@ -120,11 +90,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train what is missing, print the table, and write probe.json and the report."""
+    """Train the missing models, print the table, and write probe.json and the report."""
     from cached_lab.experiments.probes.far_trials import FarTrials
-    from cached_lab.experiments.reports.far_page import write_far_report
-    from cached_lab.experiments.reports.probe_page import write_probe_report
-    from cached_lab.experiments.reports.terminal import open_console, print_far, print_probe
+    from cached_lab.experiments.reports.far_page import print_far, write_far_report
+    from cached_lab.experiments.reports.probe_page import print_probe, write_probe_report
+    from cached_lab.experiments.reports.terminal import open_console
 
     refuse_below_one(arguments, "distance", "seeds", "steps", "jobs", "far", "rows", "short_convolution", "bptt")
     refuse_too_many_seeds(arguments.seeds)
@@ -144,30 +114,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def chosen(arguments: argparse.Namespace, tasks: str) -> tuple[list[str], list[str], dict[str, dict[str, Any]]]:
-    """Names of memories and of tasks, and the options that were given of them and of the models (ValueError where
-    there are none)."""
-    from cached_lab.experiments.probes.choice import (
-        FILES,
-        MODEL,
-        chosen_memories,
-        chosen_tasks,
-        options_of_memories,
-        options_of_models,
-    )
+    """Names of memories and tasks, and the options given for them and the models (ValueError for unknown names)."""
+    from cached_lab.experiments.probes import choice
 
-    files = {name: str(path) for name in FILES if (path := getattr(arguments, name)) is not None}
-    memories = chosen_memories(arguments.memories)
-    of: dict[str, list[str]] = {"memories": [], MODEL: [], "tasks": []}
+    files = {name: str(path) for name in choice.FILES if (path := getattr(arguments, name)) is not None}
+    memories = choice.chosen_memories(arguments.memories)
+    given: dict[str, list[str]] = {"memories": [], choice.MODEL: [], "tasks": []}
     for override in arguments.overrides:
         name = override.partition("=")[0].partition(".")[0]
-        of[MODEL if name == MODEL else "memories" if name in memories else "tasks"].append(override)
-    by_task = chosen_tasks(tasks, files, of["tasks"])
-    options = by_task | options_of_memories(memories, of["memories"]) | options_of_models(of[MODEL])
-    return memories, list(by_task), options
+        given[choice.MODEL if name == choice.MODEL else "memories" if name in memories else "tasks"].append(override)
+    by_task = choice.chosen_tasks(tasks, files, given["tasks"])
+    options = by_task | choice.options_of_memories(memories, given["memories"])
+    return memories, list(by_task), options | choice.options_of_models(given[choice.MODEL])
 
 
 def train_missing(trials: Trials, jobs: int, console: Console) -> None:
-    """Train and ask what is not there yet, and say how it goes."""
+    """Train and test the missing models, and show the progress."""
     from cached_lab.experiments.reports.probe_progress import ProbeProgress
 
     missing = trials.missing()
@@ -184,7 +146,7 @@ def train_missing(trials: Trials, jobs: int, console: Console) -> None:
 def _trials(
     arguments: argparse.Namespace, tasks: list[str], memories: list[str], options: dict[str, dict[str, Any]]
 ) -> Trials | FarTrials:
-    """What is to be trained (ValueError where options do not go together)."""
+    """The trainings (ValueError for options that exclude each other)."""
     from cached_lab.experiments.probes.distances import Course
     from cached_lab.experiments.probes.far_trials import FarTrials
     from cached_lab.experiments.probes.trials import Trials
@@ -215,8 +177,7 @@ def _trials(
 
 
 def _distances(text: str) -> tuple[int | None, int, tuple[int, ...]]:
-    """The nearest and the farthest of "A..B", "..B" (None: the nearest that a task has), of a single number, or of a
-    list of stages, which is the third."""
+    """Nearest and farthest distance of "A..B", "..B" (None: each task's nearest), a number or stages; the stages."""
     stages = text.split(",")
     if len(stages) > 1 and all(stage.isdecimal() for stage in stages):
         through = tuple(map(int, stages))

@@ -12,50 +12,52 @@ from typing import Any
 from cached_lab.resources import read_facts
 from cached_transformers.registry import unknown_name
 
-from .arguments import command_line, refuse_below_one
+from .arguments import add_command, command_line, refuse_below_one
 from .compare import parse_seeds
-
-OF_TRAINED_TABLES = {"data": "--data", "seeds": "--seeds", "jobs": "--jobs"}
 
 
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
     tables = sorted(read_facts()["reproductions"], key=lambda table: (len(table["name"]), table["name"]))
     listed = "\n".join(f"  {table['name']:<10} {table['summary']}" for table in tables)
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "reproduce",
-        help="run a table of the GRC paper: rows of equal size or cost, over several seeds",
+        run,
+        "run a table of the GRC paper: rows of equal size or cost, over several seeds",
         epilog=f"reproductions:\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("reproduction", help="one of the names below")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe, for all rows")
     parser.add_argument("--scale", choices=("small", "paper"), default="small", help="small: minutes a run on one core")
-    parser.add_argument(
-        "--data",
-        metavar="FOLDER",
-        help="the data that a table reads (table4: pairs of texts; table5: text; others: images)",
-    )
-    parser.add_argument(
-        "--rows", default="paper", metavar="paper|all|A,B", help="all: with rows that the paper lacks; or rows by name"
-    )
+    data = "the data of the table (table4: pairs of texts; table5: text; others: images)"
+    parser.add_argument("--data", metavar="FOLDER", help=data)
+    rows = "all: also rows that the paper lacks; or rows by name"
+    parser.add_argument("--rows", default="paper", metavar="paper|all|A,B", help=rows)
     parser.add_argument("--seeds", help="how many (3, the default, means 0,1,2), or a list such as 0,1,7")
-    parser.add_argument("--jobs", type=int, help="runs at a time, each in a process of its own (default: 1)")
+    parser.add_argument("--jobs", type=int, help="runs at a time, each in its own process (default: 1)")
     parser.add_argument("--out", type=Path, help="folder of the results (default: runs/NAME_SCALE)")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train missing runs, then write compare.json and the report; or measure a table of timings."""
+    """Train the missing runs, then write compare.json and the report; or measure a table of costs."""
     from cached_lab.experiments.compare import carry_out
-    from cached_lab.experiments.reports.terminal import open_console, print_sizes
+    from cached_lab.experiments.reports.run_page import print_sizes
+    from cached_lab.experiments.reports.terminal import open_console
     from cached_lab.experiments.reproductions import MEASURED, REPRODUCTIONS
     from cached_lab.experiments.reproductions.arms import comparison
+    from cached_lab.experiments.reproductions.table9 import measure, write
 
-    name = arguments.reproduction
-    command = command_line()
+    name, scale, command = arguments.reproduction, arguments.scale, command_line()
     if name in MEASURED:
-        return _measure(arguments, command)
+        for key in ("data", "seeds", "jobs"):
+            if getattr(arguments, key) is not None:
+                raise ValueError(f"{name} trains nothing and reads no data; drop --{key}")
+        measured = measure(MEASURED[name], scale, arguments.rows, arguments.overrides)
+        print(measured.text)
+        print(f"written: {write(measured, arguments.out or Path('runs') / f'{name}_{scale}', name, command)}")
+        return 0
     if name not in REPRODUCTIONS:
         raise ValueError(unknown_name("reproduction", name, [*REPRODUCTIONS, *MEASURED]))
     for key, option in (("training.seed", "--seeds"), ("data.path", "--data")):
@@ -66,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     compared = comparison(
         REPRODUCTIONS[name],
         name,
-        arguments.scale,
+        scale,
         chosen=arguments.rows,
         overrides=arguments.overrides,
         data=arguments.data,
@@ -75,18 +77,4 @@ def run(arguments: argparse.Namespace) -> int:
     )
     print_sizes({variant.name: variant.facts for variant in compared.variants}, console)
     carry_out(compared, arguments.jobs or 1, command, console)
-    return 0
-
-
-def _measure(arguments: argparse.Namespace, command: str) -> int:
-    from cached_lab.experiments.reproductions import MEASURED
-    from cached_lab.experiments.reproductions.table9 import measure
-
-    name, scale = arguments.reproduction, arguments.scale
-    for key, option in OF_TRAINED_TABLES.items():
-        if getattr(arguments, key) is not None:
-            raise ValueError(f"{name} trains nothing and reads no data; drop {option}")
-    folder = arguments.out or Path("runs") / f"{name}_{scale}"
-    print(measure(MEASURED[name], scale, arguments.rows, arguments.overrides, folder, command))
-    print(f"written: {folder / 'throughput.md'}")
     return 0

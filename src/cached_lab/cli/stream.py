@@ -1,4 +1,4 @@
-"""`cached stream RUN FILE`: read a text of any length in constant memory, and go on where reading stopped."""
+"""`cached stream RUN FILE`: read a text of any length in constant memory, and resume after a stop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import add_weights, refuse_below_one
+from .arguments import add_command, add_run, add_weights, refuse_below_one, require_file
 
 if TYPE_CHECKING:
     from cached_lab.tasks.language.scoring import Lap
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "stream",
-        help="read a text of any length with a trained language model, in constant memory",
-        description="Prints perplexity (bits per byte for bytes) as it reads, and keeps the state in a file: the same "
-        "command goes on where it was stopped, with the numbers that an uninterrupted reading gives.",
+        run,
+        "read a text of any length with a trained language model, in constant memory",
+        description="Prints perplexity (bits per byte for bytes) while it reads, and keeps the state in a file: the "
+        "same command continues after a stop, with the numbers of an uninterrupted reading.",
         epilog="example: cached stream runs/lm war_and_peace.txt --every 100000",
     )
-    parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder of a language model")
+    add_run(parser, " of a language model")
     parser.add_argument("file", metavar="FILE", type=Path, help="a text, plain or .xz, .gz, .bz2")
     parser.add_argument("--state", type=Path, help="file of the state (default: RUN/stream_FILE.safetensors)")
     parser.add_argument("--segment-length", type=int, metavar="N", help="tokens in a segment (default: the run's)")
@@ -34,26 +36,22 @@ def add_parser(subparsers: Any) -> None:
         help="order of the work: segment after segment, or layers on different segments at once, with the same result",
     )
     parser.add_argument("--every", type=int, default=50_000, metavar="TOKENS", help="tokens between lines and saves")
-    parser.add_argument("--tokens", type=int, metavar="N", help="stop after about so many tokens; the state is kept")
+    parser.add_argument("--tokens", type=int, metavar="N", help="stop after about this many tokens; the state is kept")
     add_weights(parser, device="cpu")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read on, print, and save."""
+    """Read, print, and save, with a lock on the state's file."""
     from cached_lab.training.run_lock import file_lock
 
     refuse_below_one(arguments, "segment_length", "every", "tokens")
-    file = arguments.file
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is not a file; give the text that is to be read")
-    path = arguments.state or arguments.folder / f"stream_{file.name}.safetensors"
+    require_file(arguments.file, "the text to read")
+    path = arguments.state or arguments.folder / f"stream_{arguments.file.name}.safetensors"
     with file_lock(path.with_name(f".{path.name}.lock"), path, "another --state"):
-        return _read_on(arguments, path)
+        return _read(arguments, path)
 
 
-def _read_on(arguments: argparse.Namespace, path: Path) -> int:
-    """Read on from the state in a file, which nobody else writes."""
+def _read(arguments: argparse.Namespace, path: Path) -> int:
     from cached_lab.experiments.load import load_run
     from cached_lab.experiments.reports.formatting import unknown_words
     from cached_lab.tasks.language.scoring import TextReader, fingerprint, read_tokenizer
@@ -67,17 +65,11 @@ def _read_on(arguments: argparse.Namespace, path: Path) -> int:
     length = arguments.segment_length or config.evaluation.segment_length or config.training.segment_length
     named = checkpoint in ("best", "last")
     weights = Checkpoints(folder / "checkpoints").named(checkpoint) if named else Path(checkpoint)
-    reader = TextReader(
-        model.to(pick_device(arguments.device)),
-        tokenizer,
-        file,
-        length,
-        path,
-        fingerprint(weights, file, length),
-        arguments.schedule,
-    )
+    model.to(pick_device(arguments.device))
+    source = fingerprint(weights, file, length)
+    reader = TextReader(model, tokenizer, file, length, path, source, arguments.schedule)
     if reader.now is not None:
-        print(f"going on behind token {reader.first:,} ({path})")
+        print(f"continuing after token {reader.first:,} ({path})")
     bytewise = tokenizer.vocabulary == 256 and tokenizer.lossless
     for lap in reader.laps(arguments.every, arguments.tokens):
         print(_line(lap, bytewise), flush=True)
@@ -94,7 +86,7 @@ def _read_on(arguments: argparse.Namespace, path: Path) -> int:
 
 
 def _line(lap: Lap, bytewise: bool) -> str:
-    """Scores of all that is read and of what was read last, speed, and the memory of the process."""
+    """Scores of the whole text so far and of the last tokens, speed, and the memory of the process."""
     now, last = lap.now, lap.now._replace(tokens=lap.tokens, nats=lap.nats)
     kind = "bits per byte" if bytewise else "perplexity"
     values = [scored.bits_per_byte(scored.tokens) if bytewise else scored.perplexity for scored in (now, last)]

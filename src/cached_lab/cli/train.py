@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import add_recipe
+from .arguments import add_command, add_recipe
 
 if TYPE_CHECKING:
     from cached_lab.training.config import RunConfig
@@ -14,22 +14,17 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
-    parser = subparsers.add_parser("train", help="train a recipe; interrupted runs continue where they stopped")
+    parser = add_command(subparsers, "train", run, "train a recipe; interrupted runs continue from their last save")
     add_recipe(parser, "e.g. training.steps=100 model.memory.ratio=0.25")
     parser.add_argument("--out", type=Path, help="run folder (default: runs/NAME)")
     parser.add_argument("--dry-run", action="store_true", help="print the checked configuration and stop")
-    parser.add_argument(
-        "--resume",
-        default="auto",
-        metavar="auto|anyway|never|PATH",
-        help="checkpoint to continue from: the newest (anyway: even if the data are others now), none, or this one",
-    )
+    resume = "continue from the newest checkpoint (anyway: even if the data changed), from none, or from this one"
+    parser.add_argument("--resume", default="auto", metavar="auto|anyway|never|PATH", help=resume)
     parser.add_argument("--variant", help="name of this run in comparisons (default: the name of its memory)")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, or with --dry-run print what would be trained, after the model has been built without weights."""
+    """Train; with --dry-run build the model without weights and print its configuration."""
     from cached_lab.experiments.reports.terminal import open_console
     from cached_lab.experiments.run import run_training
     from cached_lab.tasks.recipes import load_config
@@ -44,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe(config: RunConfig) -> str:
-    """The configuration as YAML, with comments: which options the data will fill in, and what could not be checked.
+    """The configuration as YAML, with comments on options that the data fill in and on checks that were impossible.
 
     Raises:
         ValueError: a model of this configuration cannot be built.
@@ -59,6 +54,6 @@ def describe(config: RunConfig) -> str:
     text = f"{config_to_yaml(config)}# filled in from the data: {', '.join(open_options) or 'nothing'}\n"
     try:
         refuse_what_cannot_be_built(filled(config))
-    except (FileNotFoundError, ImportError) as error:  # a recipe may be looked at where it will not run
+    except (FileNotFoundError, ImportError) as error:  # a dry run may lack the data and libraries of the training
         return f"{text}# whether the model can be built is not known: {' '.join(str(error).split())}\n"
     return text

@@ -27,11 +27,9 @@ from cached_lab.training.run_lock import folder_lock
 from cached_transformers.files import json_text, write_whole
 
 from .cache_use import has_shared_cache, score_variant
-from .reports.cache_use_table import cache_use_statistics
-from .reports.comparison_page import write_compare_report
+from .reports.comparison_page import print_cache_use, print_statistics, write_compare_report, write_markdown
 from .reports.formatting import Metric
-from .reports.markdown import write_markdown
-from .reports.terminal import print_cache_use, print_statistics
+from .reports.run_folder import cache_use_statistics
 from .statistics import summarise, summarise_pairs, wilson_interval
 from .subprocesses import start_command, work_off
 from .variants import Variant

@@ -19,7 +19,7 @@ from .reports.collect import LayerMaps, collect_layer_maps
 from .reports.draw import label, listed, single_runs
 from .reports.figures import paper
 from .reports.figures.paper import PLAIN, FormPoint, HeadShares
-from .reports.run_folder import Comparison, Run, is_comparison, is_run, read_comparison
+from .reports.run_folder import Run, StoredComparison, is_comparison, is_run, read_comparison
 from .statistics import mean_interval
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ def initial_share(run: Run) -> float | None:
     return float(torch.tensor(gate).sigmoid())
 
 
-def _read(folders: Sequence[Path]) -> tuple[list[Comparison], dict[str, list[Run]]]:
-    """Read comparisons, and single runs by variant."""
+def _read(folders: Sequence[Path]) -> tuple[list[StoredComparison], dict[str, list[Run]]]:
+    """Comparisons, and single runs by variant."""
     runs: dict[str, list[Run]] = {}
     for run in single_runs(folders):
         runs.setdefault(run.name, []).append(run)

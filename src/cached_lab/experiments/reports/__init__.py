@@ -1,10 +1,6 @@
-"""Pages, tables and figures of what was run.
+"""Pages, tables and figures of finished runs.
 
-`run_folder` reads what a training or a comparison has written, `wording` says it in words, and `run_page`,
-`comparison_page`, `probe_page` make of it a page of the blocks in `page`, `markdown` a text (with `variant_table`,
-`detection_table`, `cache_use_table`).
-`figures` draws, and `collect` takes from a trained model what is drawn of it.
-
-A folder or a file that does not hold what is asked of it raises a ValueError; what is drawn, on a page or alone, takes
-matplotlib, without which there is an ImportError.
+`run_folder` reads folders of runs and comparisons. `comparison_page`, `run_page`, `probe_page` and `leaderboard_page`
+describe them as the records of `blocks`, which `terminal`, `markdown` and `page` (HTML) write. `figures` draws, and
+`collect` takes from a trained model the data of the figures.
 """

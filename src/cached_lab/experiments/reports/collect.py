@@ -1,48 +1,53 @@
-"""What the figures of a trained model show, taken from it: gates, and what self-attention and memory give each place.
+"""Data for figures of a trained model: gates, and maps of self-attention's and the memory's outputs.
 
-Both are figures of "Cached Transformers" (arXiv:2312.12742), 5 and 4. They ask for methods and not for classes, so a
-memory of a user's is drawn, too, if it has them: `mixing_ratio` for gates, `record` and `prefix` for maps.
+Figures 5 and 4 of "Cached Transformers" (arXiv:2312.12742). Any memory with the methods is drawn: `mixing_ratio` for
+gates, `record` and `prefix` for maps.
 
 Legend: L layers, N images, H heads, T tokens, E head width, h x w token map.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-Pair = tuple[Tensor, Tensor]
-
 
 @runtime_checkable
 class Gated(Protocol):
-    """A memory that is mixed with self-attention, each head in its own ratio."""
+    """A memory that each head mixes with self-attention in its own ratio."""
 
     def mixing_ratio(self) -> Tensor:
-        """(H,): the share of the memory in each head, from 0 (self-attention alone) to 1."""
+        """(H,): the share of the memory in each head, from 0 (self-attention only) to 1."""
         ...
 
 
 @runtime_checkable
 class Recorded(Protocol):
-    """A memory that tells what it mixes.
+    """A memory that reports the outputs it mixes.
 
     Attributes:
-        prefix: tokens that stand before those of the map, such as class tokens.
+        prefix: tokens before those of the map, such as class tokens.
     """
 
     @property
     def prefix(self) -> int: ...
 
     def record(self, note: Callable[[Tensor, Tensor], None] | None) -> None:
-        """Call `note(y_BHTE, o_BHTE)` with the results of self-attention and memory at each forward; None ends it."""
+        """Call `note(y_BHTE, o_BHTE)` with the outputs of self-attention and memory at each forward; None ends it."""
         ...
+
+
+class LayerMaps(NamedTuple):
+    """Norms of both branches' outputs over heads and channels, (N, h, w) each."""
+
+    number: int
+    name: str
+    self_attention: np.ndarray
+    memory: np.ndarray
 
 
 def collect_gates(model: nn.Module) -> list[list[float]]:
@@ -64,36 +69,36 @@ def collect_gates(model: nn.Module) -> list[list[float]]:
     return layers
 
 
-class LayerMaps(NamedTuple):
-    """What both branches of a layer give each place of the images: norms over heads and channels, (N, h, w) each."""
-
-    number: int
-    name: str
-    self_attention: np.ndarray
-    memory: np.ndarray
-
-
 @torch.no_grad()
 def collect_layer_maps(model: nn.Module, images_NCHW: Tensor) -> list[LayerMaps]:
     """Maps of all layers whose memory is `Recorded`, in evaluation mode; counted from 1, in order of the model.
 
-    Layers are left out whose rows are not images (windows), or whose tokens are no map of the images' shape.
+    Layers are left out if their rows are not images (windows), or their tokens no map of the images' shape.
     """
     memories = {name: module for name, module in model.named_modules() if isinstance(module, Recorded)}
+    notes: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def noting(name: str) -> Callable[[Tensor, Tensor], None]:
+        return lambda y_BHTE, o_BHTE: notes.setdefault(name, (y_BHTE.detach(), o_BHTE.detach())) and None
+
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    with _recorded(list(memories.values())) as notes:
+    for name, memory in memories.items():
+        memory.record(noting(name))
+    try:
         model(images_NCHW)
-    for module, mode in modes:
-        if module.training != mode:
-            module.train(mode)
+    finally:
+        for memory in memories.values():
+            memory.record(None)
+        for module, mode in modes:
+            if module.training != mode:
+                module.train(mode)
     n, _, height, width = images_NCHW.shape
     found = []
-    for number, ((name, memory), pairs) in enumerate(zip(memories.items(), notes, strict=True), start=1):
-        for y, o in pairs[:1]:
-            maps = [_map(t, memory.prefix, height / width) for t in (y, o)]
-            if y.shape[0] == n and maps[0] is not None and maps[1] is not None:
-                found.append(LayerMaps(number, name, maps[0], maps[1]))
+    for number, (name, memory) in enumerate(memories.items(), start=1):
+        maps = [_map(t_BHTE, memory.prefix, height / width) for t_BHTE in notes.get(name, ()) if len(t_BHTE) == n]
+        if len(maps) == 2 and maps[0] is not None and maps[1] is not None:
+            found.append(LayerMaps(number, name, maps[0], maps[1]))
     return found
 
 
@@ -101,8 +106,8 @@ def collect_feature_maps(model: nn.Module, images_NCHW: Tensor) -> dict[str, np.
     """Norms of the two branches' features at each place of the map, in evaluation mode.
 
     Returns:
-        {"image": (N, H, W, C) in 0..1, "self": (L, N, h, w), "memory": (L, N, h, w)} of the layers with the first
-        layer's map; None for a model without GRC layers, or whose rows are not images (windows).
+        {"image": (N, H, W, C) in 0..1, "self": (L, N, h, w), "memory": (L, N, h, w)} of the layers whose map has the
+        first layer's shape; None for a model without GRC layers, or whose rows are not images (windows).
     """
     maps = collect_layer_maps(model, images_NCHW)
     maps = [layer for layer in maps if layer.self_attention.shape == maps[0].self_attention.shape]
@@ -118,28 +123,11 @@ def collect_feature_maps(model: nn.Module, images_NCHW: Tensor) -> dict[str, np.
     }
 
 
-@contextlib.contextmanager
-def _recorded(memories: list[Recorded]) -> Iterator[list[list[Pair]]]:
-    """Inside, each memory's results of the two branches are noted in its list."""
-    notes: list[list[Pair]] = [[] for _ in memories]
-    for memory, note in zip(memories, notes, strict=True):
-        memory.record(functools.partial(_append, note))
-    try:
-        yield notes
-    finally:
-        for memory in memories:
-            memory.record(None)
-
-
-def _append(note: list[Pair], y_BHTE: Tensor, o_BHTE: Tensor) -> None:
-    note.append((y_BHTE.detach(), o_BHTE.detach()))
-
-
 def _map(t_BHTE: Tensor, prefix: int, aspect: float) -> np.ndarray | None:
-    """(B, h, w) norms over heads and channels of the tokens behind the class tokens; None when they form no map.
+    """(B, h, w) norms over heads and channels of the tokens after the class tokens; None if they form no map.
 
     Args:
-        aspect: height by width of the images, which is that of the map to within a row.
+        aspect: height by width of the images, equal to the map's to within a row.
     """
     norms = t_BHTE[:, :, prefix:].float().pow(2).sum((1, 3)).sqrt()
     cells = norms.shape[1]

@@ -1,4 +1,4 @@
-"""One figure of runs and comparisons that exist already, by the folders they lie in."""
+"""One figure of existing runs and comparisons, by their folders."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .figures import gates_and_maps
 from .figures.curves import learning_curves
-from .figures.scores import Point, metric_against_flops
-from .run_folder import Comparison, Run, find_comparisons, is_comparison, is_run, read_comparison, read_run
+from .figures.maps import feature_maps
+from .figures.paper import FormPoint, HeadShares, accuracy_against_flops, head_shares
+from .run_folder import Run, StoredComparison, find_comparisons, is_comparison, is_run, read_comparison, read_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,18 +19,16 @@ def curves(folders: Sequence[Path]) -> Figure:
     """Learning curves of runs and comparisons."""
     runs, comparisons = _read(folders)
     records = {name: [run.records for run in group] for name, group in runs.items()}
-    first = comparisons[0] if comparisons else None
-    return learning_curves(records, first.metric if first else "accuracy", _reference(comparisons))
+    return learning_curves(records, comparisons[0].metric if comparisons else "accuracy", _reference(comparisons))
 
 
 def gates(folders: Sequence[Path]) -> Figure:
     """Share of the memory in every head and layer."""
-    runs, comparisons = _read(folders)
-    by_name = {name: [run.gates for run in group if run.gates] for name, group in runs.items()}
-    layers = {name: group for name, group in by_name.items() if group}
+    groups = _read(folders)[0].items()
+    layers = {name: found for name, group in groups if (found := [run.gates for run in group if run.gates])}
     if not layers:
         raise ValueError(f"no gates.json in {listed(folders)}: only models with a gated memory have gates")
-    return gates_and_maps.gates(layers, _reference(comparisons))
+    return head_shares([HeadShares(name, found) for name, found in layers.items()])
 
 
 def maps(folders: Sequence[Path]) -> Figure:
@@ -40,7 +38,7 @@ def maps(folders: Sequence[Path]) -> Figure:
     found = read_run(folders[0]).feature_maps()
     if found is None:
         raise ValueError(f"no feature_maps.npz in {folders[0]}: only image models with a memory have feature maps")
-    return gates_and_maps.feature_maps(found["image"], found["self"], found["memory"])
+    return feature_maps(found["image"], found["self"], found["memory"])
 
 
 def flops(folders: Sequence[Path]) -> Figure:
@@ -50,18 +48,18 @@ def flops(folders: Sequence[Path]) -> Figure:
     if len(metrics) > 1:
         raise ValueError(f"the comparisons have different metrics ({', '.join(metrics)}); draw them one by one")
     points = [
-        Point(label(row["name"], c, comparisons), float(variant["flops"]), row["mean"], row["low"], row["high"])
+        FormPoint(label(str(variant["name"]), c, comparisons), "", float(variant["flops"]), variant["values"])
         for c in comparisons
-        for variant, row in zip(c.variants, c.statistics, strict=True)
+        for variant in c.variants
         if variant.get("flops")
     ]
     if not points:
         raise ValueError(f"compare.json in {listed(folders)} counts no operations (flops)")
-    return metric_against_flops(points, metrics[0], _reference(comparisons))
+    return accuracy_against_flops(points, metrics[0], "one forward pass", _reference(comparisons))
 
 
-def _read(folders: Sequence[Path]) -> tuple[dict[str, list[Run]], list[Comparison]]:
-    """Runs by name: those of comparisons under their variant; single runs of one variant count as its seeds."""
+def _read(folders: Sequence[Path]) -> tuple[dict[str, list[Run]], list[StoredComparison]]:
+    """Runs by name: those of comparisons under their variant; single runs of one name count as its seeds."""
     comparisons = [read_comparison(folder) for folder in folders if is_comparison(folder)]
     runs: dict[str, list[Run]] = {}
     for comparison in comparisons:
@@ -73,22 +71,20 @@ def _read(folders: Sequence[Path]) -> tuple[dict[str, list[Run]], list[Compariso
 
 
 def single_runs(folders: Sequence[Path]) -> list[Run]:
-    """The runs among the folders, without those of comparisons."""
-    runs = []
-    for folder in folders:
-        if is_run(folder) and not is_comparison(folder):
-            runs.append(read_run(folder))
-        elif not is_comparison(folder):
+    """The folders that are runs and no comparisons (ValueError if one is neither)."""
+    single = [folder for folder in folders if not is_comparison(folder)]
+    for folder in single:
+        if not is_run(folder):
             raise ValueError(f"{folder} is neither a run (metrics.jsonl) nor a comparison (compare.json)")
-    return runs
+    return [read_run(folder) for folder in single]
 
 
-def label(name: str, comparison: Comparison, comparisons: Sequence[Comparison]) -> str:
-    """The name of a variant, behind that of its comparison's folder where there are several."""
+def label(name: str, comparison: StoredComparison, comparisons: Sequence[StoredComparison]) -> str:
+    """The name of a variant, with its comparison's folder if there are several comparisons."""
     return name if len(comparisons) == 1 else f"{comparison.folder.resolve().name}: {name}"
 
 
-def _reference(comparisons: list[Comparison]) -> str | None:
+def _reference(comparisons: list[StoredComparison]) -> str | None:
     return comparisons[0].reference if len(comparisons) == 1 else None
 
 

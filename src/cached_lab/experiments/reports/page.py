@@ -1,115 +1,41 @@
-"""Self-contained HTML pages: the blocks that a page is made of, and the file that becomes of them.
-
-A page is a list of blocks, which say what is shown; `templates/blocks.html.j2` says how each is written, and
-`templates/page.css` how it looks on a screen, a dark screen and paper. Jinja escapes whatever text a block holds.
-"""
+"""Write the records of `blocks` as one self-contained HTML page."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from typing import TYPE_CHECKING
 
 from cached_transformers.files import write_whole
 
+from .blocks import Block, FactList, Folded, Heading, Paragraph, Picture, ReportTable, TableCell
 from .figures.style import COLOURS, inline_svg
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FILE_NAME = "report.html"
-TEMPLATES = Environment(
-    loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-)
-
-
-class Cell(NamedTuple):
-    """A table cell: its text, a second line in small print, and a link or a colour mark where it has one."""
-
-    text: str
-    small: str = ""
-    link: str = ""
-    mark: str = ""
-
-
-Row = Sequence[Cell | str]
-
-
-@dataclass(frozen=True)
-class Block:
-    """Anything that stands on a page; its class chooses how the template writes it."""
-
-    @property
-    def kind(self) -> str:
-        return type(self).__name__
-
-
-@dataclass(frozen=True)
-class Section(Block):
-    """Blocks that belong together."""
-
-    blocks: Sequence[Block]
-
-
-@dataclass(frozen=True)
-class Header(Block):
-    """A title with a list of names and values below it; those that are None or empty are left out."""
-
-    level: int
-    title: str
-    about: Mapping[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Heading(Block):
-    """A title."""
-
-    level: int
-    text: str
-
-
-@dataclass(frozen=True)
-class Facts(Block):
-    """A list of names and values; those that are None or empty are left out."""
-
-    pairs: Mapping[str, object]
-
-
-@dataclass(frozen=True)
-class Text(Block):
-    """A paragraph of plain text, with a class of the style sheet where `style` names one."""
-
-    text: str
-    style: str = ""
-
-
-@dataclass(frozen=True)
-class Table(Block):
-    """A table whose first column names the row and whose other columns are numbers, aligned right."""
-
-    header: Sequence[str]
-    rows: Iterable[Row]
-    caption: str = ""
-
-
-@dataclass(frozen=True)
-class Picture(Block):
-    """A figure (of `figures.style.inline_svg`) with its caption."""
-
-    svg: Markup
-    caption: str
-
-
-@dataclass(frozen=True)
-class Folded(Block):
-    """Preformatted text behind a title that opens it."""
-
-    title: str
-    text: str
+PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light; {light} }}
+@media screen and (prefers-color-scheme: dark) {{ :root {{ color-scheme: dark; {dark} }} }}
+{css}</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+</body>
+</html>
+"""
 
 
 def titled(title: str, *blocks: Block) -> list[Block]:
@@ -117,18 +43,61 @@ def titled(title: str, *blocks: Block) -> list[Block]:
     return [Heading(3, title), *blocks]
 
 
-def pictured(title: str, figure: Figure, identifier: str, words: str, caption: str) -> list[Block]:
-    """A figure below a heading; `words` describe it to those who do not see it."""
-    return titled(title, Picture(inline_svg(figure, identifier, words), caption))
+def pictured(title: str, figure: Figure, identifier: str, description: str, caption: str) -> list[Block]:
+    """A figure below a heading; screen readers read the description."""
+    return titled(title, Picture(inline_svg(figure, identifier, description), caption))
 
 
 def render(title: str, blocks: Iterable[Block]) -> str:
-    """A whole HTML5 document with the style sheet inside."""
-    return TEMPLATES.get_template("page.html.j2").render(title=title, blocks=blocks, colours=COLOURS) + "\n"
+    """A whole HTML5 document with its style sheet; all text but the pictures' SVG is escaped."""
+    light, dark = (" ".join(f"--{name}: {pair[i]};" for name, pair in COLOURS.items()) for i in (0, 1))
+    css = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    body = "\n".join(map(_html, blocks))
+    return PAGE.format(title=escape(title), light=light, dark=dark, css=css, body=body)
 
 
 def write_page(folder: Path, title: str, blocks: Iterable[Block]) -> Path:
-    """Write `report.html` into the folder, whole or not at all: a reader never meets half a report."""
+    """Write `report.html` into the folder, in one atomic step."""
     path = folder / FILE_NAME
     write_whole(path, render(title, blocks).encode())
     return path
+
+
+def _html(block: Block) -> str:
+    if isinstance(block, Heading):
+        return f"<h{block.level}>{escape(block.text)}</h{block.level}>"
+    if isinstance(block, FactList):
+        pairs = [f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in block.shown().items()]
+        return f"<dl>{''.join(pairs)}</dl>" if pairs else ""
+    if isinstance(block, Paragraph):
+        return f'<p class="{escape(block.style)}">{escape(block.text)}</p>'
+    if isinstance(block, Picture):
+        return f'<figure><div class="scroll">{block.svg}</div><figcaption>{escape(block.caption)}</figcaption></figure>'
+    if isinstance(block, Folded):
+        return f"<details><summary>{escape(block.title)}</summary><pre>{escape(block.text)}</pre></details>"
+    return _html_table(block)
+
+
+def _html_table(table: ReportTable) -> str:
+    first, *others = [f'<th scope="col">{escape(name)}</th>' for name in table.columns]
+    head = first + "".join(others).replace("<th ", '<th class="number" ')
+    rows = []
+    for row in table.rows:
+        name, *numbers = map(_html_cell, row)
+        cells = "".join(f'<td class="number">{number}</td>' for number in numbers)
+        rows.append(f'<tr><th scope="row">{name}</th>{cells}</tr>')
+    # The notes stay in view while the table scrolls.
+    notes = f'<p class="note">{escape(table.notes)}</p>' if table.notes else ""
+    body = "\n".join(rows)
+    return (
+        f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>{notes}'
+    )
+
+
+def _html_cell(cell: TableCell | str) -> str:
+    if isinstance(cell, str):
+        return escape(cell)
+    dot = f'<span class="dot" style="background: {escape(cell.mark)}"></span>' if cell.mark else ""
+    text = f'<a href="{escape(cell.link)}">{escape(cell.text)}</a>' if cell.link else escape(cell.text)
+    small = f"<small>{escape(cell.small)}</small>" if cell.small else ""
+    return f"{dot}{text}{small}"

@@ -1,4 +1,4 @@
-"""Read run and comparison folders as training writes them: only what is there, and errors that name the file."""
+"""Read the folders of runs and comparisons; errors name the file."""
 
 from __future__ import annotations
 
@@ -15,31 +15,29 @@ import yaml
 from cached_lab.data.archives import as_text
 from cached_lab.experiments.statistics import summarise, summarise_pairs
 
-from .cache_use_table import cache_use_statistics
-
-Layers = list[list[float]]
+GateLayers = list[list[float]]
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training: its records, and whatever else its folder holds (None where a file is absent)."""
+    """One training: its records, and the other files of its folder (None or empty if absent)."""
 
     folder: Path
     records: list[dict[str, Any]]
     summary: dict[str, Any]
-    gates: Layers | None
+    gates: GateLayers | None
     config: str | None
-    evaluation: dict[str, Any] | None = None
+    evaluation: dict[str, Any]
 
     @property
     def metric(self) -> str:
-        """What decides which checkpoint is the best, as config.yaml says; accuracy where nothing says."""
+        """The metric that selects the best checkpoint, from config.yaml; accuracy by default."""
         training = (yaml.safe_load(self.config) or {}).get("training") if self.config else None
         return str((training or {}).get("metric", "accuracy"))
 
     @property
     def name(self) -> str:
-        """The run's variant as its summary gives it, the folder's name otherwise."""
+        """The variant in the summary, else the folder's name."""
         return str(self.summary.get("variant") or self.folder.name)
 
     def feature_maps(self) -> dict[str, npt.NDArray[np.floating[Any]]] | None:
@@ -55,17 +53,15 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Several variants trained on the same seeds: `compare.json`, with its statistics made anew from its values.
+class StoredComparison:
+    """Several variants trained on the same seeds: `compare.json`, with statistics computed again from its values.
 
     Attributes:
-        title: the recipe that was compared, the folder's name otherwise.
         reference: the variant that the others are compared with; with pairs, the one whose cost is 1.
-        split: what was scored. baselines: scores of guessers, by name.
-        variants: entries of `variants`, in the order of the comparison.
-        pairs: statistics of the pairs that are compared; empty where all are compared with `reference`.
-        cache_use: what treating the caches of variants in other ways changes: (variant, rows of
-            `cache_use_statistics`).
+        split: the scored split. baselines: scores of guessers, by name.
+        variants: entries of `variants`, in the order of `statistics`.
+        pairs: statistics of the compared pairs; empty if all are compared with `reference`.
+        cache_use: for each variant scored with changed caches its rows of `cache_use_statistics`.
     """
 
     folder: Path
@@ -81,49 +77,52 @@ class Comparison:
     cache_use: list[tuple[str, list[dict[str, Any]]]]
 
     def runs(self) -> dict[str, list[Run]]:
-        """The runs of every variant whose folders are still there."""
-        found: dict[str, list[Run]] = {}
+        """The runs of every variant whose folders still exist."""
+        found = {}
         for variant in self.variants:
             folders = [self.folder / str(path) for path in variant.get("runs", [])]
-            runs = [read_run(folder) for folder in folders if is_run(folder)]
-            if runs:
+            if runs := [read_run(folder) for folder in folders if is_run(folder)]:
                 found[str(variant["name"])] = runs
         return found
 
 
+def cache_use_statistics(by_mode: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+    """Rows of `summarise` against `carry`: the effect of each change of the cache, paired run by run."""
+    return summarise({mode: values for mode, values in by_mode.items() if values}, "carry")
+
+
 def is_run(folder: Path) -> bool:
-    """Whether the folder holds a training."""
+    """True if the folder holds a training."""
     return (folder / "metrics.jsonl").is_file()
 
 
 def is_comparison(folder: Path) -> bool:
-    """Whether the folder holds a comparison."""
+    """True if the folder holds a comparison."""
     return (folder / "compare.json").is_file()
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read one run folder; summary, gates and configuration may be missing.
+    """Read one run folder; all but metrics.jsonl may be missing.
 
     Raises:
-        ValueError: no metrics.jsonl, or a file that is not what it should be.
+        ValueError: no metrics.jsonl, or a malformed file.
     """
     folder = Path(folder)
     if not is_run(folder):
         raise ValueError(f"{folder} is not a run folder: it has no metrics.jsonl")
-    summary, gates, config = folder / "summary.json", folder / "gates.json", folder / "config.yaml"
-    evaluation = folder / "evaluation.json"
+    gates, config = folder / "gates.json", folder / "config.yaml"
     return Run(
-        folder=folder,
-        records=_read_records(folder / "metrics.jsonl"),
-        summary=_read_object(summary) if summary.is_file() else {},
-        gates=_read_gates(gates) if gates.is_file() else None,
-        config=as_text(config.read_bytes(), config) if config.is_file() else None,
-        evaluation=_read_object(evaluation) if evaluation.is_file() else None,
+        folder,
+        _read_records(folder / "metrics.jsonl"),
+        _read_object(folder / "summary.json"),
+        _read_gates(gates) if gates.is_file() else None,
+        as_text(config.read_bytes(), config) if config.is_file() else None,
+        _read_object(folder / "evaluation.json"),
     )
 
 
-def read_comparison(folder: str | Path) -> Comparison:
-    """Read one comparison folder."""
+def read_comparison(folder: str | Path) -> StoredComparison:
+    """Read one comparison folder (ValueError if compare.json is missing or malformed)."""
     folder = Path(folder)
     path = folder / "compare.json"
     if not path.is_file():
@@ -133,7 +132,7 @@ def read_comparison(folder: str | Path) -> Comparison:
         values = {str(v["name"]): [float(x) for x in v["values"]] for v in data["variants"]}
         pairs = [(str(pair["name"]), str(pair["against"])) for pair in data.get("pairs") or []]
         reference, cache_use = str(data["reference"]), (data.get("cache_use") or {}).items()
-        return Comparison(
+        return StoredComparison(
             folder,
             data,
             title=str(data.get("recipe") or folder.name),
@@ -147,14 +146,13 @@ def read_comparison(folder: str | Path) -> Comparison:
             cache_use=[(str(name), cache_use_statistics(by_mode)) for name, by_mode in cache_use],
         )
     except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} lacks what a comparison needs (reference; variants with name, values): {error!r}"
-        ) from error
+        needed = "reference; variants with name, values"
+        raise ValueError(f"{path} lacks what a comparison needs ({needed}): {error!r}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def find_comparisons(folder: str | Path, sections: Sequence[str] | None = None) -> list[Comparison]:
+def find_comparisons(folder: str | Path, sections: Sequence[str] | None = None) -> list[StoredComparison]:
     """The comparison in `folder`, or those in its sub-folders (by name, or in the order of `sections`)."""
     folder = Path(folder)
     if sections is not None:
@@ -184,6 +182,9 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object; empty if there is no file."""
+    if not path.is_file():
+        return {}
     try:
         data = json.loads(as_text(path.read_bytes(), path))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -193,7 +194,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     return data
 
 
-def _read_gates(path: Path) -> Layers:
+def _read_gates(path: Path) -> GateLayers:
     layers = _read_object(path).get("layers")
     try:
         return [[float(share) for share in heads] for heads in layers]  # type: ignore[union-attr]

@@ -1,5 +1,4 @@
-"""Figures from plain data, all in the look of `style`.
+"""Figures from plain data, all in the look of `style`. Every function returns a matplotlib `Figure` without pyplot.
 
-`curves`, `scores` and `gates_and_maps` stand on the pages; `paper` draws the GRC paper's, `attention_patterns` who sees
-whom. Where there is nothing to draw, or numbers have another shape or range than is asked, they raise a ValueError.
+Empty data, or numbers of another shape or range, raise a ValueError.
 """

@@ -1,12 +1,10 @@
-"""Which keys each query attends, as a picture that the mechanism draws itself.
+"""The weights that each query gives each key, drawn as heat maps.
 
-Every attention here is linear in its values once queries and keys are given. So with values that are one-hot vectors
-(value j is 1 at place j and 0 elsewhere), what comes out for query i is the row of its weights: w_i1 .. w_iN. Nothing
-is told to the picture by a mask or a formula; a mechanism that sees through a summary of tokens shows the shares that
-these have in it, and one without a softmax shows its weights the same way, negative ones, too.
+All attentions are linear in their values for given queries and keys. With one-hot values the output of query i is the
+row of its weights w_i1 .. w_iN, including the shares of tokens that it sees through a summary, and negative weights.
 
-Where a mechanism also mixes the channels of its values (by a convolution, say), a weight is a matrix, out_i = sum_j
-W_ij v_j. Its size |W_ij| / sqrt(V), which is |w| where W is w times the identity, is measured with random values.
+If a mechanism also mixes channels (by a convolution, say), a weight is a matrix, out_i = sum_j W_ij v_j. Random values
+then measure its size |W_ij| / sqrt(V), equal to |w| if W is w times the identity.
 
 Legend: B draws, H heads, N tokens, V value width, D model width.
 """
@@ -31,29 +29,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TOKENS, DRAWS, HEADS = 64, 4, 2
-GIVEN = (
-    "width",
-    "heads",
-    "length",
-    "prefix",
-    "size",
-    "causal",
-    "index",
-    "depth",
-    "dropout",
-    "norm",
-    "sequence",
-    "kernel",
-)
-"""Options that a model fills in, or that change no weight: the title leaves them out where the reader gave none."""
+GIVEN = {"width", "heads", "length", "prefix", "size", "causal", "index", "depth"}
+GIVEN |= {"dropout", "norm", "sequence", "kernel"}
+"""Options that a model fills in, or that change no weight: the title names them only if the user gave them."""
 FULL = 0.99
-"""Share of the weights that are told apart by colour; those above have the darkest one."""
+"""Share of the weights with distinct colours; larger weights have the darkest one."""
 NEVER = 1e-12
-"""A mean weight below it is no weight, but a rounding."""
+"""Smaller mean weights are rounding errors."""
 
 
 class Pattern(NamedTuple):
-    """Weights of one form of a mechanism: row i is what query i takes of each token, mean over draws and heads."""
+    """Weights of one form of a mechanism: row i has the weights of query i, mean over draws and heads."""
 
     title: str
     weights_NN: Tensor
@@ -63,19 +49,17 @@ class Pattern(NamedTuple):
 def attention_weights(
     attention: AttentionSpec, tokens: int = TOKENS, *, causal: bool = False, draws: int = DRAWS, seed: int = 0
 ) -> Tensor:
-    """(N, N), float64: the weight that each query gives each token, mean over draws of queries and keys and over heads.
+    """(N, N), float64: the weight of each token for each query, mean over draws and heads; its size if channels mix.
 
-    Or its size, where channels are mixed.
-
-    The core is built once, as it is before training; queries, keys and the layer's input are standard normal.
+    The attention is untrained; queries, keys and the layer's input are standard normal.
 
     Args:
         attention: name, or {"name": ..., option: value}.
-        draws: rows of the batch. seed: of the core's own randomness and of the draws.
+        draws: rows of the batch. seed: of the attention's own randomness and of the draws.
     """
     for name, value in {"tokens": tokens, "draws": draws}.items():
         if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+            raise ValueError(f"{name}={value}: must be at least 1")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         core = _core(attention, tokens, causal=causal)
@@ -94,7 +78,7 @@ def attention_weights(
             return weights_BHNN.mean((0, 1))
         sizes_NN = torch.zeros(tokens, tokens, dtype=torch.double)
         for row in range(draws):
-            # A row of the batch for each key, which alone has a value.
+            # A row of the batch per key, the only one with a value.
             value_HNV = torch.randn(HEADS, tokens, tokens, dtype=torch.double)
             alone_NHNV = value_HNV * torch.eye(tokens, dtype=torch.double)[:, None, :, None]
             change_NHNV = run(alone_NHNV, slice(row, row + 1)) - run(torch.zeros_like(alone_NHNV), slice(row, row + 1))
@@ -105,7 +89,7 @@ def attention_weights(
 def attention_patterns(
     attention: AttentionSpec, tokens: int = TOKENS, *, draws: int = DRAWS, seed: int = 0
 ) -> list[Pattern]:
-    """The pattern over all keys, and the causal one where there is such a form; arguments and errors as above."""
+    """The pattern over all keys, and the causal one, if the mechanism has these forms."""
     with torch.random.fork_rng(devices=[]):
         core = _core(attention, max(tokens, 1), causal=False)
     forms = {"all keys": (False, "bidirectional" in core.can), "causal": (True, "causal" in core.can)}
@@ -117,33 +101,32 @@ def attention_patterns(
 
 
 def _core(attention: AttentionSpec, tokens: int, *, causal: bool) -> Attention:
-    """The core of a layer whose heads are as wide as the text is long: one may want values as wide as keys."""
+    """The attention of a layer with heads as wide as the text is long, for mechanisms that need V = E."""
     height = max(h for h in range(1, int(tokens**0.5) + 1) if tokens % h == 0)
     facts = {"length": tokens, "prefix": 0, "size": (height, tokens // height), "index": 0, "depth": 1}
     return create_attention(attention, width=HEADS * tokens, heads=HEADS, causal=causal, **facts).double().eval()
 
 
 def pattern_figure(attention: AttentionSpec, tokens: int = TOKENS, *, draws: int = DRAWS, seed: int = 0) -> Figure:
-    """Heat maps of `attention_patterns` side by side on one scale; what no draw ever attends stays blank.
+    """Heat maps of `attention_patterns` side by side on one scale; keys that no draw attends stay blank.
 
-    Colour grows with the square root of the weight, which shows weights of very different sizes. Where content decides
-    what is seen, one draw shows a pattern and many show how often.
+    Colour grows with the square root of the weight. If the pattern depends on content, one draw shows a pattern, and
+    many show its frequencies.
     """
     colours = require("matplotlib.colors", extra="plot")
     patterns = attention_patterns(attention, tokens, draws=draws, seed=seed)
     figure, axes = blank_figure(0.9 + 4.0 * len(patterns), 4.8, 1, len(patterns))
     shown = [pattern.weights_NN.masked_fill(pattern.weights_NN.abs() < NEVER, torch.nan) for pattern in patterns]
     sizes = torch.cat([t.abs().flatten() for t in shown])
-    # The first causal queries see little else than themselves: with the whole range all others would be pale.
+    # The first causal queries see few keys: with the whole range all other weights would be pale.
     greatest = float(sizes.nan_to_num().max()) or 1.0
     most = greatest if sizes.isnan().all() else float(sizes.nanquantile(FULL))
     signed = any(bool((t < 0).any()) for t in shown)
     blues = ["#d3e5f0", "#56a3cf", "#0b3d63"]
-    if signed:
-        ramp = colours.LinearSegmentedColormap.from_list("signed weight", ["#7a2f00", SERIES[1], "#f6e3d6", *blues])
-    else:
-        ramp = colours.LinearSegmentedColormap.from_list("weight", blues)
-    norm = colours.FuncNorm((_signed_root, _signed_square), vmin=-most if signed else 0, vmax=most)
+    steps = ["#7a2f00", SERIES[1], "#f6e3d6", *blues] if signed else blues
+    ramp = colours.LinearSegmentedColormap.from_list("weight", steps)
+    root, square = (lambda w: np.sign(w) * np.sqrt(np.abs(w))), (lambda h: np.sign(h) * np.square(h))
+    norm = colours.FuncNorm((root, square), vmin=-most if signed else 0, vmax=most)
     with style():
         for ax, pattern, weights_NN in zip(axes[0], patterns, shown, strict=True):
             image = ax.imshow(weights_NN.numpy(), cmap=ramp, norm=norm, interpolation="nearest")
@@ -177,11 +160,3 @@ def describe(attention: AttentionSpec) -> str:
     options = {name: given.get(name, option.default) for name, option in entry.options.items()}
     shown = ", ".join(f"{name}={value!r}" for name, value in options.items() if name in given or name not in GIVEN)
     return f"{entry.name}{f' ({shown})' if shown else ''}: order {entry.info.get('order', 'unknown')}"
-
-
-def _signed_root(weight: Any) -> Any:
-    return np.sign(weight) * np.sqrt(np.abs(weight))
-
-
-def _signed_square(height: Any) -> Any:
-    return np.sign(height) * np.square(height)

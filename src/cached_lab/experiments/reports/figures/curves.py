@@ -1,8 +1,4 @@
-"""Lines over steps, places and lengths, from plain data.
-
-Every function of this folder takes numbers and names, returns a matplotlib `Figure`, and touches neither pyplot nor any
-global state.
-"""
+"""Lines over steps, places, lengths and distances."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..formatting import Metric, short_count
-from .style import REFERENCE, SERIES, Look, blank_figure, looks, spread, style
+from .style import MUTED, REFERENCE, SERIES, Look, blank_figure, looks, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +18,16 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[np.floating[Any]]
 Records = Sequence[Mapping[str, Any]]  # the lines of one metrics.jsonl
-MAX_POINTS = 120  # a longer curve is averaged in equal bins: what a line of this width can show
+MAX_POINTS = 120  # a longer curve is averaged in equal bins
+
+
+class Curve(NamedTuple):
+    """A line with its band."""
+
+    steps: Array
+    mean: Array
+    low: Array
+    high: Array
 
 
 def learning_curves(
@@ -37,22 +42,22 @@ def learning_curves(
     """
     if len(runs) == 1:
         seeds = next(iter(runs.values()))
-        splits = {"train": Look(REFERENCE, "-"), "validation": Look(SERIES[0], "-")}
+        line_looks = {"train": Look(REFERENCE, "-"), "validation": Look(SERIES[0], "-")}
         names = dict.fromkeys(["loss", metric])
-        panels = [(name, {split: _curve(seeds, split, name) for split in splits}, splits) for name in names]
+        panels = [(name, {split: _curve(seeds, split, name) for split in line_looks}) for name in names]
     else:
-        variant_looks = looks(runs, reference)
+        line_looks = looks(runs, reference)
         panels = [
-            (f"{split} {name}", {v: _curve(seeds, split, name) for v, seeds in runs.items()}, variant_looks)
+            (f"{split} {name}", {v: _curve(seeds, split, name) for v, seeds in runs.items()})
             for split, name in (("train", "loss"), ("validation", metric))
         ]
-    drawn = [(t, {k: c for k, c in curves.items() if c is not None}, look) for t, curves, look in panels]
-    drawn = [panel for panel in drawn if panel[1]]
-    if not drawn:
+    found = [(title, {k: c for k, c in curves.items() if c is not None}) for title, curves in panels]
+    found = [panel for panel in found if panel[1]]
+    if not found:
         raise ValueError(f"no train or validation records with loss or {metric!r}: there is no curve to draw")
-    figure, axes = blank_figure(5.4 * len(drawn), 3.4, 1, len(drawn))
+    figure, axes = blank_figure(5.4 * len(found), 3.4, 1, len(found))
     with style():
-        for ax, (title, curves, line_looks) in zip(axes[0], drawn, strict=True):
+        for ax, (title, curves) in zip(axes[0], found, strict=True):
             _draw_curves(ax, curves, line_looks)
             ax.set(title=title, xlabel="step")
             if Metric(title.split()[-1]).percent:
@@ -61,45 +66,64 @@ def learning_curves(
 
 
 def loss_by_place(lines: Mapping[str, Sequence[tuple[int, int, float]]]) -> Figure:
-    """Loss over the place in the document, a line for each way of treating the memory: falling, where memory helps.
+    """Loss over the place in the document, a line per treatment of the memory; it falls if memory helps.
 
     Args:
         lines: for each name (first place, last place, mean loss in nats), from the beginning on.
     """
-    if not any(lines.values()):
-        raise ValueError("loss_by_place needs the losses of at least one place")
-    figure, axes = blank_figure(6.6, 3.6, 1, 1)
-    ax, line_looks = axes[0][0], looks(lines)
-    with style():
-        curves = {}
-        for name, places in lines.items():
-            at = np.array([math.sqrt((first + 1) * (last + 1)) for first, last, _ in places])
-            losses = np.array([loss for *_, loss in places])
-            curves[name] = _Curve(at, losses, losses, losses)
-        ax.set_xscale("log")
-        _draw_curves(ax, curves, line_looks)
-        ax.set(title="loss by place in the document", xlabel="token of the document", ylabel="loss [nats]")
-        ax.xaxis.set_major_formatter(lambda value, _: short_count(value))
-    return figure
+    curves = {}
+    for name, places in lines.items():
+        losses = np.array([loss for *_, loss in places])
+        at = np.array([math.sqrt((first + 1) * (last + 1)) for first, last, _ in places])
+        curves[name] = Curve(at, losses, losses, losses)
+    return _logarithmic(curves, "loss by place in the document", "token of the document", "loss [nats]")
 
 
 def accuracy_by_length(lines: Mapping[str, Sequence[tuple[int, float, float, float]]]) -> Figure:
-    """Accuracy over the length of documents, a line for each way of treating the memory, with intervals of the rows.
+    """Accuracy over the length of documents, a line per treatment of the memory, with intervals.
 
     Args:
         lines: for each name (tokens, accuracy, lower and upper end of its interval), from the shortest on.
     """
-    if not any(lines.values()):
-        raise ValueError("accuracy_by_length needs the accuracy of at least one length")
-    figure, axes = blank_figure(6.6, 3.6, 1, 1)
-    ax, line_looks = axes[0][0], looks(lines)
+    rows = {name: np.array(points, dtype=float).T for name, points in lines.items()}
+    curves = {name: Curve(at, 100 * mean, 100 * low, 100 * high) for name, (at, mean, low, high) in rows.items()}
+    return _logarithmic(curves, "accuracy by length of the document", "tokens of the document", "accuracy [%]")
+
+
+def answers_by_distance(
+    lines: Mapping[str, Mapping[int, Sequence[float]]], chance: float, trained: float, xlabel: str, log: bool = False
+) -> Figure:
+    """Right answers against the distance from the cue: mean line per memory, band from the worst to the best seed.
+
+    Args:
+        lines: for each memory by distance the shares of the seeds; "no memory" is grey, "whole text" wide and pale.
+        chance: share of right answers of a guess. trained: farthest distance in training.
+    """
+    chosen = looks(lines, "no memory")
+    figure, axes = blank_figure(8.0, 3.8, 1, 1)
+    ax = axes[0][0]
     with style():
-        ax.set_xscale("log")
-        rows = {name: np.array(points, dtype=float).T for name, points in lines.items()}
-        percent = {name: _Curve(at, 100 * mean, 100 * low, 100 * high) for name, (at, mean, low, high) in rows.items()}
-        _draw_curves(ax, percent, line_looks)
-        ax.set(title="accuracy by length of the document", xlabel="tokens of the document", ylabel="accuracy [%]")
-        ax.xaxis.set_major_formatter(lambda value, _: short_count(value))
+        ax.axvline(trained, color=MUTED, ls=":", lw=1)
+        ax.axhline(100 * chance, color=MUTED, ls="--", lw=0.8)
+        for name, shares in lines.items():
+            at, look = sorted(shares), chosen[name]
+            values = [[100 * share for share in shares[d]] for d in at]
+            line: dict[str, Any] = {"lw": 6, "alpha": 0.35} if name == "whole text" else {"marker": look.marker}
+            mean = [float(np.mean(v)) for v in values]
+            ax.plot(at, mean, color=look.colour, ls=look.dash, ms=3.5, label=name, **line)
+            ax.fill_between(at, list(map(min, values)), list(map(max, values)), color=look.colour, alpha=0.15, lw=0)
+        small: dict[str, Any] = {"color": MUTED, "fontsize": 9, "textcoords": "offset points", "annotation_clip": False}
+        across, along = ("axes fraction", "data"), ("data", "axes fraction")
+        ax.annotate("a guess", (1, 100 * chance), (4, 0), xycoords=across, va="center", **small)
+        ax.annotate("farthest in training", (trained, 0.5), (-12, 0), xycoords=along, rotation=90, va="center", **small)
+        if log:
+            ax.set_xscale("log")
+            ax.xaxis.set_major_formatter("{x:,.0f}")
+            ax.xaxis.set_minor_formatter("")
+        else:
+            ax.set_xticks(sorted({d for shares in lines.values() for d in shares}))
+        ax.set(xlabel=xlabel, ylabel="right answers [%]", ylim=(0, 103))
+        figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     return figure
 
 
@@ -123,8 +147,7 @@ def cost_against_length(
         for index, (row, label) in enumerate(zip(axes, labels, strict=True)):
             heights = [max(height, 1e-9) for both in costs.values() for height in both[index].values()]
             for ax, panel in zip(row, panels, strict=True):
-                panel_looks = looks([*compared, *panel], reference)
-                for name, look in panel_looks.items():
+                for name, look in looks([*compared, *panel], reference).items():
                     measured = sorted(costs[name][index].items())
                     width = 2.4 if name == reference else 1.3
                     points = [n for n, _ in measured], [max(height, 1e-9) for _, height in measured]
@@ -141,45 +164,39 @@ def cost_against_length(
     return figure
 
 
-class _Curve(NamedTuple):
-    steps: Array
-    mean: Array
-    low: Array
-    high: Array
-
-
-def _curve(seeds: Sequence[Records], split: str, key: str) -> _Curve | None:
-    """Mean, lowest and highest over seeds at the steps that all seeds have; None where no record has the key."""
-    values = [
-        {r["step"]: float(r[key]) for r in records if r.get("split") == split and _is_number(r.get(key))}
-        for records in seeds
-    ]
+def _curve(seeds: Sequence[Records], split: str, key: str) -> Curve | None:
+    """Mean, lowest and highest over seeds at their common steps; None if no record has the key."""
+    values = []
+    for records in seeds:
+        finite = [r for r in records if r.get("split") == split and isinstance(r.get(key), int | float)]
+        values.append({r["step"]: float(r[key]) for r in finite if math.isfinite(r[key])})
     values = [v for v in values if v]
-    steps = sorted(set.intersection(*(set(v) for v in values))) if values else []
+    steps = sorted(set.intersection(*map(set, values))) if values else []
     if not steps:
         return None
-    table = np.array([[v[step] for step in steps] for v in values])
     bins = np.array_split(np.arange(len(steps)), min(MAX_POINTS, len(steps)))
-    table = np.stack([table[:, b].mean(axis=1) for b in bins], axis=1)
+    all_seeds = np.array([[v[step] for step in steps] for v in values])
+    binned = np.stack([all_seeds[:, b].mean(axis=1) for b in bins], axis=1)
     at = np.array([np.mean(np.array(steps)[b]) for b in bins])
-    return _Curve(at, table.mean(axis=0), table.min(axis=0), table.max(axis=0))
+    return Curve(at, binned.mean(axis=0), binned.min(axis=0), binned.max(axis=0))
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+def _logarithmic(curves: Mapping[str, Curve], title: str, xlabel: str, ylabel: str) -> Figure:
+    figure, axes = blank_figure(6.6, 3.6, 1, 1)
+    ax = axes[0][0]
+    with style():
+        ax.set_xscale("log")
+        _draw_curves(ax, curves, looks(curves))
+        ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
+        ax.xaxis.set_major_formatter(lambda value, _: short_count(value))
+    return figure
 
 
-def _draw_curves(ax: Axes, curves: Mapping[str, _Curve], line_looks: Mapping[str, Look]) -> None:
+def _draw_curves(ax: Axes, curves: Mapping[str, Curve], line_looks: Mapping[str, Look]) -> None:
     for name, curve in curves.items():
         look = line_looks[name]
         marker = "o" if len(curve.steps) == 1 else ""  # a line needs two points to be seen
-        ax.plot(curve.steps, curve.mean, color=look.colour, ls=look.dash, marker=marker, ms=5)
+        ax.plot(curve.steps, curve.mean, color=look.colour, ls=look.dash, marker=marker, ms=5, label=name)
         ax.fill_between(curve.steps, curve.low, curve.high, color=look.colour, alpha=0.15, lw=0)
     ax.margins(x=0.02)
-    low, high = ax.get_ylim()
-    ends = [curve.mean[-1] for curve in curves.values()]
-    for (name, curve), y in zip(curves.items(), spread(ends, 0.075 * (high - low)), strict=True):
-        end = (curve.steps[-1], y)
-        label = ax.annotate(name, end, xytext=(6, 0), textcoords="offset points", va="center", fontsize=9)
-        label.set_color(line_looks[name].colour)
-        label.set_annotation_clip(False)
+    ax.legend(frameon=False, fontsize=9)

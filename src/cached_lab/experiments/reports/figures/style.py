@@ -1,8 +1,7 @@
-"""One look for every figure: colours per variant, matplotlib settings, and SVG that follows the page's light or dark.
+"""Colours, matplotlib settings, and output as a file or as SVG in a page.
 
-Figures are drawn in the light colours below. For a web page each of those colours becomes a CSS variable, so that one
-SVG serves both themes; printing and PNG keep the light ones. The hues are Okabe and Ito's, told apart by readers with
-any of the common colour deficiencies.
+Figures use the light colours below. In a page each of them becomes a CSS variable, so that one SVG serves the light and
+the dark theme. The hues are Okabe and Ito's, safe for readers with common colour deficiencies.
 """
 
 from __future__ import annotations
@@ -14,9 +13,6 @@ from contextlib import AbstractContextManager
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
-from markupsafe import Markup
 
 from cached_transformers.extras import require
 
@@ -39,7 +35,7 @@ COLOURS = {
 }
 INK, MUTED, GRID, SURFACE, REFERENCE = (COLOURS[k][0] for k in ("ink", "muted", "grid", "surface", "reference"))
 SERIES = [COLOURS[f"c{i}"][0] for i in range(1, 7)]
-DASHES = ["-", (0, (5, 2)), (0, (1, 1.5))]  # for a second and third round through the colours
+DASHES = ["-", (0, (5, 2)), (0, (1, 1.5))]  # for the second and third use of a colour
 MARKERS = ["o", "s", "^"]
 SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -53,7 +49,7 @@ class Look(NamedTuple):
 
 
 def looks(names: Iterable[str], reference: str | None = None) -> dict[str, Look]:
-    """A look for each variant in order of appearance; the reference is grey: colour means "not the reference"."""
+    """A look for each variant in order of appearance; the reference is grey."""
     result: dict[str, Look] = {}
     for name in dict.fromkeys(names):
         if name == reference:
@@ -66,14 +62,14 @@ def looks(names: Iterable[str], reference: str | None = None) -> dict[str, Look]
 
 
 def style() -> AbstractContextManager[None]:
-    """Context with the settings that every figure is drawn and saved under."""
+    """Context with the settings for drawing and saving."""
     matplotlib = require("matplotlib", extra="plot")
     return matplotlib.rc_context(
         {
             "font.size": 10,
             "font.family": "sans-serif",
             "text.color": INK,
-            "text.parse_math": False,  # names are the user's: a dollar sign is a dollar sign
+            "text.parse_math": False,  # names of users may contain dollar signs
             "axes.edgecolor": MUTED,
             "axes.labelcolor": MUTED,
             "axes.titlecolor": INK,
@@ -108,7 +104,7 @@ def style() -> AbstractContextManager[None]:
 def blank_figure(
     width: float, height: float, rows: int, columns: int, widths: Sequence[float] | None = None
 ) -> tuple[Figure, Any]:
-    """A figure of `width` x `height` inches, its settings ours, and its axes as an array (rows, columns)."""
+    """A figure of `width` x `height` inches, and its axes as an array (rows, columns)."""
     module = require("matplotlib.figure", extra="plot")
     with style():
         figure = module.Figure(figsize=(width, height), layout="constrained")
@@ -116,27 +112,16 @@ def blank_figure(
     return figure, axes
 
 
-def spread(values: Sequence[float], gap: float) -> list[float]:
-    """Move labels apart until neighbours are `gap` away, as little as that takes and without changing their order."""
-    order = np.argsort(values)
-    placed = np.asarray(values, dtype=float)[order]
-    for _ in range(200):
-        overlap = gap - np.diff(placed)
-        if len(placed) < 2 or overlap.max() <= 1e-9 * abs(gap):
-            break
-        push = np.clip(overlap, 0, None) / 2
-        placed[:-1] -= push
-        placed[1:] += push
-    result = np.empty_like(placed)
-    result[order] = placed
-    return [float(v) for v in result]
+def check_suffix(option: str, path: Path) -> None:
+    """Refuse (ValueError) a file name without one of the three suffixes, before the figure is drawn."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"{option} {path} must end in one of {', '.join(SUFFIXES)}")
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write a figure as PNG, SVG or PDF, by the suffix of `path`; missing folders are made."""
+    """Write a figure as PNG, SVG or PDF, by the suffix of `path`, and create missing folders."""
     path = Path(path)
-    if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"cannot write a figure as {path.name!r}; the name must end in one of {', '.join(SUFFIXES)}")
+    check_suffix("figure", path)
     path.parent.mkdir(parents=True, exist_ok=True)
     dated = {"png": None, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[path.suffix.lower()[1:]]
     with style():
@@ -144,12 +129,12 @@ def save(figure: Figure, path: str | Path) -> Path:
     return path
 
 
-def inline_svg(figure: Figure, identifier: str, description: str) -> Markup:
-    """The figure as an `<svg>` element for HTML: themed by CSS variables, described for screen readers.
+def inline_svg(figure: Figure, identifier: str, description: str) -> str:
+    """The figure as an `<svg>` element for HTML, with the colours as CSS variables.
 
     Args:
         identifier: unique in the page; prefixes every id inside the figure.
-        description: what the figure shows, in words.
+        description: for screen readers.
     """
     buffer = io.StringIO()
     with style():
@@ -159,7 +144,7 @@ def inline_svg(figure: Figure, identifier: str, description: str) -> Markup:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<style[^>]*>.*?</style>", "", svg, flags=re.DOTALL)  # it would apply to the whole page
     used = {a or b for a, b in re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', svg)}
-    # Ids that nothing refers to are dropped (equal images share one), the others made unique in the page.
+    # Unused ids are dropped (equal images share one), the others made unique in the page.
     svg = re.sub(r'\sid="([^"]*)"', lambda match: match[0] if match[1] in used else "", svg)
     svg = re.sub(r'(\sid="|url\(#|href="#)', rf"\g<1>{identifier}-", svg)
     for name, (light, _) in COLOURS.items():
@@ -170,4 +155,4 @@ def inline_svg(figure: Figure, identifier: str, description: str) -> Markup:
         f'aria-label="{escape(description)}" viewBox="0 0 {width} {height}" '
         f'style="min-width: {float(width) * 0.7:.0f}px; max-width: {float(width) * 1.25:.0f}px">'
     )
-    return Markup(opening + svg[svg.index(">") + 1 :].strip())
+    return opening + svg[svg.index(">") + 1 :].strip()
