@@ -330,7 +330,7 @@ class TestImageFolder:
             ({"channels": 4}, r"channels=4 must be 3 \(colour\) or 1 \(grey\)"),
             ({"mean": [0.5]}, "must have one number for each of the 3 channels"),
             ({"std": [1.0, 1.0, 0.0]}, "std above 0"),
-            ({"std": [1.0]}, "one number a channel each"),
+            ({"std": [1.0]}, "one number for each of the 3 channels"),
             ({"seed": -1, "validation_fraction": 0.5}, "data.seed=-1 must not be negative"),
             (
                 {"validation_fraction": 0.01, "split": "validation"},

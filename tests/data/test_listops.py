@@ -198,7 +198,7 @@ class TestEvaluate:
     @pytest.mark.parametrize(
         ("source", "message"),
         [
-            ("", "0 expressions stand side by side"),
+            ("", "0 expressions are side by side"),
             ("1 2", "2 expressions"),
             ("[MAX 1 2", r"ends after 3 tokens with \[MAX still open"),
             ("1 ]", "token 2, ']', closes no operator"),

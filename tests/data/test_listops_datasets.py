@@ -140,7 +140,7 @@ class TestBadInput:
         ("options", "message"),
         [
             ({"split": "trian"}, "unknown split 'trian'; did you mean 'train'?"),
-            ({"pad_to": "longest"}, "pad_to='longest' must be 'batch'"),
+            ({"pad_to": "longest"}, "pad_to='longest' must be one of 'batch'"),
             ({"train_size": 0}, "train_size=0 must lie in 1"),
             ({"max_dept": 3}, "unknown option of dataset 'listops' 'max_dept'; did you mean 'max_depth'?"),
             ({"max_args": 1}, "max_args=1 must be at least 2"),

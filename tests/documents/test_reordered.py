@@ -11,7 +11,7 @@ import torch
 
 from cached_lab.tasks import create_dataset
 from cached_lab.tasks.documents.reordered import COUNTS, ReorderedDocuments
-from cached_lab.tasks.documents.reordering import orders
+from cached_lab.tasks.documents.reordered import orders
 
 
 def reordered(split: str = "train", **options: Any) -> ReorderedDocuments:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_lab.tasks.documents.reordering import ReorderingHead, orders, reorder
+from cached_lab.tasks.documents.reordered import orders, reorder
 from cached_transformers.models.language_model import LanguageModel
+from cached_transformers.models.sequence_classifier import LastTokenHead
 
 
 def test_the_classes_are_all_permutations_of_up_to_m_pieces() -> None:
@@ -40,7 +41,7 @@ def test_a_document_comes_back_in_the_order_that_its_class_names() -> None:
 
 
 def test_the_head_reads_the_last_token_that_is_not_padding() -> None:
-    head, x = ReorderingHead(8), torch.randn(3, 5, 8)
+    head, x = LastTokenHead(8, len(orders(4))), torch.randn(3, 5, 8)
     assert head(x).shape == (3, 33)
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False, True, True, False, True]])
     want = head(torch.stack([x[0, 4], x[1, 2], x[2, 3]])[:, None])
@@ -53,7 +54,7 @@ def test_the_head_reads_the_last_token_that_is_not_padding() -> None:
     [
         (lambda: orders(0), "pieces=0 must be at least 1"),
         (lambda: reorder(torch.zeros(2, 3), 4), "documents of 3 tokens cannot be cut into pieces=4; take fewer pieces"),
-        (lambda: ReorderingHead(8, -1), "pieces=-1 must be at least 1"),
+        (lambda: orders(-1), "pieces=-1 must be at least 1"),
     ],
 )
 def test_what_does_not_fit_is_refused(call: object, message: str) -> None:
@@ -76,7 +77,7 @@ def test_the_order_is_learnt_where_the_second_segment_can_hear_of_the_first() ->
     def accuracy(remember: bool) -> float:
         torch.manual_seed(0)
         model = LanguageModel(16, 32, 2, 4, 64, memory={"name": "ernie_doc", "length": 4})
-        head, generator = ReorderingHead(32, 2), torch.Generator().manual_seed(1)
+        head, generator = LastTokenHead(32, len(orders(2))), torch.Generator().manual_seed(1)
         optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], 3e-3)
 
         def logits(documents: Tensor) -> Tensor:

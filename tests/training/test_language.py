@@ -385,7 +385,7 @@ def test_compare_takes_the_lower_perplexity_for_the_better(tmp_path, text, capsy
         ("evaluation.memory=keep", "evaluation.memory='keep' must be one of 'carry', 'reset', 'shuffle'"),
         ("data.tokenizer=bites", "unknown tokenizer 'bites'"),
         ("data.path=nowhere", "nowhere does not exist"),
-        ("data={name: digits}", "training.metric='bits_per_byte' is of text; take accuracy or loss"),
+        ("data={name: digits}", "training.metric='bits_per_byte' does not suit classification"),
     ],
 )
 def test_bad_input_ends_with_status_2(tmp_path, text, capsys, override, message):

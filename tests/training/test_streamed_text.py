@@ -268,6 +268,6 @@ def test_a_stream_is_not_scored_and_parts_divide_the_batch(library: str, folder:
         trainer.task.evaluate(trainer.model, trainer.task.data)
     with pytest.raises(ValueError, match="data.parts=3.*training.batch_size=4"):
         make(tmp_path / "other", tmp_path, *streamed(folder, "data.parts=3"))
-    with pytest.raises(RuntimeError, match="behind step"):
+    with pytest.raises(RuntimeError, match="does not follow step"):
         trainer.task.streams.batch(0, slice(0, 2))
         trainer.task.streams.batch(2, slice(0, 2))

@@ -1,6 +1,6 @@
-"""What is trained: a folder each for classification, documents, language, translation, pretraining and detection.
+"""Training tasks: classification, documents, language, translation, pretraining and detection.
 
-Importing this package registers every data set, and with the models of others and the detectors every model.
+Importing this package registers every data set, and the detectors among the models.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from cached_lab.data import Dataset
 from cached_lab.registries import DATASETS
 
 from .classification.images.cifar import CIFAR10, CIFAR100
+from .classification.images.class_folders import ImageFolder
 from .classification.images.dataset import ImageDataset
 from .classification.images.digits import Digits
 from .classification.images.huggingface_images import HuggingFaceImages
-from .classification.images.image_folder import ImageFolder
 from .classification.images.image_shards import ImageShards
 from .classification.images.image_stream import ImageStream
-from .classification.images.imagenet import ImageNet
-from .classification.images.tiny_imagenet import TinyImageNet
+from .classification.images.imagenet import ImageNet, TinyImageNet
 from .classification.listops.datasets import ListOps, ListOpsTSV
 from .classification.listops.expressions import Expression, evaluate, generate_trees, root_operator_baselines
 from .classification.listops.files import read_tsv, verify_tsv, write_tsv
@@ -27,7 +26,7 @@ from .detection.detector import FasterRCNN, MaskRCNN, RetinaNet
 from .documents.labelled import LabelledDocuments
 from .documents.planted import PlantedDocuments
 from .documents.reordered import ReorderedDocuments
-from .language.datasets import Books, Enwik8, HuggingFace, PennTreebank, Text, WikiText2, WikiText103
+from .language.datasets import Books, Enwik8, HuggingFace, LocalText, PennTreebank, WikiText2, WikiText103
 from .language.hub_stream import HuggingFaceStream
 from .language.streams import StreamBatch, Streams
 from .pretraining.datasets import Denoising
@@ -57,6 +56,7 @@ __all__ = [
     "LabelledDocuments",
     "ListOps",
     "ListOpsTSV",
+    "LocalText",
     "MaskRCNN",
     "Multi30k",
     "PennTreebank",
@@ -65,7 +65,6 @@ __all__ = [
     "RetinaNet",
     "StreamBatch",
     "Streams",
-    "Text",
     "TinyImageNet",
     "Translation",
     "WikiText2",

@@ -1,4 +1,4 @@
-"""Reading documents segment by segment with a classifier, which answers when a document ends.
+"""Read documents segment by segment with a classifier, which answers at the end of each document.
 
 Legend: B rows, N tokens of all segments, K classes.
 """
@@ -17,20 +17,20 @@ from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.state import State, reorder
 
 END = 1
-"""Mark of the last token of a document; others have `IGNORED`."""
+"""Mark of the last token of a document; other tokens have `IGNORED`."""
 
 
 class DocumentLoop(nn.Module):
-    """Reads documents with a memory between their segments; the gradient crosses all of them.
+    """Read documents with a memory between their segments; the gradient crosses all segments.
 
-    It is what DDP wraps: one forward for each backward, whatever the number of segments.
+    DDP wraps this module: one forward for each backward, for any number of segments.
 
     Args:
         model: a `SequenceClassifier`, or it compiled.
         segment_length: tokens in a segment.
         segments: of the longest document.
-        passes: how often a document is read, see `SegmentLoop`; the answer is that of the last time.
-        replay: keep activations of one segment alone (`ReplayLoop`).
+        passes: number of readings of a document, see `SegmentLoop`; the last gives the answer.
+        replay: keep the activations of one segment only (`ReplayLoop`).
     """
 
     def __init__(
@@ -41,24 +41,23 @@ class DocumentLoop(nn.Module):
         self.loop = kind(model, segment_length, bptt=segments, passes=passes, scoring=answers)
 
     def forward(self, inputs_BN: Tensor, padding_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits (B, K), each of the segment in which its document ends; and the mean over segments of the auxiliary
-        losses.
+        """Logits (B, K) from the last segment of each document, and the mean over segments of the auxiliary losses.
 
         Args:
-            inputs_BN: token ids. padding_BN: bool, True = padding, behind the end of a document.
+            inputs_BN: token ids. padding_BN: bool, True = padding, after the end of a document.
         """
         outs = list(self.loop.read(inputs_BN, ends(inputs_BN, padding_BN), padding=padding_BN))
-        # Of each row one answer is not zero.
+        # In each row one answer is not zero.
         return sum_of(out.outputs for out in outs), sum_of(out.auxiliary_loss for out in outs) / len(outs)
 
 
 class StreamedDocuments(DocumentLoop):
-    """A `DocumentLoop` for evaluation: a document of any length takes the memory of one segment, in one pass.
+    """A `DocumentLoop` for evaluation: in one pass a document of any length takes the memory of one segment.
 
     Args:
-        memory: what a row has in front of the segment in which it is answered, and in front of all others: its memory
-            ("carry"), nothing ("reset"), or the memory of another row ("shuffle"), by so many rows as `generator` says.
-        others: as of `DocumentLoop`.
+        memory: the state before each segment: the row's own ("carry"), none ("reset"), or that of another row
+            ("shuffle"), chosen by `generator`.
+        others: see `DocumentLoop`.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ def answers(
     reset: None = None,
     padding_BN: Tensor | None = None,
 ) -> ModelOutput:
-    """One segment: logits (B, K) of the rows that end in it, zeros of the others, and the state after it."""
+    """One segment: logits (B, K) of the rows that end in it, zeros for other rows, and the state after it."""
     logits_BK, state, auxiliary = model(inputs_BN, state, padding=padding_BN)
     ends_B1 = (marks_BN != IGNORED).any(1, keepdim=True)
     return ModelOutput(torch.where(ends_B1, logits_BK, torch.zeros_like(logits_BK)), state, auxiliary)
@@ -123,7 +122,7 @@ def ends(inputs_BN: Tensor, padding_BN: Tensor | None) -> Tensor:
 
 
 def sum_of(tensors: Iterator[Tensor]) -> Tensor:
-    """The sum of one tensor or more, of which no two are held at a time."""
+    """The sum of one or more tensors, without holding two of them."""
     total = next(tensors)
     for tensor in tensors:
         total = total + tensor
