@@ -10,8 +10,8 @@ import torch
 from data.pictures import class_folders, encoded, write_files
 from PIL import Image
 
-from cached_lab.tasks import ImageFolder
 from cached_lab.tasks.classification.images.augmentation import Augmentation
+from cached_lab.tasks.classification.images.class_folders import ImageFolder
 from cached_lab.training.loader import SeededRows, TrainingOrder, training_batches
 from cached_transformers.extras import require
 

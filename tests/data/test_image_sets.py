@@ -13,10 +13,10 @@ import torch
 from data.pictures import class_folders, encoded, write_files, write_tar, write_tar_xz, write_zip
 
 import cached_lab
-from cached_lab.tasks import CIFAR10, CIFAR100, ImageNet, TinyImageNet, create_dataset
+from cached_lab.tasks import create_dataset
 from cached_lab.tasks.classification.images import cifar
-from cached_lab.tasks.classification.images.cifar import CLASSES
-from cached_lab.tasks.classification.images.imagenet import read_labels
+from cached_lab.tasks.classification.images.cifar import CIFAR10, CIFAR100, CLASSES
+from cached_lab.tasks.classification.images.imagenet import ImageNet, TinyImageNet, read_labels
 
 PIXEL = encoded(size=(1, 1))
 

@@ -11,8 +11,10 @@ import torch
 
 from cached_lab.data import stratified_split
 from cached_lab.data.dataset import LabelledDataset
-from cached_lab.tasks import Digits, ImageFolder, create_dataset
+from cached_lab.tasks import create_dataset
+from cached_lab.tasks.classification.images.class_folders import ImageFolder
 from cached_lab.tasks.classification.images.dataset import random_shift
+from cached_lab.tasks.classification.images.digits import Digits
 from cached_lab.tasks.recipes import config_from_dict
 
 MODEL = {"name": "vision_transformer", "patch_size": 4, "width": 16, "depth": 1, "heads": 2}

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cached_lab.tasks import Streams
+from cached_lab.tasks.language.streams import Streams
 
 START = 7
 

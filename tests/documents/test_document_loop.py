@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_lab.tasks.documents.loop import DocumentLoop, StreamedDocuments
+from cached_lab.tasks.documents.loop import DocumentLoop
 from cached_transformers import create_model
 from cached_transformers.models.sequence_classifier import SequenceClassifier
 
@@ -134,7 +134,7 @@ def test_evaluation_gives_the_same_and_can_empty_or_exchange_the_memory() -> Non
 
     def read(memory: str, inputs: Tensor = inputs_BN, padding: Tensor | None = padding_BN) -> Tensor:
         generator = torch.Generator().manual_seed(0)
-        loop = StreamedDocuments(model, LENGTH, SEGMENTS, memory=memory, generator=generator)
+        loop = DocumentLoop(model, LENGTH, SEGMENTS, memory=memory, generator=generator)
         with torch.no_grad():
             return loop(inputs, padding)[0]
 

@@ -72,7 +72,7 @@ def test_a_step_reads_as_many_segments_as_the_curriculum_draws() -> None:
     assert [fixed.curriculum.segments(step) for step in range(4)] == [1] * 4 and {
         fixed.curriculum.segments(step) for step in range(8, 99)
     } == {1, 2, 3}
-    assert task_of("training.curriculum=null", "training.solved=null").segments(0) is None
+    assert task_of("training.curriculum=null", "training.solved=null").curriculum is None
 
 
 def test_a_stage_ends_when_its_documents_are_answered_and_not_by_others() -> None:

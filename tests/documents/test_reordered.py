@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from cached_lab.tasks import create_dataset
-from cached_lab.tasks.documents.reordered import COUNTS, ReorderedDocuments
-from cached_lab.tasks.documents.reordered import orders
+from cached_lab.tasks.documents.reordered import COUNTS, ReorderedDocuments, orders
 
 
 def reordered(split: str = "train", **options: Any) -> ReorderedDocuments:

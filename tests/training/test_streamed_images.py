@@ -17,7 +17,8 @@ from training.same_run import assert_same_run, assert_same_tree, final, train_un
 from cached_lab.data.shard_order import Dealer
 from cached_lab.experiments.build import build_dataset, build_model
 from cached_lab.experiments.run import run_training
-from cached_lab.tasks import ImageShards, create_dataset
+from cached_lab.tasks import create_dataset
+from cached_lab.tasks.classification.images.image_shards import ImageShards
 from cached_lab.tasks.classification.images.image_stream import ALLOWED, TarStreams
 from cached_lab.tasks.kinds import make_task
 from cached_lab.tasks.recipes import config_from_dict, fill_from_data

@@ -2,7 +2,6 @@
 
 A file holds a SHA-256 (64 hexadecimal digits and a line feed) followed by a numpy archive. Its name holds the digest of
 everything that decides the content, and is hashed with the archive, so that a file under a wrong name is damaged, too.
-In older files the digest is of the archive only; they are still read.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def _read(path: Path) -> Arrays | None:
         warnings.warn(f"{path} cannot be read ({error}); generating its content again", RuntimeWarning, stacklevel=3)
         return None
     digest, _, payload = content.partition(b"\n")
-    if digest not in (_digest(path, payload), hashlib.sha256(payload).hexdigest().encode()):
+    if digest != _digest(path, payload):
         message = f"{path} is damaged (its checksum differs); generating its content again"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
         return None

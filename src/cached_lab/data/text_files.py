@@ -5,13 +5,12 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
-import tarfile
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
-from .archives import ARCHIVES, naming, read_file, regular_files
+from .archives import ARCHIVES, Listing, naming, read_file
 from .splits import SPLIT_WORDS, named_split
 
 TextPath = str | Path | Mapping[str, str | Path]
@@ -39,7 +38,10 @@ class TextFile:
     def content(self) -> bytes:
         """The text as bytes, decompressed (ValueError: the file is damaged)."""
         with naming(self, "file"):
-            content = read_file(self.path) if self.member is None else _read_member(self.path, self.member)
+            if self.member is None:
+                content = read_file(self.path)
+            else:
+                content = _listing(self.path, self.path.stat().st_mtime_ns).read(self.member)
             decompress = DECOMPRESS.get(PurePosixPath(self.name).suffix)
             return content if decompress is None else decompress(content)
 
@@ -138,25 +140,11 @@ def _is_text(name: str) -> bool:
 
 def members(archive: Path) -> list[TextFile]:
     """The texts in an archive; all its files where none has the suffix of a text (enwik8.zip holds `enwik8`)."""
-    with naming(archive):
-        if archive.name.endswith(".zip"):
-            with zipfile.ZipFile(archive) as packed:
-                names = [info.filename for info in packed.infolist() if not info.is_dir()]
-        else:
-            with tarfile.open(archive) as unpacked:
-                names = [info.name for info in regular_files(unpacked) if info.isfile()]
+    names = _listing(archive, archive.stat().st_mtime_ns).names
     texts = [name for name in names if _is_text(name)]
     return [TextFile(archive, name, member=name) for name in texts or names]
 
 
-def _read_member(archive: Path, member: str) -> bytes:
-    if archive.name.endswith(".zip"):
-        with zipfile.ZipFile(archive) as packed:
-            return packed.read(member)
-    with tarfile.open(archive) as unpacked:
-        # The last file of this name counts, as in every tar, but a link of this name does not.
-        found = [info for info in regular_files(unpacked) if info.name == member and info.isfile()]
-        file = unpacked.extractfile(found[-1]) if found else None
-        if file is None:
-            raise ValueError(f"it has no file {member!r} any more")
-        return file.read()
+@lru_cache(maxsize=4)
+def _listing(archive: Path, modified: int) -> Listing:
+    return Listing(archive)

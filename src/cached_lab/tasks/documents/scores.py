@@ -17,7 +17,7 @@ from cached_lab.training.loader import evaluation_batches, to_device
 from cached_lab.training.metrics import untouched
 
 from .dataset import DocumentDataset
-from .loop import StreamedDocuments
+from .loop import DocumentLoop
 
 
 def evaluate_documents(
@@ -37,14 +37,14 @@ def evaluate_documents(
     Args:
         passes: number of readings of a document.
         segments: most segments of a document; None for whole documents.
-        memory: "carry", "reset" or "shuffle", see `StreamedDocuments`. seed: of the shuffle.
+        memory: "carry", "reset" or "shuffle", see `DocumentLoop`. seed: of the shuffle.
 
     Raises:
         ValueError: shuffling with a single row.
     """
     most = dataset.segments if segments is None else segments
     generator = torch.Generator().manual_seed(seed)
-    loop = StreamedDocuments(model, dataset.segment_length, most, passes, memory=memory, generator=generator)
+    loop = DocumentLoop(model, dataset.segment_length, most, passes, memory=memory, generator=generator)
     limited = copy.copy(dataset)
     limited.limit = segments
     total: Tensor | float = 0.0

@@ -45,8 +45,11 @@ class SplitFiles(Corpus):
         yield text
 
 
-class WikiText(SplitFiles):
-    """WikiText; a document is an article."""
+@DATASETS.register("wikitext2", paper="arXiv:1609.07843")
+class WikiText2(SplitFiles):
+    """WikiText-2: two million words of Wikipedia articles, a document each; options as for `SplitFiles`."""
+
+    name = "wikitext2"
 
     def _parts(self, text: str) -> Iterator[str]:
         # A title is between blank lines; one in the middle of a paragraph is text.
@@ -56,16 +59,9 @@ class WikiText(SplitFiles):
             yield text[start:end]
 
 
-@DATASETS.register("wikitext2", paper="arXiv:1609.07843")
-class WikiText2(WikiText):
-    """WikiText-2: two million words of Wikipedia articles; options as for `SplitFiles`."""
-
-    name = "wikitext2"
-
-
 @DATASETS.register("wikitext103", paper="arXiv:1609.07843")
-class WikiText103(WikiText):
-    """WikiText-103: 103 million words of Wikipedia articles; options as for `SplitFiles`."""
+class WikiText103(WikiText2):
+    """WikiText-103: 103 million words of Wikipedia articles, a document each; options as for `SplitFiles`."""
 
     name = "wikitext103"
 

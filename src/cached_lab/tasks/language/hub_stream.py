@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from itertools import islice
@@ -164,15 +164,10 @@ def _splits(dataset: str, config: str | None) -> dict[str, Any]:
 
 
 def _documents(splits: dict[str, Any], split: str, dataset: str, column: str, fraction: float) -> HubShards:
-    """The documents of a split: its own, or a share of the training documents."""
+    """The documents of a split: its own, or a share of the training documents, chosen by their hash."""
     held = [name for name in ("validation", "test") if name not in splits]
     if split in splits and not (split == "train" and held):
         return HubShards(splits[split], column, f"{dataset}, split {split}")
-    return HubShards(splits["train"], column, f"{dataset}, split train", _of_split(split, held, fraction))
-
-
-def _of_split(split: str, held: list[str], fraction: float) -> Callable[[str], bool]:
-    """A filter of the training documents that belong to a split, by their hash."""
     bounds = {name: (place * fraction, (place + 1) * fraction) for place, name in enumerate(held)}
     low, high = bounds.get(split, (len(held) * fraction, 1.0))
 
@@ -180,7 +175,7 @@ def _of_split(split: str, held: list[str], fraction: float) -> Callable[[str], b
         digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
         return low <= int.from_bytes(digest[:6], "big") / 2**48 < high
 
-    return belongs
+    return HubShards(splits["train"], column, f"{dataset}, split train", belongs)
 
 
 def _once(documents: HubShards) -> Iterator[str]:
