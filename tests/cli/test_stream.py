@@ -1,4 +1,4 @@
-"""`cached stream`: what it reads is the text's tokens, and going on gives the numbers of an uninterrupted reading."""
+"""`cached stream`: it reads the text's tokens, and a resumed reading has the numbers of an uninterrupted one."""
 
 from __future__ import annotations
 

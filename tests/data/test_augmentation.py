@@ -1,4 +1,4 @@
-"""Augmentation: timm's, drawn from the three global generators and from nothing else."""
+"""Augmentation: timm's transforms, sampled from the three global generators only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Image data sets: folders of files, scikit-learn's digits, and what they share."""
+"""Image data sets: folders of files, scikit-learn's digits, and their common options."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def sample(count: int, seed: int | str = 0, **shape: int) -> list[Expression]:
 
 
 def children(tokens: list[str]) -> list[str]:
-    """What stands directly under the root: digits, and the operators of sub-expressions."""
+    """The nodes directly under the root: digits, and the operators of sub-expressions."""
     depth, found = 0, []
     for token in tokens:
         if depth == 1 and token != "]":

@@ -1,4 +1,4 @@
-"""Text data sets: where files are found, what tokenizers do to text, how text is cut, what is refused."""
+"""Text data sets: finding files, tokenizers, documents, and refused options."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def text_of(dataset) -> str:
 
 def test_words_are_ranked_and_rare_ones_unknown(tmp_path):
     data = create_dataset("wikitext2", "validation", path=write_splits(tmp_path), vocabulary_size=5)
-    # = stands 8 times, a 3 times, then b (2): with <unk> and <eos> that makes five.
+    # = occurs 8 times, a 3 times, then b (2): with <unk> and <eos> that makes five.
     assert data.tokenizer.words == ["<unk>", "<eos>", "=", "a", "b"]
     assert data.tokens.tolist() == [1, 2, 0, 2, 1, 1, 3, 0, 0, 1]
     assert text_of(data) == "\n= <unk> =\n\na <unk> <unk>\n"

@@ -1,4 +1,4 @@
-"""Training on documents: the curriculum, exact resumption within a stage, evaluation by length, and what is refused."""
+"""Training on documents: the curriculum, exact resume within a stage, evaluation by length, and refused options."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_documents_of_any_length_are_evaluated(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_weights_of_short_segments_go_on_with_longer_ones(tmp_path: Path) -> None:
-    """Of the two recipes: same model, other segments; and the second begins with what the first ended with."""
+    """Two recipes with the same model and other segments; the second starts from the weights of the first."""
     short, million = (load_config(name) for name in ("rmt_documents", "rmt_million_tokens"))
     assert short.model == million.model and short.data["kind"] == million.data["kind"]
     assert million.training.initial_weights == f"runs/{short.name}"

@@ -1,4 +1,4 @@
-"""Documents of which the order of pieces is asked: made ones and those of a text, as long as they are asked for."""
+"""Documents with reordered pieces, generated or from a text, of any length."""
 
 from __future__ import annotations
 

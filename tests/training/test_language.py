@@ -1,4 +1,4 @@
-"""Training on text: the state that crosses steps, exact resume, whole commands, and what is refused."""
+"""Training on text: the state that crosses steps, exact resume, whole commands, and refused options."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_step_that_is_skipped_leaves_the_state_as_it_was(tmp_path, text, monke
 
 
 def test_a_row_that_is_emptied_goes_on_as_a_new_one(tmp_path, text):
-    """Twin: each row alone, from an empty memory or from the one that it had."""
+    """Twin: each row by itself, from an empty memory or from its own."""
     trainer = make(tmp_path / "run", text, "model.dropout=0.0", "training.reset_rows=0.5")
     task, loop = trainer.task, SegmentLoop(trainer.model, 8)
     _, runner = task.runner()

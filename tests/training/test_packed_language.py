@@ -1,4 +1,4 @@
-"""`data.reset=packed`: documents stand one behind the other in a row, and each is read as if it stood alone."""
+"""`data.reset=packed`: documents follow each other in a row, and each is read as if it were the only one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run goes on with the data that it began with: what tells data apart, what is refused, and the way out."""
+"""A run resumes only with its own data: fingerprints, refusals, and the way out."""
 
 from __future__ import annotations
 

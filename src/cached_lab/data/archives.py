@@ -41,7 +41,7 @@ DAMAGE = (
 )
 """Errors of the standard library for damaged or encrypted archives, circular links and absurd sizes."""
 OPENERS: dict[str, Callable[..., IO[bytes]]] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}  # type: ignore[dict-item]
-_TAR_OPENERS = {**OPENERS, ".tgz": gzip.open}
+_TAR_OPENERS: dict[str, Callable[..., IO[bytes]]] = {**OPENERS, ".tgz": gzip.open}  # type: ignore[dict-item]
 
 
 @contextlib.contextmanager
@@ -118,11 +118,7 @@ class Listing:
         return self.folder + name in self._sources or outside
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file.
-
-        Raises:
-            OSError: the file cannot be read. ValueError: it is damaged in its archive.
-        """
+        """Return the content of a file (OSError: the file cannot be read; ValueError: it is damaged in its archive)."""
         source, place = self._sources.get(self.folder + name, (None, 0))
         return read_file(self.root / name) if source is None else source.read(place)
 

@@ -15,19 +15,20 @@ SAVED_SHARDS = 64
 
 
 def load_from_hub(
-    dataset: str, config: str | None = None, instead: str = "", streaming: bool = False
-) -> Mapping[str, Any]:
-    """Load the splits of a data set under the library's names; one without splits is all "train".
+    dataset: str, config: str | None = None, instead: str = "", streaming: bool = False, needs: str = "train"
+) -> dict[str, Any]:
+    """Load the splits of a data set, under the names "train", "validation" and "test"; one without splits is "train".
 
     Args:
         dataset: its name on the hub, or a folder written by `save_to_disk`.
         config: its configuration, if it has any.
         instead: alternative for the error message, e.g. ", or give local files to data.name=text".
         streaming: read files on demand and keep none.
+        needs: a split that must exist.
 
     Raises:
         ImportError: the `datasets` library is not installed.
-        ValueError: the data set cannot be loaded.
+        ValueError: the data set cannot be loaded, or lacks a split.
     """
     library = require("datasets", extra="language")
     folder = Path(dataset).expanduser()
@@ -43,18 +44,17 @@ def load_from_hub(
             f"network and keep its cache (HF_HOME) or what save_to_disk writes{instead}"
         ) from error
     splits = loaded if isinstance(loaded, Mapping) else {"train": loaded}
-    if not (streaming and saved):
-        return splits
-    return {name: rows.to_iterable_dataset(num_shards=min(len(rows), SAVED_SHARDS)) for name, rows in splits.items()}
+    found = {split: splits[name] for split, words in SPLIT_WORDS.items() for name in splits if name in words}
+    if needs not in found:
+        raise ValueError(f"{dataset} has no split {needs!r}; it has {', '.join(splits)}")
+    if streaming and saved:
+        return {name: rows.to_iterable_dataset(num_shards=min(len(rows), SAVED_SHARDS)) for name, rows in found.items()}
+    return found
 
 
 def hub_split(dataset: str, config: str | None, split: str, instead: str) -> Any:
-    """Load one split, under any of its usual names (ValueError: there is none; others as `load_from_hub`)."""
-    loaded = load_from_hub(dataset, config, instead)
-    names = [name for name in loaded if name in SPLIT_WORDS[split]]
-    if not names:
-        raise ValueError(f"{dataset} has no split {split!r}; it has {', '.join(loaded)}")
-    return loaded[names[0]]
+    """Load one split (ValueError: there is none; others as `load_from_hub`)."""
+    return load_from_hub(dataset, config, instead, needs=split)[split]
 
 
 class HubShards:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -143,7 +143,7 @@ class Corpus(TextDataset):
         check_kind(self.kind, size)
         check_choice("data.reset", self.reset, RESETS)
         check_split(self.split)
-        key = {"kind": self.kind, "size": size, "punctuation": self.punctuation, "version": VERSION}
+        key: dict[str, object] = {"kind": self.kind, "size": size, "punctuation": self.punctuation, "version": VERSION}
         if self.kind != "byte":
             key["train"] = self._key("train")
         found = trained_tokenizer(self.kind, key, lambda: self._documents("train"), size, self.punctuation)
@@ -166,7 +166,7 @@ class Corpus(TextDataset):
 
 
 def trained_tokenizer(
-    kind: str, key: dict[str, object], texts: Callable[[], Iterable[str]], size: int | None, punctuation: bool
+    kind: str, key: Mapping[str, object], texts: Callable[[], Iterable[str]], size: int | None, punctuation: bool
 ) -> Tokenizer:
     """Train a tokenizer, or load it from the cache under `key`."""
 

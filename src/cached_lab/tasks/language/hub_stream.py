@@ -17,8 +17,8 @@ from typing import Any
 
 from cached_lab.data.huggingface import HubShards, load_from_hub
 from cached_lab.data.samples import Sample
-from cached_lab.data.shard_order import Dealer, ShardSet
-from cached_lab.data.splits import SPLIT_WORDS, check_choice, check_fraction, check_split
+from cached_lab.data.shard_order import Dealer
+from cached_lab.data.splits import check_choice, check_fraction, check_split
 from cached_lab.data.text import RESETS, TextDataset, encoded
 from cached_lab.data.tokenizers import Tokenizer, check_kind, train_tokenizer
 from cached_lab.registries import DATASETS
@@ -26,60 +26,13 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.layers.token_loss import perplexity
 
 
-class TextStream(TextDataset):
-    """An endless training split, without `tokens` and `starts`; other splits are held in memory.
-
-    Attributes:
-        streamed: True for the training split.
-        documents: of the split, in shards. parts, window: see `Dealer`.
-    """
-
-    streamed = False
-    documents: ShardSet[str]
-    parts: int
-    window: int
-
-    @property
-    def shards(self) -> int:
-        """Number of shards."""
-        return len(self.documents.names)
-
-    def __len__(self) -> int:
-        if self.streamed:
-            raise ValueError(f"split {self.split!r} of {self.name!r} is a stream, which has no length; take validation")
-        return super().__len__()
-
-    def _sizes(self) -> dict[str, object]:
-        return {"shards": self.shards} if self.streamed else super()._sizes()
-
-    def samples(self) -> Iterator[Sample]:
-        """For a stream, the first document of the first and the last shard."""
-        if not self.streamed:
-            yield from super().samples()
-            return
-        for shard in dict.fromkeys((0, self.shards - 1)):
-            yield next(self.documents.read(shard), "").encode("utf-8", "surrogatepass")
-
-    def scores(self, nats: float, tokens: float) -> dict[str, float]:
-        """Scores as for any text. A stream has no counts of words and bytes: no word_perplexity, and bits_per_byte only
-        for bytes."""
-        if not self.streamed:
-            return super().scores(nats, tokens)
-        loss = nats / tokens
-        values = {"loss": loss, "perplexity": perplexity(loss)}
-        return values | ({"bits_per_byte": loss / math.log(2)} if self.kind == "byte" else {})
-
-    def baselines(self, train: TextDataset) -> dict[str, dict[str, float]]:
-        """Empty: the tokens of a stream are not counted."""
-        return {}
-
-
 @DATASETS.register("huggingface_stream")
 @dataclass(eq=False, repr=False)
-class HuggingFaceStream(TextStream):
+class HuggingFaceStream(TextDataset):
     """Text of any data set of the Hugging Face hub, read as a stream and never kept; a row is a document.
 
-    A stopped run resumes bitwise in the middle of a file. Validation and test are held in memory.
+    A stopped run resumes bitwise in the middle of a file. Validation and test are held in memory. The training split
+    has `documents` in shards instead of `tokens` and `starts`.
 
     Args:
         split: "train", "validation" or "test".
@@ -152,15 +105,44 @@ class HuggingFaceStream(TextStream):
                 )
             self._hold(encoded(texts, found, self.line))
 
+    @property
+    def shards(self) -> int:
+        """Number of shards."""
+        return len(self.documents.names)
+
+    def __len__(self) -> int:
+        if self.streamed:
+            raise ValueError(f"split {self.split!r} of {self.name!r} is a stream, which has no length; take validation")
+        return super().__len__()
+
+    def _sizes(self) -> dict[str, object]:
+        return {"shards": self.shards} if self.streamed else super()._sizes()
+
+    def samples(self) -> Iterator[Sample]:
+        """For a stream, the first document of the first and the last shard."""
+        if not self.streamed:
+            yield from super().samples()
+            return
+        for shard in dict.fromkeys((0, self.shards - 1)):
+            yield next(self.documents.read(shard), "").encode("utf-8", "surrogatepass")
+
+    def scores(self, nats: float, tokens: float) -> dict[str, float]:
+        """Scores as for any text. A stream has no counts of words and bytes: no word_perplexity, and bits_per_byte only
+        for bytes."""
+        if not self.streamed:
+            return super().scores(nats, tokens)
+        loss = nats / tokens
+        values = {"loss": loss, "perplexity": perplexity(loss)}
+        return values | ({"bits_per_byte": loss / math.log(2)} if self.kind == "byte" else {})
+
+    def baselines(self, train: TextDataset) -> dict[str, dict[str, float]]:
+        """Empty: the tokens of a stream are not counted."""
+        return {}
+
 
 @lru_cache(maxsize=4)
 def _splits(dataset: str, config: str | None) -> dict[str, Any]:
-    """The splits of a data set, under the names used here (ValueError: none to train on)."""
-    loaded = load_from_hub(dataset, config, ", or give local files to data.name=text", streaming=True)
-    found = {ours: loaded[name] for ours, words in SPLIT_WORDS.items() for name in loaded if name in words}
-    if "train" not in found:
-        raise ValueError(f"{dataset} has no split 'train'; it has {', '.join(loaded)}")
-    return found
+    return load_from_hub(dataset, config, ", or give local files to data.name=text", streaming=True)
 
 
 def _documents(splits: dict[str, Any], split: str, dataset: str, column: str, fraction: float) -> HubShards:

@@ -141,8 +141,8 @@ def split_losses(model: nn.Module, dataset: TextDataset, world: World, config: R
                 total[1].index_add_(0, index, torch.ones_like(values))
             count = int(segment_N[-1]) + 1
             read_B1, begun = read_B1 + count, begun + count
-    *found, by_segment = (world.sum(total).cpu() for total in totals)
-    return SplitLosses(*found, by_segment.view(2, streams.rows, -1))
+    places, quarters, carried, documents, by_segment = (world.sum(total).cpu() for total in totals)
+    return SplitLosses(places, quarters, carried, documents, by_segment.view(2, streams.rows, -1))
 
 
 def _read(

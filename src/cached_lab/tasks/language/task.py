@@ -24,7 +24,7 @@ from cached_lab.training.task import Arguments, Task
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.state import State, from_tensors, map_state, named_tensors
 
-from .hub_stream import TextStream
+from .hub_stream import HuggingFaceStream
 from .scores import check_passes, evaluate_language, evaluation_streams
 from .streamed_rows import StreamedRows
 from .streams import IGNORED, StreamBatch, Streams, grain, rows_to_empty
@@ -168,7 +168,7 @@ def _streams(train: TextDataset, settings: TrainingConfig, world: World) -> Stre
     """The rows of the training split (ValueError: more than the text has)."""
     length, align = settings.segment_length * settings.segments, grain(train, settings.segment_length, settings)
     packed = train.reset == "packed"
-    if isinstance(train, TextStream):
+    if isinstance(train, HuggingFaceStream):
         if settings.pipeline > 1:
             raise ValueError(
                 f"training.pipeline={settings.pipeline} with data {train.name!r}: a stream's row is read by one "

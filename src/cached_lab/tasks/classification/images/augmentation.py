@@ -66,7 +66,8 @@ class Augmentation:
         Raises:
             ValueError: an unknown key (with a suggestion), or a value out of range or of another type.
         """
-        hints, values = hints_of(cls), {}
+        hints = hints_of(cls)  # type: ignore[arg-type]
+        values: dict[str, Any] = {}
         for key, value in options.items():
             if key not in hints:
                 raise ValueError(unknown_name("option of data.augmentation", key, list(hints)))

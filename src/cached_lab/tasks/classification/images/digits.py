@@ -41,7 +41,7 @@ class Digits(StoredImages):
         digits = require("sklearn.datasets", extra="data").load_digits()
         shares = {"validation": self.validation_fraction, "test": self.test_fraction}
         train = items_of_split("digits", digits.target, shares, self.seed, "train")
-        chosen = items_of_split("digits", digits.target, shares, self.seed, self.split)
+        chosen = self._dealt("digits", digits.target, *shares)
         images = np.round(digits.images * (255 / 16)).astype(np.uint8)[:, None]  # stored as 0..16
         seen = images[train] / 255
         self.mean, self.std = [float(seen.mean())], [float(seen.std())]

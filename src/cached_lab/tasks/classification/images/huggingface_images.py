@@ -10,7 +10,6 @@ import numpy as np
 
 from cached_lab.data.huggingface import load_from_hub
 from cached_lab.data.image_files import BadFile
-from cached_lab.data.splits import SPLIT_WORDS
 from cached_lab.registries import DATASETS
 from cached_transformers.extras import require
 
@@ -46,14 +45,11 @@ class HuggingFaceImages(EncodedImages):
     test_fraction: float = 0.1
 
     def _load(self) -> tuple[np.ndarray, list[str]]:
-        loaded = load_from_hub(self.dataset, self.config)
-        present = {split: name for split, words in SPLIT_WORDS.items() for name in loaded if name in words}
-        if "train" not in present:
-            raise ValueError(f"{self.dataset} has no training split; it has {', '.join(loaded)}")
-        rows = loaded[present.get(self.split, present["train"])]
+        splits = load_from_hub(self.dataset, self.config)
+        rows = splits.get(self.split, splits["train"])
         labels, names = self._labels(rows)
-        if self.split not in present or self.split == "train":
-            held_out = [split for split in ("validation", "test") if split not in present]
+        if self.split not in splits or self.split == "train":
+            held_out = [split for split in ("validation", "test") if split not in splits]
             chosen = self._dealt(self.dataset, labels, *held_out)
             rows, labels = rows.select(chosen), labels[chosen]
         library = require("datasets", extra="language")
