@@ -89,18 +89,13 @@ def text_pieces(path: Path, tokenizer: Tokenizer, begin: int = 0) -> Iterator[Te
 
 
 class Bookmark(NamedTuple):
-    """Position of a reading: the model's state and, as tensors of one number, the place and the sums so far.
-
-    `begin` is the first byte of the piece of the next token, `skip` the number of tokens of that piece already read,
-    `unknown` the number of unknown words so far. `what` identifies run, file and segments.
+    """Position of a reading: the model's state and, float64 (1, 5), the first byte of the piece of the next token, the
+    number of tokens of that piece already read, and the tokens, unknown words and nats so far. `what` identifies run,
+    file and segments.
     """
 
     state: states.State
-    begin: Tensor
-    skip: Tensor
-    tokens: Tensor
-    nats: Tensor
-    unknown: Tensor
+    numbers: Tensor
     what: Tensor
 
 
@@ -189,15 +184,16 @@ class TextReader:
         self.now: Progress | None = None
         begin = skip = self.unknown = 0
         if path.is_file():
-            empty = _bookmark(model.init_state(1), 0, 0, 0, 0.0, 0, what)  # type: ignore[operator]
-            before: Bookmark = states.load(path, empty)
+            empty = Bookmark(model.init_state(1), torch.zeros(1, 5, dtype=torch.float64), what)  # type: ignore[operator]
+            before = states.load(path, empty)
             if not torch.equal(before.what, what):
                 raise ValueError(
                     f"{path} belongs to another run, checkpoint, file or segment length; give another --state, or "
                     "remove it"
                 )
-            begin, skip, self.unknown = int(before.begin), int(before.skip), int(before.unknown)
-            self.now = Progress(int(before.tokens), float(before.nats), 0, 0.0, 0, before.state)
+            *counts, nats = before.numbers[0].tolist()
+            begin, skip, tokens, self.unknown = map(int, counts)
+            self.now = Progress(tokens, nats, 0, 0.0, 0, before.state)
         self.first = 0 if self.now is None else self.now.tokens
         self.places = PiecePositions(text_pieces(file, tokenizer, begin), skip, tokenizer.unknown)
 
@@ -227,8 +223,9 @@ class TextReader:
 
     def _save(self, now: Progress) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        place = self.places.place(now.consumed)
-        states.save(_bookmark(now.state, *place, now.tokens, now.nats, self.unknown, self.what), self.path)
+        numbers = [*self.places.place(now.consumed), now.tokens, self.unknown, now.nats]
+        bookmark = Bookmark(now.state, torch.tensor([numbers], dtype=torch.float64), self.what)
+        states.save(bookmark, self.path)
 
 
 def read_tokenizer(path: Path, model: nn.Module) -> Tokenizer:
@@ -267,10 +264,3 @@ def fingerprint(checkpoint: Path, file: Path, length: int) -> Tensor:
     with file.open("rb") as opened:
         digest.update(opened.read(4096))
     return torch.tensor(list(digest.digest()), dtype=torch.uint8)[None]
-
-
-def _bookmark(
-    state: states.State, begin: int, skip: int, tokens: int, nats: float, unknown: int, what: Tensor
-) -> Bookmark:
-    place_1, skip_1, tokens_1, unknown_1 = (torch.tensor([n]) for n in (begin, skip, tokens, unknown))
-    return Bookmark(state, place_1, skip_1, tokens_1, torch.tensor([nats], dtype=torch.float64), unknown_1, what)
