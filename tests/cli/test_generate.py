@@ -1,4 +1,4 @@
-"""`cached generate`: the text equals that of a model that reads everything again at every token."""
+"""`cached generate`: the text equals that of a model that reads everything again at every token, and is streamed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def bytes_of(ids: Any) -> str:
 
 @torch.no_grad()
 def likeliest(model: Any, ids: list[int], count: int) -> list[int]:
-    """Slow twin: it reads the whole text again for every token, in the segments of training."""
+    """Slow twin: the whole text is read again for every token, in segments as in training."""
     model.eval()
     for _ in range(count):
         state = model.init_state(1)
@@ -72,7 +72,7 @@ def test_the_likeliest_text_is_that_of_reading_it_anew(run: Path, capsys: pytest
     assert printed == bytes_of(want) + "\n"
 
 
-@pytest.mark.parametrize("count", [3, 7, 8])  # a partial segment, a full one, one token more
+@pytest.mark.parametrize("count", [3, 7, 8])  # within a segment, at its end, one token after it
 def test_a_kept_text_goes_on_as_if_it_had_not_been_kept(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], count: int
 ) -> None:
@@ -172,7 +172,7 @@ def test_pieces_are_the_text(kind: str, before: int) -> None:
 
 @pytest.mark.parametrize("kind", ["byte", "word", "bpe"])
 def test_a_prompt_is_not_closed(kind: str) -> None:
-    """A prompt has the first ids of a longer text: no end of a line or a document is added."""
+    """Its ids are a prefix of those of a longer text: no end of a line or a document follows."""
     words = words_of(train_tokenizer(kind, [TEXT], {"byte": None, "word": 20, "bpe": 300}[kind], False))
     for prompt in ("It was", "It was spring.\n", ""):
         ids = words.encode(prompt)

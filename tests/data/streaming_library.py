@@ -1,4 +1,4 @@
-"""What the `datasets` library does with files of JSON lines in streaming form, for tests where it is not installed."""
+"""A stand-in for the streaming reader of JSON lines of the `datasets` library, for tests where it is not installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class StandIn:
-    """An `IterableDataset`: rows of files, each of which is a shard."""
+    """An `IterableDataset`: rows of files, one shard per file."""
 
     column_names = ("text",)
 

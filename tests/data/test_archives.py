@@ -15,7 +15,7 @@ from cached_lab.data import BadFile, archives
 from cached_lab.data.archives import Listing, Tar, identity, open_listing, plain_tar
 from cached_lab.data.store import entry_path
 from cached_lab.data.text_files import find_texts
-from cached_lab.tasks import ImageFolder
+from cached_lab.tasks.classification.images.class_folders import ImageFolder
 
 OPTIONS = {"image_size": 8, "validation_fraction": 0.25, "test_fraction": 0.25}
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from cached_lab.tasks import CIFAR10, create_dataset
-from cached_lab.tasks.classification.images.cifar import CLASSES
+from cached_lab.tasks import create_dataset
+from cached_lab.tasks.classification.images.cifar import CIFAR10, CLASSES
 
 RECORD_BYTES = 1 + 3 * 32 * 32
 

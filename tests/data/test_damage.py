@@ -19,8 +19,7 @@ from cached_lab.data.dataset import LabelledDataset
 from cached_lab.data.subwords import PairTokenizer, read_pair_tokenizer, train_subwords
 from cached_lab.data.tokenizers import ByteTokenizer, SpecialTokens, WordTokenizer, load_tokenizer
 from cached_lab.tasks import create_dataset
-from cached_lab.tasks.language.scoring import read_tokenizer
-from cached_lab.tasks.language.text_pieces import text_pieces
+from cached_lab.tasks.language.text_reader import read_tokenizer, text_pieces
 from cached_lab.tasks.translation.lines import read_tokenizer as read_pair_file
 from cached_lab.training.metrics import read_metrics
 

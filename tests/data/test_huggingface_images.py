@@ -11,8 +11,9 @@ from data.pictures import encoded
 
 from cached_lab.data import BadFile
 from cached_lab.data.image_files import open_picture
-from cached_lab.tasks import HuggingFaceImages, create_dataset
+from cached_lab.tasks import create_dataset
 from cached_lab.tasks.classification.images.augmentation import central_square
+from cached_lab.tasks.classification.images.huggingface_images import HuggingFaceImages
 
 datasets = pytest.importorskip("datasets")
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from cached_lab.data import BadFile
 from cached_lab.data.image_files import open_picture
-from cached_lab.tasks import ImageFolder
+from cached_lab.tasks.classification.images.class_folders import ImageFolder
 
 RAMP = np.linspace(0, 255, 64).astype(np.uint8).reshape(8, 8)
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from data.pictures import class_folders, encoded, write_files, write_tar, write_tar_xz, write_zip
 
-import cached_transformers
-from cached_lab.tasks import CIFAR10, CIFAR100, ImageNet, TinyImageNet, create_dataset
+import cached_lab
+from cached_lab.tasks import create_dataset
 from cached_lab.tasks.classification.images import cifar
-from cached_lab.tasks.classification.images.cifar import CLASSES
-from cached_lab.tasks.classification.images.imagenet import read_labels
+from cached_lab.tasks.classification.images.cifar import CIFAR10, CIFAR100, CLASSES
+from cached_lab.tasks.classification.images.imagenet import ImageNet, TinyImageNet, read_labels
 
 PIXEL = encoded(size=(1, 1))
 
@@ -104,7 +104,7 @@ class TestReadingOnce:
     @pytest.mark.parametrize("pack", [write_tar, write_zip])
     def test_the_work_on_names_grows_as_their_number(self, tmp_path, pack):
         """Counted in calls of the library's functions, so that neither the machine nor the decoder matters."""
-        package, calls = str(Path(cached_transformers.__file__).parent), {}
+        package, calls = str(Path(cached_lab.__file__).parent), {}
         for copies in (4, 40):
             path = pack(tmp_path / f"{copies}.{'tar' if pack is write_tar else 'zip'}", self.files(copies))
             counted = 0
@@ -180,10 +180,10 @@ class TestTinyImageNet:
             TinyImageNet("test", path=tmp_path)
         (tmp_path / "val/images/val_6.JPEG").unlink()
         (tmp_path / "val/images/val_0.JPEG").unlink()
-        with pytest.raises(ValueError, match=r"1.*val_0.JPEG"):
+        with pytest.raises(ValueError, match="1.*val_0"):
             TinyImageNet("test", path=tmp_path)
         write_files(tmp_path, {"val/val_annotations.txt": b"val_1.JPEG\tn77"})
-        with pytest.raises(ValueError, match=r"1.*'val_1.JPEG\\tn77'"):
+        with pytest.raises(ValueError, match="line 1: 'n77'"):
             TinyImageNet("test", path=tmp_path)
 
     def test_the_shared_pack(self, shared):
@@ -263,9 +263,8 @@ class TestImageNet:
         ],
     )
     def test_lists_that_do_not_fit(self, tmp_path, text, message):
-        (tmp_path / "list.txt").write_text(text)
         with pytest.raises(ValueError, match=message):
-            read_labels(tmp_path / "list.txt", ["a.JPEG", "b.JPEG"], ["n01", "n02"])
+            read_labels(text.encode(), tmp_path / "list.txt", ["a.JPEG", "b.JPEG"], ["n01", "n02"])
 
 
 def test_a_tar_of_the_validation_images(tmp_path):

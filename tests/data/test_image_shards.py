@@ -10,8 +10,8 @@ import torch
 from data.pictures import encoded, write_tar
 
 from cached_lab.data import BadFile
-from cached_lab.tasks import ImageShards, create_dataset
-from cached_lab.tasks.classification.images.image_shards import find_shards, shards_of_splits
+from cached_lab.tasks import create_dataset
+from cached_lab.tasks.classification.images.image_shards import ImageShards, find_shards, shards_of_splits
 
 LABELS = [2, 0, 1, 1, 0, 2]
 

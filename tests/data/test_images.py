@@ -1,4 +1,4 @@
-"""Image data sets: folders of files, scikit-learn's digits, and what they share."""
+"""Image data sets: folders of files, scikit-learn's digits, and their common options."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 
 from cached_lab.data import stratified_split
 from cached_lab.data.dataset import LabelledDataset
-from cached_lab.tasks import Digits, ImageFolder, create_dataset
+from cached_lab.tasks import create_dataset
+from cached_lab.tasks.classification.images.class_folders import ImageFolder
 from cached_lab.tasks.classification.images.dataset import random_shift
+from cached_lab.tasks.classification.images.digits import Digits
 from cached_lab.tasks.recipes import config_from_dict
 
 MODEL = {"name": "vision_transformer", "patch_size": 4, "width": 16, "depth": 1, "heads": 2}
@@ -330,7 +332,7 @@ class TestImageFolder:
             ({"channels": 4}, r"channels=4 must be 3 \(colour\) or 1 \(grey\)"),
             ({"mean": [0.5]}, "must have one number for each of the 3 channels"),
             ({"std": [1.0, 1.0, 0.0]}, "std above 0"),
-            ({"std": [1.0]}, "one number a channel each"),
+            ({"std": [1.0]}, "one number for each of the 3 channels"),
             ({"seed": -1, "validation_fraction": 0.5}, "data.seed=-1 must not be negative"),
             (
                 {"validation_fraction": 0.01, "split": "validation"},

@@ -30,7 +30,7 @@ def sample(count: int, seed: int | str = 0, **shape: int) -> list[Expression]:
 
 
 def children(tokens: list[str]) -> list[str]:
-    """What stands directly under the root: digits, and the operators of sub-expressions."""
+    """The nodes directly under the root: digits, and the operators of sub-expressions."""
     depth, found = 0, []
     for token in tokens:
         if depth == 1 and token != "]":
@@ -198,7 +198,7 @@ class TestEvaluate:
     @pytest.mark.parametrize(
         ("source", "message"),
         [
-            ("", "0 expressions stand side by side"),
+            ("", "0 expressions are side by side"),
             ("1 2", "2 expressions"),
             ("[MAX 1 2", r"ends after 3 tokens with \[MAX still open"),
             ("1 ]", "token 2, ']', closes no operator"),

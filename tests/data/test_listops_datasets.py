@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from cached_lab.data import Dataset, store
-from cached_lab.tasks import ListOps, create_dataset, write_tsv
+from cached_lab.tasks import create_dataset
 from cached_lab.tasks.classification.listops import datasets as listops_datasets
+from cached_lab.tasks.classification.listops.datasets import ListOps
 from cached_lab.tasks.classification.listops.expressions import Expression, evaluate, to_tokens, tokenize
+from cached_lab.tasks.classification.listops.files import write_tsv
 from cached_transformers.files import write_whole
 
 SMALL = {"max_depth": 4, "max_args": 4, "min_length": 10, "max_length": 64}
@@ -56,7 +58,7 @@ class TestSplits:
 
     def test_same_data_in_a_process_with_another_hash_seed(self, tmp_path):
         program = (
-            "import hashlib; from cached_lab.tasks import ListOps\n"
+            "import hashlib; from cached_lab.tasks.classification.listops.datasets import ListOps\n"
             f"d = ListOps('train', **{SMALL | SIZES!r})\n"
             "print(hashlib.sha256(b'|'.join(e.tokens for e in d.expressions())).hexdigest())"
         )
@@ -140,7 +142,7 @@ class TestBadInput:
         ("options", "message"),
         [
             ({"split": "trian"}, "unknown split 'trian'; did you mean 'train'?"),
-            ({"pad_to": "longest"}, "pad_to='longest' must be 'batch'"),
+            ({"pad_to": "longest"}, "pad_to='longest' must be one of 'batch'"),
             ({"train_size": 0}, "train_size=0 must lie in 1"),
             ({"max_dept": 3}, "unknown option of dataset 'listops' 'max_dept'; did you mean 'max_depth'?"),
             ({"max_args": 1}, "max_args=1 must be at least 2"),

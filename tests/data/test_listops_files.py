@@ -7,9 +7,9 @@ from itertools import islice
 
 import pytest
 
-from cached_lab.tasks import create_dataset, generate_trees, read_tsv, verify_tsv, write_tsv
-from cached_lab.tasks.classification.listops.expressions import Expression, to_source, tokenize
-from cached_lab.tasks.classification.listops.files import find_tsv
+from cached_lab.tasks import create_dataset
+from cached_lab.tasks.classification.listops.expressions import Expression, generate_trees, to_source, tokenize
+from cached_lab.tasks.classification.listops.files import find_tsv, read_tsv, verify_tsv, write_tsv
 
 HEADER = "Source\tTarget\r\n"
 

@@ -1,4 +1,4 @@
-"""The order of what is read shard by shard: every item once an epoch, the same from any place on, little of it held."""
+"""The order of items read shard by shard: every item once per epoch, the same after a resume, with one window held."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Reader(Iterator[str]):
 
 
 class Lists:
-    """Shards in memory, which count what is read of them."""
+    """Shards in memory that record each opening."""
 
     def __init__(self, shards: list[list[str]] = SHARDS) -> None:
         self.shards, self.names = shards, [f"list {number}" for number in range(len(shards))]

@@ -1,4 +1,4 @@
-"""Text data sets: where files are found, what tokenizers do to text, how text is cut, what is refused."""
+"""Text data sets: finding files, tokenizers, documents, and refused options."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def text_of(dataset) -> str:
 
 def test_words_are_ranked_and_rare_ones_unknown(tmp_path):
     data = create_dataset("wikitext2", "validation", path=write_splits(tmp_path), vocabulary_size=5)
-    # = stands 8 times, a 3 times, then b (2): with <unk> and <eos> that makes five.
+    # = occurs 8 times, a 3 times, then b (2): with <unk> and <eos> that makes five.
     assert data.tokenizer.words == ["<unk>", "<eos>", "=", "a", "b"]
     assert data.tokens.tolist() == [1, 2, 0, 2, 1, 1, 3, 0, 0, 1]
     assert text_of(data) == "\n= <unk> =\n\na <unk> <unk>\n"
@@ -297,7 +297,7 @@ def test_wikitext_has_the_published_counts(shared):
             "wikitext2",
             {"path": "good", "tokenizer": "byte", "vocabulary_size": 99},
             ValueError,
-            "does not apply to bytes",
+            "does not apply to the 256 bytes",
         ),
         (
             "wikitext2",
@@ -309,7 +309,7 @@ def test_wikitext_has_the_published_counts(shared):
             "wikitext2",
             {"path": "good", "reset": "always"},
             ValueError,
-            "data.reset='always' must be 'never', 'document' or",
+            "data.reset='always' must be one of 'never'",
         ),
         (
             "books",
@@ -317,7 +317,7 @@ def test_wikitext_has_the_published_counts(shared):
             ValueError,
             "2 texts, which cannot be dealt to three splits; take data.holdout=tail",
         ),
-        ("books", {"path": "two", "holdout": "end"}, ValueError, "data.holdout='end' must be 'file'"),
+        ("books", {"path": "two", "holdout": "end"}, ValueError, "data.holdout='end' must be one of 'file'"),
         ("books", {"path": "licence", "holdout": "tail"}, ValueError, "is an empty document; remove it"),
         ("text", {"path": "two", "test_fraction": 0.97}, ValueError, "must add up to less than 1"),
         ("text", {"path": "two", "line": "long"}, ValueError, "data.line='long' must be"),

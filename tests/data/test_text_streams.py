@@ -1,4 +1,4 @@
-"""Streams: every token once, in order, in its row; and what happens at the ends of rows, documents and epochs."""
+"""Streams: every token once, in order, in its row; the ends of rows, documents and epochs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cached_lab.tasks import Streams
+from cached_lab.tasks.language.streams import Streams
 
 START = 7
 
@@ -24,7 +24,7 @@ def epoch(streams: Streams, number: int = 0) -> list:
 
 
 def rows_of(batches: list, name: str) -> list[list[int]]:
-    """What each row reads over an epoch, without padding."""
+    """The tokens of each row over an epoch, without padding."""
     joined = torch.cat([getattr(batch, name) for batch in batches], 1)
     valid = torch.cat([batch.targets for batch in batches], 1) != -100
     return [row[keep].tolist() for row, keep in zip(joined, valid, strict=True)]
@@ -66,7 +66,7 @@ def test_rows_laid_end_to_end_are_the_corpus():
     rows = rows_of(batches, "targets")
     assert flat(rows) == tokens.tolist()
     assert [len(row) for row in rows] == [8, 8, 9]
-    # What a row is given is what it had to predict before; the first of all follows `start`.
+    # The inputs of a row are its previous targets; the first input is `start`.
     assert flat(rows_of(batches, "inputs")) == [START, *tokens[:-1].tolist()]
     assert flat(rows_of(batches, "positions")) == [*range(10), *range(3), *range(12)]
     assert [batch.reset.tolist() for batch in batches] == [[[True]] * 3, [[False]] * 3, [[False]] * 3]
@@ -86,7 +86,7 @@ def test_aligned_documents_begin_with_a_reset_and_without_the_past():
     ]
     assert [bool(batch.reset) for batch in batches] == [True, False, True, True, False]
     assert [int(batch.padding.sum()) for batch in batches] == [0, 3, 1, 0, 0]
-    # The next epoch begins anew.
+    # The next epoch starts again.
     assert streams.batch(5).reset.all() and torch.equal(streams.batch(5).inputs, batches[0].inputs)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_lab.tasks.documents.loop import DocumentLoop, StreamedDocuments
+from cached_lab.tasks.documents.loop import DocumentLoop
 from cached_transformers import create_model
 from cached_transformers.models.sequence_classifier import SequenceClassifier
 
@@ -22,7 +22,7 @@ MEMORIES: dict[str, Any] = {
     "grc_stream": "grc_stream",
 }
 REACHES = [name for name in MEMORIES if name not in ("transformer_xl", "ernie_doc")]
-"""Memories with a gradient into what they carry."""
+"""Memories with a gradient into their state."""
 
 
 def classifier(memory: Any = None, **options: Any) -> SequenceClassifier:
@@ -45,7 +45,7 @@ def documents(*lengths: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("replay", [False, True])
 def test_a_memory_that_reaches_all_gives_what_the_whole_document_gives(replay: bool) -> None:
-    """With one layer, what is stored of a segment are its embeddings: the last class token attends all of them."""
+    """With one layer, the memory stores the embeddings of a segment: the last class token attends all of them."""
     memory = {"name": "transformer_xl", "length": 64, "relative": False}
     model = classifier(memory, depth=1, positions="none")
     inputs_BN, _ = documents(14, 14)
@@ -134,7 +134,7 @@ def test_evaluation_gives_the_same_and_can_empty_or_exchange_the_memory() -> Non
 
     def read(memory: str, inputs: Tensor = inputs_BN, padding: Tensor | None = padding_BN) -> Tensor:
         generator = torch.Generator().manual_seed(0)
-        loop = StreamedDocuments(model, LENGTH, SEGMENTS, memory=memory, generator=generator)
+        loop = DocumentLoop(model, LENGTH, SEGMENTS, memory=memory, generator=generator)
         with torch.no_grad():
             return loop(inputs, padding)[0]
 

@@ -1,4 +1,4 @@
-"""Training on documents: the curriculum, exact resumption within a stage, evaluation by length, and what is refused."""
+"""Training on documents: the curriculum, exact resume within a stage, evaluation by length, and refused options."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def test_a_step_reads_as_many_segments_as_the_curriculum_draws() -> None:
     assert [set(lengths[:20]), set(lengths[20:40]), set(lengths[40:])] == [{1}, {1, 2}, {1, 2, 3}]
     assert task.batches(41) is not batches and next(task.batches(41)).inputs.shape[1] // 8 == lengths[41]
     fixed = task_of("training.solved=null", "training.steps_each=4")
-    assert [fixed.segments(step) for step in range(4)] == [1] * 4 and {
-        fixed.segments(step) for step in range(8, 99)
+    assert [fixed.curriculum.segments(step) for step in range(4)] == [1] * 4 and {
+        fixed.curriculum.segments(step) for step in range(8, 99)
     } == {1, 2, 3}
-    assert task_of("training.curriculum=null", "training.solved=null").segments(0) is None
+    assert task_of("training.curriculum=null", "training.solved=null").curriculum is None
 
 
 def test_a_stage_ends_when_its_documents_are_answered_and_not_by_others() -> None:
@@ -132,7 +132,7 @@ def test_documents_of_any_length_are_evaluated(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_weights_of_short_segments_go_on_with_longer_ones(tmp_path: Path) -> None:
-    """Of the two recipes: same model, other segments; and the second begins with what the first ended with."""
+    """Two recipes with the same model and other segments; the second starts from the weights of the first."""
     short, million = (load_config(name) for name in ("rmt_documents", "rmt_million_tokens"))
     assert short.model == million.model and short.data["kind"] == million.data["kind"]
     assert million.training.initial_weights == f"runs/{short.name}"
@@ -162,10 +162,10 @@ def test_two_passes_with_the_reordering_head_train(tmp_path: Path) -> None:
             ["training.curriculum=[1,9]"],
             r"curriculum=\[1, 9\] asks for more segments than the 3 of the longest document",
         ),
-        (["training.bptt_window=sliding"], r"bptt_window=sliding is not for documents \(the gradient crosses all"),
-        (["training.bptt=1", "training.segments=2"], r"training.segments=2 is not for documents \(data.segments says"),
-        (["training.mixup=0.5"], r"training.mixup=0.5 is not for documents \(it does not apply"),
-        (["training.metric=perplexity"], "training.metric='perplexity' is not of documents; take accuracy or loss"),
+        (["training.bptt_window=sliding"], "bptt_window=sliding does not apply to documents"),
+        (["training.bptt=1", "training.segments=2"], "training.segments=2 does not apply to documents"),
+        (["training.mixup=0.5"], "training.mixup=0.5 does not apply to documents"),
+        (["training.metric=perplexity"], "training.metric='perplexity' does not suit documents; take accuracy or loss"),
         (["model.max_length=4"], "model.max_length=4 is below data.segment_length=8"),
         (["training.solved=null"], r"curriculum=\[1, 2, 3\] needs training.steps_each .* 0 are given"),
         (["training.steps_each=2"], "and one of them; 2 are given"),

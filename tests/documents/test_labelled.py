@@ -141,7 +141,7 @@ def test_a_model_is_made_for_them_and_its_tokenizer_is_kept(tmp_path: Path) -> N
         ),
         ("a.csv", "text,label\nx,\n", "line 2 has no 'label', only text, label"),
         ("a.jsonl", '{"text": 3, "label": 1}\n', "line 1: .* must have a text, and a word or number for a label"),
-        ("a.csv", "text,label\nx,a\ny,a\nz,a\nv,a\n", "the training texts have the label 'a' alone; two or more"),
+        ("a.csv", "text,label\nx,a\ny,a\nz,a\nv,a\n", "the training texts have only the label 'a'"),
         ("a.txt", "text", r"a.txt is no table \(.jsonl, .csv, .tsv\); give one, or a folder"),
         ("a.csv", "text,label\nx,a\ny,b\n", "leaves split 'validation' empty; raise validation_fraction"),
         ("d/x.txt", "text", "x.txt lies in no folder of a class; lay texts out as <class>"),

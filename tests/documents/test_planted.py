@@ -45,7 +45,7 @@ def test_every_document_is_answered_by_reading_it(kind: str, segments: int) -> N
         assert tokens_N.shape == (segments * LENGTH,) and answer(words) == label
         found = facts(words)
         assert len(found) == len({person for _, person, _ in found}) == len({to for *_, to in found}) == KINDS[kind]
-        assert all(begin // LENGTH == (begin + 2) // LENGTH for begin, *_ in found), "a fact stands in one segment"
+        assert all(begin // LENGTH == (begin + 2) // LENGTH for begin, *_ in found), "a fact lies within one segment"
         rest = Counter(word >= 12 for word in words)
         assert rest[False] == 3 * len(found) + 2, "everything else is noise"
 

@@ -219,7 +219,7 @@ class TestBadFiles:
     def test_a_replacement_keeps_its_own_label(self, tmp_path):
         files = class_folders(2, 4)
         path = write_tar(tmp_path / "a.tar", {**files, "class0/3.png": b""})
-        from cached_lab.tasks import ImageFolder
+        from cached_lab.tasks.classification.images.class_folders import ImageFolder
         from cached_lab.training.loader import SeededRows
 
         data = ImageFolder("train", path=path, image_size=8, validation_fraction=0, test_fraction=0, bad_files="skip")

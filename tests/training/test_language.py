@@ -1,4 +1,4 @@
-"""Training on text: state between steps, exact resume, commands and refusals."""
+"""Training on text: the state that crosses steps, exact resume, whole commands, and refused options."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_step_that_is_skipped_leaves_the_state_as_it_was(tmp_path, text, monke
 
 
 def test_a_row_that_is_emptied_goes_on_as_a_new_one(tmp_path, text):
-    """Compare with a twin that reads each row separately, from an empty memory or from the previous one."""
+    """Twin: each row by itself, from an empty memory or from its own."""
     trainer = make(tmp_path / "run", text, "model.dropout=0.0", "training.reset_rows=0.5")
     task, loop = trainer.task, SegmentLoop(trainer.model, 8)
     _, runner = task.runner()
@@ -385,7 +385,7 @@ def test_compare_takes_the_lower_perplexity_for_the_better(tmp_path, text, capsy
         ("evaluation.memory=keep", "evaluation.memory='keep' must be one of 'carry', 'reset', 'shuffle'"),
         ("data.tokenizer=bites", "unknown tokenizer 'bites'"),
         ("data.path=nowhere", "nowhere does not exist"),
-        ("data={name: digits}", "training.metric='bits_per_byte' is of text; take accuracy or loss"),
+        ("data={name: digits}", "training.metric='bits_per_byte' does not suit classification"),
     ],
 )
 def test_bad_input_ends_with_status_2(tmp_path, text, capsys, override, message):

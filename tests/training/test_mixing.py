@@ -111,7 +111,7 @@ def test_top_five_counts_where_there_are_more_than_ten_classes():
 
 @pytest.mark.parametrize("mixup", [0.0, 0.5])
 def test_a_model_may_have_room_for_more_classes_than_the_data(tmp_path, mixup):
-    """Data with ten classes have no top-5 accuracy, even with sixteen outputs."""
+    """Data with ten classes have no top-5 accuracy, even for a model with sixteen outputs."""
     model = {"name": "vision_transformer", "patch_size": 4, "width": 8, "depth": 1, "heads": 2, "classes": 16}
     training = {"steps": 2, "batch_size": 8, "mixup": mixup, "tensorboard": False, "device": "cpu"}
     tree = {"name": "room", "data": {"name": "digits"}, "model": model, "training": training}

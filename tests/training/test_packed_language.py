@@ -1,4 +1,4 @@
-"""`data.reset=packed`: several documents per row, each read as if it were the only one."""
+"""`data.reset=packed`: documents follow each other in a row, and each is read as if it were the only one."""
 
 from __future__ import annotations
 

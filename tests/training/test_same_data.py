@@ -1,4 +1,4 @@
-"""A run resumes with its original data: comparison of data, refusals, and the way out."""
+"""A run resumes only with its own data: fingerprints, refusals, and the way out."""
 
 from __future__ import annotations
 

@@ -17,8 +17,9 @@ from training.same_run import assert_same_run, assert_same_tree, final, train_un
 from cached_lab.data.shard_order import Dealer
 from cached_lab.experiments.build import build_dataset, build_model
 from cached_lab.experiments.run import run_training
-from cached_lab.tasks import ImageShards, create_dataset
-from cached_lab.tasks.classification.images.tar_streams import ALLOWED, TarStreams
+from cached_lab.tasks import create_dataset
+from cached_lab.tasks.classification.images.image_shards import ImageShards
+from cached_lab.tasks.classification.images.image_stream import ALLOWED, TarStreams
 from cached_lab.tasks.kinds import make_task
 from cached_lab.tasks.recipes import config_from_dict, fill_from_data
 from cached_lab.training.config import RunConfig
@@ -185,7 +186,7 @@ def test_shards_that_programs_write(folder: Path, monkeypatch: pytest.MonkeyPatc
     late = f"pipe:{write[:-1]}; sys.exit(3)' {folder}/made-train-000.tar"
     with pytest.raises(ValueError, match=r"the program ended with status 3"):
         list(islice(Dealer(create_dataset("image_stream", "train", path={"train": late}, classes=3).examples), 9))
-    with pytest.raises(ValueError, match=r"for all splits: what is scored is read again and again; give local shards"):
+    with pytest.raises(ValueError, match=r"for all splits: scored data are read again"):
         create_dataset("image_stream", "validation", path=failing["train"], classes=3)
 
 

@@ -65,7 +65,7 @@ def streamed(folder: Path, *overrides: str) -> tuple[str, ...]:
 def twin(
     documents: Iterator[str], rows: int, length: int, align: int, packed: bool, steps: int
 ) -> list[list[list[tuple[Any, ...]]]]:
-    """Yield per token (input, target, reset, offset, document)."""
+    """Slow twin, token by token: (input, target, reset, offset, document)."""
     left: list[list[int]] = [[] for _ in range(rows)]
     last, offset, number, count = [10] * rows, [0] * rows, [-1] * rows, -1
     found = []
@@ -130,7 +130,7 @@ def test_a_run_that_was_killed_is_one_that_was_not(
 
 @pytest.mark.parametrize("reset", ["never", "document", "packed"])
 def test_processes_and_pieces_read_what_one_reads(folder: Path, reset: str) -> None:
-    """Rows in two worlds of two processes; each part is read by one or by both."""
+    """Rows of two worlds of two; each part is read by one process or by both."""
     rows = streaming_library.load_dataset(str(folder), streaming=True)["train"]
     shards, settings = HubShards(rows, "text", "made"), TrainingConfig(batch_size=8, seed=1)
     align = 4 if reset == "document" else 0
@@ -268,6 +268,6 @@ def test_a_stream_is_not_scored_and_parts_divide_the_batch(library: str, folder:
         trainer.task.evaluate(trainer.model, trainer.task.data)
     with pytest.raises(ValueError, match=r"data.parts=3.*training.batch_size=4"):
         make(tmp_path / "other", tmp_path, *streamed(folder, "data.parts=3"))
-    with pytest.raises(RuntimeError, match="behind step"):
+    with pytest.raises(RuntimeError, match="does not follow step"):
         trainer.task.streams.batch(0, slice(0, 2))
         trainer.task.streams.batch(2, slice(0, 2))

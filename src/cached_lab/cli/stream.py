@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .arguments import add_command, add_run, add_weights, refuse_below_one, require_file
 
 if TYPE_CHECKING:
-    from cached_lab.tasks.language.scoring import Lap
+    from cached_lab.tasks.language.text_reader import Lap
 
 
 def add_parser(subparsers: Any) -> None:
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _read(arguments: argparse.Namespace, path: Path) -> int:
     from cached_lab.experiments.load import load_run
     from cached_lab.experiments.reports.formatting import unknown_words
-    from cached_lab.tasks.language.scoring import TextReader, fingerprint, read_tokenizer
+    from cached_lab.tasks.language.text_reader import TextReader, fingerprint, read_tokenizer
     from cached_lab.training.checkpoint import Checkpoints
     from cached_lab.training.distributed import pick_device
     from cached_lab.training.run_files import TOKENIZER

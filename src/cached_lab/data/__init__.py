@@ -1,12 +1,12 @@
-"""What the data of several tasks share.
+"""Data shared by several tasks.
 
-- dataset, splits: what a data set is; training, validation and test
-- store, archives: arrays kept on disk; the files of folders, zips and tars by name
+- dataset, splits, samples: the batch and the data set; training, validation and test; a hash of the data
+- store, archives: arrays cached on disk; files of folders, zips and tars by name
 - image_files: image files to pictures
 - text_files, text: texts on disk; a corpus as token ids
-- tokenizers, subwords: bytes, words, byte pairs and special ids of a text; subwords of pairs of texts
-- pairs, huggingface: a source and a target; data sets of the Hugging Face hub
-- shard_order: items of shards in an order that goes on from its middle, for what does not fit a disk
+- tokenizers, subwords: tokenizers of a text, and of pairs of texts
+- pairs, huggingface: source and target; data sets of the Hugging Face hub
+- shard_order: a resumable order of items in shards, for data that exceed a disk
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""Files in folders, tar and zip archives, read in any order: an archive is indexed once, and read by offset.
+"""Files of folders, tars and zips by relative name, read in any order.
 
-Training reads files in an order of its own, and goes on from any step, so an archive must be read at random places. A
-tar is a row of 512-byte headers with the content behind each; the index says where. It is made by one pass over the
-headers and kept in the cache folder (`store.py`) under path, size and time of change of the archive. A compressed tar
-has no places to go to: it is unpacked once, to a plain tar in the cache folder, and its index holds a checksum of each
-member, so that what was kept is not trusted blindly. Members of a zip are compressed one by one.
+Training reads files in its own order and resumes from any step, so an archive must be read at random places. A tar is
+indexed once, by one pass over its headers; the index is cached (`store.py`) under the archive's path, size and
+modification time. A compressed tar is unpacked once, to a plain tar in the cache folder, with a checksum per member.
 
-Why not a library: torchvision's readers want archives unpacked; webdataset reads tars from front to back and shuffles
-within a buffer, so that an epoch cannot go on from its middle; Hugging Face `datasets` unpacks or copies archives into
-files of its own. `tarfile` and `zipfile` find the members here, and reading is a seek.
+torchvision's readers need unpacked archives, webdataset shuffles within a buffer and cannot resume in the middle of an
+epoch, and Hugging Face `datasets` copies archives into its own files.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO
 
 import numpy as np
 
@@ -42,18 +39,18 @@ DAMAGE = (
     *(OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError, zipfile.BadZipFile, struct.error, ValueError),
     *(LookupError, ArithmeticError, TypeError, MemoryError, RuntimeError),
 )
-"""What the standard library raises at a damaged archive or compressed file: encrypted or unknown members, links to
-nowhere and in circles, and absurd sizes are among it."""
-_OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, ".tgz": gzip.open, ".bz2": bz2.open}
+"""Errors of the standard library for damaged or encrypted archives, circular links and absurd sizes."""
+OPENERS: dict[str, Callable[..., IO[bytes]]] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}  # type: ignore[dict-item]
+_TAR_OPENERS: dict[str, Callable[..., IO[bytes]]] = {**OPENERS, ".tgz": gzip.open}  # type: ignore[dict-item]
 
 
 @contextlib.contextmanager
 def naming(what: object, kind: str = "archive") -> Iterator[None]:
-    """While something is read: damage as a ValueError that names it, and errors of the disk as they are, named too."""
+    """Turn damage into a ValueError that names `what`; errors of the disk pass through, with the name."""
     try:
         yield
     except DAMAGE as error:
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # a seek to nowhere is damage
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # EINVAL: a seek outside the file
             error.filename = error.filename or str(what)
             raise
         reason = str(error) or type(error).__name__
@@ -61,22 +58,22 @@ def naming(what: object, kind: str = "archive") -> Iterator[None]:
 
 
 class Listing:
-    """All files below a folder, or in an archive, by relative name.
+    """All files in a folder or archive, by relative name.
 
     Args:
         root: the folder or archive.
-        open_tars: whether plain tars in a folder count as folders of their name: `a/b.tar` holding `c` becomes `a/b/c`.
+        open_tars: treat plain tars in a folder as folders: `a/b.tar` holding `c` becomes `a/b/c`.
 
     Attributes:
-        root: what names are relative to: the folder or archive, or a folder in it.
+        root: the folder or archive that names are relative to, or a folder in it.
         archive: the archive; None for a folder.
-        folder: where in the archive or folder the names begin, with a slash behind it, or "".
-        names: of files, with slashes, sorted; hidden ones are left out.
-        folders: of every folder, empty ones included.
+        folder: prefix of the names in the archive or folder, with a trailing slash, or "".
+        names: sorted file names, with slashes, without hidden files.
+        folders: names of all folders, including empty ones.
 
     Raises:
-        FileNotFoundError: there is no such path.
-        ValueError: neither a folder nor an archive, or an archive that is damaged.
+        FileNotFoundError: the path does not exist.
+        ValueError: neither a folder nor an archive, or a damaged archive.
     """
 
     def __init__(self, root: Path, open_tars: bool = False) -> None:
@@ -84,46 +81,49 @@ class Listing:
             raise FileNotFoundError(f"{root} does not exist; give the folder or archive as data.path=...")
         self.root, self.folder = root, ""
         self.archive = None if root.is_dir() else root
-        self._members: Tar | _Zip | None = None
-        self._inner: dict[str, tuple[Tar, int]] = {}
+        self._sources: dict[str, tuple[Tar | _Zip | None, int]] = {}
+        folders: list[str] = []
         if root.is_dir():
-            names, folders = _walk(root)
-            if open_tars:
-                names, folders = self._opened(names, folders)
+            for here, below, files in os.walk(root, followlinks=True):
+                relative = Path(here).relative_to(root).as_posix()
+                prefix = "" if relative == "." else f"{relative}/"
+                below[:] = [name for name in below if not _hidden(name)]
+                folders += [f"{prefix}{name}" for name in below]
+                for name in (f"{prefix}{file}" for file in files):
+                    if open_tars and name.endswith(".tar") and not _hidden(name):
+                        folders += self._add(Tar(root / name), f"{name.removesuffix('.tar')}/")
+                    else:
+                        self._sources[name] = (None, 0)
         elif root.name.lower().endswith(ARCHIVES):
             refuse_special(root)
-            with naming(root):
-                self._members = _Zip(root) if root.name.lower().endswith(".zip") else open_tar(root)
-            names, folders = self._members.names, self._members.folders
+            packed = root.suffix.lower() in _TAR_OPENERS
+            folders = self._add(
+                _Zip(root) if root.suffix.lower() == ".zip" else UnpackedTar(root) if packed else Tar(root)
+            )
         else:
             raise ValueError(f"{root} is neither a folder nor an archive ({', '.join(ARCHIVES)})")
-        self._place = {name: index for index, name in enumerate(names)}
-        self.names = sorted((name for name in self._place if not _hidden(name)), key=lambda name: name.split("/"))
+        self.names = sorted((name for name in self._sources if not _hidden(name)), key=lambda name: name.split("/"))
         filled = {name.rpartition("/")[0] for name in self.names}
         every = {parent.as_posix() for folder in filled for parent in PurePosixPath(folder, "_").parents}
         self.folders = (every | {folder for folder in folders if not _hidden(folder)}) - {"", "."}
 
+    def _add(self, archive: Tar | _Zip, prefix: str = "") -> list[str]:
+        """Add the files of an archive; return its folders."""
+        self._sources |= {f"{prefix}{name}": (archive, place) for place, name in enumerate(archive.names)}
+        return [*([prefix.rstrip("/")] if prefix else []), *(f"{prefix}{folder}" for folder in archive.folders)]
+
     def __contains__(self, name: str) -> bool:
-        if self.folder + name in self._place:
-            return True
-        # What a folder's list does not have may still be a file: names with ".." or from the root on.
-        return self.archive is None and "/" in name and (self.root / name).is_file()
+        # A folder's list lacks hidden files, absolute names and names with "..".
+        outside = self.archive is None and "/" in name and (self.root / name).is_file()
+        return self.folder + name in self._sources or outside
 
     def read(self, name: str) -> bytes:
-        """Content of a file.
-
-        Raises:
-            OSError: it cannot be read. ValueError: it is damaged in its archive.
-        """
-        if self._members is not None:
-            return self._members.read(self._place[self.folder + name])
-        if self.folder + name in self._inner:
-            tar, place = self._inner[self.folder + name]
-            return tar.read(place)
-        return read_file(self.root / name)
+        """Return the content of a file (OSError: the file cannot be read; ValueError: it is damaged in its archive)."""
+        source, place = self._sources.get(self.folder + name, (None, 0))
+        return read_file(self.root / name) if source is None else source.read(place)
 
     def inside(self, folder: str) -> Listing:
-        """The files below one of the folders ("" is the root), by their names from there on."""
+        """Return the files below a folder ("" is the root), with names relative to it."""
         if not folder:
             return self
         view, prefix = copy.copy(self), f"{folder}/"
@@ -133,55 +133,41 @@ class Listing:
         return view
 
     def subfolders(self) -> list[str]:
-        """Names of the folders directly in the root, sorted."""
+        """Sorted names of the folders directly in the root."""
         return sorted(name for name in self.folders if "/" not in name)
-
-    def _opened(self, names: list[str], folders: list[str]) -> tuple[list[str], list[str]]:
-        """The same lists with the members of every plain tar in the tar's place."""
-        found: list[str] = []
-        for name in names:
-            if not name.endswith(".tar") or _hidden(name):
-                found.append(name)
-                continue
-            tar, stem = Tar(self.root / name), name.removesuffix(".tar")
-            folders = [*folders, stem, *(f"{stem}/{inner}" for inner in tar.folders)]
-            inside = {f"{stem}/{inner}": (tar, place) for place, inner in enumerate(tar.names)}
-            self._inner.update(inside)
-            found += inside
-        return found, folders
 
 
 def open_listing(path: str | Path, expected: str) -> Listing:
-    """The files of a folder or archive; of the archive in a folder that holds nothing else.
+    """List a folder or archive, or the archive in a folder that holds nothing else.
 
-    An archive that has everything in one folder counts as that folder.
+    An archive with everything in one folder counts as that folder.
 
     Args:
-        expected: what should be there, for the message.
+        expected: the expected content, for the message.
 
     Raises:
-        FileNotFoundError: there is no such path.
+        FileNotFoundError: the path does not exist.
         ValueError: see `Listing`.
     """
     root = Path(path).expanduser()
     if not root.exists():
         raise FileNotFoundError(f"{root} does not exist; expected {expected}")
     inside = [file for file in root.iterdir() if not file.name.startswith(".")] if root.is_dir() else []
-    alone = len(inside) == 1 and inside[0].is_file() and inside[0].name.lower().endswith(ARCHIVES)
-    listing = Listing(inside[0] if alone else root)
+    single = len(inside) == 1 and inside[0].is_file() and inside[0].name.lower().endswith(ARCHIVES)
+    listing = Listing(inside[0] if single else root)
     while listing.archive and len(listing.subfolders()) == 1 and all("/" in name for name in listing.names):
         listing = listing.inside(listing.subfolders()[0])
     return listing
 
 
 def identity(path: Path) -> dict[str, object]:
-    """What a file's cached index or unpacked form is kept under."""
+    """Cache key of the index or unpacked form of a file."""
     status = refuse_special(path)
     return {"version": 1, "path": str(path.resolve()), "bytes": status.st_size, "changed": status.st_mtime_ns}
 
 
 def refuse_special(path: Path) -> os.stat_result:
-    """Facts of a file (ValueError: it is something else; a pipe would be waited for, and a device never ends)."""
+    """Return a file's status; raise ValueError for a pipe or device, which would block or never end."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path} is a folder, pipe or device, no file; remove it")
@@ -189,13 +175,13 @@ def refuse_special(path: Path) -> os.stat_result:
 
 
 def read_file(path: Path) -> bytes:
-    """A whole file (ValueError: it is something else)."""
+    """Return a whole file (ValueError: it is a pipe or device)."""
     refuse_special(path)
     return path.read_bytes()
 
 
 def as_text(content: bytes, name: object) -> str:
-    """UTF-8 as text (ValueError: it is none; `name` is what the message calls it)."""
+    """Decode UTF-8 (ValueError otherwise, with `name` in the message)."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -203,7 +189,7 @@ def as_text(content: bytes, name: object) -> str:
 
 
 def read_at(path: Path, offset: int, size: int) -> bytes:
-    """`size` bytes of a file from `offset` on (OSError when it has fewer)."""
+    """Return `size` bytes of a file from `offset` on (OSError: the file is shorter)."""
     with path.open("rb") as file:
         file.seek(offset)
         content = file.read(size)
@@ -212,21 +198,21 @@ def read_at(path: Path, offset: int, size: int) -> bytes:
     return content
 
 
-def plain_tar(path: Path, anew: bool = False) -> Path:
-    """The tar itself, or what it holds, unpacked to a plain tar in the cache folder.
+def plain_tar(path: Path, again: bool = False) -> Path:
+    """Unpack a compressed tar to a plain tar in the cache folder; a plain tar is returned as it is.
 
     Args:
-        anew: unpack it even if it was unpacked before.
+        again: unpack even if an unpacked tar exists.
 
     Raises:
-        OSError: no place to write; the message says how to choose another folder. Damage shows as other errors.
+        OSError: the cache folder cannot be written. Damage raises other errors.
     """
-    opener = _OPENERS.get(path.suffix.lower())
+    opener = _TAR_OPENERS.get(path.suffix.lower())
     if opener is None:
         return path
     digest = hashlib.sha256(repr(sorted(identity(path).items())).encode()).hexdigest()[:24]
     target = cache_folder() / f"unpacked-{digest}.tar"
-    if target.is_file() and not anew:
+    if target.is_file() and not again:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -240,83 +226,71 @@ def plain_tar(path: Path, anew: bool = False) -> Path:
     return target
 
 
-def open_tar(path: Path) -> Tar:
-    """A tar, plain or compressed."""
-    return UnpackedTar(path) if path.suffix.lower() in _OPENERS else Tar(path)
-
-
 class Tar:
-    """A plain tar, with its index from the cache folder or made by one pass.
+    """A plain tar with its index, cached or made by one pass.
 
     Attributes:
-        names: of regular files, in their order. offsets, sizes: of their contents in bytes. folders: of its folders.
+        names: of regular files, in order. offsets, sizes: of their contents in bytes. folders: names of folders.
 
     Raises:
-        ValueError: it is no tar, or it ends too early.
+        ValueError: not a tar, or a truncated one.
     """
 
     def __init__(self, path: Path) -> None:
-        self._take(path, load_or_build("tar-index", identity(path), lambda: _index_arrays(path)))
+        with naming(path):
+            self._set(path, load_or_build("tar-index", identity(path), lambda: _index_arrays(path)))
 
-    def _take(self, path: Path, arrays: Arrays) -> None:
+    def _set(self, path: Path, arrays: Arrays) -> None:
         self.path, self.offsets, self.sizes = path, arrays["offsets"], arrays["sizes"]
         self.names, self.folders = _strings(arrays["names"]), _strings(arrays["folders"])
 
     def read(self, place: int) -> bytes:
-        """Content of the file at this place in `names`."""
+        """Return the content of the file at this place in `names`."""
         return read_at(self.path, int(self.offsets[place]), int(self.sizes[place]))
 
 
 class UnpackedTar(Tar):
-    """A compressed tar, unpacked in the cache folder; a member that is not as it was unpacked is unpacked again.
+    """A compressed tar, unpacked in the cache folder; a damaged member is unpacked again.
 
-    The index is made when the tar is unpacked, and with it a checksum (CRC-32) of each member, which costs a read of
-    what was just written. An index that is lost takes the unpacked tar with it: nobody knows whether that is whole.
+    The index and a CRC-32 per member are made when the tar is unpacked. A lost index makes the unpacked tar unusable,
+    since nothing else tells whether it is whole.
 
     Raises:
-        OSError: no place to write. Damage of the compressed tar shows as other errors.
+        OSError: the cache folder cannot be written. ValueError: the compressed tar is damaged.
     """
 
     def __init__(self, source: Path) -> None:
         self.source = source
-        arrays = load_or_build("unpacked-index", identity(source), self._unpacked)
-        self._take(plain_tar(source), arrays)
+        with naming(source):
+            arrays = load_or_build("unpacked-index", identity(source), self._unpack)
+            self._set(plain_tar(source), arrays)
         self._sums = arrays["sums"]
 
-    def _unpacked(self) -> Arrays:
-        self._take(path := plain_tar(self.source, anew=True), arrays := _index_arrays(path))
+    def _unpack(self) -> Arrays:
+        self._set(path := plain_tar(self.source, again=True), arrays := _index_arrays(path))
         sums = [zlib.crc32(super(UnpackedTar, self).read(place)) for place in range(len(self.names))]
         return {**arrays, "sums": np.array(sums, dtype=np.uint32)}
 
     def read(self, place: int) -> bytes:
-        """Content of the file at this place in `names` (ValueError: unpacking again does not mend it)."""
-        content = self._whole(place)
-        if content is None:
-            message = (
-                f"{self.path} is damaged (the checksum of {self.names[place]} differs); unpacking {self.source} again"
-            )
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
-            with naming(self.source):
-                plain_tar(self.source, anew=True)
-            content = self._whole(place)
-        if content is None:
-            raise ValueError(
-                f"{self.source}:{self.names[place]} has changed while it was read; fetch the archive again"
-            )
-        return content
-
-    def _whole(self, place: int) -> bytes | None:
-        try:
-            content = super().read(place)
-        except OSError:  # gone, or cut short
-            return None
-        return content if zlib.crc32(content) == self._sums[place] else None
+        """Return the content of the file at this place in `names` (ValueError: unpacking again does not help)."""
+        name = self.names[place]
+        for attempt in range(2):
+            with contextlib.suppress(OSError):  # the unpacked tar is gone, or truncated
+                content = super().read(place)
+                if zlib.crc32(content) == self._sums[place]:
+                    return content
+            if not attempt:
+                message = f"{self.path} is damaged (the checksum of {name} differs); unpacking {self.source} again"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+                with naming(self.source):
+                    plain_tar(self.source, again=True)
+        raise ValueError(f"{self.source}:{name} has changed while it was read; fetch the archive again")
 
 
 class _Zip:
     def __init__(self, path: Path) -> None:
         self.path = path
-        with zipfile.ZipFile(path) as archive:
+        with naming(path), zipfile.ZipFile(path) as archive:
             infos = archive.infolist()
         files = [info for info in infos if not info.is_dir()]
         self.names = [info.filename for info in files]
@@ -326,28 +300,24 @@ class _Zip:
 
     def read(self, place: int) -> bytes:
         header, size, method, checksum = (int(number) for number in self._places[place])
-        try:
+        with naming(f"{self.path}:{self.names[place]}", "member"):
             if method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # rare, and found by name: slower
                 with zipfile.ZipFile(self.path) as archive:
                     return archive.read(self.names[place])
-            # The local header repeats name and extra field, with lengths of its own (PKWARE APPNOTE, 4.3.7).
+            # The local header repeats name and extra field, with its own lengths (PKWARE APPNOTE, 4.3.7).
             name, extra = struct.unpack("<HH", read_at(self.path, header + 26, 4))
             content = read_at(self.path, header + 30 + name + extra, size)
             content = content if method == zipfile.ZIP_STORED else zlib.decompress(content, -15)
             if zlib.crc32(content) != checksum:
                 raise zlib.error("its checksum differs")
-        except DAMAGE as error:
-            if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # the disk's fault
-                raise
-            raise ValueError(f"{self.path}:{self.names[place]} is damaged: {error}") from error
-        return content
+            return content
 
 
 def regular_files(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Members that are files or folders, one after the other, without keeping any: millions do not fit.
+    """Yield members that are files or folders, without keeping any in memory.
 
     Raises:
-        ValueError: a member that is said to be of less than no size, which would lead back to an earlier one, for ever.
+        ValueError: a member of negative size, which would lead back to an earlier member.
     """
     for info in archive:
         if info.size < 0:
@@ -359,23 +329,18 @@ def regular_files(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 
 def _index_arrays(path: Path) -> Arrays:
     names, folders, offsets, sizes = [], [], [], []
-    try:
-        with tarfile.open(path, "r:") as archive:
-            for info in regular_files(archive):
-                name = info.name.removeprefix("./").rstrip("/")
-                if info.isdir():
-                    folders.append(name)
-                else:
-                    names.append(name)
-                    offsets.append(info.offset_data)
-                    sizes.append(info.size)
-    except DAMAGE as error:
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise
-        raise ValueError(f"{path} is no tar archive, or damaged: {error}; fetch it again") from error
+    with tarfile.open(path, "r:") as archive:
+        for info in regular_files(archive):
+            name = info.name.removeprefix("./").rstrip("/")
+            if info.isdir():
+                folders.append(name)
+            else:
+                names.append(name)
+                offsets.append(info.offset_data)
+                sizes.append(info.size)
     length = path.stat().st_size
-    if offsets and (end := offsets[-1] + sizes[-1]) > length:  # tarfile takes the end for the end
-        raise ValueError(f"{path} ends after {length} bytes, within {names[-1]} (up to {end}); fetch it again")
+    if offsets and (end := offsets[-1] + sizes[-1]) > length:  # tarfile does not notice a truncated last member
+        raise ValueError(f"{path} ends after {length} bytes, within {names[-1]} (up to {end})")
     numbers = {"offsets": np.array(offsets, dtype=np.int64), "sizes": np.array(sizes, dtype=np.int64)}
     return {**numbers, "names": _joined(names), "folders": _joined(folders)}
 
@@ -386,17 +351,6 @@ def _joined(names: Iterable[str]) -> np.ndarray:
 
 def _strings(joined: np.ndarray) -> list[str]:
     return joined.tobytes().decode("utf-8", "surrogateescape").split("\0") if len(joined) else []
-
-
-def _walk(root: Path) -> tuple[list[str], list[str]]:
-    names, folders = [], []
-    for here, below, files in os.walk(root, followlinks=True):
-        relative = Path(here).relative_to(root).as_posix()
-        prefix = "" if relative == "." else f"{relative}/"
-        below[:] = [name for name in below if not _hidden(name)]
-        folders += [f"{prefix}{name}" for name in below]
-        names += [f"{prefix}{name}" for name in files]
-    return names, folders
 
 
 def _hidden(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a data set is to the rest of the library: the batch, the protocol, and the majority-class baseline.
+"""The batch, the data set and the majority-class baseline of classification.
 
 Shape legend: B batch, N tokens (padded), C channels, H height, W width.
 """
@@ -34,8 +34,8 @@ class Dataset(Protocol):
 
     Attributes:
         classes: number of classes.
-        augment: whether `__getitem__` draws from the global random generators of Python, numpy and torch; whoever
-            iterates seeds them per item.
+        augment: `__getitem__` draws from the global random generators of Python, numpy and torch; the loader seeds them
+            per item.
     """
 
     classes: int
@@ -51,7 +51,7 @@ class Dataset(Protocol):
 
 
 class LabelledDataset:
-    """Shared by the data sets here: labels known without loading items, and the baselines that follow from them.
+    """Base class: labels known without loading items, and the baselines that follow from them.
 
     Args:
         name: the registered name.
@@ -60,16 +60,14 @@ class LabelledDataset:
         classes: number of classes.
 
     Raises:
-        ValueError: a label that is none of the classes.
+        ValueError: a label outside the classes.
     """
 
     augment = False
 
     def __init__(self, name: str, split: str, labels: np.ndarray, classes: int) -> None:
-        self.name = name
-        self.split = split
+        self.name, self.split, self.classes = name, split, classes
         self.labels = np.asarray(labels, dtype=np.int64)
-        self.classes = classes
         if len(self.labels) and not 0 <= self.labels.min() <= self.labels.max() < classes:
             found = f"from {self.labels.min()} to {self.labels.max()}"
             raise ValueError(f"{name}, {split}: labels reach {found}, and must lie in 0..{classes - 1}")
@@ -82,19 +80,15 @@ class LabelledDataset:
         return {"name": self.name, "split": self.split, "size": len(self), "classes": self.classes}
 
     def samples(self) -> Iterator[Sample]:
-        """What tells these data from others (`data/samples.py`); subclasses add what the labels belong to."""
+        """Content that identifies the data (`data/samples.py`); subclasses add the inputs."""
         yield self.labels
 
     def baselines(self, train: LabelledDataset) -> dict[str, float]:
-        """Accuracies (0..1) on this split of guessers fitted to `train` that learn nothing of the task."""
+        """Accuracies (0..1) on this split of trivial guessers fitted to `train`."""
         return {"majority class": majority_accuracy(train.labels, self.labels)}
 
     def position(self, index: int) -> int:
-        """`index` counted from the start; negative ones count from the end.
-
-        Raises:
-            IndexError: out of range. (Iteration by index ends on this error.)
-        """
+        """Return `index` counted from the start; negative ones count from the end (IndexError: out of range)."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} is out of range for {len(self)} items of {self.name!r}")
         return index % len(self)

@@ -1,5 +1,4 @@
-"""What sequence-to-sequence data are made of: a source and a target, be it two languages, or a damaged text and what is
-to be restored of it.
+"""Source and target of sequence-to-sequence data: two languages, or a damaged text and its original.
 
 Legend: B rows, N source tokens, T target tokens.
 """
@@ -16,8 +15,7 @@ from cached_transformers.layers.token_loss import IGNORED
 
 
 class Pair(NamedTuple):
-    """Token ids of one example, 1-D long, without padding; the decoder reads `decoder_inputs`, which is as long as
-    `targets`, and is to say `targets`."""
+    """Token ids of one example, 1-D long, without padding; `decoder_inputs` is as long as `targets`."""
 
     source: Tensor
     decoder_inputs: Tensor
@@ -25,12 +23,12 @@ class Pair(NamedTuple):
 
 
 class PairBatch(NamedTuple):
-    """Pairs of a batch, padded behind their ends.
+    """A batch of pairs, padded on the right.
 
     Attributes:
         inputs: source tokens, long (B, N). padding: bool (B, N), True = padding.
-        decoder_inputs: long (B, T); what stands behind an end is of no account, as the decoder is causal.
-        targets: long (B, T), `IGNORED` behind an end.
+        decoder_inputs: long (B, T); padding does not matter, since the decoder is causal.
+        targets: long (B, T), `IGNORED` at padding.
     """
 
     inputs: Tensor
@@ -40,14 +38,9 @@ class PairBatch(NamedTuple):
 
 
 def pad_pairs(pairs: Sequence[Pair], pad: int, multiple: int = 1) -> PairBatch:
-    """A batch of pairs; both lengths are rounded up to a multiple, so that few shapes occur."""
-
-    def length(longest: int) -> int:
-        return -(-longest // multiple) * multiple
-
+    """Collate pairs; both lengths are rounded up to a multiple, so that few shapes occur."""
     rows = len(pairs)
-    n = length(max(len(pair.source) for pair in pairs))
-    t = length(max(len(pair.targets) for pair in pairs))
+    n, t = (-(-max(len(pair[side]) for pair in pairs) // multiple) * multiple for side in (0, 2))
     inputs, decoder_inputs = torch.full((rows, n), pad), torch.full((rows, t), pad)
     targets = torch.full((rows, t), IGNORED)
     lengths = torch.tensor([len(pair.source) for pair in pairs])

@@ -1,7 +1,7 @@
-"""What tells the data of a run from other data under the same name: how many rows there are, and a hash of samples.
+"""Fingerprint of a data set: its number of rows, and a hash of samples.
 
-A data set takes part by a method `samples()`, which gives arrays and bytes that its content decides, and that are at
-hand or cheaply read: of a data set of any size some sixteen files. What is generated gives its rows.
+A data set takes part by a method `samples()`, which yields arrays and bytes that identify its content and are cheap to
+read: for files, sixteen of them; for generated data, all rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 WHOLE = 64 << 20
-"""Bytes of an array that are hashed all; of a larger one evenly spaced blocks that are as much together."""
+"""Bytes of an array that are hashed; of a larger array, evenly spaced blocks of the same total size."""
 _BLOCK = 64 << 10
 _READ = 16
 
@@ -21,7 +21,7 @@ Sample = np.ndarray | bytes
 
 
 def described(dataset: Any) -> dict[str, object]:
-    """Rows of a split, and a SHA-256 of its samples where the data set gives some; a stream has shards for rows."""
+    """Rows (or shards, of a stream) of a split, and a SHA-256 of its samples where it has any."""
     facts: dict[str, object] = {"size": dataset.shards if is_stream(dataset) else len(dataset)}
     if hasattr(dataset, "samples"):
         facts["sha256"] = digest_of(dataset.samples())
@@ -29,12 +29,12 @@ def described(dataset: Any) -> dict[str, object]:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a split is read in order and has neither a length nor an item by number."""
+    """Tell if a split is read in order, without length and items by number."""
     return bool(getattr(dataset, "streamed", False))
 
 
 def digest_of(samples: Iterable[Sample]) -> str:
-    """SHA-256 of arrays (with type and shape) and bytes, in their order."""
+    """SHA-256 of arrays (with type and shape) and bytes, in order."""
     digest = hashlib.sha256()
     for sample in samples:
         if isinstance(sample, bytes):
@@ -43,23 +43,18 @@ def digest_of(samples: Iterable[Sample]) -> str:
             continue
         digest.update(f"{sample.dtype.str} {sample.shape}\n".encode())
         flat = np.ascontiguousarray(sample).reshape(-1).view(np.uint8)
-        for block in _blocks(flat):
-            digest.update(block.tobytes())
+        if flat.nbytes <= WHOLE:
+            digest.update(flat.tobytes())
+            continue
+        for begin in np.linspace(0, flat.nbytes - _BLOCK, WHOLE // _BLOCK).astype(np.int64):
+            digest.update(flat[begin : begin + _BLOCK].tobytes())
     return digest.hexdigest()
 
 
 def read_samples(count: int, read: Callable[[int], bytes]) -> Iterator[bytes]:
-    """The content of some evenly spaced items of `count`, the first and the last among them; none of bad ones."""
+    """Read evenly spaced items of `count`, including the first and the last; a bad item counts as empty."""
     for index in np.unique(np.linspace(0, max(count - 1, 0), _READ).astype(np.int64)) if count else ():
         try:
             yield read(int(index))
         except (OSError, ValueError):
             yield b""
-
-
-def _blocks(flat: np.ndarray) -> Iterator[np.ndarray]:
-    if flat.nbytes <= WHOLE:
-        yield flat
-        return
-    for begin in np.linspace(0, flat.nbytes - _BLOCK, WHOLE // _BLOCK).astype(np.int64):
-        yield flat[begin : begin + _BLOCK]

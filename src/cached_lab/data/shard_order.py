@@ -1,13 +1,12 @@
-"""Items of shards that are read one after the other, in an order that can be gone on with in its middle.
+"""A resumable order of items in shards that are read one after the other.
 
-What does not fit a disk has no index: a shard is read from its beginning to its end, once. The order of its items is
-still a function of seed and epoch. Each part of the shards has an order of its own, drawn anew each epoch, and items
-are drawn within windows of so many: a window is read whole, permuted and given out before the next one is read. So a
-place in the data is where the window begins and how many of it were given. Nothing of the data has to be saved, and no
-more of it than a window is in memory.
+Data that exceed a disk have no index: each shard is read once, from beginning to end. The order is still a function of
+seed and epoch. The shards of an epoch are permuted; items are permuted within windows, each read whole before the next
+one. A position is the start of the window and the number of its items already given, so that a checkpoint holds no
+data, and memory holds one window.
 
-A part is a fixed share of the shards, for a fixed share of the rows of a batch, whoever reads them. A process reads the
-parts of its own rows, so that the number of processes changes who reads what and not what is learned.
+A part is a fixed share of the shards for a fixed share of the rows of a batch. A process reads the parts of its own
+rows, so that the number of processes does not change what is learned.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from torch import Tensor
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 _SHARDS, _WINDOW = 2, 3
-"""Tell the order of shards from that within a window, and both from other draws with the same seed."""
+"""Seed words of the order of shards and the order within a window."""
 
 
 class ShardReader(Iterator[T_co], Protocol[T_co]):
     """Items of one shard."""
 
     def place(self) -> Any:
-        """What JSON can hold, from which `Sharded.read` goes on behind the last item."""
+        """Position after the last item, as JSON, for `ShardSet.read`."""
 
 
-class Sharded(Protocol[T_co]):
-    """Data in shards, each of which can be read from its beginning or from a place.
+class ShardSet(Protocol[T_co]):
+    """Data in shards that are read from the beginning or from a position.
 
     Attributes:
         names: of the shards, for messages.
@@ -47,28 +46,28 @@ class Sharded(Protocol[T_co]):
 
 
 class Dealer(Generic[T]):
-    """The items of one part, endlessly: every epoch has each of them once.
+    """The items of one part, endlessly; each epoch has every item once.
 
     Args:
-        data: the shards. part, parts: every `parts`-th shard from `part` on is read.
-        window: items that are permuted together, and held at a time. seed: None reads in the order of the shards.
+        data: the shards. part, parts: read every `parts`-th shard from `part` on.
+        window: items that are permuted together, and held at a time. seed: None keeps the order of the shards.
 
     Attributes:
-        given: items that were given out, over all epochs.
+        given: number of items given, over all epochs.
 
     Raises:
-        ValueError: fewer shards than parts, a window below 1 or without a seed; later, a part without any item.
+        ValueError: fewer shards than parts, or a window below 1; while reading, a part without any item.
     """
 
     def __init__(
-        self, data: Sharded[T], part: int = 0, parts: int = 1, window: int = 1, seed: int | None = None
+        self, data: ShardSet[T], part: int = 0, parts: int = 1, window: int = 1, seed: int | None = None
     ) -> None:
         if window < 1:
             raise ValueError(f"data.window={window} must be at least 1 item; 1 reads the items of a shard in order")
         if parts < 1 or parts > len(data.names):
             raise ValueError(
-                f"data.parts={parts} must lie between 1 and the number of shards, {len(data.names)}; lower it, or cut "
-                "the data into more files"
+                f"data.parts={parts} must lie between 1 and the number of shards, {len(data.names)}; lower it, or "
+                "split the data into more files"
             )
         self._data, self._part, self._window, self._seed = data, part, window, seed
         self._own = range(part, len(data.names), parts)
@@ -90,15 +89,15 @@ class Dealer(Generic[T]):
         return item
 
     def state(self) -> dict[str, Any]:
-        """Where the order stands, as JSON."""
+        """Position in the order, as JSON."""
         return {**self._begin, "taken": self._taken, "given": self.given, "shards": len(self._data.names)}
 
     def go_on(self, state: dict[str, Any]) -> None:
-        """Stand where `state` was made; the window it was made in is read again (ValueError: of other shards)."""
+        """Resume from a `state`; its window is read again (ValueError: other shards)."""
         if state["shards"] != len(self._data.names):
             raise ValueError(
                 f"the data have {len(self._data.names)} shards, and had {state['shards']} when the checkpoint was "
-                "written; give the same ones, or train into another folder"
+                "written; give the same shards, or train into another folder"
             )
         self._epoch, self._turn = state["epoch"], state["turn"]
         self._reader = self._data.read(self._order()[self._turn], state["place"])
@@ -133,7 +132,7 @@ class Dealer(Generic[T]):
                 self._epoch, self._turn, ends = self._epoch + 1, 0, ends + 1
             self._reader = self._data.read(self._order()[self._turn])
         if self._seed is not None:
-            order = self._drawn(_WINDOW, self.given).permutation(len(self._held))
+            order = self._generator(_WINDOW, self.given).permutation(len(self._held))
             self._held = [self._held[place] for place in order]
         self._taken = 0
 
@@ -141,9 +140,9 @@ class Dealer(Generic[T]):
         """The shards of the epoch."""
         if self._seed is None:
             return self._own
-        return [int(shard) for shard in self._drawn(_SHARDS, self._epoch).permutation(self._own)]
+        return [int(shard) for shard in self._generator(_SHARDS, self._epoch).permutation(self._own)]
 
-    def _drawn(self, kind: int, number: int) -> np.random.Generator:
+    def _generator(self, kind: int, number: int) -> np.random.Generator:
         return np.random.Generator(np.random.PCG64([self._seed or 0, self._part, number, kind]))
 
     def _name(self) -> str:
@@ -151,7 +150,7 @@ class Dealer(Generic[T]):
 
 
 class Parts(NamedTuple):
-    """Which parts the rows of a batch are of: as many rows each, one behind the other.
+    """The parts that fill the rows of a batch, with equally many consecutive rows each.
 
     Attributes:
         each: rows of a part. own: the parts that a process reads.
@@ -165,18 +164,18 @@ class Parts(NamedTuple):
         """The parts of `rows` rows from `first` on (ValueError: the batch does not divide evenly)."""
         if parts < 1 or batch_size % parts:
             raise ValueError(
-                f"data.parts={parts} must divide training.batch_size={batch_size}: each part fills as many rows"
+                f"data.parts={parts} must divide training.batch_size={batch_size}: each part fills equally many rows"
             )
         each = batch_size // parts
         return cls(each, range(first // each, -(-(first + rows) // each)))
 
 
 def as_tensor(state: dict[str, Any]) -> Tensor:
-    """A state as bytes, for a checkpoint."""
+    """Encode a state as bytes, for a checkpoint."""
     return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
 
 
 def from_tensor(bytes_N: Tensor) -> dict[str, Any]:
-    """The state that `as_tensor` was given."""
+    """Decode a state written by `as_tensor`."""
     state: dict[str, Any] = json.loads(bytes(bytes_N.tolist()))
     return state

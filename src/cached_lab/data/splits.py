@@ -1,4 +1,4 @@
-"""Training, validation and test: what files call them, and how items are dealt to them."""
+"""Training, validation and test: their names in files, and the stratified deal of items to them."""
 
 from __future__ import annotations
 
@@ -15,25 +15,31 @@ SPLIT_WORDS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test",),
 }
-"""Words by which files and folders name a split."""
+"""Names of a split in files and folders."""
 
 
 def check_split(split: str) -> str:
-    """`split` itself when it is one of `SPLITS`; otherwise ValueError with a suggestion."""
+    """Return `split` if it is one of `SPLITS` (ValueError otherwise, with a suggestion)."""
     if split not in SPLITS:
         raise ValueError(unknown_name("split", split, list(SPLITS)))
     return split
 
 
+def check_choice(option: str, value: str, choices: Sequence[str]) -> None:
+    """Refuse (ValueError) a value outside `choices`."""
+    if value not in choices:
+        raise ValueError(f"{option}={value!r} must be one of {', '.join(map(repr, choices))}")
+
+
 def check_fraction(name: str, fraction: float) -> float:
-    """`fraction` itself when it lies in [0, 1); otherwise ValueError."""
+    """Return `fraction` if it lies in [0, 1) (ValueError otherwise)."""
     if not 0 <= fraction < 1:
         raise ValueError(f"{name}={fraction} must lie in [0, 1); it is the share of items held out, e.g. 0.1")
     return fraction
 
 
 def named_split(stem: str, folders: Sequence[str]) -> str | None:
-    """The split that a file's name (without suffixes) or one of its folders names; None where they name none."""
+    """The split in a file's name (without suffixes) or in the name of one of its folders; None without one."""
     for split, words in SPLIT_WORDS.items():
         in_name = re.fullmatch(rf"(.*[._-])?({'|'.join(words)})([._-].*)?", stem, re.IGNORECASE)
         if in_name or any(folder.lower() in words for folder in folders):
@@ -47,7 +53,7 @@ def stratified_split(labels: np.ndarray, fractions: dict[str, float], seed: int)
     Args:
         labels: class index of each item, integers (size,).
         fractions: share of each held-out split; the rest goes to "train".
-        seed: decides which items; the same everywhere for the same numpy stream.
+        seed: of the deal, which is the same on every machine.
 
     Returns:
         Sorted item indices of each split, "train" included; disjoint, and together everything.
@@ -72,10 +78,10 @@ def stratified_split(labels: np.ndarray, fractions: dict[str, float], seed: int)
 
 
 def items_of_split(of: object, labels: np.ndarray, fractions: dict[str, float], seed: int, split: str) -> np.ndarray:
-    """Indices of the items that `stratified_split` deals to one split; `of` is what an error calls the whole.
+    """Indices of the items that `stratified_split` deals to one split; `of` names the data in errors.
 
     Raises:
-        ValueError: there are none, the shares leave nothing for training, or a negative seed.
+        ValueError: the split is empty, the shares leave nothing for training, or the seed is negative.
     """
     if seed < 0:
         raise ValueError(f"data.seed={seed} must not be negative")

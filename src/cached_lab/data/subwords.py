@@ -1,8 +1,8 @@
 """Subwords for pairs of texts: byte pairs or a unigram model over bytes (`tokenizers`), or a sentencepiece model.
 
-Byte pairs: Sennrich et al. (arXiv:1508.07909), over bytes as GPT-2 has them; unigram: Kudo (arXiv:1804.10959). Both are
-trained here over the 256 bytes, so that nothing is unknown and `decode` gives back the very text. A sentencepiece model
-(arXiv:1808.06226) is read by its path, and normalises text in its own way.
+Byte pairs: Sennrich et al. (arXiv:1508.07909), over bytes as in GPT-2; unigram: Kudo (arXiv:1804.10959). Both are
+trained over the 256 bytes, so that no text is unknown and `decode` returns the exact text. A sentencepiece model
+(arXiv:1808.06226) is read from its file, and normalises text in its own way.
 
 The four special ids come first: `PAD`, `BEGIN`, `END`, `UNKNOWN`.
 """
@@ -14,7 +14,7 @@ import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from cached_transformers.registry import unknown_name
 
 PAD, BEGIN, END, UNKNOWN = 0, 1, 2, 3
 SPECIALS = ("<pad >", "<s >", "</s >", "<unk >")
-"""With a blank, which is not a sign of the byte alphabet: no text is ever encoded as one of them."""
+"""With a blank, which is no sign of the byte alphabet: no text is ever encoded as one of them."""
 SUBWORDS = ("bpe", "unigram")
 FORMATS = ("raw", "moses")
 SMALLEST = len(SPECIALS) + 256
@@ -31,7 +31,7 @@ SMALLEST = len(SPECIALS) + 256
 
 @contextlib.contextmanager
 def loading(called: object) -> Iterator[None]:
-    """While a stored tokenizer is made again: whatever goes wrong as a ValueError that names it."""
+    """Turn any error of loading a stored tokenizer into a ValueError that names it."""
     try:
         yield
     except ImportError:
@@ -42,38 +42,34 @@ def loading(called: object) -> Iterator[None]:
 
 
 def trained_model(model: str) -> Any:
-    """A tokenizer of the `tokenizers` library from its JSON (ValueError: it has ids beyond their number)."""
+    """Load a tokenizer of the `tokenizers` library from its JSON (ValueError: its ids are not 0, 1, 2, ...)."""
     made = require("tokenizers", extra="language").Tokenizer.from_str(model)
-    made.encode_special_tokens = True  # a text that holds the name of a special token means its characters
+    made.encode_special_tokens = True  # the name of a special token in a text means its characters
     size, highest = made.get_vocab_size(), max(made.get_vocab().values(), default=-1)
     if highest != size - 1:
         raise ValueError(f"its {size} ids reach up to {highest}; they must be 0, 1, 2, ...")
     return made
 
 
-class Subwords(Protocol):
-    """One side's subwords.
-
-    Attributes:
-        vocabulary: number of ids, the special ones included. lossless: whether `decode` gives back the very text.
-    """
-
-    vocabulary: int
-    lossless: bool
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]: ...
-
-    def decode(self, tokens: Iterable[int]) -> str: ...
-
-    def stored(self) -> dict[str, Any]:
-        """What `load_subwords` needs to make it again, as JSON."""
-        ...
+def train_bytes(model: Any, trainer: Any, texts: Iterable[str], split: Any = None) -> str:
+    """Train a byte-level model of the `tokenizers` library; return it as JSON."""
+    library = require("tokenizers", extra="language")
+    level = library.pre_tokenizers.ByteLevel
+    trained = library.Tokenizer(model)
+    trained.pre_tokenizer = level(add_prefix_space=False)
+    if split is not None:
+        parts = [split, level(add_prefix_space=False, use_regex=False)]
+        trained.pre_tokenizer = library.pre_tokenizers.Sequence(parts)
+    trained.decoder = library.decoders.ByteLevel()
+    trained.train_from_iterator(texts, trainer)
+    content: str = trained.to_str()
+    return content
 
 
 class ByteSubwords:
     """Byte pairs or unigrams over bytes, of the `tokenizers` library.
 
-    A blank is put before a text, and taken off again, so that its first word is the same token as elsewhere.
+    A blank is put before a text, and removed by `decode`, so that the first word gives the same token as elsewhere.
 
     Args:
         model: the trained tokenizer of the library, as JSON.
@@ -95,17 +91,18 @@ class ByteSubwords:
         return text[1:] if text.startswith(" ") else text
 
     def stored(self) -> dict[str, Any]:
+        """JSON for `load_subwords`."""
         return {"kind": "bytes", "model": self._json}
 
 
 class SentencePieces:
-    """Pieces of a sentencepiece model; its ids stand behind the special ones, its unknown piece is `UNKNOWN`.
+    """Pieces of a sentencepiece model; its ids follow the special ones, its unknown piece is `UNKNOWN`.
 
     Args:
         model: content of the .model file.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: not a sentencepiece model.
     """
 
     lossless = False
@@ -117,7 +114,7 @@ class SentencePieces:
             self._model.LoadFromSerializedProto(model)
         except RuntimeError as error:
             raise ValueError(f"not a sentencepiece model: {error}; give the .model file, not the .vocab") from None
-        self.vocabulary = self._model.GetPieceSize() + len(SPECIALS)
+        self.vocabulary: int = self._model.GetPieceSize() + len(SPECIALS)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         unknown = self._model.unk_id()
@@ -131,7 +128,11 @@ class SentencePieces:
         return text
 
     def stored(self) -> dict[str, Any]:
+        """JSON for `load_subwords`."""
         return {"kind": "sentencepiece", "model": base64.b64encode(self._bytes).decode()}
+
+
+Subwords = ByteSubwords | SentencePieces
 
 
 class PairTokenizer:
@@ -139,16 +140,16 @@ class PairTokenizer:
 
     Args:
         source: of the source. target: of the target; None shares the source's.
-        text_format: "raw" text, or "moses" tokens with blanks between them, as the training data had it.
-        lowercase: whether texts are put into lower case first.
+        text_format: "raw" text, or "moses" tokens with blanks between them, as in the training data.
+        lowercase: lowercase texts before encoding.
 
     Attributes:
-        vocabulary, target_vocabulary: numbers of ids. lossless: whether `decode` gives back the very text.
+        vocabulary, target_vocabulary: numbers of ids. lossless: `decode` returns the exact text.
         pad, begin, end, unknown: special ids, the same on both sides.
     """
 
     pad, begin, end, unknown = PAD, BEGIN, END, UNKNOWN
-    # What a tokenizer of streams has; a pair is none, and ends are those of sentences.
+    # Attributes of the protocol `Tokenizer`; the ends are those of sentences.
     start, ends_document = END, True
     sentence_ends: tuple[int, ...] = (END,)
     line_ends: tuple[int, ...] = (END,)
@@ -171,31 +172,28 @@ class PairTokenizer:
         return [[*ids, END] for ids in side.encode([self.prepared(text) for text in texts])]
 
     def knows(self, ids: Iterable[int]) -> bool:
-        """Whether anything but blanks is left of source ids without the unknown ones."""
+        """True if source ids contain more than blanks and unknown ids."""
         return bool(self.decode([token for token in ids if token != UNKNOWN], source=True).strip())
 
     def prepared(self, text: str) -> str:
-        """The text as the model is to see it."""
+        """The text as the model sees it."""
         return text.lower() if self.lowercase else text
 
     def decode(self, tokens: Iterable[int], source: bool = False) -> str:
         """Text of target ids (or source ids), up to the first end."""
-        kept: list[int] = []
-        for token in map(int, tokens):
-            if token == END:
-                break
-            kept.append(token)
+        ids = list(map(int, tokens))
+        kept = ids[: ids.index(END)] if END in ids else ids
         return (self.source if source else self.target).decode(kept)
 
     def dump(self) -> bytes:
-        """Everything that `load_tokenizer` needs to make it again."""
+        """Bytes for `load_tokenizer`."""
         target = None if self.joint else self.target.stored()
         options = {"format": self.text_format, "lowercase": self.lowercase}
         return json.dumps({"kind": "pair", "source": self.source.stored(), "target": target, **options}).encode()
 
 
 def load_pair_tokenizer(tree: dict[str, Any]) -> PairTokenizer:
-    """The tokenizer of parsed `PairTokenizer.dump`; what is none gives errors of any kind (see `loading`)."""
+    """The tokenizer of a parsed `PairTokenizer.dump`; other trees give errors of any kind (see `loading`)."""
     if tree["format"] not in FORMATS or not isinstance(tree["lowercase"], bool):
         raise ValueError(f"format={tree['format']!r} and lowercase={tree['lowercase']!r} are no options")
     target = None if tree["target"] is None else load_subwords(tree["target"])
@@ -203,7 +201,7 @@ def load_pair_tokenizer(tree: dict[str, Any]) -> PairTokenizer:
 
 
 def load_subwords(tree: dict[str, Any]) -> Subwords:
-    """The subwords that `Subwords.stored` described."""
+    """The subwords of a `stored` tree."""
     if tree["kind"] == "sentencepiece":
         return SentencePieces(base64.b64decode(tree["model"]))
     if tree["kind"] != "bytes":
@@ -212,13 +210,12 @@ def load_subwords(tree: dict[str, Any]) -> Subwords:
 
 
 def train_subwords(kind: str, texts: Iterable[str], size: int, text_format: str) -> ByteSubwords:
-    """Subwords of some texts, lines of a corpus.
+    """Train subwords on the lines of a corpus.
 
     Args:
-        kind: "bpe" or "unigram". size: number of ids, special ones and the 256 bytes among them; fewer when the texts
-            have no more pairs that occur twice.
-        text_format: tokens do not reach over words, which are those of GPT-2's pattern in "raw" text, and what blanks
-            part in "moses".
+        kind: "bpe" or "unigram". size: number of ids, with special ids and the 256 bytes; fewer when no further pair
+            occurs twice.
+        text_format: words, which no token crosses, follow GPT-2's pattern in "raw" text, and blanks in "moses".
 
     Raises:
         ValueError: an unknown kind, or too few ids.
@@ -230,29 +227,23 @@ def train_subwords(kind: str, texts: Iterable[str], size: int, text_format: str)
             f"data.vocabulary_size={size} must be at least {SMALLEST}: {len(SPECIALS)} special ids and the 256 bytes"
         )
     library = require("tokenizers", extra="language")
-    level = library.pre_tokenizers.ByteLevel
-    trained = library.Tokenizer(library.models.BPE() if kind == "bpe" else library.models.Unigram())
-    if text_format == "raw":
-        trained.pre_tokenizer = level(add_prefix_space=False)
-    else:
-        parts = library.pre_tokenizers.Split(" ", "merged_with_next")
-        trained.pre_tokenizer = library.pre_tokenizers.Sequence([parts, level(add_prefix_space=False, use_regex=False)])
-    trained.decoder = library.decoders.ByteLevel()
-    common = {"special_tokens": list(SPECIALS), "initial_alphabet": sorted(level.alphabet()), "show_progress": False}
+    alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
+    common = {"special_tokens": list(SPECIALS), "initial_alphabet": alphabet, "show_progress": False}
     if kind == "bpe":
-        trainer = library.trainers.BpeTrainer(vocab_size=size, min_frequency=2, **common)
+        model, trainer = library.models.BPE(), library.trainers.BpeTrainer(vocab_size=size, min_frequency=2, **common)
     else:
+        model = library.models.Unigram()
         trainer = library.trainers.UnigramTrainer(vocab_size=size, unk_token=SPECIALS[UNKNOWN], **common)
-    trained.train_from_iterator((f" {text}" for text in texts), trainer)
-    return ByteSubwords(trained.to_str())
+    blanks = library.pre_tokenizers.Split(" ", "merged_with_next") if text_format == "moses" else None
+    return ByteSubwords(train_bytes(model, trainer, (f" {text}" for text in texts), blanks))
 
 
 def read_pair_tokenizer(path: str, text_format: str, lowercase: bool) -> PairTokenizer:
-    """The tokenizer of a file: tokenizer.json of a run (or the run folder), or a sentencepiece .model for both sides.
+    """Load the tokenizer.json of a run (or the run folder), or a sentencepiece .model for both sides.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is neither.
+        FileNotFoundError: no such file.
+        ValueError: neither of them, or other options than the tokenizer's own.
     """
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
@@ -262,10 +253,10 @@ def read_pair_tokenizer(path: str, text_format: str, lowercase: bool) -> PairTok
             "tokenizer.json, or a sentencepiece .model"
         )
     content = file.read_bytes()
-    try:
-        tree = json.loads(content)
-    except (ValueError, RecursionError):
-        with loading(f"data.tokenizer={path!r}"):
+    with loading(f"data.tokenizer={path!r}"):
+        try:
+            tree = json.loads(content)
+        except (ValueError, RecursionError):
             return PairTokenizer(SentencePieces(content), None, text_format, lowercase)
     if not isinstance(tree, dict) or tree.get("kind") != "pair":
         raise ValueError(f"data.tokenizer={path!r} is not the tokenizer of a translation run; give another")

@@ -1,14 +1,14 @@
-"""Text for language modelling: what all text data sets share. A split is one long row of token ids, cut in documents.
+"""Text for language modelling. A split is one long sequence of token ids, divided into documents.
 
-Every token of a split is predicted exactly once: before the first one stands the tokenizer's `start`. So the sum of all
-losses belongs to the text, whatever the tokenizer, and gives bits per byte and perplexity per word.
+Every token of a split is predicted exactly once; the tokenizer's `start` precedes the first one. The sum of all losses
+is therefore a property of the text, whatever the tokenizer, and gives bits per byte and perplexity per word.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,23 +18,24 @@ import numpy as np
 from cached_transformers.layers.token_loss import perplexity
 
 from .samples import Sample
-from .splits import check_split
+from .splits import check_choice, check_split
 from .store import Arrays, load_or_build
 from .text_files import TextFile
 from .tokenizers import Tokenizer, check_kind, load_tokenizer, train_tokenizer
 
 VERSION = 1  # to be raised when the same text gives other ids
+RESETS = ("never", "document", "packed")
 
 
 class TextDataset:
-    """A split of a corpus as token ids, with the tokenizer that the training split gave.
+    """A split of a corpus as token ids, with the tokenizer of the training split.
 
     Attributes:
-        task: what the trainer makes of it.
-        tokenizer: ids of a text and back; `kind` is what it is called.
-        tokens: ids (size,). starts: where each document begins (documents,).
+        task: name of the training task.
+        tokenizer: from text to ids and back. kind: its name.
+        tokens: ids (size,). starts: start of each document (documents,).
         counts: "tokens", "words" and "bytes" of the split.
-        line: what a line is: "paragraph", "sentence", or "wrapped" where lines end anywhere.
+        line: unit of a line: "paragraph", "sentence", or "wrapped" where lines end anywhere.
         punctuation: the word tokenizer separates it from words.
     """
 
@@ -55,7 +56,7 @@ class TextDataset:
         return len(self.tokens)
 
     def samples(self) -> Iterator[Sample]:
-        """What tells this text from others (`data/samples.py`)."""
+        """Content that identifies the text (`data/samples.py`)."""
         yield self.tokens
         yield self.starts
 
@@ -76,10 +77,10 @@ class TextDataset:
         return {"size": len(self), "documents": len(self.starts), **self.counts}
 
     def scores(self, nats: float, tokens: float) -> dict[str, float]:
-        """What a summed loss over so many tokens amounts to.
+        """Scores from a loss summed over `tokens` tokens.
 
-        loss is in nats per token and perplexity per token; bits_per_byte and word_perplexity, for tokenizers that lose
-        nothing, are per byte and per word of the text (WikiText's way: blank-separated, a line end counts as one).
+        loss (nats) and perplexity are per token; bits_per_byte and word_perplexity, for lossless tokenizers, are per
+        byte and per word of the text (as for WikiText: blank-separated, a line end counts as one word).
         """
         loss = nats / tokens
         values = {"loss": loss, "perplexity": perplexity(loss)}
@@ -90,7 +91,7 @@ class TextDataset:
         return values
 
     def unknown_share(self) -> float | None:
-        """The share of the tokens that stand for words which the vocabulary lacks; None where it lacks none."""
+        """Share of the tokens that are unknown words; None if the vocabulary covers every text."""
         unknown = self.tokenizer.unknown
         return None if unknown is None else float(np.mean(self.tokens == unknown))
 
@@ -102,21 +103,26 @@ class TextDataset:
         nats = float(-(seen * np.log(counts / counts.sum())).sum())
         return {"unigram": self.scores(nats, len(self))}
 
+    def _hold(self, arrays: Arrays) -> None:
+        """Take the arrays of `encoded`."""
+        self.tokens, self.starts = arrays["tokens"], arrays["starts"]
+        self.counts = dict(zip(("tokens", "words", "bytes"), arrays["counts"].tolist(), strict=True))
+
 
 @dataclass(eq=False, repr=False)
 class Corpus(TextDataset):
-    """A text data set that is read here; the fields of a subclass are its options.
+    """A text data set read from files; the fields of a subclass are its options.
 
-    Subclasses say which documents a split has (`_documents`) and what decides them (`_key`).
+    Subclasses read the documents of a split (`_documents`) and name everything that decides them (`_key`).
 
     Args:
         split: "train", "validation" or "test".
         tokenizer: "word", "byte" or "bpe"; its vocabulary is built on the training split.
         vocabulary_size: largest number of token ids; None for all words, or 16,000 byte pairs.
-        reset: "never" lets a stream run on from document to document, as Transformer-XL does; "document" begins each
-            at the start of a segment, with an empty memory, padded up to there; "packed" begins each with an empty
-            memory right behind the one before it, wherever in a segment that is.
-        shuffle: draw a new order of documents for each epoch of training.
+        reset: "never" lets a stream run on from document to document, as Transformer-XL does; "document" starts each
+            document at the start of a segment, with an empty memory, after padding; "packed" starts each document with
+            an empty memory directly after the previous one, anywhere in a segment.
+        shuffle: permute the documents in each epoch of training.
 
     Raises:
         FileNotFoundError: no such path, no text in it, or none for the split (or for "train", which the vocabulary
@@ -127,37 +133,27 @@ class Corpus(TextDataset):
 
     split: str
     _: KW_ONLY
-    tokenizer: str = "word"  # type: ignore[assignment]  # an option first, and then what it names
+    tokenizer: str = "word"  # type: ignore[assignment]  # the option, later replaced by the tokenizer it names
     vocabulary_size: int | None = None
     reset: str = "never"
     shuffle: bool = False
 
     def __post_init__(self) -> None:
-        kind, size = self.tokenizer, self.vocabulary_size
-        check_kind(kind, size)
-        if self.reset not in ("never", "document", "packed"):
-            raise ValueError(f"data.reset={self.reset!r} must be 'never', 'document' or 'packed'")
+        self.kind, size = self.tokenizer, self.vocabulary_size
+        check_kind(self.kind, size)
+        check_choice("data.reset", self.reset, RESETS)
         check_split(self.split)
-        self.kind = kind
-        key: dict[str, object] = {"kind": kind, "size": size, "punctuation": self.punctuation, "version": VERSION}
-        if kind != "byte":
+        key: dict[str, object] = {"kind": self.kind, "size": size, "punctuation": self.punctuation, "version": VERSION}
+        if self.kind != "byte":
             key["train"] = self._key("train")
-
-        def train() -> Arrays:
-            trained = train_tokenizer(kind, self._documents("train"), size, self.punctuation)
-            return {"tokenizer": np.frombuffer(trained.dump(), dtype=np.uint8)}
-
-        stored = train() if kind == "byte" else load_or_build("vocabulary", key, train)
-        loaded = load_tokenizer(stored["tokenizer"].tobytes())
-        self.tokenizer = loaded  # type: ignore[assignment]
+        found = trained_tokenizer(self.kind, key, lambda: self._documents("train"), size, self.punctuation)
+        self.tokenizer = found  # type: ignore[assignment]
         text = {**key, "text": self._key(self.split), "line": self.line}
-        arrays = load_or_build("text", text, lambda: self._encode(loaded))
-        self.tokens, self.starts = arrays["tokens"], arrays["starts"]
-        self.counts = dict(zip(("tokens", "words", "bytes"), arrays["counts"].tolist(), strict=True))
+        self._hold(load_or_build("text", text, lambda: encoded(self._documents(self.split), found, self.line)))
 
     def _key(self, split: str) -> object:
-        """What decides the documents of a split, as JSON."""
-        raise NotImplementedError("abstract: a text data set says what its documents depend on")
+        """Everything that decides the documents of a split, as JSON."""
+        raise NotImplementedError("abstract: a text data set names the source of its documents")
 
     def _documents(self, split: str) -> Iterator[str]:
         """The documents of a split, in order; none is empty."""
@@ -165,29 +161,37 @@ class Corpus(TextDataset):
 
     @property
     def exact(self) -> bool:
-        """Whether every byte of the files counts."""
+        """True if every byte of the files counts."""
         return self.kind == "byte"
 
-    def _encode(self, tokenizer: Tokenizer) -> Arrays:
-        return encoded(self._documents(self.split), tokenizer, self.line)
+
+def trained_tokenizer(
+    kind: str, key: Mapping[str, object], texts: Callable[[], Iterable[str]], size: int | None, punctuation: bool
+) -> Tokenizer:
+    """Train a tokenizer, or load it from the cache under `key`."""
+
+    def train() -> Arrays:
+        return {"tokenizer": np.frombuffer(train_tokenizer(kind, texts(), size, punctuation).dump(), dtype=np.uint8)}
+
+    stored = train() if kind == "byte" else load_or_build("vocabulary", key, train)
+    return load_tokenizer(stored["tokenizer"].tobytes())
 
 
 def encoded(documents: Iterable[str], tokenizer: Tokenizer, line: str) -> Arrays:
-    """ "tokens", "starts" and "counts" (tokens, words, bytes) of some documents; `line` is that of `TextDataset`."""
+    """ "tokens", "starts" and "counts" (tokens, words, bytes) of documents; `line` is an attribute of `TextDataset`."""
     parts, words, size = [], 0, 0
     for text in documents:
         parts.append(tokenizer.encode(text))
         words += len(text.split()) + (text.count("\n") if line != "wrapped" else 0)
         size += len(text.encode("utf-8", "surrogateescape"))
     starts = np.cumsum([0, *(len(part) for part in parts[:-1])])
-    kinds = (np.uint8, np.uint16, np.int32)
-    kind = next(k for k in kinds if tokenizer.vocabulary - 1 <= np.iinfo(k).max)
+    kind = next(k for k in (np.uint8, np.uint16, np.int32) if tokenizer.vocabulary - 1 <= np.iinfo(k).max)
     tokens = np.concatenate(parts).astype(kind)
     return {"tokens": tokens, "starts": starts, "counts": np.array([len(tokens), words, size], dtype=np.int64)}
 
 
 def fingerprint(texts: list[TextFile]) -> list[list[str | None]]:
-    """Name and content of texts, for the key of a cache."""
+    """Name and content digest of texts, for the key of a cache."""
     return [[text.name, text.member, _digest(text.path, text.path.stat().st_mtime_ns)] for text in texts]
 
 

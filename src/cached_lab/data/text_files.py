@@ -1,17 +1,16 @@
-"""Text on disk: plain or compressed files, archives and folders of them, and which of them belong to a split."""
+"""Texts on disk: plain or compressed files, archives and folders of them, and their splits."""
 
 from __future__ import annotations
 
 import bz2
 import gzip
 import lzma
-import tarfile
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
-from .archives import ARCHIVES, naming, read_file, regular_files
+from .archives import ARCHIVES, Listing, naming, read_file
 from .splits import SPLIT_WORDS, named_split
 
 TextPath = str | Path | Mapping[str, str | Path]
@@ -27,7 +26,7 @@ _TEXT = (".txt", ".tokens", ".text", ".raw")
 
 @dataclass(frozen=True)
 class TextFile:
-    """One text: a file, or a member of an archive. `name` is its path in the folder or archive it was found in."""
+    """One text: a file, or a member of an archive. `name` is its path in the folder or archive."""
 
     path: Path
     name: str
@@ -39,7 +38,10 @@ class TextFile:
     def content(self) -> bytes:
         """The text as bytes, decompressed (ValueError: the file is damaged)."""
         with naming(self, "file"):
-            content = read_file(self.path) if self.member is None else _read_member(self.path, self.member)
+            if self.member is None:
+                content = read_file(self.path)
+            else:
+                content = _listing(self.path, self.path.stat().st_mtime_ns).read(self.member)
             decompress = DECOMPRESS.get(PurePosixPath(self.name).suffix)
             return content if decompress is None else decompress(content)
 
@@ -55,7 +57,7 @@ def find_texts(path: str | Path) -> list[TextFile]:
     """The texts in a folder (and its sub-folders) or archive, sorted by name; a single file is itself.
 
     Raises:
-        FileNotFoundError: there is no such path, or no text in it.
+        FileNotFoundError: no such path, or no text in it.
         ValueError: an archive is damaged.
     """
     path = Path(path).expanduser()
@@ -76,23 +78,19 @@ def find_texts(path: str | Path) -> list[TextFile]:
 
 
 def split_of(text: TextFile) -> str | None:
-    """The split that a text's file name or one of its folders names; None where they name none."""
+    """The split in a text's file name or in the name of one of its folders; None without one."""
     return named_split(text.stem(), PurePosixPath(text.name).parts[:-1])
 
 
 def split_texts(path: TextPath, split: str) -> list[TextFile]:
-    """The texts of one split, by the names of files or folders.
-
-    Raises:
-        FileNotFoundError: there is none; the message says what was looked for and what was found.
-    """
+    """The texts of one split, by the names of files or folders (FileNotFoundError: there is none)."""
     if isinstance(path, Mapping):
         if split not in path:
             raise FileNotFoundError(f"no file is given for split {split!r}; data.path names {', '.join(path)}")
-        texts = find_texts(path[split])
+        path = path[split]
+        texts = find_texts(path)
         if len(texts) == 1:  # chosen by hand, whatever its name
             return texts
-        path = path[split]
     else:
         texts = find_texts(path)
     chosen = [text for text in texts if split_of(text) == split]
@@ -104,12 +102,7 @@ def split_texts(path: TextPath, split: str) -> list[TextFile]:
 
 
 def split_text(path: TextPath, split: str) -> TextFile:
-    """The one text of a split, for data whose splits are single files.
-
-    Raises:
-        FileNotFoundError: see `split_texts`.
-        ValueError: there are several.
-    """
+    """The only text of a split (ValueError: there are several; others as `split_texts`)."""
     chosen = split_texts(path, split)
     if len(chosen) > 1:
         names = ", ".join(map(str, chosen))
@@ -118,13 +111,13 @@ def split_text(path: TextPath, split: str) -> TextFile:
 
 
 def decoded(content: bytes, name: object, exact: bool = False) -> str:
-    """UTF-8 as text, with line feeds for all line ends.
+    """Decode UTF-8, with line feeds for all line ends.
 
     Args:
-        exact: keep every byte: line ends as they are, and what is not UTF-8 as `surrogateescape` keeps it.
+        exact: keep every byte: line ends as they are, and bytes outside UTF-8 as `surrogateescape` keeps them.
 
     Raises:
-        ValueError: it is not UTF-8, or holds no text.
+        ValueError: not UTF-8, or no text.
     """
     if not content.strip():
         raise ValueError(f"{name} is empty; remove it, or fetch it again")
@@ -133,9 +126,8 @@ def decoded(content: bytes, name: object, exact: bool = False) -> str:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{name} is not UTF-8 (byte {error.start}); convert it, or read it with data.tokenizer=byte"
-        ) from None
+        way = "convert it, or read it with data.tokenizer=byte"
+        raise ValueError(f"{name} is not UTF-8 (byte {error.start}); {way}") from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -147,26 +139,12 @@ def _is_text(name: str) -> bool:
 
 
 def members(archive: Path) -> list[TextFile]:
-    """The texts in an archive; all its files when none is named as one (enwik8.zip holds `enwik8`)."""
-    with naming(archive):
-        if archive.name.endswith(".zip"):
-            with zipfile.ZipFile(archive) as packed:
-                names = [info.filename for info in packed.infolist() if not info.is_dir()]
-        else:
-            with tarfile.open(archive) as unpacked:
-                names = [info.name for info in regular_files(unpacked) if info.isfile()]
+    """The texts in an archive; all its files where none has the suffix of a text (enwik8.zip holds `enwik8`)."""
+    names = _listing(archive, archive.stat().st_mtime_ns).names
     texts = [name for name in names if _is_text(name)]
     return [TextFile(archive, name, member=name) for name in texts or names]
 
 
-def _read_member(archive: Path, member: str) -> bytes:
-    if archive.name.endswith(".zip"):
-        with zipfile.ZipFile(archive) as packed:
-            return packed.read(member)
-    with tarfile.open(archive) as unpacked:
-        # The last one of its name, as in every tar, but no link of that name.
-        found = [info for info in regular_files(unpacked) if info.name == member and info.isfile()]
-        file = unpacked.extractfile(found[-1]) if found else None
-        if file is None:
-            raise ValueError(f"it has no file {member!r} any more")
-        return file.read()
+@lru_cache(maxsize=4)
+def _listing(archive: Path, modified: int) -> Listing:
+    return Listing(archive)

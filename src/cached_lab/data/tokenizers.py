@@ -1,8 +1,8 @@
-"""From text to token ids and back: words, bytes, or byte pairs; every vocabulary is built on training text alone.
+"""Tokenizers of a text: words, bytes, or byte pairs; every vocabulary is built on training text only.
 
-Words as Transformer-XL (arXiv:1901.02860) reads WikiText: blank-separated, one `<eos>` a line, rare ones `<unk>`. Byte
-pairs are those of GPT-2 (over bytes, so that nothing is unknown), trained by the `tokenizers` library. Any of them may
-get special ids behind its own. Pairs of texts have tokenizers of their own, in `subwords.py`.
+Words follow Transformer-XL's reading of WikiText (arXiv:1901.02860): blank-separated, one `<eos>` per line, rare ones
+`<unk>`. Byte pairs are those of GPT-2 (over bytes, so that no text is unknown), trained by the `tokenizers` library.
+Any tokenizer may get special ids after its own. Pairs of texts have their own tokenizers, in `subwords.py`.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ import numpy as np
 from cached_transformers.extras import require
 from cached_transformers.registry import unknown_name
 
-from .subwords import load_pair_tokenizer, loading, trained_model
+from .subwords import load_pair_tokenizer, loading, train_bytes, trained_model
 
 UNKNOWN, END = "<unk>", "<eos>"
 SPECIALS = ("pad", "begin", "end", "mask")
 SENTENCE_MARKS = (".", "!", "?")
 BPE_SIZE = 16_000
+KINDS = ("word", "byte", "bpe")
 _MOST_SENTINELS = 1_000_000
-_CHUNK = 1 << 16  # characters that are encoded at once
+_CHUNK = 1 << 16  # characters encoded at a time
 _PIECES = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
 
 
 class Tokenizer(Protocol):
-    """What data sets ask of a tokenizer.
+    """A tokenizer of a text.
 
     Attributes:
         vocabulary: number of token ids.
-        start: id that stands before the first token of a stream or document.
-        lossless: whether `decode` gives back the very text.
+        start: id before the first token of a stream or document.
+        lossless: `decode` returns the exact text.
         sentence_ends: ids of the tokens that end a sentence.
         line_ends: ids of the tokens that end a line.
-        ends_document: whether `encode` puts an id behind the text.
-        unknown: id of all words that the vocabulary lacks; None where it lacks none.
+        ends_document: `encode` appends an id after the text.
+        unknown: id of all words outside the vocabulary; None if it covers every text.
     """
 
     vocabulary: int
@@ -58,12 +59,12 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Iterable[int]) -> str: ...
 
     def dump(self) -> bytes:
-        """Everything that `load_tokenizer` needs to make it again."""
+        """Bytes for `load_tokenizer`."""
         ...
 
 
 class ByteTokenizer:
-    """UTF-8 bytes; there is nothing to train, and a line feed stands before the first token."""
+    """UTF-8 bytes, without training; a line feed precedes the first token."""
 
     vocabulary, start, lossless, ends_document = 256, ord("\n"), True, False
     sentence_ends: tuple[int, ...] = tuple(map(ord, SENTENCE_MARKS))
@@ -98,7 +99,7 @@ class WordTokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], size: int | None, punctuation: bool) -> WordTokenizer:
-        """The `size` commonest words (all when None); of equally common ones those that come first in the alphabet."""
+        """Take the `size` commonest words (all when None); ties are broken alphabetically."""
         if size is not None and size < 3:
             raise ValueError(f"data.vocabulary_size={size} must be at least 3: {UNKNOWN}, {END} and one word")
         counts: Counter[str] = Counter()
@@ -124,7 +125,7 @@ class WordTokenizer:
 
 
 class BytePairTokenizer:
-    """Byte pairs; `<eos>` (id 0) ends a document and stands before the first token.
+    """Byte pairs; `<eos>` (id 0) ends a document and precedes the first token.
 
     Args:
         model: the trained tokenizer of the `tokenizers` library, as JSON.
@@ -143,19 +144,16 @@ class BytePairTokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], size: int | None) -> BytePairTokenizer:
-        """`size` tokens (16,000 when None), fewer when the text has no more pairs."""
+        """Train `size` tokens (16,000 when None); fewer when the text has no more pairs."""
         size = BPE_SIZE if size is None else size
         if size < 257:
             raise ValueError(f"data.vocabulary_size={size} must be at least 257 byte pairs: {END} and the 256 bytes")
         library = require("tokenizers", extra="language")
-        level = library.pre_tokenizers.ByteLevel
-        model = library.Tokenizer(library.models.BPE())
-        model.pre_tokenizer, model.decoder = level(add_prefix_space=False), library.decoders.ByteLevel()
+        alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
         trainer = library.trainers.BpeTrainer(
-            vocab_size=size, special_tokens=[END], initial_alphabet=sorted(level.alphabet()), show_progress=False
+            vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
         )
-        model.train_from_iterator((chunk for text in texts for chunk in _chunks(text)), trainer)
-        return cls(model.to_str())
+        return cls(train_bytes(library.models.BPE(), trainer, (chunk for text in texts for chunk in _chunks(text))))
 
     def encode(self, text: str) -> np.ndarray:
         parts = [self._model.encode(chunk, add_special_tokens=False).ids for chunk in _chunks(text)]
@@ -169,16 +167,16 @@ class BytePairTokenizer:
 
 
 class SpecialTokens:
-    """A tokenizer with ids that noise needs behind those of its text: pad, begin, end, mask, and S sentinels.
+    """A tokenizer with special ids after those of its text: pad, begin, end, mask, and S sentinels.
 
-    Of a text with V ids, pad is V, and so on. Sentinels count down, as T5's do (arXiv:1910.10683): the first one of a
-    text is the last id of the vocabulary.
+    For a text with V ids, pad is V, and so on. Sentinels count down, as in T5 (arXiv:1910.10683): the first sentinel of
+    a text is the last id of the vocabulary.
 
     Args:
         text: the tokenizer of the text. sentinels: S.
 
     Attributes:
-        vocabulary: V + 4 + S. pad, begin, end, mask: ids. sentinels: ids, of which the first is the highest.
+        vocabulary: V + 4 + S. pad, begin, end, mask: ids. sentinels: ids, the highest first.
     """
 
     def __init__(self, text: Tokenizer, sentinels: int = 0) -> None:
@@ -194,11 +192,11 @@ class SpecialTokens:
         self._names |= {token: f"<extra_id_{index}>" for index, token in enumerate(self.sentinels)}
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of the text alone: what looks like a special token in it is text."""
+        """Ids of the text; the name of a special token in it is text."""
         return self.text.encode(text)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text, with names such as <mask> and <extra_id_0> where special ids stand."""
+        """The text, with names such as <mask> and <extra_id_0> for special ids."""
         parts: list[str] = []
         run: list[int] = []
         for token in map(int, tokens):
@@ -210,27 +208,23 @@ class SpecialTokens:
         return "".join([*parts, self.text.decode(run) if run else ""])
 
     def dump(self) -> bytes:
-        """Everything that `load_tokenizer` needs to make it again."""
         stored = {"kind": "special", "text": self.text.dump().decode(), "sentinels": len(self.sentinels)}
         return json.dumps(stored).encode()
 
     def word_starts(self) -> np.ndarray:
-        """(V,) bool: ids with which a word begins: all of a word tokenizer, else those that start with a blank."""
+        """(V,) bool: ids that begin a word: all ids of a word tokenizer, else those that start with a blank."""
         if isinstance(self.text, WordTokenizer):
             return np.ones(self.text.vocabulary, dtype=bool)
         texts = (self.text.decode([token]) for token in range(self.text.vocabulary))
         return np.array([text[:1].isspace() for text in texts])
 
 
-KINDS = ("word", "byte", "bpe")
-
-
 def train_tokenizer(kind: str, texts: Iterable[str], size: int | None, punctuation: bool) -> Tokenizer:
-    """A tokenizer with a vocabulary of `texts`.
+    """Train a tokenizer on `texts`.
 
     Raises:
-        ValueError: unknown kind, or a size that it cannot have.
-        ImportError: byte pairs need the `tokenizers` library, which is not installed.
+        ValueError: an unknown kind, or a size that does not suit it.
+        ImportError: byte pairs need the `tokenizers` library.
     """
     check_kind(kind, size)
     if kind == "byte":
@@ -239,7 +233,7 @@ def train_tokenizer(kind: str, texts: Iterable[str], size: int | None, punctuati
 
 
 def load_tokenizer(content: bytes, called: object = "the tokenizer") -> Tokenizer:
-    """The tokenizer that `dump` wrote (ValueError: it is none; `called` is what the message calls it)."""
+    """Load the result of a `dump` (ValueError for other content, with `called` in the message)."""
     with loading(called):
         return _loaded(json.loads(content))
 
@@ -270,7 +264,7 @@ def check_kind(kind: str, size: int | None) -> None:
     if kind not in KINDS:
         raise ValueError(unknown_name("tokenizer", kind, list(KINDS)))
     if kind == "byte" and size is not None:
-        raise ValueError(f"data.vocabulary_size={size} does not apply to bytes, of which there are 256; leave it out")
+        raise ValueError(f"data.vocabulary_size={size} does not apply to the 256 bytes; leave it out")
 
 
 def lines_of(text: str) -> Iterator[str]:
@@ -284,11 +278,11 @@ def split_words(line: str, punctuation: bool) -> list[str]:
 
 
 def _chunks(text: str) -> Iterator[str]:
-    """Pieces of bounded length, cut where single line feeds stand: no token reaches across one, cut or not."""
+    """Pieces of bounded length, split at single line feeds, which no token crosses in either case."""
     start = 0
-    cut = re.compile(r"(?<=\S)\n(?=\S)")
+    boundary = re.compile(r"(?<=\S)\n(?=\S)")
     while start < len(text):
-        found = cut.search(text, start + _CHUNK)
+        found = boundary.search(text, start + _CHUNK)
         end = found.end() if found else len(text)
         yield text[start:end]
         start = end

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from cached_lab.tasks.language.completion import Writer, words_of, words_of_transformers
-from cached_lab.tasks.language.scoring import read_tokenizer
+from cached_lab.tasks.language.text_reader import read_tokenizer
 from cached_lab.tasks.recipes import config_from_dict
 from cached_lab.training.checkpoint import Checkpoints, read_checkpoint, stored_config
 from cached_lab.training.config import RunConfig, config_to_dict, differing_keys, with_defaults

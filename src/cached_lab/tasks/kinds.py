@@ -1,4 +1,4 @@
-"""Which task a data set calls for: rows or documents with a label, streams of text, pairs, or images with objects."""
+"""The training task of a data set: classification, documents, language, translation or detection."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ TASKS: dict[str, type[Task]] = {
     "detection": Detection,
     "translation": Translation,
 }
-"""Tasks by what a data set calls its `task`."""
+"""Tasks by the attribute `task` of a data set."""
 
 
 def task_name(dataset: Any) -> str:
-    """What the data set says it is for; one that says nothing has a label for each row."""
+    """The task of a data set; classification by default."""
     return getattr(dataset, "task", "classification")
 
 
 def task_of(dataset: Any) -> type[Task]:
-    """The task that the data set calls for."""
+    """The class of the task of a data set."""
     return TASKS[task_name(dataset)]
 
 
 def make_task(config: RunConfig, model: nn.Module, train: Any, validation: Any, world: World) -> Task:
-    """The task that the data set calls for, with a model to train (ValueError: settings that do not suit it)."""
+    """The task of a data set, with a model to train (ValueError: settings that do not suit it)."""
     if config.training.reset_rows and task_name(train) != "language":
         raise ValueError(
             f"training.reset_rows={config.training.reset_rows} empties the memories of streams of text, which data "
@@ -48,15 +48,15 @@ def make_task(config: RunConfig, model: nn.Module, train: Any, validation: Any, 
 
 
 def baselines(config: RunConfig, train: Any, scored: Any) -> dict[str, float] | None:
-    """Scores, in the metric of the run, of guessers that the data set offers; None where it offers none."""
+    """Scores of the data set's own guessers, in the metric of the run; None without any."""
     return task_of(train).baselines(train, scored, config.training.metric)
 
 
 def example_inputs(dataset: Any, config: RunConfig) -> Arguments:
-    """Arguments of the model for the first row or image, or one segment of text: what FLOPs are counted on."""
+    """Arguments of the model for the first row or image, or one segment of text, to count FLOPs with."""
     return task_of(dataset).example_inputs(dataset, config)
 
 
 def model_arguments(batch: Any) -> Arguments:
-    """Arguments with which a model makes logits of a batch of rows or pairs."""
+    """Arguments of a model for a batch of rows or pairs."""
     return (Translation if isinstance(batch, PairBatch) else Classification).arguments(batch)

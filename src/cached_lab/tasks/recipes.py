@@ -1,7 +1,7 @@
-"""Recipes: YAML files and dotted overrides, checked against what is registered, and completed by what the data say.
+"""Recipes: YAML files and dotted overrides, checked against the registries, and completed from the data.
 
-Parts are checked against the signature of their factory before anything is built. This package has registered every
-data set, model, memory and attention by the time that the module is imported.
+Parts are checked against the signature of their factory before anything is built. Importing this package registers
+every data set, model, memory and attention.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from cached_transformers.registry import ATTENTIONS, MEMORIES, MODELS, Registry,
 
 LEARNED_FROM_DATA = ("image_size", "channels", "classes", "vocabulary", "target_vocabulary", "max_length")
 """Options of a model that are filled in from `dataset.describe()` when a recipe leaves them out."""
-MUST_EQUAL = tuple((key, "the model takes as it is") for key in ("image_size", "channels"))
-MUST_HOLD = tuple((key, "the model must have room for") for key in ("classes", "vocabulary", "target_vocabulary"))
-"""Those of them that may differ from the data in no way, and those that may be larger than the data need."""
+MUST_EQUAL = ("image_size", "channels")
+MUST_HOLD = ("classes", "vocabulary", "target_vocabulary")
+"""Those that must equal the data's, and those that may be larger."""
 MEMORY_LEARNS_FROM_DATA = ("sentence_ends", "paragraph_ends")
 """The same for options of a memory."""
 
@@ -45,7 +45,7 @@ def load_config(source: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 
 def find_recipe(source: str | Path) -> Path:
-    """The file of a recipe given as a path or as a name in the recipes folder."""
+    """The file of a recipe, from its path or its name in the recipes folder."""
     path = Path(source)
     if path.is_file():
         return path
@@ -88,12 +88,12 @@ def check_sections(config: RunConfig) -> None:
 
 
 def _section(part: Any) -> Any:
-    """A memory or an attention as a mapping, where it is given by its name alone."""
+    """A memory or an attention as a mapping; it may be given as a name."""
     return {"name": part} if isinstance(part, str) else part
 
 
 def _check_part(path: str, section: Any, registry: Registry[Any], given: tuple[str, ...] | None) -> None:
-    """Check one `{name, **options}`; options in `given` come from elsewhere, and None means that most of them do."""
+    """Check one `{name, **options}`; the caller sets the options in `given`, or, for None, any missing option."""
     if not isinstance(section, Mapping) or not isinstance(section.get("name"), str):
         raise ValueError(
             f"{path}={shown(section)} must name a {registry.kind}: {{name: ...}} with one of {registry.names()}"
@@ -108,25 +108,26 @@ def _check_part(path: str, section: Any, registry: Registry[Any], given: tuple[s
 
 
 def fill_from_data(config: RunConfig, description: Mapping[str, Any]) -> RunConfig:
-    """The configuration with what model and memory need of `dataset.describe()`, where it is absent."""
+    """The configuration with absent options of model and memory filled in from `dataset.describe()`."""
     entry = MODELS.entry(config.model["name"])
     wanted = [k for k in LEARNED_FROM_DATA if k in entry.options and k not in config.model and k in description]
     learned = {key: description[key] for key in wanted}
     missing = [n for n, p in entry.options.items() if p.default is p.empty and n not in {**config.model, **learned}]
     if missing:
         raise ValueError(
-            f"model {entry.name!r} needs {', '.join(missing)}, which data {config.data['name']!r} does not tell; "
+            f"model {entry.name!r} needs {', '.join(missing)}, which data {config.data['name']!r} does not give; "
             f"set model.{missing[0]}=... or choose data of another kind"
         )
     model = {**config.model, **learned}
-    for key, rule in (*MUST_EQUAL, *MUST_HOLD):
+    for key in (*MUST_EQUAL, *MUST_HOLD):
         if (ours := model.get(key)) is None or key not in description or key not in entry.options:
             continue
         theirs = description[key]
-        if ours != theirs if (key, rule) in MUST_EQUAL else ours < theirs:
+        if ours != theirs if key in MUST_EQUAL else ours < theirs:
+            rule = "equal it" if key in MUST_EQUAL else "not be below it"
             raise ValueError(
-                f"model.{key}={ours}, but data {config.data['name']!r} has {key}={theirs}, which {rule}; leave "
-                f"model.{key} out, and it is taken from the data"
+                f"model.{key}={ours}, but data {config.data['name']!r} has {key}={theirs}: the model's must {rule}; "
+                f"leave model.{key} out to take it from the data"
             )
     memory = model.get("memory")
     if isinstance(memory, list):
@@ -137,7 +138,7 @@ def fill_from_data(config: RunConfig, description: Mapping[str, Any]) -> RunConf
 
 
 def _fill_memory(memory: Any, description: Mapping[str, Any]) -> Any:
-    """One memory with what it needs of the data, where it is absent."""
+    """One memory with absent options filled in from the data."""
     section = _section(memory)
     options = MEMORIES.entry(section["name"]).options
     given = {key: list(description[key]) for key in MEMORY_LEARNS_FROM_DATA if key in options and key in description}

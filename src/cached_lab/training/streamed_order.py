@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from cached_lab.data.shard_order import Dealer, Parts, Sharded, as_tensor, from_tensor
+from cached_lab.data.shard_order import Dealer, Parts, ShardSet, as_tensor, from_tensor
 
 from .distributed import World
 from .loader import Share, seeded
@@ -37,7 +37,7 @@ class StreamedOrder(Sampler[list[StreamKey]]):
         ValueError: the batch does not divide evenly into pieces or parts, or there are more parts than shards.
     """
 
-    def __init__(self, data: Sharded[Any], batch_size: int, seed: int, share: Share, parts: int, window: int) -> None:
+    def __init__(self, data: ShardSet[Any], batch_size: int, seed: int, share: Share, parts: int, window: int) -> None:
         share.check(batch_size)
         self.seed, self.start = seed, 0
         self._rows = batch_size // share.processes

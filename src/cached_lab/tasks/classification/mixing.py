@@ -1,10 +1,11 @@
 """Mixup and CutMix of a training batch, through timm, the same for any number of processes and pieces.
 
-Papers: mixup (Zhang et al., arXiv:1710.09412), CutMix (Yun et al., arXiv:1905.04899); `timm.data.Mixup` does the work,
-in the mode where a batch shares one mixing weight, as DeiT (arXiv:2012.12877) and PVT (arXiv:2102.12122) train.
+Papers: mixup (Zhang et al., arXiv:1710.09412), CutMix (Yun et al., arXiv:1905.04899), by `timm.data.Mixup` with one
+mixing weight per batch, as in DeiT (arXiv:2012.12877) and PVT (arXiv:2102.12122).
 
-timm mixes row i with row B - 1 - i. Here rows 2 i and 2 i + 1 of the order of the data are mixed, so the pairs do not
-depend on how a batch is divided; and the weight is a function of (seed, step), so a resumed run draws it again.
+timm mixes row i with row B - 1 - i. Here consecutive rows of the data order, 2 i and 2 i + 1, are mixed, so that the
+pairs do not depend on the division of a batch. The weight is a function of (seed, step), so that a resumed run repeats
+it.
 
 Legend: B rows, K classes, C channels, H height, W width.
 """
@@ -20,11 +21,11 @@ from cached_lab.training.loader import seeded
 from cached_lab.training.settings import TrainingConfig
 from cached_transformers.extras import require
 
-_STREAM = 0x4D49  # sets these draws apart from those of the data order, which are seeded by (seed, epoch)
+_STREAM = 0x4D49  # seed word other than those of the data order, which is seeded by (seed, epoch)
 
 
 class Mixing:
-    """Turns a batch of images and classes into mixed images and shares of classes.
+    """Turn a batch of images and classes into mixed images and shares of classes.
 
     Args:
         settings: `mixup`, `cutmix`, `mix_probability`, `cutmix_share`, `seed`.
@@ -33,7 +34,7 @@ class Mixing:
 
     def __init__(self, settings: TrainingConfig, classes: int) -> None:
         self.seed = settings.seed
-        # Labels are smoothed by the loss: smoothing before and after a mean of labels are the same.
+        # The loss smooths labels: smoothing before and after a mean of labels are the same.
         self._mix = require("timm.data", extra="vision").Mixup(
             mixup_alpha=settings.mixup,
             cutmix_alpha=settings.cutmix,
@@ -45,11 +46,7 @@ class Mixing:
         )
 
     def __call__(self, batch: Any, device: torch.device, step: int) -> Any:
-        """The batch of a step on `device`, its targets as shares (B, K) of classes.
-
-        Raises:
-            ValueError: the inputs are no images.
-        """
+        """The batch of a step on `device`, its targets as shares (B, K) of classes (ValueError: it has no images)."""
         if batch.inputs.dim() != 4 or not batch.inputs.is_floating_point():
             raise ValueError("training.mixup and training.cutmix mix images; set both to 0 for other data")
         inputs_BCHW = batch.inputs.to(device, non_blocking=True)
@@ -61,19 +58,19 @@ class Mixing:
 
 
 def paired(rows: int) -> Tensor:
-    """An order in which rows 2 i and 2 i + 1 stand as far from the two ends: 0, 2, 4, ..., 5, 3, 1."""
+    """An order in which rows 2 i and 2 i + 1 are equally far from the two ends: 0, 2, 4, ..., 5, 3, 1."""
     order = torch.arange(rows)
     return torch.cat([order[0::2], order[1::2].flip(0)])
 
 
 def make_mixing(settings: TrainingConfig, classes: int, processes: int) -> Mixing | None:
-    """What the settings ask for; None when both kinds are off (ValueError: a piece has an odd number of rows)."""
+    """The mixing of the settings; None when both kinds are off (ValueError: a piece has an odd number of rows)."""
     if not settings.mixup and not settings.cutmix:
         return None
     rows = settings.batch_size // (processes * settings.accumulate)
     if rows % 2:
         raise ValueError(
-            f"training.mixup and training.cutmix mix rows two by two: training.batch_size={settings.batch_size} over "
+            f"training.mixup and training.cutmix mix pairs of rows: training.batch_size={settings.batch_size} over "
             f"{processes} processes x training.accumulate={settings.accumulate} leaves {rows} rows; make it even"
         )
     return Mixing(settings, classes)

@@ -21,7 +21,7 @@ from cached_lab.training.metrics import untouched
 def forward(model: Callable[..., Any], batch: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
     """Logits (B, K), targets (B) and the auxiliary loss (or None) of one batch, on `device`.
 
-    A model may return a `ModelOutput` or, as models of others do, the logits alone.
+    A model returns a `ModelOutput` or, as third-party models do, logits.
     """
     inputs, targets_B, padding = to_device((batch.inputs, batch.targets, batch.padding), device)
     output = model(inputs, **({} if padding is None else {"padding": padding}))
@@ -31,16 +31,16 @@ def forward(model: Callable[..., Any], batch: Any, device: torch.device) -> tupl
 
 
 def score_width(classes: int) -> int:
-    """How many sums `sums` gives for so many classes: top-5 accuracy says little among ten."""
+    """Number of sums of `sums`; with ten classes or fewer there is no top-5 accuracy."""
     return 4 if classes > 10 else 3
 
 
 def sums(logits_BK: Tensor, targets: Tensor, classes: int) -> Tensor:
-    """[sum of cross entropies in nats, correct rows, rows], float64; with more than ten classes rows with the target
-    among the five largest logits stand before the rows.
+    """[sum of cross entropies in nats, correct rows, rows], float64; with more than ten classes, rows with the target
+    among the five largest logits precede the rows.
 
-    `targets` are classes (B), or shares of classes (B, K), of which the largest then counts as the right one. `classes`
-    are those of the data; a model may have room for more.
+    `targets` are classes (B), or shares of classes (B, K), whose largest counts as correct. `classes` are those of the
+    data; a model may have more.
     """
     loss = F.cross_entropy(logits_BK.float(), targets, reduction="sum").detach()
     target_B = targets if targets.dim() == 1 else targets.argmax(-1)
@@ -51,7 +51,7 @@ def sums(logits_BK: Tensor, targets: Tensor, classes: int) -> Tensor:
 
 
 def averages(total: Tensor) -> dict[str, float]:
-    """{loss, accuracy} (and top5_accuracy) from what `sums` added up."""
+    """{loss, accuracy} (and top5_accuracy) from added `sums`."""
     loss, correct, *top5, rows = total.tolist()
     found = {"loss": loss / rows, "accuracy": correct / rows}
     return found | {"top5_accuracy": top5[0] / rows} if top5 else found
@@ -67,23 +67,21 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean loss (nats) and accuracy (0..1) over the whole dataset, in evaluation mode and float32, and the rows scored.
 
-    Processes share the rows; sums are exact for uneven shares. The model and the random states are left as they were.
+    Processes share the rows; sums are exact for uneven shares. The model and the random states are left unchanged.
 
     Args:
         workers: processes that load data.
-        inside: called with the model once it is in evaluation mode; forwards run in the context that it returns.
+        inside: called with the model in evaluation mode; returns a context for the forwards.
 
     Raises:
         ValueError: no row could be used.
     """
-    total: Tensor | float = 0.0
+    total = torch.zeros(score_width(dataset.classes), dtype=torch.float64, device=world.device)
     pin_memory = world.device.type == "cuda"
     with untouched(model), inside(model):
         for batch in evaluation_batches(dataset, batch_size, world.rank, world.size, workers, pin_memory):
             logits_BK, targets_B, _ = forward(model, batch, world.device)
             total = total + sums(logits_BK, targets_B, dataset.classes)
-    if not isinstance(total, Tensor):
-        total = torch.zeros(score_width(dataset.classes), dtype=torch.float64, device=world.device)
     total = world.sum(total)
     if not total[-1]:
         raise ValueError(f"no row of the {getattr(dataset, 'split', '')} split could be used; fetch the data again")

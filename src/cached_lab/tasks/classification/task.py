@@ -19,43 +19,45 @@ from cached_lab.training.loader import TrainingOrder, evaluation_batches, traini
 from cached_lab.training.streamed_order import SeededExamples, StreamedOrder
 from cached_lab.training.task import Task, sums_of
 
-from .mixing import Mixing, make_mixing
+from .mixing import make_mixing
 from .scores import averages, evaluate, forward, score_width, sums
 
 
 class Classification(Task):
-    """One label a row; nothing is carried from step to step."""
+    """One label per row; no state is carried from step to step."""
 
     def __init__(self, config: RunConfig, model: nn.Module, train: Any, validation: Any, world: World) -> None:
         super().__init__(config, model, train, validation, world)
-        if self.settings.metric not in ("accuracy", "loss"):
-            raise ValueError(f"training.metric={self.settings.metric!r} is of text; take accuracy or loss")
+        settings = self.settings
+        if settings.metric not in ("accuracy", "loss"):
+            raise ValueError(f"training.metric={settings.metric!r} does not suit classification; take accuracy or loss")
         if getattr(model, "remembers", False):
             raise ValueError(
                 f"model.memory={config.model.get('memory')!r} carries a state from frame to frame, and a row here is "
-                "one image, behind which nothing is read; take a shared memory, as grc, or SegmentLoop with videos"
+                "a single image; take a shared memory such as grc, or SegmentLoop with videos"
             )
         self.classes, self.width = train.classes, score_width(train.classes)
-        settings = self.settings
-        self.order = self._order(train)
-        self.mixing = make_mixing(settings, config.model.get("classes", train.classes), world.size)
-
-    def _order(self, train: Any) -> TrainingOrder | StreamedOrder:
-        """The order of the training split, by number or as a stream (ValueError: it cannot fill a batch)."""
-        settings = self.settings
+        self.order: TrainingOrder | StreamedOrder
         if not is_stream(train):
-            return TrainingOrder(len(train), settings.batch_size, settings.seed, 0, self.share, settings.repeats)
-        if settings.repeats > 1:
+            self.order = TrainingOrder(len(train), settings.batch_size, settings.seed, 0, self.share, settings.repeats)
+        elif settings.repeats > 1:
             raise ValueError(
                 f"training.repeats={settings.repeats} takes images several times, and data {train.name!r} are read "
                 "once; leave it at 1"
             )
-        return StreamedOrder(train.examples, settings.batch_size, settings.seed, self.share, train.parts, train.window)
+        else:
+            order = (settings.batch_size, settings.seed, self.share, train.parts, train.window)
+            self.order = StreamedOrder(train.examples, *order)
+        self.mixing = make_mixing(settings, config.model.get("classes", train.classes), world.size)
 
     def batches(self, step: int) -> Iterator[Any]:
         order = self.order
         batches = self._streamed(order, step) if isinstance(order, StreamedOrder) else self._loaded(order, step)
-        return batches if self.mixing is None else self._mixed(batches, self.mixing, step)
+        for number, batch in enumerate(batches):
+            if self.mixing is None:
+                yield batch
+            else:
+                yield self.mixing(batch, self.world.device, step + number // self.settings.accumulate)
 
     def _streamed(self, order: StreamedOrder, step: int) -> Iterator[Any]:
         order.start = step
@@ -67,17 +69,12 @@ class Classification(Task):
             yield batch
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Where a stream stands."""
+        """The position of a stream."""
         return self.order.state_dict(self._begun, self.world) if isinstance(self.order, StreamedOrder) else {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         if isinstance(self.order, StreamedOrder) and state:
             self.order.load_state_dict(state)
-
-    def _mixed(self, batches: Iterator[Any], mixing: Mixing, step: int) -> Iterator[Any]:
-        pieces = self.settings.accumulate
-        for number, batch in enumerate(batches):
-            yield mixing(batch, self.world.device, step + number // pieces)
 
     def backward(self, runner: Callable[..., Any], batch: Any, scaler: torch.amp.GradScaler) -> Tensor:
         settings, device = self.settings, self.world.device
@@ -97,7 +94,7 @@ class Classification(Task):
 
     @classmethod
     def baselines(cls, train: Any, scored: Any, metric: str) -> dict[str, float] | None:
-        """Accuracies, whatever decides which checkpoint is the best."""
+        """Accuracies, for any metric."""
         return scored.baselines(train) if hasattr(scored, "baselines") else None
 
     @classmethod

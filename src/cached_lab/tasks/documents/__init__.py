@@ -1,1 +1,1 @@
-"""Documents of many segments, each with a label, which is told when all has been read."""
+"""Documents of many segments, with a label each that is predicted at the end."""

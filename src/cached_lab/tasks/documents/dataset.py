@@ -1,4 +1,4 @@
-"""What the data sets of documents share: a label each, a length in segments, and padding.
+"""Base class of the data sets of documents: a label each, a length in segments, and padding.
 
 Legend: B rows, N tokens.
 """
@@ -16,22 +16,24 @@ from cached_lab.data.tokenizers import Tokenizer
 from cached_transformers.checks import at_least_one
 
 
-class Documents(LabelledDataset):
-    """Token sequences with a label each, to be read in segments of `segment_length` tokens, of which the last may be
-    shorter. Items are (token ids long (N,), label).
+class DocumentDataset(LabelledDataset):
+    """Token sequences with a label each, read in segments of `segment_length` tokens; the last may be shorter. Items
+    are (token ids long (N,), label).
 
     Args:
-        name, split, labels, classes: as of `LabelledDataset`.
+        name, split, labels, classes: see `LabelledDataset`.
         vocabulary: number of token ids.
         segment_length: tokens in a segment.
         segments: segments of the longest document.
-        tokenizer: ids of a text and back; None where documents are no text.
+        tokenizer: from text to ids and back; None for documents that are no text.
 
     Attributes:
-        task: what the trainer makes of them.
+        task: name of the training task.
+        limit: most segments of an item; None for whole documents.
     """
 
     task = "documents"
+    limit: int | None = None
 
     def __init__(
         self,
@@ -47,22 +49,22 @@ class Documents(LabelledDataset):
     ) -> None:
         super().__init__(name, split, labels, classes)
         self.vocabulary, self.segment_length, self.segments = vocabulary, segment_length, segments
-        self.tokenizer = tokenizer  # type: ignore[assignment]  # an option first, and then what it names
+        self.tokenizer = tokenizer  # type: ignore[assignment]  # replaces the option that names it
 
     def document(self, index: int, segments: int | None = None, epoch: int = 0) -> tuple[Tensor, int]:
         """One document: tokens (N,), and its label.
 
         Args:
-            segments: how many it has at most; None leaves it as long as it is.
-            epoch: of training; documents that are made are made anew for each.
+            segments: most segments; None for the whole document.
+            epoch: of training; generated documents differ between epochs.
         """
-        raise NotImplementedError("abstract: a data set of documents gives them")
+        raise NotImplementedError("abstract: a data set of documents returns them")
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.document(index)
+        return self.document(index, self.limit)
 
     def collate(self, items: Sequence[tuple[Tensor, int]]) -> Batch:
-        """Documents padded to the longest of them; without a mask where nothing is padded."""
+        """Pad documents to the longest; there is no mask without padding."""
         lengths = torch.tensor([len(tokens_N) for tokens_N, _ in items])
         inputs_BN = torch.nn.utils.rnn.pad_sequence([tokens_N for tokens_N, _ in items], batch_first=True)
         padding_BN = torch.arange(inputs_BN.shape[1]) >= lengths[:, None]
@@ -77,10 +79,10 @@ class Documents(LabelledDataset):
 def check_segments(segment_length: int, segments: int | None) -> None:
     """Refuse a length of segments, or a number of them, below 1 (ValueError)."""
     at_least_one("", **{"data.segment_length": segment_length})
-    at_least_one("; null reads documents as long as they are", **{"data.segments": segments})
+    at_least_one("; null reads whole documents", **{"data.segments": segments})
 
 
-def check_made(sizes: dict[str, int], seed: int) -> None:
+def check_generated(sizes: dict[str, int], seed: int) -> None:
     """Refuse splits without a document, and a negative seed (ValueError); `sizes` are by split."""
     at_least_one("", **{f"data.{split}_size": size for split, size in sizes.items()})
     if seed < 0:

@@ -1,36 +1,46 @@
-"""Texts with a label each, from files, as token ids ("labelled_documents").
+"""Texts with a label each, from tables or folders, as token ids ("labelled_documents").
 
 Legend: N tokens.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
-from collections.abc import Iterator
+import io
+import json
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cached_lab.data.samples import Sample
-from cached_lab.data.splits import check_fraction, check_split, items_of_split
-from cached_lab.data.store import load_or_build
-from cached_lab.data.tokenizers import Tokenizer, check_kind, load_tokenizer, train_tokenizer
+from cached_lab.data.splits import check_fraction, check_split, items_of_split, named_split
+from cached_lab.data.text import trained_tokenizer
+from cached_lab.data.text_files import DECOMPRESS, TextFile, decoded, find_texts
+from cached_lab.data.tokenizers import check_kind
 from cached_lab.registries import DATASETS
+from cached_transformers.annotations import shown
 
-from .dataset import Documents, check_segments
-from .files import Labelled, read_labelled
+from .dataset import DocumentDataset, check_segments
+
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+TABLES = (".jsonl", *DELIMITERS)
 
 
 @DATASETS.register("labelled_documents")
 @dataclass(eq=False, repr=False)
-class LabelledDocuments(Documents):
-    """Texts of any length with a label each, from a JSON-lines, CSV or TSV file or folder, or a folder for each class.
+class LabelledDocuments(DocumentDataset):
+    """Texts of any length with a label each, from a JSON-lines, CSV or TSV file or folder, or a folder per class.
 
     Files or folders named after splits (`train.jsonl`, `test/<class>/*.txt`) are used as such. A split without one is
-    dealt from the rest by the fractions below, a share of every class. Classes are the labels in alphabetical order.
+    dealt from the rest by the fractions below, with equal shares of every class. Classes are the labels in alphabetical
+    order.
 
     Args:
         split: "train", "validation" or "test".
@@ -39,14 +49,14 @@ class LabelledDocuments(Documents):
         tokenizer: "word", "byte" or "bpe"; its vocabulary is built on the training split.
         vocabulary_size: largest number of token ids; None for all words, or 16,000 byte pairs.
         segment_length: tokens in a segment.
-        segments: of each document the first ones that are read; None reads all.
-        validation_fraction, test_fraction: shares held out where no file or folder is named after the split.
-        seed: which texts are.
+        segments: most segments read of each document, from its beginning; None reads all.
+        validation_fraction, test_fraction: shares held out if no file or folder is named after the split.
+        seed: of the deal.
 
     Raises:
         FileNotFoundError: no such path, or nothing in it.
-        ValueError: see `read_labelled`; also fewer than two labels, a label that training does not have, an empty
-            split, or a wrong option.
+        ValueError: see `read_labelled`; also fewer than two labels, a label that training lacks, an empty split, or a
+            wrong option.
         ImportError: tokenizer="bpe" needs the `tokenizers` library.
     """
 
@@ -55,10 +65,10 @@ class LabelledDocuments(Documents):
     path: str | Path
     text: str = "text"
     label: str = "label"
-    tokenizer: str = "word"  # type: ignore[assignment]  # an option first, and then what it names
+    tokenizer: str = "word"  # type: ignore[assignment]  # the option, later replaced by the tokenizer it names
     vocabulary_size: int | None = None
     segment_length: int = 128
-    segments: int | None = None  # type: ignore[assignment]  # and then that of the longest document
+    segments: int | None = None  # type: ignore[assignment]  # later the segments of the longest document
     validation_fraction: float = 0.1
     test_fraction: float = 0.1
     seed: int = 0
@@ -72,12 +82,13 @@ class LabelledDocuments(Documents):
         train, mine = self._part(records, "train"), self._part(records, self.split)
         names = sorted({record.label for record in train})
         if len(names) < 2:
-            raise ValueError(
-                f"{self.path}: the training texts have the label {names[0]!r} alone; two or more are needed"
-            )
+            raise ValueError(f"{self.path}: the training texts have only the label {names[0]!r}; two are needed")
         if foreign := sorted({record.label for record in mine} - {*names}):
             raise ValueError(f"{self.path}: split {self.split!r} has labels that training has not: {foreign[:5]}")
-        found = _trained([record.text for record in train], kind, self.vocabulary_size)
+        texts = [record.text for record in train]
+        digest = hashlib.sha256("\0".join(texts).encode("utf-8", "surrogateescape")).hexdigest()
+        key = {"kind": kind, "size": self.vocabulary_size, "documents": digest}
+        found = trained_tokenizer(kind, key, lambda: texts, self.vocabulary_size, True)
         self._tokens = [found.encode(record.text) for record in mine]
         longest = max(-(-len(tokens_N) // self.segment_length) for tokens_N in self._tokens)
         self._longest = longest if self.segments is None else min(longest, self.segments)
@@ -93,8 +104,8 @@ class LabelledDocuments(Documents):
         )
         self.names = names
 
-    def _part(self, records: list[Labelled], split: str) -> list[Labelled]:
-        """The texts of a split: those that are named after it, or a share of those for which no split is left."""
+    def _part(self, records: list[LabelledText], split: str) -> list[LabelledText]:
+        """The texts named after a split, or its share of those named after "train" or none."""
         own = {record.split for record in records}
         if split != "train" and split in own:
             return [record for record in records if record.split == split]
@@ -107,7 +118,7 @@ class LabelledDocuments(Documents):
         return [rest[index] for index in items_of_split(self.path, labels, dealt, self.seed, split)]
 
     def document(self, index: int, segments: int | None = None, epoch: int = 0) -> tuple[Tensor, int]:
-        """One document, of which no more than so many segments are read."""
+        """One document, truncated to `segments` segments."""
         place, most = self.position(index), self._longest if segments is None else min(segments, self._longest)
         tokens_N = self._tokens[place][: most * self.segment_length].astype(np.int64)
         return torch.from_numpy(tokens_N), int(self.labels[place])
@@ -121,12 +132,92 @@ class LabelledDocuments(Documents):
         return {**super().describe(), "labels": self.names, **ends}
 
 
-def _trained(texts: list[str], kind: str, size: int | None) -> Tokenizer:
-    """The tokenizer of these texts, kept on disk."""
-    digest = hashlib.sha256("\0".join(texts).encode("utf-8", "surrogateescape")).hexdigest()
+class LabelledText(NamedTuple):
+    """A text, its label as written, and the split that its file or folder is named after, if any."""
 
-    def build() -> dict[str, np.ndarray]:
-        return {"tokenizer": np.frombuffer(train_tokenizer(kind, texts, size, True).dump(), dtype=np.uint8)}
+    text: str
+    label: str
+    split: str | None
 
-    stored = load_or_build("vocabulary", {"kind": kind, "size": size, "documents": digest}, build)
-    return load_tokenizer(stored["tokenizer"].tobytes())
+
+def read_labelled(path: str | Path, text: str, label: str) -> list[LabelledText]:
+    """All texts with labels in a file or folder, in order of the names.
+
+    A table has a text and a label in each row, in the fields of these names; several tables of a folder may be named
+    after splits. Without a table the text files of a folder are read; their label is their folder, a class, which may
+    be in a folder named after a split. Files may be compressed (.xz, .gz, .bz2).
+
+    Raises:
+        FileNotFoundError: no such path, or neither a table nor a text in it.
+        ValueError: a row (named) without text or label, invalid JSON or UTF-8, or a text in no folder of a class.
+    """
+    path = Path(path).expanduser()
+    if path.is_file() and not _is_table(path.name):
+        way = "give one, or a folder with a folder for each class"
+        raise ValueError(f"{path} is no table ({', '.join(TABLES)}); {way}")
+    tables = [TextFile(path, path.name)] if path.is_file() else []
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file() and _is_table(file.name))
+        tables = [TextFile(file, file.relative_to(path).as_posix()) for file in files]
+    if tables:
+        return [record for table in tables for record in _rows(table, text, label)]
+    records = []
+    for file in find_texts(path):
+        *folders, _ = PurePosixPath(file.name).parts
+        split = named_split("", folders)
+        if not folders or (split is not None and named_split("", folders[-1:]) is not None):
+            way = "lay texts out as <class>/*.txt, or <split>/<class>/*.txt"
+            raise ValueError(f"{file} lies in no folder of a class; {way}")
+        records.append(LabelledText(decoded(file.content(), file), folders[-1], split))
+    return records
+
+
+def _is_table(name: str) -> bool:
+    return not name.startswith(".") and _suffix(name) in TABLES
+
+
+def _suffix(name: str) -> str:
+    """The suffix without that of compression."""
+    inner = PurePosixPath(name)
+    return inner.with_suffix("").suffix if inner.suffix in DECOMPRESS else inner.suffix
+
+
+def _rows(table: TextFile, text: str, label: str) -> Iterator[LabelledText]:
+    parts = PurePosixPath(table.name).parts
+    split = named_split(parts[-1].partition(".")[0], parts[:-1])
+    content = decoded(table.content(), table)
+    suffix = _suffix(table.name)
+    rows = _json_lines(content, table) if suffix == ".jsonl" else _table_rows(content, DELIMITERS[suffix], table)
+    for number, row in rows:
+        missing = [name for name in (text, label) if row.get(name) in (None, "")]
+        if missing:
+            raise ValueError(
+                f"{table}, line {number} has no {missing[0]!r}, only {', '.join(map(str, row)) or 'nothing'}; set "
+                "data.text and data.label to the names of the fields"
+            )
+        if not isinstance(row[text], str) or isinstance(row[label], list | dict):
+            raise ValueError(f"{table}, line {number}: {shown(row)} must have a text, and a word or number for a label")
+        yield LabelledText(row[text], str(row[label]), split)
+
+
+def _json_lines(content: str, table: TextFile) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for number, line in enumerate(content.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{table}, line {number} is not JSON ({error}); correct the line, or remove it") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{table}, line {number} must be an object with a text and a label, not {shown(row)}")
+        yield number, row
+
+
+def _table_rows(content: str, delimiter: str, table: TextFile) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    csv.field_size_limit(sys.maxsize)  # documents exceed the default
+    reader = csv.DictReader(io.StringIO(content, newline=""), delimiter=delimiter)
+    try:
+        for row in reader:
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise ValueError(f"{table}, line {reader.line_num}: {error}; correct the line, or remove it") from None

@@ -1,11 +1,9 @@
-"""Reading documents segment by segment with a classifier, which answers when a document ends.
+"""Read documents segment by segment with a classifier, which answers at the end of each document.
 
 Legend: B rows, N tokens of all segments, K classes.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -17,48 +15,23 @@ from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.state import State, reorder
 
 END = 1
-"""Mark of the last token of a document; others have `IGNORED`."""
+"""Mark of the last token of a document; other tokens have `IGNORED`."""
 
 
 class DocumentLoop(nn.Module):
-    """Reads documents with a memory between their segments; the gradient crosses all of them.
+    """Read documents with a memory between their segments; the gradient crosses all segments.
 
-    It is what DDP wraps: one forward for each backward, whatever the number of segments.
+    DDP wraps this module: one forward for each backward, for any number of segments. Without gradients a document of
+    any length takes the memory of one segment, in one pass.
 
     Args:
         model: a `SequenceClassifier`, or it compiled.
         segment_length: tokens in a segment.
         segments: of the longest document.
-        passes: how often a document is read, see `SegmentLoop`; the answer is that of the last time.
-        replay: keep activations of one segment alone (`ReplayLoop`).
-    """
-
-    def __init__(
-        self, model: nn.Module, segment_length: int, segments: int, passes: int = 1, replay: bool = False
-    ) -> None:
-        super().__init__()
-        kind = ReplayLoop if replay else SegmentLoop
-        self.loop = kind(model, segment_length, bptt=segments, passes=passes, scoring=answers)
-
-    def forward(self, inputs_BN: Tensor, padding_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits (B, K), each of the segment in which its document ends; and the mean over segments of the auxiliary
-        losses.
-
-        Args:
-            inputs_BN: token ids. padding_BN: bool, True = padding, behind the end of a document.
-        """
-        outs = list(self.loop.read(inputs_BN, ends(inputs_BN, padding_BN), padding=padding_BN))
-        # Of each row one answer is not zero.
-        return sum_of(out.outputs for out in outs), sum_of(out.auxiliary_loss for out in outs) / len(outs)
-
-
-class StreamedDocuments(DocumentLoop):
-    """A `DocumentLoop` for evaluation: a document of any length takes the memory of one segment, in one pass.
-
-    Args:
-        memory: what a row has in front of the segment in which it is answered, and in front of all others: its memory
-            ("carry"), nothing ("reset"), or the memory of another row ("shuffle"), by so many rows as `generator` says.
-        others: as of `DocumentLoop`.
+        passes: number of readings of a document, see `SegmentLoop`; the last gives the answer.
+        replay: keep the activations of one segment only (`ReplayLoop`).
+        memory: the state before each segment: the row's own ("carry"), none ("reset"), or that of another row
+            ("shuffle"), chosen by `generator`.
     """
 
     def __init__(
@@ -67,20 +40,31 @@ class StreamedDocuments(DocumentLoop):
         segment_length: int,
         segments: int,
         passes: int = 1,
+        replay: bool = False,
         *,
         memory: str = "carry",
         generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__(model, segment_length, segments, passes)
+        super().__init__()
         self.memory, self.generator = memory, generator
-        self.loop.scoring = self._answers
+        kind = ReplayLoop if replay else SegmentLoop
+        scoring = answers if memory == "carry" else self._answers
+        self.loop = kind(model, segment_length, bptt=segments, passes=passes, scoring=scoring)
 
     def forward(self, inputs_BN: Tensor, padding_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits (B, K) from the last segment of each document, and the mean over segments of the auxiliary losses.
+
+        Args:
+            inputs_BN: token ids. padding_BN: bool, True = padding, after the end of a document.
+        """
         if self.memory == "shuffle" and len(inputs_BN) < 2:
             raise ValueError("--memory shuffle needs two rows or more; raise training.evaluation_batch_size")
         outs = self.loop.read(inputs_BN, ends(inputs_BN, padding_BN), padding=padding_BN)
-        logits_BK = sum_of(out.outputs for out in outs)
-        return logits_BK, logits_BK.new_zeros(())
+        first = next(outs)
+        logits_BK, auxiliary, count = first.outputs, first.auxiliary_loss, 1
+        for out in outs:  # in each row one answer is not zero
+            logits_BK, auxiliary, count = logits_BK + out.outputs, auxiliary + out.auxiliary_loss, count + 1
+        return logits_BK, auxiliary / count
 
     def _answers(
         self,
@@ -93,7 +77,7 @@ class StreamedDocuments(DocumentLoop):
     ) -> ModelOutput:
         if self.memory == "reset":
             state = None
-        elif self.memory == "shuffle" and state is not None:
+        elif state is not None:
             rows = len(inputs_BN)
             shift = int(torch.randint(1, rows, (), generator=self.generator))
             state = reorder(state, torch.arange(rows, device=inputs_BN.device).roll(shift))
@@ -108,7 +92,7 @@ def answers(
     reset: None = None,
     padding_BN: Tensor | None = None,
 ) -> ModelOutput:
-    """One segment: logits (B, K) of the rows that end in it, zeros of the others, and the state after it."""
+    """One segment: logits (B, K) of the rows that end in it, zeros for other rows, and the state after it."""
     logits_BK, state, auxiliary = model(inputs_BN, state, padding=padding_BN)
     ends_B1 = (marks_BN != IGNORED).any(1, keepdim=True)
     return ModelOutput(torch.where(ends_B1, logits_BK, torch.zeros_like(logits_BK)), state, auxiliary)
@@ -120,11 +104,3 @@ def ends(inputs_BN: Tensor, padding_BN: Tensor | None) -> Tensor:
     last_B = torch.full((rows,), n - 1, device=inputs_BN.device) if padding_BN is None else (~padding_BN).sum(1) - 1
     marks_BN = torch.full_like(inputs_BN, IGNORED)
     return marks_BN.scatter_(1, last_B[:, None], END)
-
-
-def sum_of(tensors: Iterator[Tensor]) -> Tensor:
-    """The sum of one tensor or more, of which no two are held at a time."""
-    total = next(tensors)
-    for tensor in tensors:
-        total = total + tensor
-    return total

@@ -1,13 +1,13 @@
-"""Documents of noise with facts in them, and a question behind: three data sets of RMT at a million tokens.
+"""Documents of noise with facts in them, and a question at the end: three data sets of RMT at a million tokens.
 
-Paper: Bulatov, Kuratov, Burtsev, arXiv:2304.11062; there facts and questions are sentences among pages of books, here
+Paper: Bulatov, Kuratov, Burtsev, arXiv:2304.11062. There facts and questions are sentences among pages of books; here
 each word is an id, so that a small model without pre-training can read them.
 
     memorise  a fact at the beginning:        Mary went garden  . . . . .  . . . . .  where Mary?
     detect    the fact anywhere               . . . . .  . Mary went garden . .  . .  where Mary?
     reason    two facts anywhere, about two:  . John went hall  . . Mary went garden  where Mary?
 
-The answer is one of six places, which occur equally often. A fact stands within one segment.
+The answer is one of six places, which occur equally often. A fact lies within one segment.
 
 Legend: N tokens.
 """
@@ -26,7 +26,7 @@ from cached_lab.registries import DATASETS
 from cached_transformers.checks import at_least_one
 from cached_transformers.registry import unknown_name
 
-from .dataset import Documents, check_made, check_segments
+from .dataset import DocumentDataset, check_generated, check_segments
 
 PERSONS, PLACES = 4, 6
 WENT, WHERE = 0, 1
@@ -34,28 +34,28 @@ FIRST_PERSON = 2
 FIRST_PLACE = FIRST_PERSON + PERSONS
 FIRST_NOISE = FIRST_PLACE + PLACES
 FACT, QUESTION = 3, 2
-"""Tokens of a fact (who, went, where to) and of a question (where, who)."""
+"""Tokens of a fact (person, went, place) and of a question (where, person)."""
 KINDS = {"memorise": 1, "detect": 1, "reason": 2}
 """Facts in a document of each kind."""
 
 
 @DATASETS.register("planted_documents", paper="arXiv:2304.11062")
 @dataclass(eq=False, repr=False)
-class PlantedDocuments(Documents):
-    """Noise with facts in it and a question at the end, as long as it is asked for; the answer is one of six places.
+class PlantedDocuments(DocumentDataset):
+    """Noise with facts in it and a question at the end, of any length; the answer is one of six places.
 
-    Labels of a split are dealt evenly. Everything else of a training document is drawn anew in each epoch.
+    Labels of a split are dealt evenly. Everything else of a training document is sampled again in each epoch.
 
     Args:
         split: "train", "validation" or "test".
         kind: "memorise", a fact at the beginning; "detect", anywhere; "reason", two of them, about two persons.
         segment_length: tokens in a segment. segments: of a document.
-        noise: ids that mean nothing, of which a document is full.
+        noise: number of ids without meaning, which fill a document.
         train_size, validation_size, test_size: documents of each split.
-        seed: which data set of this kind; training seeds are another matter.
+        seed: of the data set; independent of training seeds.
 
     Raises:
-        ValueError: an unknown kind, segments that two facts and a question do not fit in, or a size below 1.
+        ValueError: an unknown kind, segments too short for two facts and a question, or a size below 1.
     """
 
     split: str
@@ -79,14 +79,13 @@ class PlantedDocuments(Documents):
                 f"{FACT} tokens, and a question of {QUESTION}"
             )
         sizes = {"train": self.train_size, "validation": self.validation_size, "test": self.test_size}
-        check_made(sizes, self.seed)
+        check_generated(sizes, self.seed)
         at_least_one("", **{"data.noise": self.noise})
         place = SPLITS.index(check_split(self.split))
-        labels = np.random.default_rng([self.seed, place]).permutation(np.arange(sizes[self.split]) % PLACES)
         super().__init__(
             "planted_documents",
             self.split,
-            labels,
+            np.random.default_rng([self.seed, place]).permutation(np.arange(sizes[self.split]) % PLACES),
             PLACES,
             vocabulary=FIRST_NOISE + self.noise,
             segment_length=self.segment_length,
@@ -95,7 +94,7 @@ class PlantedDocuments(Documents):
 
     @classmethod
     def foretell(cls, **options: Any) -> dict[str, object]:
-        """What `describe` says of data with these options, without making the labels of the training split."""
+        """The result of `describe` for these options, without the labels of the training split."""
         return cls("validation", **options).describe()
 
     def document(self, index: int, segments: int | None = None, epoch: int = 0) -> tuple[Tensor, int]:
@@ -106,17 +105,12 @@ class PlantedDocuments(Documents):
         tokens_N = FIRST_NOISE + draw.integers(self.noise, size=length)
         persons = draw.permutation(PERSONS)[:2]
         others = draw.choice([p for p in range(PLACES) if p != answer], size=1)
-        found = zip(self._starts(length, draw), persons, [answer, *others], strict=False)
-        for start, person, where in found:
+        starts = [0]
+        if self.kind != "memorise":
+            in_segment = np.arange(0, self.segment_length - FACT + 1, FACT)
+            free = (np.arange(0, length, self.segment_length)[:, None] + in_segment).ravel()
+            starts = draw.choice(free[free + FACT <= length - QUESTION], size=KINDS[self.kind], replace=False).tolist()
+        for start, person, where in zip(starts, persons, [answer, *others], strict=False):
             tokens_N[start : start + FACT] = FIRST_PERSON + person, WENT, FIRST_PLACE + where
         tokens_N[-QUESTION:] = WHERE, FIRST_PERSON + persons[0]
         return torch.from_numpy(tokens_N), answer
-
-    def _starts(self, length: int, draw: np.random.Generator) -> list[int]:
-        """Where each fact begins, that which is asked for first."""
-        if self.kind == "memorise":
-            return [0]
-        in_segment = np.arange(0, self.segment_length - FACT + 1, FACT)
-        starts = (np.arange(0, length, self.segment_length)[:, None] + in_segment).ravel()
-        starts = starts[starts + FACT <= length - QUESTION]
-        return draw.choice(starts, size=KINDS[self.kind], replace=False).tolist()  # type: ignore[no-any-return]

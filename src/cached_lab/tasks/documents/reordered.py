@@ -1,14 +1,17 @@
-"""Documents whose pieces stand in another order, which is to be told ("reordered_documents").
+"""Documents with their pieces in another order, which is to be predicted ("reordered_documents").
 
-Paper: ERNIE-Doc, arXiv:2012.15688, section 3.4: it needs no labels, and is answered by those alone who have read all.
+Paper: ERNIE-Doc, arXiv:2012.15688, section 3.4, a pretraining task without labels. A document is cut into up to m
+pieces, the pieces are permuted, and the model predicts the permutation at the end: one class for each permutation of
+1, 2, ..., m pieces, 1! + 2! + ... + m! classes.
 
-Legend: N tokens.
+Legend: B rows, N tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -21,30 +24,29 @@ from cached_lab.data.text import TextDataset
 from cached_lab.registries import DATASETS
 from cached_lab.training.loader import mixed_seed
 
-from .dataset import Documents, check_made, check_segments
-from .reordering import orders, reorder
+from .dataset import DocumentDataset, check_generated, check_segments
 
 COUNTS = 40
-"""Ids of a text that is made."""
+"""Ids of generated documents."""
 
 
 @DATASETS.register("reordered_documents", paper="arXiv:2012.15688")
 @dataclass(eq=False, repr=False)
-class ReorderedDocuments(Documents):
-    """Parts of a text, as long as they are asked for, cut into up to `pieces` pieces whose order is to be told.
+class ReorderedDocuments(DocumentDataset):
+    """Parts of a text, cut into up to `pieces` pieces whose order is to be predicted.
 
-    Training documents are cut and permuted anew in each epoch. Without a text documents are made, whose ids grow from
-    their beginning to their end, with noise.
+    Training documents are cut and permuted differently in each epoch. Without a text documents are generated, with ids
+    that grow from beginning to end, with noise.
 
     Args:
         split: "train", "validation" or "test".
-        path: file, folder or archive of text, or a mapping from split to one of these, read as data set `text` reads
-            it; None makes documents.
+        path: file, folder or archive of text, or a mapping from split to one of these, as in data set `text`; None
+            generates documents.
         pieces: m, the largest number of pieces; there are 1! + ... + m! classes.
         segment_length: tokens in a segment. segments: of a document.
         tokenizer: of a text: "word", "byte" or "bpe". vocabulary_size: largest number of its ids.
-        train_size, validation_size, test_size: documents of each split, where they are made.
-        seed: which data set of this kind.
+        train_size, validation_size, test_size: number of generated documents of each split.
+        seed: of the data set.
 
     Raises:
         FileNotFoundError, ImportError: as `text`.
@@ -57,7 +59,7 @@ class ReorderedDocuments(Documents):
     pieces: int = 3
     segment_length: int = 32
     segments: int = 4
-    tokenizer: str = "word"  # type: ignore[assignment]  # an option first, and then what it names
+    tokenizer: str = "word"  # type: ignore[assignment]  # the option, later replaced by the tokenizer it names
     vocabulary_size: int | None = None
     train_size: int = 4000
     validation_size: int = 400
@@ -71,10 +73,10 @@ class ReorderedDocuments(Documents):
         if self.segment_length < self.pieces:
             raise ValueError(
                 f"data.segment_length={self.segment_length} must be at least data.pieces={self.pieces}: a document of "
-                "one segment is cut into as many"
+                "one segment is cut into up to as many pieces"
             )
         sizes = {"train": self.train_size, "validation": self.validation_size, "test": self.test_size}
-        check_made(sizes, self.seed)
+        check_generated(sizes, self.seed)
         size = sizes[self.split]
         self._text: TextDataset | None = None
         if self.path is not None:
@@ -99,7 +101,7 @@ class ReorderedDocuments(Documents):
         )
 
     def document(self, index: int, segments: int | None = None, epoch: int = 0) -> tuple[Tensor, int]:
-        """One document of so many segments, which of a text can be no more than the data have."""
+        """One document of `segments` segments; a part of a text has at most the segments of the data."""
         count = self.segments if segments is None else segments
         if self._text is not None:
             count = min(count, self.segments)
@@ -123,3 +125,40 @@ class ReorderedDocuments(Documents):
         yield from super().samples()
         if self._text is not None:
             yield from self._text.samples()
+
+
+def orders(pieces: int = 4) -> list[tuple[int, ...]]:
+    """The permutation of each class: fewer pieces first, in lexicographic order (ValueError: no piece)."""
+    if pieces < 1:
+        raise ValueError(f"pieces={pieces} must be at least 1")
+    return [order for count in range(1, pieces + 1) for order in permutations(range(count))]
+
+
+def reorder(tokens_BN: Tensor, pieces: int = 4, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    """Cut each document at random positions, and permute the pieces.
+
+    The number of pieces is sampled first, then the cuts, then the order, all uniformly. Every piece has a token.
+
+    Args:
+        tokens_BN: documents without padding. generator: on the CPU.
+
+    Returns:
+        The reordered documents, and the class of each (B,): `orders(pieces)[class][i]` is the original index of the
+        i-th piece.
+
+    Raises:
+        ValueError: documents of fewer tokens than pieces.
+    """
+    known = {order: index for index, order in enumerate(orders(pieces))}
+    length = tokens_BN.shape[1]
+    if length < pieces:
+        raise ValueError(f"documents of {length} tokens cannot be cut into pieces={pieces}; take fewer pieces")
+    documents, classes = [], []
+    for row in tokens_BN:
+        count = int(torch.randint(1, pieces + 1, (), generator=generator))
+        cuts = (torch.randperm(length - 1, generator=generator)[: count - 1] + 1).sort().values.tolist()
+        order = tuple(torch.randperm(count, generator=generator).tolist())
+        parts = row.tensor_split(cuts)
+        documents.append(torch.cat([parts[i] for i in order]))
+        classes.append(known[order])
+    return torch.stack(documents), torch.tensor(classes, device=tokens_BN.device)

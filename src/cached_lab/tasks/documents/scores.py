@@ -1,10 +1,11 @@
-"""Accuracy and loss of documents, of any number of segments, in the memory of one.
+"""Accuracy and loss of documents of any number of segments, in the memory of one.
 
 Legend: B rows, K classes.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -15,13 +16,13 @@ from cached_lab.training.distributed import World
 from cached_lab.training.loader import evaluation_batches, to_device
 from cached_lab.training.metrics import untouched
 
-from .dataset import Documents
-from .loop import StreamedDocuments
+from .dataset import DocumentDataset
+from .loop import DocumentLoop
 
 
 def evaluate_documents(
     model: nn.Module,
-    dataset: Documents,
+    dataset: DocumentDataset,
     world: World,
     batch_size: int,
     passes: int = 1,
@@ -31,38 +32,27 @@ def evaluate_documents(
 ) -> dict[str, Any]:
     """Mean loss (nats) and accuracy (0..1) over a whole split, in evaluation mode and float32, and the rows scored.
 
-    Processes share the rows; sums are exact for uneven shares. The model and the random states are left as they were.
+    Processes share the rows; sums are exact for uneven shares. The model and the random states are left unchanged.
 
     Args:
-        passes: how often a document is read.
-        segments: how many segments documents have at most; None for those that they have.
-        memory: "carry", "reset" or "shuffle", see `StreamedDocuments`. seed: of the shuffle.
+        passes: number of readings of a document.
+        segments: most segments of a document; None for whole documents.
+        memory: "carry", "reset" or "shuffle", see `DocumentLoop`. seed: of the shuffle.
 
     Raises:
         ValueError: shuffling with a single row.
     """
     most = dataset.segments if segments is None else segments
     generator = torch.Generator().manual_seed(seed)
-    loop = StreamedDocuments(model, dataset.segment_length, most, passes, memory=memory, generator=generator)
+    loop = DocumentLoop(model, dataset.segment_length, most, passes, memory=memory, generator=generator)
+    limited = copy.copy(dataset)
+    limited.limit = segments
     total: Tensor | float = 0.0
     with untouched(model):
-        for batch in evaluation_batches(_Cut(dataset, segments), batch_size, world.rank, world.size):
+        for batch in evaluation_batches(limited, batch_size, world.rank, world.size):
             inputs, targets_B, padding = to_device((batch.inputs, batch.targets, batch.padding), world.device)
             total = total + sums(loop(inputs, padding)[0], targets_B, dataset.classes)
     if not isinstance(total, Tensor):  # more processes than documents
         total = torch.zeros(score_width(dataset.classes), dtype=torch.float64, device=world.device)
     total = world.sum(total)
     return {**averages(total), "rows": int(total[-1])}
-
-
-class _Cut:
-    """The documents of a data set with so many segments at most."""
-
-    def __init__(self, dataset: Documents, segments: int | None) -> None:
-        self.dataset, self.segments, self.collate = dataset, segments, dataset.collate
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.dataset.document(index, self.segments)

@@ -1,4 +1,4 @@
-"""Documents: read segment by segment with a memory, answered at the end, and few segments before many.
+"""Classification of documents that are read segment by segment with a memory, with a curriculum of lengths.
 
 Legend: B rows, K classes.
 """
@@ -24,7 +24,7 @@ from cached_lab.training.task import Arguments, Scores, Task, sums_of
 from cached_transformers.loops.curriculum import AdaptiveCurriculum
 from cached_transformers.models.sequence_classifier import SequenceClassifier
 
-from .dataset import Documents
+from .dataset import DocumentDataset
 from .loop import DocumentLoop
 from .scores import evaluate_documents
 
@@ -32,10 +32,10 @@ STAGE = "curriculum_stage"
 
 
 class DocumentClassification(Task):
-    """One label a document; the gradient crosses all segments of it, and nothing is carried from step to step.
+    """One label per document; the gradient crosses all its segments, and no state is carried from step to step.
 
-    With `training.curriculum` a step reads documents of as many segments as it draws. What a stage needs to be over is
-    asked of validation documents as long as the longest of the stage.
+    With `training.curriculum` a step reads documents of a sampled number of segments. A stage ends by the accuracy on
+    validation documents of its largest number of segments.
 
     Raises:
         ValueError: settings or a model that do not suit documents.
@@ -44,7 +44,7 @@ class DocumentClassification(Task):
     of_documents = True
 
     def __init__(
-        self, config: RunConfig, model: nn.Module, train: Documents, validation: Documents, world: World
+        self, config: RunConfig, model: nn.Module, train: DocumentDataset, validation: DocumentDataset, world: World
     ) -> None:
         super().__init__(config, model, train, validation, world)
         check(config, model, train)
@@ -55,7 +55,7 @@ class DocumentClassification(Task):
 
     def runner(self) -> tuple[nn.Module, Callable[..., Any]]:
         settings = self.settings
-        # One graph serves every segment, so the model is compiled and not the loop round it.
+        # One graph serves every segment, so the model is compiled instead of the loop.
         model: Any = torch.compile(self.model) if settings.compile else self.model
         loop = DocumentLoop(model, self.data.segment_length, self.data.segments, settings.passes, settings.replay)
         wrapped = self.wrapped(loop)
@@ -65,15 +65,12 @@ class DocumentClassification(Task):
         mine = self.settings.batch_size // self.world.size
         first, piece = self.world.rank * mine, mine // self.settings.accumulate
         while True:
-            rows, segments = self.order.rows(step), self.segments(step)
+            rows = self.order.rows(step)
+            segments = None if self.curriculum is None else self.curriculum.segments(step)
             items = [self.data.document(row[1], segments, row[0]) for row in rows[first : first + mine]]
             for begin in range(0, mine, piece):
                 yield self.data.collate(items[begin : begin + piece])
             step += 1
-
-    def segments(self, step: int) -> int | None:
-        """How many segments the documents of a step have at most; None for all that they have."""
-        return None if self.curriculum is None else self.curriculum.segments(step)
 
     def backward(self, runner: Callable[..., Any], batch: Batch, scaler: torch.amp.GradScaler) -> Tensor:
         settings, device = self.settings, self.world.device
@@ -87,8 +84,8 @@ class DocumentClassification(Task):
     def averages(self, total: Tensor) -> dict[str, float]:
         return averages(total)
 
-    def evaluate(self, model: nn.Module, dataset: Documents) -> tuple[Scores, list[dict[str, float]]]:
-        """Scores of documents as long as they are; of validation those of the present stage, too."""
+    def evaluate(self, model: nn.Module, dataset: DocumentDataset) -> tuple[Scores, list[dict[str, float]]]:
+        """Scores of whole documents; for validation also those of the current stage."""
         scores = self._scored(model, dataset, None)
         if isinstance(self.curriculum, AdaptiveCurriculum) and dataset is self.validation:
             longest = self.curriculum.largest()
@@ -97,7 +94,7 @@ class DocumentClassification(Task):
             scores |= {"stage_segments": longest, "stage_accuracy": accuracy}
         return scores, []
 
-    def _scored(self, model: nn.Module, dataset: Documents, segments: int | None) -> Scores:
+    def _scored(self, model: nn.Module, dataset: DocumentDataset, segments: int | None) -> Scores:
         settings = self.settings
         return evaluate_documents(model, dataset, self.world, settings.evaluation_rows, settings.passes, segments)
 
@@ -106,7 +103,7 @@ class DocumentClassification(Task):
             self.curriculum.scored(scores["stage_accuracy"])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The stage of a curriculum whose stages end when they are solved; that of others follows from the step."""
+        """The stage of an adaptive curriculum; the stage of another follows from the step."""
         if not isinstance(self.curriculum, AdaptiveCurriculum):
             return {}
         return {STAGE: torch.tensor(self.curriculum.stage)}
@@ -117,12 +114,12 @@ class DocumentClassification(Task):
 
     @classmethod
     def baselines(cls, train: Any, scored: Any, metric: str) -> dict[str, float] | None:
-        """Accuracies, whatever decides which checkpoint is the best."""
+        """Accuracies, for any metric."""
         return scored.baselines(train) if hasattr(scored, "baselines") else None
 
     @classmethod
-    def example_inputs(cls, dataset: Documents, config: RunConfig) -> Arguments:
-        """The first segment of the first document: what a segment costs."""
+    def example_inputs(cls, dataset: DocumentDataset, config: RunConfig) -> Arguments:
+        """The first segment of the first document, for the cost of a segment."""
         return (dataset[0][0][None, : dataset.segment_length],), {}
 
     def files(self) -> dict[str, bytes]:
@@ -133,12 +130,12 @@ class DocumentClassification(Task):
             check_tokenizer(folder, self.data.tokenizer)
 
 
-def check(config: RunConfig, model: nn.Module, data: Documents) -> None:
+def check(config: RunConfig, model: nn.Module, data: DocumentDataset) -> None:
     """Refuse settings and models that do not suit documents (ValueError)."""
     settings = config.training
     if not isinstance(model, SequenceClassifier):
         raise ValueError(
-            f"data {data.name!r} are documents with a label, for which model {config.model['name']!r} is none; take "
+            f"data {data.name!r} are documents with a label, which do not suit model {config.model['name']!r}; take "
             "sequence_classifier"
         )
     if model.max_length < data.segment_length:
@@ -147,16 +144,12 @@ def check(config: RunConfig, model: nn.Module, data: Documents) -> None:
             "or raise it"
         )
     if settings.metric not in ("accuracy", "loss"):
-        raise ValueError(f"training.metric={settings.metric!r} is not of documents; take accuracy or loss")
+        raise ValueError(f"training.metric={settings.metric!r} does not suit documents; take accuracy or loss")
     defaults: dict[str, Any] = {"mixup": 0.0, "cutmix": 0.0, "repeats": 1, "bptt": 1, "segments": 1, "workers": 0}
     defaults |= {"bptt_window": "blocks", "recall": 0.0}
     for name, value in defaults.items():
         if (found := getattr(settings, name)) != value:
-            way = {
-                "segments": "data.segments says how long they are",
-                **dict.fromkeys(("bptt", "bptt_window"), "the gradient crosses all segments"),
-            }.get(name, "it does not apply to them")
-            raise ValueError(f"training.{name}={found} is not for documents ({way}); leave it at {value}")
+            raise ValueError(f"training.{name}={found} does not apply to documents; leave it at {value}")
     if settings.curriculum is not None and settings.curriculum[-1] > data.segments:
         raise ValueError(
             f"training.curriculum={list(settings.curriculum)} asks for more segments than the {data.segments} of the "

@@ -1,4 +1,4 @@
-"""Writing on with a trained language model: a text goes in, and what follows it comes out while it is chosen."""
+"""Continue a text with a trained language model, and decode the continuation while it is sampled."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from cached_transformers.models.generation import Generation
 from cached_transformers.models.session import Session
 
 CONTEXT = 16
-"""Tokens before a continuation that its first word is written behind: a blank between the two may be a part of it."""
+"""Tokens before a continuation that are decoded with it, since they decide on the blank between the two."""
 INCOMPLETE = "\ufffd"
-"""What stands for the bytes of a character of which some are still to come."""
+"""The replacement character, for an incomplete character at the end of some ids."""
 
 
 class Words(NamedTuple):
-    """What a tokenizer does for a text that goes on.
+    """The functions of a tokenizer for a text in several parts.
 
     Attributes:
-        first: ids that stand before every text.
-        encode: ids of a text, without what would end it.
+        first: ids before every text.
+        encode: ids of a text, without an end.
         decode: the text of some ids.
-        end: id behind which a text ends, and the next one begins; None where there is none.
+        end: id that ends a text; None without one.
     """
 
     first: tuple[int, ...]
@@ -36,7 +36,7 @@ class Words(NamedTuple):
 
 
 def words_of(tokenizer: Tokenizer) -> Words:
-    """Of a tokenizer of a run."""
+    """`Words` of the tokenizer of a run."""
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer.encode(text).tolist()
@@ -48,7 +48,7 @@ def words_of(tokenizer: Tokenizer) -> Words:
 
 
 def words_of_transformers(tokenizer: Any) -> Words:
-    """Of a tokenizer of transformers."""
+    """`Words` of a tokenizer of transformers."""
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -60,19 +60,19 @@ def words_of_transformers(tokenizer: Any) -> Words:
 
 
 class Writer:
-    """A language model that goes on with a text.
+    """A language model that continues a text.
 
     Args:
         model: a language model, or a model of transformers with a memory.
         words: of its tokenizer.
-        length: tokens of a segment, as in training; None for what the model knows.
-        path: file of a text that `session.save` has kept; None for a text that begins.
+        length: tokens of a segment, as in training; None for the model's own.
+        path: file written by `session.save`, whose text is continued; None for a new text.
 
     Attributes:
         session: the text so far.
 
     Raises:
-        ValueError: the file is damaged, or of other weights or another length of segments.
+        ValueError: the file is damaged, or belongs to other weights or another segment length.
     """
 
     def __init__(self, model: nn.Module, words: Words, length: int | None, path: Path | None = None) -> None:
@@ -80,14 +80,14 @@ class Writer:
         self.session = Session(model, length) if path is None else Session.load(model, path, length)
 
     def write(self, prompt: str, say: Callable[[str], object], **options: Any) -> Generation:
-        """Continue the text; the continuation is given to `say` piece by piece, and as a whole where beams find it.
+        """Continue the text; `say` receives the continuation in pieces, or as a whole in beam search.
 
         Args:
-            prompt: what follows the text so far.
+            prompt: follows the text so far.
             options: of `generate`.
 
         Raises:
-            ValueError: nothing to go on with, or what `generate` refuses.
+            ValueError: an empty text, or options that `generate` refuses.
         """
         ids = [*(self.words.first if self.session.tokens == 0 else ()), *self.words.encode(prompt)]
         if not ids and self.session.tokens == 0:
@@ -106,10 +106,10 @@ class Writer:
 
 
 class Spelling:
-    """The text of ids that come one after the other, of which what was given out never changes.
+    """Incremental decoding: the text of ids that come one after the other; text once given never changes.
 
     Args:
-        decode: the text of some ids. before: ids that stand before it and are not given out again.
+        decode: the text of some ids. before: preceding ids, whose text is not given.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int]) -> None:
@@ -117,16 +117,16 @@ class Spelling:
         self.shown = len(decode(self.ids))
 
     def more(self, ids: Sequence[int]) -> str:
-        """What these ids add; a character whose bytes are not all there yet waits for them."""
+        """The text that these ids add, without an incomplete character at its end."""
         self.ids += ids
         text = self.decode(self.ids)
         whole = text.rstrip(INCOMPLETE)
         new = whole[self.shown :]
         self.shown = max(self.shown, len(whole))
-        if new.endswith("\n") and whole == text:  # tokens do not reach over it: no need to decode these again and again
+        if new.endswith("\n") and whole == text:  # no token crosses a line end: these ids need not be decoded again
             self.ids, self.shown = [], 0
         return new
 
     def rest(self) -> str:
-        """What waits."""
+        """The incomplete end."""
         return self.decode(self.ids)[self.shown :]

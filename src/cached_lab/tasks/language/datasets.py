@@ -12,9 +12,9 @@ from typing import Any
 
 from cached_lab.data import text_files
 from cached_lab.data.huggingface import hub_split
-from cached_lab.data.splits import check_fraction
+from cached_lab.data.splits import check_choice, check_fraction
 from cached_lab.data.text import Corpus, fingerprint
-from cached_lab.data.text_files import TextFile
+from cached_lab.data.text_files import TextFile, TextPath
 from cached_lab.registries import DATASETS
 
 _GUTENBERG = re.compile(r"(?m)^\*\*\* ?(START|END) OF .*$")
@@ -23,7 +23,7 @@ _TITLE = re.compile(r"(?m)^ ?= [^=\n].* = ?$")
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class SplitFiles(Corpus):
-    """Text with one file a split, e.g. `wiki.train.tokens`, `ptb.valid.txt`, `test.txt.xz`.
+    """Text with one file per split, e.g. `wiki.train.tokens`, `ptb.valid.txt`, `test.txt.xz`.
 
     Args:
         path: folder, archive (.zip, .tar, .tar.xz, ...), or a mapping from split to one of these or to a file. Files
@@ -31,56 +31,51 @@ class SplitFiles(Corpus):
         others: see `Corpus`.
     """
 
-    path: str | Path | Mapping[str, str | Path]
+    path: TextPath
 
     def _key(self, split: str) -> object:
         return [self.name, fingerprint([text_files.split_text(self.path, split)])]
 
     def _documents(self, split: str) -> Iterator[str]:
         text = text_files.split_text(self.path, split)
-        yield from self._cut(text_files.decoded(text.content(), text, self.exact))
+        yield from self._parts(text_files.decoded(text.content(), text, self.exact))
 
-    def _cut(self, text: str) -> Iterator[str]:
+    def _parts(self, text: str) -> Iterator[str]:
         """The documents in the text of a split."""
         yield text
 
 
-class WikiText(SplitFiles):
-    """WikiText; a document is an article."""
-
-    def _cut(self, text: str) -> Iterator[str]:
-        # A title stands between blank lines; one in the middle of a paragraph is text.
-        blank = [m.start() for m in _TITLE.finditer(text) if _blank_around(text, m.start(), m.end())]
-        first = len(text) - len(text.lstrip())  # blank lines before the first title belong to its article
-        bounds = [0, *(start for start in blank if start > first), len(text)]
-        for start, end in pairwise(bounds):
-            yield text[start:end]
-
-
 @DATASETS.register("wikitext2", paper="arXiv:1609.07843")
-class WikiText2(WikiText):
-    """WikiText-2: two million words of Wikipedia articles; options as for `SplitFiles`."""
+class WikiText2(SplitFiles):
+    """WikiText-2: two million words of Wikipedia articles, a document each; options as for `SplitFiles`."""
 
     name = "wikitext2"
 
+    def _parts(self, text: str) -> Iterator[str]:
+        # A title is between blank lines; one in the middle of a paragraph is text.
+        titles = [m.start() for m in _TITLE.finditer(text) if _blank_around(text, m.start(), m.end())]
+        first = len(text) - len(text.lstrip())  # blank lines before the first title belong to its article
+        for start, end in pairwise([0, *(title for title in titles if title > first), len(text)]):
+            yield text[start:end]
+
 
 @DATASETS.register("wikitext103", paper="arXiv:1609.07843")
-class WikiText103(WikiText):
-    """WikiText-103: 103 million words of Wikipedia articles; options as for `SplitFiles`."""
+class WikiText103(WikiText2):
+    """WikiText-103: 103 million words of Wikipedia articles, a document each; options as for `SplitFiles`."""
 
     name = "wikitext103"
 
 
 @DATASETS.register("ptb")
 class PennTreebank(SplitFiles):
-    """Penn Treebank as Mikolov prepared it, a sentence a line; options as for `SplitFiles`."""
+    """Penn Treebank as prepared by Mikolov, one sentence per line; options as for `SplitFiles`."""
 
     name, line = "ptb", "sentence"
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class HeldOutText(Corpus):
-    """Texts that are not split yet, or that files or folders named after splits divide.
+    """Texts without splits, or with files or folders named after splits.
 
     Args:
         path: file, folder, archive, or a mapping from split to one of these.
@@ -88,19 +83,18 @@ class HeldOutText(Corpus):
         others: see `Corpus`.
 
     Attributes:
-        holdout: "file" keeps whole texts for validation and test, the last in order of their names; "tail" the end of
-            each. Not asked where files or folders are named after splits.
+        holdout: "file" holds out whole texts, the last in order of their names; "tail" the end of each. It has no
+            effect if files or folders are named after splits.
     """
 
     holdout = "tail"
-    path: str | Path | Mapping[str, str | Path]
+    path: TextPath
     validation_fraction: float = 0.05
     test_fraction: float = 0.05
 
     def __post_init__(self) -> None:
         self.fractions = {"validation": self.validation_fraction, "test": self.test_fraction}
-        if self.holdout not in ("file", "tail"):
-            raise ValueError(f"data.holdout={self.holdout!r} must be 'file' (whole texts) or 'tail' (the end of each)")
+        check_choice("data.holdout", self.holdout, ("file", "tail"))
         for split, fraction in self.fractions.items():
             check_fraction(f"data.{split}_fraction", fraction)
         if not 0 < sum(self.fractions.values()) < 1:
@@ -132,7 +126,7 @@ class HeldOutText(Corpus):
         return text
 
     def _chosen(self, split: str) -> tuple[list[TextFile], bool]:
-        """The texts of a split, and whether each gives only a part."""
+        """The texts of a split, and True if only a part of each belongs to it."""
         if isinstance(self.path, Mapping):
             return text_files.split_texts(self.path, split), False
         texts = text_files.find_texts(self.path)
@@ -154,7 +148,7 @@ class HeldOutText(Corpus):
         return texts[slice(*bounds[split])], False
 
     def _bounds(self, content: bytes, split: str) -> tuple[int, int]:
-        """Where a split begins and ends in a text; bytes are cut exactly, other tokens where a line ends."""
+        """Start and end of a split in a text: exact for bytes, at a line end for other tokens."""
         first = round(len(content) * (1 - sum(self.fractions.values())))
         second = round(len(content) * (1 - self.fractions["test"]))
         if not self.exact:
@@ -165,12 +159,12 @@ class HeldOutText(Corpus):
 @DATASETS.register("enwik8")
 @dataclass(kw_only=True, eq=False, repr=False)
 class Enwik8(HeldOutText):
-    """One file as bytes (enwik8, text8, ...): 90 % to train on, then 5 % for validation and 5 % for test.
+    """One file as bytes (enwik8, text8, ...): 90 % for training, then 5 % for validation and 5 % for test.
 
     Args:
         path: the file, plain, compressed or in an archive.
         tokenizer: "byte"; "bpe" and "word" work too, for text.
-        reset, shuffle: without effect, as the file is one document.
+        reset, shuffle: without effect, since the file is one document.
         others: see `HeldOutText`.
 
     Raises:
@@ -191,14 +185,14 @@ class Enwik8(HeldOutText):
 
 @DATASETS.register("text")
 @dataclass(kw_only=True, eq=False, repr=False)
-class Text(HeldOutText):
+class LocalText(HeldOutText):
     """Any local text: a file, or a folder or archive of files, each of which is a document.
 
-    Files or folders named after splits (train.txt, valid/, ...) are taken as these; otherwise a part is held out.
+    Files or folders named after splits (train.txt, valid/, ...) are used as such; otherwise a part is held out.
 
     Args:
-        punctuation: whether the word tokenizer separates punctuation from words.
-        line: what a line is: "paragraph", "sentence", or "wrapped" where lines end anywhere.
+        punctuation: separate punctuation from words in the word tokenizer.
+        line: unit of a line: "paragraph", "sentence", or "wrapped" where lines end anywhere.
         holdout: "tail" holds out the end of each text, "file" whole texts.
         others: see `HeldOutText`.
     """
@@ -209,15 +203,14 @@ class Text(HeldOutText):
     holdout: str = "tail"
 
     def __post_init__(self) -> None:
-        if self.line not in ("paragraph", "sentence", "wrapped"):
-            raise ValueError(f"data.line={self.line!r} must be 'paragraph', 'sentence' or 'wrapped'")
+        check_choice("data.line", self.line, ("paragraph", "sentence", "wrapped"))
         super().__post_init__()
 
 
 @DATASETS.register("books", paper="arXiv:1911.05507")
 @dataclass(kw_only=True, eq=False, repr=False)
 class Books(HeldOutText):
-    """Long documents, one a file (PG-19 and its like); folders train, validation and test are taken as such.
+    """Long documents, one per file (e.g. PG-19); folders train, validation and test are used as such.
 
     Licence and header of Project Gutenberg are removed where they are marked.
 
@@ -254,8 +247,8 @@ class HuggingFace(Corpus):
 
     Args:
         dataset: its name, e.g. "deepmind/pg19", or the path of one on disk. config: its configuration, if it has any.
-        column: where the text stands.
-        punctuation: whether the word tokenizer separates punctuation from words.
+        column: of the text.
+        punctuation: separate punctuation from words in the word tokenizer.
         others: see `Corpus`.
 
     Raises:
@@ -286,9 +279,8 @@ class HuggingFace(Corpus):
         return ["huggingface", self.dataset, self.config, self.column, split, len(rows), rows._fingerprint]
 
     def _documents(self, split: str) -> Iterator[str]:
-        texts = (str(row[self.column]) for row in self._load(split))
         found = False
-        for text in texts:
+        for text in (str(row[self.column]) for row in self._load(split)):
             if text.strip():
                 found = True
                 yield text
@@ -297,7 +289,7 @@ class HuggingFace(Corpus):
 
 
 def unwrapped(text: str) -> str:
-    """Paragraphs, which blank lines part, on one line each; the blank lines go."""
+    """Join each paragraph to one line, and drop the blank lines between them."""
     paragraphs = (" ".join(part.split()) for part in re.split(r"\n[ \t]*\n", text))
     return "".join(f"{paragraph}\n" for paragraph in paragraphs if paragraph)
 
@@ -309,7 +301,7 @@ def _blank_around(text: str, start: int, end: int) -> bool:
 
 
 def _line_end(content: bytes, place: int) -> int:
-    """The first place from `place` on that follows a line end; where lines are long, one that follows a blank."""
+    """The first position from `place` on after a line end, or after a blank where lines are long."""
     found = content.find(b"\n", place, place + 4096)
     if found < 0:
         found = content.find(b" ", place)

@@ -1,8 +1,8 @@
-"""Scores of a language model over a whole split, with each row's memory as it is, emptied, or exchanged between rows.
+"""Scores of a language model over a whole split, with each row's memory kept, emptied, or exchanged between rows.
 
-Losses are summed as they are read, in several ways: by place in the document, by place in the segment, by the segments
-that the memory has read, by document, and by segment of each row. The last two are what an interval is made of
-(`experiments/memory_use.py`): two ways of treating the memory predict the same tokens, so that they can be paired.
+Losses are summed by position in the document, by position in the segment, by the segments that the memory has read, by
+document, and by segment of each row. The last two give intervals (`experiments/memory_use.py`): two treatments of the
+memory predict the same tokens, so that they can be paired.
 
 Legend: B rows, N tokens of a step, S segments of a row.
 """
@@ -28,7 +28,7 @@ from cached_transformers.state import State, last_use, reorder
 from .streams import IGNORED, StreamBatch, Streams, grain
 
 BUCKETS = 48
-"""Of numbers from 0 on, by powers of two: the last one begins at 2^47 - 1."""
+"""Buckets of numbers from 0 on, by powers of two: the last one begins at 2^47 - 1."""
 QUARTERS = 4
 """Parts of a segment."""
 
@@ -37,8 +37,8 @@ class SplitLosses(NamedTuple):
     """Summed losses (nats) and numbers of tokens of a split, (2, parts) float64 each, on the CPU.
 
     Attributes:
-        places: by place in the document, 0, 1 to 2, 3 to 6, ...
-        quarters: by place in the segment.
+        places: by position in the document, 0, 1 to 2, 3 to 6, ...
+        quarters: by position in the segment.
         carried: by the segments that the row had read since it was reset, 0, 1 to 2, 3 to 6, ...
         documents: by document.
         segments: by row and segment, (2, B, S).
@@ -51,7 +51,7 @@ class SplitLosses(NamedTuple):
     segments: Tensor
 
     def scores(self, dataset: TextDataset) -> dict[str, float]:
-        """What the loss of the whole split amounts to."""
+        """Scores of the whole split."""
         nats, tokens = self.places.sum(1).tolist()
         return dataset.scores(nats, tokens)
 
@@ -63,7 +63,7 @@ def by_powers(sums: Tensor) -> list[dict[str, Any]]:
 
 
 def evaluation_streams(dataset: TextDataset, config: RunConfig) -> Streams:
-    """A split from beginning to end, in as many rows as an evaluation batch has (ValueError: a stream has no end)."""
+    """A split from beginning to end, in the rows of an evaluation batch (ValueError: a stream has no end)."""
     if is_stream(dataset):
         raise ValueError(
             f"split {dataset.split!r} of data {dataset.name!r} is read as a stream, which has no end; score validation "
@@ -85,14 +85,14 @@ def evaluation_streams(dataset: TextDataset, config: RunConfig) -> Streams:
 
 
 def segment_length(config: RunConfig) -> int:
-    """Tokens in a segment where a text is scored."""
+    """Tokens in a segment of an evaluation."""
     return config.evaluation.segment_length or config.training.segment_length
 
 
 def evaluate_language(
     model: nn.Module, dataset: TextDataset, world: World, config: RunConfig
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Scores over a whole split, as `split_losses` reads it, and the loss by place in the document."""
+    """Scores over a whole split, from `split_losses`, and the loss by position in the document."""
     losses = split_losses(model, dataset, world, config)
     return losses.scores(dataset), by_powers(losses.places)
 
@@ -100,8 +100,9 @@ def evaluate_language(
 def split_losses(model: nn.Module, dataset: TextDataset, world: World, config: RunConfig) -> SplitLosses:
     """The losses of a whole split, every token once, in evaluation mode and float32.
 
-    The split is read in order, in rows that keep their memory from segment to segment ("carry"), forget it before each
-    ("reset"), or get that of another row ("shuffle"), as `config.evaluation.memory` says. Processes share the rows.
+    The split is read in order, in rows that keep their memory from segment to segment ("carry"), lose it before each
+    ("reset"), or get that of another row ("shuffle"), according to `config.evaluation.memory`. Processes share the
+    rows.
 
     Raises:
         ValueError: shuffling with a single row, or several passes over a model whose memory would show the answers.
@@ -111,15 +112,10 @@ def split_losses(model: nn.Module, dataset: TextDataset, world: World, config: R
     if config.evaluation.memory == "shuffle" and last - first == 1:
         raise ValueError("evaluation.memory=shuffle needs two rows or more; raise training.evaluation_batch_size")
     check_passes(model, config.training.passes)
-    sizes = (
-        BUCKETS,
-        QUARTERS,
-        BUCKETS,
-        len(dataset.starts),
-        streams.rows * -(-streams.steps * streams.length // length),
-    )
+    segments = -(-streams.steps * streams.length // length)
+    sizes = (BUCKETS, QUARTERS, BUCKETS, len(dataset.starts), streams.rows * segments)
     totals = [torch.zeros(2, size, dtype=torch.float64, device=world.device) for size in sizes]
-    rows_B1 = torch.arange(first, last)[:, None] * (sizes[-1] // streams.rows)
+    rows_B1 = torch.arange(first, last)[:, None] * segments
     read_B1 = torch.zeros(last - first, 1, dtype=torch.long)
     begun = 0
     with untouched(model):
@@ -145,14 +141,14 @@ def split_losses(model: nn.Module, dataset: TextDataset, world: World, config: R
                 total[1].index_add_(0, index, torch.ones_like(values))
             count = int(segment_N[-1]) + 1
             read_B1, begun = read_B1 + count, begun + count
-    places, quarters, carried, documents, segments = (world.sum(total).cpu() for total in totals)
-    return SplitLosses(places, quarters, carried, documents, segments.view(2, streams.rows, -1))
+    places, quarters, carried, documents, by_segment = (world.sum(total).cpu() for total in totals)
+    return SplitLosses(places, quarters, carried, documents, by_segment.view(2, streams.rows, -1))
 
 
 def _read(
     model: nn.Module, streams: Streams, rows: slice, world: World, config: RunConfig
 ) -> Iterator[tuple[StreamBatch, Tensor]]:
-    """Every batch of some rows with its losses (B, N), the memory treated as `config.evaluation.memory` says."""
+    """Each batch of some rows with its losses (B, N), the memory treated according to `config.evaluation.memory`."""
     loop = SegmentLoop(model, segment_length(config), passes=config.training.passes)
     memory, count = config.evaluation.memory, rows.stop - rows.start
     generator = torch.Generator().manual_seed(config.training.seed)
@@ -177,13 +173,13 @@ def _power(numbers: Tensor) -> Tensor:
 
 
 def check_passes(model: nn.Module, passes: int) -> None:
-    """Refuse several passes over text whose next tokens a memory has read by then (ValueError)."""
+    """Refuse several passes over text whose next tokens a memory has already read (ValueError)."""
     if passes == 1:
         return
     memory = model_memory(model, passes)
     if not memory.rereads and remembers(model.init_state(1)):  # type: ignore[operator]
         raise ValueError(
-            f"training.passes={passes}: after the first pass the memory has read the tokens that are to be predicted; "
-            "take training.passes=1, or a memory that shows a token only what stands before it in every pass "
+            f"training.passes={passes}: after the first pass the memory has read the tokens to be predicted; "
+            "take training.passes=1, or a memory that shows a token only earlier tokens in every pass "
             "(read_twice with scope='earlier')"
         )

@@ -1,8 +1,8 @@
-"""Rows of a text that is read as a stream: each row goes on with the next document as soon as it is through with one.
+"""Rows of a text read as a stream: each row starts the next document as soon as it has finished one.
 
-There is neither an index nor a length, so that a batch is not a function of its step: rows are read step after step,
-and where they stand is saved with the run. Documents are dealt in the order in which rows need them, row after row,
-which depends on the lengths of documents alone. A row holds what is left of one document.
+A stream has no index and no length, so that a batch is not a function of its step: rows are read step after step, and
+their positions are saved with the run. Documents are dealt in the order in which rows need them, row after row, which
+depends only on the lengths of documents. A row holds the rest of one document.
 
 Legend: B rows, N tokens of a step, S segments of a step.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cached_lab.data.shard_order import Dealer, Parts, Sharded, as_tensor, from_tensor
+from cached_lab.data.shard_order import Dealer, Parts, ShardSet, as_tensor, from_tensor
 from cached_lab.data.tokenizers import Tokenizer
 from cached_lab.training.distributed import World
 from cached_lab.training.settings import TrainingConfig
@@ -23,12 +23,12 @@ from cached_lab.training.settings import TrainingConfig
 from .streams import IGNORED, StreamBatch
 
 
-class _Row(NamedTuple):
-    """What a row has not read of its document.
+class _RowRest(NamedTuple):
+    """The rest of a row's document.
 
     Attributes:
-        tokens: ids (left,). before: the id in front of them. offset: their place in the document. document: its number
-            in the part, from 0; -1 before the first.
+        tokens: ids (left,). before: the id before them. offset: their position in the document. document: its number in
+            the part, from 0; -1 before the first.
     """
 
     tokens: np.ndarray
@@ -37,15 +37,15 @@ class _Row(NamedTuple):
     document: int
 
 
-class _Part:
-    """The rows that one part of the shards fills."""
+class _PartRows:
+    """The rows of one part of the shards."""
 
     def __init__(
         self, dealer: Dealer[str], tokenizer: Tokenizer, rows: int, length: int, align: int, packed: bool
     ) -> None:
         self.dealer, self.tokenizer, self.length, self.align, self.packed = dealer, tokenizer, length, align, packed
         nothing = np.zeros(0, dtype=np.int32)
-        self.rows = [_Row(nothing, tokenizer.start, 0, -1) for _ in range(rows)]
+        self.rows = [_RowRest(nothing, tokenizer.start, 0, -1) for _ in range(rows)]
 
     def read(self) -> StreamBatch:
         """The next tokens of all rows."""
@@ -73,7 +73,7 @@ class _Part:
                 place += count
                 if align and not len(row.tokens):
                     place = -(-place // align) * align
-            self.rows[number] = row._replace(tokens=row.tokens.copy())  # lets go of the rest of the document
+            self.rows[number] = row._replace(tokens=row.tokens.copy())  # frees the part of the document already read
         targets = torch.from_numpy(targets_BN)
         return StreamBatch(
             inputs=torch.from_numpy(inputs_BN),
@@ -86,11 +86,12 @@ class _Part:
             packed=self.packed,
         )
 
-    def _begun(self, row: _Row) -> _Row:
+    def _begun(self, row: _RowRest) -> _RowRest:
         """The row with the next document that has a token."""
         while not len(tokens := self.tokenizer.encode(next(self.dealer)).astype(np.int32)):
             pass
-        return _Row(tokens, self.tokenizer.start if self.align or self.packed else row.before, 0, self.dealer.given - 1)
+        before = self.tokenizer.start if self.align or self.packed else row.before
+        return _RowRest(tokens, before, 0, self.dealer.given - 1)
 
     def state_dict(self) -> dict[str, Tensor]:
         facts = [(len(row.tokens), row.before, row.offset, row.document) for row in self.rows]
@@ -99,29 +100,28 @@ class _Part:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.dealer.go_on(from_tensor(state["dealer"]))
-        counts = state["rows"][:, 0].tolist()
-        lefts = [left.numpy().copy() for left in state["left"].split(counts)]
+        lefts = state["left"].split(state["rows"][:, 0].tolist())
         facts = state["rows"][:, 1:].tolist()
-        self.rows = [_Row(left, *fact) for left, fact in zip(lefts, facts, strict=True)]
+        self.rows = [_RowRest(left.numpy().copy(), *fact) for left, fact in zip(lefts, facts, strict=True)]
 
 
 class StreamedRows:
-    """The rows of one process, in the place of `Streams`.
+    """The rows of one process; the counterpart of `Streams` for a stream.
 
     Args:
-        data: shards of documents. tokenizer: makes ids of them. settings: rows of a batch, and the seed.
-        length: N. align: documents begin at multiples of so many tokens of their row, with a reset; 0 lets rows run on.
-        packed: documents begin anywhere, each as in a row of its own.
+        data: shards of documents. tokenizer: encodes them. settings: rows of a batch, and the seed.
+        length: N. align: documents begin at multiples of `align` tokens of their row, with a reset; 0 disables this.
+        packed: documents begin anywhere, each with its own memory.
         parts, window, shuffle: see `Dealer`.
         world: the processes that share the rows.
 
     Raises:
-        ValueError: the parts do not divide the batch, or are more than there are shards.
+        ValueError: the parts do not divide the batch, or exceed the number of shards.
     """
 
     def __init__(
         self,
-        data: Sharded[str],
+        data: ShardSet[str],
         tokenizer: Tokenizer,
         settings: TrainingConfig,
         length: int,
@@ -138,43 +138,43 @@ class StreamedRows:
         self._parts = Parts.of_rows(parts, settings.batch_size, self._first, rows)
         seed = settings.seed if shuffle else None
         self._read = {
-            part: _Part(Dealer(data, part, parts, window, seed), tokenizer, self._parts.each, length, align, packed)
+            part: _PartRows(Dealer(data, part, parts, window, seed), tokenizer, self._parts.each, length, align, packed)
             for part in self._parts.own
         }
         self._step: int | None = None
 
     def batch(self, step: int, rows: slice) -> StreamBatch:
-        """What some rows of this process, counted over all processes, read at a step; steps come one after the other.
+        """The batch of some rows of this process (numbered over all processes) at a step; steps are consecutive.
 
         Raises:
-            RuntimeError: another step than the one that was read last or the next one.
+            RuntimeError: neither the last step nor the next one.
         """
         if step != self._step:
             if self._step is not None and step != self._step + 1:
-                raise RuntimeError(f"step {step} of a stream was asked for behind step {self._step}")
+                raise RuntimeError(f"step={step} of a stream does not follow step {self._step}")
             self._step, self._batch = step, self._next()
         first = self._parts.own.start * self._parts.each
         own = slice(rows.start - first, rows.stop - first)
         return StreamBatch(*(part[own] if isinstance(part, Tensor) else part for part in self._batch))  # type: ignore[arg-type]
 
     def _next(self) -> StreamBatch:
-        """The next step of all rows of the parts that are read here."""
+        """The next step of all rows of the parts that this process reads."""
         columns = zip(*(part.read() for part in self._read.values()), strict=True)
         joined = StreamBatch(*(torch.cat(c) if isinstance(c[0], Tensor) else c[0] for c in columns))  # type: ignore[arg-type]
         if not self._align:
             return joined._replace(tokens=self._whole)
-        # Rows of other processes have padding of their own.
+        # Rows of other processes have their own padding.
         begin = self._first - self._parts.own.start * self._parts.each
         count = (joined.targets[begin : begin + self._rows] != IGNORED).sum()
         return joined._replace(tokens=int(self._world.sum(count)))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Where all parts stand, of all processes; all of them must ask."""
+        """Positions of the parts of all processes; a collective call."""
         mine = {f"{part}/{k}": t for part, read in self._read.items() for k, t in read.state_dict().items()}
         return {name: tensor for one in self._world.gather(mine) for name, tensor in one.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from what `state_dict` gave, whatever the number of processes (ValueError: it is of other shards)."""
+        """Resume from a `state_dict` of any number of processes (ValueError: other shards)."""
         for part, read in self._read.items():
             read.load_state_dict({k: state[f"{part}/{k}"] for k in ("dealer", "rows", "left")})
         self._step = None

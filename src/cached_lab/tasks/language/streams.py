@@ -1,12 +1,12 @@
-"""A corpus as streams: every row of a batch reads its own part of the text, step by step, from beginning to end.
+"""A corpus as streams: each row of a batch reads its own part of the text, step by step, from beginning to end.
 
-The documents, in the order of the epoch, are laid end to end and cut into one contiguous part a row. Step s of an epoch
-gives each row its next tokens, so the place in the data is a function of the step number. Every token is predicted
-exactly once an epoch: rows that are through wait for the others as padding.
+The documents, in the order of the epoch, are concatenated and divided into one contiguous part per row. Step s of an
+epoch gives each row its next tokens, so that the position is a function of the step number. Every token is predicted
+exactly once per epoch; rows that finish early are padded.
 
-With `align` each document begins at a multiple of so many tokens of its row, where the memory of a row is reset; the
-places up to there are padding. With `packed` each begins where the one before it ends, and a loop is told the ids of
-documents, so that each is read with a memory of its own (`models/documents.py`).
+With `align` each document begins at a multiple of `align` tokens of its row, after padding, where the memory of the row
+is reset. With `packed` each begins directly after the previous one, and a loop receives the ids of documents, so that
+each is read with its own memory (`models/documents.py`).
 
 Legend: B rows, N tokens of a step, S segments of a step.
 """
@@ -25,21 +25,21 @@ from cached_lab.training.settings import TrainingConfig
 from cached_transformers.layers.token_loss import IGNORED
 
 _EMPTIED = 1
-"""Tells the rows that are drawn at a step from the order of documents that is drawn for an epoch."""
+"""Seed word of the rows to empty at a step, other than the order of documents in an epoch."""
 
 
 class StreamBatch(NamedTuple):
-    """What each row reads at one step.
+    """The rows of one step.
 
     Attributes:
         inputs, targets: token ids (B, N); targets are -100 at padding.
-        reset: bool (B, S), rows that begin anew at the first token of each segment of `align` tokens; (B, 1), at the
-            first token of the step, where documents are not aligned.
-        padding: bool (B, N), True = padding; None where there is none.
-        positions: places of the targets in their documents, long (B, N), from 0.
-        documents: which documents they are of, long (B, N), in order of the split.
-        tokens: number of targets, over all rows of the step and not only those asked for.
-        packed: documents begin with an empty memory wherever in a row that is.
+        reset: bool (B, S), rows with an empty memory at the first token of each segment of `align` tokens; (B, 1), at
+            the first token of the step, if documents are not aligned.
+        padding: bool (B, N), True = padding; None without any.
+        positions: positions of the targets in their documents, long (B, N), from 0.
+        documents: documents of the targets, long (B, N), in order of the split.
+        tokens: number of targets, over all rows of the step, not only those of this batch.
+        packed: documents begin with an empty memory anywhere in a row.
     """
 
     inputs: Tensor
@@ -53,7 +53,7 @@ class StreamBatch(NamedTuple):
 
     @property
     def told(self) -> Tensor | None:
-        """Ids of documents for a loop, -1 at padding, on the CPU, where they keep no device waiting; None for none."""
+        """Ids of documents for a loop, -1 at padding, on the CPU, so that no device waits; None if not packed."""
         return self.documents.masked_fill(self.targets == IGNORED, -1) if self.packed else None
 
     def moved(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -61,20 +61,20 @@ class StreamBatch(NamedTuple):
         return to_device((self.inputs, self.targets, self.reset, self.padding), device)
 
     def emptied(self, rows_B: Tensor) -> StreamBatch:
-        """The batch with a reset of some rows (bool) at its first token, wherever in a document that is."""
+        """The batch with a reset of some rows (bool) at its first token, even within a document."""
         reset = self.reset.clone()
         reset[:, 0] |= rows_B
         return self._replace(reset=reset)
 
 
 def rows_to_empty(settings: TrainingConfig, step: int) -> Tensor:
-    """Which rows of the batch of a step begin it with an empty memory, (B,) bool: a function of seed and step alone."""
+    """Rows that begin a step with an empty memory, (B,) bool: a function of seed and step."""
     generator = np.random.Generator(np.random.PCG64([settings.seed, step, _EMPTIED]))
     return torch.from_numpy(generator.random(settings.batch_size) < settings.reset_rows)
 
 
 def grain(data: TextDataset, segment: int, settings: TrainingConfig) -> int:
-    """Multiples of how many tokens documents begin at: of a segment, or of all that several passes read."""
+    """The alignment of documents in tokens: a segment, or all segments that several passes read; 0 for none."""
     if data.reset != "document":
         return 0
     return segment * settings.segments if settings.passes > 1 else segment
@@ -84,17 +84,20 @@ class Streams:
     """Rows of a corpus.
 
     Args:
-        tokens: ids (size,). starts: where each document begins.
-        start: id that stands before the first token.
+        tokens: ids (size,). starts: start of each document.
+        start: id before the first token.
         rows: B. length: N, tokens of a row in one step.
-        unit: steps at the end of an epoch are cut to the shortest multiple of it that holds what is left.
-        align: documents begin at multiples of so many tokens of their row, with a reset; 0 lets rows run on.
-        packed: documents begin anywhere, each as in a row of its own.
-        seed: for an order of documents drawn anew each epoch; None keeps theirs.
+        unit: steps at the end of an epoch are shortened to a multiple of `unit`.
+        align: documents begin at multiples of `align` tokens of their row, with a reset; 0 disables this.
+        packed: documents begin anywhere, each with its own memory.
+        seed: permutes the documents of each epoch; None keeps their order.
+
+    Attributes:
+        steps: in an epoch.
 
     Raises:
-        ValueError: more rows than tokens, or than segments of documents; `align` does not divide `length`, or stands
-            beside `packed`.
+        ValueError: more rows than tokens, or than segments of documents; `align` does not divide `length`, or is given
+            with `packed`.
     """
 
     def __init__(
@@ -120,36 +123,28 @@ class Streams:
         self.rows, self.length, self.unit, self.align, self.seed = rows, length, unit, align, seed
         self.packed, self._apart = packed, packed or bool(align)
         self.lengths = np.diff(np.append(starts, len(tokens)))
-        self._grain = align or 1
-        total = int(self._room(self.lengths).sum()) // self._grain
+        grain = align or 1
+        self._room = -(-self.lengths // grain) * grain
+        """Tokens of each document, with padding."""
+        total = int(self._room.sum()) // grain
         if rows > total:
             raise ValueError(
                 f"a batch of {rows} rows exceeds the {total} segments of {align} tokens that the documents fill; "
                 "take fewer rows or shorter segments"
             )
-        self.bounds = np.arange(rows + 1) * total // rows * self._grain
+        self.bounds = np.arange(rows + 1) * total // rows * grain
         self.steps = -(-int(np.diff(self.bounds).max()) // length)
-        """Steps in an epoch."""
         self._epoch = -1
 
-    def _room(self, lengths: np.ndarray) -> np.ndarray:
-        """Places that documents of these lengths take."""
-        return -(-lengths // self._grain) * self._grain
-
-    def _lay(self, epoch: int) -> None:
-        """Put the documents in the order of the epoch."""
-        if epoch == self._epoch:
-            return
-        order = np.arange(len(self.lengths))
-        if self.seed is not None:
-            order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(order)
-        self._epoch, self._order = epoch, order
-        self._places = np.concatenate([[0], np.cumsum(self._room(self.lengths[order]))])
-
     def batch(self, step: int, rows: slice = slice(None)) -> StreamBatch:
-        """What the rows of a slice read at a step, counted over all epochs."""
+        """The batch of some rows at a step, counted over all epochs."""
         epoch, turn = divmod(step, self.steps)
-        self._lay(epoch)
+        if epoch != self._epoch:
+            order = np.arange(len(self.lengths))
+            if self.seed is not None:
+                order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(order)
+            self._epoch, self._order = epoch, order
+            self._places = np.concatenate([[0], np.cumsum(self._room[order])])
         begin = self.bounds[:-1] + turn * self.length
         left = np.clip(self.bounds[1:] - begin, 0, self.length)
         width = min(self.length, -(-int(left.max()) // self.unit) * self.unit)
@@ -167,7 +162,7 @@ class Streams:
         )
         index_BN = np.where(valid_BN, self.starts[own_BN] + offset_BN, 0)
         targets_BN = np.where(valid_BN, self.tokens[index_BN].astype(np.int64), IGNORED)
-        # Before the first token of a document stands the last of the document before it, or, after a reset, nothing.
+        # The input of a document's first token is the last token of the previous document or, after a reset, `start`.
         before_BN = self._order[np.maximum(document_BN - 1, 0)]
         last_BN = self.tokens[self.starts[before_BN] + self.lengths[before_BN] - 1].astype(np.int64)
         last_BN = np.where((document_BN == 0) | self._apart, self.start, last_BN)

@@ -1,4 +1,4 @@
-"""Language modelling: streams of text, and a state that is carried from step to step and saved with the run.
+"""Language modelling: streams of text, with a state that is carried from step to step and saved with the run.
 
 Legend: B rows.
 """
@@ -24,22 +24,21 @@ from cached_lab.training.task import Arguments, Task
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.state import State, from_tensors, map_state, named_tensors
 
-from .hub_stream import TextStream
+from .hub_stream import HuggingFaceStream
 from .scores import check_passes, evaluate_language, evaluation_streams
 from .streamed_rows import StreamedRows
 from .streams import IGNORED, StreamBatch, Streams, grain, rows_to_empty
 
 _PLACES = "places/"
-"""Begins the names of what a stream saves, beside those of the state."""
+"""Prefix of the names of a stream's positions, next to those of the state."""
 
 
 class LanguageModelling(Task):
-    """Next-token prediction over streams; each row keeps its place in the text, and its memory, from step to step.
+    """Next-token prediction over streams; each row keeps its position in the text, and its memory, from step to step.
 
     A step reads `segments` segments of every row; a share of `reset_rows` of the rows begins it with an empty memory.
     The rows of a batch are divided over processes and accumulated pieces, each with its own part of the state. In a
-    pipeline the first process has the state of the rows that all of it read. A step that is skipped leaves the state as
-    it was before.
+    pipeline the first process holds the state. A skipped step leaves the state unchanged.
 
     Raises:
         ValueError: settings or a model that do not suit text.
@@ -56,7 +55,7 @@ class LanguageModelling(Task):
         settings = self.settings
         self.share.check(settings.batch_size)
         self.streams = _streams(train, settings, world)
-        evaluation_streams(validation, config)  # refuses too many rows now and not after the first hours
+        evaluation_streams(validation, config)  # refuses too many rows before training
         self._rows = settings.batch_size // self.share.processes
         self._piece = self._rows // settings.accumulate
         self._first_in_line = world.rank % settings.pipeline == 0
@@ -65,7 +64,7 @@ class LanguageModelling(Task):
 
     def runner(self) -> tuple[nn.Module, Callable[..., Any]]:
         settings = self.settings
-        # One graph serves every segment, so the model is compiled and not the loop round it.
+        # One graph serves every segment, so the model is compiled instead of the loop.
         model: Any = torch.compile(self.model) if settings.compile else self.model
         sizes = (settings.segment_length, settings.bptt, settings.passes)
         scoring: Any = ReconstructionLoss(settings.recall) if settings.recall else None
@@ -93,14 +92,14 @@ class LanguageModelling(Task):
         device, state = self.world.device, self._states[len(self._coming)]
         inputs, targets, reset, padding = batch.moved(device)
         if state is None and self._first_in_line and self.shards is None:
-            # With shards the weights are there inside the runner alone, which begins anew.
+            # With shards the weights exist only inside the runner, which makes the state.
             state = self.model.init_state(len(inputs))  # type: ignore[operator]
         with self.settings.autocast(device):
             loss, state = runner(inputs, targets, state, reset, padding, documents=batch.told)
         self._coming.append(state)
         count = int((batch.targets != IGNORED).sum())
-        # The loss is the mean of this piece, and gradients are averaged over processes: every token weighs alike.
-        # So is that of a pipeline, of which each process has its part, times their number.
+        # The loss is the mean of this piece, and gradients are averaged over processes: every token has equal weight.
+        # In a pipeline each process has a part of the gradient, so that the average is multiplied by their number.
         scaler.scale(loss * (count * self.share.processes / batch.tokens)).backward()
         nats = (loss.detach() - self._loop.auxiliary_loss).double() * count
         return torch.stack([nats, nats.new_tensor(count)]) / self.settings.pipeline
@@ -130,8 +129,7 @@ class LanguageModelling(Task):
         check_tokenizer(folder, self.data.tokenizer)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The states of all rows, in order of the rows, whatever processes and pieces they belong to; and where the
-        rows of a stream stand."""
+        """The states of all rows in order, over processes and pieces; and the positions of the rows of a stream."""
         places = self.streams.state_dict() if isinstance(self.streams, StreamedRows) else {}
         return self._carried() | {f"{_PLACES}{name}": tensor for name, tensor in places.items()}
 
@@ -144,7 +142,7 @@ class LanguageModelling(Task):
         return {name: torch.cat([part[name] for part in everyone]) for name in (everyone[0] if everyone else ())}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take up the states of the rows of this process (ValueError: they are of another model)."""
+        """Load the states of the rows of this process (ValueError: another model's states)."""
         places = {name.removeprefix(_PLACES): t for name, t in state.items() if name.startswith(_PLACES)}
         if isinstance(self.streams, StreamedRows) and places:
             self.streams.load_state_dict(places)
@@ -162,11 +160,11 @@ def _streams(train: TextDataset, settings: TrainingConfig, world: World) -> Stre
     """The rows of the training split (ValueError: more than the text has)."""
     length, align = settings.segment_length * settings.segments, grain(train, settings.segment_length, settings)
     packed = train.reset == "packed"
-    if isinstance(train, TextStream):
+    if isinstance(train, HuggingFaceStream):
         if settings.pipeline > 1:
             raise ValueError(
-                f"training.pipeline={settings.pipeline} with data {train.name!r}: one process reads each of its rows, "
-                "and several each of a pipeline's; take a text that is at hand, or training.pipeline=1"
+                f"training.pipeline={settings.pipeline} with data {train.name!r}: a stream's row is read by one "
+                "process, and a pipeline's row by several; take a text on disk, or training.pipeline=1"
             )
         order = (train.parts, train.window, train.shuffle)
         return StreamedRows(train.documents, train.tokenizer, settings, length, align, packed, *order, world)
@@ -190,7 +188,7 @@ def _streams(train: TextDataset, settings: TrainingConfig, world: World) -> Stre
 
 
 def check(config: RunConfig, model: nn.Module, data: TextDataset, scored: TextDataset) -> None:
-    """Refuse settings and models that do not suit text (ValueError); `scored` is the split that decides."""
+    """Refuse settings and models that do not suit text (ValueError); `scored` is the validation split."""
     settings, size = config.training, data.tokenizer.vocabulary
     if "reset" not in inspect.signature(model.forward).parameters or not hasattr(model, "vocabulary"):
         raise ValueError(
@@ -211,6 +209,6 @@ def check(config: RunConfig, model: nn.Module, data: TextDataset, scored: TextDa
     check_passes(model, settings.passes)
     if data.reset == "packed" and settings.passes > 1:
         raise ValueError(
-            f"data.reset=packed with training.passes={settings.passes}: a pass begins again with what a row has read "
-            "as a whole; take data.reset=document, or training.passes=1"
+            f"data.reset=packed with training.passes={settings.passes}: a pass reads whole rows again, across "
+            "documents; take data.reset=document, or training.passes=1"
         )

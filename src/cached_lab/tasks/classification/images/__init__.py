@@ -1,8 +1,9 @@
-"""Images with a label each: one data set (`dataset.py`), which a reader for every layout of files fills.
+"""Images with a label each: one base class (`dataset.py`), with a reader per layout of files.
 
-- class_folders, image_folder, imagenet, tiny_imagenet: image files in a folder for each class
-- image_shards, huggingface_images: image files in tar shards; rows of the hub
-- image_stream, tar_streams: tar shards that are read from beginning to end, and not kept
+- class_folders: image files in a folder per class ("image_folder")
+- imagenet: ImageNet-1k and Tiny-ImageNet, with lists of the validation labels
+- image_shards, image_stream: tar shards, indexed or read once from beginning to end
+- huggingface_images: rows of the hub
 - cifar, digits: images held in memory
 - augmentation: random changes, by timm
 """

@@ -3,10 +3,7 @@
 Source: Krizhevsky, "Learning Multiple Layers of Features from Tiny Images" (2009). A binary record is one byte of label
 (CIFAR-100: coarse label, then fine label) and 3,072 bytes of pixels: red, green and blue plane, each row by row. Files
 may be xz-compressed, and folders may be archives. The same images as PNG or JPEG files, in folders train/<class>/ and
-test/<class>/, are read too.
-
-Why not torchvision's CIFAR10: it reads the pickled version for Python alone, and unpickling runs whatever code the file
-holds.
+test/<class>/, are read too. torchvision reads the pickled version only, and unpickling runs any code in the file.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from cached_lab.registries import DATASETS
 from cached_transformers.extras import require
 
 from .augmentation import central_square
-from .class_folders import LabelledFiles, labelled
+from .class_folders import labelled
 from .dataset import StoredImages
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -36,10 +33,10 @@ PIXEL_BYTES = 3 * 32 * 32
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class _CIFAR(StoredImages):
-    """What the two have in common.
+    """Base of both data sets.
 
     Attributes:
-        files: what the files of each side match, and what a message calls them. pickled: one of the version for Python.
+        files: per side, a pattern of file names, and their name in messages. pickled: a file of the Python version.
     """
 
     title, count, label_bytes, pickled = "", 0, 0, ""
@@ -58,7 +55,7 @@ class _CIFAR(StoredImages):
         """Images, labels and class names of the training or the test side."""
         pattern, expected = self.files[side]
         listing = open_listing(self.path, f"a folder with {expected}")
-        # In an archive the batches may lie anywhere; below a folder there may be other copies of them.
+        # The batches may be anywhere in an archive; subfolders of a folder may hold copies of them.
         files = [name for name in listing.names if listing.archive or "/" not in name]
         found = [name for name in files if re.fullmatch(pattern, PurePosixPath(name).name)]
         if not found and side in listing.folders:
@@ -79,7 +76,7 @@ class _CIFAR(StoredImages):
         """Images uint8 (size, 3, 32, 32) and labels (size,) of the content of a binary file, plain or xz-compressed.
 
         Raises:
-            ValueError: it is damaged, is no whole number of records, or holds a label that there is not.
+            ValueError: damage, a partial record, or a label outside the classes.
         """
         try:
             content = lzma.decompress(content) if name.suffix == ".xz" else content
@@ -109,12 +106,21 @@ class _CIFAR(StoredImages):
         return names
 
     def _decoded(self, listing: Listing) -> tuple[np.ndarray, np.ndarray, list[str]]:
-        """Image files below class folders, as pixels; decoded once, and kept in the cache folder."""
+        """Image files below class folders, as pixels; decoded once, and cached until an archive or file changes."""
         names = listing.subfolders()
         if len(names) != self.count:
             raise ValueError(f"{listing.root} holds {len(names)} classes, {self.title} has {self.count}")
         require("PIL.Image", extra="vision")
         files = labelled(listing, names, "stop")
+        if listing.archive is not None:
+            key = {**identity(listing.archive), "folder": listing.folder.rstrip("/")}
+        else:
+            digest = hashlib.sha256()
+            for name in files.names:
+                status = (listing.root / name).stat()
+                facts = repr((name, status.st_size, status.st_mtime_ns))
+                digest.update(facts.encode("utf-8", "surrogateescape"))
+            key = {"version": 1, "path": str(listing.root.resolve()), "files": digest.hexdigest()}
 
         def build() -> dict[str, np.ndarray]:
             images = np.empty((len(files.names), 3, 32, 32), dtype=np.uint8)
@@ -123,19 +129,19 @@ class _CIFAR(StoredImages):
                 images[index] = np.asarray(central_square(picture, 32)).transpose(2, 0, 1)
             return {"images": images}
 
-        return load_or_build("images", {**_identity(files), "size": 32}, build)["images"], files.labels, names
+        return load_or_build("images", {**key, "size": 32}, build)["images"], files.labels, names
 
 
 @DATASETS.register("cifar10")
 @dataclass(kw_only=True, eq=False, repr=False)
 class CIFAR10(_CIFAR):
-    """Classify CIFAR-10 images from the binary batches (`.bin` or `.bin.xz`), all of them, or from PNG or JPEG files.
+    """Classify CIFAR-10 images from the binary batches (`.bin` or `.bin.xz`), or from PNG or JPEG files.
 
     The validation split is dealt from the training batches, with equal shares of every class.
 
     Args:
         path: folder or archive with `data_batch_*.bin` and `test_batch.bin`, or with train/<class>/ and test/<class>/,
-            which are decoded once and kept in the cache folder.
+            which are decoded once and cached.
         others: see `ImageDataset`.
 
     Raises:
@@ -156,30 +162,12 @@ class CIFAR10(_CIFAR):
 class CIFAR100(_CIFAR):
     """Classify CIFAR-100 images by their hundred fine classes, from the binary files or from PNG or JPEG files.
 
-    The validation split is dealt from `train.bin`, with equal shares of every class.
-
     Args:
-        path: folder or archive with `train.bin` and `test.bin` (or `.bin.xz`), and `fine_label_names.txt` if the
-            classes are to have names; or with train/<class>/ and test/<class>/, which are decoded once and kept.
-        others: see `ImageDataset`.
-
-    Raises:
-        FileNotFoundError: no such folder, or it lacks the file (named) of the split.
-        ValueError: a damaged file (named), or a share that leaves the split empty.
+        path: folder or archive with `train.bin` and `test.bin` (or `.bin.xz`), and optionally `fine_label_names.txt`;
+            or with train/<class>/ and test/<class>/, which are decoded once and cached.
+        others, errors: see `CIFAR10`.
     """
 
     name, title, count, label_bytes, pickled = "cifar100", "CIFAR-100", 100, 2, "train"
     files: ClassVar = {side: (rf"{side}\.bin(\.xz)?", f"{side}.bin") for side in ("train", "test")}
     mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)  # of its 50,000 training images
-
-
-def _identity(files: LabelledFiles) -> dict[str, object]:
-    """What the pixels of some files are kept under: it changes when the archive, or any of the files, does."""
-    listing = files.listing
-    if listing.archive is not None:
-        return {**identity(listing.archive), "folder": listing.folder.rstrip("/")}
-    digest = hashlib.sha256()
-    for name in files.names:
-        status = (listing.root / name).stat()
-        digest.update(repr((name, status.st_size, status.st_mtime_ns)).encode("utf-8", "surrogateescape"))
-    return {"version": 1, "path": str(listing.root.resolve()), "files": digest.hexdigest()}

@@ -1,4 +1,7 @@
-"""Image files in a folder for each class: which there are, and the data sets that read them when they are asked for."""
+"""Image files in a folder per class, in a folder or an archive ("image_folder"), and the base of readers of such files.
+
+torchvision's ImageFolder opens no archive, and has no splits and no rule for bad files.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cached_lab.data.archives import Listing
+from cached_lab.data.archives import Listing, open_listing
 from cached_lab.data.image_files import SUFFIXES
+from cached_lab.data.splits import SPLIT_WORDS, SPLITS
+from cached_lab.registries import DATASETS
 
 from .dataset import BadFiles, EncodedImages
 
 
 class LabelledFiles(NamedTuple):
-    """Names of image files in a listing, and a label for each."""
+    """Names of image files in a listing, with a label each."""
 
     listing: Listing
     names: list[str]
     labels: np.ndarray
-
-    def only(self, chosen: np.ndarray) -> LabelledFiles:
-        """Some of them."""
-        return LabelledFiles(self.listing, [self.names[place] for place in chosen], self.labels[chosen])
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -41,24 +42,78 @@ class ListedImages(EncodedImages):
         return self._files.labels, names
 
     def _dealt_files(self, listing: Listing, classes: Sequence[str], *held_out: str) -> LabelledFiles:
-        """The files below class folders that fall into this split, when shares of some splits are held out.
-
-        Raises:
-            ValueError: none does, or a class has no image (unless `bad_files` is "skip").
-        """
+        """The files below class folders that are dealt to this split, with the `held_out` splits."""
         files = labelled(listing, classes, self.bad_files)
-        return files.only(self._dealt(listing.root, files.labels, *held_out))
+        chosen = self._dealt(listing.root, files.labels, *held_out)
+        return LabelledFiles(listing, [files.names[place] for place in chosen], files.labels[chosen])
 
     def file(self, index: int) -> Path:
-        """The file of one item; for an archive, its path with the member's name behind it."""
+        """The file of one item; for an archive, its path followed by the member's name."""
         return self._files.listing.root / self._files.names[self.position(index)]
 
     def encoded(self, index: int) -> tuple[bytes, object]:
         return self._files.listing.read(self._files.names[index]), self.file(index)
 
 
+@DATASETS.register("image_folder")
+@dataclass(kw_only=True, eq=False, repr=False)
+class ImageFolder(ListedImages):
+    """Classify image files (.jpg, .jpeg, .png) laid out as root/<class>/ or as root/<split>/<class>/.
+
+    Without split folders every class is dealt out by `validation_fraction` and `test_fraction`. Split folders (`train`,
+    and `val` or `validation`, and `test`) are used as such; without one for validation, `validation_fraction` is dealt
+    from `train`. Classes are the folder names in alphabetical order. A file is decoded on access, and turned according
+    to its EXIF entry.
+
+    Args:
+        path: the root folder, or an archive of it: .tar, .zip, or a compressed tar (unpacked once, to the cache).
+        channels: 3 (colour) or 1 (grey).
+        mean, std: of pixels in 0..1, one number per channel; default: those of ImageNet for colour, 0.5 for grey.
+        shift: greatest shift of training images in pixels. flip: mirror half of them.
+        test_fraction: share of every class held out for testing, without split folders.
+        others: see `EncodedImages`.
+
+    Raises:
+        FileNotFoundError: no such folder, or none for the split.
+        ValueError: no image, fewer than two classes, a class that training lacks, or one without a training image.
+    """
+
+    name = "image_folder"
+    path: str | Path
+    channels: int = 3
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+    shift: int = 4
+    flip: bool = True
+    test_fraction: float = 0.1
+
+    def _find(self) -> tuple[LabelledFiles, list[str]]:
+        listing = open_listing(self.path, "a folder of root/<class>/*.jpg or *.png")
+        parts: dict[str, Listing] = {}
+        for split in SPLITS:
+            found = [name for name in listing.subfolders() if name.lower() in SPLIT_WORDS[split]]
+            if len(found) > 1:
+                raise ValueError(f"{listing.root} has several folders for split {split!r}: {', '.join(found)}")
+            if found:
+                parts[split] = listing.inside(found[0])
+        if "train" not in parts:
+            names = class_names(listing)
+            return self._dealt_files(listing, names, "validation", "test"), names
+        train = parts["train"]
+        names = class_names(train)
+        if self.split == "test" and "test" not in parts:
+            present = ", ".join(sorted(found.root.name for found in parts.values()))
+            message = f"{listing.root} has no folder for split 'test', only {present}"
+            raise FileNotFoundError(f"{message}; add one, or train with training.test=none")
+        if "validation" not in parts and self.split != "test":
+            return self._dealt_files(train, names, "validation"), names
+        part = parts[self.split]
+        refuse_foreign_classes(part.root, class_names(part), train.root, names)
+        return labelled(part, names, self.bad_files if self.split == "train" else None), names
+
+
 def is_image(name: str) -> bool:
-    """Whether a file's name is that of an image."""
+    """True for the name of an image file."""
     return PurePosixPath(name).suffix.lower() in SUFFIXES
 
 
@@ -66,10 +121,10 @@ def labelled(listing: Listing, classes: Sequence[str], empty: BadFiles | None) -
     """All image files below the class folders of a listing, in a fixed order.
 
     Args:
-        empty: what to do about a class without an image: "stop", "skip" (go on with a warning), or None: nothing.
+        empty: action for a class without an image: "stop", "skip" (with a warning), or None for no check.
 
     Raises:
-        ValueError: there is no image at all; or none of some class, and `empty` is "stop".
+        ValueError: no image at all; or none of some class, and `empty` is "stop".
     """
     found: dict[str, list[str]] = {name: [] for name in classes}
     for file in listing.names:
@@ -84,7 +139,7 @@ def labelled(listing: Listing, classes: Sequence[str], empty: BadFiles | None) -
 
 
 def class_names(listing: Listing) -> list[str]:
-    """Names of the class folders of a listing, sorted (ValueError: there are fewer than two)."""
+    """Sorted names of the class folders of a listing (ValueError: fewer than two)."""
     names = listing.subfolders()
     if len(names) < 2:
         found = ", ".join(names) or "no folder"
@@ -95,14 +150,14 @@ def class_names(listing: Listing) -> list[str]:
 
 
 def refuse_foreign_classes(where: object, found: Sequence[str], training: object, names: Sequence[str]) -> None:
-    """ValueError for classes that were found elsewhere and that training does not have."""
+    """Refuse classes that training does not have (ValueError)."""
     foreign = sorted(set(found) - set(names))
     if foreign:
         raise ValueError(f"{where} has classes that {training} has not: {', '.join(foreign[:5])}")
 
 
 def report_empty_classes(where: object, names: Sequence[str], empty: BadFiles | None) -> None:
-    """Stop at classes without an image, or go on with a warning; either way they are counted and named."""
+    """Stop at classes without an image, or warn of them; both count and name them."""
     if not names or empty is None:
         return
     listed = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")

@@ -1,13 +1,12 @@
-"""Images with a label each: what all readers share. A reader is a subclass whose fields are its options.
+"""Images with a label each: the base classes of all readers. A reader is a subclass whose fields are its options.
 
-It says in `_load` which images the split has. The rest is done here: options checked, images decoded, cut, changed at
-random and normalised, items dealt to splits, and what reports and models want to know.
+A reader finds the images of a split in `_load`; the base class checks options, decodes, crops, augments and normalises
+images, and deals items to splits.
 
-Why not a library's data set: an item is a function of its index, and of the seed, epoch and row where it is changed at
-random, so that a run goes on in the middle of an epoch to the bit (`training/loader.py`); labels are there before any
-image is read, so that splits are dealt with equal shares of every class; and a file that cannot be decoded is named, or
-skipped and counted. torchvision's folders have neither the splits nor the rule for bad files. Pillow decodes, timm
-changes the images.
+An item is a function of its index, and when augmented of seed, epoch and row, so that a run resumes bitwise in the
+middle of an epoch (`training/loader.py`). Labels are known before any image is read, so that splits are stratified. A
+file that cannot be decoded is named, or skipped and counted. torchvision's folders have neither the splits nor the rule
+for bad files. Pillow decodes, timm augments.
 
 Shape legend: B batch, C channels, H height, W width.
 """
@@ -25,29 +24,28 @@ from torch import Tensor
 from cached_lab.data.dataset import Batch, LabelledDataset
 from cached_lab.data.image_files import BadFile, open_picture
 from cached_lab.data.samples import Sample, read_samples
-from cached_lab.data.splits import check_fraction, check_split, items_of_split
+from cached_lab.data.splits import check_choice, check_fraction, check_split, items_of_split
 from cached_transformers.extras import require
 
-from .augmentation import INTERPOLATIONS, Augmentation, central_square, evaluation_view
+from .augmentation import Augmentation, central_square
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""The usual mean and deviation of each channel of ImageNet, for pixels in 0..1."""
-_HALF = ((0.5,), (0.5,))
+"""Mean and deviation of each channel of ImageNet, for pixels in 0..1."""
 AUGMENTATION_DEFAULTS: Mapping[str, Any] = {}
-"""`Augmentation` with its defaults: random crops, mirrored or not."""
+"""`Augmentation` with its defaults: random crops and mirroring."""
 BadFiles = Literal["stop", "skip"]
 
 
 class _Facts(LabelledDataset):
-    """What a reader may say of its images, or make an option of: these are no fields here, so no options by themselves.
+    """Facts that a reader sets, or declares as options; they are no fields here, so that they are no options of all.
 
     Attributes:
         channels: 3 (colour) or 1 (grey).
-        mean, std: one number a channel, of pixels scaled to 0..1; inputs are (pixel - mean) / std. None takes those of
-            ImageNet for colour, 0.5 for grey.
-        shift: greatest shift in pixels, in either direction of either axis; None takes an eighth of the size.
-        flip: whether half of the images that are changed at random are mirrored.
-        no_augmentation: what `augmentation: null` stands for; None is shift and flip.
+        mean, std: one number per channel, of pixels scaled to 0..1; inputs are (pixel - mean) / std. None takes those
+            of ImageNet for colour, 0.5 for grey.
+        shift: greatest shift in pixels along either axis; None takes an eighth of the size.
+        flip: mirror half of the augmented images.
+        no_augmentation: options used for `augmentation: null`; None is shift and flip.
     """
 
     channels: int = 3
@@ -65,11 +63,10 @@ class ImageDataset(_Facts):
 
     Args:
         split: "train", "validation" or "test".
-        augment: whether training images are shifted and mirrored at random; those of other splits never are. What
-            moves in is black.
-        augmentation: options of `Augmentation`, in place of that.
-        validation_fraction: share of every class held out for validation, where the data do not say.
-        seed: decides which images are held out; training seeds are another matter.
+        augment: shift and mirror training images at random; black moves in. Other splits are never augmented.
+        augmentation: options of `Augmentation`, instead of shift and mirroring.
+        validation_fraction: share of every class held out for validation, where the data have no such split.
+        seed: of the deal of held-out images; independent of training seeds.
 
     Raises:
         ValueError: an option out of range, or a split without an image.
@@ -89,13 +86,13 @@ class ImageDataset(_Facts):
                 check_fraction(option, fraction)
         labels, self.class_names = self._load()
         super().__init__(self.name, self.split, labels, len(self.class_names))
-        usual_mean, usual_std = IMAGENET if self.channels == 3 else _HALF
+        usual_mean, usual_std = IMAGENET if self.channels == 3 else ((0.5,), (0.5,))
         mean = tuple(usual_mean if self.mean is None else self.mean)
         std = tuple(usual_std if self.std is None else self.std)
-        if len(mean) != self.channels:
-            raise ValueError(f"mean={mean} must have one number for each of the {self.channels} channels")
-        if len(mean) != len(std) or not all(value > 0 for value in std):
-            raise ValueError(f"mean={mean} and std={std} need one number a channel each, std above 0")
+        if not self.channels == len(mean) == len(std) or not all(value > 0 for value in std):
+            raise ValueError(
+                f"mean={mean} and std={std} must have one number for each of the {self.channels} channels, std above 0"
+            )
         self.mean, self.std = mean, std
         self._mean_C11, self._std_C11 = (torch.tensor(v, dtype=torch.float32)[:, None, None] for v in (mean, std))
         self.augment = self.augment and self.split == "train"
@@ -104,15 +101,11 @@ class ImageDataset(_Facts):
         self._transform = chosen.transform(self.image_size, mean, std) if self.augment and chosen else None
 
     def _load(self) -> tuple[np.ndarray, list[str]]:
-        """Find the images of the split: their labels, and the names of all classes."""
+        """Find the images of the split; return their labels, and the names of all classes."""
         raise NotImplementedError("abstract: a reader finds the images of a split")
 
     def _dealt(self, of: object, labels: np.ndarray, *held_out: str) -> np.ndarray:
-        """Places of the items of this split, when the shares of some splits are held out from items with these labels.
-
-        Raises:
-            ValueError: there are none; `of` is what the message calls the whole.
-        """
+        """Indices of the items of this split, with the `held_out` splits dealt from items with these labels."""
         shares = {split: getattr(self, f"{split}_fraction") for split in held_out}
         return items_of_split(of, labels, shares, self.seed, self.split)
 
@@ -121,7 +114,7 @@ class ImageDataset(_Facts):
         raise NotImplementedError("abstract: a data set of images reads its own pixels")
 
     def picture(self, index: int) -> Any:
-        """One item as a PIL image in its own size, which is what an `Augmentation` begins with."""
+        """One item as a PIL image in its own size, the input of an `Augmentation`."""
         pixels_HWC = self.pixels(index).permute(1, 2, 0).numpy()
         grey = pixels_HWC.shape[-1] == 1
         return require("PIL.Image", extra="vision").fromarray(pixels_HWC[..., 0] if grey else pixels_HWC)
@@ -131,7 +124,7 @@ class ImageDataset(_Facts):
         return self._input(position), int(self.labels[position])
 
     def _input(self, position: int) -> Tensor:
-        """One item as it is given to a model."""
+        """One item as the input of a model."""
         if self._transform is not None:
             return self._transform(self.picture(position))  # type: ignore[no-any-return]
         image_CHW = self.pixels(position).to(torch.float32) / 255
@@ -160,7 +153,7 @@ class ImageDataset(_Facts):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class StoredImages(ImageDataset):
-    """Images held in memory: subclasses read them in `_read`."""
+    """Images held in memory; subclasses read them in `_read`."""
 
     def _read(self) -> tuple[np.ndarray, np.ndarray, list[str]]:
         """Images uint8 (size, C, H, W) and labels of the split, and the names of all classes."""
@@ -181,22 +174,22 @@ class StoredImages(ImageDataset):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class EncodedImages(ImageDataset):
-    """Images decoded when they are asked for; `encoded` says where the bytes of a file come from.
+    """Images decoded on access; subclasses return the bytes of a file in `encoded`.
 
     Args:
         image_size: height and width of an input in pixels.
-        crop_ratio: share of the shorter side that evaluation (and training without `augmentation`) sees, as timm's
-            crop_pct: the image is resized and the centre cut out. None takes the largest central square, whole.
+        crop_ratio: share of the shorter side kept in evaluation (and in training without `augmentation`), timm's
+            crop_pct: the image is resized and its centre cropped. None takes the largest central square.
         interpolation: "bicubic", "bilinear" or "nearest", of that resizing.
         bad_files: "stop" at a file that cannot be decoded and at a class without a training image, or "skip" them.
-            Training takes the next file instead, evaluation leaves it out; either way it is counted and named.
+            Training takes the next file instead, evaluation leaves the file out; both count and name it.
         others: see `ImageDataset`.
 
     Attributes:
-        bad_found: files that were skipped so far, with what is wrong; the loader keeps it.
+        bad_found: skipped files and their errors, filled by the loader.
 
     Raises:
-        ValueError: an option out of range; on access `BadFile`, a file that cannot be decoded (named).
+        ValueError: an option out of range; on access `BadFile` for a file that cannot be decoded (named).
         ImportError: Pillow is not installed.
     """
 
@@ -206,25 +199,32 @@ class EncodedImages(ImageDataset):
     bad_files: BadFiles = "stop"
 
     def __post_init__(self) -> None:
-        size, crop, interpolations = self.image_size, self.crop_ratio, INTERPOLATIONS[:3]
-        if size < 1:
-            raise ValueError(f"image_size={size} must be at least 1 pixel")
+        if self.image_size < 1:
+            raise ValueError(f"image_size={self.image_size} must be at least 1 pixel")
         if self.channels not in (1, 3):
             raise ValueError(f"channels={self.channels} must be 3 (colour) or 1 (grey)")
-        if crop is not None and not 0 < crop <= 1:
-            raise ValueError(f"crop_ratio={crop} must lie in (0, 1], e.g. 0.875, or be null for the whole square")
-        if self.interpolation not in interpolations:
-            raise ValueError(f"interpolation={self.interpolation!r} must be one of {', '.join(interpolations)}")
-        if self.bad_files not in ("stop", "skip"):
-            raise ValueError(f"bad_files={self.bad_files!r} must be stop or skip")
+        if self.crop_ratio is not None and not 0 < self.crop_ratio <= 1:
+            raise ValueError(f"crop_ratio={self.crop_ratio} must lie in (0, 1], or be null for the whole square")
+        check_choice("interpolation", self.interpolation, ("bicubic", "bilinear", "nearest"))
+        check_choice("bad_files", self.bad_files, ("stop", "skip"))
         require("PIL.Image", extra="vision")
         super().__post_init__()
         self.bad_found: dict[str, str] = {}
-        looks = (self.mean or (), self.std or ())
-        self._view = None if crop is None else evaluation_view(size, crop, self.interpolation, *looks)
+        self._view = None
+        if self.crop_ratio is not None:
+            # Pixels uint8 (C, size, size), not normalised.
+            self._view = require("timm.data", extra="vision").create_transform(
+                self.image_size,
+                is_training=False,
+                crop_pct=self.crop_ratio,
+                interpolation=self.interpolation,
+                mean=self.mean or (),
+                std=self.std or (),
+                normalize=False,
+            )
 
     def encoded(self, index: int) -> tuple[bytes, object]:
-        """The file of one item, and what errors call it."""
+        """The file of one item, and its name in errors."""
         raise NotImplementedError("abstract: a data set of files reads its own")
 
     def samples(self) -> Iterator[Sample]:
@@ -232,19 +232,19 @@ class EncodedImages(ImageDataset):
         yield from read_samples(len(self), lambda index: self.encoded(index)[0])
 
     def picture(self, index: int) -> Any:
-        """One item as a PIL image, upright, in its own size (BadFile: the file (named) cannot be decoded)."""
+        """One item as an upright PIL image in its own size (BadFile: the file cannot be decoded)."""
         try:
             content, name = self.encoded(index)
         except BadFile:
             raise
-        except (OSError, ValueError) as error:  # a member of an archive may be damaged, too
+        except (OSError, ValueError) as error:  # e.g. a damaged member of an archive
             raise BadFile(getattr(error, "filename", None) or f"item {index} of {self.name!r}", error) from error
         return open_picture(content, name, self.channels)
 
     def pixels(self, index: int) -> Tensor:
         picture = self.picture(index)
         if self._view is not None:
-            return self._view(picture)
+            return self._view(picture)  # type: ignore[no-any-return]
         square = central_square(picture, self.image_size)
         pixels_HWC = np.array(square, dtype=np.uint8).reshape(self.image_size, self.image_size, self.channels)
         return torch.from_numpy(pixels_HWC).permute(2, 0, 1).contiguous()

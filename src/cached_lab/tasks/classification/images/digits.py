@@ -1,7 +1,7 @@
-"""Handwritten digits of scikit-learn ("digits"): 1,797 grey images of 8 x 8 pixels, always at hand.
+"""Handwritten digits of scikit-learn ("digits"): 1,797 grey images of 8 x 8 pixels, without a download.
 
-Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository (1998), the
-copy that scikit-learn ships.
+Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository (1998), as
+shipped with scikit-learn.
 """
 
 from __future__ import annotations
@@ -40,11 +40,9 @@ class Digits(StoredImages):
     def _read(self) -> tuple[np.ndarray, np.ndarray, list[str]]:
         digits = require("sklearn.datasets", extra="data").load_digits()
         shares = {"validation": self.validation_fraction, "test": self.test_fraction}
-        train, chosen = (
-            items_of_split("digits", digits.target, shares, self.seed, part) for part in ("train", self.split)
-        )
-        # Stored as 0..16; 16 is white.
-        images = np.round(digits.images * (255 / 16)).astype(np.uint8)[:, None]
+        train = items_of_split("digits", digits.target, shares, self.seed, "train")
+        chosen = self._dealt("digits", digits.target, *shares)
+        images = np.round(digits.images * (255 / 16)).astype(np.uint8)[:, None]  # stored as 0..16
         seen = images[train] / 255
         self.mean, self.std = [float(seen.mean())], [float(seen.std())]
         return images[chosen], digits.target[chosen], [str(digit) for digit in range(10)]

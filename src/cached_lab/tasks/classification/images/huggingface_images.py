@@ -10,7 +10,6 @@ import numpy as np
 
 from cached_lab.data.huggingface import load_from_hub
 from cached_lab.data.image_files import BadFile
-from cached_lab.data.splits import SPLIT_WORDS
 from cached_lab.registries import DATASETS
 from cached_transformers.extras import require
 
@@ -22,20 +21,20 @@ from .dataset import EncodedImages
 class HuggingFaceImages(EncodedImages):
     """Classify the images of any data set of the Hugging Face hub, or of one saved to disk.
 
-    Split names are those that the library uses (train; validation, valid, val or dev; test); what the data set lacks is
-    dealt from its training rows by `validation_fraction` and `test_fraction`. Images are decoded by this library, so
-    that bad ones are handled as elsewhere.
+    Split names are those of the library (train; validation, valid, val or dev; test); a missing split is dealt from the
+    training rows by `validation_fraction` and `test_fraction`. Images are decoded here, so that bad files are treated
+    as in the other readers.
 
     Args:
-        dataset: its name, e.g. "uoft-cs/cifar10", or the folder that `save_to_disk` wrote.
+        dataset: its name, e.g. "uoft-cs/cifar10", or a folder written by `save_to_disk`.
         config: its configuration, if it has any.
         image: column of the images. label: column of the labels; null takes "label", or "fine_label" if there is none.
-        test_fraction: share of every class held out where the data set has no split for testing.
+        test_fraction: share of every class held out if the data set has no split for testing.
         others: see `EncodedImages`.
 
     Raises:
         ImportError: the `datasets` library is not installed.
-        ValueError: unknown data set or column, or one of another kind; labels that are hidden (-1); an empty split.
+        ValueError: unknown data set or column, or one of another kind; hidden labels (-1); an empty split.
     """
 
     name = "huggingface_images"
@@ -46,14 +45,11 @@ class HuggingFaceImages(EncodedImages):
     test_fraction: float = 0.1
 
     def _load(self) -> tuple[np.ndarray, list[str]]:
-        loaded = load_from_hub(self.dataset, self.config)
-        present = {split: name for split, words in SPLIT_WORDS.items() for name in loaded if name in words}
-        if "train" not in present:
-            raise ValueError(f"{self.dataset} has no training split; it has {', '.join(loaded)}")
-        rows = loaded[present.get(self.split, present["train"])]
+        splits = load_from_hub(self.dataset, self.config)
+        rows = splits.get(self.split, splits["train"])
         labels, names = self._labels(rows)
-        if self.split not in present or self.split == "train":
-            held_out = [split for split in ("validation", "test") if split not in present]
+        if self.split not in splits or self.split == "train":
+            held_out = [split for split in ("validation", "test") if split not in splits]
             chosen = self._dealt(self.dataset, labels, *held_out)
             rows, labels = rows.select(chosen), labels[chosen]
         library = require("datasets", extra="language")
@@ -61,7 +57,7 @@ class HuggingFaceImages(EncodedImages):
         return labels, names or [f"class {place}" for place in range(int(labels.max()) + 1)]
 
     def _labels(self, rows: Any) -> tuple[np.ndarray, list[str]]:
-        """Labels as whole numbers, and the names of the classes where the data set has them."""
+        """Labels as integers, and the names of the classes where the data set has them."""
         columns, dataset = list(rows.column_names), self.dataset
         column = self.label or next((name for name in ("label", "fine_label") if name in columns), "label")
         for option, name in (("image", self.image), ("label", column)):

@@ -1,14 +1,13 @@
-"""Image files in tar shards ("image_shards"): the webdataset layout, and one tar for each class, as ImageNet-22k comes.
+"""Image files in tar shards ("image_shards"): the webdataset layout, and one tar per class, as in ImageNet-22k.
 
-In the webdataset layout (github.com/webdataset/webdataset) the members of one example stand together and share their
-name up to the first dot: `0001.jpg`, `0001.cls`. Every shard is indexed once (`data/archives.py`); examples are then
-read in any order by offset, so data order, resume and workers are those of every other data set. The index holds
-numbers alone: fourteen million images take some 350 MB.
+In the webdataset layout (github.com/webdataset/webdataset) the members of an example share their name up to the first
+dot: `0001.jpg`, `0001.cls`. Every shard is indexed once (`data/archives.py`); examples are then read by offset, so that
+data order, resume and workers are those of every other data set. The index holds numbers only: fourteen million images
+take some 350 MB.
 
-Why not webdataset: its streams shuffle in a buffer, so the order depends on the number of workers (seen with 1.0.2)
-and an epoch cannot go on from its middle; it knows a label when it reads it, too late to deal splits with equal shares
-of every class; and a shard that was cut short stops a run only when its turn comes. Hugging Face `datasets` copies the
-shards into files of its own.
+webdataset shuffles in a buffer, so that the order depends on the number of workers (seen with 1.0.2) and an epoch
+cannot be resumed in its middle; it knows labels too late for stratified splits, and notices a truncated shard only when
+it is read. Hugging Face `datasets` copies the shards into its own files.
 """
 
 from __future__ import annotations
@@ -33,41 +32,40 @@ from .class_folders import is_image, report_empty_classes
 from .dataset import AUGMENTATION_DEFAULTS, BadFiles, EncodedImages
 
 MOST_CLASSES = 1_000_000
-"""Classes of a data set, so that a label that is none does not ask for as many outputs."""
+"""Largest number of classes, so that a damaged label does not ask for as many outputs."""
 ShardPath = str | Path | Mapping[str, str | Path]
 
 
 @DATASETS.register("image_shards")
 @dataclass(kw_only=True, eq=False, repr=False)
 class ImageShards(EncodedImages):
-    """Classify images in tar shards, with a label beside each image (.cls, .json), or one tar for each class.
+    """Classify images in tar shards, with a label beside each image (.cls, .json), or one tar per class.
 
-    Shards belong to the split that their name or folder says (`imagenet-train-000000.tar`, `val/000000.tar`), or the
-    one that `path` gives them. Where nothing says so, images are dealt out by `validation_fraction` and
-    `test_fraction`; shards for validation alone are used for test, too, and the other way round, when no fraction is
-    given.
+    Shards belong to the split in their name or folder (`imagenet-train-000000.tar`, `val/000000.tar`), or the split
+    that `path` gives them. Without such names images are dealt out by `validation_fraction` and `test_fraction`. Shards
+    for validation only are also used for test, and vice versa, when no fraction is given.
 
     Args:
         path: a folder, a pattern such as /data/shard-{000000..001281}.tar, or a mapping from split to one of these.
-        label: what tells the class: "cls" (a member with a number), "json:KEY" (a number in a JSON member), or "tar"
+        label: source of the class: "cls" (a member with a number), "json:KEY" (a number in a JSON member), or "tar"
             (the name of the tar, in alphabetical order of the training shards).
-        classes: their number; null takes the largest label of the training shards and one.
+        classes: their number; null takes the largest label of the training shards plus one.
         augmentation: options of `Augmentation`; null crops at random and mirrors.
-        validation_fraction, test_fraction: shares of every class held out from the training shards; a tenth each where
-            there are no other shards and neither is given, else null is none.
-        bad_files: an example without image or label counts as a bad file, too.
+        validation_fraction, test_fraction: shares of every class held out from the training shards; null is none, or a
+            tenth each if there are training shards only and neither is given.
+        bad_files: also applies to an example without image or label.
         others: see `EncodedImages`.
 
     Raises:
         FileNotFoundError: no such folder, shards missing from a pattern (named), or none for the split.
-        ValueError: a shard that is damaged or cut short, or labels that are missing, no numbers or out of range.
+        ValueError: a damaged or truncated shard, or labels that are missing, no numbers or out of range.
     """
 
     name = "image_shards"
     no_augmentation = AUGMENTATION_DEFAULTS
     path: ShardPath
     label: str = "cls"
-    classes: int | None = None  # type: ignore[assignment]  # an option first, and then their number
+    classes: int | None = None  # type: ignore[assignment]  # the option, later replaced by the number
     crop_ratio: float | None = 0.875
     validation_fraction: float | None = None  # type: ignore[assignment]
     test_fraction: float | None = None
@@ -79,28 +77,26 @@ class ImageShards(EncodedImages):
         if not shards["train"]:
             found = ", ".join(f"{len(found)} for {split}" for split, found in shards.items())
             raise FileNotFoundError(f"{self.path} has no shard for training; found {found}")
-        shares = self._shares(shards)
-        # Without a test split of their own, data with validation shards report on these; and the other way round.
+        given = {"validation": self.validation_fraction, "test": self.test_fraction}
+        for split, share in given.items():
+            if share and shards[split]:
+                raise ValueError(f"{split}_fraction={share}: there are shards for {split}; leave the fraction out")
+        usual = 0.1 if not any(shards[split] or given[split] is not None for split in given) else 0.0
+        shares = {split: usual if share is None else share for split, share in given.items()}
         instead = {"validation": "test", "test": "validation"}.get(self.split, "")
         source = self.split if shards[self.split] else "train" if shares.get(self.split) else instead
         if not shards[source]:
-            raise ValueError(
-                f"{self.path} has no shard for {self.split}, and no share of training; set "
-                f"data.{self.split}_fraction=0.1"
-            )
+            way = f"set data.{self.split}_fraction=0.1"
+            raise ValueError(f"{self.path} has no shard for {self.split}, and no share of training; {way}")
         classes = sorted(shard.name.removesuffix(".tar") for shard in shards["train"]) if self.label == "tar" else []
         tars = {name: number for number, name in enumerate(classes)}
         train = index_shards(shards["train"], self.label, tars, self.bad_files)
         chosen = train if source == "train" else index_shards(shards[source], self.label, tars, self.bad_files)
         number = len(tars) or self.classes or int(train.label.max()) + 1
         if number > MOST_CLASSES:
-            where = (
-                f"data.classes={number}"
-                if self.classes
-                else f"{train.file(int(train.label.argmax()))}: label {number - 1}"
-            )
+            largest = f"{train.file(int(train.label.argmax()))}: label {number - 1}"
+            where = f"data.classes={number}" if self.classes else largest
             raise ValueError(f"{where} is beyond {MOST_CLASSES:,} classes; is it one?")
-        names = classes or [f"class {place}" for place in range(number)]
         for part in (train, chosen):
             part.check_labels(number)
         if self.split == "train":
@@ -110,23 +106,14 @@ class ImageShards(EncodedImages):
         if source == "train" and any(shares.values()):
             chosen = train.only(items_of_split(self.path, train.label, shares, self.seed, self.split))
         self._examples = chosen
-        return chosen.label, names
-
-    def _shares(self, shards: Mapping[str, list[Path]]) -> dict[str, float]:
-        """Shares that are held out from the training shards."""
-        given = {"validation": self.validation_fraction, "test": self.test_fraction}
-        for split, share in given.items():
-            if share and shards[split]:
-                raise ValueError(f"{split}_fraction={share}: there are shards for {split}; leave the fraction out")
-        nothing_said = not any(shards[split] for split in given) and all(share is None for share in given.values())
-        return {split: (0.1 if nothing_said else 0.0) if share is None else share for split, share in given.items()}
+        return chosen.label, classes or [f"class {place}" for place in range(number)]
 
     def encoded(self, index: int) -> tuple[bytes, object]:
-        return self._examples.read(index), _Name(self._examples, index)
+        return self._examples.read(index), _MemberName(self._examples, index)
 
 
-class Examples(NamedTuple):
-    """Where the images of some shards lie, and their labels; numbers alone. All arrays are (images,)."""
+class IndexedExamples(NamedTuple):
+    """Positions and labels of the images of some shards. All arrays are (images,)."""
 
     shards: list[Path]
     shard: np.ndarray
@@ -134,16 +121,16 @@ class Examples(NamedTuple):
     size: np.ndarray
     label: np.ndarray
 
-    def only(self, chosen: np.ndarray) -> Examples:
-        """Some of them."""
-        return Examples(self.shards, self.shard[chosen], self.offset[chosen], self.size[chosen], self.label[chosen])
+    def only(self, chosen: np.ndarray) -> IndexedExamples:
+        """A subset, by index."""
+        return IndexedExamples(self.shards, *(column[chosen] for column in self[1:]))
 
     def read(self, place: int) -> bytes:
         """The file of one image."""
         return read_at(self.shards[self.shard[place]], int(self.offset[place]), int(self.size[place]))
 
     def file(self, place: int) -> str:
-        """Shard and member of one image, in words."""
+        """Shard and member of one image, for messages."""
         shard, offset = self.shards[self.shard[place]], int(self.offset[place])
         try:
             header = tarfile.TarInfo.frombuf(read_at(shard, offset - 512, 512), "utf-8", "surrogateescape")
@@ -160,10 +147,10 @@ class Examples(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Name:
-    """Shard and member of an example, looked up only if it must be told."""
+class _MemberName:
+    """Shard and member of an example, read only when a message needs them."""
 
-    examples: Examples
+    examples: IndexedExamples
     place: int
 
     def __str__(self) -> str:
@@ -207,7 +194,7 @@ def find_shards(path: str | Path) -> list[Path]:
 
 
 def expanded(pattern: str) -> list[str]:
-    """The names that a pattern with {first..last} stands for; the pattern itself where it has no such numbers."""
+    """The names of a pattern with {first..last}; the pattern itself without such numbers."""
     braces = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
     if braces is None:
         return [pattern]
@@ -215,8 +202,8 @@ def expanded(pattern: str) -> list[str]:
     return [pattern.replace(braces.group(), str(n).zfill(len(first))) for n in range(int(first), int(last) + 1)]
 
 
-def index_shards(shards: Sequence[Path], label: str, tars: Mapping[str, int], bad_files: BadFiles) -> Examples:
-    """The images of some shards (ValueError: there is none); `tars` are the classes by name where each is a shard."""
+def index_shards(shards: Sequence[Path], label: str, tars: Mapping[str, int], bad_files: BadFiles) -> IndexedExamples:
+    """The images of some shards (ValueError: there is none); `tars` maps names to classes where a class is a shard."""
     columns = []
     for number, shard in enumerate(shards):
         if label == "tar":
@@ -224,10 +211,15 @@ def index_shards(shards: Sequence[Path], label: str, tars: Mapping[str, int], ba
         else:
             key = {**identity(shard), "label": label}
             found = load_or_build("shard-index", key, lambda shard=shard: _labelled(shard, label))  # type: ignore[misc]
-            _report_missing(shard, found["missing"].tobytes().decode("utf-8", "surrogateescape"), bad_files)
+            if len(found["missing"]):
+                missing = found["missing"].tobytes().decode("utf-8", "surrogateescape").split("\n")
+                message = f"{shard}: {len(missing)} examples are not whole: {', '.join(missing[:5])}"
+                if bad_files == "stop":
+                    raise ValueError(f"{message}; make the shard again, or set data.bad_files=skip")
+                warnings.warn(f"{message}; they are left out", RuntimeWarning, stacklevel=2)
         places = np.full(len(found["offsets"]), number, dtype=np.int32)
         columns.append((places, found["offsets"], found["sizes"], found["labels"]))
-    examples = Examples(list(shards), *(np.concatenate(column) for column in zip(*columns, strict=True)))
+    examples = IndexedExamples(list(shards), *(np.concatenate(column) for column in zip(*columns, strict=True)))
     if not len(examples.label):
         raise ValueError(f"{shards[0]} and {len(shards) - 1} other shards hold no image")
     return examples
@@ -242,31 +234,34 @@ def _class_tar(shard: Path, tars: Mapping[str, int]) -> Arrays:
     return {"offsets": tar.offsets[images], "sizes": tar.sizes[images], "labels": labels}
 
 
+def example_name(member: str) -> tuple[str, str]:
+    """The name of the example of a member, and the member's kind: `a/0001.jpg` is `a/0001` and `jpg`."""
+    folder, _, file = member.rpartition("/")
+    stem, _, kind = file.partition(".")
+    return f"{folder}/{stem}".lstrip("/"), kind
+
+
 def _labelled(shard: Path, label: str) -> Arrays:
-    """Offset, size and label of each image of a shard; "missing": examples without image or label, a line each."""
+    """Offset, size and label of each image of a shard; "missing": examples without image or label, one per line."""
     tar = Tar(shard)
     wanted, _, key = label.partition(":")
     images: dict[str, int] = {}
     labels: dict[str, int] = {}
     kinds: set[str] = set()
     for place, name in enumerate(tar.names):
-        folder, _, file = name.rpartition("/")
-        stem, _, extension = file.partition(".")
-        example = f"{folder}/{stem}".lstrip("/")
-        kinds.add(extension)
-        if is_image(f"_.{extension}"):
+        example, kind = example_name(name)
+        kinds.add(kind)
+        if is_image(f"_.{kind}"):
             images[example] = place
-        elif extension == wanted:
+        elif kind == wanted:
             labels[example] = read_label(tar.read(place), key, f"{shard}:{name}")
     if images and not labels:
         found = ", ".join(sorted(kinds))
         raise ValueError(f"{shard} has no .{wanted} members, only {found}; set data.label to cls, json:KEY or tar")
     both = [example for example in images if example in labels]
     places = [images[example] for example in both]
-    missing = [
-        *(f"{example} (no label)" for example in images if example not in labels),
-        *(f"{example} (no image)" for example in labels if example not in images),
-    ]
+    missing = [f"{example} (no label)" for example in images if example not in labels]
+    missing += [f"{example} (no image)" for example in labels if example not in images]
     return {
         "offsets": tar.offsets[places],
         "sizes": tar.sizes[places],
@@ -276,7 +271,7 @@ def _labelled(shard: Path, label: str) -> Arrays:
 
 
 def read_label(content: bytes, key: str, name: str) -> int:
-    """The label in a member called `name`: a whole number, or one under `key` in JSON (ValueError: it is none)."""
+    """The label in a member called `name`: an integer, or one under `key` in JSON (ValueError otherwise)."""
     try:
         value = json.loads(content)[key] if key else int(content)
         if isinstance(value, bool) or int(value) != value:
@@ -287,13 +282,3 @@ def read_label(content: bytes, key: str, name: str) -> int:
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         wanted = f"JSON with a whole number under {key!r}" if key else "a whole number"
         raise ValueError(f"{name} must hold {wanted}, not {content[:40]!r} ({error})") from None
-
-
-def _report_missing(shard: Path, missing: str, bad_files: BadFiles) -> None:
-    if not missing:
-        return
-    examples = missing.split("\n")
-    message = f"{shard}: {len(examples)} examples are not whole: {', '.join(examples[:5])}"
-    if bad_files == "stop":
-        raise ValueError(f"{message}; make the shard again, or set data.bad_files=skip")
-    warnings.warn(f"{message}; they are left out", RuntimeWarning, stacklevel=2)

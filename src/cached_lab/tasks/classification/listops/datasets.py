@@ -1,7 +1,7 @@
 """ListOps as data sets: generated ("listops"), and from files ("listops_tsv").
 
-Paper: Tay et al., arXiv:2011.04006. Every published score of 35 to 37 % is what the root operator alone gives away;
-`baselines` measures it for the data at hand.
+Paper: Tay et al., arXiv:2011.04006. Every published score of 35 to 37 % equals the accuracy of guessing from the root
+operator; `baselines` measures it for the data used.
 
 Shape legend: B batch, N tokens.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cached_lab.data.dataset import Batch, LabelledDataset
 from cached_lab.data.samples import Sample
-from cached_lab.data.splits import check_split
+from cached_lab.data.splits import check_choice, check_split
 from cached_lab.data.store import Arrays, load_or_build
 from cached_lab.registries import DATASETS
 
@@ -29,29 +29,26 @@ from .files import find_tsv, read_tsv
 
 _PAPER = "arXiv:2011.04006"
 _MOST = 10_000_000
-"""Expressions of a split: over an hour of generating."""
+"""Most expressions of a split: over an hour of generating."""
 
 
 class ExpressionDataset(LabelledDataset):
-    """Expressions held in memory, one byte a token. Items are (token identifiers long (N,), value).
+    """Expressions held in memory, one byte per token. Items are (token identifiers long (N,), value).
 
     Args:
-        arrays: "tokens", identifiers of all expressions one after another, uint8 (total,); "ends", where each
-            expression ends, integers (size,); "labels", values, integers (size,).
-        max_length: longest input a model must take, in tokens.
-        pad_to: "batch" pads to the longest of the batch, "max" to `max_length` (what the arena does).
+        arrays: "tokens", identifiers of all expressions one after another, uint8 (total,); "ends", the end of each
+            expression, integers (size,); "labels", values, integers (size,).
+        max_length: longest input of a model, in tokens.
+        pad_to: "batch" pads to the longest of the batch, "max" to `max_length` (as the arena does).
     """
 
     def __init__(
         self, name: str, split: str, arrays: Mapping[str, np.ndarray], *, max_length: int, pad_to: str = "batch"
     ) -> None:
         super().__init__(name, split, arrays["labels"], classes=10)
-        if pad_to not in ("batch", "max"):
-            raise ValueError(f"pad_to={pad_to!r} must be 'batch' (the longest in the batch) or 'max' (max_length)")
-        self.max_length = max_length
-        self.pad_to = pad_to
-        self._tokens = arrays["tokens"]
-        self._ends = arrays["ends"]
+        check_choice("pad_to", pad_to, ("batch", "max"))
+        self.max_length, self.pad_to = max_length, pad_to
+        self._tokens, self._ends = arrays["tokens"], arrays["ends"]
 
     def expression(self, index: int) -> Expression:
         """Tokens and value of one item."""
@@ -73,7 +70,7 @@ class ExpressionDataset(LabelledDataset):
         return torch.tensor(list(expression.tokens), dtype=torch.long), expression.label
 
     def collate(self, items: Sequence[tuple[Tensor, int]]) -> Batch:
-        """Pad with identifier 0 to the length that `pad_to` names."""
+        """Pad with identifier 0 to the length of `pad_to`."""
         length = self.max_length if self.pad_to == "max" else max(len(tokens_N) for tokens_N, _ in items)
         inputs_BN = torch.full((len(items), length), PADDING_ID, dtype=torch.long)
         for row, (tokens_N, _) in enumerate(items):
@@ -96,16 +93,15 @@ class ExpressionDataset(LabelledDataset):
 class ListOps(ExpressionDataset):
     """Long ListOps, generated: classify the value (0..9) of a nested expression; defaults of the Long Range Arena.
 
-    The first process generates (about half a millisecond an expression at the defaults) and keeps the result in the
-    cache folder (`cached_lab.data.cache_folder`). Splits have streams of their own, and in the order test,
-    validation, train each leaves out what those before it hold: they are disjoint, a larger training split begins with
-    a smaller one, and its size does not touch the other two.
+    The data are generated once (about half a millisecond per expression at the defaults) and cached. Splits have their
+    own streams, and in the order test, validation, train each leaves out the expressions of those before it: splits are
+    disjoint, a larger training split begins with a smaller one, and its size does not change the other two.
 
     Args:
         split: "train", "validation" or "test".
         max_depth, max_args, min_length, max_length: see `generate_trees`.
         train_size, validation_size, test_size: number of expressions of each split.
-        seed: which data set of this kind; training seeds are another matter.
+        seed: of the data set; independent of training seeds.
         pad_to: "batch" or "max".
 
     Raises:
@@ -126,7 +122,6 @@ class ListOps(ExpressionDataset):
 
     def __post_init__(self) -> None:
         shape = {name: getattr(self, name) for name in ("max_depth", "max_args", "min_length", "max_length")}
-        # In the order in which they are generated: each leaves out what those before it hold.
         sizes = {"test": self.test_size, "validation": self.validation_size, "train": self.train_size}
         for name, size in sizes.items():
             if not 1 <= size <= _MOST:
@@ -136,7 +131,7 @@ class ListOps(ExpressionDataset):
 
     @classmethod
     def foretell(cls, **options: Any) -> dict[str, object]:
-        """What `describe` will say of data with these options, found without generating more than one expression."""
+        """The result of `describe` for these options, without generating more than one expression."""
         return cls("test", **{**options, "test_size": 1}).describe()
 
 
@@ -147,10 +142,10 @@ class ListOpsTSV(ExpressionDataset):
 
     Args:
         split: "train", "validation" or "test".
-        path: folder with one file a split (`basic_train.tsv`, `basic_val.tsv`, ...), or a mapping from split to file.
+        path: folder with one file per split (`basic_train.tsv`, `basic_val.tsv`, ...), or a mapping from split to file.
         max_length: longest expression allowed, in tokens; 2000 as in the arena.
         too_long: "error" refuses a longer expression, "truncate" keeps its first `max_length` tokens, as the arena
-            does; its value is then no longer written in the input.
+            does; the input then no longer determines its value.
         pad_to: "batch" or "max".
 
     Raises:
@@ -167,8 +162,7 @@ class ListOpsTSV(ExpressionDataset):
 
     def __post_init__(self) -> None:
         most = self.max_length
-        if self.too_long not in ("error", "truncate"):
-            raise ValueError(f"too_long={self.too_long!r} must be 'error' or 'truncate'")
+        check_choice("too_long", self.too_long, ("error", "truncate"))
         if most < 1:
             raise ValueError(f"max_length={most} must be at least 1 token")
         file = find_tsv(self.path, check_split(self.split))
@@ -176,21 +170,21 @@ class ListOpsTSV(ExpressionDataset):
         longest = max(len(expression.tokens) for expression in expressions)
         if longest > most and self.too_long == "error":
             message = f"{file} holds an expression of {longest} tokens, and max_length={most}"
-            raise ValueError(f"{message}; raise max_length, or cut expressions with too_long='truncate'")
+            raise ValueError(f"{message}; raise max_length, or truncate expressions with too_long='truncate'")
         cut = (Expression(expression.tokens[:most], expression.label) for expression in expressions)
         super().__init__("listops_tsv", self.split, _packed(cut), max_length=most, pad_to=self.pad_to)
 
 
 def _generated(split: str, shape: dict[str, int], sizes: dict[str, int], seed: int) -> Arrays:
-    order = list(sizes)
-    earlier = order[: order.index(split)]
-    # A split depends on those generated before it, and on nothing else.
+    """Generate a split; `sizes` is in the order of generation, and a split depends on those before it only."""
+    earlier = list(sizes)[: list(sizes).index(split)]
     key = {**shape, "seed": seed, "split": split, "version": GENERATOR_VERSION}
     key["sizes"] = {name: sizes[name] for name in (*earlier, split)}
 
     def build() -> Arrays:
-        others = (_generated(name, shape, sizes, seed) for name in earlier)
-        taken = {tokens for arrays in others for tokens in _unpacked(arrays)}
+        taken: set[bytes] = set()
+        for arrays in (_generated(name, shape, sizes, seed) for name in earlier):
+            taken.update(part.tobytes() for part in np.split(arrays["tokens"], arrays["ends"][:-1]))
         stream = generate_trees(f"{seed}/{split}", **shape)
         return _packed(islice((e for e in stream if e.tokens not in taken), sizes[split]))
 
@@ -204,11 +198,3 @@ def _packed(expressions: Iterable[Expression]) -> Arrays:
         "ends": np.cumsum([len(identifiers) for identifiers in tokens], dtype=np.int64),
         "labels": np.array(labels, dtype=np.uint8),
     }
-
-
-def _unpacked(arrays: Arrays) -> Iterator[bytes]:
-    """Tokens of each expression."""
-    start = 0
-    for end in arrays["ends"].tolist():
-        yield arrays["tokens"][start:end].tobytes()
-        start = end

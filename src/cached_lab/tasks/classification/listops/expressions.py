@@ -1,14 +1,12 @@
 """Long ListOps: nested list operations whose value is a digit, as the Long Range Arena generates them.
 
 Paper: Tay et al., "Long Range Arena: A Benchmark for Efficient Transformers", arXiv:2011.04006; the task is from
-Nangia and Bowman, arXiv:1804.06028. Original implementation of the generator: google-research/long-range-arena,
-lra_benchmarks/data/listops.py. The sampling rule is theirs; unlike there, the stream is a function of its seed.
+Nangia and Bowman, arXiv:1804.06028. The sampling rule is that of the original generator
+(google-research/long-range-arena, lra_benchmarks/data/listops.py); here the stream is a function of its seed.
 
-An expression is kept as `bytes`, one token identifier each: digits, operators and the closing bracket, in reading
-order. The arena's files write the same expression with parentheses round every application of an operator to its next
-argument, `( ( ( [MAX 2 ) 9 ) ] )`; its input pipeline deletes them, and so does `tokenize`.
-
-Length, everywhere: the number of tokens without parentheses, i.e. digits plus two per operator.
+An expression is `bytes`, one token identifier each: digits, operators and the closing bracket, in reading order. The
+arena's files add parentheses around every application of an operator to its next argument, `( ( ( [MAX 2 ) 9 ) ] )`;
+its input pipeline deletes them, and so does `tokenize`. Lengths count tokens without parentheses.
 """
 
 from __future__ import annotations
@@ -30,12 +28,9 @@ PADDING_ID = 0
 GENERATOR_VERSION = 1
 """Rises whenever the same arguments of `generate_trees` give another stream."""
 
-_ID = {token: identifier for identifier, token in enumerate(VOCABULARY)}
-_OCCURRING = {token: _ID[token] for token in VOCABULARY[1:-1]}
-_ZERO_ID, _FIRST_OPERATOR_ID, _CLOSE_ID = _ID["0"], _ID[OPERATORS[0]], _ID[CLOSE]
-_DIGITS = {str(digit): digit for digit in range(10)}
-_PARENTHESES = frozenset("()")
-_DRAWS_WITHOUT_NEWS = 200_000
+_OCCURRING = {token: identifier for identifier, token in enumerate(VOCABULARY) if identifier and token != "<unknown>"}
+_ZERO_ID, _FIRST_OPERATOR_ID, _CLOSE_ID = _OCCURRING["0"], _OCCURRING[OPERATORS[0]], _OCCURRING[CLOSE]
+_MOST_REPEATS = 200_000
 
 
 class Expression(NamedTuple):
@@ -59,8 +54,8 @@ def generate_trees(
     """Endless stream of different expressions; the defaults are those of the Long Range Arena.
 
     A node above `max_depth` (the root has depth 1) is an operator with probability 1/4, otherwise a digit; at
-    `max_depth` it is a digit. Digits, operators and the number of arguments (2..`max_args`) are uniform. A drawn tree
-    is kept when `min_length` < length < `max_length` and it did not occur before.
+    `max_depth` it is a digit. Digits, operators and the number of arguments (2..`max_args`) are uniform. A tree is kept
+    when `min_length` < length < `max_length` and it did not occur before.
 
     Args:
         seed: the stream is a function of it and of the other arguments, in every process.
@@ -68,28 +63,8 @@ def generate_trees(
             both exclusive.
 
     Raises:
-        ValueError: no tree can have such a length, or no new one turns up any more.
+        ValueError: no tree can have such a length, or no new tree occurs any more.
     """
-    _check_shape(max_depth, max_args, min_length, max_length)
-    grower = _Grower(random.Random(seed), max_depth, max_args, max_length)
-    seen: set[bytes] = set()
-    draws_without_news = 0
-    while draws_without_news < _DRAWS_WITHOUT_NEWS:
-        draws_without_news += 1
-        expression = grower.draw()
-        if expression is None or len(expression.tokens) <= min_length or expression.tokens in seen:
-            continue
-        draws_without_news = 0
-        seen.add(expression.tokens)
-        yield expression
-    raise ValueError(
-        f"only {len(seen)} different expressions with {min_length} < length < {max_length}, max_depth={max_depth} and "
-        f"max_args={max_args} turned up, and none in the last {_DRAWS_WITHOUT_NEWS} draws; widen the lengths, raise "
-        "max_depth or max_args, or ask for fewer examples"
-    )
-
-
-def _check_shape(max_depth: int, max_args: int, min_length: int, max_length: int) -> None:
     if not 1 <= max_depth <= 100:
         raise ValueError(f"max_depth={max_depth} must lie in 1..100; the Long Range Arena uses 10")
     if max_args < 2:
@@ -103,20 +78,34 @@ def _check_shape(max_depth: int, max_args: int, min_length: int, max_length: int
     if longest <= min_length:
         message = f"no expression with max_depth={max_depth} and max_args={max_args} is longer than {longest} tokens"
         raise ValueError(f"{message}, and min_length={min_length} asks for more; lower it or raise one of the two")
+    grower = _Grower(random.Random(seed), max_depth, max_args, max_length)
+    seen: set[bytes] = set()
+    repeats = 0
+    while repeats < _MOST_REPEATS:
+        repeats += 1
+        expression = grower.draw()
+        if expression is None or len(expression.tokens) <= min_length or expression.tokens in seen:
+            continue
+        repeats = 0
+        seen.add(expression.tokens)
+        yield expression
+    raise ValueError(
+        f"only {len(seen)} different expressions with {min_length} < length < {max_length}, max_depth={max_depth} and "
+        f"max_args={max_args} turned up, and none in the last {_MOST_REPEATS} draws; widen the lengths, raise "
+        "max_depth or max_args, or ask for fewer examples"
+    )
 
 
 class _TooLong(Exception):
-    """The tree in hand cannot end below the length limit any more."""
+    """The current tree cannot stay below the length limit."""
 
 
 class _Grower:
-    """Draws trees depth first, giving one up as soon as it is certain to be too long."""
+    """Samples trees depth first, and gives a tree up as soon as it is certain to be too long."""
 
     def __init__(self, generator: random.Random, max_depth: int, max_args: int, max_length: int) -> None:
         self._random = generator.random
-        self._max_depth = max_depth
-        self._max_args = max_args
-        self._max_length = max_length
+        self._max_depth, self._max_args, self._max_length = max_depth, max_args, max_length
 
     def draw(self) -> Expression | None:
         self._tokens = bytearray()
@@ -130,7 +119,7 @@ class _Grower:
 
     def _node(self, depth: int) -> int:
         # One draw decides both: 10 of the 40 outcomes are an operator, and each digit has 3 of the other 30, or 4 of
-        # all 40 where only a digit may stand.
+        # all 40 at the largest depth.
         outcome = int(self._random() * 40)
         if outcome >= 10 or depth == self._max_depth:
             digit = outcome % 10
@@ -148,25 +137,23 @@ class _Grower:
 
 
 def evaluate(source: str | Iterable[str]) -> int:
-    """Value of an expression, by a stack machine that reads it once from left to right.
-
-    It shares nothing with the generator, so that each proves the other. Parentheses are skipped.
+    """Value of an expression, by a stack machine that shares nothing with the generator, so that each proves the other.
 
     Args:
-        source: text with blanks between tokens, or the tokens.
+        source: text with blanks between tokens, or the tokens. Parentheses are skipped.
 
     Raises:
-        ValueError: not one complete expression; the message says what is wrong and at which token (from 1).
+        ValueError: not one complete expression; the message names the error and its token (from 1).
     """
     opened: list[tuple[str, list[int]]] = []
     values: list[int] = []
     operator = ""
     position = 0
     for position, token in enumerate(source.split() if isinstance(source, str) else source, 1):
-        if token in _PARENTHESES:
+        if token in ("(", ")"):
             continue
-        if token in _DIGITS:
-            values.append(_DIGITS[token])
+        if len(token) == 1 and token in "0123456789":
+            values.append(int(token))
         elif token in OPERATORS:
             opened.append((operator, values))
             operator, values = token, []
@@ -177,33 +164,24 @@ def evaluate(source: str | Iterable[str]) -> int:
         elif not values:
             raise ValueError(f"token {position}, ']', closes {operator} before its first argument")
         else:
-            result = _reduce(operator, values)
+            ordered, middle = sorted(values), len(values) // 2
+            result = {
+                "[MIN": ordered[0],
+                "[MAX": ordered[-1],
+                "[MED": (ordered[~middle] + ordered[middle]) // 2,
+                "[SM": sum(values) % 10,
+            }[operator]
             operator, values = opened.pop()
             values.append(result)
     if operator:
         raise ValueError(f"the expression ends after {position} tokens with {operator} still open")
     if len(values) != 1:
-        raise ValueError(f"{len(values)} expressions stand side by side; exactly one is expected")
+        raise ValueError(f"{len(values)} expressions are side by side; exactly one is expected")
     return values[0]
 
 
-def _reduce(operator: str, values: list[int]) -> int:
-    if operator == "[SM":
-        return sum(values) % 10
-    ordered = sorted(values)
-    if operator == "[MIN":
-        return ordered[0]
-    if operator == "[MAX":
-        return ordered[-1]
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) // 2
-
-
 def tokenize(source: str) -> bytes:
-    """Token identifiers of an expression in text form, parentheses dropped.
-
-    Raises:
-        ValueError: empty, or a token that is not in the vocabulary.
-    """
+    """Token identifiers of an expression in text form, without parentheses (ValueError: empty, or an unknown token)."""
     tokens = source.replace("(", " ").replace(")", " ").split()
     try:
         identifiers = bytes(map(_OCCURRING.__getitem__, tokens))
@@ -216,7 +194,7 @@ def tokenize(source: str) -> bytes:
 
 
 def to_tokens(identifiers: bytes) -> list[str]:
-    """Tokens of an expression, the inverse of `tokenize` but for parentheses."""
+    """Tokens of an expression, the inverse of `tokenize` except for parentheses."""
     return [VOCABULARY[identifier] for identifier in identifiers]
 
 
@@ -240,11 +218,11 @@ def to_source(identifiers: bytes) -> str:
 
 
 def root_operator_baselines(train: Iterable[Expression], test: Iterable[Expression]) -> dict[str, float]:
-    """Accuracies on `test` of three guessers that never look below the root; print them beside any result.
+    """Accuracies on `test` of three guessers that never look below the root; print them next to any result.
 
-    Each answers with the commonest label in `train` among expressions that look alike to it: all of them; those with
-    the same root operator; those with the same root operator, result of that operator on the digits directly under
-    the root, and number of sub-expressions there. A guesser that never saw the like falls back on the one before.
+    Each answers with the commonest label in `train` among similar expressions: all of them; those with the same root
+    operator; those with the same root operator, result of that operator on the digits directly under the root, and
+    number of sub-expressions there. A guesser without a similar expression falls back on the previous one.
 
     Returns:
         "majority class", "root operator", "root operator and direct digits": accuracies in 0..1.
@@ -271,7 +249,7 @@ def root_operator_baselines(train: Iterable[Expression], test: Iterable[Expressi
 
 
 def _views(identifiers: bytes) -> tuple[Hashable, Hashable, Hashable]:
-    """What the three guessers see of an expression, coarse to fine."""
+    """The features of an expression for the three guessers, coarse to fine."""
     tokens = np.frombuffer(identifiers, dtype=np.uint8)
     opens = (tokens >= _FIRST_OPERATOR_ID) & (tokens < _CLOSE_ID)
     inside = np.cumsum(opens) - np.cumsum(tokens == _CLOSE_ID)  # operators open after each token
