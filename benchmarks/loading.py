@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from benchmarks import command
 from cached_lab.experiments.costs.timing import training_step
 from cached_lab.experiments.reports.markdown import table
-from cached_lab.tasks.classification.images.image_folder import ImageFolder
+from cached_lab.tasks.classification.images.class_folders import ImageFolder
 from cached_lab.training.loader import TrainingOrder, training_batches
 from cached_transformers.extras import require
 from cached_transformers.integrations.models import create_model

@@ -180,7 +180,7 @@ class TestTinyImageNet:
             TinyImageNet("test", path=tmp_path)
         (tmp_path / "val/images/val_6.JPEG").unlink()
         (tmp_path / "val/images/val_0.JPEG").unlink()
-        with pytest.raises(ValueError, match="1.*val_0"):
+        with pytest.raises(ValueError, match=r"1.*val_0"):
             TinyImageNet("test", path=tmp_path)
         write_files(tmp_path, {"val/val_annotations.txt": b"val_1.JPEG\tn77"})
         with pytest.raises(ValueError, match="line 1: 'n77'"):

@@ -12,8 +12,8 @@ from typing import Any
 
 from cached_lab.resources import read_facts
 
-from .benchmark import BENCHMARKS
 from .arguments import add_command
+from .benchmark import BENCHMARKS
 from .evaluate import MEMORY_MODES
 from .list import parts, recipe_rows
 

@@ -73,7 +73,6 @@ def run(arguments: argparse.Namespace) -> int:
     from cached_lab.experiments.reports.terminal import open_console
     from cached_lab.experiments.run_outputs import write_evaluation, write_report
     from cached_lab.training.progress import Reporter
-    from cached_lab.output_caches.evaluation import cache_options, evaluate_output_cache
     from cached_transformers.files import jsonable
 
     if arguments.output_cache is not None:

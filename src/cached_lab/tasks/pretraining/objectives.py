@@ -114,7 +114,12 @@ class Bart:
             text_N = denoising.mask_tokens(text_N, self.masking, special.mask, generator, **random)
         if self.infilling:
             starts_N = _starts(special)[text_N] if self.whole_words else None
-            spans: dict[str, Any] = {"mean": self.mean, "replace": self.replace, "starts_N": starts_N, "longest": len(tokens_N)}
+            spans: dict[str, Any] = {
+                "mean": self.mean,
+                "replace": self.replace,
+                "starts_N": starts_N,
+                "longest": len(tokens_N),
+            }
             text_N = denoising.infill_text(text_N, self.infilling, special.mask, generator, **spans, **random)
         text_N = denoising.rotate_document(text_N, generator, rate=self.rotation)
         return np.concatenate([[special.begin], text_N, [special.end]]), np.append(tokens_N, special.end)
