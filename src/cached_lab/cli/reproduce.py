@@ -47,16 +47,16 @@ def run(arguments: argparse.Namespace) -> int:
     from cached_lab.experiments.reports.terminal import open_console
     from cached_lab.experiments.reproductions import MEASURED, REPRODUCTIONS
     from cached_lab.experiments.reproductions.arms import comparison
-    from cached_lab.experiments.reproductions.table9 import measure, write
+    from cached_lab.experiments.reproductions.table9 import measure
 
     name, scale, command = arguments.reproduction, arguments.scale, command_line()
     if name in MEASURED:
         for key in ("data", "seeds", "jobs"):
             if getattr(arguments, key) is not None:
                 raise ValueError(f"{name} trains nothing and reads no data; drop --{key}")
-        measured = measure(MEASURED[name], scale, arguments.rows, arguments.overrides)
-        print(measured.text)
-        print(f"written: {write(measured, arguments.out or Path('runs') / f'{name}_{scale}', name, command)}")
+        folder = arguments.out or Path("runs") / f"{name}_{scale}"
+        print(measure(MEASURED[name], scale, arguments.rows, arguments.overrides, folder, command))
+        print(f"written: {folder / 'throughput.md'}")
         return 0
     if name not in REPRODUCTIONS:
         raise ValueError(unknown_name("reproduction", name, [*REPRODUCTIONS, *MEASURED]))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from cached_transformers.memories.parts.shared_cache_memory import SharedCacheMemory
+from cached_transformers.memories.grc.shared_cache_memory import SharedCacheMemory
 from torch import Tensor, nn
 from torch.nn import functional as F
 
