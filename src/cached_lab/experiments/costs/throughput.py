@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from cached_transformers.memories.grc.shared_cache_memory import SharedCacheMemory
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_lab.experiments.reports.markdown import table
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.integrations.timm.modeling import TimmModel
+from cached_transformers.memories.grc.shared_cache_memory import SharedCacheMemory
 from cached_transformers.registry import unknown_name
 
 from .flops import count_flops, count_parameters

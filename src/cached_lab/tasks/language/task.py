@@ -167,7 +167,8 @@ def _streams(train: TextDataset, settings: TrainingConfig, world: World) -> Stre
                 "process, and a pipeline's row by several; take a text on disk, or training.pipeline=1"
             )
         order = (train.parts, train.window, train.shuffle)
-        return StreamedRows(train.documents, train.tokenizer, settings, length, align, packed, *order, world)
+        tokenizer: Any = train.tokenizer  # replaced the option of the same name
+        return StreamedRows(train.documents, tokenizer, settings, length, align, packed, *order, world)
     if settings.batch_size * length > len(train):
         raise ValueError(
             f"training.batch_size={settings.batch_size} rows of training.segments={settings.segments} x "
