@@ -20,7 +20,7 @@ CONTINUED = "examples of this page go on from one another"
 """What a page says whose blocks share their names; any other block runs alone."""
 NOT_RUN = {
     ("CONTRIBUTING.md", "class MyMemory"): "a form to be filled in; tests/contract/outside_memory.py is one that is",
-    ("docs/architecture.md", "class LayerMemory"): "signatures; tests/packaging/test_seam.py compares them",
+    ("docs/design/interfaces.md", "class LayerMemory"): "signatures; tests/packaging/test_seam.py compares them",
     ("docs/transformers.md", "push_to_hub"): "sends a model to the Hub; tests/integrations/test_auto_classes.py",
     ("docs/harness.md", "import lm_eval"): "not among what tests install; tests/harness/test_harness.py",
     ("docs/training-elsewhere.md", "import lightning"): "not among what tests install; run below where it is there",

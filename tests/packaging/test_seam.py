@@ -1,4 +1,4 @@
-"""The interfaces stay small: how many members and words they have, and that docs/architecture.md shows all of them."""
+"""The interfaces stay small: how many members and words they have, and that docs/design/interfaces.md shows all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cached_transformers.interfaces import capabilities, incremental, memory
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "design" / "interfaces.md"
 PROTOCOLS = (memory.Memory, memory.LayerMemory, memory.ModelMemory)
 RECORDS = (memory.Query, memory.Context, memory.Reading, memory.Trace, memory.Tokens, memory.Entry)
 
