@@ -31,7 +31,7 @@ from .language.datasets import Books, Enwik8, HuggingFace, PennTreebank, Text, W
 from .language.hub_stream import HuggingFaceStream
 from .language.streams import StreamBatch, Streams
 from .pretraining.datasets import Denoising
-from .translation.datasets import IWSLT14, Multi30k, Translation
+from .translation.datasets import IWSLT14, Multi30k, ParallelText
 
 __all__ = [
     "CIFAR10",
@@ -59,6 +59,7 @@ __all__ = [
     "ListOpsTSV",
     "MaskRCNN",
     "Multi30k",
+    "ParallelText",
     "PennTreebank",
     "PlantedDocuments",
     "ReorderedDocuments",
@@ -67,7 +68,6 @@ __all__ = [
     "Streams",
     "Text",
     "TinyImageNet",
-    "Translation",
     "WikiText2",
     "WikiText103",
     "create_dataset",
