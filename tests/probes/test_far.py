@@ -250,32 +250,3 @@ def test_options_of_memories_are_set_by_their_names(
         assert says in capsys.readouterr().err
     assert main(["probe", "rmt", "memformer.length=1"]) != 0
     assert "neither among the memories nor among the tasks" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("--train-distance 3..1", "distances 3..1 of a training"),
-        ("--train-distance 0", "distances 0..0 of a training must be NEAREST..FARTHEST, the farthest at least 1"),
-        ("--tasks copy --train-distance 0..2", "distance=0 must be at least 1 segments for Copy"),
-        ("--train-distance far", "--train-distance 'far' must be A..B or ..B"),
-        ("--train-distance 3..", "--train-distance '3..' must be A..B or ..B"),
-        ("--train-distance 1,3,2", "distances 1,3,2 of a training must rise from 1 to 2"),
-        ("--train-distance 1,2,", "segments from cue to question, e.g. 1..7, or stages, e.g. 1,2,3,5"),
-        ("--train-distance 1,2 --no-curriculum", "distances 1,2 are stages"),
-        ("--train-distance 1..3 --distance 2", "--distance is for trainings at one distance"),
-        ("--far 100", "--far is for trainings by distance"),
-        ("--rows 4", "--rows is for trainings by distance"),
-        ("--compile", "--compile is for trainings by distance"),
-        ("--no-curriculum", "--no-curriculum is for trainings by distance"),
-        ("--solved 0.9", "--solved is for trainings by distance"),
-        ("--train-distance 1..3 --solved 95", "solved=95.0 is a share of right answers"),
-        ("--bptt 2", "--bptt is for trainings by distance"),
-        ("--train-distance 1..3 --bptt 0", "--bptt 0 must be at least 1"),
-        ("--train-distance 1..3 --bptt-window sliding", "is about the segments of --bptt K, which is not given"),
-        ("--train-distance 1..3 --short-convolution 0", "--short-convolution 0 must be at least 1"),
-    ],
-)
-def test_refused(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["probe", "rmt", *words.split()]) != 0
-    assert says in capsys.readouterr().err

@@ -105,7 +105,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs" / "probe"
 
 
-COMMAND = ["probe", "transformer_xl", "--tasks", "latch", "--steps", "20"]
+QUICK_MODEL = ["model.width=8", "model.heads=1", "model.feed_forward=8", "model.rows=256"]
+COMMAND = ["probe", "transformer_xl", *QUICK_MODEL, "--tasks", "latch", "--steps", "20"]
 
 
 def test_the_command_writes_a_table_and_keeps_what_is_finished(
@@ -174,31 +175,43 @@ def test_files_go_to_the_tasks_that_read_them() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["probe", "rmmt"], "unknown memory 'rmmt'"),
-        (["probe", "grc"], "memory 'grc' has no state per row"),
-        (["probe", "all", "--tasks", "lach"], "unknown probe task 'lach'; did you mean 'latch'?"),
-        (["probe", "all", "--tasks", "facts"], "give --babi ARCHIVE_OR_FOLDER and --books FOLDER"),
-        (["probe", "all", "--tasks", "latch", "latch.clases=3"], "did you mean 'classes'?"),
-        (["probe", "all", "--tasks", "latch", "latch.classes=few"], "latch.classes='few' must be a whole number"),
-        (
-            ["probe", "all", "--tasks", "latch", "copy.symbols=3"],
-            "'copy', which is neither among the memories nor among the tasks latch",
-        ),
-        (["probe", "all", "--tasks", "latch", "latch=3"], "latch=3 sets no option; write latch.option=value"),
-        (
-            ["probe", "all", "--tasks", "frequent_words", "--distance", "2"],
-            "at least 3 segments for FrequentWords",
-        ),
-        (
-            ["probe", "all", "--tasks", "recall", "--train-distance", "1..7"],
-            "at most 6 segments for AssociativeRecall; raise keys",
-        ),
-        (["probe", "all", "--distance", "0"], "--distance 0 must be at least 1"),
-        (["probe", "transformer_xl", "--tasks", "latch", "--distance", "2", "--steps", "1"], "take at least 3"),
+        ("rmmt", "unknown memory 'rmmt'"),
+        ("grc", "memory 'grc' has no state per row"),
+        ("all --tasks lach", "unknown probe task 'lach'; did you mean 'latch'?"),
+        ("all --tasks facts", "give --babi ARCHIVE_OR_FOLDER and --books FOLDER"),
+        ("all --tasks latch latch.clases=3", "did you mean 'classes'?"),
+        ("all --tasks latch latch.classes=few", "latch.classes='few' must be a whole number"),
+        ("all --tasks latch copy.symbols=3", "'copy', which is neither among the memories nor among the tasks latch"),
+        ("all --tasks latch latch=3", "latch=3 sets no option; write latch.option=value"),
+        ("all --tasks frequent_words --distance 2", "at least 3 segments for FrequentWords"),
+        ("all --tasks recall --train-distance 1..7", "at most 6 segments for AssociativeRecall; raise keys"),
+        ("all --distance 0", "--distance 0 must be at least 1"),
+        ("transformer_xl --tasks latch --distance 2 --steps 1", "take at least 3"),
+        ("rmt model.check_evry=3 --tasks latch", "did you mean 'check_every'?"),
+        ("rmt model.check_every=0 --tasks latch", "model.check_every=0 must be a number above 0"),
+        ("rmt model.steps=3 --tasks latch", "unknown size of the probed model 'steps'"),
+        ("rmt rmt=3 --tasks latch", "rmt=3 sets no option; write rmt.option=value"),
+        ("rmt --train-distance 3..1", "distances 3..1 of a training"),
+        ("rmt --train-distance 0", "distances 0..0 of a training must be NEAREST..FARTHEST, the farthest at least 1"),
+        ("rmt --tasks copy --train-distance 0..2", "distance=0 must be at least 1 segments for Copy"),
+        ("rmt --train-distance far", "--train-distance 'far' must be A..B or ..B"),
+        ("rmt --train-distance 3..", "--train-distance '3..' must be A..B or ..B"),
+        ("rmt --train-distance 1,3,2", "distances 1,3,2 of a training must rise from 1 to 2"),
+        ("rmt --train-distance 1,2,", "segments from cue to question, e.g. 1..7, or stages, e.g. 1,2,3,5"),
+        ("rmt --train-distance 1,2 --no-curriculum", "distances 1,2 are stages"),
+        ("rmt --train-distance 1..3 --distance 2", "--distance is for trainings at one distance"),
+        ("rmt --far 100", "--far is for trainings by distance"),
+        ("rmt --rows 4", "--rows is for trainings by distance"),
+        ("rmt --compile", "--compile is for trainings by distance"),
+        ("rmt --no-curriculum", "--no-curriculum is for trainings by distance"),
+        ("rmt --solved 0.9", "--solved is for trainings by distance"),
+        ("rmt --train-distance 1..3 --solved 95", "solved=95.0 is a share of right answers"),
+        ("rmt --bptt 2", "--bptt is for trainings by distance"),
+        ("rmt --train-distance 1..3 --bptt 0", "--bptt 0 must be at least 1"),
+        ("rmt --train-distance 1..3 --bptt-window sliding", "is about the segments of --bptt K, which is not given"),
+        ("rmt --train-distance 1..3 --short-convolution 0", "--short-convolution 0 must be at least 1"),
     ],
 )
-def test_bad_words_are_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
-    assert main(words) == 2
-    assert message in capsys.readouterr().err
+def test_bad_words_are_refused(folder: Path, capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
+    assert main(["probe", *words.split()]) == 2
+    assert message in capsys.readouterr().err and not folder.exists()

@@ -108,19 +108,3 @@ def test_a_failure_in_a_process_ends_the_others_and_is_told(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="heads"):
         list(trials.train(trials.missing(), jobs=2))
     assert not list(tmp_path.rglob("*.json"))
-
-
-@pytest.mark.parametrize(
-    ("word", "says"),
-    [
-        ("model.check_evry=3", "did you mean 'check_every'?"),
-        ("model.check_every=0", "model.check_every=0 must be a number above 0"),
-        ("model.steps=3", "unknown size of the probed model 'steps'"),
-        ("rmt=3", "rmt=3 sets no option; write rmt.option=value"),
-    ],
-)
-def test_words_for_the_model_that_are_none_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str, says: str
-) -> None:
-    assert main(["probe", "rmt", word, "--tasks", "latch", "--out", str(tmp_path / "out")]) == 2
-    assert says in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -19,16 +19,16 @@ from translation.made import write_corpus
 
 from cached_lab.data.subwords import BEGIN, END, PAD
 from cached_lab.tasks import create_dataset
-from cached_lab.tasks.translation.datasets import Translation
+from cached_lab.tasks.translation.datasets import ParallelText
 from cached_transformers.layers.token_loss import IGNORED
 
 SIDES = {"source": "de", "target": "en"}
 SMALL = {"vocabulary_size": 280, "max_length": 64}
 
 
-def build(path: Any, split: str = "train", **options: Any) -> Translation:
+def build(path: Any, split: str = "train", **options: Any) -> ParallelText:
     found = create_dataset("translation", split, path=path, **{**SIDES, **SMALL, **options})
-    assert isinstance(found, Translation)
+    assert isinstance(found, ParallelText)
     return found
 
 
@@ -127,7 +127,7 @@ def test_vocabularies_are_of_the_training_side_and_joint_or_not(corpus: Path, tm
 def test_the_tokens_are_kept_on_disk(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = build(corpus)
     monkeypatch.setattr("cached_lab.data.subwords.train_subwords", None)
-    monkeypatch.setattr(Translation, "parallel", None)
+    monkeypatch.setattr(ParallelText, "parallel", None)
     second = build(corpus)
     assert np.array_equal(first.lengths, second.lengths) and torch.equal(first[5].source, second[5].source)
 
@@ -200,7 +200,7 @@ def test_line_ends_and_marks_of_windows_do_not_count(tmp_path: Path) -> None:
     [
         ({"target": "fr"}, r"holds no de-fr for 'train': unknown language 'fr' \(known: de, en\)"),
         ({"target": "de"}, "must be two languages"),
-        ({"target": None}, r"data.source='de' and data.target=None: name both languages"),
+        ({"target": None}, "data.target=None must be two languages"),
         ({"test": "test2016"}, r"expected test2016.de; it has test, train, val; name one by data.test=NAME"),
         ({"tokenizer": "bpee"}, "unknown tokenizer 'bpee'; did you mean 'bpe'"),
         ({"vocabulary_size": 100}, "vocabulary_size=100 must be at least 260"),
@@ -240,7 +240,7 @@ def test_a_tokenizer_of_another_run(corpus: Path, trained: Path, tmp_path: Path)
     for split in ("train", "val", "test"):
         write(strange, f"{split}.de", "qqq\nzzz\n")
         write(strange, f"{split}.en", "qqq\nzzz\n")
-    with pytest.raises(ValueError, match=r"no source holds anything that the tokenizer knows"):
+    with pytest.raises(ValueError, match="data.tokenizer"):
         build(strange, tokenizer=str(strange / "x.model"))
 
 
@@ -273,7 +273,7 @@ def test_data_of_the_hub(nested: bool, corpus: Path, monkeypatch: pytest.MonkeyP
     hub = {"dataset": "some/name", "config": "de-en"}
     data = create_dataset("translation", "validation", **hub, **SIDES, **SMALL)
     assert asked[0] == ("some/name", "de-en")
-    assert isinstance(data, Translation) and data.texts.target == lines(corpus / "val.en")
+    assert isinstance(data, ParallelText) and data.texts.target == lines(corpus / "val.en")
     assert torch.equal(data[2].source, build(corpus, "validation")[2].source)
     with pytest.raises(ValueError, match=r"some/name.*'test'"):
         create_dataset("translation", "test", **hub, **SIDES, **SMALL)
@@ -287,14 +287,14 @@ def test_multi30k_as_it_is_published(shared: Path) -> None:
     sizes = {"train": 29_000, "validation": 1014, "test": 1000}
     for split, size in sizes.items():
         data = create_dataset("multi30k", split, path=shared / "data" / "multi30k", limit=2000)
-        assert isinstance(data, Translation) and len(data) == min(size, 2000)
+        assert isinstance(data, ParallelText) and len(data) == min(size, 2000)
         assert data.languages == ("en", "de") and data.dropped == {}
     assert data.texts.source[0] == "A man in an orange hat starring at something."
     assert data.tokenizer.decode(data[0].targets) == "Ein Mann mit einem orangefarbenen Hut, der etwas anstarrt."
     tokens = create_dataset(
         "multi30k", "test", path=shared / "data" / "multi30k" / "tok", limit=2000, text_format="moses", target="de"
     )
-    assert isinstance(tokens, Translation) and tokens.texts.source[0].endswith(" .")
+    assert isinstance(tokens, ParallelText) and tokens.texts.source[0].endswith(" .")
     with pytest.raises(FileNotFoundError, match=r"test_2016.en.*test_2016_flickr.*test_2017_flickr"):
         create_dataset("multi30k", "test", path=shared / "data" / "multi30k", test="test_2016", limit=2000)
 
@@ -302,7 +302,7 @@ def test_multi30k_as_it_is_published(shared: Path) -> None:
 def test_iwslt14_as_it_is_prepared(shared: Path) -> None:
     options = {"path": shared / "data" / "iwslt14-de-en", "train": ["train_sample", "valid"], "max_length": 512}
     data = create_dataset("iwslt14", "test", **options, limit=2000)
-    assert isinstance(data, Translation) and len(data) == 6750 and data.text_format == "moses"
+    assert isinstance(data, ParallelText) and len(data) == 6750 and data.text_format == "moses"
     assert data.texts.target[3] == "we &apos;re all born . we all bring our children into the world ."
     assert data.tokenizer.decode(data[3].targets) == data.texts.target[3]
     assert len(data.parallel("train").source) == 8627 + 7283

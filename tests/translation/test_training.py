@@ -21,7 +21,7 @@ from cached_lab.experiments.load import load_run
 from cached_lab.experiments.run import run_training
 from cached_lab.tasks.recipes import config_from_dict, fill_from_data
 from cached_lab.tasks.translation.scores import corpus_scores
-from cached_lab.tasks.translation.task import Translation
+from cached_lab.tasks.translation.task import TranslationTask
 from cached_lab.training.checkpoint import Checkpoints, read_checkpoint
 from cached_lab.training.config import RunConfig
 from cached_lab.training.distributed import World
@@ -56,7 +56,7 @@ def prepared(corpus: Path, model: dict[str, Any] | None = None, **training: Any)
 
 def gradients(config: RunConfig, data: Any, world: World, step: int = 0) -> tuple[dict[str, Tensor], Tensor]:
     model = build_model(config).double()
-    task = Translation(config, model, data, data, world)
+    task = TranslationTask(config, model, data, data, world)
     _, runner = task.runner() if world.size == 1 else (None, model)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     total = torch.zeros(3, dtype=torch.float64)
@@ -68,7 +68,7 @@ def gradients(config: RunConfig, data: Any, world: World, step: int = 0) -> tupl
 def by_hand(config: RunConfig, data: Any, smoothing: float = 0.0, step: int = 0) -> tuple[dict[str, Tensor], float]:
     """Sentence by sentence, without padding: the mean over the target tokens of a step."""
     model = build_model(config).double()
-    rows = Translation(config, model, data, data, World(torch.device("cpu"))).order.rows(step)
+    rows = TranslationTask(config, model, data, data, World(torch.device("cpu"))).order.rows(step)
     losses, tokens = torch.zeros((), dtype=torch.float64), 0
     for _, row in rows:
         source, read, said = data[row]
@@ -94,7 +94,8 @@ def test_a_step_is_the_mean_over_its_target_tokens(corpus: Path, accumulate: int
     assert_equal(found, expected)
     assert float(total[0] / total[2]) == pytest.approx(loss, rel=1e-6)
     rows = [
-        row for _, row in Translation(config, build_model(config), data, data, World(torch.device("cpu"))).order.rows(0)
+        row
+        for _, row in TranslationTask(config, build_model(config), data, data, World(torch.device("cpu"))).order.rows(0)
     ]
     assert total[1:].tolist() == data.lengths[rows].sum(0).tolist()
 
@@ -103,7 +104,7 @@ def test_pieces_without_rows_and_processes_change_nothing(corpus: Path) -> None:
     config, data = prepared(corpus)
     config = replace(config, training=replace(config.training, batch_tokens=int(data.lengths.max())))
     world = World(torch.device("cpu"))
-    order = Translation(config, build_model(config), data, data, world).order
+    order = TranslationTask(config, build_model(config), data, data, world).order
     step = next(s for s in range(99) if len(order.rows(s)) == 2)
     expected, _ = by_hand(config, data, step=step)
     pieces = replace(config, training=replace(config.training, accumulate=4))
@@ -141,7 +142,7 @@ def test_auxiliary_losses_weigh_by_tokens(corpus: Path) -> None:
     for accumulate in (1, 3):
         chosen = replace(config, training=replace(config.training, accumulate=accumulate))
         model = Extra()
-        task = Translation(chosen, model, data, data, World(torch.device("cpu")))
+        task = TranslationTask(chosen, model, data, data, World(torch.device("cpu")))
         total = torch.zeros(3, dtype=torch.float64)
         for piece in islice(task.batches(0), accumulate):
             total += task.backward(model, piece, torch.amp.GradScaler("cpu", enabled=False))
@@ -170,7 +171,8 @@ def test_another_seed_is_another_order(corpus: Path) -> None:
     config, data = prepared(corpus)
     other = replace(config, training=replace(config.training, seed=1))
     orders = [
-        Translation(c, build_model(c), data, data, World(torch.device("cpu"))).order.rows(0) for c in (config, other)
+        TranslationTask(c, build_model(c), data, data, World(torch.device("cpu"))).order.rows(0)
+        for c in (config, other)
     ]
     assert orders[0] != orders[1] and mixed_seed(0, 0) != mixed_seed(1, 0)
 
@@ -306,8 +308,11 @@ def test_the_made_language_is_learned(corpus: Path, tmp_path: Path, memory: str 
             {"model": {"vocabulary": 7}},
             r"model.vocabulary=7, but data 'translation' has vocabulary=\d+, which",
         ),
-        ({"model": {"max_length": 7}}, "model.max_length=7 is below data.max_length=64"),
-        ({"model": {"name": "sequence_classifier", "classes": 3}}, "is none; take encoder_decoder"),
+        ({"model": {"max_length": 7}}, "model.max_length=7 must be at least the data's 64"),
+        (
+            {"model": {"name": "sequence_classifier", "classes": 3}},
+            "'sequence_classifier'.*take encoder_decoder",
+        ),
         ({"evaluation": {"beams": 0}}, "evaluation.beams=0 must be at least 1"),
         ({"evaluation": {"tokens": -3}}, "evaluation.tokens=-3 must be at least 1"),
         ({"evaluation": {"bleu_sentences": -1}}, "evaluation.bleu_sentences=-1 must not be negative"),

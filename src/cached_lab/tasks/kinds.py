@@ -15,14 +15,14 @@ from .classification.task import Classification
 from .detection.task import Detection
 from .documents.task import DocumentClassification
 from .language.task import LanguageModelling
-from .translation.task import Translation
+from .translation.task import TranslationTask
 
 TASKS: dict[str, type[Task]] = {
     "classification": Classification,
     "documents": DocumentClassification,
     "language": LanguageModelling,
     "detection": Detection,
-    "translation": Translation,
+    "translation": TranslationTask,
 }
 """Tasks by the attribute `task` of a data set."""
 
@@ -59,4 +59,4 @@ def example_inputs(dataset: Any, config: RunConfig) -> Arguments:
 
 def model_arguments(batch: Any) -> Arguments:
     """Arguments of a model for a batch of rows or pairs."""
-    return (Translation if isinstance(batch, PairBatch) else Classification).arguments(batch)
+    return (TranslationTask if isinstance(batch, PairBatch) else Classification).arguments(batch)

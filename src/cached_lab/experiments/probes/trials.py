@@ -180,22 +180,23 @@ class Trials:
         Raises:
             InUse: another process probes into the folder.
         """
+        settings = {trial: self.settings(trial) for trial in trials}  # a wrong option raises before any training
         with folder_lock(self.folder):
             if jobs == 1 or len(trials) < 2:
                 for trial in trials:
-                    yield trial, self.work(trial, self.settings(trial), partial(hear, trial))
+                    yield trial, self.work(trial, settings[trial], partial(hear, trial))
                 return
-            yield from self._train_in_processes(trials, jobs, hear)
+            yield from self._train_in_processes(settings, jobs, hear)
 
     def _train_in_processes(
-        self, trials: Sequence[Trial], jobs: int, hear: Hear
+        self, settings: Mapping[Trial, dict[str, Any]], jobs: int, hear: Hear
     ) -> Generator[tuple[Trial, Result], None, None]:
         context = multiprocessing.get_context("spawn")
         theirs, ours = context.Pipe(duplex=False)
         heard, telling = context.Pipe(duplex=False)
         with ProcessPoolExecutor(jobs, context, _begin_worker, (theirs, telling)) as pool:
             try:
-                running = {pool.submit(_work, self, trial, self.settings(trial)): trial for trial in trials}
+                running = {pool.submit(_work, self, trial, plan): trial for trial, plan in settings.items()}
                 while running:
                     wait(running, _PAUSE, FIRST_COMPLETED)
                     done = [future for future in running if future.done()]

@@ -1,8 +1,8 @@
 """Pairs of texts for translation ("translation", "multi30k", "iwslt14"): any two text files, TSV, or data of the hub.
 
-The subwords are those of the training side alone. Multi30k: Elliott et al. (arXiv:1605.00459); IWSLT: Cettolo et al.,
-"Report on the 11th IWSLT evaluation campaign" (2014). Lines that training leaves out are counted and reported;
-validation and test keep every line, so that scores are of the whole split.
+Subwords are trained on the training split only. Multi30k: Elliott et al. (arXiv:1605.00459); IWSLT: Cettolo et al.,
+"Report on the 11th IWSLT evaluation campaign" (2014). Training counts and reports the lines that it leaves out;
+validation and test keep every line, so scores cover the whole split.
 """
 
 from __future__ import annotations
@@ -28,45 +28,44 @@ from cached_transformers.registry import unknown_name
 
 from .parallel_files import PairFiles, PairPath, Parallel, find_pair, load_hub, pair_key, read_hub, read_pair
 
-VERSION = 1  # to be raised when the same text gives other ids
+VERSION = 1  # raise it when the same text gives other ids
 Names = str | list[str] | None
 
 
 @DATASETS.register("translation")
 @dataclass(eq=False, repr=False)
-class Translation:
-    """Translate lines of text: files, TSV, archives, or a data set of the Hugging Face hub.
+class ParallelText:
+    """Lines of text with their translations: files, TSV, archives, or a data set of the Hugging Face hub.
 
-    A split is a name: of `train.de` and `train.en`, say, or of `train.tsv`, in a folder or archive, where anything may
-    stand between it and the language, and compression behind (see `tasks.translation.parallel_files`).
+    A split is a name, as in `train.de` and `train.en`, or `train.tsv`, in a folder or archive; any text may separate it
+    from the language, and a suffix of compression may follow (see `tasks.translation.parallel_files`).
 
     Args:
         split: "train", "validation" or "test".
-        source, target: languages as files or columns are named, e.g. "en" and "de"; null takes those that the name of
-            the data set implies.
+        source, target: languages as in the names of files or columns, e.g. "en" and "de"; null: those of the data set.
         path: folder or archive; or a mapping from split to a TSV file or to [source file, target file].
-        dataset: name of a data set of the hub, or of the folder that `save_to_disk` wrote, in place of `path`.
+        dataset: name of a data set of the hub, or of a folder written by `save_to_disk`, instead of `path`.
         config: its configuration.
-        train, validation, test: names of the splits where they are not the usual ones; several are joined.
+        train, validation, test: names of the splits if they are not the usual ones; several are joined.
         tokenizer: "bpe" or "unigram", trained on the training side; or a file: a sentencepiece .model, the
             tokenizer.json of another run, or its folder.
-        vocabulary_size: ids at most, of both sides together or of each.
+        vocabulary_size: most ids, of both sides together or of each.
         joint: one vocabulary for both sides.
-        text_format: "raw", or "moses" for text that is tokenised with blanks between tokens; sacreBLEU is of text
-            without tokenisation in either case. null: "raw", or what the name of the data set implies.
+        text_format: "raw", or "moses" for tokens separated by blanks; sacreBLEU scores untokenised text in either case.
+            null: "raw", or the format of the data set.
         lowercase: put everything into lower case, references too.
-        max_length: tokens, the end included, beyond which training drops a pair and evaluation truncates a source.
-        max_ratio: training drops pairs of which one side has more than so many times the tokens of the other; null
-            keeps them. fairseq's preparation of IWSLT takes 1.5.
-        limit: the first so many training pairs alone.
+        max_length: tokens, the end included, above which training drops a pair and evaluation truncates a source.
+        max_ratio: greatest ratio of the tokens of both sides in training; null for no limit. fairseq's preparation of
+            IWSLT takes 1.5.
+        limit: number of training pairs, from the first on.
         multiple: lengths of a batch are rounded up to a multiple of this, so that few shapes occur.
 
     Attributes:
         lengths: tokens of source and target, integers (size, 2).
-        tokenizer: a `PairTokenizer`. dropped: why training left out how many lines.
+        tokenizer: a `PairTokenizer`. dropped: number of left out training lines by reason.
 
     Raises:
-        FileNotFoundError: no such path, name or language; the message says what there is.
+        FileNotFoundError: no such path, name or language; the message lists the existing ones.
         ValueError: files of different length, wrong encodings (named by line), options out of range, nothing left.
         ImportError: `tokenizers`, `sentencepiece` or `datasets` is wanted and not installed.
     """
@@ -75,7 +74,7 @@ class Translation:
     task = "translation"
     augment = False
     standard: ClassVar[dict[str, Any]] = {}
-    """What a data set of its own name has where `source`, `target`, `test` or `text_format` is null."""
+    """Values for `source`, `target`, `test` or `text_format` that are null."""
 
     split: str
     _: KW_ONLY
@@ -107,7 +106,7 @@ class Translation:
         self.languages = (self.source or "", self.target or "")
         self._read: dict[str, Parallel] = {}
         self._subwords = self._tokenizer(self.tokenizer)
-        self.tokenizer = self._subwords  # type: ignore[assignment]  # an option first, and then what it names
+        self.tokenizer = self._subwords  # type: ignore[assignment]  # the option is a name
         key = {"tokenizer": self._tokenizer_key, "text": self._key(self.split), "version": VERSION}
         training = self.split == "train"
         rules = [training, self.max_length, self.max_ratio, self.limit if training else None]
@@ -123,37 +122,24 @@ class Translation:
     def _check(self) -> None:
         if (self.path is None) == (self.dataset is None):
             raise ValueError(f"data.path={self.path!r} and data.dataset={self.dataset!r}: give one of them")
-        both = f"data.source={self.source!r} and data.target={self.target!r}"
-        if not (self.source and self.target):
-            raise ValueError(f"{both}: name both languages")
-        if self.source == self.target:
-            raise ValueError(f"{both} must be two languages")
+        if not (self.source and self.target) or self.source == self.target:
+            raise ValueError(f"data.source={self.source!r} and data.target={self.target!r} must be two languages")
         if self.text_format not in subwords.FORMATS:
             raise ValueError(unknown_name("data.text_format", self.text_format, list(subwords.FORMATS)))
-        size, length = self.vocabulary_size, self.max_length
-        if size < subwords.SMALLEST:
-            raise ValueError(
-                f"data.vocabulary_size={size} must be at least {subwords.SMALLEST}: special ids and the 256 bytes"
-            )
-        for name, least in (("max_length", 2), ("limit", 1), ("multiple", 1)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ValueError(f"data.{name}={value} must be at least {least}")
-        if length % self.multiple:
-            raise ValueError(f"data.max_length={length} must be a multiple of data.multiple={self.multiple}")
-        if self.max_ratio is not None and self.max_ratio < 1:
-            raise ValueError(f"data.max_ratio={self.max_ratio} must be at least 1, or null")
+        # The smallest vocabulary holds the special ids and the 256 bytes.
+        least = {"vocabulary_size": subwords.SMALLEST, "max_length": 2, "limit": 1, "multiple": 1, "max_ratio": 1}
+        for name, smallest in least.items():
+            if (value := getattr(self, name)) is not None and value < smallest:
+                raise ValueError(f"data.{name}={value} must be at least {smallest}")
+        if self.max_length % self.multiple:
+            raise ValueError(f"data.max_length={self.max_length} must be a multiple of data.multiple={self.multiple}")
 
     def _folder(self, path: PairPath | None) -> PairPath | None:
-        """Where the files lie under what the user gave."""
+        """Return the folder of the files under a given path."""
         return path
 
-    def _names(self, split: str) -> Sequence[str]:
-        """What the files of a split are called."""
-        given: Names = getattr(self, split)
-        return SPLIT_WORDS[split] if given is None else [given] if isinstance(given, str) else given
-
     def _key(self, split: str) -> Any:
-        """What decides the lines of a split, as JSON."""
+        """Return everything that determines the lines of a split, as JSON."""
         sides = [*self.languages, self.lowercase]
         if self.dataset is not None:
             rows, columns = load_hub(self.dataset, self.config, split, self.languages)
@@ -162,10 +148,12 @@ class Translation:
 
     def _files(self, split: str) -> list[PairFiles]:
         assert self.path is not None
-        return find_pair(self.path, split, self._names(split), self.languages)
+        given: Names = getattr(self, split)
+        names = SPLIT_WORDS[split] if given is None else [given] if isinstance(given, str) else given
+        return find_pair(self.path, split, names, self.languages)
 
     def parallel(self, split: str) -> Parallel:
-        """The lines of a split as they stand in the files (in lower case, if so), empty ones too."""
+        """Return the lines of a split (in lower case, with `lowercase`), empty ones too."""
         if split not in self._read:
             if self.dataset is not None:
                 parts = [read_hub(*load_hub(self.dataset, self.config, split, self.languages), self.dataset)]
@@ -219,12 +207,13 @@ class Translation:
             fitting = [(truncated(s, self.max_length), truncated(t, self.max_length)) for s, t in both]
             empty = long = 0
         ratio = self.max_ratio
-        balanced = [(s, t) for s, t in fitting if not training or ratio is None or _balanced(s, t, ratio)]
+        balanced = fitting
+        if training and ratio is not None:
+            balanced = [(s, t) for s, t in fitting if max(len(s), len(t)) <= ratio * min(len(s), len(t))]
         if not balanced:
             raise ValueError(
                 f"{lines.name}: none of {len(pairs)} pairs is left ({empty} empty, {long} longer than data.max_length="
-                f"{self.max_length}, {len(fitting)} beyond data.max_ratio={ratio}); raise these, or fetch the data "
-                f"again"
+                f"{self.max_length}, {len(fitting)} beyond data.max_ratio={ratio}); raise these, or check the data"
             )
         kind = np.uint16 if max(self._subwords.vocabulary, self._subwords.target_vocabulary) <= 1 << 16 else np.int32
         flat = [np.array([i for pair in balanced for i in pair[side]], dtype=kind) for side in (0, 1)]
@@ -233,7 +222,7 @@ class Translation:
         return {"source": flat[0], "target": flat[1], "lengths": lengths, "dropped": dropped, "whole": whole}
 
     def _report(self) -> None:
-        """Warn of what was left out or cannot be read."""
+        """Warn of left out, truncated and unknown lines."""
         for why, count in self.dropped.items():
             warnings.warn(f"{self.name}, {self.split}: {count} pairs are {why}; they are left out", stacklevel=3)
         cut = np.flatnonzero(self._whole > self.max_length)
@@ -250,8 +239,8 @@ class Translation:
         strange = [row for row in rows if not self._subwords.knows(self._tokens[0][starts[row] : ends[row]].tolist())]
         if strange and len(strange) == len(self):
             raise ValueError(
-                f"{self.name}, {self.split}: no source holds anything that the tokenizer knows; data.tokenizer is of "
-                "other languages"
+                f"{self.name}, {self.split}: no source holds anything that the tokenizer knows; give a data.tokenizer "
+                "of these languages"
             )
         if strange:
             warnings.warn(
@@ -262,7 +251,7 @@ class Translation:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Pair:
-        """Token ids of a pair: the decoder reads `BEGIN` and the target without its end."""
+        """Return token ids of a pair: the decoder reads `BEGIN` and the target without its end."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} is out of range for {len(self)} pairs of {self.name!r}")
         source, target = (
@@ -272,24 +261,24 @@ class Translation:
         return Pair(source, torch.cat([target.new_tensor([BEGIN]), target[:-1]]), target)
 
     def collate(self, items: Sequence[Pair]) -> PairBatch:
-        """Pairs as a padded batch."""
+        """Return pairs as a padded batch."""
         return pad_pairs(items, PAD, self.multiple)
 
     @cached_property
     def texts(self) -> Parallel:
-        """Sources and references of validation and test, line by line."""
+        """Lines of sources and references of validation and test."""
         if self.split == "train":
-            raise ValueError("training pairs may be left out, so their lines do not stand beside the items")
+            raise ValueError("split='train' leaves out pairs, so lines and items differ; take parallel('train')")
         return self.parallel(self.split)
 
     def samples(self) -> Iterator[np.ndarray]:
-        """What tells these pairs from others (`data/samples.py`)."""
+        """Yield samples for the fingerprint of the data (`data/samples.py`)."""
         yield self.lengths
         for tokens in self._tokens:
             yield tokens.numpy()
 
     def describe(self) -> dict[str, object]:
-        """Facts for reports and for building a model."""
+        """Return facts for reports and for building a model."""
         tokenizer = self._subwords
         target = {} if tokenizer.joint else {"target_vocabulary": tokenizer.target_vocabulary}
         return {
@@ -309,11 +298,11 @@ class Translation:
 
 
 @DATASETS.register("multi30k", paper="arXiv:1605.00459")
-class Multi30k(Translation):
+class Multi30k(ParallelText):
     """Multi30k: descriptions of images, 29,000 pairs of English with German, French or Czech; options of "translation".
 
-    `path` is the folder `raw` (or `tok`) of the data's repository, or the one above; the hub has it for German as
-    `dataset: bentrevett/multi30k`. The test split is that of 2016 unless `test` names another.
+    `path` is the folder `raw` (or `tok`) of the data's repository, or the one above; for German the hub has
+    `dataset: bentrevett/multi30k`. The default of `test` is the split of 2016.
     """
 
     name = "multi30k"
@@ -327,10 +316,10 @@ class Multi30k(Translation):
 
 
 @DATASETS.register("iwslt14")
-class IWSLT14(Translation):
-    """IWSLT14, talks with German as source and English as target unless told otherwise; options of "translation".
+class IWSLT14(ParallelText):
+    """IWSLT14: talks, by default from German to English; options of "translation".
 
-    `path` is the folder or archive that fairseq's preparation makes: train, valid and test, lower-cased Moses tokens.
+    `path` is the folder or archive of fairseq's preparation: train, valid and test, lower-cased Moses tokens.
     """
 
     name = "iwslt14"
@@ -339,9 +328,5 @@ class IWSLT14(Translation):
 
 
 def truncated(ids: list[int], length: int) -> list[int]:
-    """At most `length` ids, of which the last is the end."""
+    """Return at most `length` ids; the last is the end."""
     return ids if len(ids) <= length else [*ids[: length - 1], END]
-
-
-def _balanced(source: list[int], target: list[int], ratio: float) -> bool:
-    return max(len(source), len(target)) <= ratio * min(len(source), len(target))

@@ -1,4 +1,4 @@
-"""Translating a text line by line, in constant memory and in order: one line out for each line in."""
+"""Translate a text line by line, in constant memory and in order: one output line per input line."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from .parallel_files import decode_line
 from .translate import translate
 
 LONGEST = 1 << 20
-"""Bytes of a line that are read; no model sees so much of one."""
+"""Most bytes read of a line, more than any model takes."""
 
 
-class Line(NamedTuple):
-    """A line of the input: its number from 1 on, and its text."""
+class NumberedLine(NamedTuple):
+    """A line of the input: its number, from 1 on, and its text."""
 
     number: int
     text: str
 
 
 def read_tokenizer(path: Path) -> PairTokenizer:
-    """The tokenizer in a folder of a translation run (ValueError when it is none)."""
+    """Return the tokenizer of a translation run, or raise ValueError."""
     found = load_tokenizer(path.read_bytes(), path) if path.is_file() else None
     if not isinstance(found, PairTokenizer):
         raise ValueError(f"{path.parent} is not a run of a translation model: it has no {path.name} of two languages")
     return found
 
 
-def read_lines(file: IO[bytes], name: str, skip: int = 0) -> Iterator[Line]:
-    """Lines of a file without their ends; of a line beyond a mebibyte, its beginning.
+def read_lines(file: IO[bytes], name: str, skip: int = 0) -> Iterator[NumberedLine]:
+    """Yield lines of a file without their ends, truncated to a mebibyte.
 
     Args:
-        skip: so many are read and left out.
+        skip: number of first lines to leave out.
 
     Raises:
-        ValueError: a line is not UTF-8; the lines before it have been given.
+        ValueError: a line is not UTF-8; the lines before it have been yielded.
     """
     number = 0
     while content := file.readline(LONGEST):
@@ -58,30 +58,30 @@ def read_lines(file: IO[bytes], name: str, skip: int = 0) -> Iterator[Line]:
                 if rest.endswith(b"\n"):
                     break
         if left_out:
-            # The cut may stand in the middle of a character.
+            # The last character may be incomplete.
             content = content.decode("utf-8", "ignore").encode()
             _warn(f"{name}, line {number} has more than {LONGEST:,} bytes; the rest is left out")
         if number > skip:
-            yield Line(number, decode_line(content.removesuffix(b"\n"), name, number))
+            yield NumberedLine(number, decode_line(content.removesuffix(b"\n"), name, number))
 
 
 def translated(
     model: nn.Module,
     tokenizer: PairTokenizer,
-    source: Iterator[Line],
+    source: Iterator[NumberedLine],
     batch: int,
     options: dict[str, Any],
     scores: bool = False,
 ) -> Iterator[list[str]]:
-    """Translations of batches of lines; those that cannot be read end the stream behind what was translated.
+    """Yield translations of batches of lines; an unreadable line raises ValueError after all lines before it.
 
     Args:
         options: of the search (`translate`), checked by `check_search`.
-        scores: whether the log-probability and a tab stand before each translation.
+        scores: put the log-probability and a tab before each translation.
     """
     problem: ValueError | None = None
     while problem is None:
-        waiting: list[Line] = []
+        waiting: list[NumberedLine] = []
         try:
             for line in source:
                 waiting.append(line)
@@ -97,10 +97,10 @@ def translated(
 
 
 def _translate(
-    model: nn.Module, tokenizer: PairTokenizer, batch: list[Line], options: dict[str, Any], scores: bool
+    model: nn.Module, tokenizer: PairTokenizer, batch: list[NumberedLine], options: dict[str, Any], scores: bool
 ) -> list[str]:
     texts = ["0.0000\t" if scores else ""] * len(batch)
-    # Empty lines are no sentences, whatever a model would make of them.
+    # Empty lines stay empty.
     places = [place for place, line in enumerate(batch) if line.text.strip()]
     if not places:
         return texts
@@ -124,25 +124,23 @@ def _translate(
         **options,
     )
     for place, (answer, score) in zip(places, found.texts(tokenizer), strict=True):
-        text = " ".join(answer.splitlines())  # a line in is a line out, whatever the model says
+        text = " ".join(answer.splitlines())  # one output line per input line
         texts[place] = f"{score:.4f}\t{text}" if scores else text
     return texts
 
 
 def check_search(model: nn.Module, beams: int, tokens: int | None, length_penalty: float) -> None:
-    """Refuse wrong options before anything is read or written (ValueError)."""
+    """Raise ValueError for wrong options, before any line is read or written."""
     if beams < 1:
         raise ValueError(f"--beams {beams} must be at least 1; 1 takes the likeliest token each time")
     longest = int(model.max_length)  # type: ignore[arg-type]
     if tokens is not None and not 1 <= tokens <= longest:
-        raise ValueError(
-            f"--tokens {tokens} must be at least 1, and at most the {longest} that the model was built for"
-        )
+        raise ValueError(f"--tokens {tokens} must be at least 1, and at most the {longest} of the model")
     comparing_lengths(**{"--length-penalty": length_penalty})
 
 
 def cut_to_whole_lines(path: Path) -> int:
-    """How many whole lines a file has; one that was cut short is removed."""
+    """Remove an incomplete last line of a file, and return the number of whole lines."""
     if not path.is_file():
         return 0
     count = end = 0

@@ -1,10 +1,10 @@
-"""Parallel text: two files whose lines correspond, a TSV file, either in a folder or archive, or a data set of the hub.
+"""Parallel text: two files with corresponding lines or a TSV file, in a folder or archive, or a data set of the hub.
 
-Files are found by the name of their split and their language:
+Names of files consist of a split and a language:
 
-    train.de, train.en                        a file a language, plain or compressed (.gz, .xz, .bz2)
-    train.lc.norm.tok.de, train.de-en.de      with anything between the name of the split and the language
-    train.tsv                                 two columns; a first line with the names of the languages chooses them
+    train.de, train.en                        one file per language, plain or compressed (.gz, .xz, .bz2)
+    train.lc.norm.tok.de, train.de-en.de      with any text between the split and the language
+    train.tsv                                 two columns, or those named by the languages in the first line
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TSV = (".tsv", ".tab")
 
 
 class Parallel(NamedTuple):
-    """The lines of both sides, and where they come from."""
+    """The lines of both sides, and the name of their files."""
 
     source: list[str]
     target: list[str]
@@ -34,26 +34,22 @@ class Parallel(NamedTuple):
 
 
 class PairFiles(NamedTuple):
-    """Files of one part of a split: of each side, or the same TSV file twice."""
+    """Files of one part of a split: one per side, or the same TSV file twice."""
 
     source: TextFile
     target: TextFile
 
-    @property
-    def tabular(self) -> bool:
-        return self.source == self.target
-
 
 def find_pair(path: PairPath, split: str, names: Sequence[str], languages: tuple[str, str]) -> list[PairFiles]:
-    """The files of a split.
+    """Find the files of a split.
 
     Args:
-        names: what its files are called, without language; several are joined.
-        languages: of source and target, as files are named.
+        names: of its files, without language; several are joined.
+        languages: of source and target, as in the names of files.
 
     Raises:
-        FileNotFoundError: no such path, no such name, or not these languages; the message says which are there.
-        ValueError: a mapping that does not say enough, or several files that fit.
+        FileNotFoundError: no such path, name or languages; the message lists the existing ones.
+        ValueError: an incomplete mapping, or several matching files.
     """
     if isinstance(path, Mapping):
         return [_given(path, split)]
@@ -76,29 +72,29 @@ def find_pair(path: PairPath, split: str, names: Sequence[str], languages: tuple
 
 
 def read_pair(files: PairFiles, languages: tuple[str, str]) -> Parallel:
-    """The lines of both sides.
+    """Read the lines of both sides.
 
     Raises:
         ValueError: different numbers of lines, not UTF-8 (file and line are named), a TSV line without two columns.
     """
-    if files.tabular:
+    if files.source == files.target:
         return _read_tsv(files.source, languages)
     source, target = (_lines(file) for file in files)
     if len(source) != len(target):
         raise ValueError(
-            f"{files.source} has {len(source)} lines and {files.target} has {len(target)}; line n of one must "
-            "translate line n of the other, so fetch both again"
+            f"{files.source} has {len(source)} lines and {files.target} has {len(target)}: they must correspond; fetch "
+            "both again"
         )
     return Parallel(source, target, f"{files.source}, {files.target}")
 
 
 def pair_key(files: Iterable[PairFiles]) -> list[Any]:
-    """Name and content of the files, for the key of a cache."""
+    """Return name and content of the files, for the key of a cache."""
     return [fingerprint(list(pair)) for pair in files]
 
 
 def decode_line(line: bytes, name: object, number: int) -> str:
-    """A line as text, without its end (ValueError: it is not UTF-8; file, line and byte are named)."""
+    """Decode a line without its end; ValueError names file, line and byte if it is not UTF-8."""
     try:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
@@ -110,9 +106,9 @@ def decode_line(line: bytes, name: object, number: int) -> str:
 
 
 def load_hub(dataset: str, config: str | None, split: str, languages: tuple[str, str]) -> tuple[Any, list[str]]:
-    """Rows of a data set of the Hugging Face hub (or one saved to disk), and the columns of source and target.
+    """Return rows of a data set of the Hugging Face hub (or one saved to disk), and the columns of source and target.
 
-    Columns are named by the languages, or stand in a column `translation`, which then is first in the answer.
+    The languages name columns, or keys of a column `translation`, which then is the first column returned.
 
     Raises:
         ImportError: the `datasets` library is not installed.
@@ -128,7 +124,7 @@ def load_hub(dataset: str, config: str | None, split: str, languages: tuple[str,
 
 
 def read_hub(rows: Any, columns: list[str], name: str) -> Parallel:
-    """The lines of a data set of the hub."""
+    """Return the lines of a data set of the hub."""
     *nested, source, target = columns
     found = [row["translation"] for row in rows] if nested else rows
     sides = [[" ".join(str(row[side]).splitlines()) for row in found] for side in (source, target)]
@@ -137,7 +133,7 @@ def read_hub(rows: Any, columns: list[str], name: str) -> Parallel:
 
 def _given(path: Mapping[str, Any], split: str) -> PairFiles:
     if split not in path:
-        raise FileNotFoundError(f"no file is given for split {split!r}; data.path names {', '.join(path)}")
+        raise FileNotFoundError(f"data.path names no file for split {split!r}, only {', '.join(path)}")
     given = path[split]
     names = [given, given] if isinstance(given, (str, Path)) else list(given)
     if len(names) != 2:
@@ -150,7 +146,7 @@ def _given(path: Mapping[str, Any], split: str) -> PairFiles:
 
 
 def _listed(path: Path) -> list[TextFile]:
-    """All files of a folder or archive, those of archives in the folder among them."""
+    """Return all files of a folder or archive, and the members of archives in the folder."""
     if path.is_file():
         return members(path)
     found: list[TextFile] = []
@@ -162,7 +158,7 @@ def _listed(path: Path) -> list[TextFile]:
 
 
 def _parts(file: TextFile) -> tuple[str, str]:
-    """Name and language (or "tsv") of a file: ("train.lc", "de") for x/train.lc.de.gz."""
+    """Return name and language (or "tsv") of a file: ("train.lc", "de") for x/train.lc.de.gz."""
     name = PurePosixPath(file.name).name
     for suffix in (*DECOMPRESS, ".txt"):
         name = name.removesuffix(suffix)
@@ -171,7 +167,7 @@ def _parts(file: TextFile) -> tuple[str, str]:
 
 
 def _of_name(files: Sequence[TextFile], name: str, languages: tuple[str, str]) -> PairFiles | None:
-    """The files of one name; None where there are not both."""
+    """Return the files of one name; None if a side is missing."""
     named = [(file, *_parts(file)) for file in files]
     fitting = [part for part in named if part[1] == name] or [part for part in named if part[1].startswith(f"{name}.")]
     sides = [[file for file, _, language in fitting if language == wanted] for wanted in languages]
@@ -180,25 +176,20 @@ def _of_name(files: Sequence[TextFile], name: str, languages: tuple[str, str]) -
         return PairFiles(tables[0], tables[0])
     if not all(sides):
         return None
-    # Both directions of a pair, or two preparations of it, may lie side by side: those with the same stem belong
-    # together.
-    pairs = [(a, b) for a in sides[0] for b in sides[1] if _parts(a)[0] == _parts(b)[0] and _same_folder(a, b)]
-    if not pairs:
-        pairs = [(a, b) for a in sides[0] for b in sides[1]]
+    # A folder may hold both directions or two preparations of a pair: prefer files with the same stem and folder.
+    every = [(a, b) for a in sides[0] for b in sides[1]]
+    places = [[(_parts(file)[0], PurePosixPath(file.name).parent) for file in pair] for pair in every]
+    pairs = [pair for pair, (one, other) in zip(every, places, strict=True) if one == other] or every
     if len(pairs) > 1:
         listed = "; ".join(f"{a}, {b}" for a, b in pairs[:4])
         raise ValueError(f"several files are named {name!r} ({listed}); give the folder of one, or a mapping")
     return PairFiles(*pairs[0])
 
 
-def _same_folder(a: TextFile, b: TextFile) -> bool:
-    return PurePosixPath(a.name).parent == PurePosixPath(b.name).parent
-
-
 def _nothing(
     path: object, files: Sequence[TextFile], split: str, missing: Sequence[str], languages: tuple[str, str]
 ) -> str:
-    """Why nothing was found: another language, or another name."""
+    """Return why no file matches: another language, or another name."""
     by_name: dict[str, set[str]] = {}
     for file in files:
         stem, language = _parts(file)
@@ -238,6 +229,6 @@ def _read_tsv(file: TextFile, languages: tuple[str, str]) -> Parallel:
     for number, row in enumerate(rows, first):
         if len(row) <= max(columns):
             raise ValueError(
-                f"{file}, line {number} has {len(row)} columns; give source and target, with a tab between them"
+                f"{file}, line {number} has {len(row)} columns; give source and target, separated by a tab"
             )
     return Parallel([row[columns[0]] for row in rows], [row[columns[1]] for row in rows], str(file))

@@ -1,8 +1,8 @@
 """BLEU and chrF of translations by sacrebleu (Post, arXiv:1804.08771), with signatures and bootstrap intervals.
 
-`bleu` is sacreBLEU with its own tokenisation, of text without tokenisation: data in Moses tokens are put together
-first, by sacremoses. `tokenised_bleu` is what fairseq prints and papers on IWSLT and Multi30k report: of lower-cased
-Moses tokens. It depends on the tokeniser and is not comparable with `bleu`.
+`bleu` is sacreBLEU with its own tokenisation; sacremoses first joins data in Moses tokens. `tokenised_bleu` is computed
+on lower-cased Moses tokens, as fairseq prints it and papers on IWSLT and Multi30k report it. It depends on the
+tokeniser and is not comparable with `bleu`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ RESAMPLES = 1000
 def corpus_scores(
     hypotheses: Sequence[str], references: Sequence[str], language: str, text_format: str, resamples: int = 0
 ) -> dict[str, Any]:
-    """{bleu, chrf, tokenised_bleu}, in 0..100; with `resamples` also signatures, and intervals of BLEU (95 %, over
-    sentences).
+    """Return {bleu, chrf, tokenised_bleu} in 0..100; with `resamples` also signatures, and 95 % intervals of BLEU.
 
     Args:
         language: of both, for the rules of Moses. text_format: "raw" or "moses".
@@ -36,7 +35,7 @@ def corpus_scores(
     tokens = [list(hypotheses), list(references)]
     texts = tokens
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # sacremoses on a language without rules of its own: those of English serve
+        warnings.simplefilter("ignore")  # sacremoses takes English rules for a language without its own
         if text_format == "moses":
             joiner = moses.MosesDetokenizer(lang=language)
             texts = [[joiner.detokenize(line.split(" ")) for line in side] for side in tokens]
@@ -50,7 +49,7 @@ def corpus_scores(
         ("tokenised_bleu", metrics.BLEU(lowercase=True, tokenize="none", force=True), tokens),
     )
     for name, metric, (said, wanted) in kinds:
-        # Resamples of chrF are of two types of number, of which sacrebleu 2.6 cannot take the mean.
+        # sacrebleu 2.6 cannot average resamples of chrF, which mix two number types.
         drawn = resamples if name != "chrf" else 0
         score = metric.corpus_score(said, [wanted], n_bootstrap=max(1, drawn))
         if drawn:

@@ -1,8 +1,8 @@
 """Sequence to sequence: batches of pairs, a loss per target token, and translations scored by BLEU.
 
-Serves every data set whose `task` is "translation": items are `Pair`s. What has `lengths` can be batched by tokens;
-what has `texts` (sources and references) is translated and scored; other data, such as damaged text that is to be
-restored, are scored by their loss.
+This task serves every data set with `task = "translation"`, whose items are `Pair`s. Data with `lengths` can be batched
+by tokens; data with `texts` (sources and references) are translated and scored; other data, such as damaged text, are
+scored by their loss.
 
 Legend: B rows, N source tokens, T target tokens.
 """
@@ -31,15 +31,15 @@ from .token_batches import TokenOrder
 from .translate import translate
 
 
-class Piece(NamedTuple):
-    """A piece of a batch, and the target tokens of the whole batch, over all pieces and processes."""
+class PairPiece(NamedTuple):
+    """A piece of a batch, and the number of target tokens in all pieces and processes of the batch."""
 
     pairs: PairBatch
     tokens: float
 
 
-class Translated(NamedTuple):
-    """A sentence and what became of it."""
+class TranslatedRow(NamedTuple):
+    """A sentence with its reference, translation and log-probability."""
 
     source: str
     reference: str
@@ -47,14 +47,14 @@ class Translated(NamedTuple):
     score: float
 
 
-class Translation(Task):
-    """Sequence-to-sequence training; every target token of a step weighs alike, wherever it is computed.
+class TranslationTask(Task):
+    """Sequence-to-sequence training; all target tokens of a step have equal weights, in any piece or process.
 
     Attributes:
-        translations: of the split that was scored last, on the main process.
+        translations: of the last scored split, on the main process.
 
     Raises:
-        ValueError: settings, or a model, that do not suit pairs.
+        ValueError: settings or a model unfit for pairs.
     """
 
     width = 3
@@ -70,15 +70,15 @@ class Translation(Task):
             self.order = TrainingOrder(len(train), settings.batch_size, settings.seed, 0, self.share)
         else:
             self.order = TokenOrder(train.lengths, settings.batch_tokens, settings.seed, 0, self.share)
-        self.translations: list[Translated] = []
+        self.translations: list[TranslatedRow] = []
 
     def facts(self) -> dict[str, float]:
-        """The share of the batches' tokens that is not padding, and steps of an epoch."""
+        """Return the share of the batches' tokens that are not padding, and the steps of an epoch."""
         if not isinstance(self.order, TokenOrder):
             return {}
         return {"packing_efficiency": self.order.efficiency(), "steps_per_epoch": self.order.batches}
 
-    def batches(self, step: int) -> Iterator[Piece]:
+    def batches(self, step: int) -> Iterator[PairPiece]:
         loaded = self._loaded(self.order, step)
         while True:
             pairs = [next(loaded) for _ in range(self.settings.accumulate)]
@@ -88,10 +88,10 @@ class Translation(Task):
                         pairs[piece] = batch._replace(targets=torch.full_like(batch.targets, IGNORED))
             mine = sum(int((batch.targets != IGNORED).sum()) for batch in pairs)
             tokens = float(self.world.sum(torch.tensor(float(mine))))
-            yield from (Piece(batch, tokens) for batch in pairs)
+            yield from (PairPiece(batch, tokens) for batch in pairs)
             step += 1
 
-    def backward(self, runner: Callable[..., Any], batch: Piece, scaler: torch.amp.GradScaler) -> Tensor:
+    def backward(self, runner: Callable[..., Any], batch: PairPiece, scaler: torch.amp.GradScaler) -> Tensor:
         pairs = to_device(batch.pairs, self.world.device)
         with self.settings.autocast(self.world.device):
             output = runner(
@@ -102,25 +102,24 @@ class Translation(Task):
                 label_smoothing=self.settings.label_smoothing,
             )
         nats, count = output.outputs.sum(), (pairs.targets != IGNORED).sum()
-        # Gradients are averaged over processes, so each gives as many times its share of the batch.
+        # Gradients are averaged over processes, so each scales its share of the batch by their number.
         share = self.world.size / batch.tokens
         loss = nats * share
         if output.auxiliary_loss is not None:
             loss = loss + output.auxiliary_loss * (count * share)
         scaler.scale(loss).backward()
-        sources = (~pairs.padding).sum() * (count > 0)  # a piece without targets is there for company
+        sources = (~pairs.padding).sum() * (count > 0)  # a piece without targets only fills up the batch
         return sums_of(loss, nats, sources, count)
 
     def averages(self, total: Tensor) -> dict[str, float]:
-        """Loss per target token (with label smoothing, if any), and the tokens of both sides that made it."""
+        """Return loss per target token (with label smoothing, if any), and the tokens of both sides."""
         nats, sources, targets = total.tolist()
         loss = nats / targets
         values = {"loss": loss} if self.settings.label_smoothing else {"loss": loss, "perplexity": perplexity(loss)}
         return {**values, "tokens": sources + targets}
 
     def evaluate(self, model: nn.Module, dataset: Any) -> tuple[dict[str, Any], list[dict[str, float]]]:
-        """Loss and perplexity; with translations of the test split, or of as many sentences as validation is to
-        have."""
+        """Return loss and perplexity, and scores of translations of test or the `bleu_sentences` of validation."""
         sentences = self.config.evaluation.bleu_sentences if dataset.split == "validation" else None
         values, self.translations = evaluate_pairs(model, dataset, self.world, self.config, sentences)
         return values, []
@@ -142,27 +141,19 @@ class Translation(Task):
 
 
 def check(config: RunConfig, model: nn.Module, data: Any) -> None:
-    """Refuse settings and models that do not suit pairs (ValueError)."""
+    """Raise ValueError for settings and models unfit for pairs."""
     settings, name = config.training, config.model["name"]
     if not hasattr(model, "encode") or not hasattr(model, "vocabulary"):
-        raise ValueError(f"data {data.name!r} are pairs, for which model {name!r} is none; take encoder_decoder")
+        raise ValueError(f"model.name={name!r} takes no pairs of data {data.name!r}; take encoder_decoder")
     facts = data.describe()
     target = facts.get("target_vocabulary") or facts["vocabulary"]
-    sides = {"vocabulary": facts["vocabulary"], "target_vocabulary": target}
-    for side, size in sides.items():
-        if getattr(model, side, size) < size:
+    least = {"vocabulary": facts["vocabulary"], "target_vocabulary": target, "max_length": facts["max_length"]}
+    for option, size in least.items():
+        if getattr(model, option, size) < size:
             raise ValueError(
-                f"model.{side}={getattr(model, side)} is below the {size} token ids of the data; leave it out, or "
-                f"raise it"
+                f"model.{option}={getattr(model, option)} must be at least the data's {size}; leave it out, or raise it"
             )
-    if getattr(model, "max_length", facts["max_length"]) < facts["max_length"]:
-        raise ValueError(
-            f"model.max_length={model.max_length} is below data.max_length={facts['max_length']}; leave it out, or "
-            f"raise it"
-        )
-    known = ["loss", "perplexity"]
-    if translatable(data):
-        known += ["bleu", "chrf"]
+    known = ["loss", "perplexity", *(["bleu", "chrf"] if translatable(data) else [])]
     if settings.metric not in known:
         raise ValueError(
             f"training.metric={settings.metric!r} does not suit data {data.name!r}; take {' or '.join(known)}"
@@ -174,20 +165,20 @@ def check(config: RunConfig, model: nn.Module, data: Any) -> None:
         )
     if settings.batch_tokens is not None and not hasattr(data, "lengths"):
         raise ValueError(
-            f"training.batch_tokens={settings.batch_tokens}: the lengths of data {data.name!r} are not known "
-            "beforehand; leave it out and set training.batch_size"
+            f"training.batch_tokens={settings.batch_tokens}: data {data.name!r} have no known lengths; leave it "
+            "out and set training.batch_size"
         )
     if not settings.batch_tokens and settings.batch_size > len(data):
         raise ValueError(f"training.batch_size={settings.batch_size} exceeds the {len(data)} training pairs; lower it")
 
 
 def translatable(dataset: Any) -> bool:
-    """Whether the data have sources and references as text, beside their ids."""
+    """Return True if the data have sources and references as text, besides their ids."""
     return hasattr(type(dataset), "texts")
 
 
 def check_same_tokenizer(first: Any, second: Any) -> None:
-    """Refuse two data sets of different tokenizers (ValueError)."""
+    """Raise ValueError for two data sets with different tokenizers."""
     one, other = (getattr(data, "tokenizer", None) for data in (first, second))
     if one is not None and other is not None and one.dump() != other.dump():
         raise ValueError(
@@ -198,13 +189,13 @@ def check_same_tokenizer(first: Any, second: Any) -> None:
 
 def evaluate_pairs(
     model: nn.Module, dataset: Any, world: World, config: RunConfig, sentences: int | None
-) -> tuple[dict[str, Any], list[Translated]]:
-    """Scores of a split, in evaluation mode and float32, and the translations (main process).
+) -> tuple[dict[str, Any], list[TranslatedRow]]:
+    """Return scores of a split, in evaluation mode and float32, and the translations (main process).
 
     Loss and perplexity are of the whole split, per target token, without label smoothing. Processes share the rows.
 
     Args:
-        sentences: how many are translated, the first ones; None for all. Intervals come with all alone.
+        sentences: number of translated sentences, from the first on; None for all, which also gives intervals.
     """
     settings = config.training
     size = settings.evaluation_rows
@@ -232,10 +223,10 @@ def evaluate_pairs(
 
 def translate_rows(
     model: nn.Module, dataset: Any, rows: range, world: World, options: EvaluationConfig, batch_size: int
-) -> list[Translated]:
-    """Translations of rows of a data set in their order, on the main process; processes share the rows.
+) -> list[TranslatedRow]:
+    """Return translations of rows of a data set in their order, on the main process; processes share the rows.
 
-    Sentences of about the same length are searched together.
+    A batch of the search has sentences of similar length.
     """
     facts, texts = dataset.describe(), dataset.texts
     mine = sorted(rows[world.rank :: world.size], key=lambda row: (len(dataset[row].source), row))
@@ -257,11 +248,11 @@ def translate_rows(
     everyone: dict[int, tuple[str, float]] = {}
     for part in world.gather(found):
         everyone |= part
-    return [Translated(texts.source[row], texts.target[row], *everyone[row]) for row in rows]
+    return [TranslatedRow(texts.source[row], texts.target[row], *everyone[row]) for row in rows]
 
 
-def written(translations: list[Translated]) -> str:
-    """The file of translations: a block of four lines each, numbered, with an empty line between them."""
+def written(translations: list[TranslatedRow]) -> str:
+    """Return the file of translations: numbered blocks of four lines, with an empty line between them."""
     return "\n".join(
         f"{number}\t{row.score:.4f}\nsource\t{row.source}\nreference\t{row.reference}\nhypothesis\t{row.hypothesis}\n"
         for number, row in enumerate(translations, 1)

@@ -1,9 +1,9 @@
-"""Batches of pairs that are about as long, up to a number of tokens (fairseq's max-tokens; arXiv:1904.01038).
+"""Batches of pairs of similar length, up to a number of tokens (fairseq's max-tokens; arXiv:1904.01038).
 
-As in `loader`, the order is a pure function of (seed, epoch) and a step number is the position in the data. The rows
-of an epoch are sorted by the length of their longer side, then by that of the source, two lengths together, and drawn
-among equal ones; they are cut where one more row would exceed the tokens; and the batches are dealt in an order of
-their own. The cuts depend on the longer sides alone, so every epoch has as many batches.
+As in `loader`, the order is a pure function of (seed, epoch) and a step number is the position in the data. The rows of
+an epoch are sorted by the length of the longer side, then of the source in steps of two, and shuffled among equals. A
+batch ends where one more row would exceed the tokens; the batches are shuffled. Their bounds depend only on the longer
+sides, so every epoch has the same number of batches.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch.utils.data import Sampler
 
 from cached_lab.training.loader import WHOLE, Key, Share, mixed_seed
 
-TOGETHER = 2  # lengths of the source that count as equal: rows change their company from epoch to epoch
+TOGETHER = 2  # source lengths that count as equal, so that batches differ between epochs
 
 
 class TokenOrder(Sampler[list[Key]]):
     """Endless pieces of token batches for one process, beginning at a step.
 
-    A batch is divided over processes and pieces row by row, so neither their number changes what a step learns from. A
-    piece for which there is no row gets the first one; `empty` tells, and it must not count.
+    Rows of a batch are dealt to processes and pieces, so their numbers do not change the data of a step. A piece
+    without a row gets the first one, which must not count; see `empty`.
 
     Args:
         lengths: tokens of source and target of each row, integers (size, 2).
-        tokens: of a step, source and target for itself, padding included.
-        seed: seed of the orders. start: steps already taken.
-        share: what this process takes of a batch.
+        tokens: of a step, for source and target each, padding included.
+        seed: of the orders. start: steps already taken.
+        share: part of a batch for this process.
 
     Raises:
         ValueError: a row has more tokens than a batch.
@@ -49,19 +49,19 @@ class TokenOrder(Sampler[list[Key]]):
         self._epoch, self._rows, self._dealt = -1, np.empty(0, np.int64), np.empty(0, np.int64)
 
     def rows(self, step: int) -> list[Key]:
-        """All rows of one step, over all processes."""
+        """Return all rows of one step, over all processes."""
         epoch, position = divmod(step, self.batches)
         if epoch != self._epoch:
             generator = np.random.Generator(np.random.PCG64(mixed_seed(self.seed, epoch)))
             drawn = generator.permutation(len(self.lengths))
-            keys = (self.lengths[drawn, 0] // TOGETHER, self._longer[drawn])  # the last one counts first
+            keys = (self.lengths[drawn, 0] // TOGETHER, self._longer[drawn])  # sorts by the last key first
             self._epoch, self._rows = epoch, drawn[np.lexsort(keys)]
             self._dealt = generator.permutation(self.batches)
         batch = self._dealt[position]
         return [(epoch, row) for row in self._rows[self._cuts[batch] : self._cuts[batch + 1]].tolist()]
 
     def empty(self, step: int, piece: int) -> bool:
-        """Whether this process has no row for one of its pieces."""
+        """Return True if a piece of this process has no row."""
         return len(self.rows(step)) <= self.first + piece
 
     def __iter__(self) -> Iterator[list[Key]]:
@@ -73,14 +73,14 @@ class TokenOrder(Sampler[list[Key]]):
             step += 1
 
     def efficiency(self) -> float:
-        """Share of the tokens of an epoch that are not padding, in 0..1, sources and targets together."""
+        """Return the share of an epoch's tokens that are not padding, in 0..1, sources and targets together."""
         taken = [[row for _, row in self.rows(step)] for step in range(self.batches)]
         room = sum(len(rows) * self.lengths[rows].max(0).sum() for rows in taken)
         return float(self.lengths.sum() / room)
 
 
 def _cuts(longer: np.ndarray, tokens: int) -> np.ndarray:
-    """Where batches of rows in order of their length begin and end: each takes what fits."""
+    """Return the bounds of batches of sorted rows, each as large as fits."""
     cuts = [0]
     for place, length in enumerate(longer.tolist()):
         if (place + 1 - cuts[-1]) * length > tokens:

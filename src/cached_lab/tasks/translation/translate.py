@@ -1,8 +1,8 @@
-"""Target texts from an encoder-decoder: beam search with kept keys and values (arXiv:1409.3215; length normalisation as
-in arXiv:1609.08144 and fairseq: log-probability / length ** penalty).
+"""Target texts from an encoder-decoder: beam search with a KV cache (arXiv:1409.3215; length normalisation as in
+arXiv:1609.08144 and fairseq: log-probability / length ** penalty).
 
-Keys and values of the source are made once for all continuations of a sentence, those of the target once for each token
-(`DecoderCache`); rows that are done leave the batch.
+Keys and values of the source are computed once for all continuations of a sentence, those of the target once per token
+(`DecoderCache`); finished rows leave the batch.
 
 Legend: B rows, N source tokens, K beams, L results, T new tokens, V vocabulary.
 """
@@ -26,15 +26,12 @@ if TYPE_CHECKING:
 
 
 class Translation(NamedTuple):
-    """What was written.
+    """New tokens with their lengths and scores.
 
     Attributes:
-        tokens_BT: new tokens, without `begin`; behind a row's `end` there is nothing but `end`. (B, L, T) with
-            `results`.
-        length_B: new tokens of each row, its `end` included; a row that met the limit before has none. (B, L) with
-            `results`.
-        score_B: log-probability that the model gives to the row's new tokens, not divided by the length. (B, L) with
-            `results`.
+        tokens_BT: new tokens, without `begin`, filled up with `end`. (B, L, T) with `results`.
+        length_B: new tokens per row, with `end` unless it reached the limit. (B, L) with `results`.
+        score_B: log-probability of the row's new tokens, not divided by the length. (B, L) with `results`.
         state: the encoder's state after the sources.
     """
 
@@ -44,7 +41,7 @@ class Translation(NamedTuple):
     state: State
 
     def texts(self, tokenizer: PairTokenizer) -> list[tuple[str, float]]:
-        """Text and log-probability of each row; not for several `results`."""
+        """Return text and log-probability of each row; not for several `results`."""
         rows = zip(self.tokens_BT.tolist(), self.length_B.tolist(), self.score_B.tolist(), strict=True)
         return [(tokenizer.decode(ids[:length]), score) for ids, length, score in rows]
 
@@ -64,32 +61,32 @@ def translate(
     cached: bool = True,
     results: int | None = None,
 ) -> Translation:
-    """Write the target of each source. Runs in evaluation mode and without gradients; the model's mode is restored.
+    """Generate the target of each source in evaluation mode and without gradients; the model's mode is restored.
 
-    A row is done when K continuations of it have met `end` while among the K best (fairseq's rule, and transformers'
-    with `early_stopping=True`), or after its last token, where what has not met `end` counts as it stands.
+    A row ends when K of its continuations have reached `end` while among the K best (fairseq's rule, and transformers'
+    with `early_stopping=True`), or after its last token, where unfinished continuations count as they are.
 
     Args:
         model: an encoder-decoder.
         inputs_BN: source tokens. padding: (B, N) bool, True = padding.
-        begin: token that the decoder reads first. end: token after which a row stops.
-        beams: K; 1 takes the likeliest token each time.
+        begin: first token of the decoder. end: token after which a row stops.
+        beams: K; 1 takes the likeliest token at each step.
         tokens: T, the most new tokens, `end` included; None: 2 N + 10 for a source of N tokens without padding, at most
             the model's `max_length`.
         length_penalty: the result has the highest log-probability / length ** length_penalty; 0 compares sums, which
             favour short texts.
-        state: the encoder's state after the sources before; None for rows that have read nothing. It is not changed.
-        cached: whether keys and values are kept; without, each step reads the whole text again, for the same result.
-        results: L, how many to return for each row, best first; None for the best without a dimension for it.
+        state: the encoder's state after earlier sources; None at the beginning. It is not changed.
+        cached: use a KV cache; otherwise each step reads the whole text again, with the same result.
+        results: L, results per row, best first; None for the best, without this dimension.
 
     Raises:
-        ValueError: an argument out of its range, or sources that `EncoderDecoder.encode` refuses.
+        ValueError: an argument out of its range, or sources refused by `EncoderDecoder.encode`.
     """
     _check(model, begin, end, beams, tokens, length_penalty, results)
     with evaluating(model):
         encoded = model.encode(inputs_BN, padding, state)
         first_B = torch.full((len(inputs_BN),), begin, device=inputs_BN.device)
-        text = (_KeptText if cached else _WholeText)(model, encoded, first_B)
+        text = (_CachedTarget if cached else _WholeTarget)(model, encoded, first_B)
         limit_B = _limits(inputs_BN, padding, tokens, model.max_length)
         best = search(text, text.read(), limit_B, beams, end, length_penalty, results or 1)
     longest = int(best.length_BL.max())
@@ -99,8 +96,8 @@ def translate(
     return Translation(*found, encoded.state)
 
 
-class _KeptText:
-    """Texts of which keys and values are kept."""
+class _CachedTarget:
+    """Targets with a KV cache."""
 
     def __init__(self, model: EncoderDecoder, encoded: Encoded, first_B: Tensor) -> None:
         self.model, self.cache, self.token_B = model, model.begin(encoded), first_B
@@ -125,8 +122,8 @@ class _KeptText:
         self.token_B = self.token_B[rows_B]
 
 
-class _WholeText:
-    """Texts that are read from the beginning at every step."""
+class _WholeTarget:
+    """Targets read from the beginning at every step."""
 
     def __init__(self, model: EncoderDecoder, encoded: Encoded, first_B: Tensor) -> None:
         self.model, self.encoded, self.tokens_BT = model, encoded, first_B[:, None]
@@ -155,7 +152,7 @@ def _log_probabilities(logits_BV: Tensor) -> Tensor:
 
 
 def _limits(inputs_BN: Tensor, padding: Tensor | None, tokens: int | None, longest: int) -> Tensor:
-    """(B,): the most new tokens of each row."""
+    """(B,): the most new tokens per row."""
     rows, n = inputs_BN.shape
     if tokens is not None:
         return torch.full((rows,), tokens, device=inputs_BN.device)
@@ -182,9 +179,9 @@ def _check(
         )
     if tokens is not None and not 1 <= tokens <= model.max_length:
         raise ValueError(
-            f"tokens={tokens} must be at least 1, and at most max_length={model.max_length} of the model; None is "
-            "twice the source's length and 10 more"
+            f"tokens={tokens} must be at least 1, and at most max_length={model.max_length} of the model; None takes "
+            "twice the source's length and 10"
         )
     comparing_lengths(length_penalty=length_penalty)
     if results is not None and not 1 <= results <= beams:
-        raise ValueError(f"results={results} must be at least 1, and at most beams={beams}; or None for the best alone")
+        raise ValueError(f"results={results} must be at least 1, and at most beams={beams}; or None for the best")
