@@ -289,7 +289,7 @@ class ElasticOutcome:
 
     def table(self) -> str:
         """Return the kills as a table in Markdown."""
-        head = "| kill | process | moment | in step | goes on from | steps lost |\n|---|---|---|---|---|---|\n"
+        head = "| kill | process | moment | in step | resumed from | steps lost |\n|---|---|---|---|---|---|\n"
         return head + "".join(
             f"| {number} | {rank} | {moment} | {'-' if step is None else step} | {resumed} | {lost} |\n"
             for number, rank, moment, step, resumed, lost in self.rows
