@@ -168,7 +168,7 @@ class TrainingConfig:
         """Refuse options that do not have the values that another option needs."""
         for name, value in needed.items():
             if getattr(self, name) != value:
-                shown = {None: "null", False: "false"}.get(value, value)  # type: ignore[arg-type]
+                shown = {"None": "null", "False": "false"}.get(str(value), value)
                 raise ValueError(
                     f"training.{option} does not go with training.{name}={getattr(self, name)}; set "
                     f"training.{name}={shown}, or training.{way_out}"
