@@ -289,7 +289,7 @@ class ElasticOutcome:
 
     def table(self) -> str:
         """Return the kills as a table in Markdown."""
-        head = "| kill | process | moment | in step | goes on from | steps lost |\n|---|---|---|---|---|---|\n"
+        head = "| kill | process | moment | in step | resumed from | steps lost |\n|---|---|---|---|---|---|\n"
         return head + "".join(
             f"| {number} | {rank} | {moment} | {'-' if step is None else step} | {resumed} | {lost} |\n"
             for number, rank, moment, step, resumed, lost in self.rows
@@ -319,10 +319,11 @@ def drill(
     """
     if steps < 3 * save_every:
         raise ValueError(f"steps={steps} must be at least 3 * save_every={3 * save_every}, so that there is room")
-    from . import _runs
-
-    folder.mkdir(parents=True)
-    _runs.write_data(folder)
+    (folder / "text").mkdir(parents=True)
+    chance = random.Random(0)
+    for name, lines in {"train": 117, "valid": 15, "test": 15}.items():
+        words = ("".join(chance.choices("abcdefgh", k=chance.randint(1, 5))) for _ in range(6 * lines))
+        (folder / "text" / f"{name}.txt").write_text(" ".join(words), encoding="utf-8")
     plan = {"steps": steps, "save_every": save_every, "settings": settings}
     plan["kills"] = [asdict(kill) for kill in draw(kills, steps, save_every, size, seed)]
     write_whole(folder / "plan.json", json.dumps(plan, indent=1).encode())
@@ -335,9 +336,11 @@ def drill(
         times.append(time.perf_counter())
     seconds = times[1] - times[0], times[2] - times[1]
     died, started = _lines(folder / "kills.jsonl"), _lines(folder / "starts.jsonl")
+    from ._runs import compare_runs  # with imports that the forked processes do not need
+
     problems: list[str] = []
     try:
-        _runs.compare_runs(folder / "run", folder / "whole")
+        compare_runs(folder / "run", folder / "whole")
     except Failure as failure:
         problems.append(str(failure))
     if len(died) != kills:

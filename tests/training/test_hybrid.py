@@ -7,9 +7,9 @@ from pathlib import Path
 import launch
 import pytest
 import torch
-from hybrid_worker import HYBRID
 from same_run import assert_same_run
-from sharding_worker import CARRIED, fitted, make, of_memory
+from sharded_runs import CARRIED, fitted, make, of_memory
+from small_language import write_text
 from test_sharding import ALONE, close
 
 from cached_lab.training.checkpoint import SHARDS, Checkpoints
@@ -18,10 +18,27 @@ from cached_lab.training.metrics import read_metrics
 from cached_lab.training.settings import TrainingConfig
 from cached_lab.training.sharding import Shards
 
+HYBRID = ("training.parallel=fsdp", "training.shares=2", "training.batch_size=8")
+
+
+def train_all(world: World, folder: Path) -> tuple[int, int]:
+    """Train in one of four processes; return the local and the total number of parameters."""
+    text = folder / "text"
+    if world.main:
+        write_text(text)
+    world.barrier()
+    fitted(folder / "rmt", text, world, *of_memory("rmt"), *HYBRID)
+    options = (*CARRIED, *HYBRID, "training.save=async")
+    fitted(folder / "whole", text, world, *options, "training.steps=6")
+    fitted(folder / "parts", text, world, *options, "training.steps=4")
+    trainer = fitted(folder / "parts", text, world, *options, "training.steps=6")
+    share = sum(p.to_local().numel() for p in trainer.model.parameters())  # type: ignore[operator]
+    return share, sum(p.numel() for p in trainer.model.parameters())
+
 
 @pytest.mark.slow
 def test_four_processes_learn_what_one_learns_and_go_on(tmp_path: Path) -> None:
-    launch.python(Path(__file__).with_name("hybrid_worker.py"), tmp_path, processes=4)
+    shares = launch.world(train_all, tmp_path, processes=4)
     fitted(tmp_path / "alone", tmp_path / "text", ALONE, *of_memory("rmt"), HYBRID[-1])
     curves = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("alone", "rmt")]
     assert len(curves[0]) == len(curves[1]) == 4
@@ -34,8 +51,7 @@ def test_four_processes_learn_what_one_learns_and_go_on(tmp_path: Path) -> None:
     for name, value in two.training["optimizer"]["state"].items():
         close(value, one.training["optimizer"]["state"][name])
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 6)
-    everyone = torch.load(tmp_path / "shares.pt", weights_only=True)
-    assert len(everyone) == 4 and all(0.4 * whole < share < 0.6 * whole for share, whole in everyone)
+    assert len(shares) == 4 and all(0.4 * whole < share < 0.6 * whole for share, whole in shares)
     trainer = make(tmp_path / "parts", tmp_path / "text", ALONE, *CARRIED, HYBRID[-1], "training.steps=6")
     trainer.resume("auto")  # one process, which needs no copies
     assert trainer.step == 6

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from contract.contract_cases import STREAMS, Case
-from pipeline_worker import FEW, MESH, seen, settings_of
+from pipeline_cases import FEW, MESH, everything, seen, settings_of
 from small_language import make, recipe, write_text
 
 from cached_lab.cli.main import main
@@ -23,14 +23,9 @@ from cached_transformers import create_model
 Seen = list[dict[str, Any]]
 
 
-def run(folder: Path, which: str, processes: int) -> Seen:
-    launch.python(Path(__file__).with_name("pipeline_worker.py"), folder, which, processes=processes)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(processes)]
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return run(tmp_path_factory.mktemp("pipeline"), "few", 2)
+    return launch.world(everything, tmp_path_factory.mktemp("pipeline"), "few")
 
 
 def compare(case: Case, found: Seen, lanes: int = 1) -> None:
@@ -62,14 +57,14 @@ def test_two_processes_learn_what_one_learns(case: Case, two: Seen) -> None:
 
 @pytest.mark.slow
 def test_every_stream_memory_learns_what_it_learns_in_one_process(tmp_path: Path) -> None:
-    found = run(tmp_path, "streams", 2)
+    found = launch.world(everything, tmp_path, "streams")
     for case in STREAMS:
         compare(case, found)
 
 
 @pytest.mark.slow
 def test_two_pipelines_of_two_processes_read_other_rows(tmp_path: Path) -> None:
-    found = run(tmp_path, "mesh", 4)
+    found = launch.world(everything, tmp_path, "mesh", processes=4)
     for case in MESH:
         compare(case, found, lanes=2)
 

@@ -15,17 +15,19 @@ import torch
 import yaml
 from contract.contract_cases import STREAMS
 from same_run import assert_same_run, assert_same_tree, final
-from sharding_worker import (
+from sharded_runs import (
     CARRIED,
     LINEAR_FIRST,
     LOOPS,
     MEMORIES,
     STREAM,
+    all_gradients,
     fitted,
     make,
     of_memory,
     stored,
     stream_gradients,
+    train_all,
     vision,
 )
 from small_language import recipe
@@ -46,7 +48,7 @@ ALONE = World(torch.device("cpu"))
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder in which two processes trained and stored their results."""
     folder = tmp_path_factory.mktemp("sharding")
-    launch.python(Path(__file__).with_name("sharding_worker.py"), folder, processes=2)
+    launch.world(train_all, folder)
     return folder
 
 
@@ -110,8 +112,7 @@ def test_images_and_shared_caches(seen: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 def test_every_stream_memory_has_the_gradient_of_one_process(tmp_path: Path) -> None:
-    launch.python(Path(__file__).with_name("sharding_worker.py"), tmp_path, "streams", processes=2)
-    found = torch.load(tmp_path / "0.pt", weights_only=True)
+    found = launch.world(all_gradients, tmp_path)[0]
     assert [str(case) for case in STREAMS if isinstance(found[str(case)], str)] == [], "none is refused"
     for case in STREAMS:
         close(found[str(case)], stream_gradients(case, LOOPS["blocks"], None))

@@ -29,7 +29,6 @@ from cached_lab.training.progress import Reporter
 from cached_lab.training.streamed_order import StreamedOrder
 from cached_lab.training.trainer import Trainer
 
-WORKER = Path(__file__).with_name("streamed_images_worker.py")
 MODEL = {"name": "vision_transformer", "patch_size": 4, "width": 16, "depth": 1, "heads": 2, "feed_forward": 16}
 
 
@@ -144,9 +143,17 @@ def test_processes_and_pieces_read_what_one_reads(folder: Path, parts: int) -> N
     assert next(iter(again)) == ahead
 
 
+def train_streamed(world: World, folder: Path, shards: str) -> None:
+    """Train in one of two processes, once without and once with a stop in the middle."""
+    options = {"parts": 2}
+    fitted(config(Path(shards), options, mixup=0.0), folder / "whole", world)
+    fitted(config(Path(shards), options, mixup=0.0, steps=6), folder / "killed", world)
+    fitted(config(Path(shards), options, mixup=0.0), folder / "killed", world)
+
+
 @pytest.mark.slow
 def test_two_processes_go_on_to_the_bit_and_learn_what_one_learns(folder: Path, tmp_path: Path) -> None:
-    launch.python(WORKER, tmp_path, folder, processes=2)
+    launch.world(train_streamed, tmp_path, str(folder))
     killed, whole = (final(tmp_path / name) for name in ("killed", "whole"))
     assert killed.step == whole.step == 8
     assert_same_tree(killed.weights, whole.weights)

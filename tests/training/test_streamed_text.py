@@ -11,6 +11,7 @@ from typing import Any
 import launch
 import numpy as np
 import pytest
+import sharded_runs
 import torch
 from data import streaming_library
 from data.streaming_library import write_shards
@@ -28,7 +29,6 @@ from cached_lab.training.distributed import World
 from cached_lab.training.settings import TrainingConfig
 
 ALIKE = ("model.dropout=0.0", "optimizer.name=sgd")
-WORKER = Path(__file__).with_name("streamed_worker.py")
 DATA = {"train": 9, "validation": 6}
 OPTIONS = ("data.window=5", "data.parts=2", "training.save_every=3", "training.accumulate=2")
 
@@ -166,11 +166,21 @@ class _Alone(World):
         return [value]
 
 
+def train_streamed(world: World, folder: Path, text: str) -> None:
+    """Train in one of two processes, once without and once with a stop in the middle."""
+    sys.modules["datasets"] = ModuleType("datasets")
+    sys.modules["datasets"].load_dataset = streaming_library.load_dataset  # type: ignore[attr-defined]
+    options = streamed(Path(text), *ALIKE)
+    sharded_runs.fitted(folder / "whole", folder, world, *options)
+    sharded_runs.fitted(folder / "killed", folder, world, *options, "training.steps=6")
+    sharded_runs.fitted(folder / "killed", folder, world, *options)
+
+
 @pytest.mark.slow
 def test_two_processes_go_on_to_the_bit_and_learn_what_one_learns(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch.python(WORKER, tmp_path, folder, processes=2)
+    launch.world(train_streamed, tmp_path, str(folder))
     killed, whole = (final(tmp_path / name) for name in ("killed", "whole"))
     assert killed.step == whole.step == 12
     assert_same_tree(killed.weights, whole.weights)

@@ -1,32 +1,22 @@
-"""Process of `test_sharding`: train with sharded weights, and store the results.
-
-Called by torchrun as: sharding_worker.py FOLDER [STREAMS], for FOLDER/0.pt and FOLDER/1.pt. STREAMS adds the gradients
-of all stream memories, which is slow.
-"""
+"""Trainings and gradients with sharded weights, for processes of torchrun and for one process."""
 
 from __future__ import annotations
 
-import dataclasses
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from contract.contract_cases import CASES, SEGMENT, STREAMS, Case
 from contract.distributed_worker import ROWS, half
 from small_language import recipe, write_text
+from torch import Tensor, nn
 
 from cached_lab.experiments.build import build_dataset, build_model
 from cached_lab.tasks.kinds import make_task
 from cached_lab.tasks.recipes import config_from_dict, fill_from_data
 from cached_lab.training import checkpoint
-from cached_lab.training.distributed import World, in_world
+from cached_lab.training.distributed import World
 from cached_lab.training.progress import Reporter
 from cached_lab.training.sharding import Shards, full_tensor, is_sharded
 from cached_lab.training.trainer import Trainer
@@ -159,20 +149,24 @@ def _recomputing(model: nn.Module) -> nn.Module:
     return model
 
 
-def train_all(world: World) -> dict[str, Any]:
-    folder = Path(sys.argv[1])
+def all_gradients(world: World, folder: Path) -> dict[str, Any]:
+    """Return the gradients of all stream memories, or the reasons for which they are refused."""
+    seen: dict[str, Any] = {}
+    for case in STREAMS:
+        try:
+            seen[str(case)] = stream_gradients(case, LOOPS["blocks"], world)
+        except ValueError as error:
+            seen[str(case)] = str(error)
+    return seen
+
+
+def train_all(world: World, folder: Path) -> dict[str, Any]:
+    """Train all cases of `test_sharding` in one of two processes."""
     text = folder / "text"
     if world.main:
         write_text(text)
     world.barrier()
     seen: dict[str, Any] = {}
-    if len(sys.argv) > 2:
-        for case in STREAMS:
-            try:
-                seen[str(case)] = stream_gradients(case, LOOPS["blocks"], world)
-            except ValueError as error:
-                seen[str(case)] = str(error)
-        return seen
     for name in MEMORIES:
         fitted(folder / name, text, world, *of_memory(name), "training.parallel=fsdp")
     for name, loop in LOOPS.items():
@@ -206,15 +200,3 @@ def train_all(world: World) -> dict[str, Any]:
     except ValueError as error:
         seen["none"] = str(error)
     return seen
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    rank: list[int] = []
-
-    def work(world: World) -> dict[str, Any]:
-        rank.append(dataclasses.replace(world).rank)
-        return train_all(world)
-
-    found = in_world("cpu", work)
-    torch.save(found, Path(sys.argv[1]) / f"{rank[0]}.pt")

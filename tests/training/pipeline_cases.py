@@ -1,26 +1,17 @@
-"""Process of `test_pipeline`: read a share of the segments of every row and store the results.
-
-Called by torchrun as: pipeline_worker.py FOLDER [few | streams | mesh], for FOLDER/RANK.pt.
-"""
+"""Batches and results of `test_pipeline`, for processes of a pipeline and for one process."""
 
 from __future__ import annotations
 
-import faulthandler
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from contract.contract_cases import SEGMENT, STREAMS, VOCABULARY, Case
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from contract.contract_cases import SEGMENT, STREAMS, VOCABULARY, Case
-
-from cached_lab.training.distributed import World, in_world
+from cached_lab.training.distributed import World
 from cached_lab.training.segment_pipeline import SegmentPipeline
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.state import named_tensors
@@ -112,27 +103,8 @@ def seen(case: Case, setting: Setting, world: World | None, mesh: Any = None) ->
     return found | ({} if state is None else {f"state {n}": t for n, t in named_tensors(state)})
 
 
-def everything(world: World) -> dict[str, Any]:
-    which = sys.argv[2] if len(sys.argv) > 2 else "few"
-    if which == "mesh":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
-        return {f"{case} {name}": seen(case, s, world, mesh) for case in MESH for name, s in settings_of(case).items()}
-    cases = FEW if which == "few" else STREAMS
-    result: dict[str, Any] = {}
-    for case in cases:
-        for name, setting in settings_of(case).items():
-            result[f"{case} {name}"] = seen(case, setting, world)
-    return result
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(500 if len(sys.argv) > 2 and sys.argv[2] != "few" else 100, exit=True)
-    rank: list[int] = []
-
-    def work(world: World) -> dict[str, Any]:
-        rank.append(int(world.rank))
-        return everything(world)
-
-    found = in_world("cpu", work)
-    torch.save(found, Path(sys.argv[1]) / f"{rank[0]}.pt")
+def everything(world: World, folder: Path, which: str) -> dict[str, Any]:
+    """Return the results of one process for the cases "few", "streams" or "mesh"."""
+    cases = {"few": FEW, "streams": STREAMS, "mesh": MESH}[which]
+    mesh = None if which != "mesh" else init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+    return {f"{case} {name}": seen(case, s, world, mesh) for case in cases for name, s in settings_of(case).items()}
