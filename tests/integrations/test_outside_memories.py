@@ -27,7 +27,8 @@ from integrations.transformers_hosts import (
 from torch import Tensor, nn
 
 from cached_transformers import add_memory, load_pretrained
-from cached_transformers.integrations.transformers.stream_tap import Passage
+from cached_transformers.integrations.memory_hooks import run_host
+from cached_transformers.integrations.segment_context import SegmentContext
 from cached_transformers.interfaces.memory import Entry, LayerMemory, ModelMemory, Through, Tokens, Trace
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State
@@ -144,10 +145,9 @@ def test_tokens_round_a_segment_and_layers_with_a_memory_are_the_host_by_hand(ho
 def surrounded(reader: Any, x: Tensor, mask: Tensor, layers: Any) -> tuple[Tensor, Any]:
     """The decoder's own forward on these tokens; the layer memories write what is between those of the memory."""
     places = torch.arange(x.shape[1])[None, :, None]
-    passage = Passage(layers, places, torch.zeros(1, 1, dtype=torch.long), segment=(FRONT, SEGMENT))
-    decoder = reader.decoder
-    out = type(decoder).forward(decoder, inputs_embeds=x, attention_mask=mask, use_cache=False, memory_passage=passage)
-    return out.last_hidden_state, tuple(passage.after)
+    context = SegmentContext(layers, places, torch.zeros(1, 1, dtype=torch.long), segment=(FRONT, SEGMENT))
+    out = run_host(context, reader.hooks, reader.body, inputs_embeds=x, attention_mask=mask, use_cache=False)
+    return out.last_hidden_state, tuple(context.states_after)
 
 
 @architectures(DECODERS)

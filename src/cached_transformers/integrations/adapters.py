@@ -16,9 +16,9 @@ from cached_transformers.interfaces.memory import ModelMemory
 from cached_transformers.memories import MemorySpec, create_memory, memory_spec
 from cached_transformers.registry import MEMORIES
 
-from .attention_hooks import attach, layer_memory, spans_layers
 from .hosts import Host, HostAttention, Site, Stream, refuse_memory, register_adapter, sites
 from .hub import note_memory
+from .memory_hooks import install, layer_memory, spans_layers
 from .memory_lookup import mark_drawn
 from .peft_models import give_to_adapters, host_of, inside_of, take_from_adapters
 from .torch_nn import settle_nested_tensors
@@ -127,7 +127,7 @@ def _add_shared(
             f"{name!r} is not; leave it out"
         )
     for (site, host), layer in zip(found, layers, strict=True):
-        attach(site, host, layer)
+        install(site, host, layer)
 
 
 def remove_memory(model: Model) -> Model:

@@ -19,7 +19,7 @@ from cached_transformers.state import State, used_again
 from cached_transformers.state import reset as replace_rows
 
 
-class Hosted(nn.Module):
+class HostWrapper(nn.Module):
     """What both have in common.
 
     Args:
@@ -39,7 +39,7 @@ class Hosted(nn.Module):
         return self.model.init_memory_state(batch_size)
 
 
-class TokensModel(Hosted):
+class TokensModel(HostWrapper):
     """An encoder of texts: an answer for each token.
 
     Args:
@@ -77,7 +77,7 @@ class TokensModel(Hosted):
         return ModelOutput(logits, out.memory_state, logits.new_zeros(()))
 
 
-class FramesModel(Hosted):
+class FramesModel(HostWrapper):
     """A classifier of images: videos in, an answer for each frame out.
 
     Args:

@@ -38,6 +38,7 @@ from cached_transformers.interfaces.capabilities import CORE_WORDS, refuse_misfi
 
 from .hosts import Host, Site, sites
 from .masks import padding_of
+from .segment_context import THREAD
 from .through_core import CORES, through_core
 from .torch_nn import settle_nested_tensors
 
@@ -52,7 +53,7 @@ class Intercept(TorchFunctionMode):
         self.exchange, self.x_BND, self.calls = exchange, x_BND, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention and not self.exchange.aside:
+        if func is F.scaled_dot_product_attention and not THREAD.aside:
             self.calls += 1
             return self.exchange.answer(self.x_BND, *args, **(kwargs or {}))
         if func is Tensor.unflatten:  # a method in Python, whose `super()` Dynamo cannot trace from here
@@ -61,11 +62,7 @@ class Intercept(TorchFunctionMode):
 
 
 class Exchange:
-    """Stands in the place of one layer's forward.
-
-    Attributes:
-        aside: attention that is called now is not the layer's own.
-    """
+    """The forward of one layer whose attention was replaced."""
 
     def __init__(self, layer: nn.Module, host: Host, dropout_set: bool) -> None:
         self.layer, self.padding, self.causal = layer, host.attention.padding, "causal" in host.attention.asks
@@ -73,7 +70,6 @@ class Exchange:
         self.first = next(iter(inspect.signature(layer.forward).parameters))
         self.before = {name: getattr(layer, name) for name in host.attention.switches}
         self.uninstall = host.attention.uninstall
-        self.aside = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the layer's class, with another attention in it.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cached_transformers.integrations.hosts import Host, HostAttention, Site, Stream, register_adapter
 from cached_transformers.integrations.masks import map_size, no_mask
+from cached_transformers.integrations.segment_context import THREAD
 from cached_transformers.integrations.transformers.encoder_streams import in_blocks
 from cached_transformers.interfaces.memory import Query
 from cached_transformers.layers.reduction import PooledReduction, SpatialReduction
@@ -74,7 +75,6 @@ class Grid:
 
     def __init__(self, patches: Any, prefix: int, halvings: int = 0) -> None:
         self.patches, self.prefix, self.halvings = patches, prefix, halvings
-        self.seen: tuple[int, int] | None = None
 
     @property
     def built(self) -> tuple[int, int]:
@@ -85,12 +85,14 @@ class Grid:
     def see(self, patches: Any, args: tuple[Tensor, ...]) -> None:
         """Hook of the patch embedding: note the map of the images that enter (with dynamic_img_size)."""
         height, width = patches.dynamic_feat_size(tuple(args[0].shape[-2:]))
-        self.seen = (int(height), int(width))
+        THREAD.grid = (patches, (int(height), int(width)))
 
     def of(self, tokens: int) -> tuple[int, int] | None:
         """The map of so many tokens, or None where they are none (patch dropout)."""
-        if self.seen is not None and self.seen[0] * self.seen[1] + self.prefix == tokens:
-            return self.seen
+        if THREAD.grid is not None and THREAD.grid[0] is self.patches:
+            height, width = THREAD.grid[1]
+            if height * width + self.prefix == tokens:
+                return height, width
         return map_size(tokens, self.prefix, self.built)
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from cached_transformers.integrations.attention_hooks import refuse_forgetting, spans_layers
 from cached_transformers.integrations.hosts import Host, Site, refuse_memory
 from cached_transformers.integrations.loop_wrappers import FramesModel
+from cached_transformers.integrations.memory_hooks import MemoryHook, refuse_forgetting, run_host, spans_layers
 from cached_transformers.integrations.offload import like_weights
+from cached_transformers.integrations.segment_context import SegmentContext
 from cached_transformers.integrations.transformers.add_stateful_memory import check_sizes, layers_of, spanning_of
-from cached_transformers.integrations.transformers.stream_tap import Passage, Running, StreamTap
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.state import State, seal
 from cached_transformers.state import check as check_state
@@ -47,31 +47,31 @@ def add_frame_memory(
         )
     if any("memory_detach" in vars(module) for module in (model, *(site.layer for site in sites))):
         raise ValueError(f"{type(model).__name__} has a memory already; call remove_memory(model) first")
-    taps: list[StreamTap] = []
+    hooks: list[MemoryHook] = []
     for (site, host), memory in zip(found, layers, strict=True):
         if memory.needs:
-            taps.append(StreamTap(site, host, len(taps)))
-            taps[-1].attach(memory, taps[-1].before_stream)
-    reader = FrameReader(model, taps)
+            hooks.append(MemoryHook(site, host, len(hooks)))
+            hooks[-1].install(memory)
+    forward = FrameForward(model, hooks)
     vars(model).update(
-        forward=reader.read,
-        init_memory_state=reader.init_state,
+        forward=forward.forward,
+        init_memory_state=forward.init_state,
         for_loops=functools.partial(FramesModel, model),
-        memory_detach=_detach,
+        memory_detach=_uninstall,
     )
 
 
-def _detach(model: nn.Module) -> None:
+def _uninstall(model: nn.Module) -> None:
     for name in ("forward", "init_memory_state", "for_loops"):
         del vars(model)[name]
 
 
-class FrameReader:
-    """Carries the state of the layers; `read` stands in the place of the model's forward."""
+class FrameForward:
+    """The forward of a ViT whose layers carry a state."""
 
-    def __init__(self, model: nn.Module, taps: list[StreamTap]) -> None:
+    def __init__(self, model: nn.Module, hooks: list[MemoryHook]) -> None:
         self.model: Any = model
-        self.taps = taps
+        self.hooks = hooks
 
     def init_state(self, rows: int) -> State:
         """State of rows that have seen nothing.
@@ -81,9 +81,9 @@ class FrameReader:
         """
         if rows < 1:
             raise ValueError(f"rows={rows} must be at least 1")
-        return seal(tuple(tap.memory.init_state(rows, like_weights(tap.layer)) for tap in self.taps))
+        return seal(tuple(hook.memory.init_state(rows, like_weights(hook.layer)) for hook in self.hooks))
 
-    def read(self, x: torch.Tensor, *args: Any, memory_state: State | None = None, **kwargs: Any) -> ModelOutput:
+    def forward(self, x: torch.Tensor, *args: Any, memory_state: State | None = None, **kwargs: Any) -> ModelOutput:
         """The model's forward of one frame of each row, with what it takes beside the frames.
 
         Raises:
@@ -101,7 +101,6 @@ class FrameReader:
                 "model.set_grad_checkpointing(False), and let ReplayLoop spare the activations"
             )
         state = self.init_state(len(x)) if memory_state is None else memory_state
-        layers = Passage(state, None, None)
-        with Running(layers, self.taps):
-            outputs = type(self.model).forward(self.model, x)
-        return ModelOutput(outputs, seal(tuple(layers.after)), x.new_zeros(()))
+        context = SegmentContext(state)
+        outputs = run_host(context, self.hooks, self.model, x)
+        return ModelOutput(outputs, seal(tuple(context.states_after)), x.new_zeros(()))

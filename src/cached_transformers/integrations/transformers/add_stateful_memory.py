@@ -23,15 +23,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from cached_transformers.integrations.attention_hooks import layer_memory, settled, spans_layers
 from cached_transformers.integrations.hosts import Host, Site, Stream, refuse_memory
+from cached_transformers.integrations.memory_hooks import (
+    MemoryHook,
+    give_slot_attentions,
+    layer_memory,
+    settled,
+    spans_layers,
+)
 from cached_transformers.interfaces.memory import LayerMemory, ModelMemory, Tokens, begin
 from cached_transformers.memories import create_memory
 from cached_transformers.registry import MEMORIES
-
-from .context_tap import ContextTap
-from .stream_tap import StreamTap, give_slot_attentions
-from .through_host import place_of_segment
 
 USUAL_LENGTH = 256
 """Tokens in a segment that are suggested where the model has positions for them."""
@@ -54,20 +56,22 @@ def add_stream_memory(
         ValueError: the memory, the model, its attention or its number of positions does not suit, or there is no word
             of the segments.
     """
-    from .encoder_reader import EncoderReader
-    from .patch_model import attach_calls  # which imports transformers, an optional library
-    from .segmented_forward import SegmentReader
+    # These import transformers, an optional library.
+    from .context_hook import ContextHook
+    from .encoder_forward import EncoderForward
+    from .patch_model import install
+    from .segmented_forward import DecoderForward
 
     stream = found[0][1].stream
     assert stream is not None
     segment_length: int | None = sizes.get("segment_length")
     check_sizes(model, stream, **sizes)
-    decoder = (_decoder if stream.causal else _encoder)(model, [site for site, _ in found])
-    spanning = spanning_of(decoder, found, name, settings) if spans_layers(name) else None
+    body = (_decoder if stream.causal else _encoder)(model, [site for site, _ in found])
+    spanning = spanning_of(body, found, name, settings) if spans_layers(name) else None
     layers = layers_of(found, name, settings, spanning)
     refuse_memory(name, model, [host for _, host in found], layers, spanning)
     longest = min((h.stream.longest for _, h in found if h.stream and h.stream.longest), default=None)
-    extra = _extra_tokens(spanning, decoder, stream)
+    extra = _extra_tokens(spanning, body, stream)
     if longest is not None and (segment_length or 1) + extra > longest:
         tokens = f"segment_length={segment_length}" + (f" and {extra} memory tokens" if extra else "")
         places = f"{(segment_length or 1) + extra} places"
@@ -82,20 +86,20 @@ def add_stream_memory(
             "yourself"
         )
     _refuse_window(name, model, found, spanning, segment_length, extra)
-    taps: list[StreamTap] = []
     windows = any(memory.window() is not None for memory in layers)
-    tap = ContextTap if windows or needs & {"context", "kv_projection"} else StreamTap
+    kind = ContextHook if windows or needs & {"context", "kv_projection"} else MemoryHook
     everywhere = needs & {"context", "kv_projection", "layer_traces", "slots_in_front"}
+    hooks: list[MemoryHook] = []
     for (site, host), memory in zip(found, layers, strict=True):
         if memory.needs or (spanning is not None and everywhere):
-            taps.append(tap(site, host, len(taps)))
-            taps[-1].attach(memory, taps[-1].before_stream)
+            hooks.append(kind(site, host, len(hooks)))
+            hooks[-1].install(memory)
     if spanning is not None:
-        decoder.memory = spanning
-    reader = SegmentReader(decoder, taps, spanning is not None, segment_length)
-    if not stream.causal:
-        reader = EncoderReader(decoder, taps, spanning is not None, segment_length, stream, "state" in needs)
-    attach_calls(model, decoder, reader)
+        body.memory = spanning
+    if stream.causal:
+        install(model, DecoderForward(body, hooks, spanning is not None, segment_length))
+    else:
+        install(model, EncoderForward(body, hooks, spanning is not None, segment_length, stream, "state" in needs))
 
 
 def check_sizes(
@@ -226,9 +230,11 @@ def _extra_tokens(memory: ModelMemory | None, decoder: Any, stream: Stream) -> i
     """
     if memory is None:
         return 0
+    from .host_forward import extra_tokens
+
     like = next(decoder.parameters())
     token = Tokens(like.new_zeros(1, 1, decoder.config.hidden_size), like.new_zeros(1, 1, 1, dtype=torch.long))
-    added, front = place_of_segment(begin(memory, memory.init_state(1, like), token, ()), 1, memory)
+    added, front = extra_tokens(begin(memory, memory.init_state(1, like), token, ()), 1, memory)
     if stream.causal:
         return max(memory.extra_tokens, added)
     if added > front and stream.cuts:

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.integrations.segment_context import THREAD, ModelCall, release_checkpoints
 from cached_transformers.layers.initial_state import PLACE as INITIAL_STATE
 from cached_transformers.state import State, repeat
 
 from .config_utils import parameter_names
-from .forward_context import Handed
-from .output_state import OUTPUT, Carried, prepare_outputs, with_state
+from .host_forward import OUTPUT, HostForward, prepare_outputs, with_state
 from .packed_rows import WAY_OUT, refuse_pooled, refuse_told, score_within
-from .segmented_forward import SegmentReader
 
 ATTACHED = (
     *("forward", "segment_reader", "generate", "_expand_inputs_for_generation", "init_memory_state"),
@@ -46,30 +45,33 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any], first: Any, 
     vars(module)["forward"] = replaced
 
 
-def forward_with_state(
-    place: tuple[Any, SegmentReader],
+def model_forward(
+    place: tuple[Any, HostForward],
     *args: Any,
     memory_state: State | None = None,
     return_dict: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Stands in the place of the forward of a model round a decoder; `place` is that model, and who reads for it."""
-    model, reader = place
-    carried = memory_state if isinstance(memory_state, Carried) else Carried(memory_state)
-    given = {**dict(zip(reader.outside, args, strict=False)), **kwargs}
-    carried.documents = reader.documents(given) if carried.documents is None else carried.documents
-    if carried.documents is not None:
+    """The forward of a model around its body; `place` is that model, and the body's forward."""
+    model, body = place
+    given = {**dict(zip(body.outside, args, strict=False)), **kwargs}
+    documents = body.documents(given)
+    if documents is not None:
         args, kwargs = (), given
-        if carried.documents.plan is not None and kwargs.get("use_cache") is None:
-            kwargs["use_cache"] = False  # some hosts ask their config in its place
-        if hasattr(type(model), "_expand_inputs_for_generation"):  # whose loss is shifted
-            score_within(kwargs, carried.documents.ids_BM)
-    with Handed(carried, [reader]):
-        out = type(model).forward(model, *args, memory_state=carried, return_dict=True, **kwargs)
-    if carried.documents is not None and carried.documents.plan is not None:
+        if documents.plan is not None and kwargs.get("use_cache") is None:
+            kwargs["use_cache"] = False  # some hosts ask their config otherwise
+        if hasattr(type(model), "_expand_inputs_for_generation"):  # its loss is shifted
+            score_within(kwargs, documents.ids_BM)
+    call = ModelCall(body, memory_state, documents)
+    before, THREAD.model = THREAD.model, call
+    try:
+        out = type(model).forward(model, *args, return_dict=True, **kwargs)
+    finally:
+        THREAD.model = before
+    if documents is not None and documents.plan is not None:
         refuse_pooled(model, out)
-    if carried.after is not None:
-        out = with_state(out, carried.after)
+    if call.state_after is not None:
+        out = with_state(out, call.state_after)
     if return_dict is None:
         return_dict = getattr(model.config, "return_dict", True)
     return out if return_dict else out.to_tuple()
@@ -78,7 +80,7 @@ def forward_with_state(
 class Generate:
     """Stands in the place of `generate`; what it returns as a dict holds the state after each row's text."""
 
-    def __init__(self, model: nn.Module, reader: SegmentReader) -> None:
+    def __init__(self, model: nn.Module, reader: HostForward) -> None:
         self.model: Any = model
         self.reader = reader
 
@@ -145,7 +147,7 @@ class Generate:
         call = {"attention_mask": real_BT[:, :columns].long()}
         if bool(call["attention_mask"].all()):
             del call["attention_mask"]
-        return self.reader.read(
+        return self.reader.forward(
             input_ids=tokens_BT[:, :columns], memory_state=before, use_cache=False, **call
         ).memory_state
 
@@ -174,30 +176,32 @@ def _setting(model: Any, config: Any, kwargs: dict[str, Any], name: str) -> Any:
     return None
 
 
-def attach_calls(model: nn.Module, decoder: nn.Module, reader: SegmentReader) -> None:
-    """Put the calls in their places, on these instances."""
+def install(model: nn.Module, forward: HostForward) -> None:
+    """Replace the calls of a model and of its body, on these instances."""
     ours: Any = model
-    prepare_outputs(decoder, model)
-    vars(decoder)["segment_reader"] = reader
-    replace_forward(decoder, type(reader).read, reader, *reader.takes)
-    if model is not decoder:
-        reader.outside = parameter_names(model)
-        replace_forward(model, forward_with_state, (model, reader), *reader.takes)
+    body: nn.Module = forward.body
+    prepare_outputs(body, model)
+    vars(body)["segment_reader"] = forward
+    replace_forward(body, type(forward).forward, forward, *forward.keywords)
+    if model is not body:
+        forward.outside = parameter_names(model)
+        replace_forward(model, model_forward, (model, forward), *forward.keywords)
     if hasattr(type(model), "_expand_inputs_for_generation"):
-        vars(model)["generate"] = Generate(model, reader)
+        vars(model)["generate"] = Generate(model, forward)
         vars(model)["_expand_inputs_for_generation"] = Expand(model)
-    vars(model)["init_memory_state"] = reader.init_state
-    vars(model)["for_loops"] = functools.partial(reader.in_loops, model=model)
+    vars(model)["init_memory_state"] = forward.init_state
+    vars(model)["for_loops"] = functools.partial(forward.loop_wrapper, model=model)
     ignored = [name for name in getattr(ours.config, "keys_to_ignore_at_inference", []) if name != OUTPUT]
     ours.config.keys_to_ignore_at_inference = [*ignored, OUTPUT]  # Trainer would gather the state as a prediction
-    vars(decoder)["memory_detach"] = vars(model)["memory_detach"] = detach_calls
+    vars(body)["memory_detach"] = vars(model)["memory_detach"] = uninstall
 
 
-def detach_calls(module: nn.Module) -> None:
-    """Undo `attach_calls` on one module."""
-    reader: SegmentReader | None = vars(module).get("segment_reader")
-    if reader is not None:
-        reader.detach()
+def uninstall(module: nn.Module) -> None:
+    """Undo `install` on one module."""
+    forward: HostForward | None = vars(module).get("segment_reader")
+    if forward is not None:
+        forward.uninstall()
+        release_checkpoints(module)
     for name in ATTACHED:
         vars(module).pop(name, None)
     module._modules.pop(INITIAL_STATE, None)  # a state of the memory that goes
