@@ -16,9 +16,10 @@ from cached_transformers.interfaces.memory import ModelMemory
 from cached_transformers.memories import MemorySpec, create_memory, memory_spec
 from cached_transformers.registry import MEMORIES
 
+from .build_memories import layer_memory, spans_layers
 from .hosts import Host, HostAttention, Site, Stream, refuse_memory, register_adapter, sites
 from .hub import note_memory
-from .memory_hooks import install, layer_memory, spans_layers
+from .memory_hooks import install
 from .memory_lookup import mark_drawn
 from .peft_models import give_to_adapters, host_of, inside_of, take_from_adapters
 from .torch_nn import settle_nested_tensors

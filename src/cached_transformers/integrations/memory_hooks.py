@@ -18,9 +18,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from cached_transformers.interfaces.memory import LayerMemory, Linear, ModelMemory, Query, Reading, Trace, look
-from cached_transformers.memories import create_memory
-from cached_transformers.memories.parts.shared_cache import CacheSlots
-from cached_transformers.registry import MEMORIES
 
 from .hosts import Host, Site
 from .memory_lookup import memory_of, refuse_frozen
@@ -249,77 +246,20 @@ def run_host(context: SegmentContext, hooks: list[MemoryHook], model: nn.Module,
 
 
 def undeclared(memory: nn.Module, what: str = "a context", word: str = "context") -> str:
-    """Message for slots that nobody would attend."""
+    """Message for slots that no layer would attend."""
     return f"memory {type(memory).__name__} offers {what} and does not say so; add {word!r} to its needs"
 
 
-def give_slot_attentions(memory: ModelMemory, depth: int) -> None:
-    """Give a memory what its slots are read with in front of the blocks of a host.
-
-    Raises:
-        ValueError: there is nothing, or it is made for the place behind a layer's attention.
-    """
-    made = {str(index): memory.slot_attention(index) for index in range(depth)}
-    readers = {index: module for index, module in made.items() if module is not None}
-    behind = [type(module).__name__ for module in readers.values() if not getattr(module, "in_front", False)]
-    if behind or not readers:
-        why = f"of {behind[0]}, which does not say in_front=True" if behind else "and its slot_attention gives none"
-        raise ValueError(f"memory {type(memory).__name__} needs slots to be read in front of blocks, {why}")
-    setattr(memory, SLOT_ATTENTIONS, nn.ModuleDict(readers))
-
-
 def slot_attentions_of(memory: ModelMemory) -> Mapping[str, nn.Module]:
-    """What `give_slot_attentions` gave the memory, or a copy of it.
+    """The modules that read the memory's slots before blocks.
 
     Raises:
-        ValueError: nothing, since the memory did not say that it has slots.
+        ValueError: there are none, since the memory does not name the slots in its needs.
     """
     found = memory._modules.get(SLOT_ATTENTIONS)
     if found is None:
         raise ValueError(undeclared(memory, "slots", "slots_in_front"))
     return found  # type: ignore[return-value]
-
-
-def spans_layers(name: str) -> bool:
-    """Whether a registered memory is one for all layers, and not one for each."""
-    factory = MEMORIES.entry(name).factory
-    return isinstance(factory, type) and issubclass(factory, ModelMemory)
-
-
-def layer_memory(site: Site, host: Host, name: str, settings: dict[str, Any]) -> LayerMemory:
-    """The memory for one layer, on its device, in its dtype and mode.
-
-    Raises:
-        ValueError: the memory's own constraints, or more channels than the layer's input has.
-    """
-    facts = {fact: value for fact, value in host.facts.items() if fact != "length" or value}
-    if host.channels is not None:
-        facts["channels"] = host.channels
-    stores = "kv_projection" in getattr(MEMORIES.entry(name).factory, "needs", ())  # inputs of the layer
-    width = host.channels if stores and host.channels is not None else host.width
-    memory = create_memory({"name": name, **settings}, width, host.heads, **facts)
-    if not isinstance(memory, LayerMemory):
-        raise ValueError(f"memory {name!r} spans the layers, which only its class can tell; register the class itself")
-    if host.channels is not None and host.channels != host.width:
-        slots = [module for module in memory.modules() if isinstance(module, CacheSlots)]
-        layer = f"{type(site.layer).__name__} has inputs of {host.channels} channels and heads of {host.width} together"
-        if {"kv_projection", "head"} <= memory.needs:
-            raise ValueError(f"{layer}; memory {name!r} needs as many of both, take one of a layer's inputs alone")
-        if any(module.width > host.channels for module in slots):
-            raise ValueError(
-                f"{layer}, of which a cache of {slots[0].width} takes more than there are; take ratio="
-                f"{host.channels / host.width:g} or less"
-            )
-        if getattr(memory, "mix", "heads") == "outputs":
-            raise ValueError(f"{layer}; mix='outputs' (variant='released') needs as many of both, take mix='heads'")
-    return settled(memory, site)
-
-
-def settled(memory: LayerMemory, site: Site) -> LayerMemory:
-    """The memory on the layer's device, in its mode and dtype; in the model's where the layer's weights are packed."""
-    both = [*site.layer.parameters(), *site.model.parameters(), torch.empty(0)]
-    dtype = next(p.dtype for p in both if p.is_floating_point())
-    return memory.to(both[0].device, dtype).train(site.layer.training)
 
 
 def install(site: Site, host: Host, memory: LayerMemory) -> None:
@@ -338,27 +278,19 @@ def install(site: Site, host: Host, memory: LayerMemory) -> None:
 
 
 def no_loss(loss: Tensor | None, memory: nn.Module) -> None:
-    """Refuse an auxiliary loss, which would be lost.
-
-    Raises:
-        ValueError: there is one that trains something.
-    """
+    """Raise ValueError for an auxiliary loss that trains something: the host has no place for it."""
     if loss is not None and memory.training and loss.requires_grad:
         raise ValueError(
-            f"memory {type(memory).__name__} is trained with a loss of its own, for which a model that others wrote "
-            "has no place; switch it off in the memory's options, or take a model of create_model"
+            f"memory {type(memory).__name__} is trained with an auxiliary loss, which a host model has no place for; "
+            "switch it off in the memory's options, or take a model of create_model"
         )
 
 
 def refuse_forgetting(model: nn.Module) -> None:
-    """Refuse to train a memory with images between which nobody carries its state.
-
-    Raises:
-        ValueError: the model trains.
-    """
+    """Raise ValueError if the model trains a memory with images without a state between them."""
     if model.training and torch.is_grad_enabled():
         raise ValueError(
-            "memory_state is missing: the memory is written behind each image, so that a call without a state would "
+            "memory_state is missing: the memory is written after each image, so that a call without a state would "
             "never read what it wrote, nor train it; give memory_state=model.init_memory_state(rows) with the first "
-            "frames, and what comes back with the next"
+            "frames, and the returned state with the next"
         )

@@ -23,7 +23,7 @@ from cached_lab.experiments.costs.flops import count_flops, count_parameters
 from cached_lab.experiments.costs.live_bytes import peak_bytes
 from cached_lab.experiments.reports.markdown import table
 from cached_transformers.integrations.adapters import add_memory
-from cached_transformers.integrations.timm.modeling import TimmModel
+from cached_transformers.integrations.models import TimmModel
 from cached_transformers.memories.parts.shared_cache_memory import SharedCacheMemory
 from cached_transformers.registry import unknown_name
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from cached_transformers.integrations.hosts import Host, HostAttention, Site, Stream, register_adapter
 from cached_transformers.integrations.masks import map_size, no_mask
 from cached_transformers.integrations.segment_context import THREAD
-from cached_transformers.integrations.transformers.encoder_streams import in_blocks
 from cached_transformers.interfaces.memory import Query
 from cached_transformers.layers.reduction import PooledReduction, SpatialReduction
 from cached_transformers.memories.grc.coarser import coarser_reduction
@@ -62,7 +61,8 @@ def vit_attention(site: Site) -> Host:
 
 def _parts(q_BHNE: Tensor, k_BHNE: Tensor, qkv_BNL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys behind their norms, and values of the projection of all three."""
-    return q_BHNE, k_BHNE, in_blocks(q_BHNE.shape[1], qkv_BNL)[2]
+    v_BND = qkv_BNL.chunk(3, -1)[2]
+    return q_BHNE, k_BHNE, v_BND.unflatten(-1, (q_BHNE.shape[1], -1)).transpose(1, 2)
 
 
 class Grid:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from cached_transformers.integrations.hosts import Host, Site, refuse_memory
+from cached_transformers.integrations.build_memories import build_memories, refuse_second
+from cached_transformers.integrations.hosts import Host, Site
 from cached_transformers.integrations.loop_wrappers import FramesModel
-from cached_transformers.integrations.memory_hooks import MemoryHook, refuse_forgetting, run_host, spans_layers
+from cached_transformers.integrations.memory_hooks import MemoryHook, refuse_forgetting, run_host
 from cached_transformers.integrations.offload import like_weights
 from cached_transformers.integrations.segment_context import SegmentContext
-from cached_transformers.integrations.transformers.add_stateful_memory import check_sizes, layers_of, spanning_of
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.state import State, seal
 from cached_transformers.state import check as check_state
@@ -34,19 +34,16 @@ def add_frame_memory(
     Raises:
         ValueError: the memory or the model does not suit; sizes are given that are for texts.
     """
-    hosts = [host for _, host in found]
-    assert hosts[0].stream is not None
-    check_sizes(model, hosts[0].stream, **sizes)
-    spanning = spanning_of(model, found, name, settings) if spans_layers(name) else None
-    layers = layers_of(found, name, settings, spanning)
-    refuse_memory(name, model, hosts, layers, spanning)
-    sites = [site for site, _ in found]
-    if sites[0].holder("patch_embed") is not model:
+    for size, value in sizes.items():
+        if value is not None:
+            raise ValueError(f"{size}={value}: {type(model).__name__} reads images of its own size; leave it out")
+    layer_sites = [site for site, _ in found]
+    if layer_sites[0].holder("patch_embed") is not model:
         raise ValueError(
             f"{type(model).__name__} would not pass memory_state on to the model inside; give add_memory that one"
         )
-    if any("memory_detach" in vars(module) for module in (model, *(site.layer for site in sites))):
-        raise ValueError(f"{type(model).__name__} has a memory already; call remove_memory(model) first")
+    refuse_second(model, *(site.layer for site in layer_sites))
+    _, layers = build_memories(model, model, found, name, settings)
     hooks: list[MemoryHook] = []
     for (site, host), memory in zip(found, layers, strict=True):
         if memory.needs:

@@ -40,7 +40,7 @@ from cached_transformers.memories.parts.composite import members_of
 from cached_transformers.state import State, seal, used_again
 from cached_transformers.state import check as check_state
 
-from .config_utils import parameter_names
+from .adapter_utils import parameter_names
 from .memory_cache import DynamicCache, MemoryCache, SlotProjections
 from .row_segments import Segment, joined, narrowed, stream_positions
 

@@ -17,7 +17,7 @@ from cached_transformers.integrations.segment_context import THREAD, ModelCall, 
 from cached_transformers.layers.initial_state import PLACE as INITIAL_STATE
 from cached_transformers.state import State, repeat
 
-from .config_utils import parameter_names
+from .adapter_utils import parameter_names
 from .host_forward import OUTPUT, HostForward, prepare_outputs, with_state
 from .packed_rows import WAY_OUT, refuse_pooled, refuse_told, score_within
 

@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.integrations.memory_hooks import run_host, slot_attentions_of, undeclared
+from cached_transformers.integrations.models import TransformersModel
 from cached_transformers.integrations.offload import with_weights
 from cached_transformers.integrations.segment_context import SegmentContext
 from cached_transformers.interfaces.memory import Tokens, begin
 from cached_transformers.models.documents import Plan
 from cached_transformers.state import State, seal
 
-from .config_utils import TAKE_MASKS, no_masks
+from .adapter_utils import TAKE_MASKS, no_masks
 from .host_forward import HostForward, entry_context, entry_inputs, extra_tokens, is_exporting, returned
 from .memory_cache import DynamicCache, MemoryCache
-from .modeling import TransformersModel
 from .packed_rows import (
     COMPILED,
     KEYWORDS,
