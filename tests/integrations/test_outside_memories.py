@@ -222,7 +222,7 @@ def test_saved_and_loaded(host: Architecture, memory: dict[str, Any], tmp_path: 
     [
         ("windowed", {}, r"the window of memory 'windowed' needs bias .*, which GPT2LMHeadModel does not give"),
         ("outside_tokens", {"place": False}, r"OutsideTokens makes 4 tokens of a segment of 1 .*Entry.segment="),
-        ("outside_tokens", {"segment_length": 62}, r"segment_length=62 and 3 memory tokens are 65 places, .*for 64"),
+        ("outside_tokens", {"segment_length": 62}, r"segment_length=62 and 3 memory tokens: 65 .*64"),
     ],
 )
 def test_what_cannot_be_is_refused_when_it_is_added(name: str, options: dict[str, Any], message: str) -> None:
@@ -236,7 +236,7 @@ def test_what_cannot_be_is_refused_when_it_is_added(name: str, options: dict[str
 def test_a_loss_of_the_memory_s_own_is_not_lost(name: str, options: dict[str, Any]) -> None:
     model, ids = add_memory(GPT2.build(), name, segment_length=None, **options).train(), words(2, SEGMENT)
     with pytest.raises(
-        ValueError, match=r"is trained with a loss of its own, for which a model that others wrote has no"
+        ValueError, match="Selfish is trained with an auxiliary loss"
     ):
         model(ids)
     model.eval()(ids)

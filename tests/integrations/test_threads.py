@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.families import FAMILIES
+from integrations.families import ALL
 from integrations.hosts import VIT, library
 from torch import Tensor, nn
 
 from cached_transformers import add_memory, replace_attention
 from cached_transformers.integrations.segment_context import THREAD
 
-ROUNDS = 6
+ROUNDS = 3
+NAMED = {family.name: family for family in ALL}
 
 
 def in_turns(calls: list[Callable[[], Tensor]], modules: list[nn.Module]) -> list[list[Tensor]]:

@@ -2,7 +2,7 @@
 
     out = model(frames, memory_state=state);   state = out.state;   out.outputs is what timm's model gives
 
-Whatever the call, its answer is a `ModelOutput`: timm's models give plain tensors, beside which a state has no place.
+Every call returns a `ModelOutput`: the plain tensors of timm's models have no place for a state.
 
 Legend: B rows.
 """
@@ -81,7 +81,7 @@ class FrameForward:
         return seal(tuple(hook.memory.init_state(rows, like_weights(hook.layer)) for hook in self.hooks))
 
     def forward(self, x: torch.Tensor, *args: Any, memory_state: State | None = None, **kwargs: Any) -> ModelOutput:
-        """The model's forward of one frame of each row, with what it takes beside the frames.
+        """The model's forward of one frame of each row.
 
         Raises:
             ValueError: a state of another model or number of rows, none in training; a mask; activation checkpointing.
@@ -94,8 +94,8 @@ class FrameForward:
             raise ValueError("masks: beside a memory a frame is read whole; leave attn_mask and is_causal out")
         if getattr(self.model, "grad_checkpointing", False) and self.model.training:
             raise ValueError(
-                "grad_checkpointing: timm runs blocks again without the state that a memory was read with; call "
-                "model.set_grad_checkpointing(False), and let ReplayLoop spare the activations"
+                "grad_checkpointing: timm runs blocks again without the memory's state; call "
+                "model.set_grad_checkpointing(False), and use ReplayLoop to save activations"
             )
         state = self.init_state(len(x)) if memory_state is None else memory_state
         context = SegmentContext(state)

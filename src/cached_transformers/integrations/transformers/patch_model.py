@@ -25,14 +25,14 @@ ATTACHED = (
     *("forward", "segment_reader", "generate", "_expand_inputs_for_generation", "init_memory_state"),
     "for_loops",
 )
-"""Attributes of an instance, which hide those of its class."""
+"""Attributes of the instance, which hide those of its class."""
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any], first: Any, *more: str) -> None:
-    """Put a function with its first argument in the place of a module's forward.
+    """Replace a module's forward by a function with its first argument.
 
-    As a partial it can be copied and pickled with the module, and torch.export, Trainer and generate find what they
-    look at: code, and the host's signature with the state in it, and what `more` it is called with by name.
+    As a partial it can be copied and pickled with the module, and torch.export, Trainer and generate find code and the
+    host's signature, with the state and the keywords `more` in it.
     """
     own = inspect.signature(type(module).forward)
     parameters = [p for name, p in own.parameters.items() if name != "self"]
@@ -78,7 +78,7 @@ def model_forward(
 
 
 class Generate:
-    """Stands in the place of `generate`; what it returns as a dict holds the state after each row's text."""
+    """Drop-in replacement for `generate`; an output that is a dict holds the state after each row's text."""
 
     def __init__(self, model: nn.Module, reader: HostForward) -> None:
         self.model: Any = model
@@ -92,21 +92,21 @@ class Generate:
         memory_state: State | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As transformers' generate, with the memory's state before the prompt.
+        """transformers' generate, with the memory's state before the prompt.
 
         Raises:
-            ValueError: what a memory cannot follow, beside what transformers refuses.
+            ValueError: arguments that a memory cannot follow, and errors of transformers.
         """
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
-        why = "generate goes on with one text in each row;"
+        why = "generate continues one text in each row;"
         refuse_told(kwargs, why)
         if self.reader.documents({"input_ids": prompt, "position_ids": kwargs.get("position_ids")}) is not None:
             raise ValueError(f"position_ids begin again inside a prompt: {why} {WAY_OUT}")
         for name in ("past_key_values", "inputs_embeds"):
             if kwargs.get(name) is not None:
                 raise ValueError(
-                    f"generate with {name}: a model with a memory begins a segment with input_ids and the memory_state "
-                    "that the last text left"
+                    f"generate with {name}: a model with a memory begins a segment; give input_ids and the last text's "
+                    "memory_state"
                 )
         out = type(self.model).generate(
             self.model, inputs, generation_config, *args, memory_state=memory_state, **kwargs
@@ -120,8 +120,8 @@ class Generate:
     def _after(
         self, tokens_BT: Tensor, prompt_BN: Tensor | None, state: State | None, config: Any, kwargs: dict[str, Any]
     ) -> State:
-        """State of each row behind its text, without its last token: it is read anew, since a row that ended early was
-        fed padding since, and beams came and went."""
+        """State of each row after its text, without its last token: it is read again, since a row that ended early was
+        fed padding afterwards, and beams were reordered."""
         ends, pad = (_setting(self.model, config, kwargs, name) for name in ("eos_token_id", "pad_token_id"))
         ends = [] if ends is None else torch.as_tensor(ends).flatten().tolist()
         rows, total = tokens_BT.shape
@@ -129,14 +129,14 @@ class Generate:
         times = 1 if prompt_BN is None else rows // prompt_BN.shape[0]
         mask_BN = kwargs.get("attention_mask")
         if mask_BN is None and prompt_BN is not None and pad is not None and pad not in ends:
-            mask_BN = (prompt_BN != pad).long()  # as generate takes it where nobody says
+            mask_BN = (prompt_BN != pad).long()  # generate's default
         new_BT = tokens_BT[:, length:]
         ended_BT = torch.isin(new_BT, torch.tensor(ends, device=new_BT.device, dtype=new_BT.dtype))
-        behind_BT = ended_BT.long().cumsum(1) - ended_BT.long() > 0
+        after_end_BT = ended_BT.long().cumsum(1) - ended_BT.long() > 0
         stops = kwargs.get("stopping_criteria") or _setting(self.model, config, kwargs, "stop_strings")
-        if stops and pad is not None and pad not in ends:  # a row that these ended was fed padding since
-            behind_BT = behind_BT | ((new_BT == pad).flip(1).long().cumprod(1).flip(1) > 0)
-        written_B = length + (~behind_BT).sum(1)
+        if stops and pad is not None and pad not in ends:  # a row that these ended was fed padding afterwards
+            after_end_BT = after_end_BT | ((new_BT == pad).flip(1).long().cumprod(1).flip(1) > 0)
+        written_B = length + (~after_end_BT).sum(1)
         real_BT = torch.arange(total, device=tokens_BT.device) < written_B[:, None] - 1
         if mask_BN is not None:
             real_BT[:, :length] &= mask_BN.repeat_interleave(times, 0).bool()
@@ -153,7 +153,7 @@ class Generate:
 
 
 class Expand:
-    """Stands in the place of `_expand_inputs_for_generation`, which repeats rows for beams, and knows tensors alone."""
+    """Drop-in replacement for `_expand_inputs_for_generation`, which repeats only tensors for beams."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
@@ -169,7 +169,7 @@ class Expand:
 
 
 def _setting(model: Any, config: Any, kwargs: dict[str, Any], name: str) -> Any:
-    """A setting of generate: of the call, of the config given to it, or of the model's."""
+    """A setting of generate: of the call, of its config, or of the model's."""
     for value in (kwargs.get(name), getattr(config, name, None), getattr(model.generation_config, name, None)):
         if value is not None:
             return value
