@@ -405,7 +405,10 @@ def test_a_host_by_name_is_told_of_documents(memory: Any) -> None:
 
 ONE = words(1, 13)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "keys and values": ({"document_ids": NUMBERS, "use_cache": True}, "use_cache.*continue with memory_state.*a row of"),
+    "keys and values": (
+        {"document_ids": NUMBERS, "use_cache": True},
+        "use_cache.*continue with memory_state.*a row of",
+    ),
     "other places": (
         {"document_ids": NUMBERS * 0, "position_ids": PLACES},
         "begin again inside a document, by doc.*7;",

@@ -1,4 +1,4 @@
-"""Memories and attentions in models of other libraries, none of which is imported before it is needed.
+"""Memories and attentions in models of other libraries, which are imported only when they are needed.
 
 Importing this package imports the adapters, which register the attention layers of other libraries only by name.
 """

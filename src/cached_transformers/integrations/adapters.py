@@ -136,11 +136,11 @@ def remove_memory(model: Model) -> Model:
     Raises:
         ValueError: the model has no memory.
     """
-    layers = [m for m in model.modules() if "memory_detach" in vars(m)]
+    layers = [m for m in model.modules() if "uninstall_memory" in vars(m)]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no memory that could be removed")
     for layer in layers:
-        detach = vars(layer).pop("memory_detach")
+        detach = vars(layer).pop("uninstall_memory")
         if "memory" in layer._modules:
             del layer.memory
         detach(layer)

@@ -18,14 +18,14 @@ from .memory_hooks import SLOT_ATTENTIONS
 
 
 def spans_layers(name: str) -> bool:
-    """Whether a registered memory is one for all layers, and not one for each."""
+    """Return True for a registered memory that is one for all layers, not one for each."""
     factory = MEMORIES.entry(name).factory
     return isinstance(factory, type) and issubclass(factory, ModelMemory)
 
 
 def refuse_second(model: nn.Module, *modules: nn.Module) -> None:
     """Raise ValueError if one of the modules has a memory already."""
-    if any("memory_detach" in vars(module) for module in (model, *modules)):
+    if any("uninstall_memory" in vars(module) for module in (model, *modules)):
         raise ValueError(f"{type(model).__name__} has a memory already; call remove_memory(model) first")
 
 

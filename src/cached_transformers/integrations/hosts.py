@@ -46,7 +46,7 @@ class HostAttention:
 
 
 @dataclass
-class Stored:
+class StoredStates:
     """The way in which a layer attends hidden states that a memory stored, beside those of its segment.
 
     Attributes:
@@ -99,7 +99,7 @@ class Stream:
     causal: bool = True
     cuts: bool = True
     entrance: tuple[nn.Module, ...] = ()
-    stored: Stored | None = None
+    stored: StoredStates | None = None
 
 
 @dataclass

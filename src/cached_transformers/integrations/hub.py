@@ -106,7 +106,7 @@ def _weight(model: Any) -> str:
     if hasattr(model, "init_memory_state"):
         size = sum(tensor.nbytes for _, tensor in named_tensors(model.init_memory_state(1)))
         return f"The state of a row that has read nothing takes {size:,} bytes."
-    held = [b for module in model.modules() if "memory_detach" in vars(module) for b in module.memory.buffers()]
+    held = [b for module in model.modules() if "uninstall_memory" in vars(module) for b in module.memory.buffers()]
     return f"Its caches take {sum(buffer.nbytes for buffer in held):,} bytes, for all rows together."
 
 

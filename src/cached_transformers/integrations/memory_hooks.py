@@ -1,6 +1,6 @@
 """Let a memory into one attention layer of a host model.
 
-Hooks record what the layer is called with; its output projection mixes the memory in before it projects. A memory with
+Hooks record the layer's arguments; its output projection mixes the memory in before it projects. A memory with
 a state finds it in the `SegmentContext`, and is written when the block around the layer returns, from the block's input
 and output, as in a stack.
 
@@ -71,7 +71,7 @@ class MemoryHook:
             module.follow()
         self.handles.append(self.layer.register_forward_pre_hook(self.enter_layer, with_kwargs=True))
         self.handles.append(self.projection.root.register_forward_hook(self.check_projected))
-        self.layer.memory_detach = self.uninstall
+        self.layer.uninstall_memory = self.uninstall
 
     def uninstall(self, layer: nn.Module) -> None:
         """Give the layer and its projection their own code back."""
@@ -81,7 +81,7 @@ class MemoryHook:
             handle.remove()
 
     def enter_block(self, *args: Any, **kwargs: Any) -> Any:
-        """Record the block's input, the first argument; what is read from slots replaces it."""
+        """Record the block's input, the first argument, which the reading of slots may replace."""
         context: SegmentContext | None = kwargs.get("segment_context", THREAD.segment)
         if context is None:
             return None
@@ -268,7 +268,7 @@ def install(site: Site, host: Host, memory: LayerMemory) -> None:
         layer = site.layer
         layer.memory = memory
         host.install(layer, memory)
-        layer.memory_detach = host.uninstall
+        layer.uninstall_memory = host.uninstall
         return
     hook = MemoryHook(site, host)
     hook.install(memory)
@@ -291,6 +291,6 @@ def refuse_forgetting(model: nn.Module) -> None:
     if model.training and torch.is_grad_enabled():
         raise ValueError(
             "memory_state is missing: the memory is written after each image, so that a call without a state would "
-            "never read what it wrote, nor train it; give memory_state=model.init_memory_state(rows) with the first "
-            "frames, and the returned state with the next"
+            "neither read nor train it; give memory_state=model.init_memory_state(rows) with the first frames, and the "
+            "returned state with the next"
         )

@@ -30,7 +30,7 @@ def memory_of(holder: Any) -> LayerMemory | ModelMemory:
 
 def holders(model: nn.Module) -> list[Any]:
     """The layers and decoders of a model that were given a memory."""
-    return [m for m in model.modules() if "memory_detach" in vars(m) and "memory" in m._modules]
+    return [m for m in model.modules() if "uninstall_memory" in vars(m) and "memory" in m._modules]
 
 
 class FreshMemory:

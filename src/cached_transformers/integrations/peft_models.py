@@ -76,5 +76,5 @@ def take_from_adapters(model: Any) -> None:
 
 
 def _is(module: nn.Module, where: str, name: str) -> bool:
-    """Whether a module is of a class of PEFT, which may not be installed."""
+    """Return True for a module of this class of PEFT, which may not be installed."""
     return any(kind.__module__ == where and kind.__qualname__ == name for kind in type(module).__mro__)

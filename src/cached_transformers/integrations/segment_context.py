@@ -97,7 +97,7 @@ class AttentionCall:
     """One call of an attention layer that has a memory, from the layer's input on.
 
     Attributes:
-        hook: of the layer. query: what the memory is asked. context: of the segment; None for a memory without a state.
+        hook: of the layer. query: for the memory. context: of the segment; None for a memory without a state.
         reading: the memory's answer, where it was read before the layer attends.
         projected: outputs of the modules that give queries, keys and values, by their place in `Stream.sources`.
         mask: the layer's attention mask. gather: see `Context.gather`. weights_BHNL: the layer's attention weights.
@@ -125,7 +125,7 @@ class ModelCall:
 
 
 class ThreadContext(threading.local):
-    """What runs on this thread.
+    """The calls that run on this thread.
 
     Attributes:
         segment: the context of the host's forward. model: the call of a model around its body.
@@ -181,5 +181,5 @@ def release_checkpoints(model: nn.Module) -> None:
     """Undo `capture_checkpoints`."""
     for module in model.modules():
         found = vars(module).get(CHECKPOINT)
-        if getattr(found, "func", None) is checkpoint_in_context:
+        if isinstance(found, partial) and found.func is checkpoint_in_context:
             vars(module)[CHECKPOINT] = found.args[0]

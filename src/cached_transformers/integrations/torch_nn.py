@@ -154,7 +154,7 @@ def settle_nested_tensors(model: nn.Module) -> None:
     for module in model.modules():
         if not isinstance(module, nn.TransformerEncoder):
             continue
-        ours = any({"memory_detach", "exchange"} & vars(layer).keys() for layer in module.modules())
+        ours = any({"uninstall_memory", "exchange"} & vars(layer).keys() for layer in module.modules())
         if ours and "nested_before" not in vars(module):
             module.nested_before = module.use_nested_tensor  # type: ignore[assignment]
             module.use_nested_tensor = False

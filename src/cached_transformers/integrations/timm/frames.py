@@ -54,7 +54,7 @@ def add_frame_memory(
         forward=forward.forward,
         init_memory_state=forward.init_state,
         for_loops=functools.partial(FramesModel, model),
-        memory_detach=_uninstall,
+        uninstall_memory=_uninstall,
     )
 
 

@@ -1,8 +1,8 @@
 """Helpers of the adapters for transformers' layers: config, dropout, and positions for the keys of a memory.
 
-Most layers rotate keys: a `Stored.turn`. The angles of slots and tokens are made together, since schemes that scale
-them by the furthest position (dynamic, LongRoPE) then scale both alike. Others lower their logits: a `Stored.slope`.
-Imports nothing of transformers.
+Most layers rotate keys, by `StoredStates.turn`. The angles of slots and tokens are made together, since schemes that
+scale them by the furthest position (dynamic, LongRoPE) then scale both alike. Others lower their logits, by
+`StoredStates.slope`. Imports nothing of transformers.
 
 Legend: B rows, M slots, N tokens, L = M + N, K keys of the layer's own, H heads, G heads of keys, E head width, D model
 width.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.integrations.hosts import HostAttention, Site, Stored
+from cached_transformers.integrations.hosts import HostAttention, Site, StoredStates
 from cached_transformers.interfaces.positions import ALiBiPositions, RotaryPositions
 
 TAKE_MASKS = ("eager", "sdpa")
@@ -86,11 +86,11 @@ def no_masks(kind: str) -> str:
 
 def stored(
     site: Site, turn: Callable[..., Tensor] | None = None, slope: Callable[..., Tensor | None] | None = None
-) -> Stored:
-    """How a layer attends hidden states of earlier segments.
+) -> StoredStates:
+    """The `StoredStates` of a layer.
 
     Args:
-        turn, slope: as of `Stored`; `turned` when there is neither.
+        turn, slope: see `StoredStates`; `turned` when there is neither.
     """
     parameters = inspect.signature(type(site.layer).forward).parameters
     rotary: Any = None
@@ -99,7 +99,7 @@ def stored(
         files = (sys.modules[kind.__module__] for kind in type(site.layer).__mro__)
         rotate = next(file.apply_rotary_pos_emb for file in files if hasattr(file, "apply_rotary_pos_emb"))
         turn, rotary = partial(turned, rotate), site.holder("rotary_emb").rotary_emb
-    return Stored(
+    return StoredStates(
         first_of(site.parent(), "input_layernorm", "ln_attn", "ln_1"),
         turn or unturned,
         rotary,

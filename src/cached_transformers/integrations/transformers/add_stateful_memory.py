@@ -72,9 +72,8 @@ def add_stream_memory(
         tokens = str(USUAL_LENGTH if longest is None else min(USUAL_LENGTH, longest - extra))
         raise ValueError(
             f"segment_length is missing: memory {name!r} is written after each segment, so that a call of one segment "
-            f"would never read what it wrote, nor train it; give add_memory segment_length={tokens}, or fewer tokens "
-            "than your rows have, or segment_length=None for one segment a call, between which you carry memory_state "
-            "yourself"
+            f"would neither read nor train it; give add_memory segment_length={tokens}, or fewer tokens than your rows "
+            "have, or segment_length=None for one segment a call, between which you carry memory_state yourself"
         )
     _refuse_window(name, model, found, spanning, segment_length, extra)
     windows = any(memory.window() is not None for memory in layers)

@@ -31,8 +31,8 @@ from .memory_cache import SlotProjections
 
 
 class SlotMask(NamedTuple):
-    """Bool, the slots that a token sees, (B, 1, N, M); and what is added to their logits, each or None: (B, H, 1, M) by
-    a slope, (B, 1, N, M) where a token sees a share of them."""
+    """Bool, the slots that a token sees, (B, 1, N, M); and addends of their logits, each or None: (B, H, 1, M) by a
+    slope, (B, 1, N, M) for shares from 0 to 1."""
 
     sees_BHNM: Tensor
     slope_BH1M: Tensor | None

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cached_transformers.integrations.hosts import Host, Site, Stored, Stream, register_adapter
+from cached_transformers.integrations.hosts import Host, Site, StoredStates, Stream, register_adapter
 from cached_transformers.interfaces.memory import Query
 
 from .adapter_utils import (
@@ -56,7 +56,7 @@ def causal_host(
     ends: bool = False,
     masks: bool = True,
     between: Callable[[Tensor], Tensor] | None = None,
-    beside: Stored | str = TABLE,
+    beside: StoredStates | str = TABLE,
     block: nn.Module | None = None,
     groups: int | None = None,
 ) -> Host:
@@ -151,7 +151,9 @@ def _split(
     return None if q is None else _by_heads(q, head_width, heads_first), k, v
 
 
-def _separate(site: Site, *, norms_heads_first: bool = False, beside: Stored | str | None = None, **more: Any) -> Host:
+def _separate(
+    site: Site, *, norms_heads_first: bool = False, beside: StoredStates | str | None = None, **more: Any
+) -> Host:
     """A layer with separate projections.
 
     Args:

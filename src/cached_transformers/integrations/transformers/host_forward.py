@@ -56,7 +56,7 @@ is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch
 
 
 class HostForward:
-    """The forward of a host with a memory. Subclasses cut what it is called with into segments.
+    """The forward of a host with a memory. Subclasses cut its inputs into segments.
 
     Args:
         body: the module that embeds tokens and has the layers.
@@ -82,7 +82,7 @@ class HostForward:
         self.names = self.outside = parameter_names(body)
 
     def uninstall(self) -> None:
-        """Take out of the host what the forward put there."""
+        """Undo changes of the forward in the host."""
 
     def forward(self, *args: Any, memory_state: State | None = None, **kwargs: Any) -> Any:
         """The body's forward over all segments; its output holds `memory_state`."""
@@ -233,7 +233,7 @@ class HostForward:
         return DynamicCache(config=config), [SlotProjections() for _ in self.hooks]
 
     def _reads_alone(self, memory: ModelMemory | None) -> bool:
-        """Whether a token's reading of the memories depends on no other token of its segment."""
+        """Return True if a token's reading of the memories depends on no other token of its segment."""
         if memory is not None and not reads_alone(memory):
             return False
         return all(reads_alone(member) for hook in self.hooks for member in members_of(hook.memory))
@@ -376,7 +376,7 @@ def prepare_outputs(*modules: nn.Module) -> None:
 
 
 def with_state(out: Any, state: State) -> Any:
-    """The host's output, with the state beside what it holds."""
+    """The host's output with the state in it."""
     return output_with_state(type(out))(**dict(out.items()), **{OUTPUT: state})
 
 

@@ -6,7 +6,7 @@ Legend: B rows, M slots, G heads of keys, E head width.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
         self.tokens = self.length = 0
         self.before: int | Tensor = 0
         self.kv: Any = None
-        self.projected: list[SlotProjections] = []
+        self.projected: Sequence[SlotProjections] | None = None
         self.inputs: dict[str, Tensor] = {}
         self.padding_BN: Tensor | None = None
 
@@ -98,7 +98,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
         return self.state_after
 
     def began_with(self, state: State) -> bool:
-        """Whether the text began with this state, or with a copy of it on another device."""
+        """Return True if the text began with this state, or with a copy of it on another device."""
         if state is self.given or self.given is None or signature(state) != signature(self.given):
             return state is self.given
         pairs = zip(named_tensors(state), named_tensors(self.given), strict=True)
@@ -178,7 +178,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
         self.before = pick(self.before) if isinstance(self.before, Tensor) else self.before
         if self.kv is not None:
             pick_kv(self.kv)
-            for projected in self.projected:
+            for projected in self.projected or ():
                 projected.pick(pick)
 
 

@@ -52,7 +52,7 @@ COMPILED = (
 )
 
 
-class Documents(NamedTuple):
+class PackedDocuments(NamedTuple):
     """The documents in the rows of a call, on the CPU.
 
     Attributes:
@@ -70,7 +70,7 @@ class Documents(NamedTuple):
         return {**given, "attention_mask": (self.ids_BM >= 0).long().to(tokens.device)}
 
 
-def documents_told(told: dict[str, Any], given: dict[str, Any], rows: int, columns: int) -> Documents | None:
+def documents_told(told: dict[str, Any], given: dict[str, Any], rows: int, columns: int) -> PackedDocuments | None:
     """The documents of a call; None without bounds.
 
     Args:
@@ -83,7 +83,7 @@ def documents_told(told: dict[str, Any], given: dict[str, Any], rows: int, colum
     if ids_BM is None:
         return None
     several = bool((_begins(ids_BM).sum(1) > 1).any())
-    return Documents(ids_BM, plan_documents(ids_BM) if several else None)
+    return PackedDocuments(ids_BM, plan_documents(ids_BM) if several else None)
 
 
 def _ids_told(told: dict[str, Any], given: dict[str, Any], rows: int, columns: int) -> Tensor | None:
@@ -110,7 +110,7 @@ def _ids_told(told: dict[str, Any], given: dict[str, Any], rows: int, columns: i
 
 
 def may_begin_again(positions: Any) -> bool:
-    """Whether to look at values of `position_ids`: not in a graph (`refuse_packed`), nor in a fake tensor."""
+    """Return True if the values of `position_ids` can be read: neither in a graph nor in a fake tensor."""
     if torch.compiler.is_compiling() or not isinstance(positions, Tensor) or isinstance(positions, FakeTensor):
         return False
     return positions.dim() == 2 and positions.shape[1] > 1

@@ -193,7 +193,7 @@ def install(model: nn.Module, forward: HostForward) -> None:
     vars(model)["for_loops"] = functools.partial(forward.loop_wrapper, model=model)
     ignored = [name for name in getattr(ours.config, "keys_to_ignore_at_inference", []) if name != OUTPUT]
     ours.config.keys_to_ignore_at_inference = [*ignored, OUTPUT]  # Trainer would gather the state as a prediction
-    vars(body)["memory_detach"] = vars(model)["memory_detach"] = uninstall
+    vars(body)["uninstall_memory"] = vars(model)["uninstall_memory"] = uninstall
 
 
 def uninstall(module: nn.Module) -> None:

@@ -87,7 +87,7 @@ def _take(t: Tensor, columns: slice | Tensor) -> Tensor:
 
 
 def _differ(padding_BM: Tensor, length: int, continues: bool) -> bool:
-    """Whether the rows' segments are in different columns."""
+    """Return True if the rows' segments are in different columns."""
     columns = padding_BM.shape[1]
     # Padding after a text may fill a segment that has ended with the text, unless the text continues.
     shifted_BM = padding_BM[:, : columns - columns % length] if continues else padding_BM[:, :-1] & ~padding_BM[:, 1:]

@@ -1,4 +1,4 @@
-"""The forward of a decoder with a memory: cut what it is called with into segments, and carry the state.
+"""The forward of a decoder with a memory: cut its inputs into segments, and carry the state.
 
 Within a segment the memory is as the past has left it; it is written when the segment ends: after `segment_length`
 tokens, and at the end of a call. With `past_key_values` the next call continues the partial segment instead. Keys,
@@ -33,7 +33,7 @@ from .packed_rows import (
     KEYWORDS,
     NO_CACHE,
     WAY_OUT,
-    Documents,
+    PackedDocuments,
     documents_told,
     may_begin_again,
     read_packed,
@@ -68,8 +68,8 @@ class DecoderForward(HostForward):
             out, after = self._read_rows(given, call.state)
         return returned(out, after, call, as_tuple)
 
-    def documents(self, given: dict[str, Any]) -> Documents | None:
-        """Take the documents out of what the host is called with; None where rows are one text each.
+    def documents(self, given: dict[str, Any]) -> PackedDocuments | None:
+        """Take the documents out of the host's arguments; None where rows are one text each.
 
         Raises:
             ValueError: as `documents_told`, or documents beside a partial segment.
@@ -85,7 +85,7 @@ class DecoderForward(HostForward):
             return read(told, given, *first.shape[:2])
         return None
 
-    def _told(self, told: dict[str, Any], given: dict[str, Any], rows: int, columns: int) -> Documents | None:
+    def _told(self, told: dict[str, Any], given: dict[str, Any], rows: int, columns: int) -> PackedDocuments | None:
         """Read values outside of a compiled graph."""
         return documents_told(told, given, rows, columns)
 
@@ -198,7 +198,7 @@ class DecoderForward(HostForward):
             )
 
     def _keeps(self, use_cache: bool | None) -> bool:
-        """Whether to keep a KV cache. In training transformers' default would keep one that nothing reads."""
+        """Return True to keep a KV cache. In training transformers' default would keep one that nothing reads."""
         modules = self.body.modules()
         checkpointed = self.body.training and any(getattr(m, "gradient_checkpointing", False) for m in modules)
         if use_cache is None:
