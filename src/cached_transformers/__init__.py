@@ -116,8 +116,8 @@ on_import(
     after=_later("torchvision_guard", "ensure_torchvision"),
 )
 _AUTO = "transformers.models.auto"
-on_import(f"{_AUTO}.configuration_auto", after=_later("integrations.transformers.config"))
-on_import(f"{_AUTO}.modeling_auto", after=_later("integrations.transformers.auto", "register_models"))
+on_import(f"{_AUTO}.configuration_auto", after=_later("integrations.transformers.load"))
+on_import(f"{_AUTO}.modeling_auto", after=_later("integrations.transformers.load", "register_models"))
 
 
 def __getattr__(name: str) -> Any:

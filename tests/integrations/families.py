@@ -300,7 +300,7 @@ IMAGES = [
     patches("SiglipVision", "SigLIP (images)"),
     patches("Swin", "Swin", num_attention_heads=[2, 2], embed_dim=16, depths=[2, 1], window_size=2, patch_size=2),
     patches("ViT", "ViT"),
-    patches("ViTMAE", "ViTMAE", refused="drawn at random"),
+    patches("ViTMAE", "ViTMAE", refused="random subset of patches"),
     patches("ViTMSN", "MSN"),
 ]
 PAIRS = [

@@ -290,9 +290,9 @@ def test_who_sees_the_next_token_does_not_predict_it() -> None:
 
 
 CALLS: list[tuple[dict[str, Any], str]] = [
-    ({"position_ids": torch.arange(12)[None]}, "position_ids: places begin anew with each segment"),
-    ({"output_attentions": True}, "output_attentions=True: the weights of a segment"),
-    ({"attention_mask": torch.ones(2, 12, 12)}, r"an attention mask of shape \(2, 12, 12\): .* \(2, 12\)$"),
+    ({"position_ids": torch.arange(12)[None]}, "position_ids: "),
+    ({"output_attentions": True}, "output_attentions=True: "),
+    ({"attention_mask": torch.ones(2, 12, 12)}, r"attention_mask of shape \(2, 12, 12\): .* \(2, 12\)$"),
     ({"past_key_values": object()}, "past_key_values: an encoder with a memory"),
 ]
 

@@ -166,7 +166,7 @@ def _refused(family: Family) -> None:
         with pytest.raises(ValueError, match=family.refused):
             add_memory(model, memory, length=4)
     assert before.keys() == model.state_dict().keys()
-    assert not any("memory_detach" in vars(module) for module in model.modules())
+    assert not any("uninstall_memory" in vars(module) for module in model.modules())
 
 
 def test_a_model_without_attention_is_told_so() -> None:

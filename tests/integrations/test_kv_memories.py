@@ -162,7 +162,7 @@ def test_values_and_gradients_are_those_written_out(length: int) -> None:
 def test_frozen_projections_pass_the_gradient_on() -> None:
     model = LLAMA.with_memory(KINDS["transformer_xl"])
     model(words())
-    project_kv, hidden = model.model.segment_reader.taps[1].project_kv, torch.randn(2, 3, 32, requires_grad=True)
+    project_kv, hidden = model.model.segment_reader.hooks[1].project_kv, torch.randn(2, 3, 32, requires_grad=True)
     for frozen in (False, True):
         k, v = project_kv(hidden, frozen=frozen)
         asked = [
@@ -336,7 +336,9 @@ def test_copied_and_pickled_it_says_the_same() -> None:
         model, ids = family.with_memory(ALL), words(tokens=TEXT)
         for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert torch.equal(again(ids).logits, model(ids).logits)
-            assert not {id(m) for m in model.modules()} & {id(t.rotary.module) for t in again.model.segment_reader.taps}
+            assert not {id(m) for m in model.modules()} & {
+                id(t.rotary.module) for t in again.model.segment_reader.hooks
+            }
 
 
 @pytest.mark.slow

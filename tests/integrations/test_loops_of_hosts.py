@@ -102,7 +102,7 @@ def test_a_host_without_a_memory_is_refused_with_the_way_out(use: Any) -> None:
 def test_what_is_no_decoder_with_a_head_is_refused() -> None:
     transformers = library("transformers")
     for model in (GPT2.build("GPT2Model"), BART.build(), BERT.build()):
-        with pytest.raises(ValueError, match=rf"model={type(model).__name__} scores no next tokens"):
+        with pytest.raises(ValueError, match=rf"model={type(model).__name__} predicts no next tokens"):
             create_model("transformers", model=model)
     with pytest.raises(ValueError, match="model=Linear"):
         create_model("transformers", model=nn.Linear(2, 2))

@@ -14,7 +14,7 @@ from integrations.transformers_hosts import DECODERS, GPT2, SEGMENT, Architectur
 from torch import Tensor, nn
 
 from cached_transformers import add_memory
-from cached_transformers.integrations.transformers.segmented_forward import SegmentReader
+from cached_transformers.integrations.transformers.segmented_forward import DecoderForward
 from cached_transformers.state import named_tensors
 
 some = pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
@@ -86,7 +86,7 @@ def test_compiled_there_is_one_graph_for_all_segments(memory: str) -> None:
 
 def test_torch_compile_does_not_trace_into_what_reads_segments() -> None:
     stream(GPT2, "rmt")
-    assert SegmentReader._read_apart._torchdynamo_disable_recursive is False
+    assert DecoderForward._read_apart._torchdynamo_disable_recursive is False
 
 
 # ---- FSDP

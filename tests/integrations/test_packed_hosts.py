@@ -405,7 +405,10 @@ def test_a_host_by_name_is_told_of_documents(memory: Any) -> None:
 
 ONE = words(1, 13)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "keys and values": ({"document_ids": NUMBERS, "use_cache": True}, "use_cache.*go on with memory_state.*a row of"),
+    "keys and values": (
+        {"document_ids": NUMBERS, "use_cache": True},
+        "use_cache.*continue with memory_state.*a row of",
+    ),
     "other places": (
         {"document_ids": NUMBERS * 0, "position_ids": PLACES},
         "begin again inside a document, by doc.*7;",
@@ -433,10 +436,10 @@ def test_a_text_that_goes_on_and_a_prompt_are_one_text(host: Architecture) -> No
     model = stream(host, "rmt")
     cache = model(ONE[:, :3], use_cache=True).past_key_values
     for call in ({"document_ids": NUMBERS[:, :3]}, {"position_ids": torch.tensor([[3, 0, 1]])}):
-        with pytest.raises(ValueError, match=rf"{next(iter(call))}.*go on with memory_state.*a row of its own"):
+        with pytest.raises(ValueError, match=rf"{next(iter(call))}.*continue with memory_state.*a row of its own"):
             model(ONE[:, :3], past_key_values=cache, **call)
     for call in ({"document_ids": NUMBERS}, {"position_ids": PLACES}, {"position_ids": PLACES, "use_cache": False}):
-        with pytest.raises(ValueError, match=rf"{next(iter(call))}.*generate goes on with one text"):
+        with pytest.raises(ValueError, match=rf"{next(iter(call))}.*generate continues one text"):
             model.generate(ONE, max_new_tokens=2, **call)
 
 

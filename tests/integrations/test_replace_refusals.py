@@ -162,7 +162,7 @@ def test_weights_are_softmax_s_alone() -> None:
 
 def test_a_loss_of_the_core_s_own_is_refused_in_training() -> None:
     model = replace_attention(VIT.build(), "test_selfish")
-    with pytest.raises(ValueError, match="trained with a loss of its own"):
+    with pytest.raises(ValueError, match="trained with an auxiliary loss"):
         model(**VIT.given())
     model.eval()(**VIT.given())
 
@@ -212,4 +212,4 @@ def test_an_adapter_of_one_s_own_serves_here_too() -> None:
         model(x)
     restore_attention(model)
     layer.forward = layer.forward  # type: ignore[method-assign]
-    refuse(model, "the forward of 0 was patched by somebody else", "softmax")
+    refuse(model, "the forward of 0 was patched already", "softmax")

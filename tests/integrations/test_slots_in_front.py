@@ -355,9 +355,9 @@ def test_what_is_no_reader_in_front_is_refused(others: None) -> None:
         ("carriesnowhere", "gives none"),
     ):
         model = LLAMA.build()
-        with pytest.raises(ValueError, match=rf"needs slots to be read in front of blocks, .*{why}"):
+        with pytest.raises(ValueError, match=rf"needs slots to be read before blocks, .*{why}"):
             add_memory(model, name, segment_length=SEGMENT)
-        assert not any("memory_detach" in vars(module) for module in model.modules())
+        assert not any("uninstall_memory" in vars(module) for module in model.modules())
     with pytest.raises(ValueError, match="'slots_in_front'"):
         add_memory(LLAMA.build(), "silent", segment_length=SEGMENT)(words(2, 7))
     with pytest.raises(ValueError, match=r"'memformer'.*'armt'"):

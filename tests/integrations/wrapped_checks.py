@@ -137,7 +137,7 @@ def cut_up(family: Family, memory: dict[str, Any]) -> None:
     model = awaken(family.with_memory(memory))
     with one_process():
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
-        blocks = [b for m in lists for b in m if any("memory_detach" in vars(part) for part in b.modules())]
+        blocks = [b for m in lists for b in m if any("uninstall_memory" in vars(part) for part in b.modules())]
         for block in reversed(blocks):  # inner lists come later
             fully_shard(block)
         fully_shard(model)

@@ -1,9 +1,8 @@
-"""Memory for models that others wrote: `add_memory` and `remove_memory`.
+"""Add memory to host models: `add_memory` and `remove_memory`.
 
-The host's own code runs as it is: `taps.py` lets a memory into a layer, `transformers/streams.py` and `timm/frames.py`
-give models memories with a state. What a class of attention layers calls its projection and its heads, and what it
-offers a memory, an *adapter* says, in one short function; see `hosts.register_adapter`. `exchange.py` exchanges the
-attention of the same layers.
+The host's own code runs as it is: `memory_hooks.py` lets a memory into a layer, `transformers/add_stateful_memory.py`
+and `timm/frames.py` give models memories with a state. An *adapter*, one short function, describes a class of attention
+layers: its projection, its heads, and its offers to a memory; see `hosts.register_adapter`.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ from cached_transformers.interfaces.memory import ModelMemory
 from cached_transformers.memories import MemorySpec, create_memory, memory_spec
 from cached_transformers.registry import MEMORIES
 
-from .attention_hooks import attach, layer_memory, spans_layers
+from .build_memories import layer_memory, spans_layers
 from .hosts import Host, HostAttention, Site, Stream, refuse_memory, register_adapter, sites
 from .hub import note_memory
-from .memory_lookup import mark_drawn
+from .memory_hooks import install
+from .memory_lookup import mark_fresh
 from .peft_models import give_to_adapters, host_of, inside_of, take_from_adapters
 from .torch_nn import settle_nested_tensors
 
@@ -39,35 +39,35 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def add_memory(model: Model, memory: MemorySpec = "grc", **options: Any) -> Model:
-    """Give every self-attention layer of `model` a memory, in place; weights and host code stay as they are.
+    """Give every self-attention layer of `model` a memory, in place; weights and host code remain as they are.
 
-    Works with the models of timm and transformers that docs/support.md lists, our PVT, torch.nn.MultiheadAttention and
-    TransformerEncoder; transformers' decoders and encoders and timm's ViT take memories with a state, which goes in as
-    `memory_state` and comes back; other classes by `register_adapter`. What a memory needs and what the host offers
-    (`seam/fit.py`) decides which memories fit, your own among them. Train and save as before: the memory's parameters
-    and caches live under `<attention layer>.memory` in the state dict. Models of transformers note their memory in
-    `config.cached_transformers`, so that `load_pretrained` can restore what `save_pretrained` wrote.
+    Works with the models of timm and transformers that docs/support.md lists, this package's PVT,
+    torch.nn.MultiheadAttention and TransformerEncoder; other classes by `register_adapter`. transformers' decoders and
+    encoders and timm's ViT take memories with a state, which goes in as `memory_state` and comes back. Every memory
+    fits whose needs the host offers (`interfaces/capabilities.py`), your own included. Train and save as before: the
+    memory's parameters and caches are under `<attention layer>.memory` in the state dict. Models of transformers note
+    their memory in `config.cached_transformers`, so that `load_pretrained` can load the files of `save_pretrained`.
 
     Args:
-        model: the host model; or a PeftModel round it, whose adapters then train and save the memory, too.
+        model: the host model; or a PeftModel around it, whose adapters then train and save the memory, too.
         memory: name of a memory, or {"name": ..., option: value}.
         options: options of the memory (`ratio`, `length`, `variant`, ...); `input_size`, the (height, width) of
             images, for hosts that do not know it (PVTv2 made for other sizes than its default); `segment_length`, the
-            tokens after which a memory with a state is written, without which none is added to what reads texts; None
-            for one segment a call, whose `memory_state` the caller carries to the next. An encoder's segments all begin
-            with the row's first token, whose output is that of the last one. An image is a segment.
+            tokens after which a memory with a state is written, required in models of texts; None for one segment a
+            call, whose `memory_state` the caller carries to the next. An encoder's segments all begin with the row's
+            first token, whose output is that of the last segment. An image is a segment.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: a layer's class has no adapter; the model has a memory already; the memory needs what the host does
-            not offer (a state, a look at later tokens), or a `segment_length`; or the memory's own constraints (ratio,
+        ValueError: a layer's class has no adapter; the model has a memory already; the host does not offer a need of
+            the memory (a state, later tokens); `segment_length` is missing; or the memory's own constraints (ratio,
             heads).
     """
     spec = memory_spec(memory)
     if spec is None:
-        raise ValueError("memory=None adds nothing; name a memory, or take one away by remove_memory(model)")
+        raise ValueError("memory=None adds nothing; name a memory, or remove one by remove_memory(model)")
     name, settings = spec
     more: dict[str, Any] = {key: options.pop(key) for key in ("input_size", "segment_length") if key in options}
     options = MEMORIES.with_preset(name, options)
@@ -87,13 +87,13 @@ def add_memory(model: Model, memory: MemorySpec = "grc", **options: Any) -> Mode
         if len({(stream.add, stream.causal, stream.cuts) for stream in streams if stream is not None}) > 1:
             raise ValueError(
                 f"{type(host).__name__} holds models that read differently, each with a state of its own; give "
-                "add_memory the one that is to remember"
+                "add_memory one of them"
             )
         streams[0].add(host, found, name, settings, **more)
     else:
         more = {key: value for key, value in more.items() if value is not None}
         _add_shared(host, found, name, settings, **more)
-    mark_drawn(host)
+    mark_fresh(host)
     settle_nested_tensors(host)
     note_memory(host, {"memory": {"name": name, **settings}, **more})
     if host is not model:
@@ -115,7 +115,7 @@ def _add_shared(
         spanning = create_memory({"name": name, **settings}, hosts[0].width, hosts[0].heads)
         assert isinstance(spanning, ModelMemory)
         refuse_memory(name, model, hosts, [spanning.layer_memory(index) for index in range(len(hosts))], spanning)
-    for site, host in found:  # build all before touching the model: a refusal leaves it as it was
+    for site, host in found:  # build all before the model changes: an error leaves it as it was
         if any(child == "memory" for child, _ in site.layer.named_children()):
             where = site.name or type(model).__name__
             raise ValueError(f"{where} has a memory already; call remove_memory(model) first")
@@ -123,11 +123,11 @@ def _add_shared(
     refuse_memory(name, model, hosts, layers)
     if segment_length is not None:
         raise ValueError(
-            f"segment_length={segment_length} is for memories that carry a state from segment to segment, which "
-            f"{name!r} is not; leave it out"
+            f"segment_length={segment_length} is for memories that carry a state from segment to segment, {name!r} "
+            "carries none; leave it out"
         )
     for (site, host), layer in zip(found, layers, strict=True):
-        attach(site, host, layer)
+        install(site, host, layer)
 
 
 def remove_memory(model: Model) -> Model:
@@ -136,11 +136,11 @@ def remove_memory(model: Model) -> Model:
     Raises:
         ValueError: the model has no memory.
     """
-    layers = [m for m in model.modules() if "memory_detach" in vars(m)]
+    layers = [m for m in model.modules() if "uninstall_memory" in vars(m)]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no memory that could be removed")
     for layer in layers:
-        detach = vars(layer).pop("memory_detach")
+        detach = vars(layer).pop("uninstall_memory")
         if "memory" in layer._modules:
             del layer.memory
         detach(layer)

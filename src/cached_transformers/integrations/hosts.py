@@ -1,7 +1,7 @@
-"""How a model that somebody else wrote is described: one function for each class of attention layers, its adapter.
+"""Describe a host model to a memory: one function for each class of attention layers, its adapter.
 
-What a host offers a memory, and what it asks of another attention, is said in the words of `seam/fit.py` and compared
-with what the memory needs (`refuse_memory`) and what the attention can (`exchange.py`).
+The offers of a host, and the demands of its attention, are words of `interfaces/capabilities.py`, compared with the
+needs of the memory (`refuse_memory`) and the abilities of an attention (`replace_attention.py`).
 
 Legend: B rows, N tokens, M slots, H heads, G heads of keys, E head width, D = H * E model width.
 """
@@ -20,20 +20,20 @@ from cached_transformers.interfaces.memory import LayerMemory, ModelMemory, Quer
 from cached_transformers.registry import MEMORIES
 
 WHOLE = frozenset({"head", "bidirectional"})
-"""What a layer offers a memory that is not causal: its tokens see the rest of their segment."""
+"""Offers of a layer that is not causal: its tokens see the whole segment."""
 
 
 @dataclass
 class HostAttention:
-    """What a layer's softmax attention is like, for those who exchange it.
+    """A layer's softmax attention, for `replace_attention`.
 
     Attributes:
-        asks: words of `CORE_WORDS`: what another attention must be able to do in its place.
+        asks: words of `CORE_WORDS`, which the replacement must be able to do.
         dropout: on the weights.
-        padding: the mask that the layer gives its attention hides keys from all queries alike.
+        padding: the layer's attention mask hides the same keys from all queries.
         switches: attributes of the layer, with the values under which it calls `scaled_dot_product_attention`.
-        install: for layers that never call it; makes room for a core by other means. uninstall: undoes that.
-        refusal: why the attention cannot be exchanged.
+        install: for layers that never call it; makes room for an attention by other means. uninstall: undoes that.
+        refusal: reason why the attention cannot be replaced.
     """
 
     asks: frozenset[str] = frozenset({"bidirectional"})
@@ -46,17 +46,17 @@ class HostAttention:
 
 
 @dataclass
-class Stored:
-    """How a layer attends hidden states that a memory stored, beside those of its segment.
+class StoredStates:
+    """The way in which a layer attends hidden states that a memory stored, beside those of its segment.
 
     Attributes:
-        norm: what the block applies in front of the attention; None where it applies nothing.
-        turn: gives keys their positions as the layer does: of (layer, rotary, keys (B, G, M, E), places (B, M + N) of
-            slots and tokens, tokens (B, N, D)) it makes keys.
+        norm: applied by the block before the attention; None for no norm.
+        turn: gives keys their positions as the layer does: (layer, rotary, keys (B, G, M, E), positions (B, M + N) of
+            slots and tokens, tokens (B, N, D)) -> keys.
         rotary: the model's module of rotary positions, where `turn` needs it.
-        slope: for logits that fall with the distance: of (layer, keywords of its call, places (B, M) of slots) it
-            changes the keywords, and makes what is to be added to the mask, (B, H, 1, M), or None.
-        cache: the keyword by which the layer is handed its cache of keys and values.
+        slope: for logits that fall with the distance: (layer, keywords of its call, positions (B, M) of slots) ->
+            additive mask, (B, H, 1, M), or None; it changes the keywords.
+        cache: the keyword by which the layer gets its KV cache.
     """
 
     norm: nn.Module | None
@@ -68,23 +68,23 @@ class Stored:
 
 @dataclass
 class Stream:
-    """How a layer carries a state. A causal model must pass keywords on to its layers.
+    """The way in which a layer carries a state. A causal model must pass keywords on to its layers.
 
     Attributes:
-        add: gives the model its memory; see `transformers.streams.add_stream_memory`.
-        block: the module round the layer, which adds its result to the tokens.
-        sources: chains of modules, each of which gets what the one before it gives, from the layer's input on. What
-            comes out of the chains, in this order, `split` turns into queries (B, H, N, E), keys and values
-            (B, G, N, E) without positions. There are three chains, or one for all.
-        split: likewise with None for what the first of three chains gives, where no queries are asked for.
-        between: what the layer does to the output of one module before the next of its chain gets it.
-        longest: tokens that the model has positions for; None where there is no such number.
-        offers: words of `PLACE_WORDS`, "bias" and "context": what the model offers a memory that spans its layers.
-        window: tokens that a token of the layer sees, itself included; None where it sees all before it.
+        add: gives the model its memory, as `add_stream_memory`.
+        block: the module around the layer, which adds its result to the tokens.
+        sources: chains of modules, from the layer's input on, each of which gets the output of the one before it. Their
+            outputs, in this order, `split` turns into queries (B, H, N, E), keys and values (B, G, N, E) without
+            positions. There are three chains, or one for all.
+        split: gets None for the first of three chains where no queries are needed.
+        between: applied by the layer to the output of one module of a chain before the next one.
+        longest: number of tokens that have positions; None for no limit.
+        offers: words of `PLACE_WORDS`, "bias" and "context": offers to a model-level memory.
+        window: number of tokens that a token of the layer sees, itself included; None where it sees all before it.
         causal: whether the layer is.
-        cuts: whether what the model is called with can be cut into segments: texts can, images are one each.
-        entrance: of a model that is not causal, the modules that embed a segment, one behind the other: tokens of a
-            memory join it there. None of them where the model has no such place.
+        cuts: whether the model's inputs can be cut into segments: texts can, an image is one segment.
+        entrance: of a model that is not causal, its embedding modules in order: tokens of a memory join after them.
+            Empty where the model has no such place.
         stored: of a causal layer that can attend hidden states of earlier segments.
     """
 
@@ -99,26 +99,26 @@ class Stream:
     causal: bool = True
     cuts: bool = True
     entrance: tuple[nn.Module, ...] = ()
-    stored: Stored | None = None
+    stored: StoredStates | None = None
 
 
 @dataclass
 class Host:
-    """How a memory meets one attention layer of somebody else's model.
+    """The way in which a memory meets one attention layer of a host model.
 
     Attributes:
         width: D. heads: H.
-        projection: the output projection, whose input are the merged heads (B, N, D); None when `install` handles all.
-            It is known by its place in the model from then on, as are the `sources` of a stream.
-        query: gives the memory's `Query` from the layer's arguments.
-        facts: what a memory may ask the model for: length, size, prefix, window, reduction, relative.
-        install: for layers that never call their projection as a module; attaches the memory by other means.
+        projection: the output projection, of the merged heads (B, N, D); None when `install` handles everything. It is
+            followed by its path in the model, as are the `sources` of a stream.
+        query: returns the memory's `Query` of the layer's arguments.
+        facts: options of a memory that the model knows: length, size, prefix, window, reduction, relative.
+        install: for layers that never call their projection as a module; adds the memory by other means.
         uninstall: undoes `install`.
         attention: the layer's own attention.
-        offers: words of `fit.py`: what the layer offers a memory of its own. A map whose size is not known is square.
-        lacks: by word of `fit.py`, why the layer or its model does not offer it, and the way out.
-        refusal: why the layer takes no memory at all.
-        watch: a module of the model, and a forward pre-hook of it that tells `query` what it needs.
+        offers: words of `capabilities.py`, to the memory of the layer. A map of unknown size is square.
+        lacks: by word of `capabilities.py`, the reason why the layer or its model does not offer it, and the way out.
+        refusal: reason why the layer takes no memory at all.
+        watch: a module of the model, and its forward pre-hook that records something for `query`.
         channels: of the layer's input, where they are not D.
         stream: of a layer that can carry a state.
     """
@@ -140,11 +140,11 @@ class Host:
 
 
 class Site:
-    """Where an adapter stands: the layer, its name, the whole model, and the user's settings for all layers.
+    """A layer for its adapter: the layer, its name, the whole model, and the user's settings for all layers.
 
     Attributes:
-        memory: whether it is a memory that is asked for; else another attention.
-        slots: whether that memory has slots for the tokens of a segment, whose number it must be told.
+        memory: the layer is to get a memory; otherwise another attention.
+        slots: that memory has slots for the tokens of a segment, and needs their number.
     """
 
     def __init__(
@@ -157,20 +157,20 @@ class Site:
         slots: bool = True,
     ) -> None:
         self.model, self.name, self.settings, self.memory, self.slots = model, name, settings, memory, slots
-        self.layer: Any = layer  # of a class that only its adapter knows
+        self.layer: Any = layer  # its class is known only to its adapter
 
     def parent(self, levels: int = 1) -> nn.Module:
-        """The module that holds the layer, or the one further up."""
+        """The module that holds the layer, or one further up."""
         return self.model.get_submodule(self.name.rsplit(".", levels)[0] if self.name.count(".") >= levels else "")
 
     def block(self) -> nn.Module:
-        """The nearest module round the layer that stands in a list: one of the model's blocks."""
+        """The nearest module around the layer that is in a list: one of the model's blocks."""
         parts = self.name.split(".")
         numbered = [place for place, part in enumerate(parts) if part.isdigit()]
         return self.model.get_submodule(".".join(parts[: numbered[-1] + 1])) if numbered else self.parent()
 
     def holder(self, attribute: str) -> nn.Module:
-        """The nearest module above the layer that has the attribute; the whole model where none has."""
+        """The nearest module above the layer that has the attribute; otherwise the whole model."""
         parts = self.name.split(".")
         for end in reversed(range(len(parts))):
             module = self.model.get_submodule(".".join(parts[:end]))
@@ -179,8 +179,8 @@ class Site:
         return self.model
 
     def length(self, longest: int = 0) -> int:
-        """The `length` that the user set, for hosts that cannot know it. Who can do without it gets the `longest` that
-        the host can take, 0 where that is not known either.
+        """The `length` that the user set, for hosts that do not know it; without slots, the `longest` that the host
+        can take, 0 where it is not known.
 
         Raises:
             ValueError: it is not set, and a memory needs it.
@@ -201,9 +201,7 @@ _ADAPTERS: dict[str, Adapter] = {}
 
 def register_adapter(*classes: str) -> Callable[[Adapter], Adapter]:
     """Decorator: the function describes attention layers of these classes (full dotted names, so that nothing is
-    imported).
-
-    The function returns None for a layer that is to be left as it is (a cross-attention).
+    imported). It returns None for a layer that remains as it is (a cross-attention).
 
     Example:
         >>> @register_adapter("my_package.model.MyAttention")
@@ -221,13 +219,13 @@ def register_adapter(*classes: str) -> Callable[[Adapter], Adapter]:
 
 
 def register_refusals(reasons: Mapping[str, str]) -> None:
-    """Models with layers of these classes (full dotted names) take no memory; a refusal says why, after the class."""
+    """Let models with layers of these classes (full dotted names) take no memory; the reason follows the class name."""
     for name, why in reasons.items():
         register_adapter(name)(partial(_refuse, why))
 
 
 def register_left(*classes: str) -> None:
-    """Layers of these classes are left as they are, beside others that take a memory."""
+    """Let layers of these classes remain as they are, beside layers that take a memory."""
     register_adapter(*classes)(lambda site: None)
 
 
@@ -261,7 +259,7 @@ def sites(
             if host is not None:
                 found.append((site, host))
         elif isinstance(layer, LayerMemory):
-            continue  # a memory that is there already is no attention of the host's, whatever its name
+            continue  # a memory that is there already is no attention of the host's
         elif "attention" in type(layer).__name__.lower() or type(layer).__name__.endswith("Attn"):
             strangers.append((name, layer))
     strangers = [(n, m) for n, m in strangers if not any(inner.startswith(n + ".") for inner in described)]
@@ -270,11 +268,9 @@ def sites(
         if not classes:
             left = way_out = ""
             if described:
-                left = f" but those that are left alone ({described[0] or 'itself'}: of a decoder, or a pooling head)"
+                left = f" except those without memory ({described[0] or 'itself'}: of a decoder, or a pooling head)"
                 way_out = "; give the encoder, or take create_model('encoder_decoder', memory=...)"
-            raise ValueError(
-                f"{type(model).__name__} has no attention layer{left}, in which a memory could stand{way_out}"
-            )
+            raise ValueError(f"{type(model).__name__} has no attention layer for a memory{left}{way_out}")
         what = f"no adapter for attention class {', '.join(classes)}"
         raise ValueError(
             f"{type(model).__name__}: {what}; describe the class with "
@@ -290,13 +286,13 @@ def refuse_memory(
     layers: Sequence[LayerMemory],
     spanning: ModelMemory | None = None,
 ) -> None:
-    """Compare what a memory needs with what a model offers: of each layer, and of the whole model where it spans them.
+    """Compare the needs of a memory with the offers of each layer, and of the whole model where it spans them.
 
     Args:
         hosts: of the layers. layers: the memory of each. spanning: the memory to which these belong.
 
     Raises:
-        ValueError: the memory needs what is not offered; the message ends with the memories that fit.
+        ValueError: the memory needs something that is not offered; the message ends with the memories that fit.
     """
     who, title = f"memory {name!r}", type(model).__name__
     by_layer = frozenset.intersection(*(host.offers for host in hosts))
@@ -312,34 +308,31 @@ def refuse_memory(
         if memory.position_scheme() is not None:
             option = ", which it leaves out with relative=False" if "relative" in MEMORIES.entry(name).options else ""
             raise ValueError(
-                f"{who} brings a position scheme of its own{option}; {title} has one, beside which there is no place "
-                f"for it; {fitting}"
+                f"{who} has a position scheme of its own{option}; {title} has another one, and takes no second; "
+                f"{fitting}"
             )
 
     if spanning is not None:
         if not by_model:
-            raise ValueError(f"{who} spans the layers, for which {title} has no place; {fitting}")
+            raise ValueError(f"{who} spans the layers; {title} has no place for it; {fitting}")
         refuse(spanning, by_model, hosts[0].lacks)
     for host, layer in zip(hosts, layers, strict=True):
         refuse(layer, host.offers, host.lacks)
 
 
 def _needs(memory: LayerMemory | ModelMemory, who: str) -> dict[str, str]:
-    """Who needs what, by word."""
-    needs = dict.fromkeys(_ordered(memory.needs), who)
+    """By word, the memory or the part of it that needs it; the message will name the first one."""
+    known = PLACE_WORDS | OWN_WORDS | CORE_WORDS  # in the order of importance
+    needs = dict.fromkeys(
+        [*(word for word in known if word in memory.needs), *sorted(memory.needs - known.keys())], who
+    )
     if isinstance(memory, LayerMemory) and memory.window() is not None:
         needs.setdefault("bias", f"the window of {who}")
     return needs
 
 
-def _ordered(needs: frozenset[str]) -> list[str]:
-    """Order the words by importance: a message names the first one that is missing."""
-    known = PLACE_WORDS | OWN_WORDS | CORE_WORDS
-    return [*(word for word in known if word in needs), *sorted(needs - known.keys())]
-
-
 def _fitting(by_layer: frozenset[str], by_model: frozenset[str]) -> list[str]:
-    """Registered memories that need no more, with their default options."""
+    """Registered memories whose default options need no more."""
     names = []
     for entry in MEMORIES:
         kind = entry.factory

@@ -1,7 +1,7 @@
-"""What a model of transformers knows of its memory, and writes when it is saved. Imports nothing of transformers.
+"""Save models of transformers with their memory: `save_pretrained` and `push_to_hub`. Imports nothing of transformers.
 
-The record of `add_memory` stands in the model's config. What `save_pretrained` and `push_to_hub` write is loaded by
-`load_pretrained` and, behind `import cached_transformers`, by transformers' Auto classes and pipelines.
+The arguments of `add_memory` are noted in the model's config. `load_pretrained` loads the saved folder and, after
+`import cached_transformers`, transformers' Auto classes and pipelines do.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MODEL_TYPE = "cached_transformers"
 
 
 def note_memory(model: nn.Module, record: dict[str, Any] | None) -> None:
-    """Write into the config of a model of transformers what `add_memory` was told, and make the model save it so that
-    nobody loads it without its memory by mistake; None undoes both."""
+    """Note the arguments of `add_memory` in the config of a model of transformers, and let the model save them so that
+    it is not loaded without its memory by mistake; None undoes both."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         return
@@ -42,10 +42,10 @@ def note_memory(model: nn.Module, record: dict[str, Any] | None) -> None:
 def save_pretrained(
     model: Any, save_directory: str | Path, *args: Any, results: Mapping[str, float] | None = None, **options: Any
 ) -> Any:
-    """Stands in the place of transformers' own, and takes what that takes.
+    """Drop-in replacement for `PreTrainedModel.save_pretrained`.
 
     Args:
-        results: what the model reached, for the card: {"perplexity on ...": 21.3}.
+        results: scores of the model for the card: {"perplexity on ...": 21.3}.
     """
     call = inspect.signature(type(model).save_pretrained).bind(model, save_directory, *args, **options)
     push = call.arguments.pop("push_to_hub", False)
@@ -63,10 +63,10 @@ def save_pretrained(
 def push_to_hub(
     model: Any, repo_id: str, *, results: Mapping[str, float] | None = None, max_shard_size: Any = None, **options: Any
 ) -> Any:
-    """Stands in the place of transformers' own: the model with its memory, and a card that tells of it.
+    """Drop-in replacement for `PreTrainedModel.push_to_hub`, with a card that describes the memory.
 
     Args:
-        results: as `save_pretrained` takes them. options: of the upload (private, token, revision, ...).
+        results: see `save_pretrained`. options: of the upload (private, token, revision, ...).
     """
     sizes = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     with tempfile.TemporaryDirectory() as parent:
@@ -76,7 +76,7 @@ def push_to_hub(
 
 
 def card(model: Any, name: str, results: Mapping[str, float] | None) -> str:
-    """The page of the model: which memory it has, what its state weighs, how it is loaded, and what it reached."""
+    """The page of the model: its memory, the size of its state, how to load it, and its scores."""
     record = model.config.cached_transformers
     memory = record["memory"]
     options = {key: value for key, value in memory.items() if key != "name"}
@@ -106,13 +106,13 @@ def _weight(model: Any) -> str:
     if hasattr(model, "init_memory_state"):
         size = sum(tensor.nbytes for _, tensor in named_tensors(model.init_memory_state(1)))
         return f"The state of a row that has read nothing takes {size:,} bytes."
-    held = [b for module in model.modules() if "memory_detach" in vars(module) for b in module.memory.buffers()]
+    held = [b for module in model.modules() if "uninstall_memory" in vars(module) for b in module.memory.buffers()]
     return f"Its caches take {sum(buffer.nbytes for buffer in held):,} bytes, for all rows together."
 
 
 def _wrap_config(path: Path) -> None:
-    """Put the host's config into one of our type. Its own type stands beside it: in a config within a config
-    transformers would find it, and load the host alone."""
+    """Put the host's config into one of type "cached_transformers". The host's type is moved out of its config, where
+    transformers would find it and load the host without its memory."""
     host = json.loads(path.read_text(encoding="utf-8"))
     kept = {key: host[key] for key in ("architectures", "dtype", "transformers_version") if key in host}
     ours = {"model_type": MODEL_TYPE, **kept, "host_type": host.pop("model_type"), "host": host}

@@ -1,7 +1,7 @@
-"""Models of others with a memory as loops over segments call them: a state in, and a `ModelOutput` out.
+"""Host models with a memory in the form that segment loops call: a state in, and a `ModelOutput` out.
 
-Decoders are language models (`transformers/hosted.py`); what is here answers for what it sees, be it tokens of a text
-or frames of a video.
+Decoders are language models (`models.TransformersModel`). The models here answer for the tokens of a text or the frames
+of a video that they see.
 
 Legend: B rows, N tokens, T frames, C channels, H height, W width, V classes.
 """
@@ -19,15 +19,17 @@ from cached_transformers.state import State, used_again
 from cached_transformers.state import reset as replace_rows
 
 
-class Hosted(nn.Module):
-    """What both have in common.
+class HostWrapper(nn.Module):
+    """Base class.
 
     Args:
-        model: to which `add_memory` gave a memory with a state; it is not copied.
+        model: a host with a memory that carries a state; it is not copied.
+
+    Attributes:
+        predicts_next: False: the model sees later tokens, which loops that predict the next token refuse.
     """
 
     predicts_next = False
-    """Of a text, what follows; loops that need that refuse the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -39,8 +41,8 @@ class Hosted(nn.Module):
         return self.model.init_memory_state(batch_size)
 
 
-class TokensModel(Hosted):
-    """An encoder of texts: an answer for each token.
+class TokensModel(HostWrapper):
+    """An encoder of texts with an answer for each token.
 
     Args:
         model: of transformers, with a head for tokens (masked tokens, tags).
@@ -54,7 +56,7 @@ class TokensModel(Hosted):
         *,
         padding: Tensor | None = None,
     ) -> ModelOutput:
-        """Logits (B, N, V) at each place of the segment.
+        """Logits (B, N, V) at each position of the segment.
 
         Args:
             inputs_BN: token ids.
@@ -77,8 +79,8 @@ class TokensModel(Hosted):
         return ModelOutput(logits, out.memory_state, logits.new_zeros(()))
 
 
-class FramesModel(Hosted):
-    """A classifier of images: videos in, an answer for each frame out.
+class FramesModel(HostWrapper):
+    """A classifier of images with an answer for each frame of a video.
 
     Args:
         model: of timm or transformers.
@@ -92,7 +94,7 @@ class FramesModel(Hosted):
         *,
         padding: Tensor | None = None,
     ) -> ModelOutput:
-        """Logits (B, T, V) of each frame, which the model has read behind those before it.
+        """Logits (B, T, V) of each frame, which the model has read after those before it.
 
         Args:
             inputs_BTCHW: videos.
@@ -101,12 +103,11 @@ class FramesModel(Hosted):
             padding: (B, T) bool, True = no frame, which leaves the row's state as it is.
 
         Raises:
-            ValueError: what is given are no videos; the model has no classifier.
+            ValueError: the inputs are no videos; the model has no classifier.
         """
         if inputs_BTCHW.dim() != 5:
-            raise ValueError(
-                f"inputs of shape {tuple(inputs_BTCHW.shape)} are no videos, (rows, frames, channels, height, width)"
-            )
+            shape = tuple(inputs_BTCHW.shape)
+            raise ValueError(f"inputs of shape {shape} are no videos, (rows, frames, channels, height, width)")
         state = begun(self, state, reset, len(inputs_BTCHW))
         answers = []
         for index, frames_BCHW in enumerate(inputs_BTCHW.unbind(1)):

@@ -1,4 +1,4 @@
-"""What masks and sizes of other people's models say about padding and maps.
+"""Read padding and maps from the masks and sizes of host models.
 
 Legend: B rows, N tokens.
 """
@@ -12,7 +12,7 @@ from cached_transformers.checks import insist
 
 
 def map_size(tokens: int, prefix: int, grid: tuple[int, int]) -> tuple[int, int] | None:
-    """(height, width) of the map behind `prefix` class tokens: `grid` when it fits, else a square, else None."""
+    """(height, width) of the map after `prefix` class tokens: `grid` when it fits, else a square, else None."""
     cells = tokens - prefix
     if cells == grid[0] * grid[1]:
         return grid
@@ -36,8 +36,8 @@ def no_mask(mask: Tensor | None, is_causal: bool = False) -> None:
         raise ValueError(MASKED)
 
 
-PER_QUERY = "the attention mask differs between queries, {}; pass a mask of padding alone, (rows, tokens)"
-"""What is said of a mask that is none of padding, with why that matters."""
+PER_QUERY = "the attention mask differs between queries, {}; pass a mask of only padding, (rows, tokens)"
+"""Message for a mask that is not one of padding, with the reason."""
 SEES_ALL = (
     "but a shared cache shows every token the whole segment, past any mask (a causal mask would so leak the future)"
 )
@@ -45,7 +45,7 @@ SEES_ALL = (
 
 def padding_of(mask: Tensor | None, tokens: int, why: str = SEES_ALL) -> Tensor | None:
     """Padding (B, N), True = padding, from a mask over keys: (B, N) with 1 = keep, or (B, 1, 1 or N, N) bool or
-    additive. `why` says what a mask that differs between queries cannot be followed for.
+    additive. `why`: the reason for refusing a mask that differs between queries.
 
     Raises:
         ValueError: the mask has another shape, or hides from one query what it shows another (a causal mask).
@@ -67,8 +67,8 @@ def padding_of(mask: Tensor | None, tokens: int, why: str = SEES_ALL) -> Tensor 
 
 
 def padding_behind_window(mask: Tensor | None, tokens: int) -> Tensor | None:
-    """Padding (B, N) from a mask (B, 1, N, N) of a layer that is not causal, and may show a query some keys alone: what
-    no query sees.
+    """Padding (B, N) from a mask (B, 1, N, N) of a layer that is not causal and may have a window: the keys that no
+    query sees.
 
     Raises:
         ValueError: the mask has another shape.

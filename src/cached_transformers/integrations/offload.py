@@ -1,6 +1,6 @@
-"""Where a memory finds its weights when somebody else moves them: accelerate offloads them, FSDP cuts them up.
+"""Find the weights of a memory that accelerate offloads or FSDP shards.
 
-accelerate brings the weights of a module when its forward is called. Those of a memory are used by its other methods.
+accelerate loads a module's weights when its forward is called. The weights of a memory are used by its other methods.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Result = TypeVar("Result")
 
 
 def like_weights(module: nn.Module, place: nn.Module | None = None) -> Tensor:
-    """A plain tensor of the kind that a module computes with, for states: its dtype, on the device of `place`.
+    """A plain tensor of the dtype that a module computes with, on the device of `place`, as a template for states.
 
-    The weights themselves may be cut up (a DTensor, of which a state would be one) or not be there (on "meta").
+    The weights themselves may be sharded (a DTensor, which the state must not be) or on "meta".
 
     Args:
-        place: a module whose device it is, if it has parameters (packed weights are none); None for the same one.
+        place: the module that gives the device, if it has parameters (packed weights are none); None for the same one.
     """
     weight = next((place or module).parameters(), None)
     if weight is None:
@@ -35,7 +35,7 @@ def like_weights(module: nn.Module, place: nn.Module | None = None) -> Tensor:
 
 
 def with_weights(memory: nn.Module, call: Callable[..., Result], *args: Any) -> Result:
-    """What the call gives, with the weights of the memory where they are computed with."""
+    """The call's result, with the memory's weights loaded during the call."""
     if torch.compiler.is_compiling():
         return call(*args)
     hooks: list[tuple[Any, Any]] = [(m, m._hf_hook) for m in memory.modules() if hasattr(m, "_hf_hook")]
@@ -44,7 +44,7 @@ def with_weights(memory: nn.Module, call: Callable[..., Result], *args: Any) -> 
     idle = importlib.import_module("accelerate.hooks").ModelHook  # there, since the hooks are its own
     for module, hook in hooks:
         hook.pre_forward(module)
-        module._hf_hook = idle()  # does nothing: a forward within the call would send the weights away again
+        module._hf_hook = idle()  # does nothing: a forward within the call would offload the weights again
     try:
         return call(*args)
     finally:

@@ -1,7 +1,7 @@
-"""Memories in models that PEFT has given adapters. Imports nothing of PEFT.
+"""Add memories to models with adapters of PEFT. Imports nothing of PEFT.
 
-An adapter freezes the model that it is put into, and saves nothing of it but its own weights and the modules that its
-config names in `modules_to_save`. So a memory that comes later has to become one of these.
+An adapter freezes its model, and saves only its own weights and the modules that its config names in `modules_to_save`.
+A memory that is added later becomes one of these.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import nn
 from .memory_lookup import holders
 
 NAME = "memory"
-"""Of a memory among the children of its layer, and in `modules_to_save`."""
+"""Name of a memory among the children of its layer, and in `modules_to_save`."""
 
 
 def host_of(model: nn.Module) -> nn.Module:
-    """The model that is to get the memory: `model`, or what is inside of a PeftModel.
+    """The model that is to get the memory: `model`, or the one inside of a PeftModel.
 
     Raises:
         ValueError: its layers hold adapters that would not save the memory.
@@ -28,8 +28,8 @@ def host_of(model: nn.Module) -> nn.Module:
         for name, config in peft_model.peft_config.items():
             if not hasattr(config, "modules_to_save"):
                 raise ValueError(
-                    f"the adapter {name!r} is a {type(config).__name__}, which has no modules_to_save that a memory "
-                    "could travel with; give add_memory the model before PEFT gets it, and save its weights yourself"
+                    f"the adapter {name!r} is a {type(config).__name__}, which has no modules_to_save and would not "
+                    "save a memory; call add_memory before PEFT, and save its weights yourself"
                 )
         host: nn.Module = peft_model.get_base_model()
         return host
@@ -37,15 +37,15 @@ def host_of(model: nn.Module) -> nn.Module:
         if _is(module, "peft.tuners.tuners_utils", "BaseTunerLayer"):
             raise ValueError(
                 f"{type(model).__name__} holds adapters of PEFT ({name} is a {type(module).__name__}), which would not "
-                "save a memory that comes later; give add_memory the PeftModel, or add the memory before the adapters, "
+                "save a memory added later; give add_memory the PeftModel, or add the memory before the adapters, "
                 "with modules_to_save=['memory'] in their config"
             )
     return model
 
 
 def give_to_adapters(peft_model: Any, host: nn.Module) -> None:
-    """Make the memories of a model modules that each of its adapters trains and saves, as PEFT makes them: a copy for
-    each adapter, and the memory as it is for when none is active."""
+    """Let each adapter of a model train and save its memories, in PEFT's way: a copy for each adapter, and the memory
+    itself while none is active."""
     wrapper_class = importlib.import_module("peft.utils").ModulesToSaveWrapper
     names, active = list(peft_model.peft_config), peft_model.active_adapters[0]
     for holder in holders(host):
@@ -67,7 +67,7 @@ def inside_of(model: Any) -> nn.Module:
 
 
 def take_from_adapters(model: Any) -> None:
-    """Let no adapter of a PeftModel save a memory any more."""
+    """Undo `give_to_adapters` in the adapters' configs."""
     if not _is(model, "peft.peft_model", "PeftModel"):
         return
     for config in model.peft_config.values():
@@ -76,5 +76,5 @@ def take_from_adapters(model: Any) -> None:
 
 
 def _is(module: nn.Module, where: str, name: str) -> bool:
-    """Whether a module is of a class of PEFT, which may not be installed."""
+    """Return True for a module of this class of PEFT, which may not be installed."""
     return any(kind.__module__ == where and kind.__qualname__ == name for kind in type(module).__mro__)

@@ -1,21 +1,12 @@
-"""Another attention for models that others wrote: `replace_attention` and `restore_attention`.
+"""Replace the attention of host models: `replace_attention` and `restore_attention`.
 
-The host's forward runs as it is, so that whatever its version does (gates, norms of queries and keys, key reduction,
-dropout of the output) stays. While it runs, a `TorchFunctionMode` waits for its one call of
-`scaled_dot_product_attention` and hands the queries, keys and values to the core instead. Ways that were tried or
-weighed, and why this one:
+The host's forward runs as it is, with its gates, norms of queries and keys, key reduction and dropout of the output.
+During it a `TorchFunctionMode` intercepts its one call of `scaled_dot_product_attention`, and the other attention
+answers it. A mode is local to one thread and one call, and torch.compile traces it in one graph;
+`docs/design/replace-attention.md` compares it with patched functions and rewritten forwards.
 
-- A forward written out for each class would have to follow every release of every host, and is silently wrong where it
-  does not. Only `torch.nn.MultiheadAttention` has one (`torch_nn.py`): in evaluation it calls a fused kernel.
-- A patched `F.scaled_dot_product_attention` is there for all threads, and for the memory in the same layer.
-- A mode lives in one thread and one call. Dynamo traces it: torch.compile gives one graph without break, with values
-  and gradients equal to those of eager, torch.export works strict and not. Autocast, activation checkpointing of both
-  kinds, deepcopy, pickle and saved states work, too.
-
-What a layer does behind the mode's back is refused: a forward that calls no `scaled_dot_product_attention`, or two.
-What does not work: torch.jit; nn.DataParallel, whose copies would call the first device's layer (use DDP). Outside
-compiled graphs a mode costs some microseconds for every torch call in the layer's forward, 40 in all for a ViT's on a
-CPU.
+A layer that calls `scaled_dot_product_attention` not once is refused. Not supported: torch.jit, and nn.DataParallel,
+whose copies would call the first device's layer (use DDP).
 
 Legend: B rows, H heads, N queries, M keys, E key width.
 """
@@ -38,6 +29,7 @@ from cached_transformers.interfaces.capabilities import CORE_WORDS, refuse_misfi
 
 from .hosts import Host, Site, sites
 from .masks import padding_of
+from .segment_context import THREAD
 from .through_core import CORES, through_core
 from .torch_nn import settle_nested_tensors
 
@@ -45,14 +37,14 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Intercept(TorchFunctionMode):
-    """Answers `scaled_dot_product_attention` by a core, in the forward of one layer."""
+    """Answer `scaled_dot_product_attention` by another attention, in the forward of one layer."""
 
     def __init__(self, exchange: Exchange, x_BND: Tensor) -> None:
         super().__init__()
         self.exchange, self.x_BND, self.calls = exchange, x_BND, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention and not self.exchange.aside:
+        if func is F.scaled_dot_product_attention and not THREAD.aside:
             self.calls += 1
             return self.exchange.answer(self.x_BND, *args, **(kwargs or {}))
         if func is Tensor.unflatten:  # a method in Python, whose `super()` Dynamo cannot trace from here
@@ -61,11 +53,7 @@ class Intercept(TorchFunctionMode):
 
 
 class Exchange:
-    """Stands in the place of one layer's forward.
-
-    Attributes:
-        aside: attention that is called now is not the layer's own.
-    """
+    """The forward of one layer whose attention was replaced."""
 
     def __init__(self, layer: nn.Module, host: Host, dropout_set: bool) -> None:
         self.layer, self.padding, self.causal = layer, host.attention.padding, "causal" in host.attention.asks
@@ -73,13 +61,12 @@ class Exchange:
         self.first = next(iter(inspect.signature(layer.forward).parameters))
         self.before = {name: getattr(layer, name) for name in host.attention.switches}
         self.uninstall = host.attention.uninstall
-        self.aside = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the layer's class, with another attention in it.
 
         Raises:
-            ValueError: it did not call `scaled_dot_product_attention` once, or what the core cannot do.
+            ValueError: it did not call `scaled_dot_product_attention` once, or the core cannot compute the call.
         """
         mode = Intercept(self, args[0] if args else kwargs[self.first])
         with mode:  # "with ... as mode" would give Dynamo another object
@@ -104,14 +91,14 @@ class Exchange:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """As `scaled_dot_product_attention`, for a layer whose input was `x_BND`."""
+        """`scaled_dot_product_attention` by the core, in a layer whose input was `x_BND`."""
         core: Any = self.layer.core
         if dropout_p not in (0.0, core.dropout) and not self.dropout_set:
             raise ValueError(_no_dropout(type(self.layer).__name__, dropout_p, core))
         padding_BM = None
         if self.padding and not isinstance(core, SoftmaxAttention):
             padding_BM, attn_mask = padding_of(attn_mask, key.shape[-2], CORES), None
-            is_causal = self.causal  # transformers' flag is off for a single query, which sees the keys of a cache
+            is_causal = self.causal  # transformers' flag is off for a single query, which sees the keys of a KV cache
         return through_core(
             core,
             query,
@@ -126,10 +113,10 @@ class Exchange:
 
 
 def replace_attention(model: Model, attention: str | Mapping[str, Any], **options: Any) -> Model:
-    """Exchange the softmax attention of every self-attention layer of `model`, in place; weights and host code stay.
+    """Replace the softmax attention of every self-attention layer of `model`, in place; weights and host code remain.
 
-    Works with the models that `add_memory` knows, before or after it: the memory then stands beside the new attention.
-    Parameters of the attention live under `<attention layer>.core` in the state dict.
+    Works with the models that `add_memory` knows, before or after it: the memory then works beside the new attention.
+    Parameters of the attention are under `<attention layer>.core` in the state dict.
 
     Args:
         model: the host model.
@@ -141,9 +128,9 @@ def replace_attention(model: Model, attention: str | Mapping[str, Any], **option
         The same model.
 
     Raises:
-        ValueError: a layer's class has no adapter; its attention was replaced already, or is none that can be; the
-            attention cannot do what the host asks for: a bias (Swin), fewer keys than queries (PVTv2), a causal form,
-            dropout on the weights; or its own constraints. A call refuses what is seen only there: masks, padding.
+        ValueError: a layer's class has no adapter; its attention was replaced already, or cannot be; the new one cannot
+            do something that the host asks for: a bias (Swin), fewer keys than queries (PVTv2), a causal form, dropout
+            on the weights; or its own constraints. Masks and padding are checked at each call.
     """
     settings = {"name": attention} if isinstance(attention, str) else dict(attention)
     input_size = options.pop("input_size", None)
@@ -151,14 +138,14 @@ def replace_attention(model: Model, attention: str | Mapping[str, Any], **option
     facts = {name: value for name, value in settings.items() if name != "name"}
     found = sites(model, facts | ({"input_size": input_size} if input_size is not None else {}), memory=False)
     built: list[tuple[Site, Host, Attention]] = []
-    for index, (site, host) in enumerate(found):  # build all before touching the model: a refusal leaves it as it was
+    for index, (site, host) in enumerate(found):  # build all before the model changes: an error leaves it as it was
         where = site.name or type(model).__name__
         if "core" in site.layer._modules:
             raise ValueError(f"the attention of {where} was replaced already; call restore_attention(model) first")
         if host.attention.refusal is not None:
             raise ValueError(f"{where}: {host.attention.refusal}")
         if host.attention.install is None and "forward" in vars(site.layer):
-            raise ValueError(f"the forward of {where} was patched by somebody else; undo that first")
+            raise ValueError(f"the forward of {where} was patched already; undo that first")
         core = create_attention(settings, **_facts(host, index, len(found)))
         needs = {word: where for word in CORE_WORDS if word in host.attention.asks}
         refuse_misfit(needs, core.can, core.title, "`cached list attentions` shows which can")
@@ -174,7 +161,7 @@ def replace_attention(model: Model, attention: str | Mapping[str, Any], **option
 
 
 def _facts(host: Host, index: int, depth: int) -> dict[str, Any]:
-    """What an attention may ask the host for."""
+    """Options of an attention that the host knows."""
     facts = {name: value for name, value in host.facts.items() if value and name != "reduction"}
     facts.setdefault("prefix", 0)
     layer = {"dropout": host.attention.dropout, "causal": "causal" in host.attention.asks}

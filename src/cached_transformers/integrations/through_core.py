@@ -1,7 +1,7 @@
-"""One call of somebody else's attention, handed to a core.
+"""Compute one attention call of a host by an attention mechanism of this package.
 
-What a host says in terms of `scaled_dot_product_attention` (a mask, a causal flag, a scale, fewer heads of keys) is put
-in those of a core. What the core cannot do is refused.
+The arguments of `scaled_dot_product_attention` (a mask, a causal flag, a scale, fewer heads of keys) are translated; a
+call that the mechanism cannot compute is refused.
 
 Legend: B rows, H heads, N queries, M keys, E key width, V value width.
 """
@@ -19,7 +19,7 @@ from cached_transformers.interfaces.attention import Attention
 from cached_transformers.interfaces.capabilities import misfit, refuse_misfit
 
 CORES = "which only attention 'softmax' can follow here"
-"""Why a mask that differs between queries is refused."""
+"""Reason for refusing a mask that differs between queries."""
 
 
 def through_core(
@@ -44,7 +44,7 @@ def through_core(
         x_BND: the layer's input.
 
     Raises:
-        ValueError: what the core cannot do.
+        ValueError: the core cannot compute the call.
     """
     name, width = type(core).__name__, q_BHNE.shape[-1]
     if q_BHNE.dim() != 4:
@@ -74,8 +74,8 @@ def through_core(
     out = core(q_BHNE, k_BHME, v_BHMV, causal=causal, key_padding_mask=padding_BM, bias_BHNM=bias_BHNM, x_BND=x_BND)
     if out.auxiliary_loss is not None and core.training and out.auxiliary_loss.requires_grad:
         raise ValueError(
-            f"attention {name} is trained with a loss of its own, for which a model that others wrote has no place; "
-            "switch it off in the attention's options (routing: commitment=0), or take a model of create_model"
+            f"attention {name} is trained with an auxiliary loss, which a host model has no place for; switch it off "
+            "in the attention's options (routing: commitment=0), or take a model of create_model"
         )
     values: Tensor = out.out_BHNV
     return values

@@ -1,8 +1,8 @@
-"""Adapter for torch.nn.MultiheadAttention, alone and inside TransformerEncoder.
+"""Adapter for torch.nn.MultiheadAttention, by itself and inside TransformerEncoder.
 
 This layer never calls its output projection as a module, and TransformerEncoderLayer has a fused path in evaluation
-that never calls the attention at all. So the layer's class is exchanged for a subclass whose forward is written out,
-for a memory and for another attention alike; a hook on the layer keeps TransformerEncoderLayer from its fused path.
+that never calls the attention at all. So the layer's class is replaced by a subclass with a forward of its own, for a
+memory and for another attention; a hook on the layer keeps TransformerEncoderLayer from its fused path.
 
 Legend: B rows, N tokens, H heads, E head width, D = H * E.
 """
@@ -30,8 +30,8 @@ from .through_core import through_core
 class HostedMultiheadAttention(nn.MultiheadAttention):
     """nn.MultiheadAttention with a memory, which is mixed in before the output projection, or another core, or both.
 
-    Only for self-attention (query, key and value the same tensor); with a memory, without an attention mask. The
-    weights that it returns are those of the self branch.
+    Only for self-attention (query, key and value the same tensor); with a memory, without an attention mask. It returns
+    the weights of the self branch.
     """
 
     def forward(  # type: ignore[override]
@@ -45,11 +45,11 @@ class HostedMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As nn.MultiheadAttention.forward.
+        """Drop-in replacement for nn.MultiheadAttention.forward.
 
         Raises:
             ValueError: cross-attention; beside a memory, a causal flag or an attention mask: the cache holds the whole
-                segment of the query; what the core cannot do.
+                segment of the query; a call that the core cannot compute.
         """
         memory: Any = memory_of(self) if "memory" in self._modules else None
         if query is not key or key is not value:
@@ -105,7 +105,7 @@ class HostedMultiheadAttention(nn.MultiheadAttention):
         if need_weights and not exact:
             raise ValueError(f"attention {type(core).__name__} returns no weights; call with need_weights=False")
         if core is not None and not need_weights:
-            # torch takes the causal flag as a hint about the mask. Exact attention takes the mask itself.
+            # In torch the causal flag is a hint about the mask. Exact attention takes the mask itself.
             causal = is_causal and (mask is None or not exact)
             mask = None if causal else mask
             out = through_core(core, q, k, v, padding_BM=padding_BN, mask=mask, causal=causal, x_BND=x_BND)
@@ -130,7 +130,7 @@ def _as_padding(mask: Tensor | None) -> Tensor | None:
 
 
 def _no_fused_path(layer: nn.Module, args: Any) -> None:
-    """Does nothing; TransformerEncoderLayer leaves its fused path when a hook is attached below it."""
+    """Do nothing; TransformerEncoderLayer leaves its fused path when a hook is registered below it."""
 
 
 def _install(layer: nn.Module, memory: LayerMemory | None = None) -> None:
@@ -140,7 +140,7 @@ def _install(layer: nn.Module, memory: LayerMemory | None = None) -> None:
 
 
 def _uninstall(layer: nn.Module) -> None:
-    """The class is needed as long as there is a memory or a core."""
+    """Restore the class once there is neither a memory nor a core."""
     if {"memory", "core"} & layer._modules.keys():
         return
     layer.__class__ = nn.MultiheadAttention
@@ -150,12 +150,12 @@ def _uninstall(layer: nn.Module) -> None:
 
 
 def settle_nested_tensors(model: nn.Module) -> None:
-    """TransformerEncoder's shortcut for padded inputs hands its layers nested tensors, which neither a memory nor a
-    core can read: it is off as long as a layer has one."""
+    """Switch off TransformerEncoder's shortcut for padded inputs while a layer has a memory or a core, which cannot
+    read the nested tensors that it gives its layers."""
     for module in model.modules():
         if not isinstance(module, nn.TransformerEncoder):
             continue
-        ours = any({"memory_detach", "exchange"} & vars(layer).keys() for layer in module.modules())
+        ours = any({"uninstall_memory", "exchange"} & vars(layer).keys() for layer in module.modules())
         if ours and "nested_before" not in vars(module):
             module.nested_before = module.use_nested_tensor  # type: ignore[assignment]
             module.use_nested_tensor = False
@@ -165,7 +165,7 @@ def settle_nested_tensors(model: nn.Module) -> None:
 
 @register_adapter("torch.nn.modules.activation.MultiheadAttention")
 def multihead_attention(site: Site) -> Host | None:
-    """Self-attention of encoders; a TransformerDecoderLayer's (causal, and cross) are left as they are."""
+    """Self-attention of encoders; the attentions of a TransformerDecoderLayer remain as they are."""
     layer = site.layer
     if isinstance(site.parent(), nn.TransformerDecoderLayer):
         return None
@@ -183,7 +183,7 @@ def multihead_attention(site: Site) -> Host | None:
 
 
 def _patches(site: Site) -> int:
-    """Tokens of torchvision's ViT, a class token and the patches; 0 of any other model."""
+    """Number of tokens of torchvision's ViT, a class token and the patches; 0 for any other model."""
     body: Any = site.holder("class_token")
     if not all(hasattr(body, name) for name in ("class_token", "image_size", "patch_size")):
         return 0

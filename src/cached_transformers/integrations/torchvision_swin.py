@@ -1,6 +1,6 @@
-"""Adapter for torchvision's Swin, whose layers hand their weights to a function, without calling a module that a
-memory could stand in. So the layer's forward is written out (arXiv:2103.14030, section 3.2; V2: arXiv:2111.09883,
-section 3.1; original: github.com/microsoft/Swin-Transformer). Imports nothing of torchvision.
+"""Adapter for torchvision's Swin, whose layers pass their weights to a function and never call their projection as a
+module. So the layer gets a forward of its own (arXiv:2103.14030, section 3.2; V2: arXiv:2111.09883, section 3.1;
+original: github.com/microsoft/Swin-Transformer). Imports nothing of torchvision.
 
 Rows are windows of all images, and the cache is one window; only the self branch sees the shift mask.
 
@@ -38,7 +38,7 @@ def shifted_window_attention(site: Site) -> Host:
     window = (int(layer.window_size[0]), int(layer.window_size[1]))
     facts: dict[str, Any] = {"length": window[0] * window[1], "size": window}
     facts |= {"dropout": float(layer.attention_dropout), "bias": layer.qkv.bias is not None}
-    if site.settings.get("variant") == "released":  # there the memory branch has a table of relative positions, too
+    if site.settings.get("variant") == "released":  # the memory branch has a table of relative positions, too
         facts["window"] = window
     attention = HostAttention(refusal=f"{type(layer).__name__} computes its logits and their softmax itself")
     width = int(layer.qkv.in_features)
@@ -54,7 +54,7 @@ def _uninstall(layer: nn.Module) -> None:
 
 
 def _forward(layer: Any, x: Tensor) -> Tensor:
-    """Stands in the place of the layer's forward, (B, Y, X, D) -> (B, Y, X, D)."""
+    """The layer's forward, (B, Y, X, D) -> (B, Y, X, D)."""
     memory: Any = memory_of(layer)
     refuse_frozen(memory)
     images, height, width, _ = x.shape
@@ -62,7 +62,7 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
     fill = [-side % w for side, w in zip((height, width), window, strict=True)]
     sides = (height + fill[0], width + fill[1])
     x = F.pad(x, (0, 0, 0, fill[1], 0, fill[0]))
-    # A window that is as large as the map sees all of it unshifted.
+    # A window as large as the map sees all of it without a shift.
     shift = tuple(s if w < side else 0 for s, w, side in zip(layer.shift_size, window, sides, strict=True))
     x_BND = _windows(x.roll((-shift[0], -shift[1]), (1, 2)), window)
     q, k, v = _projected(layer, x_BND)
@@ -81,7 +81,7 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
 
 
 def _projected(layer: Any, x_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values; in V2 the first two are such that their products are scaled cosines."""
+    """Queries, keys and values; in V2 the products of the first two are scaled cosines."""
     scale = getattr(layer, "logit_scale", None)
     q, k, v = (t.unflatten(-1, (layer.num_heads, -1)).transpose(1, 2) for t in layer.qkv(x_BND).chunk(3, -1))
     if scale is None:

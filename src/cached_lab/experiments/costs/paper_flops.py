@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.integrations.timm.modeling import TimmModel
+from cached_transformers.integrations.models import TimmModel
 
 from .flops import count_parameters, flops_by_operator
 

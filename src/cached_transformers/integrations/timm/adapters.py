@@ -1,5 +1,4 @@
-"""Adapters for timm's attention layers, and for our PVT; what takes no memory stands in `without_memory.py`. Imports
-nothing of timm."""
+"""Adapters for timm's attention layers, and for this package's PVT. Imports nothing of timm."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from cached_transformers.integrations.hosts import Host, HostAttention, Site, Stream, register_adapter
 from cached_transformers.integrations.masks import map_size, no_mask
-from cached_transformers.integrations.transformers.encoder_streams import in_blocks
+from cached_transformers.integrations.segment_context import THREAD
 from cached_transformers.interfaces.memory import Query
 from cached_transformers.layers.reduction import PooledReduction, SpatialReduction
 from cached_transformers.memories.parts.interpolation import coarser_reduction
@@ -29,12 +28,12 @@ from .frames import add_frame_memory
     "timm.models.eva.EvaAttention",
 )
 def vit_attention(site: Site) -> Host:
-    """ViT and DeiT, BEiT, CaiT, EVA-02 and DINOv3: class tokens and registers in front of the grid of patches, a slot
-    for every token. Rotary positions and biases stay with the layer's own attention. PiT halves the grid twice."""
+    """ViT and DeiT, BEiT, CaiT, EVA-02 and DINOv3: class tokens and registers before the grid of patches, a slot for
+    every token. Rotary positions and biases apply only to the layer's own attention. PiT halves the grid twice."""
     layer, body = site.layer, site.holder("patch_embed")
     patches = getattr(body, "patch_embed", None)
     pools = re.search(r"\btransformers\.(\d+)\.", site.name) if type(body).__module__ == "timm.models.pit" else None
-    # CaiT's class token comes to the patches when its layers of this kind are done.
+    # CaiT's class token joins the patches after its layers of this kind.
     prefix = 0 if hasattr(layer, "proj_l") else int(getattr(body, "num_tokens" if pools else "num_prefix_tokens", 0))
     query = layer.q_proj if getattr(layer, "qkv", None) is None else layer.qkv
     facts: dict[str, Any] = _branch(layer, query) | {"prefix": prefix}
@@ -60,21 +59,21 @@ def vit_attention(site: Site) -> Host:
 
 
 def _parts(q_BHNE: Tensor, k_BHNE: Tensor, qkv_BNL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys behind their norms, and values of the projection of all three."""
-    return q_BHNE, k_BHNE, in_blocks(q_BHNE.shape[1], qkv_BNL)[2]
+    """Queries and keys after their norms, and values of the projection of all three."""
+    v_BND = qkv_BNL.chunk(3, -1)[2]
+    return q_BHNE, k_BHNE, v_BND.unflatten(-1, (q_BHNE.shape[1], -1)).transpose(1, 2)
 
 
 class Grid:
-    """Which map the tokens of a ViT are: that of the image seen last, or the one that the model was built for.
+    """The map of a ViT's tokens: that of the last image, or the one that the model was built for.
 
     Args:
-        patches: timm's patch embedding. prefix: class tokens in front of the map.
-        halvings: how often the map was halved since.
+        patches: timm's patch embedding. prefix: class tokens before the map.
+        halvings: number of times that the map was halved since.
     """
 
     def __init__(self, patches: Any, prefix: int, halvings: int = 0) -> None:
         self.patches, self.prefix, self.halvings = patches, prefix, halvings
-        self.seen: tuple[int, int] | None = None
 
     @property
     def built(self) -> tuple[int, int]:
@@ -83,19 +82,21 @@ class Grid:
         return height, width
 
     def see(self, patches: Any, args: tuple[Tensor, ...]) -> None:
-        """Hook of the patch embedding: note the map of the images that enter (with dynamic_img_size)."""
+        """Record the map of the images that enter (with dynamic_img_size): a hook of the patch embedding."""
         height, width = patches.dynamic_feat_size(tuple(args[0].shape[-2:]))
-        self.seen = (int(height), int(width))
+        THREAD.grid = (patches, (int(height), int(width)))
 
     def of(self, tokens: int) -> tuple[int, int] | None:
-        """The map of so many tokens, or None where they are none (patch dropout)."""
-        if self.seen is not None and self.seen[0] * self.seen[1] + self.prefix == tokens:
-            return self.seen
+        """The map of this number of tokens, or None where they are no map (patch dropout)."""
+        if THREAD.grid is not None and THREAD.grid[0] is self.patches:
+            height, width = THREAD.grid[1]
+            if height * width + self.prefix == tokens:
+                return height, width
         return map_size(tokens, self.prefix, self.built)
 
 
 def _vit_query(grid: Grid | None, names: tuple[str, ...], x: Tensor, *others: Any, **given: Any) -> Query:
-    """`names` are those of the layer's arguments: what stands behind `x` differs, a mask must not be overlooked."""
+    """`names` are those of the layer's arguments: those after `x` differ, a mask must not be overlooked."""
     given |= dict(zip(names[1:], others, strict=False))
     no_mask(given.get("attn_mask"), given.get("is_causal", False))
     return Query(x, size=grid.of(x.shape[1]) if grid is not None else None)
@@ -113,7 +114,7 @@ def swin_attention(site: Site) -> Host:
     window = (int(layer.window_size[0]), int(layer.window_size[1]))
     width, query = layer.qkv.in_features, partial(_swin_query, window)
     facts = _branch(layer, layer.qkv) | {"length": window[0] * window[1], "size": window}
-    if site.settings.get("variant") == "released":  # there the memory branch has a table of relative positions, too
+    if site.settings.get("variant") == "released":  # the memory branch has a table of relative positions, too
         facts["window"] = window
     refusal = _other_width(layer, width, layer.proj.in_features)
     return Host(width, layer.num_heads, layer.proj, query, facts, attention=_attention(layer, "bias"), refusal=refusal)
@@ -143,7 +144,7 @@ def _pvt_v2_query(x: Tensor, feat_size: Any) -> Query:
 
 @register_adapter("cached_transformers.models.pvt.layers.SpatialReductionAttention")
 def pvt_attention(site: Site) -> Host:
-    """PVT: as PVTv2, with a class token in the last stage; the layer knows the map it was built for."""
+    """PVT: like PVTv2, with a class token in the last stage; the layer knows the map it was built for."""
     layer = site.layer
     height, width = _pvt_size(site)
     facts = _branch(layer, layer.q) | {"size": (height, width), "prefix": layer.prefix, "reduction": _reduction(site)}
@@ -154,7 +155,7 @@ def pvt_attention(site: Site) -> Host:
 
 
 def _pvt_size(site: Site) -> tuple[int, int]:
-    """(height, width) of the map of this layer: that which it was built for, or that of images of `input_size`."""
+    """(height, width) of this layer's map: the one it was built for, or that of images of `input_size`."""
     size, named = site.settings.get("input_size"), re.search(r"\bblock(\d+)\b", site.name)
     if size is None or named is None:
         return int(site.layer.size[0]), int(site.layer.size[1])
@@ -168,7 +169,7 @@ def _pvt_query(x_BND: Tensor, size: tuple[int, int]) -> Query:
 
 
 def _branch(layer: Any, query: Any) -> dict[str, Any]:
-    """What the memory branch has in common with the layer: dropout of weights, biases of queries, keys and values."""
+    """Options that the memory branch shares with the layer: dropout of weights, biases of queries, keys and values."""
     biased = query.bias is not None or getattr(layer, "q_bias", None) is not None
     return {"dropout": _dropout(layer), "bias": biased}
 
@@ -178,13 +179,13 @@ def _dropout(layer: Any) -> float:
 
 
 def _cache_width(site: Site, width: int) -> int:
-    """Channels of the cache of a layer so wide; ratios that do not fit are refused by the memory itself."""
+    """Channels of the cache of a layer of this width; the memory itself refuses ratios that do not fit."""
     ratio = site.settings.get("ratio", 0.5)
     return max(int(ratio * width + 1e-6), 1) if 0 < ratio <= 1 else 1
 
 
 def _reduction(site: Site) -> SpatialReduction | None:
-    """As the layer reduces its keys and values; of a cache with a stride, which has fewer slots, so much less."""
+    """The layer's reduction of its keys and values; a cache with a stride has fewer slots and needs less of it."""
     layer = site.layer
     if not site.memory or layer.sr is None:
         return None
@@ -204,7 +205,7 @@ def _stage_size(site: Site) -> tuple[int, int]:
 
 
 def _attention(layer: Any, *asks: str) -> HostAttention:
-    """timm's layers have attention of their own beside the fused one, which Swin takes unless told otherwise."""
+    """timm's layers have an attention of their own beside the fused one, which Swin uses by default."""
     words = frozenset({"bidirectional", *asks})
     if hasattr(layer, "fused_attn"):
         return HostAttention(words, _dropout(layer), switches={"fused_attn": True})
@@ -212,7 +213,7 @@ def _attention(layer: Any, *asks: str) -> HostAttention:
 
 
 def _cross(fewer: bool) -> tuple[str, ...]:
-    """What fewer keys than queries ask of an attention."""
+    """Demand of fewer keys than queries on an attention."""
     return ("cross",) if fewer else ()
 
 

@@ -2,7 +2,7 @@
 
     out = model(frames, memory_state=state);   state = out.state;   out.outputs is what timm's model gives
 
-Whatever the call, its answer is a `ModelOutput`: timm's models give plain tensors, beside which a state has no place.
+Every call returns a `ModelOutput`: the plain tensors of timm's models have no place for a state.
 
 Legend: B rows.
 """
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from cached_transformers.integrations.attention_hooks import refuse_forgetting, spans_layers
-from cached_transformers.integrations.hosts import Host, Site, refuse_memory
+from cached_transformers.integrations.build_memories import build_memories, refuse_second
+from cached_transformers.integrations.hosts import Host, Site
 from cached_transformers.integrations.loop_wrappers import FramesModel
+from cached_transformers.integrations.memory_hooks import MemoryHook, refuse_forgetting, run_host
 from cached_transformers.integrations.offload import like_weights
-from cached_transformers.integrations.transformers.add_stateful_memory import check_sizes, layers_of, spanning_of
-from cached_transformers.integrations.transformers.stream_tap import Passage, Running, StreamTap
+from cached_transformers.integrations.segment_context import SegmentContext
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.state import State, seal
 from cached_transformers.state import check as check_state
@@ -34,44 +34,41 @@ def add_frame_memory(
     Raises:
         ValueError: the memory or the model does not suit; sizes are given that are for texts.
     """
-    hosts = [host for _, host in found]
-    assert hosts[0].stream is not None
-    check_sizes(model, hosts[0].stream, **sizes)
-    spanning = spanning_of(model, found, name, settings) if spans_layers(name) else None
-    layers = layers_of(found, name, settings, spanning)
-    refuse_memory(name, model, hosts, layers, spanning)
-    sites = [site for site, _ in found]
-    if sites[0].holder("patch_embed") is not model:
+    for size, value in sizes.items():
+        if value is not None:
+            raise ValueError(f"{size}={value}: {type(model).__name__} reads images of its own size; leave it out")
+    layer_sites = [site for site, _ in found]
+    if layer_sites[0].holder("patch_embed") is not model:
         raise ValueError(
             f"{type(model).__name__} would not pass memory_state on to the model inside; give add_memory that one"
         )
-    if any("memory_detach" in vars(module) for module in (model, *(site.layer for site in sites))):
-        raise ValueError(f"{type(model).__name__} has a memory already; call remove_memory(model) first")
-    taps: list[StreamTap] = []
+    refuse_second(model, *(site.layer for site in layer_sites))
+    _, layers = build_memories(model, model, found, name, settings)
+    hooks: list[MemoryHook] = []
     for (site, host), memory in zip(found, layers, strict=True):
         if memory.needs:
-            taps.append(StreamTap(site, host, len(taps)))
-            taps[-1].attach(memory, taps[-1].before_stream)
-    reader = FrameReader(model, taps)
+            hooks.append(MemoryHook(site, host, len(hooks)))
+            hooks[-1].install(memory)
+    forward = FrameForward(model, hooks)
     vars(model).update(
-        forward=reader.read,
-        init_memory_state=reader.init_state,
+        forward=forward.forward,
+        init_memory_state=forward.init_state,
         for_loops=functools.partial(FramesModel, model),
-        memory_detach=_detach,
+        uninstall_memory=_uninstall,
     )
 
 
-def _detach(model: nn.Module) -> None:
+def _uninstall(model: nn.Module) -> None:
     for name in ("forward", "init_memory_state", "for_loops"):
         del vars(model)[name]
 
 
-class FrameReader:
-    """Carries the state of the layers; `read` stands in the place of the model's forward."""
+class FrameForward:
+    """The forward of a ViT whose layers carry a state."""
 
-    def __init__(self, model: nn.Module, taps: list[StreamTap]) -> None:
+    def __init__(self, model: nn.Module, hooks: list[MemoryHook]) -> None:
         self.model: Any = model
-        self.taps = taps
+        self.hooks = hooks
 
     def init_state(self, rows: int) -> State:
         """State of rows that have seen nothing.
@@ -81,10 +78,10 @@ class FrameReader:
         """
         if rows < 1:
             raise ValueError(f"rows={rows} must be at least 1")
-        return seal(tuple(tap.memory.init_state(rows, like_weights(tap.layer)) for tap in self.taps))
+        return seal(tuple(hook.memory.init_state(rows, like_weights(hook.layer)) for hook in self.hooks))
 
-    def read(self, x: torch.Tensor, *args: Any, memory_state: State | None = None, **kwargs: Any) -> ModelOutput:
-        """The model's forward of one frame of each row, with what it takes beside the frames.
+    def forward(self, x: torch.Tensor, *args: Any, memory_state: State | None = None, **kwargs: Any) -> ModelOutput:
+        """The model's forward of one frame of each row.
 
         Raises:
             ValueError: a state of another model or number of rows, none in training; a mask; activation checkpointing.
@@ -97,11 +94,10 @@ class FrameReader:
             raise ValueError("masks: beside a memory a frame is read whole; leave attn_mask and is_causal out")
         if getattr(self.model, "grad_checkpointing", False) and self.model.training:
             raise ValueError(
-                "grad_checkpointing: timm runs blocks again without the state that a memory was read with; call "
-                "model.set_grad_checkpointing(False), and let ReplayLoop spare the activations"
+                "grad_checkpointing: timm runs blocks again without the memory's state; call "
+                "model.set_grad_checkpointing(False), and use ReplayLoop to save activations"
             )
         state = self.init_state(len(x)) if memory_state is None else memory_state
-        layers = Passage(state, None, None)
-        with Running(layers, self.taps):
-            outputs = type(self.model).forward(self.model, x)
-        return ModelOutput(outputs, seal(tuple(layers.after)), x.new_zeros(()))
+        context = SegmentContext(state)
+        outputs = run_host(context, self.hooks, self.model, x)
+        return ModelOutput(outputs, seal(tuple(context.states_after)), x.new_zeros(()))

@@ -1,4 +1,4 @@
-"""Our image models by name in timm: PVT (which timm lacks), and its models with a cache.
+"""Image models by name in timm: PVT (which timm lacks), and timm's models with a cache.
 
     import cached_transformers.integrations.timm.timm_models
     import timm
@@ -7,15 +7,15 @@
 
 registers and builds `pvt_tiny`, `pvt_small`, `pvt_medium`, `pvt_large`, and for these and every other name in `HOSTS`
 the model with GRC (`<name>_grc`) and with the attention cache that the paper compares it with
-(`<name>_attention_cache`), both with the paper's ratio of 0.5 (arXiv:2312.12742). What timm's plain model takes
-(`img_size`, `num_classes`, `in_chans`, `features_only`, `drop_path_rate`, ...), the cached one takes, and more:
+(`<name>_attention_cache`), both with the paper's ratio of 0.5 (arXiv:2312.12742). A cached model takes the options of
+timm's plain model (`img_size`, `num_classes`, `in_chans`, `features_only`, `drop_path_rate`, ...), and two more:
 
 - `memory_options`: options of the memory, e.g. {"variant": "released", "ratio": 0.25}.
 - `img_size` for PVTv2, too, where it sets the size of the caches; images of other sizes are interpolated to it.
 
 `pretrained=True` loads weights of a cached model, from `pretrained_cfg_overlay={"file": ...}` or a folder of timm's;
-none are published. Weights of a plain one are taken in the same places, and as `checkpoint_path`; the memory then
-begins untrained, which a warning says. Published ones: `add_memory(timm.create_model("pvt_tiny", pretrained=True))`.
+none are published. Weights of a plain model load in the same ways, and by `checkpoint_path`; the memory is then
+untrained, and a warning says so. Published ones: `add_memory(timm.create_model("pvt_tiny", pretrained=True))`.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ HOSTS = (
     "pvt_v2_b5",
 )
 CACHES = ("grc", "attention_cache")
-"""Memories, each with its name behind that of the host."""
+"""Memories, whose name follows that of the host."""
 
 default_cfgs: dict[str, Any] = {}
-"""timm looks here for what it knows of a model: input size, normalisation, where weights are."""
+"""timm's settings of each model: input size, normalisation, source of the weights."""
 
 
 @functools.cache
 def register_models() -> tuple[str, ...]:
-    """Tell timm of our models; importing this module does so. Returns their names.
+    """Register the models in timm; importing this module does so. Returns their names.
 
     Raises:
         ImportError: timm is not installed.
@@ -124,7 +124,7 @@ def _create_cached(
     memory_options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> nn.Module:
-    """The plain model by timm's own function, with its memory, and weights where they are asked for."""
+    """The plain model by timm's own function, with its memory, and pretrained weights."""
     models: Any = require("timm.models", extra="vision")
     cfg = models.resolve_pretrained_cfg(name, pretrained_cfg, pretrained_cfg_overlay).to_dict()
     kwargs.pop("pretrained_model_args", None)  # of a saved model; timm has put them among the others
@@ -143,7 +143,7 @@ def _create_cached(
     if not pretrained:
         return model
     whole = model
-    if kwargs.get("features_only"):  # weights are those of the whole model, whose parts have other names here
+    if kwargs.get("features_only"):  # weights are of the whole model, whose parts have other names here
         kept = {k: v for k, v in kwargs.items() if k not in ("features_only", "out_indices", "feature_cls")}
         whole = build(**{**kept, "num_classes": 0})
     models.load_pretrained(
@@ -162,12 +162,12 @@ def _create_cached(
 
 
 def _take_plain_weights(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before weights are loaded: those of the plain model leave the memory as it is, and say so."""
+    """Let weights of the plain model leave the memory as it is, with a warning: a hook before weights are loaded."""
     names = [name for name in model.state_dict() if "memory" in name.split(".")]
     if any(prefix + name in state for name in names):
         return
     warnings.warn(
-        f"these weights are those of a {type(model).__name__} without memory, which begins untrained; train it",
+        f"these are weights of a {type(model).__name__} without memory; the memory is untrained, train it",
         stacklevel=2,
     )
     own = model.state_dict()
@@ -175,7 +175,7 @@ def _take_plain_weights(model: nn.Module, state: dict[str, Any], prefix: str, *_
 
 
 def _flat(key: str) -> str:
-    """A parameter's name, whichever way timm's feature extractors nest the model: model.stages.0.x is stages_0.x."""
+    """A parameter's name, the same in all of timm's feature extractors: model.stages.0.x is stages_0.x."""
     return key.removeprefix("model.").replace(".", "_")
 
 
@@ -193,13 +193,13 @@ def _resized_cache(stored_MC: Tensor, cache: SharedCache) -> Tensor:
     cells = stored_MC.shape[0] - cache.prefix
     side = int(max(cells, 0) ** 0.5 + 0.5)
     if stored_MC.shape[0] == cache.length or cache.size is None or side < 1 or side * side != cells:
-        return stored_MC  # fits, or is refused by the cache itself, which says what can be done
+        return stored_MC  # fits, or the cache itself refuses it with the way out
     square, mode = (side, side), cache.interpolation
     return interpolate(stored_MC[None], cache.length, mode, size=square, to_size=cache.size, prefix=cache.prefix)[0]
 
 
 try:
     register_models()
-except ImportError as error:  # without timm there is nobody to ask for these names
+except ImportError as error:  # without timm nothing asks for these names
     if error.name not in ("timm", "torchvision"):
         raise

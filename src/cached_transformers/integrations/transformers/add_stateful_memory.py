@@ -1,41 +1,35 @@
-"""Memories with a state in transformers' models: the state is given in and comes back.
+"""Memories with a state in transformers' models: the state goes in as a keyword and comes back in the output.
 
     out = model(input_ids, memory_state=state);   state = out.memory_state
 
-It is to segments what `past_key_values` is to tokens. `segment_reader.py` reads for decoders, `encoder_reader.py` for
-encoders of texts and images; `stream_tap.py` lets a memory into a layer, `memory_calls.py` takes the state through the
-model's forward and `generate`.
+It is to segments as `past_key_values` is to tokens. The way of a state: `patch_model.py` takes it from the keyword,
+`segmented_forward.py` (decoders) or `encoder_forward.py` carries it from segment to segment, `host_forward.py` runs the
+host over one segment with the state in a `SegmentContext`, and `memory_hooks.py` reads and writes the memory there.
 
-A layer memory that mixes a result of its own into the heads finds its queries, keys and values here, one that keeps
-hidden states has them attended beside the segment (`context_tap.py`), and a memory that spans the layers goes through
-them as a stack would let it: any that needs no more works, whoever registered it.
+A layer memory that mixes a result of its own into the heads gets queries, keys and values; one that stores hidden
+states has them attended beside the segment (`context_hook.py`); a model-level memory runs the host's blocks as those of
+a stack. Any registered memory that needs no more works.
 
 Recurrent Memory Transformer on a pretrained decoder: arXiv:2207.06881; original: github.com/booydar/LM-RMT, whose
-tokens round the segment enter as `inputs_embeds` too, and whose memory is the output behind the host's final norm.
+tokens around the segment enter as `inputs_embeds` too, and whose memory is the output after the host's final norm.
 """
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from cached_transformers.integrations.attention_hooks import layer_memory, settled, spans_layers
-from cached_transformers.integrations.hosts import Host, Site, Stream, refuse_memory
+from cached_transformers.integrations.build_memories import build_memories, refuse_second
+from cached_transformers.integrations.hosts import Host, Site, Stream
+from cached_transformers.integrations.memory_hooks import MemoryHook
 from cached_transformers.interfaces.incremental import enter_segment
-from cached_transformers.interfaces.memory import LayerMemory, ModelMemory, Tokens
-from cached_transformers.memories import create_memory
-from cached_transformers.registry import MEMORIES
-
-from .context_tap import ContextTap
-from .stream_tap import StreamTap, give_slot_attentions
-from .through_host import place_of_segment
+from cached_transformers.interfaces.memory import ModelMemory, Tokens
 
 USUAL_LENGTH = 256
-"""Tokens in a segment that are suggested where the model has positions for them."""
+"""Suggested tokens in a segment, where the model has positions for them."""
 
 
 def add_stream_memory(
@@ -48,110 +42,100 @@ def add_stream_memory(
     """Give a model of transformers a memory with a state, in place.
 
     Args:
-        sizes: `segment_length`, which a memory with a state cannot do without where there are tokens: so many, or None
-            for one segment a call. An image is a segment.
+        sizes: `segment_length`, tokens in a segment, or None for one segment a call; required for a memory with a state
+            in a model of texts. An image is a segment.
 
     Raises:
-        ValueError: the memory, the model, its attention or its number of positions does not suit, or there is no word
-            of the segments.
+        ValueError: the memory, the model, its attention or its number of positions does not suit; `segment_length` is
+            missing.
     """
-    from .encoder_reader import EncoderReader
-    from .patch_model import attach_calls  # which imports transformers, an optional library
-    from .segmented_forward import SegmentReader
+    # These import transformers, an optional library.
+    from .context_hook import ContextHook
+    from .encoder_forward import EncoderForward
+    from .patch_model import install
+    from .segmented_forward import DecoderForward
 
     stream = found[0][1].stream
     assert stream is not None
     segment_length: int | None = sizes.get("segment_length")
-    check_sizes(model, stream, **sizes)
-    decoder = (_decoder if stream.causal else _encoder)(model, [site for site, _ in found])
-    spanning = spanning_of(decoder, found, name, settings) if spans_layers(name) else None
-    layers = layers_of(found, name, settings, spanning)
-    refuse_memory(name, model, [host for _, host in found], layers, spanning)
+    _check_sizes(model, stream, **sizes)
+    body = (_decoder if stream.causal else _encoder)(model, [site for site, _ in found])
+    refuse_second(model, body, *(site.layer for site, _ in found))
+    spanning, layers = build_memories(model, body, found, name, settings)
     longest = min((h.stream.longest for _, h in found if h.stream and h.stream.longest), default=None)
-    extra = _extra_tokens(spanning, decoder, stream)
-    if longest is not None and (segment_length or 1) + extra > longest:
+    extra = _extra_tokens(spanning, body, stream)
+    total = (segment_length or 1) + extra
+    if longest is not None and total > longest:
         tokens = f"segment_length={segment_length}" + (f" and {extra} memory tokens" if extra else "")
-        places = f"{(segment_length or 1) + extra} places"
-        raise ValueError(f"{tokens} are {places}, {type(model).__name__} has positions for {longest}")
+        raise ValueError(f"{tokens}: {total} positions are needed, {type(model).__name__} has {longest}")
     needs = frozenset().union(*(memory.needs for memory in (spanning, *layers) if memory is not None))
     if "segment_length" not in sizes and "state" in needs and stream.cuts:
         tokens = str(USUAL_LENGTH if longest is None else min(USUAL_LENGTH, longest - extra))
         raise ValueError(
-            f"segment_length is missing: memory {name!r} is written behind each segment, so that a call of one segment "
-            f"would never read what it wrote, nor train it; give add_memory segment_length={tokens}, or fewer tokens "
-            "than your rows have, or segment_length=None for one segment a call, between which you carry memory_state "
-            "yourself"
+            f"segment_length is missing: memory {name!r} is written after each segment, so that a call of one segment "
+            f"would neither read nor train it; give add_memory segment_length={tokens}, or fewer tokens than your rows "
+            "have, or segment_length=None for one segment a call, between which you carry memory_state yourself"
         )
     _refuse_window(name, model, found, spanning, segment_length, extra)
-    taps: list[StreamTap] = []
     windows = any(memory.window() is not None for memory in layers)
-    tap = ContextTap if windows or needs & {"context"} else StreamTap
+    kind = ContextHook if windows or needs & {"context"} else MemoryHook
     everywhere = needs & {"context", "layer_traces", "slots_in_front"}
+    hooks: list[MemoryHook] = []
     for (site, host), memory in zip(found, layers, strict=True):
         if memory.needs or (spanning is not None and everywhere):
-            taps.append(tap(site, host, len(taps)))
-            taps[-1].attach(memory, taps[-1].before_stream)
+            hooks.append(kind(site, host, len(hooks)))
+            hooks[-1].install(memory)
     if spanning is not None:
-        decoder.memory = spanning
-    reader = SegmentReader(decoder, taps, spanning is not None, segment_length)
-    if not stream.causal:
-        reader = EncoderReader(decoder, taps, spanning is not None, segment_length, stream, "state" in needs)
-    attach_calls(model, decoder, reader)
+        body.memory = spanning
+    if stream.causal:
+        install(model, DecoderForward(body, hooks, spanning is not None, segment_length))
+    else:
+        install(model, EncoderForward(body, hooks, spanning is not None, segment_length, stream, "state" in needs))
 
 
-def check_sizes(
-    model: nn.Module,
-    stream: Stream,
-    segment_length: int | None = None,
-    input_size: tuple[int, int] | None = None,
+def _check_sizes(
+    model: nn.Module, stream: Stream, segment_length: int | None = None, input_size: tuple[int, int] | None = None
 ) -> None:
-    """Refuse sizes that do not go with what the model reads (ValueError)."""
+    """Raise ValueError for sizes that do not suit the model's inputs."""
     title, given = type(model).__name__, f"segment_length={segment_length}"
     if input_size is not None:
-        why = f"is for images, which {title} does not read" if stream.cuts else f"is known to {title}; leave it out"
+        why = f"is for images, and {title} reads texts" if stream.cuts else f"is known to {title}; leave it out"
         raise ValueError(f"input_size={input_size} {why}")
     if segment_length is None:
         return
     if not stream.cuts:
         raise ValueError(f"{given} is for texts; {title} reads one image a call, which is one segment; leave it out")
-    if segment_length < 1:
-        raise ValueError(f"{given} must be at least 1 token, or None for one segment a call")
-    if segment_length < 2 and not stream.causal:
-        raise ValueError(
-            f"{given} must be at least 2 tokens in an encoder, where each segment begins with the row's first token, "
-            "or None for one segment a call"
-        )
+    least = 1 if stream.causal else 2
+    if segment_length < least:
+        why = "" if stream.causal else " in an encoder, where each segment begins with the row's first token"
+        raise ValueError(f"{given} must be at least {least}{why}, or None for one segment a call")
 
 
-def _decoder(model: nn.Module, places: list[Site]) -> Any:
+def _decoder(model: nn.Module, sites: list[Site]) -> Any:
     """The module that embeds tokens and has the layers."""
     find: Any = getattr(model, "get_decoder", None)  # OPT's is inside its base model, and called past it
     decoder = None if find is None else find()
     if decoder is None or not hasattr(decoder, "get_input_embeddings"):
         raise ValueError(
-            f"{type(model).__name__} is no model of transformers, which could take memory_state and return it; give "
+            f"{type(model).__name__} is no model of transformers that takes memory_state and returns it; give "
             "add_memory the model of transformers inside"
         )
-    if any("memory_detach" in vars(module) for module in (decoder, model, *(site.layer for site in places))):
-        raise ValueError(f"{type(model).__name__} has a memory already; call remove_memory(model) first")
     for module in (decoder, model):
         parameters = inspect.signature(type(module).forward).parameters.values()
         if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters):
-            raise ValueError(f"{type(module).__name__}.forward passes no keywords on, by which the state would travel")
+            raise ValueError(f"{type(module).__name__}.forward takes no further keywords, as the state would be")
     return decoder
 
 
-def _encoder(model: nn.Module, places: list[Site]) -> Any:
+def _encoder(model: nn.Module, sites: list[Site]) -> Any:
     """The module that embeds a text or an image and has the layers."""
-    encoder: Any = places[0].holder("embeddings")
-    one = all(site.holder("embeddings") is encoder for site in places)
+    encoder: Any = sites[0].holder("embeddings")
+    one = all(site.holder("embeddings") is encoder for site in sites)
     if not one or not hasattr(model, "config") or not hasattr(encoder, "get_input_embeddings"):
         raise ValueError(
-            f"{type(model).__name__} is no model of transformers around one encoder, which could take memory_state and "
-            "return it; give add_memory the encoder inside"
+            f"{type(model).__name__} is no model of transformers around one encoder that takes memory_state and "
+            "returns it; give add_memory the encoder inside"
         )
-    if any("memory_detach" in vars(module) for module in (encoder, model, *(site.layer for site in places))):
-        raise ValueError(f"{type(model).__name__} has a memory already; call remove_memory(model) first")
     if hasattr(type(model), "_expand_inputs_for_generation"):
         raise ValueError(
             f"{type(model).__name__} generates text, which an encoder with a memory does not; give it another head"
@@ -167,74 +151,39 @@ def _refuse_window(
     segment_length: int | None,
     extra: int,
 ) -> None:
-    """A mask of who sees whom takes the place of a sliding window, which therefore must not hide anything.
-
-    Raises:
-        ValueError: it would.
-    """
+    """Raise ValueError if the memory's attention mask would replace a sliding window that hides tokens."""
     window = min((h.stream.window for _, h in found if h.stream and h.stream.window), default=None)
     if spanning is None or "bias" not in spanning.needs or window is None:
         return
     if "context" in spanning.needs and "tokens_round" not in spanning.needs:
-        return  # its mask is one of slots, which stands beside the window
+        return  # its mask is one of slots, beside the window
     if segment_length is None or segment_length + extra > window:
         shorter = f"take segment_length={window - extra} or less, from which it hides nothing, or " * (window > extra)
         raise ValueError(
-            f"memory {name!r} gives a mask of who sees whom, where {type(model).__name__} has a sliding window of "
+            f"memory {name!r} gives an attention mask, which would replace {type(model).__name__}'s sliding window of "
             f"{window} tokens; {shorter or 'take '}the memory's mask='causal'"
         )
 
 
-def spanning_of(model: Any, found: list[tuple[Site, Host]], name: str, settings: dict[str, Any]) -> ModelMemory:
-    """The memory that spans the layers of a model, on its device, in its dtype and mode."""
-    like, host = next(model.parameters()), found[0][1]
-    assert host.stream is not None
-    # What comes out of the host went through its final norm, what a layer leaves did not.
-    norm = "pre" if "layer_traces" in getattr(MEMORIES.entry(name).factory, "needs", ()) else "post"
-    facts = {"causal": host.stream.causal, "norm": norm, "depth": host.facts.get("depth", len(found))}
-    facts["relative"] = host.facts.get("relative")
-    memory = create_memory({"name": name, **settings}, host.channels or host.width, host.heads, **facts)
-    assert isinstance(memory, ModelMemory)
-    if "slots_in_front" in memory.needs:
-        give_slot_attentions(memory, len(found))
-    return memory.to(like.device, like.dtype).train(model.training)
-
-
-def layers_of(
-    found: list[tuple[Site, Host]], name: str, settings: dict[str, Any], spanning: ModelMemory | None
-) -> list[LayerMemory]:
-    """The memory of each layer."""
-    places = [(site, host, (index, len(found))) for index, (site, host) in enumerate(found)]
-    if spanning is None:
-        return [layer_memory(site, _without_slots(host, *place), name, settings) for site, host, place in places]
-    layers = [spanning.layer_memory(index) for index in range(len(found))]
-    return [settled(layer, site) for layer, (site, _) in zip(layers, found, strict=True)]
-
-
-def _without_slots(host: Host, index: int, depth: int) -> Host:
-    """The layer for a memory with a state: how many slots a shared cache has for its tokens says nothing to it."""
-    told = {name: fact for name, fact in host.facts.items() if name not in ("length", "size", "prefix")}
-    return replace(host, facts={"index": index, "depth": depth, **told})
-
-
 @torch.no_grad()
-def _extra_tokens(memory: ModelMemory | None, decoder: Any, stream: Stream) -> int:
-    """How many of the model's positions tokens of the memory take. Those of an encoder join behind its embeddings, and
-    take none.
+def _extra_tokens(memory: ModelMemory | None, body: Any, stream: Stream) -> int:
+    """Positions that the memory's tokens take; 0 in encoders, where they join after the embedding modules.
 
     Raises:
-        ValueError: the memory does not say where the segment stands among them, or has some behind an encoder's text.
+        ValueError: the memory does not give the segment's place among them, or has some after an encoder's text.
     """
+    from .host_forward import extra_tokens
+
     if memory is None:
         return 0
-    like = next(decoder.parameters())
-    token = Tokens(like.new_zeros(1, 1, decoder.config.hidden_size), like.new_zeros(1, 1, 1, dtype=torch.long))
-    added, front = place_of_segment(enter_segment(memory, memory.init_state(1, like), token, ()), 1, memory)
+    like = next(body.parameters())
+    token = Tokens(like.new_zeros(1, 1, body.config.hidden_size), like.new_zeros(1, 1, 1, dtype=torch.long))
+    added, front = extra_tokens(enter_segment(memory, memory.init_state(1, like), token, ()), 1, memory)
     if stream.causal:
         return max(memory.extra_tokens, added)
     if added > front and stream.cuts:
         raise ValueError(
-            f"memory {type(memory).__name__} puts tokens behind a text, where padding of shorter rows would stand "
-            "between; in an encoder they see the whole segment from the front, too: take place='front'"
+            f"memory {type(memory).__name__} puts tokens after a text, where the padding of shorter rows is between; "
+            "in an encoder tokens before it see the whole segment, too: take place='front'"
         )
     return 0

@@ -1,13 +1,12 @@
-"""Cores as attention functions of transformers: `attn_implementation="cached_longformer"`.
+"""Attention mechanisms as attention functions of transformers: `attn_implementation="cached_longformer"`.
 
-transformers looks attention up by name, so that every model which does so can have ours without any change to it:
-encoders, and decoders with cores that have a causal form. Its layers have no place for parameters, nor does it pass
-their input on: what a core has to learn or to save, or makes of the input, needs `replace_attention`.
+transformers looks attention up by name, so that a model can use a mechanism without any change: encoders, and decoders
+with mechanisms that have a causal form. Its layers have no place for parameters, and do not pass their input on: a
+mechanism with parameters or buffers, or one that reads the layer's input, needs `replace_attention`.
 
-Masks: transformers builds them by a function registered under the same name. Ours passes padding on as (B, M), 1 =
-keep, and causality is the flag that the layer carries, as with flash attention. What neither says is refused: sliding
-windows, chunks, packed sequences, masks of the user's that differ between queries, keys of a cache (generate with
-use_cache=False).
+transformers builds masks by a function registered under the same name. This one passes padding on as (B, M), 1 = keep;
+causality is the flag of the layer, as with flash attention. Everything else is refused: sliding windows, chunks, packed
+sequences, the user's masks that differ between queries, keys of a KV cache (generate with use_cache=False).
 
 Legend: B rows, H heads, N queries, M keys, E key width, V value width.
 """
@@ -38,13 +37,13 @@ _UNSERVED = (
     "cu_seq_lens_k",
     "output_attentions",
 )
-"""Arguments that would change the result, or ask for another."""
+"""Arguments that would change the result, or request another one."""
 
 
 class AttentionFunction:
-    """One core in the form of transformers' attention interface. Cores are made when a layer first calls, and kept.
+    """A mechanism in transformers' attention interface, built at the first call of a layer.
 
-    They have nothing that is trained or saved, so that layers of equal facts can share one.
+    It has nothing that is trained or saved, so that layers with equal facts share one.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -66,13 +65,13 @@ class AttentionFunction:
         """Values (B, N, H, V), and no weights.
 
         Raises:
-            ValueError: what the core cannot do, or what no core can do here.
+            ValueError: an argument that the mechanism, or every mechanism, cannot serve here.
         """
         for name in _UNSERVED:
             if others.get(name) is not None and others[name] is not False:
                 raise ValueError(
                     f"{type(module).__name__} calls its attention with {name}, which {self.spec['name']!r} does not "
-                    "know in transformers' attention interface; take attn_implementation='eager' or 'sdpa'"
+                    "take in transformers' attention interface; use attn_implementation='eager' or 'sdpa'"
                 )
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         if causal and query.shape[2] != key.shape[2]:
@@ -112,7 +111,7 @@ class AttentionFunction:
                 f"{self.spec['name']!r} does not; set the attention dropout of the config to 0"
             )
         core = core.to(query.device).train(module.training)
-        # What is made while a graph is traced belongs to the graph.
+        # A core that is made while a graph is traced belongs to the graph.
         if not torch.compiler.is_compiling():
             self.cores[key] = core
         return core
@@ -126,7 +125,7 @@ def _keys_of_a_cache(queries: int, keys: int) -> str:
 
 
 class PaddingMask:
-    """What transformers asks for a mask when it is to use one of our attentions.
+    """The mask function of transformers for these mechanisms.
 
     Args:
         causal, bidirectional: transformers' functions of plain masks.
@@ -145,10 +144,10 @@ class PaddingMask:
         use_vmap: bool = False,
         **others: Any,
     ) -> Tensor | None:
-        """Padding (B, M), 1 = keep, for what transformers would make a mask of; None where every row is whole.
+        """Padding (B, M), 1 = keep; None where no row is padded.
 
         Raises:
-            ValueError: the mask would say more than causality and padding; or the keys are those of a cache.
+            ValueError: the mask holds more than causality and padding; or the keys are those of a KV cache.
         """
         if use_vmap or (mask_function is not self.causal and mask_function is not self.bidirectional):
             raise ValueError(
@@ -165,18 +164,18 @@ class PaddingMask:
 
 
 def register_attention_function(attention: str | Mapping[str, Any], key: str | None = None, **options: Any) -> str:
-    """Make an attention known to transformers, which then takes it as `attn_implementation`.
+    """Register an attention with transformers, as a value of `attn_implementation`.
 
     Args:
         attention: name of an attention, or {"name": ..., option: value}.
-        key: the name it gets there; "cached_" and the attention's own when None.
+        key: its name there; "cached_" and the attention's own when None.
         options: options of the attention.
 
     Returns:
         The name.
 
     Raises:
-        ValueError: the attention has parameters or buffers to save; its input is more than queries, keys and values;
+        ValueError: the attention has parameters or buffers to save; it needs more than queries, keys and values;
             unknown name or option.
         ImportError: transformers is not installed.
     """
@@ -206,7 +205,7 @@ def register_attention_function(attention: str | Mapping[str, Any], key: str | N
 
 
 def register_attention_functions() -> list[str]:
-    """Register every attention that transformers' interface has room for, with its default options.
+    """Register every attention that fits transformers' interface, with its default options.
 
     Returns:
         The names.
@@ -215,6 +214,6 @@ def register_attention_functions() -> list[str]:
     for name in ATTENTIONS.names():
         try:
             done.append(register_attention_function(name))
-        except ValueError:  # of these replace_attention is the way
+        except ValueError:  # for replace_attention
             continue
     return done

@@ -1,14 +1,14 @@
-"""Rows in which documents stand one behind the other, as a decoder of transformers is called with them.
+"""Packed rows: several documents in a row of a decoder of transformers.
 
 Each document is read as a row of its own (`models/documents.py`), so that no attention and no memory crosses its end:
-segments, places and the state begin with it, wherever it begins. A row's first document goes on with the row's state,
-and the state after the call is that of its last one.
+segments, positions and the state begin with it. A row's first document continues the row's state, and the state after
+the call is that of its last document.
 
-Who packs rows says where documents begin: by `document_ids`, one number for each token, by `seq_idx`, which is the
-same, by `cu_seq_lens_q`, or by `position_ids` that begin again. A token that begins a document is no target: the host's
-shifted loss would ask the last token of another one for it.
+The caller gives the documents' bounds: by `document_ids` or `seq_idx`, one number for each token, by `cu_seq_lens_q`,
+or by `position_ids` that begin again. The first token of a document is no target: the host's shifted loss would have
+the last token of another document predict it.
 
-    documents   0 0 0 . 0 1 1      labels   a b c . d e f      asked of the host's tokens   b c d . . f .
+    documents   0 0 0 . 0 1 1      labels   a b c . d e f      targets of the host's tokens   b c d . . f .
 
 Legend: B rows, M columns of a call, D width.
 """
@@ -39,94 +39,93 @@ from cached_transformers.state import State
 IDS = ("document_ids", "seq_idx")
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 KEYWORDS = (*IDS, *BOUNDS, "max_length_q", "max_length_k")
-"""What tells where documents begin, beside `position_ids`."""
+"""Keywords that give the documents' bounds, besides `position_ids`."""
 
 WAY_OUT = "give each text a row of its own, padded on the right (a collator that pads its rows, packing=False)"
 NO_CACHE = (
-    "keys and values are kept for texts that go on, one in each row, not for rows of several documents; leave "
-    "use_cache and past_key_values out and go on with memory_state, or"
+    "a KV cache continues one text in each row, not several documents; leave use_cache and past_key_values out and "
+    "continue with memory_state, or"
 )
 COMPILED = (
-    "a compiled graph cannot depend on where; say by document_ids where documents begin, which is asked outside of the "
-    "graph, call the model without torch.compile, or"
+    "a compiled graph cannot depend on their values; give document_ids, which are read outside of the graph, call the "
+    "model without torch.compile, or"
 )
 
 
-class Documents(NamedTuple):
-    """What a call is told of the documents in its rows, on the CPU.
+class PackedDocuments(NamedTuple):
+    """The documents in the rows of a call, on the CPU.
 
     Attributes:
-        ids_BM: the document of each token, -1 at padding. plan: how they are read; None where no row has several.
+        ids_BM: the document of each token, -1 at padding. plan: of reading them; None where no row has several.
     """
 
     ids_BM: Tensor
     plan: DocumentPlan | None
 
     def with_mask(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The call for rows of one document each, in which what has no document is padding."""
+        """The call for rows of one document each, with padding where there is no document."""
         tokens, mask = given.get("input_ids", given.get("inputs_embeds")), given.get("attention_mask")
         if tokens is None or bool((self.ids_BM >= 0).all()) or (mask is not None and mask.shape != self.ids_BM.shape):
             return given
         return {**given, "attention_mask": (self.ids_BM >= 0).long().to(tokens.device)}
 
 
-def documents_told(told: dict[str, Any], given: dict[str, Any], rows: int, columns: int) -> Documents | None:
-    """The documents of a call; None where nobody tells of any.
+def documents_told(told: dict[str, Any], given: dict[str, Any], rows: int, columns: int) -> PackedDocuments | None:
+    """The documents of a call; None without bounds.
 
     Args:
-        told: what was given of `KEYWORDS`. given: what else the host is called with, by name. rows, columns: B and M.
+        told: the given ones of `KEYWORDS`. given: the host's other arguments, by name. rows, columns: B and M.
 
     Raises:
-        ValueError: what is given contradicts itself, or is of another shape than the tokens.
+        ValueError: the bounds contradict each other, or have another shape than the tokens.
     """
     ids_BM = _ids_told({name: t for name, t in told.items() if name in (*IDS, *BOUNDS)}, given, rows, columns)
     if ids_BM is None:
         return None
     several = bool((_begins(ids_BM).sum(1) > 1).any())
-    return Documents(ids_BM, plan_documents(ids_BM) if several else None)
+    return PackedDocuments(ids_BM, plan_documents(ids_BM) if several else None)
 
 
 def _ids_told(told: dict[str, Any], given: dict[str, Any], rows: int, columns: int) -> Tensor | None:
     """The document of each token, (B, M), -1 at padding."""
-    mask, places = given.get("attention_mask"), given.get("position_ids")
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
     padding_BM = mask.cpu() == 0 if isinstance(mask, Tensor) and mask.shape == (rows, columns) else None
-    places_BM = None
-    if isinstance(places, Tensor) and may_begin_again(places) and places.shape[1] == columns:
-        places_BM = places.expand(rows, columns).cpu()
+    positions_BM = None
+    if isinstance(positions, Tensor) and may_begin_again(positions) and positions.shape[1] == columns:
+        positions_BM = positions.expand(rows, columns).cpu()
     if not told:
-        if places_BM is None:
+        if positions_BM is None:
             return None
-        real_BM = torch.ones_like(places_BM, dtype=torch.bool) if padding_BM is None else ~padding_BM
-        begins_BM = _falls(places_BM, real_BM)
+        real_BM = torch.ones_like(positions_BM, dtype=torch.bool) if padding_BM is None else ~padding_BM
+        begins_BM = _falls(positions_BM, real_BM)
         return begins_BM.cumsum(1).masked_fill(~real_BM, PADDING) if bool(begins_BM.any()) else None
     found = {name: ids_of(_ids(name, t, rows, columns), padding_BM) for name, t in told.items()}
     (name, ids_BM), *others = found.items()
     for other, other_BM in others:
         if not torch.equal(_begins(ids_BM), _begins(other_BM)):
-            raise ValueError(f"{name} and {other} say that documents begin in different places; give one of them")
-    if places_BM is not None:
-        _refuse_places(places_BM, ids_BM, name)
+            raise ValueError(f"{name} and {other} begin documents at different tokens; give one of them")
+    if positions_BM is not None:
+        _refuse_positions(positions_BM, ids_BM, name)
     return ids_BM
 
 
-def may_begin_again(places: Any) -> bool:
-    """Whether to look at values of `position_ids`: a graph insists (`refuse_packed`), and a tensor without values, on
-    which operations are counted, has none."""
-    if torch.compiler.is_compiling() or not isinstance(places, Tensor) or isinstance(places, FakeTensor):
+def may_begin_again(positions: Any) -> bool:
+    """Return True if the values of `position_ids` can be read: neither in a graph nor in a fake tensor."""
+    if torch.compiler.is_compiling() or not isinstance(positions, Tensor) or isinstance(positions, FakeTensor):
         return False
-    return places.dim() == 2 and places.shape[1] > 1
+    return positions.dim() == 2 and positions.shape[1] > 1
 
 
 def _ids(name: str, t: Any, rows: int, columns: int) -> Tensor:
-    """What one keyword says, as ids (B, M)."""
+    """The bounds of one keyword as ids (B, M)."""
     if not isinstance(t, Tensor):
-        raise ValueError(f"{name} of type {type(t).__name__} must be a tensor that says where documents begin")
+        raise ValueError(f"{name} of type {type(t).__name__} must be a tensor of documents' bounds")
     if name in BOUNDS:  # counted over all rows
         ends = range(columns, rows * columns + 1, columns)
         if t.dim() != 1 or not set(ends) <= set(t.tolist()) or int(t[-1]) != rows * columns:
             raise ValueError(
-                f"{name}={t.tolist()} must be where documents begin, counted over all rows: 0, ..., {rows * columns}, "
-                "with the end of each row among them"
+                f"{name}={t.tolist()} must be the first tokens of documents, counted over all rows: 0, ..., "
+                f"{rows * columns}, the end of each row included"
             )
         t = document_ids_from_cu_seqlens(t).view(rows, columns)
     elif t.shape == (1, columns):
@@ -138,77 +137,73 @@ def _ids(name: str, t: Any, rows: int, columns: int) -> Tensor:
 
 
 def column_before(real_BM: Tensor) -> Tensor:
-    """The column of the last token in front of each place, -1 where there is none."""
+    """The column of the last token before each column, -1 where there is none."""
     columns_BM = torch.arange(real_BM.shape[1], device=real_BM.device).expand_as(real_BM)
     last_BM = columns_BM.masked_fill(~real_BM, -1).cummax(1).values
     return torch.cat([torch.full_like(last_BM[:, :1], -1), last_BM[:, :-1]], 1)
 
 
 def _begins(ids_BM: Tensor) -> Tensor:
-    """Tokens with which a document begins."""
+    """First tokens of documents."""
     before_BM = column_before(ids_BM >= 0)
     goes_on_BM = (before_BM >= 0) & (ids_BM == ids_BM.gather(1, before_BM.clamp(min=0)))
     return (ids_BM >= 0) & ~goes_on_BM
 
 
-def _rises(places_BM: Tensor, real_BM: Tensor) -> tuple[Tensor, Tensor]:
-    """By how much a token's place is behind that of the token before it, and where there is such a token."""
+def _rises(positions_BM: Tensor, real_BM: Tensor) -> tuple[Tensor, Tensor]:
+    """Difference of a token's position to that of the token before it, and a mask of tokens that have one before."""
     before_BM = column_before(real_BM)
-    return places_BM - places_BM.gather(1, before_BM.clamp(min=0)), real_BM & (before_BM >= 0)
+    return positions_BM - positions_BM.gather(1, before_BM.clamp(min=0)), real_BM & (before_BM >= 0)
 
 
-def _falls(places_BM: Tensor, real_BM: Tensor) -> Tensor:
-    """Tokens whose place is not behind that of the token before them."""
-    rise_BM, inside_BM = _rises(places_BM, real_BM)
+def _falls(positions_BM: Tensor, real_BM: Tensor) -> Tensor:
+    """Tokens whose position is not after that of the token before them."""
+    rise_BM, inside_BM = _rises(positions_BM, real_BM)
     return inside_BM & (rise_BM <= 0)
 
 
-def _refuse_places(places_BM: Tensor, ids_BM: Tensor, name: str) -> None:
-    """Refuse (ValueError) places that do not begin again with each document, and nowhere else."""
-    rise_BM, inside_BM = _rises(places_BM, ids_BM >= 0)
+def _refuse_positions(positions_BM: Tensor, ids_BM: Tensor, name: str) -> None:
+    """Raise ValueError unless positions begin again at each document, and only there."""
+    rise_BM, inside_BM = _rises(positions_BM, ids_BM >= 0)
     begins_BM = _begins(ids_BM)
     wrong_BM = inside_BM & torch.where(begins_BM, rise_BM == 1, rise_BM <= 0)
     if bool(wrong_BM.any()):
         row, column = wrong_BM.nonzero()[0].tolist()
         what = "go on where a document begins" if bool(begins_BM[row, column]) else "begin again inside a document"
         raise ValueError(
-            f"position_ids {what}, by {name} in row {row}, column {column}; leave position_ids out, and places begin "
-            "again with each document"
+            f"position_ids {what}, by {name} in row {row}, column {column}; leave position_ids out, and positions "
+            "begin again with each document"
         )
 
 
-def refuse_packed(places_BM: Tensor, padding_BM: Tensor | None, why: str) -> None:
-    """Refuse (`insist`) rows whose places begin again."""
-    real_BM = torch.ones_like(places_BM, dtype=torch.bool) if padding_BM is None else ~padding_BM
-    insist(~_falls(places_BM, real_BM).any(), why)
+def refuse_packed(positions_BM: Tensor, padding_BM: Tensor | None, why: str) -> None:
+    """Refuse (`insist`) rows whose positions begin again."""
+    real_BM = torch.ones_like(positions_BM, dtype=torch.bool) if padding_BM is None else ~padding_BM
+    insist(~_falls(positions_BM, real_BM).any(), why)
 
 
 def refuse_told(given: dict[str, Any], why: str) -> None:
-    """Refuse what tells where documents begin.
-
-    Raises:
-        ValueError: there is such a keyword.
-    """
+    """Raise ValueError if one of `KEYWORDS` is given."""
     for name in KEYWORDS:
         if given.get(name) is not None:
             raise ValueError(f"{name}: {why} {WAY_OUT}")
 
 
 def score_within(given: dict[str, Any], ids_BM: Tensor) -> None:
-    """Change the labels of a call so that no loss asks a token of one document for a token of another."""
+    """Change the labels of a call so that no token of one document is to predict a token of another."""
     labels, shifted = given.get("labels"), given.get("shift_labels")
     if isinstance(labels, Tensor) and labels.shape == ids_BM.shape:
         given["labels"] = labels_within(labels, ids_BM.to(labels.device))
-    if isinstance(shifted, Tensor) and shifted.shape == ids_BM.shape:  # whoever shifts has the next label in each place
+    if isinstance(shifted, Tensor) and shifted.shape == ids_BM.shape:  # each has the next label in its place
         ids_BM = ids_BM.to(shifted.device)
         ends_BM = torch.cat([_begins(ids_BM)[:, 1:], torch.zeros_like(ids_BM[:, :1], dtype=torch.bool)], 1)
         given["shift_labels"] = shifted.masked_fill(ends_BM | (ids_BM < 0), IGNORED)
 
 
 def labels_within(labels_BM: Tensor, ids_BM: Tensor) -> Tensor:
-    """Labels by which the host's shifted loss asks each token for the next one of its document, and no other token.
+    """Labels with which the host's shifted loss has each token predict the next one of its document.
 
-    The host asks a column for the label of the next one, so that a label moves in front of the padding before it.
+    The target of a column is the label of the next one, so that a label moves before the padding before it.
     """
     columns = labels_BM.shape[1]
     target_BM = column_before(ids_BM >= 0) + 1
@@ -218,18 +213,14 @@ def labels_within(labels_BM: Tensor, ids_BM: Tensor) -> Tensor:
 
 
 def refuse_pooled(model: nn.Module, out: Any) -> None:
-    """Refuse an answer for each row where rows hold several documents.
-
-    Raises:
-        ValueError: it is none for each token.
-    """
+    """Raise ValueError unless the model answers for each token: rows hold several documents."""
     answers = out.get("logits", out.get("last_hidden_state"))
     if answers is None or answers.dim() != 3 or out.get("mc_logits") is not None:
         raise ValueError(f"{type(model).__name__} answers once for a row, which holds several documents; {WAY_OUT}")
 
 
 Rows = Callable[[dict[str, Tensor], Tensor | None, State], tuple[Any, State]]
-"""Reads one text a row: (tokens by name, (P, N, ...) each; their padding; state before) -> (host's output, state)."""
+"""Reads one text per row: (tokens by name, (P, N, ...) each; their padding; state before) -> (host's output, state)."""
 
 
 def read_packed(
@@ -239,7 +230,7 @@ def read_packed(
 
     Args:
         new: tokens by name, (B, M, ...) each. plan: of `documents_told`.
-        state: of the rows. init_state: a fresh one of so many.
+        state: of the rows. init_state: of a number of rows that have read nothing.
     """
     outs: list[Any] = []
 

@@ -13,27 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.integrations.segment_context import THREAD, ModelCall, release_checkpoints
 from cached_transformers.layers.initial_state import PLACE as INITIAL_STATE
 from cached_transformers.state import State, repeat
 
-from .config_utils import parameter_names
-from .forward_context import Handed
-from .output_state import OUTPUT, Carried, prepare_outputs, with_state
+from .adapter_utils import parameter_names
+from .host_forward import OUTPUT, HostForward, prepare_outputs, with_state
 from .packed_rows import WAY_OUT, refuse_pooled, refuse_told, score_within
-from .segmented_forward import SegmentReader
 
 ATTACHED = (
     *("forward", "segment_reader", "generate", "_expand_inputs_for_generation", "init_memory_state"),
     "for_loops",
 )
-"""Attributes of an instance, which hide those of its class."""
+"""Attributes of the instance, which hide those of its class."""
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any], first: Any, *more: str) -> None:
-    """Put a function with its first argument in the place of a module's forward.
+    """Replace a module's forward by a function with its first argument.
 
-    As a partial it can be copied and pickled with the module, and torch.export, Trainer and generate find what they
-    look at: code, and the host's signature with the state in it, and what `more` it is called with by name.
+    As a partial it can be copied and pickled with the module, and torch.export, Trainer and generate find code and the
+    host's signature, with the state and the keywords `more` in it.
     """
     own = inspect.signature(type(module).forward)
     parameters = [p for name, p in own.parameters.items() if name != "self"]
@@ -46,39 +45,42 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any], first: Any, 
     vars(module)["forward"] = replaced
 
 
-def forward_with_state(
-    place: tuple[Any, SegmentReader],
+def model_forward(
+    place: tuple[Any, HostForward],
     *args: Any,
     memory_state: State | None = None,
     return_dict: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Stands in the place of the forward of a model round a decoder; `place` is that model, and who reads for it."""
-    model, reader = place
-    carried = memory_state if isinstance(memory_state, Carried) else Carried(memory_state)
-    given = {**dict(zip(reader.outside, args, strict=False)), **kwargs}
-    carried.documents = reader.documents(given) if carried.documents is None else carried.documents
-    if carried.documents is not None:
+    """The forward of a model around its body; `place` is that model, and the body's forward."""
+    model, body = place
+    given = {**dict(zip(body.outside, args, strict=False)), **kwargs}
+    documents = body.documents(given)
+    if documents is not None:
         args, kwargs = (), given
-        if carried.documents.plan is not None and kwargs.get("use_cache") is None:
-            kwargs["use_cache"] = False  # some hosts ask their config in its place
-        if hasattr(type(model), "_expand_inputs_for_generation"):  # whose loss is shifted
-            score_within(kwargs, carried.documents.ids_BM)
-    with Handed(carried, [reader]):
-        out = type(model).forward(model, *args, memory_state=carried, return_dict=True, **kwargs)
-    if carried.documents is not None and carried.documents.plan is not None:
+        if documents.plan is not None and kwargs.get("use_cache") is None:
+            kwargs["use_cache"] = False  # some hosts ask their config otherwise
+        if hasattr(type(model), "_expand_inputs_for_generation"):  # its loss is shifted
+            score_within(kwargs, documents.ids_BM)
+    call = ModelCall(body, memory_state, documents)
+    before, THREAD.model = THREAD.model, call
+    try:
+        out = type(model).forward(model, *args, return_dict=True, **kwargs)
+    finally:
+        THREAD.model = before
+    if documents is not None and documents.plan is not None:
         refuse_pooled(model, out)
-    if carried.after is not None:
-        out = with_state(out, carried.after)
+    if call.state_after is not None:
+        out = with_state(out, call.state_after)
     if return_dict is None:
         return_dict = getattr(model.config, "return_dict", True)
     return out if return_dict else out.to_tuple()
 
 
 class Generate:
-    """Stands in the place of `generate`; what it returns as a dict holds the state after each row's text."""
+    """Drop-in replacement for `generate`; an output that is a dict holds the state after each row's text."""
 
-    def __init__(self, model: nn.Module, reader: SegmentReader) -> None:
+    def __init__(self, model: nn.Module, reader: HostForward) -> None:
         self.model: Any = model
         self.reader = reader
 
@@ -90,21 +92,21 @@ class Generate:
         memory_state: State | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As transformers' generate, with the memory's state before the prompt.
+        """transformers' generate, with the memory's state before the prompt.
 
         Raises:
-            ValueError: what a memory cannot follow, beside what transformers refuses.
+            ValueError: arguments that a memory cannot follow, and errors of transformers.
         """
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
-        why = "generate goes on with one text in each row;"
+        why = "generate continues one text in each row;"
         refuse_told(kwargs, why)
         if self.reader.documents({"input_ids": prompt, "position_ids": kwargs.get("position_ids")}) is not None:
             raise ValueError(f"position_ids begin again inside a prompt: {why} {WAY_OUT}")
         for name in ("past_key_values", "inputs_embeds"):
             if kwargs.get(name) is not None:
                 raise ValueError(
-                    f"generate with {name}: a model with a memory begins a segment with input_ids and the memory_state "
-                    "that the last text left"
+                    f"generate with {name}: a model with a memory begins a segment; give input_ids and the last text's "
+                    "memory_state"
                 )
         out = type(self.model).generate(
             self.model, inputs, generation_config, *args, memory_state=memory_state, **kwargs
@@ -118,8 +120,8 @@ class Generate:
     def _after(
         self, tokens_BT: Tensor, prompt_BN: Tensor | None, state: State | None, config: Any, kwargs: dict[str, Any]
     ) -> State:
-        """State of each row behind its text, without its last token: it is read anew, since a row that ended early was
-        fed padding since, and beams came and went."""
+        """State of each row after its text, without its last token: it is read again, since a row that ended early was
+        fed padding afterwards, and beams were reordered."""
         ends, pad = (_setting(self.model, config, kwargs, name) for name in ("eos_token_id", "pad_token_id"))
         ends = [] if ends is None else torch.as_tensor(ends).flatten().tolist()
         rows, total = tokens_BT.shape
@@ -127,14 +129,14 @@ class Generate:
         times = 1 if prompt_BN is None else rows // prompt_BN.shape[0]
         mask_BN = kwargs.get("attention_mask")
         if mask_BN is None and prompt_BN is not None and pad is not None and pad not in ends:
-            mask_BN = (prompt_BN != pad).long()  # as generate takes it where nobody says
+            mask_BN = (prompt_BN != pad).long()  # generate's default
         new_BT = tokens_BT[:, length:]
         ended_BT = torch.isin(new_BT, torch.tensor(ends, device=new_BT.device, dtype=new_BT.dtype))
-        behind_BT = ended_BT.long().cumsum(1) - ended_BT.long() > 0
+        after_end_BT = ended_BT.long().cumsum(1) - ended_BT.long() > 0
         stops = kwargs.get("stopping_criteria") or _setting(self.model, config, kwargs, "stop_strings")
-        if stops and pad is not None and pad not in ends:  # a row that these ended was fed padding since
-            behind_BT = behind_BT | ((new_BT == pad).flip(1).long().cumprod(1).flip(1) > 0)
-        written_B = length + (~behind_BT).sum(1)
+        if stops and pad is not None and pad not in ends:  # a row that these ended was fed padding afterwards
+            after_end_BT = after_end_BT | ((new_BT == pad).flip(1).long().cumprod(1).flip(1) > 0)
+        written_B = length + (~after_end_BT).sum(1)
         real_BT = torch.arange(total, device=tokens_BT.device) < written_B[:, None] - 1
         if mask_BN is not None:
             real_BT[:, :length] &= mask_BN.repeat_interleave(times, 0).bool()
@@ -145,13 +147,13 @@ class Generate:
         call = {"attention_mask": real_BT[:, :columns].long()}
         if bool(call["attention_mask"].all()):
             del call["attention_mask"]
-        return self.reader.read(
+        return self.reader.forward(
             input_ids=tokens_BT[:, :columns], memory_state=before, use_cache=False, **call
         ).memory_state
 
 
 class Expand:
-    """Stands in the place of `_expand_inputs_for_generation`, which repeats rows for beams, and knows tensors alone."""
+    """Drop-in replacement for `_expand_inputs_for_generation`, which repeats only tensors for beams."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
@@ -167,37 +169,39 @@ class Expand:
 
 
 def _setting(model: Any, config: Any, kwargs: dict[str, Any], name: str) -> Any:
-    """A setting of generate: of the call, of the config given to it, or of the model's."""
+    """A setting of generate: of the call, of its config, or of the model's."""
     for value in (kwargs.get(name), getattr(config, name, None), getattr(model.generation_config, name, None)):
         if value is not None:
             return value
     return None
 
 
-def attach_calls(model: nn.Module, decoder: nn.Module, reader: SegmentReader) -> None:
-    """Put the calls in their places, on these instances."""
+def install(model: nn.Module, forward: HostForward) -> None:
+    """Replace the calls of a model and of its body, on these instances."""
     ours: Any = model
-    prepare_outputs(decoder, model)
-    vars(decoder)["segment_reader"] = reader
-    replace_forward(decoder, type(reader).read, reader, *reader.takes)
-    if model is not decoder:
-        reader.outside = parameter_names(model)
-        replace_forward(model, forward_with_state, (model, reader), *reader.takes)
+    body: nn.Module = forward.body
+    prepare_outputs(body, model)
+    vars(body)["segment_reader"] = forward
+    replace_forward(body, type(forward).forward, forward, *forward.keywords)
+    if model is not body:
+        forward.outside = parameter_names(model)
+        replace_forward(model, model_forward, (model, forward), *forward.keywords)
     if hasattr(type(model), "_expand_inputs_for_generation"):
-        vars(model)["generate"] = Generate(model, reader)
+        vars(model)["generate"] = Generate(model, forward)
         vars(model)["_expand_inputs_for_generation"] = Expand(model)
-    vars(model)["init_memory_state"] = reader.init_state
-    vars(model)["for_loops"] = functools.partial(reader.in_loops, model=model)
+    vars(model)["init_memory_state"] = forward.init_state
+    vars(model)["for_loops"] = functools.partial(forward.loop_wrapper, model=model)
     ignored = [name for name in getattr(ours.config, "keys_to_ignore_at_inference", []) if name != OUTPUT]
     ours.config.keys_to_ignore_at_inference = [*ignored, OUTPUT]  # Trainer would gather the state as a prediction
-    vars(decoder)["memory_detach"] = vars(model)["memory_detach"] = detach_calls
+    vars(body)["uninstall_memory"] = vars(model)["uninstall_memory"] = uninstall
 
 
-def detach_calls(module: nn.Module) -> None:
-    """Undo `attach_calls` on one module."""
-    reader: SegmentReader | None = vars(module).get("segment_reader")
-    if reader is not None:
-        reader.detach()
+def uninstall(module: nn.Module) -> None:
+    """Undo `install` on one module."""
+    forward: HostForward | None = vars(module).get("segment_reader")
+    if forward is not None:
+        forward.uninstall()
+        release_checkpoints(module)
     for name in ATTACHED:
         vars(module).pop(name, None)
     module._modules.pop(INITIAL_STATE, None)  # a state of the memory that goes

@@ -1,10 +1,10 @@
-"""Encoder-decoders of transformers as ours, weights and all: BART, Marian, T5, Switch Transformers.
+"""Convert encoder-decoders of transformers to `EncoderDecoder`: BART, Marian, T5, Switch Transformers.
 
     model = from_bart(BartForConditionalGeneration.from_pretrained(name), memory="grc")
 
-The result computes what the original computes in evaluation mode, until it has a memory that is read. Papers:
-arXiv:1910.13461 (BART), arXiv:1804.00344 (Marian), arXiv:1910.10683 (T5), arXiv:2101.03961 (Switch). Nothing of
-transformers is imported: its modules are read.
+In evaluation mode the result computes the same as the original, until it has a memory that is read. Papers:
+arXiv:1910.13461 (BART), arXiv:1804.00344 (Marian), arXiv:1910.10683 (T5), arXiv:2101.03961 (Switch). Imports nothing of
+transformers.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
-"""transformers' names of activations, and ours."""
+"""transformers' names of activations, and those of this package."""
 
 
 def from_bart(model: Any, **options: Any) -> EncoderDecoder:
-    """BART as an `EncoderDecoder`.
+    """Convert BART.
 
     Args:
         model: `BartModel` or `BartForConditionalGeneration`.
-        options: of `EncoderDecoder` (memory, attention, dropout, ...), in the place of what the configuration gives.
+        options: of `EncoderDecoder` (memory, attention, dropout, ...), instead of those of the configuration.
 
     Raises:
         ValueError: a model of another class, or one whose configuration has no counterpart here.
@@ -45,21 +45,20 @@ def from_bart(model: Any, **options: Any) -> EncoderDecoder:
 
 
 def from_marian(model: Any, **options: Any) -> EncoderDecoder:
-    """Marian's translation models as an `EncoderDecoder`; arguments and errors as of `from_bart`.
+    """Convert Marian's translation models; arguments and errors as of `from_bart`.
 
-    Their sinusoids have all sines before the cosines. They are taken over as "learned" positions, which training
-    changes.
+    Their sinusoids have all sines before the cosines. They become "learned" positions, which training changes.
     """
     body = _body(model, "from_marian", ("MarianModel", "MarianMTModel"))
     return _build(model, body, _bart_options(model) | options, _copy_bart)
 
 
 def from_t5(model: Any, *, max_length: int = 512, **options: Any) -> EncoderDecoder:
-    """T5 as an `EncoderDecoder`, with its bucketed positions, RMS norms and unscaled logits.
+    """Convert T5, with its bucketed positions, RMS norms and unscaled logits.
 
     Args:
         model: `T5Model` or `T5ForConditionalGeneration`, of version 1.0 or 1.1.
-        max_length: longest source, and longest target; T5 itself knows no limit.
+        max_length: longest source, and longest target; T5 itself has no limit.
         options: as of `from_bart`.
 
     Raises:
@@ -72,13 +71,13 @@ def from_t5(model: Any, *, max_length: int = 512, **options: Any) -> EncoderDeco
 
 
 def from_switch(model: Any, *, max_length: int = 512, **options: Any) -> EncoderDecoder:
-    """Switch Transformers as an `EncoderDecoder`; arguments as of `from_t5`.
+    """Convert Switch Transformers; arguments as of `from_t5`.
 
-    transformers drops a token when `expert_capacity` of its own row went before it to the same expert; here capacity
-    has no limit in evaluation, and in training each expert has a share of the tokens of the batch.
+    transformers drops a token after `expert_capacity` earlier tokens of its row at the same expert; here capacity has
+    no limit in evaluation, and in training each expert has a share of the tokens of the batch.
 
     Raises:
-        ValueError: as of `from_bart`; experts in other layers than all, or every second one; a router with a bias.
+        ValueError: as of `from_bart`; experts neither in all layers nor in every second one; a router with a bias.
     """
     body = _body(model, "from_switch", ("SwitchTransformersModel", "SwitchTransformersForConditionalGeneration"))
     config = model.config
@@ -113,7 +112,7 @@ def _activation(name: str, gated: bool = False) -> str:
 
 
 def _embeddings(model: Any) -> dict[str, Any]:
-    """Which tables there are, and which of them are one."""
+    """Options of the embedding tables, which may be shared."""
     body = model.model if hasattr(model, "model") else model
     source, target = body.encoder.embed_tokens.weight, body.decoder.embed_tokens.weight
     output = model.lm_head.weight if hasattr(model, "lm_head") else target
@@ -193,14 +192,14 @@ def _every(blocks: Any) -> int:
 
 
 class _Copy:
-    """Copies weights, and remembers where to."""
+    """Copies weights, and records their targets."""
 
     def __init__(self) -> None:
         self.written: set[int] = set()
 
     @torch.no_grad()
     def __call__(self, ours: Tensor, *theirs: Tensor) -> None:
-        """`ours` is `theirs`, one below the other."""
+        """Copy `theirs`, concatenated, to `ours`."""
         value = torch.cat([t.detach() for t in theirs])
         if value.shape != ours.shape:
             raise ValueError(f"a weight of shape {tuple(value.shape)} does not fit {tuple(ours.shape)}")
@@ -208,19 +207,19 @@ class _Copy:
         self.written.add(id(ours))
 
     def linear(self, ours: nn.Linear, *theirs: nn.Linear) -> None:
-        """The same for maps with or without biases."""
+        """Copy linear maps with or without biases."""
         self(ours.weight, *(linear.weight for linear in theirs))
         if ours.bias is not None:
             self(ours.bias, *(linear.bias for linear in theirs))
 
     def norm(self, ours: nn.Module, theirs: nn.Module) -> None:
-        """The same for norms."""
+        """Copy a norm."""
         for name, parameter in ours.named_parameters():
             self(parameter, theirs.get_parameter(name))
 
 
 def _build(model: Any, body: Any, options: dict[str, Any], copy: Callable[..., None]) -> EncoderDecoder:
-    """Our model with the weights of theirs, in its dtype and mode, and on its device."""
+    """An `EncoderDecoder` with the model's weights, in its dtype and mode, and on its device."""
     ours = EncoderDecoder(**options)
     copied = _Copy()
     copied(ours.embedding.weight, body.encoder.embed_tokens.weight)

@@ -1,0 +1,297 @@
+"""Let a memory into one attention layer of a host model.
+
+Hooks record the layer's arguments; its output projection mixes the memory in before it projects. A memory with
+a state finds it in the `SegmentContext`, and is written when the block around the layer returns, from the block's input
+and output, as in a stack.
+
+Legend: B rows, N tokens, L tokens of the partial segment up to here, H heads, E head width, D = H * E model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from cached_transformers.interfaces.incremental import read_segment
+from cached_transformers.interfaces.memory import LayerMemory, Linear, ModelMemory, Query, Reading, Trace
+
+from .hosts import Host, Site
+from .memory_lookup import memory_of, refuse_frozen
+from .offload import with_weights
+from .segment_context import THREAD, AttentionCall, SegmentContext, capture_checkpoints, entered
+from .tracked_modules import TrackedModule, track
+
+SLOT_ATTENTIONS = "slot_attentions"
+"""Child of a model-level memory that holds the cross-attentions to its slots: they train, move and save with it."""
+
+
+class MemoryHook:
+    """Lets a memory into one attention layer.
+
+    The memory is the one that the layer has when it is called, and acts on the module that is then the projection: an
+    adapter around the projection sees the heads with the memory mixed in, and can be merged.
+
+    Args:
+        number: place of the layer among those that have a memory with a state; None for a memory without one.
+    """
+
+    attends_context = False
+    """Whether the layer attends slots before its segment."""
+
+    def __init__(self, site: Site, host: Host, number: int | None = None) -> None:
+        assert host.projection is not None
+        self.layer, self.heads, self.make_query, self.number = site.layer, host.heads, host.query, number
+        self.projection = track(site, host.projection, forward=self.project)
+        self.tracked = [self.projection]
+        self.sources: list[TrackedModule] = []
+        self.handles: list[RemovableHandle] = []
+        if number is not None:
+            assert host.stream is not None
+            self.split = host.stream.split
+            for place, chain in enumerate(host.stream.sources):
+                self.sources.append(track(site, chain[-1], on_output=partial(self.keep, place)))
+            self.block = track(site, host.stream.block, on_input=self.enter_block, on_output=self.leave_block)
+            self.tracked += [*self.sources, self.block]
+
+    @property
+    def memory(self) -> LayerMemory:
+        """The layer's memory as it is now."""
+        found = memory_of(self.layer)
+        assert isinstance(found, LayerMemory)
+        return found
+
+    def install(self, memory: LayerMemory) -> None:
+        """Put the memory into the layer."""
+        self.layer.memory = memory
+        for module in self.tracked:
+            module.follow()
+        self.handles.append(self.layer.register_forward_pre_hook(self.enter_layer, with_kwargs=True))
+        self.handles.append(self.projection.root.register_forward_hook(self.check_projected))
+        self.layer.uninstall_memory = self.uninstall
+
+    def uninstall(self, layer: nn.Module) -> None:
+        """Give the layer and its projection their own code back."""
+        for module in self.tracked:
+            module.uninstall()
+        for handle in self.handles:
+            handle.remove()
+
+    def enter_block(self, *args: Any, **kwargs: Any) -> Any:
+        """Record the block's input, the first argument, which the reading of slots may replace."""
+        context: SegmentContext | None = kwargs.get("segment_context", THREAD.segment)
+        if context is None:
+            return None
+        assert self.number is not None
+        given = args[0] if args else next(iter(kwargs.values()))
+        context.inputs[self.number] = x_BND = context.read_slots(self.number, given)
+        if context.slots is None:
+            return None
+        if args:
+            return (x_BND, *args[1:]), kwargs
+        return args, {**kwargs, next(iter(kwargs)): x_BND}
+
+    def enter_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Ask the memory, where it is read before the layer attends; its projection will do the rest."""
+        refuse_frozen(self.memory)
+        for module in self.tracked:
+            module.follow()
+        if self.number is None:
+            THREAD.attention = AttentionCall(self, self.make_query(*args, **kwargs))
+            return None
+        # The layer's own attention function need not know this keyword.
+        context: SegmentContext | None = kwargs.pop("segment_context", THREAD.segment)
+        if context is None:
+            raise ValueError(
+                f"{type(layer).__name__} has a memory and was called without its state; call the model that "
+                "add_memory was given, and checkpoint activations by its own gradient_checkpointing_enable()"
+            )
+        if context.grad and not torch.is_grad_enabled():
+            raise ValueError(
+                "use_reentrant=True: reentrant activation checkpointing would detach the memory from the graph; leave "
+                "use_reentrant=False, transformers' default"
+            )
+        x_BND = args[0] if args else kwargs["hidden_states"]
+        positions_BNP, n = context.positions_BLP, x_BND.shape[1]
+        if positions_BNP is not None:
+            positions_BNP = positions_BNP[:, -n:].to(x_BND.device)
+        segment = context.segment_of_last(n)
+        query = Query(x_BND, positions_BNP=positions_BNP, padding_BN=context.padding_BN, segment=segment)
+        call = AttentionCall(self, query, context)
+        call.reading = self.read_early(call, context, kwargs)
+        THREAD.attention = call
+        return args, kwargs
+
+    def read_early(self, call: AttentionCall, context: SegmentContext, kwargs: dict[str, Any]) -> Reading | None:
+        """The memory's answer before the layer attends; None where it is read with queries.
+
+        Args:
+            kwargs: of the layer's call, which may be changed.
+        """
+        return None
+
+    def keep(self, place: int, output: Tensor) -> None:
+        """Record the output of a module that gives queries, keys or values."""
+        call = THREAD.attention
+        if call is not None and call.hook is self:
+            call.projected[place] = output
+
+    def project(self, y_BND: Tensor, **options: Any) -> Tensor:
+        """The forward of the projection, of the merged heads; `options` are an adapter's."""
+        linear, call = partial(self.projection.original, **options), THREAD.attention
+        if call is None or call.hook is not self:  # it is not the layer that calls
+            return linear(y_BND)
+        # The memory attends while the layer's forward still runs, where `replace_attention` may wait for its attention.
+        THREAD.attention, THREAD.aside = None, True
+        try:
+            return with_weights(self.memory, self.mix, call, y_BND, linear)
+        finally:
+            THREAD.aside = False
+
+    def mix(self, call: AttentionCall, y_BND: Tensor, linear: Linear) -> Tensor:
+        """The attention's result with the memory's answer in it."""
+        memory, context, reading = self.memory, call.context, call.reading
+        state: Any = ()
+        if context is not None:
+            assert self.number is not None
+            state = context.states[self.number]
+            for place, source in enumerate(self.sources):
+                if place not in call.projected:
+                    raise ValueError(self.passed_by(source))
+            outputs = (call.projected[place] for place in range(len(self.sources)))
+            call.query = self.with_heads(call.query, *self.split(*outputs))
+        if reading is None:
+            reading = read_segment(memory, state, call.query, None)
+            if context is not None and reading.context is not None:
+                raise ValueError(undeclared(memory))
+        y_BHNE = y_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        y_BND = memory.project(y_BHNE, call.query, reading, linear, self.projection.weights())
+        if context is not None and self.number is not None:
+            call.reading = reading
+            context.attended[self.number] = call
+        return y_BND
+
+    def with_heads(self, query: Query, q_BHNE: Tensor | None, k_BGNE: Tensor, v_BGNE: Tensor) -> Query:
+        """The query with keys and values for every head, which groups of heads may share."""
+        shared = self.heads // k_BGNE.shape[1]
+        k_BHNE, v_BHNE = (t if shared == 1 else t.repeat_interleave(shared, 1) for t in (k_BGNE, v_BGNE))
+        return query._replace(q_BHNE=q_BHNE, k_BHNE=k_BHNE, v_BHNE=v_BHNE)
+
+    def check_projected(self, root: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook of the innermost module that holds layer and projection.
+
+        Raises:
+            ValueError: the layer was called and its projection was not, or not through the hook.
+        """
+        if THREAD.attention is not None and THREAD.attention.hook is self:
+            THREAD.attention = None
+            raise ValueError(self.passed_by(self.projection))
+
+    def leave_block(self, output: Any) -> None:
+        """Write the memory, from the block's input and output."""
+        context = THREAD.segment
+        if context is None:
+            return
+        assert self.number is not None
+        call, x_BND = context.attended[self.number], context.inputs[self.number]
+        context.attended[self.number] = context.inputs[self.number] = None  # keep no activation alive
+        if call is None:
+            return
+        if x_BND is None:
+            raise ValueError(self.passed_by(self.block))
+        if not context.writes and context.traces is None:
+            return
+        y_BND = output[0] if isinstance(output, tuple) else output
+        assert call.reading is not None
+        trace = Trace(x_BND, y_BND, call.query, call.reading, call.weights_BHNL)
+        if context.traces is not None:
+            context.traces[self.number] = trace
+        if context.writes:
+            memory, state = self.memory, context.states[self.number]
+            written = trace if context.segment is None else trace.narrow(*context.segment)
+            context.states_after[self.number], loss = with_weights(memory, memory.write, state, written)
+            no_loss(loss, memory)
+
+    def check_written(self, context: SegmentContext) -> None:
+        """Raise ValueError if the layer attended and its block did not return through the hook."""
+        assert self.number is not None
+        if context.attended[self.number] is not None:
+            context.attended[self.number] = None
+            raise ValueError(self.passed_by(self.block))
+
+    def passed_by(self, module: TrackedModule) -> str:
+        """Message for a forward that does not call a module it should call."""
+        place = f"{type(module.root).__name__}.{module.path}, a {type(module.module).__name__}"
+        return (
+            f"the memory of {type(self.layer).__name__} had no part in this forward: {place}, was not called as a "
+            "module, or its forward was replaced after add_memory; undo what replaced it (a fused kernel, a patched "
+            "forward), or call remove_memory(model)"
+        )
+
+
+def run_host(context: SegmentContext, hooks: list[MemoryHook], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run the own forward of a host's class; its hooks read and write the context."""
+    for hook in hooks:
+        hook.block.follow()
+    if hooks and model.training:
+        capture_checkpoints(model)
+    with entered(context):
+        out = type(model).forward(model, *args, **kwargs)
+    for hook in hooks:
+        hook.check_written(context)
+    return out
+
+
+def undeclared(memory: nn.Module, what: str = "a context", word: str = "context") -> str:
+    """Message for slots that no layer would attend."""
+    return f"memory {type(memory).__name__} offers {what} and does not say so; add {word!r} to its needs"
+
+
+def slot_attentions_of(memory: ModelMemory) -> Mapping[str, nn.Module]:
+    """The modules that read the memory's slots before blocks.
+
+    Raises:
+        ValueError: there are none, since the memory does not name the slots in its needs.
+    """
+    found = memory._modules.get(SLOT_ATTENTIONS)
+    if found is None:
+        raise ValueError(undeclared(memory, "slots", "slots_in_front"))
+    return found  # type: ignore[return-value]
+
+
+def install(site: Site, host: Host, memory: LayerMemory) -> None:
+    """Give a layer a memory that all rows share."""
+    if host.install is not None:
+        layer = site.layer
+        layer.memory = memory
+        host.install(layer, memory)
+        layer.uninstall_memory = host.uninstall
+        return
+    hook = MemoryHook(site, host)
+    hook.install(memory)
+    if host.watch is not None:
+        module, watch = host.watch
+        hook.handles.append(module.register_forward_pre_hook(watch))
+
+
+def no_loss(loss: Tensor | None, memory: nn.Module) -> None:
+    """Raise ValueError for an auxiliary loss that trains something: the host has no place for it."""
+    if loss is not None and memory.training and loss.requires_grad:
+        raise ValueError(
+            f"memory {type(memory).__name__} is trained with an auxiliary loss, which a host model has no place for; "
+            "switch it off in the memory's options, or take a model of create_model"
+        )
+
+
+def refuse_forgetting(model: nn.Module) -> None:
+    """Raise ValueError if the model trains a memory with images without a state between them."""
+    if model.training and torch.is_grad_enabled():
+        raise ValueError(
+            "memory_state is missing: the memory is written after each image, so that a call without a state would "
+            "neither read nor train it; give memory_state=model.init_memory_state(rows) with the first frames, and the "
+            "returned state with the next"
+        )

@@ -1,0 +1,244 @@
+"""A memory whose keys and values an attention layer of transformers attends before those of its segment.
+
+The layer's own code runs, with a KV cache that prepends the slots, and a mask with columns for them. Keys and values
+are made of stored hidden states as the layer makes those of its tokens: by its own norm, projections and rotation,
+each looked up at the time. Stored states are inputs of the block, before its norm, so that the current norm applies to
+slots and tokens alike, and learns from both, as in a stack.
+
+Legend: B rows, N tokens, M slots, L tokens of the partial segment up to here, K keys of these that the layer has,
+H heads, G heads of keys, E head width, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from cached_transformers.attentions.softmax import SoftmaxAttention
+from cached_transformers.integrations.hosts import Host, Site
+from cached_transformers.integrations.memory_hooks import MemoryHook
+from cached_transformers.integrations.offload import with_weights
+from cached_transformers.integrations.segment_context import THREAD, AttentionCall, SegmentContext
+from cached_transformers.integrations.tracked_modules import track
+from cached_transformers.interfaces.contexts import join, logits_of, widened
+from cached_transformers.interfaces.incremental import read_segment
+from cached_transformers.interfaces.memory import Context, LayerMemory, Linear, Reading
+
+from .memory_cache import SlotProjections
+
+
+class SlotMask(NamedTuple):
+    """Bool, the slots that a token sees, (B, 1, N, M); and addends of their logits, each or None: (B, H, 1, M) by a
+    slope, (B, 1, N, M) for shares from 0 to 1."""
+
+    sees_BHNM: Tensor
+    slope_BH1M: Tensor | None
+    shares_BHNM: Tensor | None = None
+
+
+class SlotCache:
+    """The layer's KV cache, if it has one, with the slots before its keys."""
+
+    def __init__(self, k_BGME: Tensor, v_BGME: Tensor, own: Any) -> None:
+        self.k_BGME, self.v_BGME, self.own = k_BGME, v_BGME, own
+
+    def update(self, k_BGNE: Tensor, v_BGNE: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values of the slots, of cached tokens, and of new ones."""
+        if self.own is not None:
+            k_BGNE, v_BGNE = self.own.update(k_BGNE, v_BGNE, *args, **kwargs)
+        shared = k_BGNE.shape[1] // self.k_BGME.shape[1]  # Falcon gives each head its keys
+        k_BGME, v_BGME = (t if shared == 1 else t.repeat_interleave(shared, 1) for t in (self.k_BGME, self.v_BGME))
+        v_BGNE = widened(v_BGNE, v_BGME.shape[-1])
+        return torch.cat([k_BGME.to(k_BGNE.dtype), k_BGNE], 2), torch.cat([v_BGME.to(v_BGNE.dtype), v_BGNE], 2)
+
+
+class ContextHook(MemoryHook):
+    """Lets a memory into one causal layer that can attend slots before its segment."""
+
+    attends_context = True
+
+    def __init__(self, site: Site, host: Host, number: int) -> None:
+        super().__init__(site, host, number)
+        stream = host.stream
+        assert stream is not None and stream.stored is not None
+        self.chains = [
+            [*(track(site, module) for module in chain[:-1]), last]
+            for chain, last in zip(stream.sources, self.sources, strict=True)
+        ]
+        stored = stream.stored
+        self.norm, self.rotary = (None if m is None else track(site, m) for m in (stored.norm, stored.rotary))
+        self.tracked += [module for chain in self.chains for module in chain[:-1]]
+        self.tracked += [module for module in (self.norm, self.rotary) if module is not None]
+        self.between, self.window = stream.between, stream.window
+        self.turn, self.slope, self.cache = stored.turn, stored.slope, stored.cache
+
+    def install(self, memory: LayerMemory) -> None:
+        super().install(memory)
+        if "weights" in memory.needs:
+            self.handles.append(self.layer.register_forward_hook(self.keep_weights))
+
+    def keep_weights(self, layer: nn.Module, args: Any, output: Any) -> None:
+        """Record the attention weights, which only eager attention returns."""
+        weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
+        if not isinstance(weights, Tensor):
+            raise ValueError(
+                f"memory {type(self.memory).__name__} needs the weights of {type(layer).__name__}, which gave none; "
+                "call model.set_attn_implementation('eager')"
+            )
+        assert self.number is not None
+        call = None if THREAD.segment is None else THREAD.segment.attended[self.number]
+        if call is None or call.mask is None:
+            return
+        sees = call.mask if call.mask.dtype == torch.bool else call.mask > torch.finfo(call.mask.dtype).min / 2
+        if call.query.padding_BN is not None:
+            sees = sees & ~call.query.padding_BN[:, None, :, None]
+        call.weights_BHNL = weights.detach().masked_fill(~sees, torch.nan)
+
+    def project_kv(self, hidden_BMD: Tensor, *, frozen: bool = False, normed: bool = False) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, G, M, E) without positions; see `ProjectKV`."""
+        run = _frozen if frozen else _called
+        if self.norm is not None and not normed:
+            hidden_BMD = run(self.norm.module, hidden_BMD)
+        _, k_BGME, v_BGME = self._projected(hidden_BMD, run, queries=False)
+        return k_BGME, v_BGME
+
+    def _projected(
+        self, h_BND: Tensor, run: Callable[[nn.Module, Tensor], Tensor], queries: bool
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Queries, keys and values of normed hidden states."""
+        outputs: list[Tensor | None] = []
+        for number, chain in enumerate(self.chains):
+            if not queries and number == 0 and len(self.chains) > 1:
+                outputs.append(None)
+                continue
+            t = run(chain[0].module, h_BND)
+            for tracked in chain[1:]:
+                t = run(tracked.module, t if self.between is None else self.between(t))
+            outputs.append(t)
+        return self.split(*outputs)
+
+    def read_early(self, call: AttentionCall, context: SegmentContext, kwargs: dict[str, Any]) -> Reading | None:
+        query, memory = call.query, self.memory
+        assert self.number is not None
+        slots, project_kv = SlotProjections(), self.project_kv
+        if context.projected is not None:
+            slots = context.projected[self.number]
+            project_kv = slots.once(self.project_kv, query.x_BND.shape[0])
+        reading: Reading | None = None
+        if memory.needs & {"context"}:
+            if "head" in memory.needs:  # it is read with queries, which the layer has not made yet
+                query = self.with_heads(query, *self._projected(query.x_BND, _called, queries=True))
+            reading = with_weights(memory, read_segment, memory, context.states[self.number], query, project_kv)
+        offer = None if context.offers is None else context.offers[self.number]
+        offered = offer(project_kv) if callable(offer) else offer
+        attended = join(None if reading is None else reading.context, offered)
+        if attended is not None or memory.window() is not None:
+            self._attend(attended, call, context, slots, kwargs)
+        return reading
+
+    def _attend(
+        self,
+        attended: Context | None,
+        call: AttentionCall,
+        context: SegmentContext,
+        projected: SlotProjections,
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Change the layer's call: slots before its own keys, and a mask of both."""
+        if "exchange" in vars(self.layer) and not isinstance(self.layer.core, SoftmaxAttention):
+            raise ValueError(
+                f"memory {type(self.memory).__name__} has slots attended before the segment, which attention "
+                f"{type(self.layer.core).__name__} that replaces the model's own cannot do; call "
+                "restore_attention(model), or replace_attention(model, 'softmax')"
+            )
+        assert context.positions_BLP is not None
+        x_BND = call.query.x_BND
+        own, n, window = kwargs.get(self.cache), x_BND.shape[1], self.memory.window()
+        tokens_BL = context.positions_BLP[..., 0].to(x_BND.device)
+        slots = None
+        if attended is not None:
+            slots = self._prepend(attended, tokens_BL[:, -n:], call, context, projected, kwargs)
+        keys = n if own is None else own.get_mask_sizes(n, self.layer.layer_idx)[0]
+        mask = kwargs.get("attention_mask")
+        if mask is None:  # the order of the tokens
+            mask = torch.ones(n, keys, dtype=torch.bool, device=x_BND.device).tril(keys - n)[None, None]
+        if window is not None:
+            mask = _hidden(mask, _near(tokens_BL[:, -n:], tokens_BL[:, -keys:], window))
+        kwargs["attention_mask"] = call.mask = mask if slots is None else _with_slots(mask, slots)
+
+    def _prepend(
+        self,
+        attended: Context,
+        tokens_BN: Tensor,
+        call: AttentionCall,
+        context: SegmentContext,
+        projected: SlotProjections,
+        kwargs: dict[str, Any],
+    ) -> SlotMask:
+        """Give the layer the slots' keys and values, and return the mask of the slots."""
+        assert context.shift_B1 is not None
+        x_BND = call.query.x_BND
+        rows, n = x_BND.shape[:2]
+        if projected.positions_BM is None:
+            projected.positions_BM = attended.positions_BMP[..., 0].expand(rows, -1)
+        slots_BM, valid_BM = projected.positions_BM, attended.valid_BM.expand(rows, -1)
+        # A NaN in an empty slot would survive a mask on the logits.
+        k, v = (torch.where(valid_BM[:, None, :, None], t, 0) for t in (attended.k_BHME, attended.v_BHME))
+        places_BL = torch.cat([slots_BM, tokens_BN.expand(rows, -1)], 1) + context.shift_B1.to(x_BND.device)
+        k = self.turn(self.layer, None if self.rotary is None else self.rotary.module, k, places_BL, x_BND)
+        slope = None if self.slope is None else self.slope(self.layer, kwargs, places_BL[:, : k.shape[2]])
+        kwargs[self.cache], call.gather = SlotCache(k, v, kwargs.get(self.cache)), attended.gather
+        sees_BHNM = valid_BM[:, None, None].expand(-1, -1, n, -1)
+        shares_BHNM = None
+        if attended.visible_BHNM is not None and attended.visible_BHNM.dtype != torch.bool:
+            sees_BHNM = sees_BHNM & (attended.visible_BHNM > 0)
+            shares_BHNM = logits_of(attended.visible_BHNM).to(x_BND.dtype)
+        elif attended.visible_BHNM is not None:
+            sees_BHNM = sees_BHNM & attended.visible_BHNM
+            context.varies = True
+        for window in (self.window, self.memory.window()):
+            if window is not None:
+                sees_BHNM = sees_BHNM & _near(tokens_BN, slots_BM, window)
+        return SlotMask(sees_BHNM, slope, shares_BHNM)
+
+    def mix(self, call: AttentionCall, y_BND: Tensor, linear: Linear) -> Tensor:
+        if call.gather is not None:
+            y_BHNE = call.gather(y_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2))
+            y_BND = y_BHNE.transpose(1, 2).flatten(2)
+        return super().mix(call, y_BND, linear)
+
+
+def _called(module: nn.Module, t: Tensor) -> Tensor:
+    return module(t)  # type: ignore[no-any-return]
+
+
+def _frozen(module: nn.Module, t: Tensor) -> Tensor:
+    """The module's output, without gradient for its parameters."""
+    return functional_call(module, {name: p.detach() for name, p in module.named_parameters()}, (t,))  # type: ignore[no-any-return]
+
+
+def _near(tokens_BN: Tensor, keys_BM: Tensor, window: int) -> Tensor:
+    """(B, 1, N, M): keys less than `window` positions before the token."""
+    return (tokens_BN[:, :, None] - keys_BM[:, None] < window)[:, None]
+
+
+def _hidden(mask: Tensor, sees_BHNK: Tensor) -> Tensor:
+    """The mask, bool with True = visible or additive, without the keys that a token does not see."""
+    if mask.dtype == torch.bool:
+        return mask & sees_BHNK
+    return torch.where(sees_BHNK, mask, torch.finfo(mask.dtype).min)
+
+
+def _with_slots(mask: Tensor, slots: SlotMask) -> Tensor:
+    """The mask (B or 1, H or 1, N, K), bool or additive, after columns of the slots."""
+    front, shares = slots.sees_BHNM, slots.shares_BHNM
+    if shares is not None and mask.dtype == torch.bool:
+        mask = _hidden(shares.new_zeros(()), mask)
+    if mask.dtype != torch.bool:
+        slope = mask.new_zeros(()) if slots.slope_BH1M is None else slots.slope_BH1M.to(mask.dtype)
+        front = _hidden(slope if shares is None else slope + shares.to(mask.dtype), front)
+    return torch.cat([front.expand(-1, mask.shape[1], -1, -1), mask.expand(front.shape[0], -1, -1, -1)], -1)

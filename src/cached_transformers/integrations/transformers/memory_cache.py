@@ -1,0 +1,191 @@
+"""`past_key_values` of a decoder with a memory: the KV cache of the partial segment, and the memory's state before it.
+
+Legend: B rows, M slots, G heads of keys, E head width.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cached_transformers.interfaces.memory import ProjectKV
+from cached_transformers.state import State, map_state, named_tensors, signature
+
+try:
+    from transformers.cache_utils import Cache, DynamicCache
+except ImportError:  # of use only with models of transformers, but imported without it
+    Cache = DynamicCache = object
+
+
+class SlotProjections:
+    """Keys and values that a layer made of stored hidden states, which serve all tokens of a segment.
+
+    Attributes:
+        pairs: (B, G, M, E) each, without positions, in the order in which they were asked for.
+        positions_BM: of the slots in the stream.
+    """
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.positions_BM: Tensor | None = None
+
+    def once(self, project_kv: ProjectKV, rows: int) -> ProjectKV:
+        """`project_kv`, with the pairs of the segment's earlier tokens where there are some."""
+        asked = 0
+
+        def project(hidden_BMD: Tensor, *, frozen: bool = False, normed: bool = False) -> tuple[Tensor, Tensor]:
+            nonlocal asked
+            if asked == len(self.pairs):
+                k, v = (t.expand(rows, *t.shape[1:]) for t in project_kv(hidden_BMD, frozen=frozen, normed=normed))
+                self.pairs.append((k, v))
+            asked += 1
+            return self.pairs[asked - 1]
+
+        return project
+
+    def pick(self, pick: Callable[[Tensor], Tensor]) -> None:
+        """Choose rows."""
+        self.pairs = [(pick(k), pick(v)) for k, v in self.pairs]
+        self.positions_BM = None if self.positions_BM is None else pick(self.positions_BM)
+
+
+class MemoryCache(Cache):  # type: ignore[misc]
+    """A text that is read piece by piece. Keys and values last as long as their segment; the memory lasts longer.
+
+    Args:
+        given: the memory's state before the text, as the caller gave it or not. state: the same, never None.
+        compute_state: returns the state after all tokens.
+
+    Attributes:
+        given: the state before the text. state: the state before the partial segment.
+        state_after: the state after all tokens; None until it is needed.
+        tokens: columns read in all. length: columns of the partial segments, the last ones.
+        kv: the host's KV cache of the partial segments; None where they must be read from their first token.
+        projected: of each layer, the keys and values of its slots.
+        inputs: the inputs of the partial segments, each (B, length, ...). Positions in them count from the first token
+            of the row's text.
+        padding_BN: True = no token of the row's partial segment; None where all are.
+        before: tokens of each row that its full segments hold, (B, 1) where rows differ.
+    """
+
+    def __init__(self, given: State | None, state: State, compute_state: Callable[[MemoryCache], State]) -> None:
+        super().__init__(layers=[])
+        self.given, self.state = given, state
+        self.state_after: State | None = state
+        self.compute_state = compute_state
+        self.tokens = self.length = 0
+        self.before: int | Tensor = 0
+        self.kv: Any = None
+        self.projected: Sequence[SlotProjections] | None = None
+        self.inputs: dict[str, Tensor] = {}
+        self.padding_BN: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MemoryCache:
+        memo[id(self.compute_state)] = self.compute_state  # of the model, which is not copied
+        memo[id(self)] = new = type(self).__new__(type(self))
+        new.__dict__ = copy.deepcopy(dict(vars(self)), memo)
+        return new
+
+    @property
+    def memory_state(self) -> State:
+        """State after all tokens. A segment that grew token by token is read once more for it."""
+        if self.state_after is None:
+            self.state_after = self.compute_state(self)
+        return self.state_after
+
+    def began_with(self, state: State) -> bool:
+        """Return True if the text began with this state, or with a copy of it on another device."""
+        if state is self.given or self.given is None or signature(state) != signature(self.given):
+            return state is self.given
+        pairs = zip(named_tensors(state), named_tensors(self.given), strict=True)
+        return all(torch.equal(a.to(b.device), b) for (_, a), (_, b) in pairs)
+
+    def with_new(self, new: dict[str, Tensor], padding_BM: Tensor | None) -> dict[str, Tensor]:
+        """Inputs of the partial segments and these new columns; `padding_BM` is that of both."""
+        new, before = dict(new), dict(self.inputs)
+        if padding_BM is not None or "position_ids" in new or "position_ids" in before:
+            if padding_BM is None:
+                some = next(iter(new.values()))
+                rows, total = some.shape[0], self.length + some.shape[1]
+                padding_BM = torch.zeros(rows, total, dtype=torch.bool, device=some.device)
+            counted_BM = positions_without_padding(padding_BM, self.before)
+            new.setdefault("position_ids", counted_BM[:, self.length :])
+            before.setdefault("position_ids", counted_BM[:, : self.length])
+        return {name: torch.cat([before[name], t], 1) if self.length else t for name, t in new.items()}
+
+    def take(self, inputs: dict[str, Tensor], padding_BN: Tensor | None, before: int | Tensor) -> None:
+        """The partial segments have these inputs, after `before` tokens of each row."""
+        self.inputs, self.padding_BN, self.before = inputs, padding_BN, before
+        self.length = next(iter(inputs.values())).shape[1]
+
+    def segment_inputs(self) -> dict[str, Tensor]:
+        """Inputs of the partial segments, with positions that count from the segment's first token."""
+        if "position_ids" not in self.inputs:
+            return self.inputs
+        return {**self.inputs, "position_ids": (self.inputs["position_ids"] - self.before).clamp(min=0)}
+
+    def close(self, state: State, before: int | Tensor) -> None:
+        """The partial segments are full: keep the memory's state, drop their keys and values."""
+        self.state = self.state_after = state
+        self.before = before
+        self.length, self.inputs, self.padding_BN, self.kv = 0, {}, None, None
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens read in all."""
+        return self.tokens
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: there is no limit."""
+        return -1
+
+    @property
+    def is_croppable(self) -> bool:
+        """False: a memory that was written cannot be undone."""
+        return False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raises: ValueError: always."""
+        raise ValueError(
+            "past_key_values: a memory cannot forget tokens, as assisted generation and prompt lookup need; generate "
+            "greedily, by sampling or by beams"
+        )
+
+    def reset(self) -> None:
+        """Raises: ValueError: always."""
+        raise ValueError("past_key_values cannot be reset; begin the text again with its memory_state and without them")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Put rows into this order, the state included, for beam search."""
+        self._rows(lambda t: t.index_select(0, beam_idx.to(t.device)), lambda kv: kv.reorder_cache(beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        self._rows(lambda t: t.repeat_interleave(repeats, 0), lambda kv: kv.batch_repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows."""
+        self._rows(lambda t: t[indices], lambda kv: kv.batch_select_indices(indices))
+
+    def _rows(self, pick: Callable[[Tensor], Tensor], pick_kv: Callable[[Any], None]) -> None:
+        self.state = map_state(pick, self.state)
+        self.state_after = None if self.state_after is None else map_state(pick, self.state_after)
+        self.inputs = {name: pick(t) for name, t in self.inputs.items()}
+        self.padding_BN = None if self.padding_BN is None else pick(self.padding_BN)
+        self.before = pick(self.before) if isinstance(self.before, Tensor) else self.before
+        if self.kv is not None:
+            pick_kv(self.kv)
+            for projected in self.projected or ():
+                projected.pick(pick)
+
+
+def positions_without_padding(padding_BM: Tensor, before: int | Tensor) -> Tensor:
+    """(B, M): position of each token in its row, counted from 0, after `before` tokens of the row.
+
+    Padding after a text is counted, as in the host itself.
+    """
+    passed_BM = padding_BM.long().cumsum(1).masked_fill(padding_BM, 0).cummax(1).values
+    return before + torch.arange(padding_BM.shape[1], device=padding_BM.device) - passed_BM

@@ -1,0 +1,107 @@
+"""Several threads call one model: each call has its own context, and the values of a single thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from integrations.families import ALL
+from integrations.hosts import VIT, library
+from torch import Tensor, nn
+
+from cached_transformers import add_memory, replace_attention
+from cached_transformers.integrations.segment_context import THREAD
+
+ROUNDS = 3
+NAMED = {family.name: family for family in ALL}
+
+
+def in_turns(calls: list[Callable[[], Tensor]], modules: list[nn.Module]) -> list[list[Tensor]]:
+    """The results of calls that each run on a thread of their own, which change at every module."""
+    barrier, found = threading.Barrier(len(calls)), [[] for _ in calls]  # type: list[Any]
+
+    def meet(*_: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            barrier.wait(60)
+
+    hooks = [module.register_forward_pre_hook(meet) for module in modules]
+    hooks += [module.register_forward_hook(meet) for module in modules]
+
+    def run(number: int) -> None:
+        try:
+            with torch.no_grad():
+                found[number] = [calls[number]() for _ in range(ROUNDS)]
+        except BaseException:
+            barrier.abort()
+            raise
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def check(model: Any, given: list[Any], call: Callable[[Any], Tensor]) -> None:
+    """Both threads are inside of each layer at the same time."""
+    modules = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    with torch.no_grad():
+        expected = [call(one) for one in given]
+    assert not torch.equal(*expected)
+    found = in_turns([lambda one=one: call(one) for one in given], modules)
+    for results, alone in zip(found, expected, strict=True):
+        assert len(results) == ROUNDS
+        for result in results:
+            torch.testing.assert_close(result, alone, rtol=1e-5, atol=1e-6)
+    assert THREAD.segment is None and THREAD.model is None and THREAD.attention is None and not THREAD.aside
+
+
+@pytest.mark.parametrize("memory", ["transformer_xl", "grc_stream", "rmt"])
+def test_a_decoder(memory: str) -> None:
+    spec = {"transformer_xl": {"length": 8}}.get(memory, {})
+    torch.manual_seed(0)
+    model = add_memory(NAMED["llama"].build(), memory, segment_length=4, **spec).eval()
+    given = [torch.randint(0, 20, (rows, 12), generator=torch.Generator().manual_seed(rows)) for rows in (2, 2)]
+    given[1] = given[1].flip(1)
+    check(model, given, lambda ids: model(ids).logits)
+
+
+def images() -> list[Tensor]:
+    return [torch.randn(2, *VIT.given(0)["x"].shape[1:], generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
+
+
+def test_an_image_model() -> None:
+    library("timm")
+    model = VIT.with_memory().eval()
+    check(model, images(), lambda x: model(x))
+
+
+def test_another_attention() -> None:
+    library("timm")
+    model = replace_attention(VIT.with_memory(), "linear").eval()
+    check(model, images(), lambda x: model(x))
+
+
+def test_a_backward_pass_on_another_thread() -> None:
+    """Activation checkpointing runs blocks again with the context of their forward."""
+    grads = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model: Any = add_memory(NAMED["gptj"].build(), "grc_stream", segment_length=4).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        ids = torch.randint(0, 20, (2, 12), generator=torch.Generator().manual_seed(0))
+        loss = model(input_ids=ids, labels=ids).loss
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-6)
