@@ -23,7 +23,7 @@ from cached_lab.experiments.statistics import (
 GENERATOR = np.random.default_rng(7)
 
 
-# Values of an implementation without scipy (continued fraction, bisection, closed forms): printed numbers must not change.
+# Values of an implementation without scipy (continued fraction, bisection, closed forms); they must not change.
 FIRST = [
     [0.9007, 0.9272],
     [0.894, 0.8895, 0.9114],

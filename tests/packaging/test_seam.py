@@ -1,4 +1,4 @@
-"""The interfaces stay small: how many members and words they have, and that docs/design/interfaces.md shows all of them."""
+"""The interfaces stay small in members and words, and docs/design/interfaces.md shows all of them."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def test_a_tokenizer_of_another_run(corpus: Path, trained: Path, tmp_path: Path)
     for split in ("train", "val", "test"):
         write(strange, f"{split}.de", "qqq\nzzz\n")
         write(strange, f"{split}.en", "qqq\nzzz\n")
-    with pytest.raises(ValueError, match="data.tokenizer"):
+    with pytest.raises(ValueError, match=r"data.tokenizer"):
         build(strange, tokenizer=str(strange / "x.model"))
 
 

@@ -1,4 +1,4 @@
-"""Build any registered model: ours, timm's or transformers'.
+"""Models of timm and transformers by name, with a memory added; `create_model` builds them and this package's own.
 
 Importing this module fills `registry.MODELS`; it imports neither timm nor transformers.
 """
@@ -7,11 +7,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from cached_transformers.integrations.timm.modeling import TimmModel as TimmModel
-from cached_transformers.integrations.transformers.modeling import TransformersModel as TransformersModel
+from cached_transformers.annotations import shown
+from cached_transformers.checks import at_least_one
+from cached_transformers.extras import refused_by, require
+from cached_transformers.interfaces.memory import LayerMemory
+from cached_transformers.layers.stack import ModelOutput
+from cached_transformers.memories import OneMemory
+from cached_transformers.models.documents import read_documents
+from cached_transformers.models.generation import Generation, generate
+from cached_transformers.models.segments import begun
 from cached_transformers.registry import MODELS
+from cached_transformers.state import State
+
+from .adapters import add_memory
 
 
 def create_model(name: str, **kwargs: Any) -> nn.Module:
@@ -25,3 +36,214 @@ def create_model(name: str, **kwargs: Any) -> nn.Module:
         ValueError: unknown name or option, with a suggestion; or values that do not fit together.
     """
     return MODELS.create(name, **kwargs)
+
+
+@MODELS.register("timm")
+class TimmModel(nn.Module):
+    """A timm image classifier by name, through `add_memory`.
+
+    Args:
+        architecture: name in timm, e.g. "vit_small_patch16_224", or in `timm_models.py`, e.g. "pvt_tiny_grc".
+        classes: number of outputs.
+        memory: None, a name, or {"name": ..., option: value}.
+        pretrained: load timm's published weights (needs network).
+        options: passed on to timm.create_model (drop_path_rate, img_size, ...).
+    """
+
+    def __init__(
+        self,
+        architecture: str = "vit_small_patch16_224",
+        classes: int = 1000,
+        memory: OneMemory | None = None,
+        pretrained: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        timm = require("timm", extra="vision")
+        from .timm import timm_models  # noqa: F401  (registers our models in timm)
+
+        if not timm.is_model(architecture):
+            raise ValueError(f"architecture={architecture!r}: timm knows no such model; timm.list_models() lists them")
+        at_least_one(classes=classes)
+        with refused_by("timm", f"{architecture} with {shown(options)}"):
+            self.model = timm.create_model(architecture, pretrained=pretrained, num_classes=classes, **options)
+        if memory is not None:
+            if any(isinstance(module, LayerMemory) for module in self.model.modules()):
+                raise ValueError(f"architecture={architecture!r} comes with a memory of its own; leave memory out")
+            add_memory(self.model, memory)
+        self.remembers = hasattr(self.model, "init_memory_state")
+        if self.remembers:
+            vars(self)["for_loops"] = vars(self.model)["for_loops"]
+
+    def init_state(self, batch_size: int) -> State:
+        """State of rows that have seen no frame; empty unless a memory carries one."""
+        return self.model.init_memory_state(batch_size) if self.remembers else ()
+
+    def set_activation_checkpointing(self, enabled: bool = True) -> None:
+        """Switch timm's own gradient checkpointing."""
+        self.model.set_grad_checkpointing(enabled)
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the parameters that timm exempts from weight decay: positions, class tokens, relative positions."""
+        exempt = getattr(self.model, "no_weight_decay", set)
+        return {f"model.{name}" for name in exempt()}
+
+    def forward(self, inputs_BCHW: Tensor, state: Any = None, *, padding: Tensor | None = None) -> ModelOutput:
+        """Logits (B, classes) of images (B, C, H, W).
+
+        Args:
+            state: the memory's state after the frames before these, if it carries one; None for the first frames in
+                evaluation.
+
+        Raises:
+            ValueError: images of a size that the model does not take; no state where the images train a memory that
+                carries one.
+        """
+        patches: Any = getattr(self.model, "patch_embed", None)
+        size = tuple(inputs_BCHW.shape[-2:])
+        if getattr(patches, "strict_img_size", False) and tuple(patches.img_size) != size:
+            height, width = patches.img_size
+            raise ValueError(
+                f"images of {size[0]} x {size[1]}, but the model was built for {height} x {width}; give img_size="
+                f"{size[0] if size[0] == size[1] else list(size)} (model.img_size in a recipe), or images of that size"
+            )
+        if self.remembers:
+            return self.model(inputs_BCHW, memory_state=state)  # type: ignore[no-any-return]
+        logits = self.model(inputs_BCHW)
+        return ModelOutput(logits, (), logits.new_zeros(()))
+
+
+@MODELS.register("transformers")
+class TransformersModel(nn.Module):
+    """A decoder of transformers as a language model of this package, through `add_memory`.
+
+    It works in `SegmentLoop`, `read_stream` and recipes, and reads one segment a call; positions begin again with each.
+    These loops, and `generate`, wrap a decoder that has a memory with a state in it themselves.
+
+    Args:
+        vocabulary: V. Ignored if `pretrained` or `model` is given, which have their own.
+        architecture: type of the model in transformers, "gpt2" or "llama".
+        memory: None, the name of a memory that such a decoder takes ("grc_stream", "memorizing", "rmt", ...), or
+            {"name": ..., option: value}.
+        pretrained: published weights by name, or a folder (may need network); None for random ones.
+        model: a decoder with its head, with a memory or without; it is not copied. Its own `segment_length` cuts its
+            inputs.
+        options: of transformers' config (n_embd, n_layer, hidden_size, ...).
+
+    Raises:
+        ValueError: unknown architecture, options beside `pretrained` or `model`, a model that predicts no next tokens,
+            or an error of `add_memory`.
+    """
+
+    scores_last = True
+    """`forward` takes `last_only`, which `generate` uses."""
+
+    def __init__(
+        self,
+        vocabulary: int | None = None,
+        architecture: str = "gpt2",
+        memory: OneMemory | None = None,
+        pretrained: str | None = None,
+        model: nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        transformers = require("transformers", extra="language")
+        given = f"pretrained={pretrained!r}" if model is None else f"model={type(model).__name__}"
+        if options and given != "pretrained=None":
+            raise ValueError(f"{given} has a config of its own; leave out {', '.join(options)}")
+        if model is not None:
+            if pretrained is not None:
+                raise ValueError(f"{given} has weights of its own; leave out pretrained={pretrained!r}")
+            self.model, self.training = _with_head(model), model.training
+        elif pretrained is not None:
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(pretrained)
+        else:
+            if vocabulary is None:
+                raise ValueError("vocabulary=None: give the number of token ids, or the name of pretrained weights")
+            at_least_one(vocabulary=vocabulary)
+            with refused_by("transformers", f"{architecture} with {shown(options)}"):
+                config = transformers.AutoConfig.for_model(architecture, vocab_size=vocabulary, **options)
+                self.model = transformers.AutoModelForCausalLM.from_config(config)
+        self.vocabulary = int(self.model.config.vocab_size)
+        if memory is not None:
+            add_memory(self.model, memory, segment_length=None)  # the caller cuts the text and carries the state
+            if not hasattr(self.model, "init_memory_state"):
+                raise ValueError(
+                    f"memory={memory!r}: {type(self.model).__name__} carries no state from call to call; take "
+                    "architecture='gpt2' or 'llama'"
+                )
+        self.remembers = hasattr(self.model, "init_memory_state")
+
+    def set_activation_checkpointing(self, enabled: bool = True) -> None:
+        """Switch transformers' own activation checkpointing, not reentrant, which would detach the state."""
+        old, new = ("gradient_checkpointing", "activation_checkpointing")  # in earlier and later versions
+        name = new if hasattr(self.model, f"{new}_enable") else old
+        if enabled:
+            getattr(self.model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}})
+        else:
+            getattr(self.model, f"{name}_disable")()
+
+    def init_state(self, batch_size: int) -> State:
+        """State of rows that have seen nothing; empty without a memory."""
+        return self.model.init_memory_state(batch_size) if self.remembers else ()
+
+    def forward(
+        self,
+        inputs_BN: Tensor,
+        state: State | None = None,
+        reset: Tensor | None = None,
+        *,
+        padding: Tensor | None = None,
+        last_only: bool = False,
+        documents: Tensor | None = None,
+    ) -> ModelOutput:
+        """Logits (B, N, V) for the next token at each position of the segment.
+
+        Args:
+            inputs_BN: token ids.
+            state: state after the last segment; None for the start of a stream.
+            reset: (B,) bool, rows that begin a new document and forget.
+            padding: (B, N) bool, True = padding.
+            last_only: outputs of only the last position, (B, 1, V).
+            documents: (B, N) ids of the consecutive documents in a row, negative at padding; see `LanguageModel`.
+
+        Raises:
+            ValueError: a state of another model or number of rows; documents in a compiled call, or a document that
+                begins again.
+        """
+        state = begun(self, state, reset, inputs_BN.shape[0]) if self.remembers else ()
+        if documents is not None:
+            out = read_documents(self._read, documents, padding, (inputs_BN,), state, self.init_state)
+            return out._replace(outputs=out.outputs[:, -1:]) if last_only else out
+        return self._read(inputs_BN, state, padding, last_only)
+
+    def _read(self, inputs_BN: Tensor, state: State, padding: Tensor | None, last_only: bool = False) -> ModelOutput:
+        """`forward` of rows of one text each."""
+        more: dict[str, Any] = {"memory_state": state} if self.remembers else {}
+        mask = None if padding is None else (~padding).to(torch.long)
+        keep = 1 if last_only else 0
+        out = self.model(input_ids=inputs_BN, attention_mask=mask, use_cache=False, logits_to_keep=keep, **more)
+        return ModelOutput(out.logits, out.memory_state if self.remembers else (), out.logits.new_zeros(()))
+
+    def generate(self, prompt_BN: Tensor, state: State | None = None, **options: Any) -> Generation:
+        """Continue a text; see `cached_transformers.models.generation.generate` for the options."""
+        return generate(self, prompt_BN, state, **options)
+
+
+def _with_head(model: Any) -> Any:
+    """The model, if it predicts next tokens.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not hasattr(getattr(model, "config", None), "to_json_string"):
+        raise ValueError(
+            f"model={type(model).__name__} is no model of transformers; loops take models of this package as they are"
+        )
+    generates = hasattr(type(model), "_expand_inputs_for_generation")  # one that fills masks sees later tokens
+    if model.get_output_embeddings() is None or model.config.is_encoder_decoder or not generates:
+        raise ValueError(
+            f"model={type(model).__name__} predicts no next tokens; give a decoder with its head, as GPT2LMHeadModel"
+        )
+    return model

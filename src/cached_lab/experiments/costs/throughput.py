@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from cached_lab.experiments.reports.markdown import table
 from cached_transformers.integrations.adapters import add_memory
-from cached_transformers.integrations.timm.modeling import TimmModel
+from cached_transformers.integrations.models import TimmModel
 from cached_transformers.memories.grc.shared_cache_memory import SharedCacheMemory
 from cached_transformers.registry import unknown_name
 
