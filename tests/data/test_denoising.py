@@ -1,6 +1,6 @@
-"""Noise on token ids: exact rates, what is kept in order, inverses, limiting cases and distributions.
+"""Noise on token ids: exact rates, order, inverses, limiting cases and distributions.
 
-Texts are 0, 1, 2, .., so that each token says where it stood.
+Texts are 0, 1, 2, .., so that each token is its own place.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_infilling_covers_exactly_the_rate_and_keeps_the_order(
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 60), hundredths, seeds)
 def test_every_gap_holds_the_masks_of_its_spans(size: int, rate: int, seed: int) -> None:
-    """Between two neighbours that stay, and did not stand side by side, there is at least one mask."""
+    """Between two remaining neighbours that were not adjacent there is at least one mask."""
     noised = infill_text(np.arange(size), rate / 100, MASK, generator(seed))
     before = -1
     masks = 0
@@ -121,7 +121,7 @@ def test_every_gap_holds_the_masks_of_its_spans(size: int, rate: int, seed: int)
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 4), max_size=30), st.integers(0, 3), hundredths, seeds)
 def test_infilling_of_whole_words_never_cuts_one(words: list[int], head: int, rate: int, seed: int) -> None:
-    """Rates count words, and a word's tokens stay or go together; what stands before the first word stays."""
+    """Rates count words, and a word's tokens stay or go together; tokens before the first word stay."""
     starts = np.array([False] * head + [place == 0 for word in words for place in range(word)], dtype=bool)
     owner = [-1] * head + [index for index, word in enumerate(words) for _ in range(word)]
     tokens = np.arange(len(starts))

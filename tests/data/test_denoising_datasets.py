@@ -1,4 +1,4 @@
-"""Raw text as pairs: blocks, special ids, objectives by name, noise by row and epoch, and what is refused."""
+"""Raw text as pairs: blocks, special ids, objectives by name, noise by row and epoch, and refusals."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_blocks_cover_the_text_and_begin_with_documents_where_told() -> None:
 
 @pytest.mark.parametrize("name", OBJECTIVES.names())
 def test_every_objective_gives_pairs_that_fit(text: Path, name: str) -> None:
-    """Sources and targets within max_length, decoder inputs one place behind, and the text to be had from them."""
+    """Sources and targets within max_length, decoder inputs shifted by one, and the text recoverable from them."""
     data = made(text, objective=name)
     special = data.tokenizer
     assert data.describe()["vocabulary"] == special.vocabulary and data.task == "translation"

@@ -1,4 +1,4 @@
-"""Data in COCO's format: where it lies, what is learned of it, and what is refused, dropped or mended."""
+"""Data in COCO's format: places, targets, and refused, dropped or repaired annotations."""
 
 from __future__ import annotations
 
@@ -223,57 +223,9 @@ def test_some_images_alone(tmp_path):
 # ---------------------------------------------------------------------------------------------- refusals
 
 
-def strange_category(annotations):
-    annotations["annotations"][3]["category_id"] = 77
-
-
-def strange_image(annotations):
-    annotations["annotations"][3]["image_id"] = 9
-
-
-def repeated_image(annotations):
-    annotations["images"][1]["id"] = 100
-
-
-def repeated_annotation(annotations):
-    annotations["annotations"][1]["id"] = 1
-
-
-def repeated_name(annotations):
-    annotations["categories"][0]["name"] = "red"
-
-
-def strange_box(annotations):
-    annotations["annotations"][0]["bbox"] = [1, 2, float("nan"), 4]
-
-
-def no_height(annotations):
-    del annotations["images"][2]["height"]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (strange_category, r"category_id=77 of 1 annotations \(id 12\).* of 5, 10, 15"),
-        (strange_image, r"image_id=9 of 1 annotations \(id 12\)"),
-        (repeated_image, "id=100 repeats in images"),
-        (repeated_annotation, "id=1 repeats in annotations"),
-        (repeated_name, "name=red repeats in categories"),
-        (strange_box, r"annotation 1\.bbox=\[1, 2, nan, 4\]"),
-        (no_height, r"images\[2\] \(id 102\).*\(width, height\)=\(72, None\)"),
-    ],
-)
-def test_contradictions_are_refused_by_name(tmp_path, change, message):
-    with pytest.raises(ValueError, match=message):
-        load(changed(tmp_path, change))
-
-
-# ------------------------------------------------------------------------------------------------- files
-
-
-def of_first(kind, key, value):
+def having(kind, key, value, place=0):
     def change(annotations):
-        annotations[kind][0][key] = value
+        annotations[kind][place][key] = value
 
     return change
 
@@ -281,24 +233,31 @@ def of_first(kind, key, value):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (having("annotations", "category_id", 77, 3), r"category_id=77 of 1 annotations \(id 12\).* of 5, 10, 15"),
+        (having("annotations", "image_id", 9, 3), r"image_id=9 of 1 annotations \(id 12\)"),
+        (having("images", "id", 100, 1), "id=100 repeats in images"),
+        (having("annotations", "id", 1, 1), "id=1 repeats in annotations"),
+        (having("categories", "name", "red"), "name=red repeats in categories"),
+        (having("annotations", "bbox", [1, 2, float("nan"), 4]), r"annotation 1\.bbox=\[1, 2, nan, 4\]"),
+        (lambda tree: tree["images"][2].pop("height"), r"images\[2\] \(id 102\).*=\(72, None\)"),
         (lambda tree: tree["images"].insert(0, 3), r"images\[0\]=3: must be an object"),
         (lambda tree: tree["annotations"].append("x"), r"annotations\[12\]='x': must be an object"),
         (lambda tree: tree["categories"].append([]), r"categories\[3\]=\[\]: must be an object"),
-        (of_first("images", "id", [1]), r"images\[0\]\.id=\[1\]: must be a whole number"),
-        (of_first("images", "id", "a"), "ids of images mix text and numbers"),
-        (of_first("images", "width", True), r"\(width, height\)=\(True, 48\)"),
-        (of_first("images", "height", 10**9), "of 2,147,483,648 pixels at most"),
-        (of_first("annotations", "image_id", {}), r"annotations\[0\]\.image_id={}"),
-        (of_first("annotations", "category_id", [5]), r"annotations\[0\]\.category_id=\[5\]"),
-        (of_first("annotations", "id", 10**40), r"annotations\[0\]\.id=1000"),
-        (of_first("annotations", "bbox", [10**400, 0, 1, 1]), r"annotation 1\.bbox=\["),
-        (of_first("annotations", "area", "large"), r"annotation 1\.area='large'"),
-        (of_first("annotations", "area", -1), r"annotation 1\.area=-1"),
-        (of_first("annotations", "iscrowd", "no"), r"annotation 1\.iscrowd='no': must be 0 or 1"),
-        (of_first("categories", "name", ["a"]), r"categories\[0\]\.name=\['a'\]: must be text"),
+        (having("images", "id", [1]), r"images\[0\]\.id=\[1\]: must be a whole number"),
+        (having("images", "id", "a"), "ids of images mix text and numbers"),
+        (having("images", "width", True), r"\(width, height\)=\(True, 48\)"),
+        (having("images", "height", 10**9), "of 2,147,483,648 pixels at most"),
+        (having("annotations", "image_id", {}), r"annotations\[0\]\.image_id={}"),
+        (having("annotations", "category_id", [5]), r"annotations\[0\]\.category_id=\[5\]"),
+        (having("annotations", "id", 10**40), r"annotations\[0\]\.id=1000"),
+        (having("annotations", "bbox", [10**400, 0, 1, 1]), r"annotation 1\.bbox=\["),
+        (having("annotations", "area", "large"), r"annotation 1\.area='large'"),
+        (having("annotations", "area", -1), r"annotation 1\.area=-1"),
+        (having("annotations", "iscrowd", "no"), r"annotation 1\.iscrowd='no': must be 0 or 1"),
+        (having("categories", "name", ["a"]), r"categories\[0\]\.name=\['a'\]: must be text"),
     ],
 )
-def test_values_of_another_type_are_refused_by_name(tmp_path, change, message):
+def test_contradictions_and_values_of_another_type_are_refused_by_name(tmp_path, change, message):
     file = changed(tmp_path, lambda tree: None) / "annotations" / "instances_train2017.json"
     annotations = json.loads(file.read_text(encoding="utf-8"))
     change(annotations)
@@ -324,7 +283,7 @@ def test_values_of_another_type_are_refused_by_name(tmp_path, change, message):
     ],
 )
 def test_a_code_that_leaves_the_image_never_reaches_pycocotools(tmp_path, spoiled):
-    root = changed(tmp_path, of_first("annotations", "segmentation", spoiled))
+    root = changed(tmp_path, having("annotations", "segmentation", spoiled))
     with pytest.warns(UserWarning, match=r"no usable segmentation\): id 1"):
         data = load(root, masks=True)
     assert len(data.target(100)["masks"]) == 1

@@ -91,7 +91,7 @@ def test_classes_are_counted_as_torchvision_counts_them(name, first):
 
 @pytest.mark.parametrize("size", [(47, 91), (133, 61), (300, 500), (64, 64)])
 def test_boxes_and_masks_come_back_in_pixels_of_the_original(size):
-    """A detector that finds what it is told, in the resized image, gives it back where it was."""
+    """Ground truth found in the resized image comes back at its original place."""
     model = small("mask_rcnn").eval()
     height, width = size
     masks = torch.zeros(2, height, width, dtype=torch.uint8)
@@ -154,7 +154,7 @@ def test_what_cannot_be_resized_is_refused():
 
 
 def test_a_closed_memory_is_no_memory():
-    """With the gate shut the cached detector computes what the plain one does, in training and evaluation."""
+    """With closed gates the cached detector equals the plain one, in training and evaluation."""
     cached, plain = small(**CACHES), small()
     for module in cached.modules():
         if hasattr(module, "close_gate"):
@@ -189,7 +189,7 @@ def test_caches_are_written_in_training_and_frozen_in_evaluation():
 
 
 def test_maps_are_interpolated_to_the_cache_in_two_dimensions():
-    """An image that varies along its height alone leaves a cache that does, whatever the shape of the two maps."""
+    """An image that varies only along its height leaves such a cache, for any shapes of the two maps."""
     model = small(memory={**GRC, "interpolation": "linear", "ratio": 1.0}, cache_image_size=[96, 32])
     body = model.detector.backbone.body
     stripes = torch.linspace(0, 1, 64)[:, None].expand(3, 64, 96)

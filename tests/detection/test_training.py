@@ -98,7 +98,7 @@ def test_scores_do_not_touch_the_model_and_are_those_of_the_run(trained, data, c
     for name, value in values.items():
         expected = summary["final"][name]
         assert math.isnan(value) == math.isnan(expected) and (math.isnan(value) or value == expected)
-    # And through the command, which also says what the memory is worth.
+    # The command gives the same scores, and those without the memory.
     arguments = ["--split", "validation", "--checkpoint", "last", "--memory", "carry,reset", "--device", "cpu"]
     assert main(["evaluate", str(run), *arguments, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["scores"]
@@ -124,7 +124,7 @@ def test_pieces_of_a_batch_give_the_gradient_of_the_whole(data, tmp_path):
     for pieces in (1, 2):
         tree = recipe(data, "retinanet", steps=2, accumulate=pieces, evaluate_every=2)
         tree["model"] |= {"memory": None, "cache_image_size": None}
-        tree["data"]["image_ids"] = [100, 105]  # of one size: what is padded is seen, too
+        tree["data"]["image_ids"] = [100, 105]  # of one size, since attention sees padding
         # Sums in another order differ in the last digit, which Adam's first steps would make much of.
         tree["optimizer"] = {"name": "sgd", "learning_rate": 1e-2}
         run_training(config_from_dict(tree), tmp_path / str(pieces))
@@ -144,7 +144,7 @@ def test_bfloat16_and_recomputation(data, tmp_path):
 def test_two_processes_follow_the_curve_of_one(data, tmp_path):
     tree = recipe(data, "retinanet", steps=4, batch_size=2, evaluate_every=4)
     tree["model"] |= {"memory": None, "cache_image_size": None}
-    tree["data"]["image_ids"] = [100, 105]  # of one size: what is padded is seen, too
+    tree["data"]["image_ids"] = [100, 105]  # of one size, since attention sees padding
     tree["optimizer"] = {"name": "sgd", "learning_rate": 1e-2}
     path = tmp_path / "made.yaml"
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")

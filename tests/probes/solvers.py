@@ -1,7 +1,7 @@
-"""Solvers of the probe tasks that read an episode as the docstrings tell it, token by token, and remember everything.
+"""Solvers of the probe tasks: they read an episode token by token, by the rules of the docstrings, and forget nothing.
 
-A solver says which answers are possible at one place: one, where it has seen what is needed; where the first segment is
-hidden (None in the place of its tokens), all that what is left allows.
+A solver returns the possible answers at one place: a single one if the episode is complete, and all answers that fit
+the rest if the first segment is hidden (its tokens are None).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cached_lab.experiments.probes.tasks import stories as worlds
 
 Tokens = Sequence[int | None]
 Solver = Callable[[Any, Tokens, int, list[int]], set[int]]
-"""Given the task, the tokens, the place, and the answers at earlier places: what is possible there."""
+"""Given the task, the tokens, the place, and the answers at earlier places: the possible answers."""
 
 
 def latch(task: Any, tokens: Tokens, place: int, told: list[int]) -> set[int]:
@@ -37,7 +37,7 @@ def passkey(task: Any, tokens: Tokens, place: int, told: list[int]) -> set[int]:
 
 def recall(task: Any, tokens: Tokens, place: int, told: list[int]) -> set[int]:
     places = range(0, len(tokens) - task.segment, task.segment)
-    if len(tokens) == task.segment:  # all of them stand at the begin
+    if len(tokens) == task.segment:  # all pairs come first
         places = range(0, next(at for at in range(len(tokens)) if tokens[at] >= task.keys + task.values), 2)  # type: ignore[operator]
     pairs = {tokens[at]: tokens[at + 1] for at in places}
     asked = tokens[place]
@@ -48,7 +48,7 @@ def strings(task: Any, tokens: Tokens, place: int, told: list[int]) -> set[int]:
     separator, question = task.symbols, task.symbols + 1
     found: dict[tuple[Any, ...], Any] = {}
     places = range(0, len(tokens) - task.segment, task.segment)
-    if len(tokens) == task.segment:  # all of them stand at the begin, each with its end
+    if len(tokens) == task.segment:  # all pairs come first, each with its end
         size, end = task.key_size + task.value_size + 2, task.symbols + 2
         places = range(0, size * tokens.count(end), size)
     for at in places:

@@ -1,4 +1,4 @@
-"""`cached leaderboard`: the order of the rows, their intervals and costs, and what the command keeps and writes."""
+"""`cached leaderboard`: the order of the rows, their intervals and costs, and the stored and written files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def result(memory: str, arm: str, task: str, seed: int, far: dict[str, float]) -
 
 
 def made(seeds: int = 1, **shares: tuple[dict[str, float], dict[str, float]]) -> dict[str, Any]:
-    """What is known of two tasks: for each memory its answers by distance on one and the other."""
+    """Results on two tasks: for each memory its answers by distance on both."""
     found = [
         result("none", arm, task, seed, {"3": 0.5} if arm == "whole text" else {"3": 0.5, "100": 0.2, "200": 0.2})
         for arm in ("no memory", "whole text")
@@ -161,7 +161,7 @@ COMMAND = "leaderboard --memories {} --tasks latch --steps 4 --page board.md"
 
 @pytest.fixture
 def mine() -> Iterator[str]:
-    """A memory of somebody else's, registered in this process."""
+    """A third-party memory, registered in this process."""
 
     class Mine(RMT):
         """Theirs."""
@@ -193,7 +193,7 @@ def test_the_command_keeps_what_is_there_and_writes_between_the_marks(
 
 
 def made_plain(content: dict[str, Any]) -> dict[str, Any]:
-    """The same from a machine that nobody names, and from trainings that tell no commit."""
+    """The same content from an unnamed machine, and from trainings without a commit."""
     results = [{key: value for key, value in r.items() if key != "environment"} for r in content["results"]]
     return content | {"machine": "a machine", "results": results}
 

@@ -1,4 +1,4 @@
-"""Probes by distance: the course, the streams, and what the command keeps."""
+"""Probes by distance: the course, the streams, and the stored files."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_a_training_that_is_cut_off_leaves_no_weights_beside_the_result_of_other
         patch.setattr("cached_lab.experiments.probes.far_trials.json_text", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             list(trials(6).train(trials(6).missing(), jobs=1))
-    assert len(trials(4).missing()) == 1  # that of which the weights are another's by now
+    assert len(trials(4).missing()) == 1  # the trial whose weights were overwritten
 
 
 def test_asking_ends_where_a_memory_is_near_a_guess(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`cached probe`: the protocol tells a memory from none, and the command keeps what is finished."""
+"""`cached probe`: the protocol tells a memory from none, and the command keeps finished trainings."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_bound_of_the_theory_is_the_bound_of_the_gradient() -> None:
 
 
 def test_whole_episodes_are_counted_beside_single_answers() -> None:
-    """Of a model that says 1 everywhere: right where 1 is asked, and wholly where nothing else is."""
+    """A model that always answers 1 is right where 1 is asked, and exact where only 1 is asked."""
     task = PROBES.create("copy", symbols=2)
     episode = task.draw(300, 1, torch.Generator().manual_seed(10**6 + 1))
     answers_BS = episode.targets_BN[:, -task.segment :]

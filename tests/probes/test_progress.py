@@ -1,4 +1,4 @@
-"""What a probe says while it works, and how a person sees it: on a terminal, in a pipe, of several processes."""
+"""Progress messages of a probe, on a terminal, in a pipe, and from several processes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check(step: int, distance: int = 1, solved: bool = False) -> Check:
 
 
 def shown(terminal: bool) -> str:
-    """What a trial of 100 steps leaves, of which some solve a distance."""
+    """Return the output of a trial of 100 steps, some of which solve a distance."""
     written = StringIO()
     console = Console(file=written, force_terminal=terminal, color_system=None, width=200)
     with ProbeProgress(console) as progress:

@@ -1,4 +1,4 @@
-"""Probe tasks: what is asked can be answered from the episode, and from nothing that stands near the question."""
+"""Probe tasks: an episode determines its answers, and the tokens near the question do not."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     **{f"babilong/qa{n}": ({"question": f"qa{n}"}, (2, 5)) for n in range(2, 6)},
     "babilong/long": ({"question": "qa3", "facts": 20, "segment": 18}, (5,)),
 }
-"""Options and distances, by the name of a task and what is special."""
+"""Options and distances, by the name of a task and of the case."""
 
 
 def made(case: str) -> ProbeTask:
@@ -137,7 +137,7 @@ KNOWN = sorted(
     - {"common_words", "frequent_words", "common_words/paper", "frequent_words/paper", "variable_tracking/chains"}
     - {case for case in CASES if case.startswith("babilong/")}
 )
-"""Those of which it is known what a memory has that lacks the first segment."""
+"""Cases with an exact `without_first`."""
 
 
 @pytest.mark.parametrize("case", KNOWN)
@@ -182,7 +182,7 @@ def test_places_and_keys_are_drawn_without_repetition_and_evenly() -> None:
 
 
 def test_questions_of_mqar_follow_the_power_law() -> None:
-    """The first of them by its own law, the second by what the first has left; in blocks as at once."""
+    """The first follows the law, the second the law without the first; also in blocks."""
     a, slots = 0.3, 6
     drawn_BQ = power_law_slots(40_000, 2, slots, a, torch.Generator().manual_seed(0))
     law = torch.arange(1, slots + 1, dtype=torch.float64) ** (a - 1)
@@ -423,7 +423,7 @@ def test_facts_of_the_real_files(shared: Path) -> None:
 def test_babilong_puts_a_story_into_the_sentences_of_a_book(
     distance: int, segment: int, library: dict[str, Path]
 ) -> None:
-    """Without facts and question there are the book's sentences of ten words, unbroken, cut at the end alone.
+    """Without facts and question there are the book's sentences of ten words, unbroken, truncated only at the end.
 
     At distance 0 story and question share the segment; in shorter ones there is no such distance.
     """

@@ -1,4 +1,4 @@
-"""The recipes of the image tables at full size: they are what the papers say, and train two steps on made data."""
+"""The recipes of the image tables at full size: they match the papers, and train two steps on synthetic data."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHALLOW = {
     "swin": ["model.depths=[1,1,1,1]"],
 }
 # With so few layers PVT-Small is PVT-Tiny, and PVTv2-B3 is PVTv2-B4, setting for setting; the other two differ from
-# these in the drop path and the clipping of gradients, of which either has one form. Swin on 22,000 classes has a
+# these in the drop path and the clipping of gradients, and each setting has one form. Swin on 22,000 classes has a
 # wider head, and finetuning images of 384 pixels.
 ALIKE = (
     *("imagenet_pvt_small_grc", "imagenet_pvt_medium_grc", "imagenet_pvt_v2_b2_grc", "imagenet_pvt_v2_b3_grc"),
@@ -116,7 +116,7 @@ def test_they_train_two_steps_on_made_data_of_the_right_shape(name, imagenet, tm
     training = ["training.steps=2", f"training.batch_size={batch}", "training.workers=0", "training.evaluate_every=2"]
     training += ["training.device=cpu", "training.tensorboard=false", "training.log_every=1", "schedule.warmup_steps=1"]
     training += ["training.evaluation_batch_size=6", "training.precision=float32"]
-    if "finetune" in name:  # what it begins with is trained first, on other classes
+    if "finetune" in name:  # its initial weights come from a training on other classes
         first = [f"data.path={imagenet / '22k'}", "data.validation_fraction=0.25", "data.label=tar", *training]
         run_training(load_config("imagenet22k_swin_tiny_grc", [*first, *shallow(name)]), tmp_path / "first")
         training.append(f"training.initial_weights={tmp_path / 'first'}")

@@ -49,7 +49,7 @@ SMALL = ["bart_small", "t5_small", "switch_small", "gpt_small"]
 def test_published_sizes(name: str, config: str, model: str, options: Any, count: int, without: int) -> None:
     transformers = library("transformers")
     ours = load_config(name)
-    sizes = {"vocabulary": ours.data["vocabulary_size"], **ours.model}  # what the data would say
+    sizes = {"vocabulary": ours.data["vocabulary_size"], **ours.model}  # as the data would set it
     with torch.device("meta"):
         theirs = getattr(transformers, model)(getattr(transformers, config)(**options))
         built = create_model(**sizes)

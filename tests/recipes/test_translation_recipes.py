@@ -1,4 +1,4 @@
-"""The recipes for translation: they are what the papers say, and train two steps on made data."""
+"""The recipes for translation: they match the papers, and train two steps on synthetic data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parallel text in every form it comes in, and what is wrong with some of it, named by file and line."""
+"""Parallel text in every layout, and errors that name file and line."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_long_and_unequal_pairs(tmp_path: Path) -> None:
     ):
         test = build(tmp_path, "test", max_length=20, max_ratio=2.0)
     assert len(test) == 3 and len(test[1].source) == len(test[1].targets) == 20 and test[1].source[-1] == END
-    assert test.texts.target[1] == many  # what is scored is the whole reference
+    assert test.texts.target[1] == many  # scores use the whole reference
     with pytest.raises(ValueError, match=r"none of 3 pairs is left \(0 empty, 3 longer"):
         build(tmp_path, max_length=2)
 
@@ -245,7 +245,7 @@ def test_a_tokenizer_of_another_run(corpus: Path, trained: Path, tmp_path: Path)
 
 
 class Rows(list[dict[str, Any]]):
-    """What the `datasets` library gives: rows with column names and a fingerprint."""
+    """Rows of the `datasets` library, with column names and a fingerprint."""
 
     _fingerprint = "f"
 

@@ -1,4 +1,4 @@
-"""Subwords: nothing is unknown, what is decoded is the very text, and a tokenizer comes back as it was saved."""
+"""Subwords: nothing is unknown, decoding inverts encoding, and a tokenizer comes back as it was saved."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_saved_tokenizer_comes_back(joint: bool) -> None:
     source, target = [again.encode_batch(["Ein Mann"], target=t)[0] for t in (False, True)]
     assert source[-1] == target[-1] == END and (source == target) is joint
     assert again.decode(target) == "ein mann" == again.decode(source, source=True)
-    assert again.decode([*target, *target]) == "ein mann"  # what stands behind the end is not text
+    assert again.decode([*target, *target]) == "ein mann"  # tokens after the end are no text
     assert again.lossless is False
 
 

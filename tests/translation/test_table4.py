@@ -57,7 +57,7 @@ def test_rows_cost_what_they_are_said_to_cost(corpus: Path) -> None:
     assert counted["transformer-wider"] == pytest.approx(counted["transformer-released"], rel=0.005)
     assert counted["transformer"] < counted["transformer-paper"] < 1.2 * counted["transformer-released"]
     for name in ("transformer-paper", "transformer-released"):
-        (cache,) = caches(build_model(variants[name].config))  # in the encoder's layer alone
+        (cache,) = caches(build_model(variants[name].config))  # in the encoder's layer only
         assert cache.cache_MC.shape == (64, 8)
         assert cache.attend == ("mean" if name.endswith("paper") else "sample")
 

@@ -52,7 +52,7 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
     first, same, other = (TokenOrder(LENGTHS, 100, seed) for seed in (5, 5, 6))
     assert taken(first, 1) == taken(same, 1) != taken(first, 0)
     assert taken(first, 1) != taken(other, 1)
-    # Not the order alone: who stands beside whom changes too.
+    # Epochs change the order and the neighbours of a row.
     assert {frozenset(batch) for batch in taken(first, 0)} != {frozenset(batch) for batch in taken(first, 1)}
     steps = first.batches + 3
     late = TokenOrder(LENGTHS, 100, 5, start=steps)

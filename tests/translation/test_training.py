@@ -1,4 +1,4 @@
-"""The training task: what a step learns from, resume to the bit, averaged checkpoints, scores, and what is refused."""
+"""The training task: the data of a step, bitwise resume, averaged checkpoints, scores and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cached translate`: a line out for each line in, whatever the lines are, and what is left when it stops."""
+"""`cached translate`: one output line per input line, for any lines, and its state after a stop."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ class ProbeSizes:
     """Size of the model and length of its training, which ends early when the accuracy reaches `enough`.
 
     Attributes:
-        steps: the most. check_every: steps between two checks on `rows` new episodes, each of which may advance a
-            curriculum: rare checks spend most of the steps on solved distances.
+        steps: the most. check_every: steps between two checks on `rows` new episodes. A check may advance a
+            curriculum, so rare checks spend most of the steps on solved distances.
     """
 
     width: int = 32

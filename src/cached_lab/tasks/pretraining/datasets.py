@@ -23,7 +23,7 @@ from cached_transformers.registry import unknown_name
 
 from .objectives import ObjectiveSpec, create_objective
 
-_SHORTEST = 2  # tokens of which every objective can make a pair
+_SHORTEST = 2  # tokens, enough for every objective
 _SENTINELS = 100  # of T5
 _COUNTED = 2000  # pairs of the training split that the unigram baseline counts
 
