@@ -175,7 +175,8 @@ def _streams(train: TextDataset, settings: TrainingConfig, world: World) -> Stre
                 "process, and a pipeline's row by several; take a text on disk, or training.pipeline=1"
             )
         order = (train.parts, train.window, train.shuffle)
-        return StreamedRows(train.documents, train.tokenizer, settings, length, align, packed, *order, world)
+        tokenizer: Any = train.tokenizer  # which replaces the option of this name
+        return StreamedRows(train.documents, tokenizer, settings, length, align, packed, *order, world)
     if settings.batch_size * length > len(train):
         raise ValueError(
             f"training.batch_size={settings.batch_size} rows of training.segments={settings.segments} x "
@@ -199,13 +200,9 @@ def check(config: RunConfig, model: nn.Module, data: TextDataset, scored: TextDa
     """Refuse settings and models that do not suit text (ValueError); `scored` is the validation split."""
     settings, size = config.training, data.tokenizer.vocabulary
     if "reset" not in inspect.signature(model.forward).parameters or not hasattr(model, "vocabulary"):
-        raise ValueError(
-            f"data {data.name!r} is text, for which model {config.model['name']!r} is none; take language_model"
-        )
+        raise ValueError(f"data {data.name!r} is text; take language_model, not {config.model['name']!r}")
     if model.vocabulary < size:  # type: ignore[operator]
-        raise ValueError(
-            f"model.vocabulary={model.vocabulary} is below the {size} token ids of the data; leave it out, or raise it"
-        )
+        raise ValueError(f"model.vocabulary={model.vocabulary} is below the {size} token ids of the data; leave it out")
     known = [name for name in ("loss", "perplexity", "bits_per_byte", "word_perplexity") if name in scored.scores(1, 1)]
     if settings.metric not in known:
         raise ValueError(
