@@ -94,7 +94,7 @@ def test_a_stream_is_of_a_language_model_and_its_own_tokenizer(tmp_path):
         read_tokenizer(path, model)
     model.init_state, model.vocabulary = lambda rows: torch.zeros(rows), 3
     path.write_bytes(WordTokenizer(["<unk>", "<eos>", "a", "b"], False).dump())
-    with pytest.raises(ValueError, match="has 4 ids, the model 3: it is that of another run"):
+    with pytest.raises(ValueError, match="has 4 ids, the model 3: it is of another run"):
         read_tokenizer(path, model)
     path.unlink()
     with pytest.raises(ValueError, match="is not a run of a language model on text"):

@@ -256,7 +256,7 @@ class TestImageNet:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("490\n361\n", "numbers alone, which the development kit counts in an order of its own"),
+            ("490\n361\n", "only numbers, whose order is unknown"),
             ("a.JPEG n01\n", r"lacks 1 of 2 images: b.JPEG"),
             ("a.JPEG n09\nb.JPEG n01", "line 1: 'n09' is none of the 2 classes"),
             ("n01\n", "names the classes of 1 images, but there are 2"),

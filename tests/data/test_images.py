@@ -330,9 +330,9 @@ class TestImageFolder:
         [
             ({"image_size": 0}, "image_size=0 must be at least 1 pixel"),
             ({"channels": 4}, r"channels=4 must be 3 \(colour\) or 1 \(grey\)"),
-            ({"mean": [0.5]}, "must have one number for each of the 3 channels"),
+            ({"mean": [0.5]}, "one number for each of 3 channels"),
             ({"std": [1.0, 1.0, 0.0]}, "std above 0"),
-            ({"std": [1.0]}, "one number for each of the 3 channels"),
+            ({"std": [1.0]}, "one number for each of 3 channels"),
             ({"seed": -1, "validation_fraction": 0.5}, "data.seed=-1 must not be negative"),
             (
                 {"validation_fraction": 0.01, "split": "validation"},

@@ -315,7 +315,7 @@ def test_wikitext_has_the_published_counts(shared):
             "books",
             {"path": "two"},
             ValueError,
-            "2 texts, which cannot be dealt to three splits; take data.holdout=tail",
+            "2 texts, too few for three splits; take data.holdout=tail",
         ),
         ("books", {"path": "two", "holdout": "end"}, ValueError, "data.holdout='end' must be one of 'file'"),
         ("books", {"path": "licence", "holdout": "tail"}, ValueError, "is an empty document; remove it"),

@@ -96,7 +96,7 @@ def test_it_is_a_data_set() -> None:
     ("options", "message"),
     [
         ({"kind": "recall"}, "unknown data.kind 'recall'"),
-        ({"segment_length": 7}, "data.segment_length=7 must be at least 8: two facts of 3 tokens"),
+        ({"segment_length": 7}, "data.segment_length=7 must be at least 8"),
         ({"segments": 0}, "data.segments=0 must be at least 1"),
         ({"train_size": 0}, "data.train_size=0 must be at least 1"),
         ({"noise": 0}, "data.noise=0 must be at least 1"),

@@ -360,11 +360,11 @@ def test_compare_takes_the_lower_perplexity_for_the_better(tmp_path, text, capsy
         ("data.tokenizer=word", "training.metric='bits_per_byte' does not suit text with tokenizer 'word'"),
         (
             "model.vocabulary=200",
-            "model.vocabulary=200, but data 'text' has vocabulary=256, which the model must have room",
+            "model.vocabulary=200, but data 'text' has vocabulary=256",
         ),
         (
             "model={name: sequence_classifier, classes: 2, max_length: 9}",
-            "for which model 'sequence_classifier' is none; take language_model",
+            "take language_model, not 'sequence_classifier'",
         ),
         (
             "training.batch_size=4000",

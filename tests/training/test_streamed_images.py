@@ -240,11 +240,11 @@ def test_a_file_that_cannot_be_decoded_has_a_stand_in(folder: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("data", "training", "message"),
     [
-        ({"parts": 4}, {}, r"data.parts=4 must lie between 1 and the number of shards, 3"),
+        ({"parts": 4}, {}, r"data.parts=4 must lie in 1..3"),
         ({"parts": 3}, {}, r"data.parts=3 must divide training.batch_size=8"),
         ({"classes": 0}, {}, r"data.classes=0 must lie in 1.."),
         ({"label": "tar"}, {}, r"label='tar' must be cls, or json:KEY"),
-        ({}, {"repeats": 2}, r"training.repeats=2 takes images several times"),
+        ({}, {"repeats": 2}, r"training.repeats=2: data"),
     ],
 )
 def test_bad_options_are_named(

@@ -235,8 +235,8 @@ def test_vocabularies_of_words(library: str, folder: Path) -> None:
     ("options", "message"),
     [
         ({"column": "body"}, r"data.column='body': .*, split train has text"),
-        ({"parts": 5}, r"data.parts=5 must lie between 1 and the number of shards, 4"),
-        ({"held_fraction": 0.5}, r"data.held_fraction=0.5 is taken twice"),
+        ({"parts": 5}, r"data.parts=5 must lie in 1..4"),
+        ({"held_fraction": 0.5}, r"data.held_fraction=0.5 must lie between 0 and 0.5"),
         ({"window": 0}, r"data.window=0 must be at least 1"),
         ({"reset": "always"}, r"data.reset='always' must be"),
         ({"dataset": "no/such-data-here"}, r"data.dataset='no/such-data-here' cannot be loaded"),

@@ -56,9 +56,7 @@ def open_picture(content: bytes, name: object, channels: int = 3, *, stored_size
                 opened.load()
                 picture = opened if opened.size == stored_size else operations.exif_transpose(opened)
                 if picture.mode == "F":
-                    raise ValueError(
-                        "its pixels are floating-point numbers, whose range is not known; save 8 or 16 bits"
-                    )
+                    raise ValueError("its pixels are floating-point numbers, whose range is not known; save bytes")
                 if picture.mode in ("I", "I;16", "I;16L", "I;16B", "I;16N"):
                     values = np.asarray(picture).astype(np.int64)
                     if values.min() < 0 or values.max() > 65535:

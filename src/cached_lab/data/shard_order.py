@@ -65,10 +65,7 @@ class Dealer(Generic[T]):
         if window < 1:
             raise ValueError(f"data.window={window} must be at least 1 item; 1 reads the items of a shard in order")
         if parts < 1 or parts > len(data.names):
-            raise ValueError(
-                f"data.parts={parts} must lie between 1 and the number of shards, {len(data.names)}; lower it, or "
-                "split the data into more files"
-            )
+            raise ValueError(f"data.parts={parts} must lie in 1..{len(data.names)}, the number of shards")
         self._data, self._part, self._window, self._seed = data, part, window, seed
         self._own = range(part, len(data.names), parts)
         self.given = 0
@@ -163,9 +160,7 @@ class Parts(NamedTuple):
     def of_rows(cls, parts: int, batch_size: int, first: int, rows: int) -> Parts:
         """The parts of `rows` rows from `first` on (ValueError: the batch does not divide evenly)."""
         if parts < 1 or batch_size % parts:
-            raise ValueError(
-                f"data.parts={parts} must divide training.batch_size={batch_size}: each part fills equally many rows"
-            )
+            raise ValueError(f"data.parts={parts} must divide training.batch_size={batch_size}, into equal rows")
         each = batch_size // parts
         return cls(each, range(first // each, -(-(first + rows) // each)))
 

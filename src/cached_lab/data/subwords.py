@@ -223,9 +223,7 @@ def train_subwords(kind: str, texts: Iterable[str], size: int, text_format: str)
     if kind not in SUBWORDS:
         raise ValueError(unknown_name("subwords", kind, list(SUBWORDS)))
     if size < SMALLEST:
-        raise ValueError(
-            f"data.vocabulary_size={size} must be at least {SMALLEST}: {len(SPECIALS)} special ids and the 256 bytes"
-        )
+        raise ValueError(f"data.vocabulary_size={size} must be at least {SMALLEST}: special ids and the 256 bytes")
     library = require("tokenizers", extra="language")
     alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
     common = {"special_tokens": list(SPECIALS), "initial_alphabet": alphabet, "show_progress": False}

@@ -41,10 +41,7 @@ class Classification(Task):
         if not is_stream(train):
             self.order = TrainingOrder(len(train), settings.batch_size, settings.seed, 0, self.share, settings.repeats)
         elif settings.repeats > 1:
-            raise ValueError(
-                f"training.repeats={settings.repeats} takes images several times, and data {train.name!r} are read "
-                "once; leave it at 1"
-            )
+            raise ValueError(f"training.repeats={settings.repeats}: data {train.name!r} are read once; leave it at 1")
         else:
             order = (settings.batch_size, settings.seed, self.share, train.parts, train.window)
             self.order = StreamedOrder(train.examples, *order)

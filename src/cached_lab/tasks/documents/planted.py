@@ -73,11 +73,9 @@ class PlantedDocuments(DocumentDataset):
         if self.kind not in KINDS:
             raise ValueError(unknown_name("data.kind", self.kind, list(KINDS)))
         check_segments(self.segment_length, self.segments)
-        if self.segment_length < 2 * FACT + QUESTION:
-            raise ValueError(
-                f"data.segment_length={self.segment_length} must be at least {2 * FACT + QUESTION}: two facts of "
-                f"{FACT} tokens, and a question of {QUESTION}"
-            )
+        shortest = 2 * FACT + QUESTION
+        if self.segment_length < shortest:
+            raise ValueError(f"data.segment_length={self.segment_length} must be at least {shortest}: facts, question")
         sizes = {"train": self.train_size, "validation": self.validation_size, "test": self.test_size}
         check_generated(sizes, self.seed)
         at_least_one("", **{"data.noise": self.noise})

@@ -71,10 +71,7 @@ class ReorderedDocuments(DocumentDataset):
         check_segments(self.segment_length, self.segments)
         classes = len(orders(self.pieces))
         if self.segment_length < self.pieces:
-            raise ValueError(
-                f"data.segment_length={self.segment_length} must be at least data.pieces={self.pieces}: a document of "
-                "one segment is cut into up to as many pieces"
-            )
+            raise ValueError(f"data.segment_length={self.segment_length} must be at least data.pieces={self.pieces}")
         sizes = {"train": self.train_size, "validation": self.validation_size, "test": self.test_size}
         check_generated(sizes, self.seed)
         size = sizes[self.split]

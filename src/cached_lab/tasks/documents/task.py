@@ -139,10 +139,7 @@ def check(config: RunConfig, model: nn.Module, data: DocumentDataset) -> None:
             "sequence_classifier"
         )
     if model.max_length < data.segment_length:
-        raise ValueError(
-            f"model.max_length={model.max_length} is below data.segment_length={data.segment_length}; leave it out, "
-            "or raise it"
-        )
+        raise ValueError(f"model.max_length={model.max_length} is below data.segment_length={data.segment_length}")
     if settings.metric not in ("accuracy", "loss"):
         raise ValueError(f"training.metric={settings.metric!r} does not suit documents; take accuracy or loss")
     defaults: dict[str, Any] = {"mixup": 0.0, "cutmix": 0.0, "repeats": 1, "bptt": 1, "segments": 1, "workers": 0}

@@ -97,11 +97,8 @@ class HeldOutText(Corpus):
         check_choice("data.holdout", self.holdout, ("file", "tail"))
         for split, fraction in self.fractions.items():
             check_fraction(f"data.{split}_fraction", fraction)
-        if not 0 < sum(self.fractions.values()) < 1:
-            raise ValueError(
-                f"data.validation_fraction={self.validation_fraction} and data.test_fraction={self.test_fraction} must "
-                "add up to less than 1, or nothing is left to train on"
-            )
+        if not 0 < (held := sum(self.fractions.values())) < 1:
+            raise ValueError(f"data.validation_fraction + data.test_fraction={held} must add up to less than 1")
         super().__post_init__()
 
     def _key(self, split: str) -> object:
@@ -136,10 +133,7 @@ class HeldOutText(Corpus):
         if self.holdout == "tail" or len(texts) == 1:
             return texts, True
         if len(texts) < 3:
-            raise ValueError(
-                f"{self.path} holds {len(texts)} texts, which cannot be dealt to three splits; "
-                "take data.holdout=tail, which holds out the end of each"
-            )
+            raise ValueError(f"{self.path} holds {len(texts)} texts, too few for three splits; take data.holdout=tail")
         held = {name: max(1, math.ceil(share * len(texts))) for name, share in self.fractions.items()}
         first, last = len(texts) - sum(held.values()), len(texts) - held["test"]
         if first < 1:

@@ -84,10 +84,7 @@ class HuggingFaceStream(TextDataset):
         counts = ("vocabulary_documents", "window", "parts", "held_out")
         at_least_one("", **{f"data.{name}": getattr(self, name) for name in counts})
         if not 0 < self.held_fraction < 0.5:
-            raise ValueError(
-                f"data.held_fraction={self.held_fraction} is taken twice from the training documents, for validation "
-                "and test; it must lie between 0 and 0.5"
-            )
+            raise ValueError(f"data.held_fraction={self.held_fraction} must lie between 0 and 0.5; it is taken twice")
         self.streamed = self.split == "train"
         splits = _splits(self.dataset, self.config)
         self.documents = _documents(splits, "train", self.dataset, self.column, self.held_fraction)
@@ -100,9 +97,7 @@ class HuggingFaceStream(TextDataset):
             documents = _documents(splits, self.split, self.dataset, self.column, self.held_fraction)
             texts = list(islice(_once(documents), self.held_out))
             if not texts:
-                raise ValueError(
-                    f"{self.dataset} has no document for {self.split}; raise data.held_fraction={self.held_fraction}"
-                )
+                raise ValueError(f"{self.dataset} has no document for {self.split}; raise data.held_fraction")
             self._hold(encoded(texts, found, self.line))
 
     @property

@@ -192,13 +192,9 @@ def check(config: RunConfig, model: nn.Module, data: TextDataset, scored: TextDa
     """Refuse settings and models that do not suit text (ValueError); `scored` is the validation split."""
     settings, size = config.training, data.tokenizer.vocabulary
     if "reset" not in inspect.signature(model.forward).parameters or not hasattr(model, "vocabulary"):
-        raise ValueError(
-            f"data {data.name!r} is text, for which model {config.model['name']!r} is none; take language_model"
-        )
+        raise ValueError(f"data {data.name!r} is text; take language_model, not {config.model['name']!r}")
     if model.vocabulary < size:  # type: ignore[operator]
-        raise ValueError(
-            f"model.vocabulary={model.vocabulary} is below the {size} token ids of the data; leave it out, or raise it"
-        )
+        raise ValueError(f"model.vocabulary={model.vocabulary} is below the {size} token ids of the data; leave it out")
     known = [name for name in ("loss", "perplexity", "bits_per_byte", "word_perplexity") if name in scored.scores(1, 1)]
     if settings.metric not in known:
         raise ValueError(

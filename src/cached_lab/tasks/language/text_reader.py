@@ -247,9 +247,7 @@ def read_tokenizer(path: Path, model: nn.Module) -> Tokenizer:
         )
     size = getattr(model, "vocabulary", found.vocabulary)
     if found.vocabulary > size:
-        raise ValueError(
-            f"{path} has {found.vocabulary} ids, the model {size}: it is that of another run; put the run's own back"
-        )
+        raise ValueError(f"{path} has {found.vocabulary} ids, the model {size}: it is of another run; restore the own")
     return found
 
 

@@ -83,9 +83,7 @@ class Augmentation:
         """
         data = require("timm.data", extra="vision")
         if len(mean) == 1 and (self.auto_augment or self.color_jitter):
-            raise ValueError(
-                "data.augmentation: auto_augment and color_jitter change colours; leave them out with channels=1"
-            )
+            raise ValueError("data.augmentation: auto_augment and color_jitter need colours; leave out with channels=1")
         try:
             built = data.create_transform(
                 size,

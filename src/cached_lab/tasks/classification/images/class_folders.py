@@ -143,9 +143,7 @@ def class_names(listing: Listing) -> list[str]:
     names = listing.subfolders()
     if len(names) < 2:
         found = ", ".join(names) or "no folder"
-        raise ValueError(
-            f"{listing.root} must hold one folder for each of two or more classes; found {found}; see data.path"
-        )
+        raise ValueError(f"{listing.root} must hold one folder for each of two or more classes; found {found}")
     return names
 
 

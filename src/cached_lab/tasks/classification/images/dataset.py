@@ -90,9 +90,7 @@ class ImageDataset(_Facts):
         mean = tuple(usual_mean if self.mean is None else self.mean)
         std = tuple(usual_std if self.std is None else self.std)
         if not self.channels == len(mean) == len(std) or not all(value > 0 for value in std):
-            raise ValueError(
-                f"mean={mean} and std={std} must have one number for each of the {self.channels} channels, std above 0"
-            )
+            raise ValueError(f"mean={mean}, std={std}: one number for each of {self.channels} channels, std above 0")
         self.mean, self.std = mean, std
         self._mean_C11, self._std_C11 = (torch.tensor(v, dtype=torch.float32)[:, None, None] for v in (mean, std))
         self.augment = self.augment and self.split == "train"

@@ -106,9 +106,13 @@ class ImageStream(EncodedImages):
     def _training(self) -> list[str]:
         """Names of the training shards, files or programs."""
         path = self.path.get("train") if isinstance(self.path, Mapping) else self.path
-        if path is not None and str(path).startswith(PIPE):
+        if str(path).startswith(PIPE):
             return expanded(str(path))
-        shards = shards_of_splits(self.path)["train"] if path is self.path else find_shards(path) if path else []
+        shards: list[Path] = []
+        if not isinstance(self.path, Mapping):
+            shards = shards_of_splits(self.path)["train"]
+        elif path is not None:
+            shards = find_shards(path)
         if not shards:
             raise FileNotFoundError(f"{self.path} has no shard for training")
         return [str(shard) for shard in shards]

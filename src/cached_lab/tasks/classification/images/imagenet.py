@@ -154,10 +154,7 @@ def read_labels(
     rows = [(n, line) for n, line in enumerate(lines, 1) if line != [""] and line[0] != "ImageId"]
     if rows and all(len(line) == 1 for _, line in rows):
         if rows[0][1][0].isdigit():
-            raise ValueError(
-                f"{file} holds numbers alone, which the development kit counts in an order of its own; "
-                "give a list of wnids, or of images with their classes"
-            )
+            raise ValueError(f"{file} holds only numbers, whose order is unknown; list wnids, or images with classes")
         if len(rows) != len(images):
             raise ValueError(f"{file} names the classes of {len(rows)} images, but there are {len(images)}")
         return np.array([_label(file, n, line[0], place) for n, line in rows], dtype=np.int64)
