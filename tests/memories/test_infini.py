@@ -28,7 +28,7 @@ from cached_transformers import add_memory, create_model, generate
 from cached_transformers import state as states
 from cached_transformers.interfaces.memory import LayerMemory, Query, Reading, Trace
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.memories.infini import Associations, Infini, recall, sigma, store
+from cached_transformers.memories.infini import Infini, InfiniMatrix, recall, sigma, store
 from cached_transformers.models.generation import ReadsAgain
 
 ROWS, HEADS, WIDTH, E = 2, 2, 8, 4
@@ -271,7 +271,7 @@ def test_a_key_like_no_other() -> None:
 
 
 def test_heads_do_not_hear_of_each_other() -> None:
-    def read(change: float, update: Any) -> tuple[Tensor, Associations]:
+    def read(change: float, update: Any) -> tuple[Tensor, InfiniMatrix]:
         generator = torch.Generator().manual_seed(0)
         memory = Infini(WIDTH, HEADS, update=update)
         state = memory.init_state(ROWS, torch.zeros(()))

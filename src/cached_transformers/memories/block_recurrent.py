@@ -53,7 +53,7 @@ class States(NamedTuple):
     segments_B: Tensor
 
 
-class Opened(NamedTuple):
+class OpenedStates(NamedTuple):
     """C, and the maps of s: keys and values, and the queries with which states ask each other and the tokens."""
 
     states_BSD: Tensor
@@ -210,7 +210,7 @@ class BlockRecurrent(LayerMemory):
         )
         return States(states_BSD, torch.zeros(batch_size, dtype=torch.long, device=like.device))
 
-    def open(self, state: State, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Opened | tuple[()]:
+    def open(self, state: State, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> OpenedStates | tuple[()]:
         if not self.here:
             return ()
         # Those at the start are recomputed, so that a fresh state is no part of the graph, and never outdated.
@@ -218,10 +218,10 @@ class BlockRecurrent(LayerMemory):
             state.segments_B[:, None, None] > 0, state.states_BSD, self.initial_SD.to(state.states_BSD.dtype)
         )
         named_BSD = self.norm(states_BSD.to(self.norm.weight.dtype)) + self.names_SD
-        return Opened(states_BSD, *(self._heads(t_BSD) for t_BSD in self.maps(named_BSD).chunk(4, -1)))
+        return OpenedStates(states_BSD, *(self._heads(t_BSD) for t_BSD in self.maps(named_BSD).chunk(4, -1)))
 
-    def read(self, opened: Opened | tuple[()], query: Query, project_kv: ProjectKV | None) -> Reading:
-        if not isinstance(opened, Opened):
+    def read(self, opened: OpenedStates | tuple[()], query: Query, project_kv: ProjectKV | None) -> Reading:
+        if not isinstance(opened, OpenedStates):
             return Reading()
         q_BHNE = self._heads(self.query(_shown(query.x_BND, query.padding_BN, 2)))
         return Reading(output_BHNE=self._attend(0, q_BHNE, opened.k_BHSE, opened.v_BHSE), carry=opened)
@@ -235,7 +235,7 @@ class BlockRecurrent(LayerMemory):
     def write(self, state: State, trace: Trace) -> tuple[State, None]:
         if not self.here:
             return state, None
-        opened: Opened = trace.reading.carry
+        opened: OpenedStates = trace.reading.carry
         k_BHNE, v_BHNE, padding_BN = trace.query.k_BHNE, trace.query.v_BHNE, trace.query.padding_BN
         assert k_BHNE is not None and v_BHNE is not None
         wrote_B, seen_B11N = torch.ones_like(state.segments_B, dtype=torch.bool), None

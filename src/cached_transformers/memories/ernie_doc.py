@@ -62,7 +62,7 @@ class ErnieDocPositions(Positions):
             self.task_bias = nn.Parameter(0.02 * torch.randn(heads, head_width))
 
     def open(self, run: bool) -> Positions:
-        return _KeptTables(self)
+        return _ErnieDocTables(self)
 
     def query(self, q_BHNE: Tensor, positions_BNP: Tensor) -> Tensor:
         return q_BHNE + self.content_bias[:, None]
@@ -113,7 +113,7 @@ class ErnieDocPositions(Positions):
         return bias_BHNK / math.sqrt(self.head_width)
 
 
-class _KeptTables(KeptScheme):
+class _ErnieDocTables(KeptScheme):
     """Trained distances for tokens that come one at a time: the tables are projected once."""
 
     def __init__(self, scheme: ErnieDocPositions) -> None:

@@ -44,7 +44,7 @@ from .parts.options import NO_MEMORY, one_of
 LOSSES = ("ramp", "mean")
 
 
-class Opened(NamedTuple):
+class OpenedSpans(NamedTuple):
     """The context, spans of the slots, and the spans that tokens see, which noise may have shortened."""
 
     context: Context
@@ -184,16 +184,16 @@ class ExpireSpan(LayerMemory):
     def init_state(self, batch_size: int, like: Tensor) -> Rows:
         return empty_rows(batch_size, self.length, self.width, like)
 
-    def open(self, state: Rows, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Opened:
+    def open(self, state: Rows, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> OpenedSpans:
         assert project_kv is not None
         hidden_BMD = state.clean_BMD
         context = Context(*project_kv(hidden_BMD), state.positions_BMP, state.valid_BM, clean=True)
         span_BM = seen_BM = self.spans(hidden_BMD)
         if self.noisy and self.training:
             seen_BM = torch.minimum(span_BM, self.longest * torch.rand((), dtype=span_BM.dtype, device=span_BM.device))
-        return Opened(context, span_BM, seen_BM)
+        return OpenedSpans(context, span_BM, seen_BM)
 
-    def read(self, opened: Opened, query: Query, project_kv: ProjectKV | None) -> Reading:
+    def read(self, opened: OpenedSpans, query: Query, project_kv: ProjectKV | None) -> Reading:
         context, span_BM, seen_BM = opened
         assert query.positions_BNP is not None
         age_BNM = query.positions_BNP[:, :, None, 0] - context.positions_BMP[:, None, :, 0]

@@ -73,7 +73,7 @@ class LearnedDistances(Positions):
         return logits_BHNM.gather(-1, index_BHNM)
 
 
-class Opened(NamedTuple):
+class OpenedMixtures(NamedTuple):
     """During a segment: keys and values of the last tokens, in empty slots those of a vector of zeros (`zero_11W`).
 
     Where there is a `window`, they are there, and of `pairs` nothing counts but positions and counter. `new` holds
@@ -189,13 +189,13 @@ class Feedback(ModelMemory):
                 outputs.append(x_BND)
         return outputs, self._close(state, opened), None
 
-    def open(self, state: Rows, tokens: Tokens, layers: Sequence[Projections]) -> Opened:
+    def open(self, state: Rows, tokens: Tokens, layers: Sequence[Projections]) -> OpenedMixtures:
         zero_11W = self._pairs(state.hidden_BMD.new_zeros(1, 1, self.width), layers)
         made_BMW = state.hidden_BMD if self.keep == "kv" else self._pairs(state.clean_BMD, layers)
         pairs = _filled(state._replace(hidden_BMD=made_BMW), zero_11W)
-        return Opened(pairs, None, zero_11W, (), torch.zeros_like(state.count_B), layers)
+        return OpenedMixtures(pairs, None, zero_11W, (), torch.zeros_like(state.count_B), layers)
 
-    def _close(self, state: Rows, opened: Opened) -> Rows:
+    def _close(self, state: Rows, opened: OpenedMixtures) -> Rows:
         """The state after the segment."""
         if self.keep == "kv":
             pairs = opened.pairs
@@ -223,7 +223,7 @@ class Feedback(ModelMemory):
         """The same for stored mixtures."""
         return [t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in pairs.hidden_BMD.chunk(2 * self.sets, -1)]
 
-    def enter(self, opened: Opened, tokens: Tokens) -> Entry:
+    def enter(self, opened: OpenedMixtures, tokens: Tokens) -> Entry:
         pairs, valid_BM = opened.pairs, opened.pairs.valid_BM
         # An attended empty slot takes the position of the missing token.
         steps_M = torch.arange(-self.length, 0, device=valid_BM.device)
@@ -241,7 +241,7 @@ class Feedback(ModelMemory):
         ]
         return Entry(tokens, contexts * len(opened.layers) if self.shared_kv else contexts)
 
-    def advance(self, opened: Opened, x_BND: Tensor, traces: Sequence[Trace]) -> Opened:
+    def advance(self, opened: OpenedMixtures, x_BND: Tensor, traces: Sequence[Trace]) -> OpenedMixtures:
         positions_BNP, padding_BN = traces[0].query.positions_BNP, traces[0].query.padding_BN
         assert positions_BNP is not None
         layers_LBND = torch.stack([traces[0].x_BND, *(trace.y_BND for trace in traces)])

@@ -49,7 +49,7 @@ EPSILON = 1e-6
 """The least that is divided by: an empty z, or keys that resemble none of those stored, give 0."""
 
 
-class Associations(NamedTuple):
+class InfiniMatrix(NamedTuple):
     """M and z of each head, and how many tokens the row has written."""
 
     matrix_BHEF: Tensor
@@ -57,7 +57,7 @@ class Associations(NamedTuple):
     tokens_B: Tensor
 
 
-class Opened(NamedTuple):
+class OpenedMatrix(NamedTuple):
     """M and after it z, (B, H, E, F + 1), zeros where nothing was written; and the rows in which something was."""
 
     sums_BHEF: Tensor
@@ -165,26 +165,26 @@ class Infini(Recurrent):
         self.gated_first = one_of("first", first, ("bypass", "gated")) == "gated"
         self.gate_H = nn.Parameter(torch.full((heads,), float(initial_gate)))
 
-    def init_state(self, batch_size: int, like: Tensor) -> Associations:
+    def init_state(self, batch_size: int, like: Tensor) -> InfiniMatrix:
         sizes, wide = (batch_size, self.heads, self.head_width), torch.promote_types(like.dtype, torch.float32)
         matrix_BHEF = like.new_zeros(*sizes, self.head_width, dtype=wide)
         tokens_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
-        return Associations(matrix_BHEF, like.new_zeros(sizes, dtype=wide), tokens_B)
+        return InfiniMatrix(matrix_BHEF, like.new_zeros(sizes, dtype=wide), tokens_B)
 
-    def snapshot(self, state: Associations) -> Tensor:
+    def snapshot(self, state: InfiniMatrix) -> Tensor:
         return torch.cat([state.matrix_BHEF, state.mass_BHE[..., None]], -1)
 
-    def open(self, state: Associations, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Opened:
+    def open(self, state: InfiniMatrix, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> OpenedMatrix:
         refuse_narrow(state, "what Infini-attention adds to its sums")
         # where, not multiplication: no value of an empty state may reach a result, not even NaN
         any_B = state.tokens_B > 0
-        return Opened(torch.where(any_B[:, None, None, None], self.snapshot(state), 0), any_B)
+        return OpenedMatrix(torch.where(any_B[:, None, None, None], self.snapshot(state), 0), any_B)
 
-    def ask(self, opened: Opened, query: Query) -> Asked:
+    def ask(self, opened: OpenedMatrix, query: Query) -> Asked:
         assert query.q_BHNE is not None and query.k_BHNE is not None
         return Asked(sigma(wide(_shown(query.q_BHNE, query.padding_BN))), query.k_BHNE)
 
-    def online(self, opened: Opened, query: Query, asked: Asked) -> Answer:
+    def online(self, opened: OpenedMatrix, query: Query, asked: Asked) -> Answer:
         return Answer(self.answer(opened.sums_BHEF, asked), opened.any_B)
 
     def answer(self, snapshot: Tensor, asked: Asked) -> Tensor:
@@ -203,7 +203,7 @@ class Infini(Recurrent):
         mixed_BHNE = (gate_H11 * read_BHNE + (1 - gate_H11) * y_BHNE).to(y_BHNE.dtype)
         return mixed_BHNE if self.gated_first else torch.where(reading.carry[:, None, None, None], mixed_BHNE, y_BHNE)
 
-    def write(self, state: Associations, trace: Trace) -> tuple[Associations, None]:
+    def write(self, state: InfiniMatrix, trace: Trace) -> tuple[InfiniMatrix, None]:
         k_BHNE, v_BHNE, padding_BN = trace.query.k_BHNE, trace.query.v_BHNE, trace.query.padding_BN
         assert k_BHNE is not None and v_BHNE is not None
         any_B11 = (state.tokens_B > 0)[:, None, None]
@@ -213,7 +213,7 @@ class Infini(Recurrent):
             k_BHNE, v_BHNE = (_shown(t, padding_BN).to(matrix_BHEF.dtype) for t in (k_BHNE, v_BHNE))
             matrix_BHEF, mass_BHE = store(matrix_BHEF, mass_BHE, _shown(sigma(k_BHNE), padding_BN), v_BHNE, self.update)
         tokens = k_BHNE.shape[2] if padding_BN is None else (~padding_BN).sum(1)
-        return Associations(matrix_BHEF, mass_BHE, state.tokens_B + tokens), None
+        return InfiniMatrix(matrix_BHEF, mass_BHE, state.tokens_B + tokens), None
 
     def close_gate(self) -> None:
         with torch.no_grad():

@@ -68,7 +68,7 @@ class LaCTState(NamedTuple):
     tokens_B: Tensor
 
 
-class Opened(NamedTuple):
+class OpenedNets(NamedTuple):
     """Weights that are read, the initial ones where nothing was written, and the rows in which something was."""
 
     weights: Nets
@@ -195,16 +195,16 @@ class LaCT(LayerMemory):
         momentum = () if self.keeping is None else map_state(torch.clone, zeros)
         return LaCTState(zeros, momentum, torch.zeros(batch_size, dtype=torch.long, device=like.device))
 
-    def open(self, state: LaCTState, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Opened:
+    def open(self, state: LaCTState, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> OpenedNets:
         refuse_narrow(state, "the small steps by which the nets of LaCT learn")
         any_B = state.tokens_B > 0
         initial = self._initial(state)
         weights = _where(any_B, state.weights, initial)
         if self.normed_when_read:
             weights = _where(any_B, Nets(*map(rows_like, weights, initial)), initial)
-        return Opened(weights, any_B)
+        return OpenedNets(weights, any_B)
 
-    def read(self, opened: Opened, query: Query, project_kv: ProjectKV | None) -> Reading:
+    def read(self, opened: OpenedNets, query: Query, project_kv: ProjectKV | None) -> Reading:
         assert query.q_BHNE is not None
         x_BND = _shown(query.x_BND, query.padding_BN)
         scale_BGN1 = F.silu(self.scale(x_BND)).mT[..., None]

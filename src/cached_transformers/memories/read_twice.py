@@ -128,7 +128,7 @@ class ReadTwiceState(NamedTuple):
     blocks_B: Tensor
 
 
-class Opened(NamedTuple):
+class OpenedTable(NamedTuple):
     """Read of the table by the blocks during a segment, in one of two ways."""
 
     contexts: list[Offer | None] | None
@@ -281,16 +281,16 @@ class ReadTwice(ModelMemory):
             outputs.append(x_BND)
         return outputs, state, None
 
-    def open(self, state: ReadTwiceState, tokens: Tokens, layers: Sequence[Projections]) -> Opened:
+    def open(self, state: ReadTwiceState, tokens: Tokens, layers: Sequence[Projections]) -> OpenedTable:
         begin_BM, number_BM = state.table.positions_BMP.unbind(-1)
         visible_BM, _, number_B = self._look(state, tokens.positions_BNP)
         if self.attention == "joint":
             table_BMD, begin_BM1 = state.table.hidden_BMD, begin_BM[..., None]
             summaries = partial(recalled, hidden_BMD=table_BMD, positions_BMP=begin_BM1, valid_BM=visible_BM)
-            return Opened([summaries if index in self.readers else None for index in range(self.depth)], None)
-        return Opened(None, (state.table.hidden_BMD, visible_BM, number_BM - number_B[:, None]))
+            return OpenedTable([summaries if index in self.readers else None for index in range(self.depth)], None)
+        return OpenedTable(None, (state.table.hidden_BMD, visible_BM, number_BM - number_B[:, None]))
 
-    def enter(self, opened: Opened, tokens: Tokens) -> Entry:
+    def enter(self, opened: OpenedTable, tokens: Tokens) -> Entry:
         return Entry(tokens, opened.contexts, opened.slots)
 
     def next_pass(self, before: Any, after: Sequence[Any]) -> Any:

@@ -86,7 +86,7 @@ class SegatronPositions(RelativePositions):
         self.shift, self.signed = shift, signed
 
     def open(self, run: bool) -> Positions:
-        return _KeptTables(self)
+        return _SegatronTables(self)
 
     def by_distance(self, q_BHNE: Tensor, count: int) -> None:
         return None  # of three distances
@@ -140,7 +140,7 @@ class SegatronPositions(RelativePositions):
         return q_BNP[:, -1:, None] - k_BKP[:, shifted_NK]
 
 
-class _KeptTables(KeptScheme):
+class _SegatronTables(KeptScheme):
     """The scheme for tokens that come one at a time, without later ones: tables are computed once."""
 
     def __init__(self, scheme: SegatronPositions) -> None:

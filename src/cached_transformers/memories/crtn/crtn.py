@@ -66,7 +66,7 @@ def _one_region(segment: int, distance: int, depth: int) -> dict[str, int]:
     return {"segment": one_segment(segment, distance, depth)["length"], "regions": 1, "topk": 1}
 
 
-class Opened(NamedTuple):
+class OpenedRegions(NamedTuple):
     """Context of the layers during a segment, and the position of its first token."""
 
     contexts: list[Offer]
@@ -222,11 +222,11 @@ class CRTN(ModelMemory):
             like.new_zeros(batch_size, self.segment, self.width),
         )
 
-    def open(self, state: CRTNState, tokens: Tokens, layers: Sequence[Projections]) -> Opened:
+    def open(self, state: CRTNState, tokens: Tokens, layers: Sequence[Projections]) -> OpenedRegions:
         offers = self._by_segment(state, tokens.positions_BNP, self._asked(state))
-        return Opened(offers, tokens.positions_BNP[0, 0, 0])
+        return OpenedRegions(offers, tokens.positions_BNP[0, 0, 0])
 
-    def enter(self, opened: Opened, tokens: Tokens) -> Entry:
+    def enter(self, opened: OpenedRegions, tokens: Tokens) -> Entry:
         read = int(tokens.positions_BNP[0, -1, 0] - opened.first) + 1
         if read > self.segment:
             raise ValueError(self._too_long(read))

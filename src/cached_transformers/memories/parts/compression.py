@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class Pooled(nn.Module):
+class PooledGroup(nn.Module):
     """Mean or maximum of each group."""
 
     def __init__(self, reduce: Callable[[Tensor, int], Tensor]) -> None:
@@ -58,8 +58,8 @@ class Dilated(nn.Module):
 
 
 FUNCTIONS: dict[str, Callable[[int, int], nn.Module] | None] = {
-    "mean": lambda rate, width: Pooled(torch.mean),
-    "max": lambda rate, width: Pooled(torch.amax),
+    "mean": lambda rate, width: PooledGroup(torch.mean),
+    "max": lambda rate, width: PooledGroup(torch.amax),
     "conv": Convolved,
     "dilated": Dilated,
     "most_used": None,

@@ -37,7 +37,7 @@ class Learned(NamedTuple):
     sums_BGP: Tensor
 
 
-class Reading(NamedTuple):
+class FastReading(NamedTuple):
     """b (..., C, 1), f (..., C, 1) and G (..., C, C) of the weights that each token of a chunk reads."""
 
     b: Tensor
@@ -189,7 +189,7 @@ class FastWeights(nn.Module):
         q: Tensor | None,
         k: Tensor,
         v: Tensor,
-        reading: Reading | None,
+        reading: FastReading | None,
         end: Sequence[Tensor],
         soup: Soup | None = None,
     ) -> tuple[Tensor | None, Learned]:

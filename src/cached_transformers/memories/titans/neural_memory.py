@@ -30,7 +30,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from cached_transformers.memories.parts.fast_weights import FastWeights, Learned, Reading, Soup, Step
+from cached_transformers.memories.parts.fast_weights import FastReading, FastWeights, Learned, Soup, Step
 from cached_transformers.memories.parts.recurrent import wide
 
 Activation = Literal["gelu", "silu"]
@@ -170,5 +170,5 @@ class NeuralMemory(FastWeights):
             q = None if q_BGNK is None else chunks(wide(q_BGNK), size)
             end = [t[..., -1:, :] for t in (scan.b, scan.f, scan.m)] + [t[..., -1, :, None] for t in (scan.G, scan.n)]
             soup = soup and Soup(soup.matrices, chunks(soup.weights, size))
-            out, after = self.through(learned, q, k, v, Reading(scan.b, scan.f, scan.G), end, soup)
+            out, after = self.through(learned, q, k, v, FastReading(scan.b, scan.f, scan.G), end, soup)
             return (None if out is None else out.flatten(2, 3)[:, :, :tokens]), after
