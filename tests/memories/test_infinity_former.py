@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from cached_transformers.interfaces.memory import LayerMemory, Query, Reading, Trace
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories.infinity_former import continuous_signal as signal
-from cached_transformers.memories.infinity_former.infinity_former import InfinityFormer, SignalAttention
+from cached_transformers.memories.infinity_former.infinity_former import InfinityFormer, SignalRead
 from cached_transformers.memories.transformer_xl import TransformerXL
 
 ROWS, HEADS, WIDTH, HEAD = 2, 2, 8, 4
@@ -223,7 +223,7 @@ def test_recorded_values(golden: Any, tag: str, basis: int, widths: tuple[float,
         kl = signal.divergence(mean, variance, 0.05, prior_mean).flatten(1)
         close(kl, load(f"seg{segment}/kl"))
         counted = torch.ones(2, 5, dtype=torch.bool)
-        close(memory._divergence(SignalAttention(mean, variance, counted)), 1e-6 * kl.mean())
+        close(memory._divergence(SignalRead(mean, variance, counted)), 1e-6 * kl.mean())
 
 
 @pytest.mark.device
@@ -402,8 +402,8 @@ def test_the_auxiliary_loss_counts_real_queries_of_rows_with_a_signal() -> None:
     counted = torch.tensor([[True] * 4, [False] * 4, [True, False, False, False]])
     each = signal.divergence(mean, variance, 0.05)
     want = 0.5 * torch.cat([each[0].flatten(), each[2, :, 0]]).mean()
-    near(memory._divergence(SignalAttention(mean, variance, counted)), want, 1e-4)
-    assert memory._divergence(SignalAttention(mean, variance, counted & False)) == 0
+    near(memory._divergence(SignalRead(mean, variance, counted)), want, 1e-4)
+    assert memory._divergence(SignalRead(mean, variance, counted & False)) == 0
     near(signal.divergence(mean[:1] * 0 + 0.3, variance[:1] * 0 + 0.05**2, 0.05, 0.3), torch.zeros(1, HEADS, 4), 1e-6)
 
 

@@ -119,7 +119,7 @@ def test_chunks_give_golden_values_of_another_rule(shared: Path, tag: str, size:
         inner.norm_bias_GV.copy_(given["norm_bias"])
     first_BGP = torch.cat([given["weight0"], given["bias0"]], 2).flatten(2)
     q, k, v, eta = (given[n][:, :tokens].transpose(1, 2).unflatten(2, (-1, size)) for n in ("q", "k", "v", "eta"))
-    coefficients = fast_weights.Reading(torch.ones_like(eta), eta, eta.expand(-1, -1, -1, -1, size).tril())
+    coefficients = fast_weights.FastReading(torch.ones_like(eta), eta, eta.expand(-1, -1, -1, -1, size).tril())
     end = (torch.ones_like(eta), eta[..., -1:, :], torch.zeros_like(eta[..., -1:, :]))
     learned = Learned(first_BGP, torch.zeros_like(first_BGP))
     out, after = inner.through(learned, q * 8**-0.5, k, v - k, coefficients, end)

@@ -31,7 +31,7 @@ from .parts.memory_tokens import carried_norm
 from .parts.slot_attention import SlotAttention
 
 
-class MemformerSlots(NamedTuple):
+class MemorySlots(NamedTuple):
     """The slots, and how many segments the row has seen; before the first one the slots are those at the start."""
 
     slots_BMD: Tensor
@@ -129,11 +129,11 @@ class Memformer(ModelMemory):
         nn.init.xavier_uniform_(self.value.weight, gain=width**-0.5)
         self.bias_MD = nn.Parameter(forgetting * F.normalize(torch.randn(length, width), dim=-1))
 
-    def init_state(self, batch_size: int, like: Tensor) -> MemformerSlots:
+    def init_state(self, batch_size: int, like: Tensor) -> MemorySlots:
         segments_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
-        return MemformerSlots(like.new_zeros(batch_size, self.length, self.width), segments_B)
+        return MemorySlots(like.new_zeros(batch_size, self.length, self.width), segments_B)
 
-    def _slots(self, state: MemformerSlots) -> Tensor:
+    def _slots(self, state: MemorySlots) -> Tensor:
         # Those at the start are recomputed, so that a fresh state is no part of the graph, and never outdated.
         return torch.where(state.segments_B[:, None, None] > 0, state.slots_BMD, F.normalize(self.bias_MD, dim=-1))
 
@@ -143,21 +143,19 @@ class Memformer(ModelMemory):
     def slot_attention(self, index: int) -> SlotAttention:
         return SlotAttention(self.width, self.heads)
 
-    def open(self, state: MemformerSlots, tokens: Tokens, layers: Sequence[Projections]) -> tuple[Tensor]:
+    def open(self, state: MemorySlots, tokens: Tokens, layers: Sequence[Projections]) -> tuple[Tensor]:
         return (self._slots(state),)
 
     def enter(self, opened: tuple[Tensor], tokens: Tokens) -> Entry:
         return Entry(tokens, slots=opened)
 
-    def exit(
-        self, state: MemformerSlots, x_BND: Tensor, traces: Sequence[Trace]
-    ) -> tuple[Tensor, MemformerSlots, None]:
+    def exit(self, state: MemorySlots, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, MemorySlots, None]:
         padding_BN = traces[0].query.padding_BN
         before_BMD = self._slots(state)
         after_BMD = self.write(before_BMD, self.norm(x_BND), padding_BN).to(before_BMD.dtype)
         wrote_B = torch.ones_like(state.segments_B) if padding_BN is None else (~padding_BN).any(1).long()
         slots_BMD = torch.where(wrote_B[:, None, None] > 0, after_BMD, state.slots_BMD)
-        return x_BND, MemformerSlots(slots_BMD, state.segments_B + wrote_B), None
+        return x_BND, MemorySlots(slots_BMD, state.segments_B + wrote_B), None
 
     def write(self, slots_BMD: Tensor, x_BND: Tensor, padding_BN: Tensor | None = None) -> Tensor:
         """(B, M, D): the slots after the tokens x, whose padding is marked with True."""

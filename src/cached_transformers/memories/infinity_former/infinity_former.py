@@ -58,7 +58,7 @@ class InfinityOpened(NamedTuple):
     fitted_B: Tensor
 
 
-class SignalAttention(NamedTuple):
+class SignalRead(NamedTuple):
     """Densities of a segment's queries over the signal, and the mask of queries that count (no padding, and a
     signal)."""
 
@@ -228,9 +228,7 @@ class InfinityFormer(LayerMemory):
         counted_BN = opened.fitted_B[:, None].expand(query.x_BND.shape[:2])
         if query.padding_BN is not None:
             counted_BN = counted_BN & ~query.padding_BN
-        return Reading(
-            opened.context, z_BHNE.to(query.q_BHNE.dtype), SignalAttention(mean_BHN, variance_BHN, counted_BN)
-        )
+        return Reading(opened.context, z_BHNE.to(query.q_BHNE.dtype), SignalRead(mean_BHN, variance_BHN, counted_BN))
 
     def keys_values(self, coefficients_BCD: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (B, H, C, E) of the signal's coefficients, as wide as these."""
@@ -262,18 +260,18 @@ class InfinityFormer(LayerMemory):
         return y_BND + self.output(reading.output_BHNE.transpose(1, 2).flatten(2)).to(y_BND.dtype)
 
     def write(self, state: InfinityState, trace: Trace) -> tuple[InfinityState, Tensor | None]:
-        attention: SignalAttention = trace.reading.carry
+        attention: SignalRead = trace.reading.carry
         with torch.no_grad(), torch.autocast(trace.x_BND.device.type, enabled=False):
             after = self._store(state, trace, attention)
         return after, self._divergence(attention) if self.kl_weight else None
 
-    def _divergence(self, attention: SignalAttention) -> Tensor:
+    def _divergence(self, attention: SignalRead) -> Tensor:
         mean_BHN, variance_BHN, counted_BN = attention
         each_BHN = signal.divergence(mean_BHN, variance_BHN, self.prior_deviation, self.prior_mean)
         count = (counted_BN.sum() * self.heads).clamp(min=1)
         return self.kl_weight * torch.where(counted_BN[:, None], each_BHN, 0).sum() / count
 
-    def _store(self, state: InfinityState, trace: Trace, attention: SignalAttention) -> InfinityState:
+    def _store(self, state: InfinityState, trace: Trace, attention: SignalRead) -> InfinityState:
         """Put the segment into the short memory, and its overflow into the signal."""
         assert trace.query.positions_BNP is not None
         n, slots = trace.x_BND.shape[1], state.recent.hidden_BMD.shape[1]
@@ -296,7 +294,7 @@ class InfinityFormer(LayerMemory):
         positions_BMP = torch.where(kept.valid_BM[..., None], kept.positions_BMP, 0)
         return InfinityState(Rows(kept.clean_BMD, positions_BMP, kept.count_B), coefficients_BCD, fits_B)
 
-    def _sample(self, attention: SignalAttention | None, coefficients_BCD: Tensor) -> Tensor:
+    def _sample(self, attention: SignalRead | None, coefficients_BCD: Tensor) -> Tensor:
         """(B, T): points at which the old signal is sampled."""
         levels_T = self.levels_T.to(coefficients_BCD.dtype)
         if attention is None or self.sampling == "uniform":
