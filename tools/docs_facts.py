@@ -1,10 +1,10 @@
-"""Fill the marked regions of the README and the documentation with what the registrations say.
+"""Fill the marked regions of the README and the documentation from the registrations.
 
     python tools/docs_facts.py            write them again; `make facts` does so
     python tools/docs_facts.py --check    say which files are not current, and fail if there are any
 
-A region stands between `<!-- facts: WHAT -->` and `<!-- /facts -->`; `WHAT` is a word of `TEXTS` and what it is about.
-Rows of a table stay in the order in which they stand in the file, and new ones come behind them. What the registry has
+A region is between `<!-- facts: WHAT -->` and `<!-- /facts -->`; `WHAT` is a word of `TEXTS` and its subject.
+Rows of a table keep their order in the file, and new ones follow. A part that the registry has
 and a page does not yet gets a section of its own at the page's end; all else on a page is written by hand.
 """
 
@@ -50,7 +50,7 @@ def paper_link(part: Part) -> str:
 
 
 def in_order(names: Sequence[str], text: str) -> list[str]:
-    """The names in the order in which they stand in the text; behind them those that do not."""
+    """Names in their order in the text, then the missing ones."""
     places = {name: re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) for name in names}
     return sorted(names, key=lambda name: place.start() if (place := places[name]) else len(text))
 
@@ -61,7 +61,7 @@ def block(lines: Sequence[str]) -> str:
 
 
 def table(facts: Facts, kind: str, old: str) -> str:
-    """Name, paper and what is carried."""
+    """Table of name, paper and carried state."""
     parts = {part["name"]: part for part in facts[kind]}
     rows = [
         f"| `{name}` | {paper_link(parts[name])} | {parts[name]['info']['carries'].replace('|', BAR)} |"
@@ -77,14 +77,14 @@ def probes(facts: Facts, old: str) -> str:
         f"| {name} | {paper_link(parts[name])} | {parts[name]['summary']} | "
         + " | ".join(parts[name]["info"][key] for key in PROBED)
         + " |"
-        for name in in_order(list(parts), old)  # quoted: "facts" and "copy" stand in sentences, too
+        for name in in_order(list(parts), old)  # quoted: "facts" and "copy" are words of sentences, too
     ]
     head = "| task | paper | what is asked | chance | sizes | solved by |"
     return block([head, "| --- | --- | --- | --- | --- | --- |", *rows])
 
 
 def purposes(facts: Facts, kind: str, old: str) -> str:
-    """What one may want, and the sections to look at."""
+    """Table of purposes and their sections."""
     found: dict[str, list[str]] = {}
     for part in facts[kind]:
         purpose = part["info"]["purpose"]
@@ -113,7 +113,7 @@ def section(facts: Facts, kind: str, name: str) -> str:
 
 
 def protocol(kind: str, name: str) -> str:
-    """Whether a memory lives in one layer or spans them."""
+    """Kind of a memory: in one layer, or model-level."""
     if kind != "memories":
         return ""
     bases = {base.__name__ for base in getattr(MEMORIES.entry(name).factory, "__mro__", ())}
@@ -122,7 +122,7 @@ def protocol(kind: str, name: str) -> str:
 
 
 def papers(facts: Facts, kind: str, less: int = 0) -> str:
-    """How many papers and projects there are, less some, as a word."""
+    """Number of papers and projects, minus some, as a word."""
     count = len({part["paper"].split()[0] for part in facts[kind]}) - less
     return NUMBERS[count] if count < len(NUMBERS) else str(count)
 
@@ -136,7 +136,7 @@ TEXTS: dict[str, Callable[[Facts, str], str]] = {
     "table of probes": probes,
     "number of attentions": lambda facts, old: str(len(facts["attentions"])),
 }
-"""What a region may hold, beside `memory NAME` and `attention NAME`."""
+"""Regions, beside `memory NAME` and `attention NAME`."""
 SECTIONS = {"memory": "memories", "attention": "attentions"}
 
 
@@ -185,7 +185,7 @@ def with_all_sections(page: str, text: str, facts: Facts) -> str:
 
 
 def current(page: str, text: str, facts: Facts) -> str:
-    """What a page says when it is current."""
+    """Text of a page with current regions."""
     return fill(with_all_sections(page, text, facts), facts)
 
 

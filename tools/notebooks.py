@@ -41,7 +41,7 @@ def carried_out(notebook: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def printed(notebook: dict[str, Any]) -> str:
-    """What the cells have printed."""
+    """Printed output of the cells."""
     return "".join(
         line for cell in notebook["cells"] for output in cell.get("outputs", ()) for line in output.get("text", ())
     )

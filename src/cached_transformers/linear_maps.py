@@ -24,7 +24,7 @@ def weights_of(linear: Any) -> Weights:
 
 
 def is_spread(linear: Any) -> bool:
-    """Whether the weight is sharded over processes (a `DTensor`): only a call sums the input's gradients over them."""
+    """True if the weight is sharded over processes (a `DTensor`): only a call sums the input's gradients over them."""
     return hasattr(getattr(linear, "weight", None), "full_tensor")
 
 

@@ -133,7 +133,7 @@ class _KeptRotation(RotaryPositions):
 
 
 def _has_complex(t_BHNE: Tensor) -> bool:
-    """Whether pairs of channels can be viewed as complex numbers. A compiler fuses real products better."""
+    """True if pairs of channels can be viewed as complex numbers. A compiler fuses real products better."""
     usual = t_BHNE.dtype in (torch.float32, torch.float64) and t_BHNE.device.type in ("cpu", "cuda")
     if not usual or torch.compiler.is_compiling():
         return False
@@ -435,7 +435,7 @@ def share_biases(schemes: Iterable[Positions]) -> None:
 
 
 def alike(first: Positions, second: Positions) -> bool:
-    """Whether two schemes have the same settings, and parameters of the same shapes."""
+    """True if two schemes have the same settings, and parameters of the same shapes."""
 
     def settings(scheme: Positions) -> dict[str, Any]:
         shapes = {name: p.shape for name, p in scheme.named_parameters()}

@@ -131,7 +131,7 @@ def _add_shared(
 
 
 def remove_memory(model: Model) -> Model:
-    """Undo `add_memory`, in place: the host computes exactly what it computed before. Returns the model.
+    """Undo `add_memory`, in place: the host computes exactly the same as before. Returns the model.
 
     Raises:
         ValueError: the model has no memory.

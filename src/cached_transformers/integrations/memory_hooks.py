@@ -41,7 +41,7 @@ class MemoryHook:
     """
 
     attends_context = False
-    """Whether the layer attends slots before its segment."""
+    """True if the layer attends slots before its segment."""
 
     def __init__(self, site: Site, host: Host, number: int | None = None) -> None:
         assert host.projection is not None

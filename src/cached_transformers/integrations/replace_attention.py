@@ -189,7 +189,7 @@ def _attach(layer: nn.Module, host: Host, core: Attention, dropout_set: bool) ->
 
 
 def restore_attention(model: Model) -> Model:
-    """Undo `replace_attention`, in place: the host computes exactly what it computed before. Returns the model.
+    """Undo `replace_attention`, in place: the host computes exactly the same as before. Returns the model.
 
     Raises:
         ValueError: no attention was replaced.

@@ -1,1 +1,1 @@
-"""What memories, attentions and layers are to each other: the protocols and the records that pass between them."""
+"""Interfaces between memories, attentions and layers: protocols, and the records that pass between them."""

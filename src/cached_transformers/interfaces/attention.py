@@ -179,7 +179,7 @@ class Attention(nn.Module):
         return self.attend(q_BHNE, k_BHNE, v_BHNV, call)
 
     def looks_up(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor) -> bool:
-        """Whether the core takes logits by distance instead of a bias for such inputs.
+        """True if the core takes logits by distance instead of a bias for such inputs.
 
         Raises:
             ValueError: the kernel chosen by name cannot take the call.
@@ -214,7 +214,7 @@ class Attention(nn.Module):
 
 
 def is_nothing(state: State) -> bool:
-    """Whether this is the empty state of a core without one, or before the first segment."""
+    """True for the empty state of a core without one, or before the first segment."""
     return isinstance(state, tuple) and not state
 
 

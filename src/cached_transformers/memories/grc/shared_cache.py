@@ -30,7 +30,7 @@ Attend = Literal["mean", "sample", "stored"]
 
 
 def in_backward() -> bool:
-    """Whether autograd is running: a forward now is a recomputation by activation checkpointing."""
+    """True while autograd is running: a forward now is a recomputation by activation checkpointing."""
     return torch._C._current_graph_task_id() != -1  # private: PyTorch has no public function for this
 
 
@@ -121,7 +121,7 @@ class SharedCache(nn.Module):
 
     @property
     def constant_in_evaluation(self) -> bool:
-        """Whether evaluation reads the stored cache, so that its keys and values can be folded."""
+        """True if evaluation reads the stored cache, so that its keys and values can be folded."""
         return self.attend != "sample"
 
     def forward(self, x_BNC: Tensor, padding_BN: Tensor | None = None, size: tuple[int, int] | None = None) -> Tensor:

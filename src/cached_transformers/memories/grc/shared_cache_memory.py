@@ -362,7 +362,7 @@ class SharedCacheMemory(LayerMemory):
         return [(t.data_ptr(), t._version) for t in self._sources()]
 
     def _watchable(self) -> bool:
-        """Whether keys and values depend only on tensors with a version to watch, which adapters, quantised weights and
+        """True if keys and values depend only on tensors with a version to watch, which adapters, quantised weights and
         sharded, fake, meta or inference tensors lack."""
         reduction = self.branch.reduction or nn.Identity()
         known = all(type(m).__module__.startswith(("torch.nn.", "cached_transformers.")) for m in reduction.modules())
