@@ -129,7 +129,8 @@ class Case:
             tokens = torch.cat(self.segments(segments + 1, rows=rows, seed=step), 1)
             n = segments * SEGMENT
             return SegmentLoop(model, SEGMENT, bptt=segments)(tokens[:, :n], tokens[:, 1 : n + 1])[0]
-        out = model(self.segments(1, rows=rows, seed=step)[0])
+        inputs = self.segments(1, rows=rows, seed=step)[0]
+        out = model(inputs.to(next(model.parameters()).dtype) if inputs.is_floating_point() else inputs)
         return F.cross_entropy(out.outputs, torch.arange(rows) % 3) + out.auxiliary_loss
 
 
