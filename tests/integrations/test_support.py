@@ -36,7 +36,7 @@ PAIR = SHARED | {"generate": checks.shared_generates, "beams": checks.shared_sea
 SAID = {
     wrapped.FRAMES: "by SegmentLoop",
     "does not support activation checkpointing": "not in transformers",
-    "timm runs blocks again without the state": "not with a state",
+    "timm runs blocks again without the memory's state": "not with a state",
 }
 """What a model cannot do, without a memory either or with one alone: part of its message, and the cell."""
 _CELLS: dict[str, dict[str, str]] = {}

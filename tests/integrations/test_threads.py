@@ -13,7 +13,7 @@ from integrations.hosts import VIT, library
 from torch import Tensor, nn
 
 from cached_transformers import add_memory, replace_attention
-from cached_transformers.integrations.segment_context import THREAD
+from cached_transformers.integrations.segment_context import running
 
 ROUNDS = 3
 NAMED = {family.name: family for family in ALL}
@@ -59,7 +59,7 @@ def check(model: Any, given: list[Any], call: Callable[[Any], Tensor]) -> None:
         assert len(results) == ROUNDS
         for result in results:
             torch.testing.assert_close(result, alone, rtol=1e-5, atol=1e-6)
-    assert THREAD.segment is None and THREAD.model is None and THREAD.attention is None and not THREAD.aside
+    assert running().segment is None and running().model is None and running().attention is None and not running().aside
 
 
 @pytest.mark.parametrize("memory", ["transformer_xl", "grc_stream", "rmt"])

@@ -23,7 +23,7 @@ from cached_transformers.interfaces.memory import LayerMemory, Linear, ModelMemo
 from .hosts import Host, Site
 from .memory_lookup import memory_of, refuse_frozen
 from .offload import with_weights
-from .segment_context import THREAD, AttentionCall, SegmentContext, capture_checkpoints, entered
+from .segment_context import AttentionCall, SegmentContext, capture_checkpoints, entered, running
 from .tracked_modules import TrackedModule, track
 
 SLOT_ATTENTIONS = "slot_attentions"
@@ -83,7 +83,7 @@ class MemoryHook:
 
     def enter_block(self, *args: Any, **kwargs: Any) -> Any:
         """Record the block's input, the first argument, which the reading of slots may replace."""
-        context: SegmentContext | None = kwargs.get("segment_context", THREAD.segment)
+        context: SegmentContext | None = kwargs.get("segment_context", running().segment)
         if context is None:
             return None
         assert self.number is not None
@@ -101,10 +101,10 @@ class MemoryHook:
         for module in self.tracked:
             module.follow()
         if self.number is None:
-            THREAD.attention = AttentionCall(self, self.make_query(*args, **kwargs))
+            running().attention = AttentionCall(self, self.make_query(*args, **kwargs))
             return None
         # The layer's own attention function need not know this keyword.
-        context: SegmentContext | None = kwargs.pop("segment_context", THREAD.segment)
+        context: SegmentContext | None = kwargs.pop("segment_context", running().segment)
         if context is None:
             raise ValueError(
                 f"{type(layer).__name__} has a memory and was called without its state; call the model that "
@@ -123,7 +123,7 @@ class MemoryHook:
         query = Query(x_BND, positions_BNP=positions_BNP, padding_BN=context.padding_BN, segment=segment)
         call = AttentionCall(self, query, context)
         call.reading = self.read_early(call, context, kwargs)
-        THREAD.attention = call
+        running().attention = call
         return args, kwargs
 
     def read_early(self, call: AttentionCall, context: SegmentContext, kwargs: dict[str, Any]) -> Reading | None:
@@ -136,21 +136,22 @@ class MemoryHook:
 
     def keep(self, place: int, output: Tensor) -> None:
         """Record the output of a module that gives queries, keys or values."""
-        call = THREAD.attention
+        call = running().attention
         if call is not None and call.hook is self:
             call.projected[place] = output
 
     def project(self, y_BND: Tensor, **options: Any) -> Tensor:
         """The forward of the projection, of the merged heads; `options` are an adapter's."""
-        linear, call = partial(self.projection.original, **options), THREAD.attention
+        calls = running()
+        linear, call = partial(self.projection.original, **options), calls.attention
         if call is None or call.hook is not self:  # it is not the layer that calls
             return linear(y_BND)
         # The memory attends while the layer's forward still runs, where `replace_attention` may wait for its attention.
-        THREAD.attention, THREAD.aside = None, True
+        calls.attention, calls.aside = None, True
         try:
             return with_weights(self.memory, self.mix, call, y_BND, linear)
         finally:
-            THREAD.aside = False
+            calls.aside = False
 
     def mix(self, call: AttentionCall, y_BND: Tensor, linear: Linear) -> Tensor:
         """The attention's result with the memory's answer in it."""
@@ -187,13 +188,14 @@ class MemoryHook:
         Raises:
             ValueError: the layer was called and its projection was not, or not through the hook.
         """
-        if THREAD.attention is not None and THREAD.attention.hook is self:
-            THREAD.attention = None
+        calls = running()
+        if calls.attention is not None and calls.attention.hook is self:
+            calls.attention = None
             raise ValueError(self.passed_by(self.projection))
 
     def leave_block(self, output: Any) -> None:
         """Write the memory, from the block's input and output."""
-        context = THREAD.segment
+        context = running().segment
         if context is None:
             return
         assert self.number is not None

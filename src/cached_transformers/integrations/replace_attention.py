@@ -29,7 +29,7 @@ from cached_transformers.interfaces.capabilities import CORE_WORDS, refuse_misfi
 
 from .hosts import Host, Site, sites
 from .masks import padding_of
-from .segment_context import THREAD
+from .segment_context import running
 from .through_core import CORES, through_core
 from .torch_nn import settle_nested_tensors
 
@@ -44,7 +44,7 @@ class Intercept(TorchFunctionMode):
         self.exchange, self.x_BND, self.calls = exchange, x_BND, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention and not THREAD.aside:
+        if func is F.scaled_dot_product_attention and not running().aside:
             self.calls += 1
             return self.exchange.answer(self.x_BND, *args, **(kwargs or {}))
         if func is Tensor.unflatten:  # a method in Python, whose `super()` Dynamo cannot trace from here

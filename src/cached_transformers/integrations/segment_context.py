@@ -124,8 +124,8 @@ class ModelCall:
         self.state_after: State | None = None
 
 
-class ThreadContext(threading.local):
-    """The calls that run on this thread.
+class RunningCalls:
+    """The calls that run on one thread.
 
     Attributes:
         segment: the context of the host's forward. model: the call of a model around its body.
@@ -134,14 +134,26 @@ class ThreadContext(threading.local):
         grid: the patch embedding that ran last, and the (height, width) of its tokens.
     """
 
-    segment: SegmentContext | None = None
-    model: ModelCall | None = None
-    attention: AttentionCall | None = None
-    aside: bool = False
-    grid: tuple[Any, tuple[int, int]] | None = None
+    def __init__(self) -> None:
+        self.segment: SegmentContext | None = None
+        self.model: ModelCall | None = None
+        self.attention: AttentionCall | None = None
+        self.aside = False
+        self.grid: tuple[Any, tuple[int, int]] | None = None
 
 
-THREAD = ThreadContext()
+class _Local(threading.local):
+    def __init__(self) -> None:  # once per thread
+        # An object, since compiled code does not keep assignments to a threading.local itself.
+        self.calls = RunningCalls()
+
+
+_LOCAL = _Local()
+
+
+def running() -> RunningCalls:
+    """The calls that run on this thread."""
+    return _LOCAL.calls
 
 
 class entered:
@@ -151,16 +163,17 @@ class entered:
         self.context = context
 
     def __enter__(self) -> None:
-        self.before = THREAD.segment
-        THREAD.segment = self.context
+        calls = running()
+        self.before, calls.segment = calls.segment, self.context
 
     def __exit__(self, *raised: Any) -> None:
-        THREAD.segment, THREAD.attention = self.before, None
+        calls = running()
+        calls.segment, calls.attention = self.before, None
 
 
 def checkpoint_in_context(plain: Callable[..., Any], block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Checkpoint a block by `plain` so that it finds the current context whenever it runs again."""
-    context = THREAD.segment
+    context = running().segment
     return plain(block if context is None else partial(_run, context, block), *args, **kwargs)
 
 

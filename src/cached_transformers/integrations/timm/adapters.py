@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cached_transformers.integrations.hosts import Host, HostAttention, Site, Stream, register_adapter
 from cached_transformers.integrations.masks import map_size, no_mask
-from cached_transformers.integrations.segment_context import THREAD
+from cached_transformers.integrations.segment_context import running
 from cached_transformers.interfaces.memory import Query
 from cached_transformers.layers.reduction import PooledReduction, SpatialReduction
 from cached_transformers.memories.parts.interpolation import coarser_reduction
@@ -84,12 +84,13 @@ class Grid:
     def see(self, patches: Any, args: tuple[Tensor, ...]) -> None:
         """Record the map of the images that enter (with dynamic_img_size): a hook of the patch embedding."""
         height, width = patches.dynamic_feat_size(tuple(args[0].shape[-2:]))
-        THREAD.grid = (patches, (int(height), int(width)))
+        running().grid = (patches, (int(height), int(width)))
 
     def of(self, tokens: int) -> tuple[int, int] | None:
         """The map of this number of tokens, or None where they are no map (patch dropout)."""
-        if THREAD.grid is not None and THREAD.grid[0] is self.patches:
-            height, width = THREAD.grid[1]
+        seen = running().grid
+        if seen is not None and seen[0] is self.patches:
+            height, width = seen[1]
             if height * width + self.prefix == tokens:
                 return height, width
         return map_size(tokens, self.prefix, self.built)

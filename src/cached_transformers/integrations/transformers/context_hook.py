@@ -22,7 +22,7 @@ from cached_transformers.attentions.softmax import SoftmaxAttention
 from cached_transformers.integrations.hosts import Host, Site
 from cached_transformers.integrations.memory_hooks import MemoryHook
 from cached_transformers.integrations.offload import with_weights
-from cached_transformers.integrations.segment_context import THREAD, AttentionCall, SegmentContext
+from cached_transformers.integrations.segment_context import AttentionCall, SegmentContext, running
 from cached_transformers.integrations.tracked_modules import track
 from cached_transformers.interfaces.contexts import join, logits_of, widened
 from cached_transformers.interfaces.incremental import read_segment
@@ -90,7 +90,8 @@ class ContextHook(MemoryHook):
                 "call model.set_attn_implementation('eager')"
             )
         assert self.number is not None
-        call = None if THREAD.segment is None else THREAD.segment.attended[self.number]
+        context = running().segment
+        call = None if context is None else context.attended[self.number]
         if call is None or call.mask is None:
             return
         sees = call.mask if call.mask.dtype == torch.bool else call.mask > torch.finfo(call.mask.dtype).min / 2

@@ -23,7 +23,7 @@ from cached_transformers.integrations.hosts import Stream
 from cached_transformers.integrations.loop_wrappers import FramesModel, TokensModel
 from cached_transformers.integrations.memory_hooks import MemoryHook, refuse_forgetting, run_host
 from cached_transformers.integrations.offload import like_weights
-from cached_transformers.integrations.segment_context import THREAD, SegmentContext
+from cached_transformers.integrations.segment_context import SegmentContext, running
 from cached_transformers.integrations.tracked_modules import TrackedModule
 from cached_transformers.models.segments import cut
 from cached_transformers.state import State
@@ -44,7 +44,7 @@ class Entrance(TrackedModule):
 
     def embed(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, or the tokens that are embedded already."""
-        context = THREAD.segment
+        context = running().segment
         if context is None or context.embedded is None:
             return self.original(*args, **kwargs)
         return context.embedded

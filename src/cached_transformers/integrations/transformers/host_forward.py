@@ -22,7 +22,7 @@ from cached_transformers.integrations.loop_wrappers import HostWrapper
 from cached_transformers.integrations.memory_hooks import MemoryHook, no_loss
 from cached_transformers.integrations.memory_lookup import memory_of, refuse_frozen
 from cached_transformers.integrations.offload import like_weights, with_weights
-from cached_transformers.integrations.segment_context import THREAD, ModelCall, SegmentContext
+from cached_transformers.integrations.segment_context import ModelCall, SegmentContext, running
 from cached_transformers.interfaces.incremental import needs_whole_segments
 from cached_transformers.interfaces.memory import (
     Entry,
@@ -147,7 +147,7 @@ class HostForward:
         """The call of the model around the body, which got the state; a new one where the body itself is called."""
         if self.memory is not None:
             refuse_frozen(self.memory)
-        outer: ModelCall | None = THREAD.model
+        outer: ModelCall | None = running().model
         return outer if outer is not None and outer.forward is self else ModelCall(self, state)
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

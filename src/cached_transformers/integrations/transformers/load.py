@@ -187,15 +187,17 @@ def _report(name: str, model: Any, found: dict[str, Any], wanted: set[str]) -> N
 def _spellings(model: Any, key: str) -> tuple[str, ...]:
     """Names under which a weight may be stored: with the prefix of the model around the body, or without; and by the
     names of published checkpoints, to which `save_pretrained` goes back (ViT)."""
-    prefix, published = f"{model.base_model_prefix}.", key
+    prefix, published = f"{model.base_model_prefix}.", _published(model, key)
+    return tuple(name for own in (key, published) for name in (own, prefix + own, own.removeprefix(prefix)))
+
+
+def _published(model: Any, key: str) -> str:
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # this transformers saves by the names that its models have
-        pass
-    else:
-        stored: dict[str, Tensor] = revert_weight_conversion(model, {key: torch.empty(0)})
-        published = next(iter(stored))
-    return tuple(name for own in (key, published) for name in (own, prefix + own, own.removeprefix(prefix)))
+        return key
+    stored: dict[str, Tensor] = revert_weight_conversion(model, {key: torch.empty(0)})
+    return next(iter(stored))
 
 
 def _read(transformers: Any, name: str, model: nn.Module, wanted: set[str], hub: dict[str, Any]) -> dict[str, Tensor]:

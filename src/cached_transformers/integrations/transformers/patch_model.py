@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.integrations.segment_context import THREAD, ModelCall, release_checkpoints
+from cached_transformers.integrations.segment_context import ModelCall, release_checkpoints, running
 from cached_transformers.layers.initial_state import PLACE as INITIAL_STATE
 from cached_transformers.state import State, repeat
 
@@ -63,11 +63,12 @@ def model_forward(
         if hasattr(type(model), "_expand_inputs_for_generation"):  # its loss is shifted
             score_within(kwargs, documents.ids_BM)
     call = ModelCall(body, memory_state, documents)
-    before, THREAD.model = THREAD.model, call
+    calls = running()
+    before, calls.model = calls.model, call
     try:
         out = type(model).forward(model, *args, return_dict=True, **kwargs)
     finally:
-        THREAD.model = before
+        calls.model = before
     if documents is not None and documents.plan is not None:
         refuse_pooled(model, out)
     if call.state_after is not None:
