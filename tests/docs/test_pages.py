@@ -170,7 +170,7 @@ def test_pages_name_files_and_modules_that_exist(page: str) -> None:
     """Files by their path in the repository or in the package; modules where an example imports from them."""
     packages = [PROJECT / "src" / "cached_transformers", PROJECT / "src" / "cached_lab"]
     files = re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|md|yaml))`", TEXTS[page])
-    roots = [PROJECT, *packages]
+    roots = [PROJECT, PROJECT / "src", *packages]
     assert [name for name in files if not any((root / name).exists() for root in roots)] == []
     modules = re.findall(r"^\s*(?:from|import) (cached_(?:transformers|lab)[\w.]*)", TEXTS[page], re.MULTILINE)
     places = {name: PROJECT / "src" / name.replace(".", "/") for name in modules}
