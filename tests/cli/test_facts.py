@@ -37,7 +37,7 @@ def test_parts_registered_in_this_process_are_listed_and_explained(elsewhere, ca
     assert capsys.readouterr().out.splitlines() == [
         *("a_memory_from_elsewhere (memory)", "Carries nothing.", "", "equations:", "  y = x", "  z = y"),
         *("", "cost:", "  nothing", "", "options:"),  # the model gives the width
-        *("  ratio: float = 0.5", "  ... and whatever the wrapped library accepts"),
+        *("  ratio: float = 0.5", "  ... and all options of the wrapped library"),
     ]
     assert main(["list", "memories", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["memories"]}

@@ -121,7 +121,7 @@ def test_it_is_listed_and_explained_as_the_built_in_ones(capsys: pytest.CaptureF
     assert "outside_infini" in capsys.readouterr().out
     assert main(["explain", "outside_infini"]) == 0
     said = capsys.readouterr().out
-    for line in ("outside_infini (memory)", "A matrix for each head", "arXiv:2404.07143", "M' = M + s(K)^T V"):
+    for line in ("outside_infini (memory)", "A matrix per head", "arXiv:2404.07143", "M' = M + s(K)^T V"):
         assert line in said
     assert "delta: bool = False" in said and "initial_gate: float = 0.0" in said
 

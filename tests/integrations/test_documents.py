@@ -283,7 +283,7 @@ def test_loops_train_an_encoder_that_answers_for_each_token(kind: type[SegmentLo
 def test_who_sees_the_next_token_does_not_predict_it() -> None:
     model = bert(RMT, "BertForMaskedLM", None)
     for use in (lambda: generate(model, words(1, 3), tokens=2), lambda: list(read_stream(model, [[1, 2]], 5))):
-        with pytest.raises(ValueError, match=r"BertForMaskedLM.*SegmentLoop"):
+        with pytest.raises(ValueError, match=r"BertForMaskedLM"):
             use()
     with pytest.raises(ValueError, match="BertForSequenceClassification"):
         SegmentLoop(bert(RMT, segment_length=None), 4)(words(2, 8), words(2, 8))

@@ -144,7 +144,7 @@ def test_what_contradicts_it_is_refused(options: dict[str, Any], message: str) -
 
 
 def test_a_causal_model_and_a_core_without_other_keys_are_refused() -> None:
-    with pytest.raises(ValueError, match="shows each token what is behind it, through the memory"):
+    with pytest.raises(ValueError, match="bottleneck=True"):
         create_model("language_model", vocabulary=9, width=WIDTH, depth=1, heads=HEADS, feed_forward=8, memory=SPEC)
     with pytest.raises(ValueError, match="needs cross"):
         build(attention="bigbird")

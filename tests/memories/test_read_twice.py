@@ -448,7 +448,7 @@ def test_a_window_shorter_than_the_document_cuts_the_first_read_off() -> None:
         ({"attention": "both"}, "attention='both' must be one of side, joint"),
         ({"first_read": "running", "scope": "document"}, "scope='document' wants others too; take first_read='plain'"),
         ({"new_layers": 2, "depth": 2}, "new_layers=2 must leave layers for the first read, of 2; take 0 to 1"),
-        ({"new_layers": 1, "depth": 2, "layer": 0}, "in front of them, which layer=0 contradicts"),
+        ({"new_layers": 1, "depth": 2, "layer": 0}, "new_layers=1.*layer=0"),
         ({"new_layers": 1, "depth": 2, "attention": "joint"}, "which attention='joint' contradicts"),
         ({"layer": 2, "depth": 2}, "layer=2 is none of the 2 layers; take -2 to 1, or None for all"),
         ({"attention": "joint", "top_k": 3}, "top_k=3 and clip=None belong to a side attention"),

@@ -302,8 +302,8 @@ def test_it_generates_as_it_reads() -> None:
             [RELATIVE_XL, {"name": "transformer_xl", "clamp": 3}],
             r"different position schemes to one layer \(RelativePositions, RelativePositions\); give relative=False",
         ),
-        (["segatron", XL], "SegatronLayer and TransformerXL cannot stand in one layer: .* have 3 channels and 1"),
-        (["segatron", RELATIVE_XL], "cannot stand in one layer|different position schemes"),
+        (["segatron", XL], "SegatronLayer and TransformerXL .*3 channels and 1"),
+        (["segatron", RELATIVE_XL], "in one layer|different position schemes"),
     ],
 )
 def test_what_does_not_fit_is_refused_when_it_is_built(memory: Any, message: str) -> None:
@@ -383,5 +383,5 @@ def test_a_memory_round_another_gives_it_what_the_model_says(monkeypatch: pytest
     pair, listed = build({"name": "test_outer", "over": [GRC, RELATIVE_XL]}), build([GRC, RELATIVE_XL])
     listed.load_state_dict({name.replace(".memory.inner.", ".memory."): t for name, t in pair.state_dict().items()})
     assert torch.equal(outputs(pair, inputs), outputs(listed, inputs))
-    with pytest.raises(ValueError, match="what the model says; leave it out"):
+    with pytest.raises(ValueError, match="facts="):
         build({"name": "test_outer", "over": knn, "facts": {"depth": 1}})

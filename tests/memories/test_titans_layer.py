@@ -191,7 +191,7 @@ def test_a_memory_of_yours_stands_there_with_one_word_and_generates(monkeypatch:
         for parameter in block.attention.norm.parameters():
             parameter.data.mul_(2)
     prompt = segments(1)[0]
-    with pytest.warns(ReadsAgain, match="memory Doubling stands in front of queries and keys"):
+    with pytest.warns(ReadsAgain, match="memory Doubling"):
         found = model.generate(prompt, tokens=8, temperature=0, segment_length=SEGMENT)
     assert torch.equal(found.tokens, plain.generate(prompt, tokens=8, temperature=0, segment_length=SEGMENT).tokens)
 

@@ -145,7 +145,7 @@ def test_it_is_printed_for_people(trained: Path, capsys: pytest.CaptureFixture[s
     ("words", "message"),
     [
         (("neural.size=3",), "'neural.size=3' is an option of --output-cache or --with-memory"),
-        ((*NEURAL, "knn.k=3"), "'knn.k=3' sets an option of 'knn', and the output cache is 'neural'"),
+        ((*NEURAL, "knn.k=3"), "'knn.k=3' sets an option of 'knn', but the output cache is 'neural'"),
         ((*NEURAL, "neural.width=3"), "unknown option of the output cache 'neural' 'width'"),
         ((*NEURAL, "neural.size=big"), "neural.size='big' must be a whole number"),
         ((*NEURAL, "neural.lambda=2"), "lambda=2 must lie in [0, 1]"),

@@ -259,7 +259,7 @@ def test_a_damaged_file_is_named_when_its_turn_comes(library: str, folder: Path)
 
 def test_pairs_are_made_of_no_stream(library: str, folder: Path) -> None:
     corpus = {"name": "huggingface_stream", "dataset": str(folder)}
-    with pytest.raises(ValueError, match=r"is a stream, and pairs are made of a text at hand; take text"):
+    with pytest.raises(ValueError, match=r"huggingface_stream.*take text"):
         create_dataset("denoising", "train", corpus=corpus)
 
 

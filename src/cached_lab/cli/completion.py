@@ -60,7 +60,6 @@ NAMES: dict[str, Callable[[], Sequence[str]]] = {
     "control": lambda: ["conv", "flops", "longer", "parameters"],
     "name": lambda: [name for group in parts().values() for name in group],
     "memories": lambda: _memories("all"),
-    "attentions": lambda: ["all", *parts()["attentions"]],
     "tasks": lambda: ["all", *parts()["probes"]],
     "benchmark": lambda: list(BENCHMARKS),
     "reproduction": lambda: [table["name"] for table in read_facts()["reproductions"]],

@@ -9,6 +9,9 @@ import json
 from typing import Any
 
 # Imported to fill the registries.
+import cached_transformers.attentions
+import cached_transformers.integrations.models
+import cached_transformers.memories  # noqa: F401
 from cached_lab.registries import LISTED
 from cached_lab.resources import facts_file
 
