@@ -186,8 +186,8 @@ class LayerDecoder:
             )
         placed_q, placed_k = self.positions.query(q, positions_BKP), self.positions.rotate(k, positions_BKP)
         if core.steps_from == "state":
-            rows = (as_rows(t) for t in (placed_q, placed_k, v))
-            y, self.core_state = core.scan(*rows, self.core_state, x_BND=h_BKD.flatten(0, 1)[:, None])
+            q, k, v = (as_rows(t) for t in (placed_q, placed_k, v))
+            y, self.core_state = core.scan(q, k, v, self.core_state, x_BND=h_BKD.flatten(0, 1)[:, None])
             y_BHKE = y.unflatten(0, h_BKD.shape[:2])[:, :, :, 0].transpose(1, 2)
         else:
             y_BHKE, lse_BHK = self._attend(q, placed_q, KeysValues(placed_k, v), positions_BKP, reading.context)
