@@ -188,7 +188,7 @@ def test_a_prompt_is_not_closed(kind: str) -> None:
         (["--prompt", "a", "--stream", "--beams", "2"], "--beams 2 choose at the end"),
         (["--prompt", "a", "--tokens", "0"], "--tokens 0 must be at least 1"),
         (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0 must be finite and not negative"),
-        (["--prompt", "a", "--beams", "2", "--top-k", "3"], "beams=2"),
+        (["--prompt", "a", "--beams", "2", "--top-k", "3"], "beams=2 searches without sampling"),
         (["--prompt", "a", "--temperature", "0", "--top-p", "0.5"], "temperature=0 samples nothing"),
         (["--prompt", "a", "--state", "no_such_state"], "give a state that --save-state has written"),
     ],
@@ -200,7 +200,7 @@ def test_bad_words_are_refused(run: Path, capsys: pytest.CaptureFixture[str], op
 def test_a_state_of_something_else_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call(capsys, run, "--prompt", "a", "--tokens", 2, "--save-state", tmp_path / "state")
     words = [run, "--prompt", "b", "--state", tmp_path / "state"]
-    assert "here 5" in refused(capsys, *words, "--segment-length", 5)
+    assert "the segment_length of the saved session, here 5" in refused(capsys, *words, "--segment-length", 5)
     other = train_on_bytes(tmp_path, "optimizer.learning_rate=0.1")
     assert "was made with other weights" in refused(capsys, other, *words[1:])
     (tmp_path / "state").write_bytes((tmp_path / "state").read_bytes()[:50])

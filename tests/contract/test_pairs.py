@@ -20,8 +20,9 @@ from cached_transformers.memories import create_memory
 from cached_transformers.registry import ATTENTIONS
 
 REASONS = {
-    "cannot": r"(memory|a layer|a ContextAttention|the position scheme|the window of memory) .*needs "
-    r"(bias|bidirectional|causal|context|cross|lse|weights) \(.*\), which attention .* does not give",
+    "cannot": r"(memory|a layer|a ContextAttention|the position scheme|the window of memory) .*"
+    r"needs (bias|bidirectional|causal|context"
+    r"|cross|lse|weights) \(.*\), which attention .* does not give",
     "unknown length": r"attention '\w+' needs length, which this model does not know",
     "no place": r"memory \w+ needs (pieces|token_ids|token_map) \(.*\), which this model does not give; take ",
     "no causal memory": r"shows each token the rest of its segment and cannot serve a causal model",

@@ -161,8 +161,8 @@ def test_the_last_token_that_is_no_padding_answers() -> None:
     ("options", "message"),
     [
         ({"pool": "first"}, "unknown pool 'first'"),
-        ({"pool": "last", "init": "lra"}, "init='lra'"),
-        ({"pool": "last", "head_width": 4}, "head_width=4"),
+        ({"pool": "last", "init": "lra"}, "pool='last' .*init='lra'"),
+        ({"pool": "last", "head_width": 4}, "pool='last' .*head_width=4"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:

@@ -150,9 +150,9 @@ def test_a_text_goes_on_from_the_numbers_of_its_prompt(options: dict[str, Any]) 
 def test_what_are_no_places_is_refused() -> None:
     model, tokens = language_model(SPEC), text(ROWS, SEGMENT)
     for wrong in (torch.zeros(ROWS, SEGMENT).long(), torch.zeros(ROWS, SEGMENT, 2)):
-        with pytest.raises(ValueError, match="places of shape \\(2, 4"):
+        with pytest.raises(ValueError, match="must be two numbers per token"):
             model(tokens, places=wrong)
-        with pytest.raises(ValueError, match="places of shape \\(2, 4"):
+        with pytest.raises(ValueError, match="must be two numbers per token"):
             SegmentLoop(model, SEGMENT)(tokens, tokens, places=wrong)
     places = torch.zeros(ROWS, SEGMENT, 2).long()
     state = model(tokens, places=places + 6).state

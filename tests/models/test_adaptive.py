@@ -198,8 +198,8 @@ def test_initial_weights_have_the_deviations_asked_for() -> None:
         ({"cutoffs": [5, 9], "div_value": 4}, r"widths \[8, 2, 0\]"),
         ({"embedding_width": 0}, "embedding_width=0"),
         ({"cutoffs": [5], "tied_projections": [True]}, "each of the 2 clusters"),
-        ({"div_value": 4}, "cutoffs or embedding_width"),
-        ({"tied_projections": [False]}, "cutoffs or embedding_width"),
+        ({"div_value": 4}, "need cutoffs or embedding_width"),
+        ({"tied_projections": [False]}, "need cutoffs or embedding_width"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:

@@ -329,7 +329,7 @@ PROMPT = torch.zeros(1, 2, dtype=torch.long)
         ({"beams": 2, "each": print}, "beams=2 chooses its tokens at the end"),
         ({"eos": -1}, "eos=-1"),
         ({"eos": V}, "eos=7 is not in the vocabulary of 7"),
-        ({"segment_length": None}, "segment_length=None"),
+        ({"segment_length": None}, "segment_length=None.*give segment_length"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:

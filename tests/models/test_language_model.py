@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "targets": (lambda m: m(tokens(), targets=tokens(2, 4)), r"targets of shape \(2, 4\)"),
     "padding": (lambda m: m(tokens(), padding=torch.zeros(2, 4, dtype=torch.bool)), r"padding of shape \(2, 4\)"),
     "padding dtype": (lambda m: m(tokens(), padding=tokens()), "padding of dtype torch.int64 must be bool"),
-    "reset": (lambda m: m(tokens(), reset=torch.zeros(3, dtype=torch.bool)), r"reset of shape \(3,\)"),
+    "reset": (lambda m: m(tokens(), reset=torch.zeros(3, dtype=torch.bool)), r"reset of shape \(3,\).*one per row"),
     "reset dtype": (lambda m: m(tokens(), reset=torch.zeros(2)), "dtype torch.float32 must be bool"),
     "rows": (lambda m: m(tokens(), m.init_state(3)), "the state has 3 rows.*the segment 2"),
     "no rows": (lambda m: m.init_state(0), "batch_size=0"),

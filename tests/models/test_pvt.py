@@ -306,7 +306,7 @@ def test_layers_for_layer_wise_rates() -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"img_size": 24}, r"24 x 24 pixels .*32 x 32"),
+        ({"img_size": 24}, r"images of 24 x 24 pixels are smaller than 32 x 32"),
         ({"depths": (1, 2)}, "must have one length"),
         ({"global_pool": "max"}, r"global_pool='max' must be one of 'token', 'avg', ''"),
         ({"global_pool": "token", "class_token": False}, "there is no class token"),

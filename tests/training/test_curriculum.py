@@ -60,7 +60,7 @@ def test_an_accuracy_that_nothing_reaches_is_refused(solved: float) -> None:
         (([], 5), "at least one number of segments"),
         (([0, 1], 5), r"stages=\[0, 1\] must be .* each at least 1"),
         (([2, 2], 5), r"stages=\[2, 2\] must grow"),
-        (([1, 2], 0), "steps_each=0"),
+        (([1, 2], 0), "steps_each=0 must be at least 1"),
         (([1, 2], [5]), r"steps_each=\[5\] must be .* one for each of 2 stages"),
     ],
 )

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-# Imported to fill the registries.
+import cached_lab.experiments.probes
+import cached_lab.tasks  # noqa: F401
 import cached_transformers.attentions
 import cached_transformers.integrations.models
 import cached_transformers.memories  # noqa: F401

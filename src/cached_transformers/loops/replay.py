@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.state import State
 
-from .segments import Piece, SegmentLoop
+from .segments import SegmentLoop, SegmentPiece
 
 
 class ReplayLoop(SegmentLoop):
@@ -57,7 +57,7 @@ class ReplayLoop(SegmentLoop):
             raise ValueError(f"schedule={schedule!r}: ReplayLoop runs segments one after the other; take SegmentLoop")
         super().__init__(model, segment_length, bptt, passes, scoring=scoring, bptt_window=bptt_window)
 
-    def _segment(self, piece: Piece, state: State | None, reset_B: Tensor | None) -> ModelOutput:
+    def _segment(self, piece: SegmentPiece, state: State | None, reset_B: Tensor | None) -> ModelOutput:
         read = super()._segment
         if not torch.is_grad_enabled():
             return read(piece, state, reset_B)

@@ -41,7 +41,7 @@ from cached_transformers.state import State, detach
 from .sliding import WINDOWS, read_sliding
 
 
-class Piece(NamedTuple):
+class SegmentPiece(NamedTuple):
     """One segment of a batch: inputs, targets, padding, numbers of sentences and paragraphs, ids of documents."""
 
     inputs_BN: Tensor
@@ -207,9 +207,9 @@ class SegmentLoop(nn.Module):
         padding: Tensor | None = None,
     ) -> State:
         """Run all passes but the last and return the first state of the last one, after resets."""
-        return self._earlier_passes(self._pieces(Piece(inputs_BN, targets_BN, padding)), state, reset)
+        return self._earlier_passes(self._pieces(SegmentPiece(inputs_BN, targets_BN, padding)), state, reset)
 
-    def _earlier_passes(self, pieces: list[Piece], state: State | None, reset: Tensor | None) -> State:
+    def _earlier_passes(self, pieces: list[SegmentPiece], state: State | None, reset: Tensor | None) -> State:
         state = begun(self.model, state, None if reset is None else reset.flatten(), len(pieces[0].inputs_BN))
         if self.passes == 1:
             return state
@@ -224,7 +224,7 @@ class SegmentLoop(nn.Module):
         padding: Tensor | None,
         places: Tensor | None,
         documents: Tensor | None,
-    ) -> tuple[list[Piece], list[Tensor | None]]:
+    ) -> tuple[list[SegmentPiece], list[Tensor | None]]:
         """The segments of a batch, and the rows to reset before the first of them."""
         _check_shapes(inputs_BN, targets_BN, padding)
         if places is not None:
@@ -242,13 +242,13 @@ class SegmentLoop(nn.Module):
             for index, rows_B in enumerate(given):
                 found = resets[index]
                 resets[index] = rows_B if found is None or rows_B is None else rows_B | found
-        return self._pieces(Piece(inputs_BN, targets_BN, padding, places, documents)), resets
+        return self._pieces(SegmentPiece(inputs_BN, targets_BN, padding, places, documents)), resets
 
-    def _pieces(self, batch: Piece) -> list[Piece]:
+    def _pieces(self, batch: SegmentPiece) -> list[SegmentPiece]:
         if batch.padding_BN is not None:
             batch = batch._replace(targets_BN=batch.targets_BN.masked_fill(batch.padding_BN, IGNORED))
         parts = cut(batch.inputs_BN.shape[1], self.segment_length)
-        return [Piece(*(None if t is None else t[:, part] for t in batch)) for part in parts]  # type: ignore[arg-type]
+        return [SegmentPiece(*(None if t is None else t[:, part] for t in batch)) for part in parts]  # type: ignore[arg-type]
 
     def _check_reset(self, reset: Tensor | None, tokens: int) -> None:
         count = 1 if reset is None or reset.dim() == 1 else reset.shape[1]
@@ -270,7 +270,7 @@ class SegmentLoop(nn.Module):
                 "bptt_window='blocks'"
             )
 
-    def _segment(self, piece: Piece, state: State | None, reset_B: Tensor | None) -> ModelOutput:
+    def _segment(self, piece: SegmentPiece, state: State | None, reset_B: Tensor | None) -> ModelOutput:
         """Score one segment."""
         inputs_BN, targets_BN, padding_BN, places_BN2, documents_BN = piece
 
@@ -338,7 +338,7 @@ def told_documents(documents: Tensor, padding: Tensor | None, inputs_BN: Tensor)
     return ids_BN, padding_BN.to(inputs_BN.device) if bool(padding_BN.any()) else None
 
 
-def _refuse_inside(pieces: list[Piece]) -> None:
+def _refuse_inside(pieces: list[SegmentPiece]) -> None:
     """Refuse (ValueError) documents that do not begin with a segment."""
     for index, piece in enumerate(pieces):
         if piece.documents_BN is not None and plan_documents(piece.documents_BN) is not None:

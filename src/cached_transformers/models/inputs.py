@@ -24,7 +24,7 @@ def check_tokens(
     shape, dtype = tuple(tokens_BN.shape), tokens_BN.dtype
     if len(shape) != 2 or 0 in shape or dtype not in (torch.int64, torch.int32):
         raise ValueError(
-            f"{name} of shape {shape} and dtype {dtype} must be token ids, (rows, tokens), int64 or int32, not empty"
+            f"{name} of shape {shape} and dtype {dtype} must be token ids with at least one token, int64 or int32"
         )
     if longest is not None and shape[1] > longest:
         raise ValueError(f"{name} of {shape[1]} tokens, but max_length={longest}; shorten it or build a longer model")

@@ -121,7 +121,7 @@ def for_loops(model: Any) -> Any:
         return make()
     if hasattr(getattr(model, "config", None), "to_json_string"):
         name = type(model).__name__
-        raise ValueError(f"{name} has no memory; take create_model('transformers', model=...), or add_memory first")
+        raise ValueError(f"{name} has no memory with a state; take create_model('transformers', ...), or add_memory")
     return model
 
 
