@@ -79,7 +79,7 @@ def probes(facts: Facts, old: str) -> str:
         + " |"
         for name in in_order(list(parts), old)  # quoted: "facts" and "copy" are words of sentences, too
     ]
-    head = "| task | paper | what is asked | chance | sizes | solved by |"
+    head = "| task | paper | question | chance | sizes | solved by |"
     return block([head, "| --- | --- | --- | --- | --- | --- |", *rows])
 
 
