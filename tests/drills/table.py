@@ -20,7 +20,7 @@ def write_table(page: Path, outcomes: list[Outcome], seed: int) -> None:
 def table(outcomes: list[Outcome], seed: int) -> str:
     """Return one row per drill: action, cases run, passed and failed, seconds."""
     lines = [
-        "| Drill | What is done, and what must hold | Tried | Held | Failed | Seconds |",
+        "| Drill | Action, and what must hold | Tried | Held | Failed | Seconds |",
         "|---|---|---|---|---|---|",
     ]
     for drill, results, seconds in outcomes:
