@@ -74,14 +74,14 @@ def _whole_episode(segment: int, distance: int, depth: int) -> dict[str, float]:
     state="per row and layer: M (4 D + 8) + 8 bytes",
     cost="per token and layer: 2 D^2 M / N (keys and values of the slots) + D (M + N) / N (spans) + 2 M D "
     "multiply-adds with the model's positions; relative ones cost more, since slots are no neighbours",
-    reach="layers x (longest + ramp) tokens, of which M are kept",
+    reach="layers x (longest + ramp) tokens; M are kept",
     gradient="none into the memory; spans learn from tokens on their ramp, projections from keys and values",
     exact_when="length and every span >= tokens seen",
     without={"own_loss": "price=0"},
     probe=Probing(_whole_episode, one_segment),
 )
 class ExpireSpan(LayerMemory):
-    """Keys and values of inputs of the layer, each of which fades out at the end of a span that it predicts itself.
+    """Keys and values of the layer's inputs; each fades out at the end of a span that it predicts itself.
 
     Parameters: D + 1, w and b. Memory in training: B N M numbers a layer for m, beside the logits' bias.
 

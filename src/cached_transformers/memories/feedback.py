@@ -98,7 +98,7 @@ class OpenedMixtures(NamedTuple):
     state="per row: M (4 D + 8) + 8 bytes; with keep='kv' M (8 S D + 8) + 8",
     cost="instead of self-attention, per token and layer: 3 M D; once (shared) or per layer: 2 D^2 (1 + M / N) "
     "multiply-adds; tokens in sequence",
-    reach="unbounded, through what the mixtures of the last M tokens hold",
+    reach="unbounded, through the mixtures of the last M tokens",
     gradient="through the memory of the segments of one bptt window",
     exact_when="always: how a stream is cut changes nothing (without official_renorm)",
     probe=Probing(whole_episode),

@@ -54,7 +54,7 @@ class HeavyHitters(NamedTuple):
     equations="the last R, and of the others the `heavy` with the largest sum of weights so far, for each head",
     state="per row and layer: M (8 D + 4 H) + 8 bytes, M = heavy + length",
     cost="per token and layer: 2 M D + (M + N) D (weights) multiply-adds",
-    reach="unbounded for what is attended",
+    reach="unbounded for attended tokens",
     gradient="none: keys and values are kept as they were made",
     exact_when="heavy + length >= tokens seen",
     probe=Probing(

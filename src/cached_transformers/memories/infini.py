@@ -109,7 +109,7 @@ def store(
     state="per row and layer: 4 (D E + D) + 8 bytes, E = D / H",
     cost="per token and layer: D E + D (read) and D E (write; with a delta rule 2 D E + D, exact also 3 D C / 2, "
     "C = 64 tokens or N) multiply-adds",
-    reach="unbounded; what is written is diluted by all that is written after it, but for keys that differ",
+    reach="unbounded; each write is diluted by all later ones, but for keys that differ",
     gradient="through the matrix, over `bptt` segments",
     probe=Probing(fixed()),
     presets={"trained": {"initial_gate": -4.0}},

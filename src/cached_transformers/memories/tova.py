@@ -42,7 +42,7 @@ PLACES = ("stream", "cache")
     cost="per token and layer: 2 D^2 M / N (keys and values of the slots; in evaluation with keep='kv' none) + 3 M D + "
     "(M + N) D (weights) multiply-adds with places='cache'; relative positions of places='stream' cost "
     "more, since slots are no neighbours",
-    reach="unbounded for what the last query of every segment attends",
+    reach="unbounded for tokens that the last query of every segment attends",
     gradient="none into the memory; its keys and values train the projections",
     exact_when="length >= tokens seen",
     without={"stored_kv": "keep='hidden'"},
