@@ -116,9 +116,9 @@ def rows_like(t: Tensor, like: Tensor) -> Tensor:
     state="per row and layer, K = D / G, F = expansion K: 12 D F + 8 bytes, and 12 D F with momentum",
     cost="per token and layer: 3 D F + D G (read) and 6 D F + 3 D G (write), momentum D G; and for each segment, with "
     "Muon 15 G (2 K^2 F + K^3) multiply-adds",
-    reach="unbounded; rows of fixed length, so that every step writes over a share of what is held",
+    reach="unbounded; rows of fixed length, so that every step overwrites a share of the content",
     gradient="through the weights and every step of their learning, over `bptt` segments",
-    probe=Probing(why="every step writes over a share of what is held, at no length that is known"),
+    probe=Probing(why="every step overwrites a share of the content, at no length that is known"),
 )
 class LaCT(LayerMemory):
     """Wide gated nets per row that learn values by key, in one step for all tokens of a segment.
