@@ -45,8 +45,8 @@ STRANGE_IDS: dict[str, tuple[Tensor, str]] = {
     "bytes": (IDS.to(torch.uint8), "dtype torch.uint8 must be token ids"),
     "bools": (IDS > 2, "dtype torch.bool must be token ids"),
     "one row": (IDS[0], r"shape \(6,\)"),
-    "no row": (IDS[:0], "not empty"),
-    "no token": (IDS[:, :0], "not empty"),
+    "no row": (IDS[:0], r"shape \(0, 6\)"),
+    "no token": (IDS[:, :0], r"shape \(2, 0\)"),
     "too large": (IDS + 1, f"a token id is not in a vocabulary of {V} tokens, 0 to 6"),
     "negative": (IDS - 1, "a token id is not in a vocabulary"),
 }

@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "target": (lambda m: m(tokens(), targets=tokens() + V), "a target is not in -100"),
     "negative target": (lambda m: m(tokens(), targets=tokens() - V - 1), "a target is not in -100"),
     "shape": (lambda m: m(tokens()[0]), r"inputs of shape \(5,\)"),
-    "no tokens": (lambda m: m(tokens()[:, :0]), "not empty"),
+    "no tokens": (lambda m: m(tokens()[:, :0]), r"shape \(2, 0\)"),
     "floats": (lambda m: m(tokens().float()), "dtype torch.float32 must be token ids"),
     "targets": (lambda m: m(tokens(), targets=tokens(2, 4)), r"targets of shape \(2, 4\)"),
     "padding": (lambda m: m(tokens(), padding=torch.zeros(2, 4, dtype=torch.bool)), r"padding of shape \(2, 4\)"),
