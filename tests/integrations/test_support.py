@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,19 +120,34 @@ def test_the_table_is_what_was_found() -> None:
         pytest.skip("not all families were tried in this process")
     assert not missing
     page = PAGE.read_text(encoding="utf-8")
-    written = re.sub(r"(?s)(<!-- support -->\n).*?(<!-- end -->)", lambda m: m[1] + table() + m[2], page)
+    written = re.sub(r"(?s)(<!-- support -->\n).*?(<!-- end -->)", lambda m: m[1] + table(rows()) + m[2], page)
     if writes:
         PAGE.write_text(written, encoding="utf-8")
     assert page == written or writes, "docs/support.md is stale: make support"
 
 
-def table() -> str:
-    lines, cells_of = [], all_found()
-    for kind in dict.fromkeys(family.kind for family in ALL):
-        lines += ["", f"## {kind[:1].upper()}{kind[1:]}", "", f"| family | memories | {' | '.join(USES)} |"]
-        lines += ["| --- " * (2 + len(USES)) + "|"]
-        for family in sorted((f for f in ALL if f.kind == kind), key=lambda f: f.title.lower()):
-            cells = cells_of[family.name]
-            row = [family.title, cells["memories"], *(cells.get(use, "") for use in USES)]
-            lines.append(f"| {' | '.join(row)} |")
+def rows() -> dict[str, list[tuple[str, dict[str, str]]]]:
+    """Families with their cells, by kind and in the order of their titles."""
+    cells_of = all_found()
+    kinds = dict.fromkeys(family.kind for family in ALL)
+    of_kind = {kind: sorted((f for f in ALL if f.kind == kind), key=lambda f: f.title.lower()) for kind in kinds}
+    return {kind: [(family.title, cells_of[family.name]) for family in members] for kind, members in of_kind.items()}
+
+
+def table(rows_by_kind: dict[str, list[tuple[str, dict[str, str]]]]) -> str:
+    """Tables by kind. Lists of memories that several families share are numbered before the table."""
+    lines = []
+    for kind, rows in rows_by_kind.items():
+        counts = Counter(cells["memories"] for _, cells in rows)
+        shared = [memories for memories, count in counts.most_common() if count > 1]
+        has = [use for use in USES if any(cells.get(use) for _, cells in rows)]
+        lines += ["", f"## {kind[:1].upper()}{kind[1:]}", "", f"Uses: {', '.join(has)}.", ""]
+        lines += [f"{number}. {memories}" for number, memories in enumerate(shared, start=1)]
+        lines += ["", "| family | memories | uses |", "| --- | --- | --- |"]
+        for title, cells in rows:
+            memories = cells["memories"]
+            other = [f"{use} {cells[use]}" for use in has if cells.get(use, "yes") not in ("yes", "")]
+            uses_of_it = "; ".join(["all others" if other else "all", *other]) if any(map(cells.get, has)) else ""
+            numbered = f"({shared.index(memories) + 1})" if memories in shared else memories
+            lines.append(f"| {title} | {numbered} | {uses_of_it} |")
     return "\n".join([*lines, "", ""])
