@@ -28,11 +28,11 @@ NUMBERS = (
     *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
 )
 SAID = {
-    "memories": ("equations", "reach", "state", "cost", "gradient", "exact_when"),
-    "attentions": ("equation", "order", "cost"),
+    "memories": ("equations", "reach", "state", "gradient", "exact_when"),
+    "attentions": ("equation", "order"),
 }
-"""Facts of a section, in this order."""
-PROBED = ("chance", "sizes", "solved_by")
+"""Facts of a section, in this order; `cached explain NAME` adds the cost."""
+PROBED = ("chance", "solved_by")
 """Facts of a probe task, in this order."""
 CODE = {"equation", "equations"}
 BAR = r"\|"
@@ -79,8 +79,8 @@ def probes(facts: Facts, old: str) -> str:
         + " |"
         for name in in_order(list(parts), old)  # quoted: "facts" and "copy" are words of sentences, too
     ]
-    head = "| task | paper | question | chance | sizes | solved by |"
-    return block([head, "| --- | --- | --- | --- | --- | --- |", *rows])
+    head = "| task | paper | question | chance | solved by |"
+    return block([head, "| --- | --- | --- | --- | --- |", *rows])
 
 
 def purposes(facts: Facts, kind: str, old: str) -> str:
