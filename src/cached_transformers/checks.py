@@ -10,13 +10,16 @@ LARGEST_SIZE = 2**31 - 1
 """Larger sizes mean tensors of more than 8 GB per row."""
 
 
-def at_least_one(way_out: str = "", **sizes: int | None) -> None:
-    """Refuse (ValueError) sizes below 1 or above `LARGEST_SIZE`; None is a size that was not given."""
+def at_least_one(way_out: str = "", *, least: int = 1, **sizes: int | None) -> None:
+    """Refuse (ValueError) sizes that are no whole numbers, below `least` or above `LARGEST_SIZE`; None is not given."""
     for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise ValueError(f"{name}={size} must be at least 1{way_out}")
-        if size is not None and size > LARGEST_SIZE:
-            raise ValueError(f"{name}={size} must be at most {LARGEST_SIZE}")
+        if size is None:
+            continue
+        if isinstance(size, bool) or not hasattr(size, "__index__"):
+            raise ValueError(f"{name}={size!r} must be a whole number, at least {least}{way_out}")
+        if not least <= size <= LARGEST_SIZE:
+            rule = f"at least {least}{way_out}" if size < least else f"at most {LARGEST_SIZE}"
+            raise ValueError(f"{name}={size} must be {rule}")
 
 
 def comparing_lengths(**exponents: float) -> None:

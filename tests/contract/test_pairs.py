@@ -14,7 +14,7 @@ from contract.contract_cases import ATTENTION_ROWS, CONTRACTS, DEPTH, HEADS, MOD
 from torch import Tensor, nn
 
 from cached_transformers import create_model
-from cached_transformers.interfaces.memory import LayerMemory
+from cached_transformers.interfaces.memory import LayerMemory, Memory
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import create_memory
 from cached_transformers.registry import ATTENTIONS
@@ -45,14 +45,24 @@ def models_of(label: str) -> tuple[str, ...]:
     return ("sequence_classifier",) if "bidirectional" in memory.needs else ("language_model",)
 
 
+@functools.cache
+def needs_of(label: str) -> frozenset[str]:
+    """Return the capability words that decide with which attentions a row of the table fits."""
+    model = Case(label, "softmax", models_of(label)[0]).build_shallow() if models_of(label) else None
+    memories = [m for m in model.modules() if isinstance(m, Memory)] if model is not None else []
+    return frozenset().union(*(memory.needs for memory in memories))
+
+
 def places(attention: str, every: bool) -> Iterator[tuple[str, str]]:
     """Rows of memories and the models in which they are tried with an attention.
 
-    Each row where it belongs; in the other models all rows with exact attention, and with others one of each memory
-    unless `every`. A row of an attention is tried with one of each memory.
+    Exact attention is tried with all rows in all models; others with one row of each memory, and where the memory
+    belongs also with its rows of other needs, unless `every`. A row of an attention is tried with one of each memory.
     """
     first = {label.partition("/")[0]: label for label in reversed(CONTRACTS)}.values()
-    for label in CONTRACTS if every or attention in ATTENTIONS else first:
+    distinct = {(label.partition("/")[0], needs_of(label)): label for label in reversed(CONTRACTS)}.values()
+    at_home = CONTRACTS if every or attention == "softmax" else distinct if attention in ATTENTIONS else first
+    for label in at_home:
         yield from ((label, kind) for kind in models_of(label))
     for label in CONTRACTS if every or attention == "softmax" else first:
         yield from ((label, kind) for kind in MODEL_SIZES if kind not in models_of(label))

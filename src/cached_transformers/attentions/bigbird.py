@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.attention import AttentionOutput, Call
 from cached_transformers.registry import ATTENTIONS
 
@@ -92,12 +93,10 @@ class BigBird(PatternAttention):
         dropout: float = 0.0,
     ) -> None:
         super().__init__(dropout=dropout, kernel=kernel)
-        if block < 1:
-            raise ValueError(f"block={block} must be at least 1 token")
+        at_least_one(" token", block=block)
         if window < 1 or window % 2 == 0:
             raise ValueError(f"window={window} counts blocks on both sides and the block itself: take an odd number")
-        if random < 0:
-            raise ValueError(f"random={random} must be at least 0 blocks; 0 leaves window and global blocks")
+        at_least_one(" blocks; 0 leaves window and global blocks", least=0, random=random)
         if not 0 <= seed <= WORD:
             raise ValueError(f"seed={seed} must lie in [0, 2^32)")
         self.heads, self.index, self.block, self.window, self.random = heads, index, block, window, random

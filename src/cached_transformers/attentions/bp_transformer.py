@@ -39,6 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.attention import AttentionOutput, Call
 from cached_transformers.registry import ATTENTIONS
 
@@ -131,10 +132,8 @@ class Reach(NamedTuple):
 
 def check_tree(width: int, heads: int, k: int, clip: int) -> int:
     """E, or a ValueError."""
-    if k < 1:
-        raise ValueError(f"k={k} must be at least 1 node of each level, or far tokens are not seen")
-    if clip < 0:
-        raise ValueError(f"clip={clip} must be at least 0, the level of the tokens")
+    at_least_one(" node of each level, or far tokens are not seen", k=k)
+    at_least_one(", the level of the tokens", least=0, clip=clip)
     return head_width(width, heads)
 
 

@@ -201,8 +201,7 @@ class ImprovedClusteredAttention(ClusteredAttention):
             redraw=redraw,
             dropout=dropout,
         )
-        if topk < 1:
-            raise ValueError(f"topk={topk} must be at least 1 key; attention 'clustered' does without")
+        at_least_one(" key; attention 'clustered' does without", topk=topk)
         self.topk = topk
 
     def _of_clusters(

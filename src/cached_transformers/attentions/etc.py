@@ -31,6 +31,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.attention import AttentionOutput, Call
 from cached_transformers.registry import ATTENTIONS
 
@@ -166,8 +167,7 @@ class ETC(PatternAttention):
     ) -> None:
         super().__init__(dropout=dropout)
         check_sizes(radius, clip)
-        if segment is not None and segment < 1:
-            raise ValueError(f"segment={segment} must be at least 1 token; None leaves the global keys out")
+        at_least_one(" token; None leaves the global keys out", segment=segment)
         self.radius, self.segment = radius, segment
         self.labels = None if clip is None else Labels(heads, width // heads, clip, between=segment is not None)
 
@@ -206,7 +206,5 @@ class ETC(PatternAttention):
 
 def check_sizes(radius: int, clip: int | None) -> None:
     """Refuse what no window and no table of labels can have."""
-    if radius < 1:
-        raise ValueError(f"radius={radius} must be at least 1 token on either side")
-    if clip is not None and clip < 1:
-        raise ValueError(f"clip={clip} must be at least 1 token; None leaves the labels out")
+    at_least_one(" token on either side", radius=radius)
+    at_least_one(" token; None leaves the labels out", clip=clip)

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.attention import Attention, AttentionOutput, Call
 from cached_transformers.registry import ATTENTIONS
 
@@ -88,8 +89,7 @@ class InformerAttention(Attention):
         dropout: float = 0.0,
     ) -> None:
         super().__init__(dropout=dropout)
-        if factor < 1:
-            raise ValueError(f"factor={factor} must be at least 1")
+        at_least_one(factor=factor)
         if sampling not in ("shared", "own"):
             raise ValueError(f"sampling={sampling!r} must be 'shared' or 'own'")
         if lazy_sum and not allow_leak:

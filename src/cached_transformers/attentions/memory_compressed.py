@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.attention import AttentionOutput, Call
 from cached_transformers.registry import ATTENTIONS
 
@@ -121,10 +122,8 @@ class MemoryCompressedAttention(PatternAttention):
     ) -> None:
         super().__init__(dropout=dropout)
         size = head_width(width, heads)
-        if rate < 1:
-            raise ValueError(f"rate={rate} must be at least 1 token a slot; 1 compresses nothing")
-        if local < 0:
-            raise ValueError(f"local={local} must be at least 0 tokens; 0 leaves the local branch out")
+        at_least_one(" token a slot; 1 compresses nothing", rate=rate)
+        at_least_one(" tokens; 0 leaves the local branch out", least=0, local=local)
         if grouping not in ("heads", "full"):
             raise ValueError(f"grouping={grouping!r} must be 'heads' or 'full'")
         self.rate, self.local = rate, local

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.attention import AttentionOutput, Call
 from cached_transformers.registry import ATTENTIONS
 
@@ -76,8 +77,7 @@ class StarAttention(PatternAttention):
         dropout: float = 0.0,
     ) -> None:
         super().__init__(dropout=dropout)
-        if radius < 0:
-            raise ValueError(f"radius={radius} must be at least 0 neighbours; the paper takes 1")
+        at_least_one(" neighbours; the paper takes 1", least=0, radius=radius)
         self.radius, self.embedding = radius, embedding
         self.relay_HE = nn.Parameter(torch.zeros(heads, head_width(width, heads))) if relay else None
 
@@ -216,8 +216,7 @@ class StarLayer(nn.Module):
 
     def __init__(self, width: int, heads: int, *, radius: int = 1, dropout: float = 0.0, causal: bool = False) -> None:
         super().__init__()
-        if radius < 0:
-            raise ValueError(f"radius={radius} must be at least 0 neighbours; the paper takes 1")
+        at_least_one(" neighbours; the paper takes 1", least=0, radius=radius)
         self.heads, self.radius, self.dropout, self.causal = heads, radius, dropout, causal
         size = head_width(width, heads)
         self.query, self.output, self.relay_output = (nn.Linear(width, width, bias=False) for _ in range(3))

@@ -21,6 +21,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from cached_transformers.attentions.softmax import SoftmaxAttention, key_weights
+from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.attention import Attention, AttentionOutput
 from cached_transformers.interfaces.capabilities import CORE_WORDS, refuse_misfit
 from cached_transformers.interfaces.contexts import join, logits_of, widened
@@ -136,8 +137,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         if heads < 1 or (head_width is None and width % heads):
             raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
-        if head_width is not None and head_width < 1:
-            raise ValueError(f"head_width={head_width} must be at least 1; None is width / heads")
+        at_least_one("; None is width / heads", head_width=head_width)
         self.width, self.heads, self.causal = width, heads, causal
         self.norm = norm if norm is not None else nn.Identity()
         self.shared_query_key = shared_query_key

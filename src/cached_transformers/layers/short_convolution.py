@@ -45,8 +45,7 @@ class ShortConvolution(nn.Module):
     def __init__(self, width: int, taps: int) -> None:
         super().__init__()
         at_least_one(width=width)
-        if taps < 2:
-            raise ValueError(f"taps={taps} must be at least 2; leave the convolution out for 1")
+        at_least_one("; leave the convolution out for 1", least=2, taps=taps)
         self.taps = taps
         self.weight_KD = nn.Parameter(torch.empty(taps, width))  # current token first
         self.reset_parameters()

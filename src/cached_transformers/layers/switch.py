@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.annotations import check_type, hints_of
+from cached_transformers.checks import at_least_one
 from cached_transformers.memories.grc.shared_cache import in_backward
 from cached_transformers.registry import unknown_name
 
@@ -90,9 +91,7 @@ class SwitchFeedForward(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        for name, size in {"width": width, "hidden": hidden, "experts": experts}.items():
-            if size < 1:
-                raise ValueError(f"{name}={size} must be at least 1")
+        at_least_one(width=width, hidden=hidden, experts=experts)
         if activation not in ACTIVATIONS:
             raise ValueError(unknown_name("activation", activation, list(ACTIVATIONS)))
         for name, weight in {"balance_loss": balance_loss, "z_loss": z_loss}.items():

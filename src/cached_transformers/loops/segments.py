@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.layers.token_loss import IGNORED
 from cached_transformers.models.diagonal import check_schedule, read_diagonally
@@ -98,9 +99,7 @@ class SegmentLoop(nn.Module):
         bptt_window: str = "blocks",
     ) -> None:
         super().__init__()
-        for name, value in {"segment_length": segment_length, "bptt": bptt, "passes": passes}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        at_least_one(segment_length=segment_length, bptt=bptt, passes=passes)
         model = for_loops(model)
         if passes > 1:
             model_memory(model, passes)

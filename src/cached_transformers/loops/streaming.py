@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.layers.token_loss import perplexity
 from cached_transformers.loops.segments import token_losses
@@ -73,8 +74,7 @@ def read_stream(
     Raises:
         ValueError: the segment is shorter than one token, or the schedule does not fit the model.
     """
-    if segment_length < 1:
-        raise ValueError(f"segment_length={segment_length} must be at least 1 token")
+    at_least_one(" token", segment_length=segment_length)
     model = as_language_model(model)
     check_schedule(schedule, model)
     model.eval()

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.checks import at_least_one
+
 
 class AdaptiveEmbedding(nn.Module):
     """Token embeddings with narrower vectors for rarer tokens.
@@ -58,8 +60,7 @@ class AdaptiveEmbedding(nn.Module):
         widest = width if embedding_width is None else embedding_width
         if widest < 1:
             raise ValueError(f"embedding_width={embedding_width} must be at least 1 channel, or null for width={width}")
-        if div_value < 1:
-            raise ValueError(f"div_value={div_value} must be at least 1 (1: all clusters have one width)")
+        at_least_one(" (1: all clusters have one width)", div_value=div_value)
         self.widths = [widest // div_value**i for i in range(len(cutoffs) + 1)]
         if self.widths[-1] < 1:
             raise ValueError(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.state import State, Stored, load, save
 from cached_transformers.state.packing import Packing
 
@@ -63,8 +64,7 @@ class Session:
         self.model = model
         self._reader: Any = as_language_model(model)
         self.segment_length = segment_length if segment_length is not None else _length_of(model)
-        if self.segment_length is not None and self.segment_length < 1:
-            raise ValueError(f"segment_length={self.segment_length} must be at least 1 token")
+        at_least_one(" token", segment_length=self.segment_length)
         with evaluating(self._reader):
             state = self._reader.init_state(1)
         if self.segment_length is None and remembers(state):

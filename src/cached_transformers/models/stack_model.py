@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.attentions import create_attention
+from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.capabilities import refuse_misfit
 from cached_transformers.interfaces.memory import LayerMemory, ModelMemory
 from cached_transformers.layers.attention import SelfAttention, shows_the_future
@@ -54,8 +55,8 @@ class StackModel(PublishedModel):
 
     def init_state(self, batch_size: int) -> StackState:
         """Initial state of `batch_size` rows (ValueError: fewer than 1)."""
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be at least 1 row")
+        if not torch.compiler.is_compiling():
+            at_least_one(" row", batch_size=batch_size)
         return self.stack.init_state(batch_size)
 
     def check_state(self, state: StackState | None, rows: int) -> None:
