@@ -33,7 +33,7 @@ COST = {
 def make_run(
     folder: Path, variant: str = "grc", seed: int = 0, accuracy: float = 0.938, gated: bool | None = None
 ) -> Path:
-    """One finished run; a gated variant has gates.json and feature_maps.npz too."""
+    """One finished run; a gated variant has gates.json too."""
     generator = np.random.default_rng([seed, sum(map(ord, variant))])
     folder.mkdir(parents=True)
     lines: list[dict[str, Any]] = []
@@ -62,7 +62,6 @@ def make_run(
     (folder / "config.yaml").write_text(f"name: digits_vit\nmodel:\n  name: vision_transformer\n  memory: {variant}\n")
     if gated if gated is not None else variant == "grc":
         write_gates(folder, generator)
-        write_maps(folder, generator)
     return folder
 
 
@@ -70,17 +69,6 @@ def write_gates(folder: Path, generator: np.random.Generator) -> None:
     """Gates that open towards the late layers."""
     centres = np.linspace(-1.6, 0.9, 4)[:, None] + 0.5 * generator.normal(size=(4, 4))
     (folder / "gates.json").write_text(json.dumps({"layers": (1 / (1 + np.exp(-centres))).tolist()}))
-
-
-def write_maps(folder: Path, generator: np.random.Generator) -> None:
-    """Blobs as images, and smooth maps that look at them."""
-    y, x = np.mgrid[0:32, 0:32] / 31
-    centres = generator.uniform(0.3, 0.7, (4, 2))
-    image = np.stack([np.exp(-((x - a) ** 2 + (y - b) ** 2) / 0.03) for a, b in centres])[..., None].repeat(3, -1)
-    image *= generator.uniform(0.4, 1.0, (4, 1, 1, 3))
-    small = image[:, ::4, ::4].mean(-1)
-    noise = generator.normal(0, 0.1, (2, 4, 4, 8, 8))
-    np.savez(folder / "feature_maps.npz", image=image, self=small + noise[0], memory=1 - small + noise[1])
 
 
 def make_comparison(

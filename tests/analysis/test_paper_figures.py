@@ -18,6 +18,7 @@ from cached_lab.experiments.paper_figures import initial_share
 from cached_lab.experiments.reports.collect import LayerMaps, collect_gates, collect_layer_maps
 from cached_lab.experiments.reports.figures import paper
 from cached_lab.experiments.reports.figures.paper import FormPoint, HeadShares
+from cached_lab.experiments.reports.run_folder import read_run
 from cached_lab.experiments.statistics import mean_interval
 from cached_lab.tasks.recipes import config_from_dict
 from cached_lab.training.config import config_to_yaml
@@ -56,10 +57,6 @@ def test_figure_1_joins_the_forms_of_a_backbone() -> None:
     spans = sorted(round(float(np.ptp(c.get_segments()[0][:, 1])), 6) for c in ax.collections)
     expected = [100 * (f.high - f.low) for f in mean.values() if f.low is not None]
     assert spans == pytest.approx(sorted(expected))
-    with pytest.raises(ValueError, match="positive number of operations"):
-        paper.accuracy_against_flops([points[0]._replace(operations=0)], "accuracy", "")
-    with pytest.raises(ValueError, match=r"10.*11"):
-        paper.accuracy_against_flops([FormPoint("a", str(i), 1, [0.5]) for i in range(11)], "accuracy", "")
 
 
 def test_figure_1_of_a_comparison_and_of_runs(tmp_path: Path) -> None:
@@ -103,8 +100,6 @@ def test_figure_5_holds_every_head(tmp_path: Path) -> None:
             for j, x in enumerate(heads, 1)
         ]
     assert rows == expected
-    from cached_lab.experiments.reports.run_folder import read_run
-
     assert initial_share(read_run(folder / "grc" / "seed_0")) == pytest.approx(1 / (1 + np.e))
     assert initial_share(read_run(folder / "plain" / "seed_0")) is None
 
@@ -121,9 +116,7 @@ def test_figure_5_shows_heads_means_and_where_training_began() -> None:
     assert list(mean.get_ydata()) == pytest.approx([0.25, 0.7])
     assert any(list(line.get_ydata()) == [0.25, 0.25] for line in first.lines)
     assert first.get_ylim() == second.get_ylim() and first.get_ylim()[0] < 0.1 and first.get_ylim()[1] > 0.9
-    assert first.get_title(loc="left") == "grc, 2 runs" and second.get_title(loc="left") == "one, 1 run"
-    with pytest.raises(ValueError, match=r"share in 0\.\.1"):
-        paper.head_shares([HeadShares("grc", [[[1.5]]])])
+    assert first.get_title(loc="left") == "grc, 2 runs" and second.get_title(loc="left") == "one, one run"
 
 
 def pyramid() -> PyramidVisionTransformer:
@@ -190,9 +183,6 @@ def test_a_module_of_a_users_is_drawn_if_it_has_the_methods() -> None:
     assert (first.number, first.name, second.number, second.name) == (1, "1", 2, "2.0")
     assert np.allclose(first.self_attention, images.norm(dim=1)) and np.allclose(first.memory, 2 * images.norm(dim=1))
     assert model[1].note is None
-    model[1].mixing_ratio = lambda: torch.tensor(0.5)
-    with pytest.raises(ValueError, match=r"mixing_ratio.*'1'"):
-        collect_gates(model)
 
 
 @pytest.fixture(scope="module")
@@ -223,13 +213,12 @@ def test_figure_4_of_photographs(trained: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["fig4", "{run}", "--layers", "5"], "layer 5 has no map; these have: 1, 2"),
+        (["fig4", "{run}", "--layers", "5"], "--layers 5 has no map; these have: 1, 2"),
         (["fig4", "{run}", "--layers", "x"], "--layers 'x' must be whole numbers from 1 on"),
         (["fig4", "{run}", "{run}"], "figure 4 needs one run"),
         (["fig4", "{run}", "--images", "nowhere.jpg"], "there is no file nowhere.jpg"),
         (["fig5", "{plain}"], "only models with a gated memory have gates"),
-        (["fig1", "{here}"], "is neither a run"),
-        (["curves", "{run}", "--layers", "1"], "--images and --layers are of fig4; drop them for curves"),
+        (["fig1", "{here}"], "is not a run folder"),
     ],
 )
 def test_figures_that_cannot_be_drawn_are_refused(
@@ -251,5 +240,3 @@ def test_photographs_stand_beside_their_maps() -> None:
     assert np.array_equal(shown[4], layers[0].self_attention[1]) and np.array_equal(shown[5], layers[0].memory[1])
     assert [ax.get_title() for ax in figure.axes[:3]] == ["photograph", "self, layer 3", "cache, layer 3"]
     assert figure.axes[5].get_xlabel() == f"{layers[0].memory[1].min():.3g} to {layers[0].memory[1].max():.3g}"
-    with pytest.raises(ValueError, match="a map of each of the 1"):
-        paper.photograph_maps(images[:1], layers)
