@@ -70,7 +70,7 @@ def test_figure_1_of_a_comparison_and_of_runs(tmp_path: Path) -> None:
     header, *rows = rows_of(tmp_path / "a.csv")
     assert header == ["backbone", "form", "operations", "mean accuracy", "low", "high", "values by seed"]
     for row, variant, form in zip(rows, data["variants"], ("plain", "released", "convolution"), strict=True):
-        assert row[:3] == ["vit", form, str(float(variant["training_flops"]))]
+        assert row[:3] == ["vit", form, str(variant["training_flops"])]
         expected = mean_interval(variant["values"])
         assert [float(x) for x in row[3:6]] == pytest.approx(list(expected))
         assert [float(x) for x in row[6].split()] == variant["values"]
@@ -238,5 +238,5 @@ def test_photographs_stand_beside_their_maps() -> None:
     shown = [ax.images[0].get_array() for ax in figure.axes]
     assert np.array_equal(shown[0], images[0]) and np.array_equal(shown[3], images[1])
     assert np.array_equal(shown[4], layers[0].self_attention[1]) and np.array_equal(shown[5], layers[0].memory[1])
-    assert [ax.get_title() for ax in figure.axes[:3]] == ["photograph", "self, layer 3", "cache, layer 3"]
+    assert [ax.get_title(loc="left") for ax in figure.axes[:3]] == ["photograph", "self, layer 3", "cache, layer 3"]
     assert figure.axes[5].get_xlabel() == f"{layers[0].memory[1].min():.3g} to {layers[0].memory[1].max():.3g}"

@@ -38,22 +38,7 @@ def call(capsys, *arguments: str) -> tuple[int, str, str]:
 def test_without_arguments_it_prints_help_with_an_example_of_every_command(capsys):
     status, out, _ = call(capsys)
     assert status == 0
-    for command in (
-        "list",
-        "explain",
-        "train",
-        "plan",
-        "evaluate",
-        "compare",
-        "plot",
-        "probe",
-        "leaderboard",
-        "stream",
-        "generate",
-        "convert",
-        "benchmark",
-    ):
-        assert f"  cached {command} " in out
+    assert all(f"  cached {command} " in out for command in main_module.EXAMPLES)
 
 
 def test_version(capsys):
@@ -171,7 +156,7 @@ def test_each_kind_of_failure_has_its_status(capsys, monkeypatch, error, status,
     def fail(arguments):
         raise error
 
-    monkeypatch.setattr(main_module.explain, "run", fail)
+    monkeypatch.setattr("cached_lab.cli.explain.run", fail)
     assert call(capsys, "explain", "grc") == (status, "", f"{message}\n")
 
 
@@ -181,7 +166,7 @@ def test_an_unforeseen_error_is_a_bug_and_leaves_its_traceback(capsys, monkeypat
     def fail(arguments):
         raise error
 
-    monkeypatch.setattr(main_module.explain, "run", fail)
+    monkeypatch.setattr("cached_lab.cli.explain.run", fail)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     status, out, err = call(capsys, *words, "explain", "grc")
     assert (status, out) == (70, "")
@@ -219,7 +204,7 @@ def test_memory_that_does_not_suffice_says_what_to_lower(capsys, monkeypatch, er
     def fail(arguments):
         raise error
 
-    monkeypatch.setattr(main_module.explain, "run", fail)
+    monkeypatch.setattr("cached_lab.cli.explain.run", fail)
     status, _, err = call(capsys, "explain", "grc")
     assert status == 1 and err.startswith("error: out of memory") and "lower training.batch_size" in err
 
@@ -259,6 +244,8 @@ def test_train_then_evaluate_gives_the_score_of_the_summary(capsys, recipe, tmp_
     assert status == 0, err
     assert "validation" in out and f"report: {run / 'report.html'}" in out.replace("\n", "")
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    status, _, err = call(capsys, "evaluate", str(run), "--memory", "carry,resett")
+    assert status == 2 and "did you mean 'reset'" in err
     status, out, _ = call(capsys, "evaluate", str(run), "--json")
     scores = json.loads(out)
     assert status == 0 and scores["step"] == summary["best"]["step"]
@@ -276,8 +263,6 @@ def test_train_then_evaluate_gives_the_score_of_the_summary(capsys, recipe, tmp_
 def test_evaluate_names_what_is_missing(capsys, tmp_path):
     status, _, err = call(capsys, "evaluate", str(tmp_path))
     assert status == 2 and "is not a run folder: it has no config.yaml" in err
-    status, _, err = call(capsys, "evaluate", str(tmp_path), "--memory", "carry,resett")
-    assert status == 2 and "did you mean 'reset'" in err
 
 
 def test_an_endless_argument_is_not_repeated(capsys):

@@ -122,8 +122,6 @@ def test_the_prompt_may_be_a_file_or_standard_input(
     want = call(capsys, *words, "--prompt", PROMPT)
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT}\n"))
     assert call(capsys, *words) == want
-    (tmp_path / "prompt.txt").write_text(PROMPT, encoding="utf-8")
-    assert call(capsys, *words, "--file", tmp_path / "prompt.txt") == want
     assert call(capsys, *words, "--segment-length", 5, "--prompt", PROMPT) != want
 
 
@@ -139,10 +137,7 @@ def test_it_is_told_token_by_token(run: Path) -> None:
     assert "".join(said) == bytes_of(found.tokens[0].tolist())
 
 
-@pytest.mark.parametrize(
-    ("words", "terminal", "pieces"),
-    [([], True, 7), ([], False, 1), (["--stream"], False, 7), (["--no-stream"], True, 1), (["--beams", "2"], True, 3)],
-)
+@pytest.mark.parametrize(("words", "terminal", "pieces"), [([], True, 7), ([], False, 1), (["--beams", "2"], True, 3)])
 def test_a_terminal_shows_it_while_it_is_written(
     run: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], terminal: bool, pieces: int
 ) -> None:
@@ -183,9 +178,6 @@ def test_a_prompt_is_not_closed(kind: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--prompt", "a", "--file", "b"], "--prompt and --file both give the text"),
-        (["--file", "no_such_file"], "no_such_file is not a file; give the text"),
-        (["--prompt", "a", "--stream", "--beams", "2"], "--beams 2 choose at the end"),
         (["--prompt", "a", "--tokens", "0"], "--tokens 0 must be at least 1"),
         (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0 must be finite and not negative"),
         (["--prompt", "a", "--beams", "2", "--top-k", "3"], "beams=2 searches without sampling"),
@@ -205,8 +197,6 @@ def test_a_state_of_something_else_is_refused(run: Path, tmp_path: Path, capsys:
     assert "was made with other weights" in refused(capsys, other, *words[1:])
     (tmp_path / "state").write_bytes((tmp_path / "state").read_bytes()[:50])
     assert "is no whole state file" in refused(capsys, *words)
-    (tmp_path / "text").write_bytes(b"\xff")
-    assert "is not UTF-8" in refused(capsys, run, "--file", tmp_path / "text")
     (tmp_path / "elsewhere").mkdir()
     assert "is not a run folder" in refused(capsys, tmp_path / "elsewhere", "--prompt", "a")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import random
+import re
 from pathlib import Path
 from typing import Any
 
