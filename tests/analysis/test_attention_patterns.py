@@ -156,7 +156,7 @@ def test_explain_draws_an_attention(capsys: pytest.CaptureFixture[str], tmp_path
     ("words", "message"),
     [
         (["grc", "--plot", "x.png"], "unknown attention 'grc'"),
-        (["star", "--plot", "x.gif"], "--plot x.gif must end in one of .png, .svg, .pdf"),
+        (["star", "--plot", "x.xyz"], "'xyz' is not supported"),
         (["star", "--plot", "x.png", "radios=2"], "'star' 'radios'; did you mean 'radius'?"),
         (["star", "--plot", "x.png", "--draws", "0"], "draws=0"),
     ],

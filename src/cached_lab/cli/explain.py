@@ -41,11 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _draw(arguments: argparse.Namespace) -> None:
     from cached_lab.experiments.reports.figures.attention_patterns import pattern_figure
-    from cached_lab.experiments.reports.figures.style import check_suffix, save
+    from cached_lab.experiments.reports.figures.style import save
     from cached_lab.yaml_tree import apply_override
     from cached_transformers.registry import ATTENTIONS
 
-    check_suffix("--plot", arguments.plot)
     spec = {"name": arguments.name}
     for override in arguments.overrides:
         apply_override(spec, override)

@@ -29,10 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
     if kind == "report":
         return _write_reports(folders)
     from cached_lab.experiments import paper_figures
-    from cached_lab.experiments.reports.figures.style import check_suffix, save
+    from cached_lab.experiments.reports.figures.style import save
 
     output = arguments.output or folders[0] / f"{kind}.png"
-    check_suffix("--output", output)
     output.parent.mkdir(parents=True, exist_ok=True)
     if kind == "fig4":
         layers = numbers_from_one("--layers", arguments.layers)

@@ -16,13 +16,12 @@ import torch
 
 from cached_lab.data.image_files import open_picture
 from cached_lab.tasks.classification.images.augmentation import central_square
-from cached_transformers.memories.grc.grc import variant_options
 
 from .build import build_dataset
 from .load import load_run, read_run_config
 from .reports.collect import collect_layer_maps
 from .reports.figures.curves import learning_curves
-from .reports.figures.paper import PLAIN, FormPoint, HeadShares, accuracy_against_flops, head_shares, photograph_maps
+from .reports.figures.paper import PLAIN, FormPoint, accuracy_against_flops, head_shares, photograph_maps
 from .reports.run_folder import Run, StoredComparison, is_comparison, is_run, read_comparison, read_run
 from .statistics import mean_interval
 
@@ -113,11 +112,11 @@ def figure_4(
 
 def figure_5(folders: Sequence[Path], output: Path) -> Figure:
     """Draw the share of the cache in every head and layer of all runs with gates."""
-    variants: list[HeadShares] = []
+    variants = {}
     rows: list[list[Any]] = [["variant", "seed", "layer", "head", "share"]]
     for name, group in _read(folders)[1].items():
         if gated := [run for run in group if run.gates]:
-            variants.append(HeadShares(name, [run.gates for run in gated], initial_share(gated[0])))
+            variants[name] = [run.gates for run in gated]
         for run in gated:
             for layer, heads in enumerate(run.gates, start=1):
                 rows += [[name, run.summary.get("seed", ""), layer, head, x] for head, x in enumerate(heads, start=1)]
@@ -125,20 +124,6 @@ def figure_5(folders: Sequence[Path], output: Path) -> Figure:
         raise ValueError(f"no gates.json in {', '.join(map(str, folders))}: only models with a gated memory have gates")
     _write_table(output, rows)
     return head_shares(variants)
-
-
-def initial_share(run: Run) -> float | None:
-    """Return sigma(lambda) before training from the run's configuration; None for memories without it."""
-    memory = read_run_config(run.folder).model.get("memory")
-    options: dict[str, Any] = memory if isinstance(memory, dict) else {"name": memory}
-    if options["name"] == "grc":
-        given = options.get("initial_gate")
-        gate = variant_options(options.get("variant", "algorithm1"), initial_gate=given)["initial_gate"]
-    elif options["name"] in ("attention_cache", "grc_stream"):
-        gate = float(options.get("initial_gate", 0.0))
-    else:
-        return None
-    return float(torch.tensor(gate).sigmoid())
 
 
 def _read(folders: Sequence[Path]) -> tuple[list[StoredComparison], dict[str, list[Run]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -13,8 +12,7 @@ Rows = Sequence[Mapping[str, Any]]
 """Numbers of several things by name, as in the JSON files."""
 
 
-@dataclass(frozen=True)
-class ReportTable:
+class ReportTable(NamedTuple):
     """A table; its first column names the row, the other columns hold numbers."""
 
     columns: Sequence[str]

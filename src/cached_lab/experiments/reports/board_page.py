@@ -100,17 +100,12 @@ def board_markdown(content: Mapping[str, Any]) -> str:
 def _circumstances(content: Mapping[str, Any]) -> str:
     facts, sizes = content["environment"], content["results"][0]["settings"]["sizes"]
     trained = ", ".join(sorted({_commit(result.get("environment")) for result in content["results"]}))
-    options = {r["task"]: r["settings"]["task"] for r in content["results"]}
-    tasks = []
-    for task in content["tasks"]:
-        values = {key: str(v).lower() if isinstance(v, bool) else v for key, v in options[task].items()}
-        tasks.append(" ".join([f"`{task}`", *(f"`{task}.{key}={value}`" for key, value in values.items())]))
     rows, seeds = content["rows"], content["seeds"]
     interval = f"Wilson's over the {rows} texts of the one seed" if seeds == 1 else f"the t interval over {seeds} seeds"
     return (
         f"{content['machine']}; torch {facts['torch']}, python {facts['python']}, {content['date']}, commit "
         f"{_commit(facts)}; trainings of commit {trained}.\n\n"
-        f'The board "{content["board"]}": {content["why"]}. Tasks: {", ".join(tasks)}; '
+        f'The board "{content["board"]}": {content["why"]}. Tasks: {", ".join(content["tasks"])}; '
         f"{counted(content['seeds'], 'seed')}, {sizes['steps']} steps at most, "
         f"cue and question {trained_segments(content)} apart in training, by a curriculum; "
         f"then texts of up to {content['far']:,} tokens. A language model of {sizes['depth']} layers with "

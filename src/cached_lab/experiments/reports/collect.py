@@ -1,47 +1,23 @@
 """Data for figures of a trained model: gates, and maps of self-attention's and the memory's outputs.
 
-Figures 5 and 4 of "Cached Transformers" (arXiv:2312.12742). Any memory with the methods is drawn: `mixing_ratio` for
-gates, `record` and `prefix` for maps.
+Figures 5 and 4 of "Cached Transformers" (arXiv:2312.12742). Any module with the methods is drawn:
+
+    mixing_ratio()  (H,): the share of the memory in each head, from 0 (self-attention only) to 1
+    record(note)    call note(y_BHTE, o_BHTE), the outputs of self-attention and memory, at each forward, until None
+    prefix          tokens before the tokens of the map, such as class tokens
 
 Legend: N images, H heads, T tokens, E head width, h x w token map.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from cached_lab.training.metrics import untouched
-
-
-@runtime_checkable
-class Gated(Protocol):
-    """A memory that each head mixes with self-attention in its own ratio."""
-
-    def mixing_ratio(self) -> Tensor:
-        """(H,): the share of the memory in each head, from 0 (self-attention only) to 1."""
-        ...
-
-
-@runtime_checkable
-class Recorded(Protocol):
-    """A memory that reports the outputs it mixes.
-
-    Attributes:
-        prefix: tokens before the tokens of the map, such as class tokens.
-    """
-
-    @property
-    def prefix(self) -> int: ...
-
-    def record(self, note: Callable[[Tensor, Tensor], None] | None) -> None:
-        """Call `note(y_BHTE, o_BHTE)` with the outputs of self-attention and memory at each forward; None ends it."""
-        ...
 
 
 class LayerMaps(NamedTuple):
@@ -54,23 +30,23 @@ class LayerMaps(NamedTuple):
 
 
 def collect_gates(model: nn.Module) -> list[list[float]]:
-    """The memory's share, head by head, of each layer whose memory is `Gated`, from the first layer to the last."""
-    return [module.mixing_ratio().detach().float().tolist() for module in model.modules() if isinstance(module, Gated)]
+    """The memory's share, head by head, of each gated layer, from the first to the last."""
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "mixing_ratio")]
+    return [module.mixing_ratio().detach().float().tolist() for module in modules]
 
 
-@torch.no_grad()
 def collect_layer_maps(model: nn.Module, images_NCHW: Tensor) -> list[LayerMaps]:
-    """Maps of all layers whose memory is `Recorded`, in evaluation mode, in order of the model.
+    """Maps of all layers that record their outputs, in evaluation mode, in order of the model.
 
     Layers are left out if their rows are not images (windows), or their tokens no map of the images' shape.
     """
-    memories = {name: module for name, module in model.named_modules() if isinstance(module, Recorded)}
+    named: list[tuple[str, Any]] = list(model.named_modules())
+    memories = {name: module for name, module in named if hasattr(module, "record") and hasattr(module, "prefix")}
     notes: dict[str, tuple[Tensor, Tensor]] = {}
     with ExitStack() as stack:
         stack.enter_context(untouched(model))
-        model.eval()
         for name, memory in memories.items():
-            memory.record(lambda y_BHTE, o_BHTE, name=name: notes.setdefault(name, (y_BHTE, o_BHTE)) and None)  # type: ignore[misc]
+            memory.record(lambda y_BHTE, o_BHTE, name=name: notes.update({name: (y_BHTE, o_BHTE)}))
             stack.callback(memory.record, None)
         model(images_NCHW)
     n, _, height, width = images_NCHW.shape

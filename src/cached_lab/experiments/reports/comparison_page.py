@@ -26,6 +26,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SIGNIFICANCE = 0.05
+P_VALUES = {"p (uncorrected)": "p_value", "p (Holm)": "p_adjusted", "p (sign flips)": "p_sign_flip"}
+NOTES = (
+    "Mean over seeds; in brackets the 95 % t interval. Last step: without choosing a checkpoint by validation. "
+    "Interval by rows: the chance in sampling the rows, which all seeds share; Wilson's, or the mean of the runs' "
+    "bootstrap intervals. Operations are of one forward pass, in training per row; a multiply-add counts as two. "
+    "Differences pair the runs of the same seed; p is of the paired t-test, before and after Holm's correction, and of "
+    "the exact sign-flip test, which n seeds cannot bring below 2 / 2^n."
+)
 
 
 def write_compare_report(folder: Path) -> Path:
@@ -114,7 +122,7 @@ def findings(comparison: StoredComparison) -> list[Block]:
     found: list[Block] = [Heading(data["recipe"], 1), FactList(facts)]
     found.append(comparison_summary(comparison.statistics, data["reference"], metric, data["split"], comparison.pairs))
     found += _tables(data, comparison.statistics, comparison.pairs)
-    found.append(f"{_notes(data)} {_test_notes(comparison.pairs or comparison.statistics)}")
+    found.append(NOTES)
     return found + _cache_use(comparison.cache_use, metric, data["split"])
 
 
@@ -149,8 +157,7 @@ def _tables(data: Mapping[str, Any], statistics: Rows, pairs: Rows) -> list[Bloc
     if pairs:
         metric = Metric(data["metric"])
         lines = [[_pair(row), *_difference_cells(row, metric), str(row["seeds"])] for row in pairs]
-        heads = ("pair", "difference", "p (uncorrected)", "p (Holm)", "seeds")
-        tables.append(ReportTable(heads, lines, title="paired differences"))
+        tables.append(ReportTable(("pair", "difference", *P_VALUES, "seeds"), lines, title="paired differences"))
     return tables
 
 
@@ -168,7 +175,7 @@ def _variants(data: Mapping[str, Any], statistics: Rows, title: str) -> ReportTa
     }
     tested = any(row["difference"] is not None for row in statistics)
     if tested:
-        heads = (f"difference to {data['reference']}", "p (uncorrected)", "p (Holm)")
+        heads = (f"difference to {data['reference']}", *P_VALUES)
         cells = zip(*(_difference_cells(row, metric) for row in statistics), strict=True)
         columns |= {head: list(column) for head, column in zip(heads, cells, strict=True)}
     columns["seeds"] = [str(row["seeds"]) for row in statistics]
@@ -201,28 +208,7 @@ def _with_interval(metric: Metric, row: Mapping[str, Any], signed: bool = False)
 
 
 def _difference_cells(row: Mapping[str, Any], metric: Metric) -> list[str]:
-    """The difference with its interval, p, and p after Holm; empty for the reference."""
+    """The difference with its interval, and its p-values; empty for the reference."""
     if row["difference"] is None:
-        return [""] * 3
-    shown = _with_interval(metric, row["difference"], signed=True)
-    return [shown, short_p(row["p_value"]), short_p(row["p_adjusted"])]
-
-
-def _notes(data: Mapping[str, Any]) -> str:
-    text = "Mean over seeds; in brackets the 95 % t interval."
-    if any(variant.get("last_values") for variant in data["variants"]):
-        text += " Last step: the mean without choosing a checkpoint on the validation split."
-    if any(variant.get("rows_interval") for variant in data["variants"]):
-        rows = data.get("rows")
-        how = f"Wilson's, of that mean on {rows:,} rows" if rows else "the mean of the runs' bootstrap intervals"
-        text += f" The interval by rows is {how}: the chance in sampling the rows, which all seeds share."
-    return f"{text} Operations are of one forward pass, in training per row; a multiply-add counts as two."
-
-
-def _test_notes(rows: Rows) -> str:
-    text = "Differences pair the runs of the same seed; p is of the paired t-test."
-    smallest = {r["p_sign_flip_smallest"] for r in rows} - {None}
-    if smallest:
-        flips = ", ".join(f"{_pair(r)} {r['p_sign_flip']:.3g}" for r in rows if r["p_sign_flip"] is not None)
-        text += f" Exact sign-flip test: {flips}; with this many seeds it cannot fall below {max(smallest):.3g}."
-    return text + "".join(f" {_pair(r)}: {r['note']}." for r in rows if r["note"])
+        return [""] * (1 + len(P_VALUES))
+    return [_with_interval(metric, row["difference"], signed=True), *(short_p(row[key]) for key in P_VALUES.values())]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 REACHES = ("within reach", "out of reach")
 ENOUGH = 0.99
 """Share of right answers at which a distance counts as held."""
-FAR_COLUMNS = ("trained to, segments", "held, tokens", "seeds that hold all of it", "right there", "state, bytes")
+FAR_COLUMNS = ("trained to, segments", "held, tokens", "state, bytes")
 PROBE_NOTE = (
     "Share of right answers in per cent on new episodes. Within reach: the options let the memory span the distance. "
     "Out of reach: they do not, by its theory; empty if it knows no bound. Without a memory the model can only guess."
@@ -139,15 +139,9 @@ def _far_table(content: Mapping[str, Any]) -> ReportTable:
 
 
 def _far_cells(name: str, trainings: Rows, segment: int) -> list[str]:
-    held = [held_tokens(training, segment) for training in trainings]
-    asked = max(max(map(int, training["far"]), default=0) for training in trainings)
-    return [
-        f"{min(t['solved'] for t in trainings)}",
-        f"{min(held):,}",
-        f"{sum(far >= asked * segment for far in held)} of {len(held)}",
-        f"{100 * mean(_shares(trainings, asked)):.1f} at {asked * segment:,}" if asked else "",
-        "" if name in ("no memory", "whole text") else f"{trainings[0]['state_bytes']:,}",
-    ]
+    held = min(held_tokens(training, segment) for training in trainings)
+    size = "" if name in ("no memory", "whole text") else f"{trainings[0]['state_bytes']:,}"
+    return [f"{min(t['solved'] for t in trainings)}", f"{held:,}", size]
 
 
 def _sentence(content: Mapping[str, Any], task: str) -> str:

@@ -14,11 +14,7 @@ from cached_lab.experiments.statistics import summarise, summarise_pairs
 
 
 class Run(NamedTuple):
-    """One training: the lines of metrics.jsonl, and other files of its folder (empty if absent).
-
-    Attributes:
-        gates: shares of the memory by layer and head. metric: selects the best checkpoint.
-    """
+    """One training: the lines of metrics.jsonl, summary.json, and the gates by layer and head (empty if absent)."""
 
     folder: Path
     records: list[dict[str, Any]]
@@ -90,7 +86,8 @@ def read_run(folder: Path) -> Run:
     config = folder / "config.yaml"
     settings = yaml.safe_load(as_text(config.read_bytes(), config)) if config.is_file() else {}
     metric = settings.get("training", {}).get("metric", "accuracy")
-    return Run(folder, records, read_json(folder / "summary.json"), _gates(folder / "gates.json"), metric)
+    gates = read_json(folder / "gates.json").get("layers", [])
+    return Run(folder, records, read_json(folder / "summary.json"), gates, metric)
 
 
 def read_comparison(folder: Path) -> StoredComparison:
@@ -125,10 +122,3 @@ def read_json(path: Path) -> dict[str, Any]:
         return dict(json.loads(as_text(path.read_bytes(), path)))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is no JSON object: {error}") from error
-
-
-def _gates(path: Path) -> list[list[float]]:
-    try:
-        return [[float(share) for share in heads] for heads in read_json(path).get("layers", [])]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f'{path} must hold {{"layers": [[share per head], ...]}}: {error}') from error

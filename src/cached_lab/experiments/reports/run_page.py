@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .blocks import Block, FactList, Heading, Picture, ReportTable, Rows
 from .figures.curves import Records, learning_curves
-from .figures.paper import HeadShares, head_shares
+from .figures.paper import head_shares
 from .formatting import MISSING, Metric, environment_text, short_count, short_seconds, unknown_words
 from .page import write_page
 from .run_folder import Run, read_json, read_run
@@ -86,8 +86,7 @@ def curves(runs: Mapping[str, Sequence[Records]], metric: str, reference: str | 
 
 def gates(shares: Mapping[str, Sequence[Any]]) -> list[Block]:
     """Memory shares of each seed's layers, by variant; empty if no variant has gates."""
-    variants = [HeadShares(name, runs) for name, runs in shares.items()]
-    return [Heading("Gates"), Picture(head_shares(variants), GATES_CAPTION)] if variants else []
+    return [Heading("Gates"), Picture(head_shares(shares), GATES_CAPTION)] if shares else []
 
 
 def print_scores(title: str, rows: Rows, console: Console) -> None:
@@ -123,13 +122,10 @@ def print_output_cache(result: Mapping[str, Any], console: Console) -> None:
     """Print the scores without and with a cache over outputs (the result of `evaluate_output_cache`)."""
     about = result["output_cache"]
     settings = " ".join(f"{about['name']}.{option}={value}" for option, value in about["options"].items())
-    lines = [settings + (f"; a datastore of {about['entries']:,} entries" if "entries" in about else "")]
+    lines = [settings, ", ".join(f"{part} {seconds:.1f} s" for part, seconds in about["seconds"].items())]
     if about["tuned"]:
-        losses = about["validation"]
-        found = f"loss {losses['without']:.4f} without and {losses['with']:.4f} with"
-        lines.append(f"tuned on the validation split: {', '.join(about['tuned'])} ({found})")
+        lines.append(f"tuned on the validation split: {', '.join(about['tuned'])} (loss {about['validation']})")
         lines += [f"{option} is at the end of its candidates: set others by hand" for option in about["at_end"]]
-    lines.append(", ".join(f"{part} {seconds:.1f} s" for part, seconds in about["seconds"].items()))
     title = f"{result['run']}: {result['split']} split, step {result['step']}"
     show(console, score_table(title, result["scores"], "output_cache"), *lines)
 

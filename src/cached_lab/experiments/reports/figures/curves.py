@@ -21,15 +21,10 @@ MAX_POINTS = 120  # a longer curve is averaged in equal bins
 def learning_curves(
     runs: Mapping[str, Sequence[Records]], metric: str = "accuracy", reference: str | None = None
 ) -> Figure:
-    """Loss and metric over training steps: mean line per variant, band from the lowest to the highest seed.
-
-    The panels are training loss and validation metric.
+    """Training loss and validation metric over steps: mean line per variant, band from the lowest to the highest seed.
 
     Args:
-        runs: the records of each seed, by variant.
-
-    Raises:
-        ValueError: no record has a loss or the metric.
+        runs: the records of each seed, by variant (ValueError if none has a loss or the metric).
     """
     line_looks, names = looks(runs, reference), (("train", "loss"), ("validation", metric))
     panels = {f"{s} {name}": {v: _curve(seeds, s, name) for v, seeds in runs.items()} for s, name in names}

@@ -6,7 +6,7 @@ the share of the cache in each head of each layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,7 @@ from cached_lab.experiments.statistics import mean_interval
 
 from ..collect import LayerMaps
 from ..formatting import Metric, counted, short_count
-from .style import INK, MUTED, SERIES, SURFACE, blank_figure, looks, style
+from .style import MUTED, SERIES, SURFACE, blank_figure, looks, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,14 +33,6 @@ class FormPoint(NamedTuple):
     form: str
     operations: float
     values: Sequence[float]
-
-
-class HeadShares(NamedTuple):
-    """The gates of one variant in figure 5: sigma(lambda) by run, layer and head, and before training."""
-
-    name: str
-    runs: Sequence[Sequence[Sequence[float]]]
-    initial: float | None = None
 
 
 def accuracy_against_flops(points: Sequence[FormPoint], metric: str, cost: str, reference: str | None = None) -> Figure:
@@ -108,35 +100,35 @@ def photograph_maps(images_NHWC: npt.NDArray[Any], layers: Sequence[LayerMaps]) 
     return figure
 
 
-def head_shares(variants: Sequence[HeadShares]) -> Figure:
-    """Figure 5: sigma(lambda) of every head, by layer; a panel for each variant.
+def head_shares(variants: Mapping[str, Sequence[Sequence[Sequence[float]]]]) -> Figure:
+    """Figure 5: sigma(lambda) of every head, by layer; a panel for each variant, all on one scale.
 
     Dots are the heads of all runs, side by side in a layer; the line is the mean over heads and runs, the bar its 95 %
-    interval over runs; the dotted line is the value before training. All panels share one scale.
+    interval over runs.
+
+    Args:
+        variants: the shares by run, layer and head.
     """
     columns = min(3, len(variants))
     rows = -(-len(variants) // columns)
     figure, axes = blank_figure(3.5 * columns + 0.6, 2.9 * rows + 0.3, rows, columns)
-    shares = [x for v in variants for layers in v.runs for heads in layers for x in heads]
-    shares += [v.initial for v in variants if v.initial is not None]
+    shares = [x for runs in variants.values() for layers in runs for heads in layers for x in heads]
     with style():
         for ax in axes.flat[len(variants) :]:
             ax.set_axis_off()
-        for variant, ax in zip(variants, axes.flat, strict=False):
-            at = range(1, len(variant.runs[0]) + 1)
-            for layers in variant.runs:
+        for (name, runs), ax in zip(variants.items(), axes.flat, strict=False):
+            at = range(1, len(runs[0]) + 1)
+            for layers in runs:
                 for layer, heads in enumerate(layers, start=1):
                     places = layer + 0.6 * ((np.arange(len(heads)) + 0.5) / len(heads) - 0.5)
                     ax.plot(places, heads, "o", color=MUTED, ms=3.6, mew=0, alpha=0.75)
-            found = [mean_interval([float(np.mean(layers[i])) for layers in variant.runs]) for i in range(len(at))]
+            found = [mean_interval([float(np.mean(layers[i])) for layers in runs]) for i in range(len(at))]
             ax.plot(at, [f.mean for f in found], "_-", color=SERIES[0], ms=14, mew=2, lw=1)
             for x, f in zip(at, found, strict=True):
                 if f.low is not None:
                     ax.plot([x, x], [f.low, f.high], color=SERIES[0], lw=3, alpha=0.35)
-            if variant.initial is not None:
-                ax.axhline(variant.initial, color=INK, lw=0.9, ls=":")
             ax.xaxis.get_major_locator().set_params(integer=True)
             ax.set(xlim=(0.5, len(at) + 0.5), ylim=(max(0.0, min(shares) - 0.1), min(1.0, max(shares) + 0.1)))
             ax.set(xlabel="layer", ylabel="share of the memory, σ(λ)")
-            ax.set_title(f"{variant.name}, {counted(len(variant.runs), 'run')}", fontsize=10)
+            ax.set_title(f"{name}, {counted(len(runs), 'run')}", fontsize=10)
     return figure

@@ -18,7 +18,6 @@ INK, MUTED, GRID, SURFACE, REFERENCE = "#24292f", "#59636e", "#dfe3e8", "#fefefe
 SERIES = ["#0072b2", "#d55e00", "#009e73", "#b0568c", "#c08a00", "#2f95c8"]
 DASHES = ["-", (0, (5, 2)), (0, (1, 1.5))]  # for the second and third use of a colour
 MARKERS = ["o", "s", "^"]
-SUFFIXES = (".png", ".svg", ".pdf")
 
 
 class Look(NamedTuple):
@@ -71,15 +70,9 @@ def blank_figure(width: float, height: float, rows: int = 1, columns: int = 1) -
         return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def check_suffix(option: str, path: Path) -> None:
-    """Refuse (ValueError) a file name without one of the three suffixes, before the figure is drawn."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"{option} {path} must end in one of {', '.join(SUFFIXES)}")
-
-
 def save(figure: Figure, path: Path) -> Path:
     """Write a figure as PNG, SVG or PDF, by the suffix of `path`."""
-    dated = {".png": None, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}[path.suffix.lower()]
+    dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
     path.parent.mkdir(parents=True, exist_ok=True)
     with style():
         figure.savefig(path, metadata=dated, bbox_inches="tight")
