@@ -22,14 +22,10 @@ MODES = (
     "comma-separated: carry (as it is), reset (emptied), shuffle (entries or rows permuted); for shared caches also "
     "other (the cache of --other), batch (updated by each batch, as in training)"
 )
-OUTPUT_CACHE = (
-    "text: mix in the tokens that followed similar hidden states, in the latest text (neural) or the training split "
-    "(knn, with a datastore in RUN/datastore); options without a value are tuned on the validation split"
-)
+OUTPUT_CACHE = "text: mix in the tokens that followed similar hidden states, in the latest text or the training split"
 OPTIONS = (
     "options of --with-memory, or of --output-cache: neural.size, theta, lambda, form (linear, joint), alpha; knn.k, "
-    "temperature, lambda, key (feed_forward, last_hidden), dtype, search (exact, Flat, HNSW32, IVF4096,PQ64), probes, "
-    "folder"
+    "temperature, lambda, key (feed_forward, last_hidden), dtype, search (exact, Flat, HNSW32, ...), probes, folder"
 )
 ARGUMENTS = (
     *run_arguments("", "tested"),
@@ -50,8 +46,8 @@ ARGUMENTS = (
 def run(arguments: argparse.Namespace) -> int:
     """Print one row of scores per treatment of the memory, or without and with a cache over outputs."""
     from cached_lab.experiments.load import read_run_config
-    from cached_lab.experiments.reports.run_page import print_output_cache
-    from cached_lab.experiments.reports.terminal import open_console
+    from cached_lab.experiments.reports.run_page import output_cache_blocks
+    from cached_lab.experiments.reports.terminal import open_console, show
     from cached_lab.output_caches.evaluation import cache_options, evaluate_output_cache
 
     folder = arguments.folder
@@ -68,14 +64,14 @@ def run(arguments: argparse.Namespace) -> int:
     about = (arguments.checkpoint, arguments.split, options, arguments.device)
     result = {"run": str(folder), **evaluate_output_cache(folder, config, *about)}
     if not _printed_json(arguments, result):
-        print_output_cache(result, open_console())
+        show(open_console(), *output_cache_blocks(result))
     return 0
 
 
 def _evaluate(arguments: argparse.Namespace, config: Any) -> int:
     from cached_lab.experiments.evaluate import Evaluation
-    from cached_lab.experiments.reports.run_page import print_scores, print_text_use
-    from cached_lab.experiments.reports.terminal import open_console
+    from cached_lab.experiments.reports.run_page import evaluation_blocks
+    from cached_lab.experiments.reports.terminal import open_console, show
     from cached_lab.experiments.run_outputs import write_evaluation, write_report
     from cached_lab.training.progress import Reporter
 
@@ -101,10 +97,7 @@ def _evaluate(arguments: argparse.Namespace, config: Any) -> int:
         write_report(folder, Reporter("", 0, None if arguments.json else console))
     if not _printed_json(arguments, {"run": str(folder), **result}):
         given = "" if memory is None else f", with {memory['name']}"
-        print_scores(f"{folder}: {split} split, step {found.step}{given}", found.rows, console)
-        print_text_use(found.rows, found.about, console)
-        for name, value in (found.baselines or {}).items():
-            console.print(f" baseline: {name}, accuracy {value:.2%}", markup=False, soft_wrap=True)
+        show(console, *evaluation_blocks(f"{folder}: {split} split, step {found.step}{given}", found.rows, result))
     return 0
 
 

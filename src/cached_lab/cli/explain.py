@@ -17,7 +17,7 @@ from cached_transformers.registry import unknown_name
 from .list import parts
 
 FACTS = ("equations", "state", "cost", "gradient")
-"""Keys of an entry's `info` that come first, in this order."""
+"""Keys of an entry's `info` that come first."""
 ARGUMENTS = (
     ("name NAME", str, "a name from `cached list`"),
     ("overrides option=value*", str, "with --plot: options of the attention"),
@@ -43,13 +43,10 @@ def _draw(arguments: argparse.Namespace) -> None:
     from cached_lab.experiments.reports.figures.attention_patterns import pattern_figure
     from cached_lab.experiments.reports.figures.style import save
     from cached_lab.yaml_tree import apply_override
-    from cached_transformers.registry import ATTENTIONS
 
     spec = {"name": arguments.name}
     for override in arguments.overrides:
         apply_override(spec, override)
-    options = ATTENTIONS.with_preset(arguments.name, {key: value for key, value in spec.items() if key != "name"})
-    ATTENTIONS.check(arguments.name, options, "")
     save(pattern_figure(spec, arguments.tokens, draws=arguments.draws), arguments.plot)
 
 
@@ -57,7 +54,7 @@ def explain(kind: str, part: Mapping[str, Any]) -> str:
     """The description of one part, from `Entry.facts`."""
     lines, info = [f"{part['name']} ({kind})", part["summary"]], part["info"]
     lines += [f"paper: {part['paper']}"] if part["paper"] else []
-    for key in [key for key in FACTS if key in info] + [key for key in info if key not in FACTS]:
+    for key in sorted(info, key=lambda key: FACTS.index(key) if key in FACTS else len(FACTS)):
         value = info[key]
         if isinstance(value, Mapping):
             value = [f"{name}: {item}" for name, item in value.items()]

@@ -30,8 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Train the missing models, print the tables, and write leaderboard.json and the page."""
     from cached_lab.experiments.leaderboard.boards import BOARDS
     from cached_lab.experiments.leaderboard.standings import FILE, write_leaderboard
-    from cached_lab.experiments.reports.board_page import print_board, refuse_page, write_board_page
-    from cached_lab.experiments.reports.terminal import open_console
+    from cached_lab.experiments.reports.board_page import board_tables, refuse_page, write_board_page
+    from cached_lab.experiments.reports.terminal import open_console, show
 
     refuse_below_one(arguments, "seeds", "steps", "jobs")
     refuse_too_many_seeds(arguments.seeds or 1)
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = open_console()
     train_missing(trials, arguments.jobs, console)
     content = write_leaderboard(trials, name, board, command_line())
-    print_board(content, console)
+    show(console, *board_tables(content))
     write_board_page(page, content)
     console.print(f"written: {page}, {arguments.out / FILE}", markup=False, soft_wrap=True)
     return 0

@@ -44,15 +44,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _write_reports(folders: list[Path]) -> int:
-    from cached_lab.experiments.reports.comparison_page import print_comparison, write_compare_report
+    from cached_lab.experiments.reports.comparison_page import findings, write_compare_report
     from cached_lab.experiments.reports.run_folder import find_comparisons, is_run
     from cached_lab.experiments.reports.run_page import write_run_report
-    from cached_lab.experiments.reports.terminal import open_console
+    from cached_lab.experiments.reports.terminal import open_console, show
 
     console = open_console()
     for folder in folders:
         path = (write_run_report if is_run(folder) else write_compare_report)(folder)
         for comparison in [] if is_run(folder) else find_comparisons(folder):
-            print_comparison(comparison, console)
+            show(console, *findings(comparison))
         print(f"\nwritten: {path}")
     return 0

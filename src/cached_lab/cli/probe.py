@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,15 +58,15 @@ ARGUMENTS = (
 
 def run(arguments: argparse.Namespace) -> int:
     """Train the missing models, print the table, and write probe.json or far.json and the report."""
-    from cached_lab.experiments.reports.probe_page import print_probe, write_probe_report
-    from cached_lab.experiments.reports.terminal import open_console
+    from cached_lab.experiments.reports.probe_page import probe_tables, write_probe_report
+    from cached_lab.experiments.reports.terminal import open_console, show
 
     refuse_below_one(arguments, "distance", "seeds", "steps", "jobs", "far", "rows", "short_convolution")
     refuse_too_many_seeds(arguments.seeds)
     trials = _trials(arguments, *chosen(arguments, arguments.tasks))
     console = open_console()
     train_missing(trials, arguments.jobs, console)
-    print_probe(trials.write(command_line()), console)
+    show(console, *probe_tables(trials.write(command_line())))
     path = arguments.out / ("probe.json" if arguments.train_distance is None else "far.json")
     try:
         path = write_probe_report(path)
@@ -121,16 +122,10 @@ def _trials(arguments: argparse.Namespace, memories: list[str], tasks: list[str]
 
 def _distances(text: str) -> tuple[int | None, int, tuple[int, ...]]:
     """Nearest and farthest distance of "A..B", "..B" (None: each task's nearest), a number or stages; the stages."""
-    stages = text.split(",")
-    if len(stages) > 1 and all(stage.isdecimal() for stage in stages):
-        through = tuple(map(int, stages))
-        return through[0], through[-1], through
-    nearest, dots, farthest = text.partition("..")
-    if not dots:
-        nearest, farthest = text, text
-    if not farthest.isdecimal() or (nearest and not nearest.isdecimal()):
+    if not re.fullmatch(r"\d*\.\.\d+|\d+(,\d+)*", text):
         raise ValueError(
             f"--train-distance {text!r} must be A..B or ..B, segments from cue to question, e.g. 1..7, "
             "or stages, e.g. 1,2,3,5"
         )
-    return int(nearest) if nearest else None, int(farthest), ()
+    found = tuple(map(int, re.findall(r"\d+", text)))
+    return None if text.startswith(".") else found[0], found[-1], found if "," in text else ()

@@ -30,7 +30,6 @@ ARGUMENTS = (
 def run(arguments: argparse.Namespace) -> int:
     """Train the missing runs, then write compare.json and the report; or measure a table of costs."""
     from cached_lab.experiments.compare import carry_out
-    from cached_lab.experiments.reports.run_page import print_sizes
     from cached_lab.experiments.reports.terminal import open_console
     from cached_lab.experiments.reproductions import MEASURED, REPRODUCTIONS
     from cached_lab.experiments.reproductions.arms import comparison
@@ -50,7 +49,5 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_below_one(arguments, "jobs")
     about = {"chosen": rows, "overrides": arguments.overrides, "data": arguments.data, "folder": arguments.out}
     compared = comparison(REPRODUCTIONS[name], name, scale, seeds=parse_seeds(arguments.seeds), **about)
-    console = open_console()
-    print_sizes({variant.name: variant.facts for variant in compared.variants}, console)
-    carry_out(compared, arguments.jobs, command, console)
+    carry_out(compared, arguments.jobs, command, open_console())
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cached_transformers.files import write_whole
 
@@ -12,20 +12,11 @@ from .blocks import FactList, ReportTable
 from .formatting import MISSING, counted, short_count
 from .markdown import around, to_markdown, write_between
 from .probe_page import trained_segments
-from .terminal import show
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 MARKS = ("<!-- leaderboard: made by `cached leaderboard` -->", "<!-- leaderboard end -->")
 """The command replaces the text between them."""
 COLUMNS = ["memory", "near, mean", "far, mean", "solved", "state, bytes", "parameters"]
 COLUMNS += ["FLOPs a token", "reading, no memory = 1", "training, no memory = 1"]
-
-
-def print_board(content: Mapping[str, Any], console: Console) -> None:
-    """Print the tables of `leaderboard.json`."""
-    show(console, *board_tables(content))
 
 
 def board_tables(content: Mapping[str, Any]) -> list[ReportTable]:

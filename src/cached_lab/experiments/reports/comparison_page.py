@@ -55,11 +55,6 @@ def write_markdown(folder: Path) -> Path:
     return path
 
 
-def print_comparison(comparison: StoredComparison, console: Console) -> None:
-    """Print the tables of a comparison below its title."""
-    show(console, f"\n{comparison.data['recipe']}", *(b for b in findings(comparison) if isinstance(b, ReportTable)))
-
-
 def print_statistics(
     statistics: Rows,
     metric: str,

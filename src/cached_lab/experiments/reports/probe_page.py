@@ -6,16 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .blocks import Block, FactList, Heading, Picture, ReportTable, Rows
 from .figures.curves import answers_by_distance
 from .formatting import environment_text
 from .page import write_page
-from .terminal import show
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 REACHES = ("within reach", "out of reach")
 ENOUGH = 0.99
@@ -27,11 +23,11 @@ PROBE_NOTE = (
 )
 
 
-def print_probe(content: Mapping[str, Any], console: Console) -> None:
-    """Print the shares of right answers in `probe.json` with their notes, or the distances held in `far.json`."""
-    is_far = "far" in content
-    sentences = [f"{task}: {_sentence(content, task)}" for task in content["tasks"]] if is_far else []
-    show(console, (_far_table if is_far else _table)(content), *sentences)
+def probe_tables(content: Mapping[str, Any]) -> list[Block]:
+    """The shares of right answers in `probe.json` with their notes, or the distances held in `far.json`."""
+    if "far" not in content:
+        return [PROBE_NOTE, _table(content)]
+    return [_far_table(content), *(f"{task}: {_sentence(content, task)}" for task in content["tasks"])]
 
 
 def write_probe_report(path: Path) -> Path:
@@ -43,12 +39,12 @@ def probe_blocks(path: Path) -> list[Block]:
     """The page of one probe.json or far.json: a picture of every task, the table, and the circumstances."""
     content = json.loads(path.read_text(encoding="utf-8"))
     is_far = "far" in content
-    blocks: list[Block] = [Heading("How far memories hold" if is_far else "What memories hold", 1)]
+    title = Heading("How far memories hold" if is_far else "What memories hold", 1)
+    blocks: list[Block] = [title, *probe_tables(content)]
     for task in content["tasks"]:
-        blocks += [Heading(task), *(_far_task(content, task) if is_far else _probe_task(content, task))]
+        blocks += [Heading(task), (_far_picture if is_far else _picture)(content, task)]
     about = {key: content.get(key) for key in ("command", "date", "seeds", "rows")}
-    about["environment"] = environment_text(content["environment"])
-    return [*blocks, *([_far_table(content)] if is_far else [PROBE_NOTE, _table(content)]), FactList(about)]
+    return [*blocks, FactList(about | {"environment": environment_text(content["environment"])})]
 
 
 def _select(content: Mapping[str, Any], task: str, memory: str, arm: str) -> list[Mapping[str, Any]]:
@@ -56,7 +52,7 @@ def _select(content: Mapping[str, Any], task: str, memory: str, arm: str) -> lis
     return [r for r in content["results"] if (r["task"], r["memory"], r["arm"]) == (task, memory, arm)]
 
 
-def _probe_task(content: Mapping[str, Any], task: str) -> list[Block]:
+def _picture(content: Mapping[str, Any], task: str) -> Picture:
     curves = {}
     for memory, arm in [("none", "no memory"), *((m, "within reach") for m in content["memories"])]:
         if found := _select(content, task, memory, arm):
@@ -64,7 +60,7 @@ def _probe_task(content: Mapping[str, Any], task: str) -> list[Block]:
             curves["no memory" if memory == "none" else memory] = by_distance
     chance, trained = next(r["chance"] for r in content["results"] if r["task"] == task), content["distance"]
     figure = answers_by_distance(curves, chance, trained, "segments between cue and question")
-    return [Picture(figure, f"{task}: trained at a distance of {trained} segments, tested at others.")]
+    return Picture(figure, f"{task}: trained at a distance of {trained} segments, tested at others.")
 
 
 def _table(content: Mapping[str, Any]) -> ReportTable:
@@ -104,7 +100,7 @@ def held_tokens(training: Mapping[str, Any], segment: int) -> int:
     return far
 
 
-def _far_task(content: Mapping[str, Any], task: str) -> list[Block]:
+def _far_picture(content: Mapping[str, Any], task: str) -> Picture:
     rows, segment = _far_rows(content, task), content["segments"][task]
     lines = {}
     for name, trainings in rows.items():
@@ -113,7 +109,7 @@ def _far_task(content: Mapping[str, Any], task: str) -> list[Block]:
     trained = content["course"]["farthest"] * segment
     figure = answers_by_distance(lines, rows["no memory"][0]["chance"], trained, "tokens since the cue", log=True)
     caption = f"{content['asked'][task]} Mean over seeds; the band runs from the worst to the best."
-    return [_sentence(content, task), Picture(figure, caption)]
+    return Picture(figure, caption)
 
 
 def _far_rows(content: Mapping[str, Any], task: str) -> dict[str, list[Mapping[str, Any]]]:

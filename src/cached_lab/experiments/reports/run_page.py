@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .blocks import Block, FactList, Heading, Picture, ReportTable, Rows
 from .figures.curves import Records, learning_curves
@@ -13,10 +13,6 @@ from .figures.paper import head_shares
 from .formatting import MISSING, Metric, environment_text, short_count, short_seconds, unknown_words
 from .page import write_page
 from .run_folder import Run, read_json, read_run
-from .terminal import show
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 GATES_CAPTION = (
     "Share sigma(lambda) that each head (a dot) gives to the memory; the rest goes to self-attention. Heads have no "
@@ -68,8 +64,7 @@ def run_blocks(run: Run) -> list[Block]:
         single if summary else f"The run is not finished: its last record is of step {last:,}.",
         *([score_table("scores", rows, "score")] if rows else []),
         *curves({run.name: [run.records]}, run.metric),
-        *([score_table(f"evaluation, {split} split", evaluated, "memory")] if evaluated else []),
-        *text_blocks(evaluated, evaluation),
+        *(evaluation_blocks(f"evaluation, {split} split", evaluated, evaluation) if evaluated else []),
         *gates({run.name: [run.gates]} if run.gates else {}),
     ]
 
@@ -89,26 +84,18 @@ def gates(shares: Mapping[str, Sequence[Any]]) -> list[Block]:
     return [Heading("Gates"), Picture(head_shares(shares), GATES_CAPTION)] if shares else []
 
 
-def print_scores(title: str, rows: Rows, console: Console) -> None:
-    """Print the scores of a run, a row per treatment of its memory."""
-    signatures = {name: value for name, value in rows[0].items() if name.endswith("_signature")}
-    show(console, score_table(title, rows, "memory"))
-    show(console, *(f"{name.removesuffix('_signature')}: {value}" for name, value in signatures.items()))
-
-
-def print_text_use(rows: Rows, about: Mapping[str, Any], console: Console) -> None:
-    """Print the blocks of `text_blocks`."""
-    show(console, *text_blocks(rows, about))
-
-
-def text_blocks(rows: Rows, about: Mapping[str, Any]) -> list[Block]:
-    """Unknown words, losses by place, and the use of the memory on a text; empty for other data.
+def evaluation_blocks(title: str, rows: Rows, about: Mapping[str, Any]) -> list[Block]:
+    """Scores by treatment of the memory, and for text unknown words, losses by place, and the use of the memory.
 
     Args:
-        rows: of `text_row`. about: of `about_text`.
+        rows: of `Evaluation.score`. about: its further facts, as in evaluation.json.
     """
-    blocks: list[Block] = [unknown_words(about["unknown"])] if "unknown" in about else []
-    if rows and "places" in rows[0]:
+    blocks: list[Block] = [score_table(title, rows, "memory")]
+    signatures = {name: value for name, value in rows[0].items() if name.endswith("_signature")}
+    blocks += [f"{name.removesuffix('_signature')}: {value}" for name, value in signatures.items()]
+    blocks += [f"baseline: {name}, accuracy {value:.2%}" for name, value in (about.get("baselines") or {}).items()]
+    blocks += [unknown_words(about["unknown"])] if "unknown" in about else []
+    if "places" in rows[0]:
         blocks.append(place_table(rows))
     if "reset" in about:
         blocks.append(f"reset: an empty memory; trained on: {'yes' if about['reset']['trained_on'] else 'no'}")
@@ -118,8 +105,8 @@ def text_blocks(rows: Rows, about: Mapping[str, Any]) -> list[Block]:
     return blocks
 
 
-def print_output_cache(result: Mapping[str, Any], console: Console) -> None:
-    """Print the scores without and with a cache over outputs (the result of `evaluate_output_cache`)."""
+def output_cache_blocks(result: Mapping[str, Any]) -> list[Block]:
+    """The scores without and with a cache over outputs (the result of `evaluate_output_cache`)."""
     about = result["output_cache"]
     settings = " ".join(f"{about['name']}.{option}={value}" for option, value in about["options"].items())
     lines = [settings, ", ".join(f"{part} {seconds:.1f} s" for part, seconds in about["seconds"].items())]
@@ -127,21 +114,7 @@ def print_output_cache(result: Mapping[str, Any], console: Console) -> None:
         lines.append(f"tuned on the validation split: {', '.join(about['tuned'])} (loss {about['validation']})")
         lines += [f"{option} is at the end of its candidates: set others by hand" for option in about["at_end"]]
     title = f"{result['run']}: {result['split']} split, step {result['step']}"
-    show(console, score_table(title, result["scores"], "output_cache"), *lines)
-
-
-def print_sizes(sizes: Mapping[str, Mapping[str, Any]], console: Console) -> None:
-    """Print the parameters or operations that were made equal, and the feed-forward width that makes them so."""
-    columns = ("matched_parameters", "training_flops", "feed_forward", "matched", "flops_ratio")
-    rows = [
-        [name, *(f"{x:,}" if isinstance(x := facts.get(key, ""), int) else str(x) for key in columns)]
-        for name, facts in sizes.items()
-    ]
-    heads = [column.replace("_", " ") for column in columns]
-    show(
-        console,
-        ReportTable(["variant", *heads], rows, title="sizes; operations of a forward pass in training, per row"),
-    )
+    return [score_table(title, result["scores"], "output_cache"), *lines]
 
 
 def use_sentence(use: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .blocks import Block, ReportTable
+from .blocks import Block, Heading, ReportTable
 
 UNBOUNDED = 10_000
 """Characters of a line without a terminal."""
@@ -19,9 +19,9 @@ def open_console() -> Console:
 
 
 def show(console: Console, *blocks: Block) -> None:
-    """Print tables with their notes, and paragraphs; other blocks are left out."""
+    """Print tables with their notes, headings and paragraphs; other blocks are left out."""
     for block in blocks:
-        text = block if isinstance(block, str) else ""
+        text = block if isinstance(block, str) else block.text if isinstance(block, Heading) else ""
         if isinstance(block, ReportTable):
             table = Table(title=Text(block.title), title_justify="left", box=None, header_style="bold")
             for index, name in enumerate(block.columns):

@@ -65,9 +65,9 @@ def accuracy_against_flops(points: Sequence[FormPoint], metric: str, cost: str, 
         ax.set(xlabel=f"operations, {cost}", ylabel=f"{metric} [%]" if measure.percent else metric)
         ax.set_title(f"{metric} against operations; bars: 95 % intervals over {counted(len(points[0].values), 'seed')}")
         entries = [(name, look.marker, look.colour) for name, look in chosen.items()]
-        entries += [(form, marker, MUTED) for form, marker in markers.items() if form]
-        handles = [ax.plot([], [], marker, color=colour)[0] for _, marker, colour in entries]
-        ax.legend(handles, [name for name, *_ in entries], loc="upper left", bbox_to_anchor=(1.03, 1))
+        for name, marker, colour in [*entries, *((form, marker, MUTED) for form, marker in markers.items() if form)]:
+            ax.plot([], [], marker, color=colour, label=name)
+        ax.legend(loc="upper left", bbox_to_anchor=(1.03, 1))
     return figure
 
 
