@@ -34,32 +34,30 @@ IMAGES = 4
 
 def curves(folders: Sequence[Path], output: Path) -> Figure:
     """Draw learning curves of runs and comparisons; single runs of one variant count as its seeds."""
-    comparisons, groups = _read(folders)
+    comparisons, groups, _ = _read(folders)
     records = {name: [run.records for run in group] for name, group in groups.items()}
-    metric = next(iter(groups.values()))[0].metric
-    return learning_curves(records, metric, comparisons[0].data["reference"] if comparisons else None)
+    metrics = [run.metric for group in groups.values() for run in group] or ["accuracy"]
+    return learning_curves(records, metrics[0], comparisons[0].data["reference"] if comparisons else None)
 
 
 def figure_1(folders: Sequence[Path], output: Path) -> Figure:
     """Draw accuracy against operations of the variants of comparisons, and of single runs grouped by variant."""
-    comparisons, groups = _read(folders)
+    comparisons, groups, singles = _read(folders)
     metrics = {c.data["metric"] for c in comparisons} | {run.metric for group in groups.values() for run in group}
     if len(metrics) != 1:
         raise ValueError(f"the folders have different metrics ({', '.join(sorted(metrics))}); draw them one by one")
-    metric = metrics.pop()
+    metric, variants = metrics.pop(), [(c, v) for c in comparisons for v in c.data["variants"]]
+    training = not singles and all(v.get("training_flops") for _, v in variants)
     points: list[FormPoint] = []
-    for c in comparisons:
-        for v in c.data["variants"]:
-            name, backbone = str(v["name"]), v.get("backbone", "")
-            form = name.removeprefix(backbone).lstrip("-") or PLAIN
-            points.append(
-                FormPoint(backbone or c.data["recipe"], form, v.get("training_flops") or v["flops"], v["values"])
-            )
-    for group in [] if comparisons else groups.values():
-        summaries = [run.summary for run in group if run.summary.get("test")]
-        if summaries:
-            name, form = summaries[0]["name"], summaries[0]["variant"]
-            points.append(FormPoint(name, form, summaries[0]["flops"], [s["test"][metric] for s in summaries]))
+    for c, v in variants:
+        name, backbone = str(v["name"]), v.get("backbone", "")
+        form = name.removeprefix(backbone).lstrip("-") or PLAIN
+        cost = v["training_flops" if training else "flops"]
+        points.append(FormPoint(backbone or c.data["recipe"], form, cost, v["values"]))
+    for form, group in singles.items():
+        if summaries := [run.summary for run in group if run.summary.get("test")]:
+            values = [summary["test"][metric] for summary in summaries]
+            points.append(FormPoint(summaries[0]["name"], form, summaries[0]["flops"], values))
     if not points:
         raise ValueError(f"no test scores in {', '.join(map(str, folders))}")
     rows = []
@@ -68,7 +66,7 @@ def figure_1(folders: Sequence[Path], output: Path) -> Figure:
         rows.append([p.backbone, p.form, p.operations, *interval, " ".join(map(str, p.values))])
     header = ["backbone", "form", "operations", f"mean {metric}", "low", "high", "values by seed"]
     _write_table(output, [header, *rows])
-    return accuracy_against_flops(points, metric, "one forward pass of one image")
+    return accuracy_against_flops(points, metric, f"one forward pass{' in training' if training else ''}, per image")
 
 
 def figure_4(
@@ -126,16 +124,17 @@ def figure_5(folders: Sequence[Path], output: Path) -> Figure:
     return head_shares(variants)
 
 
-def _read(folders: Sequence[Path]) -> tuple[list[StoredComparison], dict[str, list[Run]]]:
-    """Comparisons, and all runs by variant, with the folder's name if there are several comparisons."""
+def _read(folders: Sequence[Path]) -> tuple[list[StoredComparison], dict[str, list[Run]], dict[str, list[Run]]]:
+    """Comparisons, all runs by variant (with the folder's name if there are several comparisons), and single runs."""
     comparisons = [read_comparison(folder) for folder in folders if is_comparison(folder)]
-    groups: dict[str, list[Run]] = {}
+    singles: dict[str, list[Run]] = {}
+    for run in [read_run(folder) for folder in folders if not is_comparison(folder)]:
+        singles.setdefault(run.name, []).append(run)
+    groups = dict(singles)
     for c in comparisons:
         prefix = f"{c.folder.resolve().name}: " if len(comparisons) > 1 else ""
         groups |= {f"{prefix}{name}": group for name, group in c.runs().items()}
-    for run in [read_run(folder) for folder in folders if not is_comparison(folder)]:
-        groups.setdefault(run.name, []).append(run)
-    return comparisons, groups
+    return comparisons, groups, singles
 
 
 def _write_table(output: Path, rows: Sequence[Sequence[Any]]) -> None:
@@ -145,8 +144,6 @@ def _write_table(output: Path, rows: Sequence[Sequence[Any]]) -> None:
 
 def _photograph(file: Path, described: Any) -> torch.Tensor:
     """(C, H, W) in 0..1: the central square at the size of the data."""
-    if not file.is_file():
-        raise ValueError(f"--images: there is no file {file}")
     square = central_square(open_picture(file.read_bytes(), file, described["channels"]), described["image_size"])
     pixels_HWC = np.asarray(square, dtype=np.float32).reshape(*square.size[::-1], described["channels"])
     return torch.from_numpy(pixels_HWC).permute(2, 0, 1) / 255

@@ -21,11 +21,6 @@ class Metric(NamedTuple):
         return kind_of(self.name).share
 
     @property
-    def scale(self) -> float:
-        """Factor from the stored to the shown value."""
-        return 100.0 if self.percent else 1.0
-
-    @property
     def lower_is_better(self) -> bool:
         """True if a smaller value is better."""
         return kind_of(self.name).lower_is_better

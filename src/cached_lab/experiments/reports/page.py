@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
@@ -25,7 +25,7 @@ p, figcaption {{ max-width: 44rem; }} figcaption, caption, .note, dt, thead {{ c
 dl {{ display: grid; grid-template-columns: max-content 1fr; gap: 0 1rem; font-size: .85rem; }}
 dd {{ margin: 0; overflow-wrap: anywhere; }} div, figure {{ overflow-x: auto; margin: 1rem 0; }}
 table {{ border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: .3rem .6rem; border-bottom: 1px solid #dfe3e8; text-align: left; }} td {{ text-align: right; }}
+th, td {{ padding: .3rem .6rem; border-bottom: 1px solid #dfe3e8; text-align: left; }} td + td {{ text-align: right; }}
 svg {{ max-width: 100%; height: auto; }}
 </style>
 </head>
@@ -59,12 +59,8 @@ def _html(block: Block) -> str:
     if isinstance(block, Picture):
         return f"<figure>{as_svg(block.figure)}<figcaption>{escape(block.caption)}</figcaption></figure>"
     head = "".join(f"<th>{escape(name)}</th>" for name in block.columns)
-    body = "\n".join(f"<tr>{_cells(row)}</tr>" for row in block.rows)
+    cells = ([f"<td>{escape(cell)}</td>" for cell in row] for row in block.rows)
+    body = "\n".join(f"<tr>{''.join(row)}</tr>" for row in cells)
     notes = f'<p class="note">{escape(block.notes)}</p>' if block.notes else ""
     caption = f"<caption>{escape(block.title)}</caption>" if block.title else ""
     return f"<div><table>{caption}\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>{notes}"
-
-
-def _cells(row: Sequence[str]) -> str:
-    name, *numbers = map(escape, row)
-    return f'<th scope="row">{name}</th>' + "".join(f"<td>{number}</td>" for number in numbers)

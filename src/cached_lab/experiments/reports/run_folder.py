@@ -20,12 +20,18 @@ class Run(NamedTuple):
     records: list[dict[str, Any]]
     summary: dict[str, Any]
     gates: list[list[float]]
-    metric: str
 
     @property
     def name(self) -> str:
         """The variant in the summary, else the folder's name."""
         return str(self.summary.get("variant") or self.folder.name)
+
+    @property
+    def metric(self) -> str:
+        """The metric that selects the best checkpoint, from config.yaml; accuracy by default."""
+        path = self.folder / "config.yaml"
+        settings = yaml.safe_load(as_text(path.read_bytes(), path)) if path.is_file() else {}
+        return str(settings.get("training", {}).get("metric", "accuracy"))
 
 
 class StoredComparison(NamedTuple):
@@ -83,18 +89,13 @@ def read_run(folder: Path) -> Run:
         except ValueError as error:
             if number < len(lines):  # a run in progress may be writing its last line
                 raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-    config = folder / "config.yaml"
-    settings = yaml.safe_load(as_text(config.read_bytes(), config)) if config.is_file() else {}
-    metric = settings.get("training", {}).get("metric", "accuracy")
     gates = read_json(folder / "gates.json").get("layers", [])
-    return Run(folder, records, read_json(folder / "summary.json"), gates, metric)
+    return Run(folder, records, read_json(folder / "summary.json"), gates)
 
 
 def read_comparison(folder: Path) -> StoredComparison:
     """Read one comparison folder (ValueError if compare.json is missing or malformed)."""
     path = folder / "compare.json"
-    if not is_comparison(folder):
-        raise ValueError(f"{folder} is not a comparison folder: it has no compare.json")
     data = read_json(path)
     try:
         values = {v["name"]: v["values"] for v in data["variants"]}

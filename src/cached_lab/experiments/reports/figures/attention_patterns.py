@@ -23,7 +23,7 @@ from cached_transformers.extras import require
 from cached_transformers.registry import ATTENTIONS
 
 from ..formatting import counted
-from .style import SERIES, blank_figure, style
+from .style import blank_figure, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -98,22 +98,18 @@ def pattern_figure(attention: AttentionSpec, tokens: int = TOKENS, *, draws: int
     # The first causal queries see few keys: with the whole range all other weights would be pale.
     most = float(torch.cat([t.abs().flatten() for t in shown]).nanquantile(FULL))
     signed = any(bool((t < 0).any()) for t in shown)
-    blues = ["#d3e5f0", "#56a3cf", "#0b3d63"]
-    ramp = ["#7a2f00", SERIES[1], "#f6e3d6", *blues] if signed else blues
     root, square = (lambda w: np.sign(w) * np.sqrt(np.abs(w))), (lambda h: np.sign(h) * np.square(h))
-    look = {
-        "cmap": colours.LinearSegmentedColormap.from_list("weight", ramp),
-        "norm": colours.FuncNorm((root, square), vmin=-most if signed else 0, vmax=most),
-    }
+    norm = colours.FuncNorm((root, square), vmin=-most if signed else 0, vmax=most)
     figure, axes = blank_figure(0.9 + 4.0 * len(forms), 4.8, 1, len(forms))
     with style():
         for ax, form, weights_NN in zip(axes[0], forms, shown, strict=True):
-            image = ax.imshow(weights_NN.numpy(), interpolation="nearest", **look)
+            image = ax.imshow(
+                weights_NN.numpy(), norm=norm, cmap="RdBu" if signed else "Blues", interpolation="nearest"
+            )
             ax.set(title="causal" if form == "causal" else "all keys", xlabel="key", ylabel="query")
             ax.grid(False)
         bar = figure.colorbar(image, ax=list(axes[0]), shrink=0.72, aspect=28, extend="both" if signed else "max")
         bar.set_label(f"weight, mean of {counted(draws, 'draw')} and {HEADS} heads")
-        bar.set_ticks([most * part for part in ((-1, -0.25, 0, 0.25, 1) if signed else (0, 0.04, 0.25, 1))])
         bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:.2g}")
         figure.suptitle(textwrap.fill(describe(attention), 46 * len(forms)), x=0.012, ha="left", fontsize=11)
     return figure

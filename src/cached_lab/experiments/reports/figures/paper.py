@@ -42,16 +42,17 @@ def accuracy_against_flops(points: Sequence[FormPoint], metric: str, cost: str, 
         points: with the values of the seeds; the mark is their mean, the bar its 95 % interval.
         cost: the counted pass, for the axis. reference: a backbone in grey.
     """
-    measure = Metric(metric)
+    percent = Metric(metric).percent
+    scale = 100.0 if percent else 1.0
     markers = dict(zip(dict.fromkeys(p.form for p in points), cycle(FORM_MARKERS), strict=False))
     chosen = looks([p.backbone for p in points], reference)
     figure, ((ax,),) = blank_figure(7.4, 4.4)
     with style():
         for p in points:
             colour, _, marker = chosen[p.backbone]
-            mean, low, high = (None if x is None else measure.scale * x for x in mean_interval(p.values))
+            mean, low, high = (None if x is None else scale * x for x in mean_interval(p.values))
             for plain in [q for q in points if (q.backbone, q.form) == (p.backbone, PLAIN) and q is not p]:
-                begin = measure.scale * float(np.mean(plain.values))
+                begin = scale * float(np.mean(plain.values))
                 ax.plot([plain.operations, p.operations], [begin, mean], color=colour, lw=0.8, alpha=0.45)
             if low is not None:
                 ax.vlines(p.operations, low, high, color=colour, lw=1.2)
@@ -62,7 +63,7 @@ def accuracy_against_flops(points: Sequence[FormPoint], metric: str, cost: str, 
             ax.set_xscale("log")
             ax.xaxis.set_minor_formatter("")
         ax.xaxis.set_major_formatter(lambda value, _: short_count(value))
-        ax.set(xlabel=f"operations, {cost}", ylabel=f"{metric} [%]" if measure.percent else metric)
+        ax.set(xlabel=f"operations, {cost}", ylabel=f"{metric} [%]" if percent else metric)
         ax.set_title(f"{metric} against operations; bars: 95 % intervals over {counted(len(points[0].values), 'seed')}")
         entries = [(name, look.marker, look.colour) for name, look in chosen.items()]
         for name, marker, colour in [*entries, *((form, marker, MUTED) for form, marker in markers.items() if form)]:
