@@ -52,8 +52,7 @@ def measure(options: argparse.Namespace) -> command.Result:
             raise ValueError(f"{name} is measured up to {LONGEST[name]} tokens; add a length that is not above it")
     seconds_of(step_of(build(EXACT, 64, device), inputs(64, device), False))  # sets up everything lazy
     rows = measure_names(names, lengths, options.rounds, device, command.dtype_of(options))
-    curves = {row["attention"]: (row["seconds"], row["mebibytes"]) for row in rows}
-    return command.Result(rows, as_markdown(rows), {"dtype": options.dtype}, curves=curves)
+    return command.Result(rows, as_markdown(rows), {"dtype": options.dtype})
 
 
 def inputs(length: int, device: str, dtype: torch.dtype = torch.float32, rows: int = 1) -> dict[str, Tensor]:

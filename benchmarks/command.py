@@ -30,7 +30,6 @@ class Result:
         text: the tables as Markdown.
         settings: options that change the numbers.
         failed, left_out: cases that failed or were not tried, with the reasons.
-        curves: (seconds, mebibytes) by length for each name, for a figure.
     """
 
     rows: Sequence[Measurement]
@@ -38,20 +37,13 @@ class Result:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     failed: Sequence[str] = ()
     left_out: Sequence[str] = ()
-    curves: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def write(self, path: Path) -> Path | None:
-        """Write FILE.json and FILE.md, and FILE.png if there are curves; returns the path of the figure."""
+    def write(self, path: Path) -> None:
+        """Write FILE.json and FILE.md."""
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"environment": self.settings, "rows": self.rows, "failed": self.failed, "left_out": self.left_out}
         write_whole(path, (json.dumps(content, indent=2, default=dataclasses.asdict) + "\n").encode())
         write_whole(path.with_suffix(".md"), f"{self.text}\n".encode())
-        if not self.curves:
-            return None
-        from cached_lab.experiments.reports.figures.curves import cost_against_length
-        from cached_lab.experiments.reports.figures.style import save
-
-        return save(cost_against_length(self.curves, "softmax"), path.with_suffix(".png"))
 
 
 def parser_of(script: ModuleType) -> argparse.ArgumentParser:
@@ -76,15 +68,12 @@ def main(script: ModuleType, argv: Sequence[str] | None = None) -> int:
         raise ValueError("--device cuda: this machine has no CUDA device; take --device cpu")
     torch.set_num_threads(options.threads)
     found: Result | Iterable[Result] = script.measure(options)
-    figure = None
     for result in [found] if isinstance(found, Result) else found:
         result.settings = {**environment(options.device), "rounds": options.rounds, **result.settings}
         result.text = f"{result.text}\n\n{environment_text(dict(result.settings))}"
         if options.output is not None:
-            figure = result.write(options.output)
+            result.write(options.output)
     print(result.text)
-    if figure is not None:
-        print(f"drawn: {figure}")
     return 0
 
 

@@ -18,12 +18,12 @@ def test_the_slope_is_the_exponent_of_the_longer_half() -> None:
     assert math.isnan(attentions.slope({512: 1.0}))
 
 
-def test_the_command_measures_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "attentions.json"
     arguments = ["--attentions", "softmax", "--lengths", "64,32", "--rounds", "1", "--output", str(file)]
     assert main(["benchmark", "attentions", *arguments]) == 0
     out = capsys.readouterr().out
-    assert "| softmax | N^2 | 1.00 | 1.00 |" in out and file.with_suffix(".png").stat().st_size > 5000
+    assert "| softmax | N^2 | 1.00 | 1.00 |" in out
     row = json.loads(file.read_text(encoding="utf-8"))["rows"][0]
     assert set(row["seconds"]) == {"32", "64"} and row["seconds"]["64"] > 0
     # Queries, keys, values and their gradients are 6 x 64 x 256 numbers; the step makes the gradients.

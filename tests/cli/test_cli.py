@@ -37,41 +37,20 @@ def call(capsys, *arguments: str) -> tuple[int, str, str]:
 
 def test_without_arguments_it_prints_help_with_an_example_of_every_command(capsys):
     status, out, _ = call(capsys)
-    assert status == 0
-    for command in (
-        "list",
-        "explain",
-        "train",
-        "plan",
-        "evaluate",
-        "compare",
-        "plot",
-        "probe",
-        "leaderboard",
-        "stream",
-        "generate",
-        "convert",
-        "benchmark",
-    ):
-        assert f"  cached {command} " in out
-
-
-def test_version(capsys):
+    assert status == 0 and all(f"  cached {command} " in out for command in main_module.EXAMPLES)
     assert call(capsys, "--version") == (0, f"cached-transformers {__version__}\n", "")
 
 
 def test_list_names_every_kind_and_json_is_complete(capsys):
     status, out, _ = call(capsys, "list", "--json")
     rows = json.loads(out)
-    assert status == 0
-    assert {"grc", "grc_stream", "convolution"} <= {row["name"] for row in rows["memories"]}
-    assert {"listops", "digits"} <= {row["name"] for row in rows["datasets"]}
-    assert {"vision_transformer", "sequence_classifier"} <= {row["name"] for row in rows["models"]}
-    assert "digits_vit_grc" in {row["name"] for row in rows["recipes"]}
+    found = {kind: {row["name"] for row in group} for kind, group in rows.items()}
+    assert status == 0 and {"grc", "grc_stream", "convolution"} <= found["memories"]
+    assert {"listops", "digits"} <= found["datasets"] and "digits_vit_grc" in found["recipes"]
+    assert {"vision_transformer", "sequence_classifier"} <= found["models"]
     assert all(row["summary"] for kind in rows.values() for row in kind)
     _, out, _ = call(capsys, "list")
-    names = out.replace("(", " ").split()
-    assert all(row["name"] in names for kind in rows.values() for row in kind)
+    assert {name for group in found.values() for name in group} <= set(out.replace("(", " ").split())
     assert len(out.splitlines()) < 80
     _, out, _ = call(capsys, "list", "memories")
     assert "grc" in out and "digits_vit_grc" not in out
@@ -80,17 +59,8 @@ def test_list_names_every_kind_and_json_is_complete(capsys):
 
 def test_explain_shows_facts_and_options_with_defaults(capsys):
     status, out, _ = call(capsys, "explain", "grc")
-    assert status == 0
-    for part in (
-        "grc (memory)",
-        "arXiv:2312.12742",
-        "equations:",
-        "state:",
-        "cost:",
-        "gradient:",
-        "ratio: float = 0.5",
-    ):
-        assert part in out
+    parts = ("grc (memory)", "arXiv:2312.12742", "equations:", "state:", "cost:", "gradient:", "ratio: float = 0.5")
+    assert status == 0 and all(part in out for part in parts)
     status, _, err = call(capsys, "explain", "gcr")
     assert status == 2 and err.startswith("error: unknown name 'gcr'; did you mean 'grc'?")
 
@@ -98,62 +68,57 @@ def test_explain_shows_facts_and_options_with_defaults(capsys):
 def test_dry_run_prints_a_configuration_that_trains_the_same(capsys, recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, out, _ = call(capsys, "train", recipe, "training.steps=5", "--dry-run", "model.width=8")
-    assert status == 0
     tree = yaml.safe_load(out)
-    assert tree["training"]["steps"] == 5 and tree["model"]["width"] == 8
+    assert status == 0 and tree["training"]["steps"] == 5 and tree["model"]["width"] == 8
     assert "# filled in from the data: model.classes" in out
     assert [p.name for p in tmp_path.iterdir()] == ["standin.yaml"]
-
-
-def test_dry_run_refuses_what_cannot_be_built(capsys):
-    words = ("train", "digits_vit_plain", "--dry-run")
-    status, out, _ = call(capsys, *words, "model.memory=grc")
-    assert (
-        status == 0
-        and out.splitlines()[-1] == "# filled in from the data: model.image_size, model.channels, model.classes"
-    )
-    status, out, err = call(capsys, *words, "model.memory={name: grc, ratio: 0.3}")
-    assert (status, out) == (2, "") and err.startswith("error: ratio=0.3 gives a cache of 19 channels")
-    # 8 pixels, which the data say, cannot be cut into patches of 3.
-    status, out, err = call(capsys, *words, "model.patch_size=3")
-    assert (status, out) == (2, "") and "patch_size" in err
-
-
-def test_dry_run_without_the_data_says_what_it_could_not_check(capsys, tmp_path):
+    _, out, _ = call(capsys, "train", "digits_vit_plain", "--dry-run", "model.memory=grc")
+    assert out.endswith("# filled in from the data: model.image_size, model.channels, model.classes\n")
     status, out, _ = call(capsys, "train", "table1_small", f"data.path={tmp_path / 'absent'}", "--dry-run")
     last = out.splitlines()[-1]
     assert status == 0 and last.startswith("# whether the model can be built is not known: ") and "absent" in last
     assert yaml.safe_load(out)["model"]["name"] == "vision_transformer"
 
 
+DIGITS = ["train", "digits_vit_plain", "--dry-run"]
+TRAIN = ["train", "{recipe}", "--out", "{run}"]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "message"),
     [
-        (["training.stesp=3"], "error: unknown key 'training.stesp'; did you mean 'training.steps'?"),
-        (["training.steps=x"], "error: training.steps='x' must be a whole number, not str"),
-        (["--resume", "missing"], "error: missing is not a checkpoint: there is no such folder"),
-        (["training.precision=float16"], "error: training.precision='float16' needs a CUDA device"),
-        (["training.batch_size=64"], "error: training.batch_size=64 exceeds the 50 training rows"),
+        ([*TRAIN, "training.stesp=3"], "error: unknown key 'training.stesp'; did you mean 'training.steps'?"),
+        ([*TRAIN, "training.steps=x"], "error: training.steps='x' must be a whole number, not str"),
+        ([*TRAIN, "--resume", "missing"], "error: missing is not a checkpoint: there is no such folder"),
+        ([*TRAIN, "training.precision=float16"], "error: training.precision='float16' needs a CUDA device"),
+        ([*TRAIN, "training.batch_size=64"], "error: training.batch_size=64 exceeds the 50 training rows"),
+        ([*TRAIN, "--outt", "x"], "unrecognized arguments: --outt"),
+        ([*DIGITS, "model.memory={{name: grc, ratio: 0.3}}"], "error: ratio=0.3 gives a cache of 19 channels"),
+        ([*DIGITS, "model.patch_size=3"], "patch_size"),  # 8 pixels, which the data say, cannot be cut into 3
+        (["list", "memories", "a=b"], "unrecognized arguments: a=b"),
+        (["reproduce", "table1", "--scale", "x" * 20_000], "--scale"),
+        (["evaluate", "{run}"], "is not a run folder: it has no config.yaml"),
     ],
+    ids=lambda value: str(value)[-30:],
 )
-def test_bad_input_ends_with_status_2_and_one_line(capsys, recipe, tmp_path, arguments, message):
-    status, _, err = call(capsys, "train", recipe, "--out", str(tmp_path / "run"), *arguments)
-    assert status == 2
-    assert err.startswith(message) and "Traceback" not in err
-    assert not (tmp_path / "run" / "config.yaml").exists()
+def test_bad_input_ends_with_status_2_and_a_short_message(capsys, recipe, tmp_path, words, message):
+    run = tmp_path / "run"
+    status, out, err = call(capsys, *(word.format(recipe=recipe, run=run) for word in words))
+    assert (status, out) == (2, "") and message in err and "Traceback" not in err and len(err) < 6000
+    assert not (run / "config.yaml").exists()
 
 
-def test_stray_words_are_refused(capsys, recipe):
-    status, _, err = call(capsys, "train", recipe, "--outt", "x")
-    assert status == 2 and "unrecognized arguments: --outt" in err
-    status, _, err = call(capsys, "list", "memories", "a=b")
-    assert status == 2 and "unrecognized arguments: a=b" in err
+@pytest.fixture
+def fails(monkeypatch):
+    """Make `cached explain` raise an error."""
 
+    def replace(error: BaseException) -> None:
+        def fail(arguments):
+            raise error
 
-def test_debug_shows_the_traceback(capsys, recipe, monkeypatch):
-    monkeypatch.setenv("CACHED_DEBUG", "1")
-    status, _, err = call(capsys, "train", recipe, "training.steps=x")
-    assert status == 2 and "Traceback" in err and err.rstrip().splitlines()[-1].startswith("error: ")
+        monkeypatch.setattr("cached_lab.cli.explain.run", fail)
+
+    return replace
 
 
 @pytest.mark.parametrize(
@@ -165,23 +130,22 @@ def test_debug_shows_the_traceback(capsys, recipe, monkeypatch):
         (OSError(28, "disk is full"), 1, "error: disk is full"),
         (RunFailed("r"), 1, "error: r"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (MemoryError(), 1, "error: out of memory"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 1, "error: out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 1, "error: out of memory"),
     ],
 )
-def test_each_kind_of_failure_has_its_status(capsys, monkeypatch, error, status, message):
-    def fail(arguments):
-        raise error
-
-    monkeypatch.setattr(main_module.explain, "run", fail)
-    assert call(capsys, "explain", "grc") == (status, "", f"{message}\n")
+def test_each_kind_of_failure_has_its_status(capsys, fails, error, status, message):
+    fails(error)
+    found, out, err = call(capsys, "explain", "grc")
+    assert (found, out) == (status, "") and err.startswith(message) and err.count("\n") == 1
+    assert ("lower training.batch_size" in err) == ("memory" in message)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("r"), TypeError("t"), KeyError("k"), RecursionError("d")])
 @pytest.mark.parametrize("words", [(), ("--debug",)], ids=["plain", "debug"])
-def test_an_unforeseen_error_is_a_bug_and_leaves_its_traceback(capsys, monkeypatch, tmp_path, error, words):
-    def fail(arguments):
-        raise error
-
-    monkeypatch.setattr(main_module.explain, "run", fail)
+def test_an_unforeseen_error_is_a_bug_and_leaves_its_traceback(capsys, fails, monkeypatch, tmp_path, error, words):
+    fails(error)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     status, out, err = call(capsys, *words, "explain", "grc")
     assert (status, out) == (70, "")
@@ -207,25 +171,9 @@ def test_without_the_extra_a_command_names_it(module, words):
     assert module in done.stderr and 'pip install "cached-transformers[lab]"' in done.stderr
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"),
-    ],
-)
-def test_memory_that_does_not_suffice_says_what_to_lower(capsys, monkeypatch, error):
-    def fail(arguments):
-        raise error
-
-    monkeypatch.setattr(main_module.explain, "run", fail)
-    status, _, err = call(capsys, "explain", "grc")
-    assert status == 1 and err.startswith("error: out of memory") and "lower training.batch_size" in err
-
-
-@pytest.mark.parametrize("words", [("--debug", "explain", "gcr"), ("explain", "gcr", "--debug")])
-def test_debug_goes_before_or_after_the_command(capsys, words):
+@pytest.mark.parametrize("words", [("--debug", "explain", "gcr"), ("explain", "gcr", "--debug"), ("explain", "gcr")])
+def test_debug_goes_before_or_after_the_command_or_into_the_environment(capsys, monkeypatch, words):
+    monkeypatch.setenv("CACHED_DEBUG", str(int("--debug" not in words)))
     status, _, err = call(capsys, *words)
     assert status == 2 and "Traceback" in err and err.rstrip().splitlines()[-1].startswith("error: unknown name 'gcr'")
 
@@ -238,12 +186,9 @@ def test_absurd_sizes_are_refused_before_they_are_asked_for(capsys, tmp_path, mo
     for dry in (["--dry-run"], []):
         status, _, err = call(capsys, *words, *dry)
         assert status == 2 and option in err, err
-
-
-def test_a_model_that_no_machine_holds_is_refused(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    status, _, err = call(capsys, "train", "digits_vit_plain", "model.width=8000000", "model.heads=1")
-    assert status == 2 and "GiB of weights and caches, this machine" in err
+    if option == "width" and size > 0:
+        status, _, err = call(capsys, "train", "digits_vit_plain", "model.width=8000000", "model.heads=1")
+        assert status == 2 and "GiB of weights and caches, this machine" in err
 
 
 def test_a_run_that_diverges_ends_with_status_1(capsys, recipe, tmp_path):
@@ -259,6 +204,8 @@ def test_train_then_evaluate_gives_the_score_of_the_summary(capsys, recipe, tmp_
     assert status == 0, err
     assert "validation" in out and f"report: {run / 'report.html'}" in out.replace("\n", "")
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    status, _, err = call(capsys, "evaluate", str(run), "--memory", "carry,resett")
+    assert status == 2 and "did you mean 'reset'" in err
     status, out, _ = call(capsys, "evaluate", str(run), "--json")
     scores = json.loads(out)
     assert status == 0 and scores["step"] == summary["best"]["step"]
@@ -271,16 +218,3 @@ def test_train_then_evaluate_gives_the_score_of_the_summary(capsys, recipe, tmp_
     assert json.loads(out)["scores"][0]["loss"] == pytest.approx(summary["final"]["loss"])
     status, out, _ = call(capsys, "train", recipe, "--out", str(run))
     assert status == 0 and "training is complete already (12 steps)" in out
-
-
-def test_evaluate_names_what_is_missing(capsys, tmp_path):
-    status, _, err = call(capsys, "evaluate", str(tmp_path))
-    assert status == 2 and "is not a run folder: it has no config.yaml" in err
-    status, _, err = call(capsys, "evaluate", str(tmp_path), "--memory", "carry,resett")
-    assert status == 2 and "did you mean 'reset'" in err
-
-
-def test_an_endless_argument_is_not_repeated(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["reproduce", "table1", "--scale", "x" * 20_000])
-    assert 0 < len(capsys.readouterr().err) < 6000

@@ -125,7 +125,6 @@ def test_digits_with_memory_and_both_controls(compared):
     assert "baseline: majority class" in printed and "of the FLOPs of the most expensive variant" in printed
     assert "| control-flops |" in (out / "compare.md").read_text(encoding="utf-8")
     assert (out / "grc" / "seed_0" / "gates.json").is_file()
-    assert (out / "grc" / "seed_0" / "feature_maps.npz").is_file()
     assert not (out / "plain" / "seed_0" / "gates.json").exists()
 
     config, _, _ = load_run(out / "grc" / "seed_0")

@@ -95,35 +95,26 @@ def test_a_kept_text_goes_on_as_if_it_had_not_been_kept(
     assert any(not torch.equal(longer[name], stored[name]) for name in stored), "and is kept in turn"
 
 
-def test_sampling_depends_only_on_the_seed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_and_beams_are_those_of_generate(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [run, "--prompt", PROMPT, "--tokens", 20, "--top-k", 50, "--top-p", 0.9, "--temperature", 1.5]
     texts = [call(capsys, *words, "--seed", seed) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
     _, model, _ = load_run(run)
-    generator = torch.Generator().manual_seed(2)
     ids = torch.tensor([[ord("\n"), *PROMPT.encode()]])
-    options = {"top_k": 50, "top_p": 0.9, "temperature": 1.5, "generator": generator, "segment_length": SEGMENT}
-    found = generate(model, ids, tokens=20, **options).tokens[0].tolist()
+    options = {"top_k": 50, "top_p": 0.9, "temperature": 1.5, "generator": torch.Generator().manual_seed(2)}
+    found = generate(model, ids, tokens=20, segment_length=SEGMENT, **options).tokens[0].tolist()
     assert texts[2] == bytes_of(found) + "\n"
-
-
-def test_beams_print_the_best(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, model, _ = load_run(run)
-    ids = torch.tensor([[ord("\n"), *PROMPT.encode()]])
     found = generate(model, ids, tokens=6, beams=3, segment_length=SEGMENT).tokens[0].tolist()
-    printed = call(capsys, run, "--prompt", PROMPT, "--tokens", 6, "--beams", 3)
-    assert printed == bytes_of(found) + "\n"
+    assert call(capsys, run, "--prompt", PROMPT, "--tokens", 6, "--beams", 3) == bytes_of(found) + "\n"
 
 
-def test_the_prompt_may_be_a_file_or_standard_input(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_prompt_may_be_standard_input(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [run, "--tokens", 12, "--temperature", 0]
     want = call(capsys, *words, "--prompt", PROMPT)
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT}\n"))
     assert call(capsys, *words) == want
-    (tmp_path / "prompt.txt").write_text(PROMPT, encoding="utf-8")
-    assert call(capsys, *words, "--file", tmp_path / "prompt.txt") == want
     assert call(capsys, *words, "--segment-length", 5, "--prompt", PROMPT) != want
 
 
@@ -133,16 +124,12 @@ def test_it_is_told_token_by_token(run: Path) -> None:
     said: list[str] = []
     calls: list[int] = []
     model.register_forward_pre_hook(lambda *_: calls.append(len(said)))
-    writer = Writer(model, BYTES, SEGMENT)
-    found = writer.write("It", said.append, tokens=5, temperature=0.0)
+    found = Writer(model, BYTES, SEGMENT).write("It", said.append, tokens=5, temperature=0.0)
     assert len(said) == 6 and calls[:5] == [0, 1, 2, 3, 4]
     assert "".join(said) == bytes_of(found.tokens[0].tolist())
 
 
-@pytest.mark.parametrize(
-    ("words", "terminal", "pieces"),
-    [([], True, 7), ([], False, 1), (["--stream"], False, 7), (["--no-stream"], True, 1), (["--beams", "2"], True, 3)],
-)
+@pytest.mark.parametrize(("words", "terminal", "pieces"), [([], True, 7), ([], False, 1), (["--beams", "2"], True, 3)])
 def test_a_terminal_shows_it_while_it_is_written(
     run: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], terminal: bool, pieces: int
 ) -> None:
@@ -157,44 +144,23 @@ def test_a_terminal_shows_it_while_it_is_written(
 
 
 @pytest.mark.parametrize("kind", ["byte", "word", "bpe"])
-@pytest.mark.parametrize("before", [0, 3])
-def test_pieces_are_the_text(kind: str, before: int) -> None:
-    tokenizer: Tokenizer = train_tokenizer(kind, [TEXT], {"byte": None, "word": 20, "bpe": 257}[kind], False)
-    text = "winter, naïve — too.\n\nIt was spring. 春"
-    ids = words_of(tokenizer).encode(text)
-    growing = Spelling(tokenizer.decode, ids[:before])
-    pieces = [growing.more([token]) for token in ids[before:]]
-    assert "".join([tokenizer.decode(ids[:before]), *pieces, growing.rest()]) == tokenizer.decode(ids)
-    assert not any("\ufffd" in piece for piece in pieces), "half a character"
+def test_pieces_are_the_text_and_a_prompt_is_not_closed(kind: str) -> None:
+    """The ids of a prompt are a prefix of the ids of a longer text: no end of a line or a document follows."""
+    size = {"byte": None, "word": 20, "bpe": 257}[kind]
+    tokenizer: Tokenizer = train_tokenizer(kind, [TEXT], size, False)
+    words, text = words_of(tokenizer), "winter, naïve — too.\n\nIt was spring. 春"
+    ids = words.encode(text)
+    for before in (0, 3):
+        growing = Spelling(tokenizer.decode, ids[:before])
+        pieces = [growing.more([token]) for token in ids[before:]]
+        assert "".join([tokenizer.decode(ids[:before]), *pieces, growing.rest()]) == tokenizer.decode(ids)
+        assert not any("\ufffd" in piece for piece in pieces), "half a character"
     broken = Spelling(bytes_of, [])
     assert [broken.more([token]) for token in (0xE2, 0x82)] == ["", ""] and broken.rest() == "\ufffd"
-
-
-@pytest.mark.parametrize("kind", ["byte", "word", "bpe"])
-def test_a_prompt_is_not_closed(kind: str) -> None:
-    """Its ids are a prefix of those of a longer text: no end of a line or a document follows."""
-    words = words_of(train_tokenizer(kind, [TEXT], {"byte": None, "word": 20, "bpe": 300}[kind], False))
     for prompt in ("It was", "It was spring.\n", ""):
         ids = words.encode(prompt)
         assert words.encode(f"{prompt} the" if prompt else "the")[: len(ids)] == ids
         assert prompt or not ids
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--prompt", "a", "--file", "b"], "--prompt and --file both give the text"),
-        (["--file", "no_such_file"], "no_such_file is not a file; give the text"),
-        (["--prompt", "a", "--stream", "--beams", "2"], "--beams 2 choose at the end"),
-        (["--prompt", "a", "--tokens", "0"], "--tokens 0 must be at least 1"),
-        (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0 must be finite and not negative"),
-        (["--prompt", "a", "--beams", "2", "--top-k", "3"], "beams=2 searches without sampling"),
-        (["--prompt", "a", "--temperature", "0", "--top-p", "0.5"], "temperature=0 samples nothing"),
-        (["--prompt", "a", "--state", "no_such_state"], "give a state that --save-state has written"),
-    ],
-)
-def test_bad_words_are_refused(run: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
-    assert message in refused(capsys, run, *options)
 
 
 def test_a_state_of_something_else_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,8 +171,8 @@ def test_a_state_of_something_else_is_refused(run: Path, tmp_path: Path, capsys:
     assert "was made with other weights" in refused(capsys, other, *words[1:])
     (tmp_path / "state").write_bytes((tmp_path / "state").read_bytes()[:50])
     assert "is no whole state file" in refused(capsys, *words)
-    (tmp_path / "text").write_bytes(b"\xff")
-    assert "is not UTF-8" in refused(capsys, run, "--file", tmp_path / "text")
+    assert "give a state that --save-state has written" in refused(capsys, run, "--state", tmp_path / "none")
+    assert "--tokens 0 must be at least 1" in refused(capsys, *words, "--tokens", 0)
     (tmp_path / "elsewhere").mkdir()
     assert "is not a run folder" in refused(capsys, tmp_path / "elsewhere", "--prompt", "a")
 

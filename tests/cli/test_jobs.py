@@ -32,6 +32,7 @@ while not os.path.exists(f"{folder}/fail"):
 sys.exit(3)
 """
 """A child that works until it is asked to stop, or told to fail."""
+ASKED = f"asked_{signal.SIGTERM}"
 
 
 @pytest.fixture
@@ -78,30 +79,22 @@ def alive(folder: Path) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes where Linux shows them")
-def test_children_end_when_their_parent_is_killed(folders):
-    parent = forked(lambda: work(folders))
-    until(lambda: begun(folders))
-    os.kill(parent, signal.SIGKILL)
-    os.waitpid(parent, 0)
-    until(lambda: not any(map(alive, folders[:2])))
-    assert all((folder / f"asked_{signal.SIGTERM}").is_file() for folder in folders[:2])
-    assert not (folders[2] / "pid").exists()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_parent_ends_the_group(folders, number):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_children_end_with_their_parent(folders, number):
     def stopped() -> int:
         try:
             work(folders)
         except Stopped as stop:
-            ended = all((folder / f"asked_{signal.SIGTERM}").is_file() for folder in folders[:2])
-            return stop.signal_number if ended else 1
+            return stop.signal_number if all((folder / ASKED).is_file() for folder in folders[:2]) else 1
         return 0
 
     parent = forked(stopped)
     until(lambda: begun(folders))
     os.kill(parent, number)
-    assert os.waitstatus_to_exitcode(os.waitpid(parent, 0)[1]) == number
+    status = os.waitstatus_to_exitcode(os.waitpid(parent, 0)[1])
+    assert status == (-number if number == signal.SIGKILL else number)
+    until(lambda: not any(map(alive, folders[:2])))
+    assert all((folder / ASKED).is_file() for folder in folders[:2]) and not (folders[2] / "pid").exists()
 
 
 def test_others_stop_when_one_fails(folders):
@@ -114,5 +107,4 @@ def test_others_stop_when_one_fails(folders):
     with pytest.raises(RunFailed, match="a ended with status 3"):
         work(folders)
     os.waitpid(helper, 0)
-    assert (folders[1] / f"asked_{signal.SIGTERM}").is_file()
-    assert not (folders[2] / "pid").exists()
+    assert (folders[1] / ASKED).is_file() and not (folders[2] / "pid").exists()

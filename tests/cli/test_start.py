@@ -1,13 +1,20 @@
-"""Help, lists and explanations work without importing torch."""
+"""Help, lists and explanations come from the file of facts, without importing torch."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from typing import Literal
 
 import pytest
 
-from cached_lab.cli.main import build_parser
+from cached_lab import resources
+from cached_lab.cli.main import EXAMPLES, main
+from cached_lab.experiments.facts import as_text
+from cached_lab.registries import LISTED
+from cached_transformers.docstrings import meanings, spelt_out
+from cached_transformers.registry import MEMORIES
 
 PROGRAM = """
 import contextlib, io, sys
@@ -21,24 +28,14 @@ for words in {commands!r}:
     assert out.getvalue() or "unknown name" in err.getvalue(), words
 print("done")
 """
-COMMANDS = sorted(build_parser()._subparsers._group_actions[0].choices)  # type: ignore[union-attr]
 
 
 def test_without_torch() -> None:
     """One process runs all commands, so that the last check covers every import."""
-    commands = [
-        ["--help"],
-        ["--version"],
-        ["list"],
-        ["list", "recipes", "--json"],
-        ["explain", "grc"],
-        ["explain", "no_such_name"],
-        ["completion", "bash", "--words", "explain", "tran"],
-        *([command, "--help"] for command in COMMANDS),
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(commands=commands)], capture_output=True, text=True, check=False
-    )
+    commands = [["--help"], ["--version"], ["list"], ["list", "recipes", "--json"], ["explain", "grc"]]
+    commands += [["explain", "no_such_name"], *([command, "--help"] for command in EXAMPLES)]
+    program = [sys.executable, "-c", PROGRAM.format(commands=commands)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
@@ -46,7 +43,113 @@ def test_help_of_reproductions_names_every_table(capsys: pytest.CaptureFixture[s
     from cached_lab.experiments.reproductions import MEASURED, REPRODUCTIONS
 
     with pytest.raises(SystemExit):
-        build_parser().parse_args(["reproduce", "--help"])
-    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
-    for name, table in {**REPRODUCTIONS, **MEASURED}.items():
-        assert [name, table.summary] in lines
+        main(["reproduce", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(f"{name}: {table.summary}" in said for name, table in {**REPRODUCTIONS, **MEASURED}.items())
+
+
+def test_the_file_of_facts_is_current() -> None:
+    assert resources.facts_file().read_text(encoding="utf-8") == as_text(), "run `make facts`"
+
+
+def test_without_the_file_the_message_says_what_to_do(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(resources, "_PACKAGE", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"facts\.json"):
+        resources.read_facts()
+
+
+@pytest.fixture
+def elsewhere():
+    """A memory that a user's code has registered in this process."""
+
+    @MEMORIES.register("a_memory_from_elsewhere", cost="nothing", equations=["y = x", "z = y"])
+    class Elsewhere:
+        """Carries nothing."""
+
+        needs = frozenset({"state", "context"})
+
+        def __init__(self, width: int, ratio: float = 0.5, **rest: object) -> None: ...
+
+    yield
+    del MEMORIES._entries["a_memory_from_elsewhere"]
+
+
+def test_parts_registered_in_this_process_are_listed_and_explained(elsewhere, capsys) -> None:
+    assert main(["explain", "a_memory_from_elsewhere"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        *("a_memory_from_elsewhere (memory)", "Carries nothing.", "", "equations:", "  y = x", "  z = y"),
+        *("", "cost:", "  nothing", "", "options:"),  # the model gives the width
+        *("  ratio: float = 0.5", "  ... and all options of the wrapped library"),
+    ]
+    assert main(["list", "memories", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["memories"]}
+    assert list(rows) == sorted(rows)
+    assert rows["a_memory_from_elsewhere"] == {
+        **{"name": "a_memory_from_elsewhere", "summary": "Carries nothing.", "paper": None},
+        **{"insertion": "kv", "cost": "nothing", "reach": None},
+    }
+
+
+Kind = Literal["a", "b"]
+
+
+class Base:
+    """A base.
+
+    Args:
+        first: of the base. second, third: two of them.
+    """
+
+
+class Branch:
+    """Another.
+
+    Args:
+        left: of the branch, e.g. `first`.
+            It goes on. right: see `Base`.
+        first: of the branch.
+    """
+
+
+class Part(Base):
+    """A part.
+
+    Args:
+        own: its own: with a colon.
+        left, right: see `Branch`; more of it.
+
+    Raises:
+        ValueError: own: never.
+    """
+
+
+def test_meanings_come_from_the_class_and_from_those_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cached_transformers.docstrings._PACKAGE", __name__.partition(".")[0])
+    assert meanings(Part, ("own", "left", "right", "first", "third", "absent")) == {
+        "own": "its own: with a colon.",
+        "left": "of the branch, e.g. `first`. It goes on.",
+        "right": "see `Base`.",
+        "first": "of the base.",
+        "third": "two of them.",
+    }
+    assert spelt_out("Kind | None", Part) == "Literal['a', 'b'] | None"
+    assert spelt_out("dict[str, int]", Part) == "dict[str, int]"
+
+
+def test_every_option_of_every_part_has_a_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = resources.read_facts()
+    options = [(part, line) for kind in LISTED for part in facts[kind] for line in part["options"]]
+    named = [(part, line.partition(":")[0].partition(" ")[0]) for part, line in options]
+    mute = [(part["name"], name) for part, name in named if part["meanings"].get(name, "see").startswith("see")]
+    assert mute == []
+    assert main(["explain", "grc"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[lines.index("  ratio: float = 0.5") + 1] == "      C / D."
+    assert any(line.startswith("  candidate: Literal['norm', ") for line in lines)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("trian", "train"), ("explian", "explain")])
+def test_a_command_with_a_slip_is_understood(name: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([name])
+    assert f"did you mean {meant!r}?" in capsys.readouterr().err

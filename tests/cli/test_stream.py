@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 from cli.made_text import TEXT, train_on_bytes
+from safetensors.torch import load_file
 
 from cached_lab.cli.main import main
 from cached_lab.data.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
+from cached_lab.experiments.load import load_run
 from cached_lab.tasks.language import text_reader
 from cached_transformers.state import named_tensors
 
@@ -65,12 +67,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_on_bytes(tmp_path_factory.mktemp("stream"))
 
 
-def stored(path: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(path)
-
-
 def test_going_on_gives_the_numbers_of_an_uninterrupted_reading(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,11 +82,13 @@ def test_going_on_gives_the_numbers_of_an_uninterrupted_reading(
     assert main([*words, "--state", str(parts)]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[-2] == last[-2], "the same loss to the last digit"
-    a, b = stored(whole), stored(parts)
+    a, b = load_file(whole), load_file(parts)
     # The sum of a double depends on nothing but its order, which is the same.
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     assert main([*words, "--state", str(parts)]) == 0
     assert "nothing new to read" in capsys.readouterr().out
+    names = {f"state.{name}" for name, _ in named_tensors(load_run(run)[1].init_state(1))}  # type: ignore[operator]
+    assert names <= set(a) and np.isfinite(a["numbers"]).all(), "the state of one row"
 
 
 @pytest.mark.usefixtures("no_run_reports")
@@ -129,28 +127,15 @@ def test_along_diagonals_it_reads_the_same(run: Path, tmp_path: Path, capsys: py
     assert "no two layers could run at once: there is one" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--every", "0"], "--every 0 must be at least 1"),
-        (["--tokens", "-1"], "--tokens -1 must be at least 1"),
-        (["--checkpoint", "best", "--segment-length", "0"], "--segment-length 0 must be at least 1"),
-    ],
-)
-def test_bad_words_are_refused(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
-    book = tmp_path / "book.txt"
-    book.write_text(TEXT)
-    assert main(["stream", str(run), str(book), *words]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_state_of_something_else_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers below 1 are refused too."""
     book, other, state = tmp_path / "book.txt", tmp_path / "other.txt", tmp_path / "state.safetensors"
     book.write_text(TEXT)
     other.write_text(TEXT[5:])
     assert main(["stream", str(run), str(book), "--state", str(state), "--tokens", "50"]) == 0
+    for option in ("--every", "--tokens", "--segment-length"):
+        assert main(["stream", str(run), str(book), option, "0"]) == 2
+        assert f"{option} 0 must be at least 1" in capsys.readouterr().err
     assert main(["stream", str(run), str(other), "--state", str(state)]) == 2
     assert "belongs to another run, checkpoint, file or segment length" in capsys.readouterr().err
     assert main(["stream", str(run), str(book), "--state", str(state), "--segment-length", "5"]) == 2
@@ -165,14 +150,3 @@ def test_a_state_of_something_else_is_refused(run: Path, tmp_path: Path, capsys:
         assert "it is not a run of a language model on text" in capsys.readouterr().err
     finally:
         (run / "hidden.json").rename(run / "tokenizer.json")
-
-
-def test_the_state_is_one_row_of_the_model(run: Path, tmp_path: Path) -> None:
-    from cached_lab.experiments.load import load_run
-
-    book, state = tmp_path / "book.txt", tmp_path / "state.safetensors"
-    book.write_text(TEXT)
-    assert main(["stream", str(run), str(book), "--state", str(state), "--tokens", "50"]) == 0
-    _, model, _ = load_run(run)
-    names = {f"state.{name}" for name, _ in named_tensors(model.init_state(1))}  # type: ignore[operator]
-    assert names <= set(stored(state)) and np.isfinite(stored(state)["numbers"]).all()

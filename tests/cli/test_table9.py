@@ -48,8 +48,6 @@ def test_its_models_are_those_of_the_benchmark() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data", "x"], "table9 trains nothing and reads no data; drop --data"),
-        (["--seeds", "3"], "drop --seeds"),
         (["--rows", "PVT-tiny"], "did you mean 'PVT-Tiny'"),
         (["--rows", "ViT-S,ViT-S"], "must be paper, all, or different names"),
         (["btach=1"], "unknown setting of table9 'btach'; did you mean 'batch'"),

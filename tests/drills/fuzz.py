@@ -201,7 +201,7 @@ def _stop_long_work() -> None:
     table9.measure = benchmark.run = _reached  # type: ignore[assignment]
     Trials.train = _reached  # type: ignore[method-assign]
     for module in (run, run_outputs):  # slow, and tested in other drills
-        module.write_report = module.write_figures = lambda *args: None  # type: ignore[attr-defined]
+        module.write_report = module.write_gates = lambda *args: None  # type: ignore[attr-defined]
 
 
 def _watch_writes(root: Path) -> list[str]:

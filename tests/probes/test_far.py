@@ -16,7 +16,7 @@ from cached_lab.cli.main import main
 from cached_lab.experiments.probes.distances import Course, _rate, holds, ladder, train_by_distance
 from cached_lab.experiments.probes.far_trials import FarTrials
 from cached_lab.experiments.probes.protocol import Forgetful, ProbeSizes, build_model, measure
-from cached_lab.experiments.reports.far_page import held_tokens
+from cached_lab.experiments.reports.probe_page import held_tokens
 from cached_lab.registries import PROBES
 from cached_transformers.models import LanguageModel
 

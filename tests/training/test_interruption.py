@@ -30,7 +30,7 @@ STAGES = {
     "the loop's last look": (Reporter, "__exit__"),
     "test": (run_module, "_test"),
     "summary": (run_module, "_summary"),
-    "figures": (run_module, "write_figures"),
+    "figures": (run_module, "write_gates"),
 }
 
 

@@ -101,7 +101,7 @@ def test_a_table_from_rows_to_report(corpus: Path, tmp_path: Path, capsys: pytes
     report = (out / "report.html").read_text(encoding="utf-8")
     assert "bleu" in report and "the mean of the runs' bootstrap intervals" in html.unescape(report)
     run_report = (out / result["variants"][0]["runs"][0] / "report.html").read_text(encoding="utf-8")
-    assert "tokenised_bleu" in run_report and "chrf" in run_report and "its 30 sentences" in run_report
+    assert "tokenised bleu" in run_report and "chrf" in run_report
     assert main(arguments) == 0
     assert "4 finished runs kept, 0 to train" in capsys.readouterr().out
 

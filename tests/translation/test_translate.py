@@ -120,7 +120,7 @@ def test_options_of_the_search(said) -> None:  # type: ignore[no-untyped-def]
         (["--beams", "0"], "--beams 0 must be at least 1"),
         (["--tokens", "-1"], "--tokens -1 must be at least 1, and at most the 64"),
         (["--tokens", "65"], "--tokens 65 must be at least 1, and at most the 64"),
-        (["--batch", "0"], "--batch 0 must be at least 1 line"),
+        (["--batch", "0"], "--batch 0 must be at least 1"),
         (["--length-penalty", "nan"], "--length-penalty=nan must lie in -50..50"),
         (["--resume"], "--resume continues a file; give --output FILE"),
         (["--input", "nothing.txt"], "nothing.txt is not a file"),

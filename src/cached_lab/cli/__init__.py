@@ -1,5 +1,5 @@
-"""The `cached` command: one file per subcommand, each with `add_parser(subparsers)` and `run(arguments) -> int`.
+"""The `cached` command: one file per subcommand, with `ARGUMENTS` and `run(arguments) -> int`, the exit status.
 
-`run` returns the exit status. Bad input raises ValueError, a missing file FileNotFoundError, a missing library
-ImportError; `main` turns them into messages.
+Bad input raises ValueError, a missing file FileNotFoundError, a missing library ImportError; `main` turns them into
+messages.
 """

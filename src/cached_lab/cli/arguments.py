@@ -1,44 +1,73 @@
-"""Arguments that several commands share, checks of their values, and the command line for the record."""
+"""Declaration of commands and options, checks of their values, and the command line for the record."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+Argument = tuple[str, Any, str]
+"""Name and metavar, kind, and help; see `add_arguments`."""
 
-def add_command(
-    subparsers: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str, **more: Any
-) -> argparse.ArgumentParser:
-    """Add a subcommand; `more` is passed to its parser."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=summary, **more)
-    parser.set_defaults(run=run)
-    return parser
+
+def add_command(subparsers: Any, module: Any, example: str) -> None:
+    """Add the subcommand of a module: its docstring is the help, and it has `ARGUMENTS` and `run`."""
+    name = module.__name__.rpartition(".")[2]
+    parser = subparsers.add_parser(
+        name,
+        help=module.__doc__.partition(": ")[2].partition("\n")[0],
+        description=module.__doc__,
+        epilog=f"example: cached {name} {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser, *module.ARGUMENTS)
+    parser.set_defaults(run=module.run)
+
+
+def add_arguments(parser: argparse.ArgumentParser, *rows: Argument) -> None:
+    """Add arguments and options; a metavar may end with "+", "*" or "?", for several values or none.
+
+    A kind is a type (no default; bool for a flag), a default (its type is the option's), or a tuple of choices, the
+    first of them the default.
+    """
+    for names, kind, text in rows:
+        name, _, metavar = names.partition(" ")
+        more: dict[str, Any] = {"help": text.replace("%", "%%"), "metavar": metavar.rstrip("+*?") or None}
+        if metavar.endswith(("+", "*", "?")):
+            more["nargs"] = metavar[-1]
+        if kind is bool:
+            more = {"help": text, "action": "store_true"}
+        elif isinstance(kind, tuple):
+            more |= {"choices": [choice for choice in kind if choice is not None], "default": kind[0]}
+        elif isinstance(kind, type):
+            more["type"] = kind
+        else:
+            more |= {"type": type(kind), "default": kind, "help": f"{more['help']} (default: {kind})"}
+        parser.add_argument(name, **more)
+
+
+def recipe_arguments(changes: str, several: bool = False) -> tuple[Argument, ...]:
+    """A recipe (or several, separated by commas) and changes to it."""
+    more = "; several with commas between them" if several else ""
+    recipe = ("recipe RECIPE", str, f"a path, or a name from `cached list recipes`{more}")
+    return recipe, ("overrides key=value*", str, changes)
 
 
 def add_recipe(parser: argparse.ArgumentParser, changes: str, several: bool = False) -> None:
-    """Add a recipe (or several, separated by commas) and changes to it."""
-    more = "; several with commas between them" if several else ""
-    parser.add_argument("recipe", help=f"a path, or a name from `cached list recipes`{more}")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=changes)
+    """Add `recipe_arguments` to a parser."""
+    add_arguments(parser, *recipe_arguments(changes, several))
 
 
-def add_run(parser: argparse.ArgumentParser, kind: str = "") -> None:
-    """Add the folder of a run."""
-    parser.add_argument("folder", metavar="RUN", type=Path, help=f"a run folder{kind}")
-
-
-def add_weights(parser: argparse.ArgumentParser, checkpoint: str = "best", device: str = "auto") -> None:
-    """Add the checkpoint of a run and the device; the values are the defaults."""
-    names, which = ("tested|best", ", the one of the summary") if checkpoint == "tested" else ("best", "")
-    parser.add_argument(
-        "--checkpoint", default=checkpoint, metavar=f"{names}|last|PATH", help=f"default: {checkpoint}{which}"
+def run_arguments(kind: str = "", checkpoint: str = "best", device: str = "auto") -> tuple[Argument, ...]:
+    """The folder of a run, its checkpoint and the device, with their defaults."""
+    checkpoints = "best, last, the path of a step folder, or tested (that of the summary, averaged if it is)"
+    return (
+        ("folder RUN", Path, f"a run folder{kind}"),
+        ("--checkpoint NAME", checkpoint, checkpoints),
+        ("--device NAME", device, "auto, cpu, cuda or cuda:N"),
     )
-    listed = "auto, cpu, cuda or cuda:N" if device == "auto" else "cpu, cuda or cuda:N"
-    parser.add_argument("--device", default=device, help=listed)
 
 
 def refuse_below_one(arguments: argparse.Namespace, *names: str) -> None:
@@ -55,20 +84,12 @@ def refuse_too_many_seeds(count: int) -> None:
         raise ValueError(f"--seeds {count} must be at most 100,000 trainings of each kind")
 
 
-def whole_numbers(text: str) -> list[int]:
-    """Whole numbers separated by commas; empty for any other text."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        return []
-
-
-def numbers_from_one(option: str, text: str, example: str) -> list[int]:
-    """Whole numbers of at least 1, separated by commas (ValueError)."""
-    numbers = whole_numbers(text)
-    if not numbers or min(numbers) < 1:
-        raise ValueError(f"{option} {text!r} must be whole numbers from 1 on with commas between them, e.g. {example}")
-    return numbers
+def numbers_from_one(option: str, text: str | None) -> list[int]:
+    """Whole numbers of at least 1, separated by commas (ValueError); empty for None."""
+    parts = [] if text is None else text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"{option} {text!r} must be whole numbers from 1 on with commas between them, e.g. 1,64")
+    return list(map(int, parts))
 
 
 def require_file(path: Path, purpose: str) -> None:

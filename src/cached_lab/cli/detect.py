@@ -1,4 +1,4 @@
-"""`cached detect`: draw a trained detector's detections into images, and write them as JSON.
+"""`cached detect`: draw boxes and masks that a trained detector finds in images, and write them as JSON.
 
 For each image FOLDER/NAME.png holds the drawing and FOLDER/NAME.json the detections: boxes as (x, y, width, height) in
 pixels of the image, and masks as run-length codes, both as in COCO's format of results.
@@ -10,19 +10,15 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
-from .arguments import add_command, add_run, add_weights
+from .arguments import run_arguments
 
-
-def add_parser(subparsers: Any) -> None:
-    """Declare the arguments."""
-    parser = add_command(subparsers, "detect", run, "draw boxes and masks that a trained detector finds in images")
-    add_run(parser, " of a detector")
-    parser.add_argument("images", metavar="IMAGE", type=Path, nargs="+", help="image files")
-    parser.add_argument("--out", type=Path, help="folder of the drawings (default: RUN/detections)")
-    parser.add_argument("--threshold", type=float, default=0.5, help="lowest score that counts (default: 0.5)")
-    add_weights(parser)
+ARGUMENTS = (
+    *run_arguments(" of a detector"),
+    ("images IMAGE+", Path, "image files"),
+    ("--out FOLDER", Path, "folder of the drawings (default: RUN/detections)"),
+    ("--threshold S", 0.5, "lowest score that counts"),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,8 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if not 0 <= arguments.threshold <= 1:
         raise ValueError(f"--threshold {arguments.threshold} must lie in 0..1; it is the lowest score that counts")
-    absent = [str(path) for path in arguments.images if not path.is_file()]
-    if absent:
+    if absent := [str(path) for path in arguments.images if not path.is_file()]:
         raise FileNotFoundError(f"{', '.join(absent)}: no such file; give image files (a shell expands folder/*.jpg)")
     categories = read_categories(arguments.folder)
     device = pick_device(arguments.device)

@@ -1,50 +1,37 @@
-"""`cached leaderboard`: every memory on a few probe tasks, by distance, with its costs, in one sorted table."""
+"""`cached leaderboard`: every memory on a few probe tasks, by distance, with its costs, in one sorted table.
+
+Trains a small language model with each memory on each task, as `cached probe --train-distance` does, and measures the
+costs. The model without a memory and attention over the whole text are included. Finished trainings and answers are
+kept: the same command continues after a stop.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from .arguments import add_command, command_line, refuse_below_one, refuse_too_many_seeds
-from .probe import add_options, chosen, train_missing
+from .arguments import command_line, refuse_below_one, refuse_too_many_seeds
+from .probe import PROBE_ARGUMENTS, chosen, train_missing
 
-
-def add_parser(subparsers: Any) -> None:
-    """Declare the arguments."""
-    parser = add_command(
-        subparsers,
-        "leaderboard",
-        run,
-        "every memory on a few probe tasks, with its costs, sorted",
-        description="Trains a small language model with each memory on each task at several distances, as `cached "
-        "probe --train-distance` does, tests it at the farthest of them and in longer texts, measures the costs of "
-        "each memory, and writes one page. The model without a memory and attention over the whole text are included. "
-        "Finished trainings and answers are kept: the same command continues after a stop.",
-        epilog="examples: cached leaderboard --jobs 2; cached leaderboard --memories rmt,transformer_xl rmt.length=8 "
-        "--tasks latch,mqar --seeds 3",
-    )
-    size = parser.add_mutually_exclusive_group()
-    quick = "four tasks, one seed: an hour or two on 2 cores (the default)"
-    size.add_argument("--quick", action="store_true", help=quick)
-    full = "six tasks, longer distances, three seeds: a night on 2 cores"
-    size.add_argument("--full", action="store_true", help=full)
-    parser.add_argument("--memories", default="all", help="names, separated by commas, or 'all' (the default)")
-    parser.add_argument("--tasks", help="tasks from `cached list probes`, by commas, or 'all' (default: the board's)")
-    add_options(parser)
-    parser.add_argument("--seeds", type=int, help="trainings of each kind (default: 1, or 3 with --full)")
-    parser.add_argument("--steps", type=int, help="steps at most (default: 800, or 2000 with --full)")
-    parser.add_argument("--out", type=Path, default=Path("runs/leaderboard"), help="folder (default: runs/leaderboard)")
-    page = "the page; in an existing one, the part between the marks is replaced (default: leaderboard.md in --out)"
-    parser.add_argument("--page", type=Path, metavar="FILE.md", help=page)
+ARGUMENTS = (
+    *PROBE_ARGUMENTS,
+    ("--quick", bool, "four tasks, one seed: an hour or two on 2 cores (the default)"),
+    ("--full", bool, "six tasks, longer distances, three seeds: a night on 2 cores"),
+    ("--memories A,B,...", "all", "names, or 'all'"),
+    ("--tasks A,B,...", str, "tasks from `cached list probes`, or 'all' (default: the board's)"),
+    ("--seeds N", int, "trainings of each kind (default: 1, or 3 with --full)"),
+    ("--steps N", int, "steps at most (default: 800, or 2000 with --full)"),
+    ("--out FOLDER", Path("runs/leaderboard"), "folder of the results"),
+    ("--page FILE.md", Path, "the page, or an existing one with marks for its part (default: leaderboard.md in --out)"),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train the missing models, print the tables, and write leaderboard.json and the page."""
     from cached_lab.experiments.leaderboard.boards import BOARDS
     from cached_lab.experiments.leaderboard.standings import FILE, write_leaderboard
-    from cached_lab.experiments.reports.board_page import print_board, refuse_page, write_board_page
-    from cached_lab.experiments.reports.terminal import open_console
+    from cached_lab.experiments.reports.board_page import board_tables, refuse_page, write_board_page
+    from cached_lab.experiments.reports.terminal import open_console, show
 
     refuse_below_one(arguments, "seeds", "steps", "jobs")
     refuse_too_many_seeds(arguments.seeds or 1)
@@ -57,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = open_console()
     train_missing(trials, arguments.jobs, console)
     content = write_leaderboard(trials, name, board, command_line())
-    print_board(content, console)
+    show(console, *board_tables(content))
     write_board_page(page, content)
     console.print(f"written: {page}, {arguments.out / FILE}", markup=False, soft_wrap=True)
     return 0

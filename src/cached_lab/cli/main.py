@@ -13,58 +13,34 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from types import ModuleType
+from importlib import import_module
 from typing import Any, NoReturn
 
 from cached_lab.training.interruption import Interrupted, RunFailed, Stopped, ended_by_signals
 from cached_transformers import __version__
 from cached_transformers.registry import unknown_name
 
-from . import (
-    benchmark,
-    compare,
-    completion,
-    convert,
-    detect,
-    evaluate,
-    explain,
-    generate,
-    leaderboard,
-    plan,
-    plot,
-    probe,
-    reproduce,
-    stream,
-    train,
-)
-from . import list as list_command
-from . import translate as translate_command
+from .arguments import add_command
 
-COMMANDS: tuple[ModuleType, ...] = (
-    *(list_command, explain, train, evaluate, detect, translate_command, plan, compare, reproduce),
-    *(plot, probe, leaderboard, stream, generate, convert, benchmark, completion),
-)
-EXAMPLES = """\
-examples:
-  cached list memories                                     names of one kind
-  cached explain grc                                       its equations, cost and options
-  cached explain bp_transformer --plot tree.png            the keys that each query attends to
-  cached train digits_vit_grc training.steps=200           train a recipe with one value changed
-  cached plan imagenet_pvt_small_grc --gpus 8              memory and hours of a training
-  cached evaluate runs/digits_vit_grc --memory carry,reset,shuffle
-  cached detect runs/coco_mini_mask_rcnn photo.jpg         draw boxes and masks into images
-  cached translate runs/multi30k_en_de_plain < english.txt > german.txt
-  cached compare digits_vit_plain --with plain,grc --seeds 3
-  cached reproduce table5 --data wikitext-2                a table of the paper, small
-  cached reproduce table6 --rows transformer-grc           rows of a table that generates its data
-  cached plot curves runs/digits_vit_grc                   a figure of a run's records
-  cached probe grc_stream,transformer_xl --tasks latch     test what memories hold
-  cached leaderboard --quick --jobs 2                      all memories with their costs
-  cached stream runs/demo_text book.txt                    read a text of any length in constant memory
-  cached generate runs/demo_text --prompt "It was"         continue a text, token by token
-  cached convert runs/demo_text                            weights as one .safetensors file
-  cached benchmark --help                                  speed and memory
-"""
+EXAMPLES = {
+    "list": "memories                                     names of one kind",
+    "explain": "grc                                       its equations, cost and options",
+    "train": "digits_vit_grc training.steps=200           train a recipe with one value changed",
+    "evaluate": "runs/digits_vit_grc --memory carry,reset,shuffle",
+    "detect": "runs/coco_mini_mask_rcnn photo.jpg         draw boxes and masks into images",
+    "translate": "runs/multi30k_en_de_plain < english.txt > german.txt",
+    "plan": "imagenet_pvt_small_grc --gpus 8              memory and hours of a training",
+    "compare": "digits_vit_plain --with plain,grc --seeds 3",
+    "reproduce": "table5 --data wikitext-2                a table of the paper, small",
+    "plot": "curves runs/digits_vit_grc                   a figure of a run's records",
+    "probe": "grc_stream,transformer_xl --tasks latch     test what memories hold",
+    "leaderboard": "--quick --jobs 2                      all memories with their costs",
+    "stream": "runs/demo_text book.txt                    read a text of any length in constant memory",
+    "generate": 'runs/demo_text --prompt "It was"         continue a text, token by token',
+    "convert": "runs/demo_text                            weights as one .safetensors file",
+    "benchmark": "--help                                  speed and memory",
+}
+"""All commands, a module of this package each, with an example."""
 LONGEST = 4000
 """Characters of a message; a library that lists all valid names takes more."""
 BUG = 70
@@ -88,7 +64,7 @@ class CachedParser(argparse.ArgumentParser):
             raise argparse.ArgumentError(None, unknown_name(name, value, [str(c) for c in action.choices]))
 
     def error(self, message: str) -> NoReturn:
-        super().error(shortened(message))
+        super().error(_shortened(message))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -96,15 +72,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser = CachedParser(
         prog="cached",
         description="Train, compare and examine transformers with a memory.",
-        epilog=EXAMPLES,
+        epilog="examples:\n" + "\n".join(f"  cached {name} {example}" for name, example in EXAMPLES.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"cached-transformers {__version__}")
     debug = "show the traceback of an error, like CACHED_DEBUG=1"
     parser.add_argument("--debug", action="store_true", help=debug)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for module in COMMANDS:
-        module.add_parser(subparsers)
+    for name, example in EXAMPLES.items():
+        module = import_module(f".{name}", __package__)
+        if hasattr(module, "add_parser"):
+            module.add_parser(subparsers)
+        else:
+            add_command(subparsers, module, example)
     for command in subparsers.choices.values():  # without a default, which would undo a --debug before the command
         command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug)
     return parser
@@ -125,10 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe has gone, as in `cached list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except Interrupted as stop:
-        print(f"{stop}; run the same command again (with --resume auto, the default) to continue", file=sys.stderr)
-        return 128 + stop.signal_number
-    except Stopped as stop:
+    except (Interrupted, Stopped) as stop:
         print(f"{stop}; the same command continues from its last save, if any", file=sys.stderr)
         return 128 + stop.signal_number
     except KeyboardInterrupt:
@@ -155,12 +132,14 @@ def report(error: Exception, debug: bool = False) -> int:
         traceback.print_exception(error)
     status, message = verdict(error)
     if status == BUG:
-        place = "above" if debug else written_traceback(error)
-        message = (
-            f"this is a bug of cached-transformers: {type(error).__name__}: {first_line(message)}; "
-            f"please report it with the traceback ({place})"
-        )
-    print(f"error: {shortened(message)}", file=sys.stderr)
+        place = "above"
+        if not debug:
+            handle, place = tempfile.mkstemp(prefix="cached_error_", suffix=".txt")
+            with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+                traceback.print_exception(error, file=file)
+        message = f"this is a bug of cached-transformers: {type(error).__name__}: {_first_line(message)}; "
+        message += f"please report it with the traceback ({place})"
+    print(f"error: {_shortened(message)}", file=sys.stderr)
     return status
 
 
@@ -169,7 +148,7 @@ def verdict(error: Exception) -> tuple[int, str]:
     message, origin, kind = str(error), type(error).__module__, type(error).__name__
     no_room = kind == "OutOfMemoryError" or any(words in message for words in NO_ROOM)
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and no_room):
-        return 1, f"out of memory ({first_line(message) or 'of the process'}); {LESS_MEMORY}"
+        return 1, f"out of memory ({_first_line(message) or 'of the process'}); {LESS_MEMORY}"
     lacking = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if lacking in LAB_MODULES:
         return 2, f'{lacking} is not installed; the `cached` command needs: pip install "cached-transformers[lab]"'
@@ -180,32 +159,18 @@ def verdict(error: Exception) -> tuple[int, str]:
     if isinstance(error, (OSError, RunFailed)):
         return 1, message
     if origin.startswith(("torch._dynamo", "torch._inductor")):
-        return 1, f"torch.compile failed ({first_line(message)}); train without it (training.compile=false)"
+        return 1, f"torch.compile failed ({_first_line(message)}); train without it (training.compile=false)"
     if kind == "AcceleratorError" or "gloo/transport" in message or origin == "torch.distributed":
-        return 1, f"the device or another process failed: {first_line(message)}"
+        return 1, f"the device or another process failed: {_first_line(message)}"
     return BUG, message
 
 
-def written_traceback(error: Exception) -> str:
-    """Path of a file with the traceback; the traceback itself if no file can be written."""
-    text = "".join(traceback.format_exception(error))
-    try:
-        handle, path = tempfile.mkstemp(prefix="cached_error_", suffix=".txt")
-        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-    except OSError:
-        return text
-    return path
-
-
-def shortened(message: str, longest: int = LONGEST) -> str:
-    """A message of at most a screen or two."""
+def _shortened(message: str, longest: int = LONGEST) -> str:
     return message if len(message) <= longest else f"{message[:longest]} ... (cut)"
 
 
-def first_line(message: str) -> str:
-    """The first line of a message, shortened."""
-    return shortened(next((line.strip() for line in message.splitlines() if line.strip()), ""), 300)
+def _first_line(message: str) -> str:
+    return _shortened(next((line.strip() for line in message.splitlines() if line.strip()), ""), 300)
 
 
 if __name__ == "__main__":

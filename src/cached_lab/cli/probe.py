@@ -1,113 +1,76 @@
-"""`cached probe`: test what memories hold, on tasks that only a memory can solve."""
+"""`cached probe`: test what a memory holds, on tasks that only a memory can solve.
+
+Trains a small language model on each task with each memory, with options that put the answer within its reach, with
+options that put it beyond (if its theory knows a bound), and without the memory. With --train-distance each memory is
+trained at many distances instead, and tested in texts of up to --far tokens, read as streams. Finished trainings are
+kept: the same command continues after a stop.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .arguments import command_line, refuse_below_one, refuse_too_many_seeds
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cached_lab.experiments.probes.far_trials import FarTrials
     from cached_lab.experiments.probes.trials import Trials
 
-from .arguments import add_command, command_line, refuse_below_one, refuse_too_many_seeds
 
-FAST = ("latch", "copy", "recall")
-BY_DISTANCE = (
-    *("far", "rows", "compile", "no_ceiling", "no_curriculum", "solved"),
-    *("bptt", "bptt_window", "recall"),
+PROBE_ARGUMENTS = (
+    (
+        "overrides NAME.option=value*",
+        str,
+        "options of tasks and memories (see `cached explain NAME`), and of the models: model.width, depth, heads, "
+        "feed_forward, batch_size, learning_rate, check_every, rows",
+    ),
+    ("--jobs N", 1, "trainings at a time"),
+    ("--babi PATH", Path, "bAbI's archive or folder, for the tasks 'facts' and 'babilong'"),
+    ("--books FOLDER", Path, "folder of books, for the same tasks"),
 )
-"""Arguments that need --train-distance."""
-
-
-def add_parser(subparsers: Any) -> None:
-    """Declare the arguments."""
-    parser = add_command(
-        subparsers,
-        "probe",
-        run,
-        "test what a memory holds, on tasks that only a memory can solve",
-        description="Trains a small language model on each task with each memory, with options that put the answer "
-        "within its reach, with options that put it beyond (if its theory knows a bound), and without the memory. "
-        "Prints the share of right answers and draws it against the distance. With --train-distance each memory is "
-        "trained at many distances instead, and tested in texts of up to --far tokens, read as streams. Finished "
-        "trainings are kept: the same command continues after a stop.",
-        epilog="examples: cached probe rmt,transformer_xl --tasks latch,mqar mqar.pairs=8 --jobs 2; "
-        "cached probe rmt,grc_stream rmt.length=2 --tasks latch --train-distance 1..20 --far 1000000",
-    )
-    parser.add_argument("memories", help="names of memories, separated by commas, or 'all'")
-    add_options(parser)
-    tasks = f"tasks from `cached list probes`, by commas, or 'all' (default: {','.join(FAST)})"
-    parser.add_argument("--tasks", default=",".join(FAST), help=tasks)
-    parser.add_argument("--distance", type=int, help="segments between cue and question (default: 3)")
-    parser.add_argument("--seeds", type=int, default=1, help="trainings of each kind (default: 1)")
-    parser.add_argument("--steps", type=int, default=2000, help="steps at most; ends early when solved (default: 2000)")
-    parser.add_argument("--out", type=Path, default=Path("runs/probe"), help="folder (default: runs/probe)")
-    taps = "tokens mixed channel by channel before attention, in all models; 1 for none (default: 3 with "
-    taps += "--train-distance, else 1: it lengthens the bounds of 'out of reach')"
-    parser.add_argument("--short-convolution", type=int, metavar="K", help=taps)
-    parser.add_argument(
-        "--train-distance",
-        metavar="A..B",
-        help="train with cue and question at random distances of A to B segments, and test at any up to --far tokens; "
-        "0 puts both into one segment, which many tasks allow, and ..B begins at each task's nearest; 1,2,3,5,10 names "
-        "the farthest of each stage of the curriculum",
-    )
-    distances = parser.add_argument_group("with --train-distance")
-    curriculum = "all distances from the first step on, not farther ones as nearer ones are solved"
-    distances.add_argument("--no-curriculum", action="store_true", help=curriculum)
-    solved = "share of right answers that ends a stage of the curriculum (default: 0.99)"
-    distances.add_argument("--solved", type=float, metavar="S", help=solved)
-    bptt = "segments that a gradient crosses (default: all of an episode)"
-    distances.add_argument("--bptt", type=int, metavar="K", help=bptt)
-    window = "detach after every K segments, or let each segment's loss reach back through K (default: blocks)"
-    distances.add_argument("--bptt-window", choices=("blocks", "sliding"), help=window)
-    recall = "weight of an auxiliary loss: reconstruct each segment from the memory (default: none)"
-    distances.add_argument("--recall", type=float, metavar="W", help=recall)
-    distances.add_argument("--far", type=int, help="tokens of the longest tested text (default: 1,000,000)")
-    distances.add_argument("--rows", type=int, help="texts of each length (default: 64)")
-    ceiling = "do not train attention over the whole text, whose cost is quadratic"
-    distances.add_argument("--no-ceiling", action="store_true", help=ceiling)
-    compiled = "read texts of 10,000 segments and more with a compiled model, in half the time"
-    distances.add_argument("--compile", action="store_true", help=compiled)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of both commands that probe."""
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="NAME.option=value",
-        help="options of tasks and memories (see `cached explain NAME`), and of the models and their training: "
-        "model.width, depth, heads, feed_forward, batch_size, learning_rate, check_every, rows",
-    )
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default: 1)")
-    parser.add_argument("--babi", type=Path, help="bAbI's archive or folder, for the tasks 'facts' and 'babilong'")
-    parser.add_argument("--books", type=Path, help="folder of books, for the same tasks")
+TRAIN_DISTANCE = (
+    "train with A to B segments between cue and question (0: both in one segment; ..B: from each task's nearest on; "
+    "1,2,3,5: the farthest of each stage of the curriculum), and test at any distance up to --far tokens"
+)
+ARGUMENTS = (
+    ("memories A,B,...", str, "names of memories, or 'all'"),
+    *PROBE_ARGUMENTS,
+    ("--tasks A,B,...", "latch,copy,recall", "tasks from `cached list probes`, or 'all'"),
+    ("--distance N", 3, "segments between cue and question"),
+    ("--seeds N", 1, "trainings of each kind"),
+    ("--steps N", 2000, "steps at most; ends early when solved"),
+    ("--out FOLDER", Path("runs/probe"), "folder of the results"),
+    ("--short-convolution K", int, "tokens mixed before attention (default: 3 with --train-distance, else 1, none)"),
+    ("--train-distance A..B", str, TRAIN_DISTANCE),
+    ("--solved S", 0.99, "by distance: share of right answers that ends a stage of the curriculum"),
+    ("--recall W", 0.0, "by distance: weight of an auxiliary loss: reconstruct each segment from the memory"),
+    ("--far N", 1_000_000, "by distance: tokens of the longest tested text"),
+    ("--rows N", 64, "by distance: texts of each length"),
+    ("--no-ceiling", bool, "by distance: do not train attention over the whole text, whose cost is quadratic"),
+    ("--compile", bool, "by distance: read texts of 10,000 segments and more with a compiled model"),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train the missing models, print the table, and write probe.json and the report."""
-    from cached_lab.experiments.probes.far_trials import FarTrials
-    from cached_lab.experiments.reports.far_page import print_far, write_far_report
-    from cached_lab.experiments.reports.probe_page import print_probe, write_probe_report
-    from cached_lab.experiments.reports.terminal import open_console
+    """Train the missing models, print the table, and write probe.json or far.json and the report."""
+    from cached_lab.experiments.reports.probe_page import probe_tables, write_probe_report
+    from cached_lab.experiments.reports.terminal import open_console, show
 
-    refuse_below_one(arguments, "distance", "seeds", "steps", "jobs", "far", "rows", "short_convolution", "bptt")
+    refuse_below_one(arguments, "distance", "seeds", "steps", "jobs", "far", "rows", "short_convolution")
     refuse_too_many_seeds(arguments.seeds)
-    memories, tasks, options = chosen(arguments, arguments.tasks)
-    trials = _trials(arguments, tasks, memories, options)
+    trials = _trials(arguments, *chosen(arguments, arguments.tasks))
     console = open_console()
     train_missing(trials, arguments.jobs, console)
-    by_distance = isinstance(trials, FarTrials)
-    (print_far if by_distance else print_probe)(trials.write(command_line()), console)
+    show(console, *probe_tables(trials.write(command_line())))
+    path = arguments.out / ("probe.json" if arguments.train_distance is None else "far.json")
     try:
-        path = (write_far_report if by_distance else write_probe_report)(arguments.out)
+        path = write_probe_report(path)
     except ImportError as error:
-        path = arguments.out / ("far.json" if by_distance else "probe.json")
         console.print(f"no report: {error}", markup=False)
     console.print(f"written: {path}", markup=False, soft_wrap=True)
     return 0
@@ -132,62 +95,37 @@ def train_missing(trials: Trials, jobs: int, console: Console) -> None:
     """Train and test the missing models, and show the progress."""
     from cached_lab.experiments.reports.probe_progress import ProbeProgress
 
-    missing = trials.missing()
+    missing, progress = trials.missing(), ProbeProgress(console)
     if len(missing) < len(trials.all()):
         console.print(f"{len(trials.all()) - len(missing)} finished trainings kept, {len(missing)} to do")
-    with (
-        ProbeProgress(console) as progress,
-        contextlib.closing(trials.train(missing, jobs, progress.hear)) as results,
-    ):
+    with contextlib.closing(trials.train(missing, jobs, progress.hear)) as results:
         for trial, result in results:
             progress.finished(trial, result)
 
 
-def _trials(
-    arguments: argparse.Namespace, tasks: list[str], memories: list[str], options: dict[str, dict[str, Any]]
-) -> Trials | FarTrials:
-    """The trainings (ValueError for options that exclude each other)."""
+def _trials(arguments: argparse.Namespace, memories: list[str], tasks: list[str], options: dict[str, Any]) -> Trials:
     from cached_lab.experiments.probes.distances import Course
     from cached_lab.experiments.probes.far_trials import FarTrials
     from cached_lab.experiments.probes.trials import Trials
 
-    taps = arguments.short_convolution
-    kept = (arguments.seeds, arguments.steps, arguments.out, options)
+    taps, kept = arguments.short_convolution, (arguments.seeds, arguments.steps, arguments.out, options)
     if arguments.train_distance is None:
-        for name in BY_DISTANCE:
-            if (value := getattr(arguments, name)) is not None and value is not False:
-                raise ValueError(f"--{name.replace('_', '-')} is for trainings by distance; give --train-distance A..B")
-        return Trials(memories, tasks, arguments.distance or 3, *kept, taps or 1)
-    if arguments.distance is not None:
-        raise ValueError("--distance is for trainings at one distance, and --train-distance for many; give one of them")
+        return Trials(memories, tasks, arguments.distance, *kept, taps or 1)
     nearest, farthest, through = _distances(arguments.train_distance)
-    if arguments.bptt_window is not None and arguments.bptt is None:
-        raise ValueError(f"--bptt-window {arguments.bptt_window} is about the segments of --bptt K, which is not given")
-    given = {name: getattr(arguments, name) for name in ("solved", "bptt", "bptt_window", "recall")}
-    course = Course(
-        1 if nearest is None else nearest,
-        farthest,
-        curriculum=not arguments.no_curriculum,
-        through=through,
-        **{name: value for name, value in given.items() if value is not None},
+    begin = 1 if nearest is None else nearest
+    course = Course(begin, farthest, through=through, solved=arguments.solved, recall=arguments.recall)
+    how = {"rows": arguments.rows, "compiled": arguments.compile, "ceiling": not arguments.no_ceiling}
+    return FarTrials(
+        memories, tasks, farthest, *kept, taps or 3, course, arguments.far, begin_near=nearest is None, **how
     )
-    how = {"rows": arguments.rows or 64, "compiled": arguments.compile, "ceiling": not arguments.no_ceiling}
-    how["begin_near"] = nearest is None
-    return FarTrials(memories, tasks, farthest, *kept, taps or 3, course, arguments.far or 1_000_000, **how)
 
 
 def _distances(text: str) -> tuple[int | None, int, tuple[int, ...]]:
     """Nearest and farthest distance of "A..B", "..B" (None: each task's nearest), a number or stages; the stages."""
-    stages = text.split(",")
-    if len(stages) > 1 and all(stage.isdecimal() for stage in stages):
-        through = tuple(map(int, stages))
-        return through[0], through[-1], through
-    nearest, dots, farthest = text.partition("..")
-    if not dots:
-        nearest, farthest = text, text
-    if not farthest.isdecimal() or (nearest and not nearest.isdecimal()):
+    if not re.fullmatch(r"\d*\.\.\d+|\d+(,\d+)*", text):
         raise ValueError(
             f"--train-distance {text!r} must be A..B or ..B, segments from cue to question, e.g. 1..7, "
             "or stages, e.g. 1,2,3,5"
         )
-    return int(nearest) if nearest else None, int(farthest), ()
+    found = tuple(map(int, re.findall(r"\d+", text)))
+    return None if text.startswith(".") else found[0], found[-1], found if "," in text else ()

@@ -1,4 +1,8 @@
-"""`cached stream RUN FILE`: read a text of any length in constant memory, and resume after a stop."""
+"""`cached stream`: read a text of any length with a trained language model, in constant memory.
+
+It prints perplexity (bits per byte for bytes) while it reads, and keeps the state in a file: the same command continues
+after a stop, with the numbers of an uninterrupted reading.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +10,23 @@ import argparse
 import resource
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .arguments import add_command, add_run, add_weights, refuse_below_one, require_file
+from .arguments import refuse_below_one, require_file, run_arguments
 
 if TYPE_CHECKING:
     from cached_lab.tasks.language.text_reader import Lap
 
 
-def add_parser(subparsers: Any) -> None:
-    """Declare the arguments."""
-    parser = add_command(
-        subparsers,
-        "stream",
-        run,
-        "read a text of any length with a trained language model, in constant memory",
-        description="Prints perplexity (bits per byte for bytes) while it reads, and keeps the state in a file: the "
-        "same command continues after a stop, with the numbers of an uninterrupted reading.",
-        epilog="example: cached stream runs/lm war_and_peace.txt --every 100000",
-    )
-    add_run(parser, " of a language model")
-    parser.add_argument("file", metavar="FILE", type=Path, help="a text, plain or .xz, .gz, .bz2")
-    parser.add_argument("--state", type=Path, help="file of the state (default: RUN/stream_FILE.safetensors)")
-    parser.add_argument("--segment-length", type=int, metavar="N", help="tokens in a segment (default: the run's)")
-    parser.add_argument(
-        "--schedule",
-        choices=("segments", "diagonal"),
-        default="segments",
-        help="order of the work: segment after segment, or layers on different segments at once, with the same result",
-    )
-    parser.add_argument("--every", type=int, default=50_000, metavar="TOKENS", help="tokens between lines and saves")
-    parser.add_argument("--tokens", type=int, metavar="N", help="stop after about this many tokens; the state is kept")
-    add_weights(parser, device="cpu")
+ARGUMENTS = (
+    *run_arguments(" of a language model", device="cpu"),
+    ("file FILE", Path, "a text, plain or .xz, .gz, .bz2"),
+    ("--state FILE", Path, "file of the state (default: RUN/stream_FILE.safetensors)"),
+    ("--segment-length N", int, "tokens in a segment (default: the run's)"),
+    ("--schedule", ("segments", "diagonal"), "segment after segment, or layers on different segments at once"),
+    ("--every N", 50_000, "tokens between lines and saves"),
+    ("--tokens N", int, "stop after about this many tokens; the state is kept"),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,8 +55,7 @@ def _read(arguments: argparse.Namespace, path: Path) -> int:
     named = checkpoint in ("best", "last")
     weights = Checkpoints(folder / "checkpoints").named(checkpoint) if named else Path(checkpoint)
     model.to(pick_device(arguments.device))
-    source = fingerprint(weights, file, length)
-    reader = TextReader(model, tokenizer, file, length, path, source, arguments.schedule)
+    reader = TextReader(model, tokenizer, file, length, path, fingerprint(weights, file, length), arguments.schedule)
     if reader.now is not None:
         print(f"continuing after token {reader.first:,} ({path})")
     bytewise = tokenizer.vocabulary == 256 and tokenizer.lossless
@@ -87,9 +75,9 @@ def _read(arguments: argparse.Namespace, path: Path) -> int:
 
 def _line(lap: Lap, bytewise: bool) -> str:
     """Scores of the whole text so far and of the last tokens, speed, and the memory of the process."""
-    now, last = lap.now, lap.now._replace(tokens=lap.tokens, nats=lap.nats)
     kind = "bits per byte" if bytewise else "perplexity"
-    values = [scored.bits_per_byte(scored.tokens) if bytewise else scored.perplexity for scored in (now, last)]
+    parts = (lap.now, lap.now._replace(tokens=lap.tokens, nats=lap.nats))
+    whole, last = (part.bits_per_byte(part.tokens) if bytewise else part.perplexity for part in parts)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-    numbers = f"{kind} {values[0]:.4f}, of the last {lap.tokens:,} {values[1]:.4f}"
-    return f"{now.tokens:>12,} tokens  {numbers}  {lap.rate:,.0f} tokens/s  {resident:,.0f} MiB"
+    numbers = f"{kind} {whole:.4f}, of the last {lap.tokens:,} {last:.4f}"
+    return f"{lap.now.tokens:>12,} tokens  {numbers}  {lap.rate:,.0f} tokens/s  {resident:,.0f} MiB"

@@ -1,26 +1,24 @@
-"""`cached train`: one run from a recipe."""
+"""`cached train`: train a recipe; interrupted runs continue from their last save."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .arguments import add_command, add_recipe
+from .arguments import recipe_arguments
 
 if TYPE_CHECKING:
     from cached_lab.training.config import RunConfig
 
 
-def add_parser(subparsers: Any) -> None:
-    """Declare the arguments."""
-    parser = add_command(subparsers, "train", run, "train a recipe; interrupted runs continue from their last save")
-    add_recipe(parser, "e.g. training.steps=100 model.memory.ratio=0.25")
-    parser.add_argument("--out", type=Path, help="run folder (default: runs/NAME)")
-    parser.add_argument("--dry-run", action="store_true", help="print the checked configuration and stop")
-    resume = "continue from the newest checkpoint (anyway: even if the data changed), from none, or from this one"
-    parser.add_argument("--resume", default="auto", metavar="auto|anyway|never|PATH", help=resume)
-    parser.add_argument("--variant", help="name of this run in comparisons (default: the name of its memory)")
+ARGUMENTS = (
+    *recipe_arguments("e.g. training.steps=100 model.memory.ratio=0.25"),
+    ("--out FOLDER", Path, "run folder (default: runs/NAME)"),
+    ("--dry-run", bool, "print the checked configuration and stop"),
+    ("--resume HOW", "auto", "auto: from the newest checkpoint (anyway: even if the data changed); never; or a PATH"),
+    ("--variant NAME", str, "name of this run in comparisons (default: the name of its memory)"),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:

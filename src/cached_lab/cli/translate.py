@@ -1,7 +1,8 @@
-"""`cached translate RUN < FILE > FILE`: translate line by line, in constant memory and in order.
+"""`cached translate`: translate lines of text with a trained run, in constant memory and in order.
 
-Each line gives one line. Every batch is written at once, so that a stop leaves whole lines; with --output FILE --resume
-the same command continues after them.
+Each line gives one line; the text must look like the training data: raw, or Moses tokens with blanks between them.
+Every batch is written at once, so that a stop leaves whole lines; with --output FILE --resume the same command
+continues after them.
 """
 
 from __future__ import annotations
@@ -12,34 +13,20 @@ import sys
 from pathlib import Path
 from typing import IO, Any
 
-from .arguments import add_command, add_run, add_weights, require_file
+from .arguments import refuse_below_one, require_file, run_arguments
 
-
-def add_parser(subparsers: Any) -> None:
-    """Declare the arguments."""
-    parser = add_command(
-        subparsers,
-        "translate",
-        run,
-        "translate lines of text with a trained run",
-        description="Reads lines, writes a line for each, in order; an empty line stays empty. The text must look like "
-        "the training data: raw, or Moses tokens with blanks between them.",
-        epilog="example: cached translate runs/multi30k_en_de_plain < english.txt > german.txt",
-    )
-    add_run(parser, " of a translation model")
-    parser.add_argument("--input", type=Path, metavar="FILE", help="default: standard input")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
-    parser.add_argument("--resume", action="store_true", help="continue after the lines that --output holds already")
-    parser.add_argument("--beams", type=int, metavar="K", help="beams of the search (default: the run's)")
-    penalty = "score = log-probability / length ** A (default: the run's)"
-    parser.add_argument("--length-penalty", type=float, metavar="A", help=penalty)
-    tokens = "tokens of a translation at most (default: twice the source's, and 10)"
-    parser.add_argument("--tokens", type=int, metavar="T", help=tokens)
-    parser.add_argument("--batch", type=int, metavar="N", help="lines at a time (default: 32; 1 from a terminal)")
-    parser.add_argument("--average", type=int, metavar="N", help="average the weights of the newest N checkpoints")
-    scores = "put the log-probability and a tab before each translation"
-    parser.add_argument("--scores", action="store_true", help=scores)
-    add_weights(parser, "tested")
+ARGUMENTS = (
+    *run_arguments(" of a translation model", "tested"),
+    ("--input FILE", Path, "default: standard input"),
+    ("--output FILE", Path, "default: standard output"),
+    ("--resume", bool, "continue after the lines that --output holds already"),
+    ("--beams K", int, "beams of the search (default: the run's)"),
+    ("--length-penalty A", float, "score = log-probability / length ** A (default: the run's)"),
+    ("--tokens T", int, "tokens of a translation at most (default: twice the source's, and 10)"),
+    ("--batch N", int, "lines at a time (default: 32; 1 from a terminal)"),
+    ("--average N", int, "average the weights of the newest N checkpoints"),
+    ("--scores", bool, "put the log-probability and a tab before each translation"),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,22 +36,18 @@ def run(arguments: argparse.Namespace) -> int:
     from cached_lab.training.distributed import pick_device
     from cached_lab.training.run_files import TOKENIZER
 
-    batch = arguments.batch
-    if batch is not None and batch < 1:
-        raise ValueError(f"--batch {batch} must be at least 1 line")
+    refuse_below_one(arguments, "batch")
     if arguments.resume and arguments.output is None:
         raise ValueError("--resume continues a file; give --output FILE")
     if arguments.input is not None:
         require_file(arguments.input, "the text to translate")
     config, model, _ = load_run(arguments.folder, arguments.checkpoint, arguments.average)
     tokenizer = lines.read_tokenizer(arguments.folder / TOKENIZER)
-    options: dict[str, Any] = {}
-    for option in ("beams", "tokens", "length_penalty"):
-        given = getattr(arguments, option)
-        options[option] = getattr(config.evaluation, option) if given is None else given
+    given = {option: getattr(arguments, option) for option in ("beams", "tokens", "length_penalty")}
+    options: dict[str, Any] = {o: getattr(config.evaluation, o) if x is None else x for o, x in given.items()}
     model.to(pick_device(arguments.device)).eval()
     lines.check_search(model, **options)
-    done = 0 if not arguments.resume else lines.cut_to_whole_lines(arguments.output)
+    done = lines.cut_to_whole_lines(arguments.output) if arguments.resume else 0
     if done:
         print(f"continuing after line {done:,} of {arguments.output}", file=sys.stderr)
     with contextlib.ExitStack() as opened:
@@ -74,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         target: IO[bytes] = sys.stdout.buffer
         if arguments.output is not None:
             target = opened.enter_context(arguments.output.open("ab" if arguments.resume else "wb"))
-        batch = batch or (1 if source.isatty() else 32)
+        batch = arguments.batch or (1 if source.isatty() else 32)
         numbered = lines.read_lines(source, str(arguments.input or "standard input"), done)
         for texts in lines.translated(model, tokenizer, numbered, batch, options, arguments.scores):
             target.write("".join(f"{text}\n" for text in texts).encode())

@@ -7,10 +7,8 @@ A cache that is the same for all rows and constant in evaluation may be no more 
     reset    zeros
     shuffle  its entries permuted, so that values stay and positions are lost
     other    the caches of another run of the same model, trained from another seed
-    batch N  each batch of N rows reads its own update, as in training; nothing is stored
-
-`batch N` at the batch size of training is the difference of training and evaluation in the cache (dropout stays off);
-over N it shows the dependence on the rest of the batch. It exists for caches whose batch mean is read by all rows.
+    batch N  each batch of N rows reads its own update, as in training; nothing is stored (only if all rows read the
+             batch's mean). At the batch size of training it is the difference of training and evaluation in the cache.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from rich.console import Console
 from torch import nn
 
 from cached_lab.tasks.classification.scores import evaluate
-from cached_lab.training.config import config_hash
+from cached_lab.training.config import RunConfig, config_hash
 from cached_lab.training.distributed import World, in_world
 from cached_transformers.files import json_text, write_whole
 from cached_transformers.memories import memory_specs
@@ -92,17 +90,9 @@ class ShuffledDataset:
 
 
 def modes_of(model: nn.Module, batch_size: int, other: bool) -> list[str]:
-    """Return the modes for the caches of a model; none for a model without caches.
-
-    Args:
-        batch_size: of training. other: another run has caches to take.
-    """
-    found = list(caches(model))
-    if not found:
-        return []
-    sizes = sorted({*BATCHES, batch_size}) if all(cache.attend == "mean" for cache in found) else []
-    batches = [f"batch {n}" for n in sizes]
-    return ["carry", "reset", "shuffle", *(["other"] if other else []), *batches]
+    """Return the modes for the caches of a model: `batch N` also at the batch size of training, `other` if given."""
+    sizes = sorted({*BATCHES, batch_size}) if all(cache.attend == "mean" for cache in caches(model)) else []
+    return ["carry", "reset", "shuffle", *(["other"] if other else []), *(f"batch {n}" for n in sizes)]
 
 
 def score_cache_use(
@@ -125,18 +115,17 @@ def score_cache_use(
     rows = []
     for mode in modes:
         model = load().to(world.device)
-        scored, size, inside = dataset, batch_size, contextlib.nullcontext
+        scored: tuple[Any, ...] = (dataset, world, batch_size, workers)
         if mode == "reset":
             reset_caches(model)
         elif mode == "shuffle":
             shuffle_caches(model, torch.Generator().manual_seed(seed))
-        elif mode == "other":
-            assert other is not None
+        elif mode == "other" and other is not None:
             take_caches(model, other.to(world.device))
         elif mode.startswith("batch "):
-            scored, size = ShuffledDataset(dataset), int(mode.split()[1])
-            inside = caches_updated_by_the_batch  # type: ignore[assignment]
-        rows.append({"mode": mode, **evaluate(model, scored, world, size, workers, inside)})
+            size = int(mode.split()[1])
+            scored = (ShuffledDataset(dataset), world, size, workers, caches_updated_by_the_batch)
+        rows.append({"mode": mode, **evaluate(model, *scored)})
     return rows
 
 
@@ -146,48 +135,41 @@ def has_shared_cache(variant: Variant) -> bool:
     return any(getattr(MEMORIES.entry(name).factory, "shared", False) is True for name in names)
 
 
-def score_run(folder: Path, variant: Variant, seed: int, other: tuple[Path, int] | None, split: str) -> bool:
-    """Write the scores of a finished run into its folder; return False if they were there already.
-
-    Args:
-        other: folder and seed of the run whose caches `other` takes.
-    """
-    config = variant.seeded(seed)
-    checkpoint = "last" if config.training.test == "last" else "best"
-    settings = {"config": config_hash(config), "checkpoint": checkpoint, "split": split}
-    settings |= {"other": "none" if other is None else f"seed {other[1]}"}
-    path = folder / FILE_NAME
-    if path.is_file():
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        if all(stored.get(key) == value for key, value in settings.items()):
-            return False
-
-    def load(run: Path = folder) -> nn.Module:
-        return load_run(run, checkpoint)[1]
-
-    def scores(world: World) -> list[dict[str, Any]]:
-        theirs = None if other is None else load(other[0])
-        size = config.training.evaluation_batch_size or config.training.batch_size
-        modes = modes_of(load(), config.training.batch_size, other is not None)
-        data = build_dataset(config, split)
-        return score_cache_use(load, data, modes, world, size, seed, theirs, config.training.workers)
-
-    content = {**settings, "scores": in_world(config.training.device, scores)}
-    write_whole(path, json_text(content))
-    return True
-
-
 def score_variant(
     variant: Variant, seeds: Sequence[int], folder_of: Callable[[int], Path], split: str, console: Console
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return scores by mode, in order of the seeds, of all runs of a variant; missing ones are measured."""
+    """Return scores by mode, in order of the seeds, of all runs of a variant; missing ones are measured.
+
+    The scores of a run are kept in its folder. Mode `other` takes the caches of the next seed's run.
+    """
     by_mode: dict[str, list[dict[str, Any]]] = {}
     for index, seed in enumerate(seeds):
         following = seeds[(index + 1) % len(seeds)]
-        other = None if following == seed else (folder_of(following), following)
-        if score_run(folder_of(seed), variant, seed, other, split):
+        path, config = folder_of(seed) / FILE_NAME, variant.seeded(seed)
+        checkpoint = "last" if config.training.test == "last" else "best"
+        settings = {"config": config_hash(config), "checkpoint": checkpoint, "split": split}
+        settings |= {"other": "none" if following == seed else f"seed {following}"}
+        stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if any(stored.get(key) != value for key, value in settings.items()):
+            other = None if following == seed else folder_of(following)
+            stored = settings | {"scores": _scores(config, folder_of(seed), checkpoint, split, other)}
+            write_whole(path, json_text(stored))
             console.print(f"{variant.name}, seed {seed}: scored by use of the cache", markup=False)
-        content = json.loads((folder_of(seed) / FILE_NAME).read_text(encoding="utf-8"))
-        for row in content["scores"]:
+        for row in stored["scores"]:
             by_mode.setdefault(row["mode"], []).append(row)
     return by_mode
+
+
+def _scores(config: RunConfig, run: Path, checkpoint: str, split: str, other: Path | None) -> list[dict[str, Any]]:
+    def scores(world: World) -> list[dict[str, Any]]:
+        def load(folder: Path = run) -> nn.Module:
+            return load_run(folder, checkpoint)[1]
+
+        theirs = None if other is None else load(other)
+        settings = config.training
+        size = settings.evaluation_batch_size or settings.batch_size
+        modes = modes_of(load(), settings.batch_size, other is not None)
+        data = build_dataset(config, split)
+        return score_cache_use(load, data, modes, world, size, settings.seed, theirs, settings.workers)
+
+    return in_world(config.training.device, scores)

@@ -38,12 +38,8 @@ def text_row(losses: SplitLosses, dataset: TextDataset) -> dict[str, Any]:
     Lists: "places" in the document, from and to; "quarters" of the segment; "carried", segments since the row's last
     reset, from and to; each with "tokens" and "loss" (nats per token).
     """
-    nats, tokens = losses.quarters.tolist()
-    quarters = [
-        {"quarter": q, "tokens": int(n), "loss": total / n}
-        for q, (total, n) in enumerate(zip(nats, tokens, strict=True), 1)
-        if n
-    ]
+    parts = enumerate(zip(*losses.quarters.tolist(), strict=True), 1)
+    quarters = [{"quarter": q, "tokens": int(n), "loss": total / n} for q, (total, n) in parts if n]
     lists = {"places": by_powers(losses.places), "quarters": quarters, "carried": by_powers(losses.carried)}
     return {**losses.scores(dataset), **lists}
 
@@ -116,6 +112,5 @@ def about_text(
     if memory:
         both = {"carry", "shuffle"} <= losses.keys()
         found["use"] = memory_use(losses["carry"], losses["shuffle"], dataset, shared) if both else None
-    if memory and "reset" in losses:
-        found["reset"] = emptied_in_training(dataset, config)
+        found |= {"reset": emptied_in_training(dataset, config)} if "reset" in losses else {}
     return found

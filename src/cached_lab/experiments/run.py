@@ -27,7 +27,7 @@ from .build import build_dataset, build_model, memory_name, without_checkpoint
 from .costs.flops import count_flops, count_parameters
 from .environment import environment
 from .reports.formatting import Metric
-from .run_outputs import bad_files, write_bad_files, write_evaluation, write_figures, write_report
+from .run_outputs import bad_files, write_bad_files, write_evaluation, write_gates, write_report
 from .statistics import with_intervals
 
 
@@ -102,7 +102,7 @@ def _train_test_report(
             metric = config.training.metric
             scores = ", ".join(f"{name} {Metric(metric).value(v)}" for name, v in summary["baselines"].items())
             reporter.message(f"{reporter.label}  baselines ({metric}): {scores}")
-        write_figures(trainer.model, validation, folder, processes)
+        write_gates(trainer.model, folder)
         write_report(folder, reporter, jsonable(summary))
         write_whole(folder / "summary.json", json_text(summary))  # last: it marks the run as finished
     processes.barrier()

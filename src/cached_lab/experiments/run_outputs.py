@@ -1,46 +1,27 @@
-"""Files of a run folder beside checkpoints and metrics: figures, bad files, scores of an evaluation, the report."""
+"""Files of a run folder beside checkpoints and metrics: gates, bad files, scores of an evaluation, the report."""
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import nn
 
-from cached_lab.tasks.kinds import task_of
 from cached_lab.training.distributed import World
-from cached_lab.training.metrics import untouched
 from cached_lab.training.progress import Reporter
 from cached_lab.training.run_files import BAD_FILES
 from cached_transformers.files import json_text, write_whole
 
-from .reports.collect import collect_feature_maps, collect_gates
+from .reports.collect import collect_gates
 from .reports.run_page import write_run_report
 
-MAPPED_IMAGES = 8
-"""Images whose feature maps a run keeps."""
 
-
-def write_figures(model: nn.Module, dataset: Any, folder: Path, processes: World) -> None:
-    """Write `gates.json` and, for images, `feature_maps.npz`, if the model has a gated memory."""
-    with untouched(model):
-        gates = collect_gates(model)
-        if not gates:
-            return
+def write_gates(model: nn.Module, folder: Path) -> None:
+    """Write `gates.json` if the model has a gated memory."""
+    if gates := collect_gates(model):
         write_whole(folder / "gates.json", json_text({"layers": gates}))
-        images = task_of(dataset).images(dataset, MAPPED_IMAGES)
-        if images is None:
-            return
-        maps = collect_feature_maps(model, images.to(processes.device))
-    if maps is not None:
-        arrays = {key: np.asarray(value) for key, value in maps.items()}
-        buffer = io.BytesIO()
-        np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
-        write_whole(folder / "feature_maps.npz", buffer.getvalue())
 
 
 def bad_files(processes: World, *datasets: Any) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """Pages, tables and figures of finished runs.
 
-`run_folder` reads folders of runs and comparisons. `comparison_page`, `run_page`, `probe_page` and `leaderboard_page`
-describe them as the records of `blocks`, which `terminal`, `markdown` and `page` (HTML) write. `figures` draws, and
-`collect` takes from a trained model the data of the figures.
+Each page (`comparison_page`, `run_page`, `probe_page`, `board_page`) is a function that returns the records of
+`blocks`; `terminal`, `markdown` and `page` (HTML) write them. `figures` draws, `collect` reads a trained model.
 """

@@ -1,81 +1,48 @@
-"""Records that reports are made of; `terminal`, `markdown` and `page` write them."""
+"""Records that reports are made of; `terminal`, `markdown` and `page` write them. A string is a paragraph."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-FactValues = Mapping[str, object]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-
-class TableCell(NamedTuple):
-    """A cell: its text, a second line in small print, and for HTML a link and the colour of a dot."""
-
-    text: str
-    small: str = ""
-    link: str = ""
-    mark: str = ""
+Rows = Sequence[Mapping[str, Any]]
+"""Numbers of several things by name, as in the JSON files."""
 
 
-TableRow = Sequence[TableCell | str]
-
-
-@dataclass(frozen=True)
-class ReportTable:
+class ReportTable(NamedTuple):
     """A table; its first column names the row, the other columns hold numbers."""
 
     columns: Sequence[str]
-    rows: Sequence[TableRow]
+    rows: Sequence[Sequence[str]]
     notes: str = ""
     title: str = ""
 
-    def texts(self) -> list[list[str]]:
-        """The cells as plain text, small print included."""
-        return [[c if isinstance(c, str) else f"{c.text} {c.small}".strip() for c in row] for row in self.rows]
 
+class Heading(NamedTuple):
+    """A title; the page's own has level 1."""
 
-@dataclass(frozen=True)
-class Heading:
-    """A title."""
-
-    level: int
     text: str
+    level: int = 2
 
 
-@dataclass(frozen=True)
-class FactList:
+class FactList(NamedTuple):
     """Names and values; writers leave out values that are None or empty."""
 
-    values: FactValues
+    values: Mapping[str, object]
 
     def shown(self) -> dict[str, str]:
         """The values that are shown, as text."""
         return {name: str(value) for name, value in self.values.items() if value not in (None, "", {}, [])}
 
 
-@dataclass(frozen=True)
-class Paragraph:
-    """Plain text; `style` is a class of the style sheet."""
+class Picture(NamedTuple):
+    """A figure with its caption; for HTML only."""
 
-    text: str
-    style: str = ""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure as an SVG element (`figures.style.inline_svg`), with its caption; for HTML only."""
-
-    svg: str
+    figure: Figure
     caption: str
 
 
-@dataclass(frozen=True)
-class Folded:
-    """Preformatted text that a click on the title opens; for HTML only."""
-
-    title: str
-    text: str
-
-
-Block = ReportTable | Heading | FactList | Paragraph | Picture | Folded
+Block = str | ReportTable | Heading | FactList | Picture

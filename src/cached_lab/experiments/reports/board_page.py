@@ -1,31 +1,22 @@
-"""The tables of `cached leaderboard`, for the terminal and for a Markdown page that explains every column."""
+"""The tables of `cached leaderboard`, for the terminal and for a Markdown page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cached_transformers.files import write_whole
 
-from .blocks import Block, FactList, Paragraph, ReportTable
-from .far_page import trained_segments
+from .blocks import FactList, ReportTable
 from .formatting import MISSING, counted, short_count
 from .markdown import around, to_markdown, write_between
-from .terminal import show
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from .probe_page import trained_segments
 
 MARKS = ("<!-- leaderboard: made by `cached leaderboard` -->", "<!-- leaderboard end -->")
 """The command replaces the text between them."""
 COLUMNS = ["memory", "near, mean", "far, mean", "solved", "state, bytes", "parameters"]
 COLUMNS += ["FLOPs a token", "reading, no memory = 1", "training, no memory = 1"]
-
-
-def print_board(content: Mapping[str, Any], console: Console) -> None:
-    """Print the tables of `leaderboard.json`."""
-    show(console, *board_tables(content))
 
 
 def board_tables(content: Mapping[str, Any]) -> list[ReportTable]:
@@ -45,11 +36,9 @@ def board_tables(content: Mapping[str, Any]) -> list[ReportTable]:
         for row in standings
     ]
     tables = [ReportTable(COLUMNS, overall, title="Standings")]
-    titles = {
-        "near": "Near: right answers at the farthest trained distance, %",
-        "far": "Far: right answers in the longest texts, %",
-    }
-    for where, title in titles.items():
+    places = {"near": "Near: right answers at the farthest trained distance, %"}
+    places["far"] = "Far: right answers in the longest texts, %"
+    for where, title in places.items():
         heads = [f"{asks[task]}: {task}, {standings[-1][where][task]['tokens']} tokens" for task in tasks]
         rows = [[row["name"], *(_share(row[where][task]) for task in tasks)] for row in standings if row[where]]
         tables.append(ReportTable(["memory", *heads], rows, title=title))
@@ -93,59 +82,28 @@ def write_board_page(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def board_markdown(content: Mapping[str, Any]) -> str:
-    """The circumstances of the board, its tables, and the meaning of their columns."""
+    """The circumstances of the board, and its tables."""
     standings, *by_task = board_tables(content)
-    about: list[Block] = [FactList({"command": content["command"]}), Paragraph(_circumstances(content))]
-    return "\n" + to_markdown([*about, standings, Paragraph(_columns(content)), *by_task])
+    command = FactList({"command": content["command"]})
+    return "\n" + to_markdown([command, _circumstances(content), standings, *by_task])
 
 
 def _circumstances(content: Mapping[str, Any]) -> str:
-    facts = content["environment"]
+    facts, sizes = content["environment"], content["results"][0]["settings"]["sizes"]
     trained = ", ".join(sorted({_commit(result.get("environment")) for result in content["results"]}))
-    options = {r["task"]: r["settings"]["task"] for r in content["results"]}
-    tasks = []
-    for task in content["tasks"]:
-        values = {key: str(v).lower() if isinstance(v, bool) else v for key, v in options[task].items()}
-        tasks.append(" ".join([f"`{task}`", *(f"`{task}.{key}={value}`" for key, value in values.items())]))
-    sizes = content["results"][0]["settings"]["sizes"]
+    rows, seeds = content["rows"], content["seeds"]
+    interval = f"Wilson's over the {rows} texts of the one seed" if seeds == 1 else f"the t interval over {seeds} seeds"
     return (
         f"{content['machine']}; torch {facts['torch']}, python {facts['python']}, {content['date']}, commit "
         f"{_commit(facts)}; trainings of commit {trained}.\n\n"
-        f'The board "{content["board"]}": {content["why"]}. Tasks: {", ".join(tasks)}; '
+        f'The board "{content["board"]}": {content["why"]}. Tasks: {", ".join(content["tasks"])}; '
         f"{counted(content['seeds'], 'seed')}, {sizes['steps']} steps at most, "
         f"cue and question {trained_segments(content)} apart in training, by a curriculum; "
         f"then texts of up to {content['far']:,} tokens. A language model of {sizes['depth']} layers with "
         f"{sizes['heads']} heads, width {sizes['width']}, with a short convolution of {content['taps']} tokens, the "
-        "same for all."
+        f"same for all. In brackets: 95 %, {interval}. ~: a test that ended early, counted as a guess."
     )
 
 
 def _commit(environment: Mapping[str, Any] | None) -> str:
     return ((environment or {}).get("commit") or "unknown")[:7]
-
-
-def _columns(content: Mapping[str, Any]) -> str:
-    rows, seeds, farthest = content["rows"], content["seeds"], content["course"]["farthest"]
-    interval = (
-        f"Wilson's over the {rows} texts of the one seed, which says nothing of other seeds"
-        if seeds == 1
-        else f"the t interval over {seeds} seeds, clipped to 0..100 (whole text, one seed: Wilson's over {rows} texts)"
-    )
-    return "\n".join(
-        [
-            "- **no memory** reads every segment by itself, **whole text** attends to everything and shows that a task "
-            "can be learned; both come first, and the latter is not tested on long texts.",
-            f"- **near**: share of right answers at the farthest trained distance, {farthest} segments, in {rows} new "
-            f"texts per task; the mean is over tasks. Memories are sorted by it. In brackets: 95 %, {interval}.",
-            "- **far**: the same in the longest texts. The test ends at a distance where a memory is near a guess, and "
-            "a training whose test has ended counts as a guess: ~.",
-            "- **solved**: trainings that reached 99 % right answers at every distance of the curriculum, of all.",
-            "- **state, bytes**: the state of a row from segment to segment, in float32, including the tail of the "
-            "short convolution.",
-            "- **parameters**: of the whole model; they also depend on a task's vocabulary.",
-            f"- **FLOPs a token**: counted matrix products of reading a text of `{content['costs_of']}` at that "
-            "distance, a multiply-add as two, over its tokens; both readings of a memory that reads twice.",
-            "- **reading**, **training**: processor time of reading these texts, and of a training step, over that of "
-            "the model without a memory: median (quartiles) of rounds in which all models take turns, with one thread.",
-        ]
-    )

@@ -5,95 +5,59 @@ All statements are computed from the numbers beside them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 from cached_transformers.files import write_whole
 
-from .blocks import Block, FactList, Folded, Heading, Paragraph, ReportTable, TableCell, TableRow
-from .far_page import far_section
-from .figures import scores
+from .blocks import Block, FactList, Heading, Picture, ReportTable, Rows
 from .figures.paper import FormPoint, accuracy_against_flops
-from .figures.style import COLOURS, looks
-from .formatting import (
-    MISSING,
-    P_VALUES,
-    Metric,
-    comparison_summary,
-    environment_text,
-    pair_name,
-    short_count,
-    short_p,
-    short_seconds,
-)
+from .formatting import MINUS, Metric, counted, environment_text, short_count, short_p, short_seconds
 from .markdown import to_markdown
-from .page import FILE_NAME, pictured, titled, write_page
-from .probe_page import probe_section
-from .run_folder import Run, StoredComparison, find_comparisons, read_comparison
-from .run_page import feature_maps, gates, learning_curves
+from .page import write_page
+from .probe_page import probe_blocks
+from .run_folder import StoredComparison, find_comparisons, read_comparison
+from .run_page import curves, gates
 from .terminal import show
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-COSTS = {
-    "parameters": ("parameters", short_count),
-    "operations": ("flops", short_count),
-    "operations in training": ("training_flops", short_count),
-    "time per step": ("seconds_per_step", short_seconds),
-}
-"""Columns of costs: the key in compare.json, and the format."""
-CACHE_MODES = {
-    "carry": "as training left it",
-    "reset": "emptied",
-    "shuffle": "its entries permuted",
-    "other": "the cache of another seed's run",
-}
-Rows = Sequence[dict[str, Any]]
+SIGNIFICANCE = 0.05
+P_VALUES = {"p (uncorrected)": "p_value", "p (Holm)": "p_adjusted", "p (sign flips)": "p_sign_flip"}
+NOTES = (
+    "Mean over seeds; in brackets the 95 % t interval. Last step: without choosing a checkpoint by validation. "
+    "Interval by rows: the chance in sampling the rows, which all seeds share; Wilson's, or the mean of the runs' "
+    "bootstrap intervals. Operations are of one forward pass, in training per row; a multiply-add counts as two. "
+    "Differences pair the runs of the same seed; p is of the paired t-test, before and after Holm's correction, and of "
+    "the exact sign-flip test, which n seeds cannot bring below 2 / 2^n."
+)
 
 
-def write_compare_report(folder: str | Path, sections: Sequence[str] | None = None) -> Path:
-    """Write `report.html` into a comparison folder, or into a folder of several comparisons.
+def write_compare_report(folder: Path) -> Path:
+    """Write `report.html` into the folder of a comparison, or of several comparisons and probes.
 
-    The page of several begins with the probes by distance beside them, and ends with the other probes (`cached probe`).
-
-    Args:
-        sections: names of the sub-folders to report on, in this order; None takes all.
+    Probes by distance come first, and other probes (`cached probe`) last.
     """
-    folder = Path(folder)
-    comparisons = find_comparisons(folder, sections)
-    far, probes = (sorted(folder.glob(f"*/{name}.json")) for name in ("far", "probe")) if sections is None else ([], [])
-    if len(comparisons) == 1 and not (far or probes):
-        return write_page(folder, comparisons[0].title, _section(comparisons[0], folder, 1, "a"))
-    title = f"Comparisons in {folder.resolve().name}"
-    blocks: list[Block] = [Heading(1, title)]
-    for i, path in enumerate(far, start=1):
-        blocks += far_section(path, 2, f"f{i}")
-    for i, comparison in enumerate(comparisons, start=1):
-        blocks += _section(comparison, folder, 2, f"s{i}")
-    for i, path in enumerate(probes, start=1):
-        blocks += probe_section(path, 2, f"p{i}")
-    return write_page(folder, title, blocks)
+    comparisons = find_comparisons(folder)
+    far, probes = (sorted(folder.glob(f"*/{name}.json")) for name in ("far", "probe"))
+    parts = [*map(probe_blocks, far), *map(comparison_blocks, comparisons), *map(probe_blocks, probes)]
+    title = comparisons[0].data["recipe"] if len(parts) == 1 else f"Comparisons in {folder.resolve().name}"
+    return write_page(folder, title, [block for part in parts for block in part])
 
 
-def write_markdown(folder: str | Path) -> Path:
-    """Write `compare.md` beside `compare.json`; returns its path."""
-    path = Path(folder) / "compare.md"
-    write_whole(path, comparison_markdown(read_comparison(folder)).encode())
+def write_markdown(folder: Path) -> Path:
+    """Write the findings of compare.json as `compare.md` beside it."""
+    path = folder / "compare.md"
+    write_whole(path, to_markdown(findings(read_comparison(folder))).encode())
     return path
-
-
-def comparison_markdown(comparison: StoredComparison) -> str:
-    """The circumstances, findings and tables of a comparison as Markdown."""
-    metric = Metric(comparison.metric)
-    return to_markdown([*_findings(comparison, 1, {}), *_cache_use_blocks(comparison, metric, {})])
 
 
 def print_statistics(
     statistics: Rows,
-    metric_name: str,
+    metric: str,
     split: str,
     reference: str,
     console: Console,
@@ -103,244 +67,143 @@ def print_statistics(
     rows_intervals: Mapping[str, tuple[float, float]] | None = None,
     baselines: Mapping[str, float] | None = None,
 ) -> None:
-    """Print the tables of variants and pairs, and below them how each variant was scored (`protocols`).
+    """Print the tables of variants and pairs.
 
     Args:
         statistics: rows of `statistics.summarise`. pairs: rows of `statistics.summarise_pairs`.
+        protocols: by variant, the way it was scored.
         rows_intervals: by variant, the interval that the number of scored rows leaves. baselines: scores of guessers.
     """
-    metric, intervals = Metric(metric_name), rows_intervals or {}
-    variants = [{"name": row["name"], "rows_interval": intervals.get(row["name"])} for row in statistics]
-    show(console, _variants(statistics, variants, metric, split, reference, baselines or {}))
-    show(console, *_pairs(pairs, metric))
-    if protocols:  # too long for a column of a narrow terminal
-        width = max(len(row["name"]) for row in statistics)
-        lines = [f"{row['name']:<{width}}  {protocols.get(row['name'], '')}" for row in statistics]
-        show(console, *map(Paragraph, ["protocol", *lines]))
-
-
-def print_comparison(comparison: StoredComparison, console: Console) -> None:
-    """Print the tables of a comparison below its title."""
-    intervals = {v["name"]: tuple(v["rows_interval"]) for v in comparison.variants if v.get("rows_interval")}
-    console.print(f"\n{comparison.title}", markup=False)
-    print_statistics(
-        comparison.statistics,
-        comparison.metric,
-        comparison.split,
-        comparison.reference,
-        console,
-        pairs=comparison.pairs,
-        rows_intervals=intervals,
-        baselines=comparison.baselines,
-    )
-    if comparison.cache_use:
-        print_cache_use(comparison.cache_use, Metric(comparison.metric), comparison.split, console)
+    more = {"rows_interval": rows_intervals or {}, "protocol": protocols or {}}
+    variants = [{key: found.get(row["name"]) for key, found in more.items()} for row in statistics]
+    data = {"metric": metric, "split": split, "reference": reference, "baselines": baselines, "variants": variants}
+    show(console, *_tables(data, statistics, pairs))
 
 
 def print_cache_use(rows: Sequence[tuple[str, Rows]], metric: Metric, split: str, console: Console) -> None:
     """Print the scores with the caches changed."""
-    show(console, _cache_use(rows, metric, split))
+    show(console, *_cache_use(rows, metric, split))
 
 
-def _section(comparison: StoredComparison, root: Path, level: int, identifier: str) -> list[Block]:
-    metric, runs, reference = Metric(comparison.metric), comparison.runs(), comparison.reference
+def _cache_use(rows: Sequence[tuple[str, Rows]], metric: Metric, split: str) -> list[Block]:
+    """A table per variant, with a row for each change of the cache against "carry"."""
+    data = {"metric": metric.name, "split": split, "reference": "carry", "variants": []}
+    return [_variants(data, statistics, f"Use of the cache: {name}") for name, statistics in rows]
+
+
+def comparison_blocks(comparison: StoredComparison) -> list[Block]:
+    """Findings, learning curves, costs and gates."""
+    data, runs = comparison.data, comparison.runs()
     records = {name: [run.records for run in group] for name, group in runs.items()}
     shares = {name: found for name, group in runs.items() if (found := [run.gates for run in group if run.gates])}
-    variant_looks = looks([v["name"] for v in comparison.variants], reference)
-    variables = {light: f"var(--{name})" for name, (light, _) in COLOURS.items()}
-    marks = {name: variables[look.colour] for name, look in variant_looks.items()}
-    blocks = [
-        *_findings(comparison, level, marks),
-        *_differences(comparison, metric, identifier),
-        *_cache_use_blocks(comparison, metric, marks),
-        *(learning_curves(records, f"{identifier}-curves", metric.name, reference) if records else []),
-        *_cost(comparison, metric, identifier),
-        *gates(shares, f"{identifier}-gates"),
-    ]
-    for i, (name, group) in enumerate(runs.items()):
-        blocks += feature_maps(group[0], f"{identifier}-maps{i}", name)
-    configs = [Folded(name, group[0].config) for name, group in runs.items() if group[0].config]
-    blocks += _run_links(runs, root, metric)
-    return blocks + (titled("Configurations", *configs) if configs else [])
+    blocks = findings(comparison)
+    blocks += curves(records, data["metric"], data["reference"])
+    # If variants are made equal in training, that cost counts: a folded cache is cheaper than its training.
+    training = all(variant.get("training_flops") for variant in data["variants"])
+    cost = "one forward pass in training, per row" if training else "one forward pass"
+    key = "training_flops" if training else "flops"
+    if points := [FormPoint(str(v["name"]), "", v[key], v["values"]) for v in data["variants"] if v.get(key)]:
+        figure = accuracy_against_flops(points, data["metric"], cost, data["reference"])
+        caption = f"Mean over seeds with its 95 % interval, over the operations of {cost}."
+        blocks += [Heading("Cost"), Picture(figure, caption)]
+    return blocks + gates(shares)
 
 
-def _findings(comparison: StoredComparison, level: int, marks: Mapping[str, str]) -> list[Block]:
-    """Title, circumstances, summary, and the tables of variants and pairs."""
-    data, metric, pairs, split = comparison.data, Metric(comparison.metric), comparison.pairs, comparison.split
-    statistics, reference, baselines = comparison.statistics, comparison.reference, comparison.baselines
-    facts = {key: data.get(key) for key in ("command", "date")}
-    facts |= {
-        "seeds": ", ".join(map(str, data.get("seeds", []))),
-        "environment": environment_text(data.get("environment")),
-    }
-    summary = " ".join(comparison_summary(statistics, reference, metric, split, baselines, pairs))
-    notes = _notes(comparison) + ("" if pairs else f" {_test_notes(statistics)}")
-    return [
-        Heading(level, comparison.title),
-        FactList(facts),
-        Paragraph(summary, "summary"),
-        _variants(statistics, comparison.variants, metric, split, reference, baselines, marks, notes),
-        *_pairs(pairs, metric, _test_notes(pairs)),
-    ]
+def findings(comparison: StoredComparison) -> list[Block]:
+    """Title, circumstances, summary, and all tables."""
+    data, metric = comparison.data, Metric(comparison.data["metric"])
+    facts = {"command": data.get("command"), "date": data.get("date"), "seeds": ", ".join(map(str, data["seeds"]))}
+    facts["environment"] = environment_text(data.get("environment"))
+    found: list[Block] = [Heading(data["recipe"], 1), FactList(facts)]
+    found.append(comparison_summary(comparison.statistics, data["reference"], metric, data["split"], comparison.pairs))
+    found += _tables(data, comparison.statistics, comparison.pairs)
+    found.append(NOTES)
+    return found + _cache_use(comparison.cache_use, metric, data["split"])
 
 
-def _variants(
-    statistics: Rows,
-    variants: Sequence[Mapping[str, Any]],
-    metric: Metric,
-    split: str,
-    reference: str,
-    baselines: Mapping[str, float],
-    marks: Mapping[str, str] | None = None,
-    notes: str = "",
-) -> ReportTable:
-    """A row per variant and baseline; the small print of a cost is its ratio to the reference's cost.
+def comparison_summary(statistics: Rows, reference: str, metric: Metric, split: str, pairs: Rows = ()) -> str:
+    """Sentences that the numbers support: the reference's mean, and one per difference.
+
+    A difference counts as shown if the paired t-test, corrected for the number of differences, falls below 0.05.
+    """
+    base = next(row for row in statistics if row["name"] == reference)
+    score = f"{metric.value(base['mean'])} {split} {metric.name}"
+    sentences = [f"{reference} reaches {score}, averaged over {counted(base['seeds'], 'seed')}."]
+    for row in pairs or [row for row in statistics if row["name"] != reference]:
+        difference, p, against = row["difference"], row["p_adjusted"], row.get("against", reference)
+        better = (difference["mean"] < 0) == metric.lower_is_better
+        size = metric.difference(difference["mean"]).lstrip("+" + MINUS)
+        side = f"{row['name']} is {size} {'better' if better else 'worse'} than {against}"
+        evidence = f"Holm's p {short_p(p)}"
+        if p is None:
+            sentences.append(f"{side} on average; no test can be made ({row['note']}).")
+        elif p < SIGNIFICANCE:
+            sentences.append(f"{side}, more than chance between seeds explains ({evidence}).")
+        else:
+            sentences.append(
+                f"Between {row['name']} and {against} no difference can be shown with {counted(row['seeds'], 'seed')} "
+                f"({evidence}); that is not evidence that they are equal."
+            )
+    return " ".join(sentences)
+
+
+def _tables(data: Mapping[str, Any], statistics: Rows, pairs: Rows) -> list[Block]:
+    tables: list[Block] = [_variants(data, statistics, f"{data['split']} {data['metric']}")]
+    if pairs:
+        metric = Metric(data["metric"])
+        lines = [[_pair(row), *_difference_cells(row, metric), str(row["seeds"])] for row in pairs]
+        tables.append(ReportTable(("pair", "difference", *P_VALUES, "seeds"), lines, title="paired differences"))
+    return tables
+
+
+def _variants(data: Mapping[str, Any], statistics: Rows, title: str) -> ReportTable:
+    """A row per variant and baseline; columns without a value are left out.
 
     Args:
-        variants: entries of compare.json, in the order of `statistics`; columns without a value are left out.
-        reference: the variant that the others are tested against, unless pairs are tested; its costs are 1.
+        data: as in compare.json, with `variants` in the order of `statistics`.
     """
-    score = f"{split} {metric.name}"
-    columns: dict[str, list[TableCell]] = {
-        "variant": [TableCell(row["name"], mark=(marks or {}).get(row["name"], "")) for row in statistics],
-        score: [TableCell(metric.value(r["mean"]), metric.interval(r["low"], r["high"])) for r in statistics],
+    metric, variants = Metric(data["metric"]), data["variants"]
+    score = f"{data['split']} {metric.name}"
+    columns = {
+        "variant": [str(row["name"]) for row in statistics],
+        score: [_with_interval(metric, row) for row in statistics],
     }
-    if any(v.get("rows_interval") for v in variants):
-        intervals = [v.get("rows_interval") or (None, None) for v in variants]
-        columns["interval by rows"] = [TableCell(metric.interval(*interval)) for interval in intervals]
-    if any(v.get("last_values") for v in variants):
-        last = [v.get("last_values") or [] for v in variants]
-        columns["last step"] = [TableCell(metric.value(sum(x) / len(x) if x else None)) for x in last]
     tested = any(row["difference"] is not None for row in statistics)
     if tested:
-        heads = [f"difference to {reference}", *(P_VALUES if len(statistics) > 2 else ["p"])]
-        cells = [_difference_cells(row, metric) for row in statistics]
-        columns |= {head: list(column) for head, column in zip(heads, zip(*cells, strict=True), strict=False)}
-    columns["seeds"] = [TableCell(str(row["seeds"])) for row in statistics]
-    base = next((v for v in variants if v["name"] == reference), variants[0])
-    for head, (key, write) in COSTS.items():
+        heads = (f"difference to {data['reference']}", *P_VALUES)
+        cells = zip(*(_difference_cells(row, metric) for row in statistics), strict=True)
+        columns |= {head: list(column) for head, column in zip(heads, cells, strict=True)}
+    columns["seeds"] = [str(row["seeds"]) for row in statistics]
+    optional: dict[str, tuple[str, Callable[[Any], str]]] = {
+        "interval by rows": ("rows_interval", lambda ends: metric.interval(*ends)),
+        "last step": ("last_values", lambda values: metric.value(mean(values))),
+        "parameters": ("parameters", short_count),
+        "operations": ("flops", short_count),
+        "operations in training": ("training_flops", short_count),
+        "time per step": ("seconds_per_step", short_seconds),
+        "protocol": ("protocol", str),
+    }
+    for head, (key, write) in optional.items():
         if any(v.get(key) for v in variants):
-            costs = [(v.get(key), base.get(key)) for v in variants]
-            ratios = [f"({x / y:.3g} \N{MULTIPLICATION SIGN})" if x and y else "" for x, y in costs]
-            columns[head] = [TableCell(write(x), ratio) for (x, _), ratio in zip(costs, ratios, strict=True)]
-    if any(v.get("protocol") for v in variants):
-        columns["protocol"] = [TableCell(str(v.get("protocol", MISSING))) for v in variants]
-    rows: list[TableRow] = list(zip(*columns.values(), strict=True))
+            columns[head] = [write(v[key]) if v.get(key) else "" for v in variants]
+    rows = [list(row) for row in zip(*columns.values(), strict=True)]
     fillers = [""] * (len(columns) - 2)
-    rows += [[f"baseline: {name}", metric.value(x), *fillers] for name, x in baselines.items()]
-    return ReportTable(list(columns), rows, notes, score + (f", reference {reference}" if tested else ""))
+    rows += [[f"baseline: {name}", metric.value(x), *fillers] for name, x in (data.get("baselines") or {}).items()]
+    return ReportTable(list(columns), rows, title=title + (f", reference {data['reference']}" if tested else ""))
 
 
-def _difference_cells(row: Mapping[str, Any], metric: Metric) -> list[TableCell]:
-    """The difference with its interval, p, and p after Holm; empty for the reference."""
+def _pair(row: Mapping[str, Any]) -> str:
+    """The compared variants of a row of statistics: "a - b" for a pair, else the variant's name."""
+    return f"{row['name']} {MINUS} {row['against']}" if "against" in row else str(row["name"])
+
+
+def _with_interval(metric: Metric, row: Mapping[str, Any], signed: bool = False) -> str:
+    write = metric.difference if signed else metric.value
+    return f"{write(row['mean'])} {metric.interval(row['low'], row['high'], signed)}".rstrip()
+
+
+def _difference_cells(row: Mapping[str, Any], metric: Metric) -> list[str]:
+    """The difference with its interval, and its p-values; empty for the reference."""
     if row["difference"] is None:
-        return [TableCell("")] * 3
-    mean, low, high = (row["difference"][key] for key in ("mean", "low", "high"))
-    cell = TableCell(metric.difference(mean), metric.interval(low, high, signed=True))
-    return [cell, TableCell(short_p(row["p_value"])), TableCell(short_p(row["p_adjusted"]))]
-
-
-def _pairs(pairs: Rows, metric: Metric, notes: str = "") -> list[Block]:
-    rows: list[TableRow] = [[pair_name(r), *_difference_cells(r, metric), str(r["seeds"])] for r in pairs]
-    return [ReportTable(["pair", "difference", *P_VALUES, "seeds"], rows, notes, "paired differences")] if rows else []
-
-
-def _notes(comparison: StoredComparison) -> str:
-    def any_has(key: str) -> bool:
-        return any(variant.get(key) for variant in comparison.variants)
-
-    text = "Mean over seeds; in brackets the 95 % t interval."
-    if any_has("last_values"):
-        text += " Last step: the mean without choosing a checkpoint on the validation split."
-    if any_has("rows_interval"):
-        rows = comparison.data.get("rows")
-        how = f"Wilson's, of that mean on {rows:,} rows" if rows else "the mean of the runs' bootstrap intervals"
-        text += f" The interval by rows is {how}: the chance in sampling the rows, which all seeds share."
-    text += " Operations are of one forward pass at the batch of the comparison, a multiply-add as two"
-    if any_has("training_flops"):
-        text += "; those in training are per row of a training batch, and controls are made equal in them"
-    return text + "."
-
-
-def _test_notes(rows: Rows) -> str:
-    text = "Differences pair the runs of the same seed; p is of the paired t-test."
-    smallest = {r["p_sign_flip_smallest"] for r in rows} - {None}
-    if smallest:
-        flips = ", ".join(f"{pair_name(r)} {r['p_sign_flip']:.3g}" for r in rows if r["p_sign_flip"] is not None)
-        text += f" Exact sign-flip test: {flips}; with this many seeds it cannot fall below {max(smallest):.3g}."
-    notes = {f"{pair_name(r)}: {r['note']}" for r in rows if r["note"]}
-    return text + "".join(f" {note}." for note in sorted(notes))
-
-
-def _cache_use(
-    rows: Sequence[tuple[str, Rows]], metric: Metric, split: str, marks: Mapping[str, str] | None = None
-) -> ReportTable:
-    """A line per variant, a column per change of the cache, with its difference to "carry"."""
-    modes = list(dict.fromkeys(row["name"] for _, statistics in rows for row in statistics))
-    lines: list[TableRow] = []
-    for name, statistics in rows:
-        by_mode = {row["name"]: row for row in statistics}
-        cells = [_cache_cell(by_mode.get(mode), metric) for mode in modes]
-        lines.append([TableCell(name, mark=(marks or {}).get(name, "")), *cells])
-    words = [f"{mode}: {CACHE_MODES[mode]}" for mode in modes if mode in CACHE_MODES]
-    if any(mode.startswith("batch ") for mode in modes):
-        words.append("batch N: updated by each batch of N rows, as in training, and not stored")
-    notes = f"{split} {metric.name}; differences to carry are in points for an accuracy. "
-    notes += f"The same trained weights with changed caches. {'; '.join(words)}."
-    return ReportTable(["variant", *modes], lines, notes, f"use of the cache: {split} {metric.name}")
-
-
-def _cache_cell(row: Mapping[str, Any] | None, metric: Metric) -> str:
-    if row is None:
-        return ""
-    if row["difference"] is None:
-        return f"{metric.value(row['mean'])} {metric.interval(row['low'], row['high'])}".strip()
-    mean, low, high = (row["difference"][key] for key in ("mean", "low", "high"))
-    p = "" if row["p_value"] is None else f", p {short_p(row['p_value'])}"
-    return f"{metric.difference(mean, unit=False)} {metric.interval(low, high, signed=True)}{p}".strip()
-
-
-def _cache_use_blocks(comparison: StoredComparison, metric: Metric, marks: Mapping[str, str]) -> list[Block]:
-    if not comparison.cache_use:
-        return []
-    return titled("Use of the cache", _cache_use(comparison.cache_use, metric, comparison.split, marks))
-
-
-def _differences(comparison: StoredComparison, metric: Metric, identifier: str) -> list[Block]:
-    compared = comparison.pairs or comparison.statistics
-    rows = [scores.DifferenceBar(pair_name(r), **r["difference"]) for r in compared if r["difference"] is not None]
-    if not rows:
-        return []
-    reference = None if comparison.pairs else comparison.reference
-    words = "; ".join(f"{r.name} {metric.difference(r.mean)} {metric.interval(r.low, r.high, True)}" for r in rows)
-    words = f"Differences{f' to {reference}' if reference else ''}: {words}"
-    drawn = scores.differences(rows, reference, comparison.metric)
-    caption = "Mean paired difference with its 95 % interval. If that includes zero, no difference can be shown."
-    return pictured("Differences", drawn, f"{identifier}-differences", words, caption)
-
-
-def _cost(comparison: StoredComparison, metric: Metric, identifier: str) -> list[Block]:
-    # If variants are made equal in training, that cost counts: a folded cache is cheaper than its training.
-    training = all(variant.get("training_flops") for variant in comparison.variants)
-    key = "training_flops" if training else "flops"
-    variants = [v for v in comparison.variants if v.get(key)]
-    if not variants:
-        return []
-    points = [FormPoint(str(v["name"]), "", float(v[key]), v["values"]) for v in variants]
-    words = f"{metric.name} against operations per forward pass, as in the table"
-    counted = "one forward pass in training, per row" if training else "one forward pass"
-    drawn = accuracy_against_flops(points, metric.name, counted, comparison.reference)
-    caption = f"Mean over seeds with its 95 % interval, over the operations of {counted}."
-    return pictured(f"{metric.name.capitalize()} against cost", drawn, f"{identifier}-cost", words, caption)
-
-
-def _run_links(runs: Mapping[str, Sequence[Run]], root: Path, metric: Metric) -> list[Block]:
-    rows: list[TableRow] = []
-    for name, group in runs.items():
-        for run in group:
-            report = run.folder / FILE_NAME
-            link = quote(report.relative_to(root).as_posix()) if report.is_file() else ""
-            values = [metric.value((run.summary.get(key) or {}).get(metric.name)) for key in ("best", "test")]
-            seconds = short_seconds(run.summary.get("train_seconds"))
-            rows.append([TableCell(f"{name}, {run.folder.name}", link=link), *values, seconds])
-    return titled("Runs", ReportTable(["run", "best on validation", "test", "training time"], rows)) if rows else []
+        return [""] * (1 + len(P_VALUES))
+    return [_with_interval(metric, row["difference"], signed=True), *(short_p(row[key]) for key in P_VALUES.values())]

@@ -7,24 +7,23 @@ from pathlib import Path
 
 from cached_transformers.files import write_whole
 
-from .blocks import Block, FactList, Heading, Paragraph, ReportTable
+from .blocks import Block, FactList, Heading, ReportTable
 
 
 def to_markdown(blocks: Iterable[Block]) -> str:
-    """All blocks but pictures and folded text; the fact "command" becomes a code block."""
+    """All blocks but pictures; the fact "command" becomes a code block."""
     parts = []
     for block in blocks:
-        if isinstance(block, Heading):
+        if isinstance(block, str):
+            parts.append(block)
+        elif isinstance(block, Heading):
             parts.append(f"{'#' * block.level} {block.text}")
-        elif isinstance(block, Paragraph):
-            parts.append(block.text)
         elif isinstance(block, FactList):
             facts = block.shown()
             parts.append(f"```bash\n{command}\n```" if (command := facts.pop("command", "")) else "")
             parts.append("; ".join(f"{name} {value}" for name, value in facts.items()))
         elif isinstance(block, ReportTable):
-            title = f"**{block.title}**" if block.title else ""
-            parts += [title, table(block.columns, block.texts()), block.notes]
+            parts += [f"**{block.title}**" if block.title else "", table(block.columns, block.rows), block.notes]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -35,11 +34,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def write_between(page: Path, marks: tuple[str, str], content: str) -> None:
-    """Replace the part of a page between two lines.
-
-    Raises:
-        ValueError: the page lacks one of the lines.
-    """
+    """Replace the part of a page between two lines (ValueError if the page lacks one of them)."""
     before, after = around(page, marks)
     write_whole(page, f"{before}{marks[0]}\n{content}\n{marks[1]}{after}".encode())
 

@@ -1,103 +1,66 @@
-"""Write the records of `blocks` as one self-contained HTML page."""
+"""Write the records of `blocks` as one HTML page without other files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cached_transformers.files import write_whole
 
-from .blocks import Block, FactList, Folded, Heading, Paragraph, Picture, ReportTable, TableCell
-from .figures.style import COLOURS, inline_svg
+from .blocks import Block, FactList, Heading, Picture
+from .figures.style import as_svg
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-FILE_NAME = "report.html"
 PAGE = """\
 <!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
 <title>{title}</title>
 <style>
-:root {{ color-scheme: light; {light} }}
-@media screen and (prefers-color-scheme: dark) {{ :root {{ color-scheme: dark; {dark} }} }}
-{css}</style>
+body {{ margin: 2rem auto; max-width: 68rem; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; color: #24292f; }}
+h2 {{ margin-top: 2.5rem; border-top: 1px solid #dfe3e8; padding-top: 1rem; }}
+p, figcaption {{ max-width: 44rem; }} figcaption, caption, .note, dt, thead {{ color: #59636e; font-size: .85rem; }}
+dl {{ display: grid; grid-template-columns: max-content 1fr; gap: 0 1rem; font-size: .85rem; }}
+dd {{ margin: 0; overflow-wrap: anywhere; }} div, figure {{ overflow-x: auto; margin: 1rem 0; }}
+table {{ border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }}
+th, td {{ padding: .3rem .6rem; border-bottom: 1px solid #dfe3e8; text-align: left; }} td + td {{ text-align: right; }}
+svg {{ max-width: 100%; height: auto; }}
+</style>
 </head>
 <body>
-<main>
 {body}
-</main>
 </body>
 </html>
 """
 
 
-def titled(title: str, *blocks: Block) -> list[Block]:
-    """Blocks below a heading of the third level."""
-    return [Heading(3, title), *blocks]
-
-
-def pictured(title: str, figure: Figure, identifier: str, description: str, caption: str) -> list[Block]:
-    """A figure below a heading; screen readers read the description."""
-    return titled(title, Picture(inline_svg(figure, identifier, description), caption))
-
-
-def render(title: str, blocks: Iterable[Block]) -> str:
-    """A whole HTML5 document with its style sheet; all text but the pictures' SVG is escaped."""
-    light, dark = (" ".join(f"--{name}: {pair[i]};" for name, pair in COLOURS.items()) for i in (0, 1))
-    css = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    body = "\n".join(map(_html, blocks))
-    return PAGE.format(title=escape(title), light=light, dark=dark, css=css, body=body)
-
-
 def write_page(folder: Path, title: str, blocks: Iterable[Block]) -> Path:
     """Write `report.html` into the folder, in one atomic step."""
-    path = folder / FILE_NAME
+    path = folder / "report.html"
     write_whole(path, render(title, blocks).encode())
     return path
 
 
+def render(title: str, blocks: Iterable[Block]) -> str:
+    """A whole HTML5 document; all text but the pictures' SVG is escaped."""
+    return PAGE.format(title=escape(title), body="\n".join(map(_html, blocks)))
+
+
 def _html(block: Block) -> str:
+    if isinstance(block, str):
+        return f"<p>{escape(block)}</p>"
     if isinstance(block, Heading):
         return f"<h{block.level}>{escape(block.text)}</h{block.level}>"
     if isinstance(block, FactList):
         pairs = [f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in block.shown().items()]
-        return f"<dl>{''.join(pairs)}</dl>" if pairs else ""
-    if isinstance(block, Paragraph):
-        return f'<p class="{escape(block.style)}">{escape(block.text)}</p>'
+        return f"<dl>{''.join(pairs)}</dl>"
     if isinstance(block, Picture):
-        return f'<figure><div class="scroll">{block.svg}</div><figcaption>{escape(block.caption)}</figcaption></figure>'
-    if isinstance(block, Folded):
-        return f"<details><summary>{escape(block.title)}</summary><pre>{escape(block.text)}</pre></details>"
-    return _html_table(block)
-
-
-def _html_table(table: ReportTable) -> str:
-    first, *others = [f'<th scope="col">{escape(name)}</th>' for name in table.columns]
-    head = first + "".join(others).replace("<th ", '<th class="number" ')
-    rows = []
-    for row in table.rows:
-        name, *numbers = map(_html_cell, row)
-        cells = "".join(f'<td class="number">{number}</td>' for number in numbers)
-        rows.append(f'<tr><th scope="row">{name}</th>{cells}</tr>')
-    # The notes stay in view while the table scrolls.
-    notes = f'<p class="note">{escape(table.notes)}</p>' if table.notes else ""
-    body = "\n".join(rows)
-    return (
-        f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>{notes}'
-    )
-
-
-def _html_cell(cell: TableCell | str) -> str:
-    if isinstance(cell, str):
-        return escape(cell)
-    dot = f'<span class="dot" style="background: {escape(cell.mark)}"></span>' if cell.mark else ""
-    text = f'<a href="{escape(cell.link)}">{escape(cell.text)}</a>' if cell.link else escape(cell.text)
-    small = f"<small>{escape(cell.small)}</small>" if cell.small else ""
-    return f"{dot}{text}{small}"
+        return f"<figure>{as_svg(block.figure)}<figcaption>{escape(block.caption)}</figcaption></figure>"
+    head = "".join(f"<th>{escape(name)}</th>" for name in block.columns)
+    cells = ([f"<td>{escape(cell)}</td>" for cell in row] for row in block.rows)
+    body = "\n".join(f"<tr>{''.join(row)}</tr>" for row in cells)
+    notes = f'<p class="note">{escape(block.notes)}</p>' if block.notes else ""
+    caption = f"<caption>{escape(block.title)}</caption>" if block.title else ""
+    return f"<div><table>{caption}\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>{notes}"

@@ -1,4 +1,4 @@
-"""The tables and the page of `cached probe`."""
+"""The tables and the page of `cached probe`: at one distance (probe.json), or by distance (far.json)."""
 
 from __future__ import annotations
 
@@ -6,99 +6,157 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .blocks import Block, FactList, Heading, Paragraph, Picture, ReportTable, TableCell, TableRow
+from .blocks import Block, FactList, Heading, Picture, ReportTable, Rows
 from .figures.curves import answers_by_distance
-from .figures.style import inline_svg
 from .formatting import environment_text
 from .page import write_page
-from .terminal import show
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-TITLE = "What memories hold"
 REACHES = ("within reach", "out of reach")
+ENOUGH = 0.99
+"""Share of right answers at which a distance counts as held."""
+FAR_COLUMNS = ("trained to, segments", "held, tokens", "state, bytes")
+PROBE_NOTE = (
+    "Share of right answers in per cent on new episodes. Within reach: the options let the memory span the distance. "
+    "Out of reach: they do not, by its theory; empty if it knows no bound. Without a memory the model can only guess."
+)
 
 
-def select(results: Sequence[Mapping[str, Any]], task: str, memory: str, arm: str) -> list[Mapping[str, Any]]:
-    """The trainings of one task, memory and arm."""
-    return [r for r in results if (r["task"], r["memory"], r["arm"]) == (task, memory, arm)]
+def probe_tables(content: Mapping[str, Any]) -> list[Block]:
+    """The shares of right answers in `probe.json` with their notes, or the distances held in `far.json`."""
+    if "far" not in content:
+        return [PROBE_NOTE, _table(content)]
+    return [_far_table(content), *(f"{task}: {_sentence(content, task)}" for task in content["tasks"])]
 
 
-def print_probe(content: Mapping[str, Any], console: Console) -> None:
-    """Print the shares of right answers in `probe.json`, and its notes."""
-    title = f"right answers in per cent, {content['distance']} segments after the cue"
-    show(console, _table(content, title=title), *_notes(content))
+def write_probe_report(path: Path) -> Path:
+    """Write `report.html` beside probe.json or far.json."""
+    return write_page(path.parent, "Probe of memories", probe_blocks(path))
 
 
-def write_probe_report(folder: Path) -> Path:
-    """Write `report.html` beside probe.json."""
-    return write_page(folder, TITLE, probe_section(folder / "probe.json", 1, "p"))
-
-
-def probe_section(path: Path, level: int, identifier: str) -> list[Block]:
-    """The part of a page on one probe.json."""
+def probe_blocks(path: Path) -> list[Block]:
+    """The page of one probe.json or far.json: a picture of every task, the table, and the circumstances."""
     content = json.loads(path.read_text(encoding="utf-8"))
-    seeds = max(r["seed"] for r in content["results"]) + 1
-    about = {"command": content["command"], "date": content["date"], "seeds": seeds}
-    blocks: list[Block] = [
-        Heading(level, TITLE),
-        FactList(about | {"environment": environment_text(content["environment"])}),
-        Paragraph(
-            f"Share of right answers in per cent, {content['distance']} segments after the cue, on new episodes. "
-            "Within reach: the options let the memory span the distance. Out of reach: they do not, by its theory; "
-            "empty if it knows no bound. Without a memory the model can only guess.",
-            "summary",
-        ),
-        _table(content, f"Seeds: {seeds}. Training ends early when solved."),
-        *_notes(content),
-    ]
-    for index, task in enumerate(content["tasks"]):
-        figure = answers_by_distance(
-            _curves(content, task),
-            next(r["chance"] for r in content["results"] if r["task"] == task),
-            content["distance"],
-            "segments between cue and question",
-        )
-        drawn = inline_svg(figure, f"{identifier}{index}", f"right answers against distance, {task}")
-        caption = f"{task}: trained at a distance of {content['distance']} segments (dotted), tested at others."
-        blocks += [Heading(level + 1, task), Picture(drawn, caption)]
-    return blocks
+    is_far = "far" in content
+    title = Heading("How far memories hold" if is_far else "What memories hold", 1)
+    blocks: list[Block] = [title, *probe_tables(content)]
+    for task in content["tasks"]:
+        blocks += [Heading(task), (_far_picture if is_far else _picture)(content, task)]
+    about = {key: content.get(key) for key in ("command", "date", "seeds", "rows")}
+    return [*blocks, FactList(about | {"environment": environment_text(content["environment"])})]
 
 
-def _table(content: Mapping[str, Any], notes: str = "", title: str = "") -> ReportTable:
+def _select(content: Mapping[str, Any], task: str, memory: str, arm: str) -> list[Mapping[str, Any]]:
+    """The trainings of one task, memory and arm."""
+    return [r for r in content["results"] if (r["task"], r["memory"], r["arm"]) == (task, memory, arm)]
+
+
+def _picture(content: Mapping[str, Any], task: str) -> Picture:
+    curves = {}
+    for memory, arm in [("none", "no memory"), *((m, "within reach") for m in content["memories"])]:
+        if found := _select(content, task, memory, arm):
+            by_distance = {int(d): [r["distances"][d] for r in found] for d in found[0]["distances"]}
+            curves["no memory" if memory == "none" else memory] = by_distance
+    chance, trained = next(r["chance"] for r in content["results"] if r["task"] == task), content["distance"]
+    figure = answers_by_distance(curves, chance, trained, "segments between cue and question")
+    return Picture(figure, f"{task}: trained at a distance of {trained} segments, tested at others.")
+
+
+def _table(content: Mapping[str, Any]) -> ReportTable:
     """A row for no memory, counted as "within reach", and one per memory; two columns per task."""
     columns = [f"{task}, {arm}" for task in content["tasks"] for arm in REACHES]
     arms = {"none": ("no memory", "")} | {memory: REACHES for memory in content["memories"]}
-    rows: list[TableRow] = []
+    rows = []
     for memory, names in arms.items():
-        found = [select(content["results"], task, memory, arm) for task in content["tasks"] for arm in names]
+        found = [_select(content, task, memory, arm) for task in content["tasks"] for arm in names]
         rows.append(["no memory" if memory == "none" else memory, *map(_cell, found)])
+    notes = " ".join(f"{name}: {note}." for name, note in content["notes"].items())
+    title = f"right answers in per cent, {content['distance']} segments after the cue"
     return ReportTable(["memory", *columns], rows, notes, title)
 
 
-def _cell(trainings: Sequence[Mapping[str, Any]]) -> TableCell:
+def _cell(trainings: Rows) -> str:
     if not trainings:
-        return TableCell("")
-    small = f"{mean(r['steps'] for r in trainings):.0f} steps"
-    exact = [r.get("exact", r["accuracy"]) for r in trainings]  # missing in older files
-    if exact != [r["accuracy"] for r in trainings]:
-        small = f"whole episodes {100 * mean(exact):.1f}, {small}"
-    return TableCell(f"{100 * mean(r['accuracy'] for r in trainings):.1f}", small)
+        return ""
+    accuracy, exact, steps = (mean(r[key] for r in trainings) for key in ("accuracy", "exact", "steps"))
+    whole = f", whole episodes {100 * exact:.1f}" if exact != accuracy else ""
+    return f"{100 * accuracy:.1f}{whole} ({steps:.0f} steps)"
 
 
-def _notes(content: Mapping[str, Any]) -> list[Paragraph]:
-    return [Paragraph(f"{name}: {note}.", "note") for name, note in content["notes"].items()]
+def trained_segments(content: Mapping[str, Any]) -> str:
+    """The distances of the training: "0 to 3", or "0 or 1 to 3" if the nearest one depends on the task."""
+    nearest = sorted({result["settings"]["course"]["nearest"] for result in content["results"]})
+    return f"{' or '.join(map(str, nearest))} to {content['course']['farthest']} segments"
 
 
-def _curves(content: Mapping[str, Any], task: str) -> dict[str, dict[int, list[float]]]:
-    """By memory and distance the shares of right answers of the seeds."""
-    curves = {}
-    for memory, arm in [("none", "no memory"), *((m, "within reach") for m in content["memories"])]:
-        found = select(content["results"], task, memory, arm)
-        if found:
-            by_distance = {int(d): [r["distances"][d] for r in found] for d in found[0]["distances"]}
-            curves["no memory" if memory == "none" else memory] = by_distance
-    return curves
+def held_tokens(training: Mapping[str, Any], segment: int) -> int:
+    """Tokens from cue to question up to which all tested distances are held."""
+    far = 0
+    for distance, (share, *_) in sorted((int(d), answer) for d, answer in training["far"].items()):
+        if share < ENOUGH:
+            break
+        far = distance * segment
+    return far
+
+
+def _far_picture(content: Mapping[str, Any], task: str) -> Picture:
+    rows, segment = _far_rows(content, task), content["segments"][task]
+    lines = {}
+    for name, trainings in rows.items():
+        common = set.intersection(*(set(t["far"]) for t in trainings))
+        lines[name] = {int(d) * segment: [t["far"][d][0] for t in trainings] for d in common}
+    trained = content["course"]["farthest"] * segment
+    figure = answers_by_distance(lines, rows["no memory"][0]["chance"], trained, "tokens since the cue", log=True)
+    caption = f"{content['asked'][task]} Mean over seeds; the band runs from the worst to the best."
+    return Picture(figure, caption)
+
+
+def _far_rows(content: Mapping[str, Any], task: str) -> dict[str, list[Mapping[str, Any]]]:
+    """The trainings, one per seed, of no memory, of attention over the whole text, and of every memory."""
+    arms = {"no memory": ("none", "no memory"), "whole text": ("none", "whole text")}
+    arms |= {memory: (memory, "far") for memory in content["memories"]}
+    found = {name: _select(content, task, *arm) for name, arm in arms.items()}
+    return {name: trainings for name, trainings in found.items() if trainings}
+
+
+def _far_table(content: Mapping[str, Any]) -> ReportTable:
+    rows = [
+        [task, name, *_far_cells(name, trainings, content["segments"][task])]
+        for task in content["tasks"]
+        for name, trainings in _far_rows(content, task).items()
+    ]
+    title = f"trained with {trained_segments(content)} from cue to question, asked up to {content['far']:,} tokens"
+    notes = (
+        f"A distance is held if {100 * ENOUGH:.0f} % of the answers are right; numbers are the least over seeds. Tests "
+        "end where a memory is near a guess. Whole text: attention over everything, without a memory, of one seed."
+    )
+    return ReportTable(["task", "memory", *FAR_COLUMNS], rows, notes, title)
+
+
+def _far_cells(name: str, trainings: Rows, segment: int) -> list[str]:
+    held = min(held_tokens(training, segment) for training in trainings)
+    size = "" if name in ("no memory", "whole text") else f"{trainings[0]['state_bytes']:,}"
+    return [f"{min(t['solved'] for t in trainings)}", f"{held:,}", size]
+
+
+def _sentence(content: Mapping[str, Any], task: str) -> str:
+    """Answers of the memories, and of the model without a memory, at the longest tested distance."""
+    rows = _far_rows(content, task)
+    farthest = max(int(d) for memory in content["memories"] for t in rows[memory] for d in t["far"])
+    shares = {name: found for name, trainings in rows.items() if (found := _shares(trainings, farthest))}
+    best = sorted(set(shares) & set(content["memories"]), key=lambda name: -mean(shares[name]))
+    right = ", ".join(f"{name} is right in {100 * mean(shares[name]):.1f} %" for name in best)
+    none = f"{100 * mean(shares['no memory']):.1f} %" if "no memory" in shares else "no case (not asked there)"
+    segment, chance = content["segments"][task], 100 * rows["no memory"][0]["chance"]
+    farthest_trained = content["course"]["farthest"] * segment
+    return (
+        f"Asked {farthest * segment:,} tokens after the cue, {right}; the same model without a memory in {none}, "
+        f"a guess in {chance:.1f} %. In training they were at most {farthest_trained:,} tokens apart."
+    )
+
+
+def _shares(trainings: Rows, distance: int) -> Sequence[float]:
+    """Right answers at a distance, one per seed; a training that had ended counts as a guess. Empty if all had."""
+    asked = [t["far"].get(str(distance)) for t in trainings]
+    return [a[0] if a else trainings[0]["chance"] for a in asked] if any(asked) else []

@@ -4,42 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cached_lab.experiments.statistics import wilson_interval
-
-from .blocks import Block, FactList, Folded, Heading, Paragraph, ReportTable, TableCell, TableRow
-from .figures import curves, maps, paper
-from .formatting import MISSING, Metric, environment_text, run_summary, short_count, short_seconds, unknown_words
-from .page import pictured, titled, write_page
-from .run_folder import Run, read_run
-from .terminal import show
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from .blocks import Block, FactList, Heading, Picture, ReportTable, Rows
+from .figures.curves import Records, learning_curves
+from .figures.paper import head_shares
+from .formatting import MISSING, Metric, environment_text, short_count, short_seconds, unknown_words
+from .page import write_page
+from .run_folder import Run, read_json, read_run
 
 GATES_CAPTION = (
     "Share sigma(lambda) that each head (a dot) gives to the memory; the rest goes to self-attention. Heads have no "
     "common order over seeds, so compare the means by layer (lines, with 95 % intervals over seeds)."
 )
-MAPS_CAPTION = (
-    "Size of the output of self-attention and of the memory at each place, per layer. Each map has its own scale: "
-    "compare places, not strengths."
-)
-PRECISIONS_CAPTION = (
-    "Average precision in per cent, by pycocotools: AP over IoU thresholds from .50 to .95, AP50 and AP75 at one "
-    "threshold; small objects are below 32 x 32 pixels, large ones from 96 x 96 on. A dash: there is no such object."
-)
-PRECISIONS = {
-    "ap": "AP",
-    "ap50": "AP50",
-    "ap75": "AP75",
-    "ap_small": "AP small",
-    "ap_medium": "AP medium",
-    "ap_large": "AP large",
-}
+PRECISIONS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
+"""COCO's average precisions, as pycocotools measures them."""
 SCORES = {"best on validation": "best", "at the end": "final", "test": "test", "test, last step": "test_last"}
 """Rows of the table of scores, and their keys in summary.json."""
 COSTS = {
@@ -54,120 +34,87 @@ VERDICTS = {
     "harmful": "the memory is harmful",
 }
 LOSS = Metric("loss")
-Rows = Sequence[Mapping[str, Any]]
 
 
-def write_run_report(run_folder: str | Path, summary: Mapping[str, Any] | None = None) -> Path:
+def write_run_report(folder: Path, summary: Mapping[str, Any] | None = None) -> Path:
     """Write `report.html` into a run folder; `summary` replaces the content of `summary.json`."""
-    run = read_run(run_folder)
-    if summary is not None:
-        run = replace(run, summary=dict(summary))
-    summary, metric = run.summary, Metric(run.metric)
-    title = str(summary.get("name") or run.folder.resolve().name)
-    environment = summary.get("environment") or {}
+    run = read_run(folder)
+    run = run if summary is None else run._replace(summary=dict(summary))
+    return write_page(folder, str(run.summary.get("name") or folder.resolve().name), run_blocks(run))
+
+
+def run_blocks(run: Run) -> list[Block]:
+    """Circumstances, scores, curves, the evaluation and the gates of a run."""
+    summary, last = run.summary, max((record["step"] for record in run.records), default=0)
     about = {key: summary.get(key) for key in ("task", "variant", "seed", "steps")}
-    about |= {"date": environment.get("date"), "environment": environment_text(environment)}
-    blocks = [
-        Heading(1, title),
+    about |= {name: write(summary[key]) for name, (write, key) in COSTS.items() if key in summary}
+    about |= {
+        "skipped data files": summary.get("bad_files"),
+        "environment": environment_text(summary.get("environment")),
+    }
+    scores = [{"score": name, **summary[key]} for name, key in SCORES.items() if summary.get(key)]
+    baselines = (summary.get("baselines") or {}).items()
+    rows = [*scores, *({"score": f"baseline: {name}", run.metric: value} for name, value in baselines)]
+    single = "One run has no spread: a difference to another run may be chance."
+    evaluation = read_json(run.folder / "evaluation.json")
+    evaluated, split = evaluation.get("scores", []), evaluation.get("split")
+    return [
+        Heading(str(summary.get("name") or run.folder.resolve().name), 1),
         FactList(about),
-        Paragraph(" ".join(run_summary(run.records, summary, metric)), "summary"),
-        *_scores(summary, metric),
-        *_average_precisions(summary),
-        *learning_curves({run.name: [run.records]}, "curves", metric.name),
-        *_evaluation(run.evaluation),
-        *gates({run.name: [run.gates]} if run.gates else {}, "gates"),
-        *feature_maps(run, "maps"),
-        *(titled("Configuration", Folded("config.yaml", run.config)) if run.config else []),
+        single if summary else f"The run is not finished: its last record is of step {last:,}.",
+        *([score_table("scores", rows, "score")] if rows else []),
+        *curves({run.name: [run.records]}, run.metric),
+        *(evaluation_blocks(f"evaluation, {split} split", evaluated, evaluation) if evaluated else []),
+        *gates({run.name: [run.gates]} if run.gates else {}),
     ]
-    return write_page(run.folder, title, blocks)
 
 
-def learning_curves(
-    runs: Mapping[str, Sequence[curves.Records]], identifier: str, metric: str, reference: str | None = None
-) -> list[Block]:
+def curves(runs: Mapping[str, Sequence[Records]], metric: str, reference: str | None = None) -> list[Block]:
     """Curves of the records of each seed, by variant; empty before the first record."""
     try:
-        drawn = curves.learning_curves(runs, metric, reference)
+        drawn = learning_curves(runs, metric, reference)
     except ValueError:
         return []
-    several = any(len(seeds) > 1 for seeds in runs.values())
-    caption = "Mean over seeds; the band runs from the lowest to the highest seed." if several else "One seed."
-    return pictured("Learning curves", drawn, identifier, f"Learning curves of {', '.join(runs)}", caption)
+    caption = "Mean over seeds; the band runs from the lowest to the highest seed."
+    return [Heading("Learning curves"), Picture(drawn, caption)]
 
 
-def gates(shares: Mapping[str, Sequence[Any]], identifier: str) -> list[Block]:
+def gates(shares: Mapping[str, Sequence[Any]]) -> list[Block]:
     """Memory shares of each seed's layers, by variant; empty if no variant has gates."""
-    if not shares:
-        return []
-    words = f"Memory share by layer and head of {', '.join(shares)}"
-    drawn = paper.head_shares([paper.HeadShares(name, runs) for name, runs in shares.items()])
-    return pictured("Gates", drawn, identifier, words, GATES_CAPTION)
+    return [Heading("Gates"), Picture(head_shares(shares), GATES_CAPTION)] if shares else []
 
 
-def feature_maps(run: Run, identifier: str, name: str = "") -> list[Block]:
-    """The feature maps of a run, under the name of its variant; empty if it has none."""
-    found = run.feature_maps()
-    if found is None:
-        return []
-    drawn = maps.feature_maps(found["image"], found["self"], found["memory"])
-    words = "Images with the outputs of self-attention and of the memory, layer by layer"
-    return pictured(f"Feature maps: {name}" if name else "Feature maps", drawn, identifier, words, MAPS_CAPTION)
-
-
-def print_scores(title: str, rows: Rows, console: Console) -> None:
-    """Print the scores of a run, a row (for detectors one for boxes and one for masks) per treatment of its memory."""
-    if "box_ap" in rows[0]:
-        kinds = [(row, kind) for row in rows for kind in ("box", "mask") if f"{kind}_ap" in row]
-        cells = [[row["memory"], kind, *(_shown(row, f"{kind}_{part}") for part in PRECISIONS)] for row, kind in kinds]
-        show(console, ReportTable(["memory", "kind", *PRECISIONS.values()], cells, title=title))
-    else:
-        show(console, _score_table(title, rows, "memory"))
-    for name, value in rows[0].items():
-        if name.endswith("_signature"):
-            show(console, Paragraph(f"{name.removesuffix('_signature')}: {value}"))
-
-
-def print_text_use(rows: Rows, about: Mapping[str, Any], console: Console) -> None:
-    """Print unknown words, losses by place, and the use of the memory on a text.
+def evaluation_blocks(title: str, rows: Rows, about: Mapping[str, Any]) -> list[Block]:
+    """Scores by treatment of the memory, and for text unknown words, losses by place, and the use of the memory.
 
     Args:
-        rows: of `text_row`. about: of `about_text`.
+        rows: of `Evaluation.score`. about: its further facts, as in evaluation.json.
     """
-    lines = [unknown_words(about["unknown"])] if "unknown" in about else []
+    blocks: list[Block] = [score_table(title, rows, "memory")]
+    signatures = {name: value for name, value in rows[0].items() if name.endswith("_signature")}
+    blocks += [f"{name.removesuffix('_signature')}: {value}" for name, value in signatures.items()]
+    blocks += [f"baseline: {name}, accuracy {value:.2%}" for name, value in (about.get("baselines") or {}).items()]
+    blocks += [unknown_words(about["unknown"])] if "unknown" in about else []
+    if "places" in rows[0]:
+        blocks.append(place_table(rows))
+    if "reset" in about:
+        blocks.append(f"reset: an empty memory; trained on: {'yes' if about['reset']['trained_on'] else 'no'}")
     if "use" in about:
-        show(console, place_table(rows))
-        lines += [reset_sentence(about["reset"])] if "reset" in about else []
         unasked = "whether the memory is used: --memory carry,shuffle"
-        lines.append(unasked if about["use"] is None else use_sentence(about["use"]))
-    show(console, *map(Paragraph, lines))
+        blocks.append(unasked if about["use"] is None else use_sentence(about["use"]))
+    return blocks
 
 
-def print_output_cache(result: Mapping[str, Any], console: Console) -> None:
-    """Print the scores without and with a cache over outputs (the result of `evaluate_output_cache`)."""
-    title = f"{result['run']}: {result['split']} split, step {result['step']}"
+def output_cache_blocks(result: Mapping[str, Any]) -> list[Block]:
+    """The scores without and with a cache over outputs (the result of `evaluate_output_cache`)."""
     about = result["output_cache"]
     settings = " ".join(f"{about['name']}.{option}={value}" for option, value in about["options"].items())
-    lines = [settings + (f"; a datastore of {about['entries']:,} entries" if "entries" in about else "")]
+    lines = [settings, ", ".join(f"{part} {seconds:.1f} s" for part, seconds in about["seconds"].items())]
     if about["tuned"]:
-        losses = about["validation"]
-        found = f"loss {losses['without']:.4f} without and {losses['with']:.4f} with"
-        lines.append(f"tuned on the validation split: {', '.join(about['tuned'])} ({found})")
+        lines.append(f"tuned on the validation split: {', '.join(about['tuned'])} (loss {about['validation']})")
         lines += [f"{option} is at the end of its candidates: set others by hand" for option in about["at_end"]]
-    lines.append(", ".join(f"{part} {seconds:.1f} s" for part, seconds in about["seconds"].items()))
-    show(console, _score_table(title, result["scores"], "output_cache"), *map(Paragraph, lines))
-
-
-def print_sizes(sizes: Mapping[str, Mapping[str, Any]], console: Console) -> None:
-    """Print the parameters or operations that were made equal, and the feed-forward width that makes them so."""
-    operations = any("training_flops" in facts for facts in sizes.values())
-    title = "operations of a forward pass in training, per row" if operations else "equal size"
-    rows = []
-    for name, facts in sizes.items():
-        count = facts["training_flops" if operations else "matched_parameters"]
-        equal = f"{facts['matched']} (ratio {facts['flops_ratio']:.4f})" if "matched" in facts else ""
-        rows.append([name, f"{count:,}", str(facts["feed_forward"]), equal][: 4 if operations else 3])
-    columns = ["variant", "operations" if operations else "parameters", "feed_forward", "equal to"]
-    show(console, ReportTable(columns[: 4 if operations else 3], rows, title=title))
+    title = f"{result['run']}: {result['split']} split, step {result['step']}"
+    return [score_table(title, result["scores"], "output_cache"), *lines]
 
 
 def use_sentence(use: Mapping[str, Any]) -> str:
@@ -184,22 +131,12 @@ def use_sentence(use: Mapping[str, Any]) -> str:
         return f"{words}; a single one of {use['over']} gives no interval"
     words += f", 95 % interval {LOSS.interval(low, high, signed=True)} over {use['units']} {use['over']}"
     if "bits_per_byte" in use:
-        mean, low, high = use["bits_per_byte"]
-        words += f"; {LOSS.difference(mean)} bits per byte {LOSS.interval(low, high, signed=True)}"
+        words += f"; {LOSS.difference(use['bits_per_byte'][0])} bits per byte"
     return words
 
 
-def reset_sentence(reset: Mapping[str, Any]) -> str:
-    """The worth of the row "reset", from `emptied_in_training`."""
-    rows = f"in a share of {reset['reset_rows']:g} of the rows at each step (training.reset_rows)"
-    ways = [rows] * bool(reset["reset_rows"]) + ["where a document begins (data.reset)"] * bool(reset["documents"])
-    if ways:
-        return f"reset: an empty memory; trained on: yes, {' and '.join(ways)}"
-    return "reset: an empty memory; trained on: no (training.reset_rows=0), so that its loss is no measure of use"
-
-
 def place_table(rows: Rows) -> ReportTable:
-    """The loss at each quarter of a segment, and by the segments read before, a column per treatment of the memory.
+    """The loss by quarter of a segment, segments read before, and place in the document; a column per treatment.
 
     Args:
         rows: of `text_row`, with "memory". Beside "carry" and "shuffle" there is their difference.
@@ -207,103 +144,41 @@ def place_table(rows: Rows) -> ReportTable:
     modes = [row["memory"] for row in rows]
     pair = ["use"] if {"carry", "shuffle"} <= set(modes) else []
     lines = []
-    for kind in ("quarters", "carried"):
-        for parts in zip(*(row[kind] for row in rows), strict=True):
+    for kind in ("quarters", "carried", "places"):
+        for parts in zip(*(row.get(kind, []) for row in rows), strict=True):
             loss = {mode: part["loss"] for mode, part in zip(modes, parts, strict=True)}
-            cells = [_place(parts[0]), f"{parts[0]['tokens']:,}", *(f"{value:.4f}" for value in loss.values())]
+            cells = [_place(kind, parts[0]), f"{parts[0]['tokens']:,}", *(f"{value:.4f}" for value in loss.values())]
             lines.append(cells + [LOSS.difference(loss["shuffle"] - loss["carry"]) for _ in pair])
     return ReportTable(["place", "tokens", *modes, *pair], lines, title="loss (nats) by place")
 
 
-def _place(part: Mapping[str, Any]) -> str:
-    if "quarter" in part:
+def _place(kind: str, part: Mapping[str, Any]) -> str:
+    if kind == "quarters":
         return f"quarter {part['quarter']} of the segment"
     first, last = part["from"], part["to"]
+    if kind == "places":
+        return f"tokens {first:,} to {last:,} of the document"
     return f"{first} segments read before" if first == last else f"{first:,} to {last:,} segments"
 
 
-def _score_table(title: str, rows: Rows, names: str) -> ReportTable:
-    columns = [name for name, value in rows[0].items() if isinstance(value, int | float) and name != names]
-    headings = ["loss (nats)" if name == "loss" else name.replace("_", " ") for name in columns]
-    cells = [[row[names], *(_shown(row, column) for column in columns)] for row in rows]
-    return ReportTable([names.replace("_", " "), *headings], cells, title=title)
+def score_table(title: str, rows: Rows, first: str) -> ReportTable:
+    """All scores, a row per value of `first`; average precisions have a row for boxes and one for masks."""
+    if any("box_ap" in row for row in rows):
+        kinds = [(row, kind) for row in rows for kind in ("box", "mask") if f"{kind}_ap" in row]
+        cells = [[row[first], kind, *(_shown(row, f"{kind}_{part}") for part in PRECISIONS)] for row, kind in kinds]
+        heads = [f"AP{part[2:].replace('_', ' ')}" for part in PRECISIONS]
+        return ReportTable([first, "kind", *heads], cells, title=f"{title}: Average precision")
+    numbers = [name for row in rows for name, value in row.items() if isinstance(value, int | float) and name != first]
+    columns = list(dict.fromkeys(numbers))
+    heads = ["loss (nats)" if name == "loss" else name.replace("_", " ") for name in columns]
+    cells = [[row[first], *(_shown(row, column) for column in columns)] for row in rows]
+    return ReportTable([first.replace("_", " "), *heads], cells, title=title)
 
 
 def _shown(row: Mapping[str, Any], column: str) -> str:
     """One score as text: shares in per cent, an accuracy with the interval of its rows."""
-    value = row[column]
-    if isinstance(value, int):
-        return f"{value:,}"
-    if math.isnan(value):
+    value, metric = row.get(column), Metric(column)
+    if value is None or math.isnan(value):
         return MISSING
-    if not Metric(column).percent:
-        return f"{value:.4f}"
-    low, high = row.get(f"{column}_interval") or (None, None)
-    return f"{value:.2%} {Metric(column).interval(low, high)}".rstrip()
-
-
-def _average_precisions(summary: Mapping[str, Any]) -> list[Block]:
-    """Average precision of boxes and masks; empty for a run of another task."""
-    rows = []
-    for label, key in list(SCORES.items())[:3]:
-        values = summary.get(key) or {}
-        for kind in ("box", "mask"):
-            if f"{kind}_ap" in values:
-                shown = [Metric(f"{kind}_{part}").value(values[f"{kind}_{part}"], unit=False) for part in PRECISIONS]
-                rows.append([kind, *shown, f"{label}, step {values['step']:,}"])
-    table = ReportTable(["", *PRECISIONS.values(), "at"], rows, PRECISIONS_CAPTION)
-    return titled("Average precision", table) if rows else []
-
-
-def _evaluation(evaluation: Mapping[str, Any]) -> list[Block]:
-    """The loss by place in the document, and the accuracy by its length, of `cached evaluate`."""
-    blocks: list[Block] = []
-    scores, split = evaluation.get("scores", []), evaluation.get("split")
-    places = {r["memory"]: [(p["from"], p["to"], p["loss"]) for p in r["places"]] for r in scores if r.get("places")}
-    if places:
-        text = f"Loss of the {split} tokens at these places of their documents, by treatment of the memory."
-        text += f" Verdict: {use_sentence(evaluation['use'])}." if evaluation.get("use") else ""
-        title = "Loss by place in the document"
-        blocks += pictured(title, curves.loss_by_place(places), "places", title, text)
-    lengths: dict[str, list[tuple[int, float, float, float]]] = {}
-    for row in scores:
-        if "segments" in row:
-            lengths.setdefault(row["memory"], []).append((row["tokens"], row["accuracy"], *row["accuracy_interval"]))
-    if lengths:
-        title = "Accuracy by length of the document"
-        text = (
-            f"Share of {split} documents answered correctly, by treatment of the memory, with 95 % intervals for the "
-        )
-        text += "chance in sampling the documents."
-        drawn = curves.accuracy_by_length({name: sorted(points) for name, points in lengths.items()})
-        blocks += pictured(title, drawn, "lengths", title, text)
-    return blocks
-
-
-def _scores(summary: Mapping[str, Any], metric: Metric) -> list[Block]:
-    found = {label: summary[key] for label, key in SCORES.items() if summary.get(key)}
-    top5 = ["top5_accuracy"] if any("top5_accuracy" in values for values in found.values()) else []
-    translated = [name for name in ("bleu", "chrf", "tokenised_bleu") if name in (summary.get("test") or {})]
-    names = list(dict.fromkeys([metric.name, *top5, *translated, "loss"]))
-    rows: list[TableRow] = []
-    for label, values in found.items():
-        shown = [
-            TableCell(Metric(name).value(values.get(name)), _rows_interval(values, Metric(name))) for name in names
-        ]
-        step = values.get("step")
-        rows.append([label, *shown, MISSING if step is None else f"{step:,}"])
-    for name, value in (summary.get("baselines") or {}).items():
-        rows.append([f"baseline: {name}", metric.value(value), *[MISSING] * len(names)])
-    facts = {name: write(summary[key]) for name, (write, key) in COSTS.items() if summary.get(key) is not None}
-    return [*([ReportTable(["", *names, "step"], rows)] if rows else []), FactList(facts)]
-
-
-def _rows_interval(values: Mapping[str, Any], metric: Metric) -> str:
-    """Wilson's 95 % interval of an accuracy from the scored rows, or the score's own interval; empty without one."""
-    rows, value = values.get("rows"), values.get(metric.name)
-    if f"{metric.name}_interval" in values and not metric.percent:
-        return metric.interval(*values[f"{metric.name}_interval"])
-    if not rows or value is None or not metric.percent:
-        return ""
-    interval = wilson_interval(round(value * rows), rows)
-    return metric.interval(interval.low, interval.high)
+    shown = f"{value:,}" if isinstance(value, int) else f"{value:.2%}" if metric.percent else f"{value:.4f}"
+    return f"{shown} {metric.interval(*(row.get(f'{column}_interval') or (None, None)))}".rstrip()

@@ -12,8 +12,7 @@ Legend: B draws, H heads, N tokens, V value width, D model width.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,26 +22,17 @@ from cached_transformers.attentions import Attention, AttentionSpec, create_atte
 from cached_transformers.extras import require
 from cached_transformers.registry import ATTENTIONS
 
-from .style import MUTED, SERIES, blank_figure, style
+from ..formatting import counted
+from .style import blank_figure, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TOKENS, DRAWS, HEADS = 64, 4, 2
-GIVEN = {"width", "heads", "length", "prefix", "size", "causal", "index", "depth"}
-GIVEN |= {"dropout", "norm", "sequence", "kernel"}
-"""Options that a model fills in, or that change no weight: the title names them only if the user gave them."""
 FULL = 0.99
 """Share of the weights with distinct colours; larger weights have the darkest one."""
 NEVER = 1e-12
 """Smaller mean weights are rounding errors."""
-
-
-class Pattern(NamedTuple):
-    """Weights of one form of a mechanism: row i has the weights of query i, mean over draws and heads."""
-
-    title: str
-    weights_NN: Tensor
 
 
 @torch.no_grad()
@@ -86,20 +76,6 @@ def attention_weights(
         return sizes_NN
 
 
-def attention_patterns(
-    attention: AttentionSpec, tokens: int = TOKENS, *, draws: int = DRAWS, seed: int = 0
-) -> list[Pattern]:
-    """The pattern over all keys, and the causal one, if the mechanism has these forms."""
-    with torch.random.fork_rng(devices=[]):
-        core = _core(attention, max(tokens, 1), causal=False)
-    forms = {"all keys": (False, "bidirectional" in core.can), "causal": (True, "causal" in core.can)}
-    return [
-        Pattern(title, attention_weights(attention, tokens, causal=causal, draws=draws, seed=seed))
-        for title, (causal, there) in forms.items()
-        if there
-    ]
-
-
 def _core(attention: AttentionSpec, tokens: int, *, causal: bool) -> Attention:
     """The attention of a layer with heads as wide as the text is long, for mechanisms that need V = E."""
     height = max(h for h in range(1, int(tokens**0.5) + 1) if tokens % h == 0)
@@ -108,55 +84,40 @@ def _core(attention: AttentionSpec, tokens: int, *, causal: bool) -> Attention:
 
 
 def pattern_figure(attention: AttentionSpec, tokens: int = TOKENS, *, draws: int = DRAWS, seed: int = 0) -> Figure:
-    """Heat maps of `attention_patterns` side by side on one scale; keys that no draw attends stay blank.
+    """Heat maps of `attention_weights` over all keys, and causal ones, as far as the mechanism has these forms.
 
-    Colour grows with the square root of the weight. If the pattern depends on content, one draw shows a pattern, and
-    many show its frequencies.
+    Keys that no draw attends stay blank. Colour grows with the square root of the weight. If the pattern depends on
+    content, one draw shows a pattern, and many show its frequencies.
     """
     colours = require("matplotlib.colors", extra="plot")
-    patterns = attention_patterns(attention, tokens, draws=draws, seed=seed)
-    figure, axes = blank_figure(0.9 + 4.0 * len(patterns), 4.8, 1, len(patterns))
-    shown = [pattern.weights_NN.masked_fill(pattern.weights_NN.abs() < NEVER, torch.nan) for pattern in patterns]
-    sizes = torch.cat([t.abs().flatten() for t in shown])
+    with torch.random.fork_rng(devices=[]):
+        can = _core(attention, max(tokens, 1), causal=False).can
+    forms = [form for form in ("bidirectional", "causal") if form in can]
+    found = [attention_weights(attention, tokens, causal=f == "causal", draws=draws, seed=seed) for f in forms]
+    shown = [weights_NN.masked_fill(weights_NN.abs() < NEVER, torch.nan) for weights_NN in found]
     # The first causal queries see few keys: with the whole range all other weights would be pale.
-    greatest = float(sizes.nan_to_num().max()) or 1.0
-    most = greatest if sizes.isnan().all() else float(sizes.nanquantile(FULL))
+    most = float(torch.cat([t.abs().flatten() for t in shown]).nanquantile(FULL))
     signed = any(bool((t < 0).any()) for t in shown)
-    blues = ["#d3e5f0", "#56a3cf", "#0b3d63"]
-    steps = ["#7a2f00", SERIES[1], "#f6e3d6", *blues] if signed else blues
-    ramp = colours.LinearSegmentedColormap.from_list("weight", steps)
     root, square = (lambda w: np.sign(w) * np.sqrt(np.abs(w))), (lambda h: np.sign(h) * np.square(h))
     norm = colours.FuncNorm((root, square), vmin=-most if signed else 0, vmax=most)
+    figure, axes = blank_figure(0.9 + 4.0 * len(forms), 4.8, 1, len(forms))
     with style():
-        for ax, pattern, weights_NN in zip(axes[0], patterns, shown, strict=True):
-            image = ax.imshow(weights_NN.numpy(), cmap=ramp, norm=norm, interpolation="nearest")
-            ax.set_title(pattern.title)
-            ax.set(xlabel="key", ylabel="query")
+        for ax, form, weights_NN in zip(axes[0], forms, shown, strict=True):
+            image = ax.imshow(
+                weights_NN.numpy(), norm=norm, cmap="RdBu" if signed else "Blues", interpolation="nearest"
+            )
+            ax.set(title="causal" if form == "causal" else "all keys", xlabel="key", ylabel="query")
             ax.grid(False)
-            ax.spines[:].set_visible(True)
-            ax.tick_params(length=2)
-            for axis in (ax.xaxis, ax.yaxis):
-                axis.get_major_locator().set_params(integer=True)
-        above = greatest > most
-        extend = "both" if above and signed else "max" if above else "neither"
-        bar = figure.colorbar(image, ax=list(axes[0]), shrink=0.72, pad=0.02, aspect=28, extend=extend)
-        bar.set_label(
-            f"weight, mean of {draws} draw{'' if draws == 1 else 's'} and {HEADS} heads", color=MUTED, fontsize=9
-        )
-        bar.outline.set_visible(False)
-        bar.ax.tick_params(length=2)
-        bar.set_ticks([most * part for part in ((-1, -0.25, 0, 0.25, 1) if signed else (0, 0.04, 0.25, 1))])
+        bar = figure.colorbar(image, ax=list(axes[0]), shrink=0.72, aspect=28, extend="both" if signed else "max")
+        bar.set_label(f"weight, mean of {counted(draws, 'draw')} and {HEADS} heads")
         bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:.2g}")
-        title = textwrap.fill(describe(attention), 46 * len(patterns))
-        figure.suptitle(title, x=0.012, ha="left", fontsize=11, fontweight="bold")
+        figure.suptitle(textwrap.fill(describe(attention), 46 * len(forms)), x=0.012, ha="left", fontsize=11)
     return figure
 
 
 def describe(attention: AttentionSpec) -> str:
-    """Name, options with their values, and the order of growth, e.g. "star (radius=1): order N R"."""
-    given: Mapping[str, Any] = {"name": attention} if isinstance(attention, str) else attention
-    entry = ATTENTIONS.entry(str(given.get("name")))
-    given = ATTENTIONS.with_preset(entry.name, given)
-    options = {name: given.get(name, option.default) for name, option in entry.options.items()}
-    shown = ", ".join(f"{name}={value!r}" for name, value in options.items() if name in given or name not in GIVEN)
-    return f"{entry.name}{f' ({shown})' if shown else ''}: order {entry.info.get('order', 'unknown')}"
+    """Name, given options and the order of growth, e.g. "star (radius=1): order N R"."""
+    given = {"name": attention} if isinstance(attention, str) else dict(attention)
+    name = str(given.pop("name"))
+    shown = ", ".join(f"{option}={value!r}" for option, value in given.items())
+    return f"{name}{f' ({shown})' if shown else ''}: order {ATTENTIONS.entry(name).info.get('order', 'unknown')}"
