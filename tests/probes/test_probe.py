@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from cached_lab.cli.main import main
-from cached_lab.experiments.probes.choice import chosen_tasks
-from cached_lab.experiments.probes.protocol import ProbeSizes, build_model, measure, probe, score
-from cached_lab.experiments.probes.settings import setting, stream_memories
+from cached_lab.experiments.probes.protocol import ProbeSizes, build_model, probe, score
+from cached_lab.experiments.probes.settings import chosen_tasks, setting, stream_memories
 from cached_lab.experiments.probes.trials import Trials
 from cached_lab.registries import PROBES
 from cached_transformers.interfaces.memory import LayerMemory
@@ -82,8 +81,8 @@ def test_whole_episodes_are_counted_beside_single_answers() -> None:
 def test_measuring_leaves_the_model_as_it_was() -> None:
     task = PROBES.create("latch")
     model = build_model(task, None, QUICK)
-    accuracy = measure(model, task, 2, 256)
-    assert model.training and accuracy == measure(model, task, 2, 256) and accuracy < 0.45
+    share = score(model, task, 2, 256)
+    assert model.training and share == score(model, task, 2, 256) and share.accuracy < 0.45
 
 
 def test_a_memory_of_a_stream_says_how_it_is_probed_with_options_that_it_takes() -> None:
@@ -137,7 +136,7 @@ def test_a_changed_setting_makes_its_trainings_anew(
     assert main(words) == 0
     assert "2 finished trainings kept, 1 to do" in capsys.readouterr().out
     stored = json.loads((folder / "latch/transformer_xl/within_reach_0.json").read_text())
-    assert stored["memory"] == {"name": "transformer_xl", "length": 20}
+    assert stored["settings"]["memory"] == {"name": "transformer_xl", "length": 20}
 
 
 def test_a_memory_from_outside_the_package_is_probed_as_it_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +146,7 @@ def test_a_memory_from_outside_the_package_is_probed_as_it_says(folder: Path, mo
     MEMORIES.register("of_a_user", probe=within)(type("OfAUser", (TransformerXL,), {}))
     assert main(["probe", "of_a_user", "--tasks", "latch", "--distance", "3", "--steps", "1"]) == 0
     stored = json.loads((folder / "latch/of_a_user/within_reach_0.json").read_text())
-    assert stored["memory"] == {"name": "of_a_user", "length": 9}
+    assert stored["settings"]["memory"] == {"name": "of_a_user", "length": 9}
     assert set(asked) == {(PROBES.create("latch").segment, 3, ProbeSizes().depth)}
     assert not (folder / "latch/of_a_user/out_of_reach_0.json").exists()
 
@@ -166,9 +165,11 @@ def test_options_of_a_task_are_kept_with_its_results(tmp_path: Path) -> None:
 
 def test_files_go_to_the_tasks_that_read_them() -> None:
     files = {"babi": "a", "books": "b"}
-    assert chosen_tasks("latch,facts,babilong", files) == {"latch": {}, "facts": files, "babilong": files}
-    assert chosen_tasks("babilong", {}, ["babilong.question=qa2"]) == {"babilong": {"question": "qa2"}}
-    assert set(PROBES.names()) - set(chosen_tasks("all", {})) == {"facts"}
+    assert chosen_tasks("latch,babilong", files, ["babilong.question=qa2"]) == {
+        "latch": {},
+        "babilong": files | {"question": "qa2"},
+    }
+    assert set(PROBES.names()) - set(chosen_tasks("all", {})) == {"babilong"}
     assert set(chosen_tasks("all", files)) == set(PROBES.names())
 
 
@@ -178,12 +179,12 @@ def test_files_go_to_the_tasks_that_read_them() -> None:
         ("rmmt", "unknown memory 'rmmt'"),
         ("grc", "memory 'grc' has no state per row"),
         ("all --tasks lach", "unknown probe task 'lach'; did you mean 'latch'?"),
-        ("all --tasks facts", "give --babi ARCHIVE_OR_FOLDER and --books FOLDER"),
+        ("all --tasks babilong", "give --babi ARCHIVE_OR_FOLDER and --books FOLDER"),
         ("all --tasks latch latch.clases=3", "did you mean 'classes'?"),
         ("all --tasks latch latch.classes=few", "latch.classes='few' must be a whole number"),
         ("all --tasks latch copy.symbols=3", "'copy', which is neither among the memories nor among the tasks latch"),
         ("all --tasks latch latch=3", "latch=3 sets no option; write latch.option=value"),
-        ("all --tasks frequent_words --distance 2", "at least 3 segments for FrequentWords"),
+        ("all --tasks variable_tracking variable_tracking.hops=5 --distance 1", "at least 2 segments for Variable"),
         ("all --tasks recall --train-distance 1..7", "at most 6 segments for AssociativeRecall; raise keys"),
         ("all --distance 0", "--distance 0 must be at least 1"),
         ("transformer_xl --tasks latch --distance 2 --steps 1", "take at least 3"),
@@ -198,17 +199,12 @@ def test_files_go_to_the_tasks_that_read_them() -> None:
         ("rmt --train-distance 3..", "--train-distance '3..' must be A..B or ..B"),
         ("rmt --train-distance 1,3,2", "distances 1,3,2 of a training must rise from 1 to 2"),
         ("rmt --train-distance 1,2,", "segments from cue to question, e.g. 1..7, or stages, e.g. 1,2,3,5"),
-        ("rmt --train-distance 1,2 --no-curriculum", "distances 1,2 are stages"),
         ("rmt --train-distance 1..3 --distance 2", "--distance is for trainings at one distance"),
         ("rmt --far 100", "--far is for trainings by distance"),
         ("rmt --rows 4", "--rows is for trainings by distance"),
         ("rmt --compile", "--compile is for trainings by distance"),
-        ("rmt --no-curriculum", "--no-curriculum is for trainings by distance"),
         ("rmt --solved 0.9", "--solved is for trainings by distance"),
         ("rmt --train-distance 1..3 --solved 95", "solved=95.0 is a share of right answers"),
-        ("rmt --bptt 2", "--bptt is for trainings by distance"),
-        ("rmt --train-distance 1..3 --bptt 0", "--bptt 0 must be at least 1"),
-        ("rmt --train-distance 1..3 --bptt-window sliding", "is about the segments of --bptt K, which is not given"),
         ("rmt --train-distance 1..3 --short-convolution 0", "--short-convolution 0 must be at least 1"),
     ],
 )

@@ -24,16 +24,11 @@ def add_parser(subparsers: Any) -> None:
         epilog="examples: cached leaderboard --jobs 2; cached leaderboard --memories rmt,transformer_xl rmt.length=8 "
         "--tasks latch,mqar --seeds 3",
     )
-    size = parser.add_mutually_exclusive_group()
-    quick = "four tasks, one seed: an hour or two on 2 cores (the default)"
-    size.add_argument("--quick", action="store_true", help=quick)
-    full = "six tasks, longer distances, three seeds: a night on 2 cores"
-    size.add_argument("--full", action="store_true", help=full)
     parser.add_argument("--memories", default="all", help="names, separated by commas, or 'all' (the default)")
     parser.add_argument("--tasks", help="tasks from `cached list probes`, by commas, or 'all' (default: the board's)")
     add_options(parser)
-    parser.add_argument("--seeds", type=int, help="trainings of each kind (default: 1, or 3 with --full)")
-    parser.add_argument("--steps", type=int, help="steps at most (default: 800, or 2000 with --full)")
+    parser.add_argument("--seeds", type=int, help="trainings of each kind (default: 1)")
+    parser.add_argument("--steps", type=int, help="steps at most (default: 800)")
     parser.add_argument("--out", type=Path, default=Path("runs/leaderboard"), help="folder (default: runs/leaderboard)")
     page = "the page; in an existing one, the part between the marks is replaced (default: leaderboard.md in --out)"
     parser.add_argument("--page", type=Path, metavar="FILE.md", help=page)
@@ -41,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train the missing models, print the tables, and write leaderboard.json and the page."""
-    from cached_lab.experiments.leaderboard.boards import BOARDS
+    from cached_lab.experiments.leaderboard.boards import TASKS, board_trials
     from cached_lab.experiments.leaderboard.standings import FILE, write_leaderboard
     from cached_lab.experiments.reports.board_page import print_board, refuse_page, write_board_page
     from cached_lab.experiments.reports.terminal import open_console
@@ -50,13 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_too_many_seeds(arguments.seeds or 1)
     page = arguments.page or arguments.out / "leaderboard.md"
     refuse_page(page)
-    name = "full" if arguments.full else "quick"
-    board = BOARDS[name]
-    memories, tasks, options = chosen(arguments, arguments.tasks or ",".join(board.tasks))
-    trials = board.trials(memories, tasks, arguments.out, options, seeds=arguments.seeds, steps=arguments.steps)
+    memories, tasks, options = chosen(arguments, arguments.tasks or ",".join(TASKS))
+    trials = board_trials(memories, tasks, arguments.out, options, seeds=arguments.seeds, steps=arguments.steps)
     console = open_console()
     train_missing(trials, arguments.jobs, console)
-    content = write_leaderboard(trials, name, board, command_line())
+    content = write_leaderboard(trials, command_line())
     print_board(content, console)
     write_board_page(page, content)
     console.print(f"written: {page}, {arguments.out / FILE}", markup=False, soft_wrap=True)

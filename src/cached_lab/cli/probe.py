@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 from .arguments import add_command, command_line, refuse_below_one, refuse_too_many_seeds
 
 FAST = ("latch", "copy", "recall")
-BY_DISTANCE = (
-    *("far", "rows", "compile", "no_ceiling", "no_curriculum", "solved"),
-    *("bptt", "bptt_window", "recall"),
-)
+BY_DISTANCE = ("far", "rows", "compile", "no_ceiling", "solved", "recall")
 """Arguments that need --train-distance."""
 
 
@@ -57,14 +54,8 @@ def add_parser(subparsers: Any) -> None:
         "the farthest of each stage of the curriculum",
     )
     distances = parser.add_argument_group("with --train-distance")
-    curriculum = "all distances from the first step on, not farther ones as nearer ones are solved"
-    distances.add_argument("--no-curriculum", action="store_true", help=curriculum)
     solved = "share of right answers that ends a stage of the curriculum (default: 0.99)"
     distances.add_argument("--solved", type=float, metavar="S", help=solved)
-    bptt = "segments that a gradient crosses (default: all of an episode)"
-    distances.add_argument("--bptt", type=int, metavar="K", help=bptt)
-    window = "detach after every K segments, or let each segment's loss reach back through K (default: blocks)"
-    distances.add_argument("--bptt-window", choices=("blocks", "sliding"), help=window)
     recall = "weight of an auxiliary loss: reconstruct each segment from the memory (default: none)"
     distances.add_argument("--recall", type=float, metavar="W", help=recall)
     distances.add_argument("--far", type=int, help="tokens of the longest tested text (default: 1,000,000)")
@@ -85,8 +76,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "model.width, depth, heads, feed_forward, batch_size, learning_rate, check_every, rows",
     )
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default: 1)")
-    parser.add_argument("--babi", type=Path, help="bAbI's archive or folder, for the tasks 'facts' and 'babilong'")
-    parser.add_argument("--books", type=Path, help="folder of books, for the same tasks")
+    parser.add_argument("--babi", type=Path, help="bAbI's archive or folder, for the task 'babilong'")
+    parser.add_argument("--books", type=Path, help="folder of books, for the same task")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -96,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     from cached_lab.experiments.reports.probe_page import print_probe, write_probe_report
     from cached_lab.experiments.reports.terminal import open_console
 
-    refuse_below_one(arguments, "distance", "seeds", "steps", "jobs", "far", "rows", "short_convolution", "bptt")
+    refuse_below_one(arguments, "distance", "seeds", "steps", "jobs", "far", "rows", "short_convolution")
     refuse_too_many_seeds(arguments.seeds)
     memories, tasks, options = chosen(arguments, arguments.tasks)
     trials = _trials(arguments, tasks, memories, options)
@@ -115,17 +106,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 def chosen(arguments: argparse.Namespace, tasks: str) -> tuple[list[str], list[str], dict[str, dict[str, Any]]]:
     """Names of memories and tasks, and the options given for them and the models (ValueError for unknown names)."""
-    from cached_lab.experiments.probes import choice
+    from cached_lab.experiments.probes import settings
 
-    files = {name: str(path) for name in choice.FILES if (path := getattr(arguments, name)) is not None}
-    memories = choice.chosen_memories(arguments.memories)
-    given: dict[str, list[str]] = {"memories": [], choice.MODEL: [], "tasks": []}
+    files = {name: str(path) for name in settings.FILES if (path := getattr(arguments, name)) is not None}
+    memories = settings.chosen_memories(arguments.memories)
+    given: dict[str, list[str]] = {"memories": [], settings.MODEL: [], "tasks": []}
     for override in arguments.overrides:
         name = override.partition("=")[0].partition(".")[0]
-        given[choice.MODEL if name == choice.MODEL else "memories" if name in memories else "tasks"].append(override)
-    by_task = choice.chosen_tasks(tasks, files, given["tasks"])
-    options = by_task | choice.options_of_memories(memories, given["memories"])
-    return memories, list(by_task), options | choice.options_of_models(given[choice.MODEL])
+        given[settings.MODEL if name == settings.MODEL else "memories" if name in memories else "tasks"].append(
+            override
+        )
+    by_task = settings.chosen_tasks(tasks, files, given["tasks"])
+    options = by_task | settings.options_of_memories(memories, given["memories"])
+    return memories, list(by_task), options | settings.options_of_models(given[settings.MODEL])
 
 
 def train_missing(trials: Trials, jobs: int, console: Console) -> None:
@@ -161,13 +154,10 @@ def _trials(
     if arguments.distance is not None:
         raise ValueError("--distance is for trainings at one distance, and --train-distance for many; give one of them")
     nearest, farthest, through = _distances(arguments.train_distance)
-    if arguments.bptt_window is not None and arguments.bptt is None:
-        raise ValueError(f"--bptt-window {arguments.bptt_window} is about the segments of --bptt K, which is not given")
-    given = {name: getattr(arguments, name) for name in ("solved", "bptt", "bptt_window", "recall")}
+    given = {name: getattr(arguments, name) for name in ("solved", "recall")}
     course = Course(
         1 if nearest is None else nearest,
         farthest,
-        curriculum=not arguments.no_curriculum,
         through=through,
         **{name: value for name, value in given.items() if value is not None},
     )

@@ -9,11 +9,11 @@ A family of tasks is a file; importing this package registers all of them.
 
 from __future__ import annotations
 
-from . import counting, needles, six_places
-from .babilong import BabiFacts
+from .babilong import BookStories
 from .base import IGNORED, NOISE, Episode, ProbeTask, StreamedTask
-from .first_segment import Copy, Latch, Passkey, Reverse
+from .first_segment import Copy, Latch, Passkey
 from .mqar import MQAR
+from .needles import Needles, VariableTracking
 from .pairs import AssociativeRecall, Remember, Rewrite
 
 __all__ = [
@@ -21,17 +21,15 @@ __all__ = [
     "MQAR",
     "NOISE",
     "AssociativeRecall",
-    "BabiFacts",
+    "BookStories",
     "Copy",
     "Episode",
     "Latch",
+    "Needles",
     "Passkey",
     "ProbeTask",
     "Remember",
-    "Reverse",
     "Rewrite",
     "StreamedTask",
-    "counting",
-    "needles",
-    "six_places",
+    "VariableTracking",
 ]

@@ -79,13 +79,6 @@ class ProbeTask:
             )
         return distance + 1
 
-    def without_first(self, distance: int) -> float:
-        """Return the best accuracy of a memory that knows everything except the first segment.
-
-        Questions in the first segment count as answered, since attention answers them.
-        """
-        return self.chance if distance else 1.0
-
 
 class StreamedTask(ProbeTask):
     """Base of tasks that make one segment after the other, so that an episode may have a million tokens."""

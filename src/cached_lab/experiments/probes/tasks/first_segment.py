@@ -1,7 +1,7 @@
-"""Tasks with the cue in the first segment: one symbol (latch), several (copy, reverse), a number in a filler (passkey).
+"""Tasks with the cue in the first segment: one symbol (latch), several (copy), a number in a filler (passkey).
 
-The first is memorise of RMT-1M (arXiv:2304.11062) at its barest, copy and reverse are those of RMT (arXiv:2207.06881),
-and passkey is landmark attention's (arXiv:2305.16300), in sizes that train in seconds.
+The first is the fact of RMT-1M (arXiv:2304.11062) without its sentence, copy is RMT's (arXiv:2207.06881), and passkey
+is landmark attention's (arXiv:2305.16300), in sizes that train in seconds.
 
 Legend: B rows, L tokens of a segment, S asked symbols.
 """
@@ -9,7 +9,6 @@ Legend: B rows, L tokens of a segment, S asked symbols.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Generator
@@ -17,14 +16,6 @@ from torch import Generator
 from cached_lab.registries import PROBES
 
 from .base import NOISE, Episode, StreamedTask, asked_at_end, noise, nothing_asked
-
-STRINGS: dict[str, Any] = {
-    "asks": "order",
-    "paper": "arXiv:2207.06881",
-    "title": "RMT",
-    "chance": "1 / symbols",
-    "sizes": "4 of 6 symbols; the paper: 24, 120 and 360 of 8",
-}
 
 
 @PROBES.register(
@@ -71,7 +62,15 @@ class Latch(StreamedTask):
         yield asked_at_end(inputs_BL, symbol_B[:, None])
 
 
-@PROBES.register("copy", **STRINGS, solved_by="a store of tokens that reaches back; a state with room for the string")
+@PROBES.register(
+    "copy",
+    asks="order",
+    paper="arXiv:2207.06881",
+    title="RMT",
+    chance="1 / symbols",
+    sizes="4 of 6 symbols; the paper: 24, 120 and 360 of 8",
+    solved_by="a store of tokens that reaches back; a state with room for the string",
+)
 class Copy(StreamedTask):
     """The first segment begins with random symbols; the last one ends with them, each predicted from those before it.
 
@@ -85,8 +84,6 @@ class Copy(StreamedTask):
         ValueError: the string is longer than a segment.
     """
 
-    reverse = False
-
     def __init__(self, segment: int = 4, symbols: int = 6, length: int | None = None) -> None:
         self.segment, self.symbols, self.length = segment, symbols, segment if length is None else length
         if not 1 <= self.length <= segment:
@@ -97,22 +94,14 @@ class Copy(StreamedTask):
     def _segments(self, rows: int, distance: int, generator: Generator) -> Iterator[Episode]:
         pieces = noise(rows, distance + 1, self.segment, self.symbols, generator)
         source_BS = torch.randint(0, self.symbols, (rows, self.length), generator=generator)
-        target_BS = source_BS.flip(1) if self.reverse else source_BS
         for index, inputs_BL in enumerate(pieces):
             if index == 0:
                 inputs_BL[:, : self.length] = source_BS
             if index < distance:
                 yield nothing_asked(inputs_BL)
         inputs_BL[:, self.segment - self.length] = self.vocabulary - 1
-        inputs_BL[:, self.segment - self.length + 1 :] = target_BS[:, :-1]
-        yield asked_at_end(inputs_BL, target_BS)
-
-
-@PROBES.register("reverse", **STRINGS, solved_by="as copy")
-class Reverse(Copy):
-    """The task copy, backwards."""
-
-    reverse = True
+        inputs_BL[:, self.segment - self.length + 1 :] = source_BS[:, :-1]
+        yield asked_at_end(inputs_BL, source_BS)
 
 
 @PROBES.register(

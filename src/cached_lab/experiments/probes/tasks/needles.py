@@ -1,36 +1,107 @@
-"""Retrieval and variable tracking of RULER (arXiv:2404.06654): statements hidden in a haystack.
+"""Retrieval and variable tracking of RULER (arXiv:2404.06654): statements hidden in a haystack, a question at the end.
 
-A needle is "mark, key, digits of the value". Questions at the end are "ask, key" followed by their values, each digit
-predicted from the digits before it; several values of one key are asked in the order of the text. A line of variable
-tracking is "variable, =, number or variable": the first line of a chain assigns a number, each further one the variable
-of the line before. Lines keep their order; those of several chains are mixed.
+A segment is divided into cells as wide as a statement; the rest after the last cell holds noise only. So a statement
+never crosses a segment boundary, and every cell except those of the last segment may hold one.
 
-Legend: B rows, L tokens of a segment, K needles or lines, V values of a key, A digits of a value, S questions, C cells
-or chains, H lines of a chain.
+Legend: B rows, L tokens of a segment, K statements, W tokens of a statement, Q tokens of the ending, V values of a key,
+A digits of a value, S questions, C cells or chains, H lines of a chain.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Generator, Tensor
 
 from cached_lab.registries import PROBES
 
-from .base import NOISE, distinct, guess_of
-from .planted import PlantedTask, PlantingPlan, endings, noise_of
+from .base import IGNORED, NOISE, Episode, StreamedTask, asked_at_end, distinct, guess_of, nothing_asked
 
 Haystack = Literal["line", "words", "needles"]
 RULER: dict[str, Any] = {"paper": "arXiv:2404.06654", "title": "RULER"}
-DIGITS: dict[str, Any] = {**RULER, "chance": "1 / base"}
 
 
+class PlantingPlan(NamedTuple):
+    """Everything sampled before the first segment of an episode.
+
+    Attributes:
+        cells_BK: cells of the statements, counted from the first segment. statements_BKW: their tokens.
+        ending_BQ: the last tokens of the episode. answers_BQ: their targets.
+        background: returns the next segment without its statements, (B, L).
+    """
+
+    cells_BK: Tensor
+    statements_BKW: Tensor
+    ending_BQ: Tensor
+    answers_BQ: Tensor
+    background: Callable[[], Tensor]
+
+
+class PlantedTask(StreamedTask):
+    """Base of the two tasks.
+
+    Args:
+        segment: L. width: W. ending: Q.
+
+    Raises:
+        ValueError: the segment is shorter than a statement or the ending.
+    """
+
+    def __init__(self, segment: int, width: int, ending: int) -> None:
+        least = max(width, ending)
+        if segment < least:
+            raise ValueError(
+                f"segment={segment} must hold a statement of {width} tokens, and a question with its answers of "
+                f"{ending}; take at least {least}"
+            )
+        self.segment, self.width, self.per_segment = segment, width, segment // width
+
+    def _plan(self, rows: int, distance: int, generator: Generator) -> PlantingPlan:
+        raise NotImplementedError("abstract: a task writes _plan()")
+
+    def _segments(self, rows: int, distance: int, generator: Generator) -> Iterator[Episode]:
+        plan = self._plan(rows, distance, generator)
+        within_W = torch.arange(self.width)
+        for index in range(distance + 1):
+            inputs_BL = plan.background()
+            here_BK = plan.cells_BK - index * self.per_segment
+            rows_I, items_I = ((here_BK >= 0) & (here_BK < self.per_segment)).nonzero(as_tuple=True)
+            places_IW = here_BK[rows_I, items_I, None] * self.width + within_W
+            inputs_BL[rows_I[:, None], places_IW] = plan.statements_BKW[rows_I, items_I]
+            if index < distance:
+                yield nothing_asked(inputs_BL)
+        inputs_BL[:, -plan.ending_BQ.shape[1] :] = plan.ending_BQ
+        yield asked_at_end(inputs_BL, plan.answers_BQ)
+
+
+def _ending(prompts_BSP: Tensor, answers_BSA: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tokens and targets, (B, S (P + A - 1)), of questions of P tokens, each followed by its answer.
+
+    Each token of an answer is predicted from the tokens before it; the last one is a target only.
+    """
+    told_BSN = torch.cat([prompts_BSP, answers_BSA[..., :-1]], 2)
+    asked_BSN = torch.full_like(told_BSN, IGNORED)
+    asked_BSN[..., prompts_BSP.shape[2] - 1 :] = answers_BSA
+    return told_BSN.flatten(1), asked_BSN.flatten(1)
+
+
+@PROBES.register(
+    "niah",
+    asks="holding",
+    **RULER,
+    chance="1 / base",
+    sizes="1 key, 2 digits; the paper: 1 or 4 keys, 1 or 4 values, 7 digits or a UUID",
+    solved_by="one needle in a repeated line: a delta rule, not mere decay; several keys: binding a value to its key; "
+    "several values of one key, in order: a store, since a delta rule overwrites all but the last",
+)
 class Needles(PlantedTask):
-    """Keys with values, hidden in noise; the four retrieval tasks are settings of it.
+    """Needles, keys with values, anywhere except in the last segment, which asks for the values of some keys.
 
+    A needle is "mark, key, digits of the value". A question is "ask, key" followed by the values, each digit predicted
+    from the digits before it; several values of one key are asked in the order of the text. The paper's multi-key,
+    multi-value and multi-query tasks are `keys=4`, `values=4` and `keys=4, queries=4`, with `haystack="words"`.
     Ids: digits, words that serve as keys, mark, ask, noise.
 
     Args:
@@ -45,14 +116,14 @@ class Needles(PlantedTask):
 
     def __init__(
         self,
-        segment: int,
-        keys: int,
-        values: int,
-        queries: int,
-        digits: int,
-        base: int,
-        words: int,
-        haystack: Haystack,
+        segment: int = 16,
+        keys: int = 1,
+        values: int = 1,
+        queries: int = 1,
+        digits: int = 2,
+        base: int = 10,
+        words: int = 16,
+        haystack: Haystack = "line",
     ) -> None:
         if not 1 <= queries <= keys or min(values, digits) < 1 or base < 2:
             raise ValueError(
@@ -64,114 +135,42 @@ class Needles(PlantedTask):
         least = keys + (haystack == "needles")
         if words < least:
             raise ValueError(f"words={words} must be at least {least}: {keys} different keys, and those of the noise")
-        self._cells(segment, digits + 2, queries * (1 + values * digits))
+        super().__init__(segment, digits + 2, queries * (1 + values * digits))
         self.keys, self.values, self.queries, self.digits = keys, values, queries, digits
         self.base, self.words, self.haystack = base, words, haystack
         self.mark, self.ask = base + words, base + words + 1
         self.vocabulary, self.chance = base + words + 2 + NOISE, 1 / base
         self.shortest = -(-keys * values // self.per_segment)
 
-    def without_first(self, distance: int) -> float:
-        return (distance - 1 + self.chance) / distance
-
     def _plan(self, rows: int, distance: int, generator: Generator) -> PlantingPlan:
         words_BK = self.base + torch.rand(rows, self.words, generator=generator).argsort(1)
         keys_BK = words_BK[:, : self.keys]
-        size = (rows, self.keys, self.values, self.digits)
-        values_BKVA = torch.randint(0, self.base, size, generator=generator)
+        values_BKVA = torch.randint(0, self.base, (rows, self.keys, self.values, self.digits), generator=generator)
         cells = distinct(rows, self.keys * self.values, distance * self.per_segment, generator)
         cells_BKV = cells.unflatten(1, (self.keys, self.values)).sort(2).values
-        key_BKV = keys_BK[:, :, None].expand(size[:3])
-        needles_BKVW = torch.cat([torch.full((*size[:3], 1), self.mark), key_BKV[..., None], values_BKVA], 3)
+        needles_BKVW = self._needles(keys_BK[:, :, None].expand(-1, -1, self.values), values_BKVA)
         asked_BS = keys_BK[:, : self.queries]  # in a random order already, independent of their places
         prompts_BSP = torch.stack([torch.full_like(asked_BS, self.ask), asked_BS], 2)
-        ending_BQ, answers_BQ = endings(prompts_BSP, values_BKVA[:, : self.queries].flatten(2))
+        ending_BQ, answers_BQ = _ending(prompts_BSP, values_BKVA[:, : self.queries].flatten(2))
         background = self._background(rows, words_BK[:, self.keys :], generator)
         return PlantingPlan(cells_BKV.flatten(1), needles_BKVW.flatten(1, 2), ending_BQ, answers_BQ, background)
 
+    def _needles(self, keys: Tensor, values_A: Tensor) -> Tensor:
+        return torch.cat([torch.full_like(keys, self.mark)[..., None], keys[..., None], values_A], -1)
+
     def _background(self, rows: int, others_BK: Tensor, generator: Generator) -> Callable[[], Tensor]:
         first, cells = self.ask + 1, self.per_segment
-        if self.haystack == "words":
-            return noise_of(rows, self.segment, first, NOISE, generator)
         line_BL = (first + torch.arange(self.segment) % NOISE).repeat(rows, 1)
-        if self.haystack == "line":
-            return line_BL.clone
+
+        def words() -> Tensor:
+            return torch.randint(first, first + NOISE, (rows, self.segment), generator=generator)
 
         def needles() -> Tensor:
             key_BC = others_BK.gather(1, torch.randint(0, others_BK.shape[1], (rows, cells), generator=generator))
             values_BCA = torch.randint(0, self.base, (rows, cells, self.digits), generator=generator)
-            needles_BCW = torch.cat([torch.full((rows, cells, 1), self.mark), key_BC[..., None], values_BCA], 2)
-            return torch.cat([needles_BCW.flatten(1), line_BL[:, cells * self.width :]], 1)
+            return torch.cat([self._needles(key_BC, values_BCA).flatten(1), line_BL[:, cells * self.width :]], 1)
 
-        return needles
-
-
-@PROBES.register(
-    "niah_single",
-    asks="holding",
-    **DIGITS,
-    sizes="2 digits; the paper: 7 digits or a UUID",
-    solved_by="in a repeated line a delta rule, not mere decay; among random words a memory that also forgets",
-)
-def niah_single(
-    segment: int = 16, digits: int = 2, base: int = 10, words: int = 16, haystack: Haystack = "line"
-) -> Needles:
-    """One needle anywhere except in the last segment, which asks for its value.
-
-    Args: as `Needles`.
-    """
-    return Needles(segment, 1, 1, 1, digits, base, words, haystack)
-
-
-@PROBES.register(
-    "niah_multikey",
-    asks="binding",
-    **DIGITS,
-    sizes="4 keys, 2 digits; the paper: 4 keys or a haystack of needles, 7 digits or a UUID",
-    solved_by="binding a value to its key; among needles only a state with room for all of them, or a search",
-)
-def niah_multikey(
-    segment: int = 16, keys: int = 4, digits: int = 2, base: int = 10, words: int = 16, haystack: Haystack = "words"
-) -> Needles:
-    """Several needles with different keys; the end asks for one of them.
-
-    Args: as `Needles`.
-    """
-    return Needles(segment, keys, 1, 1, digits, base, words, haystack)
-
-
-@PROBES.register(
-    "niah_multivalue",
-    asks="order",
-    **DIGITS,
-    sizes="4 values, 2 digits; the paper: 4 values of 7 digits",
-    solved_by="several values under one key, in order: a store; a delta rule overwrites all but the last",
-)
-def niah_multivalue(
-    segment: int = 16, values: int = 4, digits: int = 2, base: int = 10, words: int = 16, haystack: Haystack = "words"
-) -> Needles:
-    """Several needles with the same key; the end asks for all their values, in the order of the text.
-
-    Args: as `Needles`.
-    """
-    return Needles(segment, 1, values, 1, digits, base, words, haystack)
-
-
-@PROBES.register(
-    "niah_multiquery",
-    asks="binding",
-    **DIGITS,
-    sizes="4 keys, 2 digits; the paper: 4 keys, numbers of 7 digits",
-    solved_by="as niah_multikey, and the state must serve every question",
-)
-def niah_multiquery(
-    segment: int = 16, keys: int = 4, digits: int = 2, base: int = 10, words: int = 16, haystack: Haystack = "words"
-) -> Needles:
-    """Several needles with different keys; the end asks for the value of each, one after the other.
-
-    Args: as `Needles`.
-    """
-    return Needles(segment, keys, 1, keys, digits, base, words, haystack)
+        return {"words": words, "line": line_BL.clone, "needles": needles}[self.haystack]
 
 
 @PROBES.register(
@@ -185,6 +184,8 @@ def niah_multiquery(
 class VariableTracking(PlantedTask):
     """Variables assigned a number directly or through others; the end gives a number and asks for their names.
 
+    A line is "variable, =, number or variable": the first line of a chain assigns a number, each further one the
+    variable of the line before. Lines keep their order; those of several chains are mixed.
     Ids: names, numbers, "=", ask, noise.
 
     Args:
@@ -204,25 +205,10 @@ class VariableTracking(PlantedTask):
                 f"names={names} and numbers={numbers} must be at least {chains * self.lines} and {chains}: all "
                 "variables and the numbers of all chains are different"
             )
-        self._cells(segment, 3, 1 + self.lines)
+        super().__init__(segment, 3, 1 + self.lines)
         self.chains, self.names, self.numbers = chains, names, numbers
         self.vocabulary, self.chance = names + numbers + 2 + NOISE, guess_of(names, self.lines)
         self.shortest = -(-chains * self.lines // self.per_segment)
-
-    def without_first(self, distance: int) -> float:
-        """Sum over the number of lines in the first segment.
-
-        A variable is named by its own line and the next one, so the last missing name is in the line after it.
-        """
-        count, first, cells = self.lines, self.per_segment, distance * self.per_segment
-        right = 0.0
-        for missing in range(min(count, first) + 1):
-            ways = math.comb(first, missing) * math.comb(cells - first, count - missing)
-            unknown = count if missing == count else max(missing - 1, 0)
-            known = count - unknown
-            guessed = unknown * guess_of(self.names - known, unknown) if unknown else 0
-            right += ways / math.comb(cells, count) * (known + guessed)
-        return right / count
 
     def _plan(self, rows: int, distance: int, generator: Generator) -> PlantingPlan:
         equals, ask = self.names + self.numbers, self.names + self.numbers + 1
@@ -235,6 +221,6 @@ class VariableTracking(PlantedTask):
         cells_BCH = cells.view(shape).sort(2).values
         # The first chain is asked for: chains are exchangeable, and their places independent of them.
         prompt_BSP = torch.stack([torch.full((rows, 1), ask), numbers_BC1[:, 0]], 2)
-        ending_BQ, answers_BQ = endings(prompt_BSP, names_BCH[:, :1])
+        ending_BQ, answers_BQ = _ending(prompt_BSP, names_BCH[:, :1])
         line_BL = (ask + 1 + torch.arange(self.segment) % NOISE).repeat(rows, 1)
         return PlantingPlan(cells_BCH.flatten(1), lines_BCHW.flatten(1, 2), ending_BQ, answers_BQ, line_BL.clone)
