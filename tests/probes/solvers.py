@@ -75,21 +75,6 @@ def needles(task: Any, tokens: Tokens, place: int, told: list[int]) -> set[int]:
     return set(range(task.base)) if digit < unknown else {found[digit - unknown]}
 
 
-def variables(task: Any, tokens: Tokens, place: int, told: list[int]) -> set[int]:
-    equals = task.names + task.numbers
-    lines = [(tokens[at - 1], tokens[at + 1]) for at in range(len(tokens)) if tokens[at] == equals]
-    ask = len(tokens) - task.lines
-    number = tokens[ask]
-    heads = [name for name, said in lines if said == number]
-    chain: list[Any] = heads or [said for name, said in lines if said not in {name for name, _ in lines}][:1]
-    while following := [name for name, said in lines if chain and said == chain[-1]]:
-        chain += following
-    unknown = task.lines - len(chain)
-    if len(told) >= unknown:
-        return {chain[len(told) - unknown]}
-    return set(range(task.names)) - set(chain) - set(told)
-
-
 SOLVERS: dict[str, Solver] = {
     "copy": copy,
     "latch": latch,
@@ -99,5 +84,4 @@ SOLVERS: dict[str, Solver] = {
     "recall": recall,
     "remember": strings,
     "rewrite": strings,
-    "variable_tracking": variables,
 }

@@ -186,12 +186,10 @@ def test_a_long_text_is_read_by_a_compiled_model_which_answers_as_its_own(
 
 
 def test_only_distances_of_the_task_are_asked(tmp_path: Path) -> None:
-    options = {"variable_tracking": {"hops": 10}}
-    trials = FarTrials(
-        ["rmt"], ["recall", "variable_tracking"], 4, 1, 8, tmp_path, options, course=Course(3, 4), far=4000
-    )
+    options = {"niah": {"keys": 14}}
+    trials = FarTrials(["rmt"], ["recall", "niah"], 4, 1, 8, tmp_path, options, course=Course(3, 4), far=4000)
     asked = {trial.task: trials.distances(trial) for trial in trials.all() if trial.memory == "rmt"}
-    assert asked == {"recall": [1, 2, 4, 5], "variable_tracking": [4, 5, 10, 20, 50, 100, 200, 250]}
+    assert asked == {"recall": [1, 2, 4, 5], "niah": [4, 5, 10, 20, 50, 100, 200, 250]}
 
 
 def test_a_training_that_is_cut_off_leaves_no_weights_beside_the_result_of_others(

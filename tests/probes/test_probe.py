@@ -184,7 +184,7 @@ def test_files_go_to_the_tasks_that_read_them() -> None:
         ("all --tasks latch latch.classes=few", "latch.classes='few' must be a whole number"),
         ("all --tasks latch copy.symbols=3", "'copy', which is neither among the memories nor among the tasks latch"),
         ("all --tasks latch latch=3", "latch=3 sets no option; write latch.option=value"),
-        ("all --tasks variable_tracking variable_tracking.hops=5 --distance 1", "at least 2 segments for Variable"),
+        ("all --tasks niah niah.keys=5 --distance 1", "at least 2 segments for Needles"),
         ("all --tasks recall --train-distance 1..7", "at most 6 segments for AssociativeRecall; raise keys"),
         ("all --distance 0", "--distance 0 must be at least 1"),
         ("transformer_xl --tasks latch --distance 2 --steps 1", "take at least 3"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ class ProbeSizes:
 
     Attributes:
         steps: the most. check_every: steps between two checks on `rows` new episodes. A check may advance a
-            curriculum, so rare checks spend most of the steps on solved distances.
+            curriculum, so rare checks spend most of the steps on solved distances. model: further options of the model.
     """
 
     width: int = 32
@@ -46,6 +46,7 @@ class ProbeSizes:
     enough: float = 0.995
     rows: int = 512
     short_convolution: int = 1
+    model: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -163,16 +164,9 @@ class Forgetful(nn.Module):
 
 def build_model(task: ProbeTask, memory: MemorySpec, sizes: ProbeSizes) -> nn.Module:
     """Return the probed language model; without a memory it knows nothing of earlier segments."""
-    model = create_model(
-        "language_model",
-        vocabulary=task.vocabulary,
-        width=sizes.width,
-        depth=sizes.depth,
-        heads=sizes.heads,
-        feed_forward=sizes.feed_forward,
-        memory=memory,
-        short_convolution=sizes.short_convolution,
-    )
+    names = ("width", "depth", "heads", "feed_forward", "short_convolution")
+    options = {name: getattr(sizes, name) for name in names} | sizes.model
+    model = create_model("language_model", vocabulary=task.vocabulary, memory=memory, **options)
     return Forgetful(model) if memory is None and sizes.short_convolution > 1 else model
 
 

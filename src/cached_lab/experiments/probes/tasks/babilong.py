@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from cached_lab.registries import PROBES
 
-from .base import Episode, StreamedTask, asked_at_end, nothing_asked
+from .base import Episode, ProbeTask, asked_at_end, nothing_asked
 
 FACTS = {"qa1": 4, "qa2": 6, "qa3": 8, "qa4": 2, "qa5": 6}
 """Sentences of the longest story of each of bAbI's tasks, unless an option says another number."""
@@ -58,7 +58,7 @@ class Story(NamedTuple):
     sizes="qa1 to qa5 with 2 to 8 facts; the paper: bAbI's 20 tasks and all of their facts",
     solved_by="keeping facts one by one and in order; qa2 and qa3 join two and three facts",
 )
-class BookStories(StreamedTask):
+class BookStories(ProbeTask):
     """A story's facts scattered over the sentences of books; the end asks for a conclusion from them.
 
     Books start over at their end. At distance 0, if stories fit with their question into a segment, attention answers:
@@ -117,6 +117,7 @@ class BookStories(StreamedTask):
         self.shortest = 0 if asked_too <= segment else -(-max(lengths) // segment)
         self._novel_N, kinds = self.encode(novel), [sorted({*used} & {*kind}) for kind in NAMES]
         self._parts: dict[str, BookStories] = {}
+        self._kinds: list[Tensor] = []
         for split in ("valid", "test", "train"):
             self._parts[split] = self if split == "train" else copy.copy(self)
             self._parts[split]._take(split)
@@ -139,7 +140,6 @@ class BookStories(StreamedTask):
             raise ValueError(f"the books have no sentence of {SHORTEST_SENTENCE} words or more; give a novel")
         self._text_N = torch.cat(sentences)
         self._starts = torch.tensor([0, *map(len, sentences)]).cumsum(0)[:-1]
-        self._kinds: list[Tensor] = []
 
     def encode(self, words: Iterable[str]) -> Tensor:
         """Return the ids of words."""

@@ -15,7 +15,7 @@ from torch import Generator
 
 from cached_lab.registries import PROBES
 
-from .base import NOISE, Episode, StreamedTask, asked_at_end, noise, nothing_asked
+from .base import NOISE, Episode, ProbeTask, asked_at_end, noise, nothing_asked
 
 
 @PROBES.register(
@@ -27,7 +27,7 @@ from .base import NOISE, Episode, StreamedTask, asked_at_end, noise, nothing_ask
     sizes="4 classes",
     solved_by="any carried state; with decoys, one that also decides what to write",
 )
-class Latch(StreamedTask):
+class Latch(ProbeTask):
     """One of a few symbols hides in the first segment; the last token asks for it.
 
     At distance 0 both are in one segment, which attention solves: the beginning of a curriculum.
@@ -71,7 +71,7 @@ class Latch(StreamedTask):
     sizes="4 of 6 symbols; the paper: 24, 120 and 360 of 8",
     solved_by="a store of tokens that reaches back; a state with room for the string",
 )
-class Copy(StreamedTask):
+class Copy(ProbeTask):
     """The first segment begins with random symbols; the last one ends with them, each predicted from those before it.
 
     At distance 0, if a segment has room, it holds the string twice. Ids: symbols, noise, start.
@@ -113,7 +113,7 @@ class Copy(StreamedTask):
     sizes="2 digits; Infini-attention: 5",
     solved_by="a state that repeated noise does not wear off: a delta rule, a chosen region",
 )
-class Passkey(StreamedTask):
+class Passkey(ProbeTask):
     """A number between two marks in the first segment, in a repeated filler; the end asks for it.
 
     Ids: digits 0 to 9, filler words, mark, question.

@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 
 from cached_lab.registries import PROBES
 
-from .base import IGNORED, Episode, StreamedTask, distinct
+from .base import IGNORED, Episode, ProbeTask, distinct
 
 
 @PROBES.register(
@@ -29,7 +29,7 @@ from .base import IGNORED, Episode, StreamedTask, distinct
     solved_by="a store that reaches the pairs; a state with keys wider than the number of pairs (a sum, or better a "
     "delta rule)",
 )
-class MQAR(StreamedTask):
+class MQAR(ProbeTask):
     """Keys of a list of pairs occur again; the target at each is its value.
 
     Figure 2 of the paper is `vocabulary=8192` with (tokens, pairs) of (64, 4), (128, 8), (256, 16), (512, 64), one

@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 
 from cached_lab.registries import PROBES
 
-from .base import NOISE, Episode, StreamedTask, asked_at_end, noise, nothing_asked
+from .base import NOISE, Episode, ProbeTask, asked_at_end, noise, nothing_asked
 
 MOST_KEYS = 2**20
 """The last value of every key is kept for each row."""
@@ -33,7 +33,7 @@ ARMT: dict[str, Any] = {"paper": "arXiv:2407.04841", "title": "ARMT", "chance": 
     sizes="6 keys, 6 values; the paper: 4 pairs, 26 keys, 10 values",
     solved_by="binding a value to its key before or while it is carried",
 )
-class AssociativeRecall(StreamedTask):
+class AssociativeRecall(ProbeTask):
     """Each segment before the last holds a key and its value; the last asks for the value of one of the keys.
 
     Values are independent of keys, so a key tells nothing. A memory that misses only the first segment still knows the
@@ -75,7 +75,7 @@ class AssociativeRecall(StreamedTask):
     sizes="keys and values of 1 of 16 symbols; the paper: keys of 1 to 3, 1 to 200 pairs",
     solved_by="a store that reaches back; a state with room for the pairs: d pairs in a matrix of d keys",
 )
-class Remember(StreamedTask):
+class Remember(ProbeTask):
     """A pair of strings in each segment, all keys different; the end gives a key and asks for its value.
 
     A segment is key, separator, value, end, blanks; the last one is blanks, key, question, value without its last
