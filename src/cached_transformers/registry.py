@@ -14,6 +14,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from .annotations import check_type, hints_of, shown
@@ -50,13 +51,13 @@ class Registration(Generic[T]):
         """First line of the factory's docstring."""
         return (inspect.getdoc(self.factory) or "").partition("\n")[0]
 
-    @property
+    @cached_property
     def options(self) -> dict[str, inspect.Parameter]:
         """Named parameters of the factory, without those in `**kwargs`."""
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return {n: p for n, p in inspect.signature(self.factory).parameters.items() if p.kind in kinds}
 
-    @property
+    @cached_property
     def open_ended(self) -> bool:
         """True if the factory accepts unknown keywords (`**kwargs`)."""
         return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(self.factory).parameters.values())
