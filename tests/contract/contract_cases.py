@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import contract.example_memories
 import contract.outside_memory  # noqa: F401  (registers a user's memory)
 import pytest
 import torch

@@ -14,7 +14,6 @@ from cached_lab.cli.main import main
 from cached_lab.experiments.leaderboard.boards import FARTHEST, SEEDS, TASKS, WHY, board_trials, reason
 from cached_lab.experiments.leaderboard.costs import measure_costs
 from cached_lab.experiments.leaderboard.standings import groups, standings
-from cached_lab.experiments.probes.far_trials import FarTrials
 from cached_lab.experiments.probes.protocol import ProbeSizes
 from cached_lab.experiments.probes.settings import setting, stream_memories
 from cached_lab.experiments.reports.board_page import MARKS, board_markdown, board_tables, write_board_page
@@ -192,18 +191,6 @@ def made_plain(content: dict[str, Any]) -> dict[str, Any]:
     """The same content from an unnamed machine, and from trainings without a commit."""
     results = [{key: value for key, value in r.items() if key != "environment"} for r in content["results"]]
     return content | {"machine": "a machine", "results": results}
-
-
-def test_more_rows_ask_again_and_train_nothing(tmp_path: Path) -> None:
-    def trials(rows: int) -> FarTrials:
-        return FarTrials(["rmt"], ["latch"], 1, 1, 4, tmp_path, far=4, rows=rows)
-
-    stamps = []
-    for rows in (8, 16):
-        list(trials(rows).train(trials(rows).missing(), jobs=1))
-        stamps.append((tmp_path / "latch/rmt/far_0.safetensors").stat().st_mtime_ns)
-    stored = json.loads((tmp_path / "latch/rmt/far_0.json").read_text())
-    assert stored["far"]["1"][2] == 16 and trials(16).missing() == trials(8).missing() == [] and stamps[0] == stamps[1]
 
 
 @pytest.mark.parametrize(

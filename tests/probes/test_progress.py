@@ -11,10 +11,9 @@ import torch
 from rich.console import Console
 
 from cached_lab.cli.main import main
-from cached_lab.experiments.probes.callbacks import Check, DistanceAnswer, News
 from cached_lab.experiments.probes.distances import Course, train_by_distance
 from cached_lab.experiments.probes.far_trials import FarTrials
-from cached_lab.experiments.probes.protocol import ProbeSizes, build_model, probe, score
+from cached_lab.experiments.probes.protocol import Check, DistanceAnswer, News, ProbeSizes, build_model, probe, score
 from cached_lab.experiments.probes.trials import Trial
 from cached_lab.experiments.reports.probe_progress import ProbeProgress
 from cached_lab.registries import PROBES

@@ -21,8 +21,6 @@ from .boards import NAME, reason
 from .costs import measure_costs
 
 FILE = "leaderboard.json"
-OTHER = "other"
-"""Group of a task without a registered one."""
 
 
 def write_leaderboard(trials: FarTrials, command: str) -> dict[str, Any]:
@@ -45,7 +43,7 @@ def groups(tasks: Sequence[str]) -> dict[str, list[str]]:
     """Group tasks by the ability they test."""
     found: dict[str, list[str]] = {}
     for task in tasks:
-        found.setdefault(PROBES.entry(task).info.get("asks", OTHER), []).append(task)
+        found.setdefault(PROBES.entry(task).info.get("asks", "other"), []).append(task)
     return found
 
 

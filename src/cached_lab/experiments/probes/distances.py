@@ -20,8 +20,7 @@ from cached_lab.training.reconstruction_loss import ReconstructionLoss
 from cached_transformers.loops.replay import ReplayLoop
 from cached_transformers.loops.segments import SegmentLoop
 
-from .callbacks import Check, Tell, unheard
-from .protocol import ProbeSizes, score, training_step
+from .protocol import Check, ProbeSizes, Tell, score, training_step, unheard
 from .tasks import ProbeTask
 
 REPLAYED = 64

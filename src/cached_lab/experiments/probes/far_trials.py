@@ -22,9 +22,8 @@ from cached_lab.registries import PROBES
 from cached_transformers.files import json_text, write_whole
 from cached_transformers.state import nbytes
 
-from .callbacks import DistanceAnswer, Tell
 from .distances import Course, ladder, train_by_distance
-from .protocol import ProbeSizes, build_model, score
+from .protocol import DistanceAnswer, ProbeSizes, Tell, build_model, score
 from .settings import setting
 from .trials import Result, Trial, Trials
 

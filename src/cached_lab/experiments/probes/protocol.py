@@ -9,7 +9,7 @@ Legend: B rows, N tokens of a piece.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,8 +22,42 @@ from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories import MemorySpec
 from cached_transformers.state import State, last_use, reorder
 
-from .callbacks import Check, Tell, unheard
 from .tasks import IGNORED, Episode, ProbeTask
+
+
+class Check(NamedTuple):
+    """Message: a training at one of its steps.
+
+    Attributes:
+        step, steps: done, and of the whole training, which may still shrink.
+        loss: of this step's batch, in nats per asked token.
+        distance, farthest: segments from cue to question: the most at this step, and at the end.
+        accuracy: at `distance`, on episodes that are not trained on.
+        solved: True if `distance` is solved for the first time.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    distance: int
+    farthest: int
+    accuracy: float
+    solved: bool
+
+
+class DistanceAnswer(NamedTuple):
+    """Message: accuracy of a trained model `tokens` after the cue."""
+
+    tokens: int
+    accuracy: float
+
+
+News = Check | DistanceAnswer
+Tell = Callable[[News], object]
+
+
+def unheard(news: News) -> None:
+    """Ignore a message."""
 
 
 @dataclass(frozen=True)
@@ -108,15 +142,10 @@ def train(
     bptt: int | None = None,
     tell: Tell = unheard,
 ) -> tuple[float, int]:
-    """Train a model at one distance, until its accuracy is enough or the steps are over.
+    """Train a model at one distance, until its accuracy is enough or the steps are over; return both.
 
     Args:
-        seed: of the episodes.
-        bptt: segments that a gradient may cross; None for all.
-        passes, tell: as of `probe`.
-
-    Returns:
-        The accuracy at the trained distance, and the steps done.
+        seed: of the episodes. bptt: segments that a gradient may cross; None for all.
     """
     loop = SegmentLoop(model, task.segment, distance + 1 if bptt is None else bptt, passes)
     optimizer = torch.optim.AdamW(model.parameters(), sizes.learning_rate, weight_decay=0.01)
@@ -144,11 +173,7 @@ def training_step(loop: SegmentLoop, optimizer: torch.optim.Optimizer, episode: 
 
 
 class Forgetful(nn.Module):
-    """Control without a state: reads every segment as the first, for models that carry more than a memory.
-
-    Args:
-        model: called as `model(inputs, state)`.
-    """
+    """Control without a state: reads every segment as the first, for models that carry more than a memory."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

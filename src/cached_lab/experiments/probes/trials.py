@@ -27,8 +27,7 @@ from cached_lab.training.run_lock import folder_lock
 from cached_transformers.files import json_text, write_whole
 from cached_transformers.interfaces.probing import Options
 
-from .callbacks import News, Tell
-from .protocol import ProbeSizes, probe
+from .protocol import News, ProbeSizes, Tell, probe
 from .settings import MODEL, setting
 from .tasks import ProbeTask
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import TaskID
 
-from cached_lab.experiments.probes.callbacks import DistanceAnswer, News
+from cached_lab.experiments.probes.protocol import DistanceAnswer, News
 from cached_lab.experiments.probes.trials import Trial
 from cached_lab.training.progress import training_bar
 
