@@ -1,8 +1,7 @@
 """Registries of parts by name, one per kind, filled by decorators.
 
-A part is registered in the file that defines it, and contract tests run over all registered parts. Importing
-`cached_transformers.memories` fills `MEMORIES`, and so on. The command line, README and documentation read the facts of
-a part (`info`) from its registration.
+A part is registered in its own file: importing `cached_transformers.memories` fills `MEMORIES`. Contract tests run over
+all parts, and the command line and the documentation read the facts of a part (`info`) from its registration.
 """
 
 from __future__ import annotations
