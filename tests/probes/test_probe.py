@@ -98,7 +98,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs" / "probe"
 
 
-QUICK_MODEL = ["model.width=8", "model.heads=1", "model.feed_forward=8", "model.rows=256"]
+QUICK_MODEL = ["model.width=8", "model.heads=1", "model.feed_forward=8", "model.rows=256", "model.batch_size=8"]
 COMMAND = ["probe", "transformer_xl", *QUICK_MODEL, "--tasks", "latch", "--steps", "20"]
 
 
@@ -124,7 +124,7 @@ def test_a_memory_from_outside_the_package_is_probed_as_it_says(folder: Path, mo
     asked = []
     within = Probing(lambda *facts: asked.append(facts) or {"length": 9})  # type: ignore[func-returns-value]
     MEMORIES.register("of_a_user", probe=within)(type("OfAUser", (TransformerXL,), {}))
-    assert main(["probe", "of_a_user", "--tasks", "latch", "--distance", "3", "--steps", "1"]) == 0
+    assert main(["probe", "of_a_user", *QUICK_MODEL, "--tasks", "latch", "--distance", "3", "--steps", "1"]) == 0
     stored = json.loads((folder / "latch/of_a_user/within_reach_0.json").read_text())
     assert stored["settings"]["memory"] == {"name": "of_a_user", "length": 9}
     assert set(asked) == {(PROBES.create("latch").segment, 3, ProbeSizes().depth)}
