@@ -32,7 +32,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "mqar/together": ({}, (0,)),
     "remember/strings": ({"key_size": 2, "value_size": 3, "segment": 16, "symbols": 5}, (1, 20)),
     "rewrite/strings": ({"value_size": 2, "segment": 16, "symbols": 3}, (1, 9)),
-    "mqar/lists": ({"segment": 8, "pairs": 7, "random_fill": True}, (3, 6)),
+    "mqar/lists": ({"segment": 8, "pairs": 7}, (3, 6)),
     "mqar/paper": ({"spread": 0.01, "vocabulary": 128}, (3,)),
     "mqar/uniform": ({"spread": 1.0, "segment": 4}, (4, 7)),
     "mqar/one": ({"spread": 0.01, "segment": 64}, (0,)),

@@ -1,8 +1,8 @@
 """Many questions about a list of pairs (MQAR; Arora et al. 2023, arXiv:2312.04927, github.com/HazyResearch/zoology).
 
-Pairs of key and value come first; later each key occurs once more, with its value as the target, among blanks or random
-ids. The paper spreads the questions over the text by a power law, P(gap g) ~ a (g + 1)^(a - 1); the default here puts
-them all into the last segment, so that only a memory answers them.
+Pairs of key and value come first; later each key occurs once more, with its value as the target, among blanks. The
+paper spreads the questions over the text by a power law, P(gap g) ~ a (g + 1)^(a - 1); the default here puts them all
+into the last segment, so that only a memory answers them.
 
 Legend: B rows, L tokens of a segment, P pairs in the list, Q questions, S slots of two tokens that may hold a question.
 """
@@ -41,20 +41,12 @@ class MQAR(ProbeTask):
         spread: a of the power law over the text after the list, .01 in the paper, 1 uniform; None for questions in the
             last segment only, at most one per slot. At distance 0, if a segment has room, they follow the list:
             attention learns to bind before a memory has to.
-        random_fill: random ids of all kinds instead of blanks; they mean nothing.
 
     Raises:
         ValueError: an odd segment, fewer ids than the pairs need.
     """
 
-    def __init__(
-        self,
-        segment: int = 16,
-        pairs: int = 4,
-        vocabulary: int = 64,
-        spread: float | None = None,
-        random_fill: bool = False,
-    ) -> None:
+    def __init__(self, segment: int = 16, pairs: int = 4, vocabulary: int = 64, spread: float | None = None) -> None:
         if segment < 2 or segment % 2:
             raise ValueError(f"segment={segment} must be even and at least 2: a question takes two tokens")
         if pairs < 1 or vocabulary < 2 * (pairs + 1) or vocabulary % 2:
@@ -65,7 +57,7 @@ class MQAR(ProbeTask):
         if spread is not None and spread <= 0:
             raise ValueError(f"spread={spread} must be above 0; 0.01 is the paper's, 1 is uniform")
         self.segment, self.pairs, self.vocabulary, self.spread = segment, pairs, vocabulary, spread
-        self.random_fill, self.chance = random_fill, 2 / vocabulary
+        self.chance = 2 / vocabulary
         tokens = 2 * pairs + segment if spread is None else 4 * pairs  # spread: a slot for every key
         self.shortest = 0 if 4 * pairs <= segment else -(-tokens // segment) - 1
 
@@ -89,8 +81,6 @@ class MQAR(ProbeTask):
         keys_BQ, answers_BQ = keys_BQ.gather(1, which_BQ), answers_BQ.gather(1, which_BQ)
         for begin in range(0, (distance + 1) * self.segment, self.segment):
             inputs_BL = torch.zeros(rows, self.segment, dtype=torch.long)
-            if self.random_fill:
-                inputs_BL = torch.randint(0, self.vocabulary, (rows, self.segment), generator=generator)
             listed_BN = list_BN[:, begin : begin + self.segment]
             inputs_BL[:, : listed_BN.shape[1]] = listed_BN
             targets_BL = torch.full_like(inputs_BL, IGNORED)
