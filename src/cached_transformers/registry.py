@@ -1,8 +1,7 @@
 """Registries of parts by name, one per kind, filled by decorators.
 
-A part is registered in the file that defines it, and contract tests run over all registered parts. Importing
-`cached_transformers.memories` fills `MEMORIES`, and so on. The command line, README and documentation read the facts of
-a part (`info`) from its registration.
+A part is registered in its own file: importing `cached_transformers.memories` fills `MEMORIES`. Contract tests run over
+all parts, and the command line and the documentation read the facts of a part (`info`) from its registration.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from .annotations import check_type, hints_of, shown
@@ -50,13 +50,13 @@ class Registration(Generic[T]):
         """First line of the factory's docstring."""
         return (inspect.getdoc(self.factory) or "").partition("\n")[0]
 
-    @property
+    @cached_property
     def options(self) -> dict[str, inspect.Parameter]:
         """Named parameters of the factory, without those in `**kwargs`."""
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return {n: p for n, p in inspect.signature(self.factory).parameters.items() if p.kind in kinds}
 
-    @property
+    @cached_property
     def open_ended(self) -> bool:
         """True if the factory accepts unknown keywords (`**kwargs`)."""
         return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(self.factory).parameters.values())

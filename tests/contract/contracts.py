@@ -416,9 +416,4 @@ CONTRACTS: dict[str, Contract] = {
         bytes_per_row=lambda d: 4 * (4 * d + 16) + 16,
     ),
     "outside_infini": Contract(bytes_per_row=lambda d: 4 * (d * d // 2 + d) + 8),
-    "example_window": Contract(
-        options={"length": 8}, bytes_per_row=lambda d: 8 * (4 * d + 8) + 8, exact={"length": 64}
-    ),
-    "example_tokens": Contract(bytes_per_row=lambda d: 4 * 3 * d + 8),
-    "example_slots": Contract(bytes_per_row=lambda d: 4 * 3 * d + 8),
 }

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from contract.contract_cases import HEADS, ROWS, SEGMENT, WIDTH
-from contract.example_memories import ExampleSlots, ExampleTokens, ExampleWindow
 from torch import Tensor, nn
 
 from cached_transformers import state as states
@@ -16,25 +15,26 @@ from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block
 from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import Stack
+from cached_transformers.memories import RMT, Memformer, TransformerXL
 from cached_transformers.memories.grc.stream import StreamGRC
-from cached_transformers.memories.parts.slot_attention import SlotAttention
 from cached_transformers.positions import RotaryPositions
 
 
 def make(layer: type[LayerMemory] | None, spanning: type[ModelMemory] | None) -> Stack:
     torch.manual_seed(0)
-    memory: Any = None if spanning is None else spanning(WIDTH, HEADS)
+    memory: Any = None if spanning is None else spanning(WIDTH, HEADS, length=3)  # type: ignore[call-arg]
+    options = {"relative": False} if layer is TransformerXL else {}
 
     def block(_: int) -> Block:
         attention = SelfAttention(
             WIDTH,
             HEADS,
-            memory=None if layer is None else layer(WIDTH, HEADS, length=8),  # type: ignore[call-arg]
+            memory=None if layer is None else layer(WIDTH, HEADS, length=8, **options),  # type: ignore[call-arg]
             positions=RotaryPositions(WIDTH // HEADS),
             norm=nn.LayerNorm(WIDTH),
             causal=True,
         )
-        slots = SlotAttention(WIDTH, HEADS) if spanning is ExampleSlots else None
+        slots = memory.slot_attention(0) if spanning is Memformer else None
         return Block(attention, FeedForward(WIDTH, WIDTH, norm=nn.LayerNorm(WIDTH)), slot_attention=slots)
 
     return Stack(block, 2, model_memory=memory, width=WIDTH).eval()
@@ -48,8 +48,8 @@ def run(stack: Stack, segments: list[Tensor]) -> list[Any]:
     return outs
 
 
-@pytest.mark.parametrize("layer", [ExampleWindow, StreamGRC])
-@pytest.mark.parametrize("spanning", [ExampleTokens, ExampleSlots])
+@pytest.mark.parametrize("layer", [TransformerXL, StreamGRC])
+@pytest.mark.parametrize("spanning", [RMT, Memformer])
 def test_two_memories_in_one_stack(layer: type[LayerMemory], spanning: type[ModelMemory]) -> None:
     segments = list(torch.randn(4, ROWS, SEGMENT, WIDTH))
     changed = [segments[0].flip(0), *segments[1:]]

@@ -25,7 +25,6 @@ from torch import Tensor
 from cached_transformers import state as states
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories.grc.shared_cache import caches, commit_caches
-from cached_transformers.memories.grc.stream import StreamGRCState
 from cached_transformers.models.generation import GeneratedText
 from cached_transformers.models.segments import read_segments
 from cached_transformers.registry import MEMORIES
@@ -269,9 +268,3 @@ def test_the_state_is_as_large_as_the_docstring_says(case: Case) -> None:
     model = case.build()
     layers = DEPTH if case.in_layers else 1
     assert states.nbytes(model.init_state(ROWS)) == ROWS * (layers * formula(WIDTH) + 8)  # the clock
-
-
-def test_the_documented_size_of_a_stream_cache() -> None:
-    case = next(case for case in STREAMS if case.memory == "grc_stream")
-    state = case.build().double().init_state(ROWS).layers[0]
-    assert isinstance(state, StreamGRCState) and states.nbytes(state) == ROWS * (2 * 4 * (WIDTH // 2) * 8 + 8)

@@ -310,7 +310,7 @@ class Grammar:
             ],
             "memory": ["carry", "reset,shuffle", "batch", "other", "carry,"],
             "memories": ["grc_stream", "transformer_xl,rmt", "all", "gcr"],
-            "tasks": ["latch", "copy,recall", "facts", "x"],
+            "tasks": ["latch", "copy,recall", "babilong", "x"],
             "models": ["ViT-S", "x"],
             "attentions": ["all", "linear,softmax", "x"],
             "control": ["conv", "flops", "conv,flops", "x"],

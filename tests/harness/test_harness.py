@@ -206,8 +206,5 @@ def test_the_device_that_the_harness_says_for_nobody_is_there_or_another_is_take
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="no CUDA device"):
             cached(run, device="cuda:0")
-
-
-def test_a_batch_that_is_no_number_is_refused(run: Path) -> None:
     with pytest.raises(ValueError, match="batch_size='auto'"):
         cached(run, batch_size="auto")

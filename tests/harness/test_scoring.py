@@ -8,8 +8,7 @@ import pytest
 import torch
 from integrations.transformers_hosts import GPT2, awaken, stream
 
-from cached_lab.experiments.harness.generation import EndingText, generate_until
-from cached_lab.experiments.harness.scoring import ScoredText, TextScore, log_probabilities
+from cached_lab.experiments.harness.batches import ScoredText, TextScore, ended_text, generate_until, log_probabilities
 from cached_lab.tasks.language.completion import Words
 from cached_transformers import create_model, generate
 from cached_transformers.models.sampling import Choice
@@ -42,34 +41,33 @@ MODELS = {
 
 
 def texts() -> list[ScoredText]:
-    """Return texts of unequal lengths: contexts over five segments, some shared, and some under one segment."""
+    """Return texts of unequal lengths: contexts over five segments, and some under one segment."""
     generator = torch.Generator().manual_seed(0)
 
     def some(count: int) -> list[int]:
         return torch.randint(0, VOCABULARY, (count,), generator=generator).tolist()
 
     long, other = some(5 * SEGMENT + 3), some(2 * SEGMENT)
-    found = [ScoredText([*long, *some(count)], len(long)) for count in (1, 3, SEGMENT + 4)]
-    found += [ScoredText([*other, *some(count)], len(other)) for count in (2, 2)]
-    found += [ScoredText(some(length), first) for length, first in ((4, 1), (3 * SEGMENT, 1), (SEGMENT + 1, SEGMENT))]
-    return [*found, ScoredText(some(4), 4)]
+    found = [([*long, *some(count)], len(long)) for count in (1, 3, SEGMENT + 4)]
+    found += [([*other, *some(count)], len(other)) for count in (2, 2)]
+    found += [(some(length), first) for length, first in ((4, 1), (3 * SEGMENT, 1), (SEGMENT + 1, SEGMENT))]
+    return [*found, (some(4), 4)]
 
 
 @torch.no_grad()
 def alone(model: Any, text: ScoredText, segment: int | None = SEGMENT) -> TextScore:
     """Slow twin: the text by itself, segment by segment, and the log-probability of every scored token."""
     reader = model.for_loops() if hasattr(model, "for_loops") else model
-    inputs = torch.tensor([list(text.ids[:-1])])
+    ids, first = text
+    inputs = torch.tensor([ids[:-1]])
     state, rows = reader.init_state(1), []
     for piece in inputs.split(segment or inputs.shape[1], 1):
         out = reader(piece, state)
         state = out.state
         rows.append(out.outputs[0].log_softmax(-1))
     logp = torch.cat(rows)
-    scored = [(place - 1, text.ids[place]) for place in range(text.first, len(text.ids))]
-    return TextScore(
-        sum(logp[at, token].item() for at, token in scored), all(logp[at].argmax() == t for at, t in scored)
-    )
+    scored = [(place - 1, ids[place]) for place in range(first, len(ids))]
+    return sum(logp[at, token].item() for at, token in scored), all(logp[at].argmax() == t for at, t in scored)
 
 
 @pytest.mark.parametrize(("name", "rows"), [*((name, 4) for name in MODELS), ("rmt", 1)])
@@ -78,11 +76,9 @@ def test_a_batch_of_unequal_texts_is_scored_as_each_alone(name: str, rows: int) 
     found = dict(log_probabilities(model, given, SEGMENT, rows))
     assert sorted(found) == list(range(len(given)))
     for place, text in enumerate(given):
-        if text.first < len(text.ids):
-            want = alone(model, text)
-            assert found[place].logp == pytest.approx(want.logp, abs=1e-10) and found[place].greedy == want.greedy
-    assert found[len(given) - 1] == TextScore(0.0, True)
-    assert len({score.logp for score in found.values()}) == len(given)
+        assert found[place] == pytest.approx(alone(model, text), abs=1e-10)
+    assert found[len(given) - 1] == (0.0, True)
+    assert len({logp for logp, _ in found.values()}) == len(given)
 
 
 def test_a_store_of_everything_scores_as_the_whole_text_in_one_pass() -> None:
@@ -92,33 +88,20 @@ def test_a_store_of_everything_scores_as_the_whole_text_in_one_pass() -> None:
     given = texts()
     found = dict(log_probabilities(model, given, SEGMENT, 4))
     for place, text in enumerate(given[:-1]):
-        assert found[place].logp == pytest.approx(alone(plain, text, None).logp, abs=1e-10)
+        assert found[place] == pytest.approx(alone(plain, text, None), abs=1e-10)
     cut = alone(plain, given[0])  # without the memory the context is lost, and the score differs
-    assert abs(found[0].logp - cut.logp) > 1e-3
+    assert abs(found[0][0] - cut[0]) > 1e-3
     whole = dict(log_probabilities(plain, given, None, 4))
-    assert whole[0].logp == pytest.approx(found[0].logp, abs=1e-10)
+    assert whole[0] == pytest.approx(found[0], abs=1e-10)
 
 
 def test_the_likeliest_continuation_is_greedy_and_no_other_is() -> None:
-    model, context = ours("rmt"), texts()[0].ids[: 5 * SEGMENT + 3]
+    model, context = ours("rmt"), texts()[0][0][: 5 * SEGMENT + 3]
     likely = generate(model, torch.tensor([context]), tokens=7, temperature=0, segment_length=SEGMENT)
     ids = likely.tokens[0].tolist()
     wrong = [*ids[:3], (ids[3] + 1) % VOCABULARY]
-    found = dict(
-        log_probabilities(model, [ScoredText([*context, *end], len(context)) for end in (ids, wrong)], SEGMENT, 2)
-    )
-    assert found[0].greedy and not found[1].greedy
-    assert found[0].logp == pytest.approx(float(likely.scores), abs=1e-10)
-
-
-def test_what_contexts_have_in_common_is_read_once() -> None:
-    model, read = ours("rmt"), []
-    model.register_forward_pre_hook(lambda module, inputs: read.append(inputs[0].shape))
-    context = list(range(20)) * 2
-    given = [ScoredText([*context, *end], 40) for end in ([1, 2], [3], [4, 5])]
-    assert len(dict(log_probabilities(model, given, SEGMENT, 8))) == 3
-    whole = 39 // SEGMENT
-    assert [tuple(shape) for shape in read] == [(1, SEGMENT)] * whole + [(3, SEGMENT), (3, 1)]
+    found = dict(log_probabilities(model, [([*context, *end], len(context)) for end in (ids, wrong)], SEGMENT, 2))
+    assert found[0] == (pytest.approx(float(likely.scores), abs=1e-10), True) and not found[1][1]
 
 
 def test_the_model_is_left_as_it_was_and_bad_input_is_refused() -> None:
@@ -126,7 +109,7 @@ def test_the_model_is_left_as_it_was_and_bad_input_is_refused() -> None:
     list(log_probabilities(model, texts(), SEGMENT, 4))
     assert model.training
     with pytest.raises(ValueError, match="first=0"):
-        list(log_probabilities(model, [ScoredText([1, 2], 0)], SEGMENT, 4))
+        list(log_probabilities(model, [([1, 2], 0)], SEGMENT, 4))
     with pytest.raises(ValueError, match="segment_length=None"):
         list(log_probabilities(model, texts(), None, 4))
 
@@ -161,19 +144,9 @@ def test_writing_ends_as_soon_as_every_row_has_ended() -> None:
 def test_a_text_ends_at_the_first_of_several_strings_wherever_tokens_are_cut() -> None:
     spell = {0: "a", 1: "\n", 2: "\nQ", 3: ":b"}
     words = Words((), lambda text: [], lambda ids: "".join(spell[i] for i in ids), 9)
-
-    def ended(ids: list[int], *until: str) -> tuple[str, bool]:
-        row = EndingText(words, [0], until)
-        for token in ids:
-            row.add(token)
-        return row.whole(), row.done
-
-    assert ended([0, 2, 3, 0], "Q:", "b") == ("a\n", True)
-    assert ended([0, 1, 2, 0], "\n\nQ") == ("a", True)
-    assert ended([0, 1, 0], "\n\nQ") == ("a\na", False)
-    assert ended([0, 3, 9, 0], "never") == ("a:b", True)
+    assert ended_text(words, [0], [0, 2, 3, 0], ["Q:", "b"]) == ("a\n", True)
+    assert ended_text(words, [0], [0, 1, 2, 0], ["\n\nQ"]) == ("a", True)
+    assert ended_text(words, [0], [0, 1, 0], ["\n\nQ"]) == ("a\na", False)
+    assert ended_text(words, [0], [0, 3, 9, 0], ["never"]) == ("a:b", True)
     halves = Words((), lambda text: [], lambda ids: bytes(ids).decode(errors="replace"), None)
-    row = EndingText(halves, [], ["ï"])
-    for byte in "naïve".encode():
-        row.add(byte)
-    assert (row.whole(), row.done) == ("na", True)
+    assert ended_text(halves, [], [*"naïve".encode()], ["ï"]) == ("na", True)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from cached_lab.experiments.probes import ProbeTask
-from cached_lab.experiments.probes.protocol import ProbeSizes, build_model, measure, train
+from cached_lab.experiments.probes.protocol import ProbeSizes, build_model, score, train
 from cached_lab.experiments.probes.tasks import Latch
 
 LATCH = Latch()
@@ -54,7 +54,7 @@ def accuracy(
 ) -> float:
     """Share of right answers on new episodes; `forget` drops the state before the last segment, `shuffle` hands it to
     the next row."""
-    return measure(model, task, distance, ROWS, passes, forget=forget, shuffle=shuffle)
+    return score(model, task, distance, ROWS, passes, forget=forget, shuffle=shuffle).accuracy
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import contract.example_memories  # noqa: F401  (registers the examples of CONTRACTS)
 import pytest
 import torch
 from contract.contracts import CONTRACTS

@@ -201,7 +201,7 @@ def test_codes_of_positions_are_made_once_for_a_segment(
 
 def test_no_memory_and_no_core_is_forgotten() -> None:
     causal = {name for name, contract in CONTRACTS.items() if "/" not in name and contract.model == "language_model"}
-    assert causal & {e.name for e in MEMORIES} - {"convolution", "example_tokens", "example_window"} <= OPTIONS.keys()
+    assert causal & {e.name for e in MEMORIES} - {"convolution"} <= OPTIONS.keys()
     cores = {name_of(c).partition(",")[0] for c in CORES}
     for entry in ATTENTIONS:
         if entry.name == "softmax" or entry.name not in CASES or "causal" not in entry.factory.can:

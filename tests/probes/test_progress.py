@@ -11,10 +11,9 @@ import torch
 from rich.console import Console
 
 from cached_lab.cli.main import main
-from cached_lab.experiments.probes.callbacks import Check, DistanceAnswer, News
 from cached_lab.experiments.probes.distances import Course, train_by_distance
 from cached_lab.experiments.probes.far_trials import FarTrials
-from cached_lab.experiments.probes.protocol import ProbeSizes, build_model, measure, probe
+from cached_lab.experiments.probes.protocol import Check, DistanceAnswer, News, ProbeSizes, build_model, probe, score
 from cached_lab.experiments.probes.trials import Trial
 from cached_lab.experiments.reports.probe_progress import ProbeProgress
 from cached_lab.registries import PROBES
@@ -32,7 +31,7 @@ def test_a_training_by_distance_tells_what_it_returns() -> None:
     checks = [news for news in told if isinstance(news, Check)]
     assert len(checks) == len(told) == 3 and [check.step for check in checks] == [20, 40, 60]
     assert {check.distance: check.step for check in checks if check.solved} == trained.solved_at and trained.solved > 1
-    assert checks[-1].accuracy == trained.accuracy == measure(model, task, checks[-1].distance, SIZES.rows)
+    assert checks[-1].accuracy == trained.accuracy == score(model, task, checks[-1].distance, SIZES.rows).accuracy
     assert {check.farthest for check in checks} == {3} and checks[-1].steps == trained.steps
     assert all(0.5 < check.loss < 4 for check in checks) and len({check.loss for check in checks}) == 3
 

@@ -12,44 +12,34 @@ import pytest
 import torch
 from probes.solvers import SOLVERS
 
-from cached_lab.experiments.probes.distances import Course, holds, train_by_distance
+from cached_lab.experiments.probes.distances import Course, train_by_distance
 from cached_lab.experiments.probes.protocol import ProbeSizes, build_model, probe
-from cached_lab.experiments.probes.tasks import IGNORED, BabiFacts, Episode, ProbeTask, base, mqar
+from cached_lab.experiments.probes.tasks import IGNORED, Episode, ProbeTask, base
 from cached_lab.experiments.probes.tasks.base import distinct
 from cached_lab.experiments.probes.tasks.mqar import power_law_slots
-from cached_lab.experiments.probes.trials import asked_of
 from cached_lab.registries import PROBES
 
 CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     **{name: ({}, (3, 5)) for name in SOLVERS},
+    **{f"{name}/longer": ({"segment": 24}, (2, 1)) for name in SOLVERS},
     "latch/decoys": ({"decoys": True, "segment": 16}, (1, 4)),
     "copy/short": ({"segment": 16, "length": 4}, (2, 1)),
     "copy/together": ({"segment": 8, "length": 4}, (0,)),
-    "reverse/together": ({"segment": 16, "length": 4}, (0,)),
-    "reverse/short": ({"segment": 16, "length": 4}, (1,)),
     "recall/long": ({"segment": 16}, (3,)),
     "recall/together": ({"segment": 10}, (0,)),
     "remember/together": ({"segment": 16}, (0,)),
-    "remember/varied": ({"segment": 21, "key_size": 2, "value_size": 3, "symbols": 5, "varied": True}, (0,)),
     "rewrite/together": ({"segment": 24, "symbols": 3}, (0,)),
     "mqar/together": ({}, (0,)),
     "remember/strings": ({"key_size": 2, "value_size": 3, "segment": 16, "symbols": 5}, (1, 20)),
     "rewrite/strings": ({"value_size": 2, "segment": 16, "symbols": 3}, (1, 9)),
-    "mqar/lists": ({"segment": 8, "pairs": 7, "rewritten": 5, "random_fill": True}, (3, 6)),
-    "mqar/paper": ({"spread": 0.01, "vocabulary": 128, "rewritten": 1}, (3,)),
+    "mqar/lists": ({"segment": 8, "pairs": 7}, (3, 6)),
+    "mqar/paper": ({"spread": 0.01, "vocabulary": 128}, (3,)),
     "mqar/uniform": ({"spread": 1.0, "segment": 4}, (4, 7)),
     "mqar/one": ({"spread": 0.01, "segment": 64}, (0,)),
-    "memorise/short": ({"segment": 8, "decoys": 1.0}, (2,)),
-    "detect/long": ({"segment": 32, "decoys": 0.0}, (2,)),
-    "reason/short": ({"segment": 8}, (1, 4)),
-    "niah_single/uuid": ({"segment": 40, "digits": 32, "base": 16, "haystack": "needles"}, (2,)),
-    "niah_multikey/needles": ({"haystack": "needles"}, (1, 3)),
-    "niah_multiquery/paper": ({"digits": 7, "segment": 32}, (2,)),
-    "variable_tracking/chains": ({"chains": 3, "hops": 2}, (2,)),
-    "common_words/paper": ({"words": 40, "common": 10, "often": 30, "rarely": 3}, (50,)),
-    "frequent_words/paper": ({"asked": 3, "segment": 32}, (200, 4)),
-    **{f"babilong/qa{n}": ({"question": f"qa{n}"}, (2, 5)) for n in range(2, 6)},
-    "babilong/long": ({"question": "qa3", "facts": 20, "segment": 18}, (5,)),
+    "niah/uuid": ({"segment": 40, "digits": 32, "base": 16, "haystack": "needles"}, (2,)),
+    "niah/multikey": ({"keys": 4, "haystack": "needles"}, (1, 3)),
+    "niah/multiquery": ({"keys": 4, "queries": 4, "digits": 7, "segment": 32, "haystack": "words"}, (2,)),
+    "niah/multivalue": ({"values": 4, "haystack": "words"}, (3, 5)),
 }
 """Options and distances, by the name of a task and of the case."""
 
@@ -70,17 +60,7 @@ def asked(episode: Episode) -> Iterator[tuple[list[int], list[tuple[int, int]]]]
 
 
 def test_every_task_has_a_solver() -> None:
-    assert {*SOLVERS, "facts"} == set(PROBES.names())
-
-
-@pytest.mark.parametrize("name", sorted(SOLVERS))
-def test_segments_may_be_longer(name: str) -> None:
-    task = PROBES.create(name, segment=24)
-    for tokens, questions in asked(draw(task, 2, rows=5)):
-        told: list[int] = []
-        for place, answer in questions:
-            assert SOLVERS[name](task, tokens, place, told) == {answer}
-            told.append(answer)
+    assert {*SOLVERS, "babilong"} == set(PROBES.names())
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
@@ -132,27 +112,24 @@ def test_the_last_segment_tells_nothing_about_the_first_answer(case: str) -> Non
         assert (text_BN == answers[:, None]).float().mean(0).max() < 0.7, "it stands at another place each time"
 
 
-KNOWN = sorted(
-    set(CASES)
-    - {"common_words", "frequent_words", "common_words/paper", "frequent_words/paper", "variable_tracking/chains"}
-    - {case for case in CASES if case.startswith("babilong/")}
-)
-"""Cases with an exact `without_first`."""
+ONE_OF = {"recall", "remember", "niah"}
+"""Tasks whose question is about one of several places, the first segment as likely as others."""
 
 
-@pytest.mark.parametrize("case", KNOWN)
-def test_who_misses_the_first_segment_knows_what_the_task_says(case: str) -> None:
-    task, solver, distance = made(case), SOLVERS[case.partition("/")[0]], CASES[case][1][0]
+@pytest.mark.parametrize("name", sorted({"latch", "copy", "passkey", "mqar"} | ONE_OF))
+def test_answers_in_the_first_segment_are_guesses_without_it(name: str) -> None:
+    task, solver, distance = PROBES.create(name), SOLVERS[name], 3
     right = []
-    for tokens, questions in asked(draw(task, distance, rows=1500)):
+    for tokens, questions in asked(draw(task, distance, rows=1000)):
         told: list[int] = []
         hidden = [None] * task.segment + tokens[task.segment :]
         for place, answer in questions:
-            possible = solver(task, tokens if place < task.segment else hidden, place, told)
+            possible = solver(task, hidden, place, told)
             assert answer in possible
             right.append(1 / len(possible))
             told.append(answer)
-    assert sum(right) / len(right) == pytest.approx(task.without_first(distance), abs=0.03)
+    known = (distance - 1) / distance if name in ONE_OF else 0
+    assert sum(right) / len(right) == pytest.approx(known + (1 - known) * task.chance, abs=0.04)
 
 
 @pytest.mark.parametrize("name", sorted(set(SOLVERS) - {"recall"}))
@@ -182,7 +159,7 @@ def test_places_and_keys_are_drawn_without_repetition_and_evenly() -> None:
 
 
 def test_questions_of_mqar_follow_the_power_law() -> None:
-    """The first follows the law, the second the law without the first; also in blocks."""
+    """The first follows the law, the second the law without the first."""
     a, slots = 0.3, 6
     drawn_BQ = power_law_slots(40_000, 2, slots, a, torch.Generator().manual_seed(0))
     law = torch.arange(1, slots + 1, dtype=torch.float64) ** (a - 1)
@@ -191,11 +168,6 @@ def test_questions_of_mqar_follow_the_power_law() -> None:
     for column, expected in ((0, law), (1, left)):
         found = drawn_BQ[:, column].bincount(minlength=slots) / 40_000
         assert torch.allclose(found.double(), torch.as_tensor(expected), atol=0.01)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mqar, "BLOCK", 4)
-        in_blocks_BQ = power_law_slots(40_000, 2, slots, a, torch.Generator().manual_seed(1))
-    found = in_blocks_BQ[:, 0].bincount(minlength=slots) / 40_000
-    assert torch.allclose(found.double(), law, atol=0.01)
 
 
 def test_mqar_has_the_papers_form() -> None:
@@ -210,36 +182,15 @@ def test_mqar_has_the_papers_form() -> None:
     assert early > 0.6, "questions come early"
 
 
-def test_some_numbers_of_pairs_are_as_likely_as_others() -> None:
-    task, generator = PROBES.create("rewrite", varied=True), torch.Generator().manual_seed(0)
-    lengths = Counter(task.draw(1, 4, generator).inputs_BN.shape[1] // task.segment - 1 for _ in range(400))
-    assert set(lengths) == {1, 2, 3, 4} and min(lengths.values()) > 70
-    plain = PROBES.create("rewrite")
-    mean = sum(plain.without_first(pairs) for pairs in (1, 2, 3, 4)) / 4
-    assert task.without_first(4) == pytest.approx(mean)
-
-
 def test_one_decoy_stands_in_each_segment_between() -> None:
     task = PROBES.create("latch", decoys=True)
     middle = draw(task, 4).inputs_BN[:, task.segment : -task.segment]
     assert ((middle >= 4) & (middle < 8)).sum(1).eq(3).all()
 
 
-def test_noise_speaks_of_others() -> None:
-    """Every cell without a fact is a sentence where decoys=1, and its place says nothing of the answer."""
-    task = PROBES.create("memorise", decoys=1.0, segment=9)
-    inputs_BN, targets_BN = draw(task, 3, rows=1000)
-    cells = inputs_BN[:, :27].unflatten(1, (9, 3))
-    assert (cells[..., 1] == 14).all() and (cells[..., 2] >= 8).all() and (cells[..., 2] < 14).all()
-    assert (cells[..., 0] < 4).sum(1).eq(1).all(), "one fact"
-    said = cells[..., 2] == targets_BN[:, -1:]
-    assert said.float().mean() > 1 / 6 and said[:, 3:].float().mean() == pytest.approx(1 / 6, abs=0.02)
-
-
 RECORDED = {
     "latch": (4796611, -49101904),
     "copy": (2849198, -38885340),
-    "reverse": (2841597, -38885324),
     "recall": (5204806, -48877584),
     "passkey": (23150570, -195897889),
 }
@@ -248,7 +199,7 @@ RECORDED = {
 
 def test_draws_are_those_of_the_recorded_results() -> None:
     sums = {}
-    for name in ("latch", "copy", "reverse", "recall", "passkey"):
+    for name in RECORDED:
         inputs_BN, targets_BN = draw(PROBES.create(name), 3, rows=64, seed=7)
         weights = torch.arange(1, inputs_BN.numel() + 1).view_as(inputs_BN)
         sums[name] = (int((inputs_BN * weights).sum()), int((targets_BN * weights).sum()))
@@ -262,28 +213,16 @@ def test_draws_are_those_of_the_recorded_results() -> None:
         ("copy", {"length": 5}, "length=5 must be 1 to segment=4"),
         ("mqar", {"segment": 15}, "segment=15 must be even"),
         ("mqar", {"vocabulary": 8}, "vocabulary=8 must be even and hold .*; take at least 10"),
-        ("mqar", {"rewritten": 5}, "rewritten=5 must be 0 to pairs=4"),
+        ("mqar", {"pairs": 0}, r"pairs=0 keys \(at least 1\)"),
         ("mqar", {"spread": 0.0}, "spread=0.0 must be above 0"),
         ("remember", {"segment": 3}, "segment=3 must hold a pair with its marks; take at least 4"),
         ("remember", {"key_size": 6}, "symbols=16 make 16,777,216 keys of key_size=6 .* take shorter ones"),
         ("rewrite", {"value_size": 0}, "value_size=0.*at least one symbol"),
-        ("memorise", {"segment": 2}, "segment=2 must hold a statement of 3 tokens"),
-        ("detect", {"decoys": 2.0}, "decoys=2.0 must be 0 .* to 1"),
-        ("niah_multivalue", {"segment": 8}, "segment=8 must hold .* of 9; take at least 9"),
-        ("niah_multikey", {"words": 4, "haystack": "needles"}, "words=4 must be at least 5"),
-        ("niah_single", {"digits": 0}, "digits=0.*at least one of each"),
-        ("niah_single", {"haystack": "hay"}, "haystack='hay' must be one of line, words, needles"),
-        ("variable_tracking", {"chains": 4}, "names=16 and numbers=16 must be at least 20 and 4"),
-        ("variable_tracking", {"hops": -1}, "hops=-1 must be at least 0"),
-        ("common_words", {"rarely": 6}, "often=6 and rarely=6: some words must be more frequent"),
-        ("frequent_words", {"alpha": 1.0}, "alpha=1.0 must be above 1"),
-        ("frequent_words", {"asked": 20, "words": 32, "segment": 32}, "asked=20 with alpha=2.0: .* ask for fewer"),
-        ("frequent_words", {"asked": 16, "segment": 32}, "asked=16 must be 1 to 15"),
-        ("common_words", {"segment": 1}, "segment=1 must hold the question and all answers but one; take 2"),
-        ("babilong", {"question": "qa6"}, "question='qa6' must be one of qa1, qa2"),
-        ("babilong", {"facts": 1}, "facts=1 must be at least 2 for qa1"),
-        ("babilong", {"books": "x"}, "babi and books go together"),
-        ("babilong", {"renamed": True}, "renamed=True is about stories of files"),
+        ("niah", {"segment": 3}, "segment=3 must hold .*; take at least 4"),
+        ("niah", {"values": 4, "segment": 8}, "segment=8 must hold .*; take at least 9"),
+        ("niah", {"keys": 4, "words": 4, "haystack": "needles"}, "words=4 must be at least 5"),
+        ("niah", {"queries": 2}, "queries=2, keys=1"),
+        ("niah", {"haystack": "hay"}, "haystack='hay' must be one of line, words, needles"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(name: str, options: dict[str, Any], message: str) -> None:
@@ -297,8 +236,6 @@ def test_options_that_do_not_fit_are_refused(name: str, options: dict[str, Any],
         ("copy", 0, "distance=0 must be at least 1"),
         ("recall", 7, "distance=7 must be at most 6 segments for AssociativeRecall; raise keys"),
         ("remember", 17, "distance=17 must be at most 16 segments for Remember; raise key_size"),
-        ("frequent_words", 2, "distance=2 must be at least 3 segments for FrequentWords"),
-        ("babilong", 0, "distance=0 must be at least 1"),
     ],
 )
 def test_distances_without_an_episode_are_refused(name: str, distance: int, message: str) -> None:
@@ -325,48 +262,36 @@ def library(tmp_path: Path) -> dict[str, Path]:
     return {"babi": tmp_path / "babi", "books": books}
 
 
-def test_facts_stand_in_order_before_the_question(library: dict[str, Path]) -> None:
-    task = BabiFacts(**library)
-    assert {story.answer for story in task.library.stories} == {"bathroom", "garden"}, "longer stories are left out"
-    inputs_BN, targets_BN = draw(task, 4, rows=50)
-    assert (targets_BN[:, :-1] == IGNORED).all()
-    for inputs, answer in zip(inputs_BN.tolist(), targets_BN[:, -1].tolist(), strict=True):
-        words = [task.library.words[i] for i in inputs]
-        assert words[-4:] in (["where", "is", "mary", "?"], ["where", "is", "john", "?"])
-        text, story = " ".join(words), task.library.words[answer]
-        who = words[-2]
-        assert f"{who} moved to the {story} ." in " ".join(words[: task.segment])
-        if who == "mary":
-            assert text.index("mary moved") < text.index("john went")
-        assert words.count("stormy") > 0 or task.segment * 5 < 40
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"question": "qa2"}, FileNotFoundError, "en/qa2_"),
+        ({"books": Path("nowhere")}, FileNotFoundError, r"txt\.xz"),
+        ({"question": "qa6"}, ValueError, "question='qa6' must be one of qa1, qa2"),
+        ({"segment": 3}, ValueError, "segment=3"),
+        ({"facts": 1}, ValueError, "facts=1"),
+    ],
+)
+def test_stories_need_their_files_and_a_question_its_room(
+    options: dict[str, Any], error: type[Exception], message: str, library: dict[str, Path]
+) -> None:
+    if "facts" in options:
+        (library["babi"] / "en/qa1_single-supporting-fact_test.txt").write_text("")
+    with pytest.raises(error, match=message):
+        PROBES.create("babilong", **(library | options))
 
 
-def test_facts_need_their_files(library: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="en/qa2_"):
-        BabiFacts(**library, story=2)
-    with pytest.raises(FileNotFoundError, match=r"txt\.xz"):
-        BabiFacts(library["babi"], tmp_path)
-    with pytest.raises(ValueError, match="segment=4"):
-        BabiFacts(**library, segment=4)
-    with pytest.raises(ValueError, match="distance=500"):
-        draw(BabiFacts(**library), 500, rows=1)
-    with pytest.raises(ValueError, match="split='exam'"):
-        BabiFacts(**library, split="exam")
-
-
-@pytest.mark.parametrize("name", ["facts", "babilong"])
-def test_a_training_is_asked_of_stories_that_it_did_not_draw(name: str, library: dict[str, Path]) -> None:
+def test_a_training_is_asked_of_stories_that_it_did_not_draw(library: dict[str, Path]) -> None:
     train = library["babi"] / "en/qa1_single-supporting-fact_train.txt"
     ten = [f"1 Mary moved to the {place}.\n2 Where is Mary? \t{place}\t1\n" for place in "abcdefghij"]
     train.write_text("".join(ten))
-    task = PROBES.create(name, **library)
-    words = task.words if name == "babilong" else task.library.words
+    task = PROBES.create("babilong", **library)
 
     def answers(part: Any) -> set[str]:
-        return {words[int(i)] for i in draw(part, 3, rows=200).targets_BN[:, -1]}
+        return {task.words[int(i)] for i in draw(part, 3, rows=200).targets_BN[:, -1]}
 
     assert answers(task) == set("abcdefghi") and answers(task.part("valid")) == {"j"}
-    assert answers(task.part("test")) == {"bathroom", "garden", "hallway"} - ({"hallway"} if name == "facts" else set())
+    assert answers(task.part("test")) == {"bathroom", "garden", "hallway"}
     assert task.part("test") is task.part("test") and task.part("test").vocabulary == task.vocabulary
 
     asked = list[tuple[str, int]]()
@@ -375,11 +300,6 @@ def test_a_training_is_asked_of_stories_that_it_did_not_draw(name: str, library:
     model = build_model(task, None, sizes)
     train_by_distance(model, task, Course(2, 2), sizes)
     assert {split for split, _ in asked} == {"valid"}
-    asked.clear()
-    holds(model, task, 2, 2)
-    assert {split for split, _ in asked} == {"test"}
-    asked.clear()
-    assert asked_of(task) == {"asked": "test"} and asked_of(PROBES.create("latch")) == {}
     asked.clear()
     assert probe(task, None, 2, sizes=sizes) and {split for split, _ in asked} == {"valid", "test"}
 
@@ -406,17 +326,11 @@ def test_the_ten_thousand_questions_are_taken_where_they_are_there(library: dict
     more.mkdir()
     for file in (library["babi"] / "en").iterdir():
         (more / file.name).write_text(file.read_text() * 2)
-    assert len(BabiFacts(**library).library.stories) == 36
+    assert len(PROBES.create("babilong", **library).stories) == 54
     archive = library["books"].parent / "babi.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(library["babi"], "babi")
-    assert len(BabiFacts(archive, library["books"]).library.stories) == 36
-
-
-def test_facts_of_the_real_files(shared: Path) -> None:
-    task = BabiFacts(shared / "data/babi/babi-en-and-en-10k.tar.xz", shared / "data/books", split="test")
-    assert len(task.library.answers) == 6 and len(task.library.stories) > 100
-    assert draw(task, 7, rows=4).inputs_BN.shape == (4, 8 * task.segment)
+    assert len(PROBES.create("babilong", **(library | {"babi": archive})).stories) == 54
 
 
 @pytest.mark.parametrize(("distance", "segment"), [(2, 16), (0, 40)])
@@ -429,7 +343,7 @@ def test_babilong_puts_a_story_into_the_sentences_of_a_book(
     """
     task = PROBES.create("babilong", **library, facts=4, segment=segment)
     assert task.has(0) == (distance == 0)
-    assert [s.answer for s in task.library.stories] == ["bathroom", "hallway", "garden"] * 9
+    assert [s.answer for s in task.stories] == ["bathroom", "hallway", "garden"] * 9
     assert task.chance == pytest.approx((1 + 1 / 2 + 1 / 2) / 3), "where Mary is has one answer, where John is two"
     inputs_BN, targets_BN = draw(task, distance, rows=100)
     assert (targets_BN[:, :-1] == IGNORED).all()
@@ -438,7 +352,7 @@ def test_babilong_puts_a_story_into_the_sentences_of_a_book(
         text = " ".join(task.words[i] for i in inputs)
         story = next(
             s
-            for s in task.library.stories
+            for s in task.stories
             if text.endswith(" ".join(s.question)) and all(" ".join(fact) in text for fact in s.sentences)
         )
         assert story.answer == task.words[answer]
@@ -449,13 +363,13 @@ def test_babilong_puts_a_story_into_the_sentences_of_a_book(
         for fact in story.sentences:
             rest = rest.replace(" ".join(fact) + " ", "", 1)
         assert (sentence * 9).startswith(rest)
-    assert len(seen) > 1 and task.chance < task.without_first(2) < task.without_first(20) < 1
+    assert len(seen) > 1
 
 
 def test_babilong_of_the_real_files(shared: Path) -> None:
     files = {"babi": shared / "data/babi/babi-en-and-en-10k.tar.xz", "books": shared / "data/books"}
-    task = PROBES.create("babilong", "qa5", **files, split="test")
-    assert {task.words[answer] for answer in draw(task, 8, rows=400).targets_BN[:, -1].tolist()} == {
+    task = PROBES.create("babilong", question="qa5", **files)
+    assert {task.words[answer] for answer in draw(task.part("test"), 8, rows=400).targets_BN[:, -1].tolist()} == {
         *("bill", "fred", "jeff", "mary"),
         *("apple", "football", "milk"),
     }

@@ -103,7 +103,7 @@ def _evaluate(arguments: argparse.Namespace, config: Any) -> int:
 
 def _memory(name: str | None, overrides: list[str]) -> dict[str, Any] | None:
     """The memory for --with-memory and its options; `relative` is off, so that positions stay the model's."""
-    from cached_lab.experiments.probes.choice import options_of_memories
+    from cached_lab.experiments.probes.settings import options_of_memories
     from cached_transformers.registry import MEMORIES
 
     if name is None:

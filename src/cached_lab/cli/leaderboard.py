@@ -15,12 +15,10 @@ from .probe import PROBE_ARGUMENTS, chosen, train_missing
 
 ARGUMENTS = (
     *PROBE_ARGUMENTS,
-    ("--quick", bool, "four tasks, one seed: an hour or two on 2 cores (the default)"),
-    ("--full", bool, "six tasks, longer distances, three seeds: a night on 2 cores"),
     ("--memories A,B,...", "all", "names, or 'all'"),
     ("--tasks A,B,...", str, "tasks from `cached list probes`, or 'all' (default: the board's)"),
-    ("--seeds N", int, "trainings of each kind (default: 1, or 3 with --full)"),
-    ("--steps N", int, "steps at most (default: 800, or 2000 with --full)"),
+    ("--seeds N", int, "trainings of each kind (default: 1)"),
+    ("--steps N", int, "steps at most (default: 800)"),
     ("--out FOLDER", Path("runs/leaderboard"), "folder of the results"),
     ("--page FILE.md", Path, "the page, or an existing one with marks for its part (default: leaderboard.md in --out)"),
 )
@@ -28,7 +26,7 @@ ARGUMENTS = (
 
 def run(arguments: argparse.Namespace) -> int:
     """Train the missing models, print the tables, and write leaderboard.json and the page."""
-    from cached_lab.experiments.leaderboard.boards import BOARDS
+    from cached_lab.experiments.leaderboard.boards import TASKS, board_trials
     from cached_lab.experiments.leaderboard.standings import FILE, write_leaderboard
     from cached_lab.experiments.reports.board_page import board_tables, refuse_page, write_board_page
     from cached_lab.experiments.reports.terminal import open_console, show
@@ -37,13 +35,11 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_too_many_seeds(arguments.seeds or 1)
     page = arguments.page or arguments.out / "leaderboard.md"
     refuse_page(page)
-    name = "full" if arguments.full else "quick"
-    board = BOARDS[name]
-    memories, tasks, options = chosen(arguments, arguments.tasks or ",".join(board.tasks))
-    trials = board.trials(memories, tasks, arguments.out, options, seeds=arguments.seeds, steps=arguments.steps)
+    memories, tasks, options = chosen(arguments, arguments.tasks or ",".join(TASKS))
+    trials = board_trials(memories, tasks, arguments.out, options, seeds=arguments.seeds, steps=arguments.steps)
     console = open_console()
     train_missing(trials, arguments.jobs, console)
-    content = write_leaderboard(trials, name, board, command_line())
+    content = write_leaderboard(trials, command_line())
     show(console, *board_tables(content))
     write_board_page(page, content)
     console.print(f"written: {page}, {arguments.out / FILE}", markup=False, soft_wrap=True)

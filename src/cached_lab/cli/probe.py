@@ -30,8 +30,8 @@ PROBE_ARGUMENTS = (
         "feed_forward, batch_size, learning_rate, check_every, rows",
     ),
     ("--jobs N", 1, "trainings at a time"),
-    ("--babi PATH", Path, "bAbI's archive or folder, for the tasks 'facts' and 'babilong'"),
-    ("--books FOLDER", Path, "folder of books, for the same tasks"),
+    ("--babi PATH", Path, "bAbI's archive or folder, for the task 'babilong'"),
+    ("--books FOLDER", Path, "folder of books, for the same task"),
 )
 TRAIN_DISTANCE = (
     "train with A to B segments between cue and question (0: both in one segment; ..B: from each task's nearest on; "
@@ -78,17 +78,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 def chosen(arguments: argparse.Namespace, tasks: str) -> tuple[list[str], list[str], dict[str, dict[str, Any]]]:
     """Names of memories and tasks, and the options given for them and the models (ValueError for unknown names)."""
-    from cached_lab.experiments.probes import choice
+    from cached_lab.experiments.probes import settings
 
-    files = {name: str(path) for name in choice.FILES if (path := getattr(arguments, name)) is not None}
-    memories = choice.chosen_memories(arguments.memories)
-    given: dict[str, list[str]] = {"memories": [], choice.MODEL: [], "tasks": []}
+    files = {name: str(path) for name in settings.FILES if (path := getattr(arguments, name)) is not None}
+    memories = settings.chosen_memories(arguments.memories)
+    given: dict[str, list[str]] = {"memories": [], settings.MODEL: [], "tasks": []}
     for override in arguments.overrides:
         name = override.partition("=")[0].partition(".")[0]
-        given[choice.MODEL if name == choice.MODEL else "memories" if name in memories else "tasks"].append(override)
-    by_task = choice.chosen_tasks(tasks, files, given["tasks"])
-    options = by_task | choice.options_of_memories(memories, given["memories"])
-    return memories, list(by_task), options | choice.options_of_models(given[choice.MODEL])
+        given[settings.MODEL if name == settings.MODEL else "memories" if name in memories else "tasks"].append(
+            override
+        )
+    by_task = settings.chosen_tasks(tasks, files, given["tasks"])
+    options = by_task | settings.options_of_memories(memories, given["memories"])
+    return memories, list(by_task), options | settings.options_of_models(given[settings.MODEL])
 
 
 def train_missing(trials: Trials, jobs: int, console: Console) -> None:

@@ -25,8 +25,7 @@ from cached_lab.tasks.language.completion import Writer
 from cached_lab.training.distributed import pick_device
 from cached_transformers.models.sampling import Choice
 
-from .generation import generate_until
-from .scoring import ScoredText, log_probabilities
+from .batches import ScoredText, TextScore, generate_until, log_probabilities
 
 ARGUMENTS = ("run", "checkpoint", "segment_length", "batch_size", "max_gen_toks", "device")
 SAMPLING = {"temperature": 1.0, "top_k": None, "top_p": None}
@@ -94,12 +93,11 @@ class CachedLM(TemplateLM):  # type: ignore[misc]
             raise ValueError(f"unknown model argument {unknown[0]!r} (known: {', '.join(ARGUMENTS)})")
         if "run" not in given:
             raise ValueError("--model_args run=FOLDER is missing: a run folder, or one that save_pretrained wrote")
-        length = given.get("segment_length")
+        run, length = str(given["run"]), given.get("segment_length")
         length = None if length is None else _number("segment_length", length)
         device = pick_device(str(given.get("device", "auto")))
-        writer = load_writer(Path(str(given["run"])), str(given.get("checkpoint", "best")), length, device)
-        options = {key: given[key] for key in ("batch_size", "max_gen_toks") if key in given}
-        return cls(writer, name=str(given["run"]), **options)
+        writer = load_writer(Path(run), str(given.get("checkpoint", "best")), length, device)
+        return cls(writer, name=run, **{key: given[key] for key in ("batch_size", "max_gen_toks") if key in given})
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: Mapping[str, Any] | None = None) -> Any:
@@ -115,28 +113,28 @@ class CachedLM(TemplateLM):  # type: ignore[misc]
         requests: Sequence[tuple[tuple[str, str] | None, Sequence[int], Sequence[int]]],
         disable_tqdm: bool = False,
         **kwargs: Any,
-    ) -> list[tuple[float, bool]]:
-        """Score continuations given their contexts; shared context is processed once."""
+    ) -> list[TextScore]:
+        """Score continuations given their contexts."""
         pairs = [(context or self._prefix, continuation) for _, context, continuation in requests]
-        texts = [ScoredText([*context, *continuation], len(context)) for context, continuation in pairs]
+        texts = [([*context, *continuation], len(context)) for context, continuation in pairs]
         scores: list[Any] = [None] * len(texts)
         for index, score in self._scores(texts, "loglikelihood", disable_tqdm):
             scores[index] = score
             if requests[index][0] is not None:
-                self.cache_hook.add_partial("loglikelihood", requests[index][0], tuple(score))
+                self.cache_hook.add_partial("loglikelihood", requests[index][0], score)
         return scores
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Score whole texts: every token given all earlier ones."""
         strings = [request.args[0] for request in requests]
-        texts = [ScoredText([*self._prefix, *self.words.encode(s)], len(self._prefix)) for s in strings]
+        texts = [([*self._prefix, *self.words.encode(string)], len(self._prefix)) for string in strings]
         scores = [0.0] * len(texts)
-        for index, score in self._scores(texts, "loglikelihood_rolling", disable_tqdm):
-            scores[index] = score.logp
-            self.cache_hook.add_partial("loglikelihood_rolling", (strings[index],), score.logp)
+        for index, (logp, _) in self._scores(texts, "loglikelihood_rolling", disable_tqdm):
+            scores[index] = logp
+            self.cache_hook.add_partial("loglikelihood_rolling", (strings[index],), logp)
         return scores
 
-    def _scores(self, texts: Sequence[ScoredText], kind: str, quiet: bool) -> Iterator[tuple[int, Any]]:
+    def _scores(self, texts: Sequence[ScoredText], kind: str, quiet: bool) -> Iterator[tuple[int, TextScore]]:
         found = log_probabilities(self.model, texts, self.segment_length, self.batch_size)
         yield from track(found, kind, len(texts), disable=quiet, console=Console(stderr=True))
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from cached_lab.experiments.costs.flops import flops_of
-from cached_lab.experiments.costs.timing import Ratio, compare, training_step
+from cached_lab.experiments.costs.timing import compare, training_step
 from cached_lab.experiments.probes.distances import loop_of
 from cached_lab.experiments.probes.far_trials import NONE, WHOLE, FarTrials
 from cached_lab.experiments.probes.protocol import ProbeSizes, build_model
@@ -24,22 +23,13 @@ ROUNDS = 7
 """Counted rounds."""
 
 
-@dataclass(frozen=True)
-class BoardCost:
-    """Cost of a text of the farthest trained distance.
-
-    Attributes:
-        flops: operations per token of inference, one multiply-add as two, over all passes.
-        reading, training: time of inference, and of a training step, over that of the model without a memory.
-    """
-
-    flops: float
-    reading: Ratio
-    training: Ratio
-
-
 def measure_costs(trials: FarTrials, task: str, rounds: int = ROUNDS) -> dict[str, dict[str, Any]]:
-    """Return the costs of each memory and of the arms without one, by name, on one of the tasks."""
+    """Return the costs of each memory and of the arms without one, by name, for texts of the farthest trained distance.
+
+    Returns:
+        "flops", operations per token of inference, one multiply-add as two, over all passes; "reading" and "training",
+        the time of inference, and of a training step, over that of the model without a memory (`Ratio` as a mapping).
+    """
     arms = [Trial(task, "none", arm, 0) for arm in (NONE, WHOLE)]
     arms += [Trial(task, memory, "far", 0) for memory in trials.memories]
     flops, reading, training = {}, {}, {}
@@ -53,7 +43,11 @@ def measure_costs(trials: FarTrials, task: str, rounds: int = ROUNDS) -> dict[st
         read_times, train_times = (compare(cases, NONE, rounds) for cases in (reading, training))
     finally:
         torch.set_num_threads(threads)
-    return {name: dataclasses.asdict(BoardCost(flops[name], read_times[name], train_times[name])) for name in flops}
+    times = {"reading": read_times, "training": train_times}
+    return {
+        name: {"flops": flops[name]} | {kind: dataclasses.asdict(ratios[name]) for kind, ratios in times.items()}
+        for name in flops
+    }
 
 
 def _cases(

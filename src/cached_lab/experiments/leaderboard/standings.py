@@ -17,19 +17,17 @@ from cached_lab.experiments.statistics import mean_interval, wilson_interval
 from cached_lab.registries import PROBES
 from cached_transformers.files import json_text, write_whole
 
-from .boards import Board
+from .boards import NAME, reason
 from .costs import measure_costs
 
 FILE = "leaderboard.json"
-OTHER = "other"
-"""Group of a task without a registered one."""
 
 
-def write_leaderboard(trials: FarTrials, name: str, board: Board, command: str) -> dict[str, Any]:
+def write_leaderboard(trials: FarTrials, command: str) -> dict[str, Any]:
     """Measure costs, write leaderboard.json and return its content. All trainings must be finished."""
     content = trials.content(command) | {
-        "board": name,
-        "why": board.reason(trials),
+        "board": NAME,
+        "why": reason(trials),
         "machine": machine(),
         "groups": groups(trials.tasks),
         "costs": measure_costs(trials, trials.tasks[0]),
@@ -45,7 +43,7 @@ def groups(tasks: Sequence[str]) -> dict[str, list[str]]:
     """Group tasks by the ability they test."""
     found: dict[str, list[str]] = {}
     for task in tasks:
-        found.setdefault(PROBES.entry(task).info.get("asks", OTHER), []).append(task)
+        found.setdefault(PROBES.entry(task).info.get("asks", "other"), []).append(task)
     return found
 
 
@@ -83,13 +81,9 @@ def _row(content: Mapping[str, Any], memory: str, arm: str) -> dict[str, Any]:
         "far_mean": mean(share["mean"] for share in far.values()) if far else None,
         "solved": sum(r["solved"] >= farthest for r in all_of_them),
         "trainings": len(all_of_them),
-        "parameters": _ends([r["parameters"] for r in all_of_them]),
-        "state_bytes": None if memory == "none" else _ends([r["state_bytes"] for r in all_of_them]),
+        "parameters": [f(r["parameters"] for r in all_of_them) for f in (min, max)],
+        "state_bytes": None if memory == "none" else [f(r["state_bytes"] for r in all_of_them) for f in (min, max)],
     }
-
-
-def _ends(values: Sequence[int]) -> list[int]:
-    return [min(values), max(values)]
 
 
 def _share(trainings: Sequence[Mapping[str, Any]], distance: int, segment: int) -> dict[str, Any]:

@@ -1,41 +1,32 @@
-"""Train a memory at many distances, and measure how far the trained memory holds.
+"""Train a memory at many distances, from the nearest to one that grows as it is solved.
 
-A memory trained at one distance learns that distance. So cue and question are at random distances, from the nearest to
-one that grows as it is solved (the curricula of RMT at a million tokens, arXiv:2304.11062, and ARMT, arXiv:2407.04841).
-Then episodes of any length are read as a stream, segment by segment, in constant memory.
+A memory trained at one distance learns that distance. So cue and question are at random distances (the curricula of RMT
+at a million tokens, arXiv:2304.11062, and ARMT, arXiv:2407.04841).
 
 The learning rate is constant until the farthest distance is solved, or the steps are nearly over, and then falls to 0
 along a cosine: surviving a million updates needs exact weights more than many steps.
-
-Legend: B rows, N tokens of a segment.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, nn
 
 from cached_lab.training.reconstruction_loss import ReconstructionLoss
-from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.loops.replay import ReplayLoop
 from cached_transformers.loops.segments import SegmentLoop
-from cached_transformers.loops.sliding import WINDOWS
-from cached_transformers.models.segments import read_segments
-from cached_transformers.registry import unknown_name
-from cached_transformers.state import State
 
-from .callbacks import Check, Tell, unheard
-from .protocol import ProbeSizes, measure, training_step
-from .tasks import IGNORED, Episode, ProbeTask
+from .protocol import Check, ProbeSizes, Tell, score, training_step, unheard
+from .tasks import ProbeTask
 
 REPLAYED = 64
 """Segments of an episode from which on backward recomputes activations."""
+SETTLE = 0.25
+"""Share of the steps in which the learning rate falls."""
 
 
 @dataclass(frozen=True)
@@ -45,59 +36,38 @@ class Course:
     Attributes:
         nearest, farthest: segments between cue and question; each step samples one of them. At distance 0, which some
             tasks have, both share a segment: attention learns to answer there, before the memory has to.
-        curriculum: start with the nearest only, and go half as far again whenever the farthest so far is solved.
-        through: the largest distance of each stage instead, from the nearest to the farthest.
         solved: accuracy that advances the curriculum.
-        settle: share of the steps in which the learning rate falls.
-        bptt: segments that a gradient crosses; None for whole episodes.
-        bptt_window: "blocks" or "sliding", see `SegmentLoop`.
         recall: weight of reconstructing each segment from the memory (`ReconstructionLoss`); 0 for none.
+        through: the largest distance of each stage; none for a curriculum that starts with the nearest, and goes half
+            as far again whenever the farthest so far is solved.
     """
 
     nearest: int = 1
     farthest: int = 7
-    curriculum: bool = True
     solved: float = 0.99
-    settle: float = 0.25
-    bptt: int | None = None
-    bptt_window: str = "blocks"
     recall: float = 0.0
     through: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "through", tuple(self.through))  # a list, if read from a file
         ends, through = (self.nearest, self.farthest), self.through
-        listed = ",".join(map(str, through))
         if not 0 <= self.nearest <= self.farthest or not self.farthest:
             raise ValueError(
                 f"distances {self.nearest}..{self.farthest} of a training must be NEAREST..FARTHEST, the farthest at "
                 "least 1 segment"
             )
-        if through and not self.curriculum:
-            raise ValueError(f"distances {listed} are stages of a curriculum; take A..B for a training without one")
         if through and (sorted({*through}) != [*through] or (through[0], through[-1]) != ends):
+            listed = ",".join(map(str, through))
             raise ValueError(f"distances {listed} of a training must rise from {ends[0]} to {ends[1]}")
         if not 0 < self.solved <= 1:
             raise ValueError(f"solved={self.solved} is a share of right answers, above 0 and at most 1; e.g. 0.95")
-        if self.bptt_window not in WINDOWS:
-            raise ValueError(unknown_name("bptt_window", self.bptt_window, list(WINDOWS)))
         if not self.recall >= 0:
             raise ValueError(f"recall={self.recall} must not be negative; 0 leaves it out")
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings stored with a training, without later options at their defaults."""
-        later: dict[str, Any] = {"bptt": None, "bptt_window": "blocks", "recall": 0.0, "through": []}
-        stated = asdict(self) | {"through": [*self.through]}
-        return {name: value for name, value in stated.items() if name not in later or value != later[name]}
 
     @property
     def stages(self) -> list[int]:
         """The largest distance of each stage."""
-        if not self.curriculum:
-            return [self.farthest]
-        if self.through:
-            return [*self.through]
-        stages = [self.nearest]
+        stages = [*self.through] or [self.nearest]
         while stages[-1] < self.farthest:
             stages.append(min(max(stages[-1] + 1, stages[-1] * 3 // 2), self.farthest))
         return stages
@@ -136,7 +106,7 @@ def train_by_distance(
     optimizer = torch.optim.AdamW(model.parameters(), sizes.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     generator = Generator().manual_seed(seed)
     stages, stage, solved_at = course.stages, 0, {}
-    settling = max(1, int(sizes.steps * course.settle))
+    settling = max(1, int(sizes.steps * SETTLE))
     falls_from, accuracy, step = sizes.steps - settling, 0.0, 0
     while step < falls_from + settling:
         rate = _rate(step, falls_from, settling, warm=min(100, settling))
@@ -147,7 +117,7 @@ def train_by_distance(
         step += 1
         if step % sizes.check_every and step != falls_from + settling:
             continue
-        accuracy = measure(model, task.part("valid"), stages[stage], sizes.rows, passes, whole=whole)
+        accuracy = score(model, task.part("valid"), stages[stage], sizes.rows, passes, whole=whole).accuracy
         solved = accuracy >= course.solved and stages[stage] not in solved_at
         tell(Check(step, falls_from + settling, loss.item(), stages[stage], stages[-1], accuracy, solved))
         if not solved:
@@ -164,9 +134,9 @@ def loop_of(model: nn.Module, task: ProbeTask, course: Course, passes: int = 1, 
     """Return the loop that reads the episodes of a training; arguments as of `train_by_distance`."""
     pieces = 1 if whole else course.farthest + 1
     length = (course.farthest + 1) * task.segment // pieces
-    bptt, kind = course.bptt or pieces, SegmentLoop if pieces < REPLAYED else ReplayLoop
+    kind = SegmentLoop if pieces < REPLAYED else ReplayLoop
     scoring = ReconstructionLoss(course.recall) if course.recall else None
-    return kind(model, length, bptt, passes, scoring=scoring, bptt_window=course.bptt_window)
+    return kind(model, length, pieces, passes, scoring=scoring)
 
 
 def _rate(step: int, falls_from: int, settling: int, warm: int) -> float:
@@ -184,53 +154,3 @@ def ladder(segment: int, tokens: int) -> list[int]:
     most = max(1, tokens // segment)
     steps = (factor * 10**power for power in itertools.count() for factor in ((1, 2, 5) if power < 3 else (1,)))
     return [*itertools.takewhile(lambda distance: distance < most, steps), most]
-
-
-@torch.no_grad()
-def holds(
-    model: Any,
-    task: ProbeTask,
-    distance: int,
-    rows: int,
-    *,
-    passes: int = 1,
-    whole: bool = False,
-    alone: bool = False,
-    seed: int = 10**6,
-) -> tuple[float, float]:
-    """Return the shares of right answers, and of rows with all answers right, on episodes read as streams.
-
-    Only one segment and one state are in memory at a time; with several passes, all segments.
-
-    Args: as of `train_by_distance`.
-        alone: the model reads every segment as the first; segments without a question are then left out.
-    """
-    training, task = model.training, task.part("test")
-    model.eval()
-
-    def episode() -> Iterator[Episode]:
-        generator = Generator().manual_seed(seed + distance)
-        if whole:
-            return iter([task.draw(rows, distance, generator)])
-        pieces = task.stream(rows, distance, generator)
-        return (piece for piece in pieces if not alone or bool((piece.targets_BN != IGNORED).any()))
-
-    def read(piece: Episode, state: State | None, reset_B: Tensor | None) -> ModelOutput:
-        asked.append(piece.targets_BN)
-        out: ModelOutput = model(piece.inputs_BN.contiguous(), state)  # one memory layout: compiled once
-        return out
-
-    state = None
-    if passes > 1:
-        whole_episode = (torch.cat(parts, 1) for parts in zip(*episode(), strict=True))
-        state = SegmentLoop(model, task.segment, distance + 1, passes).earlier_passes(*whole_episode)
-    asked: list[Tensor] = []
-    right_B = asked_B = torch.zeros(rows, dtype=torch.long)
-    for out in read_segments(read, episode(), state, in_place=True):
-        targets_BN = asked.pop()
-        places_BN = targets_BN != IGNORED
-        if bool(places_BN.any()):
-            right_B = right_B + ((out.outputs.argmax(-1) == targets_BN) & places_BN).sum(1)
-            asked_B = asked_B + places_BN.sum(1)
-    model.train(training)
-    return (right_B.sum() / asked_B.sum()).item(), (right_B == asked_B).double().mean().item()

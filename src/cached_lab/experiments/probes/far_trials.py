@@ -12,22 +12,20 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import safetensors.torch
 import torch
-from torch import nn
 
 from cached_lab.experiments.environment import environment
 from cached_lab.registries import PROBES
 from cached_transformers.files import json_text, write_whole
 from cached_transformers.state import nbytes
 
-from .callbacks import DistanceAnswer, Tell
-from .distances import Course, Trained, holds, ladder, train_by_distance
-from .protocol import ProbeSizes, build_model
+from .distances import Course, ladder, train_by_distance
+from .protocol import DistanceAnswer, ProbeSizes, Tell, build_model, score
 from .settings import setting
-from .trials import Result, Trial, Trials, asked_of, stored_settings
+from .trials import Result, Trial, Trials
 
 NONE, WHOLE = "no memory", "whole text"
 """The arms without a memory: each segment separately, and attention over everything."""
@@ -55,14 +53,7 @@ class FarTrials(Trials):
     compiled: bool = False
     ceiling: bool = True
     begin_near: bool = False
-
-    def __post_init__(self) -> None:
-        for memory in self.memories:
-            if (passes := setting(memory).passes) > 1 and self.course.bptt_window == "sliding":
-                raise ValueError(
-                    f"memory {memory} is read in {passes} passes, which have no sliding windows; leave it or "
-                    "--bptt-window out"
-                )
+    file: ClassVar[str] = "far.json"
 
     def all(self) -> list[Trial]:
         trials = []
@@ -79,58 +70,54 @@ class FarTrials(Trials):
 
     def distances(self, trial: Trial) -> list[int]:
         """Return the measured distances: those of the ladder, and the farthest of the training."""
-        task, farthest = self._task(trial.task).part("test"), self.course.farthest
+        task, farthest = self.task(trial.task), self.course.farthest
         asked = ladder(task.segment, farthest * task.segment if trial.arm == WHOLE else self.far)
         return [distance for distance in sorted({*asked, min(farthest, asked[-1])}) if task.has(distance)]
 
     def settings(self, trial: Trial) -> dict[str, Any]:
-        task, sizes = self._task(trial.task), self._sizes()
+        task, far = self.task(trial.task), setting(trial.memory).far if trial.arm == "far" else None
         course = dataclasses.replace(self.course, nearest=task.shortest) if self.begin_near else self.course
         for distance in (course.nearest, course.farthest):
             task.segments(distance)
-        spec, passes = None, 1
-        if trial.arm == "far":
-            spec, passes, sizes = self._of_memory(trial.memory, setting(trial.memory).far, task, sizes)
-        else:
+        if far is None:
             course = dataclasses.replace(course, recall=0.0)  # there is no memory to reconstruct from
-        kept, sizes_ = course.settings(), dataclasses.asdict(sizes)
-        settings = {"task": self._options(trial.task), "memory": spec, "passes": passes, "course": kept}
-        return stored_settings({**settings, "sizes": sizes_, **asked_of(task)})
+        return self._settings(trial, far, course=dataclasses.asdict(course))
 
     def content(self, command: str) -> Result:
-        """Return all results and settings, as files and pages show them."""
-        return self._written(command) | {
-            "course": dataclasses.asdict(self.course) | {"through": [*self.course.through]},
+        return super().content(command) | {
+            "course": dataclasses.asdict(self.course),
             "far": self.far,
             "taps": self.taps,
             "rows": self.rows,
-            "segments": {task: self._task(task).segment for task in self.tasks},
+            "segments": {task: self.task(task).segment for task in self.tasks},
             "asked": {task: PROBES.entry(task).summary for task in self.tasks},
         }
-
-    def write(self, command: str) -> Result:
-        """Write far.json, and return its content."""
-        result = self.content(command)
-        write_whole(self.folder / "far.json", json_text(result))
-        return result
 
     def work(self, trial: Trial, settings: dict[str, Any], tell: Tell) -> Result:
         """Train a model, or load a trained one, and measure each distance; write every answer at once."""
         torch.set_num_threads(1)
-        path = self.folder / trial.path
-        task = PROBES.create(trial.task, **settings["task"])
+        path, task = self.folder / trial.path, self.task(trial.task)
         how = {"passes": settings["passes"], "whole": trial.arm == WHOLE}
+        sizes, course = ProbeSizes(**settings["sizes"]), Course(**settings["course"])
         torch.manual_seed(trial.seed)
-        model = build_model(task, settings["memory"], ProbeSizes(**settings["sizes"]))
+        model = build_model(task, settings["memory"], sizes)
         stored, weights = self.stored(trial), path.with_suffix(".safetensors")
         if stored is not None and weights.is_file():
             model.load_state_dict(safetensors.torch.load_file(weights))
         else:
-            started, sizes = time.perf_counter(), ProbeSizes(**settings["sizes"])
-            trained = train_by_distance(
-                model, task, Course(**settings["course"]), sizes, seed=trial.seed, tell=tell, **how
-            )
-            stored = _result(settings, task.chance, trained, model, time.perf_counter() - started)
+            started = time.perf_counter()
+            trained = train_by_distance(model, task, course, sizes, seed=trial.seed, tell=tell, **how)
+            stored = {
+                "settings": settings,
+                "chance": task.chance,
+                **dataclasses.asdict(trained),
+                "seconds": time.perf_counter() - started,
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "state_bytes": nbytes(model.init_state(1)),  # type: ignore[operator]
+                "environment": environment("cpu"),
+                "far": {},
+                "seconds_far": 0.0,
+            }
             path.parent.mkdir(parents=True, exist_ok=True)
             tensors = {name: t.detach().clone() for name, t in model.state_dict().items()}  # separates tied tensors
             path.unlink(missing_ok=True)  # a run killed here must not leave new weights with an old result
@@ -138,14 +125,14 @@ class FarTrials(Trials):
             write_whole(path, json_text(stored))
         while unasked := _unasked(stored, self.distances(trial), self.rows):
             started, distance = time.perf_counter(), unasked[0]
-            alone = trial.arm == NONE  # it reads only segments with questions: compiling gains nothing
-            compiled = self.compiled and distance >= LONG and not alone
-            reader = torch.compile(model, dynamic=False) if compiled else model
-            answers = holds(reader, task, distance, self.rows, alone=alone, **how)
+            stateless = trial.arm == NONE  # it reads only segments with questions: compiling gains nothing
+            compiled = self.compiled and distance >= LONG and not stateless
+            reader: Any = torch.compile(model, dynamic=False) if compiled else model
+            answers = score(reader, task.part("test"), distance, self.rows, stateless=stateless, **how)
             stored["far"][str(distance)] = [*answers, self.rows]
             stored["seconds_far"] += time.perf_counter() - started
             write_whole(path, json_text(stored))
-            tell(DistanceAnswer(distance * task.segment, answers[0]))
+            tell(DistanceAnswer(distance * task.segment, answers.accuracy))
         return stored
 
 
@@ -156,7 +143,7 @@ def _unasked(stored: Result, distances: Sequence[int], rows: int) -> list[int]:
     """
     chance = stored["chance"]
     answers = {int(d): share for d, (share, _, texts) in stored["far"].items() if texts >= rows}
-    if stored["memory"] is None:
+    if stored["settings"]["memory"] is None:
         return [distance for distance in distances if distance not in answers]
     least = chance + NEAR_A_GUESS * (1 - chance)
     for index, distance in enumerate(distances):
@@ -165,18 +152,3 @@ def _unasked(stored: Result, distances: Sequence[int], rows: int) -> list[int]:
         if distance > stored["settings"]["course"]["farthest"] and answers[distance] < least:
             return []
     return []
-
-
-def _result(settings: dict[str, Any], chance: float, trained: Trained, model: nn.Module, seconds: float) -> Result:
-    return {
-        "settings": settings,
-        "chance": chance,
-        "memory": settings["memory"],
-        **dataclasses.asdict(trained),
-        "seconds": seconds,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "state_bytes": nbytes(model.init_state(1)),  # type: ignore[operator]
-        "environment": environment("cpu"),
-        "far": {},
-        "seconds_far": 0.0,
-    }

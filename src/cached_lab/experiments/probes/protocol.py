@@ -3,13 +3,13 @@
 Each memory is tried three times with the same sizes, seeds and steps: with options that reach the cue, with options
 that do not, if its theory knows such a bound, and without the memory, which must stay at chance.
 
-Legend: B rows, N tokens of an episode.
+Legend: B rows, N tokens of a piece.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,11 +20,44 @@ from cached_transformers.integrations.models import create_model
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories import MemorySpec
-from cached_transformers.models.segments import read_segments
-from cached_transformers.state import State, reorder
+from cached_transformers.state import State, last_use, reorder
 
-from .callbacks import Check, Tell, unheard
 from .tasks import IGNORED, Episode, ProbeTask
+
+
+class Check(NamedTuple):
+    """Message: a training at one of its steps.
+
+    Attributes:
+        step, steps: done, and of the whole training, which may still shrink.
+        loss: of this step's batch, in nats per asked token.
+        distance, farthest: segments from cue to question: the most at this step, and at the end.
+        accuracy: at `distance`, on episodes that are not trained on.
+        solved: True if `distance` is solved for the first time.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    distance: int
+    farthest: int
+    accuracy: float
+    solved: bool
+
+
+class DistanceAnswer(NamedTuple):
+    """Message: accuracy of a trained model `tokens` after the cue."""
+
+    tokens: int
+    accuracy: float
+
+
+News = Check | DistanceAnswer
+Tell = Callable[[News], object]
+
+
+def unheard(news: News) -> None:
+    """Ignore a message."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +66,7 @@ class ProbeSizes:
 
     Attributes:
         steps: the most. check_every: steps between two checks on `rows` new episodes. A check may advance a
-            curriculum, so rare checks spend most of the steps on solved distances.
+            curriculum, so rare checks spend most of the steps on solved distances. model: further options of the model.
     """
 
     width: int = 32
@@ -48,13 +81,6 @@ class ProbeSizes:
     rows: int = 512
     short_convolution: int = 1
     model: dict[str, Any] = field(default_factory=dict)
-
-
-class ProbeScore(NamedTuple):
-    """Share of right answers, and share of episodes with all answers right (exact match)."""
-
-    accuracy: float
-    exact: float
 
 
 @dataclass(frozen=True)
@@ -99,7 +125,7 @@ def probe(
     model = build_model(task, memory, sizes)
     accuracy, steps = train(model, task, distance, sizes, seed=seed, passes=passes, tell=tell)
     asked = task.part("test")
-    by_distance = {d: measure(model, asked, d, sizes.rows, passes) for d in distances}
+    by_distance = {d: score(model, asked, d, sizes.rows, passes).accuracy for d in distances}
     exact = score(model, asked, distance, sizes.rows, passes).exact
     parameters = sum(p.numel() for p in model.parameters())
     return ProbeOutcome(accuracy, steps, time.perf_counter() - started, parameters, by_distance, exact)
@@ -116,15 +142,10 @@ def train(
     bptt: int | None = None,
     tell: Tell = unheard,
 ) -> tuple[float, int]:
-    """Train a model at one distance, until its accuracy is enough or the steps are over.
+    """Train a model at one distance, until its accuracy is enough or the steps are over; return both.
 
     Args:
-        seed: of the episodes.
-        bptt: segments that a gradient may cross; None for all.
-        passes, tell: as of `probe`.
-
-    Returns:
-        The accuracy at the trained distance, and the steps done.
+        seed: of the episodes. bptt: segments that a gradient may cross; None for all.
     """
     loop = SegmentLoop(model, task.segment, distance + 1 if bptt is None else bptt, passes)
     optimizer = torch.optim.AdamW(model.parameters(), sizes.learning_rate, weight_decay=0.01)
@@ -133,7 +154,7 @@ def train(
     for step in range(1, sizes.steps + 1):
         loss = training_step(loop, optimizer, task.draw(sizes.batch_size, distance, generator))
         if step % sizes.check_every == 0 or step == sizes.steps:
-            accuracy = measure(model, task.part("valid"), distance, sizes.rows, passes)
+            accuracy = score(model, task.part("valid"), distance, sizes.rows, passes).accuracy
             solved = accuracy >= sizes.enough
             tell(Check(step, sizes.steps, loss.item(), distance, distance, accuracy, solved))
             if solved:
@@ -152,11 +173,7 @@ def training_step(loop: SegmentLoop, optimizer: torch.optim.Optimizer, episode: 
 
 
 class Forgetful(nn.Module):
-    """Control without a state: reads every segment as the first, for models that carry more than a memory.
-
-    Args:
-        model: called as `model(inputs, state)`.
-    """
+    """Control without a state: reads every segment as the first, for models that carry more than a memory."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -172,23 +189,17 @@ class Forgetful(nn.Module):
 
 def build_model(task: ProbeTask, memory: MemorySpec, sizes: ProbeSizes) -> nn.Module:
     """Return the probed language model; without a memory it knows nothing of earlier segments."""
-    model = create_model(
-        "language_model",
-        vocabulary=task.vocabulary,
-        width=sizes.width,
-        depth=sizes.depth,
-        heads=sizes.heads,
-        feed_forward=sizes.feed_forward,
-        memory=memory,
-        short_convolution=sizes.short_convolution,
-        **sizes.model,
-    )
+    names = ("width", "depth", "heads", "feed_forward", "short_convolution")
+    options = {name: getattr(sizes, name) for name in names} | sizes.model
+    model = create_model("language_model", vocabulary=task.vocabulary, memory=memory, **options)
     return Forgetful(model) if memory is None and sizes.short_convolution > 1 else model
 
 
-def measure(model: nn.Module, task: ProbeTask, distance: int, rows: int, *more: Any, **how: Any) -> float:
-    """Return the accuracy of `score`, with the same arguments."""
-    return score(model, task, distance, rows, *more, **how).accuracy
+class ProbeScore(NamedTuple):
+    """Share of right answers, and share of episodes with all answers right (exact match)."""
+
+    accuracy: float
+    exact: float
 
 
 @torch.no_grad()
@@ -203,41 +214,42 @@ def score(
     forget: bool = False,
     shuffle: bool = False,
     whole: bool = False,
+    stateless: bool = False,
 ) -> ProbeScore:
-    """Count right answers on `rows` episodes that no training uses.
+    """Count right answers on `rows` episodes that no training uses, read as streams.
+
+    Only one segment and one state are in memory at a time; with several passes, all segments.
 
     Args:
         forget, shuffle: read the last segment with no state, or with the state of the row before it. Either reduces the
             answers to guesses if they depend on the state.
         whole: read the episode as one segment, with attention only.
+        stateless: the model reads every segment as the first; segments without a question are then left out.
     """
-    training = model.training
+
+    def episode() -> Iterable[Episode]:
+        generator = Generator().manual_seed(seed + distance)
+        if whole:
+            return [task.draw(rows, distance, generator)]
+        return task.stream(rows, distance, generator)
+
+    training, state = model.training, None
     model.eval()
-    episode = task.draw(rows, distance, Generator().manual_seed(seed + distance))
-
-    def before_last(state: State) -> State | None:
-        if forget:
-            return None
-        return reorder(state, torch.arange(rows).roll(1)) if shuffle else state
-
-    segment = episode.inputs_BN.shape[1] if whole else task.segment
-    guesses_BN = _guesses(model, segment, episode, passes, before_last)
+    if passes > 1:
+        both = (torch.cat(parts, 1) for parts in zip(*episode(), strict=True))
+        state = SegmentLoop(model, task.segment, distance + 1, passes).earlier_passes(*both)
+    right_B = asked_B = torch.zeros(rows, dtype=torch.long)
+    for index, (inputs_BN, targets_BN) in enumerate(episode()):
+        asked_BN = targets_BN != IGNORED
+        if stateless and not bool(asked_BN.any()):
+            continue
+        if index and index == distance and forget:
+            state = None
+        elif index and index == distance and shuffle:
+            state = reorder(state, torch.arange(rows).roll(1))
+        with last_use(state):
+            outputs, state, *_ = model(inputs_BN.contiguous(), state)  # one memory layout: compiled once
+        right_B = right_B + ((outputs.argmax(-1) == targets_BN) & asked_BN).sum(1)
+        asked_B = asked_B + asked_BN.sum(1)
     model.train(training)
-    asked_BN = episode.targets_BN != IGNORED
-    right_BN = (guesses_BN == episode.targets_BN).double()
-    return ProbeScore(right_BN[asked_BN].mean().item(), right_BN.masked_fill(~asked_BN, 1).prod(1).mean().item())
-
-
-def _guesses(
-    model: nn.Module, segment: int, episode: Episode, passes: int, before_last: Callable[[State], State | None]
-) -> Tensor:
-    """Return the likeliest token at every place, (B, N); `before_last` changes the state before the last segment."""
-    segments = episode.inputs_BN.split(segment, 1)
-    last = len(segments) - 1
-
-    def read(index: int, state: State, reset_B: Tensor | None) -> ModelOutput:
-        out: ModelOutput = model(segments[index], before_last(state) if index and index == last else state)
-        return out
-
-    state = SegmentLoop(model, segment, len(segments), passes).earlier_passes(*episode)
-    return torch.cat([out.outputs.argmax(-1) for out in read_segments(read, range(len(segments)), state)], 1)
+    return ProbeScore((right_B.sum() / asked_B.sum()).item(), (right_B == asked_B).double().mean().item())

@@ -16,7 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -27,13 +27,10 @@ from cached_lab.training.run_lock import folder_lock
 from cached_transformers.files import json_text, write_whole
 from cached_transformers.interfaces.probing import Options
 
-from .callbacks import News, Tell
-from .protocol import ProbeSizes, probe
-from .settings import setting
+from .protocol import News, ProbeSizes, Tell, probe
+from .settings import MODEL, setting
 from .tasks import ProbeTask
 
-MODEL = "model"
-"""Key of the models' sizes in options, besides the names of tasks and memories."""
 Result = dict[str, Any]
 Hear = Callable[["Trial", News], object]
 _PAUSE = 0.1
@@ -77,6 +74,7 @@ class Trials:
         steps: the most of a training. options: of tasks and memories, by their names; those of a memory override its
             registration, and those of "model" are fields of `ProbeSizes`, the same for all.
         taps: of the short convolution before attention, the same for all; 1 for none.
+        file: name of the file with all results.
     """
 
     memories: Sequence[str]
@@ -87,6 +85,7 @@ class Trials:
     folder: Path
     options: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     taps: int = 1
+    file: ClassVar[str] = "probe.json"
 
     def all(self) -> list[Trial]:
         """Return every training, seed by seed and task by task."""
@@ -115,21 +114,39 @@ class Trials:
         Raises:
             ValueError: the task or the memory's options do not fit the distance.
         """
-        task, sizes = self._task(trial.task), self._sizes()
-        task.segments(self.distance)
-        spec, passes = None, 1
-        if trial.arm != "no memory":
+        self.task(trial.task).segments(self.distance)
+        options = None
+        if trial.memory != "none":
             chosen = setting(trial.memory)
             options = chosen.within if trial.arm == "within reach" else chosen.beyond
-            assert options is not None
-            spec, passes, sizes = self._of_memory(trial.memory, options, task, sizes)
-        settings = {"task": self._options(trial.task), "distance": self.distance, "memory": spec, "passes": passes}
-        return stored_settings({**settings, "sizes": dataclasses.asdict(sizes), **asked_of(task)})
+        return self._settings(trial, options, distance=self.distance)
+
+    def _settings(self, trial: Trial, options: Options | None, **more: Any) -> dict[str, Any]:
+        """Return settings as they are read back from a file; `options` are those of the memory, if there is one."""
+        sizes = ProbeSizes(steps=self.steps, short_convolution=self.taps, **self._options(MODEL))
+        spec, passes = None, 1
+        if options is not None:
+            chosen, segment = setting(trial.memory), self.task(trial.task).segment
+            passes = chosen.passes
+            spec = {"name": trial.memory, **options(segment, self.distance, sizes.depth), **self._options(trial.memory)}
+            if chosen.learning_rate is not None and "learning_rate" not in self._options(MODEL):
+                sizes = dataclasses.replace(sizes, learning_rate=chosen.learning_rate)
+        settings = {"task": self._options(trial.task), "memory": spec, "passes": passes, **more}
+        read: dict[str, Any] = json.loads(json.dumps({**settings, "sizes": dataclasses.asdict(sizes)}))
+        return read
+
+    def _options(self, name: str) -> dict[str, Any]:
+        return dict(self.options.get(name, {}))
+
+    def task(self, name: str) -> ProbeTask:
+        """Return a task with its options."""
+        task: ProbeTask = PROBES.create(name, **self._options(name))
+        return task
 
     def work(self, trial: Trial, settings: dict[str, Any], tell: Tell) -> Result:
         """Train one model, report its progress, and write its result."""
         torch.set_num_threads(1)
-        task, distance = PROBES.create(trial.task, **settings["task"]), settings["distance"]
+        task, distance = self.task(trial.task), self.distance
         outcome = probe(
             task,
             settings["memory"],
@@ -140,32 +157,13 @@ class Trials:
             distances=[other for other in range(1, 2 * distance + 1) if task.has(other)],
             tell=tell,
         )
-        result = {"settings": settings, "chance": task.chance, "memory": settings["memory"]}
-        result |= dataclasses.asdict(outcome)
+        return self._write(trial, {"settings": settings, "chance": task.chance, **dataclasses.asdict(outcome)})
+
+    def _write(self, trial: Trial, result: Result) -> Result:
         path = self.folder / trial.path
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json_text(result))
         return result
-
-    def _options(self, name: str) -> dict[str, Any]:
-        return dict(self.options.get(name, {}))
-
-    def _sizes(self) -> ProbeSizes:
-        return ProbeSizes(steps=self.steps, short_convolution=self.taps, **self._options(MODEL))
-
-    def _of_memory(
-        self, memory: str, options: Options, task: ProbeTask, sizes: ProbeSizes
-    ) -> tuple[dict[str, Any], int, ProbeSizes]:
-        """Return a memory's options, readings of each episode, and sizes, with its learning rate unless one is set."""
-        spec = {"name": memory, **options(task.segment, self.distance, sizes.depth), **self._options(memory)}
-        chosen = setting(memory)
-        if chosen.learning_rate is not None and "learning_rate" not in self._options(MODEL):
-            sizes = dataclasses.replace(sizes, learning_rate=chosen.learning_rate)
-        return spec, chosen.passes, sizes
-
-    def _task(self, name: str) -> ProbeTask:
-        task: ProbeTask = PROBES.create(name, **self._options(name))
-        return task
 
     def train(
         self, trials: Sequence[Trial], jobs: int, hear: Hear = lambda trial, news: None
@@ -209,18 +207,12 @@ class Trials:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def write(self, command: str) -> Result:
-        """Write probe.json, and return its content."""
-        result = self._written(command) | {"distance": self.distance, "notes": self._notes()}
-        write_whole(self.folder / "probe.json", json_text(result))
-        return result
-
-    def _written(self, command: str) -> Result:
-        """Return the probes, their environment, and every result."""
+    def content(self, command: str) -> Result:
+        """Return all results and settings, as files and pages show them."""
         results = []
         for trial in self.all():
             stored = json.loads((self.folder / trial.path).read_text(encoding="utf-8"))
-            results.append({**trial._asdict(), **stored, "options": stored["memory"], "memory": trial.memory})
+            results.append({**trial._asdict(), **stored})
         return {
             "command": command,
             "date": datetime.date.today().isoformat(),
@@ -228,28 +220,16 @@ class Trials:
             "memories": list(self.memories),
             "tasks": list(self.tasks),
             "seeds": self.seeds,
+            "distance": self.distance,
+            "notes": {memory: setting(memory).why for memory in self.memories if setting(memory).why},
             "results": results,
         }
 
-    def _notes(self) -> dict[str, str]:
-        """Return further facts by memory and task."""
-        notes = {memory: setting(memory).why for memory in self.memories if setting(memory).why}
-        for name in self.tasks:
-            task = self._task(name)
-            if (share := task.without_first(self.distance)) > task.chance:
-                notes[name] = f"a memory that misses only the first segment can still be right in {100 * share:.1f} %"
-        return notes
-
-
-def asked_of(task: ProbeTask) -> dict[str, str]:
-    """Return a mark for tasks with test stories, which older results of training stories lack."""
-    return {} if task.part("test") is task else {"asked": "test"}
-
-
-def stored_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings as they are read back from a file."""
-    read: dict[str, Any] = json.loads(json.dumps(settings))
-    return read
+    def write(self, command: str) -> Result:
+        """Write the file with all results, and return its content."""
+        result = self.content(command)
+        write_whole(self.folder / self.file, json_text(result))
+        return result
 
 
 def _begin_worker(line: Connection, telling: Connection) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cached_lab.experiments.probes.callbacks import DistanceAnswer, News
+from cached_lab.experiments.probes.protocol import DistanceAnswer, News
 from cached_lab.experiments.probes.trials import Trial
 
 LINES = 10

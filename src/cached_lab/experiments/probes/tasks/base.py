@@ -42,14 +42,17 @@ class ProbeTask:
     bounded_by: str = ""
 
     def draw(self, rows: int, distance: int, generator: Generator) -> Episode:
-        """Return episodes of `distance + 1` segments."""
-        raise NotImplementedError("abstract: a task writes draw()")
+        """Return episodes of `distance + 1` segments. A task writes this, or `_segments` for streams."""
+        inputs, targets = zip(*self.stream(rows, distance, generator), strict=True)
+        return Episode(torch.cat(inputs, 1), torch.cat(targets, 1))
 
     def stream(self, rows: int, distance: int, generator: Generator) -> Iterator[Episode]:
-        """Yield the episodes of `draw` segment by segment.
+        """Yield the episodes of `draw` segment by segment."""
+        self.segments(distance)
+        return self._segments(rows, distance, generator)
 
-        The base class makes them whole and splits them; a `StreamedTask` makes one segment at a time.
-        """
+    def _segments(self, rows: int, distance: int, generator: Generator) -> Iterator[Episode]:
+        """Make one segment after the other, so that an episode may have a million tokens."""
         inputs_BN, targets_BN = self.draw(rows, distance, generator)
         return map(Episode, inputs_BN.split(self.segment, 1), targets_BN.split(self.segment, 1))
 
@@ -78,28 +81,6 @@ class ProbeTask:
                 f"distance={distance} must be at most {self.longest} segments for {name}; raise {self.bounded_by}"
             )
         return distance + 1
-
-    def without_first(self, distance: int) -> float:
-        """Return the best accuracy of a memory that knows everything except the first segment.
-
-        Questions in the first segment count as answered, since attention answers them.
-        """
-        return self.chance if distance else 1.0
-
-
-class StreamedTask(ProbeTask):
-    """Base of tasks that make one segment after the other, so that an episode may have a million tokens."""
-
-    def draw(self, rows: int, distance: int, generator: Generator) -> Episode:
-        inputs, targets = zip(*self.stream(rows, distance, generator), strict=True)
-        return Episode(torch.cat(inputs, 1), torch.cat(targets, 1))
-
-    def stream(self, rows: int, distance: int, generator: Generator) -> Iterator[Episode]:
-        self.segments(distance)
-        return self._segments(rows, distance, generator)
-
-    def _segments(self, rows: int, distance: int, generator: Generator) -> Iterator[Episode]:
-        raise NotImplementedError("abstract: a task writes _segments()")
 
 
 def noise(rows: int, segments: int, length: int, first: int, generator: Generator) -> Iterator[Tensor]:
@@ -151,8 +132,3 @@ def distinct(rows: int, count: int, below: int, generator: Generator) -> Tensor:
         taken_B = (chosen_BK == drawn_B[:, None]).any(1)
         chosen_BK[:, index] = torch.where(taken_B, last, drawn_B)
     return chosen_BK.gather(1, torch.rand(rows, count, generator=generator).argsort(1))
-
-
-def guess_of(choices: int, answers: int) -> float:
-    """Return the accuracy of guesses at `answers` different ones of `choices`, each revealed before the next."""
-    return sum(1 / (choices - told) for told in range(answers)) / answers

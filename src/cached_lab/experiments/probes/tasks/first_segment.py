@@ -1,7 +1,7 @@
-"""Tasks with the cue in the first segment: one symbol (latch), several (copy, reverse), a number in a filler (passkey).
+"""Tasks with the cue in the first segment: one symbol (latch), several (copy), a number in a filler (passkey).
 
-The first is memorise of RMT-1M (arXiv:2304.11062) at its barest, copy and reverse are those of RMT (arXiv:2207.06881),
-and passkey is landmark attention's (arXiv:2305.16300), in sizes that train in seconds.
+The first is the fact of RMT-1M (arXiv:2304.11062) without its sentence, copy is RMT's (arXiv:2207.06881), and passkey
+is landmark attention's (arXiv:2305.16300), in sizes that train in seconds.
 
 Legend: B rows, L tokens of a segment, S asked symbols.
 """
@@ -9,22 +9,13 @@ Legend: B rows, L tokens of a segment, S asked symbols.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Generator
 
 from cached_lab.registries import PROBES
 
-from .base import NOISE, Episode, StreamedTask, asked_at_end, noise, nothing_asked
-
-STRINGS: dict[str, Any] = {
-    "asks": "order",
-    "paper": "arXiv:2207.06881",
-    "title": "RMT",
-    "chance": "1 / symbols",
-    "sizes": "4 of 6 symbols; the paper: 24, 120 and 360 of 8",
-}
+from .base import NOISE, Episode, ProbeTask, asked_at_end, noise, nothing_asked
 
 
 @PROBES.register(
@@ -36,7 +27,7 @@ STRINGS: dict[str, Any] = {
     sizes="4 classes",
     solved_by="any carried state; with decoys, one that also decides what to write",
 )
-class Latch(StreamedTask):
+class Latch(ProbeTask):
     """One of a few symbols hides in the first segment; the last token asks for it.
 
     At distance 0 both are in one segment, which attention solves: the beginning of a curriculum.
@@ -71,8 +62,16 @@ class Latch(StreamedTask):
         yield asked_at_end(inputs_BL, symbol_B[:, None])
 
 
-@PROBES.register("copy", **STRINGS, solved_by="a store of tokens that reaches back; a state with room for the string")
-class Copy(StreamedTask):
+@PROBES.register(
+    "copy",
+    asks="order",
+    paper="arXiv:2207.06881",
+    title="RMT",
+    chance="1 / symbols",
+    sizes="4 of 6 symbols; the paper: 24, 120 and 360 of 8",
+    solved_by="a store of tokens that reaches back; a state with room for the string",
+)
+class Copy(ProbeTask):
     """The first segment begins with random symbols; the last one ends with them, each predicted from those before it.
 
     At distance 0, if a segment has room, it holds the string twice. Ids: symbols, noise, start.
@@ -85,8 +84,6 @@ class Copy(StreamedTask):
         ValueError: the string is longer than a segment.
     """
 
-    reverse = False
-
     def __init__(self, segment: int = 4, symbols: int = 6, length: int | None = None) -> None:
         self.segment, self.symbols, self.length = segment, symbols, segment if length is None else length
         if not 1 <= self.length <= segment:
@@ -97,22 +94,14 @@ class Copy(StreamedTask):
     def _segments(self, rows: int, distance: int, generator: Generator) -> Iterator[Episode]:
         pieces = noise(rows, distance + 1, self.segment, self.symbols, generator)
         source_BS = torch.randint(0, self.symbols, (rows, self.length), generator=generator)
-        target_BS = source_BS.flip(1) if self.reverse else source_BS
         for index, inputs_BL in enumerate(pieces):
             if index == 0:
                 inputs_BL[:, : self.length] = source_BS
             if index < distance:
                 yield nothing_asked(inputs_BL)
         inputs_BL[:, self.segment - self.length] = self.vocabulary - 1
-        inputs_BL[:, self.segment - self.length + 1 :] = target_BS[:, :-1]
-        yield asked_at_end(inputs_BL, target_BS)
-
-
-@PROBES.register("reverse", **STRINGS, solved_by="as copy")
-class Reverse(Copy):
-    """The task copy, backwards."""
-
-    reverse = True
+        inputs_BL[:, self.segment - self.length + 1 :] = source_BS[:, :-1]
+        yield asked_at_end(inputs_BL, source_BS)
 
 
 @PROBES.register(
@@ -124,7 +113,7 @@ class Reverse(Copy):
     sizes="2 digits; Infini-attention: 5",
     solved_by="a state that repeated noise does not wear off: a delta rule, a chosen region",
 )
-class Passkey(StreamedTask):
+class Passkey(ProbeTask):
     """A number between two marks in the first segment, in a repeated filler; the end asks for it.
 
     Ids: digits 0 to 9, filler words, mark, question.

@@ -9,7 +9,7 @@ Legend: B rows, L tokens of a segment, K different keys, S symbols of a string.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 
 from cached_lab.registries import PROBES
 
-from .base import NOISE, Episode, StreamedTask, asked_at_end, noise, nothing_asked
+from .base import NOISE, Episode, ProbeTask, asked_at_end, noise, nothing_asked
 
 MOST_KEYS = 2**20
 """The last value of every key is kept for each row."""
@@ -33,7 +33,7 @@ ARMT: dict[str, Any] = {"paper": "arXiv:2407.04841", "title": "ARMT", "chance": 
     sizes="6 keys, 6 values; the paper: 4 pairs, 26 keys, 10 values",
     solved_by="binding a value to its key before or while it is carried",
 )
-class AssociativeRecall(StreamedTask):
+class AssociativeRecall(ProbeTask):
     """Each segment before the last holds a key and its value; the last asks for the value of one of the keys.
 
     Values are independent of keys, so a key tells nothing. A memory that misses only the first segment still knows the
@@ -50,9 +50,6 @@ class AssociativeRecall(StreamedTask):
         self.vocabulary, self.chance, self.longest = keys + values + NOISE + 1, 1 / values, keys
         self.together = min(keys, segment // 2 - 1)
         self.shortest = 0 if self.together > 1 else 1
-
-    def without_first(self, distance: int) -> float:
-        return (distance - 1 + self.chance) / distance if distance else 1.0
 
     def _segments(self, rows: int, distance: int, generator: Generator) -> Iterator[Episode]:
         pieces = noise(rows, distance + 1, self.segment, self.keys + self.values, generator)
@@ -71,30 +68,30 @@ class AssociativeRecall(StreamedTask):
         yield asked_at_end(inputs_BL, values_BK.gather(1, asked_B1))
 
 
-class _Strings(StreamedTask):
-    """Pairs of strings: a segment is key, separator, value, end, blanks; the last one is blanks, key, question, value
-    without its last symbol.
+@PROBES.register(
+    "remember",
+    asks="binding",
+    **ARMT,
+    sizes="keys and values of 1 of 16 symbols; the paper: keys of 1 to 3, 1 to 200 pairs",
+    solved_by="a store that reaches back; a state with room for the pairs: d pairs in a matrix of d keys",
+)
+class Remember(ProbeTask):
+    """A pair of strings in each segment, all keys different; the end gives a key and asks for its value.
 
-    Ids: symbols, separator, question, end, blank.
+    A segment is key, separator, value, end, blanks; the last one is blanks, key, question, value without its last
+    symbol. Ids: symbols, separator, question, end, blank.
 
     Args:
         key_size, value_size: symbols of a key and of a value. symbols: number of symbols.
         segment: L; None for the length of a pair, key_size + value_size + 2.
-        varied: each batch has 1 to `distance` pairs, uniformly, and is that much shorter (at distance 0 as many pairs
-            as fit).
 
     Raises:
         ValueError: an empty string, too many keys to keep a value for each, a segment shorter than a pair.
     """
 
-    def __init__(
-        self,
-        key_size: int = 1,
-        value_size: int = 1,
-        symbols: int = 16,
-        segment: int | None = None,
-        varied: bool = False,
-    ) -> None:
+    different, bounded_by = True, "key_size"
+
+    def __init__(self, key_size: int = 1, value_size: int = 1, symbols: int = 16, segment: int | None = None) -> None:
         pair = key_size + value_size + 2
         if min(key_size, value_size) < 1 or symbols < 2:
             raise ValueError(
@@ -110,39 +107,24 @@ class _Strings(StreamedTask):
         if segment is not None and segment < pair:
             raise ValueError(f"segment={segment} must hold a pair with its marks; take at least {pair}")
         self.segment = pair if segment is None else segment
-        self.key_size, self.value_size, self.symbols, self.varied = key_size, value_size, symbols, varied
-        self.longest = self.keys if self.bounded_by else None
+        self.key_size, self.value_size, self.symbols = key_size, value_size, symbols
+        self.longest = self.keys if self.different else None
         self.together = min(self.keys, (self.segment - key_size - value_size) // pair)
         self.shortest = 0 if self.together > 1 else 1
         self.vocabulary, self.chance = symbols + 4, 1 / symbols
 
-    def without_first(self, distance: int) -> float:
-        if not distance:
-            return 1.0
-        counts = range(1, distance + 1) if self.varied else (distance,)
-        first = sum(self._asked_first(pairs) for pairs in counts) / len(counts)
-        return 1 - first + first * self.chance
-
-    def _asked_first(self, pairs: int) -> float:
-        """Return the probability that only the first segment holds the answer."""
-        raise NotImplementedError("abstract: a task writes _asked_first()")
-
-    def _keys(self, rows: int, generator: Generator) -> Callable[[int], Tensor]:
-        """Return a function from the index of a segment to its keys as numbers, (B,)."""
-        raise NotImplementedError("abstract: a task writes _keys()")
-
     def _segments(self, rows: int, distance: int, generator: Generator) -> Iterator[Episode]:
-        pairs = distance or self.together
-        if self.varied and distance:
-            pairs = int(torch.randint(1, distance + 1, (), generator=generator))
         separator, question, end, blank = range(self.symbols, self.symbols + 4)
-        keys = self._keys(rows, generator)
+        order_BK = torch.rand(rows, self.keys, generator=generator).argsort(1) if self.different else None
         last_BK = torch.full((rows, self.keys), -1)
         empty_BL = torch.full((rows, self.segment), blank)
         mark_B1 = torch.ones(rows, 1, dtype=torch.long)
         before = torch.empty(rows, 0, dtype=torch.long)
-        for index in range(pairs):
-            key_B = keys(index)
+        for index in range(distance or self.together):
+            if order_BK is None:
+                key_B = torch.randint(0, self.keys, (rows,), generator=generator)
+            else:
+                key_B = order_BK[:, index]
             value_B = torch.randint(0, self.symbols**self.value_size, (rows,), generator=generator)
             last_BK.scatter_(1, key_B[:, None], value_B[:, None])
             key_BS, value_BS = self._string(key_B, self.key_size), self._string(value_B, self.value_size)
@@ -164,47 +146,13 @@ class _Strings(StreamedTask):
 
 
 @PROBES.register(
-    "remember",
-    asks="binding",
-    **ARMT,
-    sizes="keys and values of 1 of 16 symbols; the paper: keys of 1 to 3, 1 to 200 pairs",
-    solved_by="a store that reaches back; a state with room for the pairs: d pairs in a matrix of d keys",
-)
-class Remember(_Strings):
-    """A pair of strings in each segment, all keys different; the end gives a key and asks for its value."""
-
-    bounded_by = "key_size"
-
-    def _asked_first(self, pairs: int) -> float:
-        return 1 / pairs
-
-    def _keys(self, rows: int, generator: Generator) -> Callable[[int], Tensor]:
-        order_BK = torch.rand(rows, self.keys, generator=generator).argsort(1)
-        return lambda index: order_BK[:, index]
-
-
-@PROBES.register(
     "rewrite",
     asks="overwriting",
     **ARMT,
     sizes="keys and values of 1 of 16 symbols; the paper: 1 to 50 pairs",
     solved_by="knowing the order of stored items, or overwriting an old value (a delta rule, no plain sum)",
 )
-class Rewrite(_Strings):
+class Rewrite(Remember):
     """A pair of strings in each segment, keys may repeat; the end gives a key and asks for its last value."""
 
-    def _keys(self, rows: int, generator: Generator) -> Callable[[int], Tensor]:
-        return lambda index: torch.randint(0, self.keys, (rows,), generator=generator)
-
-    def _asked_first(self, pairs: int) -> float:
-        # The first key never repeats, and is asked among all keys of the text. Each further pair adds one of the K - 1
-        # other keys, or repeats one.
-        others = self.keys - 1
-        seen = torch.arange(min(pairs - 1, others) + 1, dtype=torch.float64)
-        share = torch.zeros_like(seen)
-        share[0] = 1
-        for _ in range(pairs - 1):
-            new = (share * (others - seen) / others)[:-1]
-            share = share * seen / others
-            share[1:] += new
-        return (1 - 1 / self.keys) ** (pairs - 1) * float((share / (1 + seen)).sum())
+    different = False
