@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from data.pictures import write_files, write_tar
 
 from cached_lab.tasks import create_dataset
-from cached_lab.tasks.classification.images.cifar import CIFAR10, CLASSES
+from cached_lab.tasks.classification.images.cifar import CIFAR10, CIFAR100, CLASSES
 
 RECORD_BYTES = 1 + 3 * 32 * 32
 
@@ -82,18 +83,58 @@ def test_original_pixels(shared):
     assert pixels.std((0, 2, 3)).tolist() == pytest.approx(test.std, abs=0.01)
 
 
+def hundred(count: int, seed: int) -> np.ndarray:
+    """Records (count, 3074) of CIFAR-100: coarse label, fine label, pixels."""
+    made = np.random.default_rng(seed).integers(0, 256, (count, 3074), dtype=np.uint8)
+    made[:, 0], made[:, 1] = np.arange(count) % 20, np.arange(count) % 100
+    return made
+
+
+def test_a_record_of_cifar100_has_two_labels_and_the_fine_one_counts(tmp_path):
+    hundred(200, 0).tofile(tmp_path / "train.bin")
+    (tmp_path / "test.bin.xz").write_bytes(lzma.compress(hundred(100, 1).tobytes()))
+    train = CIFAR100("train", path=tmp_path, validation_fraction=0.5)
+    test = create_dataset("cifar100", "test", path=tmp_path)
+    assert (len(train), len(test), test.classes) == (100, 100, 100)
+    assert isinstance(test, CIFAR100)
+    assert test.labels.tolist() == list(range(100)) and test.class_names[7] == "class 7"
+    assert test.pixels(4).flatten().tolist() == hundred(100, 1)[4, 2:].tolist()
+    write_files(tmp_path, {"fine_label_names.txt": "\n".join(f"n{i}" for i in range(100)).encode()})
+    assert CIFAR100("test", path=tmp_path).class_names[7] == "n7"
+
+
+def test_a_record_of_cifar10_is_no_record_of_cifar100(tmp_path):
+    (tmp_path / "test.bin").write_bytes(bytes(3073))
+    with pytest.raises(ValueError, match=r"3073.*3074"):
+        CIFAR100("test", path=tmp_path)
+
+
+def test_the_binaries_in_their_archive(tmp_path):
+    made = np.zeros((20, 3073), dtype=np.uint8)
+    made[:, 0] = np.arange(20) % 10
+    files = {f"cifar-10-batches-bin/{n}": made.tobytes() for n in ("data_batch_1.bin", "test_batch.bin")}
+    path = write_tar(tmp_path / "cifar-10-binary.tar", {**files, "cifar-10-batches-bin/readme.html": b"x"})
+    assert len(CIFAR10("test", path=path)) == 20 and len(CIFAR10("train", path=path)) == 20
+
+
+def test_augmentation_by_timm(tmp_path):
+    made = np.random.default_rng(0).integers(0, 256, (20, 3073), dtype=np.uint8)
+    made[:, 0] = np.arange(20) % 10
+    made.tofile(tmp_path / "data_batch_1.bin")
+    options = {"crop": "padded", "auto_augment": "rand-m9-mstd0.5-inc1", "erase": 0.5}
+    data = CIFAR10("train", path=tmp_path, validation_fraction=0, augmentation=options)
+    torch.manual_seed(0)
+    views = torch.stack([data[0][0] for _ in range(8)])
+    assert views.shape == (8, 3, 32, 32) and len({view.numpy().tobytes() for view in views}) == 8
+
+
 class TestBadInput:
     def test_missing(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match=r"data_batch_1.bin"):
+        with pytest.raises(FileNotFoundError, match=r"nowhere"):
             CIFAR10("train", path=tmp_path / "nowhere")
         records(10).tofile(tmp_path / "data_batch_1.bin")
         with pytest.raises(FileNotFoundError, match=r"test_batch.bin.*bin.xz"):
             CIFAR10("test", path=tmp_path)
-
-    def test_the_version_for_python_is_recognised(self, tmp_path):
-        (tmp_path / "data_batch_1").touch()
-        with pytest.raises(FileNotFoundError, match="version for Python, the binary version is needed"):
-            CIFAR10("train", path=tmp_path)
 
     @pytest.mark.parametrize("size", [0, 1, RECORD_BYTES - 1, 2 * RECORD_BYTES + 1])
     def test_cut_batches(self, folder, size):

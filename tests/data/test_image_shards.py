@@ -129,7 +129,7 @@ class TestBadShards:
         with pytest.raises(FileNotFoundError, match=r"no \.tar in"):
             ImageShards("train", path=tmp_path)
         write_tar(tmp_path / "val-0.tar", examples())
-        with pytest.raises(FileNotFoundError, match="no shard for training; found 0 for train, 1 for validation"):
+        with pytest.raises(FileNotFoundError, match="no shard for training"):
             ImageShards("test", path=tmp_path)
 
     def test_a_split_without_shards_or_share(self, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import lzma
 import os
 import pickle
 from itertools import islice
@@ -13,13 +14,12 @@ import launch
 import numpy as np
 import pytest
 import torch
+from data.listops_oracle import evaluate, to_tokens
 
 from cached_lab.data import Dataset, store
 from cached_lab.tasks import create_dataset
 from cached_lab.tasks.classification.listops import datasets as listops_datasets
 from cached_lab.tasks.classification.listops.datasets import ListOps
-from cached_lab.tasks.classification.listops.expressions import Expression, evaluate, to_tokens, tokenize
-from cached_lab.tasks.classification.listops.files import write_tsv
 from cached_transformers.files import write_whole
 
 SMALL = {"max_depth": 4, "max_args": 4, "min_length": 10, "max_length": 64}
@@ -209,34 +209,56 @@ class TestCache:
         assert store.cache_folder() == Path("/somewhere/.cache/cached-transformers")
 
 
-class TestTSV:
-    def write(self, folder: Path, *rows: str) -> None:
-        write_tsv(folder / "basic_test.tsv", [Expression(tokenize(row), evaluate(row)) for row in rows])
+HEADER = "Source\tTarget\r\n"
 
+
+class TestTSV:
     def test_items(self, tmp_path):
-        self.write(tmp_path, "[MAX 2 9 ]", "[SM 1 [MIN 3 4 ] 8 ]")
+        rows = "( ( ( [MAX 2 ) 9 ) ] )\t9\r\n[SM 1 [MIN 3 4 ] 8 ]\t2\r\n"
+        (tmp_path / "basic_test.tsv.xz").write_bytes(lzma.compress(f"{HEADER}{rows}".encode()))
+        (tmp_path / "basic_contest.tsv").touch()
         dataset = create_dataset("listops_tsv", "test", path=str(tmp_path), max_length=12)
         assert [(tokens.tolist(), label) for tokens, label in dataset] == [  # type: ignore[attr-defined]
             ([12, 3, 10, 15], 9),
             ([14, 2, 11, 4, 5, 15, 9, 15], 2),
         ]
         assert dataset.describe()["max_length"] == 12
-
-    def test_an_expression_that_is_too_long(self, tmp_path):
-        self.write(tmp_path, "[MAX 2 9 ]", "[SM 1 [MIN 3 4 ] 8 ]")
         with pytest.raises(ValueError, match=r"basic_test.tsv.*max_length=5"):
             create_dataset("listops_tsv", "test", path=tmp_path, max_length=5)
-        cut = create_dataset("listops_tsv", "test", path=tmp_path, max_length=5, too_long="truncate")
-        assert cut[1][0].tolist() == [14, 2, 11, 4, 5] and cut[1][1] == 2
+        with pytest.raises(FileNotFoundError, match=r"'train'.*none"):
+            create_dataset("listops_tsv", "train", path=tmp_path)
+        (tmp_path / "test.tsv").touch()
+        with pytest.raises(ValueError, match=r"'test'.*basic_test.tsv.xz, test.tsv"):
+            create_dataset("listops_tsv", "test", path=tmp_path)
 
-    def test_bad_options(self, tmp_path):
-        with pytest.raises(ValueError, match=r"too_long='cut'.*'error'.*'truncate'"):
-            create_dataset("listops_tsv", "test", path=tmp_path, too_long="cut")
-        with pytest.raises(ValueError, match="max_length=0"):
-            create_dataset("listops_tsv", "test", path=tmp_path, max_length=0)
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (f"{HEADER}7\t7\r\n( ( [MAX 1 ) ] )", "line 3: expected an expression, a tab and a digit"),
+            (f"{HEADER}7\t7\r\n( ( [MAX 1 ) ] )\t1\t1", "line 3: expected"),
+            (f"{HEADER}7\t7\r\n( ( [TOP 1 ) ] )\t1", r"line 3: token '\[TOP' is not in the vocabulary"),
+            (f"{HEADER}\t1", "line 2: the expression is empty"),
+            (f"{HEADER}7\t10", "line 2: expected"),
+            ("7\t7\r\n", "line 1: expected 'Source<TAB>Target'"),
+            ("", "line 1: expected"),
+            (HEADER, "line 1: expected .* and rows"),
+            ("\udcff\udcfe", "is not UTF-8"),
+        ],
+    )
+    def test_malformed_files_are_named_with_the_line(self, tmp_path, content, message):
+        (tmp_path / "basic_test.tsv").write_bytes(content.encode("utf-8", "surrogateescape"))
+        with pytest.raises(ValueError, match=f"basic_test.tsv.*{message}"):
+            create_dataset("listops_tsv", "test", path=tmp_path)
+
+    def test_damaged_compression(self, tmp_path):
+        (tmp_path / "basic_test.tsv.xz").write_bytes(lzma.compress(HEADER.encode() * 50)[:-40])
+        with pytest.raises(ValueError, match=r"basic_test.tsv.xz"):
+            create_dataset("listops_tsv", "test", path=tmp_path)
 
     def test_files_of_the_original_generator(self, shared):
         dataset = create_dataset("listops_tsv", "validation", path=shared / "data" / "lra-listops", pad_to="max")
-        lengths = [len(tokens) for tokens, _ in dataset]  # type: ignore[attr-defined]
+        expressions = list(dataset.expressions())  # type: ignore[attr-defined]
+        lengths = [len(expression.tokens) for expression in expressions]
         assert len(lengths) == 2000 and min(lengths) > 500 and max(lengths) < 2000
+        assert all(evaluate(to_tokens(one.tokens)) == one.label for one in expressions)
         assert dataset.collate([dataset[0]]).inputs.shape == (1, 2000)

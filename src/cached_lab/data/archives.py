@@ -135,8 +135,13 @@ class Listing:
 
 
 def open_listing(path: str | Path) -> Listing:
-    """List a folder or archive; an archive with all in one folder counts as that folder (raises: see `Listing`)."""
+    """List a folder or archive, or the only archive in a folder (raises: see `Listing`).
+
+    An archive with everything in one folder counts as that folder.
+    """
     listing = Listing(Path(path).expanduser())
+    if not listing.archive and len(listing.names) == 1 and listing.names[0].lower().endswith(ARCHIVES):
+        listing = Listing(listing.root / listing.names[0])
     while listing.archive and len(listing.subfolders()) == 1 and all("/" in name for name in listing.names):
         listing = listing.inside(listing.subfolders()[0])
     return listing

@@ -11,7 +11,6 @@ import io
 import json
 import os
 import warnings
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -45,7 +44,9 @@ def load_or_build(kind: str, key: Mapping[str, object], build: Callable[[], Arra
         arrays = build()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            payload = _serialise(arrays)
+            buffer = io.BytesIO()
+            np.savez(buffer, allow_pickle=False, **arrays)
+            payload = buffer.getvalue()
             write_whole(path, _digest(path, payload) + b"\n" + payload)
         except OSError as error:
             message = (
@@ -71,17 +72,6 @@ def _read(path: Path) -> Arrays | None:
         return None
     with np.load(io.BytesIO(payload), allow_pickle=False) as archive:
         return {name: archive[name] for name in archive.files}
-
-
-def _serialise(arrays: Arrays) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        for name, array in arrays.items():
-            member = io.BytesIO()
-            np.save(member, array, allow_pickle=False)
-            # A fixed date makes the file a function of the arrays.
-            archive.writestr(zipfile.ZipInfo(f"{name}.npy"), member.getvalue(), zipfile.ZIP_DEFLATED)
-    return buffer.getvalue()
 
 
 def _digest(path: Path, payload: bytes) -> bytes:

@@ -59,56 +59,52 @@ class Augmentation:
                 f"and erase_count={self.erase_count} must be at least 1"
             )
 
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> Augmentation:
-        """Make an `Augmentation` from the mapping in a recipe.
 
-        Raises:
-            ValueError: an unknown key (with a suggestion), or a value out of range or of another type.
-        """
-        hints = hints_of(cls)  # type: ignore[arg-type]
-        values: dict[str, Any] = {}
-        for key, value in options.items():
-            if key not in hints:
-                raise ValueError(unknown_name("option of data.augmentation", key, list(hints)))
-            value = check_type(f"data.augmentation.{key}", value, hints[key])
-            values[key] = tuple(map(float, value)) if isinstance(value, list | tuple) else value
-        return cls(**values)
+def training_transform(options: Mapping[str, Any], size: int, mean: Sequence[float], std: Sequence[float]) -> Any:
+    """Build a function from a PIL image to a normalised tensor (C, size, size).
 
-    def transform(self, size: int, mean: Sequence[float], std: Sequence[float]) -> Any:
-        """Build a function from a PIL image to a normalised tensor (C, size, size).
+    Args:
+        options: of `Augmentation`, as in a recipe.
 
-        Raises:
-            ValueError: timm does not know `auto_augment`, or the images are grey.
-        """
-        data = require("timm.data", extra="vision")
-        if len(mean) == 1 and (self.auto_augment or self.color_jitter):
-            raise ValueError("data.augmentation: auto_augment and color_jitter need colours; leave out with channels=1")
-        try:
-            built = data.create_transform(
-                size,
-                is_training=True,
-                scale=tuple(self.scale),
-                ratio=tuple(self.aspect),
-                hflip=self.flip,
-                color_jitter=self.color_jitter or None,
-                auto_augment=self.auto_augment,
-                interpolation=self.interpolation,
-                mean=tuple(mean),
-                std=tuple(std),
-                re_prob=self.erase,
-                re_mode=self.erase_mode,
-                re_count=self.erase_count,
-            )
-        except (AssertionError, KeyError, ValueError) as error:
-            raise ValueError(
-                f"data.augmentation.auto_augment={self.auto_augment!r} is none of timm's descriptions ({error!r}); "
-                "take rand-m9-mstd0.5-inc1, augmix-m3-w3, original, v0 or 3a"
-            ) from error
-        if self.crop == "padded":  # instead of timm's resized crop; black moves in
-            crop = require("torchvision.transforms", extra="vision").RandomCrop(size, padding=self.padding)
-            built.transforms[0:1] = [_CentralSquare(size), crop]
-        return built
+    Raises:
+        ValueError: an unknown option (with a suggestion), a value out of range or of another type, an `auto_augment`
+            that timm does not know, or a change of colours for grey images.
+    """
+    hints = hints_of(Augmentation)  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for key, value in options.items():
+        if key not in hints:
+            raise ValueError(unknown_name("option of data.augmentation", key, list(hints)))
+        value = check_type(f"data.augmentation.{key}", value, hints[key])
+        values[key] = tuple(map(float, value)) if isinstance(value, list | tuple) else value
+    chosen = Augmentation(**values)
+    if len(mean) == 1 and (chosen.auto_augment or chosen.color_jitter):
+        raise ValueError("data.augmentation: auto_augment and color_jitter need colours; leave out with channels=1")
+    try:
+        built = require("timm.data", extra="vision").create_transform(
+            size,
+            is_training=True,
+            scale=chosen.scale,
+            ratio=chosen.aspect,
+            hflip=chosen.flip,
+            color_jitter=chosen.color_jitter or None,
+            auto_augment=chosen.auto_augment,
+            interpolation=chosen.interpolation,
+            mean=tuple(mean),
+            std=tuple(std),
+            re_prob=chosen.erase,
+            re_mode=chosen.erase_mode,
+            re_count=chosen.erase_count,
+        )
+    except (AssertionError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"data.augmentation.auto_augment={chosen.auto_augment!r} is none of timm's descriptions ({error!r}); "
+            "take rand-m9-mstd0.5-inc1, augmix-m3-w3, original, v0 or 3a"
+        ) from error
+    if chosen.crop == "padded":  # instead of timm's resized crop; black moves in
+        crop = require("torchvision.transforms", extra="vision").RandomCrop(size, padding=chosen.padding)
+        built.transforms[0:1] = [_CentralSquare(size), crop]
+    return built
 
 
 @dataclass(frozen=True)

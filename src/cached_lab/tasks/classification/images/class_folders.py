@@ -68,8 +68,6 @@ class ImageFolder(ListedImages):
     Args:
         path: the root folder, or an archive of it: .tar, .zip, or a compressed tar (unpacked once, to the cache).
         channels: 3 (colour) or 1 (grey).
-        mean, std: of pixels in 0..1, one number per channel; default: those of ImageNet for colour, 0.5 for grey.
-        shift: greatest shift of training images in pixels. flip: mirror half of them.
         test_fraction: share of every class held out for testing, without split folders.
         others: see `EncodedImages`.
 
@@ -78,32 +76,27 @@ class ImageFolder(ListedImages):
         ValueError: no image, fewer than two classes, a class that training lacks, or one without a training image.
     """
 
-    name = "image_folder"
+    name, shift = "image_folder", 4
     path: str | Path
     channels: int = 3
-    mean: Sequence[float] | None = None
-    std: Sequence[float] | None = None
-    shift: int = 4
-    flip: bool = True
     test_fraction: float = 0.1
 
     def _find(self) -> tuple[LabelledFiles, list[str]]:
-        listing = open_listing(self.path, "a folder of root/<class>/*.jpg or *.png")
+        listing = open_listing(self.path)
         parts: dict[str, Listing] = {}
-        for split in SPLITS:
-            found = [name for name in listing.subfolders() if name.lower() in SPLIT_WORDS[split]]
-            if len(found) > 1:
-                raise ValueError(f"{listing.root} has several folders for split {split!r}: {', '.join(found)}")
-            if found:
-                parts[split] = listing.inside(found[0])
+        for name in listing.subfolders():
+            for split in SPLITS:
+                if name.lower() in SPLIT_WORDS[split]:
+                    if split in parts:
+                        raise ValueError(f"{listing.root} has several folders for split {split!r}, such as {name}")
+                    parts[split] = listing.inside(name)
         if "train" not in parts:
             names = class_names(listing)
             return self._dealt_files(listing, names, "validation", "test"), names
         train = parts["train"]
         names = class_names(train)
         if self.split == "test" and "test" not in parts:
-            present = ", ".join(sorted(found.root.name for found in parts.values()))
-            message = f"{listing.root} has no folder for split 'test', only {present}"
+            message = f"{listing.root} has no folder for split 'test'"
             raise FileNotFoundError(f"{message}; add one, or train with training.test=none")
         if "validation" not in parts and self.split != "test":
             return self._dealt_files(train, names, "validation"), names

@@ -29,7 +29,7 @@ from cached_lab.data.store import Arrays, load_or_build
 from cached_lab.registries import DATASETS
 
 from .class_folders import is_image, report_empty_classes
-from .dataset import AUGMENTATION_DEFAULTS, BadFiles, EncodedImages
+from .dataset import BadFiles, EncodedImages
 
 MOST_CLASSES = 1_000_000
 """Largest number of classes, so that a damaged label does not ask for as many outputs."""
@@ -50,6 +50,8 @@ class ImageShards(EncodedImages):
         label: source of the class: "cls" (a member with a number), "json:KEY" (a number in a JSON member), or "tar"
             (the name of the tar, in alphabetical order of the training shards).
         classes: their number; null takes the largest label of the training shards plus one.
+        window: read training shards one after the other, for network file systems: each epoch permutes the shards, and
+            the images within windows of this many. Null permutes all images.
         augmentation: options of `Augmentation`; null crops at random and mirrors.
         validation_fraction, test_fraction: shares of every class held out from the training shards; null is none, or a
             tenth each if there are training shards only and neither is given.
@@ -61,11 +63,11 @@ class ImageShards(EncodedImages):
         ValueError: a damaged or truncated shard, or labels that are missing, no numbers or out of range.
     """
 
-    name = "image_shards"
-    no_augmentation = AUGMENTATION_DEFAULTS
+    name, no_augmentation = "image_shards", {}
     path: ShardPath
     label: str = "cls"
     classes: int | None = None  # type: ignore[assignment]  # the option, later replaced by the number
+    window: int | None = None
     crop_ratio: float | None = 0.875
     validation_fraction: float | None = None  # type: ignore[assignment]
     test_fraction: float | None = None
@@ -73,10 +75,11 @@ class ImageShards(EncodedImages):
     def _load(self) -> tuple[np.ndarray, list[str]]:
         if self.label not in ("cls", "tar") and not re.fullmatch(r"json:\w+", self.label):
             raise ValueError(f"label={self.label!r} must be cls, tar, or json:KEY, e.g. json:label")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"data.window={self.window} must be at least 1 image, or null")
         shards = shards_of_splits(self.path)
         if not shards["train"]:
-            found = ", ".join(f"{len(found)} for {split}" for split, found in shards.items())
-            raise FileNotFoundError(f"{self.path} has no shard for training; found {found}")
+            raise FileNotFoundError(f"{self.path} has no shard for training")
         given = {"validation": self.validation_fraction, "test": self.test_fraction}
         for split, share in given.items():
             if share and shards[split]:
@@ -94,9 +97,8 @@ class ImageShards(EncodedImages):
         chosen = train if source == "train" else index_shards(shards[source], self.label, tars, self.bad_files)
         number = len(tars) or self.classes or int(train.label.max()) + 1
         if number > MOST_CLASSES:
-            largest = f"{train.file(int(train.label.argmax()))}: label {number - 1}"
-            where = f"data.classes={number}" if self.classes else largest
-            raise ValueError(f"{where} is beyond {MOST_CLASSES:,} classes; is it one?")
+            largest = train.file(int(train.label.argmax()))
+            raise ValueError(f"{largest} or data.classes: {number} is beyond {MOST_CLASSES:,} classes; is it one?")
         for part in (train, chosen):
             part.check_labels(number)
         if self.split == "train":
@@ -107,6 +109,11 @@ class ImageShards(EncodedImages):
             chosen = train.only(items_of_split(self.path, train.label, shares, self.seed, self.split))
         self._examples = chosen
         return chosen.label, classes or [f"class {place}" for place in range(number)]
+
+    @property
+    def shard_starts(self) -> np.ndarray:
+        """Index of the first image of each shard."""
+        return np.unique(self._examples.shard, return_index=True)[1]
 
     def encoded(self, index: int) -> tuple[bytes, object]:
         return self._examples.read(index), _MemberName(self._examples, index)
@@ -179,9 +186,10 @@ def shards_of_splits(path: ShardPath) -> dict[str, list[Path]]:
 def find_shards(path: str | Path) -> list[Path]:
     """The tars below a folder, or those of a pattern with {first..last} (FileNotFoundError: see `shards_of_splits`)."""
     text = str(Path(path).expanduser())
-    numbered = expanded(text)
-    if numbered != [text]:
-        shards = [Path(name) for name in numbered]
+    if braces := re.search(r"\{(\d+)\.\.(\d+)\}", text):
+        first, last = braces.groups()
+        numbers = (str(n).zfill(len(first)) for n in range(int(first), int(last) + 1))
+        shards = [Path(text.replace(braces.group(), number)) for number in numbers]
     elif Path(text).is_dir():
         shards = sorted(file for file in Path(text).rglob("*.tar") if not file.name.startswith("."))
     else:
@@ -191,15 +199,6 @@ def find_shards(path: str | Path) -> list[Path]:
         named = ", ".join(str(shard) for shard in missing[:3]) or f"no .tar in {text}"
         raise FileNotFoundError(f"{len(missing)} of {len(shards)} shards do not exist: {named}")
     return shards
-
-
-def expanded(pattern: str) -> list[str]:
-    """The names of a pattern with {first..last}; the pattern itself without such numbers."""
-    braces = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
-    if braces is None:
-        return [pattern]
-    first, last = braces.groups()
-    return [pattern.replace(braces.group(), str(n).zfill(len(first))) for n in range(int(first), int(last) + 1)]
 
 
 def index_shards(shards: Sequence[Path], label: str, tars: Mapping[str, int], bad_files: BadFiles) -> IndexedExamples:
@@ -234,13 +233,6 @@ def _class_tar(shard: Path, tars: Mapping[str, int]) -> Arrays:
     return {"offsets": tar.offsets[images], "sizes": tar.sizes[images], "labels": labels}
 
 
-def example_name(member: str) -> tuple[str, str]:
-    """The name of the example of a member, and the member's kind: `a/0001.jpg` is `a/0001` and `jpg`."""
-    folder, _, file = member.rpartition("/")
-    stem, _, kind = file.partition(".")
-    return f"{folder}/{stem}".lstrip("/"), kind
-
-
 def _labelled(shard: Path, label: str) -> Arrays:
     """Offset, size and label of each image of a shard; "missing": examples without image or label, one per line."""
     tar = Tar(shard)
@@ -249,7 +241,9 @@ def _labelled(shard: Path, label: str) -> Arrays:
     labels: dict[str, int] = {}
     kinds: set[str] = set()
     for place, name in enumerate(tar.names):
-        example, kind = example_name(name)
+        folder, _, file = name.rpartition("/")
+        stem, _, kind = file.partition(".")
+        example = f"{folder}/{stem}".lstrip("/")
         kinds.add(kind)
         if is_image(f"_.{kind}"):
             images[example] = place

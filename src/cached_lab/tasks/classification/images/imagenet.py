@@ -9,7 +9,7 @@ every archive first, and takes the validation labels from the development kit on
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -19,17 +19,9 @@ from cached_lab.data.archives import Listing, as_text, open_listing, read_file
 from cached_lab.registries import DATASETS
 
 from .class_folders import LabelledFiles, ListedImages, class_names, is_image, labelled, refuse_foreign_classes
-from .dataset import AUGMENTATION_DEFAULTS
 
-_HOMES = ("", "Data/CLS-LOC", "ILSVRC/Data/CLS-LOC")
-_LISTS = (
-    "val.txt",
-    "val_annotations.txt",
-    "LOC_val_solution.csv",
-    "imagenet_2012_validation_synset_labels.txt",
-    "synset_labels.txt",
-)
-_VAL = ("val", "validation", "ILSVRC2012_img_val")
+_LISTS = ("val.txt", "LOC_val_solution.csv")
+_VAL = ("val", "ILSVRC2012_img_val.tar")
 
 
 @DATASETS.register("imagenet")
@@ -38,15 +30,14 @@ class ImageNet(ListedImages):
     """Classify ImageNet-1k from its own layout: train/<wnid>/ or train/<wnid>.tar, and val/ with or without folders.
 
     The images of val/ (or ILSVRC2012_img_val.tar) are in folders by class, or side by side with a list of their classes
-    in the root folder: val.txt or LOC_val_solution.csv (per line a file, and its wnid or the index of the sorted
-    wnids), or one wnid per line in the order of the files. They are the "test" split, and "validation" too unless
-    `validation_fraction` holds training images out, since labels of the test images were never published. In that case
-    choose the checkpoint by step (training.test=last): the best checkpoint on these images is biased.
+    beside val/: val.txt or LOC_val_solution.csv (per line a file, and its wnid or the index of the sorted wnids). They
+    are the "test" split, and "validation" too unless `validation_fraction` holds training images out, since labels of
+    the test images were never published. In that case choose the checkpoint by step (training.test=last): the best
+    checkpoint on these images is biased.
 
     Args:
         path: the folder that holds train/ and val/.
         augmentation: options of `Augmentation`; null takes its defaults, random crops and mirroring.
-        validation_list: a list of the classes of val/ in another place or under another name.
         others: see `EncodedImages`.
 
     Raises:
@@ -54,44 +45,38 @@ class ImageNet(ListedImages):
         ValueError: a class without an image, or a list that does not fit.
     """
 
-    name = "imagenet"
-    no_augmentation = AUGMENTATION_DEFAULTS
+    name, no_augmentation = "imagenet", {}
     path: str | Path
     crop_ratio: float | None = 0.875
-    validation_list: str | Path | None = None
     validation_fraction: float = 0.0
 
     def _find(self) -> tuple[LabelledFiles, list[str]]:
-        root = Path(self.path).expanduser()
-        home = next((root / home for home in _HOMES if (root / home / "train").is_dir()), None)
-        if home is None:
+        home = Path(self.path).expanduser()
+        if not (home / "train").is_dir():
             hint = "unpack ILSVRC2012_img_train.tar into it (the tars of the classes may stay packed)"
-            raise FileNotFoundError(f"{root} has no folder train/ of <wnid>/ or <wnid>.tar; {hint}")
+            raise FileNotFoundError(f"{home} has no folder train/ of <wnid>/ or <wnid>.tar; {hint}")
         train = Listing(home / "train", open_tars=True)
         names = class_names(train)
         if self.split == "train" or (self.split == "validation" and self.validation_fraction):
             return self._dealt_files(train, names, "validation"), names
-        places = [home / f"{name}{suffix}" for name in _VAL for suffix in ("", ".tar")]
-        place = next((place for place in places if place.exists()), None)
+        place = next((home / name for name in _VAL if (home / name).exists()), None)
         if place is None:
             raise FileNotFoundError(f"{home} has no folder val/ and no ILSVRC2012_img_val.tar; add one of them")
-        listing, given = Listing(place, open_tars=place.is_dir()), self.validation_list
-        if given is None and listing.subfolders():
+        listing = Listing(place)
+        if listing.subfolders():
             refuse_foreign_classes(place, listing.subfolders(), "train/", names)
             return labelled(listing, names, None), names
-        files = [name for name in listing.names if is_image(name)]
-        lists = [Path(given).expanduser()] if given else [f / n for f in (root, home, place) for n in _LISTS]
-        found = next((file for file in lists if file.is_file()), None)
+        found = next((home / name for name in _LISTS if (home / name).is_file()), None)
         if found is None:
-            wanted = lists[0] if given else f"{root}/{', '.join(_LISTS)}"
-            raise FileNotFoundError(f"{place} has no class folders, and there is no list of its classes: {wanted}")
+            raise FileNotFoundError(f"{place} has no class folders; list its classes in {home}/{' or '.join(_LISTS)}")
+        files = [name for name in listing.names if is_image(name)]
         return LabelledFiles(listing, files, read_labels(read_file(found), found, files, names)), names
 
 
 @DATASETS.register("tiny_imagenet")
 @dataclass(kw_only=True, eq=False, repr=False)
 class TinyImageNet(ListedImages):
-    """Classify Tiny-ImageNet from its folder or archive (`tiny-imagenet-200.zip`), or from a pack of smaller images.
+    """Classify Tiny-ImageNet from its folder or archive (`tiny-imagenet-200.zip`).
 
     The layout is train/<wnid>/images/*.JPEG, val/images/*.JPEG with val/val_annotations.txt (file, wnid and a box per
     line), and test/images/ without labels; or val/<wnid>/*.JPEG, of any image size. The validation images are the
@@ -99,13 +84,13 @@ class TinyImageNet(ListedImages):
     checkpoint is chosen and reported on different images. With `validation_fraction: 0` the validation images are both.
 
     Args:
-        path: the folder or archive, or a folder that holds nothing but one archive.
+        path: the folder or archive.
         image_size: height and width of an input in pixels, 64 as published.
         others: see `EncodedImages`.
 
     Raises:
         FileNotFoundError: no such path, or it lacks train/ or val/.
-        ValueError: a class without an image, an annotation that names no file, or a file without an annotation.
+        ValueError: a class without an image, or files and annotations that do not match.
     """
 
     name = "tiny_imagenet"
@@ -114,7 +99,7 @@ class TinyImageNet(ListedImages):
     image_size: int = 64
 
     def _find(self) -> tuple[LabelledFiles, list[str]]:
-        listing = open_listing(self.path, "a folder or archive with train/<wnid>/ and val/")
+        listing = open_listing(self.path)
         for folder in ("train", "val"):
             if folder not in listing.folders:
                 raise FileNotFoundError(f"{listing.root} has no folder {folder}/; expected train/<wnid>/ and val/")
@@ -131,49 +116,30 @@ class TinyImageNet(ListedImages):
             return labelled(val, names, None), shown
         called = val.root / "val_annotations.txt"
         files = [name for name in val.names if is_image(name)]
-        labels = read_labels(val.read(called.name), called, files, names, complete=True)
-        return LabelledFiles(val, files, labels), shown
+        return LabelledFiles(val, files, read_labels(val.read(called.name), called, files, names)), shown
 
 
-def read_labels(
-    content: bytes, file: Path, images: Sequence[str], names: Sequence[str], complete: bool = False
-) -> np.ndarray:
-    """Label of each image from a list: "image class" per line, or one class per line in the order of the images.
-
-    A class is a wnid or, next to an image, its index among the sorted wnids. Further columns (boxes) are ignored.
+def read_labels(content: bytes, file: Path, images: Sequence[str], names: Sequence[str]) -> np.ndarray:
+    """Label of each image from a list with an image and its class per line; further columns (boxes) are ignored.
 
     Args:
         content: of the list. file: its path, for messages.
-        complete: refuse a list with images that do not exist.
+        names: sorted wnids; a class in the list is a wnid or its index.
 
     Raises:
-        ValueError: a line that names no class; images without a line; or numbers only, whose order is unknown.
+        ValueError: a line that names no class, an image without a line, or a line without an image.
     """
-    place = {name: label for label, name in enumerate(names)}
-    lines = [re.split(r"[,\s]+", line.strip()) for line in as_text(content, file).splitlines()]
-    rows = [(n, line) for n, line in enumerate(lines, 1) if line != [""] and line[0] != "ImageId"]
-    if rows and all(len(line) == 1 for _, line in rows):
-        if rows[0][1][0].isdigit():
-            raise ValueError(f"{file} holds only numbers, whose order is unknown; list wnids, or images with classes")
-        if len(rows) != len(images):
-            raise ValueError(f"{file} names the classes of {len(rows)} images, but there are {len(images)}")
-        return np.array([_label(file, n, line[0], place) for n, line in rows], dtype=np.int64)
+    place = {name: label for label, name in enumerate(names)} | {str(n): n for n in range(len(names))}
     listed: dict[str, int] = {}
-    for n, line in rows:
-        if len(line) < 2:
-            raise ValueError(f"{file}, line {n}: expected an image and its class, found {line[0]!r}")
-        listed[PurePosixPath(line[0]).stem] = _label(file, n, line[1], place)
+    for n, line in enumerate(as_text(content, file).splitlines(), 1):
+        image, name, *_ = [*re.split(r"[,\s]+", line.strip()), ""]
+        if name not in place and image not in ("", "ImageId"):
+            raise ValueError(f"{file}, line {n}: {name!r} is none of the {len(names)} classes of train/")
+        listed[PurePosixPath(image).stem] = place.get(name, -1)
     stems = [PurePosixPath(image).stem for image in images]
-    missing = [image for image, stem in zip(images, stems, strict=True) if stem not in listed]
+    missing, absent = sorted(set(stems) - set(listed)), sorted(set(listed) - {*stems, "", "ImageId"})
     if missing:
-        raise ValueError(f"{file} lacks {len(missing)} of {len(images)} images: {', '.join(missing[:5])}")
-    if complete and (absent := sorted(listed.keys() - set(stems))):
-        raise ValueError(f"{file} lists {len(absent)} images that do not exist: {', '.join(absent[:5])}")
+        raise ValueError(f"{file} lacks {len(missing)} of {len(images)} images: {', '.join(missing[:5])}; get another")
+    if absent:
+        raise ValueError(f"{file} lists {len(absent)} images that do not exist: {', '.join(absent[:5])}; fetch them")
     return np.array([listed[stem] for stem in stems], dtype=np.int64)
-
-
-def _label(file: Path, line: int, text: str, place: Mapping[str, int]) -> int:
-    label = int(text) if text.isdecimal() and len(text) < 10 else place.get(text, -1)
-    if not 0 <= label < len(place):
-        raise ValueError(f"{file}, line {line}: {text!r} is none of the {len(place)} classes of train/")
-    return label
