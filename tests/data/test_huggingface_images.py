@@ -59,7 +59,7 @@ def test_splits_that_are_missing_are_dealt_from_training(tmp_path):
     assert {s: np.bincount(d.labels).tolist() for s, d in splits.items()} == {
         "train": [16, 16, 16], "validation": [2, 2, 2], "test": [2, 2, 2],
     }  # fmt: skip
-    names = {str(d.encoded(i)[1]) for d in splits.values() for i in range(len(d))}
+    names = {d.file(i) for d in splits.values() for i in range(len(d))}
     assert len(names) == 60
 
 

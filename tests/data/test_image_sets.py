@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import tarfile
-
 import numpy as np
 import pytest
 import torch
 from data.pictures import class_folders, encoded, write_files, write_tar, write_zip
 
-from cached_lab.tasks.classification.images.imagenet import ImageNet, TinyImageNet, read_labels
+from cached_lab.tasks.classification.images.class_folders import ImageNet, TinyImageNet, read_labels
 
 
 def tiny(boxes: bool = True) -> dict[str, bytes]:
@@ -110,7 +108,7 @@ class TestImageNet:
         for file in (root / "val").iterdir():
             file.rename(root / file.name)
         write_files(root / "val", class_folders(3, 2))
-        with pytest.raises(ValueError, match="val has classes that train/ has not: class0"):
+        with pytest.raises(ValueError, match=r"val has classes that .*train has not: class0"):
             ImageNet("test", path=root)
         for c in range(3):
             (root / "val" / f"class{c}").rename(root / "val" / f"n0{c + 1}")
@@ -120,14 +118,14 @@ class TestImageNet:
         with pytest.raises(FileNotFoundError, match=r"val has no class folders; .*val.txt"):
             ImageNet("test", path=root)
         empty = tmp_path_factory.mktemp("empty")
-        with pytest.raises(FileNotFoundError, match=r"no folder train/ of <wnid>/ or <wnid>.tar; unpack"):
+        with pytest.raises(FileNotFoundError, match=r"folders train/ \(of <wnid>/ or <wnid>.tar\)"):
             ImageNet("train", path=empty)
 
     @pytest.mark.parametrize(
         ("text", "message"),
         [
             ("a.JPEG n01\n", r"lacks 1 of 2 images: b"),
-            ("a.JPEG n01\nb.JPEG 1\nc.JPEG 1", r"lists 1 images that do not exist: c"),
+            ("a.JPEG n01\nb.JPEG 1\nc.JPEG 1", r"namely 1 of 2 images: c"),
             ("a.JPEG n09\nb.JPEG n01", "line 1: 'n09' is none of the 2 classes"),
             ("n01\n", "line 1: '' is none"),
         ],
@@ -143,4 +141,4 @@ def test_a_tar_of_the_validation_images(tmp_path):
     (tmp_path / "val.txt").write_text("v0.JPEG 1\nv1.JPEG 0")
     data = ImageNet("test", path=tmp_path, image_size=8)
     assert data.labels.tolist() == [1, 0] and data[1][0].shape == (3, 8, 8)
-    assert tarfile.is_tarfile(data.file(0).parent)
+    assert data.file(0).parent.name == "ILSVRC2012_img_val"

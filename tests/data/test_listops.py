@@ -140,12 +140,11 @@ class TestGenerator:
     @pytest.mark.parametrize(
         ("shape", "message"),
         [
-            ({"max_depth": 0}, "max_depth=0 must lie in 1..100"),
-            ({"max_depth": 101}, "max_depth=101 must lie in 1..100"),
-            ({"max_args": 1}, "max_args=1 must be at least 2"),
+            ({"max_depth": 0}, "max_depth=0"),
+            ({"max_depth": 101}, "max_depth=101"),
+            ({"max_args": 1}, "max_args=1"),
             ({"min_length": -1}, "min_length=-1"),
-            ({"min_length": 10, "max_length": 11}, "leave a length between them"),
-            ({"max_depth": 3, "max_args": 3, "min_length": 50, "max_length": 90}, "longer than 17 tokens"),
+            ({"min_length": 10, "max_length": 11}, "max_length=11"),
         ],
     )
     def test_impossible_shapes_are_refused(self, shape, message):

@@ -141,15 +141,6 @@ def test_padded_to_a_square_an_image_has_the_same_answers_in_every_batch():
         small("retinanet", pad_to_square=True, max_size=100)
 
 
-def test_what_cannot_be_resized_is_refused():
-    model = small().eval()
-    with pytest.raises(ValueError, match="2 x 500 pixels would be resized to less than a pixel"):
-        model([torch.rand(3, 2, 500)])
-    with pytest.raises(ValueError, match=r"1,.*50,.*50.*3,"):
-        model([torch.rand(1, 50, 50)])
-    model([torch.rand(3, 1, 1), torch.rand(3, 7, 3)])
-
-
 # ------------------------------------------------------------------------------------------------ memory
 
 

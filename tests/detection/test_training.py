@@ -176,7 +176,7 @@ def test_two_processes_follow_the_curve_of_one(data, tmp_path):
     [
         ("retinanet", {"metric": "mask_ap"}, {}, r"training\.metric='mask_ap' does not suit model 'retinanet'; take b"),
         ("mask_rcnn", {"metric": "accuracy"}, {}, r"training\.metric='accuracy' .* take box_ap or mask_ap"),
-        ("mask_rcnn", {"compile": True}, {}, r"training\.compile=True are not for detectors"),
+        ("mask_rcnn", {"compile": True}, {}, r"training\.compile=true is not for detectors"),
         ("mask_rcnn", {}, {"masks": False}, r"model\.name='mask_rcnn' needs masks .* data\.masks=true"),
         ("mask_rcnn", {"batch_size": 8}, {}, r"training\.batch_size=8 exceeds the 6 training rows"),
         ("mask_rcnn", {}, {"validation": "other"}, r"\['crimson', 'red'\]"),

@@ -134,15 +134,16 @@ class Listing:
         return sorted(name for name in self.folders if "/" not in name)
 
 
-def open_listing(path: str | Path) -> Listing:
+def open_listing(path: str | Path, open_tars: bool = False) -> Listing:
     """List a folder or archive, or the only archive in a folder (raises: see `Listing`).
 
     An archive with everything in one folder counts as that folder.
     """
-    listing = Listing(Path(path).expanduser())
-    if not listing.archive and len(listing.names) == 1 and listing.names[0].lower().endswith(ARCHIVES):
+    listing = Listing(Path(path).expanduser(), open_tars)
+    if not listing.archive and len(listing.names) == 1 and listing.names[0].endswith(ARCHIVES):
         listing = Listing(listing.root / listing.names[0])
-    while listing.archive and len(listing.subfolders()) == 1 and all("/" in name for name in listing.names):
+    packed = listing.archive or open_tars
+    while packed and len(listing.subfolders()) == 1 and all("/" in name for name in listing.names):
         listing = listing.inside(listing.subfolders()[0])
     return listing
 

@@ -19,7 +19,6 @@ for _module in (
     "classification.images.digits",
     "classification.images.huggingface_images",
     "classification.images.image_shards",
-    "classification.images.imagenet",
     "classification.listops.datasets",
     "detection.coco",
     "detection.detector",

@@ -163,23 +163,14 @@ class Detector(nn.Module):
             image, best first: boxes (N, 4), scores (N,), labels (N,), and masks (N, 1, H, W) as probabilities.
 
         Raises:
-            ValueError: targets are missing in training, or an image is too narrow to be resized.
+            ValueError: targets are missing in training.
         """
-        for image in images:
-            shape = tuple(image.shape)
-            if len(shape) != 3 or shape[0] != 3 or min(shape) < 1:
-                raise ValueError(f"an image of shape {shape}; a detector takes (3, height, width)")
-            if min(shape[1:]) * min(self.min_size / min(shape[1:]), self.max_size / max(shape[1:])) < 1:
-                raise ValueError(
-                    f"an image of {shape[1]} x {shape[2]} pixels would be resized to less than a pixel by "
-                    f"max_size={self.max_size}; crop it"
-                )
-        if self.training and targets is None:
-            raise ValueError("targets=None in training: pass them, or call eval() for detections")
         if not self.training:
             found: list[dict[str, Tensor]] = self.detector(list(images))
             return [{**one, "labels": one["labels"] - self.background} for one in found]
-        shifted = [{**target, "labels": target["labels"] + self.background} for target in targets or ()]
+        if targets is None:
+            raise ValueError("targets=None in training: pass them, or call eval() for detections")
+        shifted = [{**target, "labels": target["labels"] + self.background} for target in targets]
         losses: dict[str, Tensor] = self.detector(list(images), shifted)
         return losses
 

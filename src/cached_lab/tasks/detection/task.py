@@ -86,11 +86,8 @@ def check(config: RunConfig, model: nn.Module, data: CocoDetection) -> None:
             f"model.name={name!r} needs masks and {data.annotations.source} gives none: set data.masks=true, or take "
             "faster_rcnn or retinanet"
         )
-    if settings.label_smoothing or settings.compile:
-        raise ValueError(
-            f"training.label_smoothing={settings.label_smoothing} and training.compile={settings.compile} are not for "
-            "detectors, with torchvision's losses and images of many sizes; leave them at 0 and false"
-        )
+    if settings.compile:
+        raise ValueError("training.compile=true is not for detectors, whose images have many sizes; leave it false")
 
 
 def check_categories(known: Sequence[str], dataset: CocoDetection) -> None:

@@ -201,23 +201,26 @@ class EncodedImages(ImageDataset):
             options = {"crop_pct": self.crop_ratio, "interpolation": "bicubic", "normalize": False}
             self._view = create_transform(self.image_size, is_training=False, **options)
 
-    def encoded(self, index: int) -> tuple[bytes, object]:
-        """The file of one item, and its name in errors."""
+    def encoded(self, index: int) -> bytes:
+        """The content of the file of one item."""
         raise NotImplementedError("abstract: a data set of files reads its own")
+
+    def file(self, index: int) -> object:
+        """The name of the file of one item, for errors."""
+        raise NotImplementedError("abstract: a data set of files names its own")
 
     def samples(self) -> Iterator[Sample]:
         yield from super().samples()
-        yield from read_samples(len(self), lambda index: self.encoded(index)[0])
+        yield from read_samples(len(self), self.encoded)
 
     def picture(self, index: int) -> Any:
         """One item as an upright PIL image in its own size (BadFile: the file cannot be decoded)."""
         try:
-            content, name = self.encoded(index)
-        except BadFile:
-            raise
+            return open_picture(self.encoded(index), "", self.channels)
+        except BadFile as error:
+            raise BadFile(self.file(index), error.reason) from error
         except (OSError, ValueError) as error:  # e.g. a damaged member of an archive
-            raise BadFile(getattr(error, "filename", None) or f"item {index} of {self.name!r}", error) from error
-        return open_picture(content, name, self.channels)
+            raise BadFile(self.file(index), error) from error
 
     def pixels(self, index: int) -> Tensor:
         picture = self.picture(index)

@@ -16,7 +16,7 @@ import json
 import re
 import tarfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cached_lab.data.archives import Tar, identity, read_at
-from cached_lab.data.splits import SPLITS, check_split, items_of_split, named_split
+from cached_lab.data.splits import SPLITS, items_of_split, named_split
 from cached_lab.data.store import Arrays, load_or_build
 from cached_lab.registries import DATASETS
 
@@ -33,7 +33,6 @@ from .dataset import BadFiles, EncodedImages
 
 MOST_CLASSES = 1_000_000
 """Largest number of classes, so that a damaged label does not ask for as many outputs."""
-ShardPath = str | Path | Mapping[str, str | Path]
 
 
 @DATASETS.register("image_shards")
@@ -41,30 +40,30 @@ ShardPath = str | Path | Mapping[str, str | Path]
 class ImageShards(EncodedImages):
     """Classify images in tar shards, with a label beside each image (.cls, .json), or one tar per class.
 
-    Shards belong to the split in their name or folder (`imagenet-train-000000.tar`, `val/000000.tar`), or the split
-    that `path` gives them. Without such names images are dealt out by `validation_fraction` and `test_fraction`. Shards
-    for validation only are also used for test, and vice versa, when no fraction is given.
+    Shards belong to the split in their name or folder (`imagenet-train-000000.tar`, `val/000000.tar`). Without such
+    names images are dealt out by `validation_fraction` and `test_fraction`. Shards for validation only are also used
+    for test, and vice versa.
 
     Args:
-        path: a folder, a pattern such as /data/shard-{000000..001281}.tar, or a mapping from split to one of these.
+        path: a folder of shards.
         label: source of the class: "cls" (a member with a number), "json:KEY" (a number in a JSON member), or "tar"
             (the name of the tar, in alphabetical order of the training shards).
         classes: their number; null takes the largest label of the training shards plus one.
         window: read training shards one after the other, for network file systems: each epoch permutes the shards, and
             the images within windows of this many. Null permutes all images.
         augmentation: options of `Augmentation`; null crops at random and mirrors.
-        validation_fraction, test_fraction: shares of every class held out from the training shards; null is none, or a
-            tenth each if there are training shards only and neither is given.
+        validation_fraction, test_fraction: share of every class held out from the training shards for a split without
+            shards; null is a tenth if both lack shards, else none.
         bad_files: also applies to an example without image or label.
         others: see `EncodedImages`.
 
     Raises:
-        FileNotFoundError: no such folder, shards missing from a pattern (named), or none for the split.
+        FileNotFoundError: the folder holds no shard for training.
         ValueError: a damaged or truncated shard, or labels that are missing, no numbers or out of range.
     """
 
     name, no_augmentation = "image_shards", {}
-    path: ShardPath
+    path: str | Path
     label: str = "cls"
     classes: int | None = None  # type: ignore[assignment]  # the option, later replaced by the number
     window: int | None = None
@@ -77,46 +76,41 @@ class ImageShards(EncodedImages):
             raise ValueError(f"label={self.label!r} must be cls, tar, or json:KEY, e.g. json:label")
         if self.window is not None and self.window < 1:
             raise ValueError(f"data.window={self.window} must be at least 1 image, or null")
-        shards = shards_of_splits(self.path)
-        if not shards["train"]:
-            raise FileNotFoundError(f"{self.path} has no shard for training")
+        shards = shards_of_splits(Path(self.path).expanduser())
+        lacking = [split for split in ("validation", "test") if not shards[split]]
+        usual = 0.1 if len(lacking) == 2 else 0.0
         given = {"validation": self.validation_fraction, "test": self.test_fraction}
-        for split, share in given.items():
-            if share and shards[split]:
-                raise ValueError(f"{split}_fraction={share}: there are shards for {split}; leave the fraction out")
-        usual = 0.1 if not any(shards[split] or given[split] is not None for split in given) else 0.0
-        shares = {split: usual if share is None else share for split, share in given.items()}
-        instead = {"validation": "test", "test": "validation"}.get(self.split, "")
-        source = self.split if shards[self.split] else "train" if shares.get(self.split) else instead
+        shares = {split: usual if given[split] is None else given[split] for split in lacking}
+        source = self.split
         if not shards[source]:
-            way = f"set data.{self.split}_fraction=0.1"
-            raise ValueError(f"{self.path} has no shard for {self.split}, and no share of training; {way}")
-        classes = sorted(shard.name.removesuffix(".tar") for shard in shards["train"]) if self.label == "tar" else []
-        tars = {name: number for number, name in enumerate(classes)}
-        train = index_shards(shards["train"], self.label, tars, self.bad_files)
-        chosen = train if source == "train" else index_shards(shards[source], self.label, tars, self.bad_files)
-        number = len(tars) or self.classes or int(train.label.max()) + 1
-        if number > MOST_CLASSES:
-            largest = train.file(int(train.label.argmax()))
-            raise ValueError(f"{largest} or data.classes: {number} is beyond {MOST_CLASSES:,} classes; is it one?")
+            source = "train" if shares[source] else {"validation": "test", "test": "validation"}[source]
+        if not shards[source]:
+            raise ValueError(f"{self.path} has no shard for {self.split}; set data.{self.split}_fraction=0.1")
+        classes = sorted(shard.stem for shard in shards["train"]) if self.label == "tar" else []
+        train = index_shards(shards["train"], self.label, classes, self.bad_files)
+        chosen = train if source == "train" else index_shards(shards[source], self.label, classes, self.bad_files)
+        number = len(classes) or self.classes or int(train.label.max()) + 1
         for part in (train, chosen):
-            part.check_labels(number)
+            part.check_labels(min(number, MOST_CLASSES))
+        names = classes or [f"class {place}" for place in range(number)]
         if self.split == "train":
             empty = np.flatnonzero(np.bincount(train.label, minlength=number) == 0)
-            lacking = [classes[place] if classes else str(place) for place in empty]
-            report_empty_classes(train.shards[0].parent, lacking, self.bad_files)
+            report_empty_classes(train.shards[0].parent, [names[place] for place in empty], self.bad_files)
         if source == "train" and any(shares.values()):
             chosen = train.only(items_of_split(self.path, train.label, shares, self.seed, self.split))
         self._examples = chosen
-        return chosen.label, classes or [f"class {place}" for place in range(number)]
+        return chosen.label, names
 
     @property
     def shard_starts(self) -> np.ndarray:
         """Index of the first image of each shard."""
         return np.unique(self._examples.shard, return_index=True)[1]
 
-    def encoded(self, index: int) -> tuple[bytes, object]:
-        return self._examples.read(index), _MemberName(self._examples, index)
+    def encoded(self, index: int) -> bytes:
+        return self._examples.read(index)
+
+    def file(self, index: int) -> str:
+        return self._examples.file(index)
 
 
 class IndexedExamples(NamedTuple):
@@ -153,60 +147,23 @@ class IndexedExamples(NamedTuple):
             raise ValueError(f"{message} ({len(bad)} such images); set data.classes to their number")
 
 
-@dataclass(frozen=True)
-class _MemberName:
-    """Shard and member of an example, read only when a message needs them."""
-
-    examples: IndexedExamples
-    place: int
-
-    def __str__(self) -> str:
-        return self.examples.file(self.place)
-
-
-def shards_of_splits(path: ShardPath) -> dict[str, list[Path]]:
-    """The shards of each split, sorted.
-
-    Raises:
-        FileNotFoundError: a folder, or shards of a pattern, that do not exist.
-        ValueError: a key that is no split.
-    """
-    if isinstance(path, Mapping):
-        for key in path:
-            check_split(str(key))
-        return {split: find_shards(path[split]) if split in path else [] for split in SPLITS}
+def shards_of_splits(root: Path) -> dict[str, list[Path]]:
+    """The tars below a folder by the split in their names, sorted (FileNotFoundError: there is none)."""
     found: dict[str, list[Path]] = {split: [] for split in SPLITS}
-    root = Path(path).expanduser()
-    for shard in find_shards(path):
-        folders = shard.relative_to(root).parts[:-1] if root.is_dir() else ()
+    for shard in sorted(file for file in root.rglob("*.tar") if not file.name.startswith(".")):
+        folders = shard.relative_to(root).parts[:-1]
         found[named_split(shard.name.removesuffix(".tar"), folders) or "train"].append(shard)
+    if not found["train"]:
+        raise FileNotFoundError(f"{root} has no .tar for training")
     return found
 
 
-def find_shards(path: str | Path) -> list[Path]:
-    """The tars below a folder, or those of a pattern with {first..last} (FileNotFoundError: see `shards_of_splits`)."""
-    text = str(Path(path).expanduser())
-    if braces := re.search(r"\{(\d+)\.\.(\d+)\}", text):
-        first, last = braces.groups()
-        numbers = (str(n).zfill(len(first)) for n in range(int(first), int(last) + 1))
-        shards = [Path(text.replace(braces.group(), number)) for number in numbers]
-    elif Path(text).is_dir():
-        shards = sorted(file for file in Path(text).rglob("*.tar") if not file.name.startswith("."))
-    else:
-        shards = [Path(text)]
-    missing = [shard for shard in shards if not shard.is_file()]
-    if missing or not shards:
-        named = ", ".join(str(shard) for shard in missing[:3]) or f"no .tar in {text}"
-        raise FileNotFoundError(f"{len(missing)} of {len(shards)} shards do not exist: {named}")
-    return shards
-
-
-def index_shards(shards: Sequence[Path], label: str, tars: Mapping[str, int], bad_files: BadFiles) -> IndexedExamples:
-    """The images of some shards (ValueError: there is none); `tars` maps names to classes where a class is a shard."""
+def index_shards(shards: Sequence[Path], label: str, classes: Sequence[str], bad_files: BadFiles) -> IndexedExamples:
+    """The images of some shards (ValueError: there is none); `classes` are names of shards where a shard is a class."""
     columns = []
     for number, shard in enumerate(shards):
         if label == "tar":
-            found = _class_tar(shard, tars)
+            found = _class_tar(shard, classes)
         else:
             key = {**identity(shard), "label": label}
             found = load_or_build("shard-index", key, lambda shard=shard: _labelled(shard, label))  # type: ignore[misc]
@@ -224,12 +181,12 @@ def index_shards(shards: Sequence[Path], label: str, tars: Mapping[str, int], ba
     return examples
 
 
-def _class_tar(shard: Path, tars: Mapping[str, int]) -> Arrays:
-    name, tar = shard.name.removesuffix(".tar"), Tar(shard)
-    if name not in tars:
-        raise ValueError(f"{shard}: the training shards have no class {name!r}")
+def _class_tar(shard: Path, classes: Sequence[str]) -> Arrays:
+    tar = Tar(shard)
+    if shard.stem not in classes:
+        raise ValueError(f"{shard}: the training shards have no class {shard.stem!r}")
     images = [place for place, member in enumerate(tar.names) if is_image(member)]
-    labels = np.full(len(images), tars[name], dtype=np.int64)
+    labels = np.full(len(images), classes.index(shard.stem), dtype=np.int64)
     return {"offsets": tar.offsets[images], "sizes": tar.sizes[images], "labels": labels}
 
 

@@ -65,19 +65,11 @@ def generate_trees(
     Raises:
         ValueError: no tree can have such a length, or no new tree occurs any more.
     """
-    if not 1 <= max_depth <= 100:
-        raise ValueError(f"max_depth={max_depth} must lie in 1..100; the Long Range Arena uses 10")
-    if max_args < 2:
-        raise ValueError(f"max_args={max_args} must be at least 2: every operator has two arguments or more")
-    if min_length < 0 or max_length < min_length + 2:
-        message = f"min_length={min_length} and max_length={max_length} must leave a length between them, both excluded"
-        raise ValueError(f"{message}: 0 <= min_length <= max_length - 2")
-    longest = 1
-    for _ in range(max_depth - 1):
-        longest = min(2 + max_args * longest, max_length)
-    if longest <= min_length:
-        message = f"no expression with max_depth={max_depth} and max_args={max_args} is longer than {longest} tokens"
-        raise ValueError(f"{message}, and min_length={min_length} asks for more; lower it or raise one of the two")
+    if not 1 <= max_depth <= 100 or max_args < 2 or not 0 <= min_length <= max_length - 2:
+        raise ValueError(
+            f"max_depth={max_depth} must lie in 1..100, max_args={max_args} be at least 2, and min_length={min_length} "
+            f"and max_length={max_length} leave a length between them, both excluded"
+        )
     grower = _Grower(random.Random(seed), max_depth, max_args, max_length)
     seen: set[bytes] = set()
     repeats = 0
