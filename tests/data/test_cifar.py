@@ -121,7 +121,7 @@ def test_augmentation_by_timm(tmp_path):
     made = np.random.default_rng(0).integers(0, 256, (20, 3073), dtype=np.uint8)
     made[:, 0] = np.arange(20) % 10
     made.tofile(tmp_path / "data_batch_1.bin")
-    options = {"crop": "padded", "auto_augment": "rand-m9-mstd0.5-inc1", "erase": 0.5}
+    options = {"auto_augment": "rand-m9-mstd0.5-inc1", "erase": 0.5}
     data = CIFAR10("train", path=tmp_path, validation_fraction=0, augmentation=options)
     torch.manual_seed(0)
     views = torch.stack([data[0][0] for _ in range(8)])

@@ -49,10 +49,8 @@ def load_or_build(kind: str, key: Mapping[str, object], build: Callable[[], Arra
             payload = buffer.getvalue()
             write_whole(path, _digest(path, payload) + b"\n" + payload)
         except OSError as error:
-            message = (
-                f"cannot keep generated data in {path.parent} ({error}), so the next process generates it again; "
-                "set CACHED_TRANSFORMERS_CACHE to a folder that can be written"
-            )
+            way = "set CACHED_TRANSFORMERS_CACHE to a folder that can be written"
+            message = f"cannot keep generated data in {path.parent} ({error}); {way}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
     return arrays
 
@@ -60,10 +58,7 @@ def load_or_build(kind: str, key: Mapping[str, object], build: Callable[[], Arra
 def _read(path: Path) -> Arrays | None:
     try:
         content = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        warnings.warn(f"{path} cannot be read ({error}); generating its content again", RuntimeWarning, stacklevel=3)
+    except OSError:  # usually not there
         return None
     digest, _, payload = content.partition(b"\n")
     if digest != _digest(path, payload):

@@ -67,13 +67,14 @@ def find_images(found: Sequence[Listing], name: str, files: Sequence[str]) -> Li
 def decode_rgb(content: bytes, label: str, size: tuple[int, int] | None = None) -> np.ndarray:
     """Decode an image file of any kind that `open_picture` takes to pixels uint8 (height, width, 3).
 
-    The image is turned upright by its EXIF entry, unless it already has the given `size` (height, width) as stored.
+    Args:
+        size: (height, width) of annotations, which are measured in the image as stored; without it, the image is turned
+            upright by its EXIF entry.
 
     Raises:
         BadFile: it cannot be decoded, or has another size.
     """
-    picture = open_picture(content, label, stored_size=None if size is None else (size[1], size[0]))
-    if size is not None and picture.size != (size[1], size[0]):
-        wide, high = picture.size
-        raise BadFile(label, f"it has {wide} x {high} pixels, its annotations say {size[1]} x {size[0]}")
-    return np.array(picture)
+    pixels_HWC = np.array(open_picture(content, label, upright=size is None))
+    if size not in (None, pixels_HWC.shape[:2]):
+        raise BadFile(label, f"it has {pixels_HWC.shape[:2]} (height, width) pixels, its annotations say {size}")
+    return pixels_HWC

@@ -21,29 +21,20 @@ class Augmentation:
     """Random changes to a training image (`data.augmentation` of a recipe); the defaults crop and mirror.
 
     Attributes:
-        crop: "resized", a random part of the image resized to the input size; or "padded", the whole image at that
-            size, shifted by up to `padding` pixels (for images as small as the input).
-        scale, aspect: range of the part's area, as a share of the image's, and of its width over its height.
-        padding: pixels, for padded crops.
+        scale: range of the area of a random part, which is resized to the input size, as a share of the image's.
         flip: probability of mirroring left and right.
-        color_jitter: strength of changes of brightness, contrast and saturation; not used with `auto_augment`.
         auto_augment: timm's description, such as "rand-m9-mstd0.5-inc1" (RandAugment) or "original" (AutoAugment).
         interpolation: of the crop; "random" takes bicubic or bilinear for each image.
         erase: probability of random erasing. erase_mode: the fill: "pixel" (noise), "const" (the mean) or "rand" (one
-            colour). erase_count: largest number of erased rectangles.
+            colour).
     """
 
-    crop: Literal["resized", "padded"] = "resized"
     scale: tuple[float, float] = (0.08, 1.0)
-    aspect: tuple[float, float] = (0.75, 4 / 3)
-    padding: int = 4
     flip: float = 0.5
-    color_jitter: float = 0.0
     auto_augment: str | None = None
     interpolation: Literal["bicubic", "bilinear", "nearest", "random"] = "bicubic"
     erase: float = 0.0
     erase_mode: Literal["pixel", "const", "rand"] = "pixel"
-    erase_count: int = 1
 
     def __post_init__(self) -> None:
         for name in ("flip", "erase"):
@@ -51,13 +42,6 @@ class Augmentation:
                 raise ValueError(f"data.augmentation.{name}={getattr(self, name)} is a probability: 0..1")
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
             raise ValueError(f"data.augmentation.scale={list(self.scale)} must be two shares, 0 < low <= high <= 1")
-        if not 0 < self.aspect[0] <= self.aspect[1]:
-            raise ValueError(f"data.augmentation.aspect={list(self.aspect)} must be two numbers, 0 < low <= high")
-        if self.color_jitter < 0 or self.padding < 0 or self.erase_count < 1:
-            raise ValueError(
-                f"data.augmentation: color_jitter={self.color_jitter} and padding={self.padding} must not be negative, "
-                f"and erase_count={self.erase_count} must be at least 1"
-            )
 
 
 def training_transform(options: Mapping[str, Any], size: int, mean: Sequence[float], std: Sequence[float]) -> Any:
@@ -78,41 +62,27 @@ def training_transform(options: Mapping[str, Any], size: int, mean: Sequence[flo
         value = check_type(f"data.augmentation.{key}", value, hints[key])
         values[key] = tuple(map(float, value)) if isinstance(value, list | tuple) else value
     chosen = Augmentation(**values)
-    if len(mean) == 1 and (chosen.auto_augment or chosen.color_jitter):
-        raise ValueError("data.augmentation: auto_augment and color_jitter need colours; leave out with channels=1")
+    if len(mean) == 1 and chosen.auto_augment:
+        raise ValueError("data.augmentation.auto_augment needs colours; leave it out with channels=1")
     try:
-        built = require("timm.data", extra="vision").create_transform(
+        return require("timm.data", extra="vision").create_transform(
             size,
             is_training=True,
             scale=chosen.scale,
-            ratio=chosen.aspect,
             hflip=chosen.flip,
-            color_jitter=chosen.color_jitter or None,
+            color_jitter=None,
             auto_augment=chosen.auto_augment,
             interpolation=chosen.interpolation,
             mean=tuple(mean),
             std=tuple(std),
             re_prob=chosen.erase,
             re_mode=chosen.erase_mode,
-            re_count=chosen.erase_count,
         )
     except (AssertionError, KeyError, ValueError) as error:
         raise ValueError(
             f"data.augmentation.auto_augment={chosen.auto_augment!r} is none of timm's descriptions ({error!r}); "
             "take rand-m9-mstd0.5-inc1, augmix-m3-w3, original, v0 or 3a"
         ) from error
-    if chosen.crop == "padded":  # instead of timm's resized crop; black moves in
-        crop = require("torchvision.transforms", extra="vision").RandomCrop(size, padding=chosen.padding)
-        built.transforms[0:1] = [_CentralSquare(size), crop]
-    return built
-
-
-@dataclass(frozen=True)
-class _CentralSquare:
-    size: int
-
-    def __call__(self, picture: Any) -> Any:
-        return central_square(picture, self.size)
 
 
 def central_square(picture: Any, size: int) -> Any:
