@@ -124,8 +124,7 @@ def _shards(label: str) -> Callable[[Path], None]:
             files: dict[str, bytes] = {}
             for number in range(6):
                 files[f"{number:04}.png"] = picture(number)
-                value = str(number % 2).encode() if label == "cls" else json.dumps({"label": number % 2}).encode()
-                files[f"{number:04}.{label}"] = value
+                files[f"{number:04}.cls"] = str(number % 2).encode()
             written(folder, {f"{split}-000.tar": packed_tar(files)})
 
     return make
@@ -287,9 +286,6 @@ SOURCES: dict[str, Source] = {
     "image_folder_xz": Source("image_folder", _archive("i.tar.xz"), "i.tar.xz", {**_IMAGES, "bad_files": "skip"}),
     "image_folder_zip": Source("image_folder", _archive("i.zip"), "i.zip", {**_IMAGES, "bad_files": "skip"}),
     "image_shards_cls": Source("image_shards", _shards("cls"), "", _SHARDS),
-    "image_shards_json": Source(
-        "image_shards", _shards("json"), "", {**_SHARDS, "label": "json:label", "bad_files": "skip"}
-    ),
     "image_shards_tar": Source("image_shards", _shards("tar"), "", {**_SHARDS, "label": "tar", "bad_files": "skip"}),
     "imagenet": Source("imagenet", _imagenet, "", {"image_size": 8, "bad_files": "skip"}),
     "tiny_imagenet": Source("tiny_imagenet", _tiny_imagenet, "", {**_IMAGES, "bad_files": "skip"}),

@@ -12,14 +12,11 @@ it is read. Hugging Face `datasets` copies the shards into its own files.
 
 from __future__ import annotations
 
-import json
-import re
 import tarfile
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -29,7 +26,7 @@ from cached_lab.data.store import Arrays, load_or_build
 from cached_lab.registries import DATASETS
 
 from .class_folders import is_image, report_empty_classes
-from .dataset import BadFiles, EncodedImages
+from .dataset import EncodedImages
 
 MOST_CLASSES = 1_000_000
 """Largest number of classes, so that a damaged label does not ask for as many outputs."""
@@ -38,7 +35,7 @@ MOST_CLASSES = 1_000_000
 @DATASETS.register("image_shards")
 @dataclass(kw_only=True, eq=False, repr=False)
 class ImageShards(EncodedImages):
-    """Classify images in tar shards, with a label beside each image (.cls, .json), or one tar per class.
+    """Classify images in tar shards, with a label beside each image, or one tar per class.
 
     Shards belong to the split in their name or folder (`imagenet-train-000000.tar`, `val/000000.tar`). Without such
     names images are dealt out by `validation_fraction` and `test_fraction`. Shards for validation only are also used
@@ -46,15 +43,14 @@ class ImageShards(EncodedImages):
 
     Args:
         path: a folder of shards.
-        label: source of the class: "cls" (a member with a number), "json:KEY" (a number in a JSON member), or "tar"
-            (the name of the tar, in alphabetical order of the training shards).
+        label: "cls", a member with a number beside each image; or "tar", the name of the tar, in alphabetical order of
+            the training shards.
         classes: their number; null takes the largest label of the training shards plus one.
         window: read training shards one after the other, for network file systems: each epoch permutes the shards, and
             the images within windows of this many. Null permutes all images.
         augmentation: options of `Augmentation`; null crops at random and mirrors.
         validation_fraction, test_fraction: share of every class held out from the training shards for a split without
             shards; null is a tenth if both lack shards, else none.
-        bad_files: also applies to an example without image or label.
         others: see `EncodedImages`.
 
     Raises:
@@ -64,7 +60,7 @@ class ImageShards(EncodedImages):
 
     name, no_augmentation = "image_shards", {}
     path: str | Path
-    label: str = "cls"
+    label: Literal["cls", "tar"] = "cls"
     classes: int | None = None  # type: ignore[assignment]  # the option, later replaced by the number
     window: int | None = None
     crop_ratio: float | None = 0.875
@@ -72,8 +68,6 @@ class ImageShards(EncodedImages):
     test_fraction: float | None = None
 
     def _load(self) -> tuple[np.ndarray, list[str]]:
-        if self.label not in ("cls", "tar") and not re.fullmatch(r"json:\w+", self.label):
-            raise ValueError(f"label={self.label!r} must be cls, tar, or json:KEY, e.g. json:label")
         if self.window is not None and self.window < 1:
             raise ValueError(f"data.window={self.window} must be at least 1 image, or null")
         shards = shards_of_splits(Path(self.path).expanduser())
@@ -87,8 +81,8 @@ class ImageShards(EncodedImages):
         if not shards[source]:
             raise ValueError(f"{self.path} has no shard for {self.split}; set data.{self.split}_fraction=0.1")
         classes = sorted(shard.stem for shard in shards["train"]) if self.label == "tar" else []
-        train = index_shards(shards["train"], self.label, classes, self.bad_files)
-        chosen = train if source == "train" else index_shards(shards[source], self.label, classes, self.bad_files)
+        train = index_shards(shards["train"], self.label, classes)
+        chosen = train if source == "train" else index_shards(shards[source], self.label, classes)
         number = len(classes) or self.classes or int(train.label.max()) + 1
         for part in (train, chosen):
             part.check_labels(min(number, MOST_CLASSES))
@@ -158,78 +152,47 @@ def shards_of_splits(root: Path) -> dict[str, list[Path]]:
     return found
 
 
-def index_shards(shards: Sequence[Path], label: str, classes: Sequence[str], bad_files: BadFiles) -> IndexedExamples:
+def index_shards(shards: Sequence[Path], label: str, classes: Sequence[str]) -> IndexedExamples:
     """The images of some shards (ValueError: there is none); `classes` are names of shards where a shard is a class."""
     columns = []
     for number, shard in enumerate(shards):
-        if label == "tar":
-            found = _class_tar(shard, classes)
-        else:
-            key = {**identity(shard), "label": label}
-            found = load_or_build("shard-index", key, lambda shard=shard: _labelled(shard, label))  # type: ignore[misc]
-            if len(found["missing"]):
-                missing = found["missing"].tobytes().decode("utf-8", "surrogateescape").split("\n")
-                message = f"{shard}: {len(missing)} examples are not whole: {', '.join(missing[:5])}"
-                if bad_files == "stop":
-                    raise ValueError(f"{message}; make the shard again, or set data.bad_files=skip")
-                warnings.warn(f"{message}; they are left out", RuntimeWarning, stacklevel=2)
-        places = np.full(len(found["offsets"]), number, dtype=np.int32)
-        columns.append((places, found["offsets"], found["sizes"], found["labels"]))
+        if label == "tar" and shard.stem not in classes:
+            raise ValueError(f"{shard}: the training shards have no class {shard.stem!r}")
+        found = load_or_build("shard-index", {**identity(shard), "label": label}, lambda: _labelled(shard, label))  # noqa: B023
+        labels = np.full(len(found["offsets"]), classes.index(shard.stem)) if label == "tar" else found["labels"]
+        places = np.full(len(labels), number, dtype=np.int32)
+        columns.append((places, found["offsets"], found["sizes"], labels))
     examples = IndexedExamples(list(shards), *(np.concatenate(column) for column in zip(*columns, strict=True)))
     if not len(examples.label):
         raise ValueError(f"{shards[0]} and {len(shards) - 1} other shards hold no image")
     return examples
 
 
-def _class_tar(shard: Path, classes: Sequence[str]) -> Arrays:
-    tar = Tar(shard)
-    if shard.stem not in classes:
-        raise ValueError(f"{shard}: the training shards have no class {shard.stem!r}")
-    images = [place for place, member in enumerate(tar.names) if is_image(member)]
-    labels = np.full(len(images), classes.index(shard.stem), dtype=np.int64)
-    return {"offsets": tar.offsets[images], "sizes": tar.sizes[images], "labels": labels}
-
-
 def _labelled(shard: Path, label: str) -> Arrays:
-    """Offset, size and label of each image of a shard; "missing": examples without image or label, one per line."""
+    """Offset and size of each image of a shard, and its label unless the label is the shard."""
     tar = Tar(shard)
-    wanted, _, key = label.partition(":")
     images: dict[str, int] = {}
     labels: dict[str, int] = {}
-    kinds: set[str] = set()
     for place, name in enumerate(tar.names):
         folder, _, file = name.rpartition("/")
         stem, _, kind = file.partition(".")
-        example = f"{folder}/{stem}".lstrip("/")
-        kinds.add(kind)
         if is_image(f"_.{kind}"):
-            images[example] = place
-        elif kind == wanted:
-            labels[example] = read_label(tar.read(place), key, f"{shard}:{name}")
-    if images and not labels:
-        found = ", ".join(sorted(kinds))
-        raise ValueError(f"{shard} has no .{wanted} members, only {found}; set data.label to cls, json:KEY or tar")
-    both = [example for example in images if example in labels]
-    places = [images[example] for example in both]
-    missing = [f"{example} (no label)" for example in images if example not in labels]
-    missing += [f"{example} (no image)" for example in labels if example not in images]
-    return {
-        "offsets": tar.offsets[places],
-        "sizes": tar.sizes[places],
-        "labels": np.array([labels[example] for example in both], dtype=np.int64),
-        "missing": np.frombuffer("\n".join(missing).encode("utf-8", "surrogateescape"), dtype=np.uint8),
-    }
+            images[f"{folder}/{stem}" if label == "cls" else name] = place
+        elif kind == "cls":
+            labels[f"{folder}/{stem}"] = _whole_number(tar.read(place), f"{shard}:{name}")
+    places = list(images.values())
+    found = {"offsets": tar.offsets[places], "sizes": tar.sizes[places]}
+    if label == "tar":
+        return found
+    if lacking := sorted(images.keys() ^ labels.keys()):
+        message = f"{shard}: {len(lacking)} examples lack an image or a .cls member: {', '.join(lacking[:5])}"
+        raise ValueError(f"{message}; make the shard again, or set data.label=tar")
+    return {**found, "labels": np.array([labels[example] for example in images], dtype=np.int64)}
 
 
-def read_label(content: bytes, key: str, name: str) -> int:
-    """The label in a member called `name`: an integer, or one under `key` in JSON (ValueError otherwise)."""
+def _whole_number(content: bytes, name: str) -> int:
+    """The label in a member called `name` (ValueError: it is no number of 64 bits)."""
     try:
-        value = json.loads(content)[key] if key else int(content)
-        if isinstance(value, bool) or int(value) != value:
-            raise ValueError(f"{value!r} is no whole number")
-        if abs(value) >= 1 << 63:
-            raise ValueError("it has more than 64 bits")
-        return int(value)
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        wanted = f"JSON with a whole number under {key!r}" if key else "a whole number"
-        raise ValueError(f"{name} must hold {wanted}, not {content[:40]!r} ({error})") from None
+        return int(np.int64(int(content)))
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{name} must hold a whole number, not {content[:40]!r} ({error})") from None
