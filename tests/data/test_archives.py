@@ -183,17 +183,10 @@ def test_damage_is_named(tmp_path):
         Listing(tmp_path / "d.txt")
 
 
-class TestEmptyClasses:
-    @pytest.fixture
-    def lacking(self, folder):
-        (folder / "class1a").mkdir()
-        return folder
-
-    def test_they_stop_the_run(self, lacking):
-        with pytest.raises(ValueError, match="1 of its classes have no image: class1a; add images"):
-            ImageFolder("train", path=lacking, **OPTIONS)
-
-    def test_or_keep_their_place(self, lacking):
-        with pytest.warns(RuntimeWarning, match="1 of its classes have no image: class1a; they keep their places"):
-            data = ImageFolder("train", path=lacking, bad_files="skip", **OPTIONS)
-        assert data.class_names == ["class0", "class1", "class1a", "class2"] and set(data.labels) == {0, 1, 3}
+def test_classes_without_an_image_stop_the_run_or_keep_their_place(folder):
+    (folder / "class1a").mkdir()
+    with pytest.raises(ValueError, match="1 of its classes have no image: class1a; add images"):
+        ImageFolder("train", path=folder, **OPTIONS)
+    with pytest.warns(RuntimeWarning, match="1 of its classes have no image: class1a; they keep their places"):
+        data = ImageFolder("train", path=folder, bad_files="skip", **OPTIONS)
+    assert data.class_names == ["class0", "class1", "class1a", "class2"] and set(data.labels) == {0, 1, 3}

@@ -72,14 +72,6 @@ def test_items_are_functions_of_seed_epoch_and_index_with_any_number_of_workers(
         assert torch.equal(alone.inputs, together.inputs) and torch.equal(alone.targets, together.targets)
 
 
-def test_augment_false_switches_it_off(tmp_path):
-    path = write_files(tmp_path, class_folders(2, 3))
-    options = {"path": path, "image_size": 8, "validation_fraction": 0, "test_fraction": 0, "augmentation": DEIT}
-    still = ImageFolder("train", augment=False, **options)
-    assert not still.augment and torch.equal(still[0][0], still[0][0])
-    assert ImageFolder("train", **options).augment
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -58,31 +57,23 @@ class TestStratifiedSplit:
 
 
 class TestOptions:
-    READERS = ("cifar10", "cifar100", "digits", "image_folder", "image_shards", "imagenet", "tiny_imagenet")
-
-    @pytest.mark.parametrize("name", READERS)
-    @pytest.mark.parametrize(
-        ("option", "value", "message"),
-        [
-            ("seed", "zero", "data.seed='zero' must be a whole number, not str"),
-            ("augment", "yes", "data.augment='yes' must be true or false, not str"),
-            ("augmentation", 3, r"data.augmentation=3 must be .*not int"),
-            ("validation_fraction", "half", "data.validation_fraction='half' must be a number"),
-        ],
-    )
-    def test_those_of_all_readers_are_checked_by_type_before_any_file_is_read(self, name, option, value, message):
-        path = {} if name == "digits" else {"path": "nowhere"}
-        with pytest.raises(ValueError, match=message):
-            config_from_dict({"name": "x", "data": {"name": name, **path, option: value}, "model": MODEL})
-
-    @pytest.mark.parametrize("name", READERS[3:])
+    @pytest.mark.parametrize("name", ["digits", "image_shards", "imagenet"])
     @pytest.mark.parametrize(
         ("option", "value"),
-        [("crop_ratio", "wide"), ("image_size", 8.5), ("bad_files", "ignore")],
+        [
+            ("seed", "zero"),
+            ("augment", "yes"),
+            ("augmentation", 3),
+            ("validation_fraction", "half"),
+            ("crop_ratio", "wide"),
+            ("image_size", 8.5),
+            ("bad_files", "ignore"),
+        ],
     )
-    def test_and_those_of_all_readers_of_files(self, name, option, value):
-        with pytest.raises(ValueError, match=rf"data\.{option}={value!r} must be "):
-            config_from_dict({"name": "x", "data": {"name": name, "path": "x", option: value}, "model": MODEL})
+    def test_they_are_checked_by_type_before_any_file_is_read(self, name, option, value):
+        path = {} if name == "digits" else {"path": "nowhere"}
+        with pytest.raises(ValueError, match=option):
+            config_from_dict({"name": "x", "data": {"name": name, **path, option: value}, "model": MODEL})
 
     def test_unknown_ones_are_refused_with_a_suggestion(self):
         with pytest.raises(ValueError, match=r"'imagenet'.*'crop_ration'.*'crop_ratio'"):
@@ -136,16 +127,6 @@ class TestDigits:
         batch = dataset.collate([dataset[0], dataset[5]])
         assert batch.inputs.shape == (2, 1, 8, 8) and batch.padding is None
         assert batch.targets.tolist() == [dataset[0][1], dataset[5][1]]
-
-    def test_augmentation_draws_from_torchs_generator_alone(self):
-        dataset = Digits("train")
-        assert dataset.augment
-        torch.manual_seed(5)
-        first = [dataset[3][0] for _ in range(200)]
-        torch.manual_seed(5)
-        again = [dataset[3][0] for _ in range(200)]
-        assert all(map(torch.equal, first, again))
-        assert len({image.numpy().tobytes() for image in first}) == 9
 
     def test_shifted_digits_are_never_mirrored(self):
         dataset = Digits("train")
@@ -217,23 +198,6 @@ class TestImageFolder:
         held_out = {splits["validation"].file(index) for index in range(2)}
         assert held_out.isdisjoint(splits["train"].file(index) for index in range(18))
 
-    def test_photographs(self, shared, tmp_path):
-        with zipfile.ZipFile(shared / "data" / "hymenoptera-mini" / "hymenoptera-mini.zip") as archive:
-            archive.extractall(tmp_path)
-        train = create_dataset("image_folder", "train", path=tmp_path, image_size=32, augment=False)
-        validation = create_dataset("image_folder", "validation", path=tmp_path, image_size=32)
-        assert isinstance(train, ImageFolder) and isinstance(validation, ImageFolder)
-        assert train.class_names == ["ants", "bees"]
-        assert np.bincount(train.labels).tolist() == [30, 24]
-        assert np.bincount(validation.labels).tolist() == [20, 13]
-        images = torch.stack([validation[index][0] for index in range(len(validation))])
-        assert images.shape == (33, 3, 32, 32)
-        # Photographs normalised by ImageNet's statistics: near 0 and 1, and no two alike.
-        assert abs(images.mean().item()) < 0.6 and 0.6 < images.std().item() < 1.5
-        assert len({image.numpy().tobytes() for image in images}) == 33
-        with pytest.raises(FileNotFoundError, match="'test'"):
-            ImageFolder("test", path=tmp_path)
-
     def test_normalisation(self, flat):
         paint(flat / "cat" / "00.png", (255, 0, 51))
         data = ImageFolder("train", path=flat, image_size=4, augment=False, validation_fraction=0, test_fraction=0)
@@ -281,19 +245,6 @@ class TestImageFolder:
         still = ImageFolder("train", path=flat, image_size=8, validation_fraction=0, test_fraction=0)
         still.shift, still.flip = 0, False
         assert len({still[0][0].numpy().tobytes() for _ in range(20)}) == 1
-
-    @pytest.mark.parametrize("damage", ["cut", "text", "empty"])
-    @pytest.mark.parametrize("suffix", [".jpg", ".png"])
-    def test_a_file_that_cannot_be_decoded_is_named(self, flat, damage, suffix):
-        noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-        broken = flat / "cat" / f"00broken{suffix}"
-        Image.fromarray(noise).save(broken)
-        whole = broken.read_bytes()
-        broken.write_bytes({"cut": whole[: len(whole) // 2], "text": b"not an image", "empty": b""}[damage])
-        data = ImageFolder("train", path=flat, image_size=4, validation_fraction=0, test_fraction=0)
-        index = next(index for index in range(len(data)) if data.file(index) == broken)
-        with pytest.raises(ValueError, match=f"00broken{suffix} cannot be used as an image"):
-            data[index]
 
     def test_missing_and_empty_folders(self, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"nowhere does not exist"):

@@ -20,7 +20,6 @@ from cached_lab.data import LabelledDataset, store
 from cached_lab.tasks import create_dataset
 from cached_lab.tasks.classification.listops import datasets as listops_datasets
 from cached_lab.tasks.classification.listops.datasets import ListOps
-from cached_transformers.files import write_whole
 
 SMALL = {"max_depth": 4, "max_args": 4, "min_length": 10, "max_length": 64}
 SIZES = {"train_size": 300, "validation_size": 60, "test_size": 40}
@@ -91,12 +90,6 @@ class TestItems:
             assert evaluate(to_tokens(bytes(tokens_N.tolist()))) == label
         assert torch.equal(dataset[-1][0], dataset[299][0])
 
-    def test_iteration_ends(self):
-        dataset = small("test")
-        assert len(list(dataset)) == 40  # type: ignore[call-overload]
-        with pytest.raises(IndexError, match=r"40.*40"):
-            dataset[40]
-
     def test_collate_pads_to_the_longest(self):
         dataset = small("train")
         items = [dataset[index] for index in range(8)]
@@ -115,11 +108,6 @@ class TestItems:
         assert batch.inputs.shape == batch.padding.shape == (2, 64)
         assert (~batch.padding).sum(1).tolist() == [len(dataset[0][0]), len(dataset[1][0])]
 
-    def test_describe(self):
-        assert small("test").describe() == {
-            "name": "listops", "split": "test", "size": 40, "classes": 10, "vocabulary": 17, "max_length": 64,
-        }  # fmt: skip
-
     def test_baselines(self):
         found = small("test").baselines(small("train"))
         assert list(found) == ["majority class", "root operator", "root operator and direct digits"]
@@ -132,6 +120,9 @@ class TestItems:
         dataset = create_dataset(name, "train", **({**SMALL, **SIZES} if name == "listops" else {}))
         assert isinstance(dataset, LabelledDataset)
         assert json.loads(json.dumps(dataset.describe())) == dataset.describe()
+        assert len(list(dataset)) == len(dataset)
+        with pytest.raises(IndexError, match=str(len(dataset))):
+            dataset[len(dataset)]
         copy = pickle.loads(pickle.dumps(dataset))  # as a loader's worker gets it
         copy.augment = dataset.augment = False
         assert torch.equal(copy[7][0], dataset[7][0]) and copy[7][1] == dataset[7][1]
@@ -151,10 +142,6 @@ class TestBadInput:
     def test_options(self, options, message):
         with pytest.raises(ValueError, match=message.replace("?", r"\?")):
             create_dataset("listops", **{"split": "train", **SMALL, **SIZES, **options})
-
-    def test_unknown_name(self):
-        with pytest.raises(ValueError, match=r"'listop'.*'listops'"):
-            create_dataset("listop", "train")
 
 
 class TestCache:
@@ -189,19 +176,6 @@ class TestCache:
         monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(obstacle))
         with pytest.warns(RuntimeWarning, match="set CACHED_TRANSFORMERS_CACHE to a folder that can be written"):
             assert len(small("test")) == 40
-
-    def test_a_failed_write_leaves_the_old_file_and_no_remains(self, tmp_path, monkeypatch):
-        path = tmp_path / "kept"
-        write_whole(path, b"old")
-
-        def fail(*_: object) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(os, "replace", fail)
-        with pytest.raises(OSError, match="No space left"):
-            write_whole(path, b"new")
-        assert path.read_bytes() == b"old"
-        assert [file.name for file in tmp_path.iterdir()] == ["kept"]
 
     def test_the_default_folder(self, monkeypatch):
         monkeypatch.delenv("CACHED_TRANSFORMERS_CACHE")
@@ -248,11 +222,6 @@ class TestTSV:
     def test_malformed_files_are_named_with_the_line(self, tmp_path, content, message):
         (tmp_path / "basic_test.tsv").write_bytes(content.encode("utf-8", "surrogateescape"))
         with pytest.raises(ValueError, match=f"basic_test.tsv.*{message}"):
-            create_dataset("listops_tsv", "test", path=tmp_path)
-
-    def test_damaged_compression(self, tmp_path):
-        (tmp_path / "basic_test.tsv.xz").write_bytes(lzma.compress(HEADER.encode() * 50)[:-40])
-        with pytest.raises(ValueError, match=r"basic_test.tsv.xz"):
             create_dataset("listops_tsv", "test", path=tmp_path)
 
     def test_files_of_the_original_generator(self, shared):
