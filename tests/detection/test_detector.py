@@ -272,19 +272,6 @@ def test_published_pvt_weights_lose_their_class_token(tmp_path):
     assert torch.equal(body.pos_embed4, weights["pos_embed4"][:, 1:]) and body.cls_token is None
 
 
-def test_cached_pvt_in_a_detector():
-    torch.manual_seed(0)
-    options = {**SMALL, "memory": GRC, "cache_image_size": [64, 96]}
-    model = create_model("retinanet", classes=3, backbone="pvt_tiny", **options)
-    assert [cache.size for cache in caches(model)][::2] == [(16, 24), (8, 12), (4, 6), (2, 3)]
-    images, targets = batch()
-    summed(model(images, targets)).backward()
-    assert [n for n, p in model.named_parameters() if p.grad is None] == []
-    copied = copy.deepcopy(model).eval()
-    model.eval()
-    assert torch.equal(copied(images)[0]["boxes"], model(images)[0]["boxes"])
-
-
 def test_recomputed_activations_give_the_same_gradients():
     model = small(**CACHES)
     other = copy.deepcopy(model)
