@@ -229,16 +229,6 @@ def test_weights_of_a_classifier(tmp_path, form):
     assert not any(name.startswith("head.") for name in body_of(model))
 
 
-def test_caches_may_be_kept(tmp_path):
-    weights = classifier(GRC).state_dict()
-    torch.save(weights, tmp_path / "weights.pth")
-    model = small(memory=GRC, checkpoint=str(tmp_path / "weights.pth"), reset_caches=False)
-    kept = {k: v for k, v in body_of(model).items() if k.endswith("cache_MC")}
-    assert len(kept) == 8 and all(torch.equal(v, weights[k]) and v.any() for k, v in kept.items())
-    with pytest.raises(ValueError, match=r"stages\.0\..*cache_MC.*3136, 16.*384, 16"):
-        small(**CACHES, checkpoint=str(tmp_path / "weights.pth"), reset_caches=False)
-
-
 def test_weights_that_do_not_fit_are_named(tmp_path):
     path = tmp_path / "weights.pth"
     torch.save(classifier().state_dict(), path)
@@ -267,7 +257,7 @@ def test_published_pvt_weights_lose_their_class_token(tmp_path):
     body, stages, widths = make_body("pvt_tiny", (4, 8, 16, 32), {})
     assert (stages, widths) == ([0, 1, 2, 3], [64, 128, 320, 512])
     torch.save(weights, tmp_path / "pvt.pth")
-    load_backbone(body, tmp_path / "pvt.pth", caches=False)
+    load_backbone(body, tmp_path / "pvt.pth")
     assert torch.equal(body.block3[1].attn.kv.weight, weights["block3.1.attn.kv.weight"])
     assert torch.equal(body.pos_embed4, weights["pos_embed4"][:, 1:]) and body.cls_token is None
 
@@ -291,7 +281,6 @@ def test_recomputed_activations_give_the_same_gradients():
         ({"backbone": "pvt_v3"}, r"model\.backbone='pvt_v3'"),
         ({"backbone": "vit_tiny_patch16_224"}, r"maps at strides 16, 16.*needs one at each of \[8, 16, 32\]"),
         ({"min_size": 200}, r"min_size=200 must lie in 1\.\.max_size=96"),
-        ({"anchor_sizes": [32]}, r"anchor_sizes=\[32\].* 5 pyramid levels"),
         ({"cache_image_size": [64, 64]}, r"cache_image_size=\[64, 64\].*None"),
         ({"cache_image_size": [64], "memory": GRC}, r"cache_image_size=\[64\]"),
         ({"detector_options": {"score_tresh": 0.1}}, r"model\.detector_options.*score_tresh"),

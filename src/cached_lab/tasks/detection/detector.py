@@ -27,7 +27,6 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.extras import refused_by, require
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.memories import OneMemory
-from cached_transformers.memories.grc.shared_cache import reset_caches as empty_caches
 from cached_transformers.registry import MODELS, unknown_name
 
 from .pretrained import load_backbone
@@ -68,14 +67,13 @@ class Detector(nn.Module):
         memory: None, a name, or {"name": ..., option: value}; the backbone's, in every attention layer. Its caches keep
             their height and width; maps of other sizes are interpolated in two dimensions.
         checkpoint: weights of a trained classifier for the backbone: a run folder, or a .safetensors or PyTorch file.
-            Its head is dropped; every other tensor must match.
-        reset_caches: empty the caches after loading `checkpoint`, as the paper does.
+            Its head and caches are dropped; every other tensor must match.
         cache_image_size: (height, width) of an image with one token per slot; default: the backbone's own.
         min_size, max_size: pixels of the resized shorter side, and most pixels of the longer side.
         pad_to_square: pad every image to max_size x max_size instead of the largest of its batch. Global attention sees
             the padding, so without it detections depend on the rest of the batch. `max_size` must be a multiple of 32.
         fpn_channels: channels of every pyramid level.
-        anchor_sizes: side of the anchors of each level in pixels of the resized image; default: torchvision's.
+        anchor_sizes: side of the anchors of each of five levels in pixels of the resized image; default: torchvision's.
         backbone_options: passed on to timm.create_model (drop_path_rate, ...).
         detector_options: passed on to torchvision's detector (box_score_thresh, rpn_post_nms_top_n_train, ...).
 
@@ -90,7 +88,6 @@ class Detector(nn.Module):
     background: ClassVar[int] = 1
     """1 if torchvision's class 0 is the background, and classes are counted from 1."""
     masks: ClassVar[bool] = False
-    levels: ClassVar[int] = 5
 
     def __init__(
         self,
@@ -98,7 +95,6 @@ class Detector(nn.Module):
         backbone: str = "pvt_v2_b0",
         memory: OneMemory | None = None,
         checkpoint: str | None = None,
-        reset_caches: bool = True,
         cache_image_size: Sequence[int] | None = None,
         min_size: int = 800,
         max_size: int = 1333,
@@ -115,10 +111,6 @@ class Detector(nn.Module):
         square = -(-max_size // STRIDES[-1]) * STRIDES[-1]
         if pad_to_square and max_size != square:
             raise ValueError(f"max_size={max_size} with pad_to_square must be a multiple of 32; take {square}")
-        if anchor_sizes is not None and (len(anchor_sizes) != self.levels or min(anchor_sizes) <= 0):
-            raise ValueError(
-                f"anchor_sizes={list(anchor_sizes)} must be one positive size for each of {self.levels} pyramid levels"
-            )
         self.classes, self.min_size, self.max_size = classes, min_size, max_size
         body, stages, widths = make_body(backbone, self.strides, dict(backbone_options or {}))
         size = tuple(map(int, cache_image_size or ()))
@@ -128,9 +120,7 @@ class Detector(nn.Module):
         if memory is not None:
             add_memory(body, memory, **({"input_size": size} if size else {}))
         if checkpoint is not None:
-            load_backbone(body, Path(checkpoint).expanduser(), caches=not reset_caches)
-            if reset_caches:
-                empty_caches(body)
+            load_backbone(body, Path(checkpoint).expanduser())
         # Unused parameters stop DDP: the head, and a norm after the last stage.
         body.prune_intermediate_layers(stages, prune_norm=True, prune_head=True)
         detection = require("torchvision.models.detection", extra="detection")

@@ -11,8 +11,7 @@ from cached_lab.training.checkpoint import Checkpoints, read_checkpoint
 from cached_lab.training.stored_weights import file_weights, head_names
 from cached_transformers.models.pvt import PyramidVisionTransformer, published_weights
 
-CACHE = "cache_MC"
-"""Last part of the name of a shared cache in a state dict."""
+_CACHE = ".cache_MC"  # the end of the name of a shared cache
 _NESTED = ("state_dict", "model", "state_dict_ema", "model_ema")
 
 
@@ -39,23 +38,19 @@ def read_weights(source: Path) -> dict[str, Tensor]:
     return weights
 
 
-def load_backbone(body: Any, source: Path, caches: bool) -> None:
-    """Load the weights of a classifier into a timm model without head, in place.
-
-    Args:
-        body: the model, with its memory. caches: load caches, too; otherwise the model keeps its own.
+def load_backbone(body: Any, source: Path) -> None:
+    """Load the weights of a classifier into a timm model without head, in place; its shared caches stay empty.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
-        ValueError: names or shapes differ, apart from the classifier's head; the message lists them.
+        ValueError: names or shapes differ, apart from head and caches; the message lists them.
     """
     heads = head_names(body)
     stored = {k: v for k, v in read_weights(source).items() if not k.startswith(heads)}
     if isinstance(body, PyramidVisionTransformer):  # without class token, whose position is dropped, too
         stored = published_weights(stored, body)
-    if not caches:
-        own = {k: v for k, v in body.state_dict().items() if k.endswith(CACHE)}
-        stored = {k: v for k, v in stored.items() if not k.endswith(CACHE)} | own
+    own = {k: v for k, v in body.state_dict().items() if k.endswith(_CACHE)}
+    stored = {k: v for k, v in stored.items() if not k.endswith(_CACHE)} | own
     try:
         body.load_state_dict(stored)
     except RuntimeError as error:

@@ -80,18 +80,19 @@ class ImageShards(EncodedImages):
             source = "train" if shares[source] else {"validation": "test", "test": "validation"}[source]
         if not shards[source]:
             raise ValueError(f"{self.path} has no shard for {self.split}; set data.{self.split}_fraction=0.1")
-        classes = sorted(shard.stem for shard in shards["train"]) if self.label == "tar" else []
-        train = index_shards(shards["train"], self.label, classes)
-        chosen = train if source == "train" else index_shards(shards[source], self.label, classes)
-        number = len(classes) or self.classes or int(train.label.max()) + 1
+        names = sorted(shard.stem for shard in shards["train"]) if self.label == "tar" else None
+        train = IndexedExamples.of(shards["train"], names)
+        chosen = train if source == "train" else IndexedExamples.of(shards[source], names)
+        number = len(names or ()) or self.classes or int(train.label.max()) + 1
         for part in (train, chosen):
             part.check_labels(min(number, MOST_CLASSES))
-        names = classes or [f"class {place}" for place in range(number)]
+        names = names or [f"class {place}" for place in range(number)]
         if self.split == "train":
             empty = np.flatnonzero(np.bincount(train.label, minlength=number) == 0)
-            report_empty_classes(train.shards[0].parent, [names[place] for place in empty], self.bad_files)
+            report_empty_classes(self.path, [names[place] for place in empty], self.bad_files)
         if source == "train" and any(shares.values()):
-            chosen = train.only(items_of_split(self.path, train.label, shares, self.seed, self.split))
+            dealt = items_of_split(self.path, train.label, shares, self.seed, self.split)
+            chosen = IndexedExamples(train.shards, *(column[dealt] for column in train[1:]))
         self._examples = chosen
         return chosen.label, names
 
@@ -110,15 +111,28 @@ class ImageShards(EncodedImages):
 class IndexedExamples(NamedTuple):
     """Positions and labels of the images of some shards. All arrays are (images,)."""
 
-    shards: list[Path]
+    shards: Sequence[Path]
     shard: np.ndarray
     offset: np.ndarray
     size: np.ndarray
     label: np.ndarray
 
-    def only(self, chosen: np.ndarray) -> IndexedExamples:
-        """A subset, by index."""
-        return IndexedExamples(self.shards, *(column[chosen] for column in self[1:]))
+    @classmethod
+    def of(cls, shards: Sequence[Path], classes: Sequence[str] | None) -> IndexedExamples:
+        """Index shards; `classes` are names of shards if a shard is a class (ValueError: no image, or bad labels)."""
+        columns = []
+        for number, shard in enumerate(shards):
+            if classes and shard.stem not in classes:
+                raise ValueError(f"{shard}: the training shards have no class {shard.stem!r}")
+            key = {**identity(shard), "labelled": not classes}
+            found = load_or_build("shard-index", key, lambda shard=shard: _indexed(shard, not classes))  # type: ignore[misc]
+            count = len(found["offsets"])
+            labels = np.full(count, classes.index(shard.stem)) if classes else found["labels"]
+            columns.append((np.full(count, number, dtype=np.int32), found["offsets"], found["sizes"], labels))
+        examples = cls(shards, *(np.concatenate(column) for column in zip(*columns, strict=True)))
+        if not len(examples.label):
+            raise ValueError(f"{shards[0]} and {len(shards) - 1} other shards hold no image")
+        return examples
 
     def read(self, place: int) -> bytes:
         """The file of one image."""
@@ -145,31 +159,14 @@ def shards_of_splits(root: Path) -> dict[str, list[Path]]:
     """The tars below a folder by the split in their names, sorted (FileNotFoundError: there is none)."""
     found: dict[str, list[Path]] = {split: [] for split in SPLITS}
     for shard in sorted(file for file in root.rglob("*.tar") if not file.name.startswith(".")):
-        folders = shard.relative_to(root).parts[:-1]
-        found[named_split(shard.name.removesuffix(".tar"), folders) or "train"].append(shard)
+        found[named_split(shard.stem, shard.relative_to(root).parts[:-1]) or "train"].append(shard)
     if not found["train"]:
         raise FileNotFoundError(f"{root} has no .tar for training")
     return found
 
 
-def index_shards(shards: Sequence[Path], label: str, classes: Sequence[str]) -> IndexedExamples:
-    """The images of some shards (ValueError: there is none); `classes` are names of shards where a shard is a class."""
-    columns = []
-    for number, shard in enumerate(shards):
-        if label == "tar" and shard.stem not in classes:
-            raise ValueError(f"{shard}: the training shards have no class {shard.stem!r}")
-        found = load_or_build("shard-index", {**identity(shard), "label": label}, lambda: _labelled(shard, label))  # noqa: B023
-        labels = np.full(len(found["offsets"]), classes.index(shard.stem)) if label == "tar" else found["labels"]
-        places = np.full(len(labels), number, dtype=np.int32)
-        columns.append((places, found["offsets"], found["sizes"], labels))
-    examples = IndexedExamples(list(shards), *(np.concatenate(column) for column in zip(*columns, strict=True)))
-    if not len(examples.label):
-        raise ValueError(f"{shards[0]} and {len(shards) - 1} other shards hold no image")
-    return examples
-
-
-def _labelled(shard: Path, label: str) -> Arrays:
-    """Offset and size of each image of a shard, and its label unless the label is the shard."""
+def _indexed(shard: Path, labelled: bool) -> Arrays:
+    """Offset, size and, if `labelled`, label of each image of a shard."""
     tar = Tar(shard)
     images: dict[str, int] = {}
     labels: dict[str, int] = {}
@@ -177,22 +174,17 @@ def _labelled(shard: Path, label: str) -> Arrays:
         folder, _, file = name.rpartition("/")
         stem, _, kind = file.partition(".")
         if is_image(f"_.{kind}"):
-            images[f"{folder}/{stem}" if label == "cls" else name] = place
+            images[f"{folder}/{stem}" if labelled else name] = place
         elif kind == "cls":
-            labels[f"{folder}/{stem}"] = _whole_number(tar.read(place), f"{shard}:{name}")
+            try:
+                labels[f"{folder}/{stem}"] = int(np.int64(int(content := tar.read(place))))
+            except (ValueError, OverflowError) as error:
+                raise ValueError(f"{shard}:{name} must hold a number, not {content[:40]!r} ({error})") from None
     places = list(images.values())
     found = {"offsets": tar.offsets[places], "sizes": tar.sizes[places]}
-    if label == "tar":
+    if not labelled:
         return found
     if lacking := sorted(images.keys() ^ labels.keys()):
         message = f"{shard}: {len(lacking)} examples lack an image or a .cls member: {', '.join(lacking[:5])}"
         raise ValueError(f"{message}; make the shard again, or set data.label=tar")
     return {**found, "labels": np.array([labels[example] for example in images], dtype=np.int64)}
-
-
-def _whole_number(content: bytes, name: str) -> int:
-    """The label in a member called `name` (ValueError: it is no number of 64 bits)."""
-    try:
-        return int(np.int64(int(content)))
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"{name} must hold a whole number, not {content[:40]!r} ({error})") from None
