@@ -13,8 +13,6 @@ import pytest
 import torch
 import yaml
 from made import folder
-from PIL import Image
-from pycocotools import mask as codes
 
 from cached_lab.cli.main import main
 from cached_lab.experiments.load import load_run
@@ -202,53 +200,7 @@ def test_a_classifier_does_not_learn_boxes(data, tmp_path):
         run_training(config_from_dict(tree), tmp_path / "run")
 
 
-# ------------------------------------------------------------------------------------------------- detect
-
-
-def test_detections_are_drawn_and_written_down(trained, data, tmp_path, capsys):
-    run, _ = trained
-    pictures = [data / "val2017" / f"00{n}.png" for n in (0, 1)]
-    elsewhere = tmp_path / "000.png"  # of the same name as another
-    Image.open(pictures[0]).convert("L").save(elsewhere)
-    threshold = 0.001
-    arguments = [*map(str, [*pictures, elsewhere]), "--out", str(tmp_path / "out"), "--threshold", str(threshold)]
-    assert main(["detect", str(run), *arguments, "--device", "cpu"]) == 0
-    assert capsys.readouterr().out.count("objects") == 3
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
-        f"{stem}.{suffix}" for stem in ("000", "000_2", "001") for suffix in ("json", "png")
-    ]
-    _, model, _ = load_run(run)
-    dataset = create_dataset("coco", split="validation", path=data)
-    with torch.no_grad():
-        (found,) = model.eval()([dataset[0][0]])
-    record = json.loads((tmp_path / "out" / "000.json").read_text(encoding="utf-8"))
-    kept = [index for index, score in enumerate(found["scores"].tolist()) if score >= threshold]
-    assert len(record["detections"]) == len(kept) > 0 and (record["height"], record["width"]) == (48, 64)
-    for index, entry in zip(kept, record["detections"], strict=True):
-        x, y, w, h = entry["bbox"]
-        assert [x, y, x + w, y + h] == pytest.approx(found["boxes"][index].tolist(), abs=1e-3)
-        assert entry["score"] == pytest.approx(float(found["scores"][index]))
-        assert entry["class"] == dataset.class_names[found["labels"][index]]
-        assert codes.decode(entry["segmentation"]).shape == (48, 64)
-    with Image.open(tmp_path / "out" / "000.png") as drawn, Image.open(pictures[0]) as original:
-        assert drawn.size == original.size and drawn.tobytes() != original.convert("RGB").tobytes()
-
-
-def test_wrong_files_are_named_and_the_others_are_drawn(trained, data, tmp_path, capsys):
-    run, _ = trained
-    good, bad = data / "val2017" / "000.png", tmp_path / "notes.jpg"
-    bad.write_text("no image", encoding="utf-8")
-    assert main(["detect", str(run), str(bad), str(good), "--out", str(tmp_path / "out")]) == 2
-    printed = capsys.readouterr()
-    assert "notes.jpg cannot be used as an image" in printed.err and "000.png:" in printed.out
-    for arguments, message in (
-        ([str(run), str(tmp_path / "none.jpg")], "none.jpg: no such file; give image files"),
-        ([str(run), str(tmp_path)], "no such file; give image files (a shell expands folder/*.jpg)"),
-        ([str(run), str(good), "--threshold", "1.5"], "--threshold 1.5 must lie in 0..1"),
-        ([str(tmp_path), str(good)], "has no categories.json: it is not a run of a detector"),
-    ):
-        assert main(["detect", *arguments]) == 2
-        assert message in capsys.readouterr().err
+# ------------------------------------------------------------------------------------------------ weights
 
 
 def test_a_run_that_began_with_a_classifier_needs_its_file_no_more(data, tmp_path):

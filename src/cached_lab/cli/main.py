@@ -25,7 +25,6 @@ from . import (
     compare,
     completion,
     convert,
-    detect,
     evaluate,
     explain,
     generate,
@@ -41,7 +40,7 @@ from . import list as list_command
 from . import translate as translate_command
 
 COMMANDS: tuple[ModuleType, ...] = (
-    *(list_command, explain, train, evaluate, detect, translate_command, plan, compare, reproduce),
+    *(list_command, explain, train, evaluate, translate_command, plan, compare, reproduce),
     *(plot, probe, leaderboard, stream, generate, convert, benchmark, completion),
 )
 EXAMPLES = """\
@@ -52,7 +51,6 @@ examples:
   cached train digits_vit_grc training.steps=200           train a recipe with one value changed
   cached plan imagenet_pvt_small_grc --gpus 8              memory and hours of a training
   cached evaluate runs/digits_vit_grc --memory carry,reset,shuffle
-  cached detect runs/coco_mini_mask_rcnn photo.jpg         draw boxes and masks into images
   cached translate runs/multi30k_en_de_plain < english.txt > german.txt
   cached compare digits_vit_plain --with plain,grc --seeds 3
   cached reproduce table5 --data wikitext-2                a table of the paper, small

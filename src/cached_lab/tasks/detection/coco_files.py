@@ -64,17 +64,16 @@ def find_images(found: Sequence[Listing], name: str, files: Sequence[str]) -> Li
     )
 
 
-def decode_rgb(content: bytes, label: str, size: tuple[int, int] | None = None) -> np.ndarray:
+def decode_rgb(content: bytes, label: str, size: tuple[int, int]) -> np.ndarray:
     """Decode an image file of any kind that `open_picture` takes to pixels uint8 (height, width, 3).
 
     Args:
-        size: (height, width) of annotations, which are measured in the image as stored; without it, the image is turned
-            upright by its EXIF entry.
+        size: (height, width) in the annotations, which are measured in the image as stored, whatever its EXIF entry.
 
     Raises:
         BadFile: it cannot be decoded, or has another size.
     """
-    pixels_HWC = np.array(open_picture(content, label, upright=size is None))
-    if size not in (None, pixels_HWC.shape[:2]):
+    pixels_HWC = np.array(open_picture(content, label, upright=False))
+    if pixels_HWC.shape[:2] != size:
         raise BadFile(label, f"it has {pixels_HWC.shape[:2]} (height, width) pixels, its annotations say {size}")
     return pixels_HWC

@@ -26,7 +26,6 @@ KINDS = {"box": "bbox", "mask": "segm"}
 """Scored kinds, with the names of pycocotools."""
 PARTS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 """The first six of COCOeval's statistics."""
-MASK_THRESHOLD = 0.5
 
 Results = dict[str, list[dict[str, Any]]]
 """By kind ("box", "mask") entries in COCO's format of results."""
@@ -56,7 +55,7 @@ def to_results(found: Mapping[str, Tensor], image_id: int, category_ids: Sequenc
 
 def encode_masks(masks_N1HW: Tensor) -> list[dict[str, Any]]:
     """Return compressed run-length codes (size, counts as text) of probabilities above 0.5."""
-    masks_NHW = (masks_N1HW[:, 0] > MASK_THRESHOLD).cpu().numpy().astype(np.uint8)
+    masks_NHW = (masks_N1HW[:, 0] > 0.5).cpu().numpy().astype(np.uint8)
     codes = require("pycocotools.mask", extra="detection").encode(np.asfortranarray(masks_NHW.transpose(1, 2, 0)))
     return [{"size": list(code["size"]), "counts": code["counts"].decode()} for code in codes]
 
