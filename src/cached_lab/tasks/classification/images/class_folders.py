@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,40 +27,42 @@ from .dataset import BadFiles, EncodedImages
 _LISTS = ("val.txt", "LOC_val_solution.csv", "val/val_annotations.txt")
 
 
-class LabelledFiles(NamedTuple):
-    """Names of image files in a listing, with a label each."""
-
-    listing: Listing
-    names: list[str]
-    labels: np.ndarray
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class _ListedImages(EncodedImages):
-    """Images that are files of a `Listing`; subclasses find them in `_find`."""
+    """Images that are files of a `Listing`; subclasses set `_listing` and `_names` in `_load`."""
 
     path: str | Path
 
-    def _find(self) -> tuple[LabelledFiles, list[str]]:
-        """The files of the split, and the names of all classes."""
-        raise NotImplementedError("abstract: a reader finds the files of a split")
+    def _labelled(self, listing: Listing, classes: Sequence[str], *held_out: str, check: bool = True) -> np.ndarray:
+        """Take the files below class folders, or those dealt to this split, with the `held_out` splits; return labels.
 
-    def _load(self) -> tuple[np.ndarray, list[str]]:
-        self._files, names = self._find()
-        return self._files.labels, names
+        Args:
+            check: stop at classes without an image, or warn of them.
 
-    def _dealt_files(self, listing: Listing, classes: Sequence[str], *held_out: str) -> LabelledFiles:
-        """The files below class folders that are dealt to this split, with the `held_out` splits."""
-        files = labelled(listing, classes, self.bad_files)
-        chosen = self._dealt(listing.root, files.labels, *held_out)
-        return LabelledFiles(listing, [files.names[place] for place in chosen], files.labels[chosen])
+        Raises:
+            ValueError: no image at all, or none of some class.
+        """
+        found: dict[str, list[str]] = {name: [] for name in classes}
+        for file in listing.names:
+            if (folder := file.partition("/")[0]) in found and is_image(file):
+                found[folder].append(file)
+        if not any(found.values()):
+            suffixes = ", ".join(sorted(SUFFIXES))
+            raise ValueError(f"{listing.root} holds no image; expected files {suffixes} in its class folders")
+        if check:
+            report_empty_classes(listing.root, [name for name, files in found.items() if not files], self.bad_files)
+        labels = np.repeat(np.arange(len(found)), [len(files) for files in found.values()])
+        chosen = self._dealt(listing.root, labels, *held_out) if held_out else np.arange(len(labels))
+        names = [file for files in found.values() for file in files]
+        self._listing, self._names = listing, [names[place] for place in chosen]
+        return labels[chosen]
 
     def file(self, index: int) -> Path:
         """The file of one item; for an archive, its path followed by the member's name."""
-        return self._files.listing.root / self._files.names[self.position(index)]
+        return self._listing.root / self._names[self.position(index)]
 
     def encoded(self, index: int) -> bytes:
-        return self._files.listing.read(self._files.names[index])
+        return self._listing.read(self._names[index])
 
 
 @DATASETS.register("image_folder")
@@ -89,7 +90,7 @@ class ImageFolder(_ListedImages):
     channels: int = 3
     test_fraction: float = 0.1
 
-    def _find(self) -> tuple[LabelledFiles, list[str]]:
+    def _load(self) -> tuple[np.ndarray, list[str]]:
         listing = open_listing(self.path)
         parts: dict[str, Listing] = {}
         for name in listing.subfolders():
@@ -101,21 +102,21 @@ class ImageFolder(_ListedImages):
         train = parts.get("train", listing)
         names = class_names(train)
         if "train" not in parts:
-            return self._dealt_files(listing, names, "validation", "test"), names
+            return self._labelled(listing, names, "validation", "test"), names
         if self.split not in parts and self.split == "test":
             message = f"{listing.root} has no folder for split 'test'"
             raise FileNotFoundError(f"{message}; add one, or train with training.test=none")
         if "validation" not in parts and self.split != "test":
-            return self._dealt_files(train, names, "validation"), names
+            return self._labelled(train, names, "validation"), names
         refuse_foreign_classes(parts[self.split], train, names)
-        return labelled(parts[self.split], names, self.bad_files if self.split == "train" else None), names
+        return self._labelled(parts[self.split], names, check=self.split == "train"), names
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class _OfficialLayout(_ListedImages):
     """Images in train/<wnid>/, and in val/ in folders by class or with a list of their classes."""
 
-    def _find(self) -> tuple[LabelledFiles, list[str]]:
+    def _load(self) -> tuple[np.ndarray, list[str]]:
         listing = open_listing(self.path, open_tars=True)
         val = next((name for name in ("val", "ILSVRC2012_img_val") if name in listing.folders), None)
         if val is None or "train" not in listing.folders:
@@ -129,16 +130,15 @@ class _OfficialLayout(_ListedImages):
             words = {wnid: text.split(",")[0].strip() for wnid, _, text in (line.partition("\t") for line in lines)}
         shown = [words.get(name) or name for name in names]
         if self.split == "train" or (self.split == "validation" and self.validation_fraction):
-            return self._dealt_files(train, names, "validation"), shown
+            return self._labelled(train, names, "validation"), shown
         found = next((name for name in _LISTS if name in listing), None)
         if found is None:
             if not test.subfolders():
                 raise FileNotFoundError(f"{test.root} has no class folders; list its classes in {', '.join(_LISTS)}")
             refuse_foreign_classes(test, train, names)
-            return labelled(test, names, None), shown
-        files = [name for name in test.names if is_image(name)]
-        labels = read_labels(listing.read(found), listing.root / found, files, names)
-        return LabelledFiles(test, files, labels), shown
+            return self._labelled(test, names, check=False), shown
+        self._listing, self._names = test, [name for name in test.names if is_image(name)]
+        return read_labels(listing.read(found), listing.root / found, self._names, names), shown
 
 
 @DATASETS.register("imagenet")
@@ -193,27 +193,6 @@ def is_image(name: str) -> bool:
     return PurePosixPath(name).suffix.lower() in SUFFIXES
 
 
-def labelled(listing: Listing, classes: Sequence[str], empty: BadFiles | None) -> LabelledFiles:
-    """All image files below the class folders of a listing, in a fixed order.
-
-    Args:
-        empty: action for a class without an image: "stop", "skip" (with a warning), or None for no check.
-
-    Raises:
-        ValueError: no image at all; or none of some class, and `empty` is "stop".
-    """
-    found: dict[str, list[str]] = {name: [] for name in classes}
-    for file in listing.names:
-        if (folder := file.partition("/")[0]) in found and is_image(file):
-            found[folder].append(file)
-    if not any(found.values()):
-        suffixes = ", ".join(sorted(SUFFIXES))
-        raise ValueError(f"{listing.root} holds no image; expected files {suffixes} in its class folders")
-    report_empty_classes(listing.root, [name for name, files in found.items() if not files], empty)
-    labels = np.repeat(np.arange(len(found)), [len(files) for files in found.values()])
-    return LabelledFiles(listing, [file for files in found.values() for file in files], labels)
-
-
 def class_names(listing: Listing) -> list[str]:
     """Sorted names of the class folders of a listing (ValueError: fewer than two)."""
     names = listing.subfolders()
@@ -229,9 +208,9 @@ def refuse_foreign_classes(part: Listing, train: Listing, names: Sequence[str]) 
         raise ValueError(f"{part.root} has classes that {train.root} has not: {', '.join(foreign[:5])}")
 
 
-def report_empty_classes(where: object, names: Sequence[str], empty: BadFiles | None) -> None:
+def report_empty_classes(where: object, names: Sequence[str], empty: BadFiles) -> None:
     """Stop at classes without an image, or warn of them; both count and name them."""
-    if not names or empty is None:
+    if not names:
         return
     message = f"{where}: {len(names)} of its classes have no image: {', '.join(names[:10])}"
     if empty == "stop":

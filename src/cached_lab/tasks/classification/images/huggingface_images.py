@@ -60,11 +60,8 @@ class HuggingFaceImages(EncodedImages):
         columns, dataset = list(rows.column_names), self.dataset
         column = self.label or next((name for name in ("label", "fine_label") if name in columns), "label")
         for option, name in (("image", self.image), ("label", column)):
-            if name not in columns:
-                raise ValueError(f"data.{option}={name!r}: {dataset} has {', '.join(columns)}")
-        if type(rows.features[self.image]).__name__ != "Image":
-            held = rows.features[self.image]
-            raise ValueError(f"data.image={self.image!r}: {dataset} holds {held} there, not images")
+            if name not in columns or (option == "image" and type(rows.features[name]).__name__ != "Image"):
+                raise ValueError(f"data.{option}={name!r}: {dataset} holds {rows.features}")
         labels = np.asarray(list(rows[column]))
         if not len(labels) or labels.dtype.kind not in "iu":
             raise ValueError(f"data.label={column!r}: {dataset} holds {rows.features[column]} there, not class numbers")
