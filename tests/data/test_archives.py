@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import tarfile
 import zipfile
 
@@ -99,18 +98,6 @@ def test_members_that_are_no_files_are_passed_over_and_absurd_sizes_end(tmp_path
     for read in (find_texts, Listing):
         with pytest.raises(ValueError, match=r"a.tar.*-256"):
             read(path)
-
-
-def test_a_pipe_is_not_waited_for(tmp_path):
-    files = class_folders()
-    folder = write_files(tmp_path / "folder", files)
-    (folder / "class0" / "0.png").unlink()
-    os.mkfifo(folder / "class0" / "0.png")
-    with pytest.raises(ValueError, match=r"0.png is a folder, pipe or device, no file"):
-        Listing(folder).read("class0/0.png")
-    os.mkfifo(tmp_path / "a.zip")
-    with pytest.raises(ValueError, match=r"a.zip"):
-        Listing(tmp_path / "a.zip")
 
 
 def test_a_part_of_a_listing_reads_by_its_own_names(folder, archive):

@@ -18,7 +18,6 @@ import gzip
 import hashlib
 import lzma
 import os
-import stat
 import struct
 import tarfile
 import zipfile
@@ -65,11 +64,8 @@ class Listing:
         open_tars: treat plain tars in a folder as folders: `a/b.tar` holding `c` becomes `a/b/c`.
 
     Attributes:
-        root: the folder or archive that names are relative to, or a folder in it.
         archive: the archive; None for a folder.
-        folder: prefix of the names in the archive or folder, with a trailing slash, or "".
-        names: sorted file names, with slashes, without hidden files.
-        folders: names of all folders, including empty ones.
+        names: sorted file names, with slashes, without hidden files. folders: names of all folders, also empty ones.
 
     Raises:
         FileNotFoundError: the path does not exist.
@@ -95,7 +91,6 @@ class Listing:
                     else:
                         self._sources[name] = (None, 0)
         elif root.name.lower().endswith(ARCHIVES):
-            refuse_special(root)
             folders = self._add(_Zip(root) if root.suffix.lower() == ".zip" else Tar(root))
         else:
             raise ValueError(f"{root} is neither a folder nor an archive ({', '.join(ARCHIVES)})")
@@ -110,14 +105,14 @@ class Listing:
         return [*([prefix.rstrip("/")] if prefix else []), *(f"{prefix}{folder}" for folder in archive.folders)]
 
     def __contains__(self, name: str) -> bool:
-        # A folder's list lacks hidden files, absolute names and names with "..".
+        # A folder's list lacks names with "..".
         outside = self.archive is None and "/" in name and (self.root / name).is_file()
         return self.folder + name in self._sources or outside
 
     def read(self, name: str) -> bytes:
         """Return the content of a file (OSError: the file cannot be read; ValueError: it is damaged in its archive)."""
         source, place = self._sources.get(self.folder + name, (None, 0))
-        return read_file(self.root / name) if source is None else source.read(place)
+        return (self.root / name).read_bytes() if source is None else source.read(place)
 
     def inside(self, folder: str) -> Listing:
         """Return the files below a folder ("" is the root), with names relative to it."""
@@ -150,22 +145,8 @@ def open_listing(path: str | Path, open_tars: bool = False) -> Listing:
 
 def identity(path: Path) -> dict[str, object]:
     """Cache key of the index or unpacked form of a file."""
-    status = refuse_special(path)
-    return {"version": 1, "path": str(path.resolve()), "bytes": status.st_size, "changed": status.st_mtime_ns}
-
-
-def refuse_special(path: Path) -> os.stat_result:
-    """Return a file's status; raise ValueError for a pipe or device, which would block or never end."""
     status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path} is a folder, pipe or device, no file; remove it")
-    return status
-
-
-def read_file(path: Path) -> bytes:
-    """Return a whole file (ValueError: it is a pipe or device)."""
-    refuse_special(path)
-    return path.read_bytes()
+    return {"version": 1, "path": str(path.resolve()), "bytes": status.st_size, "changed": status.st_mtime_ns}
 
 
 def as_text(content: bytes, name: object) -> str:

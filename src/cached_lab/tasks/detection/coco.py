@@ -109,9 +109,10 @@ class CocoDetection:
         if missing := [file for file in names if file not in self._files]:
             listed = ", ".join(str(self._files.root / file) for file in missing[:5])
             raise ValueError(f"{len(missing)} of {len(names)} image files are missing: {listed}; fetch them again")
-        if split == "train":
-            for note in self.annotations.notes():
-                warnings.warn(note, stacklevel=2)
+        if split == "train" and (dropped := self.annotations.dropped):
+            few = f"{dropped[:5]} and others" if len(dropped) > 5 else f"{dropped}"
+            why = "without area in the image, or without a usable segmentation"
+            warnings.warn(f"{source}: {len(dropped)} annotations are not learned, {why}: id {few}", stacklevel=2)
 
     def __len__(self) -> int:
         return len(self.image_ids)
@@ -181,7 +182,7 @@ class CocoDetection:
             "classes": self.classes,
             "class_names": self.class_names,
             "objects": sum(len(self.annotations.objects[number]) for number in self.image_ids),
-            "dropped": {reason: len(ids) for reason, ids in self.annotations.dropped.items()},
+            "dropped": len(self.annotations.dropped),
             "masks": self.masks,
         }
 

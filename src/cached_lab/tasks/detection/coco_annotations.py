@@ -36,7 +36,7 @@ class Annotations:
         category_ids, class_names: in order of id; class c is `category_ids[c]`.
         objects: by image id, the objects to learn, without crowds: `id`, `class`, `box` (x1, y1, x2, y2 within the
             image), and `masked`, True for a usable segmentation.
-        dropped: ids of dropped annotations by reason.
+        dropped: ids of annotations without area in their image, or without a usable mask.
 
     Raises:
         ValueError: a contradiction; the message names the entry and the file.
@@ -58,7 +58,7 @@ class Annotations:
                 if not all(type(side) is int and 0 < side < 1 << 16 for side in sides) or not isinstance(file, str):
                     raise ValueError(f"image {number}: (width, height)={sides} must be pixels, file_name={file!r} text")
             self.objects: dict[int, list[dict[str, Any]]] = {number: [] for number in self.images}
-            self.dropped: dict[str, list[int]] = {}
+            self.dropped: list[Any] = []
             annotations = [self._checked(record) for record in tree["annotations"]]
         except (TypeError, KeyError, AttributeError, OverflowError) as error:
             raise ValueError(f"{source} is not in COCO's format: {type(error).__name__}: {error}") from error
@@ -82,7 +82,7 @@ class Annotations:
         x1, y1, x2, y2 = clipped(box, image["height"], image["width"])
         usable = usable_segmentation(record.get("segmentation"), image["height"], image["width"])
         if not crowd and (x2 <= x1 or y2 <= y1):
-            self.dropped.setdefault("no area within the image", []).append(number)
+            self.dropped.append(number)
         elif not crowd:
             found = {"id": record["id"], "class": self.category_ids.index(record["category_id"])}
             self.objects[image["id"]].append({**found, "box": (x1, y1, x2, y2), "masked": usable is not None})
@@ -97,15 +97,7 @@ class Annotations:
         """Drop the objects without a usable segmentation, which have no mask to learn."""
         for image, objects in self.objects.items():
             self.objects[image] = [one for one in objects if one["masked"]]
-            if gone := [one["id"] for one in objects if not one["masked"]]:
-                self.dropped.setdefault("no usable segmentation", []).extend(gone)
-
-    def notes(self) -> list[str]:
-        """Return one sentence per reason for dropped annotations."""
-        return [
-            f"{self.source}: {len(ids)} annotations dropped from training ({reason}): id {_some(ids)}"
-            for reason, ids in self.dropped.items()
-        ]
+            self.dropped += [one["id"] for one in objects if not one["masked"]]
 
 
 def as_coco(tree: dict[str, Any]) -> Any:
