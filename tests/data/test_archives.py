@@ -108,7 +108,7 @@ def test_a_part_of_a_listing_reads_by_its_own_names(folder, archive):
         assert part.read("2.png") == listing.read("class1/2.png") and "2.png" in part and "class1/2.png" not in part
     (folder / ".hidden.png").write_bytes(b"x")
     listing = Listing(folder)
-    assert ".hidden.png" in listing and "class1/../class0/0.png" in listing and "class9/0.png" not in listing
+    assert ".hidden.png" in listing and "class9/0.png" not in listing
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])

@@ -105,13 +105,11 @@ class Listing:
         return [*([prefix.rstrip("/")] if prefix else []), *(f"{prefix}{folder}" for folder in archive.folders)]
 
     def __contains__(self, name: str) -> bool:
-        # A folder's list lacks names with "..".
-        outside = self.archive is None and "/" in name and (self.root / name).is_file()
-        return self.folder + name in self._sources or outside
+        return self.folder + name in self._sources
 
     def read(self, name: str) -> bytes:
         """Return the content of a file (OSError: the file cannot be read; ValueError: it is damaged in its archive)."""
-        source, place = self._sources.get(self.folder + name, (None, 0))
+        source, place = self._sources[self.folder + name]
         return (self.root / name).read_bytes() if source is None else source.read(place)
 
     def inside(self, folder: str) -> Listing:

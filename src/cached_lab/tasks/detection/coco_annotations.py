@@ -135,7 +135,7 @@ def usable_segmentation(segmentation: Any, height: int, width: int) -> Any:
     return polygons if polygons and all(near) else None
 
 
-def _uncompressed(code: str | bytes) -> list[int]:
+def _uncompressed(code: Any) -> list[int]:
     """Return the runs of a compressed code.
 
     A character holds five bits of a number, the lowest first, and a flag for more; the last one's highest bit is the

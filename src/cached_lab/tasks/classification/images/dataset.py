@@ -32,7 +32,7 @@ _USUAL = {3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), 1: ((0.5,), (0.5,))
 
 
 class _Facts(LabelledDataset):
-    """Facts that a reader sets; they are no fields, so that they are no options.
+    """Facts that a reader sets, no options.
 
     Attributes:
         channels: 3 (colour) or 1 (grey).

@@ -74,7 +74,7 @@ class ImageShards(EncodedImages):
         lacking = [split for split in ("validation", "test") if not shards[split]]
         usual = 0.1 if len(lacking) == 2 else 0.0
         given = {"validation": self.validation_fraction, "test": self.test_fraction}
-        shares = {split: usual if given[split] is None else given[split] for split in lacking}
+        shares = {split: usual if (share := given[split]) is None else share for split in lacking}
         source = self.split
         if not shards[source]:
             source = "train" if shares[source] else {"validation": "test", "test": "validation"}[source]

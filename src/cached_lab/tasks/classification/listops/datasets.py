@@ -9,7 +9,7 @@ Shape legend: B batch, N tokens.
 from __future__ import annotations
 
 import lzma
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from pathlib import Path
@@ -51,9 +51,7 @@ class ExpressionDataset(LabelledDataset):
         pad_to: "batch" pads to the longest of the batch, "max" to `max_length` (as the arena does).
     """
 
-    def __init__(
-        self, name: str, split: str, arrays: Mapping[str, np.ndarray], *, max_length: int, pad_to: str = "batch"
-    ) -> None:
+    def __init__(self, name: str, split: str, arrays: Arrays, max_length: int, pad_to: str) -> None:
         super().__init__(name, split, arrays["labels"], classes=10)
         check_choice("pad_to", pad_to, ("batch", "max"))
         self.max_length, self.pad_to = max_length, pad_to
@@ -92,8 +90,7 @@ class ExpressionDataset(LabelledDataset):
 
     def baselines(self, train: LabelledDataset) -> dict[str, float]:
         """Accuracies (0..1) on this split of the three guessers of `root_operator_baselines`, fitted to `train`."""
-        if not isinstance(train, ExpressionDataset):
-            raise ValueError(f"the baselines of {self.name!r} are fitted to ListOps data, not to {train.name!r}")
+        assert isinstance(train, ExpressionDataset)
         return root_operator_baselines(train.expressions(), self.expressions())
 
 
@@ -136,7 +133,7 @@ class ListOps(ExpressionDataset):
             if not 1 <= size <= _MOST:
                 raise ValueError(f"{name}_size={size} must lie in 1..{_MOST:,}: all of them are held in memory")
         arrays = _generated(check_split(self.split), shape, sizes, self.seed)
-        super().__init__("listops", self.split, arrays, max_length=self.max_length, pad_to=self.pad_to)
+        super().__init__("listops", self.split, arrays, self.max_length, self.pad_to)
 
     @classmethod
     def foretell(cls, **options: Any) -> dict[str, object]:
@@ -183,8 +180,7 @@ class ListOpsTSV(ExpressionDataset):
         if longest > self.max_length:
             message = f"{files[0]} holds an expression of {longest} tokens, and max_length={self.max_length}"
             raise ValueError(f"{message}; raise max_length")
-        packed = _packed(expressions)
-        super().__init__("listops_tsv", self.split, packed, max_length=self.max_length, pad_to=self.pad_to)
+        super().__init__("listops_tsv", self.split, _packed(expressions), self.max_length, self.pad_to)
 
 
 def read_tsv(path: Path) -> list[Expression]:
