@@ -22,7 +22,7 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -65,7 +65,8 @@ class Listing:
 
     Attributes:
         archive: the archive; None for a folder.
-        names: sorted file names, with slashes, without hidden files. folders: names of all folders, also empty ones.
+        names: sorted file names, with slashes, without hidden files. folders: names of folders; outside archives also
+            of empty ones.
 
     Raises:
         FileNotFoundError: the path does not exist.
@@ -87,11 +88,12 @@ class Listing:
                 folders += [f"{prefix}{name}" for name in below]
                 for name in (f"{prefix}{file}" for file in files):
                     if open_tars and name.endswith(".tar") and not _hidden(name):
-                        folders += self._add(Tar(root / name), f"{name.removesuffix('.tar')}/")
+                        folders.append(name.removesuffix(".tar"))
+                        self._add(Tar(root / name), f"{folders[-1]}/")
                     else:
                         self._sources[name] = (None, 0)
         elif root.name.lower().endswith(ARCHIVES):
-            folders = self._add(_Zip(root) if root.suffix.lower() == ".zip" else Tar(root))
+            self._add(_Zip(root) if root.suffix.lower() == ".zip" else Tar(root))
         else:
             raise ValueError(f"{root} is neither a folder nor an archive ({', '.join(ARCHIVES)})")
         self.names = sorted((name for name in self._sources if not _hidden(name)), key=lambda name: name.split("/"))
@@ -99,10 +101,8 @@ class Listing:
         every = {parent.as_posix() for folder in filled for parent in PurePosixPath(folder, "_").parents}
         self.folders = (every | {folder for folder in folders if not _hidden(folder)}) - {"", "."}
 
-    def _add(self, archive: Tar | _Zip, prefix: str = "") -> list[str]:
-        """Add the files of an archive; return its folders."""
+    def _add(self, archive: Tar | _Zip, prefix: str = "") -> None:
         self._sources |= {f"{prefix}{name}": (archive, place) for place, name in enumerate(archive.names)}
-        return [*([prefix.rstrip("/")] if prefix else []), *(f"{prefix}{folder}" for folder in archive.folders)]
 
     def __contains__(self, name: str) -> bool:
         return self.folder + name in self._sources
@@ -194,7 +194,7 @@ class Tar:
     """A tar with its index, cached or made by one pass.
 
     Attributes:
-        path: the plain tar. names: of regular files, in order. folders: names of folders.
+        path: the plain tar. names: of regular files, in order.
         offsets, sizes: of the contents of the files in bytes.
 
     Raises:
@@ -207,7 +207,8 @@ class Tar:
             self.path = plain_tar(path)
             arrays = load_or_build("tar-index", identity(self.path), lambda: _index_arrays(self.path))
         self.offsets, self.sizes = arrays["offsets"], arrays["sizes"]
-        self.names, self.folders = _strings(arrays["names"]), _strings(arrays["folders"])
+        names = arrays["names"].tobytes().decode("utf-8", "surrogateescape")
+        self.names = names.split("\0") if names else []
 
     def read(self, place: int) -> bytes:
         """Return the content of the file at this place in `names`."""
@@ -218,10 +219,8 @@ class _Zip:
     def __init__(self, path: Path) -> None:
         self.path, self._changed = path, path.stat().st_mtime_ns
         with naming(path):
-            infos = self._opened().infolist()
-        self._files = [info for info in infos if not info.is_dir()]
+            self._files = [info for info in self._opened().infolist() if not info.is_dir()]
         self.names = [info.filename for info in self._files]
-        self.folders = [info.filename.rstrip("/") for info in infos if info.is_dir()]
 
     def _opened(self) -> zipfile.ZipFile:
         return _open_zip(self.path, self._changed, os.getpid())
@@ -238,15 +237,13 @@ def _open_zip(path: Path, changed: int, process: int) -> zipfile.ZipFile:
 
 
 def _index_arrays(path: Path) -> Arrays:
-    names, folders, offsets, sizes = [], [], [], []
+    names, offsets, sizes = [], [], []
     with tarfile.open(path, "r:") as archive:
         for info in archive:
             name = info.name.removeprefix("./").rstrip("/")
             if info.size < 0:  # it would lead back to an earlier member
                 raise ValueError(f"{name} is said to have {info.size} bytes")
-            if info.isdir():
-                folders.append(name)
-            elif info.isfile():
+            if info.isfile():
                 names.append(name)
                 offsets.append(info.offset_data)
                 sizes.append(info.size)
@@ -254,16 +251,8 @@ def _index_arrays(path: Path) -> Arrays:
     length = path.stat().st_size
     if offsets and (end := offsets[-1] + sizes[-1]) > length:  # tarfile does not notice a truncated last member
         raise ValueError(f"{path} ends after {length} bytes, within {names[-1]} (up to {end})")
-    numbers = {"offsets": np.array(offsets, dtype=np.int64), "sizes": np.array(sizes, dtype=np.int64)}
-    return {**numbers, "names": _joined(names), "folders": _joined(folders)}
-
-
-def _joined(names: Iterable[str]) -> np.ndarray:
-    return np.frombuffer("\0".join(names).encode("utf-8", "surrogateescape"), dtype=np.uint8)
-
-
-def _strings(joined: np.ndarray) -> list[str]:
-    return joined.tobytes().decode("utf-8", "surrogateescape").split("\0") if len(joined) else []
+    joined = np.frombuffer("\0".join(names).encode("utf-8", "surrogateescape"), dtype=np.uint8)
+    return {"offsets": np.array(offsets, np.int64), "sizes": np.array(sizes, np.int64), "names": joined}
 
 
 def _hidden(name: str) -> bool:

@@ -21,14 +21,13 @@ def places(root: Path) -> list[Listing]:
 def read_annotations(found: Sequence[Listing], name: str) -> tuple[dict[str, Any], str]:
     """Return the annotations called `name` ("train2017") and their path.
 
-    Candidates: annotations/instances_NAME.json, annotations/NAME.json, NAME.json and NAME/_annotations.coco.json.
+    Candidates: annotations/instances_NAME.json, annotations/NAME.json and NAME/_annotations.coco.json.
 
     Raises:
         FileNotFoundError: there is none.
         ValueError: it is not JSON, or not the annotations of a detection data set.
     """
-    wanted = [f"annotations/instances_{name}.json", f"annotations/{name}.json", f"{name}.json"]
-    wanted += [f"{name}/_annotations.coco.json"]
+    wanted = [f"annotations/instances_{name}.json", f"annotations/{name}.json", f"{name}/_annotations.coco.json"]
     place, file = next(((place, file) for place in found for file in wanted if file in place), (None, ""))
     if place is None:
         raise FileNotFoundError(

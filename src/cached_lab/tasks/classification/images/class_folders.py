@@ -124,21 +124,16 @@ class _OfficialLayout(_ListedImages):
             raise FileNotFoundError(f"{listing.root} must hold {wanted}; unpack the archives of the data set there")
         train, test = listing.inside("train"), listing.inside(val)
         names = class_names(train)
-        words: dict[str, str] = {}
-        if "words.txt" in listing:  # per line a wnid, a tab and words, the first of which names the class
-            lines = listing.read("words.txt").decode("utf-8", "replace").splitlines()
-            words = {wnid: text.split(",")[0].strip() for wnid, _, text in (line.partition("\t") for line in lines)}
-        shown = [words.get(name) or name for name in names]
         if self.split == "train" or (self.split == "validation" and self.validation_fraction):
-            return self._labelled(train, names, "validation"), shown
+            return self._labelled(train, names, "validation"), names
         found = next((name for name in _LISTS if name in listing), None)
         if found is None:
             if not test.subfolders():
                 raise FileNotFoundError(f"{test.root} has no class folders; list its classes in {', '.join(_LISTS)}")
             refuse_foreign_classes(test, train, names)
-            return self._labelled(test, names, check=False), shown
+            return self._labelled(test, names, check=False), names
         self._listing, self._names = test, [name for name in test.names if is_image(name)]
-        return read_labels(listing.read(found), listing.root / found, self._names, names), shown
+        return read_labels(listing.read(found), listing.root / found, self._names, names), names
 
 
 @DATASETS.register("imagenet")
