@@ -2,10 +2,8 @@
 
 Training reads files in its own order and resumes from any step, so an archive must be read at random places. A tar is
 indexed once, by one pass over its headers; the index is cached (`store.py`) under the archive's path, size and
-modification time. A compressed tar is unpacked once, to a plain tar in the cache folder.
-
-torchvision's readers need unpacked archives, webdataset shuffles within a buffer and cannot resume in the middle of an
-epoch, and Hugging Face `datasets` copies archives into its own files.
+modification time. A compressed tar is unpacked once, to a plain tar in the cache folder. torchvision's readers need
+unpacked archives, and Hugging Face `datasets` copies archives into its own files.
 """
 
 from __future__ import annotations
@@ -176,17 +174,10 @@ def plain_tar(path: Path) -> Path:
         return path
     digest = hashlib.sha256(repr(sorted(identity(path).items())).encode()).hexdigest()[:24]
     target = cache_folder() / f"unpacked-{digest}.tar"
-    if target.is_file():
-        return target
-    try:
+    if not target.is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
         with opener(path) as packed:
             write_whole(target, iter(lambda: packed.read(1 << 20), b""))
-    except OSError as error:
-        if error.errno is None:  # damage
-            raise
-        hint = "set CACHED_TRANSFORMERS_CACHE to a folder with room, or unpack the archive and give its folder"
-        raise OSError(error.errno, f"{path} could not be unpacked to {target.parent} ({error}); {hint}") from error
     return target
 
 

@@ -5,9 +5,9 @@ Papers: Mask R-CNN (arXiv:1703.06870), Faster R-CNN (arXiv:1506.01497), RetinaNe
 whai362/PVT, detection/configs. Detectors and losses are torchvision's; the backbone is any timm model with maps at
 strides 4, 8, 16 and 32.
 
-torchvision's GeneralizedRCNNTransform resizes each image (shorter side to `min_size`, longer side at most `max_size`)
-and pads a batch with zeros, below and to the right, to a common multiple of 32. Attention and the update of caches
-treat padding as a black part of an image. Boxes and masks come back in pixels of the original images.
+torchvision resizes each image (shorter side to `min_size`, longer side at most `max_size`) and pads a batch with zeros,
+below and to the right, to a common multiple of 32. Attention and the update of caches treat padding as a black part of
+an image. Boxes and masks come back in pixels of the original images.
 
 Legend: N objects, C channels, H height, W width.
 """
