@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cached_lab.data.image_files import open_picture
-from cached_lab.tasks.classification.images.augmentation import central_square
+from cached_transformers.extras import require
 from cached_transformers.memories.grc.grc import variant_options
 
 from .build import build_dataset
@@ -150,7 +150,8 @@ def _photographs(files: Sequence[Path], described: Any) -> tuple[torch.Tensor, l
     for file in files:
         if not file.is_file():
             raise ValueError(f"--images: there is no file {file}")
-        square = central_square(open_picture(file.read_bytes(), file, described["channels"]), described["image_size"])
+        picture = open_picture(file.read_bytes(), file, described["channels"])
+        square = require("PIL.ImageOps", extra="vision").fit(picture, (described["image_size"],) * 2, 3)  # bicubic
         pixels_HWC = np.asarray(square, dtype=np.float32).reshape(*square.size[::-1], described["channels"])
         pictures.append(torch.from_numpy(pixels_HWC).permute(2, 0, 1) / 255)
     mean, std = (torch.tensor(described[key])[:, None, None] for key in ("mean", "std"))

@@ -1,4 +1,4 @@
-"""Random changes to training images, and the view for evaluation: timm's transforms under the names of a recipe.
+"""Random changes to training images: timm's transforms under the names of a recipe.
 
 Papers: random resized crops (Szegedy et al., arXiv:1409.4842), AutoAugment (arXiv:1805.09501), RandAugment
 (arXiv:1909.13719), random erasing (arXiv:1708.04896), combined as in DeiT (arXiv:2012.12877). The transforms of
@@ -83,11 +83,3 @@ def training_transform(options: Mapping[str, Any], size: int, mean: Sequence[flo
             f"data.augmentation.auto_augment={chosen.auto_augment!r} is none of timm's descriptions ({error!r}); "
             "take rand-m9-mstd0.5-inc1, augmix-m3-w3, original, v0 or 3a"
         ) from error
-
-
-def central_square(picture: Any, size: int) -> Any:
-    """Resize the largest central square of a PIL image to `size` x `size` (bicubic)."""
-    if picture.size == (size, size):
-        return picture
-    operations, image_module = require("PIL.ImageOps", extra="vision"), require("PIL.Image", extra="vision")
-    return operations.fit(picture, (size, size), image_module.Resampling.BICUBIC)

@@ -158,7 +158,7 @@ class ImageNet(_OfficialLayout):
     """
 
     name, no_augmentation = "imagenet", {}
-    crop_ratio: float | None = 0.875
+    crop_ratio: float = 0.875
     validation_fraction: float = 0.0
 
 

@@ -24,7 +24,7 @@ from cached_lab.data.samples import Sample, read_samples
 from cached_lab.data.splits import check_fraction, check_split, items_of_split
 from cached_transformers.extras import require
 
-from .augmentation import central_square, training_transform
+from .augmentation import training_transform
 
 BadFiles = Literal["stop", "skip"]
 _USUAL = {3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), 1: ((0.5,), (0.5,))}
@@ -167,7 +167,7 @@ class EncodedImages(ImageDataset):
     Args:
         image_size: height and width of an input in pixels.
         crop_ratio: share of the shorter side kept in evaluation (and in training without `augmentation`), timm's
-            crop_pct: the image is resized (bicubic) and its centre cropped. None takes the largest central square.
+            crop_pct: the image is resized (bicubic) and its centre cropped. 1 is the largest central square.
         bad_files: "stop" at a file that cannot be decoded and at a class without a training image, or "skip" them.
             Training takes the next file instead, evaluation leaves the file out; both count and name it.
         others: see `ImageDataset`.
@@ -181,7 +181,7 @@ class EncodedImages(ImageDataset):
     """
 
     image_size: int = 224
-    crop_ratio: float | None = None
+    crop_ratio: float = 1.0
     bad_files: BadFiles = "stop"
 
     def __post_init__(self) -> None:
@@ -189,17 +189,16 @@ class EncodedImages(ImageDataset):
             raise ValueError(f"image_size={self.image_size} must be at least 1 pixel")
         if self.channels not in _USUAL:
             raise ValueError(f"channels={self.channels} must be 3 (colour) or 1 (grey)")
-        if self.crop_ratio is not None and not 0 < self.crop_ratio <= 1:
-            raise ValueError(f"crop_ratio={self.crop_ratio} must lie in (0, 1], or be null for the whole square")
+        if not 0 < self.crop_ratio <= 1:
+            raise ValueError(f"crop_ratio={self.crop_ratio} must lie in (0, 1]; 1 is the whole square")
         require("PIL.Image", extra="vision")
         super().__post_init__()
         self.bad_found: dict[str, str] = {}
-        self._view = None
-        if self.crop_ratio is not None:
-            # Pixels uint8 (C, size, size), not normalised.
-            create_transform = require("timm.data", extra="vision").create_transform
-            options = {"crop_pct": self.crop_ratio, "interpolation": "bicubic", "normalize": False}
-            self._view = create_transform(self.image_size, is_training=False, **options)
+        options = {"crop_pct": self.crop_ratio, "interpolation": "bicubic", "normalize": False}
+        # Pixels uint8 (C, size, size).
+        self._view = require("timm.data", extra="vision").create_transform(
+            self.image_size, is_training=False, **options
+        )
 
     def encoded(self, index: int) -> bytes:
         """The content of the file of one item."""
@@ -223,12 +222,7 @@ class EncodedImages(ImageDataset):
             raise BadFile(self.file(index), error) from error
 
     def pixels(self, index: int) -> Tensor:
-        picture = self.picture(index)
-        if self._view is not None:
-            return self._view(picture)  # type: ignore[no-any-return]
-        square = central_square(picture, self.image_size)
-        pixels_HWC = np.array(square, dtype=np.uint8).reshape(self.image_size, self.image_size, self.channels)
-        return torch.from_numpy(pixels_HWC).permute(2, 0, 1).contiguous()
+        return self._view(self.picture(index))  # type: ignore[no-any-return]
 
 
 def random_shift(image_CHW: Tensor, shift: int) -> Tensor:

@@ -63,7 +63,7 @@ class ImageShards(EncodedImages):
     label: Literal["cls", "tar"] = "cls"
     classes: int | None = None  # type: ignore[assignment]  # the option, later replaced by the number
     window: int | None = None
-    crop_ratio: float | None = 0.875
+    crop_ratio: float = 0.875
     validation_fraction: float | None = None  # type: ignore[assignment]
     test_fraction: float | None = None
 
