@@ -82,10 +82,8 @@ def check(config: RunConfig, model: nn.Module, data: CocoDetection) -> None:
     if settings.metric not in known:
         raise ValueError(f"training.metric={settings.metric!r} does not suit model {name!r}; take {' or '.join(known)}")
     if model.masks and not data.masks:
-        raise ValueError(
-            f"model.name={name!r} needs masks and {data.annotations.source} gives none: set data.masks=true, or take "
-            "faster_rcnn or retinanet"
-        )
+        way = "set data.masks=true, or take retinanet"
+        raise ValueError(f"model.name={name!r} needs masks of {data.annotations.source}: it gives none; {way}")
     if settings.compile:
         raise ValueError("training.compile=true is not for detectors, whose images have many sizes; leave it false")
 
@@ -120,9 +118,5 @@ def evaluate_detector(model: nn.Module, dataset: CocoDetection, world: World, ba
                 for kind in kinds:
                     results[kind] += found[kind]
     everyone = world.gather(results)
-    values: dict[str, float] = {}
-    if world.main:
-        merged = {kind: [entry for part in everyone for entry in part[kind]] for kind in kinds}
-        values = score(dataset.annotations.truth, merged, dataset.image_ids)
-    first: dict[str, float] = world.gather(values)[0]
-    return first
+    merged = {kind: [entry for part in everyone for entry in part[kind]] for kind in kinds}
+    return score(dataset.annotations.truth, merged, dataset.image_ids)
