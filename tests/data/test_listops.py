@@ -14,7 +14,6 @@ from data.listops_oracle import evaluate, to_tokens
 from cached_lab.tasks.classification.listops.expressions import (
     VOCABULARY,
     Expression,
-    _Grower,
     generate_trees,
     root_operator_baselines,
     tokenize,
@@ -93,12 +92,6 @@ class TestGenerator:
         assert frequencies == pytest.approx(
             [0.170, 0.092, 0.075, 0.082, 0.090, 0.085, 0.078, 0.072, 0.086, 0.171], abs=0.025
         )
-
-    def test_share_of_draws_that_are_kept(self):
-        grower = _Grower(random.Random(0), max_depth=10, max_args=10, max_length=2000)
-        drawn = [grower.draw() for _ in range(8000)]
-        kept = sum(expression is not None and len(expression.tokens) > 500 for expression in drawn)
-        assert kept / 8000 == pytest.approx(0.082, abs=0.012)
 
     def test_giving_up_early_does_not_bias(self):
         """Against a twin that draws whole trees by the rule as published and filters them afterwards."""
