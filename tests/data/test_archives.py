@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import tarfile
 import zipfile
 
@@ -98,6 +99,17 @@ def test_members_that_are_no_files_are_passed_over_and_absurd_sizes_end(tmp_path
     for read in (find_texts, Listing):
         with pytest.raises(ValueError, match=r"a.tar.*-256"):
             read(path)
+
+
+def test_a_pipe_is_not_waited_for(folder, tmp_path):
+    (folder / "class0" / "0.png").unlink()
+    for name in ("folder/class0/0.png", "a.zip", "a.tar.gz"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=r"0.png is a folder, pipe or device, no file"):
+        Listing(folder).read("class0/0.png")
+    for name in ("a.zip", "a.tar.gz"):
+        with pytest.raises(ValueError, match=name):
+            Listing(tmp_path / name)
 
 
 def test_a_part_of_a_listing_reads_by_its_own_names(folder, archive):

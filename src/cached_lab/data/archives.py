@@ -16,6 +16,7 @@ import gzip
 import hashlib
 import lzma
 import os
+import stat
 import struct
 import tarfile
 import zipfile
@@ -108,7 +109,7 @@ class Listing:
     def read(self, name: str) -> bytes:
         """Return the content of a file (OSError: the file cannot be read; ValueError: it is damaged in its archive)."""
         source, place = self._sources[self.folder + name]
-        return (self.root / name).read_bytes() if source is None else source.read(place)
+        return read_file(self.root / name) if source is None else source.read(place)
 
     def inside(self, folder: str) -> Listing:
         """Return the files below a folder ("" is the root), with names relative to it."""
@@ -141,8 +142,22 @@ def open_listing(path: str | Path, open_tars: bool = False) -> Listing:
 
 def identity(path: Path) -> dict[str, object]:
     """Cache key of the index or unpacked form of a file."""
-    status = path.stat()
+    status = refuse_special(path)
     return {"version": 1, "path": str(path.resolve()), "bytes": status.st_size, "changed": status.st_mtime_ns}
+
+
+def refuse_special(path: Path) -> os.stat_result:
+    """Return a file's status; raise ValueError for a pipe or device, which would block or never end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path} is a folder, pipe or device, no file; remove it")
+    return status
+
+
+def read_file(path: Path) -> bytes:
+    """Return a whole file (ValueError: it is a pipe or device)."""
+    refuse_special(path)
+    return path.read_bytes()
 
 
 def as_text(content: bytes, name: object) -> str:
@@ -208,7 +223,7 @@ class Tar:
 
 class _Zip:
     def __init__(self, path: Path) -> None:
-        self.path, self._changed = path, path.stat().st_mtime_ns
+        self.path, self._changed = path, refuse_special(path).st_mtime_ns
         with naming(path):
             self._files = [info for info in self._opened().infolist() if not info.is_dir()]
         self.names = [info.filename for info in self._files]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
-from .archives import ARCHIVES, Listing, naming
+from .archives import ARCHIVES, Listing, naming, read_file
 from .splits import SPLIT_WORDS, named_split
 
 TextPath = str | Path | Mapping[str, str | Path]
@@ -39,7 +39,7 @@ class TextFile:
         """The text as bytes, decompressed (ValueError: the file is damaged)."""
         with naming(self, "file"):
             if self.member is None:
-                content = self.path.read_bytes()
+                content = read_file(self.path)
             else:
                 content = _listing(self.path, self.path.stat().st_mtime_ns).read(self.member)
             decompress = DECOMPRESS.get(PurePosixPath(self.name).suffix)
