@@ -90,6 +90,9 @@ def test_the_fine_label_of_cifar100_counts(tmp_path):
     assert test.pixels(4).flatten().tolist() == made[4, 2:].tolist()
     (tmp_path / "fine_label_names.txt").write_text("\n".join(f"n{i}" for i in range(100)))
     assert CIFAR100("test", path=tmp_path).class_names[7] == "n7"
+    (tmp_path / "fine_label_names.txt").write_text("n0")
+    with pytest.raises(ValueError, match=r"fine_label_names\.txt names 1 classes, .* 100"):
+        CIFAR100("test", path=tmp_path)
 
 
 @pytest.mark.parametrize("size", [0, 1, RECORD_BYTES - 1, 2 * RECORD_BYTES + 1])

@@ -47,7 +47,10 @@ class _CIFAR(StoredImages):
         images, labels = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
         names = [f"class {number}" for number in range(self.count)] if self.count > len(CLASSES) else list(CLASSES)
         if self.names in files:
-            names = as_text(listing.read(files[self.names]), self.names).split()
+            file = listing.root / files[self.names]
+            names = as_text(listing.read(files[self.names]), file).split()
+            if len(names) != self.count:
+                raise ValueError(f"{file} names {len(names)} classes, {self.title} has {self.count}; fetch it again")
         if side == "train":
             chosen = self._dealt(self.path, labels, "validation")
             images, labels = images[chosen], labels[chosen]
