@@ -35,13 +35,9 @@ def write_files(root: Path, files: Files) -> Path:
     return root
 
 
-def write_tar(path: Path, files: Files, folders: tuple[str, ...] = ()) -> Path:
+def write_tar(path: Path, files: Files) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as archive:
-        for folder in folders:
-            info = tarfile.TarInfo(folder)
-            info.type = tarfile.DIRTYPE
-            archive.addfile(info)
         for name, content in files.items():
             info = tarfile.TarInfo(name)
             info.size = len(content)

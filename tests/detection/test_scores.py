@@ -49,7 +49,7 @@ def test_it_equals_pycocotools_on_given_detections(shared, tmp_path):
     for number, answer in given_detections(data).items():
         for kind, entries in to_results(answer, number, data.category_ids).items():
             results[kind] += entries
-    ours = score(data.truth(data.image_ids), results, data.image_ids)
+    ours = score(data.annotations.truth, results, data.image_ids)
 
     truth = COCO(str(tmp_path / "truth.json"))
     for kind, name in (("box", "bbox"), ("mask", "segm")):
@@ -77,26 +77,26 @@ def perfect(data, numbers):
 
 def test_truth_scores_one_nothing_scores_zero(tmp_path):
     data = create_dataset("coco", split="train", path=folder(tmp_path))
-    truth = data.truth(data.image_ids)
+    truth = data.annotations.truth
     values = score(truth, perfect(data, data.image_ids), data.image_ids)
     assert values["box_ap"] == values["mask_ap"] == 1 and math.isnan(values["box_ap_large"])
     values = score(truth, {"box": [], "mask": []}, data.image_ids)
     assert values["box_ap"] == values["mask_ap"] == 0
     half = score(truth, perfect(data, data.image_ids[:3]), data.image_ids)
     assert 0 < half["box_ap"] < 1
-    assert score(data.truth(data.image_ids[:3]), perfect(data, data.image_ids[:3]), data.image_ids[:3])["box_ap"] == 1
+    assert score(truth, perfect(data, data.image_ids[:3]), data.image_ids[:3])["box_ap"] == 1
 
 
 def test_what_overlaps_a_crowd_counts_neither_way(tmp_path):
     data = create_dataset("coco", split="train", path=folder(tmp_path))
-    first = data.annotations.tree["annotations"][0]
+    first = data.annotations.truth.anns[1]
     found = perfect(data, data.image_ids)
     x, y, w, h = first["bbox"]
     entry = {"image_id": 100, "category_id": first["category_id"], "score": 2.0, "bbox": [x, y, w / 2, h]}
     found = {"box": [entry, *[e for e in found["box"] if e["image_id"] != 100 or e["bbox"] != [x, y, w, h]]]}
-    wrong = score(data.truth(data.image_ids), found, data.image_ids)["box_ap"]
+    wrong = score(data.annotations.truth, found, data.image_ids)["box_ap"]
     first["iscrowd"] = 1
-    assert score(data.truth(data.image_ids), found, data.image_ids)["box_ap"] == 1 > wrong
+    assert score(data.annotations.truth, found, data.image_ids)["box_ap"] == 1 > wrong
 
 
 def test_results_in_pixels_of_the_image():

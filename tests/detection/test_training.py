@@ -21,7 +21,7 @@ from cached_lab.experiments.load import load_run
 from cached_lab.experiments.run import run_training
 from cached_lab.tasks import create_dataset
 from cached_lab.tasks.detection.scores import PARTS
-from cached_lab.tasks.detection.task import evaluate_detector
+from cached_lab.tasks.detection.task import check_categories, evaluate_detector
 from cached_lab.tasks.recipes import config_from_dict, load_config
 from cached_lab.training.checkpoint import Checkpoints
 from cached_lab.training.distributed import World
@@ -176,23 +176,23 @@ def test_two_processes_follow_the_curve_of_one(data, tmp_path):
     [
         ("retinanet", {"metric": "mask_ap"}, {}, r"training\.metric='mask_ap' does not suit model 'retinanet'; take b"),
         ("mask_rcnn", {"metric": "accuracy"}, {}, r"training\.metric='accuracy' .* take box_ap or mask_ap"),
-        ("mask_rcnn", {"compile": True}, {}, r"training\.compile=True are not for detectors"),
+        ("mask_rcnn", {"compile": True}, {}, r"training\.compile=true is not for detectors"),
         ("mask_rcnn", {}, {"masks": False}, r"model\.name='mask_rcnn' needs masks .* data\.masks=true"),
         ("mask_rcnn", {"batch_size": 8}, {}, r"training\.batch_size=8 exceeds the 6 training rows"),
-        ("mask_rcnn", {}, {"validation": "other"}, r"lacks \['red'\] and adds \['crimson'\]"),
     ],
 )
 def test_settings_that_do_not_suit(data, tmp_path, name, training, change, message):
-    other = json.loads((data / "annotations" / "instances_val2017.json").read_text(encoding="utf-8"))
-    next(c for c in other["categories"] if c["name"] == "red")["name"] = "crimson"
-    (data / "annotations" / "instances_other.json").write_text(json.dumps(other), encoding="utf-8")
-    (data / "other").mkdir(exist_ok=True)
-    for path in (data / "val2017").iterdir():
-        (data / "other" / path.name).write_bytes(path.read_bytes())
     tree = recipe(data, name, **training)
     tree["data"] |= change
     with pytest.raises(ValueError, match=message):
         run_training(config_from_dict(tree), tmp_path / "run")
+
+
+def test_other_categories_than_in_training_are_refused(data):
+    dataset = create_dataset("coco", split="validation", path=data)
+    for names in (["crimson", "green", "blue"], ["green", "red", "blue"]):
+        with pytest.raises(ValueError, match=r"instances_val2017\.json has other categories"):
+            check_categories(names, dataset)
 
 
 def test_a_classifier_does_not_learn_boxes(data, tmp_path):
@@ -200,21 +200,6 @@ def test_a_classifier_does_not_learn_boxes(data, tmp_path):
     tree["model"] = {"name": "timm", "architecture": "pvt_v2_b0"}
     with pytest.raises(ValueError, match=r"'timm'.*mask_rcnn.*faster_rcnn"):
         run_training(config_from_dict(tree), tmp_path / "run")
-
-
-def test_unreadable_images_do_not_count_in_an_evaluation(trained, tmp_path):
-    root = folder(tmp_path / "coco")
-    (root / "val2017" / "003.png").write_bytes(b"")
-    _, model, _ = load_run(trained[0], "last")
-    dataset = create_dataset("coco", split="validation", path=root, bad_files="skip")
-    with pytest.warns(UserWarning, match=r"003\.png .* is empty \(0 bytes\).* it does not count in this evaluation"):
-        values = evaluate_detector(model, dataset, World(torch.device("cpu")), 2)
-    few = create_dataset("coco", split="validation", path=root, image_ids=[100, 101, 102, 104, 105])
-    expected = evaluate_detector(model, few, World(torch.device("cpu")), 2)
-    assert values.pop("unreadable_images") == 1
-    assert str(values) == str(expected)
-    with pytest.raises(ValueError, match=r"003\.png cannot be used as an image: the file is empty"):
-        evaluate_detector(model, create_dataset("coco", split="validation", path=root), World(torch.device("cpu")), 2)
 
 
 # ------------------------------------------------------------------------------------------------- detect

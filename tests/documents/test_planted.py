@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cached_lab.data.dataset import Dataset
+from cached_lab.data.dataset import LabelledDataset
 from cached_lab.tasks import create_dataset
 from cached_lab.tasks.documents.planted import KINDS, PlantedDocuments
 
@@ -80,7 +80,7 @@ def test_a_document_depends_on_its_arguments_alone_and_training_goes_on_to_other
 
 def test_it_is_a_data_set() -> None:
     data = planted()
-    assert isinstance(data, Dataset) and len(list(planted(split="test"))) == 60  # type: ignore[call-overload]
+    assert isinstance(data, LabelledDataset) and len(list(planted(split="test"))) == 60  # type: ignore[call-overload]
     facts_of = {"vocabulary": 19, "max_length": LENGTH, "segments": 7, "classes": 6, "size": 600}
     assert facts_of.items() <= data.describe().items()
     keys = ("vocabulary", "max_length", "classes")

@@ -124,8 +124,7 @@ def _shards(label: str) -> Callable[[Path], None]:
             files: dict[str, bytes] = {}
             for number in range(6):
                 files[f"{number:04}.png"] = picture(number)
-                value = str(number % 2).encode() if label == "cls" else json.dumps({"label": number % 2}).encode()
-                files[f"{number:04}.{label}"] = value
+                files[f"{number:04}.cls"] = str(number % 2).encode()
             written(folder, {f"{split}-000.tar": packed_tar(files)})
 
     return make
@@ -287,17 +286,14 @@ SOURCES: dict[str, Source] = {
     "image_folder_xz": Source("image_folder", _archive("i.tar.xz"), "i.tar.xz", {**_IMAGES, "bad_files": "skip"}),
     "image_folder_zip": Source("image_folder", _archive("i.zip"), "i.zip", {**_IMAGES, "bad_files": "skip"}),
     "image_shards_cls": Source("image_shards", _shards("cls"), "", _SHARDS),
-    "image_shards_json": Source(
-        "image_shards", _shards("json"), "", {**_SHARDS, "label": "json:label", "bad_files": "skip"}
-    ),
     "image_shards_tar": Source("image_shards", _shards("tar"), "", {**_SHARDS, "label": "tar", "bad_files": "skip"}),
     "imagenet": Source("imagenet", _imagenet, "", {"image_size": 8, "bad_files": "skip"}),
     "tiny_imagenet": Source("tiny_imagenet", _tiny_imagenet, "", {**_IMAGES, "bad_files": "skip"}),
     "cifar10": Source("cifar10", _cifar(1, False), "", {"validation_fraction": 0.4}),
     "cifar10_xz": Source("cifar10", _cifar(1, True), "", {"validation_fraction": 0.4}),
     "cifar100": Source("cifar100", _cifar(2, False), "", {"validation_fraction": 0.4}),
-    "coco": Source("coco", _coco(False), "", {"bad_files": "skip", "test": "val2017"}),
-    "coco_zip": Source("coco", _coco(True), "coco.zip", {"test": "val2017", "empty": "keep"}),
+    "coco": Source("coco", _coco(False), "", {"test": "val2017"}),
+    "coco_zip": Source("coco", _coco(True), "coco.zip", {"test": "val2017"}),
     "listops_tsv": Source("listops_tsv", _listops(False)),
     "listops_tsv_xz": Source("listops_tsv", _listops(True)),
     "text": Source("text", _texts("")),

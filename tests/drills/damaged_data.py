@@ -176,20 +176,12 @@ def _detection(dataset: Any) -> None:
     """Items of a detection data set, and average precision against its ground truth."""
     import torch
 
-    from cached_lab.data.image_files import BadFile
     from cached_lab.tasks.detection.scores import score, to_results
 
     results: dict[str, list[Any]] = {"box": [], "mask": []}
     counted = []
     for index, number in enumerate(dataset.image_ids):
-        try:
-            image, target = (
-                dataset[index] if dataset.split == "train" else (dataset.pixels(number), dataset.target(number))
-            )
-        except BadFile:
-            if dataset.bad_files == "stop":
-                raise
-            continue
+        image, target = dataset[index] if dataset.split == "train" else (dataset.pixels(number), dataset.target(number))
         counted.append(number)
         high, wide = image.shape[-2:]
         boxes = target["boxes"]
@@ -204,7 +196,7 @@ def _detection(dataset: Any) -> None:
         for kind, entries in to_results(answer, number, dataset.category_ids).items():
             results[kind] += entries
     if counted:
-        score(dataset.truth(counted), results if dataset.masks else {"box": results["box"]}, counted)
+        score(dataset.annotations.truth, results if dataset.masks else {"box": results["box"]}, counted)
 
 
 DRILL = Drill(

@@ -224,11 +224,11 @@ def _translated(random: Random, folder: Path, shared: Path) -> None:
 
 
 def _cache(random: Random, folder: Path, shared: Path) -> None:
-    """Train from the beginning with damaged unpacked archives, indexes, tokens or vocabularies."""
+    """Train from the beginning with damaged indexes, tokens or vocabularies."""
     from . import _runs
 
     name = random.choice(["packed", "packed", "packed", "language", "translation"])
-    kinds = {"packed": "unpacked", "language": "", "translation": ""}[name]
+    kinds = {"packed": "tar-index", "language": "", "translation": ""}[name]
     files = sorted(file for file in (folder / "cache").iterdir() if file.name.startswith(kinds))
     changed = _mutate(random, folder / "cache", files, shared)
     run = folder / "run"

@@ -1,35 +1,60 @@
-"""Streamed image shards: the same examples as by index, and exact resume in the middle."""
+"""Images of shards that are read one after the other, in windows: every image once per epoch, and exact resume."""
 
 from __future__ import annotations
 
-import shlex
-import sys
-from itertools import islice
+from itertools import islice, permutations
 from pathlib import Path
-from typing import Any
 
-import launch
+import numpy as np
 import pytest
-import torch
 from data.pictures import encoded, write_tar
-from training.same_run import assert_same_run, assert_same_tree, final, train_until_killed
+from training.same_run import assert_same_run, final
 
-from cached_lab.data.shard_order import Dealer
-from cached_lab.experiments.build import build_dataset, build_model
 from cached_lab.experiments.run import run_training
 from cached_lab.tasks import create_dataset
-from cached_lab.tasks.classification.images.image_shards import ImageShards
-from cached_lab.tasks.classification.images.image_stream import ALLOWED, TarStreams
-from cached_lab.tasks.kinds import make_task
-from cached_lab.tasks.recipes import config_from_dict, fill_from_data
+from cached_lab.tasks.classification.window_order import WindowedOrder
+from cached_lab.tasks.recipes import config_from_dict
 from cached_lab.training.config import RunConfig
-from cached_lab.training.distributed import World
 from cached_lab.training.loader import Share
-from cached_lab.training.progress import Reporter
-from cached_lab.training.streamed_order import StreamedOrder
-from cached_lab.training.trainer import Trainer
 
-MODEL = {"name": "vision_transformer", "patch_size": 4, "width": 16, "depth": 1, "heads": 2, "feed_forward": 16}
+STARTS, SIZE, WINDOW = np.array([0, 9, 12, 20]), 24, 5
+SHARDS = np.split(np.arange(SIZE), STARTS[1:])
+
+
+def order(seed: int = 0, start: int = 0, share: Share | None = None, batch: int = 4) -> WindowedOrder:
+    return WindowedOrder(STARTS, WINDOW, SIZE, batch, seed, start, share or Share())
+
+
+def epoch(seed: int, number: int) -> list[int]:
+    return [row for step in range(6 * number, 6 * number + 6) for _, row in order(seed).rows(step)]
+
+
+def test_every_epoch_has_every_row_once_in_windows_of_permuted_shards() -> None:
+    epochs = [epoch(0, number) for number in range(8)]
+    assert all(sorted(rows) == list(range(SIZE)) for rows in epochs)
+    assert len({tuple(rows) for rows in epochs}) == 8 and epoch(1, 0) != epoch(0, 0)
+    first = set()
+    for rows in epochs:
+        windows = [sorted(rows[begin : begin + WINDOW]) for begin in range(0, SIZE, WINDOW)]
+        assert any(
+            windows == [sorted(whole[begin : begin + WINDOW]) for begin in range(0, SIZE, WINDOW)]
+            for whole in permutations_of_shards()
+        )
+        first.add(min(windows[0]))
+    assert len(first) > 1
+
+
+def permutations_of_shards() -> list[list[int]]:
+    return [np.concatenate([SHARDS[place] for place in places]).tolist() for places in permutations(range(4))]
+
+
+def test_processes_and_pieces_read_what_one_reads_from_any_step() -> None:
+    for start in (0, 3, 11):
+        whole = list(islice(iter(order(start=start)), 5))
+        halves = [iter(order(start=start, share=Share(rank, 2, 2))) for rank in range(2)]
+        for batch in whole:
+            assert batch == [key for half in halves for piece in (next(half), next(half)) for key in piece]
+        assert whole == [order().rows(step) for step in range(start, start + 5)]
 
 
 def files(first: int, count: int) -> dict[str, bytes]:
@@ -47,208 +72,32 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config(folder: Path, data: dict[str, Any] | None = None, **training: Any) -> RunConfig:
-    settings = {"steps": 8, "batch_size": 8, "accumulate": 2, "evaluate_every": 4, "save_every": 3, "log_every": 1}
-    settings |= {"tensorboard": False, "device": "cpu", "mixup": 0.2, "test": "last"}
-    options = {"name": "image_stream", "path": str(folder), "classes": 3, "image_size": 8, "window": 4}
-    augmentation = {"erase": 0.5}
+def config(folder: Path, steps: int = 8, **training: object) -> RunConfig:
+    settings = {"steps": steps, "batch_size": 8, "accumulate": 2, "evaluate_every": 3, "save_every": 3, "log_every": 1}
+    settings |= {"tensorboard": False, "device": "cpu", "mixup": 0.2, "test": "last", **training}
+    model = {"name": "vision_transformer", "patch_size": 4, "width": 16, "depth": 1, "heads": 2, "feed_forward": 16}
+    data = {"name": "image_shards", "path": str(folder), "image_size": 8, "window": 4, "augmentation": {"erase": 0.5}}
     return config_from_dict(
         {
-            "data": {**options, "augmentation": augmentation, **(data or {})},
-            "model": {**MODEL, "memory": "grc"},
-            "training": {**settings, **training},
+            "data": data,
+            "model": {**model, "memory": "grc"},
+            "training": settings,
             "optimizer": {"name": "sgd", "learning_rate": 0.01},
             "schedule": {"name": "constant"},
         }
     )
 
 
-def make(settings: RunConfig, folder: Path, world: World | None = None) -> Trainer:
-    world = World(torch.device("cpu")) if world is None else world
-    train, validation = (build_dataset(settings, split) for split in ("train", "validation"))
-    settings = fill_from_data(settings, train.describe())
-    if world.main:
-        folder.mkdir(parents=True, exist_ok=True)
-    world.barrier()
-    task = make_task(settings, build_model(settings), train, validation, world)
-    return Trainer(settings, task, folder, world, Reporter("test", 1, None))
+@pytest.mark.usefixtures("no_run_reports")
+def test_a_run_that_stopped_in_the_middle_of_a_shard_goes_on_to_the_bit(folder: Path, tmp_path: Path) -> None:
+    assert create_dataset("image_shards", "train", path=folder).shard_starts.tolist() == [0, 5, 11]
+    run_training(config(folder), tmp_path / "whole")
+    run_training(config(folder, 3), tmp_path / "parts")
+    assert final(tmp_path / "parts").step == 3
+    run_training(config(folder, workers=2), tmp_path / "parts")
+    assert_same_run(tmp_path / "parts", tmp_path / "whole", 8)
 
 
-def fitted(settings: RunConfig, folder: Path, world: World | None = None) -> Trainer:
-    trainer = make(settings, folder, world)
-    trainer.resume("auto")
-    trainer.fit()
-    return trainer
-
-
-def test_it_has_the_examples_of_shards_that_are_indexed(folder: Path) -> None:
-    options = {"path": folder, "image_size": 8, "augment": False}
-    stream, indexed = (
-        create_dataset(n, "train", **options, **o) for n, o in (("image_stream", {"classes": 3}), ("image_shards", {}))
-    )
-    dealer = Dealer(stream.examples)
-    assert stream.shards == 3 and isinstance(indexed, ImageShards)
-    for number, example in enumerate(islice(dealer, len(indexed))):
-        (image, label), (other, expected) = stream[example], indexed[number]
-        assert label == expected and torch.equal(image, other)
-        assert example.name == str(indexed.encoded(number)[1]).removesuffix(".jpg")
-    validation, test = (create_dataset("image_stream", split, classes=3, **options) for split in ("validation", "test"))
-    assert validation.labels.tolist() == test.labels.tolist() == [0, 1, 2, 0, 1, 2]
-    assert "size" not in stream.describe() and validation.describe()["size"] == 6
-
-
-@pytest.mark.peers
-def test_it_reads_what_the_library_of_the_format_reads(folder: Path) -> None:
-    library = pytest.importorskip("webdataset")
-    names = [str(path) for path in sorted(folder.glob("made-train-*.tar"))]
-    theirs = list(library.WebDataset(names, shardshuffle=False, empty_check=False))
-    ours = list(islice(Dealer(TarStreams(names, "cls", 3, False)), len(theirs)))
-    assert len(theirs) == 18
-    assert [(e.content, str(e.label).encode()) for e in ours] == [(t["jpg"], t["cls"]) for t in theirs]
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_that_was_killed_is_one_that_was_not(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
-    settings = config(folder, {"parts": 2}, workers=workers)
-    fitted(config(folder, {"parts": 2}), tmp_path / "whole")
-    killed = make(settings, tmp_path / "killed")
-    train_until_killed(killed, 2 * 6 + 1, monkeypatch)  # between the pieces of the seventh step; the sixth was saved
-    assert final(tmp_path / "killed").step == 6
-    fitted(settings, tmp_path / "killed")
-    a, b = final(tmp_path / "killed"), final(tmp_path / "whole")
-    assert_same_tree({**a.training, **_no_times(b.training)}, {**b.training, **_no_times(b.training)})
-    assert_same_tree(a.weights, b.weights)
-    assert a.step == b.step == 8 and set(a.training["carried"]) == {"0", "1"}
-    assert workers or assert_same_run(tmp_path / "killed", tmp_path / "whole", 8) is None
-
-
-def _no_times(tree: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in tree.items() if "seconds" in name}
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-def test_processes_and_pieces_read_what_one_reads(folder: Path, parts: int) -> None:
-    shards = TarStreams([str(p) for p in sorted(folder.glob("made-train-*.tar"))], "cls", 3, False)
-    one = iter(StreamedOrder(shards, 8, 0, Share(), parts, 3))
-    orders = [StreamedOrder(shards, 8, 0, Share(rank, 2, 2), parts, 3) for rank in range(2)]
-    two = [iter(order) for order in orders]
-    for _ in range(9):
-        assert next(one) == [key for half in two for piece in (next(half), next(half)) for key in piece]
-    ahead = next(two[1])
-    state = orders[1].state_dict(9, World(torch.device("cpu")))
-    again = StreamedOrder(shards, 8, 0, Share(1, 2, 2), parts, 3)
-    again.load_state_dict(state)
-    assert next(iter(again)) == ahead
-
-
-def train_streamed(world: World, folder: Path, shards: str) -> None:
-    """Train in one of two processes, once without and once with a stop in the middle."""
-    options = {"parts": 2}
-    fitted(config(Path(shards), options, mixup=0.0), folder / "whole", world)
-    fitted(config(Path(shards), options, mixup=0.0, steps=6), folder / "killed", world)
-    fitted(config(Path(shards), options, mixup=0.0), folder / "killed", world)
-
-
-@pytest.mark.slow
-def test_two_processes_go_on_to_the_bit_and_learn_what_one_learns(folder: Path, tmp_path: Path) -> None:
-    launch.world(train_streamed, tmp_path, str(folder))
-    killed, whole = (final(tmp_path / name) for name in ("killed", "whole"))
-    assert killed.step == whole.step == 8
-    assert_same_tree(killed.weights, whole.weights)
-    for name in ("carried", "optimizer", "rng"):
-        assert_same_tree(killed.training[name], whole.training[name], name)
-    fitted(config(folder, {"parts": 2}, mixup=0.0), tmp_path / "alone")
-    alone = final(tmp_path / "alone")
-    assert_same_tree(alone.training["carried"], whole.training["carried"])
-
-
-def test_a_run_from_the_beginning_to_the_report(folder: Path, tmp_path: Path) -> None:
-    summary = run_training(config(folder, test="last"), tmp_path / "run")
-    assert summary["steps"] == 8 and summary["baselines"] == {} and 0 <= summary["test"]["accuracy"] <= 1
-
-
-def test_shards_that_programs_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    local = create_dataset("image_stream", "train", path=folder, classes=3, image_size=8)
-    write = f"{shlex.quote(sys.executable)} -c 'import sys; sys.stdout.buffer.write(open(sys.argv[1], \"rb\").read())'"
-    path = {
-        "train": f"pipe:{write} {folder}/made-train-{{000..002}}.tar",
-        "validation": str(folder / "made-validation-000.tar"),
-    }
-    with pytest.raises(ValueError, match=rf"data.path starts a program .*set {ALLOWED}=1"):
-        create_dataset("image_stream", "train", path=path, classes=3)
-    monkeypatch.setenv(ALLOWED, "1")
-    piped = create_dataset("image_stream", "train", path=path, classes=3, image_size=8)
-    assert len(create_dataset("image_stream", "validation", path=path, classes=3)) == 6
-    dealers = [Dealer(data.examples, window=4, seed=1) for data in (local, piped)]
-    seen = [[(e.content, e.label) for e in islice(dealer, 10)] for dealer in dealers]
-    assert seen[0] == seen[1]
-    again = Dealer(piped.examples, window=4, seed=1)
-    again.go_on(dealers[1].state())
-    assert [e.content for e in islice(again, 12)] == [e.content for e in islice(dealers[0], 12)]
-    failing = {"train": f"pipe:{sys.executable} -c 'import sys; sys.exit(3)'"}
-    with pytest.raises(ValueError, match=r"pipe:.* cannot be read"):
-        next(Dealer(create_dataset("image_stream", "train", path=failing, classes=3).examples))
-    late = f"pipe:{write[:-1]}; sys.exit(3)' {folder}/made-train-000.tar"
-    with pytest.raises(ValueError, match=r"the program ended with status 3"):
-        list(islice(Dealer(create_dataset("image_stream", "train", path={"train": late}, classes=3).examples), 9))
-    with pytest.raises(ValueError, match=r"for all splits: scored data are read again"):
-        create_dataset("image_stream", "validation", path=failing["train"], classes=3)
-
-
-@pytest.mark.parametrize("keep", [0, 700, 5120, -700, -1])
-def test_a_shard_that_was_cut_short_is_named(folder: Path, keep: int) -> None:
-    shard = folder / "made-train-000.tar"
-    content = shard.read_bytes()
-    length = len(content.rstrip(b"\0")) // 512 * 512 + 512  # where the last member ends
-    shard.write_bytes(content[: length + keep + 1 if keep < 0 else keep])
-    train = create_dataset("image_stream", "train", path=str(shard), classes=3)
-    with pytest.raises(ValueError, match=r"made-train-000.tar cannot be read: .*fetch it again"):
-        list(islice(Dealer(train.examples), 6))
-
-
-def test_examples_that_are_not_whole(folder: Path, tmp_path: Path) -> None:
-    made = files(0, 4)
-    del made["00001.cls"], made["00002.jpg"]
-    shard = write_tar(tmp_path / "gaps" / "train-0.tar", {**made, "readme.txt": b"?"})
-    options = {"path": str(shard.parent), "classes": 3, "image_size": 8}
-    with pytest.raises(ValueError, match=r"0.*00001"):
-        list(islice(Dealer(create_dataset("image_stream", "train", **options).examples), 3))
-    train = create_dataset("image_stream", "train", bad_files="skip", **options)
-    assert [e.label for e in islice(Dealer(train.examples), 4)] == [0, 0, 0, 0]
-    dealer = Dealer(train.examples)
-    next(dealer), next(dealer)
-    again = Dealer(train.examples)
-    again.go_on(dealer.state())
-    assert next(again).name.endswith(":00000")
-    with pytest.raises(ValueError, match=r"2.*data.classes"):
-        list(islice(Dealer(TarStreams([str(folder / "made-train-000.tar")], "cls", 2, False)), 5))
-
-
-def test_a_file_that_cannot_be_decoded_has_a_stand_in(folder: Path, tmp_path: Path) -> None:
-    made = {**files(0, 8), "00003.jpg": b"no image"}
-    write_tar(tmp_path / "bad" / "train-0.tar", made)
-    write_tar(tmp_path / "bad" / "validation-0.tar", files(0, 3))
-    with pytest.raises(ValueError, match="00003"):
-        fitted(config(tmp_path / "bad", steps=2), tmp_path / "stops")
-    with pytest.warns(RuntimeWarning, match=r"skipped .*00003"):
-        trainer = fitted(config(tmp_path / "bad", {"bad_files": "skip"}, steps=2), tmp_path / "goes on")
-    assert trainer.step == 2 and len(trainer.task.data.bad_found) == 1
-
-
-@pytest.mark.parametrize(
-    ("data", "training", "message"),
-    [
-        ({"parts": 4}, {}, r"data.parts=4 must lie in 1..3"),
-        ({"parts": 3}, {}, r"data.parts=3 must divide training.batch_size=8"),
-        ({"classes": 0}, {}, r"data.classes=0 must lie in 1.."),
-        ({"label": "tar"}, {}, r"label='tar' must be cls, or json:KEY"),
-        ({}, {"repeats": 2}, r"training.repeats=2: data"),
-    ],
-)
-def test_bad_options_are_named(
-    folder: Path, tmp_path: Path, data: dict[str, Any], training: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        make(config(folder, data, **training), tmp_path / "run")
+def test_a_window_holds_an_image(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.window=0"):
+        create_dataset("image_shards", "train", path=folder, window=0)

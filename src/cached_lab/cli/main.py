@@ -34,7 +34,7 @@ EXAMPLES = {
     "reproduce": "table5 --data wikitext-2                a table of the paper, small",
     "plot": "curves runs/digits_vit_grc                   a figure of a run's records",
     "probe": "grc_stream,transformer_xl --tasks latch     test what memories hold",
-    "leaderboard": "--quick --jobs 2                      all memories with their costs",
+    "leaderboard": "--jobs 2                              all memories with their costs",
     "stream": "runs/demo_text book.txt                    read a text of any length in constant memory",
     "generate": 'runs/demo_text --prompt "It was"         continue a text, token by token',
     "convert": "runs/demo_text                            weights as one .safetensors file",

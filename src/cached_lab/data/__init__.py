@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from .dataset import Batch, Dataset, LabelledDataset, majority_accuracy
+from .dataset import Batch, LabelledDataset, majority_accuracy
 from .image_files import BadFile
 from .splits import SPLITS, stratified_split
 from .store import cache_folder
@@ -21,7 +21,6 @@ __all__ = [
     "SPLITS",
     "BadFile",
     "Batch",
-    "Dataset",
     "LabelledDataset",
     "TextDataset",
     "cache_folder",

@@ -2,10 +2,8 @@
 
 Training reads files in its own order and resumes from any step, so an archive must be read at random places. A tar is
 indexed once, by one pass over its headers; the index is cached (`store.py`) under the archive's path, size and
-modification time. A compressed tar is unpacked once, to a plain tar in the cache folder, with a checksum per member.
-
-torchvision's readers need unpacked archives, webdataset shuffles within a buffer and cannot resume in the middle of an
-epoch, and Hugging Face `datasets` copies archives into its own files.
+modification time. A compressed tar is unpacked once, to a plain tar in the cache folder. torchvision's readers need
+unpacked archives, and Hugging Face `datasets` copies archives into its own files.
 """
 
 from __future__ import annotations
@@ -21,10 +19,10 @@ import os
 import stat
 import struct
 import tarfile
-import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -65,11 +63,9 @@ class Listing:
         open_tars: treat plain tars in a folder as folders: `a/b.tar` holding `c` becomes `a/b/c`.
 
     Attributes:
-        root: the folder or archive that names are relative to, or a folder in it.
         archive: the archive; None for a folder.
-        folder: prefix of the names in the archive or folder, with a trailing slash, or "".
-        names: sorted file names, with slashes, without hidden files.
-        folders: names of all folders, including empty ones.
+        names: sorted file names, with slashes, without hidden files. folders: names of folders; outside archives also
+            of empty ones.
 
     Raises:
         FileNotFoundError: the path does not exist.
@@ -91,15 +87,12 @@ class Listing:
                 folders += [f"{prefix}{name}" for name in below]
                 for name in (f"{prefix}{file}" for file in files):
                     if open_tars and name.endswith(".tar") and not _hidden(name):
-                        folders += self._add(Tar(root / name), f"{name.removesuffix('.tar')}/")
+                        folders.append(name.removesuffix(".tar"))
+                        self._add(Tar(root / name), f"{folders[-1]}/")
                     else:
                         self._sources[name] = (None, 0)
         elif root.name.lower().endswith(ARCHIVES):
-            refuse_special(root)
-            packed = root.suffix.lower() in _TAR_OPENERS
-            folders = self._add(
-                _Zip(root) if root.suffix.lower() == ".zip" else UnpackedTar(root) if packed else Tar(root)
-            )
+            self._add(_Zip(root) if root.suffix.lower() == ".zip" else Tar(root))
         else:
             raise ValueError(f"{root} is neither a folder nor an archive ({', '.join(ARCHIVES)})")
         self.names = sorted((name for name in self._sources if not _hidden(name)), key=lambda name: name.split("/"))
@@ -107,19 +100,15 @@ class Listing:
         every = {parent.as_posix() for folder in filled for parent in PurePosixPath(folder, "_").parents}
         self.folders = (every | {folder for folder in folders if not _hidden(folder)}) - {"", "."}
 
-    def _add(self, archive: Tar | _Zip, prefix: str = "") -> list[str]:
-        """Add the files of an archive; return its folders."""
+    def _add(self, archive: Tar | _Zip, prefix: str = "") -> None:
         self._sources |= {f"{prefix}{name}": (archive, place) for place, name in enumerate(archive.names)}
-        return [*([prefix.rstrip("/")] if prefix else []), *(f"{prefix}{folder}" for folder in archive.folders)]
 
     def __contains__(self, name: str) -> bool:
-        # A folder's list lacks hidden files, absolute names and names with "..".
-        outside = self.archive is None and "/" in name and (self.root / name).is_file()
-        return self.folder + name in self._sources or outside
+        return self.folder + name in self._sources
 
     def read(self, name: str) -> bytes:
         """Return the content of a file (OSError: the file cannot be read; ValueError: it is damaged in its archive)."""
-        source, place = self._sources.get(self.folder + name, (None, 0))
+        source, place = self._sources[self.folder + name]
         return read_file(self.root / name) if source is None else source.read(place)
 
     def inside(self, folder: str) -> Listing:
@@ -137,25 +126,16 @@ class Listing:
         return sorted(name for name in self.folders if "/" not in name)
 
 
-def open_listing(path: str | Path, expected: str) -> Listing:
-    """List a folder or archive, or the archive in a folder that holds nothing else.
+def open_listing(path: str | Path, open_tars: bool = False) -> Listing:
+    """List a folder or archive, or the only archive in a folder (raises: see `Listing`).
 
     An archive with everything in one folder counts as that folder.
-
-    Args:
-        expected: the expected content, for the message.
-
-    Raises:
-        FileNotFoundError: the path does not exist.
-        ValueError: see `Listing`.
     """
-    root = Path(path).expanduser()
-    if not root.exists():
-        raise FileNotFoundError(f"{root} does not exist; expected {expected}")
-    inside = [file for file in root.iterdir() if not file.name.startswith(".")] if root.is_dir() else []
-    single = len(inside) == 1 and inside[0].is_file() and inside[0].name.lower().endswith(ARCHIVES)
-    listing = Listing(inside[0] if single else root)
-    while listing.archive and len(listing.subfolders()) == 1 and all("/" in name for name in listing.names):
+    listing = Listing(Path(path).expanduser(), open_tars)
+    if not listing.archive and len(listing.names) == 1 and listing.names[0].endswith(ARCHIVES):
+        listing = Listing(listing.root / listing.names[0])
+    packed = listing.archive or open_tars
+    while packed and len(listing.subfolders()) == 1 and all("/" in name for name in listing.names):
         listing = listing.inside(listing.subfolders()[0])
     return listing
 
@@ -198,11 +178,8 @@ def read_at(path: Path, offset: int, size: int) -> bytes:
     return content
 
 
-def plain_tar(path: Path, again: bool = False) -> Path:
-    """Unpack a compressed tar to a plain tar in the cache folder; a plain tar is returned as it is.
-
-    Args:
-        again: unpack even if an unpacked tar exists.
+def plain_tar(path: Path) -> Path:
+    """Unpack a compressed tar to a plain tar in the cache folder, once; a plain tar is returned as it is.
 
     Raises:
         OSError: the cache folder cannot be written. Damage raises other errors.
@@ -212,145 +189,76 @@ def plain_tar(path: Path, again: bool = False) -> Path:
         return path
     digest = hashlib.sha256(repr(sorted(identity(path).items())).encode()).hexdigest()[:24]
     target = cache_folder() / f"unpacked-{digest}.tar"
-    if target.is_file() and not again:
-        return target
-    try:
+    if not target.is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
         with opener(path) as packed:
             write_whole(target, iter(lambda: packed.read(1 << 20), b""))
-    except OSError as error:
-        if error.errno is not None:
-            hint = "set CACHED_TRANSFORMERS_CACHE to a folder with room, or unpack the archive and give its folder"
-            raise OSError(error.errno, f"{path} could not be unpacked to {target.parent} ({error}); {hint}") from error
-        raise
     return target
 
 
 class Tar:
-    """A plain tar with its index, cached or made by one pass.
+    """A tar with its index, cached or made by one pass.
 
     Attributes:
-        names: of regular files, in order. offsets, sizes: of their contents in bytes. folders: names of folders.
+        path: the plain tar. names: of regular files, in order.
+        offsets, sizes: of the contents of the files in bytes.
 
     Raises:
-        ValueError: not a tar, or a truncated one.
+        OSError: a compressed tar, and the cache folder cannot be written.
+        ValueError: not a tar, or a damaged one.
     """
 
     def __init__(self, path: Path) -> None:
         with naming(path):
-            self._set(path, load_or_build("tar-index", identity(path), lambda: _index_arrays(path)))
-
-    def _set(self, path: Path, arrays: Arrays) -> None:
-        self.path, self.offsets, self.sizes = path, arrays["offsets"], arrays["sizes"]
-        self.names, self.folders = _strings(arrays["names"]), _strings(arrays["folders"])
+            self.path = plain_tar(path)
+            arrays = load_or_build("tar-index", identity(self.path), lambda: _index_arrays(self.path))
+        self.offsets, self.sizes = arrays["offsets"], arrays["sizes"]
+        names = arrays["names"].tobytes().decode("utf-8", "surrogateescape")
+        self.names = names.split("\0") if names else []
 
     def read(self, place: int) -> bytes:
         """Return the content of the file at this place in `names`."""
         return read_at(self.path, int(self.offsets[place]), int(self.sizes[place]))
 
 
-class UnpackedTar(Tar):
-    """A compressed tar, unpacked in the cache folder; a damaged member is unpacked again.
-
-    The index and a CRC-32 per member are made when the tar is unpacked. A lost index makes the unpacked tar unusable,
-    since nothing else tells whether it is whole.
-
-    Raises:
-        OSError: the cache folder cannot be written. ValueError: the compressed tar is damaged.
-    """
-
-    def __init__(self, source: Path) -> None:
-        self.source = source
-        with naming(source):
-            arrays = load_or_build("unpacked-index", identity(source), self._unpack)
-            self._set(plain_tar(source), arrays)
-        self._sums = arrays["sums"]
-
-    def _unpack(self) -> Arrays:
-        self._set(path := plain_tar(self.source, again=True), arrays := _index_arrays(path))
-        sums = [zlib.crc32(super(UnpackedTar, self).read(place)) for place in range(len(self.names))]
-        return {**arrays, "sums": np.array(sums, dtype=np.uint32)}
-
-    def read(self, place: int) -> bytes:
-        """Return the content of the file at this place in `names` (ValueError: unpacking again does not help)."""
-        name = self.names[place]
-        for attempt in range(2):
-            with contextlib.suppress(OSError):  # the unpacked tar is gone, or truncated
-                content = super().read(place)
-                if zlib.crc32(content) == self._sums[place]:
-                    return content
-            if not attempt:
-                message = f"{self.path} is damaged (the checksum of {name} differs); unpacking {self.source} again"
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
-                with naming(self.source):
-                    plain_tar(self.source, again=True)
-        raise ValueError(f"{self.source}:{name} has changed while it was read; fetch the archive again")
-
-
 class _Zip:
     def __init__(self, path: Path) -> None:
-        self.path = path
-        with naming(path), zipfile.ZipFile(path) as archive:
-            infos = archive.infolist()
-        files = [info for info in infos if not info.is_dir()]
-        self.names = [info.filename for info in files]
-        self.folders = [info.filename.rstrip("/") for info in infos if info.is_dir()]
-        places = [(i.header_offset, i.compress_size, i.compress_type, i.CRC) for i in files]
-        self._places = np.array(places, dtype=np.int64).reshape(len(files), 4)
+        self.path, self._changed = path, refuse_special(path).st_mtime_ns
+        with naming(path):
+            self._files = [info for info in self._opened().infolist() if not info.is_dir()]
+        self.names = [info.filename for info in self._files]
+
+    def _opened(self) -> zipfile.ZipFile:
+        return _open_zip(self.path, self._changed, os.getpid())
 
     def read(self, place: int) -> bytes:
-        header, size, method, checksum = (int(number) for number in self._places[place])
         with naming(f"{self.path}:{self.names[place]}", "member"):
-            if method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # rare, and found by name: slower
-                with zipfile.ZipFile(self.path) as archive:
-                    return archive.read(self.names[place])
-            # The local header repeats name and extra field, with its own lengths (PKWARE APPNOTE, 4.3.7).
-            name, extra = struct.unpack("<HH", read_at(self.path, header + 26, 4))
-            content = read_at(self.path, header + 30 + name + extra, size)
-            content = content if method == zipfile.ZIP_STORED else zlib.decompress(content, -15)
-            if zlib.crc32(content) != checksum:
-                raise zlib.error("its checksum differs")
-            return content
+            return self._opened().read(self._files[place])
 
 
-def regular_files(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yield members that are files or folders, without keeping any in memory.
-
-    Raises:
-        ValueError: a member of negative size, which would lead back to an earlier member.
-    """
-    for info in archive:
-        if info.size < 0:
-            raise ValueError(f"{info.name} is said to have {info.size} bytes")
-        if info.isfile() or info.isdir():
-            yield info
-        archive.members.clear()  # type: ignore[attr-defined]  # tarfile keeps every member it has seen
+@lru_cache(maxsize=8)
+def _open_zip(path: Path, changed: int, process: int) -> zipfile.ZipFile:
+    """Open a zip once per process: a forked one would share the position in the file."""
+    return zipfile.ZipFile(path)
 
 
 def _index_arrays(path: Path) -> Arrays:
-    names, folders, offsets, sizes = [], [], [], []
+    names, offsets, sizes = [], [], []
     with tarfile.open(path, "r:") as archive:
-        for info in regular_files(archive):
+        for info in archive:
             name = info.name.removeprefix("./").rstrip("/")
-            if info.isdir():
-                folders.append(name)
-            else:
+            if info.size < 0:  # it would lead back to an earlier member
+                raise ValueError(f"{name} is said to have {info.size} bytes")
+            if info.isfile():
                 names.append(name)
                 offsets.append(info.offset_data)
                 sizes.append(info.size)
+            archive.members.clear()  # type: ignore[attr-defined]  # tarfile keeps every member it has seen
     length = path.stat().st_size
     if offsets and (end := offsets[-1] + sizes[-1]) > length:  # tarfile does not notice a truncated last member
         raise ValueError(f"{path} ends after {length} bytes, within {names[-1]} (up to {end})")
-    numbers = {"offsets": np.array(offsets, dtype=np.int64), "sizes": np.array(sizes, dtype=np.int64)}
-    return {**numbers, "names": _joined(names), "folders": _joined(folders)}
-
-
-def _joined(names: Iterable[str]) -> np.ndarray:
-    return np.frombuffer("\0".join(names).encode("utf-8", "surrogateescape"), dtype=np.uint8)
-
-
-def _strings(joined: np.ndarray) -> list[str]:
-    return joined.tobytes().decode("utf-8", "surrogateescape").split("\0") if len(joined) else []
+    joined = np.frombuffer("\0".join(names).encode("utf-8", "surrogateescape"), dtype=np.uint8)
+    return {"offsets": np.array(offsets, np.int64), "sizes": np.array(sizes, np.int64), "names": joined}
 
 
 def _hidden(name: str) -> bool:

@@ -5,8 +5,8 @@ Shape legend: B batch, N tokens (padded), C channels, H height, W width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -28,30 +28,11 @@ class Batch(NamedTuple):
     padding: Tensor | None
 
 
-@runtime_checkable
-class Dataset(Protocol):
-    """Map-style data set for classification: item i is always the same, unless `augment` is set.
-
-    Attributes:
-        classes: number of classes.
-        augment: `__getitem__` draws from the global random generators of Python, numpy and torch; the loader seeds them
-            per item.
-    """
-
-    classes: int
-    augment: bool
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]: ...
-
-    def collate(self, items: Sequence[tuple[Tensor, int]]) -> Batch: ...
-
-    def describe(self) -> dict[str, object]: ...
-
-
 class LabelledDataset:
-    """Base class: labels known without loading items, and the baselines that follow from them.
+    """Base class of map-style data: labels known without loading items, and the baselines that follow from them.
+
+    Item i is always the same, unless `augment` is set: `__getitem__` then draws from the global random generators of
+    Python, numpy and torch, which the loader seeds per item.
 
     Args:
         name: the registered name.

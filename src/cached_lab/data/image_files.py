@@ -35,13 +35,12 @@ class BadFile(ValueError):
         return BadFile, (self.file, self.reason)
 
 
-def open_picture(content: bytes, name: object, channels: int = 3, *, stored_size: tuple[int, int] | None = None) -> Any:
-    """Decode an image file to an upright PIL image, in mode RGB (`channels` 3) or L (1).
+def open_picture(content: bytes, name: object, channels: int = 3, *, upright: bool = True) -> Any:
+    """Decode an image file to a PIL image, in mode RGB (`channels` 3) or L (1).
 
     Args:
         content: the whole file. name: of the file, for errors.
-        stored_size: (width, height); a picture stored with this size is not turned, whatever its EXIF entry says, since
-            its annotations were measured so.
+        upright: turn the picture as its EXIF entry says.
 
     Raises:
         BadFile: empty, truncated, of unknown format, or without a defined range of brightness.
@@ -54,7 +53,7 @@ def open_picture(content: bytes, name: object, channels: int = 3, *, stored_size
             warnings.simplefilter("ignore")  # damaged EXIF and odd palettes do not matter while the pixels are there
             with image_module.open(io.BytesIO(content)) as opened:
                 opened.load()
-                picture = opened if opened.size == stored_size else operations.exif_transpose(opened)
+                picture = operations.exif_transpose(opened) if upright else opened
                 if picture.mode == "F":
                     raise ValueError("its pixels are floating-point numbers, whose range is not known; save bytes")
                 if picture.mode in ("I", "I;16", "I;16L", "I;16B", "I;16N"):

@@ -26,18 +26,13 @@ _SHARDS, _WINDOW = 2, 3
 
 
 class ShardReader(Iterator[T_co], Protocol[T_co]):
-    """Items of one shard."""
+    """Items of one shard; `place` is the position after the last item, as JSON."""
 
-    def place(self) -> Any:
-        """Position after the last item, as JSON, for `ShardSet.read`."""
+    def place(self) -> Any: ...
 
 
 class ShardSet(Protocol[T_co]):
-    """Data in shards that are read from the beginning or from a position.
-
-    Attributes:
-        names: of the shards, for messages.
-    """
+    """Data in shards with names, which are read from the beginning or from a place."""
 
     @property
     def names(self) -> Sequence[str]: ...

@@ -11,7 +11,6 @@ import io
 import json
 import os
 import warnings
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -45,13 +44,13 @@ def load_or_build(kind: str, key: Mapping[str, object], build: Callable[[], Arra
         arrays = build()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            payload = _serialise(arrays)
+            buffer = io.BytesIO()
+            np.savez(buffer, allow_pickle=False, **arrays)
+            payload = buffer.getvalue()
             write_whole(path, _digest(path, payload) + b"\n" + payload)
         except OSError as error:
-            message = (
-                f"cannot keep generated data in {path.parent} ({error}), so the next process generates it again; "
-                "set CACHED_TRANSFORMERS_CACHE to a folder that can be written"
-            )
+            way = "set CACHED_TRANSFORMERS_CACHE to a folder that can be written"
+            message = f"cannot keep generated data in {path.parent} ({error}); {way}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
     return arrays
 
@@ -59,10 +58,7 @@ def load_or_build(kind: str, key: Mapping[str, object], build: Callable[[], Arra
 def _read(path: Path) -> Arrays | None:
     try:
         content = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        warnings.warn(f"{path} cannot be read ({error}); generating its content again", RuntimeWarning, stacklevel=3)
+    except OSError:  # usually not there
         return None
     digest, _, payload = content.partition(b"\n")
     if digest != _digest(path, payload):
@@ -71,17 +67,6 @@ def _read(path: Path) -> Arrays | None:
         return None
     with np.load(io.BytesIO(payload), allow_pickle=False) as archive:
         return {name: archive[name] for name in archive.files}
-
-
-def _serialise(arrays: Arrays) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        for name, array in arrays.items():
-            member = io.BytesIO()
-            np.save(member, array, allow_pickle=False)
-            # A fixed date makes the file a function of the arrays.
-            archive.writestr(zipfile.ZipInfo(f"{name}.npy"), member.getvalue(), zipfile.ZIP_DEFLATED)
-    return buffer.getvalue()
 
 
 def _digest(path: Path, payload: bytes) -> bytes:

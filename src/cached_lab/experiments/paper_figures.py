@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from cached_lab.data.image_files import open_picture
-from cached_lab.tasks.classification.images.augmentation import central_square
+from cached_transformers.extras import require
 
 from .build import build_dataset
 from .load import load_run, read_run_config
@@ -144,6 +144,7 @@ def _write_table(output: Path, rows: Sequence[Sequence[Any]]) -> None:
 
 def _photograph(file: Path, described: Any) -> torch.Tensor:
     """(C, H, W) in 0..1: the central square at the size of the data."""
-    square = central_square(open_picture(file.read_bytes(), file, described["channels"]), described["image_size"])
+    picture = open_picture(file.read_bytes(), file, described["channels"])
+    square = require("PIL.ImageOps", extra="vision").fit(picture, (described["image_size"],) * 2, 3)  # bicubic
     pixels_HWC = np.asarray(square, dtype=np.float32).reshape(*square.size[::-1], described["channels"])
     return torch.from_numpy(pixels_HWC).permute(2, 0, 1) / 255

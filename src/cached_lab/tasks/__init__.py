@@ -8,7 +8,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from cached_lab.data import Dataset
 from cached_lab.registries import DATASETS
 
 __all__ = ["DATASETS", "create_dataset"]
@@ -19,8 +18,6 @@ for _module in (
     "classification.images.digits",
     "classification.images.huggingface_images",
     "classification.images.image_shards",
-    "classification.images.image_stream",
-    "classification.images.imagenet",
     "classification.listops.datasets",
     "detection.coco",
     "detection.detector",
@@ -35,7 +32,7 @@ for _module in (
     import_module(f"{__name__}.{_module}")
 
 
-def create_dataset(name: str, split: str, **kwargs: Any) -> Dataset:
+def create_dataset(name: str, split: str, **kwargs: Any) -> Any:
     """The data set registered as `name`.
 
     Args:

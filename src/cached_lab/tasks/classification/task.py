@@ -12,15 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_lab.data.samples import is_stream
 from cached_lab.training.config import RunConfig
 from cached_lab.training.distributed import World
-from cached_lab.training.loader import TrainingOrder, evaluation_batches, training_batches
-from cached_lab.training.streamed_order import SeededExamples, StreamedOrder
+from cached_lab.training.loader import TrainingOrder, evaluation_batches
 from cached_lab.training.task import Task, sums_of
 
 from .mixing import make_mixing
 from .scores import averages, evaluate, forward, score_width, sums
+from .window_order import WindowedOrder
 
 
 class Classification(Task):
@@ -37,41 +36,17 @@ class Classification(Task):
                 "a single image; take a shared memory such as grc, or SegmentLoop with videos"
             )
         self.classes, self.width = train.classes, score_width(train.classes)
-        self.order: TrainingOrder | StreamedOrder
-        if not is_stream(train):
-            self.order = TrainingOrder(len(train), settings.batch_size, settings.seed, 0, self.share, settings.repeats)
-        elif settings.repeats > 1:
-            raise ValueError(f"training.repeats={settings.repeats}: data {train.name!r} are read once; leave it at 1")
-        else:
-            order = (settings.batch_size, settings.seed, self.share, train.parts, train.window)
-            self.order = StreamedOrder(train.examples, *order)
+        order = (len(train), settings.batch_size, settings.seed, 0, self.share, settings.repeats)
+        window = getattr(train, "window", None)
+        self.order = WindowedOrder(train.shard_starts, window, *order) if window else TrainingOrder(*order)
         self.mixing = make_mixing(settings, config.model.get("classes", train.classes), world.size)
 
     def batches(self, step: int) -> Iterator[Any]:
-        order = self.order
-        batches = self._streamed(order, step) if isinstance(order, StreamedOrder) else self._loaded(order, step)
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(self._loaded(self.order, step)):
             if self.mixing is None:
                 yield batch
             else:
                 yield self.mixing(batch, self.world.device, step + number // self.settings.accumulate)
-
-    def _streamed(self, order: StreamedOrder, step: int) -> Iterator[Any]:
-        order.start = step
-        pinned, rows = self.world.device.type == "cuda", SeededExamples(self.data, order.seed)
-        for number, batch in enumerate(training_batches(self.data, order, self.settings.workers, pinned, rows)):  # type: ignore[arg-type]
-            if batch is None:
-                raise ValueError(f"no file of a whole batch of {self.data.name!r} can be used; fetch the data again")
-            self._begun = step + number // self.settings.accumulate + 1
-            yield batch
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The position of a stream."""
-        return self.order.state_dict(self._begun, self.world) if isinstance(self.order, StreamedOrder) else {}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        if isinstance(self.order, StreamedOrder) and state:
-            self.order.load_state_dict(state)
 
     def backward(self, runner: Callable[..., Any], batch: Any, scaler: torch.amp.GradScaler) -> Tensor:
         settings, device = self.settings, self.world.device

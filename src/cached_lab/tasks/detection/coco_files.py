@@ -1,10 +1,9 @@
-"""Files of a COCO-format data set, in folders or archives, and pixels from their bytes."""
+"""Files of a COCO-format data set, in folders or zip archives, and pixels from their bytes."""
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,80 +13,67 @@ from cached_lab.data.archives import Listing
 from cached_lab.data.image_files import BadFile, open_picture
 
 
-def read_annotations(root: Path, name: str) -> tuple[dict[str, Any], str]:
+def places(root: Path) -> list[Listing]:
+    """Return the folder or archive `root`, and the zip archives in a folder (FileNotFoundError: there is none)."""
+    return [Listing(root), *map(Listing, sorted(root.glob("*.zip")))]
+
+
+def read_annotations(found: Sequence[Listing], name: str) -> tuple[dict[str, Any], str]:
     """Return the annotations called `name` ("train2017") and their path.
 
-    Candidates below `root`: annotations/instances_NAME.json, instances_NAME.json, annotations/NAME.json, NAME.json and
-    NAME/_annotations.coco.json; then members of these names in the zip archives there (or in `root` itself, if it is
-    one).
+    Candidates: annotations/instances_NAME.json, annotations/NAME.json and NAME/_annotations.coco.json.
 
     Raises:
         FileNotFoundError: there is none.
         ValueError: it is not JSON, or not the annotations of a detection data set.
     """
-    if not root.exists():
-        raise FileNotFoundError(f"{root} does not exist; expected a folder or zip archive with COCO annotations")
-    wanted = [f"annotations/instances_{name}.json", f"instances_{name}.json", f"annotations/{name}.json"]
-    wanted += [f"{name}.json", f"{name}/_annotations.coco.json"]
-    in_folder = ((root / path, (root / path).read_bytes) for path in wanted if (root / path).is_file())
-    in_archives = (
-        (archive.root / path, lambda archive=archive, path=path: archive.read(path))
-        for archive in _archives(root)
-        for path in wanted
-        if path in archive
-    )
-    label, read = next(itertools.chain(in_folder, in_archives), (None, None))
-    if label is None or read is None:
+    wanted = [f"annotations/instances_{name}.json", f"annotations/{name}.json", f"{name}/_annotations.coco.json"]
+    place, file = next(((place, file) for place in found for file in wanted if file in place), (None, ""))
+    if place is None:
         raise FileNotFoundError(
-            f"{root} holds no annotations for {name!r}: looked for {', '.join(wanted)}, also in its zip archives; "
-            "set data.train, data.validation and data.test to the names that the files have"
+            f"{found[0].root} holds no annotations for {name!r}: looked for {', '.join(wanted)}, also in its zip "
+            "archives; set data.train, data.validation and data.test to the names that the files have"
         )
+    label = str(place.root / file)
     try:
-        tree = json.loads(read())
+        tree = json.loads(place.read(file))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{label} is not JSON: {error}; is it complete?") from error
-    found = tree if isinstance(tree, dict) else {}
-    missing = [key for key in ("images", "annotations", "categories") if not isinstance(found.get(key), list)]
-    if missing:
-        raise ValueError(f"{label} has no list {', '.join(missing)}: it is not the annotations of a detection data set")
-    return found, str(label)
+    if not isinstance(tree, dict) or not all(isinstance(tree.get(k), list) for k in ("images", "annotations")):
+        raise ValueError(f"{label} has no lists images and annotations: it is not of a detection data set")
+    return tree, label
 
 
-def find_images(root: Path, name: str, examples: Iterable[str]) -> Listing:
-    """Return the files of the images called `name`: the first folder or archive with at least one of `examples`.
+def find_images(found: Sequence[Listing], name: str, files: Sequence[str]) -> Listing:
+    """Return the folder or archive of the images called `name`, by the first that holds any of `files`.
 
-    Candidates: the folders NAME, images/NAME, images and `root` itself, then the same places in zip archives.
+    Candidates: NAME/, images/NAME/, images/ and the root.
 
     Raises:
         FileNotFoundError: there is none.
     """
-    examples = list(examples)
-    places = (name, f"images/{name}", "images", "")
-    in_folders = (Listing(root / place) for place in places if (root / place).is_dir())
-    in_archives = (archive.inside(place) for archive in _archives(root) for place in places)
-    for files in itertools.chain(in_folders, in_archives):
-        if any(example in files for example in examples):
-            return files
+    for place in found:
+        for folder in (name, f"images/{name}", "images", ""):
+            inside = place.inside(folder)
+            if any(file in inside for file in files):
+                return inside
     raise FileNotFoundError(
-        f"{root} holds none of the {len(examples)} images of {name!r} (such as {examples[0] if examples else 'none'}): "
-        f"expected them in {name}/, images/{name}/, images/ or beside the annotations, in folders or zip archives"
+        f"{found[0].root} holds none of the {len(files)} images of {name!r} (such as {files[:1]}): expected them in "
+        f"{name}/, images/{name}/, images/ or beside the annotations, in folders or zip archives"
     )
 
 
 def decode_rgb(content: bytes, label: str, size: tuple[int, int] | None = None) -> np.ndarray:
     """Decode an image file of any kind that `open_picture` takes to pixels uint8 (height, width, 3).
 
-    The image is turned upright by its EXIF entry, unless it already has the given `size` (height, width) as stored.
+    Args:
+        size: (height, width) of annotations, which are measured in the image as stored; without it, the image is turned
+            upright by its EXIF entry.
 
     Raises:
         BadFile: it cannot be decoded, or has another size.
     """
-    picture = open_picture(content, label, stored_size=None if size is None else (size[1], size[0]))
-    if size is not None and picture.size != (size[1], size[0]):
-        wide, high = picture.size
-        raise BadFile(label, f"it has {wide} x {high} pixels, its annotations say {size[1]} x {size[0]}")
-    return np.array(picture)
-
-
-def _archives(root: Path) -> Iterator[Listing]:
-    return map(Listing, [root] if root.is_file() else sorted(root.glob("*.zip")))
+    pixels_HWC = np.array(open_picture(content, label, upright=size is None))
+    if size not in (None, pixels_HWC.shape[:2]):
+        raise BadFile(label, f"it has {pixels_HWC.shape[:2]} (height, width) pixels, its annotations say {size}")
+    return pixels_HWC

@@ -43,7 +43,7 @@ def as_record(found: dict[str, Tensor], size: tuple[int, ...], categories: list[
 
 
 def draw_detections(pixels_HWC: np.ndarray, found: Mapping[str, Tensor], names: Sequence[str]) -> Any:
-    """Draw masks, boxes, class names and scores into the image, best scores on top, one colour per class.
+    """Draw masks, boxes, class names and scores into the image, one colour per class.
 
     Args:
         pixels_HWC: uint8 (H, W, 3).
@@ -54,35 +54,17 @@ def draw_detections(pixels_HWC: np.ndarray, found: Mapping[str, Tensor], names: 
     Returns:
         A PIL.Image.
     """
-    image_module, draw_module, font_module = (
-        require(f"PIL.{name}", extra="vision") for name in ("Image", "ImageDraw", "ImageFont")
-    )
-    height, width = pixels_HWC.shape[:2]
-    order = found["scores"].argsort().tolist()
-    canvas = pixels_HWC.astype(np.float32)
-    for index in order if "masks" in found else ():
-        tint = np.array(class_colour(int(found["labels"][index])), dtype=np.float32)
-        inside_HW = (found["masks"][index, 0] > MASK_THRESHOLD).cpu().numpy()
-        canvas[inside_HW] = (1 - MASK_OPACITY) * canvas[inside_HW] + MASK_OPACITY * tint
-        around = np.pad(inside_HW, 1)
-        core_HW = around[:-2, 1:-1] & around[2:, 1:-1] & around[1:-1, :-2] & around[1:-1, 2:]
-        canvas[inside_HW & ~core_HW] = tint
-    picture = image_module.fromarray(np.rint(canvas).astype(np.uint8))
-    draw = draw_module.Draw(picture)
-    font, line = font_module.load_default(max(10, min(height, width) // 30)), max(1, min(height, width) // 200)
-    for index in order:
-        label, (x1, y1, x2, y2) = int(found["labels"][index]), found["boxes"][index].tolist()
-        colour = class_colour(label)
-        draw.rectangle((x1, y1, x2, y2), outline=colour, width=line)
-        text = f"{names[label]} {float(found['scores'][index]):.2f}"
-        left, top, right, bottom = draw.textbbox((0, 0), text, font=font)
-        wide, high = right - left + 4, bottom - top + 4
-        x = min(max(x1, 0), max(width - wide, 0))
-        y = y1 - high if y1 >= high else min(max(y1, 0), max(height - high, 0))  # above the box, if there is room
-        draw.rectangle((x, y, x + wide, y + high), fill=colour)
-        dark = 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] > 140
-        draw.text((x + 2 - left, y + 2 - top), text, fill=(0, 0, 0) if dark else (255, 255, 255), font=font)
-    return picture
+    draw = require("torchvision.utils", extra="vision")
+    labels = found["labels"].tolist()
+    colours = [class_colour(label) for label in labels]
+    image_CHW = torch.from_numpy(pixels_HWC).permute(2, 0, 1).contiguous()
+    if labels and "masks" in found:
+        inside_NHW = found["masks"][:, 0] > MASK_THRESHOLD
+        image_CHW = draw.draw_segmentation_masks(image_CHW, inside_NHW, MASK_OPACITY, colours)
+    if labels:
+        texts = [f"{names[label]} {score:.2f}" for label, score in zip(labels, found["scores"].tolist(), strict=True)]
+        image_CHW = draw.draw_bounding_boxes(image_CHW, found["boxes"], texts, colours)
+    return require("PIL.Image", extra="vision").fromarray(image_CHW.permute(1, 2, 0).numpy())
 
 
 def class_colour(label: int) -> tuple[int, int, int]:

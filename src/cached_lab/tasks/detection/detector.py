@@ -5,9 +5,9 @@ Papers: Mask R-CNN (arXiv:1703.06870), Faster R-CNN (arXiv:1506.01497), RetinaNe
 whai362/PVT, detection/configs. Detectors and losses are torchvision's; the backbone is any timm model with maps at
 strides 4, 8, 16 and 32.
 
-torchvision's GeneralizedRCNNTransform resizes each image (shorter side to `min_size`, longer side at most `max_size`)
-and pads a batch with zeros, below and to the right, to a common multiple of 32. Attention and the update of caches
-treat padding as a black part of an image. Boxes and masks come back in pixels of the original images.
+torchvision resizes each image (shorter side to `min_size`, longer side at most `max_size`) and pads a batch with zeros,
+below and to the right, to a common multiple of 32. Attention and the update of caches treat padding as a black part of
+an image. Boxes and masks come back in pixels of the original images.
 
 Legend: N objects, C channels, H height, W width.
 """
@@ -27,13 +27,11 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.extras import refused_by, require
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.memories import OneMemory
-from cached_transformers.memories.grc.shared_cache import reset_caches as empty_caches
 from cached_transformers.registry import MODELS, unknown_name
 
 from .pretrained import load_backbone
 
 STRIDES = (4, 8, 16, 32)
-_SET_HERE = {"self", "backbone", "num_classes", "min_size", "max_size", "args", "kwargs", "transform", "rpn"}
 
 
 class Pyramid(nn.Module):
@@ -69,14 +67,13 @@ class Detector(nn.Module):
         memory: None, a name, or {"name": ..., option: value}; the backbone's, in every attention layer. Its caches keep
             their height and width; maps of other sizes are interpolated in two dimensions.
         checkpoint: weights of a trained classifier for the backbone: a run folder, or a .safetensors or PyTorch file.
-            Its head is dropped; every other tensor must match.
-        reset_caches: empty the caches after loading `checkpoint`, as the paper does.
+            Its head and caches are dropped; every other tensor must match.
         cache_image_size: (height, width) of an image with one token per slot; default: the backbone's own.
         min_size, max_size: pixels of the resized shorter side, and most pixels of the longer side.
         pad_to_square: pad every image to max_size x max_size instead of the largest of its batch. Global attention sees
             the padding, so without it detections depend on the rest of the batch. `max_size` must be a multiple of 32.
         fpn_channels: channels of every pyramid level.
-        anchor_sizes: side of the anchors of each level in pixels of the resized image; default: torchvision's.
+        anchor_sizes: side of the anchors of each of five levels in pixels of the resized image; default: torchvision's.
         backbone_options: passed on to timm.create_model (drop_path_rate, ...).
         detector_options: passed on to torchvision's detector (box_score_thresh, rpn_post_nms_top_n_train, ...).
 
@@ -91,7 +88,6 @@ class Detector(nn.Module):
     background: ClassVar[int] = 1
     """1 if torchvision's class 0 is the background, and classes are counted from 1."""
     masks: ClassVar[bool] = False
-    levels: ClassVar[int] = 5
 
     def __init__(
         self,
@@ -99,7 +95,6 @@ class Detector(nn.Module):
         backbone: str = "pvt_v2_b0",
         memory: OneMemory | None = None,
         checkpoint: str | None = None,
-        reset_caches: bool = True,
         cache_image_size: Sequence[int] | None = None,
         min_size: int = 800,
         max_size: int = 1333,
@@ -116,30 +111,22 @@ class Detector(nn.Module):
         square = -(-max_size // STRIDES[-1]) * STRIDES[-1]
         if pad_to_square and max_size != square:
             raise ValueError(f"max_size={max_size} with pad_to_square must be a multiple of 32; take {square}")
-        if anchor_sizes is not None and (len(anchor_sizes) != self.levels or min(anchor_sizes) <= 0):
-            raise ValueError(
-                f"anchor_sizes={list(anchor_sizes)} must be one positive size for each of {self.levels} pyramid levels"
-            )
         self.classes, self.min_size, self.max_size = classes, min_size, max_size
         body, stages, widths = make_body(backbone, self.strides, dict(backbone_options or {}))
-        if cache_image_size is not None:
-            size = tuple(map(int, cache_image_size))
-            if memory is None:
-                raise ValueError(f"cache_image_size={list(size)} needs a memory, and memory is null; drop one")
-            if len(size) != 2 or min(size) < 32:
-                raise ValueError(f"cache_image_size={list(size)} must be (height, width), each at least 32 pixels")
+        size = tuple(map(int, cache_image_size or ()))
+        if size and (memory is None or len(size) != 2 or min(size) < 32):
+            rule = "must be (height, width), each at least 32 pixels, for a memory"
+            raise ValueError(f"cache_image_size={list(size)} {rule}; model.memory={memory!r}")
         if memory is not None:
-            add_memory(body, memory, **({} if cache_image_size is None else {"input_size": size}))
+            add_memory(body, memory, **({"input_size": size} if size else {}))
         if checkpoint is not None:
-            load_backbone(body, Path(checkpoint).expanduser(), caches=not reset_caches)
-            if reset_caches:
-                empty_caches(body)
+            load_backbone(body, Path(checkpoint).expanduser())
         # Unused parameters stop DDP: the head, and a norm after the last stage.
         body.prune_intermediate_layers(stages, prune_norm=True, prune_head=True)
         detection = require("torchvision.models.detection", extra="detection")
         kind, options = getattr(detection, self.factory), dict(detector_options or {})
-        known = {n for base in kind.__mro__ for n in inspect.signature(base.__init__).parameters} - _SET_HERE
-        for key in options:
+        known = {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters}
+        for key in options:  # torchvision passes over unknown ones
             if key not in known:
                 raise ValueError(unknown_name("option in model.detector_options", key, sorted(known)))
         pyramid = Pyramid(body, stages, widths, fpn_channels, self._extra_levels(widths[-1], fpn_channels))
@@ -166,23 +153,14 @@ class Detector(nn.Module):
             image, best first: boxes (N, 4), scores (N,), labels (N,), and masks (N, 1, H, W) as probabilities.
 
         Raises:
-            ValueError: targets are missing in training, or an image is too narrow to be resized.
+            ValueError: targets are missing in training.
         """
-        for image in images:
-            shape = tuple(image.shape)
-            if len(shape) != 3 or shape[0] != 3 or min(shape) < 1:
-                raise ValueError(f"an image of shape {shape}; a detector takes (3, height, width)")
-            if min(shape[1:]) * min(self.min_size / min(shape[1:]), self.max_size / max(shape[1:])) < 1:
-                raise ValueError(
-                    f"an image of {shape[1]} x {shape[2]} pixels would be resized to less than a pixel by "
-                    f"max_size={self.max_size}; crop it"
-                )
-        if self.training and targets is None:
-            raise ValueError("targets=None in training: pass them, or call eval() for detections")
         if not self.training:
             found: list[dict[str, Tensor]] = self.detector(list(images))
             return [{**one, "labels": one["labels"] - self.background} for one in found]
-        shifted = [{**target, "labels": target["labels"] + self.background} for target in targets or ()]
+        if targets is None:
+            raise ValueError("targets=None in training: pass them, or call eval() for detections")
+        shifted = [{**target, "labels": target["labels"] + self.background} for target in targets]
         losses: dict[str, Tensor] = self.detector(list(images), shifted)
         return losses
 

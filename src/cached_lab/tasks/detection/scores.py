@@ -22,8 +22,6 @@ from cached_transformers.extras import require
 
 from .coco_annotations import as_coco
 
-KINDS = {"box": "bbox", "mask": "segm"}
-"""Scored kinds, with the names of pycocotools."""
 PARTS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 """The first six of COCOeval's statistics."""
 MASK_THRESHOLD = 0.5
@@ -75,10 +73,10 @@ def score(truth: Any, results: Results, image_ids: Sequence[int]) -> dict[str, f
     for kind, entries in results.items():
         with redirect_stdout(StringIO()):
             if entries:
-                found = truth.loadRes([dict(entry) for entry in entries])
-            else:  # loadRes needs a first entry
+                found = truth.loadRes([dict(entry) for entry in entries])  # it changes them
+            else:  # it needs a first entry
                 found = as_coco({**truth.dataset, "annotations": []})
-            judge = evaluation.COCOeval(truth, found, KINDS[kind])
+            judge = evaluation.COCOeval(truth, found, {"box": "bbox", "mask": "segm"}[kind])
             judge.params.imgIds = sorted(image_ids)
             judge.evaluate()
             judge.accumulate()

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_lab.data.image_files import BadFile
 from cached_lab.training.config import RunConfig
 from cached_lab.training.distributed import World
 from cached_lab.training.loader import GroupedOrder, to_device
@@ -83,77 +82,41 @@ def check(config: RunConfig, model: nn.Module, data: CocoDetection) -> None:
     if settings.metric not in known:
         raise ValueError(f"training.metric={settings.metric!r} does not suit model {name!r}; take {' or '.join(known)}")
     if model.masks and not data.masks:
-        raise ValueError(
-            f"model.name={name!r} needs masks and {data.annotations.source} gives none: set data.masks=true, or take "
-            "faster_rcnn or retinanet"
-        )
-    if settings.label_smoothing or settings.compile:
-        raise ValueError(
-            f"training.label_smoothing={settings.label_smoothing} and training.compile={settings.compile} are not for "
-            "detectors, with torchvision's losses and images of many sizes; leave them at 0 and false"
-        )
+        way = "set data.masks=true, or take retinanet"
+        raise ValueError(f"model.name={name!r} needs masks of {data.annotations.source}: it gives none; {way}")
+    if settings.compile:
+        raise ValueError("training.compile=true is not for detectors, whose images have many sizes; leave it false")
 
 
 def check_categories(known: Sequence[str], dataset: CocoDetection) -> None:
     """Raise ValueError for data with other categories than the training data."""
-    if list(known) == dataset.class_names:
-        return
-    missing = [name for name in known if name not in dataset.class_names]
-    strange = [name for name in dataset.class_names if name not in known]
-    told = f"lacks {missing[:5]} and adds {strange[:5]}" if missing or strange else "has them in another order"
-    raise ValueError(
-        f"{dataset.annotations.source} has other categories than the training data: it {told}; give both files "
-        "the same list of categories"
-    )
+    if list(known) != dataset.class_names:
+        differing = sorted({*known} ^ {*dataset.class_names})[:5]
+        raise ValueError(
+            f"{dataset.annotations.source} has other categories than the training data, or another order "
+            f"({differing}); give both files the same list of categories"
+        )
 
 
 def evaluate_detector(model: nn.Module, dataset: CocoDetection, world: World, batch_size: int) -> dict[str, float]:
     """Return average precisions over the whole data set, of boxes and, if both sides have them, masks.
 
-    Evaluation mode and float32; processes share the images, and the model and random states are restored. With
-    bad_files="skip" unreadable images do not count; `unreadable_images` is their number.
+    Evaluation mode and float32; processes share the images, and the model and random states are restored.
 
     Raises:
-        BadFile: an image cannot be read, with bad_files="stop".
+        BadFile: an image cannot be read.
     """
     mine = dataset.image_ids[world.rank :: world.size]
-    masks = bool(model.masks) and dataset.masks
-    results: Results = {"box": [], **({"mask": []} if masks else {})}
-    unreadable: list[int] = []
+    kinds = ("box", "mask") if model.masks and dataset.masks else ("box",)
+    results: Results = {kind: [] for kind in kinds}
     with untouched(model):
         for begin in range(0, len(mine), batch_size):
-            numbers, images = _readable(dataset, mine[begin : begin + batch_size], unreadable)
-            answers = model([image.to(world.device) for image in images]) if images else []
+            numbers = mine[begin : begin + batch_size]
+            answers = model([dataset.pixels(number).to(world.device) for number in numbers])
             for number, answer in zip(numbers, answers, strict=True):
                 found = to_results(answer, number, dataset.category_ids)
-                for kind, entries in results.items():
-                    entries += found[kind]
-    everyone = world.gather((results, unreadable))
-    values: dict[str, float] = {}
-    if world.main:
-        gone = {number for _, lost in everyone for number in lost}
-        counted = [number for number in dataset.image_ids if number not in gone]
-        merged = {kind: [entry for part, _ in everyone for entry in part[kind]] for kind in results}
-        values = score(dataset.truth(counted), merged, counted)
-        if gone:
-            values["unreadable_images"] = float(len(gone))
-    first: dict[str, float] = world.gather(values)[0]
-    return first
-
-
-def _readable(dataset: CocoDetection, numbers: Sequence[int], unreadable: list[int]) -> tuple[list[int], list[Tensor]]:
-    """Return the readable images with their pixels, and add the rest to `unreadable`."""
-    found: list[int] = []
-    images: list[Tensor] = []
-    for number in numbers:
-        try:
-            image = dataset.pixels(number)
-        except BadFile as error:
-            if dataset.bad_files == "stop":
-                raise
-            dataset.report(number, f"{error}; it does not count in this evaluation")
-            unreadable.append(number)
-            continue
-        found.append(number)
-        images.append(image)
-    return found, images
+                for kind in kinds:
+                    results[kind] += found[kind]
+    everyone = world.gather(results)
+    merged = {kind: [entry for part in everyone for entry in part[kind]] for kind in kinds}
+    return score(dataset.annotations.truth, merged, dataset.image_ids)

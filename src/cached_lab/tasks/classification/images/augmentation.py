@@ -1,4 +1,4 @@
-"""Random changes to training images, and the view for evaluation: timm's transforms under the names of a recipe.
+"""Random changes to training images: timm's transforms under the names of a recipe.
 
 Papers: random resized crops (Szegedy et al., arXiv:1409.4842), AutoAugment (arXiv:1805.09501), RandAugment
 (arXiv:1909.13719), random erasing (arXiv:1708.04896), combined as in DeiT (arXiv:2012.12877). The transforms of
@@ -21,29 +21,20 @@ class Augmentation:
     """Random changes to a training image (`data.augmentation` of a recipe); the defaults crop and mirror.
 
     Attributes:
-        crop: "resized", a random part of the image resized to the input size; or "padded", the whole image at that
-            size, shifted by up to `padding` pixels (for images as small as the input).
-        scale, aspect: range of the part's area, as a share of the image's, and of its width over its height.
-        padding: pixels, for padded crops.
+        scale: range of the area of a random part, which is resized to the input size, as a share of the image's.
         flip: probability of mirroring left and right.
-        color_jitter: strength of changes of brightness, contrast and saturation; not used with `auto_augment`.
         auto_augment: timm's description, such as "rand-m9-mstd0.5-inc1" (RandAugment) or "original" (AutoAugment).
         interpolation: of the crop; "random" takes bicubic or bilinear for each image.
         erase: probability of random erasing. erase_mode: the fill: "pixel" (noise), "const" (the mean) or "rand" (one
-            colour). erase_count: largest number of erased rectangles.
+            colour).
     """
 
-    crop: Literal["resized", "padded"] = "resized"
     scale: tuple[float, float] = (0.08, 1.0)
-    aspect: tuple[float, float] = (0.75, 4 / 3)
-    padding: int = 4
     flip: float = 0.5
-    color_jitter: float = 0.0
     auto_augment: str | None = None
     interpolation: Literal["bicubic", "bilinear", "nearest", "random"] = "bicubic"
     erase: float = 0.0
     erase_mode: Literal["pixel", "const", "rand"] = "pixel"
-    erase_count: int = 1
 
     def __post_init__(self) -> None:
         for name in ("flip", "erase"):
@@ -51,77 +42,44 @@ class Augmentation:
                 raise ValueError(f"data.augmentation.{name}={getattr(self, name)} is a probability: 0..1")
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
             raise ValueError(f"data.augmentation.scale={list(self.scale)} must be two shares, 0 < low <= high <= 1")
-        if not 0 < self.aspect[0] <= self.aspect[1]:
-            raise ValueError(f"data.augmentation.aspect={list(self.aspect)} must be two numbers, 0 < low <= high")
-        if self.color_jitter < 0 or self.padding < 0 or self.erase_count < 1:
-            raise ValueError(
-                f"data.augmentation: color_jitter={self.color_jitter} and padding={self.padding} must not be negative, "
-                f"and erase_count={self.erase_count} must be at least 1"
-            )
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> Augmentation:
-        """Make an `Augmentation` from the mapping in a recipe.
-
-        Raises:
-            ValueError: an unknown key (with a suggestion), or a value out of range or of another type.
-        """
-        hints = hints_of(cls)  # type: ignore[arg-type]
-        values: dict[str, Any] = {}
-        for key, value in options.items():
-            if key not in hints:
-                raise ValueError(unknown_name("option of data.augmentation", key, list(hints)))
-            value = check_type(f"data.augmentation.{key}", value, hints[key])
-            values[key] = tuple(map(float, value)) if isinstance(value, list | tuple) else value
-        return cls(**values)
-
-    def transform(self, size: int, mean: Sequence[float], std: Sequence[float]) -> Any:
-        """Build a function from a PIL image to a normalised tensor (C, size, size).
-
-        Raises:
-            ValueError: timm does not know `auto_augment`, or the images are grey.
-        """
-        data = require("timm.data", extra="vision")
-        if len(mean) == 1 and (self.auto_augment or self.color_jitter):
-            raise ValueError("data.augmentation: auto_augment and color_jitter need colours; leave out with channels=1")
-        try:
-            built = data.create_transform(
-                size,
-                is_training=True,
-                scale=tuple(self.scale),
-                ratio=tuple(self.aspect),
-                hflip=self.flip,
-                color_jitter=self.color_jitter or None,
-                auto_augment=self.auto_augment,
-                interpolation=self.interpolation,
-                mean=tuple(mean),
-                std=tuple(std),
-                re_prob=self.erase,
-                re_mode=self.erase_mode,
-                re_count=self.erase_count,
-            )
-        except (AssertionError, KeyError, ValueError) as error:
-            raise ValueError(
-                f"data.augmentation.auto_augment={self.auto_augment!r} is none of timm's descriptions ({error!r}); "
-                "take rand-m9-mstd0.5-inc1, augmix-m3-w3, original, v0 or 3a"
-            ) from error
-        if self.crop == "padded":  # instead of timm's resized crop; black moves in
-            crop = require("torchvision.transforms", extra="vision").RandomCrop(size, padding=self.padding)
-            built.transforms[0:1] = [_CentralSquare(size), crop]
-        return built
 
 
-@dataclass(frozen=True)
-class _CentralSquare:
-    size: int
+def training_transform(options: Mapping[str, Any], size: int, mean: Sequence[float], std: Sequence[float]) -> Any:
+    """Build a function from a PIL image to a normalised tensor (C, size, size).
 
-    def __call__(self, picture: Any) -> Any:
-        return central_square(picture, self.size)
+    Args:
+        options: of `Augmentation`, as in a recipe.
 
-
-def central_square(picture: Any, size: int) -> Any:
-    """Resize the largest central square of a PIL image to `size` x `size` (bicubic)."""
-    if picture.size == (size, size):
-        return picture
-    operations, image_module = require("PIL.ImageOps", extra="vision"), require("PIL.Image", extra="vision")
-    return operations.fit(picture, (size, size), image_module.Resampling.BICUBIC)
+    Raises:
+        ValueError: an unknown option (with a suggestion), a value out of range or of another type, an `auto_augment`
+            that timm does not know, or a change of colours for grey images.
+    """
+    hints = hints_of(Augmentation)  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for key, value in options.items():
+        if key not in hints:
+            raise ValueError(unknown_name("option of data.augmentation", key, list(hints)))
+        value = check_type(f"data.augmentation.{key}", value, hints[key])
+        values[key] = tuple(map(float, value)) if isinstance(value, list | tuple) else value
+    chosen = Augmentation(**values)
+    if len(mean) == 1 and chosen.auto_augment:
+        raise ValueError("data.augmentation.auto_augment needs colours; leave it out with channels=1")
+    try:
+        return require("timm.data", extra="vision").create_transform(
+            size,
+            is_training=True,
+            scale=chosen.scale,
+            hflip=chosen.flip,
+            color_jitter=None,
+            auto_augment=chosen.auto_augment,
+            interpolation=chosen.interpolation,
+            mean=tuple(mean),
+            std=tuple(std),
+            re_prob=chosen.erase,
+            re_mode=chosen.erase_mode,
+        )
+    except (AssertionError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"data.augmentation.auto_augment={chosen.auto_augment!r} is none of timm's descriptions ({error!r}); "
+            "take rand-m9-mstd0.5-inc1, augmix-m3-w3, original, v0 or 3a"
+        ) from error

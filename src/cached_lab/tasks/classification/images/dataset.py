@@ -1,8 +1,5 @@
 """Images with a label each: the base classes of all readers. A reader is a subclass whose fields are its options.
 
-A reader finds the images of a split in `_load`; the base class checks options, decodes, crops, augments and normalises
-images, and deals items to splits.
-
 An item is a function of its index, and when augmented of seed, epoch and row, so that a run resumes bitwise in the
 middle of an epoch (`training/loader.py`). Labels are known before any image is read, so that splits are stratified. A
 file that cannot be decoded is named, or skipped and counted. torchvision's folders have neither the splits nor the rule
@@ -24,25 +21,22 @@ from torch import Tensor
 from cached_lab.data.dataset import Batch, LabelledDataset
 from cached_lab.data.image_files import BadFile, open_picture
 from cached_lab.data.samples import Sample, read_samples
-from cached_lab.data.splits import check_choice, check_fraction, check_split, items_of_split
+from cached_lab.data.splits import check_fraction, check_split, items_of_split
 from cached_transformers.extras import require
 
-from .augmentation import Augmentation, central_square
+from .augmentation import training_transform
 
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""Mean and deviation of each channel of ImageNet, for pixels in 0..1."""
-AUGMENTATION_DEFAULTS: Mapping[str, Any] = {}
-"""`Augmentation` with its defaults: random crops and mirroring."""
 BadFiles = Literal["stop", "skip"]
+_USUAL = {3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), 1: ((0.5,), (0.5,))}
+"""Mean and deviation of each channel of pixels in 0..1: of ImageNet for colour, and of grey images."""
 
 
 class _Facts(LabelledDataset):
-    """Facts that a reader sets, or declares as options; they are no fields here, so that they are no options of all.
+    """Facts that a reader sets, no options.
 
     Attributes:
         channels: 3 (colour) or 1 (grey).
-        mean, std: one number per channel, of pixels scaled to 0..1; inputs are (pixel - mean) / std. None takes those
-            of ImageNet for colour, 0.5 for grey.
+        mean, std: one number per channel, of pixels in 0..1; inputs are (pixel - mean) / std. None is usual.
         shift: greatest shift in pixels along either axis; None takes an eighth of the size.
         flip: mirror half of the augmented images.
         no_augmentation: options used for `augmentation: null`; None is shift and flip.
@@ -63,8 +57,8 @@ class ImageDataset(_Facts):
 
     Args:
         split: "train", "validation" or "test".
-        augment: shift and mirror training images at random; black moves in. Other splits are never augmented.
-        augmentation: options of `Augmentation`, instead of shift and mirroring.
+        augment: change training images at random. Other splits are never augmented.
+        augmentation: options of `Augmentation`; null shifts and mirrors, with black moving in.
         validation_fraction: share of every class held out for validation, where the data have no such split.
         seed: of the deal of held-out images; independent of training seeds.
 
@@ -86,17 +80,13 @@ class ImageDataset(_Facts):
                 check_fraction(option, fraction)
         labels, self.class_names = self._load()
         super().__init__(self.name, self.split, labels, len(self.class_names))
-        usual_mean, usual_std = IMAGENET if self.channels == 3 else ((0.5,), (0.5,))
-        mean = tuple(usual_mean if self.mean is None else self.mean)
-        std = tuple(usual_std if self.std is None else self.std)
-        if not self.channels == len(mean) == len(std) or not all(value > 0 for value in std):
-            raise ValueError(f"mean={mean}, std={std}: one number for each of {self.channels} channels, std above 0")
-        self.mean, self.std = mean, std
+        usual_mean, usual_std = _USUAL[self.channels]
+        self.mean, self.std = mean, std = tuple(self.mean or usual_mean), tuple(self.std or usual_std)
         self._mean_C11, self._std_C11 = (torch.tensor(v, dtype=torch.float32)[:, None, None] for v in (mean, std))
         self.augment = self.augment and self.split == "train"
         options = self.no_augmentation if self.augmentation is None else self.augmentation
-        chosen = None if options is None else Augmentation.from_options(options)
-        self._transform = chosen.transform(self.image_size, mean, std) if self.augment and chosen else None
+        transform = None if options is None else training_transform(options, self.image_size, mean, std)
+        self._transform = transform if self.augment else None
 
     def _load(self) -> tuple[np.ndarray, list[str]]:
         """Find the images of the split; return their labels, and the names of all classes."""
@@ -113,25 +103,20 @@ class ImageDataset(_Facts):
 
     def picture(self, index: int) -> Any:
         """One item as a PIL image in its own size, the input of an `Augmentation`."""
-        pixels_HWC = self.pixels(index).permute(1, 2, 0).numpy()
-        grey = pixels_HWC.shape[-1] == 1
-        return require("PIL.Image", extra="vision").fromarray(pixels_HWC[..., 0] if grey else pixels_HWC)
+        raise NotImplementedError("abstract: a data set of images reads its own pictures")
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         position = self.position(index)
-        return self._input(position), int(self.labels[position])
-
-    def _input(self, position: int) -> Tensor:
-        """One item as the input of a model."""
+        label = int(self.labels[position])
         if self._transform is not None:
-            return self._transform(self.picture(position))  # type: ignore[no-any-return]
+            return self._transform(self.picture(position)), label
         image_CHW = self.pixels(position).to(torch.float32) / 255
         if self.augment:
             shift = max(1, self.image_size // 8) if self.shift is None else self.shift
             image_CHW = random_shift(image_CHW, shift)
             if self.flip and torch.rand(()) < 0.5:
                 image_CHW = image_CHW.flip(-1)
-        return (image_CHW - self._mean_C11) / self._std_C11
+        return (image_CHW - self._mean_C11) / self._std_C11, label
 
     def collate(self, items: Sequence[tuple[Tensor, int]]) -> Batch:
         """Stack images to (B, C, H, W)."""
@@ -165,6 +150,11 @@ class StoredImages(ImageDataset):
     def pixels(self, index: int) -> Tensor:
         return torch.from_numpy(self._images[index].copy())
 
+    def picture(self, index: int) -> Any:
+        pixels_HWC = self._images[index].transpose(1, 2, 0)
+        grey = self.channels == 1
+        return require("PIL.Image", extra="vision").fromarray(pixels_HWC[..., 0] if grey else pixels_HWC.copy())
+
     def samples(self) -> Iterator[Sample]:
         yield from super().samples()
         yield self._images
@@ -177,8 +167,7 @@ class EncodedImages(ImageDataset):
     Args:
         image_size: height and width of an input in pixels.
         crop_ratio: share of the shorter side kept in evaluation (and in training without `augmentation`), timm's
-            crop_pct: the image is resized and its centre cropped. None takes the largest central square.
-        interpolation: "bicubic", "bilinear" or "nearest", of that resizing.
+            crop_pct: the image is resized (bicubic) and its centre cropped. 1 is the largest central square.
         bad_files: "stop" at a file that cannot be decoded and at a class without a training image, or "skip" them.
             Training takes the next file instead, evaluation leaves the file out; both count and name it.
         others: see `ImageDataset`.
@@ -192,60 +181,48 @@ class EncodedImages(ImageDataset):
     """
 
     image_size: int = 224
-    crop_ratio: float | None = None
-    interpolation: str = "bicubic"
+    crop_ratio: float = 1.0
     bad_files: BadFiles = "stop"
 
     def __post_init__(self) -> None:
         if self.image_size < 1:
             raise ValueError(f"image_size={self.image_size} must be at least 1 pixel")
-        if self.channels not in (1, 3):
+        if self.channels not in _USUAL:
             raise ValueError(f"channels={self.channels} must be 3 (colour) or 1 (grey)")
-        if self.crop_ratio is not None and not 0 < self.crop_ratio <= 1:
-            raise ValueError(f"crop_ratio={self.crop_ratio} must lie in (0, 1], or be null for the whole square")
-        check_choice("interpolation", self.interpolation, ("bicubic", "bilinear", "nearest"))
-        check_choice("bad_files", self.bad_files, ("stop", "skip"))
+        if not 0 < self.crop_ratio <= 1:
+            raise ValueError(f"crop_ratio={self.crop_ratio} must lie in (0, 1]; 1 is the whole square")
         require("PIL.Image", extra="vision")
         super().__post_init__()
         self.bad_found: dict[str, str] = {}
-        self._view = None
-        if self.crop_ratio is not None:
-            # Pixels uint8 (C, size, size), not normalised.
-            self._view = require("timm.data", extra="vision").create_transform(
-                self.image_size,
-                is_training=False,
-                crop_pct=self.crop_ratio,
-                interpolation=self.interpolation,
-                mean=self.mean or (),
-                std=self.std or (),
-                normalize=False,
-            )
+        options = {"crop_pct": self.crop_ratio, "interpolation": "bicubic", "normalize": False}
+        # Pixels uint8 (C, size, size).
+        self._view = require("timm.data", extra="vision").create_transform(
+            self.image_size, is_training=False, **options
+        )
 
-    def encoded(self, index: int) -> tuple[bytes, object]:
-        """The file of one item, and its name in errors."""
+    def encoded(self, index: int) -> bytes:
+        """The content of the file of one item."""
         raise NotImplementedError("abstract: a data set of files reads its own")
+
+    def file(self, index: int) -> object:
+        """The name of the file of one item, for errors."""
+        raise NotImplementedError("abstract: a data set of files names its own")
 
     def samples(self) -> Iterator[Sample]:
         yield from super().samples()
-        yield from read_samples(len(self), lambda index: self.encoded(index)[0])
+        yield from read_samples(len(self), self.encoded)
 
     def picture(self, index: int) -> Any:
         """One item as an upright PIL image in its own size (BadFile: the file cannot be decoded)."""
         try:
-            content, name = self.encoded(index)
-        except BadFile:
-            raise
+            return open_picture(self.encoded(index), "", self.channels)
+        except BadFile as error:
+            raise BadFile(self.file(index), error.reason) from error
         except (OSError, ValueError) as error:  # e.g. a damaged member of an archive
-            raise BadFile(getattr(error, "filename", None) or f"item {index} of {self.name!r}", error) from error
-        return open_picture(content, name, self.channels)
+            raise BadFile(self.file(index), error) from error
 
     def pixels(self, index: int) -> Tensor:
-        picture = self.picture(index)
-        if self._view is not None:
-            return self._view(picture)  # type: ignore[no-any-return]
-        square = central_square(picture, self.image_size)
-        pixels_HWC = np.array(square, dtype=np.uint8).reshape(self.image_size, self.image_size, self.channels)
-        return torch.from_numpy(pixels_HWC).permute(2, 0, 1).contiguous()
+        return self._view(self.picture(index))  # type: ignore[no-any-return]
 
 
 def random_shift(image_CHW: Tensor, shift: int) -> Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from cached_lab.data.huggingface import load_from_hub
-from cached_lab.data.image_files import BadFile
 from cached_lab.registries import DATASETS
 from cached_transformers.extras import require
 
@@ -61,11 +60,8 @@ class HuggingFaceImages(EncodedImages):
         columns, dataset = list(rows.column_names), self.dataset
         column = self.label or next((name for name in ("label", "fine_label") if name in columns), "label")
         for option, name in (("image", self.image), ("label", column)):
-            if name not in columns:
-                raise ValueError(f"data.{option}={name!r}: {dataset} has {', '.join(columns)}")
-        if type(rows.features[self.image]).__name__ != "Image":
-            held = rows.features[self.image]
-            raise ValueError(f"data.image={self.image!r}: {dataset} holds {held} there, not images")
+            if name not in columns or (option == "image" and type(rows.features[name]).__name__ != "Image"):
+                raise ValueError(f"data.{option}={name!r}: {dataset} holds {rows.features}")
         labels = np.asarray(list(rows[column]))
         if not len(labels) or labels.dtype.kind not in "iu":
             raise ValueError(f"data.label={column!r}: {dataset} holds {rows.features[column]} there, not class numbers")
@@ -74,9 +70,9 @@ class HuggingFaceImages(EncodedImages):
             raise ValueError(f"{dataset}: {hidden} of {len(labels)} labels are hidden (-1); choose another split")
         return labels.astype(np.int64), list(getattr(rows.features[column], "names", None) or [])
 
-    def encoded(self, index: int) -> tuple[bytes, object]:
-        value = self._rows[index][self.image]
-        name = (value or {}).get("path") or f"{self.dataset}, {self.split} row {index}"
-        if value is None:
-            raise BadFile(name, "the row holds no image")
-        return value["bytes"] if value["bytes"] is not None else Path(value["path"]).read_bytes(), name
+    def file(self, index: int) -> str:
+        return (self._rows[index][self.image] or {}).get("path") or f"{self.dataset}, {self.split} row {index}"
+
+    def encoded(self, index: int) -> bytes:
+        value = self._rows[index][self.image] or {"bytes": b""}
+        return value["bytes"] if value["bytes"] is not None else Path(value["path"]).read_bytes()

@@ -12,118 +12,127 @@ it is read. Hugging Face `datasets` copies the shards into its own files.
 
 from __future__ import annotations
 
-import json
-import re
 import tarfile
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from cached_lab.data.archives import Tar, identity, read_at
-from cached_lab.data.splits import SPLITS, check_split, items_of_split, named_split
+from cached_lab.data.splits import SPLITS, items_of_split, named_split
 from cached_lab.data.store import Arrays, load_or_build
 from cached_lab.registries import DATASETS
 
 from .class_folders import is_image, report_empty_classes
-from .dataset import AUGMENTATION_DEFAULTS, BadFiles, EncodedImages
+from .dataset import EncodedImages
 
 MOST_CLASSES = 1_000_000
 """Largest number of classes, so that a damaged label does not ask for as many outputs."""
-ShardPath = str | Path | Mapping[str, str | Path]
 
 
 @DATASETS.register("image_shards")
 @dataclass(kw_only=True, eq=False, repr=False)
 class ImageShards(EncodedImages):
-    """Classify images in tar shards, with a label beside each image (.cls, .json), or one tar per class.
+    """Classify images in tar shards, with a label beside each image, or one tar per class.
 
-    Shards belong to the split in their name or folder (`imagenet-train-000000.tar`, `val/000000.tar`), or the split
-    that `path` gives them. Without such names images are dealt out by `validation_fraction` and `test_fraction`. Shards
-    for validation only are also used for test, and vice versa, when no fraction is given.
+    Shards belong to the split in their name or folder (`imagenet-train-000000.tar`, `val/000000.tar`). Without such
+    names images are dealt out by `validation_fraction` and `test_fraction`. Shards for validation only are also used
+    for test, and vice versa.
 
     Args:
-        path: a folder, a pattern such as /data/shard-{000000..001281}.tar, or a mapping from split to one of these.
-        label: source of the class: "cls" (a member with a number), "json:KEY" (a number in a JSON member), or "tar"
-            (the name of the tar, in alphabetical order of the training shards).
+        path: a folder of shards.
+        label: "cls", a member with a number beside each image; or "tar", the name of the tar, in alphabetical order of
+            the training shards.
         classes: their number; null takes the largest label of the training shards plus one.
+        window: read training shards one after the other, for network file systems: each epoch permutes the shards, and
+            the images within windows of this many. Null permutes all images.
         augmentation: options of `Augmentation`; null crops at random and mirrors.
-        validation_fraction, test_fraction: shares of every class held out from the training shards; null is none, or a
-            tenth each if there are training shards only and neither is given.
-        bad_files: also applies to an example without image or label.
+        validation_fraction, test_fraction: share of every class held out from the training shards for a split without
+            shards; null is a tenth if both lack shards, else none.
         others: see `EncodedImages`.
 
     Raises:
-        FileNotFoundError: no such folder, shards missing from a pattern (named), or none for the split.
+        FileNotFoundError: the folder holds no shard for training.
         ValueError: a damaged or truncated shard, or labels that are missing, no numbers or out of range.
     """
 
-    name = "image_shards"
-    no_augmentation = AUGMENTATION_DEFAULTS
-    path: ShardPath
-    label: str = "cls"
+    name, no_augmentation = "image_shards", {}
+    path: str | Path
+    label: Literal["cls", "tar"] = "cls"
     classes: int | None = None  # type: ignore[assignment]  # the option, later replaced by the number
-    crop_ratio: float | None = 0.875
+    window: int | None = None
+    crop_ratio: float = 0.875
     validation_fraction: float | None = None  # type: ignore[assignment]
     test_fraction: float | None = None
 
     def _load(self) -> tuple[np.ndarray, list[str]]:
-        if self.label not in ("cls", "tar") and not re.fullmatch(r"json:\w+", self.label):
-            raise ValueError(f"label={self.label!r} must be cls, tar, or json:KEY, e.g. json:label")
-        shards = shards_of_splits(self.path)
-        if not shards["train"]:
-            found = ", ".join(f"{len(found)} for {split}" for split, found in shards.items())
-            raise FileNotFoundError(f"{self.path} has no shard for training; found {found}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"data.window={self.window} must be at least 1 image, or null")
+        shards = shards_of_splits(Path(self.path).expanduser())
+        lacking = [split for split in ("validation", "test") if not shards[split]]
+        usual = 0.1 if len(lacking) == 2 else 0.0
         given = {"validation": self.validation_fraction, "test": self.test_fraction}
-        for split, share in given.items():
-            if share and shards[split]:
-                raise ValueError(f"{split}_fraction={share}: there are shards for {split}; leave the fraction out")
-        usual = 0.1 if not any(shards[split] or given[split] is not None for split in given) else 0.0
-        shares = {split: usual if share is None else share for split, share in given.items()}
-        instead = {"validation": "test", "test": "validation"}.get(self.split, "")
-        source = self.split if shards[self.split] else "train" if shares.get(self.split) else instead
+        shares = {split: usual if (share := given[split]) is None else share for split in lacking}
+        source = self.split
         if not shards[source]:
-            way = f"set data.{self.split}_fraction=0.1"
-            raise ValueError(f"{self.path} has no shard for {self.split}, and no share of training; {way}")
-        classes = sorted(shard.name.removesuffix(".tar") for shard in shards["train"]) if self.label == "tar" else []
-        tars = {name: number for number, name in enumerate(classes)}
-        train = index_shards(shards["train"], self.label, tars, self.bad_files)
-        chosen = train if source == "train" else index_shards(shards[source], self.label, tars, self.bad_files)
-        number = len(tars) or self.classes or int(train.label.max()) + 1
-        if number > MOST_CLASSES:
-            largest = f"{train.file(int(train.label.argmax()))}: label {number - 1}"
-            where = f"data.classes={number}" if self.classes else largest
-            raise ValueError(f"{where} is beyond {MOST_CLASSES:,} classes; is it one?")
+            source = "train" if shares[source] else {"validation": "test", "test": "validation"}[source]
+        if not shards[source]:
+            raise ValueError(f"{self.path} has no shard for {self.split}; set data.{self.split}_fraction=0.1")
+        names = sorted(shard.stem for shard in shards["train"]) if self.label == "tar" else None
+        train = IndexedExamples.of(shards["train"], names)
+        chosen = train if source == "train" else IndexedExamples.of(shards[source], names)
+        number = len(names or ()) or self.classes or int(train.label.max()) + 1
         for part in (train, chosen):
-            part.check_labels(number)
+            part.check_labels(min(number, MOST_CLASSES))
+        names = names or [f"class {place}" for place in range(number)]
         if self.split == "train":
             empty = np.flatnonzero(np.bincount(train.label, minlength=number) == 0)
-            lacking = [classes[place] if classes else str(place) for place in empty]
-            report_empty_classes(train.shards[0].parent, lacking, self.bad_files)
+            report_empty_classes(self.path, [names[place] for place in empty], self.bad_files)
         if source == "train" and any(shares.values()):
-            chosen = train.only(items_of_split(self.path, train.label, shares, self.seed, self.split))
+            dealt = items_of_split(self.path, train.label, shares, self.seed, self.split)
+            chosen = IndexedExamples(train.shards, *(column[dealt] for column in train[1:]))
         self._examples = chosen
-        return chosen.label, classes or [f"class {place}" for place in range(number)]
+        return chosen.label, names
 
-    def encoded(self, index: int) -> tuple[bytes, object]:
-        return self._examples.read(index), _MemberName(self._examples, index)
+    @property
+    def shard_starts(self) -> np.ndarray:
+        """Index of the first image of each shard."""
+        return np.unique(self._examples.shard, return_index=True)[1]
+
+    def encoded(self, index: int) -> bytes:
+        return self._examples.read(index)
+
+    def file(self, index: int) -> str:
+        return self._examples.file(index)
 
 
 class IndexedExamples(NamedTuple):
     """Positions and labels of the images of some shards. All arrays are (images,)."""
 
-    shards: list[Path]
+    shards: Sequence[Path]
     shard: np.ndarray
     offset: np.ndarray
     size: np.ndarray
     label: np.ndarray
 
-    def only(self, chosen: np.ndarray) -> IndexedExamples:
-        """A subset, by index."""
-        return IndexedExamples(self.shards, *(column[chosen] for column in self[1:]))
+    @classmethod
+    def of(cls, shards: Sequence[Path], classes: Sequence[str] | None) -> IndexedExamples:
+        """Index shards; `classes` are names of shards if a shard is a class (ValueError: no image, or bad labels)."""
+        columns = []
+        for number, shard in enumerate(shards):
+            if classes and shard.stem not in classes:
+                raise ValueError(f"{shard}: the training shards have no class {shard.stem!r}")
+            key = {**identity(shard), "labelled": not classes}
+            found = load_or_build("shard-index", key, lambda shard=shard: _indexed(shard, not classes))  # type: ignore[misc]
+            count = len(found["offsets"])
+            labels = np.full(count, classes.index(shard.stem)) if classes else found["labels"]
+            columns.append((np.full(count, number, dtype=np.int32), found["offsets"], found["sizes"], labels))
+        examples = cls(shards, *(np.concatenate(column) for column in zip(*columns, strict=True)))
+        if not len(examples.label):
+            raise ValueError(f"{shards[0]} and {len(shards) - 1} other shards hold no image")
+        return examples
 
     def read(self, place: int) -> bytes:
         """The file of one image."""
@@ -146,139 +155,36 @@ class IndexedExamples(NamedTuple):
             raise ValueError(f"{message} ({len(bad)} such images); set data.classes to their number")
 
 
-@dataclass(frozen=True)
-class _MemberName:
-    """Shard and member of an example, read only when a message needs them."""
-
-    examples: IndexedExamples
-    place: int
-
-    def __str__(self) -> str:
-        return self.examples.file(self.place)
-
-
-def shards_of_splits(path: ShardPath) -> dict[str, list[Path]]:
-    """The shards of each split, sorted.
-
-    Raises:
-        FileNotFoundError: a folder, or shards of a pattern, that do not exist.
-        ValueError: a key that is no split.
-    """
-    if isinstance(path, Mapping):
-        for key in path:
-            check_split(str(key))
-        return {split: find_shards(path[split]) if split in path else [] for split in SPLITS}
+def shards_of_splits(root: Path) -> dict[str, list[Path]]:
+    """The tars below a folder by the split in their names, sorted (FileNotFoundError: there is none)."""
     found: dict[str, list[Path]] = {split: [] for split in SPLITS}
-    root = Path(path).expanduser()
-    for shard in find_shards(path):
-        folders = shard.relative_to(root).parts[:-1] if root.is_dir() else ()
-        found[named_split(shard.name.removesuffix(".tar"), folders) or "train"].append(shard)
+    for shard in sorted(file for file in root.rglob("*.tar") if not file.name.startswith(".")):
+        found[named_split(shard.stem, shard.relative_to(root).parts[:-1]) or "train"].append(shard)
+    if not found["train"]:
+        raise FileNotFoundError(f"{root} has no .tar for training")
     return found
 
 
-def find_shards(path: str | Path) -> list[Path]:
-    """The tars below a folder, or those of a pattern with {first..last} (FileNotFoundError: see `shards_of_splits`)."""
-    text = str(Path(path).expanduser())
-    numbered = expanded(text)
-    if numbered != [text]:
-        shards = [Path(name) for name in numbered]
-    elif Path(text).is_dir():
-        shards = sorted(file for file in Path(text).rglob("*.tar") if not file.name.startswith("."))
-    else:
-        shards = [Path(text)]
-    missing = [shard for shard in shards if not shard.is_file()]
-    if missing or not shards:
-        named = ", ".join(str(shard) for shard in missing[:3]) or f"no .tar in {text}"
-        raise FileNotFoundError(f"{len(missing)} of {len(shards)} shards do not exist: {named}")
-    return shards
-
-
-def expanded(pattern: str) -> list[str]:
-    """The names of a pattern with {first..last}; the pattern itself without such numbers."""
-    braces = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
-    if braces is None:
-        return [pattern]
-    first, last = braces.groups()
-    return [pattern.replace(braces.group(), str(n).zfill(len(first))) for n in range(int(first), int(last) + 1)]
-
-
-def index_shards(shards: Sequence[Path], label: str, tars: Mapping[str, int], bad_files: BadFiles) -> IndexedExamples:
-    """The images of some shards (ValueError: there is none); `tars` maps names to classes where a class is a shard."""
-    columns = []
-    for number, shard in enumerate(shards):
-        if label == "tar":
-            found = _class_tar(shard, tars)
-        else:
-            key = {**identity(shard), "label": label}
-            found = load_or_build("shard-index", key, lambda shard=shard: _labelled(shard, label))  # type: ignore[misc]
-            if len(found["missing"]):
-                missing = found["missing"].tobytes().decode("utf-8", "surrogateescape").split("\n")
-                message = f"{shard}: {len(missing)} examples are not whole: {', '.join(missing[:5])}"
-                if bad_files == "stop":
-                    raise ValueError(f"{message}; make the shard again, or set data.bad_files=skip")
-                warnings.warn(f"{message}; they are left out", RuntimeWarning, stacklevel=2)
-        places = np.full(len(found["offsets"]), number, dtype=np.int32)
-        columns.append((places, found["offsets"], found["sizes"], found["labels"]))
-    examples = IndexedExamples(list(shards), *(np.concatenate(column) for column in zip(*columns, strict=True)))
-    if not len(examples.label):
-        raise ValueError(f"{shards[0]} and {len(shards) - 1} other shards hold no image")
-    return examples
-
-
-def _class_tar(shard: Path, tars: Mapping[str, int]) -> Arrays:
-    name, tar = shard.name.removesuffix(".tar"), Tar(shard)
-    if name not in tars:
-        raise ValueError(f"{shard}: the training shards have no class {name!r}")
-    images = [place for place, member in enumerate(tar.names) if is_image(member)]
-    labels = np.full(len(images), tars[name], dtype=np.int64)
-    return {"offsets": tar.offsets[images], "sizes": tar.sizes[images], "labels": labels}
-
-
-def example_name(member: str) -> tuple[str, str]:
-    """The name of the example of a member, and the member's kind: `a/0001.jpg` is `a/0001` and `jpg`."""
-    folder, _, file = member.rpartition("/")
-    stem, _, kind = file.partition(".")
-    return f"{folder}/{stem}".lstrip("/"), kind
-
-
-def _labelled(shard: Path, label: str) -> Arrays:
-    """Offset, size and label of each image of a shard; "missing": examples without image or label, one per line."""
+def _indexed(shard: Path, labelled: bool) -> Arrays:
+    """Offset, size and, if `labelled`, label of each image of a shard."""
     tar = Tar(shard)
-    wanted, _, key = label.partition(":")
     images: dict[str, int] = {}
     labels: dict[str, int] = {}
-    kinds: set[str] = set()
     for place, name in enumerate(tar.names):
-        example, kind = example_name(name)
-        kinds.add(kind)
+        folder, _, file = name.rpartition("/")
+        stem, _, kind = file.partition(".")
         if is_image(f"_.{kind}"):
-            images[example] = place
-        elif kind == wanted:
-            labels[example] = read_label(tar.read(place), key, f"{shard}:{name}")
-    if images and not labels:
-        found = ", ".join(sorted(kinds))
-        raise ValueError(f"{shard} has no .{wanted} members, only {found}; set data.label to cls, json:KEY or tar")
-    both = [example for example in images if example in labels]
-    places = [images[example] for example in both]
-    missing = [f"{example} (no label)" for example in images if example not in labels]
-    missing += [f"{example} (no image)" for example in labels if example not in images]
-    return {
-        "offsets": tar.offsets[places],
-        "sizes": tar.sizes[places],
-        "labels": np.array([labels[example] for example in both], dtype=np.int64),
-        "missing": np.frombuffer("\n".join(missing).encode("utf-8", "surrogateescape"), dtype=np.uint8),
-    }
-
-
-def read_label(content: bytes, key: str, name: str) -> int:
-    """The label in a member called `name`: an integer, or one under `key` in JSON (ValueError otherwise)."""
-    try:
-        value = json.loads(content)[key] if key else int(content)
-        if isinstance(value, bool) or int(value) != value:
-            raise ValueError(f"{value!r} is no whole number")
-        if abs(value) >= 1 << 63:
-            raise ValueError("it has more than 64 bits")
-        return int(value)
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        wanted = f"JSON with a whole number under {key!r}" if key else "a whole number"
-        raise ValueError(f"{name} must hold {wanted}, not {content[:40]!r} ({error})") from None
+            images[f"{folder}/{stem}" if labelled else name] = place
+        elif kind == "cls":
+            try:
+                labels[f"{folder}/{stem}"] = int(np.int64(int(content := tar.read(place))))
+            except (ValueError, OverflowError) as error:
+                raise ValueError(f"{shard}:{name} must hold a number, not {content[:40]!r} ({error})") from None
+    places = list(images.values())
+    found = {"offsets": tar.offsets[places], "sizes": tar.sizes[places]}
+    if not labelled:
+        return found
+    if lacking := sorted(images.keys() ^ labels.keys()):
+        message = f"{shard}: {len(lacking)} examples lack an image or a .cls member: {', '.join(lacking[:5])}"
+        raise ValueError(f"{message}; make the shard again, or set data.label=tar")
+    return {**found, "labels": np.array([labels[example] for example in images], dtype=np.int64)}

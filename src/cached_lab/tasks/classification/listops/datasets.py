@@ -8,7 +8,8 @@ Shape legend: B batch, N tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import lzma
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,14 +19,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cached_lab.data.archives import as_text, naming, read_file
 from cached_lab.data.dataset import Batch, LabelledDataset
 from cached_lab.data.samples import Sample
-from cached_lab.data.splits import check_choice, check_split
+from cached_lab.data.splits import check_choice, check_split, named_split
 from cached_lab.data.store import Arrays, load_or_build
 from cached_lab.registries import DATASETS
 
-from .expressions import GENERATOR_VERSION, PADDING_ID, VOCABULARY, Expression, generate_trees, root_operator_baselines
-from .files import find_tsv, read_tsv
+from .expressions import (
+    GENERATOR_VERSION,
+    PADDING_ID,
+    VOCABULARY,
+    Expression,
+    generate_trees,
+    root_operator_baselines,
+    tokenize,
+)
 
 _PAPER = "arXiv:2011.04006"
 _MOST = 10_000_000
@@ -42,9 +51,7 @@ class ExpressionDataset(LabelledDataset):
         pad_to: "batch" pads to the longest of the batch, "max" to `max_length` (as the arena does).
     """
 
-    def __init__(
-        self, name: str, split: str, arrays: Mapping[str, np.ndarray], *, max_length: int, pad_to: str = "batch"
-    ) -> None:
+    def __init__(self, name: str, split: str, arrays: Arrays, max_length: int, pad_to: str) -> None:
         super().__init__(name, split, arrays["labels"], classes=10)
         check_choice("pad_to", pad_to, ("batch", "max"))
         self.max_length, self.pad_to = max_length, pad_to
@@ -83,8 +90,7 @@ class ExpressionDataset(LabelledDataset):
 
     def baselines(self, train: LabelledDataset) -> dict[str, float]:
         """Accuracies (0..1) on this split of the three guessers of `root_operator_baselines`, fitted to `train`."""
-        if not isinstance(train, ExpressionDataset):
-            raise ValueError(f"the baselines of {self.name!r} are fitted to ListOps data, not to {train.name!r}")
+        assert isinstance(train, ExpressionDataset)
         return root_operator_baselines(train.expressions(), self.expressions())
 
 
@@ -127,7 +133,7 @@ class ListOps(ExpressionDataset):
             if not 1 <= size <= _MOST:
                 raise ValueError(f"{name}_size={size} must lie in 1..{_MOST:,}: all of them are held in memory")
         arrays = _generated(check_split(self.split), shape, sizes, self.seed)
-        super().__init__("listops", self.split, arrays, max_length=self.max_length, pad_to=self.pad_to)
+        super().__init__("listops", self.split, arrays, self.max_length, self.pad_to)
 
     @classmethod
     def foretell(cls, **options: Any) -> dict[str, object]:
@@ -138,41 +144,62 @@ class ListOps(ExpressionDataset):
 @DATASETS.register("listops_tsv", paper=_PAPER)
 @dataclass(eq=False, repr=False)
 class ListOpsTSV(ExpressionDataset):
-    """Long ListOps from files in the tab-separated form of the Long Range Arena, plain or xz-compressed.
+    """Long ListOps from the Long Range Arena's files, plain or xz-compressed.
+
+    A file has the header `Source<TAB>Target` and one expression with its value per line.
 
     Args:
         split: "train", "validation" or "test".
-        path: folder with one file per split (`basic_train.tsv`, `basic_val.tsv`, ...), or a mapping from split to file.
+        path: folder with one file per split (`basic_train.tsv`, `basic_val.tsv`, `basic_test.tsv.xz`).
         max_length: longest expression allowed, in tokens; 2000 as in the arena.
-        too_long: "error" refuses a longer expression, "truncate" keeps its first `max_length` tokens, as the arena
-            does; the input then no longer determines its value.
         pad_to: "batch" or "max".
 
     Raises:
         FileNotFoundError: no file for the split.
-        ValueError: a malformed line (named), or an expression that is too long.
+        ValueError: several files for the split, a malformed line (named), or an expression that is too long.
     """
 
     split: str
     _: KW_ONLY
-    path: str | Path | Mapping[str, str | Path]
+    path: str | Path
     max_length: int = 2000
-    too_long: str = "error"
     pad_to: str = "batch"
 
     def __post_init__(self) -> None:
-        most = self.max_length
-        check_choice("too_long", self.too_long, ("error", "truncate"))
-        if most < 1:
-            raise ValueError(f"max_length={most} must be at least 1 token")
-        file = find_tsv(self.path, check_split(self.split))
-        expressions = read_tsv(file)
+        check_split(self.split)
+        root = Path(self.path).expanduser()
+        files = [f for f in sorted(root.glob("*.tsv*")) if named_split(f.name.partition(".tsv")[0], ()) == self.split]
+        if len(files) != 1:
+            found = ", ".join(file.name for file in files) or "none"
+            problem = ValueError if files else FileNotFoundError
+            raise problem(
+                f"{root} must hold one .tsv or .tsv.xz named after split {check_split(self.split)!r}; {found}"
+            )
+        expressions = read_tsv(files[0])
         longest = max(len(expression.tokens) for expression in expressions)
-        if longest > most and self.too_long == "error":
-            message = f"{file} holds an expression of {longest} tokens, and max_length={most}"
-            raise ValueError(f"{message}; raise max_length, or truncate expressions with too_long='truncate'")
-        cut = (Expression(expression.tokens[:most], expression.label) for expression in expressions)
-        super().__init__("listops_tsv", self.split, _packed(cut), max_length=most, pad_to=self.pad_to)
+        if longest > self.max_length:
+            message = f"{files[0]} holds an expression of {longest} tokens, and max_length={self.max_length}"
+            raise ValueError(f"{message}; raise max_length")
+        super().__init__("listops_tsv", self.split, _packed(expressions), self.max_length, self.pad_to)
+
+
+def read_tsv(path: Path) -> list[Expression]:
+    """Expressions of a file, in order (ValueError: the file, or one of its lines, named, is malformed)."""
+    with naming(path, "file"):
+        content = lzma.decompress(read_file(path)) if path.suffix == ".xz" else read_file(path)
+        header, *lines = as_text(content, path).splitlines() or [""]
+    if header != "Source\tTarget" or not lines:
+        raise ValueError(f"{path}, line 1: expected 'Source<TAB>Target' and rows, found {header[:60]!r}")
+    expressions = []
+    for number, line in enumerate(lines, 2):
+        source, tab, label = line.partition("\t")
+        try:
+            if label not in {*"0123456789"} or not tab:
+                raise ValueError(f"expected an expression, a tab and a digit, found {line[-20:]!r}")
+            expressions.append(Expression(tokenize(source), int(label)))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+    return expressions
 
 
 def _generated(split: str, shape: dict[str, int], sizes: dict[str, int], seed: int) -> Arrays:

@@ -65,19 +65,11 @@ def generate_trees(
     Raises:
         ValueError: no tree can have such a length, or no new tree occurs any more.
     """
-    if not 1 <= max_depth <= 100:
-        raise ValueError(f"max_depth={max_depth} must lie in 1..100; the Long Range Arena uses 10")
-    if max_args < 2:
-        raise ValueError(f"max_args={max_args} must be at least 2: every operator has two arguments or more")
-    if min_length < 0 or max_length < min_length + 2:
-        message = f"min_length={min_length} and max_length={max_length} must leave a length between them, both excluded"
-        raise ValueError(f"{message}: 0 <= min_length <= max_length - 2")
-    longest = 1
-    for _ in range(max_depth - 1):
-        longest = min(2 + max_args * longest, max_length)
-    if longest <= min_length:
-        message = f"no expression with max_depth={max_depth} and max_args={max_args} is longer than {longest} tokens"
-        raise ValueError(f"{message}, and min_length={min_length} asks for more; lower it or raise one of the two")
+    if not 1 <= max_depth <= 100 or max_args < 2 or not 0 <= min_length <= max_length - 2:
+        raise ValueError(
+            f"max_depth={max_depth} must lie in 1..100, max_args={max_args} be at least 2, and min_length={min_length} "
+            f"and max_length={max_length} leave a length between them, both excluded"
+        )
     grower = _Grower(random.Random(seed), max_depth, max_args, max_length)
     seen: set[bytes] = set()
     repeats = 0
@@ -136,50 +128,6 @@ class _Grower:
         return _APPLY[OPERATORS[operator]](values)
 
 
-def evaluate(source: str | Iterable[str]) -> int:
-    """Value of an expression, by a stack machine that shares nothing with the generator, so that each proves the other.
-
-    Args:
-        source: text with blanks between tokens, or the tokens. Parentheses are skipped.
-
-    Raises:
-        ValueError: not one complete expression; the message names the error and its token (from 1).
-    """
-    opened: list[tuple[str, list[int]]] = []
-    values: list[int] = []
-    operator = ""
-    position = 0
-    for position, token in enumerate(source.split() if isinstance(source, str) else source, 1):
-        if token in ("(", ")"):
-            continue
-        if len(token) == 1 and token in "0123456789":
-            values.append(int(token))
-        elif token in OPERATORS:
-            opened.append((operator, values))
-            operator, values = token, []
-        elif token != CLOSE:
-            raise ValueError(f"token {position}, {token!r}, is not in the vocabulary ({' '.join(VOCABULARY[1:-1])})")
-        elif not operator:
-            raise ValueError(f"token {position}, ']', closes no operator")
-        elif not values:
-            raise ValueError(f"token {position}, ']', closes {operator} before its first argument")
-        else:
-            ordered, middle = sorted(values), len(values) // 2
-            result = {
-                "[MIN": ordered[0],
-                "[MAX": ordered[-1],
-                "[MED": (ordered[~middle] + ordered[middle]) // 2,
-                "[SM": sum(values) % 10,
-            }[operator]
-            operator, values = opened.pop()
-            values.append(result)
-    if operator:
-        raise ValueError(f"the expression ends after {position} tokens with {operator} still open")
-    if len(values) != 1:
-        raise ValueError(f"{len(values)} expressions are side by side; exactly one is expected")
-    return values[0]
-
-
 def tokenize(source: str) -> bytes:
     """Token identifiers of an expression in text form, without parentheses (ValueError: empty, or an unknown token)."""
     tokens = source.replace("(", " ").replace(")", " ").split()
@@ -191,30 +139,6 @@ def tokenize(source: str) -> bytes:
     if not identifiers:
         raise ValueError("the expression is empty")
     return identifiers
-
-
-def to_tokens(identifiers: bytes) -> list[str]:
-    """Tokens of an expression, the inverse of `tokenize` except for parentheses."""
-    return [VOCABULARY[identifier] for identifier in identifiers]
-
-
-def to_source(identifiers: bytes) -> str:
-    """Text form of the arena's files: left-nested, with parentheses (ValueError: not one complete expression)."""
-    evaluate(to_tokens(identifiers))
-    opened: list[list[str]] = []
-    pieces: list[str] = []
-    for token in to_tokens(identifiers):
-        if token in OPERATORS:
-            opened.append(pieces)
-            pieces = [token]
-            continue
-        pieces.append(token)
-        if token == CLOSE:
-            # One application per argument and one for the bracket.
-            applied = "( " * (len(pieces) - 1) + pieces[0] + "".join(f" {piece} )" for piece in pieces[1:])
-            pieces = opened.pop()
-            pieces.append(applied)
-    return pieces[0]
 
 
 def root_operator_baselines(train: Iterable[Expression], test: Iterable[Expression]) -> dict[str, float]:
