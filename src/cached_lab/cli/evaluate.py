@@ -151,7 +151,7 @@ def _with_output_cache(arguments: argparse.Namespace) -> int:
             raise ValueError(f"{option} does not go with --output-cache; leave one of them out")
     options = cache_options(arguments.output_cache, arguments.overrides)
     config = _in_segments(read_run_config(arguments.folder), arguments.segment_length)
-    about = (arguments.checkpoint, arguments.split, options, arguments.device)
+    about = (arguments.checkpoint, arguments.split, arguments.output_cache, options, arguments.device)
     result = {"run": str(arguments.folder), **evaluate_output_cache(arguments.folder, config, *about)}
     if arguments.json:
         print(json.dumps(jsonable(result), indent=1, allow_nan=False))

@@ -197,8 +197,8 @@ def fingerprint(texts: list[TextFile]) -> list[list[str | None]]:
 
 @lru_cache(maxsize=256)
 def _digest(path: Path, modified: int) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        digest = hashlib.sha256()
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
