@@ -67,7 +67,7 @@ FOREIGN = {
     "words that are numbers": b'{"kind": "word", "words": ["<unk>", "<eos>", 3], "punctuation": true}',
     "a word twice": b'{"kind": "word", "words": ["<unk>", "<eos>", "a", "a"], "punctuation": true}',
     "no model": b'{"kind": "bpe", "model": "{}"}',
-    "half a pair": b'{"kind": "pair", "source": 1, "target": null, "format": "raw", "lowercase": false}',
+    "half a pair": b'{"kind": "pair", "source": 1, "target": null, "format": "raw"}',
     "deep": b"[" * 100_000,
     "not UTF-8": b'{"kind": "\xff"}',
 }
@@ -79,7 +79,7 @@ def test_a_foreign_tokenizer_is_named(tmp_path, content):
         load_tokenizer(content, "RUN/tokenizer.json")
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    for read in (lambda: read_pair_file(path), lambda: read_pair_tokenizer(str(path), "raw", False)):
+    for read in (lambda: read_pair_file(path), lambda: read_pair_tokenizer(str(path), "raw")):
         with pytest.raises(ValueError, match=r"tokenizer.json"):
             read()
 

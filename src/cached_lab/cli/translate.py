@@ -46,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Translate."""
     from cached_lab.experiments.load import load_run
     from cached_lab.tasks.translation import lines
+    from cached_lab.tasks.translation.translate import check_search
     from cached_lab.training.distributed import pick_device
     from cached_lab.training.run_files import TOKENIZER
 
@@ -58,12 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
         require_file(arguments.input, "the text to translate")
     config, model, _ = load_run(arguments.folder, arguments.checkpoint, arguments.average)
     tokenizer = lines.read_tokenizer(arguments.folder / TOKENIZER)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"begin": tokenizer.begin, "end": tokenizer.end}
     for option in ("beams", "tokens", "length_penalty"):
         given = getattr(arguments, option)
         options[option] = getattr(config.evaluation, option) if given is None else given
     model.to(pick_device(arguments.device)).eval()
-    lines.check_search(model, **options)
+    check_search(model, **options)
     done = 0 if not arguments.resume else lines.cut_to_whole_lines(arguments.output)
     if done:
         print(f"continuing after line {done:,} of {arguments.output}", file=sys.stderr)

@@ -1,15 +1,13 @@
-"""Subwords for pairs of texts: byte pairs or a unigram model over bytes (`tokenizers`), or a sentencepiece model.
+"""Subwords for pairs of texts: byte pairs or a unigram model over bytes, by the `tokenizers` library.
 
 Byte pairs: Sennrich et al. (arXiv:1508.07909), over bytes as in GPT-2; unigram: Kudo (arXiv:1804.10959). Both are
-trained over the 256 bytes, so that no text is unknown and `decode` returns the exact text. A sentencepiece model
-(arXiv:1808.06226) is read from its file, and normalises text in its own way.
+trained over the 256 bytes, so that no text is unknown and `decode` returns the exact text.
 
 The four special ids come first: `PAD`, `BEGIN`, `END`, `UNKNOWN`.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -75,10 +73,8 @@ class ByteSubwords:
         model: the trained tokenizer of the library, as JSON.
     """
 
-    lossless = True
-
     def __init__(self, model: str) -> None:
-        self._json = model
+        self.stored = model
         self._model = trained_model(model)
         self.vocabulary: int = self._model.get_vocab_size()
 
@@ -90,50 +86,6 @@ class ByteSubwords:
         text: str = self._model.decode([token for token in map(int, tokens) if token >= len(SPECIALS)])
         return text[1:] if text.startswith(" ") else text
 
-    def stored(self) -> dict[str, Any]:
-        """JSON for `load_subwords`."""
-        return {"kind": "bytes", "model": self._json}
-
-
-class SentencePieces:
-    """Pieces of a sentencepiece model; its ids follow the special ones, its unknown piece is `UNKNOWN`.
-
-    Args:
-        model: content of the .model file.
-
-    Raises:
-        ValueError: not a sentencepiece model.
-    """
-
-    lossless = False
-
-    def __init__(self, model: bytes) -> None:
-        library = require("sentencepiece", extra="language")
-        self._bytes, self._model = model, library.SentencePieceProcessor()
-        try:
-            self._model.LoadFromSerializedProto(model)
-        except RuntimeError as error:
-            raise ValueError(f"not a sentencepiece model: {error}; give the .model file, not the .vocab") from None
-        self.vocabulary: int = self._model.GetPieceSize() + len(SPECIALS)
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        unknown = self._model.unk_id()
-        pieces = self._model.EncodeAsIds(list(texts))
-        return [[UNKNOWN if i == unknown else i + len(SPECIALS) for i in ids] for ids in pieces]
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        unknown, specials = self._model.unk_id(), len(SPECIALS)
-        kept = [unknown if t == UNKNOWN else t - specials for t in map(int, tokens) if t >= UNKNOWN]
-        text: str = self._model.DecodeIds(kept)
-        return text
-
-    def stored(self) -> dict[str, Any]:
-        """JSON for `load_subwords`."""
-        return {"kind": "sentencepiece", "model": base64.b64encode(self._bytes).decode()}
-
-
-Subwords = ByteSubwords | SentencePieces
-
 
 class PairTokenizer:
     """The subwords of source and target, one model for both or one each.
@@ -141,26 +93,21 @@ class PairTokenizer:
     Args:
         source: of the source. target: of the target; None shares the source's.
         text_format: "raw" text, or "moses" tokens with blanks between them, as in the training data.
-        lowercase: lowercase texts before encoding.
 
     Attributes:
-        vocabulary, target_vocabulary: numbers of ids. lossless: `decode` returns the exact text.
-        pad, begin, end, unknown: special ids, the same on both sides.
+        vocabulary, target_vocabulary: numbers of ids. pad, begin, end: special ids, the same on both sides.
     """
 
-    pad, begin, end, unknown = PAD, BEGIN, END, UNKNOWN
+    pad, begin, end = PAD, BEGIN, END
     # Attributes of the protocol `Tokenizer`; the ends are those of sentences.
-    start, ends_document = END, True
+    start, ends_document, lossless, unknown = END, True, True, None
     sentence_ends: tuple[int, ...] = (END,)
     line_ends: tuple[int, ...] = (END,)
 
-    def __init__(
-        self, source: Subwords, target: Subwords | None = None, text_format: str = "raw", lowercase: bool = False
-    ) -> None:
+    def __init__(self, source: ByteSubwords, target: ByteSubwords | None = None, text_format: str = "raw") -> None:
         self.source, self.target, self.joint = source, source if target is None else target, target is None
-        self.text_format, self.lowercase = text_format, lowercase
+        self.text_format = text_format
         self.vocabulary, self.target_vocabulary = self.source.vocabulary, self.target.vocabulary
-        self.lossless = self.source.lossless and self.target.lossless and not lowercase
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of a source text, with the end."""
@@ -168,16 +115,7 @@ class PairTokenizer:
 
     def encode_batch(self, texts: Sequence[str], target: bool = False) -> list[list[int]]:
         """Ids of several texts of one side, each with the end."""
-        side = self.target if target else self.source
-        return [[*ids, END] for ids in side.encode([self.prepared(text) for text in texts])]
-
-    def knows(self, ids: Iterable[int]) -> bool:
-        """True if source ids contain more than blanks and unknown ids."""
-        return bool(self.decode([token for token in ids if token != UNKNOWN], source=True).strip())
-
-    def prepared(self, text: str) -> str:
-        """The text as the model sees it."""
-        return text.lower() if self.lowercase else text
+        return [[*ids, END] for ids in (self.target if target else self.source).encode(texts)]
 
     def decode(self, tokens: Iterable[int], source: bool = False) -> str:
         """Text of target ids (or source ids), up to the first end."""
@@ -187,26 +125,17 @@ class PairTokenizer:
 
     def dump(self) -> bytes:
         """Bytes for `load_tokenizer`."""
-        target = None if self.joint else self.target.stored()
-        options = {"format": self.text_format, "lowercase": self.lowercase}
-        return json.dumps({"kind": "pair", "source": self.source.stored(), "target": target, **options}).encode()
+        target = None if self.joint else self.target.stored
+        stored = {"kind": "pair", "source": self.source.stored, "target": target, "format": self.text_format}
+        return json.dumps(stored).encode()
 
 
 def load_pair_tokenizer(tree: dict[str, Any]) -> PairTokenizer:
     """The tokenizer of a parsed `PairTokenizer.dump`; other trees give errors of any kind (see `loading`)."""
-    if tree["format"] not in FORMATS or not isinstance(tree["lowercase"], bool):
-        raise ValueError(f"format={tree['format']!r} and lowercase={tree['lowercase']!r} are no options")
-    target = None if tree["target"] is None else load_subwords(tree["target"])
-    return PairTokenizer(load_subwords(tree["source"]), target, tree["format"], tree["lowercase"])
-
-
-def load_subwords(tree: dict[str, Any]) -> Subwords:
-    """The subwords of a `stored` tree."""
-    if tree["kind"] == "sentencepiece":
-        return SentencePieces(base64.b64decode(tree["model"]))
-    if tree["kind"] != "bytes":
-        raise ValueError(f"kind={tree['kind']!r} is unknown")
-    return ByteSubwords(tree["model"])
+    if tree["format"] not in FORMATS:
+        raise ValueError(f"format={tree['format']!r} is not an option")
+    target = None if tree["target"] is None else ByteSubwords(tree["target"])
+    return PairTokenizer(ByteSubwords(tree["source"]), target, tree["format"])
 
 
 def train_subwords(kind: str, texts: Iterable[str], size: int, text_format: str) -> ByteSubwords:
@@ -236,33 +165,23 @@ def train_subwords(kind: str, texts: Iterable[str], size: int, text_format: str)
     return ByteSubwords(train_bytes(model, trainer, (f" {text}" for text in texts), blanks))
 
 
-def read_pair_tokenizer(path: str, text_format: str, lowercase: bool) -> PairTokenizer:
-    """Load the tokenizer.json of a run (or the run folder), or a sentencepiece .model for both sides.
+def read_pair_tokenizer(path: str, text_format: str) -> PairTokenizer:
+    """Load the tokenizer.json of a translation run, or of its folder.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: neither of them, or other options than the tokenizer's own.
+        ValueError: another file, or another format than the tokenizer's own.
     """
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
     if not file.is_file():
-        raise FileNotFoundError(
-            f"data.tokenizer={path!r} is neither {' nor '.join(SUBWORDS)} nor a file; give a run folder, its "
-            "tokenizer.json, or a sentencepiece .model"
-        )
-    content = file.read_bytes()
+        kinds = " nor ".join(SUBWORDS)
+        raise FileNotFoundError(f"data.tokenizer={path!r} is neither {kinds} nor a file; give a run folder")
     with loading(f"data.tokenizer={path!r}"):
-        try:
-            tree = json.loads(content)
-        except (ValueError, RecursionError):
-            return PairTokenizer(SentencePieces(content), None, text_format, lowercase)
-    if not isinstance(tree, dict) or tree.get("kind") != "pair":
-        raise ValueError(f"data.tokenizer={path!r} is not the tokenizer of a translation run; give another")
-    with loading(f"data.tokenizer={path!r}"):
+        tree = json.loads(file.read_bytes())
+        if tree["kind"] != "pair":
+            raise ValueError("it is not of a translation run")
         found = load_pair_tokenizer(tree)
-    if (found.text_format, found.lowercase) != (text_format, lowercase):
-        raise ValueError(
-            f"data.tokenizer={path!r} is of text_format={found.text_format}, lowercase={found.lowercase}; set "
-            "data.text_format and data.lowercase to these"
-        )
+    if found.text_format != text_format:
+        raise ValueError(f"data.tokenizer={path!r} is of data.text_format={found.text_format}; set the same")
     return found
