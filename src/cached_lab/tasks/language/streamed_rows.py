@@ -15,10 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cached_lab.data.shard_order import Dealer, Parts, ShardSet, as_tensor, from_tensor
+from cached_lab.data.shard_order import Dealer, ShardSet, as_tensor, from_tensor
 from cached_lab.data.tokenizers import Tokenizer
-from cached_lab.training.distributed import World
-from cached_lab.training.settings import TrainingConfig
 
 from .streams import IGNORED, StreamBatch
 
@@ -27,8 +25,8 @@ class _RowRest(NamedTuple):
     """The rest of a row's document.
 
     Attributes:
-        tokens: ids (left,). before: the id before them. offset: their position in the document. document: its number in
-            the part, from 0; -1 before the first.
+        tokens: ids (left,). before: the id before them. offset: their position in the document. document: its number,
+            from 0; -1 before the first.
     """
 
     tokens: np.ndarray
@@ -37,17 +35,47 @@ class _RowRest(NamedTuple):
     document: int
 
 
-class _PartRows:
-    """The rows of one part of the shards."""
+class StreamedRows:
+    """The rows of a batch; the counterpart of `Streams` for a stream. Every process reads all rows, and takes its own.
+
+    Args:
+        data: shards of documents. tokenizer: encodes them.
+        rows: B. length: N. align: documents begin at multiples of `align` tokens of their row, with a reset; 0 disables
+            this.
+        packed: documents begin anywhere, each with its own memory.
+        window, seed: see `Dealer`.
+    """
 
     def __init__(
-        self, dealer: Dealer[str], tokenizer: Tokenizer, rows: int, length: int, align: int, packed: bool
+        self,
+        data: ShardSet[str],
+        tokenizer: Tokenizer,
+        rows: int,
+        length: int,
+        *,
+        align: int = 0,
+        packed: bool = False,
+        window: int = 1,
+        seed: int | None = None,
     ) -> None:
-        self.dealer, self.tokenizer, self.length, self.align, self.packed = dealer, tokenizer, length, align, packed
-        nothing = np.zeros(0, dtype=np.int32)
-        self.rows = [_RowRest(nothing, tokenizer.start, 0, -1) for _ in range(rows)]
+        self.dealer = Dealer(data, window=window, seed=seed)
+        self.tokenizer, self.length, self.align, self.packed = tokenizer, length, align, packed
+        self.rows = [_RowRest(np.zeros(0, dtype=np.int32), tokenizer.start, 0, -1) for _ in range(rows)]
+        self._step: int | None = None
 
-    def read(self) -> StreamBatch:
+    def batch(self, step: int, rows: slice) -> StreamBatch:
+        """The batch of some rows at a step; steps are consecutive.
+
+        Raises:
+            RuntimeError: neither the last step nor the next one.
+        """
+        if step != self._step:
+            if self._step is not None and step != self._step + 1:
+                raise RuntimeError(f"step={step} of a stream does not follow step {self._step}")
+            self._step, self._batch = step, self._next()
+        return StreamBatch(*(part[rows] if isinstance(part, Tensor) else part for part in self._batch))  # type: ignore[arg-type]
+
+    def _next(self) -> StreamBatch:
         """The next tokens of all rows."""
         align, width = self.align, self.length
         shape = (len(self.rows), width)
@@ -94,87 +122,15 @@ class _PartRows:
         return _RowRest(tokens, before, 0, self.dealer.given - 1)
 
     def state_dict(self) -> dict[str, Tensor]:
+        """The position of the dealer and the rest of each row's document."""
         facts = [(len(row.tokens), row.before, row.offset, row.document) for row in self.rows]
         left = torch.from_numpy(np.concatenate([row.tokens for row in self.rows]))
         return {"dealer": as_tensor(self.dealer.state()), "rows": torch.tensor(facts), "left": left}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Resume from a `state_dict` (ValueError: other shards)."""
         self.dealer.go_on(from_tensor(state["dealer"]))
         lefts = state["left"].split(state["rows"][:, 0].tolist())
         facts = state["rows"][:, 1:].tolist()
         self.rows = [_RowRest(left.numpy().copy(), *fact) for left, fact in zip(lefts, facts, strict=True)]
-
-
-class StreamedRows:
-    """The rows of one process; the counterpart of `Streams` for a stream.
-
-    Args:
-        data: shards of documents. tokenizer: encodes them. settings: rows of a batch, and the seed.
-        length: N. align: documents begin at multiples of `align` tokens of their row, with a reset; 0 disables this.
-        packed: documents begin anywhere, each with its own memory.
-        parts, window, shuffle: see `Dealer`.
-        world: the processes that share the rows.
-
-    Raises:
-        ValueError: the parts do not divide the batch, or exceed the number of shards.
-    """
-
-    def __init__(
-        self,
-        data: ShardSet[str],
-        tokenizer: Tokenizer,
-        settings: TrainingConfig,
-        length: int,
-        align: int,
-        packed: bool,
-        parts: int,
-        window: int,
-        shuffle: bool,
-        world: World,
-    ) -> None:
-        rows = settings.batch_size // world.size
-        self._world, self._first, self._rows, self._align = world, world.rank * rows, rows, align
-        self._whole = settings.batch_size * length
-        self._parts = Parts.of_rows(parts, settings.batch_size, self._first, rows)
-        seed = settings.seed if shuffle else None
-        self._read = {
-            part: _PartRows(Dealer(data, part, parts, window, seed), tokenizer, self._parts.each, length, align, packed)
-            for part in self._parts.own
-        }
-        self._step: int | None = None
-
-    def batch(self, step: int, rows: slice) -> StreamBatch:
-        """The batch of some rows of this process (numbered over all processes) at a step; steps are consecutive.
-
-        Raises:
-            RuntimeError: neither the last step nor the next one.
-        """
-        if step != self._step:
-            if self._step is not None and step != self._step + 1:
-                raise RuntimeError(f"step={step} of a stream does not follow step {self._step}")
-            self._step, self._batch = step, self._next()
-        first = self._parts.own.start * self._parts.each
-        own = slice(rows.start - first, rows.stop - first)
-        return StreamBatch(*(part[own] if isinstance(part, Tensor) else part for part in self._batch))  # type: ignore[arg-type]
-
-    def _next(self) -> StreamBatch:
-        """The next step of all rows of the parts that this process reads."""
-        columns = zip(*(part.read() for part in self._read.values()), strict=True)
-        joined = StreamBatch(*(torch.cat(c) if isinstance(c[0], Tensor) else c[0] for c in columns))  # type: ignore[arg-type]
-        if not self._align:
-            return joined._replace(tokens=self._whole)
-        # Rows of other processes have their own padding.
-        begin = self._first - self._parts.own.start * self._parts.each
-        count = (joined.targets[begin : begin + self._rows] != IGNORED).sum()
-        return joined._replace(tokens=int(self._world.sum(count)))
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Positions of the parts of all processes; a collective call."""
-        mine = {f"{part}/{k}": t for part, read in self._read.items() for k, t in read.state_dict().items()}
-        return {name: tensor for one in self._world.gather(mine) for name, tensor in one.items()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Resume from a `state_dict` of any number of processes (ValueError: other shards)."""
-        for part, read in self._read.items():
-            read.load_state_dict({k: state[f"{part}/{k}"] for k in ("dealer", "rows", "left")})
         self._step = None

@@ -54,7 +54,7 @@ class LanguageModelling(Task):
         check(config, model, train, validation)
         settings = self.settings
         self.share.check(settings.batch_size)
-        self.streams = _streams(train, settings, world)
+        self.streams = _streams(train, settings)
         evaluation_streams(validation, config)  # refuses too many rows before training
         self._rows = settings.batch_size // self.share.processes
         self._piece = self._rows // settings.accumulate
@@ -156,19 +156,21 @@ class LanguageModelling(Task):
         self._states = [map_state(lambda t, b=b: t[b : b + self._piece].clone(), whole) for b in begins]
 
 
-def _streams(train: TextDataset, settings: TrainingConfig, world: World) -> Streams | StreamedRows:
+def _streams(train: TextDataset, settings: TrainingConfig) -> Streams | StreamedRows:
     """The rows of the training split (ValueError: more than the text has)."""
     length, align = settings.segment_length * settings.segments, grain(train, settings.segment_length, settings)
     packed = train.reset == "packed"
     if isinstance(train, HuggingFaceStream):
         if settings.pipeline > 1:
             raise ValueError(
-                f"training.pipeline={settings.pipeline} with data {train.name!r}: a stream's row is read by one "
-                "process, and a pipeline's row by several; take a text on disk, or training.pipeline=1"
+                f"training.pipeline={settings.pipeline} does not go with data {train.name!r}; take a text on disk, or "
+                "training.pipeline=1"
             )
-        order = (train.parts, train.window, train.shuffle)
-        tokenizer: Any = train.tokenizer  # replaced the option of the same name
-        return StreamedRows(train.documents, tokenizer, settings, length, align, packed, *order, world)
+        seed = settings.seed if train.shuffle else None
+        source: Any = (train.documents, train.tokenizer)  # which replaced the option of the same name
+        return StreamedRows(
+            *source, settings.batch_size, length, align=align, packed=packed, window=train.window, seed=seed
+        )
     if settings.batch_size * length > len(train):
         raise ValueError(
             f"training.batch_size={settings.batch_size} rows of training.segments={settings.segments} x "
