@@ -232,12 +232,6 @@ def test_a_damaged_file_is_named_when_its_turn_comes(library: str, folder: Path)
         list(hub_stream._once(train.documents))
 
 
-def test_pairs_are_made_of_no_stream(library: str, folder: Path) -> None:
-    corpus = {"name": "huggingface_stream", "dataset": str(folder)}
-    with pytest.raises(ValueError, match=r"huggingface_stream.*take text"):
-        create_dataset("denoising", "train", corpus=corpus)
-
-
 def test_a_row_without_text_is_passed_over_and_one_of_another_kind_is_named(folder: Path) -> None:
     rows = streaming_library.StandIn([folder / "train-00000.jsonl"])
     rows.files[0].write_text('{"text": null}\n{"text": "good"}\n{"text": 5}\n', encoding="utf-8")
