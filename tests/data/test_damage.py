@@ -86,7 +86,7 @@ def test_a_foreign_tokenizer_is_named(tmp_path, content):
 
 def test_a_stream_is_of_a_language_model_and_its_own_tokenizer(tmp_path):
     path, model = tmp_path / "tokenizer.json", nn.Linear(1, 1)
-    path.write_bytes(PairTokenizer(train_subwords("bpe", ["a b"], 261, "raw")).dump())
+    path.write_bytes(PairTokenizer(train_subwords(["a b"], 261, "raw")).dump())
     with pytest.raises(ValueError, match=r"is a run on pairs of texts.*cached translate"):
         read_tokenizer(path, model)
     path.write_bytes(SpecialTokens(ByteTokenizer()).dump())

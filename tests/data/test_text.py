@@ -6,9 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
-import sys
 import tarfile
-import types
 import zipfile
 from pathlib import Path
 
@@ -277,35 +275,3 @@ def test_bad_input_is_named_with_the_way_out(tmp_path, monkeypatch, name, option
     with pytest.raises(error) as caught:
         create_dataset(name, "train", **{"path": "good", **options})
     assert message in str(caught.value)
-
-
-# --------------------------------------------------------------------------------------------------------- the hub
-
-
-class Rows(list):
-    column_names = ("text",)
-    _fingerprint = "abc"
-
-
-def test_a_data_set_of_the_hub(monkeypatch):
-    rows = {"train": Rows([{"text": "a b"}, {"text": ""}, {"text": "b"}]), "validation": Rows([{"text": "c"}])}
-    library = types.SimpleNamespace(load_dataset=lambda name, config: rows)
-    monkeypatch.setitem(sys.modules, "datasets", library)
-    data = create_dataset("huggingface", "train", dataset="x/y")
-    assert text_of(data) == "a b\nb\n" and len(data.starts) == 2
-    with pytest.raises(ValueError, match=r"x/y.*'test'"):
-        create_dataset("huggingface", "test", dataset="x/y")
-    with pytest.raises(ValueError, match=r"data\.column='body'.*x/y"):
-        create_dataset("huggingface", "train", dataset="x/y", column="body")
-
-
-def test_without_a_network_or_the_library_the_message_says_what_to_do(monkeypatch):
-    def offline(name, config):
-        raise ConnectionError("Couldn't reach the hub")
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=offline))
-    with pytest.raises(ValueError, match=r"data\.name=text"):
-        create_dataset("huggingface", "train", dataset="x/y")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match="pip install"):
-        create_dataset("huggingface", "train", dataset="x/y")

@@ -237,7 +237,7 @@ def _pairs_and_tokenizer(folder: Path) -> None:
     from cached_lab.data.subwords import PairTokenizer, train_subwords
 
     _pairs("")(folder)
-    made = PairTokenizer(train_subwords("bpe", [*ENGLISH.splitlines(), *GERMAN.splitlines()], 270, "raw"))
+    made = PairTokenizer(train_subwords([*ENGLISH.splitlines(), *GERMAN.splitlines()], 270, "raw"))
     written(folder, {"subwords.json": made.dump()})
 
 

@@ -325,8 +325,10 @@ def test_what_has_no_such_hidden_states_is_refused() -> None:
     with hidden_states(model) as seen, pytest.raises(ValueError, match="was not called since"):
         seen.take()
     with_tokens = language_model("rmt")
-    with hidden_states(with_tokens, "feed_forward"), pytest.raises(ValueError, match="key='last_hidden'"):
+    with hidden_states(with_tokens, "feed_forward") as seen:
         with_tokens(ids)
+        with pytest.raises(ValueError, match="key='last_hidden'"):
+            seen.take(6)
     model.stack.blocks[-1].feed_forward = torch.nn.Linear(8, 8)
     with pytest.raises(ValueError, match="key='last_hidden'"):
         hidden_states(model, "feed_forward").__enter__()

@@ -23,7 +23,7 @@ from cached_lab.data.shard_order import Dealer
 from cached_lab.data.tokenizers import ByteTokenizer
 from cached_lab.tasks import create_dataset
 from cached_lab.tasks.language import hub_stream
-from cached_lab.tasks.language.streamed_rows import StreamedRows
+from cached_lab.tasks.language.hub_stream import StreamedRows
 from cached_lab.tasks.language.streams import IGNORED
 from cached_lab.training.distributed import World
 
@@ -222,6 +222,20 @@ def test_bad_options_are_named(library: str, folder: Path, options: dict[str, An
         pytest.skip("would look for it in the network")
     with pytest.raises(ValueError, match=message):
         create_dataset("huggingface_stream", "train", **{"dataset": str(folder), **options})
+
+
+def test_without_a_network_or_the_library_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(name: str, config: str | None, streaming: bool) -> None:
+        raise ConnectionError("Couldn't reach the hub")
+
+    module = ModuleType("datasets")
+    module.load_dataset = offline  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    with pytest.raises(ValueError, match=r"data\.name=text"):
+        create_dataset("huggingface_stream", "train", dataset="x/y")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="pip install"):
+        create_dataset("huggingface_stream", "train", dataset="x/z")
 
 
 def test_a_damaged_file_is_named_when_its_turn_comes(library: str, folder: Path) -> None:

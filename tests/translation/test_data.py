@@ -174,7 +174,7 @@ def test_line_ends_and_marks_of_windows_do_not_count(tmp_path: Path) -> None:
         ({"target": "de"}, "must be two languages"),
         ({"target": None}, "data.target=None must be two languages"),
         ({"test": "test2016"}, r"expected test2016.de; .*data.test=NAME"),
-        ({"tokenizer": "bpee"}, "unknown tokenizer 'bpee'; did you mean 'bpe'"),
+        ({"tokenizer": "bpee"}, "data.tokenizer='bpee'"),
         ({"vocabulary_size": 100}, "vocabulary_size=100 must be at least 260"),
         ({"text_format": "mosess"}, "unknown data.text_format 'mosess'; did you mean 'moses'"),
         ({"limit": 0}, "limit=0 must be at least 1"),

@@ -1,7 +1,6 @@
-"""Subwords for pairs of texts: byte pairs or a unigram model over bytes, by the `tokenizers` library.
+"""Subwords for pairs of texts: byte pairs (Sennrich et al., arXiv:1508.07909), by the `tokenizers` library.
 
-Byte pairs: Sennrich et al. (arXiv:1508.07909), over bytes as in GPT-2; unigram: Kudo (arXiv:1804.10959). Both are
-trained over the 256 bytes, so that no text is unknown and `decode` returns the exact text.
+They are trained over the 256 bytes, as in GPT-2, so that no text is unknown and `decode` returns the exact text.
 
 The four special ids come first: `PAD`, `BEGIN`, `END`, `UNKNOWN`.
 """
@@ -17,12 +16,10 @@ from typing import Any
 import numpy as np
 
 from cached_transformers.extras import require
-from cached_transformers.registry import unknown_name
 
 PAD, BEGIN, END, UNKNOWN = 0, 1, 2, 3
 SPECIALS = ("<pad >", "<s >", "</s >", "<unk >")
 """With a blank, which is no sign of the byte alphabet: no text is ever encoded as one of them."""
-SUBWORDS = ("bpe", "unigram")
 FORMATS = ("raw", "moses")
 SMALLEST = len(SPECIALS) + 256
 
@@ -49,23 +46,36 @@ def trained_model(model: str) -> Any:
     return made
 
 
-def train_bytes(model: Any, trainer: Any, texts: Iterable[str], split: Any = None) -> str:
-    """Train a byte-level model of the `tokenizers` library; return it as JSON."""
+def train_byte_pairs(
+    texts: Iterable[str], size: int, specials: Sequence[str], split: Any = None, min_frequency: int = 0
+) -> str:
+    """Train byte pairs of the `tokenizers` library; return the tokenizer as JSON.
+
+    Args:
+        split: pre-tokenizer of words; None for GPT-2's pattern.
+    """
     library = require("tokenizers", extra="language")
     level = library.pre_tokenizers.ByteLevel
-    trained = library.Tokenizer(model)
+    trained = library.Tokenizer(library.models.BPE())
     trained.pre_tokenizer = level(add_prefix_space=False)
     if split is not None:
         parts = [split, level(add_prefix_space=False, use_regex=False)]
         trained.pre_tokenizer = library.pre_tokenizers.Sequence(parts)
     trained.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=size,
+        min_frequency=min_frequency,
+        special_tokens=list(specials),
+        initial_alphabet=sorted(level.alphabet()),
+        show_progress=False,
+    )
     trained.train_from_iterator(texts, trainer)
     content: str = trained.to_str()
     return content
 
 
 class ByteSubwords:
-    """Byte pairs or unigrams over bytes, of the `tokenizers` library.
+    """Byte pairs of the `tokenizers` library.
 
     A blank is put before a text, and removed by `decode`, so that the first word gives the same token as elsewhere.
 
@@ -138,31 +148,21 @@ def load_pair_tokenizer(tree: dict[str, Any]) -> PairTokenizer:
     return PairTokenizer(ByteSubwords(tree["source"]), target, tree["format"])
 
 
-def train_subwords(kind: str, texts: Iterable[str], size: int, text_format: str) -> ByteSubwords:
-    """Train subwords on the lines of a corpus.
+def train_subwords(texts: Iterable[str], size: int, text_format: str) -> ByteSubwords:
+    """Train byte pairs on the lines of a corpus.
 
     Args:
-        kind: "bpe" or "unigram". size: number of ids, with special ids and the 256 bytes; fewer when no further pair
-            occurs twice.
+        size: number of ids, with special ids and the 256 bytes; fewer when no further pair occurs twice.
         text_format: words, which no token crosses, follow GPT-2's pattern in "raw" text, and blanks in "moses".
 
     Raises:
-        ValueError: an unknown kind, or too few ids.
+        ValueError: too few ids.
     """
-    if kind not in SUBWORDS:
-        raise ValueError(unknown_name("subwords", kind, list(SUBWORDS)))
     if size < SMALLEST:
         raise ValueError(f"data.vocabulary_size={size} must be at least {SMALLEST}: special ids and the 256 bytes")
     library = require("tokenizers", extra="language")
-    alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
-    common = {"special_tokens": list(SPECIALS), "initial_alphabet": alphabet, "show_progress": False}
-    if kind == "bpe":
-        model, trainer = library.models.BPE(), library.trainers.BpeTrainer(vocab_size=size, min_frequency=2, **common)
-    else:
-        model = library.models.Unigram()
-        trainer = library.trainers.UnigramTrainer(vocab_size=size, unk_token=SPECIALS[UNKNOWN], **common)
     blanks = library.pre_tokenizers.Split(" ", "merged_with_next") if text_format == "moses" else None
-    return ByteSubwords(train_bytes(model, trainer, (f" {text}" for text in texts), blanks))
+    return ByteSubwords(train_byte_pairs((f" {text}" for text in texts), size, SPECIALS, blanks, min_frequency=2))
 
 
 def read_pair_tokenizer(path: str, text_format: str) -> PairTokenizer:
@@ -175,8 +175,7 @@ def read_pair_tokenizer(path: str, text_format: str) -> PairTokenizer:
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
     if not file.is_file():
-        kinds = " nor ".join(SUBWORDS)
-        raise FileNotFoundError(f"data.tokenizer={path!r} is neither {kinds} nor a file; give a run folder")
+        raise FileNotFoundError(f"data.tokenizer={path!r} is neither 'bpe' nor a file; give a run folder")
     with loading(f"data.tokenizer={path!r}"):
         tree = json.loads(file.read_bytes())
         if tree["kind"] != "pair":

@@ -16,10 +16,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cached_transformers.extras import require
 from cached_transformers.registry import unknown_name
 
-from .subwords import load_pair_tokenizer, loading, train_bytes, trained_model
+from .subwords import load_pair_tokenizer, loading, train_byte_pairs, trained_model
 
 UNKNOWN, END = "<unk>", "<eos>"
 SPECIALS = ("pad", "begin", "end", "mask")
@@ -148,12 +147,7 @@ class BytePairTokenizer:
         size = BPE_SIZE if size is None else size
         if size < 257:
             raise ValueError(f"data.vocabulary_size={size} must be at least 257 byte pairs: {END} and the 256 bytes")
-        library = require("tokenizers", extra="language")
-        alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
-        trainer = library.trainers.BpeTrainer(
-            vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-        )
-        return cls(train_bytes(library.models.BPE(), trainer, (chunk for text in texts for chunk in _chunks(text))))
+        return cls(train_byte_pairs((chunk for text in texts for chunk in _chunks(text)), size, [END]))
 
     def encode(self, text: str) -> np.ndarray:
         parts = [self._model.encode(chunk, add_special_tokens=False).ids for chunk in _chunks(text)]

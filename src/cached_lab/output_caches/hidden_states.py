@@ -18,17 +18,21 @@ from torch import Tensor, nn
 KEYS = ("last_hidden", "feed_forward")
 
 
-class HiddenStates:
-    """Hidden states (B, N, D) of the last call of a model."""
+class HiddenStates(list[Tensor]):
+    """Hidden states of the last call of a model, in pieces."""
 
-    def __init__(self) -> None:
-        self.h_BND: Tensor | None = None
+    def take(self, tokens: int | None = None) -> Tensor:
+        """Return the hidden states (B, N, D) of the last call and forget them.
 
-    def take(self) -> Tensor:
-        """Return the hidden states of the last call and forget them (ValueError: no call since the last `take`)."""
-        if self.h_BND is None:
+        Raises:
+            ValueError: no call since the last `take`, or not of `tokens` tokens.
+        """
+        if not self:
             raise ValueError("the model was not called since hidden states were taken; call it first")
-        h_BND, self.h_BND = self.h_BND.detach(), None
+        h_BND = torch.cat(self, 1).detach()
+        self.clear()
+        if tokens not in (None, h_BND.shape[1]):
+            raise ValueError(f"{h_BND.shape[1]} hidden states of a segment of {tokens} tokens; take key='last_hidden'")
         return h_BND
 
 
@@ -41,45 +45,26 @@ def hidden_states(model: nn.Module, key: str = "last_hidden") -> Iterator[Hidden
         key: "last_hidden" or "feed_forward".
 
     Raises:
-        ValueError: an unknown key, a model without this place, or "feed_forward" with a memory that adds tokens.
+        ValueError: an unknown key, or a model without this place.
     """
     if key not in KEYS:
         raise ValueError(f"key={key!r} must be one of {', '.join(KEYS)}")
-    seen, own = HiddenStates(), hasattr(model, "stack")
-    if own and key == "feed_forward":
-        handles = _hook_feed_forward(model.stack, seen)
-    elif own:
-        handles = [model.stack.register_forward_hook(lambda _, arguments, out: setattr(seen, "h_BND", out.outputs))]
+    seen, stack = HiddenStates(), getattr(model, "stack", None)
+    if stack is not None:
+        place: Any = stack if key == "last_hidden" else getattr(stack.blocks[-1].feed_forward, "norm", None)
+        caller: Any = stack
     else:
         host: Any = model if hasattr(model, "get_output_embeddings") else getattr(model, "model", None)
-        head = host.get_output_embeddings() if hasattr(host, "get_output_embeddings") else None
-        if key != "last_hidden" or head is None:
-            raise ValueError(f"key={key!r}: give a model of this package, or a decoder's 'last_hidden' with its head")
-        handles = [head.register_forward_pre_hook(lambda _, arguments: setattr(seen, "h_BND", arguments[0]))]
+        caller = place = host.get_output_embeddings() if host is not None and key == "last_hidden" else None
+    if not isinstance(place, nn.Module):
+        raise ValueError(f"key={key!r}: {type(model).__name__} has no such place; take key='last_hidden' of a decoder")
+
+    def record(_: Any, arguments: Any, out: Any) -> None:
+        seen.append(arguments[0] if stack is None else getattr(out, "outputs", out))
+
+    handles = [caller.register_forward_pre_hook(lambda *_: seen.clear()), place.register_forward_hook(record)]
     try:
         yield seen
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _hook_feed_forward(stack: Any, seen: HiddenStates) -> list[Any]:
-    block = stack.blocks[-1]
-    norm = getattr(block.feed_forward, "norm", None)
-    if not isinstance(norm, nn.Module):
-        name = type(block.feed_forward).__name__
-        raise ValueError(f"key='feed_forward': the last, {name}, has no norm of its own; take key='last_hidden'")
-    read: list[Tensor] = []
-
-    def finish(_: Any, arguments: Any, out: Any) -> None:
-        count, tokens = sum(h_BND.shape[1] for h_BND in read), out.outputs.shape[1]
-        if count != tokens:
-            way = "take key='last_hidden'"
-            raise ValueError(f"key='feed_forward': the last block read {count} tokens of a segment of {tokens}; {way}")
-        seen.h_BND = torch.cat(read, 1)
-
-    return [
-        stack.register_forward_pre_hook(lambda _, arguments: read.clear()),
-        norm.register_forward_hook(lambda _, arguments, out: read.append(out)),
-        stack.register_forward_hook(finish),
-    ]

@@ -61,7 +61,8 @@ def read_split(
     streams = evaluation_streams(dataset, config)
     with untouched(model), hidden_states(model, key) as seen:
         for batch, losses_BN in read_rows(model, streams, own_rows(streams, world), world, config):
-            yield ReadSegment(losses_BN, seen.take(), batch.targets.to(world.device), batch.reset[:, 0])
+            h_BND = seen.take(losses_BN.shape[1])
+            yield ReadSegment(losses_BN, h_BND, batch.targets.to(world.device), batch.reset[:, 0])
 
 
 def cache_losses(

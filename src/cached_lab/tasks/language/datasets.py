@@ -1,4 +1,4 @@
-"""Text data sets by name: WikiText, Penn Treebank, byte files, local files, the Hugging Face hub."""
+"""Text data sets by name: WikiText, Penn Treebank, byte files, local files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from cached_lab.data import text_files
-from cached_lab.data.huggingface import hub_split
 from cached_lab.data.splits import check_choice, check_fraction
 from cached_lab.data.text import Corpus, fingerprint
 from cached_lab.data.text_files import TextFile
@@ -178,52 +176,6 @@ class LocalText(HeldOutText):
     """
 
     name, punctuation = "text", True
-
-
-@DATASETS.register("huggingface")
-@dataclass(kw_only=True, eq=False, repr=False)
-class HuggingFace(Corpus):
-    """Text of any data set of the Hugging Face hub, through the `datasets` library; a row is a document.
-
-    Args:
-        dataset: its name, e.g. "deepmind/pg19", or the path of one on disk. config: its configuration, if it has any.
-        column: of the text.
-        others: see `Corpus`.
-
-    Raises:
-        ImportError: the `datasets` library is not installed.
-        ValueError: unknown data set, split or column, or it is not on disk and cannot be fetched.
-    """
-
-    name, punctuation = "huggingface", True
-    dataset: str
-    config: str | None = None
-    column: str = "text"
-
-    def __post_init__(self) -> None:
-        self._rows: dict[str, Any] = {}
-        super().__post_init__()
-
-    def _load(self, split: str) -> Any:
-        if split not in self._rows:
-            rows = hub_split(self.dataset, self.config, split, ", or give local files to data.name=text")
-            if self.column not in rows.column_names:
-                raise ValueError(f"data.column={self.column!r}: {self.dataset} has {', '.join(rows.column_names)}")
-            self._rows[split] = rows
-        return self._rows[split]
-
-    def _key(self, split: str) -> object:
-        rows = self._load(split)
-        return ["huggingface", self.dataset, self.config, self.column, split, len(rows), rows._fingerprint]
-
-    def _documents(self, split: str) -> Iterator[str]:
-        found = False
-        for text in (str(row[self.column]) for row in self._load(split)):
-            if text.strip():
-                found = True
-                yield text
-        if not found:
-            raise ValueError(f"{self.dataset}, split {split!r}: column {self.column!r} holds no text")
 
 
 def _blank_around(text: str, start: int, end: int) -> bool:

@@ -24,9 +24,8 @@ from cached_lab.training.task import Arguments, Task
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.state import State, from_tensors, map_state, named_tensors
 
-from .hub_stream import HuggingFaceStream
+from .hub_stream import HuggingFaceStream, StreamedRows
 from .scores import check_passes, evaluate_language, evaluation_streams
-from .streamed_rows import StreamedRows
 from .streams import IGNORED, StreamBatch, Streams, grain, rows_to_empty
 
 _PLACES = "places/"

@@ -44,8 +44,7 @@ class ParallelText:
         source, target: languages as in the names of files, e.g. "en" and "de"; null: those of the data set.
         path: folder or archive.
         train, validation, test: names of the splits if they are not the usual ones; several are joined.
-        tokenizer: "bpe" or "unigram", trained on the training side; or the tokenizer.json of another run, or its
-            folder.
+        tokenizer: "bpe", trained on the training side; or the tokenizer.json of another run, or its folder.
         vocabulary_size: most ids, of both sides together or of each.
         joint: one vocabulary for both sides.
         text_format: "raw", or "moses" for tokens separated by blanks; sacreBLEU scores untokenised text in either case.
@@ -142,13 +141,11 @@ class ParallelText:
         return self._read[split]
 
     def _tokenizer(self, kind: str) -> PairTokenizer:
-        if kind not in subwords.SUBWORDS:
-            if not Path(kind).expanduser().exists():
-                raise ValueError(f"{unknown_name('tokenizer', kind, list(subwords.SUBWORDS))}, nor is it a file")
+        if kind != "bpe":
             found = subwords.read_pair_tokenizer(kind, self._format)
             self._tokenizer_key: Any = found.dump().decode()
             return found
-        options = {"kind": kind, "size": self.vocabulary_size, "joint": self.joint, "format": self._format}
+        options = {"size": self.vocabulary_size, "joint": self.joint, "format": self._format}
         self._tokenizer_key = {**options, "train": self._key("train"), "limit": self.limit, "version": VERSION}
 
         def train() -> Arrays:
@@ -157,7 +154,7 @@ class ParallelText:
             if not all(sides):
                 raise ValueError(f"{lines.name}: no training line holds text")
             texts = [[*sides[0], *sides[1]]] if self.joint else sides
-            models = [subwords.train_subwords(kind, part, self.vocabulary_size, self._format) for part in texts]
+            models = [subwords.train_subwords(part, self.vocabulary_size, self._format) for part in texts]
             dumped = PairTokenizer(models[0], None if self.joint else models[1], self._format).dump()
             return {"tokenizer": np.frombuffer(dumped, dtype=np.uint8)}
 
