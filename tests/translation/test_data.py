@@ -94,8 +94,6 @@ def test_several_files_make_a_split(corpus: Path) -> None:
     data = build(corpus, train=["train", "val"])
     assert len(data) == 320
     assert data.tokenizer.decode(data[300].targets) == lines(corpus / "val.en")[0]
-    assert len(build(corpus, limit=7)) == 7
-    assert len(build(corpus, "test", limit=7)) == 30
 
 
 def test_vocabularies_are_of_the_training_side_and_joint_or_not(corpus: Path, tmp_path: Path) -> None:
@@ -177,7 +175,6 @@ def test_line_ends_and_marks_of_windows_do_not_count(tmp_path: Path) -> None:
         ({"tokenizer": "bpee"}, "data.tokenizer='bpee'"),
         ({"vocabulary_size": 100}, "vocabulary_size=100 must be at least 260"),
         ({"text_format": "mosess"}, "unknown data.text_format 'mosess'; did you mean 'moses'"),
-        ({"limit": 0}, "limit=0 must be at least 1"),
         ({"path": "nowhere"}, "nowhere does not exist"),
         ({"joined": True}, "unknown option of dataset 'translation' 'joined'; did you mean 'joint'"),
     ],
@@ -202,22 +199,22 @@ def test_a_tokenizer_of_another_run(corpus: Path, trained: Path) -> None:
 def test_multi30k_as_it_is_published(shared: Path) -> None:
     sizes = {"train": 29_000, "validation": 1014, "test": 1000}
     for split, size in sizes.items():
-        data = create_dataset("multi30k", split, path=shared / "data" / "multi30k", limit=2000)
-        assert isinstance(data, ParallelText) and len(data) == min(size, 2000)
+        data = create_dataset("multi30k", split, path=shared / "data" / "multi30k")
+        assert isinstance(data, ParallelText) and len(data) == size
         assert data.languages == ("en", "de") and data.dropped == {}
     assert data.texts.source[0] == "A man in an orange hat starring at something."
     assert data.tokenizer.decode(data[0].targets) == "Ein Mann mit einem orangefarbenen Hut, der etwas anstarrt."
     tokens = create_dataset(
-        "multi30k", "test", path=shared / "data" / "multi30k" / "tok", limit=2000, text_format="moses", target="de"
+        "multi30k", "test", path=shared / "data" / "multi30k" / "tok", text_format="moses", target="de"
     )
     assert isinstance(tokens, ParallelText) and tokens.texts.source[0].endswith(" .")
     with pytest.raises(FileNotFoundError, match=r"test_2016.en.*test_2016_flickr"):
-        create_dataset("multi30k", "test", path=shared / "data" / "multi30k", test="test_2016", limit=2000)
+        create_dataset("multi30k", "test", path=shared / "data" / "multi30k", test="test_2016")
 
 
 def test_iwslt14_as_it_is_prepared(shared: Path) -> None:
-    options = {"path": shared / "data" / "iwslt14-de-en", "train": ["train_sample", "valid"], "max_length": 512}
-    data = create_dataset("iwslt14", "test", **options, limit=2000)
+    options: Any = {"path": shared / "data" / "iwslt14-de-en", "train": ["train_sample", "valid"], "max_length": 512}
+    data = create_dataset("iwslt14", "test", **options)
     assert isinstance(data, ParallelText) and len(data) == 6750 and data.text_format == "moses"
     assert data.texts.target[3] == "we &apos;re all born . we all bring our children into the world ."
     assert data.tokenizer.decode(data[3].targets) == data.texts.target[3]

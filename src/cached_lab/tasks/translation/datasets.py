@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,14 +22,15 @@ from cached_lab.data.pairs import Pair, PairBatch, pad_pairs
 from cached_lab.data.splits import SPLIT_WORDS, check_split
 from cached_lab.data.store import Arrays, load_or_build
 from cached_lab.data.subwords import BEGIN, END, PAD, PairTokenizer
+from cached_lab.data.text import fingerprint
 from cached_lab.data.tokenizers import load_tokenizer
 from cached_lab.registries import DATASETS
 from cached_transformers.registry import unknown_name
 
-from .parallel_files import PairFiles, Parallel, find_pair, pair_key, read_pair
+from .parallel_files import PairFiles, Parallel, find_pair, read_pair
 
-VERSION = 2  # raise it when the same text gives other ids
 Names = str | list[str] | None
+VERSION = 2  # raise it when the same text gives other ids
 
 
 @DATASETS.register("translation")
@@ -41,16 +42,14 @@ class ParallelText:
 
     Args:
         split: "train", "validation" or "test".
-        source, target: languages as in the names of files, e.g. "en" and "de"; null: those of the data set.
+        source, target: languages as in the names of files, e.g. "en" and "de".
         path: folder or archive.
         train, validation, test: names of the splits if they are not the usual ones; several are joined.
         tokenizer: "bpe", trained on the training side; or the tokenizer.json of another run, or its folder.
         vocabulary_size: most ids, of both sides together or of each.
         joint: one vocabulary for both sides.
         text_format: "raw", or "moses" for tokens separated by blanks; sacreBLEU scores untokenised text in either case.
-            null: "raw", or the format of the data set.
         max_length: tokens, the end included, above which training drops a pair and evaluation truncates a source.
-        limit: number of training pairs, from the first on.
 
     Attributes:
         lengths: tokens of source and target, integers (size, 2).
@@ -65,39 +64,31 @@ class ParallelText:
     name = "translation"
     task = "translation"
     augment = False
-    standard: ClassVar[dict[str, Any]] = {}
-    """Values for `source`, `target`, `test` or `text_format` that are null."""
 
     split: str
     _: KW_ONLY
     path: str | Path
-    source: str | None = None
-    target: str | None = None
+    source: str
+    target: str
     train: Names = None
     validation: Names = None
     test: Names = None
     tokenizer: str = "bpe"
     vocabulary_size: int = 8000
     joint: bool = True
-    text_format: str | None = None
+    text_format: str = "raw"
     max_length: int = 256
-    limit: int | None = None
 
     def __post_init__(self) -> None:
         check_split(self.split)
-        for option in ("source", "target", "test"):
-            setattr(self, option, getattr(self, option) or self.standard.get(option))
-        self._format: str = self.text_format or self.standard.get("text_format", "raw")
-        self.text_format = self._format
-        self.languages = (self.source or "", self.target or "")
         self._check()
+        self.languages = (self.source, self.target)
         self._read: dict[str, Parallel] = {}
         self._subwords = self._tokenizer(self.tokenizer)
         self.tokenizer = self._subwords  # type: ignore[assignment]  # the option is a name
         training = self.split == "train"
         key = {"tokenizer": self._tokenizer_key, "text": self._key(self.split), "version": VERSION}
-        rules = [training, self.max_length, self.limit if training else None]
-        arrays = load_or_build("translation", {**key, "rules": rules}, self._encode)
+        arrays = load_or_build("translation", {**key, "rules": [training, self.max_length]}, self._encode)
         self._tokens = tuple(torch.from_numpy(arrays[side].astype(np.int64)) for side in ("source", "target"))
         self._ends = tuple(np.cumsum([0, *arrays["lengths"][:, side]]) for side in (0, 1))
         self.lengths: np.ndarray = arrays["lengths"]
@@ -115,47 +106,47 @@ class ParallelText:
     def _check(self) -> None:
         if not (self.source and self.target) or self.source == self.target:
             raise ValueError(f"data.source={self.source!r} and data.target={self.target!r} must be two languages")
-        if self._format not in subwords.FORMATS:
-            raise ValueError(unknown_name("data.text_format", self._format, list(subwords.FORMATS)))
+        if self.text_format not in subwords.FORMATS:
+            raise ValueError(unknown_name("data.text_format", self.text_format, list(subwords.FORMATS)))
         # The smallest vocabulary holds the special ids and the 256 bytes.
-        least = {"vocabulary_size": subwords.SMALLEST, "max_length": 2, "limit": 1}
-        for name, smallest in least.items():
-            if (value := getattr(self, name)) is not None and value < smallest:
+        for name, smallest in {"vocabulary_size": subwords.SMALLEST, "max_length": 2}.items():
+            if (value := getattr(self, name)) < smallest:
                 raise ValueError(f"data.{name}={value} must be at least {smallest}")
 
     def _files(self, split: str) -> list[PairFiles]:
         given: Names = getattr(self, split)
-        names = SPLIT_WORDS[split] if given is None else [given] if isinstance(given, str) else given
-        return find_pair(self.path, split, names, self.languages)
+        names = [given] if isinstance(given, str) else given
+        choices = [SPLIT_WORDS[split]] if names is None else [(name,) for name in names]
+        return [find_pair(self.path, split, choice, self.languages) for choice in choices]
 
     def _key(self, split: str) -> Any:
         """Everything that determines the lines of a split, as JSON."""
-        return [pair_key(self._files(split)), *self.languages]
+        return [*(fingerprint(list(pair)) for pair in self._files(split)), *self.languages]
 
     def parallel(self, split: str) -> Parallel:
         """Return the lines of a split, empty ones too."""
         if split not in self._read:
             parts = [read_pair(files, self.languages) for files in self._files(split)]
-            sides = [[line for part in parts for line in part[side]] for side in (0, 1)]
-            self._read[split] = Parallel(sides[0], sides[1], "; ".join(part.name for part in parts))
+            source, target = ([line for part in parts for line in part[side]] for side in (0, 1))
+            self._read[split] = Parallel(source, target, "; ".join(part.name for part in parts))
         return self._read[split]
 
     def _tokenizer(self, kind: str) -> PairTokenizer:
         if kind != "bpe":
-            found = subwords.read_pair_tokenizer(kind, self._format)
+            found = subwords.read_pair_tokenizer(kind, self.text_format)
             self._tokenizer_key: Any = found.dump().decode()
             return found
-        options = {"size": self.vocabulary_size, "joint": self.joint, "format": self._format}
-        self._tokenizer_key = {**options, "train": self._key("train"), "limit": self.limit, "version": VERSION}
+        options = {"size": self.vocabulary_size, "joint": self.joint, "format": self.text_format}
+        self._tokenizer_key = {**options, "train": self._key("train"), "version": VERSION}
 
         def train() -> Arrays:
             lines = self.parallel("train")
-            sides = [[line for line in side[: self.limit] if line.strip()] for side in lines[:2]]
+            sides = [[line for line in side if line.strip()] for side in lines[:2]]
             if not all(sides):
                 raise ValueError(f"{lines.name}: no training line holds text")
             texts = [[*sides[0], *sides[1]]] if self.joint else sides
-            models = [subwords.train_subwords(part, self.vocabulary_size, self._format) for part in texts]
-            dumped = PairTokenizer(models[0], None if self.joint else models[1], self._format).dump()
+            models = [subwords.train_subwords(part, self.vocabulary_size, self.text_format) for part in texts]
+            dumped = PairTokenizer(models[0], None if self.joint else models[1], self.text_format).dump()
             return {"tokenizer": np.frombuffer(dumped, dtype=np.uint8)}
 
         stored = load_or_build("subwords", self._tokenizer_key, train)
@@ -165,7 +156,7 @@ class ParallelText:
 
     def _encode(self) -> Arrays:
         lines, training, most = self.parallel(self.split), self.split == "train", self.max_length
-        pairs = list(zip(lines.source, lines.target, strict=True))[: self.limit if training else None]
+        pairs = list(zip(lines.source, lines.target, strict=True))
         kept = [pair for pair in pairs if pair[0].strip() and pair[1].strip()] if training else pairs
         sides = [self._subwords.encode_batch([pair[side] for pair in kept], target=side == 1) for side in (0, 1)]
         both = list(zip(*sides, strict=True))
@@ -238,15 +229,17 @@ class ParallelText:
 
 
 @DATASETS.register("multi30k", paper="arXiv:1605.00459")
+@dataclass(kw_only=True, eq=False, repr=False)
 class Multi30k(ParallelText):
     """Multi30k: descriptions of images, 29,000 pairs of English with German, French or Czech; options of "translation".
 
-    `path` is the folder `raw` (or `tok`) of the data's repository, or the one above. The default of `test` is the split
-    of 2016.
+    `path` is the folder `raw` (or `tok`) of the data's repository, or the one above.
     """
 
     name = "multi30k"
-    standard: ClassVar[dict[str, Any]] = {"source": "en", "target": "de", "test": "test_2016_flickr"}
+    source: str = "en"
+    target: str = "de"
+    test: Names = "test_2016_flickr"
 
     def __post_init__(self) -> None:
         if (raw := Path(self.path).expanduser() / "raw").is_dir():
@@ -255,6 +248,7 @@ class Multi30k(ParallelText):
 
 
 @DATASETS.register("iwslt14")
+@dataclass(kw_only=True, eq=False, repr=False)
 class IWSLT14(ParallelText):
     """IWSLT14: talks, by default from German to English; options of "translation".
 
@@ -262,7 +256,9 @@ class IWSLT14(ParallelText):
     """
 
     name = "iwslt14"
-    standard: ClassVar[dict[str, Any]] = {"source": "de", "target": "en", "text_format": "moses"}
+    source: str = "de"
+    target: str = "en"
+    text_format: str = "moses"
 
 
 def truncated(ids: list[int], length: int) -> list[int]:

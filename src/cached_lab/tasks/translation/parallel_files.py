@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from cached_lab.data.splits import SPLIT_WORDS
-from cached_lab.data.text import fingerprint
 from cached_lab.data.text_files import ARCHIVES, DECOMPRESS, TextFile, members
 
 TABLE = "tsv"
@@ -35,11 +33,11 @@ class PairFiles(NamedTuple):
     target: TextFile
 
 
-def find_pair(path: str | Path, split: str, names: Sequence[str], languages: tuple[str, str]) -> list[PairFiles]:
-    """Find the files of a split in a folder or archive.
+def find_pair(path: str | Path, split: str, names: Sequence[str], languages: tuple[str, str]) -> PairFiles:
+    """Find the files of one part of a split in a folder or archive.
 
     Args:
-        names: of its files, without language; several are joined.
+        names: of its files, without language; the first that exists.
         languages: of source and target, as in the names of files.
 
     Raises:
@@ -52,17 +50,15 @@ def find_pair(path: str | Path, split: str, names: Sequence[str], languages: tup
     if folder.is_file() and not folder.name.endswith(ARCHIVES):
         raise FileNotFoundError(f"{path} is a single file, which has no splits; give a folder or an archive")
     files = members(folder) if folder.is_file() else list(_listed(folder))
-    found = [pair for name in names if (pair := _pair(files, name, languages)) is not None]
-    if found and tuple(names) == SPLIT_WORDS[split]:
-        return found[:1]
-    if len(found) < len(names):
-        known = ", ".join(sorted({".".join(_parts(file)) for file in files})[:20])
-        raise FileNotFoundError(
-            f"{path} holds no {'-'.join(languages)} for split {split!r}: expected "
-            f"{' or '.join(f'{name}.{languages[0]}' for name in names)}; it has {known or 'no file'}; set data.source "
-            f"and data.target to its languages, or data.{split}=NAME"
-        )
-    return found
+    for name in names:
+        if (pair := _pair(files, name, languages)) is not None:
+            return pair
+    known = ", ".join(sorted({".".join(_parts(file)) for file in files})[:20])
+    raise FileNotFoundError(
+        f"{path} holds no {'-'.join(languages)} for split {split!r}: expected "
+        f"{' or '.join(f'{name}.{languages[0]}' for name in names)}; it has {known or 'no file'}; set data.source and "
+        f"data.target to its languages, or data.{split}=NAME"
+    )
 
 
 def read_pair(files: PairFiles, languages: tuple[str, str]) -> Parallel:
@@ -80,11 +76,6 @@ def read_pair(files: PairFiles, languages: tuple[str, str]) -> Parallel:
             "both again"
         )
     return Parallel(source, target, f"{files.source}, {files.target}")
-
-
-def pair_key(files: Iterable[PairFiles]) -> list[Any]:
-    """Name and content of the files, for the key of a cache."""
-    return [fingerprint(list(pair)) for pair in files]
 
 
 def decode_line(line: bytes, name: object, number: int) -> str:
