@@ -40,10 +40,7 @@ class Source:
 
     def arguments(self, folder: Path) -> dict[str, Any]:
         """Options of the data set that reads the files in this folder."""
-        places = (
-            {"tokenizer": folder / str(self.options["tokenizer"])} if "." in self.options.get("tokenizer", "") else {}
-        )
-        return {"path": str(folder / self.path), **self.options, **{name: str(file) for name, file in places.items()}}
+        return {"path": str(folder / self.path), **self.options}
 
 
 def picture(number: int, kind: str = "PNG") -> bytes:
@@ -233,14 +230,6 @@ def _pairs_archive(folder: Path) -> None:
     written(folder, {"pairs.tar": packed_tar(files)})
 
 
-def _pairs_and_tokenizer(folder: Path) -> None:
-    from cached_lab.data.subwords import PairTokenizer, train_subwords
-
-    _pairs("")(folder)
-    made = PairTokenizer(train_subwords([*ENGLISH.splitlines(), *GERMAN.splitlines()], 270, "raw"))
-    written(folder, {"subwords.json": made.dump()})
-
-
 _IMAGES = {"image_size": 8, "validation_fraction": 0.25}
 _SHARDS = {"image_size": 8}
 _LANGUAGES = {"source": "en", "target": "de", "vocabulary_size": 270, "max_length": 64}
@@ -282,9 +271,6 @@ SOURCES: dict[str, Source] = {
     "translation_gz": Source("translation", _pairs(".gz"), "", _LANGUAGES),
     "translation_tsv": Source("translation", _table, "", _LANGUAGES),
     "translation_tar": Source("translation", _pairs_archive, "pairs.tar", _LANGUAGES),
-    "translation_tokenizer": Source(
-        "translation", _pairs_and_tokenizer, "", {**_LANGUAGES, "tokenizer": "subwords.json"}
-    ),
     "multi30k": Source("multi30k", _pairs(".bz2"), "", {"test": "test", "vocabulary_size": 270, "max_length": 64}),
     "iwslt14": Source("iwslt14", _pairs(".xz"), "", {"vocabulary_size": 270, "max_length": 64}),
     "denoising": Source("denoising", _texts(".gz"), "", {"tokenizer": "word", "max_length": 16}),

@@ -15,7 +15,7 @@ import pytest
 import torch
 from translation.made import write_corpus
 
-from cached_lab.data.subwords import BEGIN, END, PAD
+from cached_lab.data.subwords import BEGIN, END, PAD, PairTokenizer
 from cached_lab.tasks import create_dataset
 from cached_lab.tasks.translation.datasets import ParallelText
 from cached_transformers.layers.token_loss import IGNORED
@@ -45,7 +45,7 @@ def test_items_are_what_the_decoder_reads_and_says(corpus: Path) -> None:
     assert len(data) == 300
     for index in (0, 7, -1):
         pair = data[index]
-        assert data.tokenizer.decode(pair.source, source=True) == source[index]
+        assert data.tokenizer.decode(pair.source) == source[index]
         assert data.tokenizer.decode(pair.targets) == target[index]
         assert pair.source[-1] == pair.targets[-1] == END and pair.decoder_inputs[0] == BEGIN
         assert torch.equal(pair.decoder_inputs[1:], pair.targets[:-1])
@@ -96,20 +96,18 @@ def test_several_files_make_a_split(corpus: Path) -> None:
     assert data.tokenizer.decode(data[300].targets) == lines(corpus / "val.en")[0]
 
 
-def test_vocabularies_are_of_the_training_side_and_joint_or_not(corpus: Path, tmp_path: Path) -> None:
-    joint, apart = build(corpus), build(corpus, joint=False)
-    assert joint.tokenizer.joint and not apart.tokenizer.joint
-    assert apart.describe()["target_vocabulary"] == apart.tokenizer.target_vocabulary
+def test_the_vocabulary_is_of_the_training_side(corpus: Path, tmp_path: Path) -> None:
+    first = build(corpus)
     same = write_corpus(tmp_path / "same")
     (same / "val.de").write_text("ganz anderer text\n" * 20, encoding="utf-8")
-    assert build(same, "validation").tokenizer.dump() == joint.tokenizer.dump()
+    assert build(same, "validation").tokenizer.dump() == first.tokenizer.dump()
     (same / "train.de").write_text("ganz anderer text\n" * 300, encoding="utf-8")
-    assert build(same, "validation").tokenizer.dump() != joint.tokenizer.dump()
+    assert build(same, "validation").tokenizer.dump() != first.tokenizer.dump()
 
 
 def test_the_tokens_are_kept_on_disk(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = build(corpus)
-    monkeypatch.setattr("cached_lab.data.subwords.train_subwords", None)
+    monkeypatch.setattr(PairTokenizer, "train", None)
     monkeypatch.setattr(ParallelText, "parallel", None)
     second = build(corpus)
     assert np.array_equal(first.lengths, second.lengths) and torch.equal(first[5].source, second[5].source)
@@ -172,11 +170,10 @@ def test_line_ends_and_marks_of_windows_do_not_count(tmp_path: Path) -> None:
         ({"target": "de"}, "must be two languages"),
         ({"target": None}, "data.target=None must be two languages"),
         ({"test": "test2016"}, r"expected test2016.de; .*data.test=NAME"),
-        ({"tokenizer": "bpee"}, "data.tokenizer='bpee'"),
         ({"vocabulary_size": 100}, "vocabulary_size=100 must be at least 260"),
         ({"text_format": "mosess"}, "unknown data.text_format 'mosess'; did you mean 'moses'"),
         ({"path": "nowhere"}, "nowhere does not exist"),
-        ({"joined": True}, "unknown option of dataset 'translation' 'joined'; did you mean 'joint'"),
+        ({"length": 9}, "unknown option of dataset 'translation' 'length'; did you mean 'max_length'"),
     ],
 )
 def test_bad_options(corpus: Path, change: dict[str, Any], message: str) -> None:
@@ -189,11 +186,6 @@ def test_a_table_without_a_second_column_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "train.tsv", "der hund\tthe dog\nkatze\n")
     with pytest.raises(ValueError, match=r"train.tsv"):
         build(tmp_path)
-
-
-def test_a_tokenizer_of_another_run(corpus: Path, trained: Path) -> None:
-    data = build(corpus, tokenizer=str(trained))
-    assert data.tokenizer.dump() == (trained / "tokenizer.json").read_bytes()
 
 
 def test_multi30k_as_it_is_published(shared: Path) -> None:

@@ -206,7 +206,7 @@ def test_the_summary_says_what_evaluate_says(trained: Path, capsys: pytest.Captu
     summary = json.loads((trained / "summary.json").read_text(encoding="utf-8"))
     test = summary["test"]
     assert 1 < test["bleu"] <= 100 and test["sentences"] == 30
-    assert 0.7 < summary["packing_efficiency"] <= 1 and summary["flops"] > 0
+    assert summary["steps_per_epoch"] > 0 and summary["flops"] > 0
     low, high = test["bleu_interval"]
     assert low < test["bleu"] < high or test["bleu"] == pytest.approx(high)
     assert test["bleu_signature"].startswith("nrefs:1|bs:1000|seed:12345|case:mixed|eff:no|tok:13a|smooth:exp|version:")

@@ -31,9 +31,8 @@ def add_parser(subparsers: Any) -> None:
         "overrides",
         nargs="*",
         metavar="NAME.option=value",
-        help="options of --output-cache: neural.size, theta, lambda, form (linear, joint), alpha; knn.k, temperature, "
-        "lambda, key (feed_forward, last_hidden), dtype, search (exact, Flat, HNSW32, IVF4096,PQ64), probes, folder; "
-        "or of --with-memory",
+        help="options of --output-cache: neural.size, theta, lambda; knn.k, temperature, lambda, key (feed_forward, "
+        "last_hidden), dtype; or of --with-memory",
     )
     parser.add_argument("--split", default="test", choices=("train", "validation", "test"))
     average = "translation: average the weights of the newest N checkpoints"

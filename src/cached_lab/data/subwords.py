@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -74,38 +74,13 @@ def train_byte_pairs(
     return content
 
 
-class ByteSubwords:
-    """Byte pairs of the `tokenizers` library.
+class PairTokenizer:
+    """Byte pairs of source and target together.
 
     A blank is put before a text, and removed by `decode`, so that the first word gives the same token as elsewhere.
 
     Args:
-        model: the trained tokenizer of the library, as JSON.
-    """
-
-    def __init__(self, model: str) -> None:
-        self.stored = model
-        self._model = trained_model(model)
-        self.vocabulary: int = self._model.get_vocab_size()
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        found = self._model.encode_batch([f" {text}" if text else "" for text in texts], add_special_tokens=False)
-        return [encoding.ids for encoding in found]
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        text: str = self._model.decode([token for token in map(int, tokens) if token >= len(SPECIALS)])
-        return text[1:] if text.startswith(" ") else text
-
-
-class PairTokenizer:
-    """The subwords of source and target, one model for both or one each.
-
-    Args:
-        source: of the source. target: of the target; None shares the source's.
-        text_format: "raw" text, or "moses" tokens with blanks between them, as in the training data.
-
-    Attributes:
-        vocabulary, target_vocabulary: numbers of ids. pad, begin, end: special ids, the same on both sides.
+        model: the trained tokenizer of the `tokenizers` library, as JSON.
     """
 
     pad, begin, end = PAD, BEGIN, END
@@ -114,73 +89,42 @@ class PairTokenizer:
     sentence_ends: tuple[int, ...] = (END,)
     line_ends: tuple[int, ...] = (END,)
 
-    def __init__(self, source: ByteSubwords, target: ByteSubwords | None = None, text_format: str = "raw") -> None:
-        self.source, self.target, self.joint = source, source if target is None else target, target is None
-        self.text_format = text_format
-        self.vocabulary, self.target_vocabulary = self.source.vocabulary, self.target.vocabulary
+    def __init__(self, model: str) -> None:
+        self._json = model
+        self._model = trained_model(model)
+        self.vocabulary: int = self._model.get_vocab_size()
+
+    @classmethod
+    def train(cls, texts: Iterable[str], size: int, text_format: str) -> PairTokenizer:
+        """Train byte pairs on the lines of both sides.
+
+        Args:
+            size: number of ids, with special ids and the 256 bytes; fewer when no further pair occurs twice.
+            text_format: words, which no token crosses, follow GPT-2's pattern in "raw" text, and blanks in "moses".
+
+        Raises:
+            ValueError: too few ids.
+        """
+        if size < SMALLEST:
+            raise ValueError(f"data.vocabulary_size={size} must be at least {SMALLEST}: special ids and the 256 bytes")
+        library = require("tokenizers", extra="language")
+        blanks = library.pre_tokenizers.Split(" ", "merged_with_next") if text_format == "moses" else None
+        return cls(train_byte_pairs((f" {text}" for text in texts), size, SPECIALS, blanks, min_frequency=2))
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of a source text, with the end."""
+        """Ids of a text, with the end."""
         return np.array(self.encode_batch([text])[0], dtype=np.int32)
 
-    def encode_batch(self, texts: Sequence[str], target: bool = False) -> list[list[int]]:
-        """Ids of several texts of one side, each with the end."""
-        return [[*ids, END] for ids in (self.target if target else self.source).encode(texts)]
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of several texts, each with the end."""
+        found = self._model.encode_batch([f" {text}" if text else "" for text in texts], add_special_tokens=False)
+        return [[*encoding.ids, END] for encoding in found]
 
-    def decode(self, tokens: Iterable[int], source: bool = False) -> str:
-        """Text of target ids (or source ids), up to the first end."""
-        ids = list(map(int, tokens))
-        kept = ids[: ids.index(END)] if END in ids else ids
-        return (self.source if source else self.target).decode(kept)
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of ids, up to the first end."""
+        kept = [token for token in takewhile(END.__ne__, map(int, tokens)) if token >= len(SPECIALS)]
+        return str(self._model.decode(kept)).removeprefix(" ")
 
     def dump(self) -> bytes:
         """Bytes for `load_tokenizer`."""
-        target = None if self.joint else self.target.stored
-        stored = {"kind": "pair", "source": self.source.stored, "target": target, "format": self.text_format}
-        return json.dumps(stored).encode()
-
-
-def load_pair_tokenizer(tree: dict[str, Any]) -> PairTokenizer:
-    """The tokenizer of a parsed `PairTokenizer.dump`; other trees give errors of any kind (see `loading`)."""
-    if tree["format"] not in FORMATS:
-        raise ValueError(f"format={tree['format']!r} is not an option")
-    target = None if tree["target"] is None else ByteSubwords(tree["target"])
-    return PairTokenizer(ByteSubwords(tree["source"]), target, tree["format"])
-
-
-def train_subwords(texts: Iterable[str], size: int, text_format: str) -> ByteSubwords:
-    """Train byte pairs on the lines of a corpus.
-
-    Args:
-        size: number of ids, with special ids and the 256 bytes; fewer when no further pair occurs twice.
-        text_format: words, which no token crosses, follow GPT-2's pattern in "raw" text, and blanks in "moses".
-
-    Raises:
-        ValueError: too few ids.
-    """
-    if size < SMALLEST:
-        raise ValueError(f"data.vocabulary_size={size} must be at least {SMALLEST}: special ids and the 256 bytes")
-    library = require("tokenizers", extra="language")
-    blanks = library.pre_tokenizers.Split(" ", "merged_with_next") if text_format == "moses" else None
-    return ByteSubwords(train_byte_pairs((f" {text}" for text in texts), size, SPECIALS, blanks, min_frequency=2))
-
-
-def read_pair_tokenizer(path: str, text_format: str) -> PairTokenizer:
-    """Load the tokenizer.json of a translation run, or of its folder.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: another file, or another format than the tokenizer's own.
-    """
-    file = Path(path).expanduser()
-    file = file / "tokenizer.json" if file.is_dir() else file
-    if not file.is_file():
-        raise FileNotFoundError(f"data.tokenizer={path!r} is neither 'bpe' nor a file; give a run folder")
-    with loading(f"data.tokenizer={path!r}"):
-        tree = json.loads(file.read_bytes())
-        if tree["kind"] != "pair":
-            raise ValueError("it is not of a translation run")
-        found = load_pair_tokenizer(tree)
-    if found.text_format != text_format:
-        raise ValueError(f"data.tokenizer={path!r} is of data.text_format={found.text_format}; set the same")
-    return found
+        return json.dumps({"kind": "pair", "model": self._json}).encode()

@@ -18,7 +18,7 @@ import numpy as np
 
 from cached_transformers.registry import unknown_name
 
-from .subwords import load_pair_tokenizer, loading, train_byte_pairs, trained_model
+from .subwords import PairTokenizer, loading, train_byte_pairs, trained_model
 
 UNKNOWN, END = "<unk>", "<eos>"
 SPECIALS = ("pad", "begin", "end", "mask")
@@ -236,7 +236,7 @@ def _loaded(tree: dict[str, Any]) -> Tokenizer:
     if tree["kind"] == "byte":
         return ByteTokenizer()
     if tree["kind"] == "pair":
-        return load_pair_tokenizer(tree)
+        return PairTokenizer(tree["model"])
     if tree["kind"] == "special":
         if type(tree["sentinels"]) is not int or tree["sentinels"] > _MOST_SENTINELS:
             raise ValueError(f"sentinels={tree['sentinels']!r} is no number of ids")

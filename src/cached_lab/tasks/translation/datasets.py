@@ -45,9 +45,7 @@ class ParallelText:
         source, target: languages as in the names of files, e.g. "en" and "de".
         path: folder or archive.
         train, validation, test: names of the splits if they are not the usual ones; several are joined.
-        tokenizer: "bpe", trained on the training side; or the tokenizer.json of another run, or its folder.
-        vocabulary_size: most ids, of both sides together or of each.
-        joint: one vocabulary for both sides.
+        vocabulary_size: most ids of the byte pairs, which are trained on both sides of the training split together.
         text_format: "raw", or "moses" for tokens separated by blanks; sacreBLEU scores untokenised text in either case.
         max_length: tokens, the end included, above which training drops a pair and evaluation truncates a source.
 
@@ -73,9 +71,7 @@ class ParallelText:
     train: Names = None
     validation: Names = None
     test: Names = None
-    tokenizer: str = "bpe"
     vocabulary_size: int = 8000
-    joint: bool = True
     text_format: str = "raw"
     max_length: int = 256
 
@@ -84,10 +80,9 @@ class ParallelText:
         self._check()
         self.languages = (self.source, self.target)
         self._read: dict[str, Parallel] = {}
-        self._subwords = self._tokenizer(self.tokenizer)
-        self.tokenizer = self._subwords  # type: ignore[assignment]  # the option is a name
+        self.tokenizer = self._trained()
         training = self.split == "train"
-        key = {"tokenizer": self._tokenizer_key, "text": self._key(self.split), "version": VERSION}
+        key = {"tokenizer": self._subwords, "text": self._key(self.split), "version": VERSION}
         arrays = load_or_build("translation", {**key, "rules": [training, self.max_length]}, self._encode)
         self._tokens = tuple(torch.from_numpy(arrays[side].astype(np.int64)) for side in ("source", "target"))
         self._ends = tuple(np.cumsum([0, *arrays["lengths"][:, side]]) for side in (0, 1))
@@ -131,25 +126,18 @@ class ParallelText:
             self._read[split] = Parallel(source, target, "; ".join(part.name for part in parts))
         return self._read[split]
 
-    def _tokenizer(self, kind: str) -> PairTokenizer:
-        if kind != "bpe":
-            found = subwords.read_pair_tokenizer(kind, self.text_format)
-            self._tokenizer_key: Any = found.dump().decode()
-            return found
-        options = {"size": self.vocabulary_size, "joint": self.joint, "format": self.text_format}
-        self._tokenizer_key = {**options, "train": self._key("train"), "version": VERSION}
+    def _trained(self) -> PairTokenizer:
+        self._subwords = {"size": self.vocabulary_size, "format": self.text_format, "train": self._key("train")}
 
         def train() -> Arrays:
             lines = self.parallel("train")
-            sides = [[line for line in side if line.strip()] for side in lines[:2]]
-            if not all(sides):
+            texts = [line for side in lines[:2] for line in side if line.strip()]
+            if not texts:
                 raise ValueError(f"{lines.name}: no training line holds text")
-            texts = [[*sides[0], *sides[1]]] if self.joint else sides
-            models = [subwords.train_subwords(part, self.vocabulary_size, self.text_format) for part in texts]
-            dumped = PairTokenizer(models[0], None if self.joint else models[1], self.text_format).dump()
+            dumped = PairTokenizer.train(texts, self.vocabulary_size, self.text_format).dump()
             return {"tokenizer": np.frombuffer(dumped, dtype=np.uint8)}
 
-        stored = load_or_build("subwords", self._tokenizer_key, train)
+        stored = load_or_build("subwords", {**self._subwords, "version": VERSION}, train)
         loaded = load_tokenizer(stored["tokenizer"].tobytes())
         assert isinstance(loaded, PairTokenizer)
         return loaded
@@ -158,7 +146,7 @@ class ParallelText:
         lines, training, most = self.parallel(self.split), self.split == "train", self.max_length
         pairs = list(zip(lines.source, lines.target, strict=True))
         kept = [pair for pair in pairs if pair[0].strip() and pair[1].strip()] if training else pairs
-        sides = [self._subwords.encode_batch([pair[side] for pair in kept], target=side == 1) for side in (0, 1)]
+        sides = [self.tokenizer.encode_batch([pair[side] for pair in kept]) for side in (0, 1)]
         both = list(zip(*sides, strict=True))
         long: list[int] = []
         if training:
@@ -172,7 +160,7 @@ class ParallelText:
                 f"{lines.name}: none of {len(pairs)} pairs is left ({dropped[0]} empty, {dropped[1]} longer than "
                 f"data.max_length={most}); raise it, or check the data"
             )
-        kind = np.uint16 if max(self._subwords.vocabulary, self._subwords.target_vocabulary) <= 1 << 16 else np.int32
+        kind = np.uint16 if self.tokenizer.vocabulary <= 1 << 16 else np.int32
         source, target = (np.array([i for pair in both for i in pair[side]], dtype=kind) for side in (0, 1))
         counts = {"lengths": [[len(s), len(t)] for s, t in both], "dropped": dropped, "truncated": long}
         arrays = {name: np.array(values, dtype=np.int64) for name, values in counts.items()}
@@ -210,8 +198,6 @@ class ParallelText:
 
     def describe(self) -> dict[str, object]:
         """Return facts for reports and for building a model."""
-        tokenizer = self._subwords
-        target = {} if tokenizer.joint else {"target_vocabulary": tokenizer.target_vocabulary}
         return {
             "name": self.name,
             "split": self.split,
@@ -219,8 +205,7 @@ class ParallelText:
             "source_tokens": int(self.lengths[:, 0].sum()),
             "target_tokens": int(self.lengths[:, 1].sum()),
             "dropped": self.dropped,
-            "vocabulary": tokenizer.vocabulary,
-            **target,
+            "vocabulary": self.tokenizer.vocabulary,
             "max_length": self.max_length,
             "pad": PAD,
             "begin": BEGIN,

@@ -73,10 +73,8 @@ class TranslationTask(Task):
         self.translations: list[TranslatedRow] = []
 
     def facts(self) -> dict[str, float]:
-        """Return the share of the batches' tokens that are not padding, and the steps of an epoch."""
-        if not isinstance(self.order, TokenOrder):
-            return {}
-        return {"packing_efficiency": self.order.efficiency(), "steps_per_epoch": self.order.batches}
+        """Return the steps of an epoch of token batches."""
+        return {"steps_per_epoch": self.order.batches} if isinstance(self.order, TokenOrder) else {}
 
     def batches(self, step: int) -> Iterator[PairPiece]:
         loaded = self._loaded(self.order, step)
