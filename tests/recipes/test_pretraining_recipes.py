@@ -32,14 +32,7 @@ SWITCH = {**T5, "num_experts": 8, "num_sparse_encoder_layers": 6, "num_sparse_de
 PUBLISHED = [
     ("bart_base", "BartConfig", "BartForConditionalGeneration", BART, 139_420_416, 2 * 2 * 768),
     ("t5_base", "T5Config", "T5ForConditionalGeneration", T5, 222_903_552, 0),
-    (
-        "switch_base_8",
-        "SwitchTransformersConfig",
-        "SwitchTransformersForConditionalGeneration",
-        SWITCH,
-        619_339_008,
-        0,
-    ),
+    ("switch_base_8", "SwitchTransformersConfig", "SwitchTransformersForConditionalGeneration", SWITCH, 619_339_008, 0),
     ("gpt2", "GPT2Config", "GPT2LMHeadModel", {}, 124_439_808, 1024 * 768),
 ]
 SMALL = ["bart_small", "t5_small", "switch_small", "gpt_small"]

@@ -124,10 +124,7 @@ def test_accumulation_does_not_change_what_is_learned(tmp_path, text):
     assert carried[0].keys() == carried[1].keys() and all(len(t) == 4 for t in carried[1].values())
 
 
-@pytest.mark.parametrize(
-    "option",
-    ["training.activation_checkpointing=true", "training.precision=bfloat16"],
-)
+@pytest.mark.parametrize("option", ["training.activation_checkpointing=true", "training.precision=bfloat16"])
 def test_other_ways_to_compute_follow_the_same_curve(tmp_path, text, option):
     plain, other = (
         fitted(tmp_path / name, text, "model.dropout=0.0", *more) for name, more in (("a", ()), ("b", (option,)))
@@ -358,10 +355,7 @@ def test_compare_takes_the_lower_perplexity_for_the_better(tmp_path, text, capsy
     [
         ("training.metric=accuracy", "training.metric='accuracy' does not suit text with tokenizer 'byte'; take loss"),
         ("data.tokenizer=word", "training.metric='bits_per_byte' does not suit text with tokenizer 'word'"),
-        (
-            "model.vocabulary=200",
-            "model.vocabulary=200, but data 'text' has vocabulary=256",
-        ),
+        ("model.vocabulary=200", "model.vocabulary=200, but data 'text' has vocabulary=256"),
         (
             "model={name: sequence_classifier, classes: 2, max_length: 9}",
             "take language_model, not 'sequence_classifier'",
@@ -396,14 +390,6 @@ def test_bad_input_ends_with_status_2(tmp_path, text, capsys, override, message)
     file.write_text(yaml.safe_dump(tree), encoding="utf-8")
     assert main(["train", str(file), "--out", str(tmp_path / "run")]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_an_empty_file_ends_with_status_2(tmp_path, text, capsys):
-    (text / "valid.txt").write_text("", encoding="utf-8")
-    file = tmp_path / "language.yaml"
-    file.write_text(yaml.safe_dump(recipe(text)), encoding="utf-8")
-    assert main(["train", str(file), "--out", str(tmp_path / "run")]) == 2
-    assert "valid.txt is empty; remove it" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_report")

@@ -53,8 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(arguments: argparse.Namespace, path: Path) -> int:
     from cached_lab.experiments.load import load_run
-    from cached_lab.experiments.reports.formatting import unknown_words
-    from cached_lab.tasks.language.text_reader import TextReader, fingerprint, read_tokenizer, unknown_share
+    from cached_lab.tasks.language.text_reader import TextReader, fingerprint, read_tokenizer
     from cached_lab.training.checkpoint import Checkpoints
     from cached_lab.training.distributed import pick_device
     from cached_lab.training.run_files import TOKENIZER
@@ -79,8 +78,6 @@ def _read(arguments: argparse.Namespace, path: Path) -> int:
         return 0
     size = f", {now.bits_per_byte(reader.size):.4f} bits per byte" if arguments.tokens is None else ""
     print(f"{now.tokens:,} tokens: loss {now.nats / now.tokens:.4f} nats, perplexity {now.perplexity:.3f}{size}")
-    if tokenizer.unknown is not None:
-        print(unknown_words(unknown_share(file, tokenizer, now.tokens)))
     print(f"state: {path}")
     return 0
 

@@ -34,7 +34,7 @@ class TextDataset:
         task: name of the training task.
         tokenizer: from text to ids and back. kind: its name.
         tokens: ids (size,). starts: start of each document (documents,).
-        counts: "tokens", "words" and "bytes" of the split.
+        counts: "tokens", "words" and "bytes" of the split; of a stream, at most their ratio.
         line: unit of a line, "paragraph" or "sentence".
         punctuation: the word tokenizer separates it from words.
     """
@@ -85,9 +85,11 @@ class TextDataset:
         loss = nats / tokens
         values = {"loss": loss, "perplexity": perplexity(loss)}
         if self.tokenizer.lossless:
-            per_token = {unit: self.counts[unit] / self.counts["tokens"] for unit in ("bytes", "words")}
-            values["bits_per_byte"] = loss / math.log(2) / per_token["bytes"]
-            values["word_perplexity"] = perplexity(loss / per_token["words"])
+            per_token = {unit: count / self.counts["tokens"] for unit, count in self.counts.items()}
+            if "bytes" in per_token:
+                values["bits_per_byte"] = loss / math.log(2) / per_token["bytes"]
+            if "words" in per_token:
+                values["word_perplexity"] = perplexity(loss / per_token["words"])
         return values
 
     def unknown_share(self) -> float | None:

@@ -1,4 +1,4 @@
-"""Texts with a label each, from JSON lines or folders, as token ids ("labelled_documents").
+"""Texts with a label each, from JSON lines, as token ids ("labelled_documents").
 
 Legend: N tokens.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from cached_lab.data.samples import Sample
 from cached_lab.data.splits import check_fraction, check_split, items_of_split, named_split
 from cached_lab.data.text import trained_tokenizer
-from cached_lab.data.text_files import DECOMPRESS, TextFile, decoded, find_texts
+from cached_lab.data.text_files import DECOMPRESS, TextFile, decoded
 from cached_lab.data.tokenizers import check_kind
 from cached_lab.registries import DATASETS
 from cached_transformers.annotations import shown
@@ -32,10 +32,10 @@ TABLE = ".jsonl"
 @DATASETS.register("labelled_documents")
 @dataclass(eq=False, repr=False)
 class LabelledDocuments(DocumentDataset):
-    """Texts of any length with a label each, from a JSON-lines file or a folder of them, or a folder per class.
+    """Texts of any length with a label each, from a JSON-lines file or a folder of them.
 
-    Files or folders named after splits (`train.jsonl`, `test/<class>/*.txt`) are used as such. A split without one is
-    dealt from the rest by the fractions below, with equal shares of every class. Classes are the labels in alphabetical
+    Files or folders named after splits (`train.jsonl`, `test/*.jsonl`) are used as such. A split without one is dealt
+    from the rest by the fractions below, with equal shares of every class. Classes are the labels in alphabetical
     order.
 
     Args:
@@ -129,36 +129,24 @@ class LabelledText(NamedTuple):
 
 
 def read_labelled(path: str | Path, text: str, label: str) -> list[LabelledText]:
-    """All texts with labels in a file or folder, in order of the names.
+    """All texts with labels in a file or folder of JSON lines, in order of the names.
 
-    A line of JSON has a text and a label in the fields of these names; several files of a folder may be named after
-    splits. Without one the text files of a folder are read; their label is their folder, a class, which may be in a
-    folder named after a split. Files may be compressed (.xz, .gz, .bz2).
+    A line has a text and a label in the fields of these names; files or folders may be named after splits, and may be
+    compressed (.xz, .gz, .bz2).
 
     Raises:
-        FileNotFoundError: no such path, or neither JSON lines nor a text in it.
-        ValueError: a line (named) without text or label, invalid JSON or UTF-8, or a text in no folder of a class.
+        FileNotFoundError: no such path, or no JSON lines in it.
+        ValueError: a line (named) without text or label, or invalid JSON or UTF-8.
     """
     path = Path(path).expanduser()
     if path.is_file():
         return list(_rows(TextFile(path, path.name), text, label))
-    files = sorted(file for file in path.rglob("[!.]*") if _is_table(file))
-    if files:
-        tables = [TextFile(file, file.relative_to(path).as_posix()) for file in files]
-        return [record for table in tables for record in _rows(table, text, label)]
-    records = []
-    for file in find_texts(path):
-        *folders, _ = PurePosixPath(file.name).parts
-        split = named_split("", folders)
-        if not folders or (split is not None and named_split("", folders[-1:]) is not None):
-            way = "lay texts out as <class>/*.txt, or <split>/<class>/*.txt"
-            raise ValueError(f"{file} lies in no folder of a class; {way}")
-        records.append(LabelledText(decoded(file.content(), file), folders[-1], split))
-    return records
-
-
-def _is_table(file: Path) -> bool:
-    return (file.with_suffix("") if file.suffix in DECOMPRESS else file).suffix == TABLE and file.is_file()
+    names = [f"*{TABLE}{packed}" for packed in ("", *DECOMPRESS)]
+    files = sorted(file for name in names for file in path.rglob(name) if not file.name.startswith("."))
+    if not files:
+        raise FileNotFoundError(f"{path} holds no {TABLE}; give a file or folder of JSON lines with a text and a label")
+    tables = [TextFile(file, file.relative_to(path).as_posix()) for file in files]
+    return [record for table in tables for record in _rows(table, text, label)]
 
 
 def _rows(table: TextFile, text: str, label: str) -> Iterator[LabelledText]:

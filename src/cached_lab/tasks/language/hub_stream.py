@@ -14,7 +14,6 @@ Legend: B rows, N tokens of a step, S segments of a step.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
@@ -33,7 +32,6 @@ from cached_lab.data.text import RESETS, TextDataset, encoded
 from cached_lab.data.tokenizers import Tokenizer, check_kind, train_tokenizer
 from cached_lab.registries import DATASETS
 from cached_transformers.checks import at_least_one
-from cached_transformers.layers.token_loss import perplexity
 
 from .streams import IGNORED, StreamBatch
 
@@ -53,10 +51,7 @@ class HuggingFaceStream(TextDataset):
         dataset: its name, e.g. "HuggingFaceFW/fineweb", or a folder of files (.jsonl, .parquet, .txt, compressed).
         config: its configuration, if it has any.
         column: of the text.
-        tokenizer: "byte", "word" or "bpe"; its vocabulary is built on the first 10,000 training documents.
-        vocabulary_size: largest number of token ids; None for all words, or 16,000 byte pairs.
-        reset: "document" starts each document at the start of a segment, with an empty memory; "packed" directly after
-            the previous one, also with an empty memory; "never" keeps the memory.
+        tokenizer, vocabulary_size, reset: see `Corpus`; the vocabulary is built on the first 10,000 training documents.
         shuffle: permute the files in each epoch, and documents within windows.
         window: documents that are permuted together, and held in memory.
         held_out: most documents of validation, and of test.
@@ -92,6 +87,7 @@ class HuggingFaceStream(TextDataset):
         source = (self.dataset, self.config, self.column, self.held_fraction)
         self.documents = documents_of("train", *source)
         self.tokenizer = _tokenizer(*source, self.kind, self.vocabulary_size)  # type: ignore[assignment]
+        self.counts = {"tokens": 1, "bytes": 1} if self.kind == "byte" else {}
         if not self.streamed:
             texts = list(islice(_once(documents_of(self.split, *source)), self.held_out))
             if not texts:
@@ -118,15 +114,6 @@ class HuggingFaceStream(TextDataset):
             return
         for shard in dict.fromkeys((0, self.shards - 1)):
             yield next(self.documents.read(shard), "").encode("utf-8", "surrogatepass")
-
-    def scores(self, nats: float, tokens: float) -> dict[str, float]:
-        """Scores as for any text. A stream has no counts of words and bytes: no word_perplexity, and bits_per_byte only
-        for bytes."""
-        if not self.streamed:
-            return super().scores(nats, tokens)
-        loss = nats / tokens
-        values = {"loss": loss, "perplexity": perplexity(loss)}
-        return values | ({"bits_per_byte": loss / math.log(2)} if self.kind == "byte" else {})
 
     def baselines(self, train: TextDataset) -> dict[str, dict[str, float]]:
         """Empty: the tokens of a stream are not counted."""

@@ -11,7 +11,6 @@ import re
 import time
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,12 +77,6 @@ def text_pieces(path: Path, tokenizer: Tokenizer) -> Iterator[TextPiece]:
 def _blocks(path: Path) -> Iterator[bytes]:
     with OPENERS.get(path.suffix, open)(path, "rb") as file, naming(path, "file"):
         yield from iter(partial(file.read, BLOCK), b"")
-
-
-def unknown_share(path: Path, tokenizer: Tokenizer, tokens: int) -> float:
-    """The share of unknown words in the first tokens of a text."""
-    ids = (token for piece in text_pieces(path, tokenizer) for token in piece.ids)
-    return sum(token == tokenizer.unknown for token in islice(ids, 1, tokens + 1)) / tokens
 
 
 class Bookmark(NamedTuple):

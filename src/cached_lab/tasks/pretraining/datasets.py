@@ -41,7 +41,7 @@ class Denoising:
         max_length: longest source or target, with begin and end; blocks are as long as that allows.
         sentinels: number of their ids; None: T5's 100 for an objective that needs some, else 0. A model can change its
             objective if both have equal numbers.
-        tokenizer: "word", "byte" or "bpe". vocabulary_size: largest number of ids, special ones not counted.
+        tokenizer, vocabulary_size: see `Corpus`; special ids are not counted.
         reset: "never" lets blocks cross the ends of documents; "document" begins a block with each.
 
     Attributes:
