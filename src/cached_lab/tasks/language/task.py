@@ -156,7 +156,7 @@ class LanguageModelling(Task):
 
 
 def _streams(train: TextDataset, settings: TrainingConfig) -> Streams | StreamedRows:
-    """The rows of the training split (ValueError: more than the text has)."""
+    """The rows of the training split."""
     length, align = settings.segment_length * settings.segments, grain(train, settings.segment_length, settings)
     packed = train.reset == "packed"
     if isinstance(train, HuggingFaceStream):
@@ -169,12 +169,6 @@ def _streams(train: TextDataset, settings: TrainingConfig) -> Streams | Streamed
         source: Any = (train.documents, train.tokenizer)  # which replaced the option of the same name
         return StreamedRows(
             *source, settings.batch_size, length, align=align, packed=packed, window=train.window, seed=seed
-        )
-    if settings.batch_size * length > len(train):
-        raise ValueError(
-            f"training.batch_size={settings.batch_size} rows of training.segments={settings.segments} x "
-            f"training.segment_length={settings.segment_length} tokens exceed the {len(train)} tokens of the text; "
-            "take fewer or shorter rows"
         )
     return Streams(
         train.tokens,
@@ -191,19 +185,15 @@ def _streams(train: TextDataset, settings: TrainingConfig) -> Streams | Streamed
 
 def check(config: RunConfig, model: nn.Module, data: TextDataset, scored: TextDataset) -> None:
     """Refuse settings and models that do not suit text (ValueError); `scored` is the validation split."""
-    settings, size = config.training, data.tokenizer.vocabulary
+    settings = config.training
     if "reset" not in inspect.signature(model.forward).parameters or not hasattr(model, "vocabulary"):
         raise ValueError(f"data {data.name!r} is text; take language_model, not {config.model['name']!r}")
-    if model.vocabulary < size:  # type: ignore[operator]
-        raise ValueError(f"model.vocabulary={model.vocabulary} is below the {size} token ids of the data; leave it out")
     known = [name for name in ("loss", "perplexity", "bits_per_byte", "word_perplexity") if name in scored.scores(1, 1)]
     if settings.metric not in known:
         raise ValueError(
             f"training.metric={settings.metric!r} does not suit text with tokenizer {data.kind!r}; "
             f"take {', '.join(known)}"
         )
-    if settings.label_smoothing:
-        raise ValueError(f"training.label_smoothing={settings.label_smoothing} is not for text; leave it at 0")
     check_passes(model, settings.passes)
     if data.reset == "packed" and settings.passes > 1:
         raise ValueError(

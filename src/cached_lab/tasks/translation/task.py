@@ -143,14 +143,9 @@ def check(config: RunConfig, model: nn.Module, data: Any) -> None:
     settings, name = config.training, config.model["name"]
     if not hasattr(model, "encode") or not hasattr(model, "vocabulary"):
         raise ValueError(f"model.name={name!r} takes no pairs of data {data.name!r}; take encoder_decoder")
-    facts = data.describe()
-    target = facts.get("target_vocabulary") or facts["vocabulary"]
-    least = {"vocabulary": facts["vocabulary"], "target_vocabulary": target, "max_length": facts["max_length"]}
-    for option, size in least.items():
-        if getattr(model, option, size) < size:
-            raise ValueError(
-                f"model.{option}={getattr(model, option)} must be at least the data's {size}; leave it out, or raise it"
-            )
+    longest = data.describe()["max_length"]
+    if getattr(model, "max_length", longest) < longest:
+        raise ValueError(f"model.max_length={model.max_length} must be at least the data's {longest}; leave it out")
     known = ["loss", "perplexity", *(["bleu", "chrf"] if hasattr(type(data), "texts") else [])]
     if settings.metric not in known:
         raise ValueError(
