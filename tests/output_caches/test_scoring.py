@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from training.small_language import CPU, make, write_text
+from training.small_language import CPU, make, own_cache, write_text  # noqa: F401
 
 from cached_lab.output_caches import NeuralCache, hidden_states
 from cached_lab.output_caches.scoring import build_datastore, cache_losses
@@ -17,11 +17,6 @@ from cached_lab.training.distributed import World
 from cached_lab.training.trainer import Trainer
 
 CACHE = NeuralCache(20, 0.3, 0.4)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
 
 
 def trainer_of(folder: Path, *options: str) -> Trainer:

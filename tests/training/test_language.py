@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 from training.same_run import assert_same_run, final
-from training.small_language import STEPS, fitted, make, recipe, write_text
+from training.small_language import STEPS, fitted, made_text, make, own_cache, recipe  # noqa: F401
 
 from cached_lab.cli.main import main
 from cached_lab.experiments.build import build_model
@@ -30,16 +30,6 @@ from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.state import from_tensors, named_tensors
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def text(tmp_path) -> Path:
-    return write_text(tmp_path / "text")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 from training.same_run import assert_same_run
-from training.small_language import CPU, fitted, make, write_text
+from training.small_language import CPU, fitted, make, own_cache, write_text  # noqa: F401
 
 from cached_lab.experiments.memory_use import emptied_in_training
 from cached_lab.output_caches.scoring import read_split
@@ -17,11 +17,6 @@ from cached_lab.tasks.language.scores import split_losses
 PACKED = ("data.reset=packed", "data.shuffle=true", "model.dropout=0.0")
 SIZES = (3, 1, 5, 2, 4)
 """Lines of seven letters."""
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -57,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--resume continues a file; give --output FILE")
     if arguments.input is not None:
         require_file(arguments.input, "the text to translate")
-    config, model, _ = load_run(arguments.folder, arguments.checkpoint, arguments.average)
+    config, loaded, _ = load_run(arguments.folder, arguments.checkpoint, arguments.average)
+    model: Any = loaded
     tokenizer = lines.read_tokenizer(arguments.folder / TOKENIZER)
     options: dict[str, Any] = {"begin": tokenizer.begin, "end": tokenizer.end}
     for option in ("beams", "tokens", "length_penalty"):

@@ -107,7 +107,8 @@ class LabelledDocuments(DocumentDataset):
 
     def document(self, index: int, segments: int | None = None, epoch: int = 0) -> tuple[Tensor, int]:
         """One document, truncated to `segments` segments."""
-        place, most = self.position(index), self.segments if segments is None else min(segments, self.segments)
+        place, longest = self.position(index), int(self.segments or 0)
+        most = longest if segments is None else min(segments, longest)
         tokens_N = self._tokens[place][: most * self.segment_length].astype(np.int64)
         return torch.from_numpy(tokens_N), int(self.labels[place])
 

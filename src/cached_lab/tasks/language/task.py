@@ -158,18 +158,16 @@ class LanguageModelling(Task):
 def _streams(train: TextDataset, settings: TrainingConfig) -> Streams | StreamedRows:
     """The rows of the training split."""
     length, align = settings.segment_length * settings.segments, grain(train, settings.segment_length, settings)
-    packed = train.reset == "packed"
+    packed, seed = train.reset == "packed", settings.seed if train.shuffle else None
     if isinstance(train, HuggingFaceStream):
         if settings.pipeline > 1:
             raise ValueError(
                 f"training.pipeline={settings.pipeline} does not go with data {train.name!r}; take a text on disk, or "
                 "training.pipeline=1"
             )
-        seed = settings.seed if train.shuffle else None
-        source: Any = (train.documents, train.tokenizer)  # which replaced the option of the same name
-        return StreamedRows(
-            *source, settings.batch_size, length, align=align, packed=packed, window=train.window, seed=seed
-        )
+        tokenizer: Any = train.tokenizer  # replaced the option of the same name
+        options: dict[str, Any] = {"align": align, "packed": packed, "window": train.window, "seed": seed}
+        return StreamedRows(train.documents, tokenizer, settings.batch_size, length, **options)
     return Streams(
         train.tokens,
         train.starts,
@@ -179,7 +177,7 @@ def _streams(train: TextDataset, settings: TrainingConfig) -> Streams | Streamed
         unit=settings.segment_length,
         align=align,
         packed=packed,
-        seed=settings.seed if train.shuffle else None,
+        seed=seed,
     )
 
 

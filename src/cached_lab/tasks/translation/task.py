@@ -203,7 +203,11 @@ def _translations(
     model: Any, dataset: Any, count: int, world: World, options: EvaluationConfig, batch_size: int
 ) -> list[TranslatedRow]:
     """The first rows of a data set; processes share them. A batch has sentences of similar length."""
-    search = {"beams": options.beams, "tokens": options.tokens, "length_penalty": options.length_penalty}
+    search: dict[str, Any] = {
+        "beams": options.beams,
+        "tokens": options.tokens,
+        "length_penalty": options.length_penalty,
+    }
     mine = sorted(range(world.rank, count, world.size), key=lambda row: (len(dataset[row].source), row))
     found: dict[int, tuple[str, float]] = {}
     for begin in range(0, len(mine), batch_size):
