@@ -165,22 +165,6 @@ def test_objectives_share_a_vocabulary_where_they_have_as_many_sentinels(text: P
     assert made(text).describe()["vocabulary"] == 256 + 4
 
 
-def test_the_unigram_baseline_is_the_cross_entropy_of_target_frequencies(text: Path) -> None:
-    train, validation = made(text), made(text, "validation")
-    found = validation.baselines(train)["unigram"]
-    counts = np.ones(train.tokenizer.vocabulary)
-    for index in range(len(train)):
-        np.add.at(counts, [*original(train, index), train.tokenizer.end], 1)
-    losses = [
-        -np.log(counts[token] / counts.sum())
-        for index in range(len(validation))
-        for token in [*original(validation, index), train.tokenizer.end]
-    ]
-    assert found["loss"] == pytest.approx(np.mean(losses)) and found["perplexity"] == pytest.approx(
-        np.exp(found["loss"])
-    )
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

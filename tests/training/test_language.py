@@ -241,7 +241,7 @@ def start(folder: Path, recipe_file: Path) -> subprocess.Popen[str]:
 @pytest.mark.usefixtures("no_report")
 def test_sigkill_then_resume_equals_a_run_never_stopped(tmp_path, text, capsys):
     file = tmp_path / "language.yaml"
-    tree = recipe(text, "training.steps=100", "training.evaluate_every=10", "training.test=none")
+    tree = recipe(text, "training.steps=60", "training.evaluate_every=10", "training.test=none")
     file.write_text(yaml.safe_dump(tree), encoding="utf-8")
     process = start(tmp_path / "run", file)
     while len(read_metrics(tmp_path / "run" / "metrics.jsonl")) < 12:
@@ -249,10 +249,10 @@ def test_sigkill_then_resume_equals_a_run_never_stopped(tmp_path, text, capsys):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL and 0 < final(tmp_path / "run").step < 100
+    assert process.returncode == -signal.SIGKILL and 0 < final(tmp_path / "run").step < 60
     for folder in ("run", "whole"):
         assert main(["train", str(file), "--out", str(tmp_path / folder)]) == 0, capsys.readouterr().err
-    assert_same_run(tmp_path / "run", tmp_path / "whole", 100)
+    assert_same_run(tmp_path / "run", tmp_path / "whole", 60)
 
 
 def test_a_state_of_another_memory_is_refused(tmp_path, text):

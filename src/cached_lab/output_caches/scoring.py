@@ -9,7 +9,6 @@ Legend: B rows, N tokens of a segment, D width of a key, C settings of a cache.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,21 +31,13 @@ from .knn_lm import Datastore
 from .output_cache import OutputCache
 
 
-class ReadSegment(NamedTuple):
-    """Losses (nats, 0 at padding) and hidden states of one segment of some rows, targets (-100 at padding), and the
-    rows that were reset before the segment, on the CPU.
-    """
-
-    losses_BN: Tensor
-    h_BND: Tensor
-    next_BN: Tensor
-    reset_B: Tensor
-
-
 def read_split(
     model: nn.Module, dataset: TextDataset, world: World, config: RunConfig, key: str
-) -> Iterator[ReadSegment]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Read a whole split in order, every token once, in the rows of an evaluation, sharded over the processes.
+
+    Yields of each segment: losses (B, N) in nats, 0 at padding; hidden states (B, N, D); targets (B, N), -100 at
+    padding; and the rows (B,) that were reset before it, on the CPU.
 
     Args:
         key: the hidden states, by their name in `hidden_states`.
@@ -62,7 +53,7 @@ def read_split(
     with untouched(model), hidden_states(model, key) as seen:
         for batch, losses_BN in read_rows(model, streams, own_rows(streams, world), world, config):
             h_BND = seen.take(losses_BN.shape[1])
-            yield ReadSegment(losses_BN, h_BND, batch.targets.to(world.device), batch.reset[:, 0])
+            yield losses_BN, h_BND, batch.targets.to(world.device), batch.reset[:, 0]
 
 
 def cache_losses(
@@ -82,23 +73,22 @@ def cache_losses(
     nats = torch.zeros(len(settings) + 1, dtype=torch.float64, device=world.device)
     tokens = torch.zeros((), dtype=torch.float64, device=world.device)
     state: State | None = None
-    for read in read_split(model, dataset, world, config, cache.key):
+    for losses_BN, h_BND, next_BN, reset_B in read_split(model, dataset, world, config, cache.key):
         if state is None:
-            state = cache.init_state(len(read.h_BND), read.h_BND)
-        elif read.reset_B.any():
-            reset_B = read.reset_B.to(world.device)
-            state = reset_rows(state, cache.init_state(len(read.h_BND), read.h_BND), reset_B)
-        known_BN = read.next_BN != IGNORED
-        nats[0] += read.losses_BN[known_BN].double().sum()
+            state = cache.init_state(len(h_BND), h_BND)
+        elif reset_B.any():
+            state = reset_rows(state, cache.init_state(len(h_BND), h_BND), reset_B.to(world.device))
+        known_BN = next_BN != IGNORED
+        nats[0] += losses_BN[known_BN].double().sum()
         tokens += known_BN.sum()
-        found = cache.find(state, read.h_BND, read.next_BN)
+        found = cache.find(state, h_BND, next_BN)
         for sharpness, indices in by_sharpness.items():
-            copied_BN = (found.weights(sharpness) * (found.token_BNK == read.next_BN[..., None])).sum(-1)
+            copied_BN = (found.weights(sharpness) * (found.token_BNK == next_BN[..., None])).sum(-1)
             for index in indices:
-                logp_BN = found.mixed(-read.losses_BN, copied_BN, settings[index - 1].lambda_)
+                logp_BN = found.mixed(-losses_BN, copied_BN, settings[index - 1].lambda_)
                 nats[index] -= logp_BN[known_BN].double().sum()
         with last_use(state):
-            state = cache.write(state, read.h_BND, read.next_BN)
+            state = cache.write(state, h_BND, next_BN)
     return world.sum(nats).cpu(), float(world.sum(tokens))
 
 
@@ -116,10 +106,10 @@ def build_datastore(
 
     def build() -> Arrays:
         keys, values = [], []
-        for read in read_split(model, train, World(world.device), config, key):
-            known_BN = read.next_BN != IGNORED
-            keys.append(read.h_BND[known_BN].to(getattr(torch, dtype)).cpu().numpy())
-            values.append(read.next_BN[known_BN].int().cpu().numpy())
+        for _, h_BND, next_BN, _ in read_split(model, train, World(world.device), config, key):
+            known_BN = next_BN != IGNORED
+            keys.append(h_BND[known_BN].to(getattr(torch, dtype)).cpu().numpy())
+            values.append(next_BN[known_BN].int().cpu().numpy())
             if not np.isfinite(keys[-1]).all():
                 raise ValueError(f"a key is not finite in dtype={dtype}; take knn.dtype=float32, or check the model")
         return {"keys": np.concatenate(keys), "values": np.concatenate(values)}

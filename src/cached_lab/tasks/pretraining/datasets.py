@@ -5,7 +5,6 @@ Legend: N tokens of a block.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from .objectives import ObjectiveSpec, create_objective
 
 _SHORTEST = 2  # tokens, enough for every objective
 _SENTINELS = 100  # of T5
-_COUNTED = 2000  # pairs of the training split that the unigram baseline counts
 
 
 @DATASETS.register("denoising", paper="arXiv:1910.13461")
@@ -137,20 +135,6 @@ class Denoising:
             "end": special.end,
             "sentence_ends": special.sentence_ends,
         }
-
-    def baselines(self, train: Denoising) -> dict[str, dict[str, float]]:
-        """Return loss and perplexity per target token of a unigram model of training targets (add-one smoothing)."""
-        counts = np.ones(self.tokenizer.vocabulary)
-        for index in range(min(len(train), _COUNTED)):
-            counts += train.target_counts(index)
-        seen = sum((self.target_counts(index) for index in range(len(self))), np.zeros(len(counts)))
-        loss = float(-(seen * np.log(counts / counts.sum())).sum() / seen.sum())
-        return {"unigram": {"loss": loss, "perplexity": math.exp(loss)}}
-
-    def target_counts(self, index: int) -> np.ndarray:
-        """Count each id in the target of a row, with the noise of evaluation."""
-        generator = np.random.default_rng([SPLITS.index(self.split), index])
-        return np.bincount(self.pair(index, generator).targets.numpy(), minlength=self.tokenizer.vocabulary)
 
 
 def blocks(begins: np.ndarray, size: int, length: int) -> np.ndarray:
