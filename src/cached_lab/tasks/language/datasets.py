@@ -169,7 +169,7 @@ class Enwik8(HeldOutText):
 
 @DATASETS.register("text")
 class LocalText(HeldOutText):
-    """Any local text: a file, or a folder or archive of files, each of which is a document; options of `HeldOutText`.
+    """Any local text: a file, or a folder or archive of files, each a document; options of `HeldOutText`.
 
     Files or folders named after splits (train.txt, valid/, ...) are used as such; otherwise a part is held out. The
     word tokenizer separates punctuation.
