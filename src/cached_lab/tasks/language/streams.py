@@ -121,8 +121,8 @@ class Streams:
         """Tokens of each document, with padding."""
         total = int(self._room.sum()) // grain
         if rows > total:
-            unit = f"segments of {align} tokens that the documents fill" if align else "tokens of the text"
-            raise ValueError(f"a batch of {rows} rows exceeds the {total} {unit}; take fewer rows or shorter segments")
+            parts = f"segments of {align} tokens that the documents fill" if align else "tokens of the text"
+            raise ValueError(f"a batch of {rows} rows exceeds the {total} {parts}; take fewer rows or shorter segments")
         self.bounds = np.arange(rows + 1) * total // rows * grain
         self.steps = -(-int(np.diff(self.bounds).max()) // length)
         self._epoch = -1
