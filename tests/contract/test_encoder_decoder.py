@@ -9,6 +9,7 @@ import pytest
 import torch
 from contract.contract_cases import CONTRACTS, DEPTH, HEADS, SEGMENT, VOCABULARY, WIDTH, Contract, attention_spec
 from contract.test_pairs import REASONS
+from models.rereading import translate_rereading
 
 from cached_lab.tasks.translation.translate import translate
 from cached_transformers import state as states
@@ -78,7 +79,7 @@ def test_memories(label: str) -> None:
         got = model(source.masked_fill(PADDING, 1), target, PADDING, state)
     torch.testing.assert_close(got.outputs, want.outputs)
     options: dict[str, Any] = {"padding": PADDING, "begin": 0, "end": 1, "beams": 2, "tokens": 4, "state": state}
-    kept, again = (translate(model, source, cached=cached, **options) for cached in (True, False))
+    kept, again = (find(model, source, **options) for find in (translate, translate_rereading))
     torch.testing.assert_close(kept, again)
 
 

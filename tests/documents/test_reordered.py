@@ -9,13 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from cached_lab.tasks import create_dataset
 from cached_lab.tasks.documents.reordered import COUNTS, ReorderedDocuments, orders, reorder
-from cached_transformers.models.language_model import LanguageModel
-from cached_transformers.models.sequence_classifier import LastTokenHead
 
 
 def reordered(split: str = "train", **options: Any) -> ReorderedDocuments:
@@ -89,9 +85,10 @@ def test_the_classes_are_all_permutations_of_up_to_m_pieces() -> None:
 
 
 def test_a_document_comes_back_in_the_order_that_its_class_names() -> None:
-    documents = torch.arange(9).repeat(2000, 1)
-    mixed, classes = reorder(documents, 4, torch.Generator().manual_seed(0))
-    for row, index in zip(mixed.tolist(), classes.tolist(), strict=True):
+    generator = torch.Generator().manual_seed(0)
+    found = [reorder(torch.arange(9), 4, generator) for _ in range(2000)]
+    for tokens_N, index in found:
+        row = tokens_N.tolist()
         order = orders(4)[index]
         starts = [0, *(i for i in range(1, 9) if row[i] != row[i - 1] + 1)]
         pieces = [row[a:b] for a, b in zip(starts, [*starts[1:], 9], strict=True)]
@@ -99,68 +96,8 @@ def test_a_document_comes_back_in_the_order_that_its_class_names() -> None:
         if len(pieces) == len(order):  # neighbours that stayed neighbours look like one piece
             places = sorted(range(len(pieces)), key=lambda i: pieces[i][0])
             assert [order[i] for i in places] == list(range(len(order)))
-    counts = [sum(len(orders(4)[i]) == count for i in classes.tolist()) for count in range(1, 5)]
+    counts = [sum(len(orders(4)[i]) == count for _, i in found) for count in range(1, 5)]
     assert all(400 < count < 600 for count in counts), "the number of pieces is uniform"
-    assert classes.unique().numel() == 33
-    again, _ = reorder(documents, 4, torch.Generator().manual_seed(0))
-    assert torch.equal(again, mixed)
-
-
-def test_the_head_reads_the_last_token_that_is_not_padding() -> None:
-    head, x = LastTokenHead(8, len(orders(4))), torch.randn(3, 5, 8)
-    assert head(x).shape == (3, 33)
-    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False, True, True, False, True]])
-    want = head(torch.stack([x[0, 4], x[1, 2], x[2, 3]])[:, None])
-    torch.testing.assert_close(head(x, padding), want)
-    torch.testing.assert_close(head(x), head.classify(head.pool(x[:, -1]).tanh()))
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: orders(0), "pieces=0 must be at least 1"),
-        (lambda: reorder(torch.zeros(2, 3), 4), "documents of 3 tokens cannot be cut into pieces=4; take fewer pieces"),
-        (lambda: orders(-1), "pieces=-1 must be at least 1"),
-    ],
-)
-def test_pieces_that_do_not_fit_are_refused(call: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()  # type: ignore[operator]
-
-
-def test_the_order_is_learnt_where_the_second_segment_can_hear_of_the_first() -> None:
-    """Two segments of consecutive numbers from a random one on, perhaps cut in two and swapped.
-
-    A quarter is swapped. Of these, 4 in 7 have the seam in the first segment or at its end, which the second segment
-    does not show: at best 6 in 7 are then right.
-    """
-
-    def batch(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        documents = torch.arange(8) + torch.randint(0, 9, (rows, 1), generator=generator)
-        documents, classes = reorder(documents, 2, generator)
-        return documents, (classes == 2).long()  # an uncut document and one cut but not swapped are the same text
-
-    def accuracy(remember: bool) -> float:
-        torch.manual_seed(0)
-        model = LanguageModel(16, 32, 2, 4, 64, memory={"name": "ernie_doc", "length": 4})
-        head, generator = LastTokenHead(32, len(orders(2))), torch.Generator().manual_seed(1)
-        optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], 5e-3)
-
-        def logits(documents: Tensor) -> Tensor:
-            state = model.init_state(len(documents))
-            for segment in documents.split(4, 1):
-                out = model.stack(model.embedding(segment), state)
-                state = out.state if remember else state
-            return head(out.outputs)
-
-        for _ in range(150):
-            documents, swapped = batch(32, generator)
-            optimizer.zero_grad()
-            F.cross_entropy(logits(documents), swapped).backward()
-            optimizer.step()
-        documents, swapped = batch(1024, generator)
-        with torch.no_grad():
-            return (logits(documents).argmax(-1) == swapped).double().mean().item()
-
-    assert accuracy(True) > 0.97
-    assert accuracy(False) < 0.9
+    assert len({index for _, index in found}) == 33
+    again, _ = reorder(torch.arange(9), 4, torch.Generator().manual_seed(0))
+    assert torch.equal(again, found[0][0])

@@ -30,27 +30,17 @@ class Source:
 
     Attributes:
         dataset: the registered name. make: puts the files into a folder.
-        path: of the data in that folder, or by split. options: of the data set beside it.
+        path: of the data in that folder. options: of the data set beside it.
     """
 
     dataset: str
     make: Callable[[Path], None]
-    path: str | Mapping[str, Any] = ""
+    path: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self, folder: Path) -> dict[str, Any]:
         """Options of the data set that reads the files in this folder."""
-        places = (
-            {"tokenizer": folder / str(self.options["tokenizer"])} if "." in self.options.get("tokenizer", "") else {}
-        )
-        if isinstance(self.path, str):
-            path: Any = str(folder / self.path)
-        else:
-            path = {
-                split: str(folder / files) if isinstance(files, str) else [str(folder / file) for file in files]
-                for split, files in self.path.items()
-            }
-        return {"path": path, **self.options, **{name: str(file) for name, file in places.items()}}
+        return {"path": str(folder / self.path), **self.options}
 
 
 def picture(number: int, kind: str = "PNG") -> bytes:
@@ -214,13 +204,6 @@ def _one(name: str, content: Callable[[], bytes]) -> Callable[[Path], None]:
     return lambda folder: written(folder, {name: content()})
 
 
-def _books(folder: Path) -> None:
-    title = "*** START OF THIS BOOK ***\n"
-    written(
-        folder, {f"{split}/{n}.txt": (title + TEXT).encode() for split in ("train", "validation", "test") for n in "12"}
-    )
-
-
 def _pairs(suffix: str) -> Callable[[Path], None]:
     pack = {"": lambda c: c, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[suffix]
     files = {
@@ -246,37 +229,9 @@ def _pairs_archive(folder: Path) -> None:
     written(folder, {"pairs.tar": packed_tar(files)})
 
 
-def _pairs_and_tokenizer(folder: Path) -> None:
-    from cached_lab.data.subwords import PairTokenizer, train_subwords
-
-    _pairs("")(folder)
-    made = PairTokenizer(train_subwords("bpe", [*ENGLISH.splitlines(), *GERMAN.splitlines()], 270, "raw"))
-    written(folder, {"subwords.json": made.dump()})
-
-
-def _pairs_and_pieces(folder: Path) -> None:
-    import sentencepiece
-
-    _pairs("")(folder)
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([*ENGLISH.splitlines(), *GERMAN.splitlines()] * 3),
-        model_writer=model,
-        vocab_size=60,
-        minloglevel=2,
-        hard_vocab_limit=False,
-    )
-    written(folder, {"pieces.model": model.getvalue()})
-
-
 _IMAGES = {"image_size": 8, "validation_fraction": 0.25}
 _SHARDS = {"image_size": 8}
 _LANGUAGES = {"source": "en", "target": "de", "vocabulary_size": 270, "max_length": 64}
-_PAIRS_BY_SPLIT = {
-    split: [f"{name}.en.bz2", f"{name}.de.bz2"]
-    for split, name in (("train", "train"), ("validation", "valid"), ("test", "test"))
-}
-_BY_SPLIT = {"train": "train.txt.gz", "validation": "valid.txt.gz", "test": "test.txt.gz"}
 
 SOURCES: dict[str, Source] = {
     "image_folder": Source("image_folder", _folder, "", {**_IMAGES, "bad_files": "stop"}),
@@ -298,7 +253,7 @@ SOURCES: dict[str, Source] = {
     "listops_tsv_xz": Source("listops_tsv", _listops(True)),
     "text": Source("text", _texts("")),
     "text_bpe": Source("text", _one("a.txt", TEXT.encode), "a.txt", {"tokenizer": "bpe", "vocabulary_size": 260}),
-    "text_gz": Source("text", _texts(".gz"), _BY_SPLIT),
+    "text_gz": Source("text", _texts(".gz")),
     "text_xz": Source("text", _texts(".xz"), "", {"tokenizer": "byte"}),
     "text_bz2": Source("text", _texts(".bz2")),
     "text_zip": Source("text", _one("t.zip", lambda: packed_zip({"a.txt": TEXT.encode()})), "t.zip"),
@@ -308,16 +263,11 @@ SOURCES: dict[str, Source] = {
     "wikitext103": Source("wikitext103", _texts(".xz", "wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens")),
     "ptb": Source("ptb", _texts("", "ptb.train.txt", "ptb.valid.txt", "ptb.test.txt")),
     "enwik8": Source("enwik8", _one("enwik8.zip", lambda: packed_zip({"enwik8": TEXT.encode()})), "enwik8.zip"),
-    "books": Source("books", _books),
     "translation": Source("translation", _pairs(""), "", _LANGUAGES),
     "translation_gz": Source("translation", _pairs(".gz"), "", _LANGUAGES),
     "translation_tsv": Source("translation", _table, "", _LANGUAGES),
     "translation_tar": Source("translation", _pairs_archive, "pairs.tar", _LANGUAGES),
-    "translation_tokenizer": Source(
-        "translation", _pairs_and_tokenizer, "", {**_LANGUAGES, "tokenizer": "subwords.json"}
-    ),
-    "translation_pieces": Source("translation", _pairs_and_pieces, "", {**_LANGUAGES, "tokenizer": "pieces.model"}),
-    "multi30k": Source("multi30k", _pairs(".bz2"), _PAIRS_BY_SPLIT, {"vocabulary_size": 270, "max_length": 64}),
+    "multi30k": Source("multi30k", _pairs(".bz2"), "", {"test": "test", "vocabulary_size": 270, "max_length": 64}),
     "iwslt14": Source("iwslt14", _pairs(".xz"), "", {"vocabulary_size": 270, "max_length": 64}),
     "denoising": Source("denoising", _texts(".gz"), "", {"tokenizer": "word", "max_length": 16}),
 }  # fmt: skip

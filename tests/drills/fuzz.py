@@ -35,7 +35,7 @@ TOGETHER = 25
 """Inputs of a case."""
 SECONDS = 60
 RUNS = ("images", "text", "pairs")
-OTHERS = ("sklearn.datasets", "tokenizers", "sentencepiece", "pycocotools.coco", "matplotlib.pyplot", "rich.table")
+OTHERS = ("sklearn.datasets", "tokenizers", "pycocotools.coco", "matplotlib.pyplot", "rich.table")
 GIBIBYTES = 3
 """What an input may take beside what the process has when it begins."""
 _grammar: list[Grammar] = []

@@ -81,46 +81,33 @@ def test_the_score_is_that_of_a_loop_over_rows(trained: Path, capsys: pytest.Cap
     assert result["scores"][1]["loss"] == pytest.approx(nats / len(dataset), rel=1e-5)
 
 
-def test_the_joint_form_is_tuned_by_alpha(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = evaluated(trained, capsys, *NEURAL, "neural.form=joint", "neural.size=200")
+def test_neighbours_of_the_training_split(
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = evaluated(trained, capsys, *KNN, "knn.k=16")
     plain, cached = result["scores"]
     about = result["output_cache"]
-    assert about["tuned"] == ["theta", "alpha"] and "lambda" not in about["options"]
-    assert cached["loss"] < plain["loss"] - 0.1
-    assert evaluated(trained, capsys)["scores"][0]["loss"] == pytest.approx(plain["loss"], rel=1e-6)
-
-
-@pytest.mark.parametrize("key", ["feed_forward", "last_hidden"])
-def test_neighbours_of_the_training_split(trained: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
-    folder = trained.parent / f"store_{key}"
-    options = ("knn.k=16", f"knn.key={key}", f"knn.folder={folder}")
-    result = evaluated(trained, capsys, *KNN, *options)
-    plain, cached = result["scores"]
-    about = result["output_cache"]
-    assert about["tuned"] == ["temperature", "lambda"] and about["options"]["key"] == key
+    assert about["tuned"] == ["temperature", "lambda"] and about["options"]["key"] == "feed_forward"
     assert cached["loss"] < plain["loss"] - 0.1
     config, _, _ = load_run(trained, "tested")
     assert about["entries"] == len(build_dataset(config, "train"))
-    written = (folder / "keys.bin").stat().st_mtime_ns
     given = [f"knn.{name}={about['options'][name]}" for name in ("temperature", "lambda")]
-    assert evaluated(trained, capsys, *KNN, *options, *given)["scores"] == result["scores"]
-    assert (folder / "keys.bin").stat().st_mtime_ns == written
-
-    other = "last_hidden" if key == "feed_forward" else "feed_forward"
-    assert main(["evaluate", str(trained), *KNN, f"knn.key={other}", f"knn.folder={folder}"]) == 2
-    assert f"was built with key='{key}', not '{other}'; remove the folder" in capsys.readouterr().err
-    about_file = folder / "datastore.json"
-    about_file.write_text(about_file.read_text().replace('"fingerprint": "', '"fingerprint": "0'))
-    assert main(["evaluate", str(trained), *KNN, *options]) == 2
-    assert "was built with fingerprint='0" in capsys.readouterr().err
+    other = evaluated(trained, capsys, *KNN, "knn.k=16", *given, "knn.key=last_hidden")
+    assert other["scores"][0] == plain and other["scores"][1]["loss"] != cached["loss"]
+    monkeypatch.setattr(torch.nn.Module, "__call__", None)  # the datastore is read from the cache, and not built again
+    monkeypatch.setattr("cached_lab.output_caches.evaluation.cache_losses", lambda *_: (torch.ones(2), 1.0))
+    assert evaluated(trained, capsys, *KNN, *given)["output_cache"]["entries"] == about["entries"]
 
 
-def test_a_value_at_the_end_of_what_was_tried_is_told(
+def test_it_is_printed_for_people(
     trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(GRIDS, "theta", (0.1,))
     assert main(["evaluate", str(trained), *NEURAL, "neural.size=20", "neural.lambda=0.2"]) == 0
-    assert "theta is at the end of its candidates" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "output cache" in printed and "neural.size=20" in printed and "neural.lambda=0.2" in printed
+    assert "tuned on the validation split: theta (loss" in printed and " score " in printed
+    assert "theta is at the end of its candidates" in printed
 
 
 def test_a_cache_that_does_not_help_is_left_out(
@@ -134,13 +121,6 @@ def test_a_cache_that_does_not_help_is_left_out(
     assert cached["loss"] == plain["loss"]
 
 
-def test_it_is_printed_for_people(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", str(trained), *NEURAL, "neural.size=20", "neural.lambda=0.2"]) == 0
-    printed = capsys.readouterr().out
-    assert "output cache" in printed and "neural.size=20" in printed and "neural.lambda=0.2" in printed
-    assert "tuned on the validation split: theta (loss" in printed and " score " in printed
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -150,10 +130,8 @@ def test_it_is_printed_for_people(trained: Path, capsys: pytest.CaptureFixture[s
         ((*NEURAL, "neural.size=big"), "neural.size='big' must be a whole number"),
         ((*NEURAL, "neural.lambda=2"), "lambda=2 must lie in [0, 1]"),
         ((*NEURAL, "neural=3"), "neural=3 sets no option; write neural.option=value"),
-        ((*NEURAL, "neural.alpha=1"), "neural.alpha=1 is of neural.form=joint"),
-        ((*NEURAL, "neural.form=joint", "neural.lambda=.1"), "neural.lambda=0.1 is of neural.form=linear"),
-        ((*NEURAL, "--memory", "reset"), "--memory reset"),
-        ((*KNN, "knn.search=LSH"), "search='LSH' must be 'exact', or an index of faiss"),
+        ((*NEURAL, "--memory", "reset"), "--memory reset does not go with --output-cache"),
+        ((*NEURAL, "--average", "2"), "--average 2 does not go with --output-cache"),
         ((*KNN, "--split", "train"), "each would find itself"),
     ],
 )

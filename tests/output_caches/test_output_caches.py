@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from functools import partial
 from itertools import pairwise
@@ -13,7 +12,7 @@ import torch
 from integrations.hosts import library
 from torch import Tensor
 
-from cached_lab.output_caches import KNNLM, Datastore, NeuralCache, OnlineCache, OutputCache, hidden_states
+from cached_lab.output_caches import KNNLM, Datastore, NeuralCache, OutputCache, hidden_states, knn_lm
 from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.layers.token_loss import IGNORED
@@ -43,67 +42,37 @@ class Text:
         return torch.cat(parts, 1)
 
 
-def twin(text: Text, size: int, theta: float, share: float | None, alpha: float | None = None) -> Tensor:
+def twin(text: Text, size: int, theta: float, share: float) -> Tensor:
     """Token by token: a list of the latest pairs."""
     out = torch.zeros(B, text.next.shape[1], V, dtype=torch.float64)
     for row in range(B):
         pairs: list[tuple[Tensor, int]] = []
         for t, h in enumerate(text.h[row]):
-            copied = [0.0] * V
+            copied = torch.zeros(V, dtype=torch.float64)
             for key, token in pairs:
-                copied[token] += math.exp(theta * float(h @ key) + (alpha or 0.0))
-            for word in range(V):
-                if alpha is not None:
-                    total = float(text.logits[row, t].exp().sum()) + sum(copied)
-                    out[row, t, word] = (math.exp(text.logits[row, t, word]) + copied[word]) / total
-                else:
-                    kept = share if pairs else 0.0
-                    found = copied[word] / sum(copied) if pairs else 0.0
-                    out[row, t, word] = (1 - kept) * text.model[row, t, word] + kept * found
+                copied[token] += math.exp(theta * float(h @ key))
+            out[row, t] = text.model[row, t]
+            if pairs:
+                out[row, t] = (1 - share) * text.model[row, t] + share * copied / copied.sum()
             if int(text.next[row, t]) != IGNORED:
                 pairs = [*pairs, (h, int(text.next[row, t]))][-size:]
     return out
 
 
+@pytest.mark.parametrize(("theta", "share"), [(0.4, 0.3), (0.0, 1.0)])
 @pytest.mark.parametrize("size", [1, 6, 100])
-@pytest.mark.parametrize(
-    "options", [{"lambda_": 0.3}, {"form": "joint", "alpha": 0.7}, {"form": "joint", "alpha": -2.0}], ids=str
-)
-def test_it_is_what_a_loop_over_tokens_gives(size: int, options: dict[str, Any]) -> None:
+def test_it_is_a_loop_over_tokens_in_any_segments(size: int, theta: float, share: float) -> None:
     text = Text()
     text.next[1, 3:6] = IGNORED
-    found = text.probabilities(NeuralCache(size, 0.4, **options))
-    torch.testing.assert_close(found, twin(text, size, 0.4, options.get("lambda_"), options.get("alpha")))
+    cache = NeuralCache(size, theta, share)
+    for lengths in [(), (1,) * (N - 1), (7,) * 3, (2, 15), (22,)]:
+        torch.testing.assert_close(text.probabilities(cache, lengths), twin(text, size, theta, share))
 
 
-@pytest.mark.parametrize("form", ["linear", "joint"])
-@pytest.mark.parametrize("size", [3, 9, 100])
-def test_it_does_not_matter_how_a_text_is_cut(form: Any, size: int) -> None:
+def test_lambda_0_is_the_model() -> None:
     text = Text()
-    text.next[0, 4:7] = IGNORED
-    cache = NeuralCache(size, 0.5, 0.4, form)
-    whole = text.probabilities(cache)
-    for lengths in [(1,) * (N - 1), (7,) * 3, (2, 15), (22,)]:
-        torch.testing.assert_close(text.probabilities(cache, lengths), whole)
-
-
-def test_theta_0_gives_the_frequencies_of_the_window() -> None:
-    text = Text()
-    found = text.probabilities(NeuralCache(5, theta=0.0, lambda_=1.0))
-    for t in range(1, N):
-        window = text.next[:, max(t - 5, 0) : t]
-        frequencies = torch.stack([row.bincount(minlength=V) for row in window]) / window.shape[1]
-        torch.testing.assert_close(found[:, t], frequencies.double())
-
-
-@pytest.mark.parametrize(
-    "cache",
-    [NeuralCache(9, lambda_=0.0), NeuralCache(9, form="joint", alpha=-math.inf)],
-    ids=["lambda=0", "alpha=-inf"],
-)
-def test_a_cache_of_no_weight_leaves_the_model_as_it_is(cache: NeuralCache) -> None:
-    text = Text()
-    assert torch.equal(cache(text.logits, text.h, text.next).log_probabilities, text.logits.log_softmax(-1))
+    for cache in (NeuralCache(9, lambda_=0.0), knn(text, k=3, lambda_=0.0)):
+        assert torch.equal(cache(text.logits, text.h, text.next).log_probabilities, text.logits.log_softmax(-1))
 
 
 def test_an_empty_cache_is_none_whatever_stands_in_its_slots() -> None:
@@ -113,41 +82,6 @@ def test_an_empty_cache_is_none_whatever_stands_in_its_slots() -> None:
     poison = state._replace(k_BHME=torch.full_like(state.k_BHME, torch.nan), v_BHME=state.v_BHME + 3)
     found = cache(text.logits, text.h, text.next, poison).log_probabilities
     assert torch.equal(found, text.logits.log_softmax(-1))
-
-
-def test_alpha_of_ever_less_weight_approaches_the_model() -> None:
-    text = Text()
-    far = [
-        (text.probabilities(NeuralCache(9, 0.4, form="joint", alpha=a)) - text.model).abs().max()
-        for a in (0.0, -9, -30)
-    ]
-    assert far[0] > 100 * far[1] > 0 and far[2] < 1e-8
-
-
-@pytest.mark.parametrize("cache", [NeuralCache(6, 0.7, 0.6), NeuralCache(6, 0.7, form="joint", alpha=1.0)], ids=str)
-def test_probabilities_sum_to_one_and_absent_tokens_are_left_to_the_model(cache: NeuralCache) -> None:
-    text = Text()
-    found = text.probabilities(cache)
-    torch.testing.assert_close(found.sum(-1), torch.ones(B, N, dtype=torch.float64))
-    absent, own = found[..., 4:], text.model[..., 4:]  # the text has tokens 0 to 3
-    share = 1 - (absent / own)[..., :1]
-    torch.testing.assert_close(absent, (1 - share) * own)
-    if cache.form == "linear":
-        torch.testing.assert_close(share[:, 1:], torch.full_like(share[:, 1:], 0.6))
-    assert not share[:, 0].abs().gt(1e-12).any() and share[:, 1:].gt(1e-6).all()
-
-
-@pytest.mark.parametrize("form", ["linear", "joint"])
-def test_no_place_knows_its_own_next_token_or_a_later_one(form: Any) -> None:
-    text, cache = Text(), NeuralCache(9, 0.5, 0.5, form)
-    before = text.probabilities(cache, (8,))
-    for place in (0, 6, 12, N - 1):
-        kept = text.next.clone()
-        text.next[:, place] = (text.next[:, place] + 1) % V
-        after = text.probabilities(cache, (8,))
-        text.next = kept
-        assert torch.equal(after[:, : place + 1], before[:, : place + 1])
-        assert place == N - 1 or not torch.equal(after[:, place + 1], before[:, place + 1])
 
 
 def test_a_state_is_not_changed_and_keeps_its_form() -> None:
@@ -160,16 +94,6 @@ def test_a_state_is_not_changed_and_keeps_its_form() -> None:
         assert torch.equal(one, other), name
 
 
-def test_where_a_state_is_used_for_the_last_time_it_is_written_in_place() -> None:
-    text, cache = Text(), NeuralCache(6, 0.4)
-    state = cache(text.logits, text.h, text.next).state
-    want = cache.write(state, text.h, text.next)
-    with torch.no_grad(), states.last_use(state):
-        found = cache.write(state, text.h, text.next)
-    assert found.k_BHME.data_ptr() == state.k_BHME.data_ptr()
-    assert torch.equal(found.k_BHME, want.k_BHME) and torch.equal(found.v_BHME, want.v_BHME)
-
-
 def test_hidden_states_that_are_no_numbers_are_not_kept() -> None:
     text, cache = Text(), NeuralCache(30, 0.5, 0.5)
     text.h[0, 5] = torch.nan
@@ -179,29 +103,6 @@ def test_hidden_states_that_are_no_numbers_are_not_kept() -> None:
     assert cache(fresh.logits, fresh.h, fresh.next, state).log_probabilities.isfinite().all()
 
 
-def test_one_graph_holds_it_all() -> None:
-    text, cache = Text(), NeuralCache(6, 0.4)
-    run = torch.compile(cache.__call__, backend="eager", fullgraph=True)
-    state = twin_state = None
-    for part in (slice(0, 8), slice(8, 16)):
-        given = text.logits[:, part], text.h[:, part], text.next[:, part]
-        (out, state), (want, twin_state) = run(*given, state), cache(*given, twin_state)
-        torch.testing.assert_close(out, want)
-    torch.testing.assert_close(state, twin_state)
-
-
-def test_reading_along_is_knowing_the_next_tokens() -> None:
-    text, cache = Text(), NeuralCache(6, 0.5, 0.4)
-    read = torch.cat([torch.zeros(B, 1, dtype=torch.long), text.next[:, :-1]], 1)
-    want = text.probabilities(cache)
-    for length in (1, 7, N):
-        mix = OnlineCache(cache)
-        parts = [
-            mix(*given).exp() for given in zip(*(t.split(length, 1) for t in (text.logits, text.h, read)), strict=True)
-        ]
-        torch.testing.assert_close(torch.cat(parts, 1), want)
-
-
 # ---------------------------------------------------------------------------------------------------- kNN-LM
 
 
@@ -209,54 +110,44 @@ def knn(text: Text, entries: int = 40, dtype: torch.dtype = torch.float32, **opt
     return KNNLM(Datastore(torch.randn(entries, D).to(dtype), torch.randint(0, 4, (entries,))), **options)
 
 
+@pytest.mark.parametrize("temperature", [0.8, math.inf])
 @pytest.mark.parametrize("k", [1, 7, 40, 99])
-def test_neighbours_are_what_a_loop_over_the_datastore_finds(k: int) -> None:
+def test_neighbours_are_what_a_loop_over_the_datastore_finds(k: int, temperature: float) -> None:
     text = Text()
-    cache = knn(text, k=k, temperature=0.8, lambda_=0.35)
+    cache = knn(text, k=k, temperature=temperature, lambda_=0.35)
     found = text.probabilities(cache)
     for row in range(B):
         for t in range(N):
             distances = [float((text.h[row, t] - key).square().sum()) for key in cache.datastore.keys_SD]
             near = sorted(range(40), key=distances.__getitem__)[:k]
-            weights = torch.tensor([-distances[i] / 0.8 for i in near], dtype=torch.float64).softmax(0)
+            weights = torch.tensor([-distances[i] / temperature for i in near], dtype=torch.float64).softmax(0)
             want = 0.65 * text.model[row, t]
             for i, weight in zip(near, weights, strict=True):
                 want[cache.datastore.values_S[i]] += 0.35 * weight
             torch.testing.assert_close(found[row, t], want, rtol=1e-4, atol=1e-6)
 
 
-def test_lambda_0_is_the_model() -> None:
-    text = Text()
-    found = knn(text, k=3, lambda_=0.0)(text.logits, text.h, text.next).log_probabilities
-    assert torch.equal(found, text.logits.log_softmax(-1))
+@pytest.mark.parametrize("chunk", [2**27, 4 * D * 70, 4 * D])
+@pytest.mark.parametrize("k", [1, 33])
+def test_chunks_find_what_all_distances_say(k: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, queries = Datastore(torch.randn(500, D), torch.zeros(500)), torch.randn(9, D)
+    monkeypatch.setattr(knn_lm, "CHUNK", chunk)
+    distances, places = store.nearest(queries, k)
+    want = all_distances(store, queries).topk(k, largest=False)
+    torch.testing.assert_close(distances.double(), want.values, rtol=1e-5, atol=1e-6)
+    assert torch.equal(places, want.indices)
 
 
-@pytest.mark.parametrize("temperature", [1e9, math.inf])
-def test_all_neighbours_of_one_weight_are_the_frequencies_of_the_datastore(temperature: float) -> None:
-    text = Text()
-    cache = knn(text, k=40, temperature=temperature, lambda_=1.0)
-    frequencies = cache.datastore.values_S.bincount(minlength=V) / 40
-    torch.testing.assert_close(text.probabilities(cache), frequencies.double().expand(B, N, V), rtol=1e-5, atol=1e-7)
+def test_distances_are_exact_far_from_the_origin() -> None:
+    """Norms of 2,000 and distances of about 10: a difference of squares would be rounded to .5 in float32."""
+    store, queries = Datastore(torch.randn(500, D) + 1000, torch.zeros(500)), torch.randn(4, D) + 1000
+    distances, places = store.nearest(queries, 20)
+    exact = all_distances(store, queries).gather(1, places)
+    torch.testing.assert_close(distances.double(), exact, rtol=1e-6, atol=0)
 
 
-def test_a_context_that_is_in_the_datastore_copies_what_followed() -> None:
-    text = Text()
-    cache = KNNLM(Datastore(text.h.flatten(0, 1).float(), text.next.flatten()), k=1, lambda_=1.0)
-    one_hot = torch.nn.functional.one_hot(text.next, V).double()
-    torch.testing.assert_close(text.probabilities(cache), one_hot)
-
-
-def test_a_datastore_of_the_window_is_the_neural_cache() -> None:
-    """For keys of one norm: -|q - k|^2 = 2 q . k + a constant, so that T = 1 is theta = 2."""
-    text = Text()
-    text.h = torch.nn.functional.normalize(text.h, dim=-1)
-    last, window = slice(N - 1, N), slice(N - 10, N - 1)
-    want = text.probabilities(NeuralCache(9, theta=2.0, lambda_=0.4))[:, last]
-    for row in range(B):
-        store = Datastore(text.h[row, window].float(), text.next[row, window])
-        cache = KNNLM(store, k=9, temperature=1.0, lambda_=0.4)
-        found = cache(text.logits[:, last], text.h[:, last], text.next[:, last]).log_probabilities.exp()
-        torch.testing.assert_close(found[row], want[row], rtol=1e-5, atol=1e-7)
+def all_distances(store: Datastore, q_QD: Tensor) -> Tensor:
+    return (q_QD[:, None].double() - store.keys_SD.double()).square().sum(-1)
 
 
 def test_reading_changes_nothing_and_knows_no_next_token() -> None:
@@ -273,12 +164,9 @@ def test_reading_changes_nothing_and_knows_no_next_token() -> None:
         (lambda: NeuralCache(0), "size=0 must be at least 1"),
         (lambda: NeuralCache(theta=-1.0), "theta=-1.0 must be a number from 0 on"),
         (lambda: NeuralCache(lambda_=1.5), r"lambda=1.5 must lie in \[0, 1\]"),
-        (lambda: NeuralCache(form="product"), "form='product' must be one of linear, joint"),
-        (lambda: NeuralCache(alpha=math.nan), "alpha=nan must be a number"),
         (lambda: knn(Text(), k=0), "k=0 must be at least 1"),
         (lambda: knn(Text(), temperature=0.0), "temperature=0.0 must be above 0"),
         (lambda: Datastore(torch.zeros(0, 3), torch.zeros(0)), r"keys of shape \(0, 3\) .* one entry at least"),
-        (lambda: Datastore(torch.zeros(2, 3), torch.zeros(2), search="LSH"), "search='LSH' must be 'exact', or"),
         (lambda: knn(Text()).datastore.nearest(torch.zeros(1, 3), 1), "width 3 meet keys of width 5"),
     ],
 )
@@ -304,11 +192,9 @@ def keep(read: list[Tensor], _: torch.nn.Module, given: tuple[Tensor, ...]) -> N
     read.append(given[0])
 
 
-@pytest.mark.parametrize("memory", [None, "transformer_xl", "rmt", "feedback", "memory_transformer", "armt"])
+@pytest.mark.parametrize("memory", [None, "transformer_xl", "feedback"])
 def test_hidden_states_of_our_models_are_what_head_and_feed_forward_read(memory: Any) -> None:
-    model = create_model(
-        "language_model", vocabulary=V, width=8, depth=2, heads=2, feed_forward=8, memory=memory
-    ).eval()
+    model = language_model(memory)
     ids, state = torch.randint(0, V, (B, 6)), None
     for _ in range(2):
         read: list[Tensor] = []
@@ -319,74 +205,49 @@ def test_hidden_states_of_our_models_are_what_head_and_feed_forward_read(memory:
             h, f = last.take(), fed.take()
         handle.remove()
         torch.testing.assert_close(model.answer(h), out.outputs, rtol=0, atol=0)
-        everything = torch.cat(read, 1)
-        at = [i for i in range(everything.shape[1] - 5) if torch.equal(everything[:, i : i + 6], f)]
-        assert f.shape == (B, 6, 8) and len(at) == 1
-        ids[:, -1] = (ids[:, -1] + 1) % V  # those of the segment, and not of tokens that a memory puts round it
-        with torch.no_grad(), hidden_states(model, "feed_forward") as fed:
-            model(ids, state)
-            changed = fed.take()
-        torch.testing.assert_close(changed[:, :-1], f[:, :-1])
-        assert not torch.allclose(changed[:, -1], f[:, -1])
+        torch.testing.assert_close(torch.cat(read, 1), f, rtol=0, atol=0)
         state = out.state
     assert not model.stack._forward_hooks and not block.norm._forward_hooks
 
 
+def language_model(memory: Any = None, **options: Any) -> Any:
+    sizes = {"width": 8, "depth": 2, "heads": 2, "feed_forward": 8}
+    return create_model("language_model", vocabulary=V, memory=memory, **sizes, **options).eval()
+
+
 def test_hidden_states_of_an_adaptive_model_that_is_asked_for_losses() -> None:
-    model = create_model("language_model", vocabulary=V, width=8, depth=1, heads=2, feed_forward=8, cutoffs=[5]).eval()
+    model = language_model(cutoffs=[5])
     ids = torch.randint(0, V, (B, 6))
     with torch.no_grad(), hidden_states(model) as seen:
         losses = model(ids, targets=ids).outputs
         torch.testing.assert_close(model.answer(seen.take(), ids), losses)
 
 
-def test_a_decoder_of_transformers_reads_along() -> None:
+def test_hidden_states_of_a_decoder_of_transformers() -> None:
     transformers = library("transformers")
     config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=V)
     model = transformers.GPT2LMHeadModel(config).eval()
     ids = torch.randint(0, V, (B, 12))
-    cache = NeuralCache(5, 0.1, 0.3)
     with torch.no_grad(), hidden_states(model) as seen:
-        out = model(ids, output_hidden_states=True)
-        found = OnlineCache(cache)(out.logits, seen.take(), ids)
-    shown = OnlineCache(cache)(out.logits, out.hidden_states[-1], ids)
-    assert torch.equal(found, shown) and not torch.equal(found, out.logits.log_softmax(-1))
-    with pytest.raises(ValueError, match="key='last_hidden'"):
+        shown = model(ids, output_hidden_states=True).hidden_states[-1]
+    assert torch.equal(seen.take(), shown)
+    with pytest.raises(ValueError, match="key='feed_forward'"):
         hidden_states(model, "feed_forward").__enter__()
 
 
 def test_what_has_no_such_hidden_states_is_refused() -> None:
-    model = create_model("language_model", vocabulary=V, width=8, depth=1, heads=2, feed_forward=8)
+    model, ids = language_model(), torch.randint(0, V, (B, 6))
     with pytest.raises(ValueError, match=r"key='middle'.*last_hidden.*feed_forward"):
         hidden_states(model, "middle").__enter__()
-    with pytest.raises(ValueError, match="Linear has no head that reads hidden states; give a decoder with its head"):
+    with pytest.raises(ValueError, match="key='last_hidden'"):
         hidden_states(torch.nn.Linear(2, 2)).__enter__()
     with hidden_states(model) as seen, pytest.raises(ValueError, match="was not called since"):
         seen.take()
-
-
-def read_too(block: Any, given: tuple[Tensor, ...]) -> None:
-    block.feed_forward.norm(given[0])
-
-
-def test_a_last_block_that_reads_twice_or_is_no_block_of_ours_is_refused() -> None:
-    model = create_model("language_model", vocabulary=V, width=8, depth=1, heads=2, feed_forward=8)
-    block, ids = model.stack.blocks[-1], torch.randint(0, V, (B, 6))
-    handle = block.register_forward_pre_hook(read_too)
-    with (
-        hidden_states(model, "feed_forward"),
-        pytest.raises(ValueError, match=r"12.*6,.*key='last_hidden'"),
-    ):
-        model(ids)
-    handle.remove()
-    block.feed_forward = torch.nn.Linear(8, 8)
+    with_tokens = language_model("rmt")
+    with hidden_states(with_tokens, "feed_forward") as seen:
+        with_tokens(ids)
+        with pytest.raises(ValueError, match="key='last_hidden'"):
+            seen.take(6)
+    model.stack.blocks[-1].feed_forward = torch.nn.Linear(8, 8)
     with pytest.raises(ValueError, match="key='last_hidden'"):
         hidden_states(model, "feed_forward").__enter__()
-
-
-def test_settings_of_one_cache_find_the_same_entries() -> None:
-    text, cache = Text(), NeuralCache(6, 0.4)
-    state = cache.init_state(B, text.h)
-    other = dataclasses.replace(cache, theta=0.1, lambda_=0.7)
-    for one, two in zip(cache.find(state, text.h, text.next), other.find(state, text.h, text.next), strict=True):
-        assert torch.equal(one, two)

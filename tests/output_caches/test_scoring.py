@@ -8,20 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from training.small_language import CPU, make, write_text
+from training.small_language import CPU, make, own_cache, write_text  # noqa: F401
 
-from cached_lab.output_caches import NeuralCache, datastore, hidden_states
+from cached_lab.output_caches import NeuralCache, hidden_states
 from cached_lab.output_caches.scoring import build_datastore, cache_losses
 from cached_lab.tasks.language.scores import evaluate_language
 from cached_lab.training.distributed import World
 from cached_lab.training.trainer import Trainer
 
 CACHE = NeuralCache(20, 0.3, 0.4)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
 
 
 def trainer_of(folder: Path, *options: str) -> Trainer:
@@ -66,25 +61,15 @@ def test_rows_that_begin_anew_forget_and_padding_is_not_kept(tmp_path: Path) -> 
     torch.testing.assert_close(found, nats, rtol=1e-5, atol=0)
 
 
-def test_the_loss_without_a_cache_is_that_of_an_evaluation_whatever_is_asked_of_the_head(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path)
-    about: Any = (trainer.model, trainer.task.validation, CPU, trainer.config)
-    want = evaluate_language(*about)[0]["loss"]
-    joint = NeuralCache(20, 0.3, form="joint", alpha=float("-inf"))
-    for setting in (CACHE, joint):
-        nats, count = cache_losses(*about, [setting])
-        assert float(nats[0]) / count == pytest.approx(want, rel=1e-6)
-    assert float(nats[1]) == pytest.approx(float(nats[0]), rel=1e-6)
-    assert trainer.model.training
-
-
 def test_many_settings_in_one_reading_are_each_by_itself(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, "training.evaluation_batch_size=2")
     about: Any = (trainer.model, trainer.task.validation, CPU, trainer.config)
     settings = [dataclasses.replace(CACHE, theta=t, lambda_=s) for t in (0.0, 0.5) for s in (0.0, 0.3, 1.0)]
-    together, _ = cache_losses(*about, settings)
-    alone = [float(cache_losses(*about, [setting])[0][1]) for setting in settings]
-    assert together[1:].tolist() == pytest.approx(alone, rel=1e-9)
+    together, count = cache_losses(*about, settings)
+    single = [float(cache_losses(*about, [setting])[0][1]) for setting in settings]
+    assert together[1:].tolist() == pytest.approx(single, rel=1e-9)
+    assert float(together[0]) / count == pytest.approx(evaluate_language(*about)[0]["loss"], rel=1e-6)
+    assert trainer.model.training
 
 
 @pytest.mark.parametrize("reset", ["never", "document"])
@@ -104,10 +89,9 @@ def test_processes_share_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("key", ["feed_forward", "last_hidden"])
 def test_a_datastore_holds_every_context_and_what_followed(tmp_path: Path, key: str) -> None:
     trainer = trainer_of(tmp_path, "training.evaluation_batch_size=1")
-    about = {"key": key, "dtype": "float32"}
     data = trainer.task.validation
-    build_datastore(tmp_path / "store", trainer.model, data, CPU.device, trainer.config, about)
-    store = datastore.load(tmp_path / "store", about)
+    about = (trainer.model, data, CPU, trainer.config, key)
+    store = build_datastore(*about, "float32")
     assert store.values_S.tolist() == data.tokens.tolist()
     tokens, state, keys = torch.tensor([[data.tokenizer.start, *data.tokens[:-1].tolist()]]), None, []
     trainer.model.eval()
@@ -116,3 +100,8 @@ def test_a_datastore_holds_every_context_and_what_followed(tmp_path: Path, key: 
             state = trainer.model(piece, state).state
             keys.append(seen.take()[0])
     torch.testing.assert_close(store.keys_SD, torch.cat(keys), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(build_datastore(*about, "float16").keys_SD, store.keys_SD.half())
+    trainer.model.stack.norm.weight.data.mul_(1e6)
+    if key == "last_hidden":
+        with pytest.raises(ValueError, match="dtype=float16"):
+            build_datastore(*about, "float16")

@@ -32,14 +32,7 @@ SWITCH = {**T5, "num_experts": 8, "num_sparse_encoder_layers": 6, "num_sparse_de
 PUBLISHED = [
     ("bart_base", "BartConfig", "BartForConditionalGeneration", BART, 139_420_416, 2 * 2 * 768),
     ("t5_base", "T5Config", "T5ForConditionalGeneration", T5, 222_903_552, 0),
-    (
-        "switch_base_8",
-        "SwitchTransformersConfig",
-        "SwitchTransformersForConditionalGeneration",
-        SWITCH,
-        619_339_008,
-        0,
-    ),
+    ("switch_base_8", "SwitchTransformersConfig", "SwitchTransformersForConditionalGeneration", SWITCH, 619_339_008, 0),
     ("gpt2", "GPT2Config", "GPT2LMHeadModel", {}, 124_439_808, 1024 * 768),
 ]
 SMALL = ["bart_small", "t5_small", "switch_small", "gpt_small"]
@@ -99,8 +92,9 @@ def quick(tmp_path: Path, *overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize("memory", ["null", "grc"])
-@pytest.mark.parametrize("name", SMALL)
-def test_the_small_recipes_train(name: str, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", [*SMALL, "bart_small data.objective=prefix_lm"])
+def test_the_small_recipes_train(words: str, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, *more = words.split()
     monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
     if name == "gpt_small":
         changes = ["training.segment_length=32", f"model.memory={memory}".replace("=grc", "=grc_stream")]
@@ -108,25 +102,11 @@ def test_the_small_recipes_train(name: str, memory: str, tmp_path: Path, monkeyp
         changes = ["data.max_length=32", f"model.memory={memory}"]
     if name == "switch_small":
         changes.append("model.experts.experts=4")
-    config = load_config(name, quick(tmp_path, *changes))
+    config = load_config(name, quick(tmp_path, *changes, *more))
     summary = run_training(config, tmp_path / "run")
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     losses = [line["loss"] for line in lines if line["split"] == "train"]
     assert len(losses) == 2 and all(0.5 < loss < 8 for loss in losses)
-    assert summary["test"]["loss"] > 0 and "unigram" in summary["baselines"]
+    assert summary["test"]["loss"] > 0
     dropped = [line.get("dropped_tokens") for line in lines if line["split"] == "train"]
     assert all(0 <= share < 1 for share in dropped) if name == "switch_small" else dropped == [None, None]
-
-
-@pytest.mark.parametrize("objective", ["prefix_lm", "token_deletion"])
-def test_another_objective_is_one_word(objective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
-    changes = [
-        "data.max_length=32",
-        f"data.objective={objective}",
-        "training.steps=1",
-        "training.evaluate_every=1",
-        "schedule.warmup_steps=0",
-    ]
-    summary = run_training(load_config("bart_small", quick(tmp_path, *changes)), tmp_path / "run")
-    assert summary["steps"] == 1 and 0.5 < summary["test"]["loss"] < 8

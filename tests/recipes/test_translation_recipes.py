@@ -107,7 +107,7 @@ def test_multi30k_from_training_to_translation(
     out = str(tmp_path / "run")
     assert main(["train", "multi30k_en_de_plain", *changes, *data, "--out", out]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
-    assert summary["test"]["loss"] < 6 and summary["packing_efficiency"] > 0.9
+    assert summary["test"]["loss"] < 6
     text = tmp_path / "some.en"
     text.write_text("A man is riding a bike.\n\nTwo dogs play.\n", encoding="utf-8")
     capsys.readouterr()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 import torch
 
 from cached_lab.experiments.build import build_dataset, build_model
@@ -17,6 +18,16 @@ from cached_lab.yaml_tree import apply_override
 
 CPU = World(torch.device("cpu"))
 STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(name="text")
+def made_text(tmp_path: Path) -> Path:
+    return write_text(tmp_path / "text")
 
 
 def write_text(folder: Path) -> Path:

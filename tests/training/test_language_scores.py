@@ -6,25 +6,14 @@ import dataclasses
 import json
 import math
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
-from training.small_language import CPU, fitted, make, write_text
+from training.small_language import CPU, fitted, made_text, make, own_cache  # noqa: F401
 
 from cached_lab.tasks.language.scores import evaluate_language, evaluation_streams, split_losses
 from cached_lab.training.trainer import Trainer
 from cached_transformers.loops.segments import SegmentLoop
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def text(tmp_path) -> Path:
-    return write_text(tmp_path / "text")
 
 
 def evaluation(trainer: Trainer, **options) -> tuple[dict, list]:

@@ -8,21 +8,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 from training.same_run import assert_same_run
-from training.small_language import CPU, fitted, make, write_text
+from training.small_language import CPU, fitted, make, own_cache, write_text  # noqa: F401
 
 from cached_lab.experiments.memory_use import emptied_in_training
-from cached_lab.output_caches import hidden_states
 from cached_lab.output_caches.scoring import read_split
 from cached_lab.tasks.language.scores import split_losses
 
 PACKED = ("data.reset=packed", "data.shuffle=true", "model.dropout=0.0")
 SIZES = (3, 1, 5, 2, 4)
 """Lines of seven letters."""
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -99,8 +93,5 @@ def test_what_does_not_go_with_packed_documents_is_refused(tmp_path, text):
     with pytest.raises(ValueError, match=r"'never'.*'document'.*'packed'"):
         make(tmp_path / "run", text, "data.reset=pack")
     trainer = make(tmp_path / "other", text, *PACKED)
-    with (
-        pytest.raises(ValueError, match=r"data\.reset=packed"),
-        hidden_states(trainer.model, "last_hidden") as seen,
-    ):
-        next(read_split(trainer.model, trainer.task.validation, CPU, trainer.config, seen, "losses"))
+    with pytest.raises(ValueError, match=r"data\.reset=packed"):
+        next(read_split(trainer.model, trainer.task.validation, CPU, trainer.config, "last_hidden"))

@@ -20,7 +20,7 @@ from cached_lab.tasks import create_dataset
 from cached_lab.training.metrics import read_metrics
 
 SOURCES = ("image_folder", "image_folder_gz", "image_shards_cls", "imagenet", "tiny_imagenet", "cifar10", "coco",
-           "listops_tsv", "text", "books", "translation_tsv", "denoising")  # fmt: skip
+           "listops_tsv", "text", "translation_tsv", "denoising")  # fmt: skip
 """One for each way in which a data set gives samples."""
 
 

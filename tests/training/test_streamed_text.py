@@ -16,21 +16,20 @@ import torch
 from data import streaming_library
 from data.streaming_library import write_shards
 from training.same_run import assert_same_run, assert_same_tree, final, train_until_killed
-from training.small_language import CPU, fitted, make
+from training.small_language import fitted, make
 
 from cached_lab.data.huggingface import HubShards
 from cached_lab.data.shard_order import Dealer
 from cached_lab.data.tokenizers import ByteTokenizer
 from cached_lab.tasks import create_dataset
 from cached_lab.tasks.language import hub_stream
-from cached_lab.tasks.language.streamed_rows import StreamedRows
+from cached_lab.tasks.language.hub_stream import StreamedRows
 from cached_lab.tasks.language.streams import IGNORED
 from cached_lab.training.distributed import World
-from cached_lab.training.settings import TrainingConfig
 
 ALIKE = ("model.dropout=0.0", "optimizer.name=sgd")
 DATA = {"train": 9, "validation": 6}
-OPTIONS = ("data.window=5", "data.parts=2", "training.save_every=3", "training.accumulate=2")
+OPTIONS = ("data.window=5", "training.save_every=3", "training.accumulate=2")
 
 
 @pytest.fixture(params=["stand-in", pytest.param("datasets", marks=pytest.mark.peers)])
@@ -95,8 +94,8 @@ def twin(
 @pytest.mark.parametrize(("align", "packed"), [(0, False), (4, False), (0, True)])
 def test_rows_are_those_of_a_loop_over_tokens(folder: Path, align: int, packed: bool) -> None:
     rows = streaming_library.load_dataset(str(folder), streaming=True)["train"]
-    shards, settings = HubShards(rows, "text", "made"), TrainingConfig(batch_size=3, seed=4)
-    streams = StreamedRows(shards, ByteTokenizer(), settings, 12, align, packed, 1, 7, True, CPU)
+    shards = HubShards(rows, "text", "made")
+    streams = StreamedRows(shards, ByteTokenizer(), 3, 12, align=align, packed=packed, window=7, seed=4)
     expected = twin(Dealer(shards, window=7, seed=4), 3, 12, align, packed, 60)
     for step in range(60):
         batch = streams.batch(step, slice(0, 3))
@@ -109,7 +108,7 @@ def test_rows_are_those_of_a_loop_over_tokens(folder: Path, align: int, packed: 
         assert seen == expected[step]
         assert batch.tokens == int(valid.sum()) and (batch.padding is None) == (not align)
         assert (batch.told is not None) == packed
-    assert all(len(row.tokens) < 100 for row in streams._read[0].rows)
+    assert all(len(row.tokens) < 100 for row in streams.rows)
 
 
 def test_a_run_that_was_killed_is_one_that_was_not(
@@ -123,47 +122,24 @@ def test_a_run_that_was_killed_is_one_that_was_not(
     fitted(tmp_path / "killed", tmp_path, *text)
     assert_same_run(tmp_path / "killed", tmp_path / "whole", 12)
     carried = final(tmp_path / "whole").training["carried"]
-    assert {name for name in carried if name.startswith("places/")} == {
-        f"places/{part}/{name}" for part in range(2) for name in ("dealer", "rows", "left")
-    }
+    places = {f"places/{name}" for name in ("dealer", "rows", "left")}
+    assert {name for name in carried if name.startswith("places/")} == places
 
 
 @pytest.mark.parametrize("reset", ["never", "document", "packed"])
-def test_processes_and_pieces_read_what_one_reads(folder: Path, reset: str) -> None:
-    """Rows of two worlds of two; each part is read by one process or by both."""
+def test_pieces_are_rows_of_the_whole_and_a_position_resumes(folder: Path, reset: str) -> None:
     rows = streaming_library.load_dataset(str(folder), streaming=True)["train"]
-    shards, settings = HubShards(rows, "text", "made"), TrainingConfig(batch_size=8, seed=1)
-    align = 4 if reset == "document" else 0
-    for parts in (1, 2, 4):
-        options = (shards, ByteTokenizer(), settings, 8, align, reset == "packed", parts, 3, True)
-        one = StreamedRows(*options, CPU)
-        two = [StreamedRows(*options, _Alone(torch.device("cpu"), rank, 2)) for rank in range(2)]
-        assert [len(half._read) for half in two] == [max(parts // 2, 1)] * 2
-        for step in range(9):
-            whole = one.batch(step, slice(0, 8))
-            pieces = [
-                half.batch(step, slice(begin, begin + 2))
-                for rank, half in enumerate(two)
-                for begin in (4 * rank, 4 * rank + 2)
-            ]
-            for name in ("inputs", "targets", "reset", "positions", "documents"):
-                assert torch.equal(getattr(whole, name), torch.cat([getattr(piece, name) for piece in pieces]))
-        state = one.state_dict()
-        both = [half.state_dict() for half in two]
-        assert_same_tree(state, dict(sorted((both[0] | both[1]).items(), key=lambda item: list(state).index(item[0]))))
-        other = StreamedRows(*options, _Alone(torch.device("cpu"), 1, 2))
-        other.load_state_dict(state)
-        assert torch.equal(other.batch(9, slice(4, 8)).inputs, one.batch(9, slice(4, 8)).inputs)
-
-
-class _Alone(World):
-    """A process of several that hears nothing of the others."""
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        return values.double()
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
+    source = (HubShards(rows, "text", "made"), ByteTokenizer(), 8, 8)
+    options = {"align": 4 if reset == "document" else 0, "packed": reset == "packed", "window": 3, "seed": 1}
+    one, two, other = (StreamedRows(*source, **options) for _ in range(3))
+    for step in range(9):
+        whole = one.batch(step, slice(0, 8))
+        pieces = [two.batch(step, slice(begin, begin + 2)) for begin in range(0, 8, 2)]
+        for name in ("inputs", "targets", "reset", "positions", "documents"):
+            assert torch.equal(getattr(whole, name), torch.cat([getattr(piece, name) for piece in pieces]))
+        assert {piece.tokens for piece in pieces} == {whole.tokens}
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(other.batch(9, slice(4, 8)).inputs, one.batch(9, slice(4, 8)).inputs)
 
 
 def train_streamed(world: World, folder: Path, text: str) -> None:
@@ -221,7 +197,7 @@ def documents_of(data: Any) -> set[str]:
 
 
 def test_vocabularies_of_words(library: str, folder: Path) -> None:
-    options = {"dataset": str(folder), "tokenizer": "word", "vocabulary_documents": 4}
+    options = {"dataset": str(folder), "tokenizer": "word"}
     train, validation = (create_dataset("huggingface_stream", split, **options) for split in ("train", "validation"))
     assert train.tokenizer is validation.tokenizer and {"abc", "de", "train"} <= set(train.tokenizer.words)
     facts = train.describe()
@@ -235,7 +211,6 @@ def test_vocabularies_of_words(library: str, folder: Path) -> None:
     ("options", "message"),
     [
         ({"column": "body"}, r"data.column='body': .*, split train has text"),
-        ({"parts": 5}, r"data.parts=5 must lie in 1..4"),
         ({"held_fraction": 0.5}, r"data.held_fraction=0.5 must lie between 0 and 0.5"),
         ({"window": 0}, r"data.window=0 must be at least 1"),
         ({"reset": "always"}, r"data.reset='always' must be"),
@@ -249,18 +224,26 @@ def test_bad_options_are_named(library: str, folder: Path, options: dict[str, An
         create_dataset("huggingface_stream", "train", **{"dataset": str(folder), **options})
 
 
+def test_without_a_network_or_the_library_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(name: str, config: str | None, streaming: bool) -> None:
+        raise ConnectionError("Couldn't reach the hub")
+
+    module = ModuleType("datasets")
+    module.load_dataset = offline  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    with pytest.raises(ValueError, match=r"data\.name=text"):
+        create_dataset("huggingface_stream", "train", dataset="x/y")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="pip install"):
+        create_dataset("huggingface_stream", "train", dataset="x/z")
+
+
 def test_a_damaged_file_is_named_when_its_turn_comes(library: str, folder: Path) -> None:
     with (folder / "train-00002.jsonl").open("a", encoding="utf-8") as file:
         file.write("{broken")
     train = create_dataset("huggingface_stream", "train", dataset=str(folder))
     with pytest.raises(ValueError, match=r"split train, shard 2 cannot be read: .*the same command goes on"):
         list(hub_stream._once(train.documents))
-
-
-def test_pairs_are_made_of_no_stream(library: str, folder: Path) -> None:
-    corpus = {"name": "huggingface_stream", "dataset": str(folder)}
-    with pytest.raises(ValueError, match=r"huggingface_stream.*take text"):
-        create_dataset("denoising", "train", corpus=corpus)
 
 
 def test_a_row_without_text_is_passed_over_and_one_of_another_kind_is_named(folder: Path) -> None:
@@ -272,12 +255,10 @@ def test_a_row_without_text_is_passed_over_and_one_of_another_kind_is_named(fold
         next(reader)
 
 
-def test_a_stream_is_not_scored_and_parts_divide_the_batch(library: str, folder: Path, tmp_path: Path) -> None:
+def test_a_stream_is_not_scored_and_its_steps_are_consecutive(library: str, folder: Path, tmp_path: Path) -> None:
     trainer = make(tmp_path / "run", tmp_path, *streamed(folder))
     with pytest.raises(ValueError, match=r"is read as a stream, which has no end"):
         trainer.task.evaluate(trainer.model, trainer.task.data)
-    with pytest.raises(ValueError, match=r"data.parts=3.*training.batch_size=4"):
-        make(tmp_path / "other", tmp_path, *streamed(folder, "data.parts=3"))
     with pytest.raises(RuntimeError, match="does not follow step"):
         trainer.task.streams.batch(0, slice(0, 2))
         trainer.task.streams.batch(2, slice(0, 2))

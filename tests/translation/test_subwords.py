@@ -2,102 +2,47 @@
 
 from __future__ import annotations
 
-import io
-from pathlib import Path
-
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cached_lab.data.subwords import (
-    END,
-    SPECIALS,
-    UNKNOWN,
-    PairTokenizer,
-    SentencePieces,
-    read_pair_tokenizer,
-    train_subwords,
-)
+from cached_lab.data.subwords import END, SPECIALS, PairTokenizer
 from cached_lab.data.tokenizers import load_tokenizer
 
 TEXTS = ["ein mann sieht ein haus", "a man sees a house .", "don &apos;t go , man !", "über straße"] * 5
-KINDS = [(kind, form) for kind in ("bpe", "unigram") for form in ("raw", "moses")]
-TRAINED = {(kind, form): train_subwords(kind, TEXTS, 300, form) for kind, form in KINDS}
+TRAINED = {form: PairTokenizer.train(TEXTS, 300, form) for form in ("raw", "moses")}
 
 
-@pytest.mark.parametrize("key", KINDS)
+@pytest.mark.parametrize("form", TRAINED)
 @settings(max_examples=25, deadline=None)
 @given(text=st.text())
-def test_any_text_comes_back(key: tuple[str, str], text: str) -> None:
-    ids = TRAINED[key].encode([text])[0]
-    assert all(token >= len(SPECIALS) for token in ids)
-    assert TRAINED[key].decode(ids) == text
+@example("<pad >")
+@example("</s >")
+@example("<unk >")
+@example("  a  b ")
+@example("\u2028x\x00")
+@example("\U0001f642")
+def test_any_text_comes_back(form: str, text: str) -> None:
+    *ids, end = TRAINED[form].encode(text).tolist()
+    assert end == END and all(token >= len(SPECIALS) for token in ids)
+    assert TRAINED[form].decode([*ids, end, *ids]) == text  # tokens after the end are no text
 
 
-@pytest.mark.parametrize("text", ["<pad >", "</s >", "<unk >", "</s>", "", " ", "  a  b ", "\u2028x\x00", "\U0001f642"])
-@pytest.mark.parametrize("key", KINDS)
-def test_awkward_texts_come_back(key: tuple[str, str], text: str) -> None:
-    ids = TRAINED[key].encode([text])[0]
-    assert TRAINED[key].decode(ids) == text and all(token >= len(SPECIALS) for token in ids)
-
-
-def test_words_keep_their_tokens_wherever_they_stand() -> None:
-    first, second = TRAINED["bpe", "raw"].encode(["man", "a man"])
+def test_words_keep_their_tokens_anywhere() -> None:
+    first, second = TRAINED["raw"].encode_batch(["man", "a man"])
     assert second[-len(first) :] == first
 
 
 def test_moses_tokens_are_kept_together() -> None:
-    trained = train_subwords("bpe", ["don &apos;t"] * 9, 300, "moses")
-    assert len(trained.encode(["&apos;t"])[0]) == 1
-    # GPT-2's words part at punctuation.
-    assert len(train_subwords("bpe", ["don &apos;t"] * 9, 300, "raw").encode(["&apos;t"])[0]) > 1
+    raw, moses = (PairTokenizer.train(["don &apos;t"] * 9, 300, form) for form in ("raw", "moses"))
+    assert len(moses.encode("&apos;t")) == 2 < len(raw.encode("&apos;t"))  # GPT-2's words part at punctuation
 
 
-@pytest.mark.parametrize("joint", [True, False])
-def test_a_saved_tokenizer_comes_back(joint: bool) -> None:
-    sides = (TRAINED["bpe", "raw"], None if joint else TRAINED["unigram", "raw"])
-    tokenizer = PairTokenizer(*sides, lowercase=True)
+def test_a_saved_tokenizer_comes_back() -> None:
+    tokenizer = TRAINED["raw"]
     again = load_tokenizer(tokenizer.dump())
     assert isinstance(again, PairTokenizer) and again.dump() == tokenizer.dump()
-    assert (again.joint, again.vocabulary, again.target_vocabulary) == (
-        joint,
-        sides[0].vocabulary,
-        (sides[1] or sides[0]).vocabulary,
-    )
-    source, target = [again.encode_batch(["Ein Mann"], target=t)[0] for t in (False, True)]
-    assert source[-1] == target[-1] == END and (source == target) is joint
-    assert again.decode(target) == "ein mann" == again.decode(source, source=True)
-    assert again.decode([*target, *target]) == "ein mann"  # tokens after the end are no text
-    assert again.lossless is False
-
-
-def test_sentencepiece_models_are_read_by_their_path(tmp_path: Path) -> None:
-    library = pytest.importorskip("sentencepiece")
-    model = io.BytesIO()
-    library.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS), model_writer=model, vocab_size=40, hard_vocab_limit=False, minloglevel=2
-    )
-    path = tmp_path / "some.model"
-    path.write_bytes(model.getvalue())
-    tokenizer = read_pair_tokenizer(str(path), "raw", False)
-    assert tokenizer.decode(tokenizer.encode("ein mann sieht")) == "ein mann sieht"
-    assert UNKNOWN in tokenizer.encode("ein 你好")
-    again = load_tokenizer(tokenizer.dump())
+    assert again.vocabulary == tokenizer.vocabulary
     assert again.encode("ein mann").tolist() == tokenizer.encode("ein mann").tolist()
-    with pytest.raises(ValueError, match="not a sentencepiece model"):
-        SentencePieces(b"no model")
-
-
-def test_bad_options(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"vocabulary_size=259.*260"):
-        train_subwords("bpe", TEXTS, 259, "raw")
-    with pytest.raises(ValueError, match="'word'"):
-        train_subwords("word", TEXTS, 300, "raw")
-    with pytest.raises(FileNotFoundError, match="neither bpe nor unigram nor a file"):
-        read_pair_tokenizer(str(tmp_path), "raw", False)
-    (tmp_path / "tokenizer.json").write_text('{"kind": "byte"}')
-    with pytest.raises(ValueError, match="not the tokenizer of a translation run"):
-        read_pair_tokenizer(str(tmp_path), "raw", False)
-    (tmp_path / "tokenizer.json").write_bytes(PairTokenizer(TRAINED["bpe", "moses"], text_format="moses").dump())
-    with pytest.raises(ValueError, match="is of text_format=moses, lowercase=False"):
-        read_pair_tokenizer(str(tmp_path), "raw", False)
+        PairTokenizer.train(TEXTS, 259, "raw")

@@ -110,4 +110,4 @@ def test_it_asks_for_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["reproduce", "table4", "--out", str(tmp_path / "out")]) == 2
     assert "table4 at scale small reads Multi30k En-De: its folder `raw`; give --data FOLDER" in capsys.readouterr().err
     assert main(["reproduce", "table4", "--data", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
-    assert "holds no parallel text for split 'train'" in capsys.readouterr().err
+    assert "no en-de for split 'train'" in capsys.readouterr().err

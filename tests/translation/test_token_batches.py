@@ -34,20 +34,6 @@ def test_no_batch_could_take_the_next_pair() -> None:
         assert (len(batch) + 1) * max(LENGTHS[batch].max(), LENGTHS[following].max(1).min()) > 100
 
 
-def test_efficiency_is_the_share_that_is_not_padding() -> None:
-    order = TokenOrder(LENGTHS, 200, seed=1)
-    padded = real = 0
-    for batch in taken(order):
-        for side in (0, 1):
-            longest = max(LENGTHS[row, side] for row in batch)
-            padded += sum(longest for _ in batch)
-            real += sum(LENGTHS[row, side] for row in batch)
-    assert order.efficiency() == pytest.approx(real / padded)
-    drawn = np.random.default_rng(1).permutation(len(LENGTHS)).reshape(-1, 1)[:136].reshape(-1, 8)
-    random = sum(8 * LENGTHS[rows].max(0).sum() for rows in drawn)
-    assert order.efficiency() > 1.2 * LENGTHS[drawn.ravel()].sum() / random
-
-
 def test_the_order_is_a_function_of_seed_and_epoch() -> None:
     first, same, other = (TokenOrder(LENGTHS, 100, seed) for seed in (5, 5, 6))
     assert taken(first, 1) == taken(same, 1) != taken(first, 0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from torch.nn import functional as F
 from translation.made import recipe, write_corpus
@@ -25,7 +26,6 @@ from cached_lab.tasks.translation.task import TranslationTask
 from cached_lab.training.checkpoint import Checkpoints, read_checkpoint
 from cached_lab.training.config import RunConfig
 from cached_lab.training.distributed import World
-from cached_lab.training.loader import mixed_seed
 from cached_lab.training.metrics import read_metrics
 from cached_lab.training.stored_weights import load_average
 from cached_transformers.layers.token_loss import IGNORED
@@ -167,16 +167,6 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(corpus: Path, tmp_path: Path)
     assert whole["final"] == parts["final"]
 
 
-def test_another_seed_is_another_order(corpus: Path) -> None:
-    config, data = prepared(corpus)
-    other = replace(config, training=replace(config.training, seed=1))
-    orders = [
-        TranslationTask(c, build_model(c), data, data, World(torch.device("cpu"))).order.rows(0)
-        for c in (config, other)
-    ]
-    assert orders[0] != orders[1] and mixed_seed(0, 0) != mixed_seed(1, 0)
-
-
 # ------------------------------------------------------------------------------------------------ averages and scores
 
 
@@ -206,7 +196,7 @@ def test_the_summary_says_what_evaluate_says(trained: Path, capsys: pytest.Captu
     summary = json.loads((trained / "summary.json").read_text(encoding="utf-8"))
     test = summary["test"]
     assert 1 < test["bleu"] <= 100 and test["sentences"] == 30
-    assert 0.7 < summary["packing_efficiency"] <= 1 and summary["flops"] > 0
+    assert summary["steps_per_epoch"] > 0 and summary["flops"] > 0
     low, high = test["bleu_interval"]
     assert low < test["bleu"] < high or test["bleu"] == pytest.approx(high)
     assert test["bleu_signature"].startswith("nrefs:1|bs:1000|seed:12345|case:mixed|eff:no|tok:13a|smooth:exp|version:")
@@ -288,40 +278,26 @@ def test_the_made_language_is_learned(corpus: Path, tmp_path: Path, memory: str 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"training": {"metric": "accuracy"}},
-            "training.metric='accuracy' does not suit data 'translation'; take loss",
-        ),
-        ({"training": {"metric": "bleu"}}, "training.metric=bleu needs translations of the validation split"),
-        ({"training": {"batch_tokens": 10}}, "batch_tokens=10 is less than the"),
-        ({"training": {"batch_tokens": None, "batch_size": 301}}, "batch_size=301 exceeds the 300 training pairs"),
-        ({"training": {"average_last": 3}}, "average_last=3 must not exceed training.keep=2"),
-        (
-            {"training": {"average_last": 3, "keep": 3}},
-            "average_last=3, but training.steps=4 .* make 1; save more often",
-        ),
-        (
-            {"training": {"average_last": 2, "ema_decay": 0.9}},
-            "training.average_last=2 does not go with training.ema_decay=0.9",
-        ),
-        (
-            {"model": {"vocabulary": 7}},
-            r"model.vocabulary=7, but data 'translation' has vocabulary=\d+",
-        ),
-        ({"model": {"max_length": 7}}, "model.max_length=7 must be at least the data's 64"),
-        (
-            {"model": {"name": "sequence_classifier", "classes": 3}},
-            "'sequence_classifier'.*take encoder_decoder",
-        ),
-        ({"evaluation": {"beams": 0}}, "evaluation.beams=0 must be at least 1"),
-        ({"evaluation": {"tokens": -3}}, "evaluation.tokens=-3 must be at least 1"),
-        ({"evaluation": {"bleu_sentences": -1}}, "evaluation.bleu_sentences=-1 must not be negative"),
+        ("training.metric=accuracy", "training.metric='accuracy' does not suit data 'translation'; take loss"),
+        ("training.metric=bleu", "training.metric=bleu needs translations of the validation split"),
+        ("training.batch_tokens=10", "batch_tokens=10 is less than the"),
+        ("training={batch_tokens: null, batch_size: 301}", "batch_size=301 exceeds the 300 training pairs"),
+        ("training.average_last=3", "average_last=3 must not exceed training.keep=2"),
+        ("training={average_last: 3, keep: 3}", "average_last=3, but training.steps=4 .* make 1; save more often"),
+        ("training={average_last: 2, ema_decay: 0.9}", "average_last=2 does not go with training.ema_decay=0.9"),
+        ("model.vocabulary=7", r"model.vocabulary=7, but data 'translation' has vocabulary=\d+"),
+        ("model.max_length=7", "model.max_length=7 must be at least the data's 64"),
+        ("model={name: sequence_classifier, classes: 3}", "'sequence_classifier'.*take encoder_decoder"),
+        ("evaluation.beams=0", "evaluation.beams=0 must be at least 1"),
+        ("evaluation.tokens=-3", "evaluation.tokens=-3 must be at least 1"),
+        ("evaluation.bleu_sentences=-1", "evaluation.bleu_sentences=-1 must not be negative"),
     ],
 )
-def test_what_does_not_suit_is_refused(corpus: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_what_does_not_suit_is_refused(corpus: Path, tmp_path: Path, change: str, message: str) -> None:
     tree = recipe(corpus)
-    for section, values in change.items():
-        tree[section] = {**tree.get(section, {}), **values}
+    key, _, value = change.partition("=")
+    section, _, option = key.partition(".")
+    tree[section] = {**tree.get(section, {}), **({option: yaml.safe_load(value)} if option else yaml.safe_load(value))}
     with pytest.raises(ValueError, match=message):
         run_training(config_from_dict(tree), tmp_path / "run")
     assert not (tmp_path / "run" / "checkpoints").exists()

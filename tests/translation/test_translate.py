@@ -46,15 +46,11 @@ def test_lines_keep_their_order_and_empty_ones_stay(said, trained: Path, corpus:
         assert said("\n".join(sources) + "\n", "--batch", batch)[1] == whole
 
 
-def test_long_lines_are_truncated_and_named(said, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_long_lines_are_truncated_and_named(said) -> None:  # type: ignore[no-untyped-def]
     _, plain, _ = said("der hund\n")
     status, found, error = said("der hund\n" + "groß " * 500 + "\nder hund\n")
     assert status == 0 and found.splitlines()[0] == found.splitlines()[2] == plain.strip() and found.count("\n") == 3
     assert "warning: line 2 has " in error and "the first 63 are translated" in error
-    monkeypatch.setattr(lines, "LONGEST", 11)
-    status, found, error = said("der hund\n" + "groß " * 500 + "\nder hund\n")
-    assert status == 0 and found.count("\n") == 3 and found.splitlines()[2] == plain.strip()
-    assert "standard input, line 2 has more than 11 bytes" in error
 
 
 def test_lines_are_read_as_they_come() -> None:
@@ -117,11 +113,11 @@ def test_options_of_the_search(said) -> None:  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--beams", "0"], "--beams 0 must be at least 1"),
-        (["--tokens", "-1"], "--tokens -1 must be at least 1, and at most the 64"),
-        (["--tokens", "65"], "--tokens 65 must be at least 1, and at most the 64"),
+        (["--beams", "0"], "beams=0 must lie in 1.."),
+        (["--tokens", "-1"], "tokens=-1 must lie in 1..64"),
+        (["--tokens", "65"], "tokens=65 must lie in 1..64"),
         (["--batch", "0"], "--batch 0 must be at least 1"),
-        (["--length-penalty", "nan"], "--length-penalty=nan must lie in -50..50"),
+        (["--length-penalty", "nan"], "length_penalty=nan must lie in -50..50"),
         (["--resume"], "--resume continues a file; give --output FILE"),
         (["--input", "nothing.txt"], "nothing.txt is not a file"),
         (["--average", "7"], "so 7 cannot be averaged"),

@@ -24,8 +24,8 @@ MODES = (
 )
 OUTPUT_CACHE = "text: mix in the tokens that followed similar hidden states, in the latest text or the training split"
 OPTIONS = (
-    "options of --with-memory, or of --output-cache: neural.size, theta, lambda, form (linear, joint), alpha; knn.k, "
-    "temperature, lambda, key (feed_forward, last_hidden), dtype, search (exact, Flat, HNSW32, ...), probes, folder"
+    "options of --with-memory, or of --output-cache: neural.size, theta, lambda; knn.k, temperature, lambda, "
+    "key (feed_forward, last_hidden), dtype"
 )
 ARGUMENTS = (
     *run_arguments("", "tested"),
@@ -57,11 +57,12 @@ def run(arguments: argparse.Namespace) -> int:
         config = dataclasses.replace(config, evaluation=section)
     if arguments.output_cache is None:
         return _evaluate(arguments, config)
-    if arguments.memory != "carry" or arguments.with_memory is not None:
-        given = f"--memory {arguments.memory} --with-memory {arguments.with_memory}"
-        raise ValueError(f"{given}: not with --output-cache; leave one of them out")
+    for name in ("memory", "other", "batch_sizes", "segments", "with_memory", "average"):
+        if (value := getattr(arguments, name)) not in (None, "carry"):
+            option = f"--{name.replace('_', '-')} {value}"
+            raise ValueError(f"{option} does not go with --output-cache; leave one of them out")
     options = cache_options(arguments.output_cache, arguments.overrides)
-    about = (arguments.checkpoint, arguments.split, options, arguments.device)
+    about = (arguments.checkpoint, arguments.split, arguments.output_cache, options, arguments.device)
     result = {"run": str(folder), **evaluate_output_cache(folder, config, *about)}
     if not _printed_json(arguments, result):
         show(open_console(), *output_cache_blocks(result))

@@ -42,7 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(arguments: argparse.Namespace, path: Path) -> int:
     from cached_lab.experiments.load import load_run
-    from cached_lab.experiments.reports.formatting import unknown_words
     from cached_lab.tasks.language.text_reader import TextReader, fingerprint, read_tokenizer
     from cached_lab.training.checkpoint import Checkpoints
     from cached_lab.training.distributed import pick_device
@@ -65,10 +64,8 @@ def _read(arguments: argparse.Namespace, path: Path) -> int:
     if now is None or now.tokens == reader.first:
         print(f"nothing new to read in {file}")
         return 0
-    size = f", {now.bits_per_byte(reader.places.end):.4f} bits per byte" if arguments.tokens is None else ""
+    size = f", {now.bits_per_byte(reader.size):.4f} bits per byte" if arguments.tokens is None else ""
     print(f"{now.tokens:,} tokens: loss {now.nats / now.tokens:.4f} nats, perplexity {now.perplexity:.3f}{size}")
-    if tokenizer.unknown is not None:
-        print(unknown_words(reader.unknown / now.tokens))
     print(f"state: {path}")
     return 0
 

@@ -33,6 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Translate."""
     from cached_lab.experiments.load import load_run
     from cached_lab.tasks.translation import lines
+    from cached_lab.tasks.translation.translate import check_search
     from cached_lab.training.distributed import pick_device
     from cached_lab.training.run_files import TOKENIZER
 
@@ -41,12 +42,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--resume continues a file; give --output FILE")
     if arguments.input is not None:
         require_file(arguments.input, "the text to translate")
-    config, model, _ = load_run(arguments.folder, arguments.checkpoint, arguments.average)
+    config, loaded, _ = load_run(arguments.folder, arguments.checkpoint, arguments.average)
+    model: Any = loaded
     tokenizer = lines.read_tokenizer(arguments.folder / TOKENIZER)
     given = {option: getattr(arguments, option) for option in ("beams", "tokens", "length_penalty")}
     options: dict[str, Any] = {o: getattr(config.evaluation, o) if x is None else x for o, x in given.items()}
+    options |= {"begin": tokenizer.begin, "end": tokenizer.end}
     model.to(pick_device(arguments.device)).eval()
-    lines.check_search(model, **options)
+    check_search(model, **options)
     done = lines.cut_to_whole_lines(arguments.output) if arguments.resume else 0
     if done:
         print(f"continuing after line {done:,} of {arguments.output}", file=sys.stderr)

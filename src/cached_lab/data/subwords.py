@@ -1,30 +1,25 @@
-"""Subwords for pairs of texts: byte pairs or a unigram model over bytes (`tokenizers`), or a sentencepiece model.
+"""Subwords for pairs of texts: byte pairs (Sennrich et al., arXiv:1508.07909), by the `tokenizers` library.
 
-Byte pairs: Sennrich et al. (arXiv:1508.07909), over bytes as in GPT-2; unigram: Kudo (arXiv:1804.10959). Both are
-trained over the 256 bytes, so that no text is unknown and `decode` returns the exact text. A sentencepiece model
-(arXiv:1808.06226) is read from its file, and normalises text in its own way.
+They are trained over the 256 bytes, as in GPT-2, so that no text is unknown and `decode` returns the exact text.
 
 The four special ids come first: `PAD`, `BEGIN`, `END`, `UNKNOWN`.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
 from cached_transformers.extras import require
-from cached_transformers.registry import unknown_name
 
 PAD, BEGIN, END, UNKNOWN = 0, 1, 2, 3
 SPECIALS = ("<pad >", "<s >", "</s >", "<unk >")
 """With a blank, which is no sign of the byte alphabet: no text is ever encoded as one of them."""
-SUBWORDS = ("bpe", "unigram")
 FORMATS = ("raw", "moses")
 SMALLEST = len(SPECIALS) + 256
 
@@ -51,218 +46,85 @@ def trained_model(model: str) -> Any:
     return made
 
 
-def train_bytes(model: Any, trainer: Any, texts: Iterable[str], split: Any = None) -> str:
-    """Train a byte-level model of the `tokenizers` library; return it as JSON."""
+def train_byte_pairs(
+    texts: Iterable[str], size: int, specials: Sequence[str], split: Any = None, min_frequency: int = 0
+) -> str:
+    """Train byte pairs of the `tokenizers` library; return the tokenizer as JSON.
+
+    Args:
+        split: pre-tokenizer of words; None for GPT-2's pattern.
+    """
     library = require("tokenizers", extra="language")
     level = library.pre_tokenizers.ByteLevel
-    trained = library.Tokenizer(model)
+    trained = library.Tokenizer(library.models.BPE())
     trained.pre_tokenizer = level(add_prefix_space=False)
     if split is not None:
         parts = [split, level(add_prefix_space=False, use_regex=False)]
         trained.pre_tokenizer = library.pre_tokenizers.Sequence(parts)
     trained.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=size,
+        min_frequency=min_frequency,
+        special_tokens=list(specials),
+        initial_alphabet=sorted(level.alphabet()),
+        show_progress=False,
+    )
     trained.train_from_iterator(texts, trainer)
     content: str = trained.to_str()
     return content
 
 
-class ByteSubwords:
-    """Byte pairs or unigrams over bytes, of the `tokenizers` library.
+class PairTokenizer:
+    """Byte pairs of source and target together.
 
     A blank is put before a text, and removed by `decode`, so that the first word gives the same token as elsewhere.
 
     Args:
-        model: the trained tokenizer of the library, as JSON.
+        model: the trained tokenizer of the `tokenizers` library, as JSON.
     """
 
-    lossless = True
+    pad, begin, end = PAD, BEGIN, END
+    # Attributes of the protocol `Tokenizer`; the ends are those of sentences.
+    start, ends_document, lossless, unknown = END, True, True, None
+    sentence_ends: tuple[int, ...] = (END,)
+    line_ends: tuple[int, ...] = (END,)
 
     def __init__(self, model: str) -> None:
         self._json = model
         self._model = trained_model(model)
         self.vocabulary: int = self._model.get_vocab_size()
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        found = self._model.encode_batch([f" {text}" if text else "" for text in texts], add_special_tokens=False)
-        return [encoding.ids for encoding in found]
+    @classmethod
+    def train(cls, texts: Iterable[str], size: int, text_format: str) -> PairTokenizer:
+        """Train byte pairs on the lines of both sides.
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        text: str = self._model.decode([token for token in map(int, tokens) if token >= len(SPECIALS)])
-        return text[1:] if text.startswith(" ") else text
+        Args:
+            size: number of ids, with special ids and the 256 bytes; fewer when no further pair occurs twice.
+            text_format: words, which no token crosses, follow GPT-2's pattern in "raw" text, and blanks in "moses".
 
-    def stored(self) -> dict[str, Any]:
-        """JSON for `load_subwords`."""
-        return {"kind": "bytes", "model": self._json}
-
-
-class SentencePieces:
-    """Pieces of a sentencepiece model; its ids follow the special ones, its unknown piece is `UNKNOWN`.
-
-    Args:
-        model: content of the .model file.
-
-    Raises:
-        ValueError: not a sentencepiece model.
-    """
-
-    lossless = False
-
-    def __init__(self, model: bytes) -> None:
-        library = require("sentencepiece", extra="language")
-        self._bytes, self._model = model, library.SentencePieceProcessor()
-        try:
-            self._model.LoadFromSerializedProto(model)
-        except RuntimeError as error:
-            raise ValueError(f"not a sentencepiece model: {error}; give the .model file, not the .vocab") from None
-        self.vocabulary: int = self._model.GetPieceSize() + len(SPECIALS)
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        unknown = self._model.unk_id()
-        pieces = self._model.EncodeAsIds(list(texts))
-        return [[UNKNOWN if i == unknown else i + len(SPECIALS) for i in ids] for ids in pieces]
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        unknown, specials = self._model.unk_id(), len(SPECIALS)
-        kept = [unknown if t == UNKNOWN else t - specials for t in map(int, tokens) if t >= UNKNOWN]
-        text: str = self._model.DecodeIds(kept)
-        return text
-
-    def stored(self) -> dict[str, Any]:
-        """JSON for `load_subwords`."""
-        return {"kind": "sentencepiece", "model": base64.b64encode(self._bytes).decode()}
-
-
-Subwords = ByteSubwords | SentencePieces
-
-
-class PairTokenizer:
-    """The subwords of source and target, one model for both or one each.
-
-    Args:
-        source: of the source. target: of the target; None shares the source's.
-        text_format: "raw" text, or "moses" tokens with blanks between them, as in the training data.
-        lowercase: lowercase texts before encoding.
-
-    Attributes:
-        vocabulary, target_vocabulary: numbers of ids. lossless: `decode` returns the exact text.
-        pad, begin, end, unknown: special ids, the same on both sides.
-    """
-
-    pad, begin, end, unknown = PAD, BEGIN, END, UNKNOWN
-    # Attributes of the protocol `Tokenizer`; the ends are those of sentences.
-    start, ends_document = END, True
-    sentence_ends: tuple[int, ...] = (END,)
-    line_ends: tuple[int, ...] = (END,)
-
-    def __init__(
-        self, source: Subwords, target: Subwords | None = None, text_format: str = "raw", lowercase: bool = False
-    ) -> None:
-        self.source, self.target, self.joint = source, source if target is None else target, target is None
-        self.text_format, self.lowercase = text_format, lowercase
-        self.vocabulary, self.target_vocabulary = self.source.vocabulary, self.target.vocabulary
-        self.lossless = self.source.lossless and self.target.lossless and not lowercase
+        Raises:
+            ValueError: too few ids.
+        """
+        if size < SMALLEST:
+            raise ValueError(f"data.vocabulary_size={size} must be at least {SMALLEST}: special ids and the 256 bytes")
+        library = require("tokenizers", extra="language")
+        blanks = library.pre_tokenizers.Split(" ", "merged_with_next") if text_format == "moses" else None
+        return cls(train_byte_pairs((f" {text}" for text in texts), size, SPECIALS, blanks, min_frequency=2))
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of a source text, with the end."""
+        """Ids of a text, with the end."""
         return np.array(self.encode_batch([text])[0], dtype=np.int32)
 
-    def encode_batch(self, texts: Sequence[str], target: bool = False) -> list[list[int]]:
-        """Ids of several texts of one side, each with the end."""
-        side = self.target if target else self.source
-        return [[*ids, END] for ids in side.encode([self.prepared(text) for text in texts])]
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of several texts, each with the end."""
+        found = self._model.encode_batch([f" {text}" if text else "" for text in texts], add_special_tokens=False)
+        return [[*encoding.ids, END] for encoding in found]
 
-    def knows(self, ids: Iterable[int]) -> bool:
-        """True if source ids contain more than blanks and unknown ids."""
-        return bool(self.decode([token for token in ids if token != UNKNOWN], source=True).strip())
-
-    def prepared(self, text: str) -> str:
-        """The text as the model sees it."""
-        return text.lower() if self.lowercase else text
-
-    def decode(self, tokens: Iterable[int], source: bool = False) -> str:
-        """Text of target ids (or source ids), up to the first end."""
-        ids = list(map(int, tokens))
-        kept = ids[: ids.index(END)] if END in ids else ids
-        return (self.source if source else self.target).decode(kept)
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of ids, up to the first end."""
+        kept = [token for token in takewhile(END.__ne__, map(int, tokens)) if token >= len(SPECIALS)]
+        return str(self._model.decode(kept)).removeprefix(" ")
 
     def dump(self) -> bytes:
         """Bytes for `load_tokenizer`."""
-        target = None if self.joint else self.target.stored()
-        options = {"format": self.text_format, "lowercase": self.lowercase}
-        return json.dumps({"kind": "pair", "source": self.source.stored(), "target": target, **options}).encode()
-
-
-def load_pair_tokenizer(tree: dict[str, Any]) -> PairTokenizer:
-    """The tokenizer of a parsed `PairTokenizer.dump`; other trees give errors of any kind (see `loading`)."""
-    if tree["format"] not in FORMATS or not isinstance(tree["lowercase"], bool):
-        raise ValueError(f"format={tree['format']!r} and lowercase={tree['lowercase']!r} are no options")
-    target = None if tree["target"] is None else load_subwords(tree["target"])
-    return PairTokenizer(load_subwords(tree["source"]), target, tree["format"], tree["lowercase"])
-
-
-def load_subwords(tree: dict[str, Any]) -> Subwords:
-    """The subwords of a `stored` tree."""
-    if tree["kind"] == "sentencepiece":
-        return SentencePieces(base64.b64decode(tree["model"]))
-    if tree["kind"] != "bytes":
-        raise ValueError(f"kind={tree['kind']!r} is unknown")
-    return ByteSubwords(tree["model"])
-
-
-def train_subwords(kind: str, texts: Iterable[str], size: int, text_format: str) -> ByteSubwords:
-    """Train subwords on the lines of a corpus.
-
-    Args:
-        kind: "bpe" or "unigram". size: number of ids, with special ids and the 256 bytes; fewer when no further pair
-            occurs twice.
-        text_format: words, which no token crosses, follow GPT-2's pattern in "raw" text, and blanks in "moses".
-
-    Raises:
-        ValueError: an unknown kind, or too few ids.
-    """
-    if kind not in SUBWORDS:
-        raise ValueError(unknown_name("subwords", kind, list(SUBWORDS)))
-    if size < SMALLEST:
-        raise ValueError(f"data.vocabulary_size={size} must be at least {SMALLEST}: special ids and the 256 bytes")
-    library = require("tokenizers", extra="language")
-    alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
-    common = {"special_tokens": list(SPECIALS), "initial_alphabet": alphabet, "show_progress": False}
-    if kind == "bpe":
-        model, trainer = library.models.BPE(), library.trainers.BpeTrainer(vocab_size=size, min_frequency=2, **common)
-    else:
-        model = library.models.Unigram()
-        trainer = library.trainers.UnigramTrainer(vocab_size=size, unk_token=SPECIALS[UNKNOWN], **common)
-    blanks = library.pre_tokenizers.Split(" ", "merged_with_next") if text_format == "moses" else None
-    return ByteSubwords(train_bytes(model, trainer, (f" {text}" for text in texts), blanks))
-
-
-def read_pair_tokenizer(path: str, text_format: str, lowercase: bool) -> PairTokenizer:
-    """Load the tokenizer.json of a run (or the run folder), or a sentencepiece .model for both sides.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: neither of them, or other options than the tokenizer's own.
-    """
-    file = Path(path).expanduser()
-    file = file / "tokenizer.json" if file.is_dir() else file
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"data.tokenizer={path!r} is neither {' nor '.join(SUBWORDS)} nor a file; give a run folder, its "
-            "tokenizer.json, or a sentencepiece .model"
-        )
-    content = file.read_bytes()
-    with loading(f"data.tokenizer={path!r}"):
-        try:
-            tree = json.loads(content)
-        except (ValueError, RecursionError):
-            return PairTokenizer(SentencePieces(content), None, text_format, lowercase)
-    if not isinstance(tree, dict) or tree.get("kind") != "pair":
-        raise ValueError(f"data.tokenizer={path!r} is not the tokenizer of a translation run; give another")
-    with loading(f"data.tokenizer={path!r}"):
-        found = load_pair_tokenizer(tree)
-    if (found.text_format, found.lowercase) != (text_format, lowercase):
-        raise ValueError(
-            f"data.tokenizer={path!r} is of text_format={found.text_format}, lowercase={found.lowercase}; set "
-            "data.text_format and data.lowercase to these"
-        )
-    return found
+        return json.dumps({"kind": "pair", "model": self._json}).encode()

@@ -34,8 +34,8 @@ class TextDataset:
         task: name of the training task.
         tokenizer: from text to ids and back. kind: its name.
         tokens: ids (size,). starts: start of each document (documents,).
-        counts: "tokens", "words" and "bytes" of the split.
-        line: unit of a line: "paragraph", "sentence", or "wrapped" where lines end anywhere.
+        counts: "tokens", "words" and "bytes" of the split; of a stream, at most their ratio.
+        line: unit of a line, "paragraph" or "sentence".
         punctuation: the word tokenizer separates it from words.
     """
 
@@ -85,9 +85,11 @@ class TextDataset:
         loss = nats / tokens
         values = {"loss": loss, "perplexity": perplexity(loss)}
         if self.tokenizer.lossless:
-            per_token = {unit: self.counts[unit] / self.counts["tokens"] for unit in ("bytes", "words")}
-            values["bits_per_byte"] = loss / math.log(2) / per_token["bytes"]
-            values["word_perplexity"] = perplexity(loss / per_token["words"])
+            per_token = {unit: count / self.counts["tokens"] for unit, count in self.counts.items()}
+            if "bytes" in per_token:
+                values["bits_per_byte"] = loss / math.log(2) / per_token["bytes"]
+            if "words" in per_token:
+                values["word_perplexity"] = perplexity(loss / per_token["words"])
         return values
 
     def unknown_share(self) -> float | None:
@@ -149,7 +151,7 @@ class Corpus(TextDataset):
         found = trained_tokenizer(self.kind, key, lambda: self._documents("train"), size, self.punctuation)
         self.tokenizer = found  # type: ignore[assignment]
         text = {**key, "text": self._key(self.split), "line": self.line}
-        self._hold(load_or_build("text", text, lambda: encoded(self._documents(self.split), found, self.line)))
+        self._hold(load_or_build("text", text, lambda: encoded(self._documents(self.split), found)))
 
     def _key(self, split: str) -> object:
         """Everything that decides the documents of a split, as JSON."""
@@ -177,12 +179,12 @@ def trained_tokenizer(
     return load_tokenizer(stored["tokenizer"].tobytes())
 
 
-def encoded(documents: Iterable[str], tokenizer: Tokenizer, line: str) -> Arrays:
-    """ "tokens", "starts" and "counts" (tokens, words, bytes) of documents; `line` is an attribute of `TextDataset`."""
+def encoded(documents: Iterable[str], tokenizer: Tokenizer) -> Arrays:
+    """ "tokens", "starts" and "counts" (tokens, words, bytes) of documents."""
     parts, words, size = [], 0, 0
     for text in documents:
         parts.append(tokenizer.encode(text))
-        words += len(text.split()) + (text.count("\n") if line != "wrapped" else 0)
+        words += len(text.split()) + text.count("\n")
         size += len(text.encode("utf-8", "surrogateescape"))
     starts = np.cumsum([0, *(len(part) for part in parts[:-1])])
     kind = next(k for k in (np.uint8, np.uint16, np.int32) if tokenizer.vocabulary - 1 <= np.iinfo(k).max)
@@ -197,8 +199,8 @@ def fingerprint(texts: list[TextFile]) -> list[list[str | None]]:
 
 @lru_cache(maxsize=256)
 def _digest(path: Path, modified: int) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        digest = hashlib.sha256()
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()

@@ -5,16 +5,13 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
 from .archives import ARCHIVES, Listing, naming, read_file
 from .splits import SPLIT_WORDS, named_split
-
-TextPath = str | Path | Mapping[str, str | Path]
-"""A file, an archive, a folder, or a mapping from split to one of these."""
 
 DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".xz": lzma.decompress,
@@ -82,31 +79,23 @@ def split_of(text: TextFile) -> str | None:
     return named_split(text.stem(), PurePosixPath(text.name).parts[:-1])
 
 
-def split_texts(path: TextPath, split: str) -> list[TextFile]:
+def split_texts(path: str | Path, split: str) -> list[TextFile]:
     """The texts of one split, by the names of files or folders (FileNotFoundError: there is none)."""
-    if isinstance(path, Mapping):
-        if split not in path:
-            raise FileNotFoundError(f"no file is given for split {split!r}; data.path names {', '.join(path)}")
-        path = path[split]
-        texts = find_texts(path)
-        if len(texts) == 1:  # chosen by hand, whatever its name
-            return texts
-    else:
-        texts = find_texts(path)
+    texts = find_texts(path)
     chosen = [text for text in texts if split_of(text) == split]
     if not chosen:
         words, names = ", ".join(SPLIT_WORDS[split]), ", ".join(text.name for text in texts[:10])
         message = f"{path} holds no text for split {split!r}: expected a file or folder named {words}; found {names}"
-        raise FileNotFoundError(f"{message}; a mapping from split to file can name others")
+        raise FileNotFoundError(message)
     return chosen
 
 
-def split_text(path: TextPath, split: str) -> TextFile:
+def split_text(path: str | Path, split: str) -> TextFile:
     """The only text of a split (ValueError: there are several; others as `split_texts`)."""
     chosen = split_texts(path, split)
     if len(chosen) > 1:
         names = ", ".join(map(str, chosen))
-        raise ValueError(f"several texts are named after split {split!r} ({names}); give a mapping from split to file")
+        raise ValueError(f"several texts are named after split {split!r} ({names}); give a folder with one of each")
     return chosen[0]
 
 

@@ -16,17 +16,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cached_transformers.extras import require
 from cached_transformers.registry import unknown_name
 
-from .subwords import load_pair_tokenizer, loading, train_bytes, trained_model
+from .subwords import PairTokenizer, loading, train_byte_pairs, trained_model
 
 UNKNOWN, END = "<unk>", "<eos>"
 SPECIALS = ("pad", "begin", "end", "mask")
 SENTENCE_MARKS = (".", "!", "?")
 BPE_SIZE = 16_000
 KINDS = ("word", "byte", "bpe")
-_MOST_SENTINELS = 1_000_000
 _CHUNK = 1 << 16  # characters encoded at a time
 _PIECES = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
 
@@ -148,12 +146,7 @@ class BytePairTokenizer:
         size = BPE_SIZE if size is None else size
         if size < 257:
             raise ValueError(f"data.vocabulary_size={size} must be at least 257 byte pairs: {END} and the 256 bytes")
-        library = require("tokenizers", extra="language")
-        alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
-        trainer = library.trainers.BpeTrainer(
-            vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-        )
-        return cls(train_bytes(library.models.BPE(), trainer, (chunk for text in texts for chunk in _chunks(text))))
+        return cls(train_byte_pairs((chunk for text in texts for chunk in _chunks(text)), size, [END]))
 
     def encode(self, text: str) -> np.ndarray:
         parts = [self._model.encode(chunk, add_special_tokens=False).ids for chunk in _chunks(text)]
@@ -188,24 +181,14 @@ class SpecialTokens:
         self.sentinels = tuple(self.vocabulary - 1 - index for index in range(sentinels))
         self.start, self.lossless, self.ends_document = text.start, text.lossless, text.ends_document
         self.sentence_ends, self.line_ends, self.unknown = text.sentence_ends, text.line_ends, text.unknown
-        self._names = {text.vocabulary + index: f"<{name}>" for index, name in enumerate(SPECIALS)}
-        self._names |= {token: f"<extra_id_{index}>" for index, token in enumerate(self.sentinels)}
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of the text; the name of a special token in it is text."""
         return self.text.encode(text)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text, with names such as <mask> and <extra_id_0> for special ids."""
-        parts: list[str] = []
-        run: list[int] = []
-        for token in map(int, tokens):
-            if token in self._names:
-                parts += [self.text.decode(run) if run else "", self._names[token]]
-                run = []
-            else:
-                run.append(token)
-        return "".join([*parts, self.text.decode(run) if run else ""])
+        """The text, without special ids."""
+        return self.text.decode([token for token in map(int, tokens) if token < self.pad])
 
     def dump(self) -> bytes:
         stored = {"kind": "special", "text": self.text.dump().decode(), "sentinels": len(self.sentinels)}
@@ -242,10 +225,8 @@ def _loaded(tree: dict[str, Any]) -> Tokenizer:
     if tree["kind"] == "byte":
         return ByteTokenizer()
     if tree["kind"] == "pair":
-        return load_pair_tokenizer(tree)
+        return PairTokenizer(tree["model"])
     if tree["kind"] == "special":
-        if type(tree["sentinels"]) is not int or tree["sentinels"] > _MOST_SENTINELS:
-            raise ValueError(f"sentinels={tree['sentinels']!r} is no number of ids")
         return SpecialTokens(_loaded(json.loads(tree["text"])), tree["sentinels"])
     if tree["kind"] == "word":
         words, punctuation = tree["words"], tree["punctuation"]

@@ -9,10 +9,9 @@ the observed tokens, one segment at a time, and returns log-probabilities:
 
 from __future__ import annotations
 
-from .datastore import Datastore
 from .hidden_states import hidden_states
-from .knn_lm import KNNLM
+from .knn_lm import KNNLM, Datastore
 from .neural_cache import NeuralCache
-from .output_cache import MixedScores, OnlineCache, OutputCache
+from .output_cache import MixedScores, OutputCache
 
-__all__ = ["KNNLM", "Datastore", "MixedScores", "NeuralCache", "OnlineCache", "OutputCache", "hidden_states"]
+__all__ = ["KNNLM", "Datastore", "MixedScores", "NeuralCache", "OutputCache", "hidden_states"]

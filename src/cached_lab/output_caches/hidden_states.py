@@ -9,31 +9,30 @@ Legend: B rows, N tokens of a segment, D model width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 KEYS = ("last_hidden", "feed_forward")
-WAY_OUT = {"feed_forward": "take key='last_hidden'", "last_hidden": "give a decoder with its head"}
 
 
-class HiddenStates:
-    """Hidden states (B, N, D) of the last call of a model."""
+class HiddenStates(list[Tensor]):
+    """Hidden states of the last call of a model, in pieces."""
 
-    def __init__(self) -> None:
-        self._h_BND: Tensor | None = None
+    def take(self, tokens: int | None = None) -> Tensor:
+        """Return the hidden states (B, N, D) of the last call and forget them.
 
-    def put(self, h_BND: Tensor) -> None:
-        """Keep the hidden states of a call."""
-        self._h_BND = h_BND.detach()
-
-    def take(self) -> Tensor:
-        """Return the hidden states of the last call and forget them (ValueError: no call since the last `take`)."""
-        if self._h_BND is None:
+        Raises:
+            ValueError: no call since the last `take`, or not of `tokens` tokens.
+        """
+        if not self:
             raise ValueError("the model was not called since hidden states were taken; call it first")
-        h_BND, self._h_BND = self._h_BND, None
+        h_BND = torch.cat(self, 1).detach()
+        self.clear()
+        if tokens not in (None, h_BND.shape[1]):
+            raise ValueError(f"{h_BND.shape[1]} hidden states of a segment of {tokens} tokens; take key='last_hidden'")
         return h_BND
 
 
@@ -50,52 +49,22 @@ def hidden_states(model: nn.Module, key: str = "last_hidden") -> Iterator[Hidden
     """
     if key not in KEYS:
         raise ValueError(f"key={key!r} must be one of {', '.join(KEYS)}")
-    seen = HiddenStates()
-    with ExitStack() as hooks:
-        for handle in _hook_stack(model, key, seen) if hasattr(model, "stack") else _hook_head(model, key, seen):
-            hooks.callback(handle.remove)
+    seen, stack = HiddenStates(), getattr(model, "stack", None)
+    if stack is not None:
+        place: Any = stack if key == "last_hidden" else getattr(stack.blocks[-1].feed_forward, "norm", None)
+        caller: Any = stack
+    else:
+        host: Any = model if hasattr(model, "get_output_embeddings") else getattr(model, "model", None)
+        caller = place = host.get_output_embeddings() if host is not None and key == "last_hidden" else None
+    if not isinstance(place, nn.Module):
+        raise ValueError(f"key={key!r}: {type(model).__name__} has no such place; take key='last_hidden' of a decoder")
+
+    def record(_: Any, arguments: Any, out: Any) -> None:
+        seen.append(arguments[0] if stack is None else getattr(out, "outputs", out))
+
+    handles = [caller.register_forward_pre_hook(lambda *_: seen.clear()), place.register_forward_hook(record)]
+    try:
         yield seen
-
-
-def _hook_head(model: nn.Module, key: str, seen: HiddenStates) -> list[Any]:
-    host: Any = model if hasattr(model, "get_output_embeddings") else getattr(model, "model", None)
-    head = host.get_output_embeddings() if hasattr(host, "get_output_embeddings") else None
-    if key != "last_hidden" or head is None:
-        lacks = "no head that reads hidden states" if head is None else "no block of this package"
-        raise ValueError(f"key={key!r}: {type(model).__name__} has {lacks}; {WAY_OUT[key]}")
-    return [head.register_forward_pre_hook(lambda _, arguments: seen.put(arguments[0]))]
-
-
-def _hook_stack(model: Any, key: str, seen: HiddenStates) -> list[Any]:
-    stack = model.stack
-    if key == "last_hidden":
-        return [stack.register_forward_hook(lambda _, arguments, out: seen.put(out.outputs))]
-    block = stack.blocks[-1]
-    norm = getattr(block.feed_forward, "norm", None)
-    if not isinstance(norm, nn.Module):
-        name = type(block.feed_forward).__name__
-        raise ValueError(f"key={key!r}: the last feed-forward, {name}, has no norm of its own; {WAY_OUT[key]}")
-    pieces: list[Tensor] = []
-    segment: list[tuple[int, int]] = []  # (start, length) of the segment among tokens that a memory adds
-
-    def enter(_: Any, arguments: Any, options: dict[str, Any]) -> None:
-        given = options.get("segment")
-        segment[:] = [] if given is None else [given]
-
-    def read(_: Any, arguments: Any, out: Tensor) -> None:
-        pieces.append(out.narrow(1, *segment[0]) if segment and out.shape[1] > segment[0][1] else out)
-
-    def finish(_: Any, arguments: Any, out: Any) -> None:
-        count, tokens = sum(piece.shape[1] for piece in pieces), out.outputs.shape[1]
-        if count != tokens:
-            read_again = f"the last block read {count} tokens for a segment of {tokens}"
-            raise ValueError(f"key={key!r}: {read_again}, more than once; {WAY_OUT[key]}")
-        seen.put(torch.cat(pieces, 1))
-        pieces.clear()
-
-    return [
-        stack.register_forward_pre_hook(lambda _, arguments: pieces.clear()),
-        block.register_forward_pre_hook(enter, with_kwargs=True),
-        norm.register_forward_hook(read),
-        stack.register_forward_hook(finish),
-    ]
+    finally:
+        for handle in handles:
+            handle.remove()

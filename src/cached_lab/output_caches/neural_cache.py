@@ -2,8 +2,7 @@
 
     cache of M pairs  {(h_i, x_{i+1}) | t - M <= i < t}, for h_t that predicts x_{t+1}
     p_cache(w)  ~ sum_i 1[w = x_{i+1}] exp(theta h_t . h_i)                                     (3)
-    linear        p(w) = (1 - lambda) p_vocab(w) + lambda p_cache(w)
-    joint         p(w) ~ exp(h_t . o_w) + sum_i 1[w = x_{i+1}] exp(theta h_t . h_i + alpha)     (5)
+    p(w)        = (1 - lambda) p_vocab(w) + lambda p_cache(w)
 
 Each position sees the M pairs before it, including pairs of its own segment, so segment boundaries change nothing. As
 in the paper, and unlike the pointer of awd-lstm-lm, a cache is used from its first pair on.
@@ -15,19 +14,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one, shares
 from cached_transformers.layers.token_loss import IGNORED
 from cached_transformers.memories.memorizing import NeighbourStore, store
-from cached_transformers.memories.parts.options import one_of
 from cached_transformers.state import State
 
-from .output_cache import FoundEntries, OutputCache, linear_gate
+from .output_cache import FoundEntries, OutputCache
 
 
 @dataclass(frozen=True)
@@ -41,9 +37,7 @@ class NeuralCache(OutputCache):
         size: M; 100 to 10,000 in the paper.
         theta: scale of the dot products; 0 weighs all pairs alike. Its best value depends on the norm of the model's
             hidden states.
-        lambda_: share of the cache in the linear form.
-        form: "linear" or "joint".
-        alpha: in the joint form, the logit that is added to each pair.
+        lambda_: share of the cache.
 
     Raises:
         ValueError: an option out of its range.
@@ -52,17 +46,12 @@ class NeuralCache(OutputCache):
     size: int = 2000
     theta: float = 0.3
     lambda_: float = 0.1
-    form: Literal["linear", "joint"] = "linear"
-    alpha: float = 0.0
 
     def __post_init__(self) -> None:
         at_least_one(size=self.size)
         shares(**{"lambda": self.lambda_})
-        one_of("form", self.form, ("linear", "joint"))
         if not (math.isfinite(self.theta) and self.theta >= 0):
             raise ValueError(f"theta={self.theta} must be a number from 0 on; 0 weighs all pairs alike")
-        if not (math.isfinite(self.alpha) or self.alpha == -math.inf):
-            raise ValueError(f"alpha={self.alpha} must be a number; minus infinity leaves the model as it is")
 
     @property
     def sharpness(self) -> float:  # type: ignore[override]
@@ -95,12 +84,6 @@ class NeuralCache(OutputCache):
     def write(self, state: State, h_BND: Tensor, next_BN: Tensor) -> NeighbourStore:
         ring: NeighbourStore = state  # type: ignore[assignment]
         return store(ring, h_BND[:, None], next_BN[:, None, :, None], ~observed(h_BND, next_BN))
-
-    def gate(self, lse_BN: Tensor, model_lse_BN: Tensor) -> tuple[Tensor, Tensor]:
-        if self.form == "linear":
-            return linear_gate(lse_BN, self.lambda_)
-        odds_BN = self.alpha + lse_BN - model_lse_BN
-        return F.logsigmoid(odds_BN), F.logsigmoid(-odds_BN)
 
 
 def observed(h_BND: Tensor, next_BN: Tensor) -> Tensor:

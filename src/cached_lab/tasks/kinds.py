@@ -39,11 +39,6 @@ def task_of(dataset: Any) -> type[Task]:
 
 def make_task(config: RunConfig, model: nn.Module, train: Any, validation: Any, world: World) -> Task:
     """The task of a data set, with a model to train (ValueError: settings that do not suit it)."""
-    if config.training.reset_rows and task_name(train) != "language":
-        raise ValueError(
-            f"training.reset_rows={config.training.reset_rows} empties the memories of streams of text, which data "
-            f"{train.name!r} are not; leave it at 0"
-        )
     return task_of(train)(config, model, train, validation, world)
 
 

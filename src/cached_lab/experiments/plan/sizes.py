@@ -141,8 +141,6 @@ def _data_sizes(config: RunConfig, task: str) -> dict[str, Any]:
         found["max_length"] = data.get("segment_length")
     if config.data["name"] == "denoising" and found["vocabulary"] is not None:
         found["vocabulary"] += 4 + data["sentinels"] if data.get("sentinels") is not None else SPECIAL
-    if task == "translation" and data.get("joint") is False:
-        found["target_vocabulary"] = found["vocabulary"]
     if data.get("tokenizer") == "byte":
         found["vocabulary"] = 256
     return found

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cached_lab.data.dataset import Batch, LabelledDataset
+from cached_lab.data.splits import SPLITS, check_split
 from cached_lab.data.tokenizers import Tokenizer
 from cached_transformers.checks import at_least_one
 
@@ -23,16 +24,17 @@ class DocumentDataset(LabelledDataset):
     Args:
         name, split, labels, classes: see `LabelledDataset`.
         vocabulary: number of token ids.
-        segment_length: tokens in a segment.
-        segments: segments of the longest document.
         tokenizer: from text to ids and back; None for documents that are no text.
 
     Attributes:
         task: name of the training task.
+        segment_length: tokens in a segment. segments: of the longest document. Subclasses set them before.
         limit: most segments of an item; None for whole documents.
     """
 
     task = "documents"
+    segment_length: int
+    segments: int
     limit: int | None = None
 
     def __init__(
@@ -43,12 +45,10 @@ class DocumentDataset(LabelledDataset):
         classes: int,
         *,
         vocabulary: int,
-        segment_length: int,
-        segments: int,
         tokenizer: Tokenizer | None = None,
     ) -> None:
         super().__init__(name, split, labels, classes)
-        self.vocabulary, self.segment_length, self.segments = vocabulary, segment_length, segments
+        self.vocabulary = vocabulary
         self.tokenizer = tokenizer  # type: ignore[assignment]  # replaces the option that names it
 
     def document(self, index: int, segments: int | None = None, epoch: int = 0) -> tuple[Tensor, int]:
@@ -75,15 +75,15 @@ class DocumentDataset(LabelledDataset):
         facts = {"vocabulary": self.vocabulary, "max_length": self.segment_length, "segments": self.segments}
         return {**super().describe(), **facts}
 
+    def check_segments(self) -> None:
+        """Refuse a length of segments, or a number of them, below 1 (ValueError)."""
+        at_least_one("", **{"data.segment_length": self.segment_length})
+        at_least_one("; null reads whole documents", **{"data.segments": self.segments})
 
-def check_segments(segment_length: int, segments: int | None) -> None:
-    """Refuse a length of segments, or a number of them, below 1 (ValueError)."""
-    at_least_one("", **{"data.segment_length": segment_length})
-    at_least_one("; null reads whole documents", **{"data.segments": segments})
-
-
-def check_generated(sizes: dict[str, int], seed: int) -> None:
-    """Refuse splits without a document, and a negative seed (ValueError); `sizes` are by split."""
-    at_least_one("", **{f"data.{split}_size": size for split, size in sizes.items()})
-    if seed < 0:
-        raise ValueError(f"data.seed={seed} must not be negative")
+    def generated_size(self, sizes: tuple[int, int, int], seed: int) -> int:
+        """The number of generated documents (ValueError: a split without any, segments below 1, a negative seed)."""
+        at_least_one("", **{f"data.{split}_size": size for split, size in zip(SPLITS, sizes, strict=True)})
+        self.check_segments()
+        if seed < 0:
+            raise ValueError(f"data.seed={seed} must not be negative")
+        return sizes[SPLITS.index(check_split(self.split))]

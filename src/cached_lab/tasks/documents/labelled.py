@@ -1,19 +1,16 @@
-"""Texts with a label each, from tables or folders, as token ids ("labelled_documents").
+"""Texts with a label each, from JSON lines, as token ids ("labelled_documents").
 
 Legend: N tokens.
 """
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,24 +19,23 @@ from torch import Tensor
 from cached_lab.data.samples import Sample
 from cached_lab.data.splits import check_fraction, check_split, items_of_split, named_split
 from cached_lab.data.text import trained_tokenizer
-from cached_lab.data.text_files import DECOMPRESS, TextFile, decoded, find_texts
+from cached_lab.data.text_files import DECOMPRESS, TextFile, decoded
 from cached_lab.data.tokenizers import check_kind
 from cached_lab.registries import DATASETS
 from cached_transformers.annotations import shown
 
-from .dataset import DocumentDataset, check_segments
+from .dataset import DocumentDataset
 
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
-TABLES = (".jsonl", *DELIMITERS)
+TABLE = ".jsonl"
 
 
 @DATASETS.register("labelled_documents")
 @dataclass(eq=False, repr=False)
 class LabelledDocuments(DocumentDataset):
-    """Texts of any length with a label each, from a JSON-lines, CSV or TSV file or folder, or a folder per class.
+    """Texts of any length with a label each, from a JSON-lines file or a folder of them.
 
-    Files or folders named after splits (`train.jsonl`, `test/<class>/*.txt`) are used as such. A split without one is
-    dealt from the rest by the fractions below, with equal shares of every class. Classes are the labels in alphabetical
+    Files or folders named after splits (`train.jsonl`, `test/*.jsonl`) are used as such. A split without one is dealt
+    from the rest by the fractions below, with equal shares of every class. Classes are the labels in alphabetical
     order.
 
     Args:
@@ -77,7 +73,7 @@ class LabelledDocuments(DocumentDataset):
         check_split(self.split)
         kind: str = self.tokenizer  # type: ignore[assignment]
         check_kind(kind, self.vocabulary_size)
-        check_segments(self.segment_length, self.segments)
+        self.check_segments()
         records = read_labelled(self.path, self.text, self.label)
         train, mine = self._part(records, "train"), self._part(records, self.split)
         names = sorted({record.label for record in train})
@@ -91,18 +87,10 @@ class LabelledDocuments(DocumentDataset):
         found = trained_tokenizer(kind, key, lambda: texts, self.vocabulary_size, True)
         self._tokens = [found.encode(record.text) for record in mine]
         longest = max(-(-len(tokens_N) // self.segment_length) for tokens_N in self._tokens)
-        self._longest = longest if self.segments is None else min(longest, self.segments)
-        super().__init__(
-            "labelled_documents",
-            self.split,
-            np.array([names.index(record.label) for record in mine]),
-            len(names),
-            vocabulary=found.vocabulary,
-            segment_length=self.segment_length,
-            segments=self._longest,
-            tokenizer=found,
-        )
-        self.names = names
+        self.segments = longest if self.segments is None else min(longest, self.segments)
+        self.names, labels = names, np.array([names.index(record.label) for record in mine])
+        sizes = {"vocabulary": found.vocabulary, "tokenizer": found}
+        super().__init__("labelled_documents", self.split, labels, len(names), **sizes)  # type: ignore[arg-type]
 
     def _part(self, records: list[LabelledText], split: str) -> list[LabelledText]:
         """The texts named after a split, or its share of those named after "train" or none."""
@@ -119,7 +107,8 @@ class LabelledDocuments(DocumentDataset):
 
     def document(self, index: int, segments: int | None = None, epoch: int = 0) -> tuple[Tensor, int]:
         """One document, truncated to `segments` segments."""
-        place, most = self.position(index), self._longest if segments is None else min(segments, self._longest)
+        place, longest = self.position(index), int(self.segments or 0)
+        most = longest if segments is None else min(segments, longest)
         tokens_N = self._tokens[place][: most * self.segment_length].astype(np.int64)
         return torch.from_numpy(tokens_N), int(self.labels[place])
 
@@ -141,83 +130,42 @@ class LabelledText(NamedTuple):
 
 
 def read_labelled(path: str | Path, text: str, label: str) -> list[LabelledText]:
-    """All texts with labels in a file or folder, in order of the names.
+    """All texts with labels in a file or folder of JSON lines, in order of the names.
 
-    A table has a text and a label in each row, in the fields of these names; several tables of a folder may be named
-    after splits. Without a table the text files of a folder are read; their label is their folder, a class, which may
-    be in a folder named after a split. Files may be compressed (.xz, .gz, .bz2).
+    A line has a text and a label in the fields of these names; files or folders may be named after splits, and may be
+    compressed (.xz, .gz, .bz2).
 
     Raises:
-        FileNotFoundError: no such path, or neither a table nor a text in it.
-        ValueError: a row (named) without text or label, invalid JSON or UTF-8, or a text in no folder of a class.
+        FileNotFoundError: no such path, or no JSON lines in it.
+        ValueError: a line (named) without text or label, or invalid JSON or UTF-8.
     """
     path = Path(path).expanduser()
-    if path.is_file() and not _is_table(path.name):
-        way = "give one, or a folder with a folder for each class"
-        raise ValueError(f"{path} is no table ({', '.join(TABLES)}); {way}")
-    tables = [TextFile(path, path.name)] if path.is_file() else []
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file() and _is_table(file.name))
-        tables = [TextFile(file, file.relative_to(path).as_posix()) for file in files]
-    if tables:
-        return [record for table in tables for record in _rows(table, text, label)]
-    records = []
-    for file in find_texts(path):
-        *folders, _ = PurePosixPath(file.name).parts
-        split = named_split("", folders)
-        if not folders or (split is not None and named_split("", folders[-1:]) is not None):
-            way = "lay texts out as <class>/*.txt, or <split>/<class>/*.txt"
-            raise ValueError(f"{file} lies in no folder of a class; {way}")
-        records.append(LabelledText(decoded(file.content(), file), folders[-1], split))
-    return records
-
-
-def _is_table(name: str) -> bool:
-    return not name.startswith(".") and _suffix(name) in TABLES
-
-
-def _suffix(name: str) -> str:
-    """The suffix without that of compression."""
-    inner = PurePosixPath(name)
-    return inner.with_suffix("").suffix if inner.suffix in DECOMPRESS else inner.suffix
+    if path.is_file():
+        return list(_rows(TextFile(path, path.name), text, label))
+    names = [f"*{TABLE}{packed}" for packed in ("", *DECOMPRESS)]
+    files = sorted(file for name in names for file in path.rglob(name) if not file.name.startswith("."))
+    if not files:
+        raise FileNotFoundError(f"{path} holds no {TABLE}; give a file or folder of JSON lines with a text and a label")
+    tables = [TextFile(file, file.relative_to(path).as_posix()) for file in files]
+    return [record for table in tables for record in _rows(table, text, label)]
 
 
 def _rows(table: TextFile, text: str, label: str) -> Iterator[LabelledText]:
     parts = PurePosixPath(table.name).parts
     split = named_split(parts[-1].partition(".")[0], parts[:-1])
-    content = decoded(table.content(), table)
-    suffix = _suffix(table.name)
-    rows = _json_lines(content, table) if suffix == ".jsonl" else _table_rows(content, DELIMITERS[suffix], table)
-    for number, row in rows:
-        missing = [name for name in (text, label) if row.get(name) in (None, "")]
-        if missing:
-            raise ValueError(
-                f"{table}, line {number} has no {missing[0]!r}, only {', '.join(map(str, row)) or 'nothing'}; set "
-                "data.text and data.label to the names of the fields"
-            )
-        if not isinstance(row[text], str) or isinstance(row[label], list | dict):
-            raise ValueError(f"{table}, line {number}: {shown(row)} must have a text, and a word or number for a label")
-        yield LabelledText(row[text], str(row[label]), split)
-
-
-def _json_lines(content: str, table: TextFile) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    for number, line in enumerate(content.split("\n"), 1):
+    for number, line in enumerate(decoded(table.content(), table).split("\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{table}, line {number} is not JSON ({error}); correct the line, or remove it") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{table}, line {number} must be an object with a text and a label, not {shown(row)}")
-        yield number, row
-
-
-def _table_rows(content: str, delimiter: str, table: TextFile) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    csv.field_size_limit(sys.maxsize)  # documents exceed the default
-    reader = csv.DictReader(io.StringIO(content, newline=""), delimiter=delimiter)
-    try:
-        for row in reader:
-            yield reader.line_num, row
-    except csv.Error as error:
-        raise ValueError(f"{table}, line {reader.line_num}: {error}; correct the line, or remove it") from None
+        fields = list(row) if isinstance(row, dict) else []
+        if missing := [name for name in (text, label) if name not in fields or row[name] in (None, "")]:
+            raise ValueError(
+                f"{table}, line {number} has no {missing[0]!r}, only {', '.join(map(str, fields)) or 'nothing'}; set "
+                "data.text and data.label to the names of the fields"
+            )
+        if not isinstance(row[text], str) or isinstance(row[label], list | dict):
+            raise ValueError(f"{table}, line {number}: {shown(row)} must have a text, and a word or number for a label")
+        yield LabelledText(row[text], str(row[label]), split)

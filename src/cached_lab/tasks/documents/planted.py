@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cached_lab.data.splits import SPLITS, check_split
+from cached_lab.data.splits import SPLITS
 from cached_lab.registries import DATASETS
 from cached_transformers.checks import at_least_one
 from cached_transformers.registry import unknown_name
 
-from .dataset import DocumentDataset, check_generated, check_segments
+from .dataset import DocumentDataset
 
 PERSONS, PLACES = 4, 6
 WENT, WHERE = 0, 1
@@ -72,23 +72,14 @@ class PlantedDocuments(DocumentDataset):
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(unknown_name("data.kind", self.kind, list(KINDS)))
-        check_segments(self.segment_length, self.segments)
+        size = self.generated_size((self.train_size, self.validation_size, self.test_size), self.seed)
         shortest = 2 * FACT + QUESTION
         if self.segment_length < shortest:
             raise ValueError(f"data.segment_length={self.segment_length} must be at least {shortest}: facts, question")
-        sizes = {"train": self.train_size, "validation": self.validation_size, "test": self.test_size}
-        check_generated(sizes, self.seed)
         at_least_one("", **{"data.noise": self.noise})
-        place = SPLITS.index(check_split(self.split))
-        super().__init__(
-            "planted_documents",
-            self.split,
-            np.random.default_rng([self.seed, place]).permutation(np.arange(sizes[self.split]) % PLACES),
-            PLACES,
-            vocabulary=FIRST_NOISE + self.noise,
-            segment_length=self.segment_length,
-            segments=self.segments,
-        )
+        draw = np.random.default_rng([self.seed, SPLITS.index(self.split)])
+        labels = draw.permutation(np.arange(size) % PLACES)
+        super().__init__("planted_documents", self.split, labels, PLACES, vocabulary=FIRST_NOISE + self.noise)
 
     @classmethod
     def foretell(cls, **options: Any) -> dict[str, object]:

@@ -4,12 +4,12 @@ Paper: ERNIE-Doc, arXiv:2012.15688, section 3.4, a pretraining task without labe
 pieces, the pieces are permuted, and the model predicts the permutation at the end: one class for each permutation of
 1, 2, ..., m pieces, 1! + 2! + ... + m! classes.
 
-Legend: B rows, N tokens.
+Legend: N tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from itertools import permutations
 from pathlib import Path
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from cached_lab.data.samples import Sample
-from cached_lab.data.splits import SPLITS, check_split
+from cached_lab.data.splits import SPLITS
 from cached_lab.data.text import TextDataset
 from cached_lab.registries import DATASETS
 from cached_lab.training.loader import mixed_seed
 
-from .dataset import DocumentDataset, check_generated, check_segments
+from .dataset import DocumentDataset
 
 COUNTS = 40
 """Ids of generated documents."""
@@ -40,8 +40,7 @@ class ReorderedDocuments(DocumentDataset):
 
     Args:
         split: "train", "validation" or "test".
-        path: file, folder or archive of text, or a mapping from split to one of these, as in data set `text`; None
-            generates documents.
+        path: file, folder or archive of text, as in data set `text`; None generates documents.
         pieces: m, the largest number of pieces; there are 1! + ... + m! classes.
         segment_length: tokens in a segment. segments: of a document.
         tokenizer: of a text: "word", "byte" or "bpe". vocabulary_size: largest number of its ids.
@@ -55,7 +54,7 @@ class ReorderedDocuments(DocumentDataset):
 
     split: str
     _: KW_ONLY
-    path: str | Path | Mapping[str, str | Path] | None = None
+    path: str | Path | None = None
     pieces: int = 3
     segment_length: int = 32
     segments: int = 4
@@ -67,14 +66,10 @@ class ReorderedDocuments(DocumentDataset):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._split = SPLITS.index(check_split(self.split))
-        check_segments(self.segment_length, self.segments)
+        size = self.generated_size((self.train_size, self.validation_size, self.test_size), self.seed)
         classes = len(orders(self.pieces))
         if self.segment_length < self.pieces:
             raise ValueError(f"data.segment_length={self.segment_length} must be at least data.pieces={self.pieces}")
-        sizes = {"train": self.train_size, "validation": self.validation_size, "test": self.test_size}
-        check_generated(sizes, self.seed)
-        size = sizes[self.split]
         self._text: TextDataset | None = None
         if self.path is not None:
             options = {"path": self.path, "tokenizer": self.tokenizer, "vocabulary_size": self.vocabulary_size}
@@ -86,15 +81,14 @@ class ReorderedDocuments(DocumentDataset):
                     f"data.segments={self.segments} x data.segment_length={self.segment_length}; give more text, or "
                     "shorten documents"
                 )
+        tokenizer = None if self._text is None else self._text.tokenizer
         super().__init__(
             "reordered_documents",
             self.split,
             np.array([self._reordered(index, self.segments, 0)[1] for index in range(size)]),
             classes,
-            vocabulary=COUNTS if self._text is None else self._text.tokenizer.vocabulary,
-            segment_length=self.segment_length,
-            segments=self.segments,
-            tokenizer=None if self._text is None else self._text.tokenizer,
+            vocabulary=COUNTS if tokenizer is None else tokenizer.vocabulary,
+            tokenizer=tokenizer,
         )
 
     def document(self, index: int, segments: int | None = None, epoch: int = 0) -> tuple[Tensor, int]:
@@ -105,7 +99,7 @@ class ReorderedDocuments(DocumentDataset):
         return self._reordered(self.position(index), count, epoch)
 
     def _reordered(self, place: int, segments: int, epoch: int) -> tuple[Tensor, int]:
-        seed = mixed_seed(self.seed, self._split, place, epoch, segments)
+        seed = mixed_seed(self.seed, SPLITS.index(self.split), place, epoch, segments)
         length = segments * self.segment_length
         if self._text is None:
             draw = np.random.default_rng(seed)
@@ -115,8 +109,7 @@ class ReorderedDocuments(DocumentDataset):
             start = place * self.segments * self.segment_length
             tokens_N = self._text.tokens[start : start + length]
         generator = torch.Generator().manual_seed(seed)
-        tokens_1N, class_1 = reorder(torch.from_numpy(tokens_N.astype(np.int64))[None], self.pieces, generator)
-        return tokens_1N[0], int(class_1)
+        return reorder(torch.from_numpy(tokens_N.astype(np.int64)), self.pieces, generator)
 
     def samples(self) -> Iterator[Sample]:
         yield from super().samples()
@@ -131,31 +124,19 @@ def orders(pieces: int = 4) -> list[tuple[int, ...]]:
     return [order for count in range(1, pieces + 1) for order in permutations(range(count))]
 
 
-def reorder(tokens_BN: Tensor, pieces: int = 4, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    """Cut each document at random positions, and permute the pieces.
+def reorder(tokens_N: Tensor, pieces: int = 4, generator: torch.Generator | None = None) -> tuple[Tensor, int]:
+    """Cut a document at random positions, and permute the pieces.
 
     The number of pieces is sampled first, then the cuts, then the order, all uniformly. Every piece has a token.
 
     Args:
-        tokens_BN: documents without padding. generator: on the CPU.
+        generator: on the CPU.
 
     Returns:
-        The reordered documents, and the class of each (B,): `orders(pieces)[class][i]` is the original index of the
-        i-th piece.
-
-    Raises:
-        ValueError: documents of fewer tokens than pieces.
+        The reordered document, and its class: `orders(pieces)[class][i]` is the original index of the i-th piece.
     """
-    known = {order: index for index, order in enumerate(orders(pieces))}
-    length = tokens_BN.shape[1]
-    if length < pieces:
-        raise ValueError(f"documents of {length} tokens cannot be cut into pieces={pieces}; take fewer pieces")
-    documents, classes = [], []
-    for row in tokens_BN:
-        count = int(torch.randint(1, pieces + 1, (), generator=generator))
-        cuts = (torch.randperm(length - 1, generator=generator)[: count - 1] + 1).sort().values.tolist()
-        order = tuple(torch.randperm(count, generator=generator).tolist())
-        parts = row.tensor_split(cuts)
-        documents.append(torch.cat([parts[i] for i in order]))
-        classes.append(known[order])
-    return torch.stack(documents), torch.tensor(classes, device=tokens_BN.device)
+    count = int(torch.randint(1, pieces + 1, (), generator=generator))
+    cuts = (torch.randperm(len(tokens_N) - 1, generator=generator)[: count - 1] + 1).sort().values.tolist()
+    order = tuple(torch.randperm(count, generator=generator).tolist())
+    parts = tokens_N.tensor_split(cuts)
+    return torch.cat([parts[i] for i in order]), orders(pieces).index(order)

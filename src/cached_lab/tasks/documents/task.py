@@ -142,11 +142,6 @@ def check(config: RunConfig, model: nn.Module, data: DocumentDataset) -> None:
         raise ValueError(f"model.max_length={model.max_length} is below data.segment_length={data.segment_length}")
     if settings.metric not in ("accuracy", "loss"):
         raise ValueError(f"training.metric={settings.metric!r} does not suit documents; take accuracy or loss")
-    defaults: dict[str, Any] = {"mixup": 0.0, "cutmix": 0.0, "repeats": 1, "bptt": 1, "segments": 1, "workers": 0}
-    defaults |= {"bptt_window": "blocks", "recall": 0.0}
-    for name, value in defaults.items():
-        if (found := getattr(settings, name)) != value:
-            raise ValueError(f"training.{name}={found} does not apply to documents; leave it at {value}")
     if settings.curriculum is not None and settings.curriculum[-1] > data.segments:
         raise ValueError(
             f"training.curriculum={list(settings.curriculum)} asks for more segments than the {data.segments} of the "

@@ -1,23 +1,20 @@
-"""Text data sets by name: WikiText, Penn Treebank, byte files, books, local files, the Hugging Face hub."""
+"""Text data sets by name: WikiText, Penn Treebank, byte files, local files."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from cached_lab.data import text_files
-from cached_lab.data.huggingface import hub_split
 from cached_lab.data.splits import check_choice, check_fraction
 from cached_lab.data.text import Corpus, fingerprint
-from cached_lab.data.text_files import TextFile, TextPath
+from cached_lab.data.text_files import TextFile
 from cached_lab.registries import DATASETS
 
-_GUTENBERG = re.compile(r"(?m)^\*\*\* ?(START|END) OF .*$")
 _TITLE = re.compile(r"(?m)^ ?= [^=\n].* = ?$")
 
 
@@ -26,12 +23,11 @@ class SplitFiles(Corpus):
     """Text with one file per split, e.g. `wiki.train.tokens`, `ptb.valid.txt`, `test.txt.xz`.
 
     Args:
-        path: folder, archive (.zip, .tar, .tar.xz, ...), or a mapping from split to one of these or to a file. Files
-            may be compressed (.xz, .gz, .bz2).
+        path: folder or archive (.zip, .tar, .tar.xz, ...). Files may be compressed (.xz, .gz, .bz2).
         others: see `Corpus`.
     """
 
-    path: TextPath
+    path: str | Path
 
     def _key(self, split: str) -> object:
         return [self.name, fingerprint([text_files.split_text(self.path, split)])]
@@ -78,19 +74,20 @@ class HeldOutText(Corpus):
     """Texts without splits, or with files or folders named after splits.
 
     Args:
-        path: file, folder, archive, or a mapping from split to one of these.
+        path: file, folder or archive.
         validation_fraction, test_fraction: shares held out.
-        others: see `Corpus`.
-
-    Attributes:
         holdout: "file" holds out whole texts, the last in order of their names; "tail" the end of each. It has no
             effect if files or folders are named after splits.
+        others: see `Corpus`.
+
+    Raises:
+        ValueError: shares that leave nothing to train on, or too few texts for them; others as `Corpus`.
     """
 
-    holdout = "tail"
-    path: TextPath
+    path: str | Path
     validation_fraction: float = 0.05
     test_fraction: float = 0.05
+    holdout: str = "tail"
 
     def __post_init__(self) -> None:
         self.fractions = {"validation": self.validation_fraction, "test": self.test_fraction}
@@ -108,36 +105,29 @@ class HeldOutText(Corpus):
     def _documents(self, split: str) -> Iterator[str]:
         texts, tail = self._chosen(split)
         for text in texts:
-            cleaned = self._clean(text_files.decoded(text.content(), text, self.exact))
-            if not cleaned.strip():
-                raise ValueError(f"{text} is an empty document; remove it")
+            content = text_files.decoded(text.content(), text, self.exact)
             if tail:
-                content = cleaned.encode("utf-8", "surrogateescape")
-                cleaned = content[slice(*self._bounds(content, split))].decode("utf-8", "surrogateescape")
-            if not cleaned:
+                raw = content.encode("utf-8", "surrogateescape")
+                content = raw[slice(*self._bounds(raw, split))].decode("utf-8", "surrogateescape")
+            if not content:
                 raise ValueError(f"{text} is too short to hold out a {split} part; raise data.{split}_fraction")
-            yield cleaned
-
-    def _clean(self, text: str) -> str:
-        """The text proper of a document."""
-        return text
+            yield content
 
     def _chosen(self, split: str) -> tuple[list[TextFile], bool]:
         """The texts of a split, and True if only a part of each belongs to it."""
-        if isinstance(self.path, Mapping):
-            return text_files.split_texts(self.path, split), False
         texts = text_files.find_texts(self.path)
         one_file = Path(self.path).expanduser().is_file() and len(texts) == 1
         if not one_file and any(text_files.split_of(text) == "train" for text in texts):
             return text_files.split_texts(self.path, split), False
         if self.holdout == "tail" or len(texts) == 1:
             return texts, True
-        if len(texts) < 3:
-            raise ValueError(f"{self.path} holds {len(texts)} texts, too few for three splits; take data.holdout=tail")
         held = {name: max(1, math.ceil(share * len(texts))) for name, share in self.fractions.items()}
         first, last = len(texts) - sum(held.values()), len(texts) - held["test"]
         if first < 1:
-            raise ValueError(f"the held-out shares {self.fractions} leave none of {len(texts)} texts to train on")
+            few = (
+                f"{self.path} holds {len(texts)} texts, too few for data.holdout=file with the shares {self.fractions}"
+            )
+            raise ValueError(f"{few}; take data.holdout=tail")
         bounds = {"train": (0, first), "validation": (first, last), "test": (last, len(texts))}
         return texts[slice(*bounds[split])], False
 
@@ -178,114 +168,14 @@ class Enwik8(HeldOutText):
 
 
 @DATASETS.register("text")
-@dataclass(kw_only=True, eq=False, repr=False)
 class LocalText(HeldOutText):
-    """Any local text: a file, or a folder or archive of files, each of which is a document.
+    """Any local text: a file, or a folder or archive of files, each a document; options of `HeldOutText`.
 
-    Files or folders named after splits (train.txt, valid/, ...) are used as such; otherwise a part is held out.
-
-    Args:
-        punctuation: separate punctuation from words in the word tokenizer.
-        line: unit of a line: "paragraph", "sentence", or "wrapped" where lines end anywhere.
-        holdout: "tail" holds out the end of each text, "file" whole texts.
-        others: see `HeldOutText`.
+    Files or folders named after splits (train.txt, valid/, ...) are used as such; otherwise a part is held out. The
+    word tokenizer separates punctuation.
     """
 
-    name = "text"
-    punctuation: bool = True
-    line: str = "paragraph"
-    holdout: str = "tail"
-
-    def __post_init__(self) -> None:
-        check_choice("data.line", self.line, ("paragraph", "sentence", "wrapped"))
-        super().__post_init__()
-
-
-@DATASETS.register("books", paper="arXiv:1911.05507")
-@dataclass(kw_only=True, eq=False, repr=False)
-class Books(HeldOutText):
-    """Long documents, one per file (e.g. PG-19); folders train, validation and test are used as such.
-
-    Licence and header of Project Gutenberg are removed where they are marked.
-
-    Args:
-        unwrap: join the lines of a paragraph, so that a line end is the end of a paragraph.
-        holdout: "file" holds out whole books, "tail" the end of each.
-        others: see `HeldOutText`.
-
-    Raises:
-        ValueError: too few books; others as `Corpus`.
-    """
-
-    name, punctuation = "books", True
-    unwrap: bool = True
-    reset: str = "document"
-    shuffle: bool = True
-    holdout: str = "file"
-
-    def __post_init__(self) -> None:
-        self.line = "paragraph" if self.unwrap else "wrapped"
-        super().__post_init__()
-
-    def _clean(self, text: str) -> str:
-        marks = {found[1]: found for found in _GUTENBERG.finditer(text)}
-        end = marks["END"].start() if "END" in marks else len(text)
-        text = text[marks["START"].end() if "START" in marks else 0 : end].strip("\r\n") + "\n"
-        return unwrapped(text) if self.unwrap else text
-
-
-@DATASETS.register("huggingface")
-@dataclass(kw_only=True, eq=False, repr=False)
-class HuggingFace(Corpus):
-    """Text of any data set of the Hugging Face hub, through the `datasets` library; a row is a document.
-
-    Args:
-        dataset: its name, e.g. "deepmind/pg19", or the path of one on disk. config: its configuration, if it has any.
-        column: of the text.
-        punctuation: separate punctuation from words in the word tokenizer.
-        others: see `Corpus`.
-
-    Raises:
-        ImportError: the `datasets` library is not installed.
-        ValueError: unknown data set, split or column, or it is not on disk and cannot be fetched.
-    """
-
-    name = "huggingface"
-    dataset: str
-    config: str | None = None
-    column: str = "text"
-    punctuation: bool = True
-
-    def __post_init__(self) -> None:
-        self._rows: dict[str, Any] = {}
-        super().__post_init__()
-
-    def _load(self, split: str) -> Any:
-        if split not in self._rows:
-            rows = hub_split(self.dataset, self.config, split, ", or give local files to data.name=text")
-            if self.column not in rows.column_names:
-                raise ValueError(f"data.column={self.column!r}: {self.dataset} has {', '.join(rows.column_names)}")
-            self._rows[split] = rows
-        return self._rows[split]
-
-    def _key(self, split: str) -> object:
-        rows = self._load(split)
-        return ["huggingface", self.dataset, self.config, self.column, split, len(rows), rows._fingerprint]
-
-    def _documents(self, split: str) -> Iterator[str]:
-        found = False
-        for text in (str(row[self.column]) for row in self._load(split)):
-            if text.strip():
-                found = True
-                yield text
-        if not found:
-            raise ValueError(f"{self.dataset}, split {split!r}: column {self.column!r} holds no text")
-
-
-def unwrapped(text: str) -> str:
-    """Join each paragraph to one line, and drop the blank lines between them."""
-    paragraphs = (" ".join(part.split()) for part in re.split(r"\n[ \t]*\n", text))
-    return "".join(f"{paragraph}\n" for paragraph in paragraphs if paragraph)
+    name, punctuation = "text", True
 
 
 def _blank_around(text: str, start: int, end: int) -> bool:

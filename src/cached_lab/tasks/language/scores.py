@@ -108,7 +108,8 @@ def split_losses(model: nn.Module, dataset: TextDataset, world: World, config: R
         ValueError: shuffling with a single row, or several passes over a model whose memory would show the answers.
     """
     streams, length = evaluation_streams(dataset, config), segment_length(config)
-    first, last = (rank * streams.rows // world.size for rank in (world.rank, world.rank + 1))
+    rows = own_rows(streams, world)
+    first, last = rows.start, rows.stop
     if config.evaluation.memory == "shuffle" and last - first == 1:
         raise ValueError("evaluation.memory=shuffle needs two rows or more; raise training.evaluation_batch_size")
     check_passes(model, config.training.passes)
@@ -119,7 +120,7 @@ def split_losses(model: nn.Module, dataset: TextDataset, world: World, config: R
     read_B1 = torch.zeros(last - first, 1, dtype=torch.long)
     begun = 0
     with untouched(model):
-        for batch, losses_BN in _read(model, streams, slice(first, last), world, config):
+        for batch, losses_BN in read_rows(model, streams, rows, world, config):
             segment_N = torch.arange(losses_BN.shape[1]) // length
             read_B1 = read_B1.masked_fill(batch.reset[:, :1], 0)
             carried_BN = read_B1 + segment_N
@@ -145,7 +146,12 @@ def split_losses(model: nn.Module, dataset: TextDataset, world: World, config: R
     return SplitLosses(places, quarters, carried, documents, by_segment.view(2, streams.rows, -1))
 
 
-def _read(
+def own_rows(streams: Streams, world: World) -> slice:
+    """The rows of a process."""
+    return slice(*(rank * streams.rows // world.size for rank in (world.rank, world.rank + 1)))
+
+
+def read_rows(
     model: nn.Module, streams: Streams, rows: slice, world: World, config: RunConfig
 ) -> Iterator[tuple[StreamBatch, Tensor]]:
     """Each batch of some rows with its losses (B, N), the memory treated according to `config.evaluation.memory`."""

@@ -89,15 +89,14 @@ class Streams:
         rows: B. length: N, tokens of a row in one step.
         unit: steps at the end of an epoch are shortened to a multiple of `unit`.
         align: documents begin at multiples of `align` tokens of their row, with a reset; 0 disables this.
-        packed: documents begin anywhere, each with its own memory.
+        packed: documents begin anywhere, each with its own memory; not with `align`.
         seed: permutes the documents of each epoch; None keeps their order.
 
     Attributes:
         steps: in an epoch.
 
     Raises:
-        ValueError: more rows than tokens, or than segments of documents; `align` does not divide `length`, or is given
-            with `packed`.
+        ValueError: more rows than tokens, or than segments of documents.
     """
 
     def __init__(
@@ -113,12 +112,6 @@ class Streams:
         packed: bool = False,
         seed: int | None = None,
     ) -> None:
-        if align and packed:
-            raise ValueError(f"align={align} pads documents to segments, and packed=True none; take one of the two")
-        if align and length % align:
-            raise ValueError(f"align={align} must divide length={length}, so that documents begin with a segment")
-        if rows > len(tokens):
-            raise ValueError(f"a batch of {rows} rows exceeds the {len(tokens)} tokens of the text; take fewer rows")
         self.tokens, self.starts, self.start = tokens, starts, start
         self.rows, self.length, self.unit, self.align, self.seed = rows, length, unit, align, seed
         self.packed, self._apart = packed, packed or bool(align)
@@ -128,10 +121,8 @@ class Streams:
         """Tokens of each document, with padding."""
         total = int(self._room.sum()) // grain
         if rows > total:
-            raise ValueError(
-                f"a batch of {rows} rows exceeds the {total} segments of {align} tokens that the documents fill; "
-                "take fewer rows or shorter segments"
-            )
+            parts = f"segments of {align} tokens that the documents fill" if align else "tokens of the text"
+            raise ValueError(f"a batch of {rows} rows exceeds the {total} {parts}; take fewer rows or shorter segments")
         self.bounds = np.arange(rows + 1) * total // rows * grain
         self.steps = -(-int(np.diff(self.bounds).max()) // length)
         self._epoch = -1

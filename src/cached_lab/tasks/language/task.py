@@ -24,9 +24,8 @@ from cached_lab.training.task import Arguments, Task
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.state import State, from_tensors, map_state, named_tensors
 
-from .hub_stream import HuggingFaceStream
+from .hub_stream import HuggingFaceStream, StreamedRows
 from .scores import check_passes, evaluate_language, evaluation_streams
-from .streamed_rows import StreamedRows
 from .streams import IGNORED, StreamBatch, Streams, grain, rows_to_empty
 
 _PLACES = "places/"
@@ -54,7 +53,7 @@ class LanguageModelling(Task):
         check(config, model, train, validation)
         settings = self.settings
         self.share.check(settings.batch_size)
-        self.streams = _streams(train, settings, world)
+        self.streams = _streams(train, settings)
         evaluation_streams(validation, config)  # refuses too many rows before training
         self._rows = settings.batch_size // self.share.processes
         self._piece = self._rows // settings.accumulate
@@ -156,25 +155,19 @@ class LanguageModelling(Task):
         self._states = [map_state(lambda t, b=b: t[b : b + self._piece].clone(), whole) for b in begins]
 
 
-def _streams(train: TextDataset, settings: TrainingConfig, world: World) -> Streams | StreamedRows:
-    """The rows of the training split (ValueError: more than the text has)."""
+def _streams(train: TextDataset, settings: TrainingConfig) -> Streams | StreamedRows:
+    """The rows of the training split."""
     length, align = settings.segment_length * settings.segments, grain(train, settings.segment_length, settings)
-    packed = train.reset == "packed"
+    packed, seed = train.reset == "packed", settings.seed if train.shuffle else None
     if isinstance(train, HuggingFaceStream):
         if settings.pipeline > 1:
             raise ValueError(
-                f"training.pipeline={settings.pipeline} with data {train.name!r}: a stream's row is read by one "
-                "process, and a pipeline's row by several; take a text on disk, or training.pipeline=1"
+                f"training.pipeline={settings.pipeline} does not go with data {train.name!r}; take a text on disk, or "
+                "training.pipeline=1"
             )
-        order = (train.parts, train.window, train.shuffle)
         tokenizer: Any = train.tokenizer  # replaced the option of the same name
-        return StreamedRows(train.documents, tokenizer, settings, length, align, packed, *order, world)
-    if settings.batch_size * length > len(train):
-        raise ValueError(
-            f"training.batch_size={settings.batch_size} rows of training.segments={settings.segments} x "
-            f"training.segment_length={settings.segment_length} tokens exceed the {len(train)} tokens of the text; "
-            "take fewer or shorter rows"
-        )
+        options: dict[str, Any] = {"align": align, "packed": packed, "window": train.window, "seed": seed}
+        return StreamedRows(train.documents, tokenizer, settings.batch_size, length, **options)
     return Streams(
         train.tokens,
         train.starts,
@@ -184,25 +177,21 @@ def _streams(train: TextDataset, settings: TrainingConfig, world: World) -> Stre
         unit=settings.segment_length,
         align=align,
         packed=packed,
-        seed=settings.seed if train.shuffle else None,
+        seed=seed,
     )
 
 
 def check(config: RunConfig, model: nn.Module, data: TextDataset, scored: TextDataset) -> None:
     """Refuse settings and models that do not suit text (ValueError); `scored` is the validation split."""
-    settings, size = config.training, data.tokenizer.vocabulary
+    settings = config.training
     if "reset" not in inspect.signature(model.forward).parameters or not hasattr(model, "vocabulary"):
         raise ValueError(f"data {data.name!r} is text; take language_model, not {config.model['name']!r}")
-    if model.vocabulary < size:  # type: ignore[operator]
-        raise ValueError(f"model.vocabulary={model.vocabulary} is below the {size} token ids of the data; leave it out")
     known = [name for name in ("loss", "perplexity", "bits_per_byte", "word_perplexity") if name in scored.scores(1, 1)]
     if settings.metric not in known:
         raise ValueError(
             f"training.metric={settings.metric!r} does not suit text with tokenizer {data.kind!r}; "
             f"take {', '.join(known)}"
         )
-    if settings.label_smoothing:
-        raise ValueError(f"training.label_smoothing={settings.label_smoothing} is not for text; leave it at 0")
     check_passes(model, settings.passes)
     if data.reset == "packed" and settings.passes > 1:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Read a text of any length with a trained language model, and resume with the same result as one uninterrupted pass.
 
-The text is tokenised piece by piece, so that one piece is in memory. A `Bookmark` keeps the model's state, the position
-in the file and the sums so far, and is saved whole or not at all.
+The text is tokenised piece by piece, so that one piece is in memory. A `Bookmark` keeps the model's state and the sums
+so far, and is saved whole or not at all.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,29 +30,23 @@ _LINE_END = re.compile(rb"(?<=\S)\n(?=\S)")
 
 
 class TextPiece(NamedTuple):
-    """Token ids of a piece, and the bytes of the (decompressed) text before and after it."""
+    """Token ids of a piece, and its bytes in the (decompressed) text."""
 
     ids: list[int]
-    begin: int
-    end: int
+    size: int
 
 
-def text_pieces(path: Path, tokenizer: Tokenizer, begin: int = 0) -> Iterator[TextPiece]:
-    """Pieces of a file, plain or compressed (.xz, .gz, .bz2), from the byte `begin` on, the end of an earlier piece.
+def text_pieces(path: Path, tokenizer: Tokenizer) -> Iterator[TextPiece]:
+    """Pieces of a file, plain or compressed (.xz, .gz, .bz2).
 
     Together they are the ids of the whole text, with the id before the first token.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: the file is damaged, is shorter than `begin`, has lines of more than 1 MiB, or is not UTF-8 where
-            the tokenizer needs that.
+        ValueError: the file is damaged, has lines of more than 1 MiB, or is not UTF-8 where the tokenizer needs that.
     """
     exact = tokenizer.vocabulary == 256 and tokenizer.lossless  # a piece of bytes may end anywhere
-    first = [tokenizer.start] if begin == 0 else []
-
-    def read(file: IO[bytes], size: int) -> bytes:
-        with naming(path, "file"):
-            return file.read(size)
+    first, begin = [tokenizer.start], 0
 
     def piece(text: bytes, last: bool) -> TextPiece:
         try:
@@ -62,79 +56,37 @@ def text_pieces(path: Path, tokenizer: Tokenizer, begin: int = 0) -> Iterator[Te
             raise ValueError(f"{path} is not UTF-8 after byte {begin:,}; {way}") from error
         if tokenizer.ends_document and not last:
             ids = ids[:-1]  # the mark of the end of a document
-        return TextPiece([*first, *ids], begin, begin + len(text))
+        return TextPiece([*first, *ids], len(text))
 
-    with OPENERS.get(path.suffix, open)(path, "rb") as file:
-        left = begin
-        while left:
-            skipped = len(read(file, min(left, BLOCK)))
-            if not skipped:
-                way = "give the same file, or another --state"
-                raise ValueError(f"{path} is shorter than what was read of it before; {way}")
-            left -= skipped
-        rest = b""
-        while block := read(file, BLOCK):
-            rest += block
-            ends = [len(rest)] if exact else [found.end() for found in _LINE_END.finditer(rest)]
-            if ends:
-                yield piece(rest[: ends[-1]], last=False)
-                first, rest, begin = [], rest[ends[-1] :], begin + ends[-1]
-            elif len(rest) > LONGEST:
-                raise ValueError(
-                    f"{path} has no line end in {LONGEST:,} bytes from byte {begin:,} on, and a token may not be "
-                    "split; break the text into lines, or train with data.tokenizer=byte"
-                )
-        if rest:
-            yield piece(rest, last=True)
+    rest = b""
+    for block in _blocks(path):
+        rest += block
+        ends = [len(rest)] if exact else [found.end() for found in _LINE_END.finditer(rest)]
+        if ends:
+            yield piece(rest[: ends[-1]], last=False)
+            first, rest, begin = [], rest[ends[-1] :], begin + ends[-1]
+        elif len(rest) > LONGEST:
+            raise ValueError(
+                f"{path} has no line end in {LONGEST:,} bytes from byte {begin:,} on, and a token may not be split; "
+                "break the text into lines, or train with data.tokenizer=byte"
+            )
+    if rest:
+        yield piece(rest, last=True)
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with OPENERS.get(path.suffix, open)(path, "rb") as file, naming(path, "file"):
+        yield from iter(partial(file.read, BLOCK), b"")
 
 
 class Bookmark(NamedTuple):
-    """Position of a reading: the model's state and, float64 (1, 5), the first byte of the piece of the next token, the
-    number of tokens of that piece already read, and the tokens, unknown words and nats so far. `what` identifies run,
+    """Position of a reading: the model's state and, float64 (1, 2), the tokens and nats so far. `what` identifies run,
     file and segments.
     """
 
     state: states.State
     numbers: Tensor
     what: Tensor
-
-
-class PiecePositions:
-    """The tokens of pieces; tells the piece of the next token, and counts unknown words.
-
-    Args:
-        skip: tokens of the first piece already read.
-        id: of unknown words; None if there are none.
-    """
-
-    def __init__(self, pieces: Iterator[TextPiece], skip: int, id: int | None = None) -> None:
-        self._pieces, self._skip, self._id = pieces, skip, id
-        self._unknown: deque[int] = deque()  # tokens given before each unknown word that is not counted yet
-        self._starts: list[tuple[int, int]] = []  # tokens given before a piece, and its first byte
-        self._given, self.end = -skip, 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for piece in self._pieces:
-            self._starts.append((self._given, piece.begin))
-            self._unknown += [self._given + i for i, token in enumerate(piece.ids) if token == self._id]
-            self._given += len(piece.ids)
-            self.end = piece.end
-            yield piece.ids[self._skip :]
-            self._skip = 0
-
-    def place(self, consumed: int) -> tuple[int, int]:
-        """First byte of the piece of the token after `consumed` tokens, and that token's index in it."""
-        while len(self._starts) > 1 and self._starts[1][0] <= consumed:
-            self._starts.pop(0)
-        given, begin = self._starts[0]
-        return begin, consumed - given
-
-    def unknown(self, consumed: int) -> int:
-        """Unknown words among the tokens predicted from `consumed` inputs, without those counted before."""
-        count = 0
-        while self._unknown and self._unknown[0] <= consumed:
-            count += self._unknown.popleft() > 0  # the first token is only an input, or was predicted before
-        return count
 
 
 class Lap(NamedTuple):
@@ -164,7 +116,7 @@ class TextReader:
     Attributes:
         first: tokens read before.
         now: the progress; None before anything is read.
-        unknown: number of unknown words so far.
+        size: bytes of the text, once it is read to its end.
 
     Raises:
         ValueError: the state belongs to another run, file or segment length.
@@ -180,22 +132,32 @@ class TextReader:
         what: Tensor,
         schedule: str = "segments",
     ) -> None:
-        self.model, self.length, self.path, self.what, self.schedule = model.eval(), length, path, what, schedule
+        self.model, self.tokenizer, self.file, self.length = model.eval(), tokenizer, file, length
+        self.path, self.what, self.schedule, self.size = path, what, schedule, 0
         self.now: Progress | None = None
-        begin = skip = self.unknown = 0
         if path.is_file():
-            empty = Bookmark(model.init_state(1), torch.zeros(1, 5, dtype=torch.float64), what)  # type: ignore[operator]
+            empty = Bookmark(model.init_state(1), torch.zeros(1, 2, dtype=torch.float64), what)  # type: ignore[operator]
             before = states.load(path, empty)
             if not torch.equal(before.what, what):
                 raise ValueError(
                     f"{path} belongs to another run, checkpoint, file or segment length; give another --state, or "
                     "remove it"
                 )
-            *counts, nats = before.numbers[0].tolist()
-            begin, skip, tokens, self.unknown = map(int, counts)
-            self.now = Progress(tokens, nats, 0, 0.0, 0, before.state)
+            tokens, nats = before.numbers[0].tolist()
+            self.now = Progress(int(tokens), nats, 0, 0.0, 0, before.state)
         self.first = 0 if self.now is None else self.now.tokens
-        self.places = PiecePositions(text_pieces(file, tokenizer, begin), skip, tokenizer.unknown)
+
+    def _unread(self) -> Iterator[list[int]]:
+        """The ids after those that were inputs before; what was read is tokenised again."""
+        skip = self.first
+        for ids, size in text_pieces(self.file, self.tokenizer):
+            self.size += size
+            if skip < len(ids):
+                yield ids[skip:]
+            skip = max(skip - len(ids), 0)
+        if skip:
+            way = "give the same file, or another --state"
+            raise ValueError(f"{self.file} is shorter than what was read of it before; {way}")
 
     def laps(self, every: int, tokens: int | None = None) -> Iterator[Lap]:
         """Read on; save the state and yield a report after each `every` tokens, and save at the end.
@@ -206,11 +168,10 @@ class TextReader:
         done, nats = self.first, 0.0 if self.now is None else self.now.nats
         clock = time.perf_counter()
         stream = read_stream(
-            self.model, self.places, self.length, start=self.now, in_place=True, schedule=self.schedule
+            self.model, self._unread(), self.length, start=self.now, in_place=True, schedule=self.schedule
         )
         for now in stream:
             self.now = now
-            self.unknown += self.places.unknown(now.consumed)
             if now.tokens - done >= every:
                 count = now.tokens - done
                 yield Lap(now, count, now.nats - nats, count / (time.perf_counter() - clock))
@@ -223,9 +184,8 @@ class TextReader:
 
     def _save(self, now: Progress) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        numbers = [*self.places.place(now.consumed), now.tokens, self.unknown, now.nats]
-        bookmark = Bookmark(now.state, torch.tensor([numbers], dtype=torch.float64), self.what)
-        states.save(bookmark, self.path)
+        numbers = torch.tensor([[now.tokens, now.nats]], dtype=torch.float64)
+        states.save(Bookmark(now.state, numbers, self.what), self.path)
 
 
 def read_tokenizer(path: Path, model: nn.Module) -> Tokenizer:

@@ -5,27 +5,23 @@ Legend: N tokens of a block.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from cached_lab.data.pairs import Pair, PairBatch, pad_pairs
-from cached_lab.data.samples import Sample, is_stream
+from cached_lab.data.samples import Sample
 from cached_lab.data.splits import SPLITS
 from cached_lab.data.text import TextDataset
 from cached_lab.data.tokenizers import SpecialTokens
 from cached_lab.registries import DATASETS
-from cached_transformers.registry import unknown_name
 
 from .objectives import ObjectiveSpec, create_objective
 
 _SHORTEST = 2  # tokens, enough for every objective
 _SENTINELS = 100  # of T5
-_COUNTED = 2000  # pairs of the training split that the unigram baseline counts
 
 
 @DATASETS.register("denoising", paper="arXiv:1910.13461")
@@ -37,14 +33,13 @@ class Denoising:
 
     Args:
         split: "train", "validation" or "test".
-        path: file, folder or archive of text, or a mapping from split to one of these; None if the corpus needs none.
-        corpus: its reader: the name of a text data set ("text", "wikitext2", "books", ...), or {"name": ...,
-            option: value}.
+        path: file, folder or archive of text.
+        corpus: its reader, the name of a text data set: "text", "wikitext2", ...
         objective: a name (`OBJECTIVES`), or {"name": ..., option: value}.
         max_length: longest source or target, with begin and end; blocks are as long as that allows.
         sentinels: number of their ids; None: T5's 100 for an objective that needs some, else 0. A model can change its
             objective if both have equal numbers.
-        tokenizer: "word", "byte" or "bpe". vocabulary_size: largest number of ids, special ones not counted.
+        tokenizer, vocabulary_size: see `Corpus`; special ids are not counted.
         reset: "never" lets blocks cross the ends of documents; "document" begins a block with each.
 
     Attributes:
@@ -62,8 +57,8 @@ class Denoising:
         self,
         split: str,
         *,
-        path: str | Path | Mapping[str, str | Path] | None = None,
-        corpus: str | Mapping[str, Any] = "text",
+        path: str | Path,
+        corpus: str = "text",
         objective: ObjectiveSpec = "bart",
         max_length: int = 512,
         sentinels: int | None = None,
@@ -74,27 +69,18 @@ class Denoising:
         if max_length < 4:
             raise ValueError(f"data.max_length={max_length} must be at least 4: begin, two tokens and end")
         self.objective, self.max_length = create_objective(objective), max_length
-        length = self.objective.text_length(max_length)
-        needed = self.objective.sentinels(length)
+        length, needed = self.objective.block(max_length)
         sentinels = (_SENTINELS if needed else 0) if sentinels is None else sentinels
         if needed > sentinels:
             raise ValueError(
                 f"data.sentinels={sentinels} do not suffice for the {needed} spans of {length} tokens (data.objective="
                 f"{objective}, data.max_length={max_length}); set data.sentinels={needed}, or take shorter blocks"
             )
-        options: dict[str, Any] = {"name": corpus} if isinstance(corpus, str) else dict(corpus)
-        if "name" not in options:
-            raise ValueError(f"data.corpus={corpus} must have a name, e.g. {{name: books, unwrap: true}}")
-        if path is not None:
-            options["path"] = path
-        options |= {"tokenizer": tokenizer, "vocabulary_size": vocabulary_size, "reset": reset}
-        name = options.pop("name")
-        if name not in DATASETS:
-            raise ValueError(unknown_name("data.corpus.name", name, DATASETS.names()))
-        DATASETS.check(name, options, "data.corpus")
-        text = DATASETS.create(name, split=split, **options)
-        if not isinstance(text, TextDataset) or is_stream(text):
-            raise ValueError(f"data.corpus={corpus!r} must be a text in memory; take text, wikitext2, books, ...")
+        options = {"path": path, "tokenizer": tokenizer, "vocabulary_size": vocabulary_size, "reset": reset}
+        DATASETS.check(corpus, options, "data.corpus")
+        text = DATASETS.create(corpus, split=split, **options)
+        if not isinstance(text, TextDataset):
+            raise ValueError(f"data.corpus={corpus!r} must be a text in memory; take text, wikitext2, ...")
         self.text, self.split, self.augment = text, split, split == "train"
         self.tokenizer = SpecialTokens(text.tokenizer, sentinels)
         self.tokenizer.sentence_ends = text.describe()["sentence_ends"]  # type: ignore[assignment]
@@ -149,20 +135,6 @@ class Denoising:
             "end": special.end,
             "sentence_ends": special.sentence_ends,
         }
-
-    def baselines(self, train: Denoising) -> dict[str, dict[str, float]]:
-        """Return loss and perplexity per target token of a unigram model of training targets (add-one smoothing)."""
-        counts = np.ones(self.tokenizer.vocabulary)
-        for index in range(min(len(train), _COUNTED)):
-            counts += train.target_counts(index)
-        seen = sum((self.target_counts(index) for index in range(len(self))), np.zeros(len(counts)))
-        loss = float(-(seen * np.log(counts / counts.sum())).sum() / seen.sum())
-        return {"unigram": {"loss": loss, "perplexity": math.exp(loss)}}
-
-    def target_counts(self, index: int) -> np.ndarray:
-        """Count each id in the target of a row, with the noise of evaluation."""
-        generator = np.random.default_rng([SPLITS.index(self.split), index])
-        return np.bincount(self.pair(index, generator).targets.numpy(), minlength=self.tokenizer.vocabulary)
 
 
 def blocks(begins: np.ndarray, size: int, length: int) -> np.ndarray:

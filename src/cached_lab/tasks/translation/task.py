@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_lab.data.pairs import PairBatch
+from cached_lab.data.subwords import BEGIN, END
 from cached_lab.training.config import RunConfig
 from cached_lab.training.distributed import World
 from cached_lab.training.loader import TrainingOrder, evaluation_batches, to_device
@@ -63,7 +64,6 @@ class TranslationTask(Task):
     def __init__(self, config: RunConfig, model: nn.Module, train: Any, validation: Any, world: World) -> None:
         super().__init__(config, model, train, validation, world)
         check(config, model, train)
-        check_same_tokenizer(train, validation)
         settings = self.settings
         self.order: TokenOrder | TrainingOrder
         if settings.batch_tokens is None:
@@ -73,10 +73,8 @@ class TranslationTask(Task):
         self.translations: list[TranslatedRow] = []
 
     def facts(self) -> dict[str, float]:
-        """Return the share of the batches' tokens that are not padding, and the steps of an epoch."""
-        if not isinstance(self.order, TokenOrder):
-            return {}
-        return {"packing_efficiency": self.order.efficiency(), "steps_per_epoch": self.order.batches}
+        """Return the steps of an epoch of token batches."""
+        return {"steps_per_epoch": self.order.batches} if isinstance(self.order, TokenOrder) else {}
 
     def batches(self, step: int) -> Iterator[PairPiece]:
         loaded = self._loaded(self.order, step)
@@ -145,15 +143,10 @@ def check(config: RunConfig, model: nn.Module, data: Any) -> None:
     settings, name = config.training, config.model["name"]
     if not hasattr(model, "encode") or not hasattr(model, "vocabulary"):
         raise ValueError(f"model.name={name!r} takes no pairs of data {data.name!r}; take encoder_decoder")
-    facts = data.describe()
-    target = facts.get("target_vocabulary") or facts["vocabulary"]
-    least = {"vocabulary": facts["vocabulary"], "target_vocabulary": target, "max_length": facts["max_length"]}
-    for option, size in least.items():
-        if getattr(model, option, size) < size:
-            raise ValueError(
-                f"model.{option}={getattr(model, option)} must be at least the data's {size}; leave it out, or raise it"
-            )
-    known = ["loss", "perplexity", *(["bleu", "chrf"] if translatable(data) else [])]
+    longest = data.describe()["max_length"]
+    if getattr(model, "max_length", longest) < longest:
+        raise ValueError(f"model.max_length={model.max_length} must be at least the data's {longest}; leave it out")
+    known = ["loss", "perplexity", *(["bleu", "chrf"] if hasattr(type(data), "texts") else [])]
     if settings.metric not in known:
         raise ValueError(
             f"training.metric={settings.metric!r} does not suit data {data.name!r}; take {' or '.join(known)}"
@@ -170,21 +163,6 @@ def check(config: RunConfig, model: nn.Module, data: Any) -> None:
         )
     if not settings.batch_tokens and settings.batch_size > len(data):
         raise ValueError(f"training.batch_size={settings.batch_size} exceeds the {len(data)} training pairs; lower it")
-
-
-def translatable(dataset: Any) -> bool:
-    """Return True if the data have sources and references as text, besides their ids."""
-    return hasattr(type(dataset), "texts")
-
-
-def check_same_tokenizer(first: Any, second: Any) -> None:
-    """Raise ValueError for two data sets with different tokenizers."""
-    one, other = (getattr(data, "tokenizer", None) for data in (first, second))
-    if one is not None and other is not None and one.dump() != other.dump():
-        raise ValueError(
-            f"{first.name} ({first.split}) and {second.name} ({second.split}) have different tokenizers, so the same "
-            "ids mean different texts; build both with the same options"
-        )
 
 
 def evaluate_pairs(
@@ -208,11 +186,11 @@ def evaluate_pairs(
             total[1] += (pairs.targets != IGNORED).sum()
     nats, tokens = world.sum(total).tolist()
     values: dict[str, Any] = {"loss": nats / tokens, "perplexity": perplexity(nats / tokens)}
-    if not translatable(dataset) or dataset.split == "train" or sentences == 0:
+    if not hasattr(type(dataset), "texts") or dataset.split == "train" or sentences == 0:
         return values, []
     count = len(dataset) if sentences is None else min(sentences, len(dataset))
     with untouched(model):
-        translations = translate_rows(model, dataset, range(count), world, config.evaluation, size)
+        translations = _translations(model, dataset, count, world, config.evaluation, size)
     scores: dict[str, Any] = {}
     if world.main:
         said, wanted = ([getattr(row, side) for row in translations] for side in ("hypothesis", "reference"))
@@ -221,34 +199,24 @@ def evaluate_pairs(
     return {**values, **world.gather(scores)[0], "sentences": count}, translations
 
 
-def translate_rows(
-    model: nn.Module, dataset: Any, rows: range, world: World, options: EvaluationConfig, batch_size: int
+def _translations(
+    model: Any, dataset: Any, count: int, world: World, options: EvaluationConfig, batch_size: int
 ) -> list[TranslatedRow]:
-    """Return translations of rows of a data set in their order, on the main process; processes share the rows.
-
-    A batch of the search has sentences of similar length.
-    """
-    facts, texts = dataset.describe(), dataset.texts
-    mine = sorted(rows[world.rank :: world.size], key=lambda row: (len(dataset[row].source), row))
+    """The first rows of a data set; processes share them. A batch has sentences of similar length."""
+    search: dict[str, Any] = {
+        "beams": options.beams,
+        "tokens": options.tokens,
+        "length_penalty": options.length_penalty,
+    }
+    mine = sorted(range(world.rank, count, world.size), key=lambda row: (len(dataset[row].source), row))
     found: dict[int, tuple[str, float]] = {}
     for begin in range(0, len(mine), batch_size):
         chosen = mine[begin : begin + batch_size]
         batch = to_device(dataset.collate([dataset[row] for row in chosen]), world.device)
-        answer = translate(
-            model,  # type: ignore[arg-type]
-            batch.inputs,
-            padding=batch.padding,
-            begin=facts["begin"],
-            end=facts["end"],
-            beams=options.beams,
-            tokens=options.tokens,
-            length_penalty=options.length_penalty,
-        )
+        answer = translate(model, batch.inputs, padding=batch.padding, begin=BEGIN, end=END, **search)
         found |= zip(chosen, answer.texts(dataset.tokenizer), strict=True)
-    everyone: dict[int, tuple[str, float]] = {}
-    for part in world.gather(found):
-        everyone |= part
-    return [TranslatedRow(texts.source[row], texts.target[row], *everyone[row]) for row in rows]
+    everyone = {row: text for part in world.gather(found) for row, text in part.items()}
+    return [TranslatedRow(dataset.texts.source[row], dataset.texts.target[row], *everyone[row]) for row in range(count)]
 
 
 def written(translations: list[TranslatedRow]) -> str:

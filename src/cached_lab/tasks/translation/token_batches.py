@@ -72,12 +72,6 @@ class TokenOrder(Sampler[list[Key]]):
                 yield rows[piece :: self.pieces] or rows[:1]
             step += 1
 
-    def efficiency(self) -> float:
-        """Return the share of an epoch's tokens that are not padding, in 0..1, sources and targets together."""
-        taken = [[row for _, row in self.rows(step)] for step in range(self.batches)]
-        room = sum(len(rows) * self.lengths[rows].max(0).sum() for rows in taken)
-        return float(self.lengths.sum() / room)
-
 
 def _cuts(longer: np.ndarray, tokens: int) -> np.ndarray:
     """Return the bounds of batches of sorted rows, each as large as fits."""

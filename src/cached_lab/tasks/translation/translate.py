@@ -29,9 +29,9 @@ class Translation(NamedTuple):
     """New tokens with their lengths and scores.
 
     Attributes:
-        tokens_BT: new tokens, without `begin`, filled up with `end`. (B, L, T) with `results`.
-        length_B: new tokens per row, with `end` unless it reached the limit. (B, L) with `results`.
-        score_B: log-probability of the row's new tokens, not divided by the length. (B, L) with `results`.
+        tokens_BT: new tokens, without `begin`, filled up with `end`.
+        length_B: new tokens per row, with `end` unless it reached the limit.
+        score_B: log-probability of the row's new tokens, not divided by the length.
         state: the encoder's state after the sources.
     """
 
@@ -41,7 +41,7 @@ class Translation(NamedTuple):
     state: State
 
     def texts(self, tokenizer: PairTokenizer) -> list[tuple[str, float]]:
-        """Return text and log-probability of each row; not for several `results`."""
+        """Return text and log-probability of each row."""
         rows = zip(self.tokens_BT.tolist(), self.length_B.tolist(), self.score_B.tolist(), strict=True)
         return [(tokenizer.decode(ids[:length]), score) for ids, length, score in rows]
 
@@ -58,8 +58,6 @@ def translate(
     tokens: int | None = None,
     length_penalty: float = 1.0,
     state: State | None = None,
-    cached: bool = True,
-    results: int | None = None,
 ) -> Translation:
     """Generate the target of each source in evaluation mode and without gradients; the model's mode is restored.
 
@@ -76,28 +74,23 @@ def translate(
         length_penalty: the result has the highest log-probability / length ** length_penalty; 0 compares sums, which
             favour short texts.
         state: the encoder's state after earlier sources; None at the beginning. It is not changed.
-        cached: use a KV cache; otherwise each step reads the whole text again, with the same result.
-        results: L, results per row, best first; None for the best, without this dimension.
 
     Raises:
         ValueError: an argument out of its range, or sources refused by `EncoderDecoder.encode`.
     """
-    _check(model, begin, end, beams, tokens, length_penalty, results)
+    check_search(model, begin, end, beams, tokens, length_penalty)
     with evaluating(model):
         encoded = model.encode(inputs_BN, padding, state)
         first_B = torch.full((len(inputs_BN),), begin, device=inputs_BN.device)
-        text = (_CachedTarget if cached else _WholeTarget)(model, encoded, first_B)
+        text = CachedTarget(model, encoded, first_B)
         limit_B = _limits(inputs_BN, padding, tokens, model.max_length)
-        best = search(text, text.read(), limit_B, beams, end, length_penalty, results or 1)
+        best = search(text, text.read(), limit_B, beams, end, length_penalty)
     longest = int(best.length_BL.max())
-    found = best.tokens_BLT[..., :longest], best.length_BL, best.score_BL
-    if results is None:
-        found = found[0][:, 0], found[1][:, 0], found[2][:, 0]
-    return Translation(*found, encoded.state)
+    return Translation(best.tokens_BLT[:, 0, :longest], best.length_BL[:, 0], best.score_BL[:, 0], encoded.state)
 
 
-class _CachedTarget:
-    """Targets with a KV cache."""
+class CachedTarget:
+    """Targets with a KV cache, as text of a `search`."""
 
     def __init__(self, model: EncoderDecoder, encoded: Encoded, first_B: Tensor) -> None:
         self.model, self.cache, self.token_B = model, model.begin(encoded), first_B
@@ -107,7 +100,8 @@ class _CachedTarget:
 
     def read(self) -> Tensor:
         logits_BKV = self.model.step(self.token_B.view(-1, self.cache.continuations), self.cache)
-        return _log_probabilities(logits_BKV.flatten(0, 1))
+        logits_BV = logits_BKV.flatten(0, 1)
+        return logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32)).log_softmax(-1)
 
     def append(self, token_B: Tensor) -> None:
         self.token_B = token_B
@@ -122,35 +116,6 @@ class _CachedTarget:
         self.token_B = self.token_B[rows_B]
 
 
-class _WholeTarget:
-    """Targets read from the beginning at every step."""
-
-    def __init__(self, model: EncoderDecoder, encoded: Encoded, first_B: Tensor) -> None:
-        self.model, self.encoded, self.tokens_BT = model, encoded, first_B[:, None]
-
-    def after(self) -> State:
-        return ()
-
-    def read(self) -> Tensor:
-        return _log_probabilities(self.model.decode(self.tokens_BT, self.encoded, last_only=True)[:, 0])
-
-    def append(self, token_B: Tensor) -> None:
-        self.tokens_BT = torch.cat([self.tokens_BT, token_B[:, None]], 1)
-
-    def multiply(self, times: int) -> None:
-        self.choose(torch.arange(len(self.tokens_BT), device=self.tokens_BT.device).repeat_interleave(times))
-
-    def choose(self, rows_B: Tensor) -> None:
-        hidden_BND, padding_BN = self.encoded.hidden_BND[rows_B], self.encoded.padding_BN
-        padding_BN = None if padding_BN is None else padding_BN[rows_B]
-        self.encoded = self.encoded._replace(hidden_BND=hidden_BND, padding_BN=padding_BN)
-        self.tokens_BT = self.tokens_BT[rows_B]
-
-
-def _log_probabilities(logits_BV: Tensor) -> Tensor:
-    return logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32)).log_softmax(-1)
-
-
 def _limits(inputs_BN: Tensor, padding: Tensor | None, tokens: int | None, longest: int) -> Tensor:
     """(B,): the most new tokens per row."""
     rows, n = inputs_BN.shape
@@ -160,28 +125,19 @@ def _limits(inputs_BN: Tensor, padding: Tensor | None, tokens: int | None, longe
     return (2 * source_B + 10).clamp(max=longest)
 
 
-def _check(
-    model: EncoderDecoder,
-    begin: int,
-    end: int,
-    beams: int,
-    tokens: int | None,
-    length_penalty: float,
-    results: int | None,
+def check_search(
+    model: EncoderDecoder, begin: int, end: int, beams: int, tokens: int | None, length_penalty: float
 ) -> None:
+    """Refuse options of `translate` out of their range (ValueError)."""
     last = model.target_vocabulary - 1
     for name, token in {"begin": begin, "end": end}.items():
         if not 0 <= token <= last:
             raise ValueError(f"{name}={token} is not in the target vocabulary of {last + 1} tokens, 0 to {last}")
-    if not 1 <= beams <= model.target_vocabulary:
-        raise ValueError(
-            f"beams={beams} must be at least 1, and at most the {last + 1} tokens of the target vocabulary"
-        )
+    if not 1 <= beams <= last + 1:
+        raise ValueError(f"beams={beams} must lie in 1..{last + 1}, the tokens of the target vocabulary")
     if tokens is not None and not 1 <= tokens <= model.max_length:
         raise ValueError(
-            f"tokens={tokens} must be at least 1, and at most max_length={model.max_length} of the model; None takes "
-            "twice the source's length and 10"
+            f"tokens={tokens} must lie in 1..{model.max_length}, max_length of the model; None takes twice the "
+            "source's length and 10"
         )
     comparing_lengths(length_penalty=length_penalty)
-    if results is not None and not 1 <= results <= beams:
-        raise ValueError(f"results={results} must be at least 1, and at most beams={beams}; or None for the best")
