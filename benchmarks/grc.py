@@ -1,7 +1,7 @@
 """GRC in image models against timm's plain model and the structure of the released code: time, FLOPs, activations.
 
 The plain model uses timm's fused attention. Kept activations are the bytes that autograd holds between forward and
-backward, without parameters. `--roofline` measures the pieces of GRC's work instead (grc_roofline.py).
+backward, without parameters.
 """
 
 from __future__ import annotations
@@ -44,17 +44,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--batch", type=command.positive, default=8, help="images in a batch (default: 8)")
     parser.add_argument("--compile", action="store_true", help="time every model through torch.compile")
-    parser.add_argument("--roofline", action="store_true", help="measure each piece of GRC's work, and their sum")
-    parser.add_argument("--image-size", type=command.positive, default=SIDE, help="--roofline: side in pixels")
     command.add_dtype(parser, "of autocast")
 
 
 def measure(options: argparse.Namespace) -> command.Result:
-    """Measure every model of `MODELS` in every case, or the pieces of GRC's work."""
-    if options.roofline:
-        from benchmarks.grc_roofline import measure_pieces
-
-        return measure_pieces(options.batch, options.rounds, options.device, options.image_size)
+    """Measure every model of `MODELS` in every case."""
     rows = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torchvision")

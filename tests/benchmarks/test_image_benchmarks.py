@@ -14,13 +14,11 @@ from benchmark_rows import measured
 from integrations.hosts import library
 from PIL import Image
 
-from benchmarks import grc, grc_roofline, loading
-from benchmarks.grc_roofline import WITHIN, LayerShape, moved_bytes, pieces
+from benchmarks import grc, loading
 from cached_lab.experiments.costs import throughput
-from cached_lab.experiments.costs.flops import count_flops, count_parameters, flops_of
+from cached_lab.experiments.costs.flops import count_flops, count_parameters
 
 SIDE = 64
-PRODUCTS = {"queries", "gates", "keys and values", "attention", "attention: products"}
 
 
 @pytest.fixture(autouse=True)
@@ -28,46 +26,6 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     library("timm")
     monkeypatch.setattr(grc, "MODELS", {"ViT": "vit_tiny_patch16_224"})
     monkeypatch.setattr(throughput, "MODELS", {"small": "pvt_v2_b0", "PVT": "pvt_tiny"})
-
-
-@pytest.mark.parametrize("architecture", ["vit_tiny_patch16_224", "pvt_v2_b0"])
-def test_pieces_are_the_operations_that_grc_adds(architecture: str) -> None:
-    """Products and attention of the pieces are the difference of counts with and without the cache."""
-    models = grc.build(architecture, SIDE, ("plain", "GRC"))
-    images = torch.randn(2, 3, SIDE, SIDE)
-    shapes = grc_roofline.shapes_of(models["GRC"], images)
-    for training in (True, False):
-        for model in models.values():
-            throughput.fold_caches(model)
-        mode = "train" if training else "eval"
-        plain, cached = (count_flops(model, images, mode=mode) for model in models.values())
-        work = pieces(shapes, "cpu", training=training)
-        counted = {piece: flops_of(call) for piece, call in work.items()}
-        assert all((counted[piece] > 0) == (piece in PRODUCTS) for piece in counted)
-        added = sum(flops for piece, flops in counted.items() if piece not in WITHIN)
-        # A step takes three times the operations of its forward pass.
-        assert added == pytest.approx((3 if training else 1) * (cached - plain))
-
-
-def test_bytes_are_those_of_one_layer_written_out() -> None:
-    s = LayerShape(rows=2, tokens=5, slots=3, keys=3, cache=4, heads=2, width=8, reduced=1)
-    y, o, gates = 2 * 5 * 8, 2 * 5 * 4, 2 * 3 * 4
-    inference = (y + o) + y
-    training = inference + (y + y + o) + (y + o) + 2 * 3 * gates + 3 * o
-    assert moved_bytes({s: 2}, training=False) == 2 * 4 * inference
-    assert moved_bytes({s: 2}, training=True) == 2 * 4 * training
-
-
-def test_roofline(tmp_path: Path) -> None:
-    found = measured("grc", tmp_path, "--roofline", "--batch", "1", "--image-size", str(SIDE))
-    by_piece = {row["piece"]: row for row in found["rows"]}
-    assert found["environment"]["image_size"] == SIDE and PRODUCTS | {"AdamW", "bytes", "GRC"} <= set(by_piece)
-    assert by_piece["gates"]["inference"]["seconds"] == by_piece["AdamW"]["inference"]["seconds"] == 0
-    rows = [row for row in found["rows"] if row["piece"] not in ("GRC", *WITHIN)]
-    table = (tmp_path / "grc.md").read_text()
-    for mode in ("train", "inference"):
-        assert f"{sum(row[mode]['median'] for row in rows):.3f}x" in table
-    assert "| ViT | floor, attention as its parts |" in table
 
 
 def test_grc_has_a_row_for_each_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
