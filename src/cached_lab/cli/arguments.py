@@ -19,10 +19,9 @@ def add_command(
     return parser
 
 
-def add_recipe(parser: argparse.ArgumentParser, changes: str, several: bool = False) -> None:
-    """Add a recipe (or several, separated by commas) and changes to it."""
-    more = "; several with commas between them" if several else ""
-    parser.add_argument("recipe", help=f"a path, or a name from `cached list recipes`{more}")
+def add_recipe(parser: argparse.ArgumentParser, changes: str) -> None:
+    """Add a recipe and changes to it."""
+    parser.add_argument("recipe", help="a path, or a name from `cached list recipes`")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=changes)
 
 

@@ -47,15 +47,8 @@ def _memories(*more: str) -> list[str]:
     return [*more, *parts()["memories"]]
 
 
-def _cards() -> list[str]:
-    from cached_lab.experiments.plan.plan import CARDS
-
-    return list(CARDS)
-
-
 NAMES: dict[str, Callable[[], Sequence[str]]] = {
     "recipe": lambda: [row["name"] for row in recipe_rows()],
-    "card": _cards,
     "variants": lambda: _memories("plain"),
     "control": lambda: ["conv", "flops", "longer", "parameters"],
     "name": lambda: [name for group in parts().values() for name in group],

@@ -50,7 +50,7 @@ examples:
   cached explain grc                                       its equations, cost and options
   cached explain bp_transformer --plot tree.png            the keys that each query attends to
   cached train digits_vit_grc training.steps=200           train a recipe with one value changed
-  cached plan imagenet_pvt_small_grc --gpus 8              memory and hours of a training
+  cached plan imagenet_pvt_small_grc --gpus 8              memory of a training
   cached evaluate runs/digits_vit_grc --memory carry,reset,shuffle
   cached detect runs/coco_mini_mask_rcnn photo.jpg         draw boxes and masks into images
   cached translate runs/multi30k_en_de_plain < english.txt > german.txt

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import cached_transformers.integrations.models  # noqa: F401  (registers models of timm and transformers)
 from cached_lab.registries import DATASETS
 from cached_lab.resources import recipes_folder
 from cached_lab.training.config import RunConfig, build_config
