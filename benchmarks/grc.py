@@ -21,11 +21,10 @@ from torch.nn import functional as F
 
 from benchmarks import command
 from benchmarks.released_structure import add_released_structure
-from cached_lab.experiments.costs.flops import count_parameters, saved_activation_bytes
-from cached_lab.experiments.costs.throughput import image_batch, time_backbones
+from cached_lab.experiments.costs.flops import saved_activation_bytes
+from cached_lab.experiments.costs.throughput import image_batch, measure_cases
 from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
-from cached_transformers.memories.grc.shared_cache import caches
 
 MODELS = {"ViT-S/16": "vit_small_patch16_224", "PVTv2-B0": "pvt_v2_b0"}
 SIDE = 224
@@ -82,23 +81,13 @@ def measure_model(name: str, architecture: str, options: argparse.Namespace) -> 
 
     kept = {case: kept_bytes(model) for case, model in models.items()}
     dtype = command.dtype_of(options)
-    found = time_backbones(models, images, labels, options.rounds, compiled=options.compile, dtype=dtype)
-    return [
-        {
-            "model": name,
-            "case": case,
-            "parameters": count_parameters(model),
-            "train_gflops": found.train_flops[case] / 1e9,
-            "train_flops_ratio": found.train_flops[case] / found.train_flops["plain"],
-            "inference_flops_ratio": found.flops[case] / found.flops["plain"],
-            "train": found.train[case],
-            "inference": found.inference[case],
-            "activations_mib": kept[case] / 2**20,
-            "activations_ratio": kept[case] / kept["plain"],
-            "cache_kib": sum(c.cache_MC.numel() * c.cache_MC.element_size() for c in caches(model)) / 2**10,
-        }
-        for case, model in models.items()
-    ]
+    dtype = command.dtype_of(options)
+    rows = measure_cases(models, images, labels, options.rounds, compiled=options.compile, dtype=dtype)
+    for row in rows:
+        activations = kept[row["case"]]
+        row |= {"model": name, "activations_mib": activations / 2**20}
+        row["activations_ratio"] = activations / kept["plain"]
+    return rows
 
 
 def as_markdown(rows: list[command.Measurement]) -> str:

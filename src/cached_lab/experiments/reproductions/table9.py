@@ -76,7 +76,7 @@ def measure(table: ThroughputTable, scale: str, rows: str, overrides: Sequence[s
     device = "cuda" if torch.cuda.is_available() else "cpu"
     about = environment(device) | settings
     batch, rounds, side = settings["batch"], settings["rounds"], settings["image_size"]
-    found = measure_throughput(batch, rounds, device, models=models, image_size=side, released=True)
+    found = measure_throughput(batch, rounds, device, models=models, image_size=side)
     text = "\n\n".join([throughput_table(found), *beside_the_paper(found), environment_text(about)])
     records = [{key: _plain(value) for key, value in row.items()} for row in found]
     folder.mkdir(parents=True, exist_ok=True)
