@@ -88,7 +88,7 @@ def test_compare_report(tmp_path: Path) -> None:
     assert report.links == ["grc/seed_0/report.html"]  # the only run report that exists
     for expected in ("92.13 %", "+1.63 points", "[+1.32, +1.94]", "< 0.001", "1.24 \N{MULTIPLICATION SIGN}", "10.14 %"):
         assert expected in report.text
-    assert "cannot fall below 0.0625" in report.text and "cached compare digits_vit" in report.text
+    assert "cached compare digits_vit" in report.text
 
 
 def test_a_comparison_of_pairs_as_a_page_and_as_markdown(tmp_path: Path) -> None:
@@ -260,10 +260,7 @@ def summary_of(
 
 def test_summary_claims_what_the_test_shows() -> None:
     text = summary_of(VALUES)
-    assert (
-        "grc is 1.63 points better than plain, more than chance" in text
-        and "could not give less than p = 0.0625" in text
-    )
+    assert "grc is 1.63 points better than plain, more than chance" in text
     assert "Between convolution and plain no difference can be shown with 5 seeds (Holm's p = 0.08" in text
     worse = summary_of({"plain": VALUES["grc"], "grc": VALUES["plain"]})
     assert "grc is 1.63 points worse than plain, more than" in worse

@@ -264,10 +264,6 @@ def _notes(comparison: StoredComparison) -> str:
 
 def _test_notes(rows: Rows) -> str:
     text = "Differences pair the runs of the same seed; p is of the paired t-test."
-    smallest = {r["p_sign_flip_smallest"] for r in rows} - {None}
-    if smallest:
-        flips = ", ".join(f"{pair_name(r)} {r['p_sign_flip']:.3g}" for r in rows if r["p_sign_flip"] is not None)
-        text += f" Exact sign-flip test: {flips}; with this many seeds it cannot fall below {max(smallest):.3g}."
     notes = {f"{pair_name(r)}: {r['note']}" for r in rows if r["note"]}
     return text + "".join(f" {note}." for note in sorted(notes))
 

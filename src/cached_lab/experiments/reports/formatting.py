@@ -131,12 +131,6 @@ def comparison_summary(
     compared = pairs or [row for row in statistics if row["name"] != reference]
     label = "Holm's p" if len(compared) > 1 else "p"
     sentences += [_finding(row, str(row.get("against", reference)), metric, label) for row in compared]
-    smallest = [r["p_sign_flip_smallest"] for r in compared if r["p_sign_flip_smallest"] is not None]
-    if smallest and max(smallest) >= SIGNIFICANCE:
-        sentences.append(
-            "The t-test takes the seeds' differences to be normally distributed, which so few seeds cannot confirm: "
-            f"a test without that assumption could not give less than p = {max(smallest):.3g} here."
-        )
     if baselines:
         value, sentence = best_baseline(metric, baselines)
         sentences.append(sentence)
