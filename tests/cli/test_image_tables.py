@@ -15,7 +15,7 @@ from cached_lab.cli.main import main
 from cached_lab.experiments.build import build_dataset, build_model
 from cached_lab.experiments.costs.flops import count_flops, count_parameters
 from cached_lab.experiments.reports.run_folder import cache_use_statistics
-from cached_lab.experiments.reproductions import REPRODUCTIONS, table10
+from cached_lab.experiments.reproductions import REPRODUCTIONS
 from cached_lab.experiments.reproductions.arms import arms, row_recipes
 from cached_lab.experiments.reproductions.base import pairs
 from cached_lab.experiments.reproductions.images import PAPER, SMALL
@@ -119,7 +119,7 @@ def test_the_same_rows_in_several_tables_are_the_same_runs(images: Path, monkeyp
         rows = [row.name for row in REPRODUCTIONS[table].rows("small") if "wider" not in row.name]
         for variant in variants_of(table, images, ",".join(rows))[0]:
             found.setdefault(config_hash(variant.config), set()).add(variant.name)
-    backbone = table10.SMALL.name
+    backbone = SMALL["pvt_v2"].name
     shared = [
         {f"{backbone}-released", f"{backbone}-r=0.5"},
         {f"{backbone}-convolution", f"{backbone}-r=0.5-convolution"},
@@ -137,7 +137,7 @@ def test_the_compared_variants() -> None:
     ]
     assert [b for a, b in found if a == "vit-released"] == ["vit", "vit-convolution", "vit-wider"]
     rows = REPRODUCTIONS["table10"].rows("small")
-    backbone = table10.SMALL.name
+    backbone = SMALL["pvt_v2"].name
     assert [row.name for row in rows if row.against] == [f"{backbone}-r={r:g}" for r in (0.125, 0.25, 0.5, 1)]
     assert [row.matched for row in rows if row.matched] == [f"{backbone}-r={r:g}" for r in (0.125, 0.25, 0.5, 1)]
     assert pairs(rows)[:3] == [
@@ -147,7 +147,7 @@ def test_the_compared_variants() -> None:
 
 
 def test_a_larger_cache_has_a_smaller_convolution(images: Path) -> None:
-    backbone = table10.SMALL.name
+    backbone = SMALL["pvt_v2"].name
     chosen = ",".join(f"{backbone}-r={ratio}-convolution" for ratio in (0.125, 1))
     small, large = (build_model(v.config) for v in variants_of("table10", images, chosen)[0])
     groups = [
@@ -316,7 +316,7 @@ def test_rows_of_the_papers_scale_have_the_recipes_of_their_backbones(table: str
 
 @pytest.mark.parametrize("backbone", ["vit_small", "pvt_tiny", "swin_tiny", "pvt_v2_b2"])
 def test_written_ratios_of_feed_forward_layers_are_those_of_the_model(backbone: str) -> None:
-    row = PAPER[backbone].plain()
+    row = PAPER[backbone].rows()[0]
     assert row.recipe is not None
     config = row.config(load_config(row.recipe))
     sizes = []

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             if getattr(arguments, key) is not None:
                 raise ValueError(f"{name} trains nothing and reads no data; drop --{key}")
         folder = arguments.out or Path("runs") / f"{name}_{scale}"
-        print(measure(MEASURED[name], scale, arguments.rows, arguments.overrides, folder, command))
+        print(measure(scale, arguments.rows, arguments.overrides, folder, command))
         print(f"written: {folder / 'throughput.md'}")
         return 0
     if name not in REPRODUCTIONS:
