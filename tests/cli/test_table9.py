@@ -52,22 +52,3 @@ def test_the_sentence_beside_the_paper_has_the_measured_ratios() -> None:
 def test_its_models_are_those_of_the_benchmark() -> None:
     for models in ROWS.values():
         assert set(models) <= set(MODELS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--data", "x"], "table9 trains nothing and reads no data; drop --data"),
-        (["--seeds", "3"], "drop --seeds"),
-        (["--rows", "PVT-tiny"], "did you mean 'PVT-Tiny'"),
-        (["--rows", "ViT-S,ViT-S"], "must be paper, all, or different names"),
-        (["btach=1"], "unknown setting of table9 'btach'; did you mean 'batch'"),
-        (["batch=0"], "batch must be a whole number from 1 on"),
-    ],
-)
-def test_bad_input_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert main(["reproduce", "table9", *arguments, "--out", str(tmp_path / "out")]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
