@@ -300,7 +300,7 @@ def without_values(model: nn.Module) -> nn.Module:
                     empty = torch.empty_like(tensor, device="cpu")
                     trained = tensor.requires_grad
                     made[id(tensor)] = nn.Parameter(empty, trained) if isinstance(tensor, nn.Parameter) else empty
-                tensors[name] = None if tensor is None else made[id(tensor)]  # type: ignore[index]
+                tensors[name] = None if tensor is None else made[id(tensor)]  # type: ignore[assignment]
     return model
 
 
