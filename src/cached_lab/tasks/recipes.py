@@ -1,7 +1,6 @@
 """Recipes: YAML files and dotted overrides, checked against the registries, and completed from the data.
 
-Parts are checked against the signature of their factory before anything is built. Importing this package registers
-every data set, model, memory and attention.
+Parts are checked against their factory's signature before anything is built. Importing this module registers them all.
 """
 
 from __future__ import annotations
