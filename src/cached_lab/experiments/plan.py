@@ -114,8 +114,8 @@ def plan_training(
     if config.training.batch_tokens is None and rows % gpus:
         raise ValueError(f"training.batch_size={rows}: must divide evenly over gpus={gpus}; change one of them")
     mine = -(-rows // gpus)
-    counts = [n for n in range(config.training.accumulate, mine + 1) if -(-mine // -(-mine // n)) == n and not mine % n]
-    for pieces in counts or [config.training.accumulate]:
+    own = config.training.accumulate
+    for pieces in (own, *(n for n in range(own + 1, mine + 1) if mine % n == 0)):
         micro = -(-mine // pieces)
         parts = step_bytes(config, shape, micro, pieces=pieces, gpus=gpus, parallel=parallel)
         fits = sum(parts.values()) <= (memory_gib - reserve_gib) * GIB
