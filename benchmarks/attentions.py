@@ -55,11 +55,11 @@ def measure(options: argparse.Namespace) -> command.Result:
     return command.Result(rows, as_markdown(rows), {"dtype": options.dtype})
 
 
-def inputs(length: int, device: str, dtype: torch.dtype = torch.float32, rows: int = 1) -> dict[str, Tensor]:
-    """Return queries, keys, values (rows, H, length, E) and the layer's input, all with gradient."""
+def inputs(length: int, device: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Return queries, keys, values (1, H, length, E) and the layer's input, all with gradient."""
     generator = torch.Generator().manual_seed(length)
-    given = {name: torch.randn((rows, HEADS, length, HEAD_WIDTH), generator=generator) for name in "qkv"}
-    given["x"] = torch.randn(rows, length, HEADS * HEAD_WIDTH, generator=generator)
+    given = {name: torch.randn((1, HEADS, length, HEAD_WIDTH), generator=generator) for name in "qkv"}
+    given["x"] = torch.randn(1, length, HEADS * HEAD_WIDTH, generator=generator)
     return {name: t.to(device, dtype).requires_grad_() for name, t in given.items()}
 
 

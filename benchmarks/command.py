@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from cached_lab.experiments.environment import environment
 from cached_lab.experiments.reports.formatting import environment_text
@@ -29,19 +28,16 @@ class Result:
     Attributes:
         text: the tables as Markdown.
         settings: options that change the numbers.
-        failed, left_out: cases that failed or were not tried, with the reasons.
     """
 
     rows: Sequence[Measurement]
     text: str
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    failed: Sequence[str] = ()
-    left_out: Sequence[str] = ()
 
     def write(self, path: Path) -> None:
         """Write FILE.json and FILE.md."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"environment": self.settings, "rows": self.rows, "failed": self.failed, "left_out": self.left_out}
+        content = {"environment": self.settings, "rows": self.rows}
         write_whole(path, (json.dumps(content, indent=2, default=dataclasses.asdict) + "\n").encode())
         write_whole(path.with_suffix(".md"), f"{self.text}\n".encode())
 
@@ -67,12 +63,11 @@ def main(script: ModuleType, argv: Sequence[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this machine has no CUDA device; take --device cpu")
     torch.set_num_threads(options.threads)
-    found: Result | Iterable[Result] = script.measure(options)
-    for result in [found] if isinstance(found, Result) else found:
-        result.settings = {**environment(options.device), "rounds": options.rounds, **result.settings}
-        result.text = f"{result.text}\n\n{environment_text(dict(result.settings))}"
-        if options.output is not None:
-            result.write(options.output)
+    result: Result = script.measure(options)
+    result.settings = {**environment(options.device), "rounds": options.rounds, **result.settings}
+    result.text = f"{result.text}\n\n{environment_text(dict(result.settings))}"
+    if options.output is not None:
+        result.write(options.output)
     print(result.text)
     return 0
 
@@ -108,19 +103,3 @@ def numbers(text: str) -> tuple[int, ...]:
 def fastest(ratio: Any, reference: bool) -> tuple[str, str]:
     """Write a ratio with its quartiles, and the ratio of the fastest rounds; "1" for the reference."""
     return ("1", "1") if reference else (str(ratio), f"{ratio.fastest:.3f}x")
-
-
-def operators(call: Callable[[], object], device: str, count: int = 15) -> str:
-    """Profile one call, after one warm-up call: the operators with the largest own time, as a Markdown table."""
-    call()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-    with profile(activities=activities) as seen:
-        call()
-    kind = f"self_{'device' if device == 'cuda' else 'cpu'}_time_total"
-    events = sorted(((getattr(event, kind), event) for event in seen.key_averages()), key=lambda pair: -pair[0])
-    total = sum(spent for spent, _ in events) or 1.0
-    cells = [
-        [event.key, f"{event.count:,}", f"{spent / 1e3:,.1f}", f"{100 * spent / total:.1f} %"]
-        for spent, event in events[:count]
-    ]
-    return table(["operator", "calls", "ms", "share"], cells)

@@ -52,9 +52,6 @@ class GenerationSetting:
         generator = torch.Generator().manual_seed(0)
         return torch.randint(0, vocabulary, (self.rows, self.prompt), generator=generator).to(device)
 
-    def __str__(self) -> str:
-        return f"{self.tokens} tokens for {self.rows} rows by segments of {self.segment}"
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memories", default=",".join(STANDARD), help="names separated by commas, or all")
@@ -64,7 +61,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--segments", type=command.numbers, default=(128, 512), help="segment lengths of our models")
     parser.add_argument("--prompt", type=command.positive, default=16, help="tokens of the prompt (default: 16)")
     parser.add_argument("--tokens", type=command.positive, default=384, help="new tokens per row (default: 384)")
-    parser.add_argument("--profile", metavar="MEMORY", help="generation of one model (or none) by operators")
     command.add_dtype(parser, "of weights")
 
 
@@ -72,12 +68,6 @@ def measure(options: argparse.Namespace) -> command.Result:
     of_models = {name: getattr(options, name) for name in ("vocabulary", "width", "depth", "heads")}
     sizes, device, dtype = ModelSizes(**of_models), options.device, command.dtype_of(options)
     settings = {"dtype": options.dtype, **of_models, "prompt": options.prompt, "tokens": options.tokens}
-    if options.profile is not None:
-        setting = GenerationSetting(options.rows[0], options.segments[0], options.prompt, options.tokens)
-        name = NO_MEMORY if options.profile == "none" else chosen(options.profile)[0]
-        write = our_writer(build(name, sizes, setting).to(device, dtype), sizes, setting, device)
-        text = f"{options.profile}, {setting}:\n\n{command.operators(write, device)}"
-        return command.Result([], text, settings)
     rows: list[command.Measurement] = []
     missing: dict[str, None] = {}
     with warnings.catch_warnings():
@@ -87,7 +77,7 @@ def measure(options: argparse.Namespace) -> command.Result:
                 setting = GenerationSetting(count, segment, options.prompt, options.tokens)
                 names = chosen(options.memories)
                 rows += measure_setting(setting, names, sizes, options.rounds, device, dtype, missing)
-    return command.Result(rows, as_markdown(rows, list(missing)), settings, left_out=list(missing))
+    return command.Result(rows, as_markdown(rows, list(missing)), settings)
 
 
 def chosen(names: str) -> list[str]:

@@ -1,7 +1,7 @@
 """GRC in image models against timm's plain model and the structure of the released code: time, FLOPs, activations.
 
 The plain model uses timm's fused attention. Kept activations are the bytes that autograd holds between forward and
-backward, without parameters. `--roofline` measures the pieces of GRC's work instead (grc_roofline.py).
+backward, without parameters.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from torch.nn import functional as F
 
 from benchmarks import command
 from benchmarks.released_structure import add_released_structure
-from cached_lab.experiments.costs.flops import count_parameters, saved_activation_bytes
-from cached_lab.experiments.costs.throughput import image_batch, time_backbones
+from cached_lab.experiments.costs.flops import saved_activation_bytes
+from cached_lab.experiments.costs.throughput import image_batch, measure_cases
 from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
-from cached_transformers.memories.grc.shared_cache import caches
 
 MODELS = {"ViT-S/16": "vit_small_patch16_224", "PVTv2-B0": "pvt_v2_b0"}
 SIDE = 224
@@ -44,17 +43,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--batch", type=command.positive, default=8, help="images in a batch (default: 8)")
     parser.add_argument("--compile", action="store_true", help="time every model through torch.compile")
-    parser.add_argument("--roofline", action="store_true", help="measure each piece of GRC's work, and their sum")
-    parser.add_argument("--image-size", type=command.positive, default=SIDE, help="--roofline: side in pixels")
     command.add_dtype(parser, "of autocast")
 
 
 def measure(options: argparse.Namespace) -> command.Result:
-    """Measure every model of `MODELS` in every case, or the pieces of GRC's work."""
-    if options.roofline:
-        from benchmarks.grc_roofline import measure_pieces
-
-        return measure_pieces(options.batch, options.rounds, options.device, options.image_size)
+    """Measure every model of `MODELS` in every case."""
     rows = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torchvision")
@@ -88,23 +81,13 @@ def measure_model(name: str, architecture: str, options: argparse.Namespace) -> 
 
     kept = {case: kept_bytes(model) for case, model in models.items()}
     dtype = command.dtype_of(options)
-    found = time_backbones(models, images, labels, options.rounds, compiled=options.compile, dtype=dtype)
-    return [
-        {
-            "model": name,
-            "case": case,
-            "parameters": count_parameters(model),
-            "train_gflops": found.train_flops[case] / 1e9,
-            "train_flops_ratio": found.train_flops[case] / found.train_flops["plain"],
-            "inference_flops_ratio": found.flops[case] / found.flops["plain"],
-            "train": found.train[case],
-            "inference": found.inference[case],
-            "activations_mib": kept[case] / 2**20,
-            "activations_ratio": kept[case] / kept["plain"],
-            "cache_kib": sum(c.cache_MC.numel() * c.cache_MC.element_size() for c in caches(model)) / 2**10,
-        }
-        for case, model in models.items()
-    ]
+    dtype = command.dtype_of(options)
+    rows = measure_cases(models, images, labels, options.rounds, compiled=options.compile, dtype=dtype)
+    for row in rows:
+        activations = kept[row["case"]]
+        row |= {"model": name, "activations_mib": activations / 2**20}
+        row["activations_ratio"] = activations / kept["plain"]
+    return rows
 
 
 def as_markdown(rows: list[command.Measurement]) -> str:

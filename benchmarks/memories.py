@@ -65,22 +65,16 @@ ACROSS = frozenset(
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memories", default="all", help="names separated by commas (default: all)")
-    parser.add_argument("--profile", metavar="MEMORY", help="a training step of one memory (or none) by operators")
     command.add_dtype(parser, "of autocast")
 
 
 def measure(options: argparse.Namespace) -> command.Result:
     device, dtype = options.device, command.dtype_of(options)
-    settings = {"dtype": options.dtype}
-    if options.profile is not None:
-        step = our_step(None if options.profile == "none" else options.profile, ModelSizes(), device, dtype)
-        text = f"a training step, memory {options.profile}:\n\n{command.operators(step, device)}"
-        return command.Result([], text, settings)
     names = stream_memories() if options.memories == "all" else options.memories.split(",")
     with warnings.catch_warnings(), scratch_folder():
         warnings.simplefilter("ignore")  # from the peers
         rows = [measure_memory(name, ModelSizes(), options.rounds, device, dtype) for name in names]
-    return command.Result(rows, as_markdown(rows), settings)
+    return command.Result(rows, as_markdown(rows), {"dtype": options.dtype})
 
 
 def spec(memory: str, sizes: ModelSizes) -> dict[str, Any]:
@@ -102,17 +96,12 @@ def random_tokens(sizes: ModelSizes) -> Tensor:
 
 
 def our_step(
-    memory: str | None,
-    sizes: ModelSizes,
-    device: str,
-    dtype: torch.dtype,
-    model: nn.Module | None = None,
-    wrap: Callable[[Any], Any] = lambda model: model,
+    memory: str | None, sizes: ModelSizes, device: str, dtype: torch.dtype, model: nn.Module | None = None
 ) -> Callable[[], None]:
     """Return an optimiser step over all segments, starting from the last step's state, as in training on a stream."""
     if model is None:
         model = build(None if memory is None else spec(memory, sizes), sizes).to(device)
-    loop = SegmentLoop(wrap(model), sizes.segment, bptt=sizes.segments if memory in ACROSS else 1)
+    loop = SegmentLoop(model, sizes.segment, bptt=sizes.segments if memory in ACROSS else 1)
     tokens, state = random_tokens(sizes).to(device), None
 
     def mean_loss() -> Tensor:

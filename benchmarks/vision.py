@@ -17,27 +17,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=command.positive, default=8, help="images in a batch (default: 8)")
     parser.add_argument("--models", default=",".join(STANDARD), help="names separated by commas (default: %(default)s)")
     parser.add_argument("--image-size", type=command.positive, default=224, help="side in pixels (default: 224)")
-    parser.add_argument("--compile", action="store_true", help="time every model through torch.compile")
-    parser.add_argument("--channels-last", action="store_true", help="weights and images in channels_last")
-    parser.add_argument("--released", action="store_true", help="also measure the released variant of GRC")
-    command.add_dtype(parser, "of autocast")
 
 
 def measure(options: argparse.Namespace) -> command.Result:
     """Measure the models, plain and with GRC."""
-    rows = measure_throughput(
-        options.batch,
-        options.rounds,
-        options.device,
-        models=options.models.split(","),
-        image_size=options.image_size,
-        released=options.released,
-        channels_last=options.channels_last,
-        compiled=options.compile,
-        dtype=command.dtype_of(options),
-    )
-    settings = {name: getattr(options, name) for name in ("batch", "image_size", "compile", "channels_last", "dtype")}
-    return command.Result(rows, throughput_table(rows), settings)
+    models, side = options.models.split(","), options.image_size
+    rows = measure_throughput(options.batch, options.rounds, options.device, models=models, image_size=side)
+    return command.Result(rows, throughput_table(rows), {"batch": options.batch, "image_size": side})
 
 
 if __name__ == "__main__":

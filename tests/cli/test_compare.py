@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("no_run_reports")
 TINY = [
     "digits_vit_plain",
     "model.width=16",
-    "model.depth=2",
+    "model.depth=1",
     "model.heads=2",
     "model.feed_forward=16",
     "training.steps=3",
@@ -234,7 +234,7 @@ def test_parallel_jobs_give_the_results_of_one_after_another(compared, tmp_path)
         (["--with", "plain,grc", "--against", "control-conv"], "(known: grc, plain); name one of them, or add it by"),
         (["--with", "plain", "--jobs", "0"], "--jobs 0 must be at least 1"),
         (["--with", "plain", "training.seed=3"], "set by --seeds"),
-        (["--with", "plain", "--control", "flops"], "which model 'standin_mlp' does not have"),
+        (["--with", "plain", "--control", "flops"], "model.name='standin_mlp'"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_trained(recipe, tmp_path, capsys, arguments, message):

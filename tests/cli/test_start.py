@@ -26,6 +26,8 @@ for words in {commands!r}:
     heavy = sorted({{"torch", "numpy", "timm", "transformers", "matplotlib", "scipy"}} & {{*sys.modules}})
     assert not heavy, (words, heavy)
     assert out.getvalue() or "unknown name" in err.getvalue(), words
+from cached_lab.tasks.recipes import load_config
+load_config("imagenet_pvt_tiny_grc")  # its model is registered by a module of the library that a recipe does not name
 print("done")
 """
 
@@ -45,7 +47,8 @@ def test_help_of_reproductions_names_every_table(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         main(["reproduce", "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert all(f"{name}: {table.summary}" in said for name, table in {**REPRODUCTIONS, **MEASURED}.items())
+    assert all(f"{name}: {table.summary}" in said for name, table in REPRODUCTIONS.items())
+    assert all(f"{name}: {summary}" in said for name, summary in MEASURED.items())
 
 
 def test_the_file_of_facts_is_current() -> None:

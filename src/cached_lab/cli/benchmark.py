@@ -16,13 +16,9 @@ BENCHMARKS = {
     "vision": "cached ViT, PVT, Swin and PVTv2 against the plain models: images a second, peak memory, FLOPs",
     "loading": "images a second from the data loader, by workers, against the needs of models",
     "attentions": "every attention mechanism against length, with exact attention and published implementations",
-    "translation": "encoder-decoder, plain and with GRC, against BART and Marian: training, beam search",
     "memories": "every stream memory as a language model, with published implementations",
-    "memorizing": "a large store: memory, reading and writing against its products, and a long text",
-    "all": "a bit of all on one card, in minutes, as a share of the card's measured peaks",
     "generation": "tokens a second of language models, against GPT-2 of transformers and x-transformers",
     "diagonal": "layers on different segments at once, against one segment at a time",
-    "saves": "time that training waits for checkpoints, written at once and in the background",
     "documents": "documents packed into rows, against padded rows and rows without document borders",
 }
 

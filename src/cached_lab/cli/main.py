@@ -29,7 +29,7 @@ EXAMPLES = {
     "evaluate": "runs/digits_vit_grc --memory carry,reset,shuffle",
     "detect": "runs/coco_mini_mask_rcnn photo.jpg         draw boxes and masks into images",
     "translate": "runs/multi30k_en_de_plain < english.txt > german.txt",
-    "plan": "imagenet_pvt_small_grc --gpus 8              memory and hours of a training",
+    "plan": "imagenet_pvt_small_grc --gpus 8              memory of a training",
     "compare": "digits_vit_plain --with plain,grc --seeds 3",
     "reproduce": "table5 --data wikitext-2                a table of the paper, small",
     "plot": "curves runs/digits_vit_grc                   a figure of a run's records",

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     name, scale, rows, command = arguments.reproduction, arguments.scale, arguments.rows, command_line()
     if name in MEASURED:
         folder = arguments.out or Path("runs") / f"{name}_{scale}"
-        print(measure(MEASURED[name], scale, rows, arguments.overrides, folder, command))
+        print(measure(scale, rows, arguments.overrides, folder, command))
         print(f"written: {folder / 'throughput.md'}")
         return 0
     if name not in REPRODUCTIONS:

@@ -72,16 +72,19 @@ class VariantComparison:
         self.split = "validation" if recipe.training.test == "none" else "test"
         self.questioned = [v for v in variants if cache_use and has_shared_cache(v)]
         self.cache_use: dict[str, dict[str, list[float]]] = {}
+        self._finished: dict[str, dict[str, Any]] = {}
 
     def summary(self, variant: Variant, seed: int) -> dict[str, Any] | None:
         """Return the summary of a finished run; None for a run to train or continue."""
-        folder = self.folder / variant.run_name(seed)
+        name = variant.run_name(seed)
+        folder = self.folder / name
         path = folder / "summary.json"
-        if not path.is_file():
-            return None
-        summary = json.loads(path.read_text(encoding="utf-8"))
-        same = config_hash(read_run_config(folder)) == config_hash(variant.seeded(seed))
-        return summary if same and summary["steps"] == variant.config.training.steps else None
+        if name not in self._finished and path.is_file():
+            summary = json.loads(path.read_text(encoding="utf-8"))
+            same = config_hash(read_run_config(folder)) == config_hash(variant.seeded(seed))
+            if same and summary["steps"] == variant.config.training.steps:
+                self._finished[name] = summary
+        return self._finished.get(name)
 
     def finished(self, variant: Variant) -> list[dict[str, Any]]:
         """Return the summaries of a variant up to its first unfinished run, in order of the seeds."""

@@ -32,8 +32,7 @@ def registry_facts() -> dict[str, list[dict[str, Any]]]:
 def reproduction_facts() -> list[dict[str, str]]:
     """Return names and summaries of the tables of `cached reproduce`, sorted by name."""
     summaries = {name: table.summary for name, table in REPRODUCTIONS.items()}
-    summaries |= {name: table.summary for name, table in MEASURED.items()}
-    return [{"name": name, "summary": summary} for name, summary in sorted(summaries.items())]
+    return [{"name": name, "summary": summary} for name, summary in sorted({**summaries, **MEASURED}.items())]
 
 
 def as_text() -> str:

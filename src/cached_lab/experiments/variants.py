@@ -7,6 +7,7 @@ variant that cannot come within half a per cent.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -160,14 +161,9 @@ def equal_parameters(variants: list[Variant], deciding: int) -> list[Variant]:
     target = max(parameters_of(variant.config) for variant in variants[:deciding])
     equal = []
     for variant in variants:
-        config = with_cost(variant.config, parameters_of, target)
-        found, width = parameters_of(config), feed_forward(config)
-        if abs(found - target) > TOLERANCE * target:
-            raise ValueError(
-                f"{variant.name} has {found} parameters with feed_forward={width}, not {target} as the others; take "
-                "options with fewer parameters, or a larger model"
-            )
-        equal.append(Variant(variant.name, config, {"feed_forward": width, "matched_parameters": found}))
+        config, found = _matched(variant, parameters_of, target, "parameters")
+        facts = {"feed_forward": feed_forward(config), "matched_parameters": found}
+        equal.append(Variant(variant.name, config, facts))
     return equal
 
 
@@ -182,29 +178,21 @@ def equal_operations(variants: list[Variant], matched: Mapping[str, str], datase
         the variants, with the facts `feed_forward` and `training_flops` (one forward pass in training, per row), and
         for matched ones `matched` and `flops_ratio`.
     """
-    batches: dict[int, Any] = {}
+
+    @functools.cache
+    def batch(config_batch_size: int) -> Any:
+        return dataset.collate([dataset[index] for index in range(min(config_batch_size, len(dataset)))])
 
     def operations(config: RunConfig) -> int:
-        size = config.training.batch_size
-        if size not in batches:
-            batches[size] = first_batch(config, dataset)
-        return training_flops(config, batches[size])
+        return training_flops(config, batch(config.training.batch_size))
 
     costs = {v.name: operations(v.config) for v in variants if v.name not in matched or v.name in matched.values()}
     equal = []
     for variant in variants:
-        config, facts = variant.config, {}
-        if variant.name not in matched:
-            cost = costs[variant.name]
-        else:
+        config, cost, facts = variant.config, costs.get(variant.name, 0), dict[str, Any]()
+        if variant.name in matched:
             target = costs[matched[variant.name]]
-            config = with_cost(config, operations, target)
-            cost = operations(config)
-            if abs(cost - target) > TOLERANCE * target:
-                raise ValueError(
-                    f"{variant.name} takes {cost} operations with feed_forward={feed_forward(config)}, not {target} as "
-                    f"{matched[variant.name]}; take a larger model or a more expensive memory"
-                )
+            config, cost = _matched(variant, operations, target, "operations")
             facts = {"matched": matched[variant.name], "flops_ratio": cost / target}
         size = min(config.training.batch_size, len(dataset))
         facts = {"feed_forward": feed_forward(config), "training_flops": round(cost / size), **facts}
@@ -212,9 +200,16 @@ def equal_operations(variants: list[Variant], matched: Mapping[str, str], datase
     return equal
 
 
-def first_batch(config: RunConfig, dataset: Any) -> Any:
-    """Return the first rows of the data as a batch."""
-    return dataset.collate([dataset[index] for index in range(min(config.training.batch_size, len(dataset)))])
+def _matched(variant: Variant, cost: Callable[[RunConfig], int], target: int, what: str) -> tuple[RunConfig, int]:
+    """Return a variant's configuration with the target cost, and its cost (ValueError if it differs)."""
+    config = with_cost(variant.config, cost, target)
+    found = cost(config)
+    if abs(found - target) > TOLERANCE * target:
+        raise ValueError(
+            f"{variant.name} has {found} {what} with feed_forward={feed_forward(config)}, not {target}; take a larger "
+            "model, or another memory"
+        )
+    return config, found
 
 
 def training_flops(config: RunConfig, batch: Any) -> int:
@@ -236,19 +231,14 @@ def feed_forward_option(config: RunConfig) -> str:
         ValueError: there is none, or it is a ratio without a given value to start from.
     """
     model = MODELS.entry(config.model["name"])
-    for option in FEED_FORWARD:
-        if option in config.model or option in model.options:
-            if option != "feed_forward" and not config.model.get(option):
-                raise ValueError(
-                    f"model.{option} of {model.name!r} is changed for equal cost; set it to the value of the model"
-                )
-            return option
-    if model.open_ended:
+    option = next((name for name in FEED_FORWARD if name in config.model or name in model.options), None)
+    if option is None or (option != "feed_forward" and not config.model.get(option)):
         raise ValueError(
-            f"equal cost takes another width of feed-forward layers, and {model.name!r} does not say by which option; "
-            f"set one of {', '.join(f'model.{option}' for option in FEED_FORWARD)} to the value of the model"
+            f"model.name={model.name!r}: equal cost takes another width of feed-forward layers; set "
+            f"{' or '.join(f'model.{name}' for name in (FEED_FORWARD if option is None else [option]))} to the "
+            "model's value, if it has that option"
         )
-    raise ValueError(f"equal sizes take another model.feed_forward, which model {model.name!r} does not have")
+    return option
 
 
 def feed_forward(config: RunConfig) -> Any:

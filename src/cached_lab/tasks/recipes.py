@@ -1,7 +1,6 @@
 """Recipes: YAML files and dotted overrides, checked against the registries, and completed from the data.
 
-Parts are checked against the signature of their factory before anything is built. Importing this package registers
-every data set, model, memory and attention.
+Parts are checked against their factory's signature before anything is built. Importing this module registers them all.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import cached_transformers.integrations.models  # noqa: F401  (registers models of timm and transformers)
 from cached_lab.registries import DATASETS
 from cached_lab.resources import recipes_folder
 from cached_lab.training.config import RunConfig, build_config

@@ -8,10 +8,11 @@ twice as many in both. This is table 9 of arXiv:2312.12742, which gives throughp
 from __future__ import annotations
 
 import copy
-import functools
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from cached_transformers.registry import unknown_name
 
 from .flops import count_flops, count_parameters
 from .live_bytes import peak_bytes
-from .timing import Ratio, compare, precision, training_step
+from .timing import compare, precision, training_step
 
 MODELS = {
     "ViT-S": "vit_small_patch16_224",
@@ -47,12 +48,12 @@ CASES: Mapping[str, dict[str, Any] | None] = {
 }
 
 
-def build_backbones(architecture: str, image_size: int, cases: Sequence[str]) -> dict[str, nn.Module]:
-    """Build the model of each case from the same weights, for square images of `image_size` pixels."""
+def build_backbones(architecture: str, image_size: int) -> dict[str, nn.Module]:
+    """Build the model of each case of `CASES` from the same weights, for square images of `image_size` pixels."""
     torch.manual_seed(0)
     sized: dict[str, Any] = {} if "pvt_v2" in architecture else {"img_size": image_size}
     plain = TimmModel(architecture, **sized).model
-    models = {case: copy.deepcopy(plain) for case in cases}
+    models = {case: copy.deepcopy(plain) for case in CASES}
     for case, model in models.items():
         options = CASES[case]
         if options is not None:
@@ -60,12 +61,10 @@ def build_backbones(architecture: str, image_size: int, cases: Sequence[str]) ->
     return models
 
 
-def image_batch(
-    batch: int, side: int, device: str, layout: torch.memory_format = torch.contiguous_format
-) -> tuple[Tensor, Tensor]:
+def image_batch(batch: int, side: int, device: str) -> tuple[Tensor, Tensor]:
     """Return random images and labels, the same at every call."""
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(batch, 3, side, side, generator=generator).to(device).contiguous(memory_format=layout)
+    images = torch.randn(batch, 3, side, side, generator=generator).to(device)
     return images, torch.randint(0, 1000, (batch,), generator=generator).to(device)
 
 
@@ -77,30 +76,31 @@ def fold_caches(model: nn.Module) -> None:
             memory.fold()
 
 
-class ThroughputTimes(NamedTuple):
-    """Counts, times and peak bytes by case; peaks are empty where they were not measured."""
-
-    train_flops: dict[str, int]
-    flops: dict[str, int]
-    train: dict[str, Ratio]
-    inference: dict[str, Ratio]
-    train_peaks: dict[str, int]
-    peaks: dict[str, int]
-
-
-def time_backbones(
+def measure_cases(
     models: Mapping[str, nn.Module],
     images: Tensor,
     labels: Tensor,
     rounds: int,
     *,
     compiled: bool = False,
-    peaks: bool = False,
     dtype: torch.dtype = torch.float32,
-) -> ThroughputTimes:
-    """Count and time training steps, then inference with folded caches; the models stay in evaluation mode."""
+) -> list[dict[str, Any]]:
+    """Count and time training steps, then inference with folded caches; the models stay in evaluation mode.
+
+    Args:
+        models: by case, with one called "plain".
+        rounds: counted rounds of training; inference takes three times as many.
+        compiled: time every model through `torch.compile`; peak memory is not measured then.
+        dtype: autocast dtype; float32 for none.
+
+    Returns:
+        a row for each case. `train` and `inference` are `Ratio`s to the plain model, peaks are MiB beyond the weights.
+    """
     device = images.device.type
     calls = {case: torch.compile(model) if compiled else model for case, model in models.items()}
+    rows: dict[str, dict[str, Any]] = {
+        case: {"case": case, "parameters": count_parameters(model)} for case, model in models.items()
+    }
 
     def loss(case: str) -> Tensor:
         with precision(device, dtype):
@@ -111,43 +111,25 @@ def time_backbones(
         with precision(device, dtype):
             calls[case](images)
 
-    def peaks_of(work: Mapping[str, Callable[[], object]]) -> dict[str, int]:
-        return {case: peak_bytes(call, device) for case, call in work.items()} if peaks else {}
+    def measure(kind: str, mode: str, work: Mapping[str, Callable[[], object]], rounds: int) -> None:
+        flops = {case: count_flops(model, images, mode=mode) for case, model in models.items()}
+        times = compare(work, "plain", rounds)
+        for case, row in rows.items():
+            row |= {kind: times[case], f"{kind}_images": len(images) / times[case].seconds}
+            row[f"{kind}_flops_ratio"] = flops[case] / flops["plain"]
+            row[f"{kind}_peak_mib"] = math.nan if compiled else peak_bytes(work[case], device) / 2**20
 
-    train_flops = {case: count_flops(model, images, mode="train") for case, model in models.items()}
-    steps = {case: training_step(model, functools.partial(loss, case)) for case, model in models.items()}
-    train, train_peaks = compare(steps, "plain", rounds), peaks_of(steps)
+    measure("train", "train", {c: training_step(m, partial(loss, c)) for c, m in models.items()}, rounds)
     for model in models.values():
         fold_caches(model)
-    flops = {case: count_flops(model, images) for case, model in models.items()}
-    runs = {case: functools.partial(infer, case) for case in models}
-    return ThroughputTimes(train_flops, flops, train, compare(runs, "plain", 3 * rounds), train_peaks, peaks_of(runs))
+    measure("inference", "eval", {case: partial(infer, case) for case in models}, 3 * rounds)
+    return list(rows.values())
 
 
 def measure_throughput(
-    batch: int,
-    rounds: int,
-    device: str,
-    *,
-    models: Sequence[str] = STANDARD,
-    image_size: int = 224,
-    released: bool = False,
-    channels_last: bool = False,
-    compiled: bool = False,
-    dtype: torch.dtype = torch.float32,
+    batch: int, rounds: int, device: str, *, models: Sequence[str] = STANDARD, image_size: int = 224
 ) -> list[dict[str, Any]]:
-    """Measure some of `MODELS`, plain and with GRC.
-
-    Args:
-        rounds: counted rounds of training; inference takes three times as many.
-        released: also measure the released variant of GRC.
-        channels_last: memory format of weights and images, plain models included.
-        compiled: time every model through `torch.compile`; peak memory is not measured then.
-        dtype: autocast dtype; float32 for none.
-
-    Returns:
-        a row for each model and case. `train` and `inference` are `Ratio`s to the plain model, peaks are MiB beyond the
-        weights.
+    """Measure some of `MODELS`, plain and with both forms of GRC: `measure_cases` with "model" in each row.
 
     Raises:
         ValueError: an unknown model.
@@ -155,31 +137,13 @@ def measure_throughput(
     for name in models:
         if name not in MODELS:
             raise ValueError(unknown_name("image model of the benchmark", name, list(MODELS)))
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    images, labels = image_batch(batch, image_size, device, layout)
+    images, labels = image_batch(batch, image_size, device)
     rows: list[dict[str, Any]] = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torchvision")
         for name in models:
-            built = build_backbones(MODELS[name], image_size, list(CASES) if released else list(CASES)[:2])
-            for model in built.values():
-                model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
-            found = time_backbones(built, images, labels, rounds, compiled=compiled, peaks=not compiled, dtype=dtype)
-            for case, model in built.items():
-                row = {
-                    "model": name,
-                    "case": case,
-                    "parameters": count_parameters(model),
-                    "train_flops_ratio": found.train_flops[case] / found.train_flops["plain"],
-                    "inference_flops_ratio": found.flops[case] / found.flops["plain"],
-                    "train": found.train[case],
-                    "inference": found.inference[case],
-                    "train_images": batch / found.train[case].seconds,
-                    "inference_images": batch / found.inference[case].seconds,
-                    "train_peak_mib": found.train_peaks.get(case, float("nan")) / 2**20,
-                    "inference_peak_mib": found.peaks.get(case, float("nan")) / 2**20,
-                }
-                rows.append(row)
+            built = {case: m.to(device) for case, m in build_backbones(MODELS[name], image_size).items()}
+            rows += [{"model": name, **row} for row in measure_cases(built, images, labels, rounds)]
     return rows
 
 

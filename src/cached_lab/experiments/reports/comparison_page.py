@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SIGNIFICANCE = 0.05
-P_VALUES = {"p (uncorrected)": "p_value", "p (Holm)": "p_adjusted", "p (sign flips)": "p_sign_flip"}
+P_VALUES = {"p (uncorrected)": "p_value", "p (Holm)": "p_adjusted"}
 NOTES = (
     "Mean over seeds; in brackets the 95 % t interval. Last step: without choosing a checkpoint by validation. "
     "Interval by rows: the chance in sampling the rows, which all seeds share; Wilson's, or the mean of the runs' "

@@ -1,4 +1,4 @@
-"""Common rows of the tables of image classifiers: backbones plain and cached, with controls.
+"""Tables 1, 2, 8 and 10: image classifiers, each backbone plain, cached, and with controls that the paper lacks.
 
 The paper's cached models differ from the plain ones in a cache, a positional convolution in every layer (in the
 released code only) and more operations. The controls are the plain backbone with the same convolution, and the plain
@@ -8,7 +8,8 @@ and `paper` (Algorithm 1, without the convolution).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,30 +53,16 @@ class Backbone:
         name = f"{self.name}-{suffix}" if suffix else self.name
         return TableRow(name, model, backbone=self.name, recipe=self.recipe, **facts)
 
-    def plain(self) -> TableRow:
-        """No memory."""
-        return self.row("", None)
-
-    def released(self) -> TableRow:
-        """GRC as in the released code."""
-        against = (self.name, f"{self.name}-convolution", f"{self.name}-wider")
-        return self.row("released", {"variant": "released"}, against=against)
-
-    def algorithm(self) -> TableRow:
-        """GRC as in the paper's text: no convolution."""
-        return self.row("paper", {"variant": "algorithm1"}, against=(self.name,))
-
-    def convolution(self) -> TableRow:
-        """No cache, only the convolution."""
-        return self.row("convolution", {"name": "convolution"}, against=(self.name,))
-
-    def wider(self) -> TableRow:
-        """No memory, and feed-forward layers widened to the cost of the cached row."""
-        return self.row("wider", None, matched=f"{self.name}-released")
-
     def rows(self) -> list[TableRow]:
-        """Return all rows."""
-        return [self.plain(), self.released(), self.algorithm(), self.convolution(), self.wider()]
+        """Return the plain backbone, GRC as in the released code and as in the paper's text, and both controls."""
+        name = self.name
+        return [
+            self.row("", None),
+            self.row("released", {"variant": "released"}, against=(name, f"{name}-convolution", f"{name}-wider")),
+            self.row("paper", {"variant": "algorithm1"}, against=(name,)),
+            self.row("convolution", {"name": "convolution"}, against=(name,)),
+            self.row("wider", None, matched=f"{name}-released"),
+        ]
 
 
 def grc_options(recipe: RunConfig, rows_do: str = "set its variant or take it out") -> dict[str, Any]:
@@ -125,16 +112,6 @@ def protocol(config: RunConfig) -> str:
     return ", ".join([" + ".join(parts), *widths])
 
 
-def image_table(
-    summary: str,
-    rows: Callable[[str], Sequence[TableRow]],
-    recipes: Mapping[str, str],
-    files: Mapping[str, str] = FILES,
-) -> Reproduction:
-    """Return a table of image classifiers, with controls at equal operations and scores by cache mode."""
-    return Reproduction(summary=summary, recipes=recipes, files=files, paper=rows, protocol=protocol, cache_use=True)
-
-
 def section_words(section: Mapping[str, Any]) -> str:
     """Write a section of a model with its options, as `name(option=value)`."""
     shown = [f"{key}={value}" for key, value in section.items() if key != "name"]
@@ -145,3 +122,78 @@ def _rounded(value: Any) -> str:
     if isinstance(value, Sequence):
         return f"[{', '.join(_rounded(item) for item in value)}]"
     return f"{value:.4g}"
+
+
+def attention_rows(backbone: Backbone) -> list[TableRow]:
+    """Return the rows of Table 2: those of `Backbone.rows`, and an attention-based cache "as in Transformer-XL".
+
+    There is no code for the paper's, so there are two interpretations (`memories/attention_cache.py`): `attention`, a
+    cache whose slots attend to the tokens, and `store`, the unchanged tokens of the last step. Both lack the released
+    code's convolution, so `paper` is compared with them.
+    """
+    name = backbone.name
+    plain, released, paper, *controls = backbone.rows()
+    others = [
+        backbone.row(update, {"name": "attention_cache", "update": update}, against=(name,))
+        for update in ("attention", "store")
+    ]
+    paper = dataclasses.replace(paper, against=(name, *(row.name for row in others)))
+    return [plain, *others, paper, released, *controls]
+
+
+def ratio_rows(backbone: Backbone) -> list[TableRow]:
+    """Return the rows of Table 10: the plain backbone, and for each share of the channels GRC and both controls.
+
+    In the released code the positional convolution has as many groups as the cache has channels, so the smallest cache
+    comes with the largest convolution; each share therefore has its own controls.
+    """
+    rows = [backbone.row("", None)]
+    for ratio in (0.125, 0.25, 0.5, 1.0):
+        share, convolution, wider = f"r={ratio:g}", f"r={ratio:g}-convolution", f"r={ratio:g}-wider"
+        against = (backbone.name, *(f"{backbone.name}-{control}" for control in (convolution, wider)))
+        rows += [
+            backbone.row(share, {"variant": "released", "ratio": ratio}, against=against),
+            backbone.row(convolution, {"name": "convolution", "ratio": ratio}),
+            backbone.row(wider, None, matched=f"{backbone.name}-{share}"),
+        ]
+    return rows
+
+
+def _table(
+    summary: str, small: Sequence[TableRow], paper: Sequence[TableRow], recipes: tuple[str, str], files: Any = FILES
+) -> Reproduction:
+    rows, by_scale = {"small": small, "paper": paper}, dict(zip(("small", "paper"), recipes, strict=True))
+    return Reproduction(summary, by_scale, files, rows.__getitem__, protocol, cache_use=True)
+
+
+TABLES = {
+    "table1": _table(
+        "images: backbones plain, with GRC, with only its convolution, and plain at equal operations",
+        [row for backbone in SMALL.values() for row in backbone.rows()],
+        [row for backbone in PAPER.values() for row in backbone.rows()],
+        ("table1_small", "imagenet_vit_small_grc"),
+    ),
+    "table2": _table(
+        "images: no cache, an attention-based cache (as in Transformer-XL), and GRC, in a vision transformer",
+        attention_rows(SMALL["vit"]),
+        attention_rows(PAPER["vit_small"]),
+        ("table2_small", "imagenet_vit_small_grc"),
+    ),
+    # The cache of a shifted-window layer is one window, the mean over all windows of all images.
+    "table8": _table(
+        "images, many classes: Swin plain, with GRC, with only its convolution, and plain at equal operations",
+        Backbone("swin").rows(),
+        Backbone("swin_tiny", recipe="imagenet22k_swin_tiny_grc", options={"mlp_ratio": 4.0}).rows(),
+        ("table8_small", "imagenet22k_swin_tiny_grc"),
+        {"small": "Tiny-ImageNet (64 or 32 pixels)", "paper": "ImageNet-22k (a tar for each class)"},
+    ),
+    # A PVT of the small scale, the paper's backbone, hardly learns.
+    "table10": _table(
+        "images: the share of the channels that the cache has, from none to all",
+        ratio_rows(Backbone("pvt_v2")),
+        ratio_rows(PAPER["pvt_tiny"]),
+        ("table10_small", "imagenet_pvt_tiny_grc"),
+    ),
+}
+"""Tables by name. The paper trains each pair once, on ImageNet (Table 8: ImageNet-22k, then fine-tuned on ImageNet-1k
+by `imagenet22k_swin_tiny_grc_finetune`). The small scale is CIFAR-10 or Tiny-ImageNet with small models."""

@@ -20,10 +20,10 @@ TRANSFORMER = Backbone("transformer")
 def _rows(scale: str) -> Sequence[TableRow]:
     plain, wider = TRANSFORMER.name, f"{TRANSFORMER.name}-wider"
     return [
-        TRANSFORMER.plain(),
+        TRANSFORMER.row("", None),
         TRANSFORMER.row("paper", {"variant": "algorithm1"}, against=(plain, wider)),
         TRANSFORMER.row("released", {"variant": "released", "positional_convolution": False}, against=(plain, wider)),
-        TRANSFORMER.wider(),
+        TRANSFORMER.row("wider", None, matched=f"{TRANSFORMER.name}-released"),
     ]
 
 

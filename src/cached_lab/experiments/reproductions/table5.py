@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from cached_lab.experiments.probes.settings import stream_memories
 from cached_lab.training.config import RunConfig
@@ -16,34 +15,12 @@ from .base import Reproduction, TableRow
 PAPER = ("transformer_xl", "memory_transformer", "rmt", "grc_stream")
 
 
-@dataclass(frozen=True)
-class MemorySetup:
-    """Sizes that the options of a row depend on.
-
-    Attributes:
-        segment: tokens of a segment.
-        length: slots of the recipe's memory, in each layer.
-        head_width: channels of a head.
-    """
+class MemorySetup(NamedTuple):
+    """Sizes that the options of a row depend on: tokens of a segment, slots in each layer, channels of a head."""
 
     segment: int
     length: int
     head_width: int
-
-
-@dataclass(frozen=True)
-class MemorySetting:
-    """Options of a memory and its model.
-
-    Attributes:
-        options: of the memory; None for the recipe's length if it has that option.
-        positions: position scheme of the model; None for the memory's own.
-        model: other model options that the memory needs.
-    """
-
-    options: Callable[[MemorySetup], dict[str, Any]] | None = None
-    positions: str | None = None
-    model: Mapping[str, Any] = field(default_factory=dict)
 
 
 def model_of(recipe: RunConfig, name: str) -> dict[str, Any]:
@@ -56,12 +33,11 @@ def model_of(recipe: RunConfig, name: str) -> dict[str, Any]:
         )
     head_width = recipe.model["width"] // recipe.model["heads"]
     setup = MemorySetup(recipe.training.segment_length, memory["length"], head_width)
-    setting = SETTINGS.get(name, MemorySetting(positions="relative"))
     options = {"length": setup.length} if "length" in MEMORIES.entry(name).options else {}
-    if setting.options is not None:
-        options = setting.options(setup)
-    positions = {} if setting.positions is None else {"positions": setting.positions}
-    return {**recipe.model, **positions, **setting.model, "memory": {"name": name, **options}}
+    if name in OPTIONS:
+        options = OPTIONS[name](setup)
+    positions = {} if name in OWN_POSITIONS else {"positions": "relative"}
+    return {**recipe.model, **positions, **MODEL.get(name, {}), "memory": {"name": name, **options}}
 
 
 def protocol(config: RunConfig) -> str:
@@ -103,36 +79,32 @@ def _tokens(setup: MemorySetup) -> dict[str, Any]:
     return {"length": 10, "cache": setup.length}
 
 
-SETTINGS = {
-    "armt": MemorySetting(lambda setup: {"length": 10}, "relative"),
-    "block_recurrent": MemorySetting(lambda setup: {"length": setup.length}, "relative"),
-    "compressive": MemorySetting(_compressive),
-    "crtn": MemorySetting(_crtn),
-    "ernie_doc": MemorySetting(),
-    "expire_span": MemorySetting(),
-    # Its positions have no biases. No token attends to itself, so without the scale small embeddings vanish beside the
-    # attended states, and perplexity stays that of the unigram model.
-    "feedback": MemorySetting(model={"shared_biases": False, "scale_embedding": True}),
-    "grc_stream": MemorySetting(_grc, "relative"),
-    "h2o": MemorySetting(lambda setup: {"length": setup.length // 2, "heavy": setup.length - setup.length // 2}),
-    "infinity_former": MemorySetting(_signal),
-    "memformer": MemorySetting(lambda setup: {"length": 32}, "relative"),
-    "memorizing": MemorySetting(_store, "relative"),
-    "memory_transformer": MemorySetting(_tokens, "relative"),
-    "read_twice": MemorySetting(
-        lambda setup: {"slots": setup.length, "first_read": "running", "scope": "earlier"}, positions="relative"
-    ),
-    "rmt": MemorySetting(_tokens, "relative"),
-    "segatron": MemorySetting(),
-    "streaming_llm": MemorySetting(lambda setup: {"length": setup.length - 4}),
-    "tova": MemorySetting(),
-    "transformer_xl": MemorySetting(),
+OPTIONS: Mapping[str, Callable[[MemorySetup], dict[str, Any]]] = {
+    "armt": lambda setup: {"length": 10},
+    "compressive": _compressive,
+    "crtn": _crtn,
+    "grc_stream": _grc,
+    "h2o": lambda setup: {"length": setup.length // 2, "heavy": setup.length - setup.length // 2},
+    "infinity_former": _signal,
+    "memformer": lambda setup: {"length": 32},
+    "memorizing": _store,
+    "memory_transformer": _tokens,
+    "read_twice": lambda setup: {"slots": setup.length, "first_read": "running", "scope": "earlier"},
+    "rmt": _tokens,
+    "streaming_llm": lambda setup: {"length": setup.length - 4},
     # Rotary positions need heads of an even width, and those of XL-base have 41 channels.
-    "ttt": MemorySetting(lambda setup: {"rotary": setup.head_width % 2 == 0}, "relative"),
+    "ttt": lambda setup: {"rotary": setup.head_width % 2 == 0},
 }
-"""Settings by memory: as many slots as the recipe's memory if a slot is a token, relative positions for memories
-without their own. There are 10 memory tokens beside a Transformer-XL cache of the recipe's length, as in the
-comparison of arXiv:2207.06881. The default is `MemorySetting(positions="relative")`."""
+"""Options by memory, else the recipe's length: as many slots as the recipe's memory if a slot is a token. There are 10
+memory tokens beside a Transformer-XL cache of the recipe's length, as in the comparison of arXiv:2207.06881."""
+OWN_POSITIONS = frozenset(
+    {"compressive", "crtn", "ernie_doc", "expire_span", "feedback", "h2o", "infinity_former"}
+    | {"segatron", "streaming_llm", "tova", "transformer_xl"}
+)
+"""Memories whose models have their own positions; other models get relative ones."""
+# The positions of Feedback have no biases. No token attends to itself, so without the scale small embeddings vanish
+# beside the attended states, and perplexity stays that of the unigram model.
+MODEL = {"feedback": {"shared_biases": False, "scale_embedding": True}}
 
 
 def _row(name: str) -> TableRow:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +25,26 @@ PAPER = {"PVT-Tiny": ((313, 257), (930, 768))}
 """Images a second in training and in inference, plain and cached, in the paper's table."""
 
 
-@dataclass(frozen=True)
-class ThroughputTable:
-    """Settings and models of a table of measurements, by scale."""
+SUMMARY = "images: throughput of backbones plain and with GRC, in training and in inference"
+SETTINGS = {
+    "small": {"batch": 8, "rounds": 7, "image_size": 224},
+    "paper": {"batch": 64, "rounds": 21, "image_size": 224},
+}
+ROWS = {"small": ("ViT-S", "PVT-Tiny", "Swin-T", "PVTv2-B2"), "paper": ("PVT-Tiny", "PVT-Small", "PVT-Medium")}
+"""Models by scale."""
 
-    summary: str
-    settings: Mapping[str, Mapping[str, int]]
-    models: Mapping[str, Sequence[str]]
 
-    def options(self, scale: str, overrides: Sequence[str]) -> dict[str, int]:
-        """Return the settings of a scale, changed by `key=value` overrides."""
-        found = dict(self.settings[scale])
-        for override in overrides:
-            key, _, value = override.partition("=")
-            if key not in found:
-                raise ValueError(unknown_name("setting of table9", key, list(found)))
-            if not value.isdecimal() or int(value) < 1:
-                raise ValueError(f"{override}: {key} must be a whole number from 1 on")
-            found[key] = int(value)
-        return found
+def settings_of(scale: str, overrides: Sequence[str]) -> dict[str, int]:
+    """Return the settings of a scale, changed by `key=value` overrides."""
+    found = dict(SETTINGS[scale])
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key not in found:
+            raise ValueError(unknown_name("setting of table9", key, list(found)))
+        if not value.isdecimal() or int(value) < 1:
+            raise ValueError(f"{override}: {key} must be a whole number from 1 on")
+        found[key] = int(value)
+    return found
 
 
 def beside_the_paper(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -62,8 +62,8 @@ def beside_the_paper(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def measure(table: ThroughputTable, scale: str, rows: str, overrides: Sequence[str], folder: Path, command: str) -> str:
-    """Time the models of a table on this machine, on a GPU if there is one; write throughput.json and throughput.md.
+def measure(scale: str, rows: str, overrides: Sequence[str], folder: Path, command: str) -> str:
+    """Time the models of a scale on this machine, on a GPU if there is one; write throughput.json and throughput.md.
 
     Args:
         rows: model names, as `chosen_rows` takes them. overrides: `key=value` for settings of the scale.
@@ -71,29 +71,15 @@ def measure(table: ThroughputTable, scale: str, rows: str, overrides: Sequence[s
     Returns:
         the measurements as Markdown.
     """
-    settings = table.options(scale, overrides)
-    models = chosen_rows(rows, table.models[scale], list(MODELS), list(MODELS)[:2])
+    settings = settings_of(scale, overrides)
+    models = chosen_rows(rows, ROWS[scale], list(MODELS), list(MODELS)[:2])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     about = environment(device) | settings
     batch, rounds, side = settings["batch"], settings["rounds"], settings["image_size"]
-    found = measure_throughput(batch, rounds, device, models=models, image_size=side, released=True)
+    found = measure_throughput(batch, rounds, device, models=models, image_size=side)
     text = "\n\n".join([throughput_table(found), *beside_the_paper(found), environment_text(about)])
-    records = [{key: _plain(value) for key, value in row.items()} for row in found]
+    records = [{**row, **{work: dataclasses.asdict(row[work]) for work in ("train", "inference")}} for row in found]
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "throughput.json", json_text({"command": command, "environment": about, "rows": records}))
     write_whole(folder / "throughput.md", f"# table9\n\n```bash\n{command}\n```\n\n{text}\n".encode())
     return text
-
-
-def _plain(value: Any) -> Any:
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
-
-
-TABLE9 = ThroughputTable(
-    summary="images: throughput of backbones plain and with GRC, in training and in inference",
-    settings={
-        "small": {"batch": 8, "rounds": 7, "image_size": 224},
-        "paper": {"batch": 64, "rounds": 21, "image_size": 224},
-    },
-    models={"small": ("ViT-S", "PVT-Tiny", "Swin-T", "PVTv2-B2"), "paper": ("PVT-Tiny", "PVT-Small", "PVT-Medium")},
-)

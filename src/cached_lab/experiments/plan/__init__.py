@@ -1,1 +1,0 @@
-"""Memory, operations and hours of a training, planned from its recipe without data or a GPU."""
