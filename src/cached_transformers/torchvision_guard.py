@@ -4,8 +4,7 @@ Such a pair (a CUDA wheel of torchvision and a CPU wheel of torch, for instance)
 "operator torchvision::nms does not exist", and so do timm and most of transformers. If the compiled operators do not
 load, nms and roi_align are registered as plain torch functions. Other operators still fail when they are called.
 
-Shapes: N boxes (in order of score: H head block, R rest), K regions, B images, C channels, Y x X feature map,
-P x Q bins of a region, S samples over all bins, 4 corners of a sample.
+Shapes: N boxes (R not yet kept or dropped), K regions, B images, C channels, Y x X feature map.
 """
 
 from __future__ import annotations
@@ -17,17 +16,15 @@ import warnings
 from collections.abc import Sequence
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, FileFinder
 from importlib.util import find_spec
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 __all__ = ["ensure_torchvision", "nms", "roi_align"]
 
 Operators = Literal["native", "stand-in", "absent"]
 
-_NMS_BLOCK = 512
 _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     # Declared only: torchvision attaches a shape rule to the name at import.
@@ -74,127 +71,27 @@ def prepare_torchvision() -> Operators:
 
 def nms(boxes_N4: Tensor, scores_N: Tensor, iou_threshold: float) -> Tensor:
     """Greedy non-maximum suppression, as `torchvision.ops.nms`; equal scores keep their order."""
-    if boxes_N4.dim() != 2 or boxes_N4.shape[1] != 4 or scores_N.shape != boxes_N4.shape[:1]:
-        shapes = f"boxes {tuple(boxes_N4.shape)} and scores {tuple(scores_N.shape)}"
-        raise ValueError(f"nms got {shapes}; it takes boxes (N, 4) and scores (N,)")
+    boxes = importlib.import_module("torchvision.ops.boxes")
     rest_R = scores_N.argsort(descending=True, stable=True)
     kept: list[Tensor] = []
     while len(rest_R):
-        head_H, rest_R = rest_R[:_NMS_BLOCK], rest_R[_NMS_BLOCK:]
-        head_boxes_H4 = boxes_N4[head_H]
-        keep_H = _greedy(_iou(head_boxes_H4, head_boxes_H4) > iou_threshold)
-        suppressed_R = (_iou(head_boxes_H4[keep_H], boxes_N4[rest_R]) > iou_threshold).any(0)
-        kept.append(head_H[keep_H])
-        rest_R = rest_R[~suppressed_R]
+        kept.append(rest_R[:1])
+        overlap_R = boxes.box_iou(boxes_N4[rest_R[:1]], boxes_N4[rest_R[1:]])[0]
+        rest_R = rest_R[1:][~(overlap_R.double() > iou_threshold)]  # in float64, to compare with a Python float
     return torch.cat(kept) if kept else rest_R
 
 
-def roi_align(
-    input_BCYX: Tensor,
-    rois_K5: Tensor,
-    spatial_scale: float,
-    pooled_height: int,
-    pooled_width: int,
-    sampling_ratio: int,
-    aligned: bool,
-) -> Tensor:
+def roi_align(input_BCYX: Tensor, rois_K5: Tensor, *options: Any) -> Tensor:
     """Mean of bilinear samples in every bin of every region (Mask R-CNN, arXiv:1703.06870, section 3).
 
-    Arguments and conventions are those of `torchvision.ops.roi_align`; `rois_K5` holds image index and corners. It is
-    differentiable in the feature map.
+    It is torchvision's own function in Python, in float32 and not compiled. A region with NaN or infinities, which
+    have no index, is replaced by the corner of the image.
     """
-    if input_BCYX.dim() != 4 or rois_K5.dim() != 2 or rois_K5.shape[1] != 5:
-        shapes = f"input {tuple(input_BCYX.shape)} and rois {tuple(rois_K5.shape)}"
-        raise ValueError(f"roi_align got {shapes}; it takes input (B, C, Y, X) and rois (K, 5)")
-    batch, channels, height, width = input_BCYX.shape
+    slow = importlib.import_module("torchvision.ops.roi_align")._roi_align.__wrapped__
+    rois_K5 = rois_K5.nan_to_num(0.0, 0.0, 0.0)
     dtype = torch.promote_types(torch.promote_types(input_BCYX.dtype, rois_K5.dtype), torch.float32)
-    corners_K4 = rois_K5[:, 1:].detach().to(dtype) * spatial_scale - (0.5 if aligned else 0.0)
-    x_axis = _bins_of(corners_K4[:, 0], corners_K4[:, 2], pooled_width, sampling_ratio, aligned)
-    y_axis = _bins_of(corners_K4[:, 1], corners_K4[:, 3], pooled_height, sampling_ratio, aligned)
-
-    # Bins have unequal numbers of samples, so all samples are in one flat list, by region and bin.
-    bins = pooled_height * pooled_width
-    per_bin_K = y_axis.samples_K * x_axis.samples_K
-    region_S = torch.arange(len(rois_K5), device=rois_K5.device).repeat_interleave(per_bin_K * bins)
-    place_S = torch.arange(len(region_S), device=rois_K5.device) - _starts(per_bin_K * bins)[region_S]
-    bin_S, sample_S = place_S // per_bin_K[region_S], place_S % per_bin_K[region_S]
-    row_S, column_S = sample_S // x_axis.samples_K[region_S], sample_S % x_axis.samples_K[region_S]
-    y_S2, y_weight_S2 = _neighbours(y_axis.coordinate(region_S, bin_S // pooled_width, row_S), height)
-    x_S2, x_weight_S2 = _neighbours(x_axis.coordinate(region_S, bin_S % pooled_width, column_S), width)
-
-    image_S = rois_K5[:, 0].long()[region_S]
-    pixel_S4 = ((image_S[:, None] * height + y_S2)[:, :, None] * width + x_S2[:, None, :]).flatten(1)
-    weight_S4 = (y_weight_S2[:, :, None] * x_weight_S2[:, None, :]).flatten(1) / per_bin_K[region_S, None]
-    pooled = F.embedding_bag(
-        pixel_S4.flatten(),
-        input_BCYX.to(dtype).permute(0, 2, 3, 1).reshape(batch * height * width, channels),
-        offsets=_starts(per_bin_K.repeat_interleave(bins)) * 4,
-        mode="sum",
-        per_sample_weights=weight_S4.flatten(),
-    )
-    grid = (len(rois_K5), pooled_height, pooled_width, channels)
-    return pooled.reshape(grid).permute(0, 3, 1, 2).to(input_BCYX.dtype)
-
-
-class _Bins(NamedTuple):
-    """The bins of every region along one axis."""
-
-    start_K: Tensor
-    size_K: Tensor
-    samples_K: Tensor
-
-    def coordinate(self, region_S: Tensor, bin_S: Tensor, sample_S: Tensor) -> Tensor:
-        """Return the position of each sample in pixels: the middles of equal parts of the bin."""
-        part_S = (sample_S.to(self.size_K.dtype) + 0.5) / self.samples_K[region_S]
-        return self.start_K[region_S] + (bin_S + part_S) * self.size_K[region_S]
-
-
-def _bins_of(low_K: Tensor, high_K: Tensor, bins: int, sampling_ratio: int, aligned: bool) -> _Bins:
-    extent_K = high_K - low_K if aligned else (high_K - low_K).clamp(min=1.0)
-    size_K = extent_K / bins
-    # An inside-out, infinite or NaN region has no samples and gives 0.
-    adaptive_K = size_K.ceil().nan_to_num(posinf=0.0).clamp(min=0)
-    samples_K = torch.full_like(size_K, sampling_ratio) if sampling_ratio > 0 else adaptive_K
-    return _Bins(low_K, size_K, samples_K.long())
-
-
-def _neighbours(coordinate_S: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the two pixels around each coordinate and their bilinear weights: 0 beyond one pixel outside the map."""
-    inside_S = (coordinate_S >= -1) & (coordinate_S <= size)
-    # where() also keeps a NaN from becoming an index.
-    clamped_S = torch.where(inside_S, coordinate_S, 0.0).clamp(0, size - 1)
-    low_S = clamped_S.floor()
-    pixel_S2 = torch.stack((low_S, (low_S + 1).clamp(max=size - 1)), dim=1).long()
-    high_weight_S = clamped_S - low_S
-    return pixel_S2, torch.stack((1 - high_weight_S, high_weight_S), dim=1) * inside_S[:, None]
-
-
-def _starts(counts: Tensor) -> Tensor:
-    """Return the starts of consecutive runs of the given lengths."""
-    return counts.cumsum(0) - counts
-
-
-def _greedy(overlap_HH: Tensor) -> Tensor:
-    """Return the boxes that a greedy pass keeps: those that no kept box before them overlaps.
-
-    Each round settles at least one more link of every chain of overlaps, so the loop ends at the greedy answer.
-    """
-    before_HH = overlap_HH.triu(diagonal=1)
-    keep_H = torch.ones_like(before_HH[0])
-    while True:
-        settled_H = ~(before_HH & keep_H[:, None]).any(0)
-        if torch.equal(settled_H, keep_H):
-            return keep_H
-        keep_H = settled_H
-
-
-def _iou(a_N4: Tensor, b_R4: Tensor) -> Tensor:
-    """Return the intersection over union (N, R) in float64, to compare it with a Python float."""
-    size_NR2 = (torch.min(a_N4[:, None, 2:], b_R4[:, 2:]) - torch.max(a_N4[:, None, :2], b_R4[:, :2])).clamp(min=0)
-    shared_NR = size_NR2[..., 0] * size_NR2[..., 1]
-    area_N = (a_N4[:, 2:] - a_N4[:, :2]).prod(1)
-    area_R = (b_R4[:, 2:] - b_R4[:, :2]).prod(1)
-    return (shared_NR / (area_N[:, None] + area_R - shared_NR)).double()
+    pooled: Tensor = slow(input_BCYX.to(dtype), rois_K5.to(dtype), *options)
+    return pooled.to(input_BCYX.dtype)
 
 
 def _load_compiled_operators(folders: Sequence[str]) -> str | None:

@@ -106,7 +106,7 @@ def stored(trainer: Trainer) -> dict[str, Tensor]:
     found = {f"live/{name}": full_tensor(t) for name, t in trainer.model.state_dict().items()}
     if trainer.average is not None:
         found |= {f"average/{name}": full_tensor(t) for name, t in trainer.average.module.state_dict().items()}
-    for name, parameter in trainer._parameters().items():
+    for name, parameter in trainer.model.named_parameters():
         found |= {f"{name}/{field}": full_tensor(t) for field, t in trainer.optimizer.state[parameter].items()}
     return {name: t.clone() for name, t in found.items()}
 
@@ -131,17 +131,7 @@ def failing_save(trainer: Trainer, folder: Path, world: World) -> list[str]:
 
 
 def _unwritable(folder: Path, tensors: Any, world: World) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    class Full(dcp.FileSystemWriter):
-        def write_data(self, *args: Any, **kwargs: Any) -> Any:
-            raise OSError(28, "No space left on device")
-
-    try:
-        mine = {n: t for n, t in tensors.items() if is_sharded(t)}
-        dcp.save(mine, storage_writer=Full(folder), process_group=world.group)
-    except dcp.CheckpointException as error:
-        raise OSError(28, "No space left on device") from error
+    raise OSError(28, "No space left on device")
 
 
 def _recomputing(model: nn.Module) -> nn.Module:

@@ -74,11 +74,11 @@ def damage_format(path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_truncate, r"step_00000002 is damaged: model\.safetensors .* does not match its checksum"),
-        (damage_flip, r"step_00000002 is damaged: training\.pt .* does not match its checksum"),
+        (damage_truncate, r"step_00000002 is damaged: model\.safetensors does not match its checksum"),
+        (damage_flip, r"step_00000002 is damaged: training\.pt does not match its checksum"),
         (damage_remove, r"step_00000002 is damaged: training\.pt is missing"),
         (damage_meta, r"step_00000002 is not a checkpoint: meta\.json"),
-        (damage_format, r"step_00000002 has checkpoint format 99, this version reads 1"),
+        (damage_format, r"step_00000002 has checkpoint format=99"),
     ],
 )
 def test_a_bad_checkpoint_is_refused_and_the_one_before_taken(tmp_path, damage, message):
@@ -184,14 +184,9 @@ def test_every_flipped_bit_of_meta_json_is_found(tmp_path):
     assert read_checkpoint(path).step == 7
 
 
-@pytest.mark.parametrize("form", [1, 2])
-def test_an_edited_step_is_found_in_every_format(tmp_path, form):
+def test_an_edited_step_is_found(tmp_path):
     path = save(Checkpoints(tmp_path), 24)
     meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-    if form == 1:
-        meta = {key: meta[key] for key in ("step", "sha256", "config")} | {"format": 1}
-        (path / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-        assert read_checkpoint(path).step == 24
     (path / "meta.json").write_text(json.dumps({**meta, "step": 20}, indent=1), encoding="utf-8")
     with pytest.raises(ValueError, match=r"step_00000024.*meta\.json.*20"):
         read_checkpoint(path)

@@ -164,7 +164,7 @@ def _test(trainer: Trainer, test: Any, processes: World) -> dict[str, Any] | Non
     settings = trainer.settings
     step = trainer.step
     if settings.average_last > 1:
-        load_average(trainer.model, trainer.folder, settings.average_last, settings.average_caches)
+        load_average(trainer.model, trainer.folder, settings.average_last)
     elif settings.test != "last" and trainer.best is not None:
         try:
             stored = read_checkpoint(trainer.checkpoints.path(trainer.best["step"]))

@@ -39,7 +39,6 @@ MAY_DIFFER = (
     "training.device",
     "training.parallel",
     "training.pipeline",
-    "training.shares",
 )
 """Keys that may change when a run is resumed: they do not change what is learned by a step."""
 

@@ -70,6 +70,10 @@ class World:
             dist.barrier(self.group)
 
 
+ALONE = World(torch.device("cpu"))
+"""A process without others."""
+
+
 def in_world(device: str, work: Callable[[World], T]) -> T:
     """Call `work` with the world that torchrun describes in the environment.
 

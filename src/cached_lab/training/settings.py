@@ -44,12 +44,8 @@ class TrainingConfig:
     """Copies of each row in a batch, each with other augmentation (repeated augmentation)."""
     ema_decay: float | None = None
     """Decay per step of the moving average of the weights, which is then evaluated; null for none."""
-    ema_warmup: bool = False
-    """Let the decay grow as (1 + t) / (10 + t) up to its value, so that short runs forget their start."""
     average_last: int = 1
     """Newest checkpoints whose weights are averaged after training and then tested; 1 averages none."""
-    average_caches: Literal["copy", "average"] = "copy"
-    """Caches and other buffers of that average: those of the newest checkpoint, or their average."""
     initial_weights: str | None = None
     """Initial weights: a run folder, a step folder, or a .safetensors or .pth file."""
     new_head: bool = False
@@ -65,9 +61,6 @@ class TrainingConfig:
     optimiser states (`training/sharding.py`); none refuses them. It has no effect on one process."""
     pipeline: int = 1
     """Text: processes that share the segments of each row (`SegmentPipeline`); torchrun starts a multiple of them."""
-    shares: int | None = None
-    """fsdp: number of shards of the weights; null for one per process. Fewer, e.g. the processes of one machine, keep
-    several copies and average their gradients (hybrid sharding)."""
     device: str = "auto"
     """auto (CUDA if available), cpu, cuda, or cuda:N."""
     workers: int = 0
@@ -133,7 +126,6 @@ class TrainingConfig:
         _require(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "must lie in [0, 1)")
         decay = self.ema_decay
         _require(decay is None or 0 <= decay < 1, "ema_decay", decay, "must lie in [0, 1), or be null")
-        _require(self.shares is None or self.shares >= 2, "shares", self.shares, "must be at least 2, or null")
         for name in ("new_head", "reset_caches"):
             needed = not getattr(self, name) or self.initial_weights is not None
             _require(needed, name, "true", "needs training.initial_weights")
@@ -154,8 +146,6 @@ class TrainingConfig:
             self._refuse(f"average_last={self.average_last}", "average_last=1", ema_decay=None)
         if self.bptt_window == "sliding" and self.bptt > 1:
             self._refuse("bptt_window='sliding'", "bptt_window=blocks", compile=False, passes=1)
-        if self.shares is not None:
-            self._refuse(f"shares={self.shares}", "shares=null", parallel="fsdp")
         if self.parallel == "fsdp":
             precision = "bfloat16" if self.precision == "float16" else self.precision
             self._refuse("parallel='fsdp'", "parallel=ddp", precision=precision, compile=False)

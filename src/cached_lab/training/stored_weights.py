@@ -122,14 +122,11 @@ def _fitted(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_average(model: nn.Module, folder: Path, count: int, caches: str = "copy") -> int:
+def load_average(model: nn.Module, folder: Path, count: int) -> int:
     """Load the average of a run's newest checkpoints into a model; return the step of the newest.
 
-    This is the average of translation papers (fairseq's average_checkpoints). Caches are not weights: the gates of a
-    step fit the cache of that step.
-
-    Args:
-        caches: "copy" takes buffers of the newest checkpoint, "average" averages floating-point buffers too.
+    This is the average of translation papers (fairseq's average_checkpoints). Buffers are those of the newest: the
+    gates of a step fit the cache of that step.
 
     Raises:
         ValueError: fewer than `count` checkpoints, one that is damaged, or one of another model.
@@ -153,7 +150,7 @@ def load_average(model: nn.Module, folder: Path, count: int, caches: str = "copy
             total[name] = wide if name not in total or not wide.is_floating_point() else total[name] + wide
     weights: dict[str, Tensor] = {}
     for name, tensor in newest.weights.items():
-        kept = not tensor.is_floating_point() or (caches == "copy" and name in buffers)
+        kept = not tensor.is_floating_point() or name in buffers
         weights[name] = tensor if kept else (total[name] / count).to(tensor.dtype)
     model.load_state_dict(weights)
     return newest.step

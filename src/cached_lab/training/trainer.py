@@ -32,7 +32,6 @@ from .optim import build_optimizer, learning_rate, set_learning_rate, warmup_not
 from .progress import Reporter
 from .run_files import check_data, sha256_sums
 from .scores import goodness
-from .sharded_checkpoint import read_shards, unflatten_state
 from .sharding import ShardedLoop, Shards, full_tensor, shard_like, shard_weights
 from .task import Task
 
@@ -73,7 +72,7 @@ class Trainer:
         self.files = task.files()
         self.optimizer = build_optimizer(self.model, config.optimizer)
         decay = settings.ema_decay
-        self.average = None if decay is None else WeightAverage(self.model, decay, settings.ema_warmup)
+        self.average = None if decay is None else WeightAverage(self.model, decay)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "float16")
         self.checkpoints = Checkpoints(folder / "checkpoints", settings.keep)
         writers = World(world.device) if self.shards is None else world
@@ -106,7 +105,7 @@ class Trainer:
         if size == 1 or parallel != "fsdp":
             return None
         half = torch.bfloat16 if self.settings.precision == "bfloat16" else None
-        return Shards(self.model, self.world, half, self.settings.shares)
+        return Shards(self.model, self.world, half)
 
     def join(self) -> None:
         """Gather the whole model in every process after training; training cannot continue."""
@@ -114,7 +113,7 @@ class Trainer:
             return
         evaluated, self.model = self.evaluated, self.shards.whole()
         if self.average is not None:
-            self.average.replace(self.model if evaluated is self.task.model else self.shards.whole(evaluated))
+            self.average.module = self.model if evaluated is self.task.model else self.shards.whole(evaluated)
         self.task.model, self.task.shards, self.shards = self.model, None, None
 
     @property
@@ -274,11 +273,8 @@ class Trainer:
         weights = self.evaluated.state_dict()
         rng, carried = self.world.gather(capture_rng()), self.task.state_dict()
         self._collect_tallies()
-        optimizer = self.optimizer.state_dict()
-        if self.shards is not None:
-            optimizer = {**optimizer, "names": list(self._parameters())}
         training = {
-            "optimizer": optimizer,
+            "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "rng": rng,
             **{name: getattr(self, name) for name in _SAVED},
@@ -290,7 +286,7 @@ class Trainer:
             "files": sha256_sums(self.files),
         }
         if self.average is not None:
-            training |= {"averaged_steps": self.average.updates, "live_weights": self.model.state_dict()}
+            training |= {"averaged_steps": self.average.updates, "live_weights": dict(self.model.state_dict())}
         return weights, training
 
     def load_state_dict(self, weights: Mapping[str, Tensor], training: dict[str, Any]) -> None:
@@ -301,12 +297,12 @@ class Trainer:
         if self.average is not None:
             averaged = with_own_buffers(weights, own, self.world, say=lambda text: None)
             self.average.load(shard_weights(self.average.module, averaged), training["averaged_steps"])
-        optimizer = training["optimizer"]
-        if self.shards is not None:
-            like, state = list(self._parameters().values()), optimizer["state"]
-            sharded = {i: {k: shard_like(v, like[i]) for k, v in fields.items()} for i, fields in state.items()}
-            optimizer = {**optimizer, "state": sharded}
-        self.optimizer.load_state_dict(optimizer)
+        optimizer, like = training["optimizer"], [p for group in self.optimizer.param_groups for p in group["params"]]
+        state = {
+            index: {key: value if value is None else shard_like(value, like[index]) for key, value in fields.items()}
+            for index, fields in optimizer["state"].items()
+        }
+        self.optimizer.load_state_dict({**optimizer, "state": state})
         self.scaler.load_state_dict(training["scaler"])
         for name in _SAVED:
             setattr(self, name, training[name])
@@ -316,11 +312,6 @@ class Trainer:
             self.task.load_state_dict(training.get("carried", {}))
         if self.world.rank < len(training["rng"]):
             restore_rng(training["rng"][self.world.rank])
-
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by name, in the order of the optimiser."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        return {names[id(p)]: p for group in self.optimizer.param_groups for p in group["params"]}
 
     def save(self) -> None:
         """Write a checkpoint of this step. With `training.save=async`, training waits for the previous save only.
@@ -334,11 +325,8 @@ class Trainer:
             file.sync()
         step, config, best = self.step, config_to_dict(self.config), self._best_step()
         if self.shards is not None or self.world.main:
-            sharded = self.shards is not None
             weights, training = self.writer.snapshot((weights, training))
-            self.writer.submit(
-                lambda world: self.checkpoints.save(step, config, weights, training, best, world if sharded else None)
-            )
+            self.writer.submit(lambda world: self.checkpoints.save(step, config, weights, training, best, world))
         self._saved_step = self.step
         if not self.writer.background:
             self.world.barrier()
@@ -382,17 +370,8 @@ class Trainer:
         self.reporter.message(f"continuing from {checkpoint.path}")
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        parameters, own = self._parameters(), self.model.state_dict()
-
-        def like(key: str) -> Tensor | None:
-            kind, _, name = key.partition("/")
-            return parameters.get(name.rpartition("/")[0]) if kind == "optimizer" else own.get(name)
-
         try:
-            weights, training = checkpoint.weights, checkpoint.training
-            if checkpoint.shards is not None:
-                weights, training = unflatten_state(read_shards(checkpoint.shards, like), training)
-            self.load_state_dict(weights, training)
+            self.load_state_dict(checkpoint.weights, checkpoint.training)
         except torch.OutOfMemoryError:  # a RuntimeError, and not the checkpoint's fault
             raise
         except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -401,7 +380,7 @@ class Trainer:
         self.step = self._saved_step = checkpoint.step
 
     def _repair(self, checkpoint: Checkpoint) -> None:
-        """Set aside later checkpoints and a damaged best one, and choose another best among the rest."""
+        """Set aside later checkpoints and a damaged best one."""
         broken: Path | None = None
         if self.best is not None and self.checkpoints.path(self.best["step"]) != checkpoint.path:
             path = self.checkpoints.path(self.best["step"])
@@ -409,7 +388,9 @@ class Trainer:
                 read_checkpoint(path, whole=False)
             except ValueError as error:
                 broken = path
-                self._choose_best(str(error))
+                self.best = self.latest if self.latest is not None and self.latest["step"] == checkpoint.step else None
+                now = "the next evaluation decides" if self.best is None else f"step {checkpoint.step} takes its place"
+                self.reporter.message(f"the best checkpoint so far cannot be used: {error}; {now}")
         self.world.barrier()
         if self.world.main:
             if broken is not None and broken.is_dir():
@@ -418,15 +399,6 @@ class Trainer:
             if broken is not None and checkpoint.path == self.checkpoints.path(self.step):
                 self.checkpoints.choose(self._best_step())
             self.checkpoints.tidy(self.best["step"] if self.best else None)
-
-    def _choose_best(self, problem: str) -> None:
-        """Choose the best among the readable checkpoints that were evaluated."""
-        metric = self.settings.metric
-        latest = [(point.step, point.training["latest"]) for point in self.checkpoints.readable(self.step)]
-        scored = [scores for step, scores in latest if scores is not None and scores["step"] == step]
-        self.best = max(scored, key=lambda scores: goodness(metric, scores[metric]), default=None)
-        now = "the next evaluation decides" if self.best is None else f"of those left it is step {self.best['step']}"
-        self.reporter.message(f"the best checkpoint so far cannot be used: {problem}; {now}")
 
     def _best_step(self) -> dict[str, Any] | None:
         """Return step and score of the best so far, for JSON."""
