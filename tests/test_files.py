@@ -45,7 +45,7 @@ def test_a_vanished_folder_is_named_and_is_no_missing_input(tmp_path: Path) -> N
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_full_disk_names_the_metrics_and_says_what_is_safe(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    metrics = MetricsFile(path, 0)
+    metrics = MetricsFile(path.parent, 0)
     metrics._file.close()
     metrics._file = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
     with pytest.raises(NotWritten, match=r"metrics\.jsonl") as error:

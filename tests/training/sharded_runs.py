@@ -116,7 +116,7 @@ def failing_save(trainer: Trainer, folder: Path, world: World) -> list[str]:
     before = [path.name for path in trainer.checkpoints.paths()]
     if world.rank == 1:
         original, checkpoint.write_shards = checkpoint.write_shards, _unwritable
-    trainer.step, trainer._files = trainer.step + 1, []  # which are closed when training is over
+    trainer.step, trainer._metrics = trainer.step + 1, None  # it is closed when training is over
     try:
         trainer.save()
         trainer.writer.wait()

@@ -316,7 +316,7 @@ def test_the_bar_fits_a_terminal_of_80_columns_and_evaluations_stay_on_the_scree
 def test_a_metrics_file_is_cut_at_the_step_and_at_a_broken_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 1.0}\n{"step": 5, "loss": 2.0}\n{"step": 6, "lo', encoding="utf-8")
-    file = MetricsFile(path, 4)
+    file = MetricsFile(path.parent, 4)
     file.write({"step": 5, "loss": float("inf")})
     file.close()
     assert read_metrics(path) == [{"step": 1, "loss": 1.0}, {"step": 5, "loss": None}]

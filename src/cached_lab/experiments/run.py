@@ -125,7 +125,7 @@ def _prepare_trainer(
     settings = config.training
     if settings.initial_weights is not None and not trainer.step:
         path = Path(settings.initial_weights).expanduser()
-        load_initial_weights(trainer.model, path, settings.new_head, settings.reset_caches, say=reporter.message)
+        load_initial_weights(trainer.model, path, settings.new_head, say=reporter.message)
     if processes.main:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / CONFIG, config_to_yaml(config).encode())

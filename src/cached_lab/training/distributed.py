@@ -84,16 +84,14 @@ def in_world(device: str, work: Callable[[World], T]) -> T:
     Raises:
         ValueError: the device does not exist.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
-    local_rank = int(os.environ.get("LOCAL_RANK", "0")) if size > 1 else None
-    chosen = pick_device(device, local_rank)
-    if size == 1:
+    several = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")) if several else None)
+    if not several:
         return work(World(chosen))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    return in_group(
-        lambda: work(World(chosen, dist.get_rank(), dist.get_world_size())), "nccl" if chosen.type == "cuda" else "gloo"
-    )
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    return in_group(lambda: work(World(chosen, dist.get_rank(), dist.get_world_size())), backend)
 
 
 def in_group(work: Callable[[], T], backend: str, **rendezvous: Any) -> T:

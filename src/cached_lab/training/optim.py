@@ -78,17 +78,6 @@ def warmup(schedule: ScheduleConfig, steps: int) -> int:
     return schedule.warmup_steps
 
 
-def warmup_note(schedule: ScheduleConfig, steps: int) -> str | None:
-    """Return a message if `warmup` differs from the schedule."""
-    found = warmup(schedule, steps)
-    if found == schedule.warmup_steps:
-        return None
-    return (
-        f"schedule.warmup_steps={schedule.warmup_steps} would take all of training.steps={steps}; the learning rate "
-        f"grows for {found}"
-    )
-
-
 def learning_rate(optimizer: OptimizerConfig, schedule: ScheduleConfig, step: int, steps: int) -> float:
     """Return the learning rate of a step (from 1) in a run of `steps` steps.
 

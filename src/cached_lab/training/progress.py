@@ -71,19 +71,11 @@ def second_score(values: Mapping[str, Any]) -> str:
     if "accuracy" in values:
         stage = ""
         if "stage_accuracy" in values:  # a curriculum over lengths; the other score is for full lengths
-            stage = (
-                f"  {values['stage_accuracy']:.2%} at {values['stage_segments']} segments, the stage of the curriculum"
-            )
+            stage = f"  {values['stage_accuracy']:.2%} at the stage's {values['stage_segments']} segments"
         return f"accuracy {values['accuracy']:.2%}{stage}"
     if "bits_per_byte" in values:
         return f"bits per byte {values['bits_per_byte']:.4f}"
     if "perplexity" in values:
         bleu = f"  BLEU {values['bleu']:.2f}" if "bleu" in values else ""
         return f"perplexity {values['perplexity']:.2f}{bleu}"
-    kinds = [kind for kind in ("box", "mask") if f"{kind}_ap" in values]
-    keys = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
-    short = ("AP", "AP50", "AP75", "APS", "APM", "APL")
-    return "  ".join(
-        f"{kind} " + " ".join(f"{name} {values[f'{kind}_{key}']:.3f}" for key, name in zip(keys, short, strict=True))
-        for kind in kinds
-    )
+    return "  ".join(f"{name} {value:.3f}" for name, value in values.items() if "_ap" in name)

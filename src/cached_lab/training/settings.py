@@ -50,8 +50,6 @@ class TrainingConfig:
     """Initial weights: a run folder, a step folder, or a .safetensors or .pth file."""
     new_head: bool = False
     """Do not load the classifier of `initial_weights`; needed for another number of classes."""
-    reset_caches: bool = False
-    """Do not load the shared caches of `initial_weights`."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """bfloat16 and float16 use autocast; float16 adds loss scaling and needs CUDA."""
     activation_checkpointing: bool = False
@@ -126,9 +124,8 @@ class TrainingConfig:
         _require(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "must lie in [0, 1)")
         decay = self.ema_decay
         _require(decay is None or 0 <= decay < 1, "ema_decay", decay, "must lie in [0, 1), or be null")
-        for name in ("new_head", "reset_caches"):
-            needed = not getattr(self, name) or self.initial_weights is not None
-            _require(needed, name, "true", "needs training.initial_weights")
+        needed = not self.new_head or self.initial_weights is not None
+        _require(needed, "new_head", "true", "needs training.initial_weights")
         steps = f"must not exceed training.segments={self.segments}"
         _require(self.bptt <= self.segments, "bptt", self.bptt, f"{steps}: a gradient stays within the step")
         _require(self.pipeline == 1 or self.pipeline <= self.segments, "pipeline", self.pipeline, steps)

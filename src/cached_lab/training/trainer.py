@@ -27,8 +27,8 @@ from .distributed import World
 from .ema import WeightAverage
 from .interruption import Interrupted, RunFailed, starter, stop_requests
 from .loader import mixed_seed
-from .metrics import EventFiles, MetricsFile, tallies
-from .optim import build_optimizer, learning_rate, set_learning_rate, warmup_note
+from .metrics import MetricsFile, tallies
+from .optim import build_optimizer, learning_rate, set_learning_rate, warmup
 from .progress import Reporter
 from .run_files import check_data, sha256_sums
 from .scores import goodness
@@ -88,7 +88,7 @@ class Trainer:
         self._gradient_norm = 0.0
         self._seconds_before = 0.0
         self._started = time.perf_counter()
-        self._files: list[MetricsFile | EventFiles] = []
+        self._metrics: MetricsFile | None = None
         self._saved_step = 0
         self._starter = starter()
         # Each process has its own dropout masks; the first has those of a single process.
@@ -137,8 +137,8 @@ class Trainer:
         settings = self.settings
         batches = self.task.batches(self.step)
         wrapped, runner = self.task.runner()
-        if note := warmup_note(self.config.schedule, settings.steps):
-            self.reporter.message(note)
+        if (given := self.config.schedule.warmup_steps) != (taken := warmup(self.config.schedule, settings.steps)):
+            self.reporter.message(f"schedule.warmup_steps={given} would fill training.steps={settings.steps}: {taken}")
         with self._open_files(), stop_requests() as stop, self.reporter, self.writer.finished(self.reporter.message):
             self.reporter.advance(self.step)
             while self.step < settings.steps:
@@ -208,19 +208,16 @@ class Trainer:
 
     @contextlib.contextmanager
     def _open_files(self) -> Iterator[None]:
-        self._files = []
-        if self.world.main:
-            self._files.append(MetricsFile(self.folder / "metrics.jsonl", self.step))
-            self._files.append(EventFiles(self.folder / "tensorboard", self.settings.tensorboard, self.step))
+        self._metrics = MetricsFile(self.folder, self.step, self.settings.tensorboard) if self.world.main else None
         try:
             yield
         finally:
-            for file in self._files:
-                file.close()
+            if self._metrics is not None:
+                self._metrics.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        for file in self._files:
-            file.write(line)
+        if self._metrics is not None:
+            self._metrics.write(line)
         self.reporter.line(line)
 
     def _log_training(self) -> None:
@@ -321,8 +318,8 @@ class Trainer:
         """
         self.writer.wait()
         weights, training = self.state_dict()
-        for file in self._files:
-            file.sync()
+        if self._metrics is not None:
+            self._metrics.sync()
         step, config, best = self.step, config_to_dict(self.config), self._best_step()
         if self.shards is not None or self.world.main:
             weights, training = self.writer.snapshot((weights, training))
@@ -362,7 +359,7 @@ class Trainer:
             )
         if checkpoint.step > self.settings.steps:
             raise ValueError(f"{checkpoint.path} is beyond training.steps={self.settings.steps}; ask for more steps")
-        changed = check_data(checkpoint, self.files, self.folder, anyway=mode == "anyway")
+        changed = check_data(checkpoint, self.files, anyway=mode == "anyway")
         if changed is not None:
             self.reporter.message(f"{changed}; continuing with them")
         self._load(checkpoint)
