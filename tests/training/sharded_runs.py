@@ -24,7 +24,6 @@ from cached_transformers.files import NotWritten
 from cached_transformers.loops.replay import ReplayLoop
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.grc.shared_cache import caches, commit_caches
-from cached_transformers.state import named_tensors
 
 MEMORIES = ("transformer_xl", "rmt", "grc_stream", "memformer", "armt", "infini")
 ALIKE = ("model.dropout=0.0", "training.evaluate_every=3", "training.log_every=1", "training.accumulate=2")
@@ -41,9 +40,6 @@ LOOPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "checkpointing": lambda model: SegmentLoop(_recomputing(model), SEGMENT, 2),
 }
 STREAM = next(c for c in STREAMS if c.memory == "transformer_xl" and c.attention == "softmax")
-
-LINEAR_FIRST = next(c for c in STREAMS if c.memory == "rmt/causal" and c.attention == "softmax")
-"""The first parameter of its stack is a linear layer's."""
 
 
 def make(folder: Path, text: Path, world: World, *overrides: str) -> Trainer:
@@ -68,17 +64,14 @@ def of_memory(name: str) -> tuple[str, ...]:
     return (*SGD, f"model.memory={{name: {name}}}")
 
 
-def stream_gradients(
-    case: Case, make_loop: Callable[[nn.Module], nn.Module], world: World | None, half_type: torch.dtype | None = None
-) -> dict[str, Tensor]:
+def stream_gradients(case: Case, make_loop: Callable[[nn.Module], nn.Module], world: World | None) -> dict[str, Tensor]:
     """Return gradients of a backward over four segments, of all rows or of this process' rows with sharded weights."""
     model, rank, size = case.build(), 0, 1
     loop = make_loop(model)
     if world is not None:
-        loop, rank, size = Shards(model, world, half_type).wrap(loop), world.rank, world.size
+        loop, rank, size = Shards(model, world).wrap(loop), world.rank, world.size
     tokens = half(torch.cat(case.segments(5, rows=ROWS), 1), rank, size)
-    with torch.autocast("cpu", torch.bfloat16, enabled=half_type is not None):
-        loss, _ = loop(tokens[:, : 4 * SEGMENT], tokens[:, 1 : 4 * SEGMENT + 1])
+    loss, _ = loop(tokens[:, : 4 * SEGMENT], tokens[:, 1 : 4 * SEGMENT + 1])
     loss.backward()
     return {name: full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
@@ -161,11 +154,6 @@ def train_all(world: World, folder: Path) -> dict[str, Any]:
         fitted(folder / name, text, world, *of_memory(name), "training.parallel=fsdp")
     for name, loop in LOOPS.items():
         seen[name] = stream_gradients(STREAM, loop, world)
-    seen["bfloat16"] = stream_gradients(STREAM, LOOPS["blocks"], world, torch.bfloat16)
-    model = LINEAR_FIRST.build()
-    with Shards(model, world, torch.bfloat16).gathered():
-        seen["types"] = [str(t.dtype) for _, t in named_tensors(model.init_state(2)) if t.is_floating_point()]
-        seen["half"] = [name for name, p in model.named_parameters() if p.dtype == torch.bfloat16]
     seen["sample"] = vision(world, attend="sample")
     seen["mean"], seen["replicated"] = vision(world, attend="mean"), vision(world, replicated=True, attend="mean")
     for precision in ("float32", "bfloat16"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import math
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -78,7 +77,7 @@ def test_a_memory_of_a_recipe_may_be_a_preset():
         ("training.precision=half", ["training.precision='half'", "'float32', 'bfloat16', 'float16'"]),
         ("training.accumulate=3", ["training.batch_size=8", "training.accumulate=3"]),
         ("schedule.warmup_steps=-1", ["schedule.warmup_steps=-1", "not be negative"]),
-        ("optimizer.betas=[0.9]", ["optimizer.betas=[0.9]", "two numbers"]),
+        ("optimizer.betas=[0.9]", ["optimizer.betas=[0.9]", "tuple[float, float]"]),
         ("optimizer.learning_rate=.inf", ["optimizer.learning_rate=inf", "finite"]),
         ("training=3", ["training=3 must be a mapping"]),
         ("model.widht=3", ["option of model 'standin_mlp' 'widht'", "did you mean 'width'"]),
@@ -258,11 +257,8 @@ def test_sizes_must_fit_those_of_the_data():
 
 
 def test_large_and_deep_yaml_is_refused_and_many_keys_are_read():
-    names = "abcdefghij"
-    bomb = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
-    bomb += "\n".join(f"{n}: &{n} [{', '.join([f'*{before}'] * 10)}]" for before, n in itertools.pairwise(names))
-    with pytest.raises(ValueError, match="100,000"):
-        parse_yaml(bomb, "r")
+    with pytest.raises(ValueError, match=r"r .*alias.*line 2"):
+        parse_yaml("a: &a [1]\nb: *a", "r")
     with pytest.raises(ValueError, match="r nests lists or mappings too deeply"):
         parse_yaml("[" * 3000, "r")
     with pytest.raises(ValueError, match="1,000,001"):

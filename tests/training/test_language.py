@@ -5,11 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -252,29 +247,6 @@ def test_a_run_in_parts_is_the_run_in_one(tmp_path, text, options):
     fitted(tmp_path / "whole", text, *options)
     assert final(tmp_path / "whole").training["carried"]
     assert_same_run(tmp_path / "parts", tmp_path / "whole", STEPS)
-
-
-def start(folder: Path, recipe_file: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", "cached_lab.cli.main", "train", str(recipe_file), "--out", str(folder)]
-    return subprocess.Popen(command, env={**environment, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.mark.usefixtures("no_report")
-def test_sigkill_then_resume_equals_a_run_never_stopped(tmp_path, text, capsys):
-    file = tmp_path / "language.yaml"
-    tree = recipe(text, "training.steps=100", "training.evaluate_every=10", "training.test=none")
-    file.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    process = start(tmp_path / "run", file)
-    while len(read_metrics(tmp_path / "run" / "metrics.jsonl")) < 12:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL and 0 < final(tmp_path / "run").step < 100
-    for folder in ("run", "whole"):
-        assert main(["train", str(file), "--out", str(tmp_path / folder)]) == 0, capsys.readouterr().err
-    assert_same_run(tmp_path / "run", tmp_path / "whole", 100)
 
 
 def test_a_state_of_another_memory_is_refused(tmp_path, text):

@@ -67,29 +67,14 @@ def uninterrupted(tmp_path_factory) -> Path:
     return folder
 
 
-def test_sigkill_then_resume_equals_a_run_never_stopped(tmp_path, uninterrupted, capsys):
-    folder = tmp_path / "run"
-    process = start(folder, delay="0.003")
-    wait_for_metrics(process, folder, 8)
-    process.send_signal(signal.SIGKILL)
-    assert finish(process)[0] == -signal.SIGKILL
-    stopped = final(folder).step
-    assert 0 < stopped < STEPS
-    assert main(command(folder)) == 0
-    out = capsys.readouterr().out
-    assert f"continuing from {folder / 'checkpoints' / f'step_{stopped:08d}'}" in out.replace("\n", "")
-    assert_same_run(folder, uninterrupted, STEPS)
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_a_checkpoint_and_says_how_to_go_on(tmp_path, uninterrupted, number, status):
+def test_sigterm_saves_a_checkpoint_and_says_how_to_go_on(tmp_path, uninterrupted):
     folder = tmp_path / "run"
     process = start(folder, delay="0.003")
     wait_for_metrics(process, folder, 4)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     code, _, err = finish(process)
-    assert code == status
-    assert f"stopped by {signal.Signals(number).name} at step" in err and "same command again" in err
+    assert code == 143
+    assert "stopped by SIGTERM at step" in err and "same command again" in err
     assert "Traceback" not in err
     step = final(folder).step
     assert f"at step {step};" in err
@@ -108,12 +93,12 @@ def test_control_c_reaches_the_workers_too_and_the_run_is_saved_all_the_same(tmp
     assert_same_run(folder, uninterrupted, STEPS)
 
 
-def test_a_truncated_newest_checkpoint_is_reported_and_skipped(tmp_path, uninterrupted, capsys):
+def test_after_a_sigkill_a_truncated_newest_checkpoint_is_reported_and_skipped(tmp_path, uninterrupted, capsys):
     folder = tmp_path / "run"
     process = start(folder, delay="0.003")
     wait_for_metrics(process, folder, 10)
-    process.kill()
-    finish(process)
+    process.send_signal(signal.SIGKILL)
+    assert finish(process)[0] == -signal.SIGKILL and 0 < final(folder).step < STEPS
     newest = Checkpoints(folder / "checkpoints").paths()[-1]
     with (newest / "model.safetensors").open("r+b") as file:
         file.truncate(100)
@@ -121,25 +106,9 @@ def test_a_truncated_newest_checkpoint_is_reported_and_skipped(tmp_path, uninter
     err = capsys.readouterr().err
     assert "model.safetensors" in err and "does not match its checksum" in err
     assert main(command(folder)) == 0
-    assert f"skipped: {newest} is damaged" in capsys.readouterr().out.replace("\n", "")
+    out = capsys.readouterr().out.replace("\n", "")
+    assert f"skipped: {newest} is damaged" in out and f"continuing from {folder / 'checkpoints'}" in out
     assert_same_run(folder, uninterrupted, STEPS)
-
-
-def test_a_kill_between_a_checkpoint_and_the_files_that_name_it_changes_nothing(tmp_path, uninterrupted):
-    """On disk is the step folder, while `best` and `last` still name the previous one."""
-    folder, best = tmp_path / "run", Checkpoints(uninterrupted / "checkpoints").named("best").name
-    shutil.copytree(uninterrupted, folder)
-    (folder / "summary.json").unlink()
-    for name in ("best", "last"):
-        (folder / "checkpoints" / name).write_text("step_00000005\n", encoding="utf-8")
-    (folder / "checkpoints" / ".partial").mkdir()
-    shutil.copytree(folder / "checkpoints" / best, folder / "checkpoints" / "step_00000001_mine")
-    assert main(command(folder)) == 0
-    names = sorted(path.name for path in (uninterrupted / "checkpoints").iterdir())
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == sorted([*names, "step_00000001_mine"])
-    assert (folder / "checkpoints" / "best").read_text(encoding="utf-8").strip() == best
-    summaries = [json.loads((path / "summary.json").read_text(encoding="utf-8")) for path in (folder, uninterrupted)]
-    assert summaries[0]["test"] == summaries[1]["test"]
 
 
 def test_a_damaged_best_is_named_kept_aside_and_replaced(tmp_path, uninterrupted, capsys):

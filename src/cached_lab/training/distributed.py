@@ -9,8 +9,6 @@ import gc
 import importlib
 import os
 import re
-import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,11 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cached_transformers.annotations import shown
 from cached_transformers.memories.grc.shared_cache import caches
 
-from .interruption import RunFailed
-
 T = TypeVar("T")
-PATIENCE = 1800.0
-"""Seconds that processes wait for each other at a start, as in Gloo."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +102,7 @@ def in_group(work: Callable[[], T], backend: str, **rendezvous: Any) -> T:
     """
     # The functions of this module hold the group at import as a default argument; imported now, they hold none.
     importlib.import_module("torch.distributed.nn.functional")
-    dist.init_process_group(backend, **(rendezvous or _rendezvous()))
+    dist.init_process_group(backend, **rendezvous)
     group = dist.group.WORLD
     try:
         return work()
@@ -116,62 +110,6 @@ def in_group(work: Callable[[], T], backend: str, **rendezvous: Any) -> T:
         dist.destroy_process_group()
         gc.collect()  # wrapped models are cycles
         del group  # the last reference: its destructor waits for the threads without the GIL
-
-
-def _rendezvous() -> dict[str, Any]:
-    """Return rendezvous arguments: the store of torchrun under a prefix that is new for each start.
-
-    The store outlives restarts and still has the addresses of killed processes (pytorch issue 135712). The number of
-    restarts is no unique prefix, since each torchrun counts its own.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {}
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    name = agreed_name(dist.PrefixStore("cached_transformers", store), rank, size)
-    return {"store": dist.PrefixStore(name, store), "rank": rank, "world_size": size}
-
-
-def agreed_name(store: dist.Store, rank: int, size: int, patience: float = PATIENCE) -> str:
-    """Agree on a new name in a store that may hold values of earlier processes.
-
-    Each process but the first writes a random word; the first answers with that word and the name. A process that reads
-    its own word knows that the answer is new, and confirms the name.
-
-    Raises:
-        RunFailed: a process did not come.
-    """
-    own, until = uuid.uuid4().hex, time.monotonic() + patience
-    missing, answered = set(range(1, size)) if rank == 0 else {0}, set[str]()
-    name = own
-    if rank:
-        store.set(f"word_{rank}", own)
-    while missing:
-        if time.monotonic() > until:
-            raise RunFailed(
-                f"process {rank} of {size} waited {patience:.0f} s for process {min(missing)}, which did not come; see "
-                "the output of torchrun"
-            )
-        if rank:
-            answer = _value(store, f"answer_{rank}").split()
-            if answer[:1] == [own]:
-                name = answer[1]
-                store.set(f"name_{rank}", name)
-                break
-        for other in sorted(missing) if not rank else ():
-            word = _value(store, f"word_{other}")
-            if _value(store, f"name_{other}") == name:
-                missing.discard(other)
-            elif word and word not in answered:
-                store.set(f"answer_{other}", f"{word} {name}")
-                answered.add(word)
-        time.sleep(0.005)
-    return name
-
-
-def _value(store: dist.Store, key: str) -> str:
-    """Return the value of a key; empty if there is none."""
-    return store.get(key).decode() if store.check([key]) else ""
 
 
 def pick_device(name: str, local_rank: int | None = None) -> torch.device:

@@ -15,7 +15,7 @@ import random
 import signal
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -133,22 +133,10 @@ def opened(loaded: Loaded, dataset: Any) -> Any:
             raise error
         found = dataset.bad_found
         if error.file not in found and len(found) < _MAX_NAMED:
-            number = len(found) + 1
-            more = "; more are counted, not named" if number == _MAX_NAMED else ""
-            warnings.warn(
-                f"skipped {error.file}: {error.reason} (bad file {number}{more})", RuntimeWarning, stacklevel=2
-            )
+            text = f"skipped {error.file}: {error.reason} (bad file {len(found) + 1})"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
         found[error.file] = error.reason
     return loaded.batch
-
-
-class Order(Protocol):
-    """Endless pieces of batches from step `start` on, as a function of `seed`."""
-
-    seed: int
-    start: int
-
-    def __iter__(self) -> Iterator[list[Key]]: ...
 
 
 class Share(NamedTuple):
@@ -255,19 +243,19 @@ class GroupedOrder(TrainingOrder):
 
 
 def training_batches(
-    dataset: Any, order: Order, workers: int = 0, pin_memory: bool = False, rows: Any = None
+    dataset: Any, order: Any, workers: int = 0, pin_memory: bool = False, rows: Any = None
 ) -> Iterator[Any]:
-    """Yield endless batches (`dataset.collate`) in the given order.
+    """Return endless batches (`dataset.collate`) in the given order.
 
     Args:
+        order: yields keys of a piece, such as a `TrainingOrder`.
         workers: loading processes. pin_memory: use page-locked memory for copies to a GPU.
         rows: maps keys of the order to items; None for `SeededRows`.
 
     Raises:
         BadFile: a file cannot be used, and bad files are not skipped.
     """
-    rows = SeededRows(dataset, order.seed) if rows is None else rows
-    yield from _loaded(dataset, rows, order, workers, pin_memory)
+    return _loaded(dataset, SeededRows(dataset, order.seed) if rows is None else rows, order, workers, pin_memory)
 
 
 def _loaded(dataset: Any, rows: Any, batches: Any, workers: int, pin_memory: bool) -> Iterator[Any]:

@@ -6,15 +6,12 @@ loop innermost:
 
     root( group_1( group_2( ... loop(model) ... )))
 
-FSDP therefore sees one forward and one backward per step: each weight is gathered once and each gradient scattered once
-(`reshard_after_forward=False`). Inside the loop the model has plain weights, so that memories may use a layer's
-projections from outside and activations may be recomputed. Between steps each of P processes holds 1 / P of weights,
-gradients, optimiser states and averaged weights; during a step all weights and, at its end, all gradients.
-
-With bfloat16, weights of linear layers are gathered in bfloat16, as autocast would cast them, and gradients are reduced
-in float32. Other parameters are gathered unchanged, including the first parameter of a stack, whose dtype new states
-take. Parameters shared by several blocks belong to the outermost group, with embeddings and head. Buffers, including
-shared caches, are whole on every process and broadcast from the first before each forward, as in DDP.
+FSDP therefore sees one forward and one backward per step (`reshard_after_forward=False`). Inside the loop the model has
+plain weights, so that memories may use a layer's projections from outside and activations may be recomputed. Between
+steps each of P processes holds 1 / P of weights, gradients, optimiser states and averaged weights; during a step all
+weights and, at its end, all gradients. Parameters shared by several blocks belong to the outermost group, with
+embeddings and head. Buffers, including shared caches, are whole on every process and broadcast from the first before
+each forward, as in DDP.
 """
 
 from __future__ import annotations
@@ -69,7 +66,6 @@ class Shards:
     Args:
         model: on its device, with plain parameters; those of the first process are broadcast.
         world: two processes or more.
-        half: dtype of autocast; None for full precision.
 
     Attributes:
         groups: number of groups of weights besides the outermost.
@@ -78,7 +74,7 @@ class Shards:
         ValueError: a parameter that cannot be sharded, or a version of torch without support.
     """
 
-    def __init__(self, model: nn.Module, world: World, half: torch.dtype | None = None) -> None:
+    def __init__(self, model: nn.Module, world: World) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         _check(model)
@@ -94,11 +90,15 @@ class Shards:
         self._outline = copy.deepcopy(model, memo)
         mesh = init_device_mesh(world.device.type, (world.size,))
         groups: list[Any] = []
-        for block, names, kind in _groups(model, half):
-            group = {p for name, p in block.named_parameters() if name in names}
-            groups.append(_fully_shard(_Group(block), mesh, set(block.parameters()) - group, kind))
+        parts = blocks(model)
+        uses = Counter(p for part in parts for p in set(part.parameters()))
+        inside = {module for part in parts for module in part.modules()}
+        shared = {p for module in model.modules() if module not in inside for p in module._parameters.values()}
+        for part in parts:
+            others = {p for p in part.parameters() if uses[p] > 1 or p in shared}
+            groups.append(_fully_shard(_Group(part), mesh, others))
         taken = {p for p in model.parameters() if is_sharded(p)}
-        self._root: Any = _fully_shard(_RootGroup(model, groups), mesh, taken, None)
+        self._root: Any = _fully_shard(_RootGroup(model, groups), mesh, taken)
         self.groups = len(groups)
 
     def wrap(self, loop: nn.Module) -> ShardedLoop:
@@ -225,35 +225,11 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return whole
 
 
-def _fully_shard(module: nn.Module, mesh: Any, ignored: set[nn.Parameter], half: torch.dtype | None) -> Any:
+def _fully_shard(module: nn.Module, mesh: Any, ignored: set[nn.Parameter]) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy(
-        param_dtype=half, reduce_dtype=None if half is None else torch.float32, cast_forward_inputs=False
-    )
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     return fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=ignored)
-
-
-def _groups(model: nn.Module, half: torch.dtype | None) -> list[tuple[nn.Module, set[str], torch.dtype | None]]:
-    """Return (block, names of parameters gathered together, dtype or None for their own)."""
-    parts = blocks(model)
-    uses = Counter(id(p) for part in parts for p in part.parameters())
-    inside = {module for part in parts for module in part.modules()}
-    outside = {id(p) for m in model.modules() if m not in inside for p in m._parameters.values() if p is not None}
-    # A new state takes the dtype of the first parameter of a stack.
-    typing = {id(p) for m in model.modules() if m not in inside and (p := next(m.parameters(), None)) is not None}
-    found: list[tuple[nn.Module, set[str], torch.dtype | None]] = []
-    for part in parts:
-        own = {name for name, p in part.named_parameters() if uses[id(p)] == 1 and id(p) not in outside}
-        linear = {
-            f"{name}.{kind}".lstrip(".")
-            for name, module in part.named_modules()
-            if half is not None and type(module) is nn.Linear
-            for kind, p in module.named_parameters()
-            if id(p) not in typing
-        }
-        found += [(part, names, kind) for names, kind in ((own & linear, half), (own - linear, None)) if names]
-    return found
 
 
 def _check(model: nn.Module) -> None:

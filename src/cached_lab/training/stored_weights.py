@@ -99,10 +99,9 @@ def file_weights(path: Path, called: str, inner: Sequence[str]) -> Any:
 
 def head_names(model: nn.Module) -> tuple[str, ...]:
     """Return the prefixes of the classifier's parameters, from timm's configuration or by the usual names."""
-    inside = (
-        "model." if hasattr(model, "pretrained_cfg") and isinstance(getattr(model, "model", None), nn.Module) else ""
-    )
-    told = getattr(model.model if inside else model, "pretrained_cfg", None) or {}
+    inner = getattr(model, "model", None)
+    inside = "model." if isinstance(inner, nn.Module) and hasattr(inner, "pretrained_cfg") else ""
+    told = getattr(inner if inside else model, "pretrained_cfg", None) or {}
     names = told.get("classifier") or _USUAL_HEADS
     return tuple(f"{inside}{name}." for name in ([names] if isinstance(names, str) else names))
 

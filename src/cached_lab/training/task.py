@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .config import RunConfig
 from .distributed import World, wrap
-from .loader import Order, Share, evaluation_batches, training_batches
+from .loader import Share, evaluation_batches, training_batches
 from .sharding import Shards
 
 Scores = dict[str, Any]
@@ -148,7 +148,7 @@ class Task:
     def check_continued(self, folder: Path) -> None:
         """Refuse data that are not those of the run in this folder (ValueError)."""
 
-    def _loaded(self, order: Order, step: int, pin_memory: bool = True) -> Iterator[Any]:
+    def _loaded(self, order: Any, step: int, pin_memory: bool = True) -> Iterator[Any]:
         """Yield batches in an order from a step on, pinned for a GPU if asked."""
         order.start = step
         pinned = pin_memory and self.world.device.type == "cuda"

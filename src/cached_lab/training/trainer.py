@@ -104,8 +104,7 @@ class Trainer:
             )
         if size == 1 or parallel != "fsdp":
             return None
-        half = torch.bfloat16 if self.settings.precision == "bfloat16" else None
-        return Shards(self.model, self.world, half)
+        return Shards(self.model, self.world)
 
     def join(self) -> None:
         """Gather the whole model in every process after training; training cannot continue."""
