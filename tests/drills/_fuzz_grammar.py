@@ -118,15 +118,13 @@ class Grammar:
     def draw(self, seed: str) -> Input:
         """One input."""
         rng = random.Random(seed)
-        kinds = {self.options: 52, self.source: 14, self.command: 20, self.text: 10, self.trained: 4}
+        kinds = {self.options: 56, self.source: 14, self.command: 20, self.text: 10}
         return rng.choices(list(kinds), list(kinds.values()))[0](rng)
 
-    def options(self, rng: random.Random, trained: bool = False) -> Input:
+    def options(self, rng: random.Random) -> Input:
         """A small recipe with a memory, an attention, and some options changed, right or wrong."""
-        base = rng.choice(
-            ["images", "text", "lists", "pairs", "text", "images", "denoising"] if trained else list(self.bases)
-        )
-        tree, wrong = tree_of(self.bases[base]), 0.0 if trained else rng.choice([0.0, 0.3, 1.0])
+        base = rng.choice(list(self.bases))
+        tree, wrong = tree_of(self.bases[base]), rng.choice([0.0, 0.3, 1.0])
         touched: list[str] = []
         changes: list[tuple[str, Any]] = []
         if rng.random() < 0.75:
@@ -142,10 +140,7 @@ class Grammar:
             changes += [(f"data.objective.{key}", value) for key, value in more]
         touched += [key.strip() for key, _ in changes] + [str(value) for _, value in changes if isinstance(value, str)]
         touched += [f"{tree['model'].get(k)}" for k in ("memory", "attention")]
-        if trained:
-            changes = [(key, value) for key, value in changes if not key.startswith("training")]
-        kind = "trained" if trained else "options"
-        return self.written(tree, changes, touched, rng, kind)
+        return self.written(tree, changes, touched, rng, "options")
 
     def part(self, registry: Registry[Any], rng: random.Random, wrong: float) -> tuple[Any, list[tuple[str, Any]]]:
         """A name, and options of that part."""
@@ -191,14 +186,8 @@ class Grammar:
             node[rest[-1]] = value
         recipe = yaml.safe_dump(tree, allow_unicode=True, sort_keys=False).encode("utf-8", "surrogatepass")
         argv = ["train", "recipe.yaml", *words]
-        if kind == "trained":
-            return Input([*argv, "--out", "run"], recipe, touched, kind)
         argv.insert(rng.randrange(1, len(argv) + 1), "--dry-run")
         return Input(argv, recipe, touched, kind)
-
-    def trained(self, rng: random.Random) -> Input:
-        """The same, right, trained for a step."""
-        return self.options(rng, trained=True)
 
     def source(self, rng: random.Random) -> Input:
         """Any data source, with options right and wrong, on data that are its own, another's, or none."""

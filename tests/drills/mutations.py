@@ -28,7 +28,7 @@ USERS = ("metrics.jsonl", "config.yaml")
 """Text files that people may edit: an edit that can still be read is theirs, and so are the numbers in it."""
 UNREAD = ("report.html", "summary.json", "translations.txt", "log.txt")
 """Files that are written anew and not read by the commands that are tried."""
-ACTIONS = ("train", "train", "train", "evaluate", "evaluate", "stream", "translate", "cache")
+ACTIONS = ("train", "train", "train", "evaluate", "evaluate", "stream", "cache")
 
 _shared: list[Path] = []
 
@@ -89,7 +89,6 @@ def _prepare(shared: Path) -> None:
         scored = shared / name / "scored"  # a copy, since the command writes more of its scores than training does
         shutil.copytree(shared / name / "whole", scored)
         said[name] = _command("evaluate", str(scored), "--json")
-    said["translate"] = _translate(whole.parents[1] / "translation" / "whole", shared)
     (shared / "said.json").write_text(json.dumps(said), encoding="utf-8")
 
 
@@ -110,11 +109,6 @@ def _ending_behind(step: int) -> Iterator[None]:
         yield
     finally:
         Trainer._train_step = taken  # type: ignore[method-assign]
-
-
-def _translate(run: Path, shared: Path) -> tuple[int, str]:
-    source = sorted((shared / "pairs").glob("test*.de"))[0]
-    return _command("translate", str(run), "--input", str(source), "--beams", "2", "--tokens", "6")
 
 
 def _command(*words: str) -> tuple[int, str]:
@@ -142,9 +136,7 @@ def attempt(case: str, folder: Path) -> None:
     os.chdir(folder)
     shutil.copytree(shared / "cache", folder / "cache", copy_function=shutil.copy2)
     os.environ["CACHED_TRANSFORMERS_CACHE"] = str(folder / "cache")
-    {"train": _train, "evaluate": _evaluate, "stream": _stream, "translate": _translated, "cache": _cache}[action](
-        random, folder, shared
-    )
+    {"train": _train, "evaluate": _evaluate, "stream": _stream, "cache": _cache}[action](random, folder, shared)
     if (folder / "unpickled").exists():
         raise Failure("something in a file was run")
 
@@ -209,18 +201,6 @@ def _stream(random: Random, folder: Path, shared: Path) -> None:
         return
     if state.read_bytes() != (shared / "end.safetensors").read_bytes():
         raise Failure(f"the state at the end is another: {said}")
-
-
-def _translated(random: Random, folder: Path, shared: Path) -> None:
-    """Translate with a damaged run."""
-    run = folder / "run"
-    shutil.copytree(shared / "translation" / "whole", run)
-    changed = _mutate(random, run, _files(run), shared)
-    status, said = _translate(run, shared)
-    wanted = json.loads((shared / "said.json").read_text(encoding="utf-8"))["translate"][1]
-    edited = any(file.name == "config.yaml" for file in changed)
-    if not _refused(status, said, run, changed) and said != wanted and not edited:
-        raise Failure(f"translations are other, silently: {said!r} for {wanted!r}")
 
 
 def _cache(random: Random, folder: Path, shared: Path) -> None:

@@ -6,18 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import small_language
 import torch
 from contract.contract_cases import CASES, SEGMENT, STREAMS, Case
 from contract.distributed_worker import ROWS, half
-from small_language import recipe, write_text
+from small_language import write_text
 from torch import Tensor, nn
 
-from cached_lab.experiments.build import build_dataset, build_model
-from cached_lab.tasks.kinds import make_task
-from cached_lab.tasks.recipes import config_from_dict, fill_from_data
 from cached_lab.training import checkpoint
 from cached_lab.training.distributed import World
-from cached_lab.training.progress import Reporter
 from cached_lab.training.sharding import Shards, full_tensor, is_sharded
 from cached_lab.training.trainer import Trainer
 from cached_transformers.files import NotWritten
@@ -43,21 +40,11 @@ STREAM = next(c for c in STREAMS if c.memory == "transformer_xl" and c.attention
 
 
 def make(folder: Path, text: Path, world: World, *overrides: str) -> Trainer:
-    config = config_from_dict(recipe(text, *overrides))
-    train, validation = (build_dataset(config, split) for split in ("train", "validation"))
-    config = fill_from_data(config, train.describe())
-    if world.main:
-        folder.mkdir(parents=True, exist_ok=True)
-    world.barrier()
-    task = make_task(config, build_model(config), train, validation, world)
-    return Trainer(config, task, folder, world, Reporter("test", 1, None))
+    return small_language.make(folder, text, *overrides, world=world)
 
 
 def fitted(folder: Path, text: Path, world: World, *overrides: str) -> Trainer:
-    trainer = make(folder, text, world, *overrides)
-    trainer.resume("auto")
-    trainer.fit()
-    return trainer
+    return small_language.fitted(folder, text, *overrides, world=world)
 
 
 def of_memory(name: str) -> tuple[str, ...]:

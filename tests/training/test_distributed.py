@@ -1,11 +1,11 @@
-"""Two processes under torchrun learn the same as one process, and write once."""
+"""Two processes learn the same as one process, and write once."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import launch
+import pairs
 import pytest
 import standin
 import torch
@@ -18,12 +18,12 @@ from cached_lab.training.metrics import read_metrics
 
 
 def run(folder: Path, processes: int, *overrides: str) -> str:
-    """One process runs here; what several, under torchrun, printed."""
+    """One process runs here; return what two printed."""
     recipe = folder.parent / "standin.yaml"
     recipe.write_text(yaml.safe_dump(standin.recipe(steps=20, evaluate_every=5, log_every=1)), encoding="utf-8")
     words = ["train", str(recipe), "--out", str(folder), *overrides]
     if processes > 1:
-        return launch.python(standin.__file__, *words, processes=processes)
+        return "".join(pairs.commands(words, folder.parent / "meeting"))
     assert main(words) == 0
     return ""
 

@@ -144,11 +144,6 @@ def test_a_run_that_stopped_goes_on_to_the_bit(images, tmp_path):
     assert lines[0] == lines[1]
 
 
-def test_workers_change_nothing(images, tmp_path):
-    runs = [run_training(recipe(images, workers=w, steps=3, **EVERYTHING), tmp_path / f"{w}") for w in (0, 2)]
-    assert runs[0]["test"] == runs[1]["test"] and runs[0]["best"] == runs[1]["best"]
-
-
 class TestRepeats:
     def test_each_image_is_in_its_batch_so_often_and_copies_lie_apart(self):
         order = TrainingOrder(12, 6, seed=1, repeats=3)

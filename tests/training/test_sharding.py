@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import launch
+import pairs
 import pytest
 import safetensors.torch
 import torch
@@ -189,14 +190,14 @@ def test_blocks_are_what_lists_hold() -> None:
 def test_a_run_of_two_processes_is_read_like_any_other(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From `cached train` under torchrun to `evaluate`, `generate` and `convert` of one process."""
+    """From `cached train` in two processes to `evaluate`, `generate` and `convert` of one."""
     tree = recipe(folder / "text", *of_memory("rmt"), "training.metric=bits_per_byte")
-    words = ["train", tmp_path / "recipe.yaml", "--out", tmp_path / "run", "training.parallel=fsdp"]
+    words = ["train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "run"), "training.parallel=fsdp"]
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-    launch.python("-m", "cached_lab.cli.main", *words, processes=2)
+    pairs.commands(words, tmp_path / "meeting")
     run = tmp_path / "run"
     assert (Checkpoints(run / "checkpoints").named("best") / SHARDS).is_dir()
-    assert main(["train", str(words[1]), "--out", str(tmp_path / "alone"), "training.parallel=fsdp"]) == 0
+    assert main(["train", words[1], "--out", str(tmp_path / "alone"), "training.parallel=fsdp"]) == 0
     tested = [json.loads((at / "summary.json").read_text(encoding="utf-8")) for at in (run, tmp_path / "alone")]
     assert tested[0]["test"]["loss"] == pytest.approx(tested[1]["test"]["loss"], abs=1e-6)
     assert tested[0]["parameters"] == tested[1]["parameters"] and tested[0]["flops"] == tested[1]["flops"]

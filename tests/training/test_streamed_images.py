@@ -8,24 +8,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
 import torch
 from data.pictures import encoded, write_tar
 from training.same_run import assert_same_run, assert_same_tree, final, train_until_killed
+from training.small_language import CPU, trainer_of
 
 from cached_lab.data.shard_order import Dealer
-from cached_lab.experiments.build import build_dataset, build_model
 from cached_lab.experiments.run import run_training
 from cached_lab.tasks import create_dataset
 from cached_lab.tasks.classification.images.image_shards import ImageShards
 from cached_lab.tasks.classification.images.image_stream import ALLOWED, TarStreams
-from cached_lab.tasks.kinds import make_task
-from cached_lab.tasks.recipes import config_from_dict, fill_from_data
+from cached_lab.tasks.recipes import config_from_dict
 from cached_lab.training.config import RunConfig
 from cached_lab.training.distributed import World
 from cached_lab.training.loader import Share
-from cached_lab.training.progress import Reporter
 from cached_lab.training.streamed_order import StreamedOrder
 from cached_lab.training.trainer import Trainer
 
@@ -63,19 +60,8 @@ def config(folder: Path, data: dict[str, Any] | None = None, **training: Any) ->
     )
 
 
-def make(settings: RunConfig, folder: Path, world: World | None = None) -> Trainer:
-    world = World(torch.device("cpu")) if world is None else world
-    train, validation = (build_dataset(settings, split) for split in ("train", "validation"))
-    settings = fill_from_data(settings, train.describe())
-    if world.main:
-        folder.mkdir(parents=True, exist_ok=True)
-    world.barrier()
-    task = make_task(settings, build_model(settings), train, validation, world)
-    return Trainer(settings, task, folder, world, Reporter("test", 1, None))
-
-
 def fitted(settings: RunConfig, folder: Path, world: World | None = None) -> Trainer:
-    trainer = make(settings, folder, world)
+    trainer = trainer_of(settings, folder, world or CPU)
     trainer.resume("auto")
     trainer.fit()
     return trainer
@@ -113,7 +99,7 @@ def test_a_run_that_was_killed_is_one_that_was_not(
 ) -> None:
     settings = config(folder, {"parts": 2}, workers=workers)
     fitted(config(folder, {"parts": 2}), tmp_path / "whole")
-    killed = make(settings, tmp_path / "killed")
+    killed = trainer_of(settings, tmp_path / "killed")
     train_until_killed(killed, 2 * 6 + 1, monkeypatch)  # between the pieces of the seventh step; the sixth was saved
     assert final(tmp_path / "killed").step == 6
     fitted(settings, tmp_path / "killed")
@@ -141,27 +127,6 @@ def test_processes_and_pieces_read_what_one_reads(folder: Path, parts: int) -> N
     again = StreamedOrder(shards, 8, 0, Share(1, 2, 2), parts, 3)
     again.load_state_dict(state)
     assert next(iter(again)) == ahead
-
-
-def train_streamed(world: World, folder: Path, shards: str) -> None:
-    """Train in one of two processes, once without and once with a stop in the middle."""
-    options = {"parts": 2}
-    fitted(config(Path(shards), options, mixup=0.0), folder / "whole", world)
-    fitted(config(Path(shards), options, mixup=0.0, steps=6), folder / "killed", world)
-    fitted(config(Path(shards), options, mixup=0.0), folder / "killed", world)
-
-
-@pytest.mark.slow
-def test_two_processes_go_on_to_the_bit_and_learn_what_one_learns(folder: Path, tmp_path: Path) -> None:
-    launch.world(train_streamed, tmp_path, str(folder))
-    killed, whole = (final(tmp_path / name) for name in ("killed", "whole"))
-    assert killed.step == whole.step == 8
-    assert_same_tree(killed.weights, whole.weights)
-    for name in ("carried", "optimizer", "rng"):
-        assert_same_tree(killed.training[name], whole.training[name], name)
-    fitted(config(folder, {"parts": 2}, mixup=0.0), tmp_path / "alone")
-    alone = final(tmp_path / "alone")
-    assert_same_tree(alone.training["carried"], whole.training["carried"])
 
 
 def test_a_run_from_the_beginning_to_the_report(folder: Path, tmp_path: Path) -> None:
@@ -251,4 +216,4 @@ def test_bad_options_are_named(
     folder: Path, tmp_path: Path, data: dict[str, Any], training: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        make(config(folder, data, **training), tmp_path / "run")
+        trainer_of(config(folder, data, **training), tmp_path / "run")

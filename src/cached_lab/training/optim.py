@@ -125,9 +125,3 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
     betas = (config.betas[0], config.betas[1])
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Set the learning rate of every parameter group."""
-    for group in optimizer.param_groups:
-        group["lr"] = value

@@ -234,14 +234,8 @@ def _fully_shard(module: nn.Module, mesh: Any, ignored: set[nn.Parameter]) -> An
 
 def _check(model: nn.Module) -> None:
     if tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) < (2, 7):
-        raise ValueError(
-            f"training.parallel='fsdp' needs torch 2.7 or later (ignored_params of fully_shard), this is "
-            f"{torch.__version__}; use training.parallel=ddp"
-        )
+        raise ValueError(f"training.parallel='fsdp' needs torch 2.7, this is {torch.__version__}; use ddp")
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0 or not parameter.is_floating_point():
-            what = "no dimension" if parameter.dim() == 0 else f"type {parameter.dtype}"
-            raise ValueError(
-                f"training.parallel='fsdp' shards real parameters in their first dimension, and {name} has {what}; "
-                "use training.parallel=ddp"
-            )
+            shape = f"shape {tuple(parameter.shape)} and type {parameter.dtype}"
+            raise ValueError(f"training.parallel='fsdp' divides rows of real numbers, {name} has {shape}; use ddp")

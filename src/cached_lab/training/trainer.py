@@ -28,7 +28,7 @@ from .ema import WeightAverage
 from .interruption import Interrupted, RunFailed, starter, stop_requests
 from .loader import mixed_seed
 from .metrics import MetricsFile, tallies
-from .optim import build_optimizer, learning_rate, set_learning_rate, warmup
+from .optim import build_optimizer, learning_rate, warmup
 from .progress import Reporter
 from .run_files import check_data, sha256_sums
 from .scores import goodness
@@ -164,7 +164,8 @@ class Trainer:
         self.step += 1
         self.model.train()
         put_back = remember_buffers(self.model)
-        set_learning_rate(self.optimizer, self._learning_rate())
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate()
         total = torch.zeros(self.task.width, dtype=torch.float64, device=self.world.device)
         for piece in range(settings.accumulate):
             waits = isinstance(wrapped, DistributedDataParallel | ShardedLoop) and piece < settings.accumulate - 1
