@@ -13,7 +13,7 @@ import yaml
 
 from cached_lab.cli.main import main
 from cached_lab.training.checkpoint import Checkpoints
-from cached_lab.training.distributed import World, pick_device
+from cached_lab.training.distributed import pick_device
 from cached_lab.training.metrics import read_metrics
 
 
@@ -44,13 +44,6 @@ def test_two_processes_follow_the_curve_of_one_and_write_once(tmp_path):
         torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=1e-5)
     summaries = [json.loads((tmp_path / str(n) / "summary.json").read_text(encoding="utf-8")) for n in (1, 2)]
     assert summaries[0]["test"]["loss"] == pytest.approx(summaries[1]["test"]["loss"], abs=1e-5)
-
-
-def test_a_world_of_one_needs_no_process_group():
-    alone = World(torch.device("cpu"))
-    assert alone.main and alone.gather("x") == ["x"]
-    assert alone.sum(torch.tensor([1.5])).tolist() == [1.5]
-    alone.barrier()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what a machine without CUDA lacks")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from drills.frame import Failure
 from same_run import final
 from small_language import recipe, write_text
 
+from cached_lab.training.distributed import agreed_name
+from cached_lab.training.interruption import RunFailed
 from cached_lab.training.metrics import read_metrics
 from cached_transformers.files import lives
 
@@ -44,6 +47,30 @@ def test_processes_end_when_torchrun_is_killed_and_their_run_goes_on(tmp_path: P
         time.sleep(0.05)
     assert not lives(owner) and final(run).step >= 9
     assert not (run / ".lock").exists()
+
+
+def test_a_name_is_agreed_on_whatever_earlier_processes_have_said() -> None:
+    store = torch.distributed.HashStore()
+    former: set[str] = set()
+    for _ in range(3):
+        found: list[str] = []
+        threads = [
+            threading.Thread(target=lambda rank=rank, found=found: found.append(agreed_name(store, rank, 3, 20.0)))
+            for rank in (2, 0, 1)
+        ]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.05)  # the first process then finds values of earlier processes
+        for thread in threads:
+            thread.join()
+        assert len(found) == 3 and len(set(found)) == 1 and not former & set(found)
+        former |= set(found)
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, 1), (1, 0)])
+def test_a_process_that_does_not_come_is_named(rank: int, missing: int) -> None:
+    with pytest.raises(RunFailed, match=rf"process {rank} of 2 waited 0 s for process {missing}"):
+        agreed_name(torch.distributed.HashStore(), rank, 2, 0.02)
 
 
 def test_the_drill_draws_moments_that_each_start_reaches() -> None:

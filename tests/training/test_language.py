@@ -368,14 +368,6 @@ def test_bad_input_ends_with_status_2(tmp_path, text, capsys, override, message)
     assert message in capsys.readouterr().err
 
 
-def test_an_empty_file_ends_with_status_2(tmp_path, text, capsys):
-    (text / "valid.txt").write_text("", encoding="utf-8")
-    file = tmp_path / "language.yaml"
-    file.write_text(yaml.safe_dump(recipe(text)), encoding="utf-8")
-    assert main(["train", str(file), "--out", str(tmp_path / "run")]) == 2
-    assert "valid.txt is empty; remove it" in capsys.readouterr().err
-
-
 @pytest.mark.usefixtures("no_report")
 def test_a_run_of_a_text_recipe(tmp_path, text):
     options = ["training.steps=2", "schedule.warmup_steps=1", "training.batch_size=2", "training.tensorboard=false"]

@@ -172,7 +172,7 @@ def test_a_changed_byte_in_a_share_is_found(folder: Path) -> None:
 
 
 def test_several_processes_need_a_way_to_train_together(seen: list[dict[str, Any]]) -> None:
-    assert "with 2 processes would train 2 models into one folder; use ddp or fsdp" in seen[0]["none"]
+    assert "parallel='none' is for one process, not for 2; use ddp or fsdp" in seen[0]["none"]
 
 
 @pytest.mark.parametrize("option", [{"precision": "float16"}, {"compile": True}])

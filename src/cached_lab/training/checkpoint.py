@@ -164,14 +164,11 @@ class Checkpoints:
             raise ValueError(f"{self.folder} has no {name!r} checkpoint; the run has saved none yet")
         if name == "last":
             return paths[-1]
-        best = _read_meta(paths[-1])["best"]
-        if best is None:
+        if (best := _read_meta(paths[-1])["best"]) is None:
             raise ValueError(f"{self.folder} has no {name!r} checkpoint: the run has not been evaluated; take the last")
-        path = self.path(int(best["step"]))
-        if not path.is_dir():
+        if not (path := self.path(int(best["step"]))).is_dir():
             raise ValueError(
-                f"{self.folder} has no {name!r} checkpoint any more: {path.name} has vanished; take the last, or "
-                "resume training, which chooses another"
+                f"{self.folder} has no {name!r} checkpoint: {path.name} has vanished; resume, or take the last"
             )
         return path
 

@@ -9,6 +9,8 @@ import gc
 import importlib
 import os
 import re
+import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cached_transformers.annotations import shown
 from cached_transformers.memories.grc.shared_cache import caches
+
+from .interruption import RunFailed
 
 T = TypeVar("T")
 
@@ -91,9 +95,8 @@ def in_world(device: str, work: Callable[[World], T]) -> T:
 def in_group(work: Callable[[], T], backend: str, **rendezvous: Any) -> T:
     """Call `work` with a process group; the group and its threads end with the call.
 
-    A Gloo thread that outlives the group may free a tensor during interpreter shutdown, which aborts the process, or
-    deadlock with the destructor of a wrapped model. `work` is a function so that its local variables are gone when the
-    group is destroyed.
+    A Gloo thread that outlives the group may abort the process at its end, or deadlock with a wrapped model. `work` is
+    a function so that its local variables are gone when the group is destroyed.
 
     Args:
         work: must not return anything that communicates.
@@ -102,7 +105,7 @@ def in_group(work: Callable[[], T], backend: str, **rendezvous: Any) -> T:
     """
     # The functions of this module hold the group at import as a default argument; imported now, they hold none.
     importlib.import_module("torch.distributed.nn.functional")
-    dist.init_process_group(backend, **rendezvous)
+    dist.init_process_group(backend, **(rendezvous or _rendezvous()))
     group = dist.group.WORLD
     try:
         return work()
@@ -110,6 +113,60 @@ def in_group(work: Callable[[], T], backend: str, **rendezvous: Any) -> T:
         dist.destroy_process_group()
         gc.collect()  # wrapped models are cycles
         del group  # the last reference: its destructor waits for the threads without the GIL
+
+
+def _rendezvous() -> dict[str, Any]:
+    """Return rendezvous arguments: the store of torchrun under a prefix that is new for each start.
+
+    The store outlives restarts and still has the addresses of killed processes (pytorch issue 135712). The number of
+    restarts is no unique prefix, since each torchrun counts its own.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    name = agreed_name(dist.PrefixStore("cached_transformers", store), rank, size)
+    return {"store": dist.PrefixStore(name, store), "rank": rank, "world_size": size}
+
+
+def agreed_name(store: dist.Store, rank: int, size: int, patience: float = 1800.0) -> str:
+    """Agree on a new name in a store that may hold values of earlier processes.
+
+    Each process but the first writes a random word; the first answers with that word and the name. A process that reads
+    its own word knows that the answer is new, and confirms the name.
+
+    Raises:
+        RunFailed: a process did not come.
+    """
+    own, until = uuid.uuid4().hex, time.monotonic() + patience
+    missing, answered = set(range(1, size)) if rank == 0 else {0}, set[str]()
+    name = own
+
+    def value(key: str) -> str:
+        return store.get(key).decode() if store.check([key]) else ""
+
+    if rank:
+        store.set(f"word_{rank}", own)
+    while missing:
+        if time.monotonic() > until:
+            raise RunFailed(
+                f"process {rank} of {size} waited {patience:.0f} s for process {min(missing)}: see torchrun"
+            )
+        if rank:
+            answer = value(f"answer_{rank}").split()
+            if answer[:1] == [own]:
+                name = answer[1]
+                store.set(f"name_{rank}", name)
+                break
+        for other in sorted(missing) if not rank else ():
+            word = value(f"word_{other}")
+            if value(f"name_{other}") == name:
+                missing.discard(other)
+            elif word and word not in answered:
+                store.set(f"answer_{other}", f"{word} {name}")
+                answered.add(word)
+        time.sleep(0.005)
+    return name
 
 
 def pick_device(name: str, local_rank: int | None = None) -> torch.device:

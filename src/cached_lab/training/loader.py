@@ -11,6 +11,7 @@ times with different augmentation: an epoch has as many rows, of fewer images.
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import signal
 import warnings
@@ -91,10 +92,8 @@ class SeededRows(TorchDataset[tuple[Tensor, int]]):
                 if not skips_bad_files(self.dataset):
                     raise
                 self.met.append(error)
-        raise ValueError(
-            f"{_MAX_BAD_IN_A_ROW} files in a row cannot be used, the last {self.met[-1].file} "
-            f"({self.met[-1].reason}); fetch the data again"
-        )
+        last = self.met[-1]
+        raise ValueError(f"{_MAX_BAD_IN_A_ROW} files in a row cannot be used, the last {last.file} ({last.reason})")
 
 
 class _Batches(TorchDataset[Loaded]):
@@ -176,15 +175,10 @@ class TrainingOrder(Sampler[list[Key]]):
         self, size: int, batch_size: int, seed: int, start: int = 0, share: Share = WHOLE, repeats: int = 1
     ) -> None:
         if batch_size % repeats:
-            raise ValueError(
-                f"training.batch_size={batch_size} must be a multiple of training.repeats={repeats}, the copies of "
-                "each image"
-            )
+            raise ValueError(f"training.batch_size={batch_size} must be a multiple of training.repeats={repeats}")
         share.check(batch_size)
         if batch_size > size:
-            raise ValueError(
-                f"training.batch_size={batch_size} exceeds the {size} training rows; choose a smaller batch"
-            )
+            raise ValueError(f"training.batch_size={batch_size} exceeds the {size} training rows; take fewer")
         self.size, self.batch_size, self.seed, self.start = size, batch_size, seed, start
         self.share, self.repeats = share, repeats
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.long)
@@ -264,7 +258,7 @@ def _loaded(dataset: Any, rows: Any, batches: Any, workers: int, pin_memory: boo
         _Batches(dataset, rows),
         batch_size=None,
         sampler=batches,  # an item is a whole batch
-        collate_fn=_as_it_is,  # type: ignore[arg-type]
+        collate_fn=copy.copy,  # as it is
         num_workers=workers,
         worker_init_fn=_ignore_interrupts,
         pin_memory=pin_memory,
@@ -285,10 +279,6 @@ def _loaded(dataset: Any, rows: Any, batches: Any, workers: int, pin_memory: boo
 def _ignore_interrupts(worker: int) -> None:
     # Ctrl-C reaches every process of the terminal; the training process saves first, and then ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _as_it_is(loaded: Loaded) -> Loaded:
-    return loaded
 
 
 def to_device(tree: T, device: torch.device) -> T:

@@ -68,7 +68,10 @@ class Trainer:
         if settings.activation_checkpointing:
             enable_activation_checkpointing(task.model)
         self.task, self.model = task, task.model.to(world.device)
-        self.shards = task.shards = self._shards()
+        several = world.size > 1
+        if several and settings.parallel == "none":
+            raise ValueError(f"training.parallel='none' is for one process, not for {world.size}; use ddp or fsdp")
+        self.shards = task.shards = Shards(self.model, world) if several and settings.parallel == "fsdp" else None
         self.files = task.files()
         self.optimizer = build_optimizer(self.model, config.optimizer)
         decay = settings.ema_decay
@@ -93,18 +96,6 @@ class Trainer:
         self._starter = starter()
         # Each process has its own dropout masks; the first has those of a single process.
         seed_everything(settings.seed if world.main else mixed_seed(settings.seed, world.rank))
-
-    def _shards(self) -> Shards | None:
-        """Shard the model if `training.parallel=fsdp` and there are several processes."""
-        parallel, size = self.settings.parallel, self.world.size
-        if size > 1 and parallel == "none":
-            raise ValueError(
-                f"training.parallel='none' with {size} processes would train {size} models into one folder; use ddp "
-                "or fsdp, or start one process"
-            )
-        if size == 1 or parallel != "fsdp":
-            return None
-        return Shards(self.model, self.world)
 
     def join(self) -> None:
         """Gather the whole model in every process after training; training cannot continue."""
@@ -138,7 +129,9 @@ class Trainer:
         wrapped, runner = self.task.runner()
         if (given := self.config.schedule.warmup_steps) != (taken := warmup(self.config.schedule, settings.steps)):
             self.reporter.message(f"schedule.warmup_steps={given} would fill training.steps={settings.steps}: {taken}")
-        with self._open_files(), stop_requests() as stop, self.reporter, self.writer.finished(self.reporter.message):
+        self._metrics = MetricsFile(self.folder, self.step, settings.tensorboard) if self.world.main else None
+        closing = contextlib.nullcontext() if self._metrics is None else contextlib.closing(self._metrics)
+        with closing, stop_requests() as stop, self.reporter, self.writer.finished(self.reporter.message):
             self.reporter.advance(self.step)
             while self.step < settings.steps:
                 started = time.perf_counter()
@@ -205,15 +198,6 @@ class Trainer:
                 f"schedule.warmup_steps, or use training.precision=float32. "
                 f"The newest checkpoint is step {self._saved_step}."
             )
-
-    @contextlib.contextmanager
-    def _open_files(self) -> Iterator[None]:
-        self._metrics = MetricsFile(self.folder, self.step, self.settings.tensorboard) if self.world.main else None
-        try:
-            yield
-        finally:
-            if self._metrics is not None:
-                self._metrics.close()
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._metrics is not None:
