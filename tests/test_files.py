@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 import pytest
 
 from cached_lab.training.metrics import MetricsFile
-from cached_transformers.files import NotWritten, _prefix, write_whole
+from cached_transformers.files import NotWritten, write_whole
 
 
 def test_a_file_is_written_again_only_when_it_changes(tmp_path: Path) -> None:
@@ -28,8 +29,8 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) 
     if not process:
         os._exit(0)
     os.waitpid(process, 0)
-    left = path.with_name(f"{_prefix(path)}{process}.partial")
-    kept = [path.with_name(f"{_prefix(path)}{os.getppid()}.partial"), path.with_name(f".{path.name}.mine.partial")]
+    names = [f"{platform.node()}.{process}", f"{platform.node()}.{os.getppid()}", "mine"]
+    left, *kept = [path.with_name(f".{path.name}.{name}.partial") for name in names]
     for file in (left, *kept):
         file.touch()
     write_whole(path, b"{}")

@@ -1,8 +1,8 @@
 """Make torchvision importable beside a torch that its compiled operators were not built for.
 
-Such a pair (a CUDA wheel of torchvision and a CPU wheel of torch, for instance) fails at `import torchvision` with
-"operator torchvision::nms does not exist", and so do timm and most of transformers. If the compiled operators do not
-load, nms and roi_align are registered as plain torch functions. Other operators still fail when they are called.
+Such a pair (a CUDA wheel of one, a CPU wheel of the other) fails at `import torchvision` with "operator
+torchvision::nms does not exist", and so do timm and most of transformers. If the compiled operators do not load, nms
+and roi_align are registered as plain torch functions. Other operators still fail when they are called.
 
 Shapes: N boxes (R not yet kept or dropped), K regions, B images, C channels, Y x X feature map.
 """

@@ -21,7 +21,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from . import _damage, _small_data
+from . import _damage
 from .frame import Drill, Failure, in_child
 
 USERS = ("metrics.jsonl", "config.yaml")
@@ -60,18 +60,7 @@ def _prepare(shared: Path) -> None:
     made = {name: _runs.recipes()[name](shared) for name in ("language", "translation", "listops")}
     for name, config in made.items():
         (shared / f"{name}.yaml").write_text(config_to_yaml(config), encoding="utf-8")
-    packed = shared / "packed"
-    packed.mkdir()
-    files = {f"{split}/{name}/{n}.png": _small_data.picture(n + 5 * p) for split in ("train", "val", "test")
-             for p, name in enumerate("ab") for n in range(5)}  # fmt: skip
-    (packed / "i.tar.gz").write_bytes(_damage.PACKERS[".gz"][1](_small_data.packed_tar(files)))
-    data = {"name": "image_folder", "path": str(packed / "i.tar.gz"), "image_size": 8}
-    model = {"name": "vision_transformer", "width": 8, "depth": 1, "heads": 2, "feed_forward": 8, "patch_size": 4}
-    training = {"steps": 2, "batch_size": 4, "tensorboard": False, "device": "cpu", "evaluate_every": 1}
-    (shared / "packed.yaml").write_text(
-        json.dumps({"name": "packed", "data": data, "model": model, "training": training}), encoding="utf-8"
-    )
-    for name in (*made, "packed"):
+    for name in made:
         for folder in ("half", "whole"):
             with _ending_behind(4) if folder == "half" else contextlib.nullcontext():
                 status, said = _command("train", str(shared / f"{name}.yaml"), "--out", str(shared / name / folder))
@@ -204,12 +193,11 @@ def _stream(random: Random, folder: Path, shared: Path) -> None:
 
 
 def _cache(random: Random, folder: Path, shared: Path) -> None:
-    """Train from the beginning with damaged unpacked archives, indexes, tokens or vocabularies."""
+    """Train from the beginning with damaged data, tokens or vocabularies in the cache."""
     from . import _runs
 
-    name = random.choice(["packed", "packed", "packed", "language", "translation"])
-    kinds = {"packed": "unpacked", "language": "", "translation": ""}[name]
-    files = sorted(file for file in (folder / "cache").iterdir() if file.name.startswith(kinds))
+    name = random.choice(["language", "translation", "listops"])
+    files = sorted((folder / "cache").iterdir())
     changed = _mutate(random, folder / "cache", files, shared)
     run = folder / "run"
     status, said = _command("train", str(shared / f"{name}.yaml"), "--out", str(run))

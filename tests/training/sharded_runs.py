@@ -22,7 +22,7 @@ from cached_transformers.loops.replay import ReplayLoop
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.grc.shared_cache import caches, commit_caches
 
-MEMORIES = ("transformer_xl", "rmt", "grc_stream", "memformer", "armt", "infini")
+MEMORIES = ("transformer_xl", "rmt", "grc_stream")
 ALIKE = ("model.dropout=0.0", "training.evaluate_every=3", "training.log_every=1", "training.accumulate=2")
 SGD = (*ALIKE, "training.steps=3", "training.bptt=2", "optimizer.name=sgd", "training.clip_norm=0.1")
 """Adam divides gradients that ought to be 0 by their own size, and so shows the last digit of them in the first."""
@@ -143,16 +143,15 @@ def train_all(world: World, folder: Path) -> dict[str, Any]:
         seen[name] = stream_gradients(STREAM, loop, world)
     seen["sample"] = vision(world, attend="sample")
     seen["mean"], seen["replicated"] = vision(world, attend="mean"), vision(world, replicated=True, attend="mean")
-    for precision in ("float32", "bfloat16"):
-        options = (*CARRIED, f"training.precision={precision}", "training.parallel=fsdp", "model.memory.length=6")
-        fitted(folder / precision, text, world, *options, "training.steps=8")
-        later = (*options, "training.save=async")
-        fitted(folder / f"{precision}_parts", text, world, *later, "training.steps=4")
-        trainer = fitted(folder / f"{precision}_parts", text, world, *later, "training.steps=8")
+    options = (*CARRIED, "training.precision=bfloat16", "training.parallel=fsdp", "model.memory.length=6")
+    fitted(folder / "whole", text, world, *options, "training.steps=8")
+    later = (*options, "training.save=async")
+    fitted(folder / "parts", text, world, *later, "training.steps=4")
+    trainer = fitted(folder / "parts", text, world, *later, "training.steps=8")
     seen["cut"] = all(is_sharded(p) for p in trainer.model.parameters())
     seen["share"] = sum(p.to_local().numel() for p in trainer.model.parameters())  # type: ignore[operator]
     seen["all"] = sum(p.numel() for p in trainer.model.parameters())
-    seen["failing"] = failing_save(trainer, folder / "bfloat16_parts" / "checkpoints", world)
+    seen["failing"] = failing_save(trainer, folder / "parts" / "checkpoints", world)
     plain = World(torch.device("cpu"))
     if world.main:  # one process begins, two resume
         fitted(folder / "begun_by_one", text, plain, *CARRIED, "training.steps=4")

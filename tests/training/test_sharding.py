@@ -109,18 +109,17 @@ def test_each_process_has_its_share(seen: list[dict[str, Any]]) -> None:
     assert seen[0]["share"] < 0.6 * seen[0]["all"]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_the_same_number_goes_on_to_the_bit(precision: str, folder: Path) -> None:
+def test_the_same_number_goes_on_to_the_bit(folder: Path) -> None:
     """Saved at once, or in the background."""
-    assert_same_run(folder / precision, folder / f"{precision}_parts", 8)
-    shares = [final(folder / name).path / SHARDS for name in (precision, f"{precision}_parts")]
+    assert_same_run(folder / "whole", folder / "parts", 8)
+    shares = [final(folder / name).path / SHARDS for name in ("whole", "parts")]
     for file in sorted(shares[0].iterdir()):
         assert file.read_bytes() == (shares[1] / file.name).read_bytes()
 
 
 def test_one_process_goes_on_where_two_stopped(folder: Path, tmp_path: Path) -> None:
-    options = (*CARRIED, "model.memory.length=6", "training.steps=8")
-    run = Path(shutil.copytree(folder / "float32", tmp_path / "run"))  # other tests look at where it stopped
+    options = (*CARRIED, "training.precision=bfloat16", "model.memory.length=6", "training.steps=8")
+    run = Path(shutil.copytree(folder / "whole", tmp_path / "run"))  # other tests look at where it stopped
     saved, _ = Checkpoints(run / "checkpoints").newest_valid()
     assert saved is not None and (saved.path / SHARDS).is_dir() and isinstance(saved.weights, dict)
     trainer = make(run, folder / "text", ALONE, *options)
@@ -154,7 +153,7 @@ def test_a_save_that_fails_in_one_process_fails_in_all_and_leaves_nothing(seen: 
 
 
 def test_a_changed_byte_in_a_share_is_found(folder: Path) -> None:
-    path = folder / "float32_parts" / "checkpoints" / "step_00000006"
+    path = folder / "parts" / "checkpoints" / "step_00000006"
     for file in sorted((path / SHARDS).iterdir()):
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1

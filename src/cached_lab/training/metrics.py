@@ -66,7 +66,8 @@ class MetricsFile:
     """
 
     def __init__(self, folder: Path, step: int, tensorboard: Literal["auto", True, False] = False) -> None:
-        self.path, self._events = folder / "metrics.jsonl", None
+        self.path = folder / "metrics.jsonl"
+        self._events: Any = None
         kept = [line for line in read_metrics(self.path) if line["step"] <= step]
         write_whole(self.path, "".join(f"{json.dumps(line)}\n" for line in kept).encode())
         with _naming(self.path):

@@ -12,8 +12,10 @@ from cached_transformers.loops.curriculum import AdaptiveCurriculum, Curriculum
 
 from .scores import Score
 
-_COUNTS = ("steps", "batch_size", "accumulate", "evaluate_every", "keep", "log_every", "max_bad_steps", "repeats")
-_COUNTS += ("average_last", "pipeline", "segment_length", "segments", "bptt", "passes")
+_COUNTS = (
+    *("steps", "batch_size", "accumulate", "evaluate_every", "keep", "log_every", "max_bad_steps", "repeats"),
+    *("average_last", "pipeline", "segment_length", "segments", "bptt", "passes"),
+)
 
 
 @dataclass(frozen=True)

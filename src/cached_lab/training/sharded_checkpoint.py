@@ -82,7 +82,7 @@ def join_shards(tree: Any, stored: Mapping[str, Sequence[tuple[Path, int, int]]]
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], world: World) -> None:
     """Write this process' rows of sharded tensors (OSError)."""
     folder.mkdir(exist_ok=True)
-    mine = {name: t.to_local().detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}  # type: ignore[operator]
+    mine = {name: t.to_local().detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}  # type: ignore[attr-defined]
     begins = json.dumps({name: first_row(t) for name, t in tensors.items()})
     write_durably(folder / f"{world.rank:05d}.safetensors", safetensors.torch.save(mine, {"begins": begins}))
     sync_folder(folder)
