@@ -118,7 +118,7 @@ class Grammar:
     def draw(self, seed: str) -> Input:
         """One input."""
         rng = random.Random(seed)
-        kinds = {self.options: 56, self.source: 14, self.command: 20, self.text: 10}
+        kinds = {self.options: 70, self.command: 20, self.text: 10}
         return rng.choices(list(kinds), list(kinds.values()))[0](rng)
 
     def options(self, rng: random.Random) -> Input:
@@ -127,6 +127,9 @@ class Grammar:
         tree, wrong = tree_of(self.bases[base]), rng.choice([0.0, 0.3, 1.0])
         touched: list[str] = []
         changes: list[tuple[str, Any]] = []
+        if rng.random() < 0.2:
+            tree["data"] = self.source(rng)
+            touched += ["data", *tree["data"], *map(str, tree["data"].values())]
         if rng.random() < 0.75:
             tree["model"]["memory"], more = self.part(MEMORIES, rng, wrong)
             changes += [(f"model.memory.{key}", value) for key, value in more]
@@ -189,29 +192,14 @@ class Grammar:
         argv.insert(rng.randrange(1, len(argv) + 1), "--dry-run")
         return Input(argv, recipe, touched, kind)
 
-    def source(self, rng: random.Random) -> Input:
-        """Any data source, with options right and wrong, on data that are its own, another's, or none."""
+    def source(self, rng: random.Random) -> dict[str, Any]:
+        """Any data source with the options that it needs, on data that are its own, another's, or none."""
         entry = DATASETS.entry(rng.choice(DATASETS.names()))
-        known, words, wrong = hints(entry.factory), words_of(entry.factory), rng.choice([0.2, 1.0])
-        model = {"text": "language_model", "images": "vision_transformer", "lists": "sequence_classifier"}
-        tree = tree_of(self.bases[rng.choice(list(model))])
-        needed = [name for name, p in entry.options.items() if p.default is p.empty and name != "split"]
-        others = [name for name in entry.options if name not in needed]
-        chosen = [*(n for n in needed if rng.random() < 0.95), *rng.sample(others, min(len(others), rng.randrange(3)))]
-        lists = [name for name in self.bases["lists"]["data"] if name != "name"] if entry.name == "listops" else []
-        options = {name: self.bases["lists"]["data"][name] for name in lists}  # by default it makes 100,000
-        changes = []
-        for name in chosen:
-            if entry.name == "listops" and name in lists:
-                continue
-            value = drawn(known.get(name, Any), rng, words, self.paths, wrong if rng.random() < 0.5 else 0.0)
-            if isinstance(value, Text):
-                changes.append((f"data.{name}", value))
-            else:
-                options[name] = value
-        tree["data"] = {"name": entry.name, **options}
-        touched = [f"data.{name}" for name in chosen] + [entry.name, "data", *map(str, options.values())]
-        return self.written(tree, changes, touched, rng, "source")
+        known, words = hints(entry.factory), words_of(entry.factory)
+        needed = [name for name, p in entry.options.items() if p.default is p.empty and name not in DROPPED]
+        small = self.bases["lists"]["data"] if entry.name == "listops" else {}  # by default it makes 100,000
+        found = {name: fitting(known.get(name, Any), rng, words, self.paths) for name in needed}
+        return {**found, **small, "name": entry.name}
 
     def text(self, rng: random.Random) -> Input:
         """The text of a recipe, damaged."""
@@ -269,27 +257,26 @@ class Grammar:
             return str(rng.choice([1, 2, 3, 0, -1, 0.5, 10**12]))
         names = [*MEMORIES.names(), *ATTENTIONS.names(), *MODELS.names(), *DATASETS.names()]
         by_dest = {
-            "recipe": ["recipe.yaml", "digits_vit_grc", "absent"],
-            "overrides": ["training.steps=1", "model.width=8", "x=1", "model.memory=grc", "latch.classes=2", "=", "a"],
-            "name": names,
-            "folder": self.runs,
-            "folders": self.runs,
-            "reproduction": ["table1", "table5", "table6", "table9", "table10", "tabel1"],
-            "device": ["cpu", "cuda", "cuda:9", "meta", "xpu", "auto", "tpu"],
-            "checkpoint": ["best", "last", "tested", "absent", "."],
-            "variants": ["plain,grc", "plain", "grc:ratio=1", "grc:ratio", "grc,grc", "plain:x=1", "gcr"],
-            "memory": ["carry", "reset,shuffle", "batch", "other", "carry,"],
-            "memories": ["grc_stream", "transformer_xl,rmt", "all", "gcr"],
-            "tasks": ["latch", "copy,recall", "facts", "x"],
-            "models": ["ViT-S", "x"],
-            "attentions": ["all", "linear,softmax", "x"],
-            "control": ["conv", "flops", "conv,flops", "x"],
-            "seeds": ["3", "0,1", "0", "-1", "1,1", "x", "999999999999"],
-            "rows": ["paper", "all", "x"],
-            "threshold": ["0.5", "2", "nan"],
-            "images": [str(self.shared / "coco"), *self.paths],
+            "recipe": "recipe.yaml digits_vit_grc absent",
+            "overrides": "training.steps=1 model.width=8 x=1 model.memory=grc index=1 latch.classes=2 = a",
+            "reproduction": "table1 table5 table6 table9 table10 tabel1",
+            "device": "cpu cuda cuda:9 meta xpu auto tpu",
+            "checkpoint": "best last tested absent .",
+            "variants": "plain,grc plain grc:ratio=1 grc:ratio grc,grc plain:x=1 gcr",
+            "memory": "carry reset,shuffle batch other carry,",
+            "memories": "grc_stream transformer_xl,rmt all gcr",
+            "tasks": "latch copy,recall facts x",
+            "models": "ViT-S x",
+            "attentions": "all linear,softmax x",
+            "control": "conv flops conv,flops x",
+            "seeds": "3 0,1 0 -1 1,1 x 999999999999",
+            "rows": "paper all x",
+            "threshold": "0.5 2 nan",
         }
-        return rng.choice(by_dest.get(action.dest, [*self.paths, "new.out", "new/figure.png", "figure.svg"]))
+        if action.dest in by_dest:
+            return rng.choice(by_dest[action.dest].split())
+        lists = {"name": names, "folder": self.runs, "folders": self.runs}
+        return rng.choice(lists.get(action.dest, [*self.paths, "new.out", "new/figure.png", "figure.svg"]))
 
 
 def amount(action: argparse.Action, rng: random.Random) -> int:
