@@ -60,7 +60,7 @@ def seeded(*numbers: int) -> Iterator[None]:
 
 
 class Loaded(NamedTuple):
-    """A batch from a loading process (None without usable rows), and the bad files it met."""
+    """A batch (None without usable rows), and the bad files it met."""
 
     batch: Any
     bad: tuple[BadFile, ...]
@@ -292,7 +292,7 @@ def evaluation_batches(
     """Yield every row of this process' share once, in order; shares may differ by one row.
 
     Raises:
-        BadFile: a file cannot be used, and bad files are not skipped.
+        BadFile: see `training_batches`.
     """
     mine = range(rank, len(dataset), world_size)
     batches = [mine[begin : begin + batch_size] for begin in range(0, len(mine), batch_size)]

@@ -34,15 +34,11 @@ _STATE, _FINAL_STATE, _GRADIENT = "state", "final state", "gradient"
 class SegmentPipeline(SegmentLoop):
     """Segment loop whose segments are divided over processes, for rows whose activations are too large for one.
 
-    All processes of the group call it with the same rows and call `backward` on their loss. Process r of P reads the
-    r-th share of neighbouring segments. If there are fewer segments than processes, the last processes only wait.
-    Without other processes it is a `SegmentLoop`.
-
-    The loss of a process is P times its share of the whole loss, so that the mean over processes is the loss of one
-    process, and gradients likewise: wrap it in `DistributedDataParallel(pipeline, find_unused_parameters=True)` over
-    all processes, including those that read other rows. Scale the loss by the same factor in all processes.
-
-    Buffers that segments write, such as running averages, are local to each process.
+    All processes of the group call it with the same rows and call `backward` on their loss. If there are fewer segments
+    than processes, the last processes only wait. The loss of a process is P times its share of the whole loss, so that
+    the mean over processes is the loss of one process, and gradients likewise: wrap it in
+    `DistributedDataParallel(pipeline, find_unused_parameters=True)` over all processes, including those that read other
+    rows. Buffers that segments write, such as running averages, are local to each process.
 
     Args:
         model, segment_length, bptt, scoring: see `SegmentLoop`. Where a window of `bptt` segments ends between two
@@ -73,8 +69,7 @@ class SegmentPipeline(SegmentLoop):
         super().__init__(model, segment_length, bptt, scoring=scoring)
         if any(True for _ in caches(self.model)):
             raise ValueError(
-                "a cache shared by all rows is written by each segment of a step in order, and each process of a "
-                "pipeline would write its own; use a memory with a state, such as grc_stream, or SegmentLoop"
+                "each process would write a cache shared by all rows on its own; use a memory with a state"
             )
         self.messages = Messages(group)
 
@@ -88,16 +83,10 @@ class SegmentPipeline(SegmentLoop):
         places: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> tuple[Tensor, State | None]:
-        """Return P times this process' share of the loss of the batch, and the detached state after the batch.
+        """Return P times this process' share of the loss, and the detached state after the batch.
 
-        Arguments are those of `SegmentLoop.forward` for the whole batch; only the first process uses `state`.
-
-        Returns:
-            The loss, and the state after the batch in the first process and in the one that read the last segment;
-            None in the other processes.
-
-        Raises:
-            ValueError: see `SegmentLoop`.
+        Arguments are those of `SegmentLoop.forward` for the whole batch; only the first process uses `state`. The state
+        is None but in the first process and in the one that read the last segment.
         """
         told = padding
         if documents is not None:

@@ -1,7 +1,4 @@
-"""Batches of streamed data: the training process reads examples in order, loading processes turn them into inputs.
-
-The loader prefetches, so the position in the stream after each step is kept until that step is over.
-"""
+"""Batches of streamed data: the training process reads examples in order, loading processes turn them into inputs."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ class StreamedOrder(Sampler[list[StreamKey]]):
         self._parts = Parts.of_rows(parts, batch_size, share.rank * self._rows, self._rows)
         self._skipped = share.rank * self._rows - self._parts.own.start * self._parts.each
         self._dealers = {part: Dealer(data, part, parts, window, seed) for part in self._parts.own}
-        self._after: dict[int, dict[int, dict[str, Any]]] = {}
+        self._after: dict[int, dict[int, dict[str, Any]]] = {}  # positions after each step, since loaders prefetch
 
     def __iter__(self) -> Iterator[list[StreamKey]]:
         step = self.start

@@ -33,7 +33,7 @@ class Task:
 
     Attributes:
         share: share of each batch for this process.
-        shards: sharded weights, set by the trainer; None if every process has all weights.
+        shards: sharded weights, set by the trainer, if any.
         width: number of sums that `backward` returns; the last one is the divisor of the others.
         dynamic: `dynamic` of torch.compile: True if batch sizes vary.
         of_documents: settings of documents, such as a curriculum, apply.
