@@ -64,7 +64,8 @@ def second_score(values: Mapping[str, Any]) -> str:
     if "accuracy" in values:
         stage = ""
         if "stage_accuracy" in values:  # a curriculum over lengths; the other score is for full lengths
-            stage = f"  {values['stage_accuracy']:.2%} at the stage's {values['stage_segments']} segments"
+            at = f"{values['stage_segments']} segments, the stage of the curriculum"
+            stage = f"  {values['stage_accuracy']:.2%} at {at}"
         return f"accuracy {values['accuracy']:.2%}{stage}"
     if "bits_per_byte" in values:
         return f"bits per byte {values['bits_per_byte']:.4f}"
