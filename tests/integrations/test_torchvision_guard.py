@@ -103,13 +103,14 @@ def test_nms_without_boxes_and_with_empty_ones() -> None:
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("sampling_ratio", [0, 2])
+@pytest.mark.parametrize("sampling_ratio", [-1, 0, 1, 2, 3])
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (2, 3)])
 def test_roi_align_equals_slow_twin(aligned: bool, sampling_ratio: int, height: int, width: int) -> None:
     images = torch.randn(2, 3, 9, 7, dtype=torch.float64, requires_grad=True)
-    # Inside, of no extent, inside out, and on the border; detectors clip boxes to the image.
-    special = [[0, 0, 14, 18], *([[3, 3, 3, 3], [8, 8, 4, 4]] if sampling_ratio else [])]
-    boxes = torch.cat((random_boxes(8, 7.0, 7.0), torch.tensor(special, dtype=torch.float64)))
+    # Inside, beyond every side, of no extent, inside out, on the border, and far outside.
+    boxes = torch.cat((random_boxes(4, 14.0, 8.0), random_boxes(4, 20.0, 20.0) - 6.0))
+    special = [[3, 3, 3, 3], [8, 8, 4, 4], [0, 0, 14, 18], [-40, -40, -30, -30], [-2, -2, 16, 20]]
+    boxes = torch.cat((boxes, torch.tensor(special, dtype=torch.float64)))
     rois = torch.cat((torch.randint(0, 2, (len(boxes), 1)).double(), boxes), dim=1)
     arguments = (rois, 0.5, height, width, sampling_ratio, aligned)
 
@@ -131,12 +132,13 @@ def test_roi_align_without_regions_keeps_the_graph() -> None:
 
 
 @pytest.mark.parametrize("sampling_ratio", [2, -1])
-def test_roi_align_survives_a_diverged_box_and_leaves_the_others(sampling_ratio: int) -> None:
+def test_roi_align_of_a_diverged_box_is_zero_and_others_are_untouched(sampling_ratio: int) -> None:
     images = torch.randn(1, 2, 6, 6)
     good = torch.tensor([[0.0, 1, 1, 4, 4]])
     for broken in (float("nan"), float("inf")):
         rois = torch.cat((torch.tensor([[0.0, 0, 0, broken, 3]]), good))
         pooled = roi_align(images, rois, 1.0, 1, 3, sampling_ratio, True)
+        assert not pooled[0].any()
         torch.testing.assert_close(pooled[1:], roi_align(images, good, 1.0, 1, 3, sampling_ratio, True))
 
 
@@ -146,6 +148,11 @@ def test_roi_align_of_low_precision_maps_computes_in_float32() -> None:
     pooled = roi_align(images, rois, 1.0, 2, 2, 2, True)
     assert pooled.dtype == torch.bfloat16
     assert torch.equal(pooled, roi_align(images.float(), rois, 1.0, 2, 2, 2, True).bfloat16())
+
+
+def test_roi_align_refuses_wrong_shapes() -> None:
+    with pytest.raises(ValueError, match=r"rois \(2, 4\).*rois \(K, 5\)"):
+        roi_align(torch.zeros(1, 1, 4, 4), torch.zeros(2, 4), 1.0, 2, 2, 2, True)
 
 
 def refuse(*_: object) -> None:
