@@ -12,7 +12,7 @@ TEST_ENV := OMP_NUM_THREADS=1 $(if $(wildcard ../shared),CI_REQUIRE_SHARED=1)
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-peers test-torch test-gpu drills long-runs lint bench docs facts support golden-runs notebooks pictures clean
+.PHONY: help demo test test-slow test-peers test-torch test-gpu drills lint bench docs facts support golden-runs notebooks pictures clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
@@ -57,8 +57,6 @@ test-gpu:  ## the tests of devices on a GPU, in float32 and bfloat16, with the P
 drills: $(VENV)/.installed-dev  ## kills, full disks, damaged files and fuzzed input, by the thousand; writes their table into docs/results/reliability.md
 	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m drills --table docs/results/reliability.md
 
-long-runs: $(VENV)/.installed-dev  ## an hour of training and 20 million streamed tokens: what the process holds at each tenth
-	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m drills.long_runs --table docs/results/reliability.md
 
 lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/ruff check

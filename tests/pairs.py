@@ -5,6 +5,7 @@ The process that forks must never have made a process group.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -58,6 +59,24 @@ def statuses(processes: Sequence[int]) -> list[int]:
             _send(left, signal.SIGKILL)
         time.sleep(0.005)
     return [found[process] for process in processes]
+
+
+def commands(words: Sequence[str], folder: Path) -> list[str]:
+    """Carry out a `cached` command in two processes; return what each printed.
+
+    Args:
+        folder: an empty folder, or one that does not exist.
+    """
+    from cached_lab.cli.main import main
+
+    folder.mkdir(exist_ok=True)
+
+    def work() -> int:
+        with (folder / os.environ["RANK"]).open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+            return main(list(words))
+
+    assert statuses(start(work, folder / "meeting")) == [0, 0]
+    return [(folder / f"{rank}").read_text(encoding="utf-8") for rank in range(2)]
 
 
 def _send(processes: Sequence[int], number: int) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 import pytest
 
 from cached_lab.training.metrics import MetricsFile
-from cached_transformers.files import NotWritten, _prefix, write_whole
+from cached_transformers.files import NotWritten, write_whole
 
 
 def test_a_file_is_written_again_only_when_it_changes(tmp_path: Path) -> None:
@@ -28,8 +29,8 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) 
     if not process:
         os._exit(0)
     os.waitpid(process, 0)
-    left = path.with_name(f"{_prefix(path)}{process}.partial")
-    kept = [path.with_name(f"{_prefix(path)}{os.getppid()}.partial"), path.with_name(f".{path.name}.mine.partial")]
+    names = [f"{platform.node()}.{process}", f"{platform.node()}.{os.getppid()}", "mine"]
+    left, *kept = [path.with_name(f".{path.name}.{name}.partial") for name in names]
     for file in (left, *kept):
         file.touch()
     write_whole(path, b"{}")
@@ -45,7 +46,7 @@ def test_a_vanished_folder_is_named_and_is_no_missing_input(tmp_path: Path) -> N
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_full_disk_names_the_metrics_and_says_what_is_safe(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    metrics = MetricsFile(path, 0)
+    metrics = MetricsFile(path.parent, 0)
     metrics._file.close()
     metrics._file = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
     with pytest.raises(NotWritten, match=r"metrics\.jsonl") as error:

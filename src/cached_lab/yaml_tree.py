@@ -1,7 +1,7 @@
 """YAML recipes as nested dictionaries, with dotted overrides.
 
 Recipes contain the types of JSON only: dates stay text, and other tags are refused, so that everything can be written
-again. (OmegaConf would interpolate `${...}` in text, does not limit aliases, and would be one more dependency.)
+again. (OmegaConf would interpolate `${...}` in text, and would be one more dependency.)
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from cached_transformers.annotations import is_plain, shown
 
 LONGEST = 1_000_000
 """Largest number of characters; recipes have up to 4,000."""
-MOST_VALUES = 100_000
-"""Largest number of values after expanding aliases."""
 DEEPEST = 50
 """Deepest nesting of an override."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loader that reads `1e-3` as a number, unlike YAML 1.1, and refuses duplicate keys."""
+    """Safe loader that reads `1e-3` as a number, unlike YAML 1.1, and refuses duplicate keys and aliases."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise _refused("aliases are not read; repeat the value", self.peek_event())
+        return super().compose_node(parent, index)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         if node.tag not in _TAGS:
@@ -70,11 +73,7 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ValueError(f"{source} has {len(text):,} characters, at most {LONGEST:,} are read; is it a recipe?")
     try:
         loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _values(node, {}, source)
-        return loader.construct_document(node)
+        return loader.get_single_data()
     except yaml.YAMLError as error:
         raise ValueError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
@@ -94,22 +93,7 @@ def read_yaml(path: Any) -> Any:
     return parse_yaml(text, str(path))
 
 
-def _values(node: yaml.Node, known: dict[int, int], source: str) -> int:
-    """Count the values of a node with its aliases expanded (ValueError: too many, or an alias inside itself)."""
-    if id(node) not in known:
-        known[id(node)] = 0  # being counted: found again, it contains itself
-        inside = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
-        parts = [] if isinstance(node, yaml.ScalarNode) else inside
-        known[id(node)] = 1 + sum(_values(part, known, source) for part in parts)
-    count = known[id(node)]
-    if not count:
-        raise ValueError(f"{source} has an alias to a value around it; write the value out")
-    if count > MOST_VALUES:
-        raise ValueError(f"{source} expands to {count:,} values, at most {MOST_VALUES:,} are read; use fewer aliases")
-    return count
-
-
-def _refused(why: str, node: yaml.Node) -> yaml.constructor.ConstructorError:
+def _refused(why: str, node: Any) -> yaml.constructor.ConstructorError:
     return yaml.constructor.ConstructorError(None, None, why, node.start_mark)
 
 

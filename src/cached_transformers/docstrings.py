@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -82,13 +81,8 @@ def _referred(text: str, module: str) -> Iterator[Any]:
             if _searched(key, module) and (inspect.isclass(there := vars(m).get(name)) or inspect.isfunction(there))
         }
         if found:
-            yield found[min(found, key=lambda path: (-_shared(path, module), path))]
-
-
-def _shared(first: str, second: str) -> int:
-    """Return the number of leading packages that two paths share."""
-    pairs = zip(first.split("."), second.split("."), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            shared = {path: sum(map(str.__eq__, path.split("."), module.split("."))) for path in found}
+            yield found[min(found, key=lambda path: (-shared[path], path))]
 
 
 def spelt_out(annotation: str, factory: Callable[..., Any]) -> str:

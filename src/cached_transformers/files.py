@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -34,7 +33,7 @@ def write_whole(path: Path, content: bytes | Iterable[bytes]) -> None:
     try:
         if isinstance(content, bytes) and _holds(path, content):
             return
-        prefix = _prefix(path)
+        prefix = f".{path.name}.{platform.node()}."  # temporary files of this machine; the process id follows
         for name in os.listdir(path.parent):
             found = re.fullmatch(r"(\d+)\.partial", name.removeprefix(prefix)) if name.startswith(prefix) else None
             if found is not None and not lives(int(found[1])):
@@ -91,12 +90,6 @@ def _holds(path: Path, content: bytes) -> bool:
         return path.stat().st_size == len(content) and path.read_bytes() == content
     except (FileNotFoundError, NotADirectoryError):
         return False
-
-
-def _prefix(path: Path) -> str:
-    """Return the prefix of this machine's temporary files for a path; the process id follows."""
-    machine = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
-    return f".{path.name}.{machine}."
 
 
 def lives(process: int) -> bool:

@@ -7,7 +7,6 @@ all parts, and the command line and the documentation read the facts of a part (
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import importlib
 import inspect
 import pkgutil
@@ -70,16 +69,13 @@ class Registration(Generic[T]):
         """
         settable = {name: option for name, option in self.options.items() if name not in self.given}
         stated = {key: getattr(self.factory, key, None) for key in STATED_BY_CLASS}
+        in_order = {key: sorted(v) if isinstance(v, (set, frozenset)) else v for key, v in stated.items()}
         return {
             "name": self.name,
             "summary": self.summary,
             "paper": self.paper,
             "info": dict(self.info),
-            "stated": {
-                key: sorted(value) if isinstance(value, (set, frozenset)) else value
-                for key, value in stated.items()
-                if value is not None
-            },
+            "stated": {key: value for key, value in in_order.items() if value is not None},
             "options": [_option_line(option, self.factory) for option in settable.values()],
             "meanings": meanings(self.factory, settable),
             "presets": {name: dict(options) for name, options in self.presets.items()},
@@ -178,9 +174,9 @@ class Registry(Generic[T]):
         defined = [e.factory for e in self if e.factory.__module__.startswith(f"{package}.")]
         return {factory.__name__: factory for factory in defined}
 
-    def names(self, pattern: str = "*") -> list[str]:
-        """Return sorted names that match a wildcard pattern."""
-        return sorted(n for n in self._entries if fnmatch.fnmatchcase(n, pattern))
+    def names(self) -> list[str]:
+        """Return the sorted names."""
+        return sorted(self._entries)
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

@@ -1,11 +1,11 @@
 """Make torchvision importable beside a torch that its compiled operators were not built for.
 
-Such a pair (a CUDA wheel of torchvision and a CPU wheel of torch, for instance) fails at `import torchvision` with
-"operator torchvision::nms does not exist", and so do timm and most of transformers. If the compiled operators do not
-load, nms and roi_align are registered as plain torch functions. Other operators still fail when they are called.
+Such a pair (a CUDA wheel of one, a CPU wheel of the other) fails at `import torchvision` with "operator
+torchvision::nms does not exist", and so do timm and most of transformers. If the compiled operators do not load, nms
+and roi_align are registered as plain torch functions. Other operators still fail when they are called.
 
-Shapes: N boxes (in order of score: H head block, R rest), K regions, B images, C channels, Y x X feature map,
-P x Q bins of a region, S samples over all bins, 4 corners of a sample.
+Shapes: N boxes (R not yet kept or dropped), K regions, B images, C channels, Y x X feature map, P x Q bins of a
+region, S samples over all bins, 4 corners of a sample.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ __all__ = ["ensure_torchvision", "nms", "roi_align"]
 
 Operators = Literal["native", "stand-in", "absent"]
 
-_NMS_BLOCK = 512
 _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     # Declared only: torchvision attaches a shape rule to the name at import.
@@ -74,18 +73,13 @@ def prepare_torchvision() -> Operators:
 
 def nms(boxes_N4: Tensor, scores_N: Tensor, iou_threshold: float) -> Tensor:
     """Greedy non-maximum suppression, as `torchvision.ops.nms`; equal scores keep their order."""
-    if boxes_N4.dim() != 2 or boxes_N4.shape[1] != 4 or scores_N.shape != boxes_N4.shape[:1]:
-        shapes = f"boxes {tuple(boxes_N4.shape)} and scores {tuple(scores_N.shape)}"
-        raise ValueError(f"nms got {shapes}; it takes boxes (N, 4) and scores (N,)")
+    boxes = importlib.import_module("torchvision.ops.boxes")
     rest_R = scores_N.argsort(descending=True, stable=True)
     kept: list[Tensor] = []
     while len(rest_R):
-        head_H, rest_R = rest_R[:_NMS_BLOCK], rest_R[_NMS_BLOCK:]
-        head_boxes_H4 = boxes_N4[head_H]
-        keep_H = _greedy(_iou(head_boxes_H4, head_boxes_H4) > iou_threshold)
-        suppressed_R = (_iou(head_boxes_H4[keep_H], boxes_N4[rest_R]) > iou_threshold).any(0)
-        kept.append(head_H[keep_H])
-        rest_R = rest_R[~suppressed_R]
+        kept.append(rest_R[:1])
+        overlap_R = boxes.box_iou(boxes_N4[rest_R[:1]], boxes_N4[rest_R[1:]])[0]
+        rest_R = rest_R[1:][~(overlap_R.double() > iou_threshold)]  # in float64, to compare with a Python float
     return torch.cat(kept) if kept else rest_R
 
 
@@ -172,29 +166,6 @@ def _neighbours(coordinate_S: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def _starts(counts: Tensor) -> Tensor:
     """Return the starts of consecutive runs of the given lengths."""
     return counts.cumsum(0) - counts
-
-
-def _greedy(overlap_HH: Tensor) -> Tensor:
-    """Return the boxes that a greedy pass keeps: those that no kept box before them overlaps.
-
-    Each round settles at least one more link of every chain of overlaps, so the loop ends at the greedy answer.
-    """
-    before_HH = overlap_HH.triu(diagonal=1)
-    keep_H = torch.ones_like(before_HH[0])
-    while True:
-        settled_H = ~(before_HH & keep_H[:, None]).any(0)
-        if torch.equal(settled_H, keep_H):
-            return keep_H
-        keep_H = settled_H
-
-
-def _iou(a_N4: Tensor, b_R4: Tensor) -> Tensor:
-    """Return the intersection over union (N, R) in float64, to compare it with a Python float."""
-    size_NR2 = (torch.min(a_N4[:, None, 2:], b_R4[:, 2:]) - torch.max(a_N4[:, None, :2], b_R4[:, :2])).clamp(min=0)
-    shared_NR = size_NR2[..., 0] * size_NR2[..., 1]
-    area_N = (a_N4[:, 2:] - a_N4[:, :2]).prod(1)
-    area_R = (b_R4[:, 2:] - b_R4[:, :2]).prod(1)
-    return (shared_NR / (area_N[:, None] + area_R - shared_NR)).double()
 
 
 def _load_compiled_operators(folders: Sequence[str]) -> str | None:

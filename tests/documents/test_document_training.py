@@ -166,7 +166,6 @@ def test_two_passes_with_the_reordering_head_train(tmp_path: Path) -> None:
         (["model.max_length=4"], "model.max_length=4 is below data.segment_length=8"),
         (["training.solved=null"], r"curriculum=\[1, 2, 3\] needs either training.steps_each .* 0 are given"),
         (["training.steps_each=2"], "curriculum=.* 2 are given"),
-        (["training.curriculum=null"], "training.solved=0.02 needs training.curriculum"),
         (["training.curriculum=[2,1]"], r"training.curriculum: stages=\[2, 1\] must grow"),
         (["training.solved=1.5"], "training.curriculum: solved=1.5 must be an accuracy"),
         (["training.solved=null", "training.steps_each=6"], "training.steps=12 end before the last stage .* after 12"),

@@ -15,87 +15,16 @@ import yaml
 
 WHOLE = [1, 2, 4, 8, 3, 0, -1, 7, 16, 10**6, 10**12, 2**63, 10**30]
 REAL = [0.0, 0.1, 0.5, 1.0, 1, 2, -0.5, 1e-300, 1e300, float("inf"), float("-inf"), float("nan")]
-OTHER: list[Any] = [
-    None,
-    True,
-    False,
-    1.5,
-    "x",
-    "3",
-    "",
-    "2024-01-01",
-    2024,
-    [],
-    {},
-    [1, [2]],
-    {"a": 1},
-    {"name": "grc"},
-]
-OTHER += [{"name": None}, [None], ["x"], "é中\u202e🙂", "x" * 20_000, "..", "~", "none", "auto"]
-TRICKS = ["!!bool x", "!!timestamp x", "!!int x", "!!float x", "!!binary x", "!!set {a}", "!!python/object:os.system x"]
-TRICKS += [
-    "!!null 1",
-    "!!seq x",
-    "!!map x",
-    "!!str [1]",
-    "!!omap [a: 1]",
-    "&a [*a]",
-    "*x",
-    "[",
-    "{",
-    "]",
-    '"\\ud800"',
-    '"\\0"',
-    "'",
-]
-TRICKS += [
-    "1:30",
-    "0x1F",
-    "0o7",
-    "017",
-    ".nan",
-    "-.inf",
-    "~",
-    "yes",
-    "|",
-    ">",
-    "? a",
-    "{<<: {a: 1}}",
-    "%YAML 1.1",
-    "---",
-]
-TRICKS += [
-    "...",
-    "\t",
-    "a: b: c",
-    "{a: 1, a: 2}",
-    "{[1]: 2}",
-    "2024-01-01",
-    "2024-01-01T00:00:00Z",
-    "1e999",
-    "9" * 5000,
-]
-TRICKS += [
-    "[" * 3000,
-    "{a: " * 300,
-    "[&a [1,1,1,1,1,1,1,1,1], &b [*a,*a,*a,*a,*a,*a,*a,*a,*a], &c [*b,*b,*b,*b,*b,*b,*b,*b]]",
-]
-TRICKS += [
-    "\x00",
-    "\ud800",
-    "\ufeff1",
-    "# only a comment",
-    "",
-    "@",
-    "`",
-    "!",
-    "!x y",
-    "&",
-    "*",
-    "[1,,2]",
-    "{1: 2}",
-    "{true: 1}",
-]
+OTHER: list[Any] = [None, True, False, 1.5, "x", "3", "", "2024-01-01", 2024, [], {}, [1, [2]], {"a": 1}]
+OTHER += [{"name": "grc"}, {"name": None}, [None], ["x"], "é中\u202e🙂", "x" * 20_000, "..", "~", "none", "auto"]
+TAGS = ("bool x", "timestamp x", "int x", "float x", "binary x", "set {a}", "null 1", "seq x", "map x", "str [1]")
+MARKS = """
+!!python/object:os.system x|&a [*a]|*x|[|{|]|"\\ud800"|"\\0"|'|1:30|0x1F|017|.nan|-.inf|~|yes|>|? a|{<<: {a: 1}}
+%YAML 1.1|---|...|a: b: c|{a: 1, a: 2}|{[1]: 2}|2024-01-01T00:00:00Z|1e999|# only a comment|@|`|!|!x y|&|*|[1,,2]
+{1: 2}|{true: 1}
+"""
+TRICKS = [f"!!{tag}" for tag in TAGS] + MARKS.strip().replace("\n", "|").split("|")
+TRICKS += ["9" * 5000, "[" * 3000, "{a: " * 300, "|", "\t", "", "\x00", "\ud800", "\ufeff1"]
 
 
 class Text(NamedTuple):

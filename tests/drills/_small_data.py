@@ -137,18 +137,14 @@ def _tiny_imagenet(folder: Path) -> None:
     written(folder, {"val/val_annotations.txt": listed.encode(), "words.txt": b"n01\tcat, feline\nn02\tdog\n"})
 
 
-def _cifar(label_bytes: int, packed: bool) -> Callable[[Path], None]:
+def _cifar(label_bytes: int) -> Callable[[Path], None]:
     def records(count: int) -> bytes:
-        rows = (
-            bytes([number % 2] * label_bytes) + bytes((number * 7 + p) % 256 for p in range(3072))
-            for number in range(count)
-        )
-        content = b"".join(rows)
-        return lzma.compress(content) if packed else content
+        pixels = (bytes((number * 7 + p) % 256 for p in range(3072)) for number in range(count))
+        return b"".join(bytes([number % 2] * label_bytes) + row for number, row in enumerate(pixels))
 
     def make(folder: Path) -> None:
         names = ("data_batch_1", "test_batch") if label_bytes == 1 else ("train", "test")
-        written(folder, {f"{name}.bin{'.xz' if packed else ''}": records(6) for name in names})
+        written(folder, {f"{name}.bin": records(6) for name in names})
         if label_bytes == 2:
             written(folder, {"fine_label_names.txt": "".join(f"c{number}\n" for number in range(100)).encode()})
 
@@ -187,10 +183,8 @@ def _coco(archive: bool) -> Callable[[Path], None]:
     return make
 
 
-def _listops(packed: bool) -> Callable[[Path], None]:
-    content = lzma.compress(LISTOPS.encode()) if packed else LISTOPS.encode()
-    suffix = ".xz" if packed else ""
-    return lambda folder: written(folder, {f"basic_{part}.tsv{suffix}": content for part in ("train", "val", "test")})
+def _listops(folder: Path) -> None:
+    written(folder, {f"basic_{part}.tsv": LISTOPS.encode() for part in ("train", "val", "test")})
 
 
 def _texts(
@@ -236,35 +230,26 @@ _LANGUAGES = {"source": "en", "target": "de", "vocabulary_size": 270, "max_lengt
 SOURCES: dict[str, Source] = {
     "image_folder": Source("image_folder", _folder, "", {**_IMAGES, "bad_files": "stop"}),
     "image_folder_skip": Source("image_folder", _folder, "", {**_IMAGES, "bad_files": "skip"}),
-    "image_folder_tar": Source("image_folder", _archive("i.tar"), "i.tar", {**_IMAGES, "bad_files": "skip"}),
     "image_folder_gz": Source("image_folder", _archive("i.tar.gz"), "i.tar.gz", _IMAGES),
-    "image_folder_xz": Source("image_folder", _archive("i.tar.xz"), "i.tar.xz", {**_IMAGES, "bad_files": "skip"}),
     "image_folder_zip": Source("image_folder", _archive("i.zip"), "i.zip", {**_IMAGES, "bad_files": "skip"}),
     "image_shards_cls": Source("image_shards", _shards("cls"), "", _SHARDS),
     "image_shards_tar": Source("image_shards", _shards("tar"), "", {**_SHARDS, "label": "tar", "bad_files": "skip"}),
     "imagenet": Source("imagenet", _imagenet, "", {"image_size": 8, "bad_files": "skip"}),
     "tiny_imagenet": Source("tiny_imagenet", _tiny_imagenet, "", {**_IMAGES, "bad_files": "skip"}),
-    "cifar10": Source("cifar10", _cifar(1, False), "", {"validation_fraction": 0.4}),
-    "cifar10_xz": Source("cifar10", _cifar(1, True), "", {"validation_fraction": 0.4}),
-    "cifar100": Source("cifar100", _cifar(2, False), "", {"validation_fraction": 0.4}),
+    "cifar10": Source("cifar10", _cifar(1), "", {"validation_fraction": 0.4}),
+    "cifar100": Source("cifar100", _cifar(2), "", {"validation_fraction": 0.4}),
     "coco": Source("coco", _coco(False), "", {"test": "val2017"}),
     "coco_zip": Source("coco", _coco(True), "coco.zip", {"test": "val2017"}),
-    "listops_tsv": Source("listops_tsv", _listops(False)),
-    "listops_tsv_xz": Source("listops_tsv", _listops(True)),
+    "listops_tsv": Source("listops_tsv", _listops),
     "text": Source("text", _texts("")),
     "text_bpe": Source("text", _one("a.txt", TEXT.encode), "a.txt", {"tokenizer": "bpe", "vocabulary_size": 260}),
-    "text_gz": Source("text", _texts(".gz")),
     "text_xz": Source("text", _texts(".xz"), "", {"tokenizer": "byte"}),
-    "text_bz2": Source("text", _texts(".bz2")),
     "text_zip": Source("text", _one("t.zip", lambda: packed_zip({"a.txt": TEXT.encode()})), "t.zip"),
-    "text_tar": Source("text", _one("t.tar", lambda: packed_tar({f"{n}.txt": TEXT.encode() for n in "ab"})), "t.tar"),
     "text_tgz": Source("text", _one("t.tgz", lambda: gzip.compress(packed_tar({"a.txt": TEXT.encode()}))), "t.tgz"),
     "wikitext2": Source("wikitext2", _texts("", "wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens")),
-    "wikitext103": Source("wikitext103", _texts(".xz", "wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens")),
     "ptb": Source("ptb", _texts("", "ptb.train.txt", "ptb.valid.txt", "ptb.test.txt")),
     "enwik8": Source("enwik8", _one("enwik8.zip", lambda: packed_zip({"enwik8": TEXT.encode()})), "enwik8.zip"),
     "translation": Source("translation", _pairs(""), "", _LANGUAGES),
-    "translation_gz": Source("translation", _pairs(".gz"), "", _LANGUAGES),
     "translation_tsv": Source("translation", _table, "", _LANGUAGES),
     "translation_tar": Source("translation", _pairs_archive, "pairs.tar", _LANGUAGES),
     "multi30k": Source("multi30k", _pairs(".bz2"), "", {"test": "test", "vocabulary_size": 270, "max_length": 64}),

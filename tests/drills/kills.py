@@ -1,7 +1,7 @@
 """Drill: the process is killed or stopped at random moments, repeatedly; the same command resumes and ends well.
 
-Names of cases: `SIGKILL/images/3`: signal, command, and a seed of the moments. A SIGKILL comes after a time, or when a
-file is opened, renamed or removed. SIGINT and SIGTERM come after a time, and determine the exit status.
+Names of cases: `SIGKILL/images/3`: signal, command, and a seed of the moments. The signal determines the exit status.
+`injection` has the file operations.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ import contextlib
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from cached_lab.cli import main as main_module
 
@@ -24,7 +22,6 @@ from .frame import Drill, Failure, forked
 DEATHS = 3
 """Times at most that a command of one case is ended."""
 KINDS = ("SIGKILL",) * 5 + ("SIGTERM", "SIGINT")
-_FILES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
 
 
 def _cases(count: int, seed: int) -> Iterator[str]:
@@ -43,14 +40,9 @@ def _attempt(case: str, folder: Path) -> None:
     ends: list[str] = []
     try:
         for _ in range(DEATHS):
-            if kind == "SIGKILL" and chance.random() < 0.5:
-                opened = chance.randrange(120)
-                ends.append(f"at opened, renamed or removed file {opened}")
-                status = _commands.said(lambda: _dying(name, run, opened), folder / "said")  # noqa: B023
-            else:
-                after = chance.uniform(0, seconds)
-                ends.append(f"after {after:.3f} s")
-                status = _signalled(name, run, folder, number, after)
+            after = chance.uniform(0, seconds)
+            ends.append(f"after {after:.3f} s")
+            status = _signalled(name, run, folder, number, after)
             if not status:
                 break
             expected = -signal.SIGKILL if kind == "SIGKILL" else 128 + number
@@ -59,20 +51,6 @@ def _attempt(case: str, folder: Path) -> None:
         _commands.goes_on(name, run, folder / "said")
     except Failure as failure:
         raise Failure(f"{kind} {', then '.join(ends)}: {failure}") from None
-
-
-def _dying(name: str, run: Path, opened: int) -> int:
-    """Carry out a command, and die at a change in its folder, the run's own files or caches of the data."""
-    left = [opened]
-
-    def count(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in _FILES and str(arguments[0]).startswith(str(run)):
-            left[0] -= 1
-            if left[0] < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(count)
-    return _commands.carry_out(name, run)
 
 
 def _signalled(name: str, run: Path, folder: Path, number: int, after: float) -> int:

@@ -6,27 +6,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import small_language
 import torch
 from contract.contract_cases import CASES, SEGMENT, STREAMS, Case
 from contract.distributed_worker import ROWS, half
-from small_language import recipe, write_text
+from small_language import write_text
 from torch import Tensor, nn
 
-from cached_lab.experiments.build import build_dataset, build_model
-from cached_lab.tasks.kinds import make_task
-from cached_lab.tasks.recipes import config_from_dict, fill_from_data
 from cached_lab.training import checkpoint
 from cached_lab.training.distributed import World
-from cached_lab.training.progress import Reporter
 from cached_lab.training.sharding import Shards, full_tensor, is_sharded
 from cached_lab.training.trainer import Trainer
 from cached_transformers.files import NotWritten
 from cached_transformers.loops.replay import ReplayLoop
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.grc.shared_cache import caches, commit_caches
-from cached_transformers.state import named_tensors
 
-MEMORIES = ("transformer_xl", "rmt", "grc_stream", "memformer", "armt", "infini")
+MEMORIES = ("transformer_xl", "rmt", "grc_stream")
 ALIKE = ("model.dropout=0.0", "training.evaluate_every=3", "training.log_every=1", "training.accumulate=2")
 SGD = (*ALIKE, "training.steps=3", "training.bptt=2", "optimizer.name=sgd", "training.clip_norm=0.1")
 """Adam divides gradients that ought to be 0 by their own size, and so shows the last digit of them in the first."""
@@ -42,43 +38,27 @@ LOOPS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 STREAM = next(c for c in STREAMS if c.memory == "transformer_xl" and c.attention == "softmax")
 
-LINEAR_FIRST = next(c for c in STREAMS if c.memory == "rmt/causal" and c.attention == "softmax")
-"""The first parameter of its stack is a linear layer's."""
-
 
 def make(folder: Path, text: Path, world: World, *overrides: str) -> Trainer:
-    config = config_from_dict(recipe(text, *overrides))
-    train, validation = (build_dataset(config, split) for split in ("train", "validation"))
-    config = fill_from_data(config, train.describe())
-    if world.main:
-        folder.mkdir(parents=True, exist_ok=True)
-    world.barrier()
-    task = make_task(config, build_model(config), train, validation, world)
-    return Trainer(config, task, folder, world, Reporter("test", 1, None))
+    return small_language.make(folder, text, *overrides, world=world)
 
 
 def fitted(folder: Path, text: Path, world: World, *overrides: str) -> Trainer:
-    trainer = make(folder, text, world, *overrides)
-    trainer.resume("auto")
-    trainer.fit()
-    return trainer
+    return small_language.fitted(folder, text, *overrides, world=world)
 
 
 def of_memory(name: str) -> tuple[str, ...]:
     return (*SGD, f"model.memory={{name: {name}}}")
 
 
-def stream_gradients(
-    case: Case, make_loop: Callable[[nn.Module], nn.Module], world: World | None, half_type: torch.dtype | None = None
-) -> dict[str, Tensor]:
+def stream_gradients(case: Case, make_loop: Callable[[nn.Module], nn.Module], world: World | None) -> dict[str, Tensor]:
     """Return gradients of a backward over four segments, of all rows or of this process' rows with sharded weights."""
     model, rank, size = case.build(), 0, 1
     loop = make_loop(model)
     if world is not None:
-        loop, rank, size = Shards(model, world, half_type).wrap(loop), world.rank, world.size
+        loop, rank, size = Shards(model, world).wrap(loop), world.rank, world.size
     tokens = half(torch.cat(case.segments(5, rows=ROWS), 1), rank, size)
-    with torch.autocast("cpu", torch.bfloat16, enabled=half_type is not None):
-        loss, _ = loop(tokens[:, : 4 * SEGMENT], tokens[:, 1 : 4 * SEGMENT + 1])
+    loss, _ = loop(tokens[:, : 4 * SEGMENT], tokens[:, 1 : 4 * SEGMENT + 1])
     loss.backward()
     return {name: full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
@@ -106,7 +86,7 @@ def stored(trainer: Trainer) -> dict[str, Tensor]:
     found = {f"live/{name}": full_tensor(t) for name, t in trainer.model.state_dict().items()}
     if trainer.average is not None:
         found |= {f"average/{name}": full_tensor(t) for name, t in trainer.average.module.state_dict().items()}
-    for name, parameter in trainer._parameters().items():
+    for name, parameter in trainer.model.named_parameters():
         found |= {f"{name}/{field}": full_tensor(t) for field, t in trainer.optimizer.state[parameter].items()}
     return {name: t.clone() for name, t in found.items()}
 
@@ -116,7 +96,7 @@ def failing_save(trainer: Trainer, folder: Path, world: World) -> list[str]:
     before = [path.name for path in trainer.checkpoints.paths()]
     if world.rank == 1:
         original, checkpoint.write_shards = checkpoint.write_shards, _unwritable
-    trainer.step, trainer._files = trainer.step + 1, []  # which are closed when training is over
+    trainer.step, trainer._metrics = trainer.step + 1, None  # it is closed when training is over
     try:
         trainer.save()
         trainer.writer.wait()
@@ -131,17 +111,7 @@ def failing_save(trainer: Trainer, folder: Path, world: World) -> list[str]:
 
 
 def _unwritable(folder: Path, tensors: Any, world: World) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    class Full(dcp.FileSystemWriter):
-        def write_data(self, *args: Any, **kwargs: Any) -> Any:
-            raise OSError(28, "No space left on device")
-
-    try:
-        mine = {n: t for n, t in tensors.items() if is_sharded(t)}
-        dcp.save(mine, storage_writer=Full(folder), process_group=world.group)
-    except dcp.CheckpointException as error:
-        raise OSError(28, "No space left on device") from error
+    raise OSError(28, "No space left on device")
 
 
 def _recomputing(model: nn.Module) -> nn.Module:
@@ -171,23 +141,17 @@ def train_all(world: World, folder: Path) -> dict[str, Any]:
         fitted(folder / name, text, world, *of_memory(name), "training.parallel=fsdp")
     for name, loop in LOOPS.items():
         seen[name] = stream_gradients(STREAM, loop, world)
-    seen["bfloat16"] = stream_gradients(STREAM, LOOPS["blocks"], world, torch.bfloat16)
-    model = LINEAR_FIRST.build()
-    with Shards(model, world, torch.bfloat16).gathered():
-        seen["types"] = [str(t.dtype) for _, t in named_tensors(model.init_state(2)) if t.is_floating_point()]
-        seen["half"] = [name for name, p in model.named_parameters() if p.dtype == torch.bfloat16]
     seen["sample"] = vision(world, attend="sample")
     seen["mean"], seen["replicated"] = vision(world, attend="mean"), vision(world, replicated=True, attend="mean")
-    for precision in ("float32", "bfloat16"):
-        options = (*CARRIED, f"training.precision={precision}", "training.parallel=fsdp", "model.memory.length=6")
-        fitted(folder / precision, text, world, *options, "training.steps=8")
-        later = (*options, "training.save=async")
-        fitted(folder / f"{precision}_parts", text, world, *later, "training.steps=4")
-        trainer = fitted(folder / f"{precision}_parts", text, world, *later, "training.steps=8")
+    options = (*CARRIED, "training.precision=bfloat16", "training.parallel=fsdp", "model.memory.length=6")
+    fitted(folder / "whole", text, world, *options, "training.steps=8")
+    later = (*options, "training.save=async")
+    fitted(folder / "parts", text, world, *later, "training.steps=4")
+    trainer = fitted(folder / "parts", text, world, *later, "training.steps=8")
     seen["cut"] = all(is_sharded(p) for p in trainer.model.parameters())
     seen["share"] = sum(p.to_local().numel() for p in trainer.model.parameters())  # type: ignore[operator]
     seen["all"] = sum(p.numel() for p in trainer.model.parameters())
-    seen["failing"] = failing_save(trainer, folder / "bfloat16_parts" / "checkpoints", world)
+    seen["failing"] = failing_save(trainer, folder / "parts" / "checkpoints", world)
     plain = World(torch.device("cpu"))
     if world.main:  # one process begins, two resume
         fitted(folder / "begun_by_one", text, plain, *CARRIED, "training.steps=4")

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from cached_lab.experiments.build import build_dataset, build_model
 from cached_lab.tasks.kinds import make_task
 from cached_lab.tasks.recipes import config_from_dict, fill_from_data
+from cached_lab.training.config import RunConfig
 from cached_lab.training.distributed import World
 from cached_lab.training.progress import Reporter
 from cached_lab.training.trainer import Trainer
@@ -63,19 +65,25 @@ def recipe(text: Path, *overrides: str) -> dict:
     return tree
 
 
-def make(folder: Path, text: Path, *overrides: str) -> Trainer:
-    """A trainer of the recipe, which has not begun."""
-    config = config_from_dict(recipe(text, *overrides))
+def trainer_of(config: RunConfig, folder: Path, world: World = CPU, model: nn.Module | None = None) -> Trainer:
+    """A trainer of a configuration, which has not begun."""
     train, validation = (build_dataset(config, split) for split in ("train", "validation"))
     config = fill_from_data(config, train.describe())
-    folder.mkdir(parents=True, exist_ok=True)
-    task = make_task(config, build_model(config), train, validation, CPU)
-    return Trainer(config, task, folder, CPU, Reporter("test", 1, None))
+    if world.main:
+        folder.mkdir(parents=True, exist_ok=True)
+    world.barrier()
+    task = make_task(config, build_model(config) if model is None else model, train, validation, world)
+    return Trainer(config, task, folder, world, Reporter("test", config.training.steps, None))
 
 
-def fitted(folder: Path, text: Path, *overrides: str) -> Trainer:
+def make(folder: Path, text: Path, *overrides: str, world: World = CPU) -> Trainer:
+    """A trainer of the recipe, which has not begun."""
+    return trainer_of(config_from_dict(recipe(text, *overrides)), folder, world)
+
+
+def fitted(folder: Path, text: Path, *overrides: str, world: World = CPU) -> Trainer:
     """A trainer that went on from the checkpoints in its folder, to the end."""
-    trainer = make(folder, text, *overrides)
+    trainer = make(folder, text, *overrides, world=world)
     trainer.resume("auto")
     trainer.fit()
     return trainer

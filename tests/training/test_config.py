@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import math
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -70,7 +69,6 @@ def test_a_memory_of_a_recipe_may_be_a_preset():
     ("override", "parts"),
     [
         ("training.stesp=1", ["unknown key 'training.stesp'", "did you mean 'training.steps'"]),
-        ("steps=1", ["unknown key 'steps'", "did you mean 'training.steps'"]),
         ("training.steps=many", ["training.steps='many'", "a whole number", "not str"]),
         ("training.steps=true", ["training.steps=True", "a whole number"]),
         ("training.steps=0", ["training.steps=0", "at least 1"]),
@@ -78,7 +76,7 @@ def test_a_memory_of_a_recipe_may_be_a_preset():
         ("training.precision=half", ["training.precision='half'", "'float32', 'bfloat16', 'float16'"]),
         ("training.accumulate=3", ["training.batch_size=8", "training.accumulate=3"]),
         ("schedule.warmup_steps=-1", ["schedule.warmup_steps=-1", "not be negative"]),
-        ("optimizer.betas=[0.9]", ["optimizer.betas=[0.9]", "two numbers"]),
+        ("optimizer.betas=[0.9]", ["optimizer.betas=[0.9]", "tuple[float, float]"]),
         ("optimizer.learning_rate=.inf", ["optimizer.learning_rate=inf", "finite"]),
         ("training=3", ["training=3 must be a mapping"]),
         ("model.widht=3", ["option of model 'standin_mlp' 'widht'", "did you mean 'width'"]),
@@ -218,8 +216,8 @@ def test_a_date_is_text_as_the_name_of_a_folder():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.attention={name: longformer, global_tokens: 7}", r"global_tokens=7 must be a list of whole numbers"),
-        ("model.memory={name: segatron, widths: 7}", r"model\.memory\.widths=7 must be a list of whole numbers"),
+        ("model.attention={name: longformer, global_tokens: 7}", r"global_tokens=7 must be"),
+        ("model.memory={name: segatron, widths: 7}", r"model\.memory\.widths=7 must be"),
         ("model.memory={name: segatron, sentence_ends: [a]}", r"model\.memory\.sentence_ends=\['a'\]"),
     ],
 )
@@ -257,11 +255,8 @@ def test_sizes_must_fit_those_of_the_data():
 
 
 def test_large_and_deep_yaml_is_refused_and_many_keys_are_read():
-    names = "abcdefghij"
-    bomb = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
-    bomb += "\n".join(f"{n}: &{n} [{', '.join([f'*{before}'] * 10)}]" for before, n in itertools.pairwise(names))
-    with pytest.raises(ValueError, match="100,000"):
-        parse_yaml(bomb, "r")
+    with pytest.raises(ValueError, match=r"r .*alias.*line 2"):
+        parse_yaml("a: &a [1]\nb: *a", "r")
     with pytest.raises(ValueError, match="r nests lists or mappings too deeply"):
         parse_yaml("[" * 3000, "r")
     with pytest.raises(ValueError, match="1,000,001"):

@@ -25,34 +25,6 @@ from cached_lab.training.interruption import RunFailed
 from cached_lab.training.metrics import read_metrics
 from cached_transformers.files import lives
 
-DRILL = ("-m", "drills.elastic")
-
-
-def drilled(out: Path, *arguments: object) -> list[str]:
-    """Return the lines of the table of a drill without problems."""
-    printed = launch.python(*DRILL, "--out", out, *arguments)
-    assert "equals the run without kills, to the bit" in printed
-    return [line for line in printed.splitlines() if line.startswith("| ") and line[2].isdigit()]
-
-
-def test_a_killed_run_equals_the_run_without_kills(tmp_path: Path) -> None:
-    options = ("--kills", 2, "--steps", 12, "--save-every", 3, "--seed", 2, "--save", "async", "--forked")
-    assert len(drilled(tmp_path / "drill", *options)) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("save", ["sync", "async"])
-@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
-def test_twenty_kills(parallel: str, save: str, tmp_path: Path) -> None:
-    assert len(drilled(tmp_path / "drill", "--parallel", parallel, "--save", save, "--forked")) == 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_torchrun_itself_and_two_that_meet(nodes: int, tmp_path: Path) -> None:
-    options = ("--kills", 3, "--steps", 30, "--seed", 3, "--nodes", nodes)
-    assert len(drilled(tmp_path / "drill", *options)) == 3
-
 
 @pytest.mark.slow
 def test_processes_end_when_torchrun_is_killed_and_their_run_goes_on(tmp_path: Path) -> None:
@@ -97,17 +69,15 @@ def test_a_name_is_agreed_on_whatever_earlier_processes_have_said() -> None:
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, 1), (1, 0)])
 def test_a_process_that_does_not_come_is_named(rank: int, missing: int) -> None:
-    with pytest.raises(RunFailed, match=rf"process {rank} of 2 waited 0 s for process {missing}, which did not come"):
+    with pytest.raises(RunFailed, match=rf"process {rank} of 2 waited 0 s for process {missing}"):
         agreed_name(torch.distributed.HashStore(), rank, 2, 0.02)
 
 
 def test_the_drill_draws_moments_that_each_start_reaches() -> None:
-    kills = elastic.draw(200, 100, 5, 2, seed=0)
+    kills = elastic.draw(200, 100, 5, seed=0)
     assert [kill.step for kill in kills] == sorted(kill.step for kill in kills) and kills[-1].step <= 90
     assert {kill.kind for kill in kills} == set(elastic.KINDS) and {kill.rank for kill in kills} == {0, 1}
-    assert kills == elastic.draw(200, 100, 5, 2, seed=0) != elastic.draw(200, 100, 5, 2, seed=1)
-    with pytest.raises(ValueError, match=r"steps=5.*save_every=15"):
-        elastic.drill(Path("nowhere"), 1, 5, 5)
+    assert kills == elastic.draw(200, 100, 5, seed=0) != elastic.draw(200, 100, 5, seed=1)
 
 
 def test_the_drill_sees_a_bit() -> None:

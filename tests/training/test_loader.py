@@ -41,10 +41,6 @@ def test_processes_and_pieces_together_take_the_rows_of_one_process():
             assert list(itertools.chain(*parts)) == whole[step]
 
 
-def test_seeds_differ():
-    assert take(TrainingOrder(50, 10, seed=0), 1) != take(TrainingOrder(50, 10, seed=1), 1)
-
-
 def test_a_batch_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="batch_size=8"):
         TrainingOrder(20, 8, 0, share=Share(processes=3))

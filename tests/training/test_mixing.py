@@ -126,7 +126,6 @@ def test_a_model_may_have_room_for_more_classes_than_the_data(tmp_path, mixup):
         ({"cutmix_share": 2.0}, r"training.cutmix_share=2.0 must lie in \[0, 1\]"),
         ({"ema_decay": 1.0}, r"training.ema_decay=1.0 must lie in \[0, 1\), or be null"),
         ({"repeats": 0}, "training.repeats=0 must be at least 1"),
-        ({"new_head": True}, "training.new_head=true needs training.initial_weights"),
     ],
 )
 def test_settings_out_of_range(settings, message):

@@ -124,7 +124,7 @@ def test_a_pipeline_refuses_a_cache_that_rows_share() -> None:
     shared = create_model(
         "vision_transformer", image_size=8, patch_size=4, classes=2, width=8, depth=1, heads=2, memory="grc"
     )
-    with pytest.raises(ValueError, match="a cache shared by all rows"):
+    with pytest.raises(ValueError, match="cache shared by all rows"):
         SegmentPipeline(shared, 4)
 
 

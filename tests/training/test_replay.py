@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from loop_cases import ROWS, SEGMENT, assert_equal, batch, build, gradients, gradients_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cached_lab.experiments.costs.flops import saved_activation_bytes
 from cached_lab.experiments.costs.live_bytes import LiveBytes
 from cached_lab.training.distributed import in_group
-from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.loops.replay import ReplayLoop
 from cached_transformers.loops.segments import SegmentLoop, token_losses
 
-SEGMENT, ROWS, VOCABULARY = 5, 3, 11
 MEMORIES: list[Any] = [
     {"name": "memformer", "length": 3},
     {"name": "rmt", "length": 3},
@@ -29,33 +28,6 @@ MEMORIES: list[Any] = [
     "transformer_xl",
     None,
 ]
-
-
-def build(memory: Any, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"vocabulary": VOCABULARY, "width": 16, "depth": 2, "heads": 2, "feed_forward": 32}
-    return create_model("language_model", **{**sizes, **options}, memory=memory).double()
-
-
-def batch(segments: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(0, VOCABULARY, (ROWS, segments * SEGMENT), generator=torch.Generator().manual_seed(1))
-    return tokens[:, :-1], tokens[:, 1:]  # the last segment is short
-
-
-def gradients(loop: nn.Module, model: nn.Module, *arguments: Any) -> dict[str, Tensor]:
-    """Loss, state and gradients of one call with the random state of another test."""
-    model.zero_grad()
-    torch.manual_seed(5)
-    loss, state = loop(*arguments)
-    loss.backward()
-    seen = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **dict(states.named_tensors(state)), **seen}
-
-
-def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1e-12) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def by_hand(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -79,8 +51,7 @@ def by_hand(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tens
         (losses.sum() / targets.numel() + product).backward()
         named = [(n, t) for n, t in states.named_tensors(leaves) if n in handed]
         handed = {n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in named}
-    seen = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": total, **dict(states.named_tensors(last)), **seen}
+    return {"loss": total, **dict(states.named_tensors(last)), **gradients_of(model)}
 
 
 @pytest.mark.parametrize("memory", MEMORIES, ids=str)
@@ -91,20 +62,18 @@ def test_replay_is_backpropagation_through_time_with_dropout_on(memory: Any, rec
     inputs, targets = batch(5)
     padding = torch.zeros_like(inputs, dtype=torch.bool)
     padding[1, 7:] = True
-    extra = (None, torch.tensor([True, False, False]), padding)
+    extra = (None, torch.tensor([True, False]), padding)
     for bptt in (1, 2, 5):
         plain, replay = SegmentLoop(model, SEGMENT, bptt), ReplayLoop(model, SEGMENT, bptt)
-        assert_equal(
-            gradients(replay, model, inputs, targets, *extra), gradients(plain, model, inputs, targets, *extra)
-        )
-        assert_equal(gradients(replay, model, inputs, targets), gradients(plain, model, inputs, targets))
+        assert_equal(gradients(replay, inputs, targets, *extra), gradients(plain, inputs, targets, *extra))
+        assert_equal(gradients(replay, inputs, targets), gradients(plain, inputs, targets))
 
 
 @pytest.mark.parametrize("memory", MEMORIES[:3], ids=str)
 def test_replay_is_the_algorithm_written_down(memory: Any) -> None:
     model = build(memory, dropout=0.2)
     inputs, targets = batch(4)
-    assert_equal(gradients(ReplayLoop(model, SEGMENT, 4), model, inputs, targets), by_hand(model, inputs, targets))
+    assert_equal(gradients(ReplayLoop(model, SEGMENT, 4), inputs, targets), by_hand(model, inputs, targets))
 
 
 def test_without_the_random_state_the_gradient_would_be_another() -> None:
@@ -112,7 +81,7 @@ def test_without_the_random_state_the_gradient_would_be_another() -> None:
     model = build(MEMORIES[0], dropout=0.2)
     inputs, targets = batch(4)
     loop = ReplayLoop(model, SEGMENT, 4)
-    first = gradients(loop, model, inputs, targets)
+    first = gradients(loop, inputs, targets)
     model.zero_grad()
     torch.manual_seed(6)
     loop(inputs, targets)[0].backward()
@@ -161,7 +130,7 @@ def test_two_passes_over_a_batch() -> None:
     model = build(MEMORIES[1], dropout=0.2)
     inputs, targets = batch(3)
     loops = [kind(model, SEGMENT, 3, passes=2) for kind in (ReplayLoop, SegmentLoop)]
-    assert_equal(*(gradients(loop, model, inputs, targets) for loop in loops))
+    assert_equal(*(gradients(loop, inputs, targets) for loop in loops))
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
@@ -169,13 +138,13 @@ def test_data_parallel_wraps_the_loop(tmp_path: Path) -> None:
     """A parameter that reported its gradient once a segment would be refused."""
     model = build(MEMORIES[0], dropout=0.2)
     inputs, targets = batch(4)
-    alone = gradients(SegmentLoop(model, SEGMENT, 4), model, inputs, targets)
+    alone = gradients(SegmentLoop(model, SEGMENT, 4), inputs, targets)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
     def twice() -> None:
         loop = DistributedDataParallel(ReplayLoop(model, SEGMENT, 4))
         for _ in range(2):
-            assert_equal(gradients(loop, model, inputs, targets), alone)
+            assert_equal(gradients(loop, inputs, targets), alone)
 
     in_group(twice, "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
 
@@ -183,7 +152,7 @@ def test_data_parallel_wraps_the_loop(tmp_path: Path) -> None:
 def test_a_compiled_model_can_be_replayed() -> None:
     model = build(MEMORIES[0], depth=1)
     inputs, targets = batch(3)
-    plain = gradients(SegmentLoop(model, SEGMENT, 3), model, inputs, targets)
+    plain = gradients(SegmentLoop(model, SEGMENT, 3), inputs, targets)
     compiled = torch.compile(model, backend="aot_eager", dynamic=False)
-    assert_equal(gradients(ReplayLoop(compiled, SEGMENT, 3), model, inputs, targets), plain, 1e-10)  # type: ignore[arg-type]
+    assert_equal(gradients(ReplayLoop(compiled, SEGMENT, 3), inputs, targets), plain, 1e-10)  # type: ignore[arg-type]
     torch._dynamo.reset()

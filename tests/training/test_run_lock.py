@@ -16,7 +16,6 @@ import yaml
 from drills.frame import forked
 
 from cached_lab.cli.main import main
-from cached_lab.training import run_lock
 from cached_lab.training.distributed import in_world
 from cached_lab.training.run_lock import InUse, file_lock, folder_lock, main_holds
 
@@ -82,16 +81,6 @@ def test_a_forked_worker_does_not_hold_what_its_parent_holds(tmp_path):
     finally:
         os.kill(worker, signal.SIGKILL)
         os.waitpid(worker, 0)
-
-
-def test_without_flock_the_name_in_the_file_decides(tmp_path, monkeypatch):
-    with owner(tmp_path):
-        monkeypatch.setattr(run_lock, "fcntl", None)
-        with pytest.raises(InUse, match="in use by process"), folder_lock(tmp_path):
-            pass
-    assert (tmp_path / ".lock").is_file()
-    with folder_lock(tmp_path):
-        pass
 
 
 def test_processes_that_train_together_are_refused_together(tmp_path):

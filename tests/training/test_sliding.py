@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from loop_cases import ROWS, SEGMENT, VOCABULARY, assert_equal, batch, build, gradients, gradients_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from cached_lab.training.distributed import in_group
-from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.loops.replay import ReplayLoop
 from cached_transformers.loops.segments import SegmentLoop, token_losses
 
-SEGMENT, ROWS, VOCABULARY, TOTAL = 4, 2, 11, 5
+TOTAL = 5
 MEMORIES: list[Any] = [
     {"name": "rmt", "length": 2},
     {"name": "rmt", "length": 2, "cache": 3},
@@ -35,37 +35,10 @@ MEMORIES: list[Any] = [
 ]
 
 
-def build(memory: Any, **options: Any) -> Any:
-    torch.manual_seed(0)
-    sizes = {"vocabulary": VOCABULARY, "width": 16, "depth": 2, "heads": 2, "feed_forward": 32}
-    return create_model("language_model", **{**sizes, **options}, memory=memory).double()
-
-
-def batch(segments: int = TOTAL) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(0, VOCABULARY, (ROWS, segments * SEGMENT), generator=torch.Generator().manual_seed(1))
-    return tokens[:, :-1], tokens[:, 1:]  # the last segment is short
-
-
 def everything(segments: int = TOTAL) -> dict[str, Tensor]:
     padding, reset = torch.zeros_like(batch(segments)[0], dtype=torch.bool), torch.zeros(ROWS, segments).bool()
     padding[1, 9:13], reset[0, 2], reset[1, 3] = True, True, True
     return {"padding": padding, "reset": reset}
-
-
-def seen(loop: nn.Module, *arguments: Any, **options: Any) -> dict[str, Tensor]:
-    """Loss, state and gradients of one call."""
-    loop.zero_grad()
-    torch.manual_seed(5)
-    loss, state = loop(*arguments, **options)
-    loss.backward()
-    grads = {name.removeprefix("module."): p.grad.clone() for name, p in loop.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **dict(states.named_tensors(state)), **grads}
-
-
-def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1e-12) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def twin(
@@ -97,8 +70,7 @@ def twin(
         loss = out.outputs.sum() / (targets != -100).sum() + out.auxiliary_loss / len(parts)
         loss.backward()
         total += loss.detach()
-    seen = {f"model.{name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": total, **dict(states.named_tensors(before[-1])), **seen}
+    return {"loss": total, **dict(states.named_tensors(before[-1])), **gradients_of(model)}
 
 
 @pytest.mark.parametrize("memory", MEMORIES, ids=str)
@@ -106,18 +78,20 @@ def test_it_is_the_sum_over_losses_of_truncated_gradients(memory: Any) -> None:
     model = build(memory)
     for bptt in (2, 4):
         want = twin(model, bptt - 1)
-        assert_equal(seen(SegmentLoop(model, SEGMENT, bptt, bptt_window="sliding"), *batch()), want, 1e-10)
+        assert_equal(gradients(SegmentLoop(model, SEGMENT, bptt, bptt_window="sliding"), *batch()), want, 1e-10)
     more = everything()
     want = twin(model, 2, **more)
-    assert_equal(seen(SegmentLoop(model, SEGMENT, 3, bptt_window="sliding"), *batch(), **more), want, 1e-10)
+    assert_equal(gradients(SegmentLoop(model, SEGMENT, 3, bptt_window="sliding"), *batch(), **more), want, 1e-10)
 
 
 def test_it_is_not_what_blocks_give() -> None:
     """The tests above can fail: the first segment of a block gets no gradient from later blocks."""
     model = build(MEMORIES[0])
-    blocks, sliding = (seen(SegmentLoop(model, SEGMENT, 2, bptt_window=w), *batch()) for w in ("blocks", "sliding"))
+    blocks, sliding = (
+        gradients(SegmentLoop(model, SEGMENT, 2, bptt_window=w), *batch()) for w in ("blocks", "sliding")
+    )
     assert blocks["loss"] == sliding["loss"]
-    assert max((blocks[n] - sliding[n]).abs().max() for n in blocks if n.startswith("model.")) > 1e-3
+    assert max((blocks[n] - sliding[n]).abs().max() for n, _ in model.named_parameters() if n in blocks) > 1e-3
 
 
 @pytest.mark.parametrize("memory", MEMORIES[:2], ids=str)
@@ -125,7 +99,7 @@ def test_without_reach_or_with_all_of_it_both_windows_are_one(memory: Any) -> No
     model = build(memory)
     for bptt in (1, TOTAL, TOTAL + 3):
         blocks, sliding = (
-            seen(SegmentLoop(model, SEGMENT, bptt, bptt_window=w), *batch()) for w in ("blocks", "sliding")
+            gradients(SegmentLoop(model, SEGMENT, bptt, bptt_window=w), *batch()) for w in ("blocks", "sliding")
         )
         assert all(torch.equal(blocks[name], sliding[name]) for name in blocks | sliding)
 
@@ -175,10 +149,10 @@ def test_the_given_state_is_not_cut_off() -> None:
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_replay_gives_the_same_with_dropout_on(memory: Any, recompute: bool) -> None:
     model = build(memory, dropout=0.2, attention_dropout=0.1)
-    want = seen(SegmentLoop(model, SEGMENT, 3, bptt_window="sliding"), *batch(), **everything())
+    want = gradients(SegmentLoop(model, SEGMENT, 3, bptt_window="sliding"), *batch(), **everything())
     model.set_activation_checkpointing(recompute)
     for kind in (SegmentLoop, ReplayLoop):
-        assert_equal(seen(kind(model, SEGMENT, 3, bptt_window="sliding"), *batch(), **everything()), want)
+        assert_equal(gradients(kind(model, SEGMENT, 3, bptt_window="sliding"), *batch(), **everything()), want)
 
 
 def test_what_it_costs() -> None:
@@ -207,15 +181,15 @@ def test_data_parallel_and_sharding_wrap_the_loop(tmp_path: Path) -> None:
     from torch.distributed.fsdp import fully_shard
 
     model = build(MEMORIES[0], dropout=0.2)
-    alone = seen(SegmentLoop(model, SEGMENT, 3, bptt_window="sliding"), *batch())
+    alone = gradients(SegmentLoop(model, SEGMENT, 3, bptt_window="sliding"), *batch())
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
     def run() -> None:
         loop = DistributedDataParallel(SegmentLoop(model, SEGMENT, 3, bptt_window="sliding"))
         for _ in range(2):
-            assert_equal(seen(loop, *batch()), alone)
+            assert_equal(gradients(loop, *batch()), alone)
         sharded: Any = fully_shard(SegmentLoop(model, SEGMENT, 3, bptt_window="sliding"))
-        found = seen(sharded, *batch())
+        found = gradients(sharded, *batch())
         assert_equal({name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in found.items()}, alone)
         inside = build(MEMORIES[0])
         fully_shard(inside.stack.blocks[0])

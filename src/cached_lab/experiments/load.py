@@ -37,7 +37,7 @@ def load_run(
 
     Args:
         checkpoint: "best", "last", "tested" (the one of the summary's test scores), or the path of a step folder.
-        average: with "tested", the number of newest checkpoints to average; caches follow `training.average_caches`.
+        average: with "tested", the number of newest checkpoints to average.
         memory: name and options of a memory without weights, for a model trained without a memory.
 
     Raises:
@@ -53,7 +53,7 @@ def load_run(
     if average is not None:
         refuse_exchanged(folder, read_checkpoint(Checkpoints(folder / "checkpoints").named("last")))
         model = build_model(without_checkpoint(config))
-        return config, model, load_average(model, folder, average, config.training.average_caches)
+        return config, model, load_average(model, folder, average)
     path = Checkpoints(folder / "checkpoints").named(checkpoint) if checkpoint in ("best", "last") else Path(checkpoint)
     stored = read_checkpoint(path)
     refuse_exchanged(folder, stored)

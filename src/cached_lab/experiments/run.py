@@ -125,7 +125,7 @@ def _prepare_trainer(
     settings = config.training
     if settings.initial_weights is not None and not trainer.step:
         path = Path(settings.initial_weights).expanduser()
-        load_initial_weights(trainer.model, path, settings.new_head, settings.reset_caches, say=reporter.message)
+        load_initial_weights(trainer.model, path, settings.new_head, say=reporter.message)
     if processes.main:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / CONFIG, config_to_yaml(config).encode())
@@ -164,7 +164,7 @@ def _test(trainer: Trainer, test: Any, processes: World) -> dict[str, Any] | Non
     settings = trainer.settings
     step = trainer.step
     if settings.average_last > 1:
-        load_average(trainer.model, trainer.folder, settings.average_last, settings.average_caches)
+        load_average(trainer.model, trainer.folder, settings.average_last)
     elif settings.test != "last" and trainer.best is not None:
         try:
             stored = read_checkpoint(trainer.checkpoints.path(trainer.best["step"]))

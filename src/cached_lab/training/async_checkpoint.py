@@ -1,8 +1,7 @@
 """Checkpoint writer, synchronous or in a background thread, with at most one save at a time.
 
-A background save costs a copy of the saved tensors in CPU memory. It writes the same files in the same order. The next
-save and the end of training wait for it and raise its error. Processes of a background save communicate in a process
-group of their own, since training uses the default group at the same time.
+A background save costs a copy of the saved tensors in CPU memory, and writes the same files in the same order. The next
+save and the end of training wait for it and raise its error.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class CheckpointWriter:
 
     Args:
         background: write in a thread.
-        world: processes that write together, all of which must create a writer; a world of one if only one writes.
+        world: processes that write together, and all create a writer; a world of one if only one writes.
     """
 
     def __init__(self, background: bool, world: World) -> None:
@@ -36,7 +35,7 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(1, "save") if background else None
         self._pending: Future[object] | None = None
         if background and world.size > 1:
-            group = dist.new_group(backend="gloo")  # for CPU tensors, whatever the device of training
+            group = dist.new_group(backend="gloo")  # training uses the default group at the same time
             self._world = dataclasses.replace(world, device=torch.device("cpu"), group=group)
 
     def snapshot(self, tree: T) -> T:

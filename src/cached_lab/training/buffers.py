@@ -61,8 +61,5 @@ def with_own_buffers(
     if not saved:
         return dict(weights)
     if len(saved) != world.size:
-        say(
-            f"the checkpoint holds caches or averages of {len(saved)} processes, each with its own. Now there are "
-            f"{world.size}: process r continues with those of process r mod {len(saved)}, so results will differ"
-        )
+        say(f"{len(saved)} processes saved caches of their own: process r of {world.size} takes r mod {len(saved)}")
     return {**weights, **saved[world.rank % len(saved)]}

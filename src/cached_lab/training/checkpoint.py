@@ -2,8 +2,8 @@
 
     RUN/checkpoints/step_00000100/model.safetensors   weights and buffers, including caches
                                   training.pt         optimiser, scaler, random states, data position, best score
-                                  shards/             sharded runs: weights and optimiser state, instead of
-                                                      model.safetensors (`sharded_checkpoint.py`)
+                                  shards/             sharded runs: rows of each process (`sharded_checkpoint.py`);
+                                                      the other weights are in training.pt
                                   meta.json           format, step, best score, SHA-256 of the other files,
                                                       configuration, and a SHA-256 of all of these
 
@@ -33,12 +33,11 @@ from torch import Tensor
 
 from cached_transformers.files import NotWritten, sync_folder, write_durably, write_whole
 
-from .distributed import World
-from .sharded_checkpoint import flatten_state, read_shards, unflatten_state, write_shards
+from .distributed import ALONE, World
+from .sharded_checkpoint import join_shards, split_shards, stored_shards, write_shards
 
-FORMAT = 2
-"""Format of checkpoints without shards. In format 1, still read, `meta.json` has neither the best step nor a seal."""
-SHARDED_FORMAT = 3
+FORMAT = 4
+"""Format 2, without shards, is also read."""
 WEIGHTS, TRAINING, META, SHARDS = "model.safetensors", "training.pt", "meta.json", "shards"
 _STEP = re.compile(r"step_(\d{8,})")
 _PARTIAL, _SURPLUS = ".partial", ".surplus"
@@ -46,19 +45,13 @@ _PARTIAL, _SURPLUS = ".partial", ".surplus"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint in memory, with verified checksums.
-
-    Attributes:
-        shards: folder of tensors that were not read (`read_checkpoint(whole=False)`). Then `weights` is empty, and
-            `training` lacks live weights and has only groups and parameter names of the optimiser.
-    """
+    """A checkpoint with verified checksums; with `read_checkpoint(whole=False)` shards are `StoredShards`."""
 
     path: Path
     step: int
     config: dict[str, Any]
-    weights: dict[str, Tensor]
+    weights: dict[str, Any]
     training: dict[str, Any]
-    shards: Path | None = None
 
 
 class Checkpoints:
@@ -89,46 +82,30 @@ class Checkpoints:
         weights: Mapping[str, Tensor],
         training: dict[str, Any],
         best: Mapping[str, Any] | None,
-        world: World | None = None,
+        world: World = ALONE,
     ) -> Path:
-        """Write a checkpoint and remove surplus ones.
+        """Write a checkpoint and remove surplus ones; every process of `world` must call this.
 
         Args:
-            training: training state. With shards, `training["optimizer"]` also has the parameters' "names".
+            training: training state. With sharded tensors in it or in `weights`, each process writes its rows.
             best: JSON scores of the best step so far, with its "step".
-            world: processes that each write a shard, and all call this; None writes all tensors from this process.
 
         Raises:
             NotWritten: a process could not write (e.g. the disk is full), or the best checkpoint has vanished; all
                 processes raise it, and the other checkpoints are untouched.
         """
-        partial, main = self.folder / _PARTIAL, world is None or world.main
+        partial = self.folder / _PARTIAL
+        rest, shards = split_shards({"weights": dict(weights), **training})
         try:
-            _on_main(world, lambda: self._begin(step, best))
-            if world is None:
-                weights = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in weights.items()}
-                if live := training.get("live_weights"):
-                    training = {
-                        **training,
-                        "live_weights": {n: t.detach().to("cpu", copy=True) for n, t in live.items()},
-                    }
-                write_durably(partial / WEIGHTS, content := safetensors.torch.save(weights))
-                sums = {WEIGHTS: hashlib.sha256(content).hexdigest()}
-                self._finish(step, FORMAT, config, training, best, sums)
-            else:
-                tensors, rest = flatten_state(weights, training)
-                write_shards(partial / SHARDS, tensors, world)
-
-                def finish() -> None:
-                    sums = {f"{SHARDS}/{p.name}": _sha256(p) for p in sorted((partial / SHARDS).iterdir())}
-                    self._finish(step, SHARDED_FORMAT, config, rest, best, sums)
-
-                _on_main(world, finish)
+            _agreed(world, lambda: self._begin(step, best) if world.main else None)
+            if shards:
+                _agreed(world, lambda: write_shards(partial / SHARDS, shards, world))
+            _agreed(world, lambda: self._finish(step, config, rest, best) if world.main else None)
         except OSError as error:
-            if main:
+            if world.main:
                 shutil.rmtree(partial, ignore_errors=True)
             raise NotWritten(f"checkpoint {self.path(step)}", error, "earlier checkpoints are untouched") from error
-        if main:
+        if world.main:
             self.tidy(None if best is None else int(best["step"]))
         return self.path(step)
 
@@ -141,22 +118,19 @@ class Checkpoints:
         self.folder.mkdir(exist_ok=True)
         (self.folder / _PARTIAL).mkdir()
 
-    def _finish(
-        self,
-        step: int,
-        version: int,
-        config: dict[str, Any],
-        training: dict[str, Any],
-        best: Mapping[str, Any] | None,
-        sums: dict[str, str],
-    ) -> None:
+    def _finish(self, step: int, config: dict[str, Any], state: dict[str, Any], best: Mapping[str, Any] | None) -> None:
         """Write the remaining files into the partial folder, and rename it."""
         partial, target = self.folder / _PARTIAL, self.path(step)
-        buffer = io.BytesIO()
-        torch.save(training, buffer)
-        sums = {**sums, TRAINING: hashlib.sha256(buffer.getvalue()).hexdigest()}
-        meta = {"format": version, "step": step, "best": best, "sha256": sums, "config": config}
-        for name, content in {TRAINING: buffer.getvalue(), META: _sealed(meta)}.items():
+        sums = {f"{SHARDS}/{p.name}": _sha256(p) for p in sorted(partial.glob(f"{SHARDS}/*"))}
+        contents: dict[str, bytes] = {}
+        if not sums:
+            weights = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in state.pop("weights").items()}
+            contents[WEIGHTS] = safetensors.torch.save(weights)
+        torch.save(state, buffer := io.BytesIO())
+        contents[TRAINING] = buffer.getvalue()
+        sums |= {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+        contents[META] = _sealed({"format": FORMAT, "step": step, "best": best, "sha256": sums, "config": config})
+        for name, content in contents.items():
             write_durably(partial / name, content)
         sync_folder(partial)
         if target.exists():
@@ -190,15 +164,11 @@ class Checkpoints:
             raise ValueError(f"{self.folder} has no {name!r} checkpoint; the run has saved none yet")
         if name == "last":
             return paths[-1]
-        meta = _read_meta(paths[-1])
-        best = meta["best"] if "best" in meta else read_checkpoint(paths[-1]).training["best"]
-        if best is None:
+        if (best := _read_meta(paths[-1])["best"]) is None:
             raise ValueError(f"{self.folder} has no {name!r} checkpoint: the run has not been evaluated; take the last")
-        path = self.path(int(best["step"]))
-        if not path.is_dir():
+        if not (path := self.path(int(best["step"]))).is_dir():
             raise ValueError(
-                f"{self.folder} has no {name!r} checkpoint any more: {path.name} has vanished; take the last, or "
-                "resume training, which chooses another"
+                f"{self.folder} has no {name!r} checkpoint: {path.name} has vanished; resume, or take the last"
             )
         return path
 
@@ -219,21 +189,11 @@ class Checkpoints:
             raise ValueError(f"no checkpoint in {self.folder} can be read; train into another folder\n  {listed}")
         return None, []
 
-    def readable(self, until: int) -> list[Checkpoint]:
-        """Return the readable checkpoints up to a step, newest last, without their shards."""
-        found = []
-        for path in self.paths():
-            try:
-                found.append(read_checkpoint(path, whole=False))
-            except ValueError:
-                continue
-        return [checkpoint for checkpoint in found if checkpoint.step <= until]
-
     def choose(self, best: Mapping[str, Any] | None) -> None:
         """Record another best step in the newest step folder."""
         path = self.paths()[-1]
         meta = _read_meta(path)
-        write_whole(path / META, _sealed({**meta, "format": max(FORMAT, meta["format"]), "best": best}))
+        write_whole(path / META, _sealed({**meta, "best": best}))
 
     def set_aside_after(self, step: int) -> None:
         """Rename checkpoints later than `step` to `superseded_*`."""
@@ -251,35 +211,33 @@ def read_checkpoint(path: Path, whole: bool = True) -> Checkpoint:
     """Read and verify a checkpoint.
 
     Args:
-        whole: read shards into memory as whole tensors; otherwise leave them on disk (`Checkpoint.shards`).
+        whole: read shards into memory as whole tensors; otherwise leave them on disk.
 
     Raises:
-        ValueError: not a checkpoint, of a newer format, or damaged; the message names the file.
+        ValueError: not a checkpoint, of another format, or damaged; the message names the file.
     """
     meta = _read_meta(path)
-    sums, shards = meta["sha256"], path / SHARDS if meta["format"] == SHARDED_FORMAT else None
-    contents = {name: _verified(path / name, sums) for name in ((TRAINING,) if shards else (WEIGHTS, TRAINING))}
-    for name in sorted(sums) if shards else ():
-        if name.startswith(f"{SHARDS}/"):
-            file = path / SHARDS / Path(name).name
-            try:
-                found = _sha256(file)
-            except OSError:
-                raise ValueError(f"{path} is damaged: {file.name} is missing or cannot be read") from None
-            if found != sums[name]:
-                raise ValueError(f"{path} is damaged: {file.name} does not match its checksum")
+    sums = meta["sha256"]
+    shards = [path / SHARDS / Path(name).name for name in sorted(sums) if name.startswith(f"{SHARDS}/")]
+    for file in [path / TRAINING, *(shards or [path / WEIGHTS])]:
+        name = file.relative_to(path).as_posix()
+        try:
+            found = _sha256(file)
+        except OSError:
+            raise ValueError(f"{path} is damaged: {name} is missing or cannot be read") from None
+        if found != sums.get(name):
+            raise ValueError(f"{path} is damaged: {name} does not match its checksum")
     try:
-        weights = {} if shards else safetensors.torch.load(contents[WEIGHTS])
-        training = torch.load(io.BytesIO(contents[TRAINING]), weights_only=True, map_location="cpu")
+        training = torch.load(path / TRAINING, weights_only=True, map_location="cpu")
+        if shards:
+            training = join_shards(training, stored_shards(shards), whole)
+        weights = training.pop("weights") if shards else safetensors.torch.load_file(path / WEIGHTS)
     except Exception as error:  # torch and safetensors raise many types of errors for foreign files
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{path} is damaged, or not a checkpoint of cached train: {reason}") from None
     if not isinstance(training, dict):
         raise ValueError(f"{path} is not a checkpoint of cached train: {TRAINING} holds no training state")
-    if shards and whole:
-        weights, training = unflatten_state(read_shards(shards), training)
-        shards = None
-    return Checkpoint(path, meta["step"], meta["config"], weights, training, shards)
+    return Checkpoint(path, meta["step"], meta["config"], weights, training)
 
 
 def stored_config(path: Path) -> dict[str, Any]:
@@ -301,13 +259,9 @@ def _read_meta(path: Path) -> dict[str, Any]:
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{path} is not a checkpoint: {META} is missing or of another program") from None
-    if version > SHARDED_FORMAT:
-        raise ValueError(
-            f"{path} has checkpoint format {version}, this version reads 1 to {SHARDED_FORMAT}; use a newer version"
-        )
-    sealed = version > 1 or "best" in meta
-    named = _step_of(path)
-    if (sealed and content != _sealed(meta)) or (named is not None and named != step):
+    if version not in (2, FORMAT):
+        raise ValueError(f"{path} has checkpoint format={version}, not 2 or {FORMAT}; read it by its own version")
+    if content != _sealed(meta) or _step_of(path) not in (None, step):
         raise ValueError(f"{path} is damaged: {META} does not match its checksum, or is of another step ({step})")
     return meta
 
@@ -325,17 +279,6 @@ def _step_of(path: Path) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _verified(path: Path, sums: Mapping[str, str]) -> bytes:
-    """Return the content of a file after comparing its checksum."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        raise ValueError(f"{path.parent} is damaged: {path.name} is missing or cannot be read") from None
-    if hashlib.sha256(content).hexdigest() != sums.get(path.name):
-        raise ValueError(f"{path.parent} is damaged: {path.name} ({len(content)} bytes) does not match its checksum")
-    return content
-
-
 def _sha256(path: Path) -> str:
     """Return the SHA-256 of a file of any size."""
     total = hashlib.sha256()
@@ -345,18 +288,14 @@ def _sha256(path: Path) -> str:
     return total.hexdigest()
 
 
-def _on_main(world: World | None, work: Callable[[], object]) -> None:
-    """Call `work` in the main process; all processes raise its OSError."""
-    if world is None:
-        work()
-        return
+def _agreed(world: World, work: Callable[[], object]) -> None:
+    """Call `work`; all processes raise the first OSError of any of them."""
     error = None
-    if world.main:
-        try:
-            work()
-        except OSError as found:
-            error = (found.errno, str(found.strerror or found))
-    if (told := world.gather(error)[0]) is not None:
+    try:
+        work()
+    except OSError as found:
+        error = (found.errno, str(found.strerror or found))
+    if (told := next(filter(None, world.gather(error)), None)) is not None:
         raise OSError(*told)
 
 

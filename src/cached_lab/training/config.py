@@ -39,7 +39,6 @@ MAY_DIFFER = (
     "training.device",
     "training.parallel",
     "training.pipeline",
-    "training.shares",
 )
 """Keys that may change when a run is resumed: they do not change what is learned by a step."""
 
@@ -118,20 +117,9 @@ def _build(cls: type[D], tree: Any, path: str) -> D:
     for key, value in tree.items():
         if key not in hints:
             known = [f"{path}{name}" for name in hints]
-            elsewhere = [name for name in _section_keys() if name.rpartition(".")[2] == key]
-            if not elsewhere:
-                raise ValueError(unknown_name("key", f"{path}{key}", known))
-            raise ValueError(
-                f"unknown key {path + key!r}; did you mean {elsewhere[0]!r}? (known here: {', '.join(sorted(known))})"
-            )
+            raise ValueError(unknown_name("key", f"{path}{key}", known))
         if dataclasses.is_dataclass(hints[key]):
             values[key] = _build(typing.cast(type, hints[key]), value, f"{path}{key}.")
         else:
             values[key] = check_type(f"{path}{key}", value, hints[key])
     return cls(**values)
-
-
-def _section_keys() -> list[str]:
-    sections: dict[str, Any] = {"training": TrainingConfig, "optimizer": OptimizerConfig, "schedule": ScheduleConfig}
-    sections["evaluation"] = EvaluationConfig
-    return [f"{name}.{f.name}" for name, cls in sections.items() for f in dataclasses.fields(cls)]

@@ -27,8 +27,6 @@ from cached_transformers.memories.grc.shared_cache import caches
 from .interruption import RunFailed
 
 T = TypeVar("T")
-PATIENCE = 1800.0
-"""Seconds that processes wait for each other at a start, as in Gloo."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +68,10 @@ class World:
             dist.barrier(self.group)
 
 
+ALONE = World(torch.device("cpu"))
+"""A process without others."""
+
+
 def in_world(device: str, work: Callable[[World], T]) -> T:
     """Call `work` with the world that torchrun describes in the environment.
 
@@ -80,24 +82,21 @@ def in_world(device: str, work: Callable[[World], T]) -> T:
     Raises:
         ValueError: the device does not exist.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
-    local_rank = int(os.environ.get("LOCAL_RANK", "0")) if size > 1 else None
-    chosen = pick_device(device, local_rank)
-    if size == 1:
+    several = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")) if several else None)
+    if not several:
         return work(World(chosen))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    return in_group(
-        lambda: work(World(chosen, dist.get_rank(), dist.get_world_size())), "nccl" if chosen.type == "cuda" else "gloo"
-    )
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    return in_group(lambda: work(World(chosen, dist.get_rank(), dist.get_world_size())), backend)
 
 
 def in_group(work: Callable[[], T], backend: str, **rendezvous: Any) -> T:
     """Call `work` with a process group; the group and its threads end with the call.
 
-    A Gloo thread that outlives the group may free a tensor during interpreter shutdown, which aborts the process, or
-    deadlock with the destructor of a wrapped model. `work` is a function so that its local variables are gone when the
-    group is destroyed.
+    A Gloo thread that outlives the group may abort the process at its end, or deadlock with a wrapped model. `work` is
+    a function so that its local variables are gone when the group is destroyed.
 
     Args:
         work: must not return anything that communicates.
@@ -130,7 +129,7 @@ def _rendezvous() -> dict[str, Any]:
     return {"store": dist.PrefixStore(name, store), "rank": rank, "world_size": size}
 
 
-def agreed_name(store: dist.Store, rank: int, size: int, patience: float = PATIENCE) -> str:
+def agreed_name(store: dist.Store, rank: int, size: int, patience: float = 1800.0) -> str:
     """Agree on a new name in a store that may hold values of earlier processes.
 
     Each process but the first writes a random word; the first answers with that word and the name. A process that reads
@@ -142,34 +141,32 @@ def agreed_name(store: dist.Store, rank: int, size: int, patience: float = PATIE
     own, until = uuid.uuid4().hex, time.monotonic() + patience
     missing, answered = set(range(1, size)) if rank == 0 else {0}, set[str]()
     name = own
+
+    def value(key: str) -> str:
+        return store.get(key).decode() if store.check([key]) else ""
+
     if rank:
         store.set(f"word_{rank}", own)
     while missing:
         if time.monotonic() > until:
             raise RunFailed(
-                f"process {rank} of {size} waited {patience:.0f} s for process {min(missing)}, which did not come; see "
-                "the output of torchrun"
+                f"process {rank} of {size} waited {patience:.0f} s for process {min(missing)}: see torchrun"
             )
         if rank:
-            answer = _value(store, f"answer_{rank}").split()
+            answer = value(f"answer_{rank}").split()
             if answer[:1] == [own]:
                 name = answer[1]
                 store.set(f"name_{rank}", name)
                 break
         for other in sorted(missing) if not rank else ():
-            word = _value(store, f"word_{other}")
-            if _value(store, f"name_{other}") == name:
+            word = value(f"word_{other}")
+            if value(f"name_{other}") == name:
                 missing.discard(other)
             elif word and word not in answered:
                 store.set(f"answer_{other}", f"{word} {name}")
                 answered.add(word)
         time.sleep(0.005)
     return name
-
-
-def _value(store: dist.Store, key: str) -> str:
-    """Return the value of a key; empty if there is none."""
-    return store.get(key).decode() if store.check([key]) else ""
 
 
 def pick_device(name: str, local_rank: int | None = None) -> torch.device:

@@ -15,47 +15,37 @@ from torch.optim.swa_utils import AveragedModel
 from cached_transformers.memories.grc.shared_cache import commit_caches
 
 
-class WeightAverage:
+class WeightAverage(AveragedModel):
     """Average of a model's weights, starting with those of the first step: w <- d w + (1 - d) weights.
 
     Args:
-        model: the unwrapped model. decay: d. warmup: use min(d, (1 + t) / (10 + t)) in step t, from 1.
+        model: the unwrapped model. decay: d.
+
+    Attributes:
+        module: the model with averaged weights.
     """
 
-    def __init__(self, model: nn.Module, decay: float, warmup: bool = False) -> None:
-        self.decay, self.warmup = decay, warmup
-        self._averaged = AveragedModel(model, multi_avg_fn=self._mean, use_buffers=False)  # type: ignore[arg-type]
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        def mean(average: list[Tensor], current: list[Tensor], count: Tensor | int) -> None:
+            if average[0].is_floating_point():
+                torch._foreach_lerp_(average, current, 1 - decay)
+            else:
+                torch._foreach_copy_(average, current)
 
-    @property
-    def module(self) -> nn.Module:
-        """The model with averaged weights."""
-        module: nn.Module = self._averaged.module
-        return module
+        super().__init__(model, multi_avg_fn=mean, use_buffers=False)  # type: ignore[arg-type]
 
     @property
     def updates(self) -> int:
         """Number of averaged steps."""
-        return int(self._averaged.n_averaged)
+        return int(self.n_averaged)
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Average the weights after a step, and copy the buffers."""
         commit_caches(model)
-        self._averaged.update_parameters(model)
+        self.update_parameters(model)
 
     def load(self, weights: Mapping[str, Tensor], updates: int) -> None:
         """Restore saved averages."""
         self.module.load_state_dict(weights)
-        self._averaged.n_averaged.fill_(updates)
-
-    def replace(self, module: nn.Module) -> None:
-        """Replace the module by one with the same averaged weights."""
-        self._averaged.module = module
-
-    def _mean(self, average: list[Tensor], current: list[Tensor], count: Tensor | int) -> None:
-        t = int(count) + 1
-        decay = min(self.decay, (1 + t) / (10 + t)) if self.warmup else self.decay
-        if average[0].is_floating_point():
-            torch._foreach_lerp_(average, current, 1 - decay)
-        else:
-            torch._foreach_copy_(average, current)
+        self.n_averaged.fill_(updates)

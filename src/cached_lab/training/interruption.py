@@ -59,21 +59,14 @@ class _End:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let SIGINT and SIGTERM raise `Stopped` inside the block, and a swallowed one at its end.
-
-    `Stopped` replaces an error caused by it. Outside of the main thread this does nothing.
-
-    Raises:
-        Stopped: a signal arrived.
-    """
+    """Let SIGINT and SIGTERM raise `Stopped` inside the block, also if it was swallowed or caused another error."""
     end = _End()
     with _handled_by(end):
         try:
             yield
-        except (Interrupted, Stopped):
-            raise
-        except Exception:
-            end.insist()
+        except Exception as error:
+            if not isinstance(error, Interrupted):
+                end.insist()
             raise
         end.insist()
 

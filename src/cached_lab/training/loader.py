@@ -11,11 +11,12 @@ times with different augmentation: an epoch has as many rows, of fewer images.
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import signal
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -59,7 +60,7 @@ def seeded(*numbers: int) -> Iterator[None]:
 
 
 class Loaded(NamedTuple):
-    """A batch from a loading process (None without usable rows), and the bad files it met."""
+    """A batch (None without usable rows), and the bad files it met."""
 
     batch: Any
     bad: tuple[BadFile, ...]
@@ -91,10 +92,8 @@ class SeededRows(TorchDataset[tuple[Tensor, int]]):
                 if not skips_bad_files(self.dataset):
                     raise
                 self.met.append(error)
-        raise ValueError(
-            f"{_MAX_BAD_IN_A_ROW} files in a row cannot be used, the last {self.met[-1].file} "
-            f"({self.met[-1].reason}); fetch the data again"
-        )
+        last = self.met[-1]
+        raise ValueError(f"{_MAX_BAD_IN_A_ROW} files in a row cannot be used, the last {last.file} ({last.reason})")
 
 
 class _Batches(TorchDataset[Loaded]):
@@ -133,22 +132,10 @@ def opened(loaded: Loaded, dataset: Any) -> Any:
             raise error
         found = dataset.bad_found
         if error.file not in found and len(found) < _MAX_NAMED:
-            number = len(found) + 1
-            more = "; more are counted, not named" if number == _MAX_NAMED else ""
-            warnings.warn(
-                f"skipped {error.file}: {error.reason} (bad file {number}{more})", RuntimeWarning, stacklevel=2
-            )
+            text = f"skipped {error.file}: {error.reason} (bad file {len(found) + 1})"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
         found[error.file] = error.reason
     return loaded.batch
-
-
-class Order(Protocol):
-    """Endless pieces of batches from step `start` on, as a function of `seed`."""
-
-    seed: int
-    start: int
-
-    def __iter__(self) -> Iterator[list[Key]]: ...
 
 
 class Share(NamedTuple):
@@ -188,15 +175,10 @@ class TrainingOrder(Sampler[list[Key]]):
         self, size: int, batch_size: int, seed: int, start: int = 0, share: Share = WHOLE, repeats: int = 1
     ) -> None:
         if batch_size % repeats:
-            raise ValueError(
-                f"training.batch_size={batch_size} must be a multiple of training.repeats={repeats}, the copies of "
-                "each image"
-            )
+            raise ValueError(f"training.batch_size={batch_size} must be a multiple of training.repeats={repeats}")
         share.check(batch_size)
         if batch_size > size:
-            raise ValueError(
-                f"training.batch_size={batch_size} exceeds the {size} training rows; choose a smaller batch"
-            )
+            raise ValueError(f"training.batch_size={batch_size} exceeds the {size} training rows; take fewer")
         self.size, self.batch_size, self.seed, self.start = size, batch_size, seed, start
         self.share, self.repeats = share, repeats
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.long)
@@ -255,19 +237,19 @@ class GroupedOrder(TrainingOrder):
 
 
 def training_batches(
-    dataset: Any, order: Order, workers: int = 0, pin_memory: bool = False, rows: Any = None
+    dataset: Any, order: Any, workers: int = 0, pin_memory: bool = False, rows: Any = None
 ) -> Iterator[Any]:
-    """Yield endless batches (`dataset.collate`) in the given order.
+    """Return endless batches (`dataset.collate`) in the given order.
 
     Args:
+        order: yields keys of a piece, such as a `TrainingOrder`.
         workers: loading processes. pin_memory: use page-locked memory for copies to a GPU.
         rows: maps keys of the order to items; None for `SeededRows`.
 
     Raises:
         BadFile: a file cannot be used, and bad files are not skipped.
     """
-    rows = SeededRows(dataset, order.seed) if rows is None else rows
-    yield from _loaded(dataset, rows, order, workers, pin_memory)
+    return _loaded(dataset, SeededRows(dataset, order.seed) if rows is None else rows, order, workers, pin_memory)
 
 
 def _loaded(dataset: Any, rows: Any, batches: Any, workers: int, pin_memory: bool) -> Iterator[Any]:
@@ -276,7 +258,7 @@ def _loaded(dataset: Any, rows: Any, batches: Any, workers: int, pin_memory: boo
         _Batches(dataset, rows),
         batch_size=None,
         sampler=batches,  # an item is a whole batch
-        collate_fn=_as_it_is,  # type: ignore[arg-type]
+        collate_fn=copy.copy,  # as it is
         num_workers=workers,
         worker_init_fn=_ignore_interrupts,
         pin_memory=pin_memory,
@@ -299,10 +281,6 @@ def _ignore_interrupts(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _as_it_is(loaded: Loaded) -> Loaded:
-    return loaded
-
-
 def to_device(tree: T, device: torch.device) -> T:
     """Move the tensors of a nested structure to a device."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), tree)  # type: ignore[no-any-return]
@@ -314,7 +292,7 @@ def evaluation_batches(
     """Yield every row of this process' share once, in order; shares may differ by one row.
 
     Raises:
-        BadFile: a file cannot be used, and bad files are not skipped.
+        BadFile: see `training_batches`.
     """
     mine = range(rank, len(dataset), world_size)
     batches = [mine[begin : begin + batch_size] for begin in range(0, len(mine), batch_size)]

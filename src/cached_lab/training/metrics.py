@@ -54,35 +54,51 @@ def tallies(model: nn.Module, world: World) -> dict[str, Tensor]:
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one JSON object per line, flushed line by line.
+    """`metrics.jsonl`, one JSON object per line, flushed line by line; and TensorBoard event files of the same numbers.
 
     Args:
-        path: file to append to.
+        folder: run folder.
         step: lines of later steps are removed, since a resumed run writes them again, and so is an incomplete line.
+        tensorboard: write event files; "auto" if tensorboard is installed.
+
+    Raises:
+        ImportError: `tensorboard` is True, and it is not installed.
     """
 
-    def __init__(self, path: Path, step: int) -> None:
-        kept = [line for line in read_metrics(path) if line["step"] <= step]
-        write_whole(path, "".join(f"{json.dumps(line)}\n" for line in kept).encode())
-        self._path = path
-        with _naming(path):
-            self._file = path.open("a", encoding="utf-8")
+    def __init__(self, folder: Path, step: int, tensorboard: Literal["auto", True, False] = False) -> None:
+        self.path = folder / "metrics.jsonl"
+        self._events: Any = None
+        kept = [line for line in read_metrics(self.path) if line["step"] <= step]
+        write_whole(self.path, "".join(f"{json.dumps(line)}\n" for line in kept).encode())
+        with _naming(self.path):
+            self._file = self.path.open("a", encoding="utf-8")
+            if tensorboard is True or (tensorboard == "auto" and importlib.util.find_spec("tensorboard") is not None):
+                require("tensorboard", extra="logging")
+                writer: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+                self._events = writer(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append one line; infinities and NaN become null."""
-        with _naming(self._path):
+        with _naming(self.path):
             self._file.write(f"{json.dumps(jsonable(line), allow_nan=False)}\n")
             self._file.flush()
+            for key, value in line.items() if self._events else ():
+                if key not in ("step", "split", "rows") and isinstance(value, (int, float)):
+                    self._events.add_scalar(f"{line['split']}/{key}", value, line["step"])
 
     def sync(self) -> None:
         """Force the lines to disk: a checkpoint must not be newer than them."""
-        with _naming(self._path):
+        with _naming(self.path):
             os.fsync(self._file.fileno())
+            if self._events:
+                self._events.flush()
 
     def close(self) -> None:
-        """Close the file."""
-        with _naming(self._path):
+        """Close the files."""
+        with _naming(self.path):
             self._file.close()
+            if self._events:
+                self._events.close()
 
 
 @contextmanager
@@ -118,47 +134,3 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             raise ValueError(way)
         parsed.append(found)
     return parsed
-
-
-class EventFiles:
-    """TensorBoard event files.
-
-    Args:
-        folder: folder of the files.
-        wanted: True, False, or "auto" (if tensorboard is installed).
-        step: step after which the run continues.
-
-    Raises:
-        ImportError: wanted is True and tensorboard is not installed.
-    """
-
-    def __init__(self, folder: Path, wanted: Literal["auto", True, False], step: int) -> None:
-        self._folder = folder
-        self._writer: Any = None
-        if wanted is True or (wanted == "auto" and importlib.util.find_spec("tensorboard") is not None):
-            require("tensorboard", extra="logging")
-            from torch.utils.tensorboard import SummaryWriter
-
-            with _naming(folder):
-                self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
-
-    def write(self, line: Mapping[str, Any]) -> None:
-        """Add the numbers of one metrics line under its split."""
-        if self._writer is None:
-            return
-        with _naming(self._folder):
-            for key, value in line.items():
-                if key not in ("step", "split", "rows") and isinstance(value, (int, float)):
-                    self._writer.add_scalar(f"{line['split']}/{key}", value, line["step"])
-
-    def sync(self) -> None:
-        """Flush pending events."""
-        if self._writer is not None:
-            with _naming(self._folder):
-                self._writer.flush()
-
-    def close(self) -> None:
-        """Flush pending events and close."""
-        if self._writer is not None:
-            with _naming(self._folder):
-                self._writer.close()

@@ -78,17 +78,6 @@ def warmup(schedule: ScheduleConfig, steps: int) -> int:
     return schedule.warmup_steps
 
 
-def warmup_note(schedule: ScheduleConfig, steps: int) -> str | None:
-    """Return a message if `warmup` differs from the schedule."""
-    found = warmup(schedule, steps)
-    if found == schedule.warmup_steps:
-        return None
-    return (
-        f"schedule.warmup_steps={schedule.warmup_steps} would take all of training.steps={steps}; the learning rate "
-        f"grows for {found}"
-    )
-
-
 def learning_rate(optimizer: OptimizerConfig, schedule: ScheduleConfig, step: int, steps: int) -> float:
     """Return the learning rate of a step (from 1) in a run of `steps` steps.
 
@@ -136,9 +125,3 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
     betas = (config.betas[0], config.betas[1])
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Set the learning rate of every parameter group."""
-    for group in optimizer.param_groups:
-        group["lr"] = value

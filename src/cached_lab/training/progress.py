@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 def training_bar(console: Console) -> Progress:
@@ -26,36 +26,29 @@ class Reporter:
     """
 
     def __init__(self, label: str, steps: int, console: Console | None) -> None:
-        self.label = label
-        self.steps = steps
-        self.console = console
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
-        if console is not None and console.is_terminal:
-            self._bar = training_bar(console)
-            self._task = self._bar.add_task(escape(label), total=steps, values="")
+        self.label, self.steps, self.console = label, steps, console
+        self._bar = training_bar(console or Console(quiet=True))
+        self._bar.disable = console is None or not console.is_terminal
+        self._task = self._bar.add_task(escape(label), total=steps, values="")
 
     def __enter__(self) -> Reporter:
-        if self._bar is not None:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
 
     def advance(self, step: int) -> None:
         """Move the bar to `step`."""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=step)
+        self._bar.update(self._task, completed=step)
 
     def line(self, values: Mapping[str, Any]) -> None:
         """Show a metrics line: training in the bar, evaluation as text, both as text without a terminal."""
         loss = [f"loss {values['loss']:.4f}"] if "loss" in values else []  # detectors have no loss in evaluation
         text = "  ".join(filter(None, [*loss, second_score(values)]))
         if values["split"] == "train":
-            if self._bar is not None and self._task is not None:
-                self._bar.update(self._task, values=text)
+            self._bar.update(self._task, values=text)
+            if not self._bar.disable:
                 return
             text += f"  learning rate {values['learning_rate']:.2e}"
         self.message(f"{self.label}  step {values['step']:>6}/{self.steps}  {values['split']:<10}  {text}")
@@ -71,19 +64,12 @@ def second_score(values: Mapping[str, Any]) -> str:
     if "accuracy" in values:
         stage = ""
         if "stage_accuracy" in values:  # a curriculum over lengths; the other score is for full lengths
-            stage = (
-                f"  {values['stage_accuracy']:.2%} at {values['stage_segments']} segments, the stage of the curriculum"
-            )
+            at = f"{values['stage_segments']} segments, the stage of the curriculum"
+            stage = f"  {values['stage_accuracy']:.2%} at {at}"
         return f"accuracy {values['accuracy']:.2%}{stage}"
     if "bits_per_byte" in values:
         return f"bits per byte {values['bits_per_byte']:.4f}"
     if "perplexity" in values:
         bleu = f"  BLEU {values['bleu']:.2f}" if "bleu" in values else ""
         return f"perplexity {values['perplexity']:.2f}{bleu}"
-    kinds = [kind for kind in ("box", "mask") if f"{kind}_ap" in values]
-    keys = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
-    short = ("AP", "AP50", "AP75", "APS", "APM", "APL")
-    return "  ".join(
-        f"{kind} " + " ".join(f"{name} {values[f'{kind}_{key}']:.3f}" for key, name in zip(keys, short, strict=True))
-        for kind in kinds
-    )
+    return "  ".join(f"{name} {value:.3f}" for name, value in values.items() if "_ap" in name)

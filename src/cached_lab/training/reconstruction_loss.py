@@ -1,8 +1,7 @@
 """Auxiliary loss that reconstructs each segment from the memory that has just stored it.
 
-Memformer (Wu et al. 2020, arXiv:2010.06891) also trains on recalling earlier text, so that slots learn what to store
-from more than the rare token that needs it. Its encoder-decoder samples one objective per step; here every segment of a
-language model has both losses, with any memory with a state:
+Memformer (Wu et al. 2020, arXiv:2010.06891) also trains on recalling earlier text. Its encoder-decoder samples one
+objective per step; here every segment of a language model has both losses, with any memory with a state:
 
     S', y = model(x; S),   loss = loss(y) + weight * mean_i loss(x_{i+1} | x_1 .. x_i; S')
 
@@ -63,9 +62,7 @@ class ReconstructionLoss:
         if not torch.is_grad_enabled():
             return out
         if not remembers(out.state):
-            raise ValueError(
-                f"reconstruction needs a memory with a state, and {type(model).__name__} has none; leave it out"
-            )
+            raise ValueError(f"reconstruction needs a memory with a state, and {type(model).__name__} has none")
         text_BN = inputs_BN if padding is None else inputs_BN.masked_fill(padding, IGNORED)
         asked_BN = F.pad(text_BN[:, 1:], (0, 1), value=IGNORED)
         told = token_losses(model, inputs_BN, asked_BN, out.state, padding=padding)

@@ -18,29 +18,17 @@ class ScoreKind(NamedTuple):
     share: bool = False
 
 
-KINDS = {
-    "accuracy": ScoreKind(share=True),
-    "loss": ScoreKind(lower_is_better=True),
-    "perplexity": ScoreKind(lower_is_better=True),
-    "bits_per_byte": ScoreKind(lower_is_better=True),
-    "bits_per_character": ScoreKind(lower_is_better=True),
-    "error": ScoreKind(lower_is_better=True),
-    "box_ap": ScoreKind(share=True),
-    "mask_ap": ScoreKind(share=True),
-    "bleu": ScoreKind(),
-    "chrf": ScoreKind(),
-}
+_LOWER = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "error")
+_SHARES = ("accuracy", "box_ap", "mask_ap")
 
 
 def kind_of(score: str) -> ScoreKind:
-    """Return the kind of a score, found in `KINDS` by its name or a part of it (`top5_accuracy`, `box_ap50`).
+    """Return the kind of a score by its name or a part of it (`top5_accuracy`); higher is better if unknown."""
 
-    Higher is better for unknown scores.
-    """
-    for name, kind in KINDS.items():
-        if score == name or score.endswith(f"_{name}") or score.startswith(name):
-            return kind
-    return ScoreKind()
+    def among(names: tuple[str, ...]) -> bool:
+        return any(score.startswith(name) or score.endswith(f"_{name}") for name in names)
+
+    return ScoreKind(lower_is_better=among(_LOWER), share=among(_SHARES))
 
 
 def goodness(score: str, value: float) -> float:

@@ -12,8 +12,7 @@ Legend: B rows, N tokens of all segments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from math import prod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,24 +27,18 @@ from cached_transformers.memories.grc.shared_cache import caches
 from cached_transformers.models.segments import read_segments
 from cached_transformers.state import State, detach, map_state, named_tensors
 
-_ALIGNMENT = 8
-"""Bytes of an integer in a message; tensors start at multiples of it."""
-_STATE, _FINAL_STATE, _GRADIENT = range(3)
+_STATE, _FINAL_STATE, _GRADIENT = "state", "final state", "gradient"
 """Kinds of messages: a state for the next process, the last state for the first process, and a state's gradient."""
 
 
 class SegmentPipeline(SegmentLoop):
     """Segment loop whose segments are divided over processes, for rows whose activations are too large for one.
 
-    All processes of the group call it with the same rows and call `backward` on their loss. Process r of P reads the
-    r-th share of neighbouring segments. If there are fewer segments than processes, the last processes only wait.
-    Without other processes it is a `SegmentLoop`.
-
-    The loss of a process is P times its share of the whole loss, so that the mean over processes is the loss of one
-    process, and gradients likewise: wrap it in `DistributedDataParallel(pipeline, find_unused_parameters=True)` over
-    all processes, including those that read other rows. Scale the loss by the same factor in all processes.
-
-    Buffers that segments write, such as running averages, are local to each process.
+    All processes of the group call it with the same rows and call `backward` on their loss. If there are fewer segments
+    than processes, the last processes only wait. The loss of a process is P times its share of the whole loss, so that
+    the mean over processes is the loss of one process, and gradients likewise: wrap it in
+    `DistributedDataParallel(pipeline, find_unused_parameters=True)` over all processes, including those that read other
+    rows. Buffers that segments write, such as running averages, are local to each process.
 
     Args:
         model, segment_length, bptt, scoring: see `SegmentLoop`. Where a window of `bptt` segments ends between two
@@ -76,11 +69,9 @@ class SegmentPipeline(SegmentLoop):
         super().__init__(model, segment_length, bptt, scoring=scoring)
         if any(True for _ in caches(self.model)):
             raise ValueError(
-                "a cache shared by all rows is written by each segment of a step in order, and each process of a "
-                "pipeline would write its own; use a memory with a state, such as grc_stream, or SegmentLoop"
+                "each process would write a cache shared by all rows on its own; use a memory with a state"
             )
         self.messages = Messages(group)
-        self._shapes: dict[tuple[int, bool], State] = {}
 
     def forward(
         self,
@@ -92,32 +83,25 @@ class SegmentPipeline(SegmentLoop):
         places: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> tuple[Tensor, State | None]:
-        """Return P times this process' share of the loss of the batch, and the detached state after the batch.
+        """Return P times this process' share of the loss, and the detached state after the batch.
 
-        Arguments are those of `SegmentLoop.forward` for the whole batch; only the first process uses `state`.
-
-        Returns:
-            The loss, and the state after the batch in the first process and in the one that read the last segment;
-            None in the other processes.
-
-        Raises:
-            ValueError: see `SegmentLoop`.
+        Arguments are those of `SegmentLoop.forward` for the whole batch; only the first process uses `state`. The state
+        is None but in the first process and in the one that read the last segment.
         """
         told = padding
         if documents is not None:
             documents, padding = told_documents(documents, padding, inputs_BN)
             told = None  # the ids contain it
         pieces, resets = self._prepared(inputs_BN, targets_BN, reset, told, places, documents)
-        messages, rank, device = self.messages, self.messages.rank, inputs_BN.device
-        messages.wait()
+        messages, rank = self.messages, self.messages.rank
         own, last = share(len(pieces), rank, messages.size), min(messages.size, len(pieces)) - 1
         # A sum over nothing, so that a process without segments takes part in the backward, too.
         total = auxiliary = next(self.model.parameters()).flatten()[:0].sum(dtype=torch.float32)
-        zero = torch.zeros((), device=device, requires_grad=True)
+        zero = torch.zeros((), device=inputs_BN.device, requires_grad=True)
         after: State | None = None
         if own:
             if rank:
-                state, received = messages.receive_state(rank - 1, _STATE, self._like(len(inputs_BN)), zero, device)
+                state, received = messages.receive_state(rank - 1, _STATE, zero)
                 total = total + received
             mine = slice(own.start, own.stop)
             outs = list(read_segments(self._segment, pieces[mine], state, resets[mine], self.bptt, first=own.start))
@@ -131,28 +115,17 @@ class SegmentPipeline(SegmentLoop):
         if last and rank == last:
             messages.send_state(0, _FINAL_STATE, after, zero.detach())
         elif last and rank == 0:
-            like = self._like(len(inputs_BN))
-            after, _ = messages.receive_state(last, _FINAL_STATE, like, zero.detach(), device)
+            after, _ = messages.receive_state(last, _FINAL_STATE, zero.detach())
         count = ((targets_BN != IGNORED) if padding is None else (targets_BN != IGNORED) & ~padding).sum().clamp(min=1)
         auxiliary = auxiliary * (messages.size / len(pieces))
         self.auxiliary_loss = auxiliary.detach()
         return total * messages.size / count + auxiliary, after if rank in (0, last) else None
 
-    def _like(self, rows: int) -> State:
-        """Return a state on the meta device with the shapes and types of a real one."""
-        key = (rows, self.model.training)
-        if key not in self._shapes:
-            with torch.no_grad():
-                fresh = self.model.init_state(rows)  # type: ignore[operator]
-            self._shapes[key] = map_state(lambda t: torch.empty_like(t, device="meta"), fresh)
-        return self._shapes[key]
-
 
 class Messages:
-    """Point-to-point messages of one process of a pipeline.
+    """Blocking messages between the processes of a pipeline, through CPU memory.
 
-    A message is one buffer of bytes: its kind, a flag per tensor that requires a gradient, and the tensors. The
-    receiver checks the kind, since NCCL matches messages by order only.
+    Each names its kind: a receiver that expects another kind was called out of turn.
 
     Args:
         group: from `torch.distributed`; None for all processes, or for this one if there is no process group.
@@ -165,9 +138,8 @@ class Messages:
         distributed = dist.is_available() and dist.is_initialized()
         self.group = group
         self.rank, self.size = (dist.get_rank(group), dist.get_world_size(group)) if distributed else (0, 1)
-        self._pending: list[tuple[Any, Tensor]] = []
 
-    def send_state(self, to: int, kind: int, state: State, zero: Tensor) -> Tensor:
+    def send_state(self, to: int, kind: str, state: State, zero: Tensor) -> Tensor:
         """Send a state; return a zero that must be added to the loss, so that backward waits for the gradient.
 
         Args:
@@ -175,59 +147,37 @@ class Messages:
         """
         tensors = [t for _, t in named_tensors(state)]
         flags = [torch.is_grad_enabled() and t.requires_grad for t in tensors]
-        self.send(to, [kind, *flags], [t.detach() for t in tensors])
+        self.send(to, kind, (flags, map_state(_on_cpu, state)))
         tracked = [t for t, flag in zip(tensors, flags, strict=True) if flag]
         return _Send.apply(self, to, zero, *tracked) if tracked else zero.detach()  # type: ignore[no-any-return]
 
-    def receive_state(
-        self, source: int, kind: int, like: State, zero: Tensor, device: torch.device
-    ) -> tuple[State, Tensor]:
-        """Receive a state with the structure, shapes and types of `like`; return it and a zero for the loss."""
-        expected = [t for _, t in named_tensors(like)]
-        flags, tensors = self.receive(source, kind, len(expected), expected, device)
-        tensors = [t.clone() for t in tensors]  # the tensors of a state share no memory
-        tracked = [t for t, flag in zip(tensors, flags, strict=True) if flag]
-        zero_out = zero.detach()
-        if tracked:
+    def receive_state(self, source: int, kind: str, zero: Tensor) -> tuple[State, Tensor]:
+        """Receive a state; return it and a zero for the loss."""
+        flags, state = self.receive(source, kind)
+        state = map_state(lambda t: t.to(zero.device), state)
+        tensors, zero_out = [t for _, t in named_tensors(state)], zero.detach()
+        if any(flags):
+            tracked = [t for t, flag in zip(tensors, flags, strict=True) if flag]
             zero_out, *tracked = _Receive.apply(self, source, zero, *tracked)
-        with_graph = iter(tracked)
-        found = iter([next(with_graph) if flag else t for t, flag in zip(tensors, flags, strict=True)])
-        return map_state(lambda _: next(found), like), zero_out
+            with_graph, found = iter(tracked), iter(zip(tensors, flags, strict=True))
+            state = map_state(lambda t: next(with_graph) if next(found)[1] else t, state)
+        return state, zero_out
 
-    def send(self, to: int, header: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        """Send integers and tensors in the background."""
-        head = torch.tensor(header, dtype=torch.int64, device=tensors[0].device if tensors else None)
-        buffer = torch.cat([_as_bytes(head), *map(_as_bytes, tensors)])
-        self._pending = [(work, held) for work, held in self._pending if not work.is_completed()]
-        work = dist.isend(buffer, self._global_rank(to), self.group, header[0])
-        self._pending.append((work, buffer))
+    def send(self, to: int, kind: str, content: Any) -> None:
+        """Send a content to a process of the group."""
+        dist.send_object_list([(kind, content)], self._global_rank(to), self.group)
 
-    def receive(
-        self, source: int, kind: int, flags: int, like: Sequence[Tensor], device: torch.device
-    ) -> tuple[list[int], list[Tensor]]:
-        """Receive the flags and tensors of one message.
-
-        Raises:
-            RuntimeError: the message is of another kind.
-        """
-        sizes = [_ALIGNMENT * (1 + flags), *(_padded_bytes(t) for t in like)]
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        dist.recv(buffer, self._global_rank(source), self.group, kind)
-        head, *parts = buffer.split(sizes)
-        found, *received = head.view(torch.int64).tolist()
+    def receive(self, source: int, kind: str) -> Any:
+        """Receive the content of one message (RuntimeError: it is of another kind)."""
+        box: list[Any] = [None]
+        dist.recv_object_list(box, self._global_rank(source), self.group)
+        found, content = box[0]
         if found != kind:
             raise RuntimeError(
-                f"process {self.rank} of the pipeline expected a message of kind {kind} from process {source} and got "
-                f"{found}; call the pipeline with the same batch in all processes, and backward once after each call"
+                f"process {self.rank} of the pipeline expected {kind!r} from process {source} and got {found!r}; call "
+                "the pipeline with the same batch in all processes, and backward once after each call"
             )
-        pairs = zip(parts, like, strict=True)
-        return received, [p[: t.numel() * t.element_size()].view(t.dtype).view(t.shape) for p, t in pairs]
-
-    def wait(self) -> None:
-        """Wait until all messages are sent, and free their buffers."""
-        for work, _ in self._pending:
-            work.wait()
-        self._pending = []
+        return content
 
     def _global_rank(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
@@ -238,15 +188,15 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, messages: Messages, to: int, zero: Tensor, *tracked: Tensor) -> Tensor:
-        ctx.call = messages, to, tracked[0].device
-        ctx.like = [torch.empty_like(t, device="meta") for t in tracked]
+        ctx.call = messages, to
         return torch.zeros_like(zero)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, zero: Tensor) -> Any:
-        messages, to, device = ctx.call
-        return None, None, None, *messages.receive(to, _GRADIENT, 0, ctx.like, device)[1]
+        messages, to = ctx.call
+        received = messages.receive(to, _GRADIENT)
+        return None, None, None, *(grad if grad is None else grad.to(zero.device) for grad in received)
 
 
 class _Receive(torch.autograd.Function):
@@ -255,18 +205,20 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, messages: Messages, source: int, zero: Tensor, *tracked: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.call = messages, source, tracked[0].device
-        ctx.like = [torch.empty_like(t, device="meta") for t in tracked]
+        ctx.call = messages, source
         return torch.zeros_like(zero), *(t.view_as(t) for t in tracked)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, zero: Tensor | None, *grads: Tensor | None) -> Any:
-        messages, source, device = ctx.call
-        pairs = zip(grads, ctx.like, strict=True)
-        sent = [torch.zeros_like(t, device=device) if grad is None else grad.to(t.dtype) for grad, t in pairs]
-        messages.send(source, [_GRADIENT], sent)
+        messages, source = ctx.call
+        messages.send(source, _GRADIENT, [grad if grad is None else _on_cpu(grad) for grad in grads])
         return (None,) * (3 + len(grads))
+
+
+def _on_cpu(t: Tensor) -> Tensor:
+    """Return a copy that can be pickled without the rest of its storage."""
+    return t.detach().to("cpu", copy=True).contiguous()
 
 
 def share(segments: int, rank: int, processes: int) -> range:
@@ -274,15 +226,3 @@ def share(segments: int, rank: int, processes: int) -> range:
     each, more = divmod(segments, processes)
     begin = rank * each + min(rank, more)
     return range(begin, begin + each + (rank < more))
-
-
-def _padded_bytes(t: Tensor) -> int:
-    """Return the bytes that a tensor takes in a message."""
-    return -(-prod(t.shape) * t.element_size() // _ALIGNMENT) * _ALIGNMENT
-
-
-def _as_bytes(t: Tensor) -> Tensor:
-    """Return a tensor as bytes, padded to a multiple of the alignment."""
-    flat = t.contiguous().reshape(-1).view(torch.uint8)
-    missing = _padded_bytes(t) - flat.numel()
-    return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat

@@ -12,6 +12,11 @@ from cached_transformers.loops.curriculum import AdaptiveCurriculum, Curriculum
 
 from .scores import Score
 
+_COUNTS = (
+    *("steps", "batch_size", "accumulate", "evaluate_every", "keep", "log_every", "max_bad_steps", "repeats"),
+    *("average_last", "pipeline", "segment_length", "segments", "bptt", "passes"),
+)
+
 
 @dataclass(frozen=True)
 class TrainingConfig:
@@ -44,18 +49,12 @@ class TrainingConfig:
     """Copies of each row in a batch, each with other augmentation (repeated augmentation)."""
     ema_decay: float | None = None
     """Decay per step of the moving average of the weights, which is then evaluated; null for none."""
-    ema_warmup: bool = False
-    """Let the decay grow as (1 + t) / (10 + t) up to its value, so that short runs forget their start."""
     average_last: int = 1
     """Newest checkpoints whose weights are averaged after training and then tested; 1 averages none."""
-    average_caches: Literal["copy", "average"] = "copy"
-    """Caches and other buffers of that average: those of the newest checkpoint, or their average."""
     initial_weights: str | None = None
     """Initial weights: a run folder, a step folder, or a .safetensors or .pth file."""
     new_head: bool = False
     """Do not load the classifier of `initial_weights`; needed for another number of classes."""
-    reset_caches: bool = False
-    """Do not load the shared caches of `initial_weights`."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """bfloat16 and float16 use autocast; float16 adds loss scaling and needs CUDA."""
     activation_checkpointing: bool = False
@@ -65,9 +64,6 @@ class TrainingConfig:
     optimiser states (`training/sharding.py`); none refuses them. It has no effect on one process."""
     pipeline: int = 1
     """Text: processes that share the segments of each row (`SegmentPipeline`); torchrun starts a multiple of them."""
-    shares: int | None = None
-    """fsdp: number of shards of the weights; null for one per process. Fewer, e.g. the processes of one machine, keep
-    several copies and average their gradients (hybrid sharding)."""
     device: str = "auto"
     """auto (CUDA if available), cpu, cuda, or cuda:N."""
     workers: int = 0
@@ -119,48 +115,32 @@ class TrainingConfig:
     """Steps in a row with a non-finite loss or gradient (each is skipped) after which the run stops."""
 
     def __post_init__(self) -> None:
-        counts = ("steps", "batch_size", "accumulate", "evaluate_every", "keep", "log_every", "max_bad_steps")
-        for name in (*counts, "repeats", "average_last", "pipeline", "segment_length", "segments", "bptt", "passes"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
-        for name in ("save_every", "evaluation_batch_size", "batch_tokens"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "must be at least 1, or null")
-        for name in ("seed", "workers", "mixup", "cutmix", "recall"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative")
-        for name in ("mix_probability", "cutmix_share", "reset_rows"):
-            _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "must lie in [0, 1]")
-        _require(self.clip_norm is None or self.clip_norm > 0, "clip_norm", self.clip_norm, "must be positive, or null")
-        _require(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "must lie in [0, 1)")
-        decay = self.ema_decay
-        _require(decay is None or 0 <= decay < 1, "ema_decay", decay, "must lie in [0, 1), or be null")
-        _require(self.shares is None or self.shares >= 2, "shares", self.shares, "must be at least 2, or null")
-        for name in ("new_head", "reset_caches"):
-            needed = not getattr(self, name) or self.initial_weights is not None
-            _require(needed, name, "true", "needs training.initial_weights")
-        steps = f"must not exceed training.segments={self.segments}"
-        _require(self.bptt <= self.segments, "bptt", self.bptt, f"{steps}: a gradient stays within the step")
-        _require(self.pipeline == 1 or self.pipeline <= self.segments, "pipeline", self.pipeline, steps)
-        kept = f"must not exceed training.keep={self.keep}; keep as many"
-        _require(self.average_last <= self.keep, "average_last", self.average_last, kept)
-        split = self.batch_tokens is not None or self.batch_size % self.accumulate == 0
+        null, window = "must be at least 1, or null", {"bptt_window": "blocks"} if self.bptt > 1 else {}
+        within = f"must not exceed training.segments={self.segments}: the segments of a step"
         multiple = f"must be a multiple of training.accumulate={self.accumulate}"
-        _require(split, "batch_size", self.batch_size, multiple)
-        if self.reset_rows == 1 and self.segments == 1:
-            raise ValueError(
-                "training.reset_rows=1.0 with training.segments=1 empties the memory before each segment, so that it "
-                "learns nothing; lower the share, or read more segments in a step"
-            )
+        for names, holds, rule in (
+            (_COUNTS, lambda value: value >= 1, "must be at least 1"),
+            (("save_every", "evaluation_batch_size", "batch_tokens"), lambda value: value is None or value >= 1, null),
+            (("seed", "workers", "mixup", "cutmix", "recall"), lambda value: value >= 0, "must not be negative"),
+            (("mix_probability", "cutmix_share", "reset_rows"), lambda value: 0 <= value <= 1, "must lie in [0, 1]"),
+            (("clip_norm",), lambda value: value is None or value > 0, "must be positive, or null"),
+            (("label_smoothing",), lambda value: 0 <= value < 1, "must lie in [0, 1)"),
+            (("ema_decay",), lambda value: value is None or 0 <= value < 1, "must lie in [0, 1), or be null"),
+            (("bptt", "pipeline"), lambda value: value == 1 or value <= self.segments, within),
+            (("average_last",), lambda value: value <= self.keep, f"must not exceed training.keep={self.keep}"),
+            (("batch_size",), lambda value: self.batch_tokens is not None or value % self.accumulate == 0, multiple),
+        ):
+            for name in names:
+                if not holds(value := getattr(self, name)):
+                    raise ValueError(f"training.{name}={value} {rule}")
         if self.average_last > 1:
             self._refuse(f"average_last={self.average_last}", "average_last=1", ema_decay=None)
         if self.bptt_window == "sliding" and self.bptt > 1:
             self._refuse("bptt_window='sliding'", "bptt_window=blocks", compile=False, passes=1)
-        if self.shares is not None:
-            self._refuse(f"shares={self.shares}", "shares=null", parallel="fsdp")
         if self.parallel == "fsdp":
             precision = "bfloat16" if self.precision == "float16" else self.precision
             self._refuse("parallel='fsdp'", "parallel=ddp", precision=precision, compile=False)
         if self.pipeline > 1:
-            window = {"bptt_window": "blocks"} if self.bptt > 1 else {}
             self._refuse(f"pipeline={self.pipeline}", "pipeline=1", parallel="ddp", passes=1, compile=False, **window)
         self._check_curriculum()
 
@@ -175,15 +155,12 @@ class TrainingConfig:
                 )
 
     def _check_curriculum(self) -> None:
-        given = [name for name in ("steps_each", "solved") if getattr(self, name) is not None]
         if self.curriculum is None:
-            for name in given:
-                _require(False, name, getattr(self, name), "needs training.curriculum")
             return
-        if len(given) != 1:
+        if (given := (self.steps_each is not None) + (self.solved is not None)) != 1:
             raise ValueError(
                 f"training.curriculum={list(self.curriculum)} needs either training.steps_each (steps of a stage) or "
-                f"training.solved (an accuracy that ends it); {len(given)} are given"
+                f"training.solved (an accuracy that ends it); {given} are given"
             )
         try:
             found = make_curriculum(self)
@@ -244,8 +221,3 @@ def make_curriculum(settings: TrainingConfig) -> Curriculum | AdaptiveCurriculum
         return AdaptiveCurriculum(settings.curriculum, settings.solved, seed=settings.seed)
     assert settings.steps_each is not None
     return Curriculum(settings.curriculum, settings.steps_each, seed=settings.seed)
-
-
-def _require(holds: bool, name: str, value: object, rule: str) -> None:
-    if not holds:
-        raise ValueError(f"training.{name}={value} {rule}")

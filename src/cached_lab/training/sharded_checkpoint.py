@@ -1,153 +1,98 @@
-"""Sharded tensors on disk, by `torch.distributed.checkpoint` (DCP).
+"""Sharded tensors on disk: one safetensors file per process, with its rows of each tensor.
 
-    FOLDER/__0_0.distcp, __1_0.distcp, ...   the shards, one file per process
-           .metadata                         offsets of the shards, pickled by DCP, for tools that read its format
-           index.json                        the same as JSON, the only index read here: unpickling could run code
+    FOLDER/00000.safetensors, 00001.safetensors, ...   rows by tensor; metadata: first row of each tensor
 
-A process reads the parts that overlap with its own shard, so that another number of processes resumes with the same
-values, and one process can read everything.
+`fully_shard` divides the first dimension. A process reads the rows of its own shard only, so that another number of
+processes resumes with the same values, and one process can read everything.
 """
 
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from cached_transformers.files import sync_folder, write_durably
 
 from .distributed import World
-from .sharding import is_sharded
+from .sharding import first_row, is_sharded
 
-INDEX = "index.json"
-
-
-def flatten_state(
-    weights: Mapping[str, Tensor], training: Mapping[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split a training state into tensors `weights/NAME`, `live/NAME` and `optimizer/NAME/FIELD`, and the rest."""
-    optimizer, live = training["optimizer"], training.get("live_weights", {})
-    names = optimizer["names"]
-    tensors = {f"weights/{name}": t for name, t in weights.items()} | {f"live/{name}": t for name, t in live.items()}
-    for index, fields in optimizer["state"].items():
-        tensors |= {f"optimizer/{names[index]}/{field}": t for field, t in fields.items() if t is not None}
-    rest = {key: value for key, value in training.items() if key != "live_weights"}
-    rest["optimizer"] = {"param_groups": optimizer["param_groups"], "names": names}
-    return tensors, rest
+_MARK = "sharded tensor"
 
 
-def unflatten_state(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return weights and training state from the two parts that `flatten_state` made."""
-    found: dict[str, dict[str, Tensor]] = {"weights": {}, "live": {}, "optimizer": {}}
-    for key, tensor in tensors.items():
-        kind, _, name = key.partition("/")
-        found[kind][name] = tensor
-    names, groups = (rest["optimizer"][key] for key in ("names", "param_groups"))
-    numbers = {name: index for index, name in enumerate(names)}
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in found["optimizer"].items():
-        name, _, field = key.rpartition("/")
-        state.setdefault(numbers[name], {})[field] = tensor
-    training = {**rest, "optimizer": {"state": state, "param_groups": groups}}
-    return found["weights"], training | ({"live_weights": found["live"]} if found["live"] else {})
+@dataclass(frozen=True)
+class StoredShards:
+    """A sharded tensor on disk.
+
+    Attributes:
+        parts: file, first row and number of rows of each shard.
+    """
+
+    name: str
+    shape: torch.Size
+    parts: tuple[tuple[Path, int, int], ...]
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """Read the rows begin .. end - 1."""
+        found: list[Tensor] = []
+        for path, first, count in sorted(self.parts, key=lambda part: part[1]):
+            low, high = max(begin - first, 0), min(end - first, count)
+            if low < high or not count:  # an empty shard has the dtype of an empty tensor
+                with safetensors.safe_open(path, "pt") as file:
+                    found.append(file.get_slice(self.name)[low:high])
+        whole = torch.cat(found)
+        if whole.shape != (end - begin, *self.shape[1:]):
+            raise ValueError(f"{self.name} has shape {tuple(whole.shape)}, {(end - begin, *self.shape[1:])} is needed")
+        return whole
+
+
+def split_shards(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
+    """Return a tree with marks in place of sharded tensors, and these by the names in their marks."""
+    if isinstance(tree, Tensor) and is_sharded(tree):
+        return {_MARK: path, "shape": list(tree.shape)}, {path: tree}
+    if not isinstance(tree, (dict, list)):
+        return tree, {}
+    found: dict[str, Tensor] = {}
+    pairs = list(tree.items() if isinstance(tree, dict) else enumerate(tree))
+    rest = {}
+    for key, value in pairs:
+        rest[key], shards = split_shards(value, f"{path}/{key}")
+        found |= shards
+    return (rest if isinstance(tree, dict) else list(rest.values())), found
+
+
+def join_shards(tree: Any, stored: Mapping[str, Sequence[tuple[Path, int, int]]], whole: bool) -> Any:
+    """Return the tree of `split_shards` with whole tensors, or with `StoredShards`, in place of its marks."""
+    if isinstance(tree, list):
+        return [join_shards(value, stored, whole) for value in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if _MARK not in tree:
+        return {key: join_shards(value, stored, whole) for key, value in tree.items()}
+    shards = StoredShards(tree[_MARK], torch.Size(tree["shape"]), tuple(stored[tree[_MARK]]))
+    return shards.rows(0, shards.shape[0]) if whole else shards
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], world: World) -> None:
-    """Write tensors by name; every process must call this. Whole tensors are written by the first process.
-
-    Raises:
-        OSError: a process could not write; all raise it.
-    """
-    import torch.distributed.checkpoint as dcp
-
-    mine = {name: t for name, t in tensors.items() if world.main or is_sharded(t)}
-    try:
-        metadata = dcp.save(mine, storage_writer=dcp.FileSystemWriter(folder), process_group=world.group)
-    except dcp.CheckpointException as error:
-        reasons = [failure[0] for failure in error.failures.values()]
-        raise next((e for e in reasons if isinstance(e, OSError)), OSError(str(reasons[0]))) from error
-    if world.main:
-        index: dict[str, dict[str, Any]] = {
-            name: {
-                "dtype": str(stored.properties.dtype).removeprefix("torch."),
-                "size": list(stored.size),
-                "chunks": [[list(chunk.offsets), list(chunk.sizes)] for chunk in stored.chunks],
-                "places": [],
-            }
-            for name, stored in metadata.state_dict_metadata.items()
-        }
-        for key, place in metadata.storage_data.items():
-            offset = None if key.offset is None else list(key.offset)
-            index[key.fqn]["places"].append([offset, key.index, place.relative_path, place.offset, place.length])
-        write_durably(folder / INDEX, json.dumps(index).encode())
-        sync_folder(folder)
+    """Write this process' rows of sharded tensors (OSError)."""
+    folder.mkdir(exist_ok=True)
+    mine = {name: t.to_local().detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}  # type: ignore[attr-defined]
+    begins = json.dumps({name: first_row(t) for name, t in tensors.items()})
+    write_durably(folder / f"{world.rank:05d}.safetensors", safetensors.torch.save(mine, {"begins": begins}))
+    sync_folder(folder)
 
 
-def read_shards(folder: Path, like: Callable[[str], Tensor | None] = lambda name: None) -> dict[str, Tensor]:
-    """Read all tensors of a folder, each sharded like `like(name)`; whole, on the CPU, if the shapes differ.
-
-    Processes do not wait for each other.
-
-    Raises:
-        ValueError: the folder is damaged or of another program.
-    """
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-
-    try:
-        metadata = _metadata(json.loads((folder / INDEX).read_bytes()))
-        found: dict[str, Tensor] = {}
-        for name, stored in metadata.state_dict_metadata.items():
-            own = like(name)
-            size, dtype = stored.size, stored.properties.dtype
-            same = own is not None and own.shape == size and own.dtype == dtype
-            found[name] = torch.empty_like(own) if own is not None and same else torch.empty(size, dtype=dtype)
-        alone = {"no_dist": True} if dist.is_initialized() else {}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(found, storage_reader=_reader(folder, metadata), **alone)  # type: ignore[arg-type]
-    except Exception as error:  # torch raises many types of errors for foreign files
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"{folder} is damaged, or not written by cached train: {type(error).__name__}: {reason}"
-        ) from None
+def stored_shards(files: Sequence[Path]) -> dict[str, list[tuple[Path, int, int]]]:
+    """Return the parts of each tensor in files of `write_shards`."""
+    found: dict[str, list[tuple[Path, int, int]]] = {}
+    for path in files:
+        with safetensors.safe_open(path, "pt") as file:
+            for name, begin in json.loads(file.metadata()["begins"]).items():
+                found.setdefault(name, []).append((path, begin, file.get_slice(name).get_shape()[0]))
     return found
-
-
-def _reader(folder: Path, metadata: Any) -> Any:
-    import torch.distributed.checkpoint as dcp
-
-    class Reader(dcp.FileSystemReader):
-        """DCP reader that does not unpickle `.metadata`."""
-
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            return metadata
-
-    return Reader(folder)
-
-
-def _metadata(index: Mapping[str, Any]) -> Any:
-    """Return the metadata object of DCP for the content of `index.json`."""
-    from torch.distributed.checkpoint import metadata as kinds
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    tensors: dict[str, Any] = {}
-    places: dict[Any, Any] = {}
-    for name, entry in index.items():
-        dtype = getattr(torch, entry["dtype"])
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{entry['dtype']!r} is no dtype")
-        chunks = [kinds.ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in entry["chunks"]]
-        properties = kinds.TensorProperties(dtype=dtype)
-        tensors[name] = kinds.TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)
-        for offset, number, file, begin, length in entry["places"]:
-            if Path(file).name != file:
-                raise ValueError(f"{file!r} is not in the folder")
-            key = kinds.MetadataIndex(name, None if offset is None else torch.Size(offset), number)
-            places[key] = _StorageInfo(relative_path=file, offset=begin, length=length)
-    return kinds.Metadata(state_dict_metadata=tensors, storage_data=places, storage_meta=kinds.StorageMeta())

@@ -6,15 +6,12 @@ loop innermost:
 
     root( group_1( group_2( ... loop(model) ... )))
 
-FSDP therefore sees one forward and one backward per step: each weight is gathered once and each gradient scattered once
-(`reshard_after_forward=False`). Inside the loop the model has plain weights, so that memories may use a layer's
-projections from outside and activations may be recomputed. Between steps a process holds 1 / P of weights, gradients,
-optimiser states and averaged weights; during a step it holds all weights and, at its end, all gradients.
-
-With bfloat16, weights of linear layers are gathered in bfloat16, as autocast would cast them, and gradients are reduced
-in float32. Other parameters are gathered unchanged, including the first parameter of a stack, whose dtype new states
-take. Parameters shared by several blocks belong to the outermost group, with embeddings and head. Buffers, including
-shared caches, are whole on every process and broadcast from the first before each forward, as in DDP.
+FSDP therefore sees one forward and one backward per step (`reshard_after_forward=False`). Inside the loop the model has
+plain weights, so that memories may use a layer's projections from outside and activations may be recomputed. Between
+steps each of P processes holds 1 / P of weights, gradients, optimiser states and averaged weights; during a step all
+weights and, at its end, all gradients. Parameters shared by several blocks belong to the outermost group, with
+embeddings and head. Buffers, including shared caches, are whole on every process and broadcast from the first before
+each forward, as in DDP.
 """
 
 from __future__ import annotations
@@ -69,9 +66,6 @@ class Shards:
     Args:
         model: on its device, with plain parameters; those of the first process are broadcast.
         world: two processes or more.
-        half: dtype of autocast; None for full precision.
-        shares: number P of parts of the weights; None for one per process. With fewer, P neighbouring processes share a
-            copy of the weights, and gradients are averaged over copies (hybrid sharding).
 
     Attributes:
         groups: number of groups of weights besides the outermost.
@@ -80,17 +74,10 @@ class Shards:
         ValueError: a parameter that cannot be sharded, or a version of torch without support.
     """
 
-    def __init__(
-        self, model: nn.Module, world: World, half: torch.dtype | None = None, shares: int | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, world: World) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         _check(model)
-        shares = world.size if shares is None else shares
-        if world.size % shares:
-            raise ValueError(
-                f"training.shares={shares} must divide the {world.size} processes; null shards the weights over all"
-            )
         self.model, self._world = model, world
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
@@ -101,30 +88,22 @@ class Shards:
         # A copy whose parameters have shapes and no values; buffers are copied.
         memo: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
         self._outline = copy.deepcopy(model, memo)
-        sizes = (world.size,) if shares == world.size else (world.size // shares, shares)
-        mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=("copies", "shares")[-len(sizes) :])
+        mesh = init_device_mesh(world.device.type, (world.size,))
         groups: list[Any] = []
-        for block, names, kind in _groups(model, half):
-            group = {p for name, p in block.named_parameters() if name in names}
-            groups.append(_fully_shard(_Group(block), mesh, set(block.parameters()) - group, kind))
+        parts = blocks(model)
+        uses = Counter(p for part in parts for p in set(part.parameters()))
+        inside = {module for part in parts for module in part.modules()}
+        shared = {p for module in model.modules() if module not in inside for p in module._parameters.values()}
+        for part in parts:
+            others = {p for p in part.parameters() if uses[p] > 1 or p in shared}
+            groups.append(_fully_shard(_Group(part), mesh, others))
         taken = {p for p in model.parameters() if is_sharded(p)}
-        self._root: Any = _fully_shard(_RootGroup(model, groups), mesh, taken, None)
+        self._root: Any = _fully_shard(_RootGroup(model, groups), mesh, taken)
         self.groups = len(groups)
 
     def wrap(self, loop: nn.Module) -> ShardedLoop:
         """Wrap the model or a loop around it, to be called with all weights gathered."""
         return ShardedLoop(self, loop)
-
-    def set_last(self, last: bool) -> None:
-        """Set if the next backward is the last of the step: it reduces gradients and frees gathered weights."""
-        self._root.set_requires_gradient_sync(last)
-        self._root.set_reshard_after_backward(last)
-        self._root.set_is_last_backward(last)
-
-    def call(self, loop: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call `loop` with all weights gathered."""
-        self._share_buffers()
-        return self._root(loop, *args, **kwargs)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
@@ -147,22 +126,11 @@ class Shards:
         """
         source = self.model if source is None else source
         commit_caches(source)
+        full = {id(p): nn.Parameter(full_tensor(p).clone(), p.requires_grad) for p in source.parameters()}
         plain = copy.deepcopy(self._outline)
-        outlines = list(plain.parameters())  # keeps them alive, so that no id is reused
-        made: dict[int, nn.Parameter] = {}
         for own, other in zip(plain.modules(), source.modules(), strict=True):
-            for name, parameter in own._parameters.items():
-                if parameter is None:
-                    continue
-                if id(parameter) not in made:
-                    value = other._parameters[name]
-                    assert value is not None
-                    full = full_tensor(value) if is_sharded(value) else value.clone()
-                    made[id(parameter)] = nn.Parameter(full, requires_grad=value.requires_grad)
-                own._parameters[name] = made[id(parameter)]
-            for name, buffer in other._buffers.items():
-                own._buffers[name] = None if buffer is None else buffer.clone()
-        del outlines
+            own._parameters.update({n: None if p is None else full[id(p)] for n, p in other._parameters.items()})
+            own._buffers.update({n: None if b is None else b.clone() for n, b in other._buffers.items()})
         for cache in caches(plain):
             cache._settle()
         plain.train(source.training)
@@ -191,16 +159,23 @@ class ShardedLoop(nn.Module):
         self._shards = shards
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._shards.call(self.loop, *args, **kwargs)
+        self._shards._share_buffers()
+        return self._shards._root(self.loop, *args, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without reducing them in a `with` block."""
-        self._shards.set_last(False)
+        """Accumulate gradients in a `with` block, without reducing them or freeing gathered weights."""
+        self._set_last(False)
         try:
             yield
         finally:
-            self._shards.set_last(True)
+            self._set_last(True)
+
+    def _set_last(self, last: bool) -> None:
+        root = self._shards._root
+        root.set_requires_gradient_sync(last)
+        root.set_reshard_after_backward(last)
+        root.set_is_last_backward(last)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -214,20 +189,29 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(found))
 
 
-def shard_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Shard whole tensors, by name, like those of the model."""
+def shard_weights(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Shard whole or stored tensors, by name, like those of the model."""
     own = model.state_dict()
     return {name: shard_like(tensor, own.get(name)) for name, tensor in weights.items()}
 
 
-def shard_like(tensor: Tensor, like: Tensor | None) -> Tensor:
-    """Shard a whole tensor like another tensor, if that is sharded."""
-    if like is None or not is_sharded(like) or is_sharded(tensor) or tensor.shape != like.shape:
-        return tensor
-    from torch.distributed.tensor import distribute_tensor
+def shard_like(value: Any, like: Tensor | None) -> Tensor:
+    """Shard a whole tensor, or `StoredShards`, like another tensor; whole if that is not sharded."""
+    rows = getattr(value, "rows", lambda begin, end: value[begin:end].clone())
+    if like is None or not is_sharded(like) or value.shape != like.shape:
+        return rows(0, value.shape[0]) if hasattr(value, "rows") else value  # type: ignore[no-any-return]
+    from torch.distributed.tensor import DTensor
 
     sharded: Any = like
-    return distribute_tensor(tensor.to(like.device), sharded.device_mesh, sharded.placements, src_data_rank=None)
+    local = rows(begin := first_row(like), begin + len(sharded.to_local())).to(like.device)
+    mesh, placements = sharded.device_mesh, sharded.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def first_row(tensor: Any) -> int:
+    """Return the first row of this process' shard; every shard but the last ones has as many rows."""
+    mesh, rows = tensor.device_mesh, int(tensor.shape[0])
+    return min(int(mesh.get_local_rank()) * -(-rows // int(mesh.size())), rows)
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -241,47 +225,17 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return whole
 
 
-def _fully_shard(module: nn.Module, mesh: Any, ignored: set[nn.Parameter], half: torch.dtype | None) -> Any:
+def _fully_shard(module: nn.Module, mesh: Any, ignored: set[nn.Parameter]) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy(
-        param_dtype=half, reduce_dtype=None if half is None else torch.float32, cast_forward_inputs=False
-    )
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     return fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=ignored)
-
-
-def _groups(model: nn.Module, half: torch.dtype | None) -> list[tuple[nn.Module, set[str], torch.dtype | None]]:
-    """Return (block, names of parameters gathered together, dtype or None for their own)."""
-    parts = blocks(model)
-    uses = Counter(id(p) for part in parts for p in part.parameters())
-    inside = {module for part in parts for module in part.modules()}
-    outside = {id(p) for m in model.modules() if m not in inside for p in m._parameters.values() if p is not None}
-    # A new state takes the dtype of the first parameter of a stack.
-    typing = {id(p) for m in model.modules() if m not in inside and (p := next(m.parameters(), None)) is not None}
-    found: list[tuple[nn.Module, set[str], torch.dtype | None]] = []
-    for part in parts:
-        own = {name for name, p in part.named_parameters() if uses[id(p)] == 1 and id(p) not in outside}
-        linear = {
-            f"{name}.{kind}".lstrip(".")
-            for name, module in part.named_modules()
-            if half is not None and type(module) is nn.Linear
-            for kind, p in module.named_parameters()
-            if id(p) not in typing
-        }
-        found += [(part, names, kind) for names, kind in ((own & linear, half), (own - linear, None)) if names]
-    return found
 
 
 def _check(model: nn.Module) -> None:
     if tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) < (2, 7):
-        raise ValueError(
-            f"training.parallel='fsdp' needs torch 2.7 or later (ignored_params of fully_shard), this is "
-            f"{torch.__version__}; use training.parallel=ddp"
-        )
+        raise ValueError(f"training.parallel='fsdp' needs torch 2.7, this is {torch.__version__}; use ddp")
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0 or not parameter.is_floating_point():
-            what = "no dimension" if parameter.dim() == 0 else f"type {parameter.dtype}"
-            raise ValueError(
-                f"training.parallel='fsdp' shards real parameters in their first dimension, and {name} has {what}; "
-                "use training.parallel=ddp"
-            )
+            shape = f"shape {tuple(parameter.shape)} and type {parameter.dtype}"
+            raise ValueError(f"training.parallel='fsdp' divides rows of real numbers, {name} has {shape}; use ddp")

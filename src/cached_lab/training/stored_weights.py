@@ -1,7 +1,7 @@
 """Weights from files: initial weights of a run, checked key by key, and the average of a run's last checkpoints.
 
 Weights of a plain model fit its form with a memory, whose own weights then stay as initialised. The classifier is
-loaded too, unless `training.new_head` says otherwise.
+loaded too, unless `training.new_head` says otherwise. Shared caches of another size stay as initialised.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.memories.grc.shared_cache import reset_caches
-
 from .checkpoint import META, Checkpoints, read_checkpoint
 from .sharding import shard_weights
 
@@ -24,50 +22,45 @@ _USUAL_HEADS = ("head", "fc", "classifier")
 
 
 def load_initial_weights(
-    model: nn.Module, path: Path, new_head: bool = False, empty_caches: bool = False, say: Callable[[str], None] = print
+    model: nn.Module, path: Path, new_head: bool = False, say: Callable[[str], None] = print
 ) -> None:
     """Load stored weights into a model, in place.
 
     Args:
         path: a run folder (its best checkpoint), a step folder, or a .safetensors, .pth or .pt file.
-        new_head: do not load the classifier. empty_caches: do not load shared caches.
+        new_head: do not load the classifier.
         say: receives a message about tensors that were not in the file.
 
     Raises:
         ValueError: no such weights, a classifier with another number of classes, or weights of another model.
     """
-    weights = _fitted(read_weights(path), model)
-    heads = head_names(model)
-    if new_head:
-        weights = {name: value for name, value in weights.items() if not name.startswith(heads)}
-    if empty_caches:
-        weights = {name: value for name, value in weights.items() if not name.endswith(".cache_MC")}
-    own = model.state_dict()
+    own, heads = model.state_dict(), head_names(model)
+    bare = {name.removeprefix("module."): value for name, value in read_weights(path).items()}
+    within = {f"model.{name}": value for name, value in bare.items()}  # a timm model, for our wrapper
+    weights = max((bare, within), key=lambda tensors: len(tensors.keys() & own.keys()))
     other = {name for name in weights if name in own and weights[name].shape != own[name].shape}
-    in_head = sorted(name for name in other if name.startswith(heads))
-    if in_head:
-        stored, wanted = (len(tensors[in_head[0]]) for tensors in (weights, own))
-        raise ValueError(
-            f"{path} is of another number of classes: its {in_head[0]} has {stored} outputs, this model {wanted}; "
-            "set training.new_head=true to begin with a new classifier, or train on the same classes"
-        )
-    cached = [name for name in other if name.endswith(".cache_MC")]
-    if cached:
-        raise ValueError(
-            f"{path}: {cached[0]} has {tuple(weights[cached[0]].shape)} (slots, channels), this model "
-            f"{tuple(own[cached[0]].shape)}; set training.reset_caches=true to begin with empty caches"
-        )
-    unknown = sorted(set(weights) - set(own))
+    left = {n for n in weights if (new_head and n.startswith(heads)) or (n in other and n.endswith(".cache_MC"))}
+    weights = {name: value for name, value in weights.items() if name not in left}
+    other -= left
+    for name in sorted(other):
+        if name.startswith(heads):
+            raise ValueError(
+                f"{path} is of another number of classes: its {name} has {len(weights[name])} outputs, this model "
+                f"{len(own[name])}; set training.new_head=true to begin with a new classifier, or train on the same "
+                "classes"
+            )
     fresh = sorted(set(own) - set(weights))
-    allowed = tuple(heads) if new_head else ()
+    allowed = heads if new_head else ()
     lacking = [n for n in fresh if not n.startswith(allowed) and ".memory." not in n and not n.endswith(".cache_MC")]
-    if other or unknown or lacking:
-        kinds = {"of another shape": sorted(other), "unknown to this model": unknown, "missing": lacking}
-        listed = "; ".join(f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in kinds.items() if names)
+    wrong = {
+        "of another shape": sorted(other),
+        "unknown to this model": sorted(set(weights) - set(own)),
+        "missing": lacking,
+    }
+    if any(wrong.values()):
+        listed = "; ".join(f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in wrong.items() if names)
         raise ValueError(f"{path} holds weights of another model ({listed}); give the model its options")
     model.load_state_dict(shard_weights(model, {**own, **weights}))
-    if empty_caches:
-        reset_caches(model)
     say(f"weights from {path}" + (f"; new: {len(fresh)} tensors ({', '.join(fresh[:3])}, ...)" if fresh else ""))
 
 
@@ -75,7 +68,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """Return tensors by name from a run folder, a step folder, or a file (ValueError: there are none)."""
     if (path / META).is_file():
         return read_checkpoint(path).weights
-    if (path / "checkpoints").is_dir():
+    if path.is_dir():
         return read_checkpoint(Checkpoints(path / "checkpoints").named("best")).weights
     if not path.is_file():
         raise ValueError(f"training.initial_weights={path}: there is no such file, run folder or step folder")
@@ -113,23 +106,12 @@ def head_names(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{inside}{name}." for name in ([names] if isinstance(names, str) else names))
 
 
-def _fitted(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Rename weights of a timm model for our wrapper, which holds it as `model`, if more names then match."""
-    own = model.state_dict()
-    bare = {name.removeprefix("module."): value for name, value in weights.items()}
-    within = {f"model.{name}": value for name, value in bare.items()}
-    return max((bare, within), key=lambda tensors: len(tensors.keys() & own.keys()))
-
-
 @torch.no_grad()
-def load_average(model: nn.Module, folder: Path, count: int, caches: str = "copy") -> int:
+def load_average(model: nn.Module, folder: Path, count: int) -> int:
     """Load the average of a run's newest checkpoints into a model; return the step of the newest.
 
-    This is the average of translation papers (fairseq's average_checkpoints). Caches are not weights: the gates of a
-    step fit the cache of that step.
-
-    Args:
-        caches: "copy" takes buffers of the newest checkpoint, "average" averages floating-point buffers too.
+    This is the average of translation papers (fairseq's average_checkpoints). Buffers are those of the newest: the
+    gates of a step fit the cache of that step.
 
     Raises:
         ValueError: fewer than `count` checkpoints, one that is damaged, or one of another model.
@@ -153,7 +135,7 @@ def load_average(model: nn.Module, folder: Path, count: int, caches: str = "copy
             total[name] = wide if name not in total or not wide.is_floating_point() else total[name] + wide
     weights: dict[str, Tensor] = {}
     for name, tensor in newest.weights.items():
-        kept = not tensor.is_floating_point() or (caches == "copy" and name in buffers)
+        kept = not tensor.is_floating_point() or name in buffers
         weights[name] = tensor if kept else (total[name] / count).to(tensor.dtype)
     model.load_state_dict(weights)
     return newest.step

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .config import RunConfig
 from .distributed import World, wrap
-from .loader import Order, Share, evaluation_batches, training_batches
+from .loader import Share, evaluation_batches, training_batches
 from .sharding import Shards
 
 Scores = dict[str, Any]
@@ -33,7 +33,7 @@ class Task:
 
     Attributes:
         share: share of each batch for this process.
-        shards: sharded weights, set by the trainer; None if every process has all weights.
+        shards: sharded weights, set by the trainer, if any.
         width: number of sums that `backward` returns; the last one is the divisor of the others.
         dynamic: `dynamic` of torch.compile: True if batch sizes vary.
         of_documents: settings of documents, such as a curriculum, apply.
@@ -52,22 +52,14 @@ class Task:
         self.config, self.settings, self.model, self.world = config, config.training, model, world
         self.data, self.validation = train, validation
         self.shards: Shards | None = None
-        for name in ("curriculum", "replay"):
-            if getattr(self.settings, name) and not self.of_documents:
-                raise ValueError(
-                    f"training.{name}={getattr(self.settings, name)} is for documents with a label, not for data "
-                    f"{config.data['name']!r}; leave it out"
-                )
+        for name in () if self.of_documents else ("curriculum", "replay"):
+            if value := getattr(self.settings, name):
+                raise ValueError(f"training.{name}={value} is for documents, not for data {config.data['name']!r}")
         pipeline = self.settings.pipeline
-        if pipeline > 1 and not self.in_pipeline:
+        if world.size % pipeline or (pipeline > 1 and not self.in_pipeline):
             raise ValueError(
-                f"training.pipeline={pipeline} is for text, whose rows are read segment by segment, not for data "
-                f"{config.data['name']!r}; leave it out"
-            )
-        if world.size % pipeline:
-            raise ValueError(
-                f"training.pipeline={pipeline} must divide the number of processes, {world.size}; start torchrun "
-                f"--nproc-per-node {pipeline}, or set training.pipeline=1"
+                f"training.pipeline={pipeline} is for text, in a multiple of {pipeline} processes; here are data "
+                f"{config.data['name']!r} and {world.size} processes: start torchrun, or set training.pipeline=1"
             )
         self.share = Share(world.rank // pipeline, world.size // pipeline, self.settings.accumulate)
 
@@ -148,7 +140,7 @@ class Task:
     def check_continued(self, folder: Path) -> None:
         """Refuse data that are not those of the run in this folder (ValueError)."""
 
-    def _loaded(self, order: Order, step: int, pin_memory: bool = True) -> Iterator[Any]:
+    def _loaded(self, order: Any, step: int, pin_memory: bool = True) -> Iterator[Any]:
         """Yield batches in an order from a step on, pinned for a GPU if asked."""
         order.start = step
         pinned = pin_memory and self.world.device.type == "cuda"

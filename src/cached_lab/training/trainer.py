@@ -27,12 +27,11 @@ from .distributed import World
 from .ema import WeightAverage
 from .interruption import Interrupted, RunFailed, starter, stop_requests
 from .loader import mixed_seed
-from .metrics import EventFiles, MetricsFile, tallies
-from .optim import build_optimizer, learning_rate, set_learning_rate, warmup_note
+from .metrics import MetricsFile, tallies
+from .optim import build_optimizer, learning_rate, warmup
 from .progress import Reporter
 from .run_files import check_data, sha256_sums
 from .scores import goodness
-from .sharded_checkpoint import read_shards, unflatten_state
 from .sharding import ShardedLoop, Shards, full_tensor, shard_like, shard_weights
 from .task import Task
 
@@ -69,11 +68,14 @@ class Trainer:
         if settings.activation_checkpointing:
             enable_activation_checkpointing(task.model)
         self.task, self.model = task, task.model.to(world.device)
-        self.shards = task.shards = self._shards()
+        several = world.size > 1
+        if several and settings.parallel == "none":
+            raise ValueError(f"training.parallel='none' is for one process, not for {world.size}; use ddp or fsdp")
+        self.shards = task.shards = Shards(self.model, world) if several and settings.parallel == "fsdp" else None
         self.files = task.files()
         self.optimizer = build_optimizer(self.model, config.optimizer)
         decay = settings.ema_decay
-        self.average = None if decay is None else WeightAverage(self.model, decay, settings.ema_warmup)
+        self.average = None if decay is None else WeightAverage(self.model, decay)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "float16")
         self.checkpoints = Checkpoints(folder / "checkpoints", settings.keep)
         writers = World(world.device) if self.shards is None else world
@@ -89,24 +91,11 @@ class Trainer:
         self._gradient_norm = 0.0
         self._seconds_before = 0.0
         self._started = time.perf_counter()
-        self._files: list[MetricsFile | EventFiles] = []
+        self._metrics: MetricsFile | None = None
         self._saved_step = 0
         self._starter = starter()
         # Each process has its own dropout masks; the first has those of a single process.
         seed_everything(settings.seed if world.main else mixed_seed(settings.seed, world.rank))
-
-    def _shards(self) -> Shards | None:
-        """Shard the model if `training.parallel=fsdp` and there are several processes."""
-        parallel, size = self.settings.parallel, self.world.size
-        if size > 1 and parallel == "none":
-            raise ValueError(
-                f"training.parallel='none' with {size} processes would train {size} models into one folder; use ddp "
-                "or fsdp, or start one process"
-            )
-        if size == 1 or parallel != "fsdp":
-            return None
-        half = torch.bfloat16 if self.settings.precision == "bfloat16" else None
-        return Shards(self.model, self.world, half, self.settings.shares)
 
     def join(self) -> None:
         """Gather the whole model in every process after training; training cannot continue."""
@@ -114,7 +103,7 @@ class Trainer:
             return
         evaluated, self.model = self.evaluated, self.shards.whole()
         if self.average is not None:
-            self.average.replace(self.model if evaluated is self.task.model else self.shards.whole(evaluated))
+            self.average.module = self.model if evaluated is self.task.model else self.shards.whole(evaluated)
         self.task.model, self.task.shards, self.shards = self.model, None, None
 
     @property
@@ -138,9 +127,11 @@ class Trainer:
         settings = self.settings
         batches = self.task.batches(self.step)
         wrapped, runner = self.task.runner()
-        if note := warmup_note(self.config.schedule, settings.steps):
-            self.reporter.message(note)
-        with self._open_files(), stop_requests() as stop, self.reporter, self.writer.finished(self.reporter.message):
+        if (given := self.config.schedule.warmup_steps) != (taken := warmup(self.config.schedule, settings.steps)):
+            self.reporter.message(f"schedule.warmup_steps={given} would fill training.steps={settings.steps}: {taken}")
+        self._metrics = MetricsFile(self.folder, self.step, settings.tensorboard) if self.world.main else None
+        closing = contextlib.nullcontext() if self._metrics is None else contextlib.closing(self._metrics)
+        with closing, stop_requests() as stop, self.reporter, self.writer.finished(self.reporter.message):
             self.reporter.advance(self.step)
             while self.step < settings.steps:
                 started = time.perf_counter()
@@ -166,7 +157,8 @@ class Trainer:
         self.step += 1
         self.model.train()
         put_back = remember_buffers(self.model)
-        set_learning_rate(self.optimizer, self._learning_rate())
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate()
         total = torch.zeros(self.task.width, dtype=torch.float64, device=self.world.device)
         for piece in range(settings.accumulate):
             waits = isinstance(wrapped, DistributedDataParallel | ShardedLoop) and piece < settings.accumulate - 1
@@ -207,21 +199,9 @@ class Trainer:
                 f"The newest checkpoint is step {self._saved_step}."
             )
 
-    @contextlib.contextmanager
-    def _open_files(self) -> Iterator[None]:
-        self._files = []
-        if self.world.main:
-            self._files.append(MetricsFile(self.folder / "metrics.jsonl", self.step))
-            self._files.append(EventFiles(self.folder / "tensorboard", self.settings.tensorboard, self.step))
-        try:
-            yield
-        finally:
-            for file in self._files:
-                file.close()
-
     def _write(self, line: dict[str, Any]) -> None:
-        for file in self._files:
-            file.write(line)
+        if self._metrics is not None:
+            self._metrics.write(line)
         self.reporter.line(line)
 
     def _log_training(self) -> None:
@@ -274,11 +254,8 @@ class Trainer:
         weights = self.evaluated.state_dict()
         rng, carried = self.world.gather(capture_rng()), self.task.state_dict()
         self._collect_tallies()
-        optimizer = self.optimizer.state_dict()
-        if self.shards is not None:
-            optimizer = {**optimizer, "names": list(self._parameters())}
         training = {
-            "optimizer": optimizer,
+            "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "rng": rng,
             **{name: getattr(self, name) for name in _SAVED},
@@ -290,7 +267,7 @@ class Trainer:
             "files": sha256_sums(self.files),
         }
         if self.average is not None:
-            training |= {"averaged_steps": self.average.updates, "live_weights": self.model.state_dict()}
+            training |= {"averaged_steps": self.average.updates, "live_weights": dict(self.model.state_dict())}
         return weights, training
 
     def load_state_dict(self, weights: Mapping[str, Tensor], training: dict[str, Any]) -> None:
@@ -301,12 +278,12 @@ class Trainer:
         if self.average is not None:
             averaged = with_own_buffers(weights, own, self.world, say=lambda text: None)
             self.average.load(shard_weights(self.average.module, averaged), training["averaged_steps"])
-        optimizer = training["optimizer"]
-        if self.shards is not None:
-            like, state = list(self._parameters().values()), optimizer["state"]
-            sharded = {i: {k: shard_like(v, like[i]) for k, v in fields.items()} for i, fields in state.items()}
-            optimizer = {**optimizer, "state": sharded}
-        self.optimizer.load_state_dict(optimizer)
+        optimizer, like = training["optimizer"], [p for group in self.optimizer.param_groups for p in group["params"]]
+        state = {
+            index: {key: value if value is None else shard_like(value, like[index]) for key, value in fields.items()}
+            for index, fields in optimizer["state"].items()
+        }
+        self.optimizer.load_state_dict({**optimizer, "state": state})
         self.scaler.load_state_dict(training["scaler"])
         for name in _SAVED:
             setattr(self, name, training[name])
@@ -317,11 +294,6 @@ class Trainer:
         if self.world.rank < len(training["rng"]):
             restore_rng(training["rng"][self.world.rank])
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by name, in the order of the optimiser."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        return {names[id(p)]: p for group in self.optimizer.param_groups for p in group["params"]}
-
     def save(self) -> None:
         """Write a checkpoint of this step. With `training.save=async`, training waits for the previous save only.
 
@@ -330,15 +302,12 @@ class Trainer:
         """
         self.writer.wait()
         weights, training = self.state_dict()
-        for file in self._files:
-            file.sync()
+        if self._metrics is not None:
+            self._metrics.sync()
         step, config, best = self.step, config_to_dict(self.config), self._best_step()
         if self.shards is not None or self.world.main:
-            sharded = self.shards is not None
             weights, training = self.writer.snapshot((weights, training))
-            self.writer.submit(
-                lambda world: self.checkpoints.save(step, config, weights, training, best, world if sharded else None)
-            )
+            self.writer.submit(lambda world: self.checkpoints.save(step, config, weights, training, best, world))
         self._saved_step = self.step
         if not self.writer.background:
             self.world.barrier()
@@ -374,7 +343,7 @@ class Trainer:
             )
         if checkpoint.step > self.settings.steps:
             raise ValueError(f"{checkpoint.path} is beyond training.steps={self.settings.steps}; ask for more steps")
-        changed = check_data(checkpoint, self.files, self.folder, anyway=mode == "anyway")
+        changed = check_data(checkpoint, self.files, anyway=mode == "anyway")
         if changed is not None:
             self.reporter.message(f"{changed}; continuing with them")
         self._load(checkpoint)
@@ -382,17 +351,8 @@ class Trainer:
         self.reporter.message(f"continuing from {checkpoint.path}")
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        parameters, own = self._parameters(), self.model.state_dict()
-
-        def like(key: str) -> Tensor | None:
-            kind, _, name = key.partition("/")
-            return parameters.get(name.rpartition("/")[0]) if kind == "optimizer" else own.get(name)
-
         try:
-            weights, training = checkpoint.weights, checkpoint.training
-            if checkpoint.shards is not None:
-                weights, training = unflatten_state(read_shards(checkpoint.shards, like), training)
-            self.load_state_dict(weights, training)
+            self.load_state_dict(checkpoint.weights, checkpoint.training)
         except torch.OutOfMemoryError:  # a RuntimeError, and not the checkpoint's fault
             raise
         except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -401,7 +361,7 @@ class Trainer:
         self.step = self._saved_step = checkpoint.step
 
     def _repair(self, checkpoint: Checkpoint) -> None:
-        """Set aside later checkpoints and a damaged best one, and choose another best among the rest."""
+        """Set aside later checkpoints and a damaged best one."""
         broken: Path | None = None
         if self.best is not None and self.checkpoints.path(self.best["step"]) != checkpoint.path:
             path = self.checkpoints.path(self.best["step"])
@@ -409,7 +369,9 @@ class Trainer:
                 read_checkpoint(path, whole=False)
             except ValueError as error:
                 broken = path
-                self._choose_best(str(error))
+                self.best = self.latest if self.latest is not None and self.latest["step"] == checkpoint.step else None
+                now = "the next evaluation decides" if self.best is None else f"step {checkpoint.step} takes its place"
+                self.reporter.message(f"the best checkpoint so far cannot be used: {error}; {now}")
         self.world.barrier()
         if self.world.main:
             if broken is not None and broken.is_dir():
@@ -418,15 +380,6 @@ class Trainer:
             if broken is not None and checkpoint.path == self.checkpoints.path(self.step):
                 self.checkpoints.choose(self._best_step())
             self.checkpoints.tidy(self.best["step"] if self.best else None)
-
-    def _choose_best(self, problem: str) -> None:
-        """Choose the best among the readable checkpoints that were evaluated."""
-        metric = self.settings.metric
-        latest = [(point.step, point.training["latest"]) for point in self.checkpoints.readable(self.step)]
-        scored = [scores for step, scores in latest if scores is not None and scores["step"] == step]
-        self.best = max(scored, key=lambda scores: goodness(metric, scores[metric]), default=None)
-        now = "the next evaluation decides" if self.best is None else f"of those left it is step {self.best['step']}"
-        self.reporter.message(f"the best checkpoint so far cannot be used: {problem}; {now}")
 
     def _best_step(self) -> dict[str, Any] | None:
         """Return step and score of the best so far, for JSON."""

@@ -229,7 +229,7 @@ class TTT(Recurrent):
         channels: int | None = None,
     ) -> None:
         super().__init__()
-        at_least_one(NO_MEMORY, heads=heads, mini_batch=mini_batch)
+        at_least_one(NO_MEMORY, heads=heads, mini_batch=mini_batch, channels=channels)
         if width % heads:
             raise ValueError(f"width={width} must be a multiple of heads={heads}")
         size = width // heads
