@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from memories.learning import LATCH, accuracy, trained
 from torch import Tensor, nn
 
 from cached_transformers import create_model
-from cached_transformers import state as states
-from cached_transformers.memories.armt import ARMT, Associations, dpfp, recall, store
+from cached_transformers.memories.armt import ARMT, dpfp, recall, store
 
 VOCABULARY, WIDTH, M, SEGMENT, ROWS, DEPTH, C, NU = 11, 8, 2, 5, 2, 2, 6, 3
 
@@ -207,41 +205,3 @@ def test_what_a_closed_gate_keeps_is_kept_to_the_last_bit(write_gate: str) -> No
             state = model(ids, state).state
     same = torch.equal(state.model.values_BLKD, held.model.values_BLKD)
     assert same == (write_gate == "stretched") and held.model.values_BLKD.abs().max() > 0.1
-
-
-def test_a_row_of_padding_stores_nothing() -> None:
-    model, (first, second) = build().eval(), tokens(2)
-    state = model(first).state
-    padding = torch.zeros(ROWS, SEGMENT, dtype=torch.bool)
-    padding[0] = True
-    after = model(second, state, padding=padding).state.model
-    assert isinstance(after, Associations)
-    for before, now in zip(state.model, after, strict=True):
-        assert torch.equal(before[0], now[0]) and not torch.equal(before[1], now[1])
-
-
-def test_the_state_is_of_float32_in_a_model_of_bfloat16() -> None:
-    state = build().bfloat16().init_state(1).model
-    assert state.values_BLKD.dtype == state.mass_BLK.dtype == torch.float32
-    assert states.nbytes(state) == DEPTH * 4 * 2 * NU * C * (WIDTH + 1) + 8
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"length": 0}, "length=0 must be at least 1"),
-        ({"key_width": 0}, "key_width"),
-        ({"nu": 0}, "nu"),
-        ({"write_gate": "hard"}, "write_gate='hard' must be one of sigmoid, stretched"),
-        ({"mask": "none"}, "mask='none' must be 'full' or 'causal'"),
-    ],
-)
-def test_options_that_make_no_sense_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build({"name": "armt", **options})
-
-
-def test_it_carries_a_symbol_that_a_model_without_memory_cannot_know() -> None:
-    model = trained(LATCH, {"name": "armt", "length": 2, "key_width": 8}, 600, depth=1)
-    assert accuracy(model, LATCH) > 0.95
-    assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4

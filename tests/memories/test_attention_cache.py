@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.hosts import HOSTS, Host, close_gates, hosts, stored, train
+from integrations.hosts import Host, close_gates, hosts, stored, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers import add_memory, create_model, remove_memory
+from cached_transformers import create_model, remove_memory
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories.attention_cache import AttendedCache, AttentionCache
 from cached_transformers.memories.parts.interpolation import interpolate
@@ -196,38 +196,7 @@ def test_hosts_of_grc_are_hosts_of_this_cache(host: Host, options: dict[str, Any
     assert torch.equal(host.run(model, given), expected)
 
 
-def test_there_are_hosts_of_every_library() -> None:
-    assert {host.package for host in HOSTS} == {None, "timm", "transformers"}
-
-
 # ---- what does not fit
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"update": "gates"}, "update='gates' must be one of attention, store"),
-        ({"attend": "all"}, "attend='all' must be one of mean, sample"),
-        ({"attend": "sample", "update": "store"}, "attend='sample' reads the update of each row, and update='store'"),
-        ({"ratio": 0}, r"ratio=0 must lie in \(0, 1\]"),
-        ({"sync": "x"}, "sync='x' must be one of broadcast, mean, none"),
-        ({"interpolation": "cubic"}, "interpolation='cubic' must be one of nearest, linear, area"),
-        ({"size": (2, 3)}, r"length=3 must equal size 2 x 3 \+ prefix 0"),
-        ({"length": 0}, "length=0 must be at least 1 slot"),
-    ],
-)
-def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AttentionCache(WIDTH, HEADS, **{"length": LENGTH, **options})
-
-
-def test_a_causal_model_and_a_second_memory_are_refused() -> None:
-    sizes = {"width": 8, "depth": 1, "heads": 2, "feed_forward": 8}
-    with pytest.raises(ValueError, match="shows each token the rest of its segment and cannot serve a causal model"):
-        create_model("language_model", vocabulary=5, memory="attention_cache", **sizes)
-    host = add_memory(nn.MultiheadAttention(8, 2, batch_first=True), "attention_cache", length=4)
-    with pytest.raises(ValueError, match="has a memory already"):
-        add_memory(host, "grc", length=4)
 
 
 # ---- proof that it remembers: some rows of a batch show a bit, which rows of the next step are asked for

@@ -193,43 +193,10 @@ def test_the_best_stand_in_the_order_of_time_behind_empty_slots() -> None:
     assert from_last(valid).tolist() == [[4, 4, 3, 2, 1, 1]]
 
 
-@pytest.mark.parametrize("kind", list(SPECS))
-def test_padding_is_not_kept_and_does_not_ask(kind: str) -> None:
-    """A short segment and one of padding alone: the row is what it is by itself."""
-    model = language_model(SPECS[kind])
-    tokens_BN, other_BN = text(1, 8), text(1, 12, 1)
-    padding_BN = torch.zeros(2, 4, dtype=torch.bool)
-    state, found = None, []
-    for segment, real in enumerate((4, 2, 0, 2)):
-        given = torch.zeros(1, 4, dtype=torch.long)
-        begin = (0, 4, 6, 6)[segment]
-        given[:, :real] = tokens_BN[:, begin : begin + real]
-        other = other_BN[:, 4 * segment : 4 * segment + 4] if segment < 3 else other_BN[:, :4]
-        padding_BN[0] = torch.arange(4) >= real
-        out = model(torch.cat([given, other]), state, padding=padding_BN)
-        state = out.state
-        found.append(out.outputs[:1, :real])
-    torch.testing.assert_close(torch.cat(found, 1), joined(run(model, tokens_BN, [4, 2, 2])), rtol=0, atol=1e-10)
-
-
 def test_what_tova_keeps_in_evaluation_may_be_keys_and_values() -> None:
     tokens_BN = text(2, 23)
     models = [language_model({**SPECS["tova"], "keep": keep}).eval() for keep in ("kv", "hidden")]
     torch.testing.assert_close(*(joined(run(model, tokens_BN, 3)) for model in models))
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ({"name": "tova", "length": 0}, "length=0 must be at least 1 slot"),
-        ({"name": "tova", "places": "past"}, "places='past' must be one of stream, cache"),
-        ({"name": "h2o", "heavy": -1}, "heavy=-1 must be a number of slots"),
-        ({"name": "h2o", "length": 0}, "length=0 must be at least 1 slot"),
-    ],
-)
-def test_refused(spec: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        language_model(spec)
 
 
 # ---- decoders of transformers

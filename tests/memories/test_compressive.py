@@ -18,7 +18,6 @@ from cached_transformers.interfaces.incremental import read_segment
 from cached_transformers.interfaces.memory import Trace
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.loops.segments import SegmentLoop
-from cached_transformers.memories import create_memory
 from cached_transformers.memories.compressive import Compressive, CompressiveState, Gone
 from cached_transformers.memories.parts.fifo_store import lined_up
 from cached_transformers.positions import RelativePositions
@@ -417,26 +416,3 @@ def test_the_most_used_stay() -> None:
         _, state, _ = run(layer, x_BND[:, :5], state, torch.zeros(1).long())
         _, state, _ = run(layer, x_BND[:, 5:], state, torch.full((1,), 5))
         assert state.compressed.count_B.tolist() == [1] and state.compressed.hidden_BMD[0, -1, 0] == 3
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"length": 0}, r"length=0 must be at least 1"),
-        ({"rate": 0}, r"rate=0 must be at least 1"),
-        ({"eval_length": 0}, r"eval_length=0 must be at least 1"),
-        ({"compressed": -1}, r"compressed=-1 must be a number of slots, or 0"),
-        ({"compressed": 0, "eval_compressed": 4}, r"compressed=0 and eval_compressed=4.*make both 0"),
-        ({"function": "median"}, r"function='median' must be one of 'mean', 'max', 'conv', 'dilated', 'most_used'"),
-        ({"loss": "mse"}, r"loss='mse' must be one of None, 'attention', 'autoencoding', 'task'"),
-        ({"error": "l1"}, r"error='l1' must be one of 'norm', 'mean_square'"),
-        ({"positions": "time"}, r"positions='time' must be one of 'slots', 'age'"),
-        ({"function": "mean", "loss": "attention"}, r"loss='attention' would train nothing with function='mean'"),
-        ({"compressed": 0, "loss": "task"}, r"would train nothing .* compressed=0; take loss=None"),
-        ({"function": "dilated", "rate": 1}, r"needs rate of at least 2, got rate=1; take function='conv'"),
-        ({"clamp": 3, "relative": False}, r"clamp=3 limits relative distances; take relative=True"),
-    ],
-)
-def test_wrong_options_are_refused_with_a_way_out(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        create_memory({"name": "compressive", **options}, D, H)

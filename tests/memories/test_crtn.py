@@ -340,41 +340,6 @@ def test_the_pooling_summaries_and_the_mean_behind_short_segments() -> None:
 # ------------------------------------------------------------------------------------------------ wrong arguments
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"segment": 0}, "segment=0 must be at least 1; a model without memory takes memory=None"),
-        ({"regions": 0}, "regions=0 must be at least 1"),
-        ({"topk": 0}, "topk=0 must be at least 1"),
-        ({"topk": 6}, "topk=6 regions cannot be recalled of regions=5; take topk <= regions"),
-        ({"short_memory": -1}, "short_memory=-1 is a number of segments, 0 for none"),
-        ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
-        ({"query": "first"}, "query='first' must be one of 'standard', 'compute_first'"),
-        ({"scope": "word"}, "scope='word' must be one of 'previous', 'token', 'segment'"),
-        ({"renormalise": "yes"}, "renormalise='yes' must be one of"),
-        ({"empty": "zero"}, "empty='zero' must be one of"),
-        ({"placed": "here"}, "placed='here' must be one of"),
-        ({"order": "random"}, "order='random' must be one of"),
-        ({"first": "all"}, "first='all' must be one of"),
-        ({"first": "selection"}, "needs query='compute_first' and scope='previous', not 'standard' and 'previous'"),
-        ({"placed": "packed", "scope": "token"}, "take 'slot' with scope='token'"),
-        ({"order": "score"}, "take placed='packed', or order='age'"),
-        ({"allow_leak": True}, "allow_leak=True is for scope='segment'"),
-        ({"summary": "cnn"}, "unknown summary='cnn' .known: linear, mlp, bilstm"),
-        ({"fill": "ones"}, "fill='ones' must be 'zeros' or 'mean'"),
-        ({"key_width": 0}, "key_width=0 must be at least 1"),
-        ({"summary": "mlp", "layers": 0}, "layers=0 must be at least 1"),
-        ({"layers": 2}, "layers=2 is an option of summary='mlp' and 'bilstm', not of 'linear'"),
-        ({"summary": "last", "key_width": 4}, "key_width=4 cannot be chosen for summary='last'"),
-        ({"summary": "mean", "fill": "mean"}, "fill='mean' has no effect on summary='mean'"),
-        ({"summary": "bilstm", "key_width": 5}, "key_width=5 must be even for summary='bilstm'"),
-    ],
-)
-def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CRTN(8, 2, depth=1, **options)
-
-
 def test_a_longer_segment_is_refused_with_the_way_out() -> None:
     with pytest.raises(ValueError, match=r"5.*segment=4.*segment_length=4.*segment=5"):
         build()(tokens(1, length=5)[0])

@@ -403,20 +403,6 @@ def test_slots_stand_right_before_a_segment_whether_its_positions_go_on_or_begin
 # --- messages, learning
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"length": 0}, "length=0 must be at least 1 slot; .* takes memory=None"),
-        ({"start": "zero"}, "start='zero' must be 'empty' or 'zeros'"),
-        ({"longest": 0}, "longest=0 is the longest segment .* at least 1"),
-        ({"longest": 8, "relative": False}, "longest=8 is the longest segment .* relative=True"),
-    ],
-)
-def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        language_model({"name": "ernie_doc", **options})
-
-
 def test_trained_distances_say_what_they_cannot_do() -> None:
     model = language_model({"name": "ernie_doc", "length": 3, "longest": 4})
     with pytest.raises(ValueError, match=r"5.*longest=4"):

@@ -20,7 +20,6 @@ from cached_transformers.interfaces.contexts import logits_of
 from cached_transformers.interfaces.memory import Query, Reading, Trace
 from cached_transformers.memories.expire_span import ExpireSpan
 from cached_transformers.memories.parts.fifo_store import Rows, empty_rows
-from cached_transformers.models.generation import generate
 from cached_transformers.models.language_model import LanguageModel
 
 SPEC: dict[str, Any] = {"name": "expire_span", "length": 12, "longest": 9.3, "ramp": 3, "initial": 0.4}
@@ -278,22 +277,6 @@ def test_the_loss_leaves_padding_out_and_is_the_mean_of_rows() -> None:
     torch.testing.assert_close(loss(moved, behind.roll(2, 1) & behind.any(1, keepdim=True), slice(0, 2)), wanted)
 
 
-def test_padding_is_not_kept_and_rows_drop_by_themselves() -> None:
-    """A short segment and one of padding alone: the row is what it is by itself."""
-    model = language_model(SPEC)
-    tokens_BN, other_BN = text(1, 22), text(1, 40, 1)
-    state, found, begin = None, [], 0
-    for segment, real in enumerate((4, 2, 0, 4, 4, 3, 4, 1)):
-        given = torch.zeros(1, 4, dtype=torch.long)
-        given[:, :real] = tokens_BN[:, begin : begin + real]
-        padding_BN = torch.stack([torch.arange(4) >= real, torch.zeros(4, dtype=torch.bool)])
-        out = model(torch.cat([given, other_BN[:, 4 * segment : 4 * segment + 4]]), state, padding=padding_BN)
-        state, begin = out.state, begin + real
-        found.append(out.outputs[:1, :real])
-    wanted = joined(run(model, tokens_BN, [4, 2, 4, 4, 3, 4, 1]))
-    torch.testing.assert_close(torch.cat(found, 1), wanted, rtol=0, atol=1e-10)
-
-
 def test_what_is_not_finite_does_not_stay() -> None:
     """And the row beside it does not notice."""
     model, tokens_BN = language_model(SPEC), text(2, 16)
@@ -355,46 +338,6 @@ def test_beside_another_memory_that_says_nothing_of_who_sees_whom() -> None:
         torch.testing.assert_close(
             joined(run(model, tokens_BN, 4)), joined(run(window, tokens_BN, 4)), rtol=0, atol=1e-12
         )
-
-
-@pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("memory", [SPEC, [{"name": "transformer_xl", "length": 3}, SPEC]], ids=["alone", "beside"])
-@torch.no_grad()
-def test_token_by_token_it_is_the_text_read_by_segments(memory: Any, beams: int) -> None:
-    """Tokens of an open segment fade slots out as those of a whole one do, whichever continuation they belong to."""
-    model = language_model(memory).eval()
-    prompt_BN = text(2, 13)
-    options: dict[str, Any] = {"beams": beams} if beams > 1 else {"temperature": 0}
-    found = generate(model, prompt_BN, tokens=27, segment_length=5, **options)  # beams change places by then
-    whole = torch.cat([prompt_BN, found.tokens], 1)
-    scores = joined(run(model, whole, 5))[:, 12:-1].log_softmax(-1).gather(-1, found.tokens[..., None]).sum((1, 2))
-    torch.testing.assert_close(found.scores, scores, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"length": 0}, "length=0 must be at least 1 slot"),
-        (
-            {"length": 8, "longest": 16, "ramp": 4},
-            r"alive, more than the length=8 .*length=19, longest=5, or evict=True",
-        ),
-        ({"ramp": 0}, "ramp=0 must be above 0"),
-        ({"ramp": -1.5}, "ramp=-1.5 must be above 0"),
-        ({"ramp": math.nan}, "ramp=nan must be above 0"),
-        ({"length": 4, "ramp": 5}, "ramp=5 alone is longer than the store of length=4"),
-        ({"longest": 0}, "longest=0 must be a number of tokens above 0"),
-        ({"initial": 0.0}, r"initial=0.0 must lie between 0 and 1"),
-        ({"initial": 1.0}, r"initial=1.0 must lie between 0 and 1"),
-        ({"divisor": 0.0}, "divisor=0.0 must be above 0"),
-        ({"price": -1.0}, "price=-1.0 must be at least 0"),
-        ({"loss": "sum"}, "loss='sum' must be one of ramp, mean"),
-        ({"relative": False, "clamp": 3}, "clamp=3 limits relative distances"),
-    ],
-)
-def test_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ExpireSpan(12, 2, **options)
 
 
 def test_what_is_promised_has_just_room() -> None:

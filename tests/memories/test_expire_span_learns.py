@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from memories.learning import LATCH, accuracy, reach, trained, untrained
+from memories.learning import accuracy, trained, untrained
 
 from cached_lab.experiments.probes.tasks import Latch
 
@@ -40,9 +40,3 @@ def test_without_a_price_what_is_of_no_use_may_stay() -> None:
     model = trained(TASK, {**BEGINS, "price": 0}, 100, distance=DISTANCE)
     assert accuracy(model, TASK, DISTANCE) > 0.99
     assert spans(model)[TASK.classes : -1].max() > 10
-
-
-def test_the_cue_is_in_reach_of_spans_that_are_long_enough() -> None:
-    long = {"name": "expire_span", "length": 4 * LATCH.segment}
-    short = {"name": "expire_span", "length": LATCH.segment}
-    assert reach(LATCH, None) == reach(LATCH, short) == 0 < reach(LATCH, long)

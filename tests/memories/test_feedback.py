@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memories.learning import LATCH, accuracy, reach, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,7 +23,6 @@ from cached_transformers.layers.block import Block
 from cached_transformers.layers.context_attention import ContextAttention
 from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import Stack
-from cached_transformers.memories import create_memory
 from cached_transformers.memories.feedback import Feedback, LearnedDistances
 from cached_transformers.models.stack_model import make_stack
 from cached_transformers.models.stack_options import StackOptions
@@ -407,21 +405,6 @@ def test_distances_from_the_shortcut_are_those_looked_up() -> None:
     torch.testing.assert_close(short[0, 0, 0], q[0, 0, 0] @ scheme.table_EM / math.sqrt(E))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"length": 0}, r"length=0 must be at least 1"),
-        ({"positions": "rotary"}, r"positions='rotary' must be one of 'learned', 'relative', None"),
-        ({"start": "ones"}, r"start='ones' must be one of 'empty', 'zeros'"),
-        ({"keep": "all"}, r"keep='all' must be one of 'hidden', 'kv'"),
-        ({"keep": "kv", "official_renorm": True}, r"official_renorm=True normalises hidden states.*take keep='hidden'"),
-    ],
-)
-def test_wrong_options_are_refused_with_a_way_out(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        create_memory({"name": "feedback", **options}, D, H, depth=2)
-
-
 def test_layers_that_attend_their_segment_are_refused() -> None:
     def block(_: int) -> Block:
         return Block(SelfAttention(D, H, causal=True), FeedForward(D, D))
@@ -430,18 +413,3 @@ def test_layers_that_attend_their_segment_are_refused() -> None:
         Stack(block, 1, model_memory=Feedback(D, H))
     with pytest.raises(ValueError, match="this layer has no keys and values"):
         ContextAttention(D, H).project_kv(torch.zeros(1, 1, D))
-
-
-SIZES: dict[str, Any] = {"heads": 2, "model": {"tied": False}}
-FEW = {"name": "feedback", "length": 2}
-
-
-def test_two_slots_and_one_layer_carry_a_symbol_over_many_tokens() -> None:
-    """It was seen 8 to 11 tokens ago, so that it must have been read and mixed again several times."""
-    model = trained(LATCH, FEW, 250, distance=2, **SIZES)
-    assert accuracy(model, LATCH, 2) > 0.95 and accuracy(model, LATCH, 2, forget=True) < 0.4
-
-
-def test_without_feedback_nothing_is_carried_that_far() -> None:
-    for memory in (None, {"name": "transformer_xl", "length": 2}):
-        assert reach(LATCH, memory, 2, **SIZES) == 0 < reach(LATCH, FEW, 2, **SIZES)

@@ -6,7 +6,6 @@ Legend: B rows, N tokens, H heads, E head width (F a second one), D = H E.
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -20,16 +19,13 @@ from integrations.transformers_hosts import (
     architectures,
     words,
 )
-from memories.learning import LATCH, accuracy, reach, trained
 from torch import Tensor
 
 from cached_lab.training.optim import parameter_groups
-from cached_transformers import add_memory, create_model, generate
-from cached_transformers import state as states
-from cached_transformers.interfaces.memory import LayerMemory, Query, Reading, Trace
+from cached_transformers import add_memory, create_model
+from cached_transformers.interfaces.memory import LayerMemory, Query, Trace
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories.infini import Infini, InfiniMatrix, recall, sigma, store
-from cached_transformers.models.generation import ReadsAgain
 
 ROWS, HEADS, WIDTH, E = 2, 2, 8, 4
 updates = pytest.mark.parametrize("update", ["linear", "delta", "exact"])
@@ -164,17 +160,6 @@ def test_three_tokens_by_hand() -> None:
         assert (M.item(), z.item()) == (matrix, 4)
         M, z = store(M, z, s[:, :, :1], v[:, :, :1], update)  # type: ignore[arg-type]
         assert M.item() == pytest.approx(matrix + 3 - (0 if update == "linear" else matrix / 4)) and z.item() == 5
-
-
-@updates
-def test_a_closed_gate_leaves_the_attention_of_the_segment(update: str) -> None:
-    layer, plain = layer_of(update=update, first="gated"), layer_of(LayerMemory())
-    plain.load_state_dict({k: v for k, v in layer.state_dict().items() if "memory" not in k})
-    inputs = segments(4, 4, 4)
-    assert not torch.equal(run(layer, inputs)[0][1], plain(inputs[1]).y_BND)
-    layer.memory.close_gate()
-    for x, y in zip(inputs, run(layer, inputs)[0], strict=True):
-        assert torch.equal(y, plain(x).y_BND)
 
 
 def test_wide_open_and_token_by_token_it_is_linear_attention_over_the_past() -> None:
@@ -331,23 +316,6 @@ def test_half_precision_stays_finite(update: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(reading.output_BHNE, torch.full((1, 1, 2000, 32), 4.0), rtol=0, atol=0.1)
 
 
-def test_autocast_does_not_reach_the_sums() -> None:
-    torch.manual_seed(0)
-    model = create_model("language_model", vocabulary=11, width=16, depth=2, heads=2, feed_forward=16, memory="infini")
-    ids = torch.randint(0, 11, (2, 6))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        first = model(ids)
-        out = model(ids, first.state)
-    q, k, v = torch.randn(3, 2, 2, 6, 8)
-    memory = model.stack.blocks[0].attention.memory
-    trace = Trace(ids, ids, Query(ids, q, k_BHNE=k, v_BHNE=v), Reading())
-    plain = memory.write(first.state.layers[0], trace)[0]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        cast = memory.write(first.state.layers[0], trace)[0]
-    assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
-    assert states.signature(out.state) == states.signature(model.init_state(2))
-
-
 @updates
 def test_keys_of_which_nothing_is_left_give_zeros_and_no_nan(update: str) -> None:
     """exp(-200) is 0 in float32."""
@@ -369,67 +337,10 @@ def language_model(**options: Any) -> Any:
     return create_model("language_model", vocabulary=11, memory=memory, **sizes).double()
 
 
-@updates
-@pytest.mark.parametrize("beams", [1, 3])
-def test_generated_texts_are_those_of_whole_segments(update: str, beams: int) -> None:
-    model, prompt = language_model(update=update).eval(), torch.randint(0, 11, (2, 4))
-    options: dict[str, Any] = {"temperature": 0} if beams == 1 else {"beams": beams}
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error", ReadsAgain)
-        state = model(torch.randint(0, 11, (2, 5))).state
-        out = generate(model, prompt, state, tokens=13, segment_length=5, **options)
-        fed, logits = state, []
-        for piece in torch.cat([prompt, out.tokens], 1)[:, :-1].split(5, 1):
-            step = model(piece, fed)
-            fed = step.state
-            logits.append(step.outputs)
-    scores = torch.cat(logits, 1)[:, 3:].log_softmax(-1).gather(2, out.tokens[..., None]).sum((1, 2))
-    torch.testing.assert_close(out.scores, scores, rtol=0, atol=1e-8)
-    for (name, t), (_, want) in zip(states.named_tensors(out.state), states.named_tensors(fed), strict=True):
-        torch.testing.assert_close(t, want, rtol=0, atol=1e-10, msg=name)
-
-
-def test_gradient_reaches_the_first_segment_and_the_gates() -> None:
-    model, ids = language_model(), torch.randint(0, 11, (2, 15))
-    state, embedded = None, []
-    model.embedding.register_forward_hook(lambda *a: (a[2].retain_grad(), embedded.append(a[2]))[0])
-    for piece in ids.split(5, 1):
-        out = model(piece, state)
-        state = out.state
-    out.outputs[:, -1].square().sum().backward()
-    assert all(x.grad.abs().max() > 1e-6 for x in embedded)
-    gates = [p for name, p in model.named_parameters() if name.endswith("memory.gate_H")]
-    assert len(gates) == 2 and all((gate.grad.abs() > 1e-8).all() for gate in gates)
-
-
 def test_gates_do_not_decay() -> None:
     model: Any = language_model()
     kept: Any = parameter_groups(model, 0.1)[1]["params"]
     assert {id(block.attention.memory.gate_H) for block in model.stack.blocks} <= {id(p) for p in kept}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"update": "add"}, "update='add' must be one of linear, delta, exact"),
-        ({"first": "zeros"}, "first='zeros' must be one of bypass, gated"),
-        ({"initial_gate": math.nan}, "initial_gate=nan"),
-    ],
-)
-def test_options_that_make_no_sense_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        language_model(**options)
-    with pytest.raises(ValueError, match=r"width=10.*heads=3"):
-        Infini(10, 3)
-
-
-@updates
-def test_it_carries_a_symbol_that_a_model_without_memory_cannot_know(update: str) -> None:
-    memory = {"name": "infini", "update": update}
-    model = trained(LATCH, memory, 600)
-    assert accuracy(model, LATCH) > 0.95
-    assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4
-    assert reach(LATCH, None) == 0 < reach(LATCH, memory)
 
 
 HOSTED = {"update": "exact", "initial_gate": -4.0}

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memories.learning import LATCH, accuracy, reach, trained
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -405,35 +404,3 @@ def test_the_auxiliary_loss_counts_real_queries_of_rows_with_a_signal() -> None:
     near(memory._divergence(SignalRead(mean, variance, counted)), want, 1e-4)
     assert memory._divergence(SignalRead(mean, variance, counted & False)) == 0
     near(signal.divergence(mean[:1] * 0 + 0.3, variance[:1] * 0 + 0.05**2, 0.05, 0.3), torch.zeros(1, HEADS, 4), 1e-6)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"length": 0}, "length=0 must be at least 1"),
-        ({"chunk": 0}, "chunk=0 must be at least 1"),
-        ({"samples": 0}, "samples=0 must be at least 1"),
-        ({"bins": 0}, "bins=0 must be at least 1"),
-        ({"basis": -1}, "basis=-1 must be at least 1"),
-        ({"basis": 7}, r"basis=7 must be a multiple of the 2 widths \(0.1, 0.3\)"),
-        ({"basis": 2}, "basis=2 must be a multiple of the 2 widths .* at least two of each"),
-        ({"widths": (0.1, 0)}, r"widths=\(0.1, 0\) must be positive widths"),
-        ({"contraction": 1.0}, "contraction=1.0 must lie between 0 and 1"),
-        ({"ridge": 0.0}, "ridge=0.0 must be positive"),
-        ({"min_variance": -1.0}, "min_variance=-1.0 must be positive"),
-        ({"prior_deviation": 0.0}, "prior_deviation=0.0 must be positive"),
-        ({"kl_weight": -1.0}, "kl_weight=-1.0 must not be negative"),
-        ({"sampling": "sticky"}, "sampling='sticky' must be one of quantiles, random, uniform"),
-        ({"heads": 3}, "width=8 must be a positive multiple of heads=3"),
-    ],
-)
-def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        InfinityFormer(WIDTH, **{"heads": HEADS, **SMALL, **options})
-
-
-def test_it_learns_to_recall_what_the_short_memory_lost() -> None:
-    options = {"length": 3, "chunk": 2, "basis": 16, "widths": (0.05, 0.15), "kl_weight": 0.0}
-    memory = {"name": "infinity_former", **options}
-    assert accuracy(trained(LATCH, memory, 150), LATCH) > 0.95
-    assert reach(LATCH, {"name": "transformer_xl", "length": 4}) == 0 < reach(LATCH, memory)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memories.learning import LATCH, accuracy, trained
 from memories.twins import ROWS, SEGMENT, VOCABULARY, paddings, same_as_twin, segments
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +19,6 @@ from torch.nn import functional as F
 from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
-from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.lact import LaCT, LaCTState, Nets, apply, descent, newton_schulz, rows_like
 
 WIDTH, HEADS = 8, 2
@@ -303,42 +301,6 @@ def test_a_segment_is_read_before_it_is_written() -> None:
     assert (outs[0] - outs[1]).abs().amax((0, 1, 3)).min() > 1e-5
 
 
-def test_layers_may_work_on_different_segments_at_once() -> None:
-    model, tokens = build({"name": "lact", **BOTH}), torch.cat(segments(3), 1)
-    results = []
-    for schedule in ("segments", "diagonal"):
-        model.zero_grad()
-        loss = SegmentLoop(model, SEGMENT, bptt=3, schedule=schedule)(tokens[:, :-1], tokens[:, 1:])[0]
-        loss.backward()
-        results.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)  # Newton-Schulz makes more of a rounding
-
-
-@pytest.mark.parametrize("options", KINDS, ids=str)
-def test_a_closed_gate_is_the_model_without_memory(options: dict[str, Any]) -> None:
-    model, plain = build({"name": "lact", **options}), build(None)
-    plain.load_state_dict({k: v for k, v in model.state_dict().items() if k in plain.state_dict()})
-    for memory in model.stack.layer_memories():  # type: ignore[union-attr, operator]
-        memory.close_gate()
-    state, bare = None, None
-    for ids in segments(3):
-        out, other = model(ids, state), plain(ids, bare)
-        state, bare = out.state, other.state
-        torch.testing.assert_close(out.outputs, other.outputs, rtol=0, atol=1e-14)
-
-
-def test_the_state_is_of_float32_in_a_model_of_bfloat16_and_stays_so() -> None:
-    out = build({"name": "lact", **BOTH}).bfloat16()(segments(1)[0])
-    assert out.state.layers[0].weights.W_0.dtype == out.state.layers[0].momentum.W_1.dtype == torch.float32
-    memory = layer().float()
-    state = states.map_state(
-        lambda t: t.bfloat16() if t.is_floating_point() else t, memory.init_state(ROWS, torch.zeros(()))
-    )
-    with pytest.raises(ValueError, match=r"torch.bfloat16"):
-        memory.open(state, None, None)
-
-
 # Stability
 
 
@@ -383,28 +345,5 @@ def test_64k_of_them_leave_it_finite(options: dict[str, Any], dtype: torch.dtype
     drive(65536, dtype, seed, segment=64, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"nets": 3}, "nets=3 must divide width=8"),
-        ({"nets": 0}, "nets=0 must be at least 1; a model without memory"),
-        ({"expansion": 0}, "expansion=0 must be at least 1"),
-        ({"rate": 0.0}, "rate=0.0 must be above 0 and finite"),
-        ({"keep": "all"}, "keep='all' must be one of rows, sum"),
-        ({"first": "gated"}, "first='gated' must be one of bypass, apply"),
-    ],
-)
-def test_options_that_make_no_sense_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build({"name": "lact", **options})
-
-
 def test_nets_are_as_many_as_divide_the_width() -> None:
     assert [LaCT(width, 1).nets for width in (8, 6, 5)] == [4, 2, 1]
-
-
-@pytest.mark.parametrize("options", [{"rate": 1.0}, pytest.param(BOTH, marks=pytest.mark.slow)], ids=str)
-def test_it_carries_a_symbol_that_a_model_without_memory_cannot_know(options: dict[str, Any]) -> None:
-    model = trained(LATCH, {"name": "lact", **options}, 600, depth=1)
-    assert accuracy(model, LATCH) > 0.95
-    assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memories.learning import LATCH, accuracy, trained
 from torch import Tensor, nn
 
 from cached_transformers import create_model
@@ -166,24 +165,6 @@ def test_a_small_temperature_takes_one_thing() -> None:
                 torch.testing.assert_close(made[b, h, i], want, rtol=0, atol=1e-6)
 
 
-def test_a_row_of_padding_keeps_its_slots_and_a_fresh_state_is_not_looked_at() -> None:
-    model = build_model()
-    segment = torch.randint(0, 11, (ROWS, N))
-    nothing = torch.tensor([True, False])[:, None].expand(-1, N)
-    before = model(segment).state
-    after = model(segment, before, padding=nothing).state
-    assert torch.equal(after.model.slots_BMD[0], before.model.slots_BMD[0])
-    assert not torch.equal(after.model.slots_BMD[1], before.model.slots_BMD[1])
-    fresh = model.init_state(ROWS)  # type: ignore[operator]
-    poison = fresh._replace(model=fresh.model._replace(slots_BMD=torch.full_like(fresh.model.slots_BMD, torch.nan)))
-    out = model(segment, poison)
-    assert torch.equal(out.outputs, model(segment).outputs)
-    waits = model(segment, poison, padding=nothing).state
-    later = model(segment, waits).outputs
-    later.square().sum().backward()
-    assert later.isfinite().all() and all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_slots_keep_unit_length_over_a_thousand_segments(dtype: torch.dtype) -> None:
     model = build_model().to(dtype).eval()
@@ -195,24 +176,3 @@ def test_slots_keep_unit_length_over_a_thousand_segments(dtype: torch.dtype) -> 
     length = state.model.slots_BMD.float().norm(dim=-1)  # type: ignore[attr-defined]
     assert out.outputs.isfinite().all()
     torch.testing.assert_close(length, torch.ones_like(length), rtol=0, atol=0.02)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"length": 0}, "length=0 must be at least 1 slot"),
-        ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
-        ({"forgetting": -1.0}, "forgetting=-1.0 must be above 0"),
-        ({"heads": 3}, "width=8 must be a positive multiple of heads=3"),
-        ({"norm": "none"}, "norm='none' must be 'pre' or 'post'"),
-    ],
-)
-def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Memformer(**{"width": WIDTH, "heads": HEADS, **options})
-
-
-def test_it_learns_to_carry_a_symbol_over_four_segments() -> None:
-    model = trained(LATCH, {"name": "memformer", "length": 2}, 400, learning_rate=1e-3)
-    assert accuracy(model, LATCH) > 0.95
-    assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4

@@ -10,21 +10,18 @@ Legend: N tokens, M slots, H heads, E head width, D model width.
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from cached_transformers import create_model, generate
+from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.interfaces.memory import Trace
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.parts.composite import SideBySide
-from cached_transformers.models.diagonal import read_diagonally
-from cached_transformers.models.segments import read_segments
 from cached_transformers.positions import RotaryPositions
 
 ROWS, HEADS, WIDTH, SEGMENT, VOCABULARY, DEPTH = 2, 2, 8, 5, 13, 4
@@ -179,42 +176,3 @@ def test_what_the_cache_still_holds_is_in_the_store_too() -> None:
 
 
 # ---- streams, generation, diagonals
-
-
-def test_resets_and_padding_touch_their_rows_alone() -> None:
-    both, inputs = build([XL, STORE]), segments()
-    reset, padding = torch.tensor([True, False]), torch.zeros(ROWS, SEGMENT, dtype=torch.bool)
-    padding[0, 3:] = True
-    state = both.init_state(ROWS)
-    for x in inputs[:3]:
-        state = both(x, state).state
-    told, kept, new = (
-        both(inputs[3], state, reset=reset),
-        both(inputs[3], state),
-        both(inputs[3], both.init_state(ROWS)),
-    )
-    assert torch.equal(told.outputs[1], kept.outputs[1]) and torch.equal(told.outputs[0], new.outputs[0])
-    garbage = torch.where(padding, (inputs[3] + 1) % VOCABULARY, inputs[3])
-    first, second = (both(x, state, padding=padding) for x in (inputs[3], garbage))
-    after, other = (both(inputs[4], out.state).outputs for out in (first, second))
-    assert torch.equal(after, other) and not torch.equal(after[0], both(inputs[4], kept.state).outputs[0])
-
-
-def test_it_generates_as_it_reads() -> None:
-    both, prompt = build([XL, STORE]), torch.cat(segments(3), 1)[:, :12]
-    made = generate(both, prompt, tokens=9, temperature=0.0, segment_length=SEGMENT).tokens
-    text = torch.cat([prompt, made], 1)[:, :20]
-    logits = torch.cat(read(both, list(text.split(SEGMENT, 1))), 1)
-    assert torch.equal(logits[:, 11:-1].argmax(-1), text[:, 12:])
-
-
-def test_diagonals_give_the_same() -> None:
-    both, inputs = build([XL, STORE]), segments(6)
-    with torch.no_grad():
-        plain = list(read_segments(lambda x, state, _: both(x, state), inputs, None))
-        line = list(read_diagonally(both, [(x, None, None) for x in inputs]))
-    for a, b in zip(plain, line, strict=True):
-        torch.testing.assert_close(a.outputs, b.outputs, rtol=0, atol=1e-10)
-    for (name, a), (_, b) in zip(*(states.named_tensors(out[-1].state) for out in (plain, line)), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
-    assert any(not torch.equal(a.outputs, b.outputs) for a, b in pairwise(plain))

@@ -13,15 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memories.learning import LATCH, accuracy, reach, trained
 from memories.memory_caching_twin import slowly
 from torch import Tensor, nn
 
-from cached_transformers import create_model
-from cached_transformers import state as states
 from cached_transformers.interfaces.memory import Query, Trace
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.memory_caching import MemoryCaching, gates, running_means, snapshot_memories
 from cached_transformers.memories.parts.recurrent import Recurrent, mix
@@ -292,17 +288,6 @@ def test_one_token_a_segment_and_empty_begins_are_attention_whose_logits_are_tho
     torch.testing.assert_close(outs[t], layer.output(torch.cat(found, -1)), rtol=0, atol=1e-10)
 
 
-@over_each
-@pytest.mark.parametrize("read", READS)
-def test_no_token_hears_of_a_later_one(over: dict[str, Any], read: str) -> None:
-    layer = layer_of(caching(over, slots=3, read=read))
-    inputs = segments(4, 4, 4)
-    other = [*inputs[:2], inputs[2].clone()]
-    other[2][:, 2] += 1
-    one, two = (run(layer, x)[0][2] for x in (inputs, other))
-    assert torch.equal(one[:, :2], two[:, :2]) and (one[:, 2] - two[:, 2]).abs().max() > 1e-3
-
-
 def test_segments_of_padding_are_not_stored_and_the_oldest_snapshot_goes() -> None:
     layer = layer_of(caching(INFINI, slots=2))
     inputs = segments(3, 3, 3, 3)
@@ -318,20 +303,6 @@ def test_segments_of_padding_are_not_stored_and_the_oldest_snapshot_goes() -> No
 
 
 @over_each
-def test_a_row_that_is_reset_has_lost_its_snapshots_and_rows_move_with_theirs(over: dict[str, Any]) -> None:
-    layer = layer_of(caching(over, slots=2))
-    *past, now = segments(3, 4, 3, 5)
-    _, after = run(layer, past)
-    plain = run(layer, [now], state=after[-1])[0][0]
-    fresh = run(layer, [now])[0][0]
-    state = states.reset(after[-1], layer.memory.init_state(ROWS, now), torch.tensor([True, False]))
-    found = run(layer, [now], state=state)[0][0]
-    assert torch.equal(found[0], fresh[0]) and torch.equal(found[1], plain[1])
-    moved = run(layer, [now.flip(0)], state=states.reorder(after[-1], torch.tensor([1, 0])))[0][0]
-    close([moved.flip(0)], [plain])
-
-
-@over_each
 @pytest.mark.parametrize("soup", [False, True])
 def test_tokens_of_a_model_memory_round_the_segment_ask_and_write_nothing(over: dict[str, Any], soup: bool) -> None:
     memory = layer_of(caching(over, slots=2, read="soup" if soup else "gated")).memory
@@ -344,37 +315,6 @@ def test_tokens_of_a_model_memory_round_the_segment_ask_and_write_nothing(over: 
     torch.testing.assert_close(around.output_BHNE[:, :, 1:4], alone.output_BHNE, rtol=0, atol=1e-12)
     torch.testing.assert_close(around.carry.context_BGK, alone.carry.context_BGK, rtol=0, atol=1e-12)
     assert around.output_BHNE.shape[2] == 5 and around.output_BHNE.isfinite().all()
-
-
-@over_each
-@pytest.mark.parametrize("read", READS)
-def test_gradients_reach_what_earlier_segments_have_stored_as_far_as_bptt(over: dict[str, Any], read: str) -> None:
-    model = create_model(
-        **{"name": "language_model", "vocabulary": 7, "width": WIDTH, "depth": 1, "heads": HEADS, "feed_forward": 8},
-        memory=caching(over, slots=2, read=read, start="restart"),
-    ).double()
-    ids = torch.randint(0, 7, (ROWS, 12))
-    targets = ids.roll(-1, 1)
-    targets[:, :8] = -100  # of the third segment alone
-    sizes = []
-    for bptt in (3, 1):
-        embedded: list[Tensor] = []
-        hook = model.embedding.register_forward_hook(lambda _m, _i, y: (y.retain_grad(), embedded.append(y))[1])  # type: ignore[union-attr, operator] # noqa: B023
-        loss = SegmentLoop(model, 4, bptt=bptt)(ids, targets)[0]
-        loss.backward()
-        hook.remove()
-        sizes.append([0.0 if y.grad is None else y.grad.abs().max().item() for y in embedded])
-    assert min(sizes[0]) > 1e-9 and sizes[1][:2] == [0.0, 0.0] and sizes[1][2] > 0
-
-
-@over_each
-def test_a_closed_gate_is_the_layer_without_memory(over: dict[str, Any]) -> None:
-    layer, inputs = layer_of(caching(over)), segments(4, 3, 4)
-    layer.memory.close_gate()
-    torch.manual_seed(0)
-    plain = SelfAttention(WIDTH, HEADS, causal=True).double()
-    plain.load_state_dict({k: v for k, v in layer.state_dict().items() if not k.startswith("memory")})
-    close(run(layer, inputs)[0], run(plain, inputs)[0])
 
 
 class Unmixed(Recurrent):
@@ -425,19 +365,6 @@ def test_a_memory_of_yours_below_is_one_that_says_what_its_states_answer(monkeyp
 def test_what_the_model_says_reaches_the_memory_below_and_presets_hold_there() -> None:
     memory: Any = create_memory(caching({"name": "titans", "preset": "long"}), WIDTH, HEADS, causal=False)
     assert memory.over.gates == "stretched" and memory.over.causal is False
-
-
-def test_segments_that_begin_empty_reach_as_far_as_there_are_slots() -> None:
-    assert reach(LATCH, caching("infini", slots=2, start="restart")) == 0
-    assert reach(LATCH, caching("infini", slots=3, start="restart")) > 1e-4
-    assert reach(LATCH, caching("infini", slots=1)) > 1e-4
-
-
-@pytest.mark.slow
-def test_a_symbol_is_held_by_the_snapshot_of_its_segment() -> None:
-    model = trained(LATCH, caching("infini", slots=3, start="restart"), 600, depth=1)
-    assert accuracy(model, LATCH) > 0.9
-    assert accuracy(model, LATCH, forget=True) < 0.4
 
 
 def test_modules_have_the_names_that_optimisers_look_for() -> None:

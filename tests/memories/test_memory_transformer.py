@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from memories.learning import LATCH, reach
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -134,14 +133,6 @@ def test_weights_of_its_own_that_are_the_blocks_are_no_weights_of_its_own() -> N
     torch.testing.assert_close(*rows, rtol=0, atol=1e-12)
 
 
-def test_nothing_crosses_from_one_segment_to_the_next() -> None:
-    model = build(positions="rotary")
-    state = model(tokens()).state
-    assert state.model == ()
-    after, fresh = model(tokens(1), state).outputs, model(tokens(1)).outputs
-    torch.testing.assert_close(after, fresh, rtol=0, atol=1e-6)  # relative positions alone, in float32 angles
-
-
 @pytest.mark.parametrize("place", ["front", "back"])
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned", "rotary", "alibi"])
 def test_a_classifier_reads_its_class_token_and_padding_changes_nothing(place: str, positions: str) -> None:
@@ -219,21 +210,6 @@ def test_the_cache_alone_reaches_back() -> None:
         assert torch.equal(*after) == same
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"length": 0}, "length=0 must be at least 1 memory token"),
-        ({"place": "middle"}, "place='middle' must be 'front' or 'back'"),
-        ({"place": "back"}, "place='back' in a causal model .* take place='front', or memory='rmt'"),
-        ({"mask": "half"}, "mask='half' must be 'full' or 'causal'"),
-        ({"cache": -1}, "cache=-1 must be a number of tokens, or 0"),
-    ],
-)
-def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MemoryTransformer(WIDTH, HEADS, **options)
-
-
 def test_blocks_that_cannot_hold_its_weights_are_refused() -> None:
     def block(_: int) -> Block:
         return Block(SelfAttention(WIDTH, HEADS), FeedForward(WIDTH, WIDTH))
@@ -244,11 +220,6 @@ def test_blocks_that_cannot_hold_its_weights_are_refused() -> None:
     attention, forward = SelfAttention(WIDTH, HEADS, reduction=nn.Identity()), FeedForward(WIDTH, WIDTH)
     with pytest.raises(ValueError, match="memory_weights"):
         Block(attention, forward, memory_weights=MemoryWeights(attention, forward))
-
-
-def test_it_cannot_carry_a_symbol_over_segments() -> None:
-    """The control of the recurrent memories: as many tokens, which no training helps."""
-    assert reach(LATCH, {"name": "memory_transformer", "length": 2}) == 0 < reach(LATCH, {"name": "rmt", "length": 2})
 
 
 def test_an_encoder_learns_with_a_memory_as_its_only_way_from_token_to_token() -> None:

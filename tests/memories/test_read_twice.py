@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers import create_model
-from cached_transformers import state as states
 from cached_transformers.interfaces.attention import Attention
 from cached_transformers.interfaces.incremental import enter_segment
 from cached_transformers.interfaces.memory import Query, Reading, Tokens, Trace
 from cached_transformers.loops.segments import SegmentLoop
-from cached_transformers.memories.read_twice import ReadTwice, ReadTwiceState, SideAttention, SideAttentionOnce
+from cached_transformers.memories.read_twice import ReadTwice, SideAttention, SideAttentionOnce
 from cached_transformers.models.stack_model import make_stack
 from cached_transformers.models.stack_options import StackOptions
 from cached_transformers.registry import ATTENTIONS
@@ -433,33 +432,6 @@ def test_a_window_shorter_than_the_document_cuts_the_first_read_off() -> None:
 # ---- what does not fit
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"slots": 0}, "slots=0 must be at least 1"),
-        ({"every": 0}, "every=0 must be at least 1"),
-        ({"top_k": -1}, "top_k=-1 must be at least 1"),
-        ({"clip": 0}, "clip=0 must be at least 1"),
-        ({"block_length": 0}, "block_length=0 must be at least 1"),
-        ({"summary": "max"}, "summary='max' must be one of cls, ends, mean"),
-        ({"after": "relu"}, "after='relu' must be one of none, tanh, place"),
-        ({"scope": "all"}, "scope='all' must be one of document, others, earlier"),
-        ({"first_read": "no"}, "first_read='no' must be one of plain, running"),
-        ({"attention": "both"}, "attention='both' must be one of side, joint"),
-        ({"first_read": "running", "scope": "document"}, "scope='document' wants others too; take first_read='plain'"),
-        ({"new_layers": 2, "depth": 2}, "new_layers=2 must leave layers for the first read, of 2; take 0 to 1"),
-        ({"new_layers": 1, "depth": 2, "layer": 0}, "new_layers=1.*layer=0"),
-        ({"new_layers": 1, "depth": 2, "attention": "joint"}, "which attention='joint' contradicts"),
-        ({"layer": 2, "depth": 2}, "layer=2 is none of the 2 layers; take -2 to 1, or None for all"),
-        ({"attention": "joint", "top_k": 3}, "top_k=3 and clip=None belong to a side attention"),
-        ({"attention": "joint", "clip": 3}, "top_k=None and clip=3 belong to a side attention"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ReadTwice(WIDTH, HEADS, **options)
-
-
 def test_the_joint_form_asks_for_a_core_that_takes_keys() -> None:
     class Closed(Attention):
         can = frozenset({"causal", "bidirectional"})
@@ -471,9 +443,3 @@ def test_the_joint_form_asks_for_a_core_that_takes_keys() -> None:
             build({"attention": "joint"}, attention="closed_for_this_test")
     finally:
         del ATTENTIONS._entries["closed_for_this_test"]
-
-
-def test_the_state_is_a_table_and_a_counter() -> None:
-    state = build({}).init_state(ROWS).model
-    assert isinstance(state, ReadTwiceState)
-    assert states.nbytes(state) == ROWS * (6 * (8 * WIDTH + 16) + 16)  # float64

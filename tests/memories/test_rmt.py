@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memories.learning import LATCH, accuracy, reach, trained, untrained
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -26,8 +25,6 @@ from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block
 from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import Stack
-from cached_transformers.loops.curriculum import Curriculum
-from cached_transformers.loops.replay import ReplayLoop
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.parts.memory_tokens import surround, visible_round
 from cached_transformers.memories.rmt import RMT
@@ -314,22 +311,6 @@ def test_a_token_reaches_the_next_segment_through_what_is_written_and_nothing_be
     assert torch.equal(*kept), "only the memory carries it"
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_the_gradient_reaches_as_many_segments_back_as_bptt_says(depth: int) -> None:
-    model = build(rmt())
-    embedded: list[Tensor] = []
-    model.embedding.register_forward_hook(lambda _m, _i, y: (y.retain_grad(), embedded.append(y))[1])  # type: ignore[union-attr, operator]
-    inputs = torch.cat(tokens(depth + 1), 1)
-    targets = torch.full_like(inputs, -100)
-    targets[:, -1] = 1
-    SegmentLoop(model, SEGMENT, bptt=depth + 1)(inputs, targets)[0].backward()
-    assert all(e.grad is not None and e.grad.abs().max() > 0 for e in embedded)
-    embedded.clear()
-    SegmentLoop(model, SEGMENT, bptt=depth)(inputs, targets)[0].backward()
-    reached = [e.grad is not None and bool(e.grad.abs().max() > 0) for e in embedded]
-    assert reached == [False] * depth + [True]
-
-
 def test_memory_rows_stand_beside_the_segment_and_its_tokens_keep_their_places() -> None:
     x, positions = torch.zeros(2, 4, WIDTH), torch.tensor([[4, 4, 5, 6], [4, 5, 5, 5]])[..., None]
     padding = torch.tensor([[True, False, False, False], [False, False, True, True]])
@@ -422,21 +403,6 @@ def test_in_a_bidirectional_model_the_memory_is_in_front_only_and_carried(option
     torch.testing.assert_close(padded.state.model.tokens_BMD, state.model.tokens_BMD, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"length": 0}, "length=0 must be at least 1 memory token; .* memory=None"),
-        ({"mask": "none"}, "mask='none' must be 'full' or 'causal'"),
-        ({"cache": -1}, "cache=-1 must be a number of tokens, or 0"),
-        ({"read_cache": True}, "read_cache=True needs tokens to read"),
-        ({"norm": "sandwich"}, "norm='sandwich' must be 'pre' or 'post'"),
-    ],
-)
-def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RMT(WIDTH, HEADS, **options)
-
-
 def test_a_core_that_takes_no_mask_is_refused_where_one_is_needed() -> None:
     class NoBias(SoftmaxAttention):
         can = SoftmaxAttention.can - {"bias"}
@@ -454,22 +420,3 @@ def test_a_core_that_takes_no_mask_is_refused_where_one_is_needed() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- it learns
-
-
-def test_it_learns_to_carry_a_symbol_over_four_segments() -> None:
-    model = trained(LATCH, {"name": "rmt", "length": 2}, 200)
-    assert accuracy(model, LATCH) > 0.95
-    assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4
-    assert reach(LATCH, None) == 0 < reach(LATCH, {"name": "rmt", "length": 2})
-
-
-def test_it_learns_on_a_growing_number_of_segments() -> None:
-    """Few segments first, drawn evenly, and replayed: shorter texts remain solved."""
-    model = untrained(LATCH, {"name": "rmt", "length": 2})
-    optimizer, generator = torch.optim.AdamW(model.parameters(), 3e-3), torch.Generator().manual_seed(1)
-    for segments in Curriculum([2, 3, 4, 6], steps_each=60):
-        optimizer.zero_grad()
-        ReplayLoop(model, LATCH.segment, segments)(*LATCH.draw(64, segments - 1, generator))[0].backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    assert [accuracy(model, LATCH, n - 1) > 0.95 for n in (1, 2, 4, 6)] == [True] * 4

@@ -92,22 +92,6 @@ def test_stored_numbers_go_with_the_stored_states(cuts: Any) -> None:
         assert not any(t.requires_grad for _, t in states.named_tensors(out.state))
 
 
-def test_padding_ends_no_sentence() -> None:
-    model, tokens = language_model({**SPEC, "length": 8}), text(2, 9)
-    padded, padding = torch.full((2, 12), PARAGRAPH_ENDS[0]), torch.ones(2, 12, dtype=torch.bool)
-    places = [0, 1, 2, 4, 5, 8, 9, 10, 11]
-    padded[:, places], padding[:, places] = tokens, False
-    state, outputs = None, []
-    for segment, mask in zip(padded.split(4, 1), padding.split(4, 1), strict=True):
-        out = model(segment, state, padding=mask)
-        state = out.state
-        outputs.append(out.outputs)
-    clean = run(model, tokens, [3, 2, 4])
-    near(torch.cat(outputs, 1)[:, places], joined(clean))
-    for (name, a), (_, b) in zip(states.named_tensors(state), states.named_tensors(clean[-1].state), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
-
-
 @pytest.mark.parametrize("channel", [0, 1, 2])
 def test_only_differences_count(channel: int) -> None:
     model, tokens = language_model({**SPEC, "length": 6}), text(2, 14)
@@ -127,14 +111,6 @@ def test_only_differences_count(channel: int) -> None:
     ).abs().max() > 0.01
 
 
-def test_a_segment_of_padding_alone_changes_no_number() -> None:
-    model, tokens = language_model({**SPEC, "length": 6}), text(2, 8)
-    before = run(model, tokens, 4)[-1].state
-    after = model(tokens[:, :4], before, padding=torch.ones(2, 4, dtype=torch.bool)).state
-    for (_, a), (_, b) in zip(states.named_tensors(after), states.named_tensors(before), strict=True):
-        assert torch.equal(a, b)
-
-
 # --- relations to other models
 
 
@@ -144,12 +120,6 @@ def test_without_channels_for_sentences_it_is_transformer_xl() -> None:
     model = language_model({**SPEC, **options, "widths": (WIDTH, 0, 0)})
     model.load_state_dict(xl.state_dict())
     near(joined(run(model, tokens, 4)), joined(run(xl, tokens, 4)))
-
-
-@pytest.mark.parametrize("cuts", [1, 5, [7, 1, 2, 10]])
-def test_a_memory_of_the_whole_past_is_one_pass(cuts: Any) -> None:
-    model, tokens = language_model({**SPEC, "length": 20}), text(2, 20)
-    near(joined(run(model, tokens, cuts)), model(tokens).outputs)
 
 
 def test_an_empty_memory_is_one_that_is_not_there_whatever_stands_in_it() -> None:
@@ -268,26 +238,6 @@ def test_the_two_distances_agree_where_no_sentence_ends_and_only_there() -> None
 )
 def test_the_widths_of_the_paper(width: int, widths: tuple[int, ...]) -> None:
     assert paper_widths(width) == widths
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"length": 0}, "length=0 must be at least 1 slot"),
-        ({"sentence_ends": (3, -1)}, r"sentence_ends=\(3, -1\) must be token ids, none of them below 0"),
-        ({"paragraph_ends": (-2,)}, r"paragraph_ends=\(-2,\) must be token ids"),
-        ({"widths": (4, 4, 2)}, r"widths=\(4, 4, 2\) .* add up to width=12; None takes the paper's, \(4, 4, 4\)"),
-        ({"widths": (5, 5, 2)}, "must be three even numbers"),
-        ({"widths": (6, 6)}, "must be three even numbers"),
-        ({"shift": "officiel"}, "shift='officiel' must be 'exact' or 'official'"),
-        ({"clamp": 0}, "clamp=0 must be a distance of at least 1"),
-        ({"shift": "official"}, "where later sentences end, .* take shift='exact', or allow_leak=True"),
-        ({"allow_leak": True}, "allow_leak=True is for shift='official'; shift='exact' shows no token its future"),
-    ],
-)
-def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        language_model({**SPEC, **options})
 
 
 def test_without_token_ids_it_says_what_is_missing() -> None:

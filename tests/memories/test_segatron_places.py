@@ -95,16 +95,6 @@ def test_a_number_is_heard_of_from_its_token_on() -> None:
     assert change[:6].max() == 0 and change[6:].min() > 1e-6
 
 
-def test_a_reset_row_begins_anew() -> None:
-    model, tokens = language_model({**SPEC, **ENDS}), text(ROWS, TOKENS)
-    state = by_segments(model, tokens[:, :8], counted(tokens)[:, :8] + 5)[-1].state
-    rows = torch.tensor([True, False])
-    told = model(tokens[:, 8:12], state, rows)
-    assert torch.equal(told.outputs[0], model(tokens[:, 8:12]).outputs[0])
-    assert torch.equal(told.outputs[1], model(tokens[:, 8:12], state).outputs[1])
-    assert state.model.sentence_B.min() > 5
-
-
 def test_a_loop_hands_each_segment_its_own() -> None:
     model, tokens = language_model(SPEC), text(ROWS, TOKENS + 1)
     counting = language_model({**SPEC, **ENDS})

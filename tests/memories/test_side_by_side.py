@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_lab.tasks.recipes import config_from_dict
-from cached_transformers import add_memory, create_memory, create_model, generate
+from cached_transformers import add_memory, create_memory, create_model
 from cached_transformers import state as states
 from cached_transformers.interfaces.incremental import read_segment
 from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.grc.shared_cache import commit_caches
 from cached_transformers.memories.grc.stream import StreamGRC
 from cached_transformers.memories.memorizing import Memorizing
@@ -252,37 +250,6 @@ def test_beside_a_memory_that_spans_the_layers() -> None:
 
 
 # ---- training, states, generation
-
-
-def test_both_are_trained() -> None:
-    model = build([GRC, RELATIVE_XL, {"name": "memorizing", "length": 8, "k": 4}])
-    tokens = torch.cat(segments(5), 1)
-    loss, _ = SegmentLoop(model, SEGMENT, bptt=4)(tokens[:, : 4 * SEGMENT], tokens[:, 1 : 4 * SEGMENT + 1])
-    loss.backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
-
-
-def test_the_state_is_saved_and_goes_on(tmp_path: Path) -> None:
-    model, inputs = build([GRC, RELATIVE_XL]).eval(), segments(4)
-    state = model.init_state(ROWS)  # type: ignore[operator]
-    for segment in inputs[:3]:
-        state = model(segment, state).state
-    assert states.signature(state) == states.signature(model.init_state(ROWS))  # type: ignore[operator]
-    states.save(state, tmp_path / "state.safetensors")
-    loaded = states.load(tmp_path / "state.safetensors", model.init_state(ROWS))  # type: ignore[operator]
-    assert torch.equal(model(inputs[3], loaded).outputs, model(inputs[3], state).outputs)
-    rows = torch.tensor([2, 2, 0])
-    moved, stayed = model(inputs[3][rows], states.reorder(state, rows)), model(inputs[3], state)
-    torch.testing.assert_close(moved.outputs, stayed.outputs[rows], rtol=0, atol=1e-12)
-
-
-def test_it_generates_as_it_reads() -> None:
-    model, prompt = build([GRC, RELATIVE_XL]).eval(), torch.cat(segments(2), 1)[:, :9]
-    made = generate(model, prompt, tokens=6, temperature=0.0, segment_length=SEGMENT).tokens
-    text = torch.cat([prompt, made], 1)[:, : 2 * SEGMENT]
-    read = outputs(model, list(text.split(SEGMENT, 1))).transpose(0, 1).flatten(1, 2)
-    assert torch.equal(read[:, 8:11].argmax(-1), made[:, :3])
 
 
 # ---- refusals and recipes

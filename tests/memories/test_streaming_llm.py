@@ -151,19 +151,6 @@ def test_kept_keys_are_those_of_kept_states_and_refused_in_training() -> None:
         model.train()(tokens_BN[:, :3], state)
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"sinks": -1}, "sinks=-1 must be a number of tokens"),
-        ({"length": 0}, "length=0 must be at least 1 slot"),
-        ({"keep": "all"}, "keep='all'"),
-    ],
-)
-def test_refused(option: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        language_model(streaming(**option))
-
-
 LLAMA = decoder("llama", "Llama", **GROUPED)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from integrations.transformers_hosts import LLAMA
-from memories.learning import LATCH, accuracy, trained
 from memories.test_titans_places import HEADS, ROWS, SEGMENT, VOCABULARY, WIDTH, build, segments
 from torch import Tensor, nn
 
@@ -210,9 +209,3 @@ def test_caching_goes_over_it_wherever_it_stands() -> None:
 def test_a_host_whose_projections_are_its_own_takes_it_behind_attention_alone() -> None:
     with pytest.raises(ValueError, match=r"'titans'.*in_front.*place='gate'"):
         add_memory(LLAMA.build(), {"name": "titans", "place": "layer"}, segment_length=8)
-
-
-def test_it_carries_a_symbol_that_a_model_without_memory_cannot_know() -> None:
-    model = trained(LATCH, {"name": "titans", "place": "layer"}, 600, depth=1)
-    assert accuracy(model, LATCH) > 0.95
-    assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4

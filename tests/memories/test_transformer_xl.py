@@ -212,12 +212,6 @@ def test_the_model_is_its_slow_twin(options: dict[str, Any]) -> None:
 # --- what the definition implies
 
 
-@pytest.mark.parametrize("cuts", [1, 4, [7, 1, 2, 10]])
-def test_a_memory_of_the_whole_past_is_one_pass(cuts: Any) -> None:
-    model, tokens = language_model({"name": "transformer_xl", "length": 20}), text(2, 20)
-    close(joined(run(model, tokens, cuts)), model(tokens).outputs)
-
-
 def test_with_the_same_length_the_cut_does_not_matter_and_without_it_does() -> None:
     tokens, cuts = text(2, 24), (1, 3, 6, [5, 2, 11, 6])
     same = language_model({"name": "transformer_xl", "length": 6, "same_length": True})
@@ -268,17 +262,6 @@ def test_the_reach_is_that_of_the_formula(slots: int, depth: int, same_length: b
         assert touched.tolist() == wanted, f"output {t}"
 
 
-def test_a_token_changes_nothing_before_it() -> None:
-    model, tokens = language_model({"name": "transformer_xl", "length": 6}), text(1, 16)
-    before = joined(run(model, tokens, 4))
-    for place in range(16):
-        changed = tokens.clone()
-        changed[:, place] = (changed[:, place] + 1) % 13
-        after = joined(run(model, changed, 4))
-        assert torch.equal(after[:, :place], before[:, :place])
-        assert not torch.equal(after[:, place], before[:, place])
-
-
 @pytest.mark.parametrize(("n", "m"), [(1, 0), (1, 7), (5, 0), (3, 8), (8, 3), (6, 6)])
 def test_shifting_is_gathering_by_distance(n: int, m: int) -> None:
     scheme = RelativePositions(2, 6).double()
@@ -327,21 +310,6 @@ def test_distances_far_out_in_a_stream_are_as_exact_as_near() -> None:
     for state in (None, late):
         near, far = model(tokens, state, padding=padding), model(tokens)
         close(near.outputs, far.outputs)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"length": 0}, "length=0 must be at least 1 slot; .* takes memory=None"),
-        ({"length": 4, "eval_length": -1}, "eval_length=-1 must be at least 1 slot"),
-        ({"length": 4, "clamp": 8, "relative": False}, "clamp=8 limits relative distances; take relative=True"),
-        ({"length": 4, "clamp": 0}, "clamp=0 must be a distance of at least 1, or None"),
-        ({"lenght": 4}, "unknown option of memory 'transformer_xl' 'lenght'; did you mean 'length'"),
-    ],
-)
-def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        language_model({"name": "transformer_xl", **options})
 
 
 def test_it_learns_to_copy_and_without_it_nothing_is_copied() -> None:

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from memories.learning import LATCH, accuracy, trained
 from memories.ttt_twin import HEADS, SlowTTT, heads, passed
-from memories.twins import ROWS, SEGMENT, VOCABULARY, paddings, same_as_twin, segments
+from memories.twins import ROWS, VOCABULARY, paddings, same_as_twin, segments
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,7 +19,6 @@ from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.attentions.parts.scan import causal_scan
 from cached_transformers.interfaces.memory import Query, Trace
-from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.parts.fast_weights import Learned, activate, slope
 from cached_transformers.memories.ttt import TTT, InnerModel
 
@@ -190,30 +188,6 @@ def test_a_repeated_pair_is_learned() -> None:
 # In a model
 
 
-@pytest.mark.parametrize("model", ["linear", "mlp"])
-def test_no_token_hears_of_a_later_one_and_all_hear_of_earlier_ones(model: str) -> None:
-    one = build({"name": "ttt", "mini_batch": 3, "model": model}, positions="rotary", depth=1).eval()
-    first, second = segments(2)
-    before = one(first).state
-    changed = second.clone()
-    changed[:, 2] = (changed[:, 2] + 1) % VOCABULARY
-    with torch.no_grad():
-        a, b = (one(ids, before).outputs for ids in (second, changed))
-    assert torch.equal(a[:, :2], b[:, :2]) and (a[:, 2:] - b[:, 2:]).abs().amax((0, 2)).min() > 1e-5
-
-
-def test_layers_may_work_on_different_segments_at_once() -> None:
-    model, tokens = build({"name": "ttt", "mini_batch": 4}), torch.cat(segments(3), 1)
-    results = []
-    for schedule in ("segments", "diagonal"):
-        model.zero_grad()
-        loss = SegmentLoop(model, SEGMENT, bptt=3, schedule=schedule)(tokens[:, :-1], tokens[:, 1:])[0]
-        loss.backward()
-        results.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-
-
 def test_tokens_of_a_model_memory_read_and_write_nothing() -> None:
     """Those in front read what the last token before the segment has left, those behind what its last one leaves."""
     memory = layer(mini_batch=3, rotary=False)
@@ -237,19 +211,6 @@ def test_tokens_of_a_model_memory_read_and_write_nothing() -> None:
     torch.testing.assert_close(still.output_BHNE[:, :, :2].transpose(1, 2).flatten(2), memory.norm(z_BND))
 
 
-@pytest.mark.parametrize("options", KINDS, ids=str)
-def test_a_closed_gate_is_the_model_without_memory(options: dict[str, Any]) -> None:
-    model, plain = build({"name": "ttt", **options}), build(None)
-    plain.load_state_dict({k: v for k, v in model.state_dict().items() if k in plain.state_dict()})
-    for memory in model.stack.layer_memories():  # type: ignore[union-attr, operator]
-        memory.close_gate()
-    state, bare = None, None
-    for ids in segments(3):
-        out, other = model(ids, state), plain(ids, bare)
-        state, bare = out.state, other.state
-        torch.testing.assert_close(out.outputs, other.outputs, rtol=0, atol=1e-14)
-
-
 def test_it_learns_in_evaluation_and_without_recorded_gradients_as_it_does_in_training() -> None:
     model, states_after = build({"name": "ttt", "model": "mlp"}), []
     for training, mode in ((True, torch.enable_grad), (False, torch.no_grad), (False, torch.inference_mode)):
@@ -260,15 +221,6 @@ def test_it_learns_in_evaluation_and_without_recorded_gradients_as_it_does_in_tr
         states_after.append([t.detach().clone() for _, t in states.named_tensors(state)])
     for a, b, c in zip(*states_after, strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
-
-
-def test_the_state_is_of_float32_in_a_model_of_bfloat16_and_stays_so() -> None:
-    out = build({"name": "ttt"}).bfloat16()(segments(1)[0])
-    assert out.state.layers[0].weights_BGP.dtype == out.state.layers[0].sums_BGP.dtype == torch.float32
-    memory, x_BND = TTT(WIDTH, HEADS), torch.randn(ROWS, 3, WIDTH)
-    state = states.map_state(lambda t: t.bfloat16() if t.is_floating_point() else t, memory.init_state(ROWS, x_BND))
-    with pytest.raises(ValueError, match=r"torch.bfloat16"):
-        memory.read(state, Query(x_BND))
 
 
 # Stability
@@ -342,33 +294,3 @@ def test_the_gradient_of_a_norm_is_large_where_the_model_gives_nothing() -> None
         return inner.surprise([scale * inner.matrices(inner.initial_GP[None])[0]], k, wanted)[1][0].abs().max().item()
 
     assert 300 < largest(0) < 1e4 and largest(1) < 300 and largest(1) > 10 * largest(50)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"model": "cnn"}, "model='cnn' must be one of linear, mlp"),
-        ({"mini_batch": 0}, "mini_batch=0 must be at least 1; a model without memory"),
-        ({"rate": -1.0}, "rate=-1.0 must be at least 0 and finite; 0 learns nothing"),
-        ({"rate": float("nan")}, "rate=nan must be at least 0"),
-        ({"limit": 0.0}, "limit=0.0 must be above 0 and finite; None for no limit"),
-    ],
-)
-def test_options_that_make_no_sense_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build({"name": "ttt", **options})
-
-
-def test_widths_that_heads_do_not_share_out_are_named() -> None:
-    with pytest.raises(ValueError, match=r"width=8.*heads=3"):
-        TTT(8, 3)
-    with pytest.raises(ValueError, match=r"3.*rotary=False"):
-        TTT(6, 2)
-    assert TTT(6, 2, rotary=False)
-
-
-@pytest.mark.parametrize("options", [{}, pytest.param({"model": "mlp"}, marks=pytest.mark.slow)], ids=str)
-def test_it_carries_a_symbol_that_a_model_without_memory_cannot_know(options: dict[str, Any]) -> None:
-    model = trained(LATCH, {"name": "ttt", **options}, 600, depth=1)
-    assert accuracy(model, LATCH) > 0.95
-    assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4
