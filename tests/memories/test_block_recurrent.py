@@ -11,46 +11,22 @@ from typing import Any
 import pytest
 import torch
 from integrations.transformers_hosts import BERT, DECODERS, T5, Architecture, architectures, words
+from memories.harness import HEADS, WIDTH, agree, build, inputs, layer_of, run_layer
 from torch import Tensor
 
-from cached_transformers import add_memory, create_model
-from cached_transformers.interfaces.memory import LayerMemory, Trace
+from cached_transformers import add_memory
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.block_recurrent import BlockRecurrent
 
-ROWS, HEADS, WIDTH, E, S = 2, 2, 8, 4, 3
+ROWS, E, S = 2, 4, 3
 KINDS = [(gate, form) for gate in ("fixed", "lstm") for form in ("skip", "dual", "single")]
 kinds = pytest.mark.parametrize(("gate", "form"), KINDS)
 
 
-def layer_of(memory: Any = None, **options: Any) -> SelfAttention:
+def own_layer(**options: Any) -> Any:
     torch.manual_seed(0)
-    made = BlockRecurrent(WIDTH, HEADS, S, feed_forward=5, **options) if memory is None else memory
-    layer = SelfAttention(WIDTH, HEADS, memory=made, causal=True).double()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.5 * torch.randn_like(parameter))
-    return layer
-
-
-def run(
-    layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor] | None = None, state: Any = None
-) -> tuple[list[Tensor], Any]:
-    """Outputs of the layer over segments, and the state behind them."""
-    state, outs, place = layer.init_state(len(inputs[0]), inputs[0]) if state is None else state, [], 0
-    for x, padding in zip(inputs, paddings or [None] * len(inputs), strict=True):
-        positions = torch.arange(place, place + x.shape[1])[None, :, None].expand(len(x), -1, -1)
-        attended = layer(x, positions, state=state, padding_BN=padding)
-        state, _ = layer.memory.write(state, Trace(x, attended.y_BND, attended.query, attended.reading))
-        outs.append(attended.y_BND)
-        place += x.shape[1]
-    return outs, state
-
-
-def segments(*lengths: int, seed: int = 1) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(ROWS, n, WIDTH, dtype=torch.float64, generator=generator) for n in lengths]
+    return layer_of(BlockRecurrent(WIDTH, HEADS, S, feed_forward=5, **options))
 
 
 # ------------------------------------------------------------------------------------------------------- slow twin
@@ -156,62 +132,44 @@ def twin(
     return outs, torch.stack([torch.stack(row.C) for row in rows])
 
 
-def compared(layer: SelfAttention, memory: BlockRecurrent, window: int = 0) -> dict[str, Tensor]:
-    """Values and gradients of layer and twin, which agree; gives the gradients."""
-    inputs = segments(5, 3, 4, 5)
-    paddings = [torch.zeros(x.shape[:2], dtype=torch.bool) for x in inputs]
+def compare(layer: Any, memory: BlockRecurrent, window: int = 0) -> None:
+    paddings = [torch.zeros(ROWS, n, dtype=torch.bool) for n in (5, 3, 4, 5)]
     paddings[0][1] = True  # this row begins a segment later
     paddings[1][0, 0] = paddings[2][0, 2:] = paddings[2][1, 1] = True
-    real, weights, results = [~p for p in paddings], segments(5, 3, 4, 5, seed=2), []
-    for slow in (False, True):
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        layer.zero_grad()
-        if slow:
-            found, C = twin(layer, memory, leaves, paddings, window)
-        else:
-            found, state = run(layer, leaves, paddings)
-            C = (state[-1] if window else state).states_BSD
-        loss = sum((y[r] * w[r]).sum() for y, w, r in zip(found, weights, real, strict=True))
-        (loss + (C * torch.arange(C.numel()).view_as(C)).sum()).backward()
-        grads: dict[str, Any] = {name: p.grad for name, p in layer.named_parameters()}
-        results.append((found, C, grads | {f"x{i}": x.grad for i, x in enumerate(leaves)}))
-    (found, C, grads), (want, want_C, want_grads) = results
-    for a, b, r in zip(found, want, real, strict=True):
-        torch.testing.assert_close(a[r], b[r], rtol=0, atol=1e-10)
-    torch.testing.assert_close(C, want_C, rtol=0, atol=1e-10)
-    for name, gradient in grads.items():
-        torch.testing.assert_close(gradient, want_grads[name], rtol=1e-7, atol=1e-9, msg=name)
-        assert gradient.abs().max() > 1e-4, name
-    assert grads["x0"][1].abs().max() == 0  # a row of padding
-    return grads
+    leaves = [x.requires_grad_() for x in inputs(5, 3, 4, 5)]
+    outs, after, _ = run_layer(layer, leaves, paddings, counted=True)
+    state = after[-1][-1] if window else after[-1]
+    want, C = twin(layer, memory, leaves, paddings, window)
+    sides = (
+        [*(y[~p] for y, p in zip(ys, paddings, strict=True)), c] for ys, c in ((outs, state.states_BSD), (want, C))
+    )
+    named = {**dict(layer.named_parameters()), **{f"x{i}": x for i, x in enumerate(leaves)}}
+    gradients = agree(*sides, named, grads=1e-9, rtol=1e-7, least=1e-5)
+    assert gradients["x0"][1].abs().max() == 0  # a row of padding
 
 
 @kinds
 @pytest.mark.parametrize("scale", [None, 2.0])
 def test_it_is_its_slow_twin_with_gradients(gate: Any, form: Any, scale: float | None) -> None:
-    layer = layer_of(gate=gate, form=form, initial_scale=scale, gate_bias=0.5)
-    compared(layer, layer.memory)  # type: ignore[arg-type]
+    layer = own_layer(gate=gate, form=form, initial_scale=scale, gate_bias=0.5)
+    compare(layer, layer.memory)
 
 
 def test_beside_transformer_xl_it_is_the_paper_s_sliding_window() -> None:
+    torch.manual_seed(0)
     xl = {"name": "transformer_xl", "length": 4, "relative": False}
-    both: Any = create_memory([xl, {"name": "block_recurrent", "length": S}], WIDTH, HEADS)
-    layer = layer_of(both)
-    compared(layer, both.members[1], window=4)
+    layer = layer_of(create_memory([xl, {"name": "block_recurrent", "length": S}], WIDTH, HEADS))  # type: ignore[arg-type]
+    compare(layer, layer.memory.members[1], window=4)
 
 
 # ----------------------------------------------------------------------------------------------------- gates, limits
 
 
-def own(layer: SelfAttention) -> Any:
-    return layer.memory
-
-
 @kinds
 @pytest.mark.parametrize("gates", ["sigmoid", "stretched"])
 def test_where_all_stays_and_nothing_comes_the_states_are_those_of_the_start(gate: Any, form: Any, gates: Any) -> None:
-    layer = layer_of(gate=gate, form=form, gates=gates)
-    inputs = segments(4, 4, 4)
+    layer = own_layer(gate=gate, form=form, gates=gates)
+    given = inputs(4, 4, 4)
     for name, module in layer.memory.named_modules():
         if name in ("gate", "second_gate"):
             with torch.no_grad():  # 4 is beyond where a stretched gate is cut
@@ -221,16 +179,16 @@ def test_where_all_stays_and_nothing_comes_the_states_are_those_of_the_start(gat
                 else:
                     module.linear.weight.zero_()  # type: ignore[operator, union-attr]
                     module.linear.bias.copy_(torch.tensor([far, -far]).repeat_interleave(WIDTH))  # type: ignore[operator, union-attr]
-    outs, state = run(layer, inputs)
-    assert torch.equal(state.states_BSD, own(layer).initial_SD.expand(ROWS, -1, -1))
+    outs, (*_, state), _ = run_layer(layer, given)
+    assert torch.equal(state.states_BSD, layer.memory.initial_SD.expand(ROWS, -1, -1))
     assert state.segments_B.tolist() == [3, 3]
-    again = run(layer, inputs[1:])[0]  # states that do not change say nothing of the segments before
+    again = run_layer(layer, given[1:])[0]  # states that do not change say nothing of the segments before
     assert all(torch.equal(a, b) for a, b in zip(outs[1:], again, strict=True))
 
 
 def test_one_gate_by_hand() -> None:
     """sigmoid(log 3) is 3/4."""
-    fixed, lstm = (layer_of(gate=g).memory.gate for g in ("fixed", "lstm"))
+    fixed, lstm = (own_layer(gate=g).memory.gate for g in ("fixed", "lstm"))
     c, z, u = torch.full((1, 1, WIDTH), 8.0).double(), torch.full((1, 1, WIDTH), 4.0).double(), torch.ones(1, 1, 16)
     with torch.no_grad():
         fixed.bias_D.fill_(math.log(3))  # type: ignore[operator, union-attr]
@@ -247,28 +205,7 @@ def test_where_gates_begin() -> None:
         assert lstm.gate.linear.bias.tolist() == [1 + bias] * WIDTH + [-1] * WIDTH  # type: ignore[union-attr]
 
 
-def test_one_that_begins_silent_still_learns() -> None:
-    layer, plain = layer_of(), layer_of(LayerMemory())
-    made = BlockRecurrent(WIDTH, HEADS, S, initial_output=0.0).double()
-    layer.memory = made
-    plain.load_state_dict({k: v for k, v in layer.state_dict().items() if "memory" not in k})
-    (x,) = segments(4)
-    out = run(layer, [x])[0][0]
-    assert torch.equal(out, plain(x).y_BND)
-    out.square().sum().backward()
-    assert made.output.weight.grad is not None and made.output.weight.grad.abs().max() > 1e-4
-
-
-# ------------------------------------------------------------------------------------------------- order and padding
-
-
 # ------------------------------------------------------------------------------------------------------ in a model
-
-
-def language_model(depth: int = 2, **options: Any) -> Any:
-    torch.manual_seed(0)
-    sizes = {"width": 16, "depth": depth, "heads": 2, "feed_forward": 16}
-    return create_model("language_model", vocabulary=11, memory={"name": "block_recurrent", **options}, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +218,7 @@ def language_model(depth: int = 2, **options: Any) -> Any:
     ],
 )
 def test_which_layers_have_states(depth: int, layers: Any, expected: list[int]) -> None:
-    model = language_model(depth, layers=layers, length=S)
+    model = build({"name": "block_recurrent", "layers": layers, "length": S}, depth=depth)
     state = model.init_state(ROWS).layers
     assert [n for n, part in enumerate(state, 1) if len(part)] == expected
     memories = [block.attention.memory for block in model.stack.blocks]
@@ -293,7 +230,7 @@ def test_a_slow_gate_adds_up_in_a_model_of_low_precision() -> None:
     """1/200 of the candidate a segment is below what bfloat16 adds to a state near it."""
     results = {}
     for dtype in (torch.float64, torch.bfloat16):
-        model = language_model(length=S, gate_bias=5.3).to(dtype).eval()
+        model = build({"name": "block_recurrent", "length": S, "gate_bias": 5.3}, scale=0).to(dtype).eval()
         state, tokens = None, torch.randint(0, 11, (ROWS, 6), generator=torch.Generator().manual_seed(0))
         for _ in range(300):
             with torch.no_grad():
