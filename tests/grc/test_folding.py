@@ -171,13 +171,6 @@ def test_with_gradients_in_evaluation_the_keys_learn() -> None:
     assert layer.attention.memory.cache.from_tokens.weight.grad is None  # the cache itself is frozen
 
 
-def test_a_reduction_learns_where_keys_and_values_are_frozen() -> None:
-    layer = Layer(**REDUCED).eval()
-    layer.branch.key_value.requires_grad_(False)
-    layer(torch.randn(2, LENGTH, WIDTH)).square().sum().backward()
-    assert layer.branch.reduction.convolution.weight.grad.abs().max() > 0
-
-
 def test_frozen_weights_fold_and_the_input_still_gets_its_gradient() -> None:
     layer = Layer().eval().requires_grad_(False)
     x_BND = torch.randn(2, LENGTH, WIDTH, requires_grad=True)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cached_transformers import hold_caches, reset_caches, shuffle_caches
 from cached_transformers.memories.grc.equations import gate_update
+from cached_transformers.memories.grc.grc import GRC
 
 variants = pytest.mark.parametrize("variant", ["algorithm1", "paper", "released"])
 
@@ -83,6 +84,11 @@ def test_recomputation_changes_neither_gradients_nor_caches(
 
 
 # ---- when the cache is written
+
+
+@pytest.mark.parametrize("ratio", [k / 8 for k in range(1, 9)])
+def test_ratios_that_fit_are_exact(ratio: float) -> None:
+    assert GRC(16, 2, 5, ratio=ratio).cache.cache_MC.shape == (5, round(16 * ratio))
 
 
 @kinds
@@ -258,16 +264,6 @@ def test_rows_of_padding_alone_leave_the_mean(options: dict[str, Any]) -> None:
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("options", [{}, ATTENTION, {**ATTENTION, "update": "store"}])
-def test_what_stands_in_padding_does_not_reach_the_cache(options: dict[str, Any]) -> None:
-    """Only as keys and queries may it be computed with, where the mask throws it away."""
-    given, other = Sequences(**options), Sequences(**options)
-    other.x_BND = torch.where(other.padding_BN[..., None], 100.0, other.x_BND)
-    for a in (given, other):
-        a.layer(a.x_BND, padding_BN=a.padding_BN)
-    assert equal(settled(given.layer), settled(other.layer))
-
-
 @pytest.mark.parametrize("name", ["grc", "attention_cache"])
 @pytest.mark.parametrize("attend", ["mean", "sample"])
 def test_a_batch_of_padding_alone_changes_nothing(attend: str, name: str) -> None:
@@ -299,13 +295,6 @@ def test_half_precision_keeps_every_digit_of_the_cache(dtype: torch.dtype, optio
     assert all(c.dtype == torch.float32 and c.isfinite().all() for c in fresh)
     # The lerp is made in float32: the new cache has digits that the half type does not have.
     assert any(not torch.equal(c, c.to(dtype).float()) for c in fresh)
-
-
-@kinds
-def test_double_models_have_double_caches(options: dict[str, Any]) -> None:
-    model = small_vit(**options).double()
-    model(images(0).double())
-    assert all(cache.dtype == torch.float64 for cache in settled(model))
 
 
 # ---- reset and shuffle

@@ -106,19 +106,6 @@ def test_two_training_steps_and_all_gradients(
         torch.testing.assert_close(layer.memory.cache.cache_MC, cache_MC, rtol=0, atol=1e-10)
 
 
-def test_evaluation_reads_the_stored_cache_and_no_row_sees_another() -> None:
-    layer = make_layer(4)
-    layer(torch.randn(ROWS, 4, WIDTH, dtype=torch.float64))
-    layer.eval()
-    x_BND = torch.randn(3, 4, WIDTH, dtype=torch.float64)
-    stored = layer.memory.cache.cache_MC.clone()
-    together = layer(x_BND).y_BND
-    assert torch.equal(layer.memory.cache.cache_MC, stored) and stored.abs().max() > 0.1
-    torch.testing.assert_close(together, torch.cat([layer(x[None]).y_BND for x in x_BND]), rtol=0, atol=1e-12)
-    layer.memory.cache.reset_cache()
-    assert (layer(x_BND).y_BND - together).abs().max() > 1e-3
-
-
 # ---- the mean update with a backward of its own
 
 
@@ -176,13 +163,6 @@ def test_gradcheck(candidate: Candidate, weight: list[bool] | None) -> None:
     assert torch.autograd.gradcheck(lambda *leaves: given.mean(*leaves, weight_B=weight_B), given.leaves)
 
 
-def test_without_a_marked_row_the_cache_stays() -> None:
-    given = Inputs("norm")
-    got = given.mean(*given.leaves, weight_B=torch.zeros(3, dtype=torch.bool))
-    assert torch.equal(got, given.cache_MC)
-    assert all(grad.abs().max() == 0 for grad in torch.autograd.grad(got.sum(), given.leaves))
-
-
 def test_some_inputs_may_be_constants() -> None:
     given = Inputs("tanh")
     wanted = torch.autograd.grad(given.rows().mean(0).sum(), given.parameters[0])
@@ -216,29 +196,6 @@ def test_autocast_is_close_to_float32_and_stores_float32(candidate: Candidate) -
 
 
 # ---- limiting cases
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("combine, ratio", [("pad", 0.5), ("project", 0.5), ("pad", 1.0)])
-def test_a_closed_gate_is_plain_attention(combine: str, ratio: float, training: bool) -> None:
-    layer = make_layer(5, combine=combine, ratio=ratio).train(training)
-    layer.memory.cache.cache_MC.normal_()
-    layer.memory.close_gate()
-    x_BND = torch.randn(ROWS, 5, WIDTH, dtype=torch.float64)
-    plain = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).double()
-    with torch.no_grad():
-        plain.in_proj_weight.copy_(layer.qkv.weight)
-        plain.in_proj_bias.copy_(layer.qkv.bias)
-        plain.out_proj.load_state_dict(layer.output.state_dict())
-    torch.testing.assert_close(layer(x_BND).y_BND, plain(x_BND, x_BND, x_BND)[0], rtol=0, atol=1e-12)
-
-
-def test_a_closed_gate_gives_the_memory_no_gradient() -> None:
-    layer = make_layer(5)
-    layer.memory.close_gate()
-    layer(torch.randn(ROWS, 5, WIDTH, dtype=torch.float64)).y_BND.square().sum().backward()
-    assert all(p.grad is None or p.grad.abs().max() == 0 for p in layer.memory.parameters())
-    assert layer.qkv.weight.grad.abs().max() > 0
 
 
 @pytest.mark.parametrize("combine", ["pad", "project"])

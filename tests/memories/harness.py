@@ -18,6 +18,7 @@ from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.interfaces.memory import LayerMemory, Trace
 from cached_transformers.layers.attention import SelfAttention
+from cached_transformers.memories.parts.composite import SideBySide
 
 VOCABULARY, WIDTH, HEADS, SEGMENT, ROWS = 11, 8, 2, 5, 3
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
@@ -142,7 +143,11 @@ def slowly(model: Any, slow: Callable[[Any], LayerMemory]) -> Any:
     """The model with a slow twin instead of each layer's memory, which the twin holds as `fast`."""
     twin = copy.deepcopy(model)
     for block in twin.stack.blocks:
-        block.attention.memory = slow(block.attention.memory)
+        memory = block.attention.memory
+        if isinstance(memory, SideBySide):  # of one that acts before the projections
+            memory.members[0] = slow(memory.members[0])
+        else:
+            block.attention.memory = slow(memory)
     return twin
 
 

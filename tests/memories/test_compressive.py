@@ -17,7 +17,6 @@ from cached_transformers import create_model
 from cached_transformers.interfaces.incremental import read_segment
 from cached_transformers.interfaces.memory import Trace
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.compressive import Compressive, CompressiveState, Gone
 from cached_transformers.memories.parts.fifo_store import lined_up
 from cached_transformers.positions import RelativePositions
@@ -262,15 +261,6 @@ def test_with_groups_of_one_and_the_identity_it_is_a_longer_transformer_xl() -> 
         assert memory.function.linear.weight.grad.abs().max() == 0
 
 
-def test_a_longer_memory_sees_more() -> None:
-    """The identities above would also hold for a memory that shows nothing."""
-    tokens = torch.randint(0, 11, (2, 31))
-    short, long = (language_model({"name": "compressive", "length": 4, "compressed": m, "rate": 2}) for m in (1, 9))
-    long.load_state_dict(short.state_dict())
-    difference = (outputs(short, tokens, 5)[0] - outputs(long, tokens, 5)[0]).abs()
-    assert difference[:, :10].max() < 1e-6 and difference[:, 25:].max() > 1e-3
-
-
 @pytest.mark.parametrize("rate", [1, 2, 3, 5])
 @pytest.mark.parametrize("segment", [1, 3, 4, 7, 16])
 def test_which_tokens_are_kept_and_which_make_a_slot(rate: int, segment: int) -> None:
@@ -299,20 +289,6 @@ def test_which_tokens_are_kept_and_which_make_a_slot(rate: int, segment: int) ->
             hidden_BMD, _, valid_BM = lined_up(*state)
             assert hidden_BMD[row, valid_BM[row], 0].tolist() == [*means, *recent]
             assert valid_BM[row].sort().values.equal(valid_BM[row]), "empty slots stand in front"
-
-
-def test_how_a_text_is_cut_does_not_change_what_is_kept() -> None:
-    layer = make_layer(length=5, compressed=4, rate=3)
-    x_BND = torch.randn(2, 23, D, dtype=torch.float64)
-    states = []
-    for pieces in ([23], [1] * 23, [4, 9, 2, 8]):
-        state, clock = layer.memory.init_state(2, x_BND), torch.zeros(2).long()
-        for x in x_BND.split(pieces, 1):
-            _, state, _ = run(layer, x, state, clock)
-            clock = clock + x.shape[1]
-        states.append(state)
-    for other in states[1:]:
-        torch.testing.assert_close(lined_up(*other), lined_up(*states[0]))
 
 
 @pytest.mark.parametrize("positions", ["slots", "age"])
@@ -349,19 +325,6 @@ def test_what_each_loss_trains(function: str, loss: str) -> None:
         return
     auxiliary.backward()
     assert all((value > 0) == (name in own) for name, value in trained_parts(model).items())
-
-
-def test_keys_and_values_still_learn_after_compressions() -> None:
-    model = language_model({"name": "compressive", "length": 4, "compressed": 4, "rate": 2})
-    loop, optimizer = SegmentLoop(model, 6), torch.optim.SGD(model.parameters(), 0.1)
-    tokens = torch.randint(0, 11, (3, 25))
-    for _ in range(3):
-        optimizer.zero_grad()
-        loop(tokens[:, :-1], tokens[:, 1:])[0].backward()
-        optimizer.step()
-    assert all(p.requires_grad for p in model.parameters())
-    for block in model.stack.blocks:
-        assert all(part.abs().amax() > 1e-6 for part in block.attention.qkv.weight.grad.chunk(3))
 
 
 def test_the_loss_counts_neither_order_nor_padding_nor_rows_that_compressed_nothing() -> None:

@@ -14,7 +14,6 @@ from cached_transformers import create_model
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories.crtn.choice import choose
 from cached_transformers.memories.crtn.crtn import CRTN
-from cached_transformers.memories.crtn.store import windows
 from cached_transformers.memories.parts.recall import recalled
 from cached_transformers.positions import RelativePositions
 
@@ -237,13 +236,6 @@ def test_the_scope_of_the_text_shows_the_future_and_the_others_do_not(query: str
         assert first_moves(build(query=query, scope=scope, rescale=True)) == 0
 
 
-def test_a_causal_model_refuses_the_scope_that_leaks() -> None:
-    with pytest.raises(ValueError, match=r"scope='previous'.*'token'"):
-        build(scope="segment")
-    assert "bidirectional" in CRTN(8, 2, depth=1, scope="segment").needs
-    assert "bidirectional" not in CRTN(8, 2, depth=1, scope="segment", allow_leak=True).needs
-
-
 def test_the_gradient_reaches_summary_and_keys_and_no_value() -> None:
     """Through alpha: into the queries' and the keys' segments. To the letter: into neither."""
     for alpha_grad in (True, False):
@@ -280,18 +272,6 @@ def test_a_planted_region_is_found(scope: str, short: int) -> None:
         told = given[5].keywords
         assert told["positions_BMP"][0, :, 0].tolist() == [4, 5, 6, 7, 16, 17, 18, 19]
         assert told["weight_BM"][0].min() > 0.8
-
-
-def test_windows_end_with_their_token_and_reach_one_segment_back() -> None:
-    memory = CRTN(1, 1, depth=1, segment=4, regions=2, scope="token", relative=False)
-    state = memory.init_state(2, torch.zeros(()))
-    source = torch.tensor([[1.0, 2, 3, 0], [1, 2, 3, 4]])[..., None]
-    state = state._replace(source_BLD=source, size_BR=torch.tensor([[0, 3], [4, 4]]))
-    x = torch.tensor([[9.0, 5, 6, 9], [5, 6, 7, 8]])[..., None]
-    padding = torch.tensor([[True, False, False, True], [False] * 4])
-    got, size = windows(state, x, padding)
-    assert got[0, 1:3, :, 0].tolist() == [[1, 2, 3, 5], [2, 3, 5, 6]] and size[0, 1:3].tolist() == [4, 4]
-    assert got[1, :, :, 0].tolist() == [[2, 3, 4, 5], [3, 4, 5, 6], [4, 5, 6, 7], [5, 6, 7, 8]]
 
 
 # ------------------------------------------------------------------------------------------------ summaries

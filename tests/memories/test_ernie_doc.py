@@ -245,17 +245,6 @@ def test_a_layer_that_sees_both_ways_with_tasks_is_its_formula() -> None:
 # --- what is stored
 
 
-def test_what_is_stored_is_the_output_of_the_same_layer_detached() -> None:
-    model, tokens = language_model({"name": "ernie_doc", "length": 5}, 3), text(2, 12)
-    outputs: list[list[Tensor]] = [[] for _ in model.stack.blocks]
-    for seen, block in zip(outputs, model.stack.blocks, strict=True):
-        block.register_forward_hook(lambda _m, _args, out, seen=seen: seen.append(out[0]))
-    outs = run(model, tokens, 4)
-    for index, layer in enumerate(outs[-1].state.layers):
-        assert torch.equal(layer.hidden_BMD, torch.cat(outputs[index], 1)[:, -5:])
-    assert not any(t.requires_grad for out in outs for _, t in states.named_tensors(out.state))
-
-
 @pytest.mark.parametrize(("memory", "unlimited"), [("ernie_doc", True), ("transformer_xl", False)])
 def test_one_layer_with_two_slots_hears_of_the_first_token_for_ever(memory: str, unlimited: bool) -> None:
     model, tokens = language_model({"name": memory, "length": 2}, 1), text(1, 24)
@@ -316,35 +305,6 @@ def test_in_the_second_feed_every_segment_has_heard_of_all(feeds: int) -> None:
     changed = [*segments[:2], segments[2].flip(1)]
     first, other = (fed(stack, s, feeds)[0] for s in (segments, changed))
     assert ((first - other).abs().max() > 1e-6) == (feeds == 2)
-
-
-def test_within_a_segment_it_sees_both_ways_and_rows_do_not_meet() -> None:
-    stack, x = encoder(), torch.randn(2, 4, WIDTH, dtype=torch.double)
-    changed = x.clone()
-    changed[0, 3] += 1
-    difference = (stack(x).outputs - stack(changed).outputs).abs().amax(-1)
-    assert difference[0].min() > 1e-6 and difference[1].max() == 0
-
-
-def test_padding_before_the_last_token_changes_nothing() -> None:
-    stack, x = encoder(), torch.randn(2, 11, WIDTH, dtype=torch.double)
-    padded, padding = torch.randn(2, 13, WIDTH, dtype=torch.double), torch.zeros(2, 13, dtype=torch.bool)
-    padding[:, [6, 7]] = True
-    padded[~padding] = x.flatten(0, 1)
-    state, outputs = None, []
-    for segment, mask in zip(padded.split([4, 5, 4], 1), padding.split([4, 5, 4], 1), strict=True):
-        out = stack(segment, state, padding_BN=mask)
-        state = out.state
-        outputs.append(out.outputs)
-    plain: Any = None
-    wanted = []
-    for segment in x.split([4, 3, 4], 1):
-        out = stack(segment, plain)
-        plain = out.state
-        wanted.append(out.outputs)
-    near(torch.cat(outputs, 1)[~padding].view(2, 11, WIDTH), torch.cat(wanted, 1))
-    for (name, a), (_, b) in zip(states.named_tensors(state), states.named_tensors(plain), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def test_the_loop_feeds_a_document_twice_and_learns_from_the_second_feed() -> None:

@@ -16,7 +16,6 @@ from memories.xl_family import assert_equal_values_and_gradients, joined, langua
 from torch import Tensor
 
 from cached_transformers import add_memory
-from cached_transformers.interfaces.contexts import logits_of
 from cached_transformers.interfaces.memory import Query, Reading, Trace
 from cached_transformers.memories.expire_span import ExpireSpan
 from cached_transformers.memories.parts.fifo_store import Rows, empty_rows
@@ -212,17 +211,6 @@ def reading(memory: ExpireSpan, state: Rows, first: int, tokens: int, **given: A
     return memory.read(memory.open(state, positions_BNP[:, :1], lambda h, **_: (h[:, None], h[:, None])), query, None)
 
 
-@pytest.mark.parametrize("ramp", [1, 4, 2.5])
-def test_m_is_one_then_linear_over_the_ramp_then_zero(ramp: float) -> None:
-    memory = ExpireSpan(6, 2, 30, longest=20, ramp=ramp, initial=0.4)
-    state = empty_rows(1, 30, 6, torch.zeros(()))._replace(count_B=torch.ones(1, dtype=torch.long))
-    share_N = reading(memory, state, 1, 28).context.visible_BHNM[0, 0, :, -1]  # type: ignore[union-attr, index]
-    for age, share in enumerate(share_N.tolist(), 1):
-        wanted = 1.0 if age <= 8 else 0.0 if age >= 8 + ramp else 1 - (age - 8) / ramp
-        assert share == pytest.approx(wanted, abs=1e-5)
-    assert int(((share_N > 1e-5) & (share_N < 1 - 1e-5)).sum()) == math.ceil(ramp) - 1
-
-
 def test_a_short_ramp_is_exact_beside_a_long_span_in_half_precision() -> None:
     memory = ExpireSpan(6, 2, 4, longest=16384, ramp=128, evict=True).bfloat16()
     state = empty_rows(1, 4, 6, torch.zeros((), dtype=torch.bfloat16))
@@ -311,15 +299,6 @@ def test_noise_cuts_spans_in_training_alone_and_drops_nothing() -> None:
     assert min(ends) <= 2 and max(ends) == 19 and 8 < sum(ends) / 300 < 13
 
 
-def test_shares_and_who_sees_whom() -> None:
-    share = torch.tensor([[[[1.0, 0.25, 0.0]]]], requires_grad=True)
-    logits = logits_of(share)
-    assert logits.tolist()[0][0][0] == [0.0, pytest.approx(math.log(0.25)), -math.inf]
-    (logits.exp() * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
-    assert share.grad is not None and share.grad[0, 0, 0].tolist() == [1.0, 2.0, 0.0]
-    assert logits_of(torch.tensor([True, False])).tolist() == [0.0, -math.inf]
-
-
 def test_beside_another_memory_that_says_nothing_of_who_sees_whom() -> None:
     """One softmax over both, of which the other is seen whole."""
     tokens_BN = text(2, 18)
@@ -338,23 +317,6 @@ def test_beside_another_memory_that_says_nothing_of_who_sees_whom() -> None:
         torch.testing.assert_close(
             joined(run(model, tokens_BN, 4)), joined(run(window, tokens_BN, 4)), rtol=0, atol=1e-12
         )
-
-
-def test_what_is_promised_has_just_room() -> None:
-    """The oldest that may live is the last that a slot is there for."""
-    for length, longest, ramp in ((8, 5, 4), (8, 5.5, 3.5), (3, 2, 2), (1, 1, 1)):
-        memory = ExpireSpan(6, 2, length, longest=longest, ramp=ramp)
-        assert (length >= longest + ramp - 1) and (memory.ramp, memory.longest) == (ramp, longest)
-        with pytest.raises(ValueError, match="evict=True"):
-            ExpireSpan(6, 2, length, longest=longest + 0.01 + (length - (longest + ramp - 1)), ramp=ramp)
-    for length in range(1, 40):
-        memory = ExpireSpan(6, 2, length)
-        assert memory.longest == length + 1 - memory.ramp > 0
-
-
-def test_a_core_without_a_bias_is_refused() -> None:
-    with pytest.raises(ValueError, match="ExpireSpan"):
-        language_model({**SPEC, "relative": False}, attention="linear")
 
 
 # ---- decoders of transformers

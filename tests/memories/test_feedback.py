@@ -269,15 +269,6 @@ CUTS = [[12], [1] * 12, [5, 1, 4, 2]]
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_how_a_stream_is_cut_changes_nothing(name: str) -> None:
-    stack, x_BTD = make(**OPTIONS[name]), torch.randn(2, 12, D, dtype=torch.float64)
-    whole, *others = (in_segments(stack, x_BTD, cut) for cut in CUTS)
-    for other in others:
-        # Distances that come from the clock have angles in float32.
-        torch.testing.assert_close(other, whole, rtol=0, atol=1e-6 if "relative" in name else 1e-12)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
 def test_gradients_are_those_of_a_run_that_puts_off_and_shares_nothing(name: str) -> None:
     """With padding that pads nothing, every token has a copy of the store; and activations may be computed again."""
     stack, x_BTD = make(**OPTIONS[name]), torch.randn(2, 6, D, dtype=torch.float64)
@@ -314,24 +305,6 @@ def test_of_the_embedding_alone_it_is_attention_over_the_window_before_each_toke
     y = x_BTD + block.attention.output((weights @ v).transpose(1, 2).flatten(2))
     want = stack.norm(y + block.feed_forward(y))
     torch.testing.assert_close(in_segments(stack, x_BTD, [5, 7]), want, rtol=0, atol=1e-12)
-
-
-def test_with_one_slot_it_is_a_recurrent_network() -> None:
-    """The only slot gets all the attention, so that queries and positions do not matter."""
-    torch.manual_seed(1)
-    stack, x_BTD = make(length=1), torch.randn(2, 9, D, dtype=torch.float64)
-    first = stack.blocks[0].attention
-    share, m_BD, want = stack.model_memory.weight.softmax(0), None, []
-    for x_BD in x_BTD.unbind(1):
-        value_BD = 0 if m_BD is None else F.linear(first.norm(m_BD), first.qkv.weight[2 * D :], first.qkv.bias[2 * D :])
-        levels = [x_BD]
-        for block in stack.blocks:
-            read = torch.zeros_like(x_BD) if m_BD is None else value_BD
-            y_BD = levels[-1] + block.attention.output(read)
-            levels.append(y_BD + block.feed_forward(y_BD))
-        m_BD = sum(w * level for w, level in zip(share, levels, strict=True))
-        want.append(stack.norm(levels[-1]))
-    torch.testing.assert_close(in_segments(stack, x_BTD, [4, 5]), torch.stack(want, 1), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -385,15 +358,6 @@ def test_an_empty_start_shows_nothing_and_zeros_are_attended() -> None:
             torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
             got.sum().backward()
         assert all(p.grad is None or p.grad.isfinite().all() for p in stack.parameters())
-
-
-def test_only_layers_that_project_hold_projections() -> None:
-    for shared_kv, rows in ((True, [3, 1, 1]), (False, [3, 3, 3])):
-        stack = make(depth=3, shared_kv=shared_kv)
-        assert [len(block.attention.qkv.weight) for block in stack.blocks] == [D * n for n in rows]
-        assert len({id(block.attention.positions.table_EM) for block in stack.blocks}) == 1
-    with pytest.raises(ValueError, match="this layer has no keys and values"):
-        make(depth=2).blocks[1].attention.project_kv(torch.zeros(1, 1, D))
 
 
 def test_distances_from_the_shortcut_are_those_looked_up() -> None:

@@ -71,20 +71,6 @@ def test_what_is_read_does_not_depend_on_what_is_kept(memory: dict[str, Any]) ->
 
 
 @every
-def test_training_keeps_hidden_states_whatever_is_asked_for(memory: dict[str, Any]) -> None:
-    model, reference = build(memory, "kv"), build(memory, "hidden")
-    for one in (model, reference):
-        state = None
-        for tokens in segments(3):
-            out = one(tokens, state)
-            state = out.state
-        (out.outputs.square().mean() + out.auxiliary_loss).backward()
-    assert not pairs_of(model.init_state(1))
-    for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0, msg=name)
-
-
-@every
 def test_a_state_of_the_other_mode_is_refused(memory: dict[str, Any]) -> None:
     model, tokens = build(memory, "kv"), segments(1)[0]
     trained, read = model.train().init_state(ROWS), model.eval().init_state(ROWS)
@@ -131,35 +117,6 @@ def test_loops_begin_in_the_mode_in_which_they_read() -> None:
         now = list(read_stream(model, [text[0].tolist()], SEGMENT, in_place=True))[-1]
         found[keep] = (answer.tokens.tolist(), again.tokens.tolist(), tuned.tokens.tolist(), round(now.nats, 3))
     assert found["hidden"] == found["kv"]
-
-
-def test_keys_and_values_are_made_once() -> None:
-    """Of the tokens of a segment, not of the slots."""
-    counted = {}
-    for keep in ("hidden", "kv"):
-        model = build(MEMORIES["transformer_xl"], keep).eval()
-        seen: list[int] = []
-        for block in model.stack.blocks:
-            block.attention.norm.register_forward_pre_hook(lambda _, x, seen=seen: seen.append(x[0].shape[1]))
-        with torch.no_grad():
-            list(read_segments(lambda t, s, _, model=model: model(t, s), segments(4), None))
-        counted[keep] = sum(seen)
-    assert counted == {"hidden": 4 * DEPTH * (SEGMENT + 8), "kv": 4 * DEPTH * SEGMENT}
-
-
-@pytest.mark.parametrize(
-    ("options", "more"),
-    [
-        (MEMORIES["transformer_xl"], DEPTH * 8 * 4 * WIDTH),
-        (MEMORIES["segatron"], DEPTH * 8 * 4 * WIDTH),
-        (MEMORIES["ernie_doc"], DEPTH * 5 * 4 * WIDTH),
-        (MEMORIES["compressive"], DEPTH * 3 * 4 * WIDTH),
-    ],
-    ids=lambda given: given["name"] if isinstance(given, dict) else "",
-)
-def test_how_much_more_a_state_of_keys_and_values_takes(options: dict[str, Any], more: int) -> None:
-    hidden, kept = (states.nbytes(build(options, keep).eval().init_state(1)) for keep in ("hidden", "kv"))
-    assert kept == hidden + more
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -133,14 +133,6 @@ def test_a_slot_sees_itself_and_the_tokens_and_no_other_slot() -> None:
         assert reached.tolist() == [j == i for j in range(M)]
 
 
-def test_slots_in_another_order_are_written_in_that_order() -> None:
-    module, (slots, x) = memory(), slots_and_tokens()
-    want = module.write(slots, x)[:, [2, 0, 1]]
-    with torch.no_grad():
-        module.bias_MD.copy_(module.bias_MD[[2, 0, 1]])
-    torch.testing.assert_close(module.write(slots[:, [2, 0, 1]], x), want, rtol=0, atol=1e-12)
-
-
 def test_nothing_to_write_leaves_the_slot_to_its_bias() -> None:
     module, (slots, x) = memory(), slots_and_tokens()
     written = module.write(slots, x, torch.ones(ROWS, N, dtype=torch.bool))

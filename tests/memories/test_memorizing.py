@@ -172,17 +172,6 @@ def test_recorded_joint_attention(golden: Any) -> None:
         state, _ = memory.write(state, Trace(x, y, Query(x, q, k_BHNE=k, v_BHNE=v), Reading()))
 
 
-def test_all_neighbours_and_an_open_gate_are_attention_over_the_store() -> None:
-    layer = make(Memorizing(WIDTH, HEADS, length=16, k=16, initial_gate=40.0))
-    first, second = torch.randn(2, ROWS, 5, WIDTH, dtype=torch.float64)
-    memory: Memorizing = layer.memory  # type: ignore[assignment]
-    _, got = run(layer, [first, second])
-    q = unit(layer._heads(layer.qkv(second)[..., :WIDTH]))
-    k, v = (layer._heads(t) for t in layer.qkv(first)[..., WIDTH:].chunk(2, -1))
-    weights = (memory.scale_H.abs()[:, None, None] * (q @ unit(k).mT)).softmax(-1)
-    torch.testing.assert_close(got, layer.output((weights @ v).transpose(1, 2).flatten(2)), rtol=0, atol=1e-10)
-
-
 def test_joint_over_all_is_one_attention_over_store_and_segment() -> None:
     """With unit queries and keys and the scale of the core: Transformer-XL's attention with stored keys and values."""
     torch.manual_seed(3)
@@ -280,12 +269,6 @@ def test_a_query_without_neighbours_gets_zero_and_a_finite_gradient() -> None:
         assert torch.equal(out, torch.zeros_like(out)) and (lse < -1e30).all()
         out.sum().backward()
         assert q.grad is not None and torch.equal(q.grad, torch.zeros_like(q))
-
-
-def test_a_larger_store_in_evaluation() -> None:
-    memory = Memorizing(WIDTH, HEADS, length=4, eval_length=32)
-    assert memory.init_state(1, torch.zeros(())).k_BHME.shape[2] == 4
-    assert memory.eval().init_state(1, torch.zeros(())).k_BHME.shape[2] == 32
 
 
 @pytest.mark.parametrize(("depth", "layer"), [(1, 1), (2, 2), (3, 3), (4, 3), (12, 9)])

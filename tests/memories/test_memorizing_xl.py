@@ -155,24 +155,4 @@ def test_a_closed_gate_leaves_the_cache_alone() -> None:
     assert all((a - b).abs().max() > 1e-3 for a, b in zip(told[1:], read(alone, inputs)[1:], strict=True))
 
 
-def test_with_an_empty_cache_it_is_the_store_alone() -> None:
-    both, alone = build([XL, STORE]), build(STORE)
-    state, other, fresh = both.init_state(ROWS), alone.init_state(ROWS), both.init_state(ROWS)
-    for x in segments():
-        layers = tuple((new[0], old[1]) for old, new in zip(state.layers, fresh.layers, strict=True))
-        out, expected = both(x, state._replace(layers=layers)), alone(x, other)
-        torch.testing.assert_close(out.outputs, expected.outputs, rtol=0, atol=1e-12)
-        state, other = out.state, expected.state
-
-
-def test_what_the_cache_still_holds_is_in_the_store_too() -> None:
-    """As in the released code: the store takes a segment as soon as it is read, whatever else holds it."""
-    both, inputs = build([XL, STORE]), segments(2)
-    state = both(inputs[0], both.init_state(ROWS)).state
-    cache, stored = state.layers[2]
-    assert cache.count_B.tolist() == stored.written_B.tolist() == [SEGMENT] * ROWS
-    _, v_BHNE = both.stack.blocks[2].attention.project_kv(cache.hidden_BMD[:, -SEGMENT:])
-    torch.testing.assert_close(stored.v_BHME[:, :, :SEGMENT], v_BHNE, rtol=0, atol=1e-12)
-
-
 # ---- streams, generation, diagonals

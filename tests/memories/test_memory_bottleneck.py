@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from cached_transformers import create_model
-from cached_transformers.layers.bottleneck import BottleneckBlock
 from cached_transformers.models.stack_model import make_stack
 from cached_transformers.models.stack_options import StackOptions
 
@@ -92,16 +91,6 @@ def test_tokens_hear_of_one_another_through_the_memory_alone() -> None:
     assert told[0] > 1e-3 and told[1:].max() < 1e-12
 
 
-@pytest.mark.parametrize("positions", ["rotary", "relative"])
-def test_the_order_of_a_segment_counts_where_positions_say_so(positions: str) -> None:
-    x, order = torch.randn(ROWS, N, WIDTH, dtype=torch.float64), torch.tensor([2, 0, 1, 4, 3])
-    for scheme, counts in (("none", False), (positions, True)):
-        stack = build(scheme)
-        difference = (stack(x[:, order]).outputs - stack(x).outputs[:, order]).abs().max()
-        assert (difference > 1e-6) == counts
-    assert [type(block) for block in stack.blocks] == [BottleneckBlock] * 2
-
-
 def test_attention_grows_with_the_segment_as_the_segment_does() -> None:
     stack = build().float()
 
@@ -111,22 +100,6 @@ def test_attention_grows_with_the_segment_as_the_segment_does() -> None:
         return counter.get_total_flops()
 
     assert flops(400) - flops(300) == flops(300) - flops(200) > 0
-
-
-def test_a_classifier_trains_with_it() -> None:
-    torch.manual_seed(0)
-    sizes = {"vocabulary": VOCABULARY, "classes": 2, "max_length": 8, "width": WIDTH, "depth": 1, "heads": HEADS}
-    model = create_model("sequence_classifier", **sizes, feed_forward=16, memory=SPEC)
-    model.stack.activation_checkpointing = True  # type: ignore[union-attr]
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    inputs = torch.randint(0, VOCABULARY, (32, 8))
-    labels = (inputs == 3).any(1).long()
-    for _ in range(40):
-        loss = nn.functional.cross_entropy(model(inputs).outputs, labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.4
 
 
 @pytest.mark.parametrize(

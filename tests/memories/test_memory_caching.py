@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from memories.memory_caching_twin import slowly
-from torch import Tensor, nn
+from torch import Tensor
 
 from cached_transformers.interfaces.memory import Query, Trace
 from cached_transformers.layers.attention import SelfAttention
@@ -221,16 +221,6 @@ def test_a_soup_of_matrices_is_gated_and_one_of_nets_is_not(start: str) -> None:
             close(soup, gated)
 
 
-@pytest.mark.parametrize("over", [TITANS, TTT], ids=["titans", "ttt"])
-def test_a_soup_of_a_linear_net_asked_as_nets_are_is_the_mix_of_answers(over: dict[str, Any]) -> None:
-    layer = layer_of(caching(over, slots=2, read="soup"))
-    inputs = segments(5, 4, 3, 5)
-    gated = run(layer, inputs)[0]
-    assert not layer.memory.soup  # type: ignore[union-attr]
-    layer.memory.soup = True  # type: ignore[assignment, union-attr]
-    close(run(layer, inputs)[0], gated)
-
-
 @over_each
 def test_as_many_snapshots_as_there_are_is_all_of_them(over: dict[str, Any]) -> None:
     inputs = segments(4, 5, 3, 4)
@@ -286,20 +276,6 @@ def test_one_token_a_segment_and_empty_begins_are_attention_whose_logits_are_tho
         weights = (u[:, t, h, None] @ k[:, :t, h].mT)[:, 0].exp() * likeness
         found.append((weights / weights.sum(-1, keepdim=True))[:, None] @ v[:, :t, h])
     torch.testing.assert_close(outs[t], layer.output(torch.cat(found, -1)), rtol=0, atol=1e-10)
-
-
-def test_segments_of_padding_are_not_stored_and_the_oldest_snapshot_goes() -> None:
-    layer = layer_of(caching(INFINI, slots=2))
-    inputs = segments(3, 3, 3, 3)
-    padding = [torch.zeros(ROWS, 3, dtype=torch.bool) for _ in inputs]
-    padding[1][0] = True
-    after = run(layer, inputs, padding)[1]
-    assert [s.segments_B.tolist() for s in after] == [[1, 1], [1, 2], [2, 3], [3, 4]]
-    snapshot = layer.memory.over.snapshot  # type: ignore[union-attr, operator]
-    ends = [snapshot(s.online) for s in after]
-    assert torch.equal(after[1].snapshots_BS[0], after[0].snapshots_BS[0])
-    assert torch.equal(after[3].snapshots_BS[0], torch.stack([ends[3][0], ends[2][0]]))
-    assert torch.equal(after[3].snapshots_BS[1], torch.stack([ends[2][1], ends[3][1]]))
 
 
 @over_each
@@ -365,8 +341,3 @@ def test_a_memory_of_yours_below_is_one_that_says_what_its_states_answer(monkeyp
 def test_what_the_model_says_reaches_the_memory_below_and_presets_hold_there() -> None:
     memory: Any = create_memory(caching({"name": "titans", "preset": "long"}), WIDTH, HEADS, causal=False)
     assert memory.over.gates == "stretched" and memory.over.causal is False
-
-
-def test_modules_have_the_names_that_optimisers_look_for() -> None:
-    model: nn.Module = layer_of(caching(INFINI))
-    assert {name for name, _ in model.memory.named_parameters()} == {"look_for.weight", "over.gate_H"}  # type: ignore[union-attr, operator]

@@ -91,15 +91,6 @@ def test_values_and_gradients_are_those_of_a_slow_twin(causal: bool, place: str,
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["language_model", "sequence_classifier"])
-def test_the_order_of_the_memory_does_not_matter_without_positions(name: str) -> None:
-    model = build(name, positions="none")
-    before = model(tokens()).outputs
-    with torch.no_grad():
-        model.stack.model_memory.initial_MD.copy_(model.stack.model_memory.initial_MD.flip(0))  # type: ignore[union-attr, operator]
-    torch.testing.assert_close(model(tokens()).outputs, before, rtol=0, atol=1e-12)
-
-
 def last_rows(model: nn.Module, x_BND: Tensor) -> Tensor:
     """What the last layer makes of memory and segment."""
     seen: list[Tensor] = []
@@ -107,14 +98,6 @@ def last_rows(model: nn.Module, x_BND: Tensor) -> Tensor:
     model.stack(x_BND)  # type: ignore[operator]
     handle.remove()
     return seen[0]
-
-
-@pytest.mark.parametrize(("name", "gathers"), [("language_model", False), ("sequence_classifier", True)])
-def test_memory_in_front_gathers_from_the_segment_in_bidirectional_models_alone(name: str, gathers: bool) -> None:
-    x = torch.randn(ROWS, N, WIDTH, dtype=torch.float64, requires_grad=True)
-    memory = last_rows(build(name), x)[:, :M]
-    (gradient,) = torch.autograd.grad(memory.sum(), x, allow_unused=True)
-    assert (gradient is not None and bool(gradient.abs().max() > 0)) == gathers
 
 
 def test_weights_of_its_own_that_are_the_blocks_are_no_weights_of_its_own() -> None:
@@ -159,23 +142,6 @@ def hide_memory(place: str) -> Any:
     return hook
 
 
-@pytest.mark.parametrize("place", ["front", "back"])
-def test_an_image_classifier_with_registers(place: str) -> None:
-    model = build("vision_transformer", place=place, control=True)
-    images = torch.randn(ROWS, 1, 8, 8, dtype=torch.float64)
-    x = torch.randn(ROWS, 5, WIDTH, dtype=torch.float64)
-    out = model.stack(x).outputs  # type: ignore[operator]
-    own = last_rows(model, x)[:, M:] if place == "front" else last_rows(model, x)[:, :-M]
-    torch.testing.assert_close(out, model.stack.norm(own))  # type: ignore[union-attr, operator]
-    assert model(images).outputs.shape == (ROWS, 3)
-    assert (
-        create_model(
-            "vision_transformer", image_size=8, patch_size=4, width=8, depth=1, heads=2, memory="memory_transformer"
-        ).stack.model_memory.length
-        == 10
-    ), "the number of patches is not the number of memory tokens"  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("positions", ["relative", "rotary"])
 def test_with_a_cache_it_is_rmt_that_never_writes(mask: str, positions: str) -> None:
@@ -200,14 +166,6 @@ def test_with_a_cache_it_is_rmt_that_never_writes(mask: str, positions: str) -> 
     mine = torch.autograd.grad(total[0], [p for p, _ in pairs], retain_graph=True)
     for gradient, twin_gradient in zip(mine, torch.autograd.grad(total[1], [q for _, q in pairs]), strict=True):
         torch.testing.assert_close(gradient, twin_gradient, rtol=0, atol=1e-9)
-
-
-def test_the_cache_alone_reaches_back() -> None:
-    """With a cache the second segment depends on the first; without, it does not."""
-    for cache, same in ((4, False), (0, True)):
-        model = build(cache=cache)
-        after = [model(tokens(9), model(tokens(seed), None).state).outputs for seed in (0, 1)]
-        assert torch.equal(*after) == same
 
 
 def test_blocks_that_cannot_hold_its_weights_are_refused() -> None:

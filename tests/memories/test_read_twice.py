@@ -254,25 +254,6 @@ def test_which_blocks_hear_of_a_change(scope: str | None, seen: list[int], atten
         assert [i for i in range(BLOCKS) if difference[i] > 1e-9] == sorted(set(hears))
 
 
-def test_the_second_read_of_a_causal_model_sees_nothing_later_by_default() -> None:
-    model, inputs = build({}), tokens()
-    leaking = build(DOCUMENT)
-    for place in range(1, BLOCKS * BLOCK):
-        changed = inputs.clone()
-        changed[:, place] = (changed[:, place] + 1) % VOCABULARY
-        for one, honest in ((model, True), (leaking, False)):
-            change = (logits(one, changed) - logits(one, inputs)).abs()
-            assert (change[:, :place].max() < 1e-12) == honest
-            assert change[:, place].max() > 1e-6
-
-
-def test_another_document_is_nothing() -> None:
-    model, inputs = build(DOCUMENT), tokens()
-    other = inputs.clone()
-    other[1] = (other[1] + 1) % VOCABULARY
-    assert torch.equal(logits(model, inputs)[0], logits(model, other)[0])
-
-
 @pytest.mark.parametrize("passes", [1, 2, 3])
 def test_a_row_that_is_reset_has_left_its_document(passes: int) -> None:
     model, inputs = build({"first_read": "plain"} if passes > 1 else {}), tokens()
@@ -295,11 +276,6 @@ def test_blocks_without_places_may_be_read_in_any_order() -> None:
     torch.testing.assert_close(logits(model, mixed(inputs)), mixed(logits(model, inputs)), rtol=0, atol=1e-12)
     placed = build({**DOCUMENT, "clip": 2}, positions="none")
     assert (logits(placed, mixed(inputs)) - mixed(logits(placed, inputs))).abs().max() > 1e-4
-
-
-def test_a_third_pass_is_a_second_read_again() -> None:
-    model, inputs = build(DOCUMENT), tokens()
-    torch.testing.assert_close(logits(model, inputs, passes=3), logits(model, inputs), rtol=0, atol=1e-12)
 
 
 def test_blocks_inside_a_segment_are_the_segments_of_that_length() -> None:

@@ -19,12 +19,7 @@ from torch.nn import functional as F
 from cached_lab.experiments.costs.live_bytes import LiveBytes
 from cached_transformers import create_model
 from cached_transformers import state as states
-from cached_transformers.attentions.softmax import SoftmaxAttention
 from cached_transformers.interfaces.memory import Context, Entry, ProjectKV, Query, Reading, Tokens
-from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.layers.block import Block
-from cached_transformers.layers.feed_forward import FeedForward
-from cached_transformers.layers.stack import Stack
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.parts.memory_tokens import surround, visible_round
 from cached_transformers.memories.rmt import RMT
@@ -369,15 +364,6 @@ def test_a_stream_takes_no_more_memory_the_longer_it_is() -> None:
     assert len(set(live)) == 1 and live[0] > 0
 
 
-def test_without_a_norm_what_is_carried_by_a_pre_norm_model_grows() -> None:
-    """Why there is one."""
-    model = build(rmt()).eval()
-    model.stack.model_memory.norm = nn.Identity()  # type: ignore[union-attr, assignment]
-    with torch.no_grad():
-        sizes = [out.state.model.tokens_BMD.abs().max() for out in run(model, tokens(30))]
-    assert sizes[-1] > 5 * sizes[0]
-
-
 def encoder(**options: Any) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"vocabulary": VOCABULARY, "classes": 3, "max_length": 8, "width": 16, "depth": 2, "heads": 2}
@@ -401,22 +387,6 @@ def test_in_a_bidirectional_model_the_memory_is_in_front_only_and_carried(option
     padded = model(filler, padding=padding)
     torch.testing.assert_close(padded.outputs, model(first).outputs, rtol=0, atol=1e-5)
     torch.testing.assert_close(padded.state.model.tokens_BMD, state.model.tokens_BMD, rtol=0, atol=1e-5)
-
-
-def test_a_core_that_takes_no_mask_is_refused_where_one_is_needed() -> None:
-    class NoBias(SoftmaxAttention):
-        can = SoftmaxAttention.can - {"bias"}
-
-    def stack(memory: RMT) -> Stack:
-        return Stack(
-            lambda _: Block(SelfAttention(WIDTH, HEADS, core=NoBias(), causal=True), FeedForward(WIDTH, WIDTH)),
-            1,
-            model_memory=memory,
-        )
-
-    with pytest.raises(ValueError, match="NoBias"):
-        stack(RMT(WIDTH, HEADS))
-    stack(RMT(WIDTH, HEADS, mask="causal"))(torch.randn(ROWS, SEGMENT, WIDTH))
 
 
 # -------------------------------------------------------------------------------------------------- it learns

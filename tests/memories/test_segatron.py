@@ -26,7 +26,6 @@ from memories.xl_family import (
 )
 from torch import Tensor
 
-from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.layers.stack import Stack
 from cached_transformers.memories.segatron import SegatronPositions, paper_widths
@@ -122,23 +121,6 @@ def test_without_channels_for_sentences_it_is_transformer_xl() -> None:
     near(joined(run(model, tokens, 4)), joined(run(xl, tokens, 4)))
 
 
-def test_an_empty_memory_is_one_that_is_not_there_whatever_stands_in_it() -> None:
-    model, tokens = language_model({**SPEC, "length": 6}), text(2, 4)
-    poisoned = states.map_state(
-        lambda t: torch.full_like(t, torch.nan) if t.is_floating_point() else t, model.init_state(2)
-    )
-    out = model(tokens, poisoned)
-    code = [numbered(row.tolist()) for row in tokens]
-
-    def both(here: Place, there: Place) -> Tensor:
-        return torch.cat([sines(i - j, w) for i, j, w in zip(here, there, paper_widths(WIDTH), strict=True)])
-
-    alone = [twin(model, row.tolist(), places, 4, 1, both) for row, places in zip(tokens, code, strict=True)]
-    near(out.outputs, torch.stack(alone))
-    model(tokens, out.state).outputs.square().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
 # --- causality, and the released code's distances
 
 
@@ -209,15 +191,6 @@ def test_distances_to_later_keys_are_below_zero_in_a_bidirectional_model(clamp: 
         code = torch.cat([sines(d, w) for d, w in zip(distance.tolist(), WIDTHS, strict=True)])
         r = (scheme.project.weight @ code)[h * e : (h + 1) * e]
         near(got[b, h, i, j], (q[b, h, i] + scheme.position_bias[h]) @ r / math.sqrt(e))
-
-
-def test_a_bidirectional_model_gets_such_distances_and_not_the_released_ones() -> None:
-    sizes: dict[str, Any] = {"vocabulary": 12, "classes": 3, "max_length": 9, "width": WIDTH, "heads": HEADS}
-    model = create_model("sequence_classifier", memory=SPEC, **sizes)
-    assert all(block.attention.positions.signed for block in model.stack.blocks)
-    assert not any(block.attention.positions.signed for block in language_model(SPEC).stack.blocks)
-    with pytest.raises(ValueError, match="shift='official'"):
-        create_model("sequence_classifier", memory={**SPEC, "shift": "official"}, **sizes)
 
 
 def test_the_two_distances_agree_where_no_sentence_ends_and_only_there() -> None:

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from cached_lab.tasks.recipes import config_from_dict
 from cached_transformers import add_memory, create_memory, create_model
-from cached_transformers import state as states
 from cached_transformers.interfaces.incremental import read_segment
 from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.layers.attention import SelfAttention
@@ -25,7 +24,6 @@ from cached_transformers.memories.grc.shared_cache import commit_caches
 from cached_transformers.memories.grc.stream import StreamGRC
 from cached_transformers.memories.memorizing import Memorizing
 from cached_transformers.memories.parts.composite import SideBySide
-from cached_transformers.memories.transformer_xl import TransformerXL
 from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES, Registration
 
@@ -85,26 +83,6 @@ def test_with_the_gate_of_one_closed_the_other_is_as_alone(order: int) -> None:
     inputs = segments()
     assert torch.equal(outputs(both, inputs), outputs(alone, inputs))
     assert type(both.stack.blocks[0].attention.positions) is RelativePositions  # type: ignore[union-attr]
-
-
-def test_what_is_still_empty_takes_no_part() -> None:
-    both, alone = build([GRC, XL]), build(GRC)
-    take_weights(both, alone, 0)
-    inputs = segments()
-    with torch.no_grad():
-        state, other = both.init_state(ROWS), alone.init_state(ROWS)  # type: ignore[operator]
-        for segment in inputs:
-            empty = both.init_state(ROWS)  # type: ignore[operator]
-            layers = tuple((full[0], fresh[1]) for full, fresh in zip(state.layers, empty.layers, strict=True))
-            out, expected = both(segment, state._replace(layers=layers)), alone(segment, other)
-            torch.testing.assert_close(out.outputs, expected.outputs, rtol=0, atol=1e-12)
-            state, other = out.state, expected.state
-    assert (outputs(both, inputs) - outputs(alone, inputs))[1:].abs().amax((1, 2, 3)).min() > 1e-3
-
-
-def test_a_list_of_one_is_that_one() -> None:
-    assert torch.equal(outputs(build([XL]), segments()), outputs(build(XL), segments()))
-    assert type(members(build([XL]))[0]) is TransformerXL
 
 
 # ---- a slow twin of a layer
@@ -192,24 +170,6 @@ def test_each_gets_its_weights_and_its_part_of_the_softmax() -> None:
     take_weights(both, alone, 1)
     members(both)[0].members[0].close_gate()
     torch.testing.assert_close(outputs(both, inputs), outputs(alone, inputs), rtol=0, atol=1e-12)
-
-
-def test_weights_are_those_of_its_own_slots() -> None:
-    """Slots of another memory in front, all of them empty, move the columns and change nothing."""
-    used = {"name": "compressive", "length": 4, "compressed": 3, "rate": 2, "function": "most_used", "relative": False}
-    both, alone = build([XL, used], positions="rotary"), build(used, positions="rotary")
-    take_weights(both, alone, 1)
-    state, other = both.init_state(ROWS), alone.init_state(ROWS)  # type: ignore[operator]
-    with torch.no_grad():
-        for segment in segments():
-            empty = both.init_state(ROWS)  # type: ignore[operator]
-            layers = tuple((fresh[0], full[1]) for full, fresh in zip(state.layers, empty.layers, strict=True))
-            out, expected = both(segment, state._replace(layers=layers)), alone(segment, other)
-            torch.testing.assert_close(out.outputs, expected.outputs, rtol=0, atol=1e-12)
-            state, other = out.state, expected.state
-            for mine, theirs in zip(state.layers, other.layers, strict=True):
-                for (_, a), (_, b) in zip(states.named_tensors(mine[1]), states.named_tensors(theirs), strict=True):
-                    torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("order", [1, -1])

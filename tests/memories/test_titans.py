@@ -123,15 +123,6 @@ def test_a_stream_cut_where_chunks_end_is_the_whole(layers: int) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def test_a_cut_elsewhere_begins_another_grid_of_chunks() -> None:
-    memory, inputs = build(), given()
-    first, learned = learn(memory, [t[:, :, :3] for t in inputs])
-    second, _ = learn(memory, [t[:, :, 3:] for t in inputs], learned)
-    whole, _ = learn(memory, inputs)
-    torch.testing.assert_close(first, whole[:, :, :3], rtol=0, atol=1e-12)
-    assert (second - whole[:, :, 3:]).abs().max() > 1e-3
-
-
 def plain(value: float, tokens: int = N) -> Tensor:
     return torch.full((B, G, tokens), value, **DOUBLE)
 
@@ -177,36 +168,6 @@ def test_without_steps_and_forgetting_it_is_a_net_that_stays(layers: int) -> Non
     torch.testing.assert_close(behind.weights_BGP, weights, rtol=0, atol=0)
 
 
-def test_who_forgets_all_knows_the_last_surprise() -> None:
-    memory, inputs = build(chunk=1), given()
-    _, behind = learn(memory, linear(inputs, 0.7, 1, 0.5))
-    torch.testing.assert_close(behind.weights_BGP, behind.sums_BGP, rtol=0, atol=0)
-    # Without momentum, either: minus the last gradient, at the weights before it.
-    _out, behind = learn(memory, linear(inputs, 0.7, 1, 0))
-    before = learn(memory, linear([t[:, :, :-1] for t in inputs], 0.7, 1, 0))[1].weights_BGP
-    k, v = (t[:, :, -1:] for t in inputs[1:3])
-    error = k @ memory.matrices(before)[0] - v
-    torch.testing.assert_close(memory.matrices(behind.weights_BGP)[0], -0.7 * k.mT @ error, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-def test_tokens_that_are_not_there_move_nothing_though_momentum_is_high(layers: int) -> None:
-    memory, inputs = build(layers=layers), given()
-    _, learned = learn(memory, inputs)
-    assert learned.sums_BGP.abs().max() > 0.01
-    gates = Gates(*(plain(0.0) for _ in range(4)))
-    _, behind = memory(learned, None, inputs[1], inputs[2], gates)
-    for a, b in zip(behind, learned, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_no_gradient_has_to_be_recorded_for_it_to_learn() -> None:
-    memory, inputs = build(layers=2), given()
-    with torch.inference_mode():
-        out, _ = learn(memory, inputs)
-    assert torch.equal(out, learn(memory, inputs)[0]) and torch.equal(out, learn(memory.eval(), inputs)[0])
-
-
 def test_products_and_scans_are_their_loops() -> None:
     theta, alpha, damping = given(5)[3:]
     alpha[..., 2], damping[..., 1] = 1, 1
@@ -222,12 +183,6 @@ def test_products_and_scans_are_their_loops() -> None:
         for got, wanted in zip(scan, (b[..., None], f[..., None], G_j, m[..., None], n_j), strict=True):
             torch.testing.assert_close(got[..., i, :], wanted, rtol=0, atol=1e-14)
     assert torch.equal(products(torch.zeros(3, **DOUBLE)), torch.eye(3, **DOUBLE))
-
-
-def test_the_second_power_is_the_square() -> None:
-    found = [learn(build(layers=2, **options), given()) for options in ({}, {"loss": "lp", "power": 2})]
-    for a, b in zip((found[0][0], *found[0][1]), (found[1][0], *found[1][1]), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 def test_an_odd_value_moves_weights_no_farther_than_the_bound() -> None:

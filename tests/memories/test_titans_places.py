@@ -5,46 +5,17 @@ Legend: B rows, N tokens, D model width.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
+from memories.harness import HEADS, ROWS, WIDTH, build, paddings, run, same_as_twin, segments, slowly
 from memories.titans_twin import SlowTitans
-from memories.twins import ROWS, VOCABULARY, paddings, same_as_twin, segments
 from torch import Tensor, nn
 
-from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.interfaces.memory import Query, Reading, Trace
-from cached_transformers.memories.parts.composite import SideBySide
 from cached_transformers.memories.titans.titans import Titans, TitansState
-
-WIDTH, HEADS = 8, 2
-NARROW = {"width": WIDTH, "heads": HEADS}
-
-
-def build(memory: Any, *, wild: bool = True, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"vocabulary": VOCABULARY, "depth": 2, "feed_forward": 16, **NARROW}
-    model = create_model("language_model", **{**sizes, **options}, memory=memory).double()
-    with torch.no_grad():
-        for parameter in model.parameters() if wild else ():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
-
-
-def slowly(model: nn.Module) -> nn.Module:
-    """The same model with the twin in each layer."""
-    twin = copy.deepcopy(model)
-    for block in twin.stack.blocks:  # type: ignore[union-attr]
-        memory = block.attention.memory
-        if isinstance(memory, SideBySide):
-            memory.members[0] = SlowTitans(memory.members[0])
-        else:
-            block.attention.memory = SlowTitans(memory)
-    return twin
-
 
 PLACED = [
     {},
@@ -62,8 +33,18 @@ PLACED = [
 @pytest.mark.parametrize("options", PLACED, ids=str)
 def test_a_model_is_its_slow_twin_with_gradients(options: dict[str, Any], padded: bool) -> None:
     model = build({"name": "titans", **options})
-    twin = slowly(model)
-    same_as_twin(model, twin, segments(3), paddings(3) if padded else [None] * 3)
+    same_as_twin(model, slowly(model, SlowTitans), segments(3), paddings(3) if padded else [None] * 3)
+
+
+@pytest.mark.parametrize("memory", [{"name": "titans", "layers": 2}, {"name": "ttt", "model": "mlp"}], ids=str)
+def test_it_learns_without_recorded_gradients_as_it_does_in_training(memory: dict[str, Any]) -> None:
+    model, after = build(memory), []
+    for training, mode in ((True, torch.enable_grad), (False, torch.no_grad), (False, torch.inference_mode)):
+        with mode():
+            last = run(model.train(training), segments(3))[-1]
+        after.append([t.detach().clone() for _, t in states.named_tensors(last.state)])
+    for a, b, c in zip(*after, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
 
 
 def test_tokens_of_a_model_memory_read_and_write_nothing() -> None:
@@ -97,18 +78,6 @@ def test_with_a_full_share_it_is_the_gate_of_the_paper() -> None:
     normed = (t * (t.square().mean(-1, keepdim=True) + 1e-5).rsqrt() for t in (y, m))
     wanted = next(normed) * torch.sigmoid(next(normed))
     torch.testing.assert_close(memory.combine(y, Query(y), Reading(output_BHNE=m)), wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_it_learns_in_evaluation_and_without_recorded_gradients_as_it_does_in_training() -> None:
-    model, states_after = build({"name": "titans", "layers": 2}), []
-    for training, mode in ((True, torch.enable_grad), (False, torch.no_grad), (False, torch.inference_mode)):
-        with mode():
-            state = None
-            for ids in segments(3):
-                state = model.train(training)(ids, state).state
-        states_after.append([t.detach().clone() for _, t in states.named_tensors(state)])
-    for a, b, c in zip(*states_after, strict=True):
-        assert torch.equal(a, b) and torch.equal(a, c)
 
 
 @pytest.mark.parametrize("gates", ["sigmoid", "stretched"])

@@ -26,7 +26,6 @@ from memories.xl_family import (
 )
 from torch import Tensor, nn
 
-from cached_transformers import state as states
 from cached_transformers.interfaces.memory import Trace
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.loops.segments import token_losses
@@ -271,28 +270,6 @@ def test_shifting_is_gathering_by_distance(n: int, m: int) -> None:
     distance = (keys[:, m:, None, 0] - keys[:, None, :, 0])[:, None].expand_as(scores)
     seen = distance >= 0
     close(shifted[seen], scores.gather(-1, distance.clamp(min=0))[seen])
-
-
-def test_a_clamp_beyond_all_keys_is_none() -> None:
-    tokens = text(2, 18)
-    free, wide, near = (
-        joined(run(language_model({"name": "transformer_xl", "length": 8, "clamp": clamp}), tokens, 6))
-        for clamp in (None, 13, 4)
-    )
-    assert torch.equal(free, wide)
-    assert (free - near).abs().max() > 0.01
-
-
-def test_what_is_stored_is_the_input_of_each_layer_detached() -> None:
-    model, tokens = language_model({"name": "transformer_xl", "length": 5}, 3), text(2, 12)
-    inputs: list[list[Tensor]] = [[] for _ in model.stack.blocks]
-    for seen, block in zip(inputs, model.stack.blocks, strict=True):
-        block.register_forward_hook(lambda _m, args, _o, seen=seen: seen.append(args[0]))
-    outs = run(model, tokens, 4)
-    for index, layer in enumerate(outs[-1].state.layers):
-        assert torch.equal(layer.hidden_BMD, torch.cat(inputs[index], 1)[:, -5:])
-        assert layer.positions_BMP[..., 0].tolist() == [[7, 8, 9, 10, 11]] * 2
-    assert not any(t.requires_grad for out in outs for _, t in states.named_tensors(out.state))
 
 
 def test_evaluation_may_look_back_further() -> None:

@@ -5,53 +5,25 @@ Legend: B rows, H heads, N tokens, E head width, D model width, G heads of a mod
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from memories.ttt_twin import HEADS, SlowTTT, heads, passed
-from memories.twins import ROWS, VOCABULARY, paddings, same_as_twin, segments
+from memories.harness import DOUBLE, HEADS, ROWS, WIDTH, build, paddings, same_as_twin, segments, slowly, wild
+from memories.ttt_twin import SlowTTT, heads, passed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers import create_model
-from cached_transformers import state as states
 from cached_transformers.attentions.parts.scan import causal_scan
 from cached_transformers.interfaces.memory import Query, Trace
 from cached_transformers.memories.parts.fast_weights import Learned, activate, slope
 from cached_transformers.memories.ttt import TTT, InnerModel
 
-WIDTH = 8
-DOUBLE = {"dtype": torch.float64}
-
 
 def layer(**options: Any) -> TTT:
     """A memory whose parameters all differ from where they begin."""
     torch.manual_seed(0)
-    memory = TTT(WIDTH, HEADS, **{"mini_batch": 4, **options}).double()
-    with torch.no_grad():
-        for parameter in memory.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return memory
-
-
-def build(memory: Any, *, wild: bool = True, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"vocabulary": VOCABULARY, "width": WIDTH, "heads": HEADS, "depth": 2, "feed_forward": 16}
-    model = create_model("language_model", **{**sizes, **options}, memory=memory).double()
-    with torch.no_grad():
-        for parameter in model.parameters() if wild else ():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
-
-
-def slowly(model: nn.Module) -> nn.Module:
-    """The same model with the twin in each layer."""
-    twin = copy.deepcopy(model)
-    for block in twin.stack.blocks:  # type: ignore[union-attr]
-        block.attention.memory = SlowTTT(block.attention.memory)
-    return twin
+    return wild(TTT(WIDTH, HEADS, **{"mini_batch": 4, **options}))  # type: ignore[no-any-return]
 
 
 KINDS = [
@@ -67,8 +39,7 @@ KINDS = [
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_a_model_is_its_slow_twin_with_gradients(options: dict[str, Any], padded: bool) -> None:
     model = build({"name": "ttt", **options})
-    twin = slowly(model)
-    same_as_twin(model, twin, segments(3), paddings(3) if padded else [None] * 3)
+    same_as_twin(model, slowly(model, SlowTTT), segments(3), paddings(3) if padded else [None] * 3)
 
 
 @pytest.mark.parametrize("cuts", [[1] * 13, [5, 5, 3], [4, 4, 5], [2, 11], [13]], ids=str)
@@ -147,17 +118,6 @@ def test_one_mini_batch_takes_all_gradients_where_it_began(model: str) -> None:
     torch.testing.assert_close(after.sums_BGP, sums, rtol=0, atol=1e-11)
 
 
-def test_a_token_behind_a_mini_batch_reads_its_mean_gradient() -> None:
-    """tau of 0: the weights behind it are those of one step with the mean, not the sum."""
-    inner = layer(mini_batch=4).inner
-    nn.init.zeros_(inner.tau_C)
-    (_, k, v, rate_BHN), _, after = run(inner, 4)
-    first = inner.initial_GP.detach().expand(ROWS, -1, -1).clone().requires_grad_()
-    losses = (inner.normed(inner.read(first, k)) - (v - k)).square().sum(-1) / 2
-    (gradient,) = torch.autograd.grad((rate_BHN * losses).sum() / 4, first)
-    torch.testing.assert_close(after.weights_BGP, first - gradient, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "silu"])
 def test_slopes_are_those_of_autograd_and_finite_everywhere(kind: Any) -> None:
     z = torch.linspace(-12, 12, 101, **DOUBLE).requires_grad_()
@@ -209,18 +169,6 @@ def test_tokens_of_a_model_memory_read_and_write_nothing() -> None:
     q_BHNE = heads(memory.query(x_BND[:, :2]))
     z_BND = (q_BHNE + memory.inner.normed(memory.inner.read(weights_BGP, q_BHNE))).transpose(1, 2).flatten(2)
     torch.testing.assert_close(still.output_BHNE[:, :, :2].transpose(1, 2).flatten(2), memory.norm(z_BND))
-
-
-def test_it_learns_in_evaluation_and_without_recorded_gradients_as_it_does_in_training() -> None:
-    model, states_after = build({"name": "ttt", "model": "mlp"}), []
-    for training, mode in ((True, torch.enable_grad), (False, torch.no_grad), (False, torch.inference_mode)):
-        with mode():
-            state = None
-            for ids in segments(3):
-                state = model.train(training)(ids, state).state
-        states_after.append([t.detach().clone() for _, t in states.named_tensors(state)])
-    for a, b, c in zip(*states_after, strict=True):
-        assert torch.equal(a, b) and torch.equal(a, c)
 
 
 # Stability

@@ -8,13 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from memories.harness import HEADS
 from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.memories.ttt import TTT, InnerModel, TTTState
-
-HEADS = 2
 
 
 def heads(t_BND: Tensor) -> Tensor:
