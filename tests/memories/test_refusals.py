@@ -17,7 +17,7 @@ from cached_transformers.registry import MEMORIES
 
 UNTYPED = {
     "armt": "mask",
-    "crtn": "query scope renormalise empty placed order first summary fill",
+    "crtn": "query scope renormalise empty placed summary",
     "ernie_doc": "start",
     "memformer": "norm",
     "memory_transformer": "place mask",
@@ -105,14 +105,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("convolution", {"ratio": 0.2, "sequence": False}, "ratio=0.2.*width=8"),
     ("crtn", {"topk": 6}, "topk=6.*regions=5"),
     ("crtn", {"short_memory": -1}, "short_memory=-1"),
-    ("crtn", {"first": "selection"}, "query='compute_first'.*scope='previous'"),
     ("crtn", {"placed": "packed", "scope": "token"}, "scope='token'"),
-    ("crtn", {"order": "score"}, "placed='packed'"),
     ("crtn", {"allow_leak": True}, "allow_leak=True.*scope='segment'"),
-    ("crtn", {"summary": "mlp", "layers": 0}, "layers=0"),
-    ("crtn", {"layers": 2}, "layers=2.*'linear'"),
     ("crtn", {"summary": "last", "key_width": 4}, "key_width=4.*summary='last'"),
-    ("crtn", {"summary": "mean", "fill": "mean"}, "fill='mean'.*summary='mean'"),
     ("crtn", {"summary": "bilstm", "key_width": 5}, "key_width=5.*summary='bilstm'"),
     ("ernie_doc", {"longest": 8, "relative": False}, "longest=8.*relative=True"),
     ("ernie_doc", {"keep": "kv", "start": "zeros"}, "start='zeros'"),
