@@ -25,7 +25,7 @@ from cached_transformers.interfaces.memory import (
     Tokens,
     Trace,
 )
-from cached_transformers.memories.parts.slot_attention import SlotAttention
+from cached_transformers.memories.memformer import SlotAttention
 from cached_transformers.registry import MEMORIES
 
 

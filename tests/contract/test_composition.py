@@ -17,7 +17,7 @@ from cached_transformers.layers.block import Block
 from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import Stack
 from cached_transformers.memories.grc.stream import StreamGRC
-from cached_transformers.memories.parts.slot_attention import SlotAttention
+from cached_transformers.memories.memformer import SlotAttention
 from cached_transformers.positions import RotaryPositions
 
 

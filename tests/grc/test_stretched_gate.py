@@ -14,7 +14,7 @@ from torch import Tensor
 from cached_transformers import create_model
 from cached_transformers.memories.grc.equations import GateWeights, gate_update
 from cached_transformers.memories.grc.stream import StreamGRC
-from cached_transformers.memories.parts.gates import CUT, gated
+from cached_transformers.memories.parts.options import CUT, gated
 
 
 def slow(gate: float) -> float:

@@ -21,7 +21,7 @@ from cached_transformers import add_memory
 from cached_transformers.attentions.softmax import key_weights
 from cached_transformers.interfaces.memory import Query, Reading, Trace
 from cached_transformers.memories.h2o import H2O
-from cached_transformers.memories.parts.eviction import best, from_last
+from cached_transformers.memories.parts.fifo_store import best, from_last
 from cached_transformers.memories.tova import TOVA
 from cached_transformers.models.language_model import LanguageModel
 

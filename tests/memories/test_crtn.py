@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories.crtn.crtn import CRTN
 from cached_transformers.memories.crtn.store import choose
-from cached_transformers.memories.parts.recall import recalled
+from cached_transformers.memories.parts.fifo_store import recalled
 from cached_transformers.positions import RelativePositions
 
 VOCABULARY, L = 7, 4

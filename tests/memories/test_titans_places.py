@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from cached_transformers import state as states
 from cached_transformers.interfaces.memory import Query, Reading, Trace
-from cached_transformers.memories.titans.titans import Titans, TitansState
+from cached_transformers.memories.parts.fast_weights import FastState
+from cached_transformers.memories.titans.titans import Titans
 
 PLACED = [
     {},
@@ -54,7 +55,7 @@ def test_tokens_of_a_model_memory_read_and_write_nothing() -> None:
     x_BND = torch.randn(ROWS, 9, WIDTH, dtype=torch.float64)
     empty = memory.init_state(ROWS, x_BND)
 
-    def write(reading: Reading, x_BND: Tensor) -> TitansState:
+    def write(reading: Reading, x_BND: Tensor) -> FastState:
         return memory.write(empty, Trace(x_BND, x_BND, Query(x_BND), reading))[0]
 
     alone = memory.read(empty, Query(x_BND[:, 2:6]))
@@ -69,7 +70,7 @@ def test_tokens_of_a_model_memory_read_and_write_nothing() -> None:
     later = memory.answer(memory.snapshot(a), memory.ask(a, Query(x_BND[:, 6:])))
     torch.testing.assert_close(around.output_BHNE[:, :, 6:], later, rtol=0, atol=1e-12)
     after = memory.read(a, Query(x_BND[:, 6:], padding_BN=padding)).carry
-    assert torch.equal(after.weights_BGP, a.weights_BGP) and torch.equal(after.sums_BGP, a.momentum_BGP)
+    assert torch.equal(after.weights_BGP, a.weights_BGP) and torch.equal(after.sums_BGP, a.sums_BGP)
 
 
 def test_with_a_full_share_it_is_the_gate_of_the_paper() -> None:
@@ -136,7 +137,7 @@ def drive(tokens: int, dtype: torch.dtype, **options: Any) -> None:
             reading = memory.read(state, Query(x_BND))
             assert reading.output_BHNE is not None and reading.output_BHNE.isfinite().all()
             state = memory.write(state, Trace(x_BND, x_BND, Query(x_BND), reading))[0]
-    assert state.weights_BGP.isfinite().all() and state.momentum_BGP.isfinite().all()
+    assert state.weights_BGP.isfinite().all() and state.sums_BGP.isfinite().all()
 
 
 HARD = [{}, {"chunk": 64}, {"chunk": 1}, {"layers": 2}, {"layers": 2, "chunk": 64, "rate": 64.0}, {"rate": 1000.0}]

@@ -29,9 +29,8 @@ from cached_transformers.interfaces.memory import Entry, ModelMemory, Tokens, Tr
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
 
-from .parts.gates import GATES, Gate, gated
 from .parts.memory_tokens import carried_norm, check_tokens, surround, visible_round
-from .parts.options import NO_MEMORY, one_of
+from .parts.options import GATES, NO_MEMORY, Gate, gated, one_of
 
 own_word("slots_in_front", "slots that are read before each block, whose result replaces the block's tokens")
 
@@ -132,9 +131,7 @@ class ARMT(ModelMemory):
     nothing reads zeros. In pre-norm models the written vectors pass through a LayerNorm of the
     memory, so that the residual stream cannot grow from segment to segment; the authors have none.
 
-    State: 4 K (D + 1) bytes per row and layer, K = 2 nu key_width, and 8 per row, in float32 at least: sums of many
-    writes want the digits. A token costs D key_width + K (D + 1) multiply-adds
-    more in each layer to read; a memory token those of a token, and D key_width + D^2 + 2 K D to be stored.
+    A and z are float32 at least: sums of many writes want the digits.
 
     Args:
         width: D. heads: H, of the model; the memory has none of its own.

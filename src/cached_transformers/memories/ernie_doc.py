@@ -18,13 +18,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, whole_episode
 from cached_transformers.positions import KeptScheme, Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
 from .parts.fifo_store import KEEP, Pairs, Rows, empty_pairs, empty_rows, push, push_pairs, read_store
-from .parts.options import one_of
+from .parts.options import NO_MEMORY, one_of
 
 
 class ErnieDocPositions(Positions):
@@ -48,9 +49,7 @@ class ErnieDocPositions(Positions):
 
     def __init__(self, heads: int, head_width: int, longest: int, slots: int, tasks: int = 0) -> None:
         super().__init__()
-        for name, value in {"longest": longest, "slots": slots}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1: there is a vector for each distance up to both")
+        at_least_one(": there is a vector for each distance up to both", longest=longest, slots=slots)
         width = heads * head_width
         self.heads, self.head_width, self.longest, self.slots, self.tasks = heads, head_width, longest, slots, tasks
         self.table = nn.Parameter(torch.randn(2 * longest + slots, width))
@@ -150,12 +149,8 @@ def _picked(q_BHNE: Tensor, table_HEZ: Tensor, row_BNK: Tensor) -> Tensor:
 class ErnieDoc(LayerMemory):
     """Keys and values of the last `length` outputs of the same layer.
 
-    A document can be fed twice ("retrospective feed"): the states after the first feed go on into the second, where
-    every segment has then heard of all others. `SegmentLoop(passes=2)` does so, with the loss of the second feed.
-
-    In one pass over a text a causal model with this memory is causal. In the second pass over the same text it is not:
-    a token's target has been read before. Train a causal model with two passes only where the targets are
-    not among the inputs (classes, tags, answers), and report no perplexity of a second pass.
+    A document can be fed twice ("retrospective feed"): `SegmentLoop(passes=2)`, with the loss of the second feed, where
+    every segment has heard of all others. There a causal model has read a token's target before: no next-token loss.
 
     Args:
         width: D. heads: H.
@@ -187,8 +182,7 @@ class ErnieDoc(LayerMemory):
         keep: Literal["hidden", "kv"] = "hidden",
     ) -> None:
         super().__init__()
-        if length < 1:
-            raise ValueError(f"length={length} must be at least 1 slot; a model without memory takes memory=None")
+        at_least_one(" slot" + NO_MEMORY, length=length)
         if start not in ("empty", "zeros"):
             raise ValueError(f"start={start!r} must be 'empty' or 'zeros' (rows of zeros that are attended)")
         if longest is not None and (longest < 1 or not relative):

@@ -10,14 +10,7 @@ and its slot is then free for another one.
     loss  = price sum_{0 < m_ij < 1} (e_j - (i - j)) / (R N)        spans on the ramp are pushed down
 
 S are the layer's logits over slots and segment. A state is stored without a gradient; w and b learn through m, and only
-where a token is on the ramp of a slot. What differs from the released code, and why:
-
-* Tokens of the segment are attended as ever, the token itself too, and spans act on stored states: nothing in a
-  segment is older than the segment is long, and the core stays as fast as it is. An empty store is no memory then.
-* Distances are those of the layer's scheme; there, tokens farther than one block have none (`clamp` comes near).
-* norm is a LayerNorm without parameters, so that spans are alike in models of any norm, others' too. Where a block has
-  a LayerNorm in front, w and b absorb its parameters, and the span is that of the attention's input.
-* The number of slots is fixed, and each row drops its own; there, tensors grow and shrink by blocks shared by all rows.
+where a token is on the ramp of a slot.
 
 Legend: B rows, N tokens, M slots, K = M + N, D model width, P position channels.
 """
@@ -37,8 +30,7 @@ from cached_transformers.interfaces.probing import Probing, one_segment
 from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
-from .parts.eviction import best, kept
-from .parts.fifo_store import Rows, empty_rows
+from .parts.fifo_store import Rows, best, empty_rows, kept
 from .parts.options import NO_MEMORY, one_of
 
 LOSSES = ("ramp", "mean")

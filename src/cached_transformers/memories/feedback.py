@@ -106,8 +106,7 @@ class OpenedMixtures(NamedTuple):
 class Feedback(ModelMemory):
     """The past as one vector a token, mixed of all layers, which every layer attends instead of the segment.
 
-    A layer attends with 3 M D multiply-adds per token. Keys and values of the M mixtures are recomputed at each
-    segment, so that their projections learn from them: 2 D^2 M / N per token and set, beside 2 D^2 for the new mixture.
+    Keys and values of the M mixtures are recomputed at each segment, so that their projections learn from them.
 
     Training keeps the weights of all slots for each token and layer (4 L M H bytes a token in float32). With padding,
     with another attention than softmax, with attention dropout, or where positions turn the keys, it keeps their keys

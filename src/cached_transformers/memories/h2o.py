@@ -25,8 +25,7 @@ from cached_transformers.interfaces.probing import Probing, one_segment
 from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
-from .parts.eviction import best, from_last, kept
-from .parts.fifo_store import last_slots
+from .parts.fifo_store import best, from_last, kept, last_slots
 from .parts.options import NO_MEMORY
 
 

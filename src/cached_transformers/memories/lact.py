@@ -38,7 +38,7 @@ from cached_transformers.state import map_state, refuse_narrow
 
 from .parts.fast_weights import slope, written
 from .parts.options import NO_MEMORY, one_of
-from .parts.recurrent import wide
+from .parts.recurrent import shown, wide
 
 EPSILON = 1e-5
 """Added to lengths that are divided by."""
@@ -126,11 +126,7 @@ class LaCT(LayerMemory):
     It uses the layer's own queries, keys and values, before positions. The layer's attention has to cover the segment:
     its writes are read from the next segment on. A text can be generated token by token.
 
-    What differs from the paper: a chunk is a segment, and the last one is written, too, since another may follow; a row
-    that has written nothing reads nothing (`first`); Newton-Schulz is computed in float32, where the release has
-    bfloat16; rows get the lengths of the initial weights as they are now, which are no part of the state.
-
-    State: 12 D F bytes, twice that with momentum, and 8 per row, in float32 at least.
+    The state is float32 at least.
 
     Args:
         width: D. heads: H.
@@ -206,7 +202,7 @@ class LaCT(LayerMemory):
 
     def read(self, opened: OpenedNets, query: Query, project_kv: ProjectKV | None) -> Reading:
         assert query.q_BHNE is not None
-        x_BND = _shown(query.x_BND, query.padding_BN)
+        x_BND = shown(query.x_BND, query.padding_BN)
         scale_BGN1 = F.silu(self.scale(x_BND)).mT[..., None]
         with torch.autocast(x_BND.device.type, enabled=False):
             f_BGNV = apply(opened.weights, self._asking(query.q_BHNE, 0, query.padding_BN))
@@ -225,7 +221,7 @@ class LaCT(LayerMemory):
         (x_BND, padding_BN), (k_BHNE, v_BHNE) = trace.query[0:4:3], trace.query[5:7]
         assert k_BHNE is not None and v_BHNE is not None
         written_B = written(padding_BN, x_BND)
-        x_BND = _shown(x_BND, padding_BN)
+        x_BND = shown(x_BND, padding_BN)
         logits = wide(self.rates(x_BND))
         # softplus: that of torch has a gradient of other strides than its compiled trace takes it to have
         rates_BNG = torch.logaddexp(logits, torch.zeros_like(logits))
@@ -233,11 +229,11 @@ class LaCT(LayerMemory):
         with torch.autocast(x_BND.device.type, enabled=False):
             nets, initial = self.open(state, None, None).weights, self._initial(state)
             k_BGNK = self._asking(k_BHNE, 1, padding_BN)
-            v_BGNV = F.silu(self._nets(_shown(v_BHNE, padding_BN).transpose(1, 2).flatten(2)))
-            rates = _shown(rates_BNG, padding_BN).mT.unflatten(1, (3, self.nets))[..., None].unbind(1)
+            v_BGNV = F.silu(self._nets(shown(v_BHNE, padding_BN).transpose(1, 2).flatten(2)))
+            rates = shown(rates_BNG, padding_BN).mT.unflatten(1, (3, self.nets))[..., None].unbind(1)
             steps, momentum = descent(nets, k_BGNK, v_BGNV, rates), state.momentum
             if keeping_BNG is not None:
-                m_BG = _shown(keeping_BNG, padding_BN).sum(1) / written_B.clamp(min=1)[:, None]
+                m_BG = shown(keeping_BNG, padding_BN).sum(1) / written_B.clamp(min=1)[:, None]
                 before = _where(state.tokens_B > 0, momentum, map_state(torch.zeros_like, momentum))
                 steps = Nets(*(g + m_BG[..., None, None] * p for g, p in zip(steps, before, strict=True)))
                 momentum = _where(written_B > 0, steps, state.momentum)
@@ -263,7 +259,7 @@ class LaCT(LayerMemory):
 
     def _asking(self, t_BHNE: Tensor, which: int, padding_BN: Tensor | None) -> Tensor:
         """Queries (0) or keys (1) of the nets, (B, G, N, K), of those of the layer."""
-        t_BND = wide(_shown(t_BHNE, padding_BN).transpose(1, 2).flatten(2))
+        t_BND = wide(shown(t_BHNE, padding_BN).transpose(1, 2).flatten(2))
         scale_D, offset_D = (t[which].to(t_BND.dtype) for t in (self.scale_2D, self.offset_2D))
         t_BGNK = F.silu(self._nets(t_BND * scale_D + offset_D))
         return t_BGNK / (t_BGNK.norm(dim=-1, keepdim=True) + EPSILON)
@@ -272,10 +268,3 @@ class LaCT(LayerMemory):
 def _where(choose_B: Tensor, first: Any, second: Any) -> Any:
     """Select per row the first or the second; no value of the other reaches a result, not even NaN."""
     return map_state(lambda a, b: torch.where(choose_B[:, None, None, None], a, b.to(a.dtype)), first, second)
-
-
-def _shown(t: Tensor, padding_BN: Tensor | None) -> Tensor:
-    """(B, N, ...) or (B, H, N, E) with 0 at padding, so that whatever it holds reaches no sum, and no gradient."""
-    if padding_BN is None:
-        return t
-    return t.masked_fill(padding_BN[:, :, None] if t.dim() == 3 else padding_BN[:, None, :, None], 0)

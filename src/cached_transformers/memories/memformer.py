@@ -23,12 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import Entry, ModelMemory, Projections, Tokens, Trace
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
 
 from .parts.memory_tokens import carried_norm
-from .parts.slot_attention import SlotAttention
+from .parts.options import NO_MEMORY, check_heads
 
 
 class MemorySlots(NamedTuple):
@@ -36,6 +37,40 @@ class MemorySlots(NamedTuple):
 
     slots_BMD: Tensor
     segments_B: Tensor
+
+
+class SlotAttention(nn.Module):
+    """Residual cross-attention of the tokens over the slots of a model memory ("sublayer" insertion)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.query = nn.Linear(width, width)
+        self.key_value = nn.Linear(width, 2 * width)
+        self.output = nn.Linear(width, width)
+
+    def forward(self, x_BND: Tensor, slots_BMD: Tensor, valid_BM: Tensor | None = None) -> Tensor:
+        """Read of the valid slots (all when None); zeros for a row without any."""
+        return self.read(x_BND, *self.open(slots_BMD, valid_BM))
+
+    def _heads(self, t_BND: Tensor) -> Tensor:
+        return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def open(self, slots_BMD: Tensor, valid_BM: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values (B, H, M, E) of the slots, and which are valid."""
+        if valid_BM is not None:
+            slots_BMD = torch.where(valid_BM[..., None], slots_BMD, 0)  # a NaN would survive a mask on the logits
+        k, v = self.key_value(slots_BMD).chunk(2, -1)
+        return self._heads(k), self._heads(v), valid_BM
+
+    def read(self, x_BND: Tensor, k_BHME: Tensor, v_BHME: Tensor, valid_BM: Tensor | None) -> Tensor:
+        """`forward`, of what `open` gave."""
+        mask = None if valid_BM is None else valid_BM[:, None, None]
+        q_BHNE = self._heads(self.query(self.norm(x_BND)))
+        out = F.scaled_dot_product_attention(q_BHNE, k_BHME, v_BHME, attn_mask=mask)
+        y_BND = self.output(out.transpose(1, 2).flatten(2))
+        return y_BND if valid_BM is None else torch.where(valid_BM.any(1)[:, None, None], y_BND, 0)
 
 
 def write_slots(
@@ -84,9 +119,6 @@ class Memformer(ModelMemory):
     between attention and feed-forward with a residual connection and a norm of its own before it. Padding is not
     written; a row of nothing but padding keeps its slots.
 
-    State: 4 M D + 8 bytes per row. A token costs 2 D^2 (1 + M / N) + 2 M D multiply-adds in each layer to read, and the
-    same once to write.
-
     Args:
         width: D. heads: H, also of the write.
         length: M, slots.
@@ -113,13 +145,11 @@ class Memformer(ModelMemory):
         norm: str = "pre",
     ) -> None:
         super().__init__()
-        if length < 1:
-            raise ValueError(f"length={length} must be at least 1 slot; a model without memory takes memory=None")
+        at_least_one(" slot" + NO_MEMORY, length=length)
         for name, value in {"temperature": temperature, "forgetting": forgetting}.items():
             if not value > 0:
                 raise ValueError(f"{name}={value} must be above 0")
-        if heads < 1 or width % heads:
-            raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
+        check_heads(width, heads)
         self.width, self.heads, self.length, self.temperature = width, heads, length, temperature
         self.norm = carried_norm(norm, width)
         self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))

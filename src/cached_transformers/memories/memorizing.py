@@ -29,7 +29,7 @@ from cached_transformers.state import State, may_change
 
 from .parts.nearest import nearest
 from .parts.neighbour_index import NeighbourIndex
-from .parts.options import NO_MEMORY, one_of
+from .parts.options import NO_MEMORY, check_heads, one_of
 
 ALL = 2
 """A store of up to this many times the neighbours is read by one softmax over all of it: no gathering is faster."""
@@ -162,9 +162,7 @@ class Memorizing(LayerMemory):
 
     Queries and keys are compared without positions and at unit length, times a learned factor per head. The layer's own
     attention is left as it is; the original normalises its queries and keys too. The store is read before the segment
-    is written to it. With `joint` one softmax runs over neighbours and segment, which an attention core must support
-    ("lse"), and b is added to the neighbours' logits. With an index of faiss the state stays the same tensors,
-    and compiled code breaks at the search.
+    is written to it. With an index of faiss the state stays the same tensors, and compiled code breaks at the search.
 
     Args:
         width: D. heads: H.
@@ -205,8 +203,7 @@ class Memorizing(LayerMemory):
     ) -> None:
         super().__init__()
         at_least_one(NO_MEMORY, length=length, eval_length=eval_length, k=k)
-        if heads < 1 or width % heads:
-            raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
+        check_heads(width, heads)
         if layer is not None and (layer < 1 or (depth is not None and layer > depth)):
             last = "" if depth is None else f" to {depth}, the model's last"
             raise ValueError(

@@ -14,10 +14,7 @@ sees a later one. With a memory that is linear in its state, soup is gated. Othe
 token, which is never formed: a mixed matrix gives sum_i g_i x W^i for x, layer by layer.
 
 Infini-attention is read as sums, s(q) M and s(q) z, and their quotient: the sums are mixed, M and z with the same
-weights, and the quotient is taken of the mix. M and z with restart and "residual" are then those of plain
-Infini-attention, while no snapshot has been dropped; a factor that all weights share falls out. M_t is that of before
-the segment, as in Infini-attention itself, whose softmax reads the segment: with "checkpoint" it is the newest
-snapshot, read twice.
+weights, and the quotient is taken of the mix. M_t is that of before the segment, whose softmax reads the segment.
 
 Legend: B rows, N tokens, S slots, G groups (heads, or nets), K width of keys, F of answers, D model width.
 """
@@ -137,16 +134,10 @@ class MemoryCaching(LayerMemory):
     With no snapshot, in a row's first segment, or with slots=0, it is the memory below. A segment of padding alone is
     not stored. The contexts are means of the memory's own keys: of infini the layer's, of others their projection.
 
-    All snapshots are read in one batched product. "sparse" reads them all, too, and weights all but k with 0: tokens
-    choose each for themselves, and to gather a matrix for each would cost more than to ask it.
-
     A token's read depends on the earlier keys of the partial segment, so generation reads that again
     (`ReadsAgain`), though the memory below may promise not to.
 
-    State: that of the memory below, 8 bytes per row for a count, and S snapshots: over infini 4 (D E + D) bytes each,
-    over titans and ttt 4 G P, of weights alone; and 4 S D for contexts, which "residual" has not. In float32 at least.
-    Training keeps the S answers to each token, S N D numbers a row and layer; to mix them takes S D multiply-adds a
-    token beside the products of matrices that `cost` counts.
+    In float32 at least. Training keeps the S answers to each token, S N D numbers a row and layer.
 
     Args:
         width: D. heads: H.

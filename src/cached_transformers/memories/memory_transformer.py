@@ -52,9 +52,7 @@ own_word("memory_first", "blocks that update the memory's tokens before those of
 class MemoryTransformer(ModelMemory):
     """Learned vectors beside every segment, which attention reads and writes; nothing is carried.
 
-    A control for recurrent memories: as many tokens, no recurrence. The state is empty, 0 bytes, but for a cache: then
-    C (4 D + 8) + 8 bytes per layer and row. A token costs M / N (4 D^2 + 2 D F) + 2 D M (2 + M / N) multiply-adds more
-    in each layer.
+    A control for recurrent memories: as many tokens, no recurrence.
 
     Args:
         width: D. heads: H.

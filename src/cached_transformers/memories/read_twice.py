@@ -8,10 +8,9 @@ A document is read in blocks, twice. The first read makes summaries of every blo
 k_g and v_g are made of the summaries, k_0 is a learned key that represents "nothing" and has the value 0. The summaries
 are not detached: the second read trains the first.
 
-The original has several second reads. Its "from_scratch" reads with the layers of the first read and the summaries
-beside their keys (`attention="joint"`); ours by default has a sublayer for them in each. Its released configuration,
-"cross_attend_once", attends once from the last hidden states of the first read, and goes on with layers of its own
-(`new_layers`):
+The original's "from_scratch" reads with the layers of the first read and the summaries beside their keys
+(`attention="joint"`). Its released "cross_attend_once" (`new_layers`) attends once from the last hidden states of the
+first read, and goes on with layers of its own:
 
     second read:  new layers(LayerNorm(H_b + W_o sum_g softmax(..)_g v_g))
 
@@ -44,9 +43,8 @@ from cached_transformers.interfaces.memory import (
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
 
-from .parts.fifo_store import Rows, empty_rows, push
+from .parts.fifo_store import Rows, empty_rows, push, recalled
 from .parts.options import one_of
-from .parts.recall import recalled
 
 
 class SideAttention(nn.Module):

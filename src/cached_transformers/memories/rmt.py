@@ -62,15 +62,11 @@ class MemoryTokens(NamedTuple):
 class RMT(ModelMemory):
     """Memory tokens before the segment are read, as many after it are written and carried to the next one.
 
-    The gradient flows through the carried tokens, as far as the `bptt` of the segment loop. Memory tokens have the
-    positions right before and after the segment, which keeps its own; cached tokens move M positions back. A layer
-    memory stores only the segment's tokens.
+    Memory tokens have the positions right before and after the segment, which keeps its own; cached tokens move M
+    positions back. A layer memory stores only the segment's tokens.
 
     In models with norms before the sublayers the residual stream would grow from segment to segment, so carried tokens
     pass through a LayerNorm of the memory; with norms after the sums it is normalised already.
-
-    State: 4 M D + 8 bytes per row, and C (4 D + 8) + 8 per layer with a cache. A token costs
-    2 M / N (4 D^2 + 2 D F) + 4 D M (2 + 2 M / N) multiply-adds more in each layer.
 
     Args:
         width: D. heads: H.

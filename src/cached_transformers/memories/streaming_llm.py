@@ -6,8 +6,7 @@ pretrained decoder, one with them does not.
 
     slots = [tokens 0 ... S - 1, tokens t - R ... t - 1] at the places -(S + R) ... -1 before the segment
 
-Places are those in the cache, whatever lies between the sinks and the rest: no distance is one that training did not
-have. What has left is gone. It is no longer memory, but a window that does not break.
+Places are those in the cache: no distance is one that training did not have.
 
 Legend: B rows, N tokens, M = S + R slots, D model width, P position channels.
 """

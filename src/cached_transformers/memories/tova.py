@@ -23,8 +23,7 @@ from cached_transformers.interfaces.memory import Context, ProjectKV, Trace
 from cached_transformers.interfaces.probing import Probing, whole_episode
 from cached_transformers.registry import MEMORIES
 
-from .parts.eviction import best, kept
-from .parts.fifo_store import Pairs, Rows, side_by_side
+from .parts.fifo_store import Pairs, Rows, best, kept, side_by_side
 from .parts.options import one_of
 from .transformer_xl import TransformerXL
 

@@ -7,15 +7,8 @@ A store of whole segments, each under one key; a query picks some, and the layer
     layer n   : keys of [SG(Z^{n-1}), h^{n-1}],  values of [alpha SG(Z^{n-1}), h^{n-1}],  positions as distances
     renew     : drop the oldest segment, store SG(h^{0..m-1}) under the key summary(h^m)
 
-Where the defaults leave the text, and why:
-
-* X in the query is the segment before (`scope="previous"`). The text's own X_t lets the last token choose the
-  first one's regions: scope="segment" does so, and a causal model refuses it. The authors' later text asks again at
-  every token: scope="token".
-* SG covers Z, not alpha. To the letter it covers both, and then nothing ever trains the summary (alpha_grad=False).
-* A key is one vector, so the summary sees its segment as one row of L D numbers (as the authors' code does).
-* Empty places take no part. The code's zero keys compete with the real ones (empty="compete").
-* Logits are divided by the root of the head's width, and norms and residual sums are those of the model's blocks.
+SG covers Z, not alpha, without which nothing would ever train the summary. X in the query is the segment before by
+default: with the text's own X_t the last token chooses the first one's regions.
 
 Legend: B rows, N tokens, L places of a segment, R regions, S = R L slots in the store, M slots recalled, V layers,
 D model width, K key width, P position channels.
@@ -43,8 +36,8 @@ from cached_transformers.interfaces.memory import (
     Trace,
 )
 from cached_transformers.interfaces.probing import Probing, one_segment
+from cached_transformers.memories.parts.fifo_store import recalled
 from cached_transformers.memories.parts.options import NO_MEMORY, check_choices
-from cached_transformers.memories.parts.recall import recalled
 from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 

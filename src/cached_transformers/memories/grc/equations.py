@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.memories.parts.gates import Gate, gated
+from cached_transformers.memories.parts.options import Gate, gated
 
 Candidate = Literal["norm", "tanh", "affine"]
 Norm = tuple[Tensor, Tensor, float] | None
@@ -77,7 +77,7 @@ def gate_update(
     Args:
         s_BMC: tokens, interpolated to the slots.
         cache: (M, C) shared by all rows, or (B, M, C).
-        update_gate: "stretched" can close, see `gates.py`.
+        update_gate: "stretched" can close, see `parts/options.py`.
     """
     width = s_BMC.shape[-1]
     u, r, z = F.linear(s_BMC, weights.tokens, weights.bias).split(width, -1)

@@ -8,10 +8,8 @@ With X the first C = ratio * D channels of a layer's input, S = interpolate(X, M
     u = sigmoid(W_u [S, K] + b_u)        r = sigmoid(W_r [S, K] + b_r)        c = f(W_c [S, r * K] + b_c)
     proposal = (1 - u) * K + u * c       averaged over the rows of the batch
 
-f is the identity in the paper's equation 5 (candidate="affine"), LayerNorm(GELU(.)) in the released code ("norm", the
-default), or tanh. The affine recurrence is unbounded, has no gradient over several steps, and has diverged in training.
-
-In a causal model this cache leaks the future, since it already holds the whole segment; see `stream.py`.
+f is the identity in the paper's equation 5 (candidate="affine", unbounded: it has diverged), LayerNorm(GELU(.)) in the
+released code ("norm", the default), or tanh. In a causal model this cache leaks the future; see `stream.py`.
 
 Legend: B rows, N tokens, M slots, H heads, D model width, C cache width, F = C / H.
 """

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing
-from cached_transformers.memories.parts.gates import CUT, GATES, Gate
 from cached_transformers.memories.parts.interpolation import Interpolation, interpolate
-from cached_transformers.memories.parts.options import one_of
+from cached_transformers.memories.parts.options import CUT, GATES, Gate, one_of
 from cached_transformers.registry import MEMORIES
 
 from .equations import Candidate, gate_update

@@ -1,7 +1,8 @@
 """A first-in first-out store of hidden states with their positions, or of their keys and values, for the memories that
-keep them.
+keep them; the best slots of a bounded cache; and contexts made of hidden states.
 
-Legend: B rows, N tokens, M slots, L = M + N, D model width, W = 2 D, H heads, E head width, P position channels.
+Legend: B rows, N tokens, M slots, L = M + N, D model width, W = 2 D, H heads, E head width, P position channels; X any
+dimensions (rows, or rows and heads), C channels.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.interfaces.capabilities import own_word
-from cached_transformers.interfaces.memory import ProjectKV
+from cached_transformers.interfaces.memory import Context, ProjectKV
 from cached_transformers.state import State
 
 own_word("stored_kv", "keys and values, with as many heads as the queries, to be stored instead of hidden states")
@@ -180,3 +181,43 @@ def push_out(
         total_B = valid_BL.sum(1)
     left = Rows(hidden_BLD[:, :n], positions_BLP[:, :n], (total_B - slots).clamp(min=0))
     return Rows(hidden_BLD[:, n:], positions_BLP[:, n:], total_B.clamp(max=slots)), left
+
+
+def best(score_XL: Tensor, valid_XL: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    """Indices of the kept entries, (X, M), oldest first, and whether they are real; empty ones come first."""
+    total = score_XL.shape[-1]
+    chosen_XM = score_XL.masked_fill(~valid_XL, -torch.inf).topk(slots, -1).indices
+    real_XM = valid_XL.gather(-1, chosen_XM)
+    order_XM = torch.where(real_XM, chosen_XM, chosen_XM - total).sort(-1).values
+    return order_XM % total, order_XM >= 0
+
+
+def kept(old_XMC: Tensor, new_XNC: Tensor, index_XM: Tensor, real_XM: Tensor) -> Tensor:
+    """(X, M, C): stored and new entries selected by `best`; 0 in empty slots."""
+    both_XLC = torch.cat([old_XMC, new_XNC.to(old_XMC.dtype).expand(*old_XMC.shape[:-2], -1, -1)], -2)
+    chosen_XMC = both_XLC.gather(-2, index_XM[..., None].expand(*index_XM.shape, both_XLC.shape[-1]))
+    return torch.where(real_XM[..., None], chosen_XMC, 0)
+
+
+def from_last(valid_XL: Tensor) -> Tensor:
+    """Number of real entries from each one to the end, itself included."""
+    return valid_XL.flip(-1).cumsum(-1).flip(-1)
+
+
+def recalled(
+    project_kv: ProjectKV,
+    *,
+    hidden_BMD: Tensor,
+    positions_BMP: Tensor,
+    valid_BM: Tensor,
+    weight_BM: Tensor | None = None,
+    consecutive: bool = False,
+) -> Context:
+    """Hidden states (inputs of the layer, before its norm) as a context; values are multiplied by `weight_BM`.
+
+    A model memory offers `functools.partial(recalled, hidden_BMD=..., ...)`, to which the layer gives its projections.
+    """
+    k_BHME, v_BHME = project_kv(torch.where(valid_BM[..., None], hidden_BMD, 0))
+    if weight_BM is not None:
+        v_BHME = v_BHME * weight_BM[:, None, :, None]
+    return Context(k_BHME, v_BHME, positions_BMP, valid_BM, consecutive, clean=weight_BM is None)

@@ -1,8 +1,15 @@
-"""Checks of memories' options, with one message each."""
+"""Checks of memories' options, with one message each, and the option of gates that can close.
+
+A sigmoid never is 0: what a memory holds fades by a fixed share with every segment that says nothing. Stretched and
+cut, as the hard concrete gates of Louizos, Welling and Kingma 2018 (arXiv:1712.01312) without their noise, it closes.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, Literal
+
+from torch import Tensor
 
 NO_MEMORY = "; a model without memory takes memory=None"
 """The way out for who asks for a memory of size 0."""
@@ -20,3 +27,23 @@ def check_choices(**given: tuple[Any, tuple[Any, ...]]) -> None:
     for name, (value, choices) in given.items():
         if value not in choices:
             raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
+
+
+def check_heads(width: int, heads: int) -> None:
+    """Refuse (ValueError) heads that do not share out the width."""
+    if heads < 1 or width % heads:
+        raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
+
+
+Gate = Literal["sigmoid", "stretched"]
+GATES = ("sigmoid", "stretched")
+STRETCH = 0.1
+"""By how much a stretched gate reaches beyond 0 and 1 before it is cut."""
+CUT = math.log((1 + STRETCH) / STRETCH)
+"""The logit at which it is 1; at -CUT it is 0."""
+
+
+def gated(logits: Tensor, gate: Gate = "sigmoid") -> Tensor:
+    """The gate of such logits, from 0 to 1; "stretched" it is 0 up to -CUT and 1 from CUT on."""
+    share = logits.sigmoid()
+    return (share * (1 + 2 * STRETCH) - STRETCH).clamp(0, 1) if gate == "stretched" else share

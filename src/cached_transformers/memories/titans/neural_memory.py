@@ -103,10 +103,6 @@ class NeuralMemory(FastWeights):
             that hold K values under independent keys have that of the values.
 
     The weights before the first token are parameters: the last matrix of each net is 0, so that it gives 0.
-
-    State: 2 P numbers a net, P = K V with one layer, 2 expansion K^2 with two. Cost of a token, in multiply-adds a net:
-    5 P with one layer and 5.5 P with two, C times the sum of I + O of its matrices, and 2 C^2 + C for the scans, half
-    of the square for the two triangular systems.
     """
 
     def __init__(
