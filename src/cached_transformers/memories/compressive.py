@@ -24,14 +24,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
-from cached_transformers.interfaces.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, one_segment
-from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
 from .parts.compression import FUNCTIONS, LEARNED
 from .parts.fifo_store import (
-    KEEP,
     Pairs,
     Rows,
     empty_pairs,
@@ -45,6 +43,7 @@ from .parts.fifo_store import (
     side_by_side,
 )
 from .parts.options import check_choices
+from .transformer_xl import TransformerXL
 
 
 class CompressiveState(NamedTuple):
@@ -79,7 +78,7 @@ class CompressiveState(NamedTuple):
         lambda *given: {**one_segment(*given), "compressed": 0, "rate": 1},
     ),
 )
-class Compressive(LayerMemory):
+class Compressive(TransformerXL):
     """The last inputs of the layer, and before them older ones compressed.
 
     Training adds, per token and layer, (2 D^2 + 2 N D) (1 + 1 / rate) multiply-adds for the attention loss, or D^2 for
@@ -96,12 +95,8 @@ class Compressive(LayerMemory):
         error: "norm" of the difference for each row (the paper), or its "mean_square", of the losses with a target.
         positions: "slots": a slot is one step long, whatever it holds. "age": it has the position of the middle of its
             group.
-        relative: own scheme of relative positions per layer, as Transformer-XL's; False takes the model's scheme, the
-            only one in host models.
-        clamp: distances beyond it count as it.
-        eval_length, eval_compressed: sizes of states made in evaluation mode; as in training when None.
-        keep: what states made in evaluation mode hold in the compressed slots: "hidden" states, as in training, or
-            their keys and values ("kv"), made once, as of `TransformerXL`. What may yet be compressed stays hidden.
+        relative, clamp, eval_length, keep: see `TransformerXL`; `keep` is of the compressed slots.
+        eval_compressed: slots of states made in evaluation mode; as in training when None.
 
     Raises:
         ValueError: sizes too small, unknown names, or options that exclude each other.
@@ -127,18 +122,13 @@ class Compressive(LayerMemory):
         eval_compressed: int | None = None,
         keep: Literal["hidden", "kv"] = "hidden",
     ) -> None:
-        super().__init__()
-        self.keep = keep
-        self.width, self.heads, self.rate, self.relative, self.clamp = width, heads, rate, relative, clamp
-        self.length, self.compressed, self.positions, self.error = length, compressed, positions, error
-        self.eval_length = length if eval_length is None else eval_length
+        super().__init__(width, heads, length, eval_length=eval_length, relative=relative, clamp=clamp, keep=keep)
+        self.rate, self.compressed, self.positions, self.error = rate, compressed, positions, error
         self.eval_compressed = compressed if eval_compressed is None else eval_compressed
         self._check(function, loss)
         make = FUNCTIONS[function]
         if function == "most_used" and compressed:
             self.needs = self.needs | {"weights"}
-        if keep == "kv":
-            self.needs = self.needs | {"stored_kv"}
         self.function = make(rate, width) if make is not None and compressed else None
         self.loss = loss or ("attention" if function in LEARNED and compressed else None)
         if self.loss in (None, "task"):
@@ -146,7 +136,7 @@ class Compressive(LayerMemory):
         self.decoder = nn.Linear(width, rate * width) if self.loss == "autoencoding" else None
 
     def _check(self, function: str, loss: str | None) -> None:
-        at_least_one(length=self.length, eval_length=self.eval_length, rate=self.rate)
+        at_least_one(rate=self.rate)
         for name, value in {"compressed": self.compressed, "eval_compressed": self.eval_compressed}.items():
             if value < 0:
                 raise ValueError(f"{name}={value} must be a number of slots, or 0 for a plain Transformer-XL")
@@ -160,7 +150,6 @@ class Compressive(LayerMemory):
             loss=(loss, (None, "attention", "autoencoding", "task")),
             error=(self.error, ("norm", "mean_square")),
             positions=(self.positions, ("slots", "age")),
-            keep=(self.keep, KEEP),
         )
         if loss is not None and (function not in LEARNED or self.compressed == 0):
             raise ValueError(
@@ -171,14 +160,9 @@ class Compressive(LayerMemory):
             raise ValueError("keep='kv' needs compressed slots, but compressed=0 has none; take keep='hidden'")
         if function == "dilated" and self.rate == 1:
             raise ValueError("function='dilated' needs rate of at least 2, got rate=1; take function='conv'")
-        if self.clamp is not None and not self.relative:
-            raise ValueError(f"clamp={self.clamp} limits relative distances; take relative=True, or clamp=None")
-
-    def position_scheme(self) -> Positions | None:
-        return RelativePositions(self.heads, self.width // self.heads, clamp=self.clamp) if self.relative else None
 
     def init_state(self, batch_size: int, like: Tensor) -> CompressiveState:
-        length, slots = (self.length, self.compressed) if self.training else (self.eval_length, self.eval_compressed)
+        length, slots = self._slots(), self.compressed if self.training else self.eval_compressed
         waiting = self.rate - 1 if slots else 0
         empty = empty_pairs if self.keep == "kv" and not self.training else empty_rows
         return CompressiveState(

@@ -24,14 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.checks import at_least_one
-from cached_transformers.interfaces.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, one_segment
-from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
-from .parts.fifo_store import Rows, best, empty_rows, kept
-from .parts.options import NO_MEMORY, one_of
+from .parts.fifo_store import Rows, best, kept
+from .parts.options import one_of
+from .transformer_xl import TransformerXL
 
 LOSSES = ("ramp", "mean")
 
@@ -72,7 +71,7 @@ def _whole_episode(segment: int, distance: int, depth: int) -> dict[str, float]:
     without={"own_loss": "price=0"},
     probe=Probing(_whole_episode, one_segment),
 )
-class ExpireSpan(LayerMemory):
+class ExpireSpan(TransformerXL):
     """Keys and values of the layer's inputs; each fades out at the end of a span that it predicts itself.
 
     Parameters: D + 1, w and b. Memory in training: B N M numbers a layer for m, beside the logits' bias.
@@ -93,9 +92,7 @@ class ExpireSpan(LayerMemory):
             below 0), or "mean", the mean span of the segment's tokens (the paper), which pushes all of them.
         noisy: in training, cut spans at a random share of `longest`, drawn for a whole batch, in each segment and layer
             (there, one draw for all layers). Noise does not decide which slots are dropped.
-        relative: own position scheme per layer, as Transformer-XL's; False takes the model's scheme, the only one in
-            host models.
-        clamp: distances beyond it count as it.
+        relative, clamp: see `TransformerXL`.
 
     Raises:
         ValueError: a length below 1, spans longer than the store without `evict`, a ramp, span or divisor that is not
@@ -121,11 +118,7 @@ class ExpireSpan(LayerMemory):
         relative: bool = True,
         clamp: int | None = None,
     ) -> None:
-        super().__init__()
-        at_least_one(" slot" + NO_MEMORY, length=length)
-        if clamp is not None and not relative:
-            raise ValueError(f"clamp={clamp} limits relative distances; take relative=True, or clamp=None")
-        self.width, self.heads, self.length, self.relative, self.clamp = width, heads, length, relative, clamp
+        super().__init__(width, heads, length, relative=relative, clamp=clamp)
         self.ramp = max(1, length // 8) if ramp is None else ramp
         self.longest = length + 1 - self.ramp if longest is None else longest
         self.initial, self.divisor, self.evict = initial, divisor, evict
@@ -169,12 +162,6 @@ class ExpireSpan(LayerMemory):
             normed_BMD = F.layer_norm(hidden_BMD.to(wide), (self.width,))
             logits_BM = F.linear(normed_BMD, self.weight_D.to(wide)[None])[..., 0] / self.divisor + self.bias.to(wide)
         return self.longest * logits_BM.sigmoid()
-
-    def position_scheme(self) -> Positions | None:
-        return RelativePositions(self.heads, self.width // self.heads, clamp=self.clamp) if self.relative else None
-
-    def init_state(self, batch_size: int, like: Tensor) -> Rows:
-        return empty_rows(batch_size, self.length, self.width, like)
 
     def open(self, state: Rows, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> OpenedSpans:
         assert project_kv is not None

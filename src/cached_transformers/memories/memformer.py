@@ -42,13 +42,13 @@ class MemorySlots(NamedTuple):
 class SlotAttention(nn.Module):
     """Residual cross-attention of the tokens over the slots of a model memory ("sublayer" insertion)."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, bias: bool = True) -> None:
         super().__init__()
         self.heads = heads
         self.norm = nn.LayerNorm(width)
         self.query = nn.Linear(width, width)
         self.key_value = nn.Linear(width, 2 * width)
-        self.output = nn.Linear(width, width)
+        self.output = nn.Linear(width, width, bias=bias)
 
     def forward(self, x_BND: Tensor, slots_BMD: Tensor, valid_BM: Tensor | None = None) -> Tensor:
         """Read of the valid slots (all when None); zeros for a row without any."""

@@ -43,11 +43,12 @@ from cached_transformers.interfaces.memory import (
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
 
+from .memformer import SlotAttention
 from .parts.fifo_store import Rows, empty_rows, push, recalled
 from .parts.options import one_of
 
 
-class SideAttention(nn.Module):
+class SideAttention(SlotAttention):
     """Attention of the tokens over a table of summaries, with the choice of attending nothing.
 
     Args:
@@ -59,21 +60,14 @@ class SideAttention(nn.Module):
     """
 
     def __init__(self, width: int, heads: int, *, top_k: int | None = None, clip: int | None = None) -> None:
-        super().__init__()
-        self.heads, self.top_k, self.clip = heads, top_k, clip
-        self.norm = nn.LayerNorm(width)
-        self.query = nn.Linear(width, width)
-        self.key_value = nn.Linear(width, 2 * width)
-        self.output = nn.Linear(width, width, bias=False)  # what attends nothing must add nothing
+        super().__init__(width, heads, bias=False)  # what attends nothing must add nothing
+        self.top_k, self.clip = top_k, clip
         self.nothing_HE = nn.Parameter(0.02 * torch.randn(heads, width // heads))
         self.place_bias = None if clip is None else nn.Parameter(torch.zeros(heads, 2 * clip + 1))
 
     def forward(self, x_BND: Tensor, slots_BMD: Tensor, valid_BM: Tensor, places_BM: Tensor) -> Tensor:
         """Read of the valid slots; `places_BM` counts blocks from the tokens' own."""
         return self.read(x_BND, *self.open(slots_BMD, valid_BM, places_BM))
-
-    def _heads(self, t_BND: Tensor) -> Tensor:
-        return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def _asking(self, x_BND: Tensor) -> Tensor:
         """Input of the queries."""
@@ -83,13 +77,11 @@ class SideAttention(nn.Module):
         self, slots_BMD: Tensor, valid_BM: Tensor, places_BM: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Keys and values (B, H, M, E) of the slots, which are valid, and their biases (B, H, 1, M)."""
-        slots_BMD = torch.where(valid_BM[..., None], slots_BMD, 0)  # a NaN would survive a mask on the logits
-        k, v = self.key_value(slots_BMD).chunk(2, -1)
         bias = None
         if self.clip is not None and self.place_bias is not None:
             column_BM = places_BM.clamp(-self.clip, self.clip) + self.clip
             bias = self.place_bias[:, column_BM].transpose(0, 1)[:, :, None]
-        return self._heads(k), self._heads(v), valid_BM, bias
+        return *super().open(slots_BMD, valid_BM), bias  # type: ignore[return-value]
 
     def read(self, x_BND: Tensor, k: Tensor, v: Tensor, valid_BM: Tensor, bias_BH1M: Tensor | None) -> Tensor:
         """`forward`, of what `open` gave."""

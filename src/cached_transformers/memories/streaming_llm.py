@@ -65,11 +65,7 @@ class StreamingLLM(TransformerXL):
     Args:
         width: D. heads: H.
         length: R, slots of the last tokens before the segment. sinks: S; 0 is a window.
-        eval_length: R of states made in evaluation mode; `length` when None.
-        relative: own position scheme per layer, as Transformer-XL's; False takes the model's scheme, the only one in
-            host models. Positions that are added to the tokens go with the stored states and stay what they were.
-        keep: what states made in evaluation mode hold: "hidden" states, as in training, or their keys and values
-            ("kv"), made once; see `TransformerXL`.
+        eval_length, relative, keep: see `TransformerXL`; eval_length is of R.
 
     Raises:
         ValueError: a length below 1, sinks below 0, or another `keep`; keys and values in training mode.

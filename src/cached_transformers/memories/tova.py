@@ -52,13 +52,9 @@ class TOVA(TransformerXL):
 
     Args:
         width: D. heads: H.
-        length: M, slots. eval_length: M of states made in evaluation mode; `length` when None.
+        length: M, slots. eval_length, relative, keep: see `TransformerXL`.
         places: position of kept keys: their place in the "stream", as in the releases, or in the "cache",
             right before the segment, so that no distance is one that training did not have.
-        relative: own position scheme per layer, as Transformer-XL's; False takes the model's scheme, the only one in
-            host models.
-        keep: what states made in evaluation mode hold: "hidden" states, as in training, or their keys and values
-            ("kv"), made once; see `TransformerXL`.
 
     Raises:
         ValueError: a length below 1, other `places` or another `keep`; keys and values in training mode.

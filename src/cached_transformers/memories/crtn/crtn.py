@@ -102,8 +102,7 @@ class CRTN(ModelMemory):
         placed: recalled tokens are at their own positions ("slot"), or right before the segment ("packed").
         short_memory: newest segments that are always recalled, unweighted, and no regions to choose yet (the authors'
             draft paper, there in tokens). The first run of "compute_first" sees them.
-        relative: position scheme of Transformer-XL for all layers; False takes the model's scheme, the only one in
-            host models.
+        relative: see `TransformerXL`.
 
     Raises:
         ValueError: sizes below 1, topk above regions, unknown names, options that exclude each other; in use, a segment

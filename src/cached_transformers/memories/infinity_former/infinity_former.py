@@ -107,8 +107,7 @@ class InfinityFormer(LayerMemory):
             (of its part in the variance unless `prior_mean` is given); 0 for none. prior_deviation, prior_mean: of that
             density.
         normalise: whether inputs enter the signal with mean 0 and variance 1.
-        relative: own position scheme for short memory and segment, as in Transformer-XL; False takes the model's, the
-            only one in host models.
+        relative: see `TransformerXL`.
 
     Raises:
         ValueError: a size below 1, a number out of its range, or a basis that the widths do not divide.
