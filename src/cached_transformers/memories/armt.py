@@ -127,11 +127,8 @@ LONG = {"write_gate": "stretched"}
 class ARMT(ModelMemory):
     """Memory tokens after each segment, stored layer by layer as associations that the next segments read.
 
-    The tokens themselves are the same in every segment: the associations are all that is carried. A row that has stored
-    nothing reads zeros. In pre-norm models the written vectors pass through a LayerNorm of the
-    memory, so that the residual stream cannot grow from segment to segment; the authors have none.
-
-    A and z are float32 at least: sums of many writes want the digits.
+    In pre-norm models the written vectors pass through a LayerNorm of the memory, so that the residual stream cannot grow
+    from segment to segment. A and z are float32 at least: sums of many writes want the digits.
 
     Args:
         width: D. heads: H, of the model; the memory has none of its own.

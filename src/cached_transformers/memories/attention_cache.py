@@ -109,8 +109,7 @@ class AttentionCache(SharedCacheMemory):
         combine, bias, dropout, reduction, window: see `MemoryBranch`.
 
     Raises:
-        ValueError: ratio, heads or widths do not fit; a switch has an unknown value; attend="sample" with
-            update="store".
+        ValueError: an option out of its range, or options that exclude each other.
     """
 
     def __init__(

@@ -118,11 +118,9 @@ without one passes the error on."""
 class BlockRecurrent(LayerMemory):
     """State vectors of one upper layer, read by the tokens of a segment and renewed by gates when it ends.
 
-    The paper's window is another memory: `memory=["transformer_xl", "block_recurrent"]`.
-
-    Queries, keys and values of the segment are the layer's, before positions. C is float32 at least, also in models of
-    lower precision: a slow gate adds little each time. Padding is neither read nor written; a row of nothing but
-    padding keeps its states. They can be neither more nor fewer than in training, since each has a vector of its own.
+    Queries, keys and values of the segment are the layer's, before positions. C is float32 at least: a slow gate adds
+    little each time. Padding is neither read nor written. The paper's window is another memory:
+    `memory=["transformer_xl", "block_recurrent"]`.
 
     Args:
         width: D. heads: H.
@@ -141,8 +139,7 @@ class BlockRecurrent(LayerMemory):
             counted from 0. The model gives them.
 
     Raises:
-        ValueError: a size below 1, a layer that does not exist, a width that the heads do not divide, an unknown
-            choice, a number that is not finite, or a scale of 0.
+        ValueError: an option out of its range, or options that exclude each other.
     """
 
     needs = frozenset({"state", "head"})  # nothing in the layers that have no states

@@ -81,9 +81,6 @@ class CompressiveState(NamedTuple):
 class Compressive(TransformerXL):
     """The last inputs of the layer, and before them older ones compressed.
 
-    Training adds, per token and layer, (2 D^2 + 2 N D) (1 + 1 / rate) multiply-adds for the attention loss, or D^2 for
-    autoencoding; "most_used" adds one product of the queries with all keys, (M + N) D.
-
     Args:
         width: D. heads: H.
         length: hidden states kept as they are (and up to rate - 1 that wait). compressed: slots for older ones; 0 makes

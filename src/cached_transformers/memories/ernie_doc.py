@@ -149,8 +149,8 @@ def _picked(q_BHNE: Tensor, table_HEZ: Tensor, row_BNK: Tensor) -> Tensor:
 class ErnieDoc(TransformerXL):
     """Keys and values of the last `length` outputs of the same layer.
 
-    A document can be fed twice ("retrospective feed"): `SegmentLoop(passes=2)`, with the loss of the second feed, where
-    every segment has heard of all others. There a causal model has read a token's target before: no next-token loss.
+    A document can be fed twice: `SegmentLoop(passes=2)`, with the loss of the second feed, where every segment has heard
+    of all others. There a causal model has read a token's target before: no next-token loss.
 
     Args:
         width: D. heads: H.

@@ -74,8 +74,6 @@ def _whole_episode(segment: int, distance: int, depth: int) -> dict[str, float]:
 class ExpireSpan(TransformerXL):
     """Keys and values of the layer's inputs; each fades out at the end of a span that it predicts itself.
 
-    Parameters: D + 1, w and b. Memory in training: B N M numbers a layer for m, beside the logits' bias.
-
     Args:
         width: D. heads: H.
         length: M, slots.
@@ -95,8 +93,7 @@ class ExpireSpan(TransformerXL):
         relative, clamp: see `TransformerXL`.
 
     Raises:
-        ValueError: a length below 1, spans longer than the store without `evict`, a ramp, span or divisor that is not
-            above 0, an `initial` outside (0, 1), a price below 0, or another `loss`.
+        ValueError: an option out of its range, or options that exclude each other.
     """
 
     needs = frozenset({"state", "context", "bias", "own_loss"})

@@ -106,12 +106,9 @@ class OpenedMixtures(NamedTuple):
 class Feedback(ModelMemory):
     """The past as one vector a token, mixed of all layers, which every layer attends instead of the segment.
 
-    Keys and values of the M mixtures are recomputed at each segment, so that their projections learn from them.
-
-    Training keeps the weights of all slots for each token and layer (4 L M H bytes a token in float32). With padding,
-    with another attention than softmax, with attention dropout, or where positions turn the keys, it keeps their keys
-    and values (8 M D bytes a token, turned ones for each layer). A compiled step holds the graph of every token: take
-    short segments.
+    Keys and values of the M mixtures are recomputed at each segment, so that their projections learn from them. Training
+    keeps 4 L M H bytes a token; with padding, another attention than softmax, attention dropout, or positions that turn
+    the keys, 8 M D and more. A compiled step holds the graph of every token: take short segments.
 
     Args:
         width: D. heads: H. depth: layers, of the model. length: M, tokens that are attended.

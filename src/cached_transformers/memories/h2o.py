@@ -62,8 +62,8 @@ class HeavyHitters(NamedTuple):
 class H2O(TransformerXL):
     """Keys and values to which the queries of each head gave most weight so far, and the last ones. No parameters.
 
-    They are kept as they were made, without a gradient; in training they grow old, as those of `Memorizing` do.
-    They are at their places in the cache, right before the segment, since each head keeps other ones.
+    They are kept as they were made, without a gradient, at their places in the cache, right before the segment, since
+    each head keeps other ones.
 
     Args:
         width: D. heads: H.

@@ -118,11 +118,9 @@ class Infini(Recurrent):
     """A matrix in each head holds keys and values of all earlier segments; a gate per head mixes its answer with
     attention.
 
-    It has no weights but the gates, and uses the layer's own queries, keys and values, before positions. Keys that
-    several heads share come once for each of them, so that such heads hold the same matrix. M and z are float32 at
-    least, under autocast too: z grows by every token, and sums want the digits. Padding writes nothing.
-
-    Weight decay would pull the gates to g = 1/2: it is not for parameters whose names end in "gate_H".
+    It has no weights but the gates, and uses the layer's own queries, keys and values, before positions. M and z are
+    float32 at least, under autocast too. Weight decay would pull the gates to g = 1/2: it is not for parameters whose
+    names end in "gate_H".
 
     Args:
         width: D. heads: H.

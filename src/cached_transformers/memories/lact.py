@@ -123,10 +123,8 @@ def rows_like(t: Tensor, like: Tensor) -> Tensor:
 class LaCT(LayerMemory):
     """Wide gated nets per row that learn values by key, in one step for all tokens of a segment.
 
-    It uses the layer's own queries, keys and values, before positions. The layer's attention has to cover the segment:
-    its writes are read from the next segment on. A text can be generated token by token.
-
-    The state is float32 at least.
+    It uses the layer's own queries, keys and values, before positions. Its writes are read from the next segment on. The
+    state is float32 at least.
 
     Args:
         width: D. heads: H.

@@ -115,9 +115,8 @@ def forget(slots_BMD: Tensor, bias_MD: Tensor) -> Tensor:
 class Memformer(ModelMemory):
     """Slots that every block attends, each rewritten after a segment from itself and the segment's tokens.
 
-    In a causal model a segment reads only slots written by earlier segments. The cross-attention is
-    between attention and feed-forward with a residual connection and a norm of its own before it. Padding is not
-    written; a row of nothing but padding keeps its slots.
+    The cross-attention is between attention and feed-forward, with a residual connection and a norm of its own before it.
+    A row of nothing but padding keeps its slots.
 
     Args:
         width: D. heads: H, also of the write.
@@ -128,8 +127,7 @@ class Memformer(ModelMemory):
             through a LayerNorm of the memory first.
 
     Raises:
-        ValueError: a length below 1; a temperature or forgetting that is not above 0; a width that the heads do not
-            divide; an unknown norm.
+        ValueError: an option out of its range, or options that exclude each other.
     """
 
     needs = frozenset({"state", "slots"})

@@ -160,9 +160,8 @@ def _short_store(segment: int, distance: int, depth: int) -> dict[str, int]:
 class Memorizing(LayerMemory):
     """The nearest of the last `length` keys of one upper layer, mixed per head by a learned gate.
 
-    Queries and keys are compared without positions and at unit length, times a learned factor per head. The layer's own
-    attention is left as it is; the original normalises its queries and keys too. The store is read before the segment
-    is written to it. With an index of faiss the state stays the same tensors, and compiled code breaks at the search.
+    Queries and keys are compared without positions and at unit length, times a learned factor per head. With an index
+    of faiss the state stays the same tensors, and compiled code breaks at the search.
 
     Args:
         width: D. heads: H.

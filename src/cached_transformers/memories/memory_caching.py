@@ -131,13 +131,8 @@ def _one_snapshot(segment: int, distance: int, depth: int) -> Mapping[str, Any]:
 class MemoryCaching(LayerMemory):
     """A recurrent memory of a layer whose states at segment ends are kept, and read beside the one that goes on.
 
-    With no snapshot, in a row's first segment, or with slots=0, it is the memory below. A segment of padding alone is
-    not stored. The contexts are means of the memory's own keys: of infini the layer's, of others their projection.
-
-    A token's read depends on the earlier keys of the partial segment, so generation reads that again
-    (`ReadsAgain`), though the memory below may promise not to.
-
-    In float32 at least. Training keeps the S answers to each token, S N D numbers a row and layer.
+    With no snapshot, in a row's first segment, or with slots=0, it is the memory below. A segment of padding alone
+    is not stored. A read depends on the earlier keys of the partial segment, so generation reads that again (`ReadsAgain`).
 
     Args:
         width: D. heads: H.
@@ -151,8 +146,7 @@ class MemoryCaching(LayerMemory):
         channels: of the layer's input, where they are not D. facts: for the memory below. The model gives them.
 
     Raises:
-        ValueError: a memory below that does not exist or has no states that could be asked, negative slots, k below 1,
-            unknown names, or "soup" over a memory whose states cannot be mixed.
+        ValueError: an option out of its range, or options that exclude each other.
     """
 
     needs = frozenset({"state", "head"})

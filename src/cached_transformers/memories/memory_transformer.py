@@ -68,9 +68,7 @@ class MemoryTransformer(ModelMemory):
         causal: whether the model is causal (models say it themselves).
 
     Raises:
-        ValueError: a length below 1, a cache below 0, an unknown place or mask, a memory after the tokens of a causal
-            model; or a bottleneck in a causal one, with a cache, with weights that it has anyway, or with the memory
-            after.
+        ValueError: an option out of its range, or options that exclude each other.
     """
 
     needs = frozenset({"tokens_round"})

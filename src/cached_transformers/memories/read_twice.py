@@ -142,14 +142,9 @@ class OpenedTable(NamedTuple):
 class ReadTwice(ModelMemory):
     """Summaries of all blocks of a document, made by a first read and attended in a second (`SegmentLoop(passes=2)`).
 
-    In one pass over a stream every block is new, so that it is a first read and writes its summaries. With
-    `first_read="plain"` it reads nothing, as in the paper, and one pass alone is a model without memory. With
-    `first_read="running"` it reads the summaries of earlier blocks on the way, which are then those of reads with
-    memory: a recurrent form that one pass suffices for.
-
-    A block that is new to a row is told from one that it has read by its position, so that both passes must cut a
-    document alike, and a row that begins another document must be reset. When the table is full the oldest summaries
-    leave it; a block without summaries counts as the one before the oldest that has some.
+    A block that a row has read is known by its position, so that both passes must cut a document alike, and a row that
+    begins another document must be reset. In one pass every block is new: with `first_read="running"` it reads the
+    summaries of earlier blocks, a recurrent form that one pass suffices for. A full table drops the oldest summaries.
 
     Args:
         width: D. heads: H.

@@ -63,10 +63,8 @@ class RMT(ModelMemory):
     """Memory tokens before the segment are read, as many after it are written and carried to the next one.
 
     Memory tokens have the positions right before and after the segment, which keeps its own; cached tokens move M
-    positions back. A layer memory stores only the segment's tokens.
-
-    In models with norms before the sublayers the residual stream would grow from segment to segment, so carried tokens
-    pass through a LayerNorm of the memory; with norms after the sums it is normalised already.
+    positions back. In models with norms before the sublayers carried tokens pass through a LayerNorm of the memory,
+    without which the residual stream would grow from segment to segment.
 
     Args:
         width: D. heads: H.

@@ -194,11 +194,9 @@ class Segatron(ModelMemory):
     """Transformer-XL that also knows how many sentences and paragraphs ago something was.
 
     A sentence begins after a token of `sentence_ends`, a paragraph (and with it a sentence) after one of
-    `paragraph_ends`; so a token's numbers depend on what comes before it alone. Without such tokens all numbers stay 0.
-    A caller that knows the numbers gives them (`places` of a language model and of a `SegmentLoop`), for all tokens or
-    some: the others count on from the token before them. Only differences count. A row may begin with any number; from
-    token to token, and from segment to segment, numbers stay or rise by one, so that a sentence without tokens has
-    none. In a causal model they must not depend on later tokens.
+    `paragraph_ends`. A caller that knows the numbers gives them (`places` of a language model and of a `SegmentLoop`),
+    for all tokens or some: the others count on from the token before them. Only differences count; from token to token,
+    and from segment to segment, numbers stay or rise by one.
 
     Args:
         width: D. heads: H.

@@ -173,13 +173,8 @@ class InnerModel(FastWeights):
 class TTT(FastMemory):
     """A small model in each head is trained on keys and values while it reads, in training and evaluation alike.
 
-    It reads token by token: a write is visible to its own token and all later ones, in the same segment, too. Keys,
-    queries and values are projections of its own, as in the paper, whose layer replaces attention; with
-    y = 0 and s = 1 this one is it, before its output projection.
-
-    A token's read depends on the partial segment, so generation reads that again (`ReadsAgain`).
-
-    The state is float32 at least: it is the sum of many small steps.
+    A read depends on the partial segment, so generation reads that again (`ReadsAgain`). Keys, queries and values are
+    projections of its own. The state is float32 at least: it is the sum of many small steps.
 
     Args:
         width: D. heads: H.

@@ -30,8 +30,7 @@ def bumps(count: int, widths: Sequence[float]) -> Bumps:
     """`count` bumps, one of each width at every centre; the centres are evenly spaced from 0 to 1. In float64.
 
     Raises:
-        ValueError: no width or one that is not positive; a count that is no multiple of the number of widths, or that
-            leaves fewer than two centres.
+        ValueError: an option out of its range, or options that exclude each other.
     """
     if not widths or min(widths) <= 0:
         raise ValueError(f"widths={tuple(widths)} must be positive widths on a past of length 1, as (0.01, 0.05)")

@@ -89,10 +89,7 @@ class InfinityFormer(LayerMemory):
     """A short memory of the last inputs, and before it the whole past as a continuous signal of fixed size.
 
     As soon as a row has `length + chunk` inputs in the short memory, its oldest `chunk` enter the signal. It is fitted
-    without gradient, in float32 or wider, after the segment was read.
-
-    The old signal is sampled where the segment's queries looked (sticky memories); a second refit after one segment
-    samples evenly.
+    without gradient, in float32 or wider, and sampled where the segment's queries looked (sticky memories).
 
     Args:
         width: D. heads: H.

@@ -163,8 +163,7 @@ def side_by_side(memories: Sequence[LayerMemory]) -> LayerMemory:
     """One layer memory of several; of one it is that one, and memories that remember nothing are left out.
 
     Raises:
-        ValueError: they store positions of different channels, which no layer could subtract; or one acts
-            before the projections whose keys another one stores.
+        ValueError: an option out of its range, or options that exclude each other.
     """
     kept = [memory for memory in memories if type(memory) is not LayerMemory or memory.needs]
     if len(kept) < 2:

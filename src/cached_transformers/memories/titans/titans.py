@@ -80,13 +80,8 @@ def logit(share: float, gate: Gate) -> float:
 class Titans(FastMemory):
     """Small nets of each row that learn online what value is stored under what key, in training and evaluation alike.
 
-    place="gate" reads token by token: a write is visible to its own token and all later ones, in the same segment, too.
-    place="layer" does so before attention, whose window may then be short: its inputs have been through the
-    memory. place="context" reads the memory before the segment; a row without writes reads nothing.
-
-    A token's read depends on the partial segment, so generation reads that again (`ReadsAgain`).
-
-    The state is float32 at least: it is the sum of many small steps.
+    A read depends on the partial segment, so generation reads that again (`ReadsAgain`), but for place="context". The
+    state is float32 at least: it is the sum of many small steps.
 
     Args:
         width: D. heads: H.
