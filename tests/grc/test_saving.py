@@ -35,18 +35,6 @@ def assert_same_future(a: nn.Module, b: nn.Module) -> None:
 
 
 @kinds
-def test_a_fresh_model_and_its_checkpoint_have_the_same_keys(options: dict[str, Any]) -> None:
-    fresh = small_vit(**options)
-    names = [name for name in fresh.state_dict() if name.endswith("cache_MC")]
-    assert len(names) == 2
-    trained = small_vit(**options)
-    step(trained, images(0))
-    fresh.load_state_dict(saved(trained), strict=True)
-    assert fresh.state_dict().keys() == trained.state_dict().keys()
-    assert_same_future(fresh, trained)
-
-
-@kinds
 def test_a_checkpoint_in_mid_training_holds_the_pending_proposal(options: dict[str, Any]) -> None:
     model = small_vit(**options)
     step(model, images(0)), step(model, images(1))
@@ -68,18 +56,6 @@ def test_saving_does_not_change_training(options: dict[str, Any]) -> None:
         step(model, images(index)), step(twin, images(index))
         model.state_dict()
     assert_same_future(model, twin)
-
-
-@kinds
-def test_an_evaluation_model_takes_a_checkpoint(options: dict[str, Any]) -> None:
-    """Keys and values of the old cache are dropped."""
-    trained, served = small_vit(**options), small_vit(**options).eval()
-    step(trained, images(0))
-    with torch.no_grad():
-        before = served(images(1)).outputs
-        served.load_state_dict(saved(trained))
-        after = served(images(1)).outputs
-        assert torch.equal(after, trained.eval()(images(1)).outputs) and not torch.equal(after, before)
 
 
 # ---- copies

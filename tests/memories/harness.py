@@ -6,6 +6,7 @@ Legend: B rows, N tokens, D model width.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def run_layer(
     clock_B1 = torch.zeros(len(inputs[0]), 1, dtype=torch.long)
     for x, padding in zip(inputs, paddings or [None] * len(inputs), strict=True):
         real = torch.ones(x.shape[:2], dtype=torch.bool) if padding is None else ~padding
-        places = ((clock_B1 + real.cumsum(1) - 1).clamp(min=0)[..., None],) if counted else ()
+        places = ((clock_B1 + (real.cumsum(1) - 1).clamp(min=0))[..., None],) if counted else ()
         attended = layer(x, *places, state=state, padding_BN=padding)
         trace = Trace(x, attended.y_BND, attended.query, attended.reading, attended.weights_BHNL)
         state, loss = layer.memory.write(state, trace)
@@ -99,6 +100,27 @@ def run_layer(
         after.append(state)
         total, clock_B1 = total if loss is None else total + loss, clock_B1 + real.sum(1, keepdim=True)
     return outs, after, total
+
+
+def sines(distance: int, width: int) -> Tensor:
+    """Transformer-XL's code of a distance: all sines, then all cosines."""
+    angle = [distance * 10000 ** (-2 * k / width) for k in range(width // 2)]
+    return torch.tensor([math.sin(a) for a in angle] + [math.cos(a) for a in angle], **DOUBLE)
+
+
+def logit(scheme: Any, q_E: Tensor, k_E: Tensor, head: int, code_D: Tensor | None = None) -> Tensor:
+    """Of one query and one key of a head, whose distance has this code; None: without positions."""
+    e = len(q_E)
+    if code_D is None:
+        return q_E @ k_E / math.sqrt(e)
+    r = (scheme.project.weight @ code_D)[head * e : (head + 1) * e]
+    return ((q_E + scheme.content_bias[head]) @ k_E + (q_E + scheme.position_bias[head]) @ r) / math.sqrt(e)
+
+
+def project(layer: Any, x_D: Tensor) -> list[tuple[Tensor, ...]]:
+    """Query, key and value of one token, each as one vector a head."""
+    parts = layer.qkv(layer.norm(x_D)).split(layer.width)
+    return [part.split(layer.width // layer.heads) for part in parts]
 
 
 def agree(

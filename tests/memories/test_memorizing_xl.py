@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from memories import harness
+from memories.harness import HEADS, WIDTH, agree, run, segments
 from torch import Tensor, nn
 
-from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.interfaces.memory import Trace
 from cached_transformers.layers.attention import SelfAttention
@@ -24,34 +25,19 @@ from cached_transformers.memories import create_memory
 from cached_transformers.memories.parts.composite import SideBySide
 from cached_transformers.positions import RotaryPositions
 
-ROWS, HEADS, WIDTH, SEGMENT, VOCABULARY, DEPTH = 2, 2, 8, 5, 13, 4
+ROWS = 2
 XL = {"name": "transformer_xl", "length": 7, "relative": False}
 STORE = {"name": "memorizing", "length": 24, "k": 3}
 
 
-def build(memory: Any, **options: Any) -> Any:
-    """A model in float64, in which each weight of the same name has the same value."""
-    torch.manual_seed(0)
-    sizes = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "feed_forward": 16, "vocabulary": VOCABULARY}
-    model = create_model("language_model", memory=memory, **sizes, positions="rotary", **options).double()
+def build(memory: Any) -> Any:
+    """A model in which each weight of the same name has the same value."""
+    model = harness.build(memory, scale=0, depth=4, positions="rotary")
     for name, parameter in model.named_parameters():
         seed = sum(name.replace(".members.0", "").replace(".members.1", "").encode())
         with torch.no_grad():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)).double())
     return model.eval()
-
-
-def segments(count: int = 5) -> list[Tensor]:
-    return list(torch.randint(0, VOCABULARY, (count, ROWS, SEGMENT), generator=torch.Generator().manual_seed(1)))
-
-
-def read(model: Any, inputs: list[Tensor], **options: Any) -> list[Tensor]:
-    state, outs = model.init_state(ROWS), []
-    for x in inputs:
-        out = model(x, state, **options)
-        state = out.state
-        outs.append(out.outputs)
-    return outs
 
 
 # ---- a slow twin
@@ -129,14 +115,7 @@ def test_a_layer_is_what_loops_compute() -> None:
         twin(layer, [x[b] for x in inputs], [p[b] for p in paddings], [bool(r[b]) for r in resets]) for b in range(ROWS)
     ]
     expected = [torch.stack(rows) for rows in zip(*by_row, strict=True)]
-    results = []
-    for ys in (found, expected):
-        ys = [y[~p] for y, p in zip(ys, paddings, strict=True)]
-        loss = sum((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() for y in ys)
-        results.append([*ys, *torch.autograd.grad(loss, list(layer.parameters()))])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
-        assert b.abs().max() > 1e-4
+    agree(*([y[~p] for y, p in zip(ys, paddings, strict=True)] for ys in (found, expected)), layer, least=1e-4)
 
 
 # ---- limiting cases
@@ -146,13 +125,10 @@ def test_a_closed_gate_leaves_the_cache_alone() -> None:
     both, alone = build([XL, STORE]), build(XL)
     members = [block.attention.memory.members for block in both.stack.blocks]
     assert [knn.here for _, knn in members] == [False, False, True, False]  # the paper's 9 of 12
-    inputs = segments()
-    told = read(both, inputs)
+    inputs = segments(5)
+    told, wanted = ([out.outputs for out in run(model, inputs)] for model in (both, alone))
     for _, knn in members:
         knn.close_gate()
-    for a, b in zip(read(both, inputs), read(alone, inputs), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-    assert all((a - b).abs().max() > 1e-3 for a, b in zip(told[1:], read(alone, inputs)[1:], strict=True))
-
-
-# ---- streams, generation, diagonals
+    for a, b in zip(run(both, inputs), wanted, strict=True):
+        torch.testing.assert_close(a.outputs, b, rtol=0, atol=1e-12)
+    assert all((a - b).abs().max() > 1e-3 for a, b in zip(told[1:], wanted[1:], strict=True))

@@ -7,33 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+from memories import harness
+from memories.harness import HEADS, VOCABULARY, WIDTH, agree
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers import create_model
-from cached_transformers.interfaces.attention import Attention
 from cached_transformers.interfaces.incremental import enter_segment
 from cached_transformers.interfaces.memory import Query, Reading, Tokens, Trace
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.read_twice import ReadTwice, SideAttention, SideAttentionOnce
 from cached_transformers.models.stack_model import make_stack
 from cached_transformers.models.stack_options import StackOptions
-from cached_transformers.registry import ATTENTIONS
 
-VOCABULARY, WIDTH, HEADS, ROWS, BLOCK, BLOCKS = 7, 8, 2, 2, 4, 3
+ROWS, BLOCK, BLOCKS = 2, 4, 3
 DOCUMENT: dict[str, Any] = {"scope": "document"}
 
 
-def build(memory: dict[str, Any] | None, *, scale: float = 0.3, **options: Any) -> Any:
-    """A small language model in float64, the same weights at every call, none of them zero."""
-    torch.manual_seed(1)
-    spec = None if memory is None else {"name": "read_twice", "slots": 6, **memory}
-    sizes = {"width": WIDTH, "depth": 2, "heads": HEADS, "feed_forward": 12}
-    model = create_model("language_model", vocabulary=VOCABULARY, memory=spec, **{**sizes, **options}).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(scale * torch.randn_like(parameter))
-    return model
+def build(memory: dict[str, Any] | None, **options: Any) -> Any:
+    return harness.build(None if memory is None else {"name": "read_twice", "slots": 6, **memory}, **options)
 
 
 def tokens(blocks: int = BLOCKS, seed: int = 0, rows: int = ROWS) -> Tensor:
@@ -162,20 +153,8 @@ def test_values_and_gradients_are_those_of_loops(options: dict[str, Any]) -> Non
     model, inputs = build(options), tokens()
     lengths = [BLOCKS * BLOCK, BLOCKS * BLOCK - 2]
     padding = torch.arange(BLOCKS * BLOCK) >= torch.tensor(lengths)[:, None]
-    wanted = twin(model, inputs, lengths)
-    got = logits(model, inputs, padding=padding)
-    parameters = dict(model.named_parameters())
-    direction = torch.randn(BLOCKS * BLOCK, VOCABULARY, dtype=torch.float64)
-    losses = [
-        sum((y_NV * direction[: len(y_NV)]).sum() for y_NV in ys)
-        for ys in ([row[:n] for row, n in zip(got, lengths, strict=True)], wanted)
-    ]
-    for row, n, expected in zip(got, lengths, wanted, strict=True):
-        torch.testing.assert_close(row[:n], expected, rtol=0, atol=1e-10)
-    grads = [torch.autograd.grad(loss, list(parameters.values())) for loss in losses]
-    for name, a, b in zip(parameters, *grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
-        assert b.abs().max() > 1e-9, name
+    got = [row[:n] for row, n in zip(logits(model, inputs, padding=padding), lengths, strict=True)]
+    agree(got, twin(model, inputs, lengths), model)
 
 
 # ---- two blocks by hand
@@ -202,7 +181,7 @@ def test_two_blocks_computed_by_hand() -> None:
         tokens = Tokens(x_BND, positions)
         entry = enter_segment(memory, state, tokens, [])
         assert entry.slots is not None and not entry.slots[1].any()  # the first read of every block sees nothing
-        trace = trace_of(x_BND, positions)
+        trace = Trace(x_BND, x_BND, Query(x_BND, None, positions, None), Reading())
         _, state, _ = memory.exit(state, x_BND, [trace])
     assert state.table.hidden_BMD[0].tolist() == [[0, 0], [0, 0], [1, 2], [2, -1]]
     assert state.table.positions_BMP[0, 2:].tolist() == [[0, 0], [2, 1]] and state.blocks_B.item() == 2
@@ -219,10 +198,6 @@ def test_two_blocks_computed_by_hand() -> None:
     want = [(10 * e1 + 20 * e2) / total, (20 * e1 - 10 * e2) / total]
     assert got[0, 0].tolist() == pytest.approx(want, abs=1e-12)
     assert want == pytest.approx([14.3595, -0.0798], abs=1e-4)
-
-
-def trace_of(x_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None) -> Any:
-    return Trace(x_BND, x_BND, Query(x_BND, None, positions_BNP, padding_BN), Reading())
 
 
 # ---- what each read sees
@@ -313,18 +288,6 @@ def test_the_oldest_summaries_leave_a_full_table() -> None:
         assert slots is not None and slots[2][0].tolist() == place
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_padding_in_front_or_behind_changes_nothing(passes: int) -> None:
-    model, inputs = build({**DOCUMENT, "summary": "ends", "every": 2} if passes == 2 else {"every": 2}), tokens()
-    blocks = inputs.view(ROWS, BLOCKS, BLOCK)
-    filler = torch.full((ROWS, BLOCKS, 1), 3)
-    padded = torch.cat([filler, blocks, filler], 2).flatten(1)
-    padding = torch.tensor([True, *[False] * BLOCK, True]).repeat(ROWS, BLOCKS)
-    got = logits(model, padded, passes=passes, length=BLOCK + 2, padding=padding)
-    want = logits(model, inputs, passes=passes)
-    torch.testing.assert_close(got.unflatten(1, (BLOCKS, -1))[:, :, 1:-1].flatten(1, 2), want, rtol=0, atol=1e-10)
-
-
 def test_the_joint_form_appends_the_summaries_to_the_keys_of_each_layer() -> None:
     """A second read of block 0 equals one pass of attention over [summaries, block]."""
     model, inputs = build({**DOCUMENT, "attention": "joint"}, positions="none"), tokens()
@@ -405,17 +368,46 @@ def test_a_window_shorter_than_the_document_cuts_the_first_read_off() -> None:
     assert reached(build(DOCUMENT), bptt=BLOCKS - 1) == {0: [], 1: [], 2: []}
 
 
-# ---- what does not fit
+# ---- the side attention by itself
 
 
-def test_the_joint_form_asks_for_a_core_that_takes_keys() -> None:
-    class Closed(Attention):
-        can = frozenset({"causal", "bidirectional"})
+def side_inputs(top_k: int | None = None, clip: int | None = None) -> tuple[SideAttention, list[Tensor]]:
+    side = SideAttention(WIDTH, HEADS, top_k=top_k, clip=clip).double()
+    x, slots = torch.randn(ROWS, 5, WIDTH).double(), torch.randn(ROWS, 4, WIDTH).double()
+    valid = torch.tensor([[True, True, False, True], [False, False, False, False]])
+    return side, [x, slots, valid, torch.arange(4).expand(ROWS, -1)]
 
-    ATTENTIONS.register("closed_for_this_test")(Closed)
-    try:
-        build(DOCUMENT, attention="closed_for_this_test")
-        with pytest.raises(ValueError, match="ReadTwice"):
-            build({"attention": "joint"}, attention="closed_for_this_test")
-    finally:
-        del ATTENTIONS._entries["closed_for_this_test"]
+
+def test_what_sees_nothing_reads_exactly_nothing() -> None:
+    side, (x, slots, valid, places) = side_inputs(clip=2)
+    y = side(x, slots, valid, places)
+    assert y[0].abs().min() > 0 and y[1].abs().max() == 0
+    nn.init.constant_(side.nothing_HE, 1e4)
+    nn.init.constant_(side.query.weight, 0), nn.init.constant_(side.query.bias, 1)
+    assert side(x, slots, valid, places).abs().max() == 0  # and so does what prefers the no-op key
+
+
+def test_empty_slots_may_hold_anything() -> None:
+    side, (x, slots, valid, places) = side_inputs(top_k=2, clip=1)
+    poisoned = torch.where(valid[..., None], slots, torch.nan).requires_grad_()
+    far = torch.where(valid, places, 2**40)
+    y = side(x, poisoned, valid, far)
+    torch.testing.assert_close(y, side(x, slots, valid, places), rtol=0, atol=1e-12)
+    y.square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in side.parameters()) and poisoned.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("top_k", [3, 4, 9])
+def test_a_top_k_of_all_that_is_visible_is_none(top_k: int) -> None:
+    side, given = side_inputs()
+    y = side(*given)
+    side.top_k = top_k
+    torch.testing.assert_close(side(*given), y, rtol=0, atol=1e-12)
+    side.top_k = 2
+    assert (side(*given)[0] - y[0]).abs().max() > 1e-3
+
+
+def test_tokens_may_come_in_two_calls() -> None:
+    side, (x, *rest) = side_inputs(clip=1)
+    whole = side(x, *rest)
+    torch.testing.assert_close(torch.cat([side(part, *rest) for part in x.split(2, 1)], 1), whole, rtol=0, atol=1e-12)

@@ -43,7 +43,7 @@ def build(name: str, **options: Any) -> Any:
         sizes = {"vocabulary": 5, "width": 12, "depth": 2, "heads": 2, "feed_forward": 8}
         return create_model("language_model", memory={"name": name, **options}, **sizes)
     width, heads = options.pop("width", 8), options.pop("heads", 2)
-    given = {key: options.pop(key) for key in ("depth", "index") if key in options}
+    given = {key: options.pop(key) for key in ("depth", "index", "causal") if key in options}
     return create_memory({"name": name, **facts, **options}, width, heads, **{"depth": 2, **given})
 
 
@@ -142,6 +142,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("memorizing", {"joint": True, "empty": "zero"}, "joint=True"),
     ("memory_transformer", {"place": "back"}, "place='back'.*place='front'"),
     ("memory_transformer", {"cache": -1}, "cache=-1"),
+    ("memory_transformer", {"bottleneck": True, "control": True, "causal": False}, "bottleneck=True with control=True"),
+    ("memory_transformer", {"bottleneck": True, "cache": 4, "causal": False}, "bottleneck=True with cache=4"),
+    ("memory_transformer", {"bottleneck": True, "place": "back", "causal": False}, "bottleneck=True with place='back'"),
     ("read_twice", {"first_read": "running", "scope": "document"}, "scope='document'.*first_read='plain'"),
     ("read_twice", {"new_layers": 2}, "new_layers=2"),
     ("read_twice", {"new_layers": 1, "layer": 0}, "new_layers=1.*layer=0"),

@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from memories.harness import agree, sines
 from memories.xl_family import (
     HEADS,
     WIDTH,
     Place,
-    assert_equal_values_and_gradients,
     copying,
     joined,
     language_model,
     run,
-    sines,
     text,
     twin,
 )
@@ -64,7 +63,7 @@ def test_the_model_is_its_slow_twin(options: dict[str, Any]) -> None:
         assert places[-1][1] > places[-1][2] > 0
         window = length if "same_length" in options else None
         rows.append(twin(model, row.tolist(), places, segment, length, code, window=window))
-    assert_equal_values_and_gradients(model, joined(run(model, tokens, segment)), torch.stack(rows))
+    agree([joined(run(model, tokens, segment))], [torch.stack(rows)], model, least=1e-6)
 
 
 # --- the numbers
@@ -159,38 +158,22 @@ def climbing(rows: int, count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("clamp", [None, 2])
-@pytest.mark.parametrize("shift", ["exact", "official"])
+@pytest.mark.parametrize("shift", ["exact", "official", "signed"])
 @pytest.mark.parametrize(("n", "m"), [(1, 4), (4, 0), (5, 3)])
-def test_both_distances_are_their_formulas(n: int, m: int, shift: str, clamp: int | None) -> None:
-    """One query, key, head and row at a time: D = X_i - X_j, or X_last - X_(j + n - 1 - i)."""
-    e = WIDTH // HEADS
-    scheme = SegatronPositions(HEADS, e, widths=WIDTHS, clamp=clamp, shift=shift).double()
+def test_distances_are_their_formulas(n: int, m: int, shift: str, clamp: int | None) -> None:
+    """One query, key, head and row at a time: D = X_i - X_j, or X_last - X_(j + n - 1 - i); below 0 to later keys."""
+    e, signed = WIDTH // HEADS, shift == "signed"
+    options = {"signed": True} if signed else {"shift": shift}
+    scheme = SegatronPositions(HEADS, e, widths=WIDTHS, clamp=clamp, **options).double()
     places, q = climbing(2, m + n), torch.randn(2, HEADS, n, e, dtype=torch.double)
     got = scheme.bias(q, places[:, m:], places)
     for b, h, i in itertools.product(range(2), range(HEADS), range(n)):
-        for j in range(m + i + 1):
-            ends = (places[b, m + i], places[b, j]) if shift == "exact" else (places[b, -1], places[b, j + n - 1 - i])
-            distance = (ends[0] - ends[1]).tolist()
-            code = torch.cat(
-                [sines(d if clamp is None else min(d, clamp), w) for d, w in zip(distance, WIDTHS, strict=True)]
-            )
+        for j in range(m + n if signed else m + i + 1):
+            first, last = (j + n - 1 - i, m + n - 1) if shift == "official" else (j, m + i)
+            distance = (places[b, last] - places[b, first]).clamp(-(clamp or 99), clamp or 99)
+            code = torch.cat([sines(d, w) for d, w in zip(distance.tolist(), WIDTHS, strict=True)])
             r = (scheme.project.weight @ code)[h * e : (h + 1) * e]
-            want = (q[b, h, i] + scheme.position_bias[h]) @ r / math.sqrt(e)
-            near(got[b, h, i, j], want)
-
-
-@pytest.mark.parametrize("clamp", [None, 2])
-def test_distances_to_later_keys_are_below_zero_in_a_bidirectional_model(clamp: int | None) -> None:
-    e, n, m = WIDTH // HEADS, 4, 3
-    scheme = SegatronPositions(HEADS, e, widths=WIDTHS, clamp=clamp, signed=True).double()
-    places, q = climbing(2, m + n), torch.randn(2, HEADS, n, e, dtype=torch.double)
-    got = scheme.bias(q, places[:, m:], places)
-    for b, h, i, j in itertools.product(range(2), range(HEADS), range(n), range(m + n)):
-        distance = places[b, m + i] - places[b, j]
-        distance = distance if clamp is None else distance.clamp(-clamp, clamp)
-        code = torch.cat([sines(d, w) for d, w in zip(distance.tolist(), WIDTHS, strict=True)])
-        r = (scheme.project.weight @ code)[h * e : (h + 1) * e]
-        near(got[b, h, i, j], (q[b, h, i] + scheme.position_bias[h]) @ r / math.sqrt(e))
+            near(got[b, h, i, j], (q[b, h, i] + scheme.position_bias[h]) @ r / math.sqrt(e))
 
 
 def test_the_two_distances_agree_where_no_sentence_ends_and_only_there() -> None:

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from memories import harness
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_lab.tasks.recipes import config_from_dict
-from cached_transformers import add_memory, create_memory, create_model
+from cached_transformers import add_memory, create_memory
 from cached_transformers.interfaces.incremental import read_segment
 from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.layers.attention import SelfAttention
@@ -33,12 +34,10 @@ XL = {"name": "transformer_xl", "length": 8, "relative": False}
 RELATIVE_XL = {"name": "transformer_xl", "length": 8}
 
 
-def build(memory: Any, model: str = "language_model", **options: Any) -> nn.Module:
-    """A model in float64 of which no weight keeps an initial value that would hide its effect."""
-    torch.manual_seed(0)
+def build(memory: Any, model: str = "language_model", **options: Any) -> Any:
+    """The same weights by the same names, whatever else the model has."""
     more = {"classes": 3, "max_length": 2 * SEGMENT} if model == "sequence_classifier" else {}
-    sizes = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "feed_forward": 2 * WIDTH, "vocabulary": VOCABULARY}
-    made = create_model(model, memory=memory, **sizes, **more, **options).double()
+    made = harness.build(memory, model=model, scale=0, width=WIDTH, feed_forward=2 * WIDTH, **more, **options)
     for name, parameter in made.named_parameters():
         generator = torch.Generator().manual_seed(sum(name.encode()))
         with torch.no_grad():
@@ -46,18 +45,12 @@ def build(memory: Any, model: str = "language_model", **options: Any) -> nn.Modu
     return made
 
 
-def segments(count: int = 4, seed: int = 1) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return list(torch.randint(0, VOCABULARY, (count, ROWS, SEGMENT), generator=generator))
+def segments(count: int = 4) -> tuple[Tensor, ...]:
+    return harness.segments(count, length=SEGMENT)
 
 
-def outputs(model: nn.Module, inputs: list[Tensor]) -> Tensor:
-    state, found = model.init_state(ROWS), []  # type: ignore[operator]
-    for segment in inputs:
-        out = model(segment, state)
-        state = out.state
-        found.append(out.outputs)
-    return torch.stack(found)
+def outputs(model: Any, inputs: Sequence[Tensor]) -> Tensor:
+    return torch.stack([out.outputs for out in harness.run(model, inputs)])
 
 
 def take_weights(both: nn.Module, alone: nn.Module, number: int) -> None:
@@ -126,30 +119,13 @@ def twin(layer: SelfAttention, inputs: list[Tensor], slots: int) -> list[Tensor]
 def test_a_layer_against_a_slow_twin(order: int) -> None:
     torch.manual_seed(0)
     pair = [create_memory(GRC, WIDTH, HEADS), create_memory(XL, WIDTH, HEADS)][::order]
-    layer = SelfAttention(WIDTH, HEADS, memory=SideBySide(pair), causal=True).double()  # type: ignore[arg-type]
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.3)
+    layer = harness.wild(SelfAttention(WIDTH, HEADS, memory=SideBySide(pair), causal=True))  # type: ignore[arg-type]
     inputs = list(torch.randn(4, ROWS, SEGMENT, WIDTH, dtype=torch.float64))
-    places = torch.zeros(ROWS, SEGMENT, 1, dtype=torch.long)
-    state, found = layer.init_state(ROWS, inputs[0]), []
-    for x_BND in inputs:
-        attended = layer(x_BND, places, state=state)
-        found.append(attended.y_BND)
-        trace = Trace(x_BND, attended.y_BND, attended.query, attended.reading)
-        state, loss = layer.write(state, trace, attended.core_state)
-        assert loss is None
+    found, _, loss = harness.run_layer(layer, inputs, counted=True)
+    assert loss == 0
     by_row = [twin(layer, list(row), 8) for row in zip(*inputs, strict=True)]
     expected = [torch.stack(rows) for rows in zip(*by_row, strict=True)]
-    directions = [torch.randn_like(x) for x in inputs]
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-    grads = (
-        torch.autograd.grad(sum((y * d).sum() for y, d in zip(ys, directions, strict=True)), list(layer.parameters()))
-        for ys in (found, expected)
-    )
-    for (name, _), a, b in zip(layer.named_parameters(), *grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
-        assert b.abs().max() > 1e-6, name
+    harness.agree(found, expected, layer, least=1e-6)
 
 
 # ---- what passes between a layer and its memories
@@ -207,9 +183,6 @@ def test_beside_a_memory_that_spans_the_layers() -> None:
     cached = build([{"name": "rmt", "length": 3, "cache": 4}, GRC])
     assert [type(m).__name__ for m in members(cached)[0].members] == ["CacheBeforeTokens", "StreamGRC"]
     outputs(cached, inputs)
-
-
-# ---- training, states, generation
 
 
 # ---- refusals and recipes
@@ -277,9 +250,6 @@ class Outer(LayerMemory):
     def position_scheme(self) -> Positions | None:
         return self.inner.position_scheme()
 
-    def window(self) -> int | None:
-        return self.inner.window()
-
     def init_state(self, batch_size: int, like: Tensor) -> Any:
         return (self.inner.init_state(batch_size, like), torch.zeros(batch_size, dtype=torch.long))
 
@@ -304,9 +274,6 @@ def test_a_memory_round_another_gives_it_what_the_model_says(monkeypatch: pytest
     assert all(isinstance(m.inner, Memorizing) for m in members(model))
     inputs = segments()
     assert torch.equal(outputs(model, inputs), outputs(plain, inputs))
-    beside = build([{"name": "test_outer", "over": RELATIVE_XL}, GRC])
-    assert isinstance(beside.stack.blocks[0].attention.positions, RelativePositions)  # type: ignore[union-attr]
-    outputs(beside, inputs)
     pair, listed = build({"name": "test_outer", "over": [GRC, RELATIVE_XL]}), build([GRC, RELATIVE_XL])
     listed.load_state_dict({name.replace(".memory.inner.", ".memory."): t for name, t in pair.state_dict().items()})
     assert torch.equal(outputs(pair, inputs), outputs(listed, inputs))

@@ -127,8 +127,8 @@ LONG = {"write_gate": "stretched"}
 class ARMT(ModelMemory):
     """Memory tokens after each segment, stored layer by layer as associations that the next segments read.
 
-    In pre-norm models the written vectors pass through a LayerNorm of the memory, so that the residual stream cannot grow
-    from segment to segment. A and z are float32 at least: sums of many writes want the digits.
+    In pre-norm models the written vectors pass through a LayerNorm of the memory, so that the residual stream cannot
+    grow from segment to segment. A and z are float32 at least: sums of many writes want the digits.
 
     Args:
         width: D. heads: H, of the model; the memory has none of its own.
@@ -140,9 +140,6 @@ class ARMT(ModelMemory):
         mask: of a causal model: memory tokens see each other in the "causal" order, or "full" (a bias for the core).
         causal, depth: of the model, which hands them over. norm: "pre" or "post", where its norms are; with "post" what
             is written has no further norm.
-
-    Raises:
-        ValueError: a length, key width, nu or depth below 1; an unknown mask, norm or write_gate.
     """
 
     needs = frozenset({"state", "tokens_round", "slots_in_front", "layer_traces"})

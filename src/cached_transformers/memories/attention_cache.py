@@ -107,9 +107,6 @@ class AttentionCache(SharedCacheMemory):
         initial_gate: lambda at the start.
         interpolation, size, prefix, sync: see `SharedCache`.
         combine, bias, dropout, reduction, window: see `MemoryBranch`.
-
-    Raises:
-        ValueError: an option out of its range, or options that exclude each other.
     """
 
     def __init__(

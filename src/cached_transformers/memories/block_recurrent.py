@@ -137,9 +137,6 @@ class BlockRecurrent(LayerMemory):
         feed_forward: F, of forms that have one; 4 D when None.
         channels: of the layer's input and output, where they are not D. index, depth: which layer of how many this is,
             counted from 0. The model gives them.
-
-    Raises:
-        ValueError: an option out of its range, or options that exclude each other.
     """
 
     needs = frozenset({"state", "head"})  # nothing in the layers that have no states

@@ -94,9 +94,6 @@ class Compressive(TransformerXL):
             group.
         relative, clamp, eval_length, keep: see `TransformerXL`; `keep` is of the compressed slots.
         eval_compressed: slots of states made in evaluation mode; as in training when None.
-
-    Raises:
-        ValueError: sizes too small, unknown names, or options that exclude each other.
     """
 
     needs = frozenset({"state", "context", "own_loss"})

@@ -42,9 +42,6 @@ class ErnieDocPositions(Positions):
         longest: T, tokens of the longest segment. slots: M.
         tasks: number of tasks; the second channel of the positions is then the task of each token, and the term of G
             takes part. It says nothing where all keys have one task.
-
-    Raises:
-        ValueError: a size below 1; when run, a segment of more than T tokens or positions without the task.
     """
 
     def __init__(self, heads: int, head_width: int, longest: int, slots: int, tasks: int = 0) -> None:
@@ -149,7 +146,7 @@ def _picked(q_BHNE: Tensor, table_HEZ: Tensor, row_BNK: Tensor) -> Tensor:
 class ErnieDoc(TransformerXL):
     """Keys and values of the last `length` outputs of the same layer.
 
-    A document can be fed twice: `SegmentLoop(passes=2)`, with the loss of the second feed, where every segment has heard
+    A document can be fed twice: `SegmentLoop(passes=2)`, with the loss of the second feed, where each segment has heard
     of all others. There a causal model has read a token's target before: no next-token loss.
 
     Args:
@@ -160,9 +157,6 @@ class ErnieDoc(TransformerXL):
         relative, keep: see `TransformerXL`; keep="kv" with start="empty".
         longest: T; own position scheme with a trained vector per distance, for segments of at most T tokens;
             D (2 T + M) parameters a layer.
-
-    Raises:
-        ValueError: a size below 1, an unknown start or `keep`, `longest` without `relative`, or `keep="kv"` with zeros.
     """
 
     def __init__(

@@ -91,9 +91,6 @@ class ExpireSpan(TransformerXL):
         noisy: in training, cut spans at a random share of `longest`, drawn for a whole batch, in each segment and layer
             (there, one draw for all layers). Noise does not decide which slots are dropped.
         relative, clamp: see `TransformerXL`.
-
-    Raises:
-        ValueError: an option out of its range, or options that exclude each other.
     """
 
     needs = frozenset({"state", "context", "bias", "own_loss"})

@@ -106,7 +106,7 @@ class OpenedMixtures(NamedTuple):
 class Feedback(ModelMemory):
     """The past as one vector a token, mixed of all layers, which every layer attends instead of the segment.
 
-    Keys and values of the M mixtures are recomputed at each segment, so that their projections learn from them. Training
+    Keys and values of the M mixtures are recomputed at each segment, so that projections learn from them. Training
     keeps 4 L M H bytes a token; with padding, another attention than softmax, attention dropout, or positions that turn
     the keys, 8 M D and more. A compiled step holds the graph of every token: take short segments.
 
@@ -122,9 +122,6 @@ class Feedback(ModelMemory):
             of one token cheap (no 2 D^2 M), but from which old tokens no longer train the projections.
         official_renorm: between segments, normalise the segment's mixtures with the first layer's norm, as the authors'
             code does in a pre-norm model (where it is then normalised twice); results then depend on how a text is cut.
-
-    Raises:
-        ValueError: a size below 1, an unknown name, or `official_renorm` of a memory that keeps no hidden states.
     """
 
     needs = frozenset({"state", "context", "context_alone", "layer_traces", "pieces"})

@@ -69,9 +69,6 @@ class H2O(TransformerXL):
         width: D. heads: H.
         length: R, slots of the last tokens. heavy: slots of those that were attended most; 0 is a window.
         relative: see `TransformerXL`.
-
-    Raises:
-        ValueError: a length below 1, or heavy below 0.
     """
 
     needs = frozenset({"state", "context", "stored_kv", "weights"})

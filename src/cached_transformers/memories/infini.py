@@ -129,9 +129,6 @@ class Infini(Recurrent):
         first: output of a row without a past: A_dot ("bypass"), or the paper's (1 - g) A_dot ("gated").
         initial_gate: beta; 0 mixes halves. A model that was trained without the memory wants less, so that it changes
             little and the gate still learns: `preset="trained"` is -4 (g = 0.018).
-
-    Raises:
-        ValueError: a width that the heads do not divide, an unknown choice, or an initial gate that is no number.
     """
 
     needs = frozenset({"state", "head"})

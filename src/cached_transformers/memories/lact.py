@@ -123,7 +123,7 @@ def rows_like(t: Tensor, like: Tensor) -> Tensor:
 class LaCT(LayerMemory):
     """Wide gated nets per row that learn values by key, in one step for all tokens of a segment.
 
-    It uses the layer's own queries, keys and values, before positions. Its writes are read from the next segment on. The
+    It uses the layer's own queries, keys and values, before positions; writes are read from the next segment on. The
     state is float32 at least.
 
     Args:
@@ -136,10 +136,6 @@ class LaCT(LayerMemory):
         first: read of a row without a past: nothing ("bypass"), or the initial weights ("apply"), as in the paper.
         initial_scale: bias of u . x at first.
         channels: of the layer's input, where they are not D. The model gives them.
-
-    Raises:
-        ValueError: a width that nets or heads do not divide, sizes below 1, unknown names, a rate that is not above 0;
-            when it reads, a state below float32.
     """
 
     needs = frozenset({"state", "head"})

@@ -115,7 +115,7 @@ def forget(slots_BMD: Tensor, bias_MD: Tensor) -> Tensor:
 class Memformer(ModelMemory):
     """Slots that every block attends, each rewritten after a segment from itself and the segment's tokens.
 
-    The cross-attention is between attention and feed-forward, with a residual connection and a norm of its own before it.
+    The cross-attention is between attention and feed-forward, with a residual connection and a norm before it.
     A row of nothing but padding keeps its slots.
 
     Args:
@@ -125,9 +125,6 @@ class Memformer(ModelMemory):
         forgetting: length of the biases b at the start of training; slots are drawn to where they point.
         norm: "pre" or "post", where the model's norms are (models say it themselves); with "pre" written slots pass
             through a LayerNorm of the memory first.
-
-    Raises:
-        ValueError: an option out of its range, or options that exclude each other.
     """
 
     needs = frozenset({"state", "slots"})

@@ -174,10 +174,6 @@ class Memorizing(LayerMemory):
         faiss_index: "Flat" (exact) or "HNSW<links>" (approximate).
         initial_gate: b. initial_scale: s.
         index, depth: which layer of how many this is, counted from 0; the model gives them.
-
-    Raises:
-        ValueError: a size below 1, a layer that does not exist, a width that the heads do not divide, or an unknown
-            choice. ImportError: faiss is asked for and not installed.
     """
 
     needs = frozenset({"state", "head"})  # nothing in the layers that have no store

@@ -132,7 +132,7 @@ class MemoryCaching(LayerMemory):
     """A recurrent memory of a layer whose states at segment ends are kept, and read beside the one that goes on.
 
     With no snapshot, in a row's first segment, or with slots=0, it is the memory below. A segment of padding alone
-    is not stored. A read depends on the earlier keys of the partial segment, so generation reads that again (`ReadsAgain`).
+    is not stored. A read depends on the earlier keys of its segment, so generation reads that again (`ReadsAgain`).
 
     Args:
         width: D. heads: H.
@@ -144,9 +144,6 @@ class MemoryCaching(LayerMemory):
             ("restart").
         topk: k, snapshots that "sparse" mixes.
         channels: of the layer's input, where they are not D. facts: for the memory below. The model gives them.
-
-    Raises:
-        ValueError: an option out of its range, or options that exclude each other.
     """
 
     needs = frozenset({"state", "head"})

@@ -66,9 +66,6 @@ class MemoryTransformer(ModelMemory):
         mask: of a causal model: memory tokens see "full" their block, or in the "causal" order (no bias for the core).
         cache: C, tokens of a Transformer-XL memory in every layer, M places further back; 0 for none.
         causal: whether the model is causal (models say it themselves).
-
-    Raises:
-        ValueError: an option out of its range, or options that exclude each other.
     """
 
     needs = frozenset({"tokens_round"})

@@ -167,9 +167,6 @@ class ReadTwice(ModelMemory):
         top_k, clip: see `SideAttention`.
         block_length: tokens of a block, where a segment holds several; None for whole segments.
         causal, depth: of the model, which hands them over.
-
-    Raises:
-        ValueError: an unknown choice, a size below 1, or options that exclude each other.
     """
 
     needs = frozenset({"state", "slots"})

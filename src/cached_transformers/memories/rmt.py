@@ -75,9 +75,6 @@ class RMT(ModelMemory):
         causal: whether the model is causal (models say it themselves); in others the memory is in front only, and its
             outputs there are carried.
         norm: "pre" or "post", where the model's norms are (models say it themselves).
-
-    Raises:
-        ValueError: a length below 1, an unknown mask or norm, a cache below 0, `read_cache` without a cache.
     """
 
     needs = frozenset({"state", "tokens_round"})

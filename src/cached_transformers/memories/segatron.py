@@ -58,9 +58,6 @@ class SegatronPositions(RelativePositions):
             right for tokens alone and shows every token where later sentences of its segment begin.
         signed: keys may be after the query, whose distances are below 0; without, they count as 0, which is right
             where no query sees them.
-
-    Raises:
-        ValueError: the widths are negative, odd, or not D in all; or the shift is unknown.
     """
 
     def __init__(
@@ -208,11 +205,6 @@ class Segatron(ModelMemory):
             token of a segment know where later sentences end.
         allow_leak: let a causal model have shift="official"; a loss measured with it is too low.
         causal: of the model, which hands it over; without, keys after a token have distances below 0.
-
-    Raises:
-        ValueError: a length below 1, an id below 0, widths that do not fit, an unknown shift, one that leaks, or one
-            that a bidirectional model has no use for; when run, no token ids, or numbers that leap (on the CPU, outside
-            compiled code; an assertion of the device later elsewhere).
     """
 
     needs = frozenset({"state", "context", "token_ids"})

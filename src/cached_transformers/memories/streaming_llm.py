@@ -66,9 +66,6 @@ class StreamingLLM(TransformerXL):
         width: D. heads: H.
         length: R, slots of the last tokens before the segment. sinks: S; 0 is a window.
         eval_length, relative, keep: see `TransformerXL`; eval_length is of R.
-
-    Raises:
-        ValueError: a length below 1, sinks below 0, or another `keep`; keys and values in training mode.
     """
 
     def __init__(

@@ -55,9 +55,6 @@ class TOVA(TransformerXL):
         length: M, slots. eval_length, relative, keep: see `TransformerXL`.
         places: position of kept keys: their place in the "stream", as in the releases, or in the "cache",
             right before the segment, so that no distance is one that training did not have.
-
-    Raises:
-        ValueError: a length below 1, other `places` or another `keep`; keys and values in training mode.
     """
 
     needs = frozenset({"state", "context", "weights"})

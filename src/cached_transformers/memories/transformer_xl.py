@@ -55,9 +55,6 @@ class TransformerXL(LayerMemory):
         clamp: distances beyond it count as it.
         keep: what states made in evaluation mode hold: "hidden" states, as in training, whose keys and values are made
             again at each segment; or these ("kv"), made once, in twice the bytes. With other weights they mean nothing.
-
-    Raises:
-        ValueError: a length below 1, or another `keep`; keys and values in training mode.
     """
 
     needs = frozenset({"state", "context"})

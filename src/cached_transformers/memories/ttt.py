@@ -186,10 +186,6 @@ class TTT(FastMemory):
             out its learning; None for no limit.
         initial_share: s at first.
         channels: of the layer's input, where they are not D. The model gives them.
-
-    Raises:
-        ValueError: a width that the heads do not divide, an odd head width with `rotary`, an unknown model, sizes below
-            1, a rate below 0, a limit that is not above 0; when it reads, a state below float32.
     """
 
     needs = frozenset({"state", "head"})

@@ -104,10 +104,6 @@ class CRTN(ModelMemory):
             draft paper, there in tokens). The first run of "compute_first" sees them.
         relative: see `TransformerXL`.
 
-    Raises:
-        ValueError: sizes below 1, topk above regions, unknown names, options that exclude each other; in use, a segment
-            longer than `segment`.
-
     A linear summary costs L D K multiply-adds a segment, with scope="token" a token. The authors' last code has
     query="compute_first", scope="token", summary="last", short_memory=1, renormalise="softmax", rescale=True and
     scale=True. Its distances go wrong across unrecalled regions (a shift runs over the gap); here they are right.

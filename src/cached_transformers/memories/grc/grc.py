@@ -184,9 +184,6 @@ class GRC(SharedCacheMemory):
         positional_convolution: add a grouped 3 x 3 convolution of the input to the output (released code).
         interpolation, size, prefix, sync: see `SharedCache`.
         combine, bias, dropout, reduction, window: see `MemoryBranch`.
-
-    Raises:
-        ValueError: ratio, heads or widths do not fit; a stride without a map; or a switch has an unknown value.
     """
 
     def __init__(

@@ -77,9 +77,6 @@ class StreamGRC(LayerMemory):
         combine, initial_gate, bias, dropout: see `MemoryBranch`.
         update_gate: "sigmoid" as in the paper, which never is 0; "stretched" can close (arXiv:1712.01312), so that a
             slot outlives any number of segments. With it, start from an `update_bias` of -2 (open by 4 per cent).
-
-    Raises:
-        ValueError: an `update_bias` beyond +-2.39 of a stretched gate, where the gate is saturated and learns nothing.
     """
 
     needs = frozenset({"state", "head"})

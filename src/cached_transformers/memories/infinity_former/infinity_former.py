@@ -105,9 +105,6 @@ class InfinityFormer(LayerMemory):
             density.
         normalise: whether inputs enter the signal with mean 0 and variance 1.
         relative: see `TransformerXL`.
-
-    Raises:
-        ValueError: a size below 1, a number out of its range, or a basis that the widths do not divide.
     """
 
     needs = frozenset({"state", "context", "head", "own_loss"})

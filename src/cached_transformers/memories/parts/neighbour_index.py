@@ -30,9 +30,6 @@ class NeighbourIndex:
 
     Args:
         kind: "Flat" (exact) or "HNSW<links>" (approximate: a graph with that many links per key, arXiv:1603.09320).
-
-    Raises:
-        ValueError: another kind. ImportError: faiss is not installed.
     """
 
     def __init__(self, kind: str = "Flat") -> None:

@@ -100,11 +100,6 @@ class Titans(FastMemory):
         initial_share: s, at first, of "gate" and "layer".
         channels: of the layer's input, where they are not D. The model gives them.
         causal: of the model, which hands it over: whether token i is kept from h_j, j > i.
-
-    Raises:
-        ValueError: sizes below 1, nets that do not divide the width, unknown names, rates or limits that are not above
-            0, a power below 2, a momentum outside of (0, 1), persistent tokens but for place="context"; when it reads,
-            a state below float32.
     """
 
     needs = frozenset({"state", "head"})
