@@ -13,17 +13,7 @@ import numpy as np
 import pytest
 import torch
 from memories.harness import agree, build, same_states, sines
-from memories.xl_family import (
-    HEADS,
-    WIDTH,
-    Place,
-    copying,
-    joined,
-    language_model,
-    run,
-    text,
-    twin,
-)
+from memories.xl_family import HEADS, WIDTH, Place, copying, joined, language_model, run, text, twin
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -214,10 +204,7 @@ def encoder() -> Stack:
 
     def block(_: int) -> Block:
         layer = SelfAttention(
-            WIDTH,
-            HEADS,
-            memory=ErnieDoc(WIDTH, HEADS, 3),
-            positions=RelativePositions(HEADS, WIDTH // HEADS),
+            WIDTH, HEADS, memory=ErnieDoc(WIDTH, HEADS, 3), positions=RelativePositions(HEADS, WIDTH // HEADS)
         )
         return Block(layer, FeedForward(WIDTH, WIDTH), norms=(nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)))
 

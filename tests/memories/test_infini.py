@@ -10,15 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.transformers_hosts import (
-    BART,
-    BERT,
-    DECODERS,
-    T5,
-    Architecture,
-    architectures,
-    words,
-)
+from integrations.transformers_hosts import BART, BERT, DECODERS, T5, Architecture, architectures, words
 from memories.harness import HEADS, WIDTH, agree, inputs, layer_of, run_layer
 from torch import Tensor
 

@@ -139,10 +139,7 @@ def golden_model(weights: dict[str, Tensor], memory: Any) -> nn.Module:
     model = build(
         memory, norm="post", activation="relu", positions="relative", bias=False, scale_embedding=True, tied=False
     )
-    ours = {
-        "embedding.weight": weights["word_emb.emb_layers.0.weight"],
-        "head.weight": torch.zeros(VOCABULARY, WIDTH),
-    }
+    ours = {"embedding.weight": weights["word_emb.emb_layers.0.weight"], "head.weight": torch.zeros(VOCABULARY, WIDTH)}
     if memory is not None and "mem_tokens" in weights and memory["name"] == "rmt":
         ours["stack.model_memory.initial_MD"] = weights["mem_tokens"][:, 0]
     pairs = {

@@ -12,17 +12,7 @@ from typing import Any
 import pytest
 import torch
 from memories.harness import agree, sines
-from memories.xl_family import (
-    HEADS,
-    WIDTH,
-    Place,
-    copying,
-    joined,
-    language_model,
-    run,
-    text,
-    twin,
-)
+from memories.xl_family import HEADS, WIDTH, Place, copying, joined, language_model, run, text, twin
 from torch import Tensor
 
 from cached_transformers import state as states
@@ -123,10 +113,7 @@ def test_without_channels_for_sentences_it_is_transformer_xl() -> None:
 # --- causality, and the released code's distances
 
 
-SHIFTS: dict[str, dict[str, Any]] = {
-    "exact": {"shift": "exact"},
-    "official": {"shift": "official", "allow_leak": True},
-}
+SHIFTS: dict[str, dict[str, Any]] = {"exact": {"shift": "exact"}, "official": {"shift": "official", "allow_leak": True}}
 
 
 def outputs_around_a_sentence_end(shift: str) -> list[Tensor]:

@@ -13,16 +13,7 @@ import numpy as np
 import pytest
 import torch
 from memories.harness import agree, sines
-from memories.xl_family import (
-    HEADS,
-    WIDTH,
-    copying,
-    joined,
-    language_model,
-    run,
-    text,
-    twin,
-)
+from memories.xl_family import HEADS, WIDTH, copying, joined, language_model, run, text, twin
 from torch import Tensor, nn
 
 from cached_transformers.interfaces.memory import Trace

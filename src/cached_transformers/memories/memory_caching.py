@@ -99,11 +99,7 @@ def snapshot_memories() -> list[str]:
 
 
 def _one_snapshot(segment: int, distance: int, depth: int) -> Mapping[str, Any]:
-    """A layer knows one segment before its own, so that N of them reach N segments back.
-
-    Raises:
-        ValueError: the cue is nearer.
-    """
+    """A layer knows one segment before its own, so that N of them reach N segments back."""
     if distance <= depth:
         raise ValueError(
             f"distance={distance} is within reach of one snapshot in {depth} layers; take at least {depth + 1}"
@@ -246,11 +242,7 @@ class MemoryCaching(LayerMemory):
 
 
 def _memory_below(over: str | dict[str, Any], width: int, heads: int, facts: Mapping[str, Any]) -> Recurrent:
-    """The memory whose states are kept.
-
-    Raises:
-        ValueError: there is none of this name, its options do not fit, or it has no states that could be asked.
-    """
+    """The memory whose states are kept."""
     fit = f"take one of {', '.join(snapshot_memories())}"
     try:
         spec = memory_spec(over)

@@ -31,15 +31,7 @@ from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.incremental import enter_segment
-from cached_transformers.interfaces.memory import (
-    BlockRunner,
-    Entry,
-    ModelMemory,
-    Offer,
-    Projections,
-    Tokens,
-    Trace,
-)
+from cached_transformers.interfaces.memory import BlockRunner, Entry, ModelMemory, Offer, Projections, Tokens, Trace
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
 

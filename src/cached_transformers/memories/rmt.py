@@ -28,13 +28,7 @@ from cached_transformers.interfaces.memory import Entry, LayerMemory, ModelMemor
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
 
-from .parts.memory_tokens import (
-    carried_norm,
-    check_cache,
-    check_tokens,
-    surround,
-    visible_round,
-)
+from .parts.memory_tokens import carried_norm, check_cache, check_tokens, surround, visible_round
 from .transformer_xl import CacheBeforeTokens
 
 

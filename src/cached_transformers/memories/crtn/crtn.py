@@ -26,15 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one, insist
-from cached_transformers.interfaces.memory import (
-    BlockRunner,
-    Entry,
-    ModelMemory,
-    Offer,
-    Projections,
-    Tokens,
-    Trace,
-)
+from cached_transformers.interfaces.memory import BlockRunner, Entry, ModelMemory, Offer, Projections, Tokens, Trace
 from cached_transformers.interfaces.probing import Probing, one_segment
 from cached_transformers.memories.parts.fifo_store import recalled
 from cached_transformers.memories.parts.options import NO_MEMORY, check_choices

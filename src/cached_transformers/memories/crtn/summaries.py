@@ -89,11 +89,7 @@ SUMMARIES = ("linear", "mlp", "bilstm", "last", "mean")
 
 
 def make_summary(name: str, segment: int, width: int, key_width: int | None = None) -> Summary:
-    """Summary by name; see `CRTN`.
-
-    Raises:
-        ValueError: unknown names, a width that the summary has no use for, a width below 1, an odd one of a BiLSTM.
-    """
+    """Summary by name; see `CRTN`."""
     if name not in SUMMARIES:
         raise ValueError(f"unknown summary={name!r} (known: {', '.join(SUMMARIES)})")
     if key_width is not None and key_width < 1:

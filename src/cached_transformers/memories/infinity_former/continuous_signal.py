@@ -27,11 +27,7 @@ class Bumps(NamedTuple):
 
 
 def bumps(count: int, widths: Sequence[float]) -> Bumps:
-    """`count` bumps, one of each width at every centre; the centres are evenly spaced from 0 to 1. In float64.
-
-    Raises:
-        ValueError: an option out of its range, or options that exclude each other.
-    """
+    """`count` bumps, one of each width at every centre; the centres are evenly spaced from 0 to 1. In float64."""
     if not widths or min(widths) <= 0:
         raise ValueError(f"widths={tuple(widths)} must be positive widths on a past of length 1, as (0.01, 0.05)")
     if count % len(widths) or count < 2 * len(widths):

@@ -160,11 +160,7 @@ def members_of(memory: LayerMemory) -> list[LayerMemory]:
 
 
 def side_by_side(memories: Sequence[LayerMemory]) -> LayerMemory:
-    """One layer memory of several; of one it is that one, and memories that remember nothing are left out.
-
-    Raises:
-        ValueError: an option out of its range, or options that exclude each other.
-    """
+    """One layer memory of several; of one it is that one, and memories that remember nothing are left out."""
     kept = [memory for memory in memories if type(memory) is not LayerMemory or memory.needs]
     if len(kept) < 2:
         return kept[0] if kept else LayerMemory()
@@ -195,11 +191,7 @@ def _channels(memory: LayerMemory) -> int | None:
 
 
 def spanning(memories: Sequence[LayerMemory | ModelMemory]) -> ModelMemory | None:
-    """The one model-level memory among them; None where there is none.
-
-    Raises:
-        ValueError: there are two; or it lets tokens attend itself alone, and another one has a context, too.
-    """
+    """The one model-level memory among them; None where there is none."""
     found = [memory for memory in memories if isinstance(memory, ModelMemory)]
     names = [type(memory).__name__ for memory in found]
     if len(found) > 1:
@@ -219,11 +211,7 @@ def spanning(memories: Sequence[LayerMemory | ModelMemory]) -> ModelMemory | Non
 
 
 def one_scheme(memories: Sequence[LayerMemory | ModelMemory]) -> Positions | None:
-    """The position scheme that memories of one layer bring; None where none brings any. Alike ones serve as one.
-
-    Raises:
-        ValueError: they bring different ones.
-    """
+    """The position scheme that memories of one layer bring; None where none brings any. Alike ones serve as one."""
     brought = [(type(m).__name__, scheme) for m in memories if (scheme := m.position_scheme()) is not None]
     for name, scheme in brought[1:]:
         if not alike(scheme, brought[0][1]):

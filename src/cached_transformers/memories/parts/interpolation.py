@@ -138,9 +138,6 @@ def coarser_map(
     Args:
         length: tokens, including `prefix` class tokens before the map, which keep their own slots.
         size: (height, width) of the tokens' map.
-
-    Raises:
-        ValueError: the stride is less than 1, or there is no map whose tokens could share slots.
     """
     at_least_one("; 1 is a slot for every token", stride=stride)
     if size is None:

@@ -27,11 +27,7 @@ def check_cache(cache: int) -> None:
 
 
 def carried_norm(norm: str, width: int) -> nn.Module:
-    """Norm for what leaves the last layer and comes back: blocks with norms after the sums have applied one already.
-
-    Raises:
-        ValueError: `norm` is neither "pre" nor "post".
-    """
+    """Norm for what leaves the last layer and comes back: blocks with norms after the sums have applied one already."""
     if norm not in ("pre", "post"):
         raise ValueError(f"norm={norm!r} must be 'pre' or 'post', as in the model")
     return nn.LayerNorm(width) if norm == "pre" else nn.Identity()
