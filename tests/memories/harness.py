@@ -119,8 +119,7 @@ def logit(scheme: Any, q_E: Tensor, k_E: Tensor, head: int, code_D: Tensor | Non
 
 def project(layer: Any, x_D: Tensor) -> list[tuple[Tensor, ...]]:
     """Query, key and value of one token, each as one vector a head."""
-    parts = layer.qkv(layer.norm(x_D)).split(layer.width)
-    return [part.split(layer.width // layer.heads) for part in parts]
+    return [part.chunk(HEADS) for part in layer.qkv(layer.norm(x_D)).chunk(3)]
 
 
 def agree(

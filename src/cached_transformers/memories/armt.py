@@ -31,6 +31,7 @@ from cached_transformers.registry import MEMORIES
 
 from .parts.memory_tokens import carried_norm, check_tokens, surround, visible_round
 from .parts.options import GATES, NO_MEMORY, Gate, gated, one_of
+from .parts.recurrent import wrote
 
 own_word("slots_in_front", "slots that are read before each block, whose result replaces the block's tokens")
 
@@ -207,9 +208,9 @@ class ARMT(ModelMemory):
         values_BLKD, mass_BLK = store(
             *before, dpfp(keys, self.nu), values, gated(shares, self.write_gate), corrected=self.correction
         )
-        padding_BN, wrote_B = traces[0].query.padding_BN, torch.ones_like(state.segments_B)
+        padding_BN = traces[0].query.padding_BN
+        wrote_B = wrote(None if padding_BN is None else padding_BN[:, :n], x_BND)
         if padding_BN is not None:
-            wrote_B = (~padding_BN[:, :n]).any(1).long()
-            values_BLKD = torch.where(wrote_B[:, None, None, None] > 0, values_BLKD, state.values_BLKD)
-            mass_BLK = torch.where(wrote_B[:, None, None] > 0, mass_BLK, state.mass_BLK)
+            values_BLKD = torch.where(wrote_B[:, None, None, None], values_BLKD, state.values_BLKD)
+            mass_BLK = torch.where(wrote_B[:, None, None], mass_BLK, state.mass_BLK)
         return x_BND[:, :n], Associations(values_BLKD, mass_BLK, state.segments_B + wrote_B), None

@@ -1,16 +1,11 @@
-"""The attention-based cache that GRC is compared with: a shared cache without gates.
+"""The attention-based cache that GRC is compared with (arXiv:2312.12742): a shared cache without gates.
 
-Paper: "Cached Transformers: Improving Transformers with Differentiable Memory Cache" (arXiv:2312.12742), the table that
-sets GRC against an attention-based cache in image models. There is no code for it, and the text does not say how such a
-cache is kept for images, which have no order in time. So everything that is not the update is GRC's: S = interpolate(X,
-M) of the first C channels, one cache K of M slots for all rows and steps, the branch that reads it, the mix. Only the
-gates are gone:
+There is no code for it, and the text does not say how it is kept for images. So all but the update is GRC's: S =
+interpolate(X, M) of the first C channels, one cache K of M slots for all rows and steps, the branch, the mix.
 
     update="attention":  K_t = mean_B LayerNorm(K_{t-1} + W_o softmax(q k^T / sqrt(F)) v),
                          q = W_q [S, K_{t-1}],  k, v = W_kv [K_{t-1}; S]  (2 M of them)
     update="store":      K_t = mean_B S;  rows read K_{t-1}, as Transformer-XL reads the last segment
-
-The norm keeps the recurrence bounded: like that of the gates it receives no gradient over several steps.
 
 Legend: B rows, N tokens, M slots, H heads, D model width, C cache width, F = C / H.
 """
@@ -138,20 +133,7 @@ class AttentionCache(SharedCacheMemory):
             )
         slots: dict[str, Any] = {"interpolation": interpolation, "prefix": prefix, "sync": sync}
         slots["size"] = tuple(size) if size is not None else None
-        super().__init__(
-            AttendedCache(c, length, heads, attend=attend, **slots)
-            if update == "attention"
-            else StoredCache(c, length, **slots),
-            MemoryBranch(
-                width,
-                heads,
-                c,
-                combine=combine,
-                mix="heads",
-                initial_gate=initial_gate,
-                bias=bias,
-                dropout=dropout,
-                reduction=reduction,
-                window=window,
-            ),
-        )
+        attends = update == "attention"
+        cache = AttendedCache(c, length, heads, attend=attend, **slots) if attends else StoredCache(c, length, **slots)
+        reads: dict[str, Any] = {"combine": combine, "initial_gate": initial_gate, "reduction": reduction}
+        super().__init__(cache, MemoryBranch(width, heads, c, bias=bias, dropout=dropout, window=window, **reads))

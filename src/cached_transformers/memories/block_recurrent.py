@@ -37,8 +37,8 @@ from cached_transformers.linear_maps import Weights
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State
 
-from .parts.options import GATES, NO_MEMORY, Gate, check_choices, check_heads, gated
-from .parts.recurrent import shown
+from .parts.options import GATES, NO_MEMORY, Gate, check_choices, check_heads, chosen_layers, gated
+from .parts.recurrent import shown, wrote
 
 EPSILON = 1e-6
 """Epsilon of root mean squares, and the smallest divisor of queries and keys; as in the authors' code."""
@@ -165,7 +165,7 @@ class BlockRecurrent(LayerMemory):
         check_choices(gate=(gate, ("fixed", "lstm")), form=(form, ("skip", "dual", "single")), gates=(gates, GATES))
         _check(width, heads, gate_bias, initial_scale, initial_output)
         self.heads, self.form = heads, form
-        chosen = _chosen(layers, depth)
+        chosen = chosen_layers("layers", layers, depth, 5 / 6)
         self.here = index is None or chosen is None or index + 1 in chosen
         if not self.here:
             self.needs = frozenset()
@@ -227,9 +227,8 @@ class BlockRecurrent(LayerMemory):
         opened: OpenedStates = trace.reading.carry
         k_BHNE, v_BHNE, padding_BN = trace.query.k_BHNE, trace.query.v_BHNE, trace.query.padding_BN
         assert k_BHNE is not None and v_BHNE is not None
-        wrote_B, seen_B11N = torch.ones_like(state.segments_B, dtype=torch.bool), None
+        wrote_B, seen_B11N = wrote(padding_BN, trace.x_BND), None
         if padding_BN is not None:
-            wrote_B = ~padding_BN.all(1)
             seen_B11N = ~(padding_BN & wrote_B[:, None])[:, None, None]  # a softmax needs a key
             k_BHNE, v_BHNE = (shown(t, padding_BN) for t in (k_BHNE, v_BHNE))
         dtype = opened.k_BHSE.dtype
@@ -267,22 +266,6 @@ class BlockRecurrent(LayerMemory):
 
     def _heads(self, t_BND: Tensor) -> Tensor:
         return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-
-def _chosen(layers: int | Sequence[int] | str | None, depth: int | None) -> Sequence[int] | None:
-    """Layers, counted from 1; None for whichever it is."""
-    if layers == "all" or (layers is None and depth is None):
-        return None
-    if layers is None and depth is not None:
-        return (math.ceil(5 * depth / 6),)
-    chosen = [layers] if isinstance(layers, int | str) else list(layers or ())
-    last = "" if depth is None else f" to {depth}, the model's last"
-    if not chosen or not all(isinstance(n, int) and n >= 1 and (depth is None or n <= depth) for n in chosen):
-        raise ValueError(
-            f"layers={layers!r} must be a layer, counted from 1{last}, several of them, or 'all'; None takes five "
-            "sixths of the depth"
-        )
-    return chosen  # type: ignore[return-value]
 
 
 def _check(width: int, heads: int, bias: float, scale: float | None, output: float) -> None:

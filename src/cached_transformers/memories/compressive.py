@@ -6,10 +6,8 @@ Transformer-XL's memory, but what falls out of it is compressed, `rate` hidden s
 recent' = [recent, SG(x)] minus evicted,  compressed' = [compressed, f(evicted)]
     f minimises || attn(SG(x), evicted) - attn(SG(x), f(evicted)) ||
 
-The recent memory holds `length` hidden states; whole groups of `rate` leave it, so up to rate - 1 more wait there,
-attended like the others, until their group is complete. Nothing is lost, and no group is padded.
-
-Reach: layers x (length + rate x compressed) tokens.
+Whole groups of `rate` leave the recent memory, so that up to rate - 1 more than `length` wait there, attended like the
+others: nothing is lost, and no group is padded.
 
 Legend: B rows, N tokens, M slots, G groups of C = rate, E = G C evicted states, H heads, D model width, P position
 channels, S queries; K keys.
@@ -40,6 +38,7 @@ from .parts.fifo_store import (
     push_out,
     push_pairs,
     refuse_training,
+    right_before,
     side_by_side,
 )
 from .parts.options import check_choices
@@ -175,8 +174,7 @@ class Compressive(TransformerXL):
             hidden_BMD, positions_BMP, valid_BM = lined_up(*state)
             k_BHME, v_BHME = project_kv(hidden_BMD)
         if self.positions == "slots":
-            steps_M = torch.arange(-k_BHME.shape[2], 0, device=k_BHME.device)
-            positions_BMP = first_B1P + steps_M[None, :, None]
+            positions_BMP = right_before(first_B1P, k_BHME.shape[2])
         run = self.positions == "slots"
         return Context(k_BHME, v_BHME, positions_BMP, valid_BM, consecutive=run, clean=True)
 

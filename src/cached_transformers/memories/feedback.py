@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import (
-    Attend,
     BlockRunner,
     Context,
     Entry,
@@ -42,7 +41,7 @@ from cached_transformers.memories.parts.late_gradients import late_gradients
 from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
-from .parts.fifo_store import Rows, empty_rows, push, side_by_side
+from .parts.fifo_store import Rows, empty_rows, push, right_before, side_by_side
 from .parts.options import NO_MEMORY, check_choices
 from .parts.sliding import Window
 
@@ -183,8 +182,10 @@ class Feedback(ModelMemory):
         return outputs, self._close(state, opened), None
 
     def open(self, state: Rows, tokens: Tokens, layers: Sequence[Projections]) -> OpenedMixtures:
-        zero_11W = self._pairs(state.hidden_BMD.new_zeros(1, 1, self.width), layers)
-        made_BMW = state.hidden_BMD if self.keep == "kv" else self._pairs(state.clean_BMD, layers)
+        zero_11W = side_by_side(*self._projected(state.hidden_BMD.new_zeros(1, 1, self.width), layers))
+        made_BMW = state.hidden_BMD
+        if self.keep != "kv":
+            made_BMW = side_by_side(*self._projected(state.clean_BMD, layers))
         pairs = _filled(state._replace(hidden_BMD=made_BMW), zero_11W)
         return OpenedMixtures(pairs, None, zero_11W, (), torch.zeros_like(state.count_B), layers)
 
@@ -204,10 +205,6 @@ class Feedback(ModelMemory):
         again_BMD = opened.layers[0].norm(rows.clean_BMD).to(rows.hidden_BMD.dtype)
         return rows._replace(hidden_BMD=torch.where(new_BM[..., None], again_BMD, rows.hidden_BMD))
 
-    def _pairs(self, mixture_BND: Tensor, layers: Sequence[Projections]) -> Tensor:
-        """(B, N, W): keys and values of each set, side by side."""
-        return side_by_side(*self._projected(mixture_BND, layers))
-
     def _projected(self, mixture_BND: Tensor, layers: Sequence[Projections]) -> list[Tensor]:
         """(B, H, N, E) each: keys and values of each set."""
         return [t for layer in layers[: self.sets] for t in layer.project_kv(mixture_BND)]
@@ -219,15 +216,12 @@ class Feedback(ModelMemory):
     def enter(self, opened: OpenedMixtures, tokens: Tokens) -> Entry:
         pairs, valid_BM = opened.pairs, opened.pairs.valid_BM
         # An attended empty slot takes the position of the missing token.
-        steps_M = torch.arange(-self.length, 0, device=valid_BM.device)
-        before_BMP = tokens.positions_BNP[:, :1] + steps_M[None, :, None]
+        before_BMP = right_before(tokens.positions_BNP[:, :1], self.length)
         positions_BMP = torch.where(valid_BM[..., None], pairs.positions_BMP, before_BMP)
         if self.start == "zeros":
             valid_BM = torch.ones_like(valid_BM)
         heads = self._by_head(pairs) if opened.window is None else opened.window.seen
-        attends: Sequence[Attend | None] = (
-            [None] * self.sets if opened.window is None else opened.window.attends(valid_BM)
-        )
+        attends: Any = [None] * self.sets if opened.window is None else opened.window.attends(valid_BM)
         contexts = [
             Context(k, v, positions_BMP, valid_BM, consecutive=True, clean=True, attend=attend)
             for k, v, attend in zip(heads[::2], heads[1::2], attends, strict=True)
@@ -242,9 +236,8 @@ class Feedback(ModelMemory):
         new = self._projected(mixture_BND, opened.layers)
         if opened.window is not None:
             opened.window.slide(new)
-            pairs = push(
-                opened.pairs._replace(hidden_BMD=opened.pairs.hidden_BMD[..., :0]), x_BND[..., :0], positions_BNP
-            )
+            nothing = opened.pairs._replace(hidden_BMD=opened.pairs.hidden_BMD[..., :0])
+            pairs = push(nothing, x_BND[..., :0], positions_BNP)
         else:
             pairs = push(opened.pairs, side_by_side(*new), positions_BNP, padding_BN)
         if padding_BN is not None:

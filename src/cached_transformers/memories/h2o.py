@@ -23,7 +23,7 @@ from cached_transformers.interfaces.memory import Context, ProjectKV, Trace
 from cached_transformers.interfaces.probing import Probing, one_segment
 from cached_transformers.registry import MEMORIES
 
-from .parts.fifo_store import best, from_last, kept, last_slots
+from .parts.fifo_store import best, from_last, kept, last_slots, right_before
 from .transformer_xl import TransformerXL
 
 
@@ -88,8 +88,7 @@ class H2O(TransformerXL):
 
     def open(self, state: HeavyHitters, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
         assert first_B1P is not None
-        place_M = torch.arange(-state.scores_BHM.shape[2], 0, device=first_B1P.device)
-        positions_BMP = first_B1P + place_M[None, :, None]
+        positions_BMP = right_before(first_B1P, state.scores_BHM.shape[2])
         return Context(state.k_BHME, state.v_BHME, positions_BMP, state.valid_BM, consecutive=True)
 
     def write(self, state: HeavyHitters, trace: Trace) -> tuple[HeavyHitters, None]:

@@ -4,21 +4,15 @@ Beside its softmax over the segment each head reads a matrix of all earlier segm
 
     A_mem = s(Q) M / (s(Q) z),    A = g A_mem + (1 - g) A_dot,    s(x) = elu(x) + 1,    g = sigmoid(beta), one a head
     M' = M + s(K)^T U,    z' = z + sum_t s(k_t)
-
-M and z are those after the previous segments. The written U is one of
-
     linear    u_t = v_t
     delta     u_t = v_t - s(k_t) M / (s(k_t) z)                 all tokens against M and z of the segment's begin
     exact     u_t = v_t - s(k_t) M_{t-1} / (s(k_t) z_{t-1})     each against the memory after the previous token
 
-In "exact" the normaliser moves with the tokens as M does: z_{t-1}, not that of the segment's begin. M and z are then a
-function of the tokens alone, wherever a stream is cut, as they are with "linear". The corrections of a chunk of tokens
-solve one triangular system: with M and z of before the chunk, G the part of s(K) s(K)^T below the diagonal, and
-n = s(K) z + G 1,
+With "linear" and "exact" M and z are a function of the tokens alone, wherever a stream is cut. The corrections of a
+chunk of tokens solve one triangular system: with M and z of before the chunk, G the part of s(K) s(K)^T below the
+diagonal, and n = s(K) z + G 1,
 
-    (I + diag(1 / n) G) U = V - diag(1 / n) s(K) M
-
-No entry of diag(1 / n) G is negative, and no row sums to more than 1: U has at most C times the size of the right side.
+    (I + diag(1 / n) G) U = V - diag(1 / n) s(K) M              rows of diag(1 / n) G sum to at most 1
 
 Queries, keys and values are those of the layer, without positions, and queries without the 1 / sqrt(E) of the softmax.
 

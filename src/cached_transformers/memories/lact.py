@@ -11,11 +11,9 @@ themselves they have the layer's attention; the read is added to its result.
 
     lr_j = softplus(w . x_j + c),   q = norm(silu(a q + b)),  k likewise,  v = silu(v)     of the layer's q, k and v
 
-Momentum and Muon are options: without them P = G, and W <- rows(W + P).
-
-`rows` gives every row the length that it has in the initial weights. With `keep="sum"`, W is kept as a sum of all steps
-and gets these lengths only where it is read. NS takes P to nearly orthogonal matrices of its own span: all its singular
-values become about 1, so that a chunk's step is as large whatever the rates are, which then weigh its tokens alone.
+Without momentum and Muon P = G, and W <- rows(W + P). `rows` gives every row the length that it has in the initial
+weights; with `keep="sum"`, only where W is read. NS makes all singular values of P about 1, so that a chunk's step is
+as large whatever the rates are, which then weigh its tokens alone.
 
 Legend: B rows, G nets, N tokens, H heads, E head width, D model width, K = V = D / G, F width between the matrices of a
 net; `...` any leading dimensions.

@@ -7,8 +7,8 @@ the slot itself and the segment's tokens, sharpened by a temperature, and then f
     write   a_i = softmax((m_i W_q) [m_i W_k; x W_k]^T / (sqrt(E) tau)),   n_i = a_i [m_i; x W_v]
     forget  m_i' = (n_i + b_i) / |n_i + b_i|,   at first m_i = b_i / |b_i|
 
-Slots do not see each other, which would let them become one. Gradient flows through them; `training.replay` has the
-paper's way to train over many segments with the activations of one.
+Slots do not see each other, which would let them become one. `ReplayLoop` is the paper's way to train over many
+segments with the activations of one.
 
 Legend: B rows, N tokens, M slots, H heads, E head width, D = H * E model width.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +64,9 @@ class SlotAttention(nn.Module):
         k, v = self.key_value(slots_BMD).chunk(2, -1)
         return self._heads(k), self._heads(v), valid_BM
 
-    def read(self, x_BND: Tensor, k_BHME: Tensor, v_BHME: Tensor, valid_BM: Tensor | None) -> Tensor:
+    def read(self, x_BND: Tensor, *opened: Any) -> Tensor:
         """`forward`, of what `open` gave."""
+        k_BHME, v_BHME, valid_BM = opened
         mask = None if valid_BM is None else valid_BM[:, None, None]
         q_BHNE = self._heads(self.query(self.norm(x_BND)))
         out = F.scaled_dot_product_attention(q_BHNE, k_BHME, v_BHME, attn_mask=mask)

@@ -14,7 +14,6 @@ Legend: B rows, N tokens, M slots, K neighbours, H heads, E head width, D = H * 
 
 from __future__ import annotations
 
-import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from cached_transformers.state import State, may_change
 
 from .parts.nearest import nearest
 from .parts.neighbour_index import NeighbourIndex
-from .parts.options import NO_MEMORY, check_heads, one_of
+from .parts.options import NO_MEMORY, check_heads, chosen_layers, one_of
 
 ALL = 2
 """A store of up to this many times the neighbours is read by one softmax over all of it: no gathering is faster."""
@@ -199,11 +198,6 @@ class Memorizing(LayerMemory):
         super().__init__()
         at_least_one(NO_MEMORY, length=length, eval_length=eval_length, k=k)
         check_heads(width, heads)
-        if layer is not None and (layer < 1 or (depth is not None and layer > depth)):
-            last = "" if depth is None else f" to {depth}, the model's last"
-            raise ValueError(
-                f"layer={layer} must be a layer, counted from 1{last}; None takes three quarters of the depth"
-            )
         one_of("empty", empty, ("bypass", "zero"))
         one_of("store", store, ("exact", "faiss"))
         if joint and empty == "zero":
@@ -214,9 +208,8 @@ class Memorizing(LayerMemory):
             raise ValueError("initial_scale=0 would read every neighbour alike and never learn; take 1, or more")
         self.heads, self.head_width, self.k, self.empty = heads, width // heads, k, empty
         self.length, self.eval_length = length, eval_length or length
-        if layer is None and depth is not None:
-            layer = math.ceil(0.75 * depth)
-        self.here = index is None or layer is None or index + 1 == layer
+        chosen = chosen_layers("layer", layer, depth, 3 / 4)
+        self.here = index is None or chosen is None or index + 1 in chosen
         self.needs = self.needs | {"lse"} if joint and self.here else self.needs if self.here else frozenset()
         self.index = NeighbourIndex(faiss_index) if store == "faiss" else None
         if self.here:

@@ -9,12 +9,10 @@ state at the end of every segment is kept, and read beside the one that goes on.
     sparse      the same over the online state and the k snapshots with the largest <u_t, c^i>
     soup        y_t = M(q_t), M of the parameters g_t M_t + sum_i g_i M^i
 
-c^i is the mean of the keys of segment i, c_t that of its own segment's keys up to and with token t, so that no token
-sees a later one. With a memory that is linear in its state, soup is gated. Otherwise a soup has its own state for each
-token, which is never formed: a mixed matrix gives sum_i g_i x W^i for x, layer by layer.
-
-Infini-attention is read as sums, s(q) M and s(q) z, and their quotient: the sums are mixed, M and z with the same
-weights, and the quotient is taken of the mix. M_t is that of before the segment, whose softmax reads the segment.
+c^i is the mean of the keys of segment i, c_t that of its own segment's keys up to and with token t. With a memory that
+is linear in its state, soup is gated. Otherwise a soup has its own state for each token, which is never formed: a mixed
+matrix gives sum_i g_i x W^i for x, layer by layer. Of Infini-attention the sums s(q) M and s(q) z are mixed, and the
+quotient is taken of the mix; its M_t is that of before the segment.
 
 Legend: B rows, N tokens, S slots, G groups (heads, or nets), K width of keys, F of answers, D model width.
 """
@@ -38,7 +36,7 @@ from cached_transformers.state import State, may_change, refuse_narrow, reset
 
 from .parts.factory import create_memory, memory_spec
 from .parts.options import check_choices
-from .parts.recurrent import Recurrent, mix, wide
+from .parts.recurrent import Recurrent, mix, wide, wrote
 
 READS = ("residual", "gated", "soup", "sparse")
 STARTS = ("checkpoint", "restart")
@@ -225,8 +223,7 @@ class MemoryCaching(LayerMemory):
 
     def write(self, state: CachedStates, trace: Trace) -> tuple[CachedStates, Tensor | None]:
         after, loss = self.over.write(state.online, trace._replace(reading=_below(trace.reading)))
-        padding_BN = trace.query.padding_BN
-        wrote_B = torch.ones_like(state.segments_B, dtype=torch.bool) if padding_BN is None else ~padding_BN.all(1)
+        wrote_B = wrote(trace.query.padding_BN, trace.x_BND)
         snapshots_BS, contexts_BSGK = state.snapshots_BS, state.contexts_BSGK
         if snapshots_BS.shape[1]:
             slot_B = state.segments_B % snapshots_BS.shape[1]

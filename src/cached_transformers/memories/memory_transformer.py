@@ -28,6 +28,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State
 
 from .parts.memory_tokens import check_cache, check_tokens, surround, visible_round
+from .parts.options import one_of
 from .transformer_xl import CacheBeforeTokens
 
 own_word("own_weights", "weights of their own for the memory's tokens in every block")
@@ -86,8 +87,7 @@ class MemoryTransformer(ModelMemory):
         super().__init__()
         check_tokens(length, mask)
         check_cache(cache)
-        if place not in ("front", "back"):
-            raise ValueError(f"place={place!r} must be 'front' or 'back'")
+        one_of("place", place, ("front", "back"))
         if causal and place == "back":
             raise ValueError(
                 "place='back' in a causal model puts the memory where no token sees it; take place='front', or "

@@ -5,17 +5,11 @@ A document is read in blocks, twice. The first read makes summaries of every blo
     first read:   s_b = summary(H_b),  H_b = model(block b)                                          for every block b
     second read:  every layer, or one:  x + W_o sum_g softmax([q . k_0, q . k_g + bias(g - b)] / sqrt(E))_g v_g
 
-k_g and v_g are made of the summaries, k_0 is a learned key that represents "nothing" and has the value 0. The summaries
-are not detached: the second read trains the first.
+    new_layers:   new layers(LayerNorm(H_b + W_o sum_g softmax(..)_g v_g)),   the released "cross_attend_once"
 
-The original's "from_scratch" reads with the layers of the first read and the summaries beside their keys
-(`attention="joint"`). Its released "cross_attend_once" (`new_layers`) attends once from the last hidden states of the
-first read, and goes on with layers of its own:
-
-    second read:  new layers(LayerNorm(H_b + W_o sum_g softmax(..)_g v_g))
-
-A block is a segment, known by the position of its first token. Two passes over a document are two passes of a
-`SegmentLoop` (passes=2); its `bptt` must cover the document for the gradient to reach the first read.
+k_g and v_g are made of the summaries, k_0 is a learned key for "nothing", with the value 0. The second read trains the
+first, where the `bptt` of the `SegmentLoop` (passes=2) covers the document. The original's "from_scratch" has the
+summaries beside the keys of each layer (`attention="joint"`). A block is a segment, known by its first position.
 
 Legend: B rows, N tokens, K summaries of a block, M slots, H heads, E head width, D model width, P position channels.
 """
@@ -57,7 +51,9 @@ class SideAttention(SlotAttention):
         self.nothing_HE = nn.Parameter(0.02 * torch.randn(heads, width // heads))
         self.place_bias = None if clip is None else nn.Parameter(torch.zeros(heads, 2 * clip + 1))
 
-    def forward(self, x_BND: Tensor, slots_BMD: Tensor, valid_BM: Tensor, places_BM: Tensor) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, x_BND: Tensor, slots_BMD: Tensor, valid_BM: Tensor, places_BM: Tensor
+    ) -> Tensor:
         """Read of the valid slots; `places_BM` counts blocks from the tokens' own."""
         return self.read(x_BND, *self.open(slots_BMD, valid_BM, places_BM))
 
@@ -65,18 +61,18 @@ class SideAttention(SlotAttention):
         """Input of the queries."""
         return self.norm(x_BND)  # type: ignore[no-any-return]
 
-    def open(
+    def open(  # type: ignore[override]
         self, slots_BMD: Tensor, valid_BM: Tensor, places_BM: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Keys and values (B, H, M, E) of the slots, which are valid, and their biases (B, H, 1, M)."""
         bias = None
         if self.clip is not None and self.place_bias is not None:
             column_BM = places_BM.clamp(-self.clip, self.clip) + self.clip
             bias = self.place_bias[:, column_BM].transpose(0, 1)[:, :, None]
-        return *super().open(slots_BMD, valid_BM), bias  # type: ignore[return-value]
+        return *super().open(slots_BMD, valid_BM), bias
 
-    def read(self, x_BND: Tensor, k: Tensor, v: Tensor, valid_BM: Tensor, bias_BH1M: Tensor | None) -> Tensor:
-        """`forward`, of what `open` gave."""
+    def read(self, x_BND: Tensor, *opened: Any) -> Tensor:
+        k, v, valid_BM, bias_BH1M = opened
         q = self._heads(self.query(self._asking(x_BND)))
         logits_BHNM = q @ k.mT
         if bias_BH1M is not None:
@@ -99,8 +95,8 @@ class SideAttentionOnce(SideAttention):
     def _asking(self, x_BND: Tensor) -> Tensor:
         return x_BND
 
-    def read(self, x_BND: Tensor, k: Tensor, v: Tensor, valid_BM: Tensor, bias_BH1M: Tensor | None) -> Tensor:
-        return self.norm(x_BND + super().read(x_BND, k, v, valid_BM, bias_BH1M))  # type: ignore[no-any-return]
+    def read(self, x_BND: Tensor, *opened: Any) -> Tensor:
+        return self.norm(x_BND + super().read(x_BND, *opened))  # type: ignore[no-any-return]
 
 
 class ReadTwiceState(NamedTuple):

@@ -29,6 +29,7 @@ from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
 
 from .parts.memory_tokens import carried_norm, check_cache, check_tokens, surround, visible_round
+from .parts.recurrent import wrote
 from .transformer_xl import CacheBeforeTokens
 
 
@@ -138,8 +139,6 @@ class RMT(ModelMemory):
         m, n = self.length, x_BND.shape[1] - self.length - self.behind
         written_BMD = self.norm(x_BND[:, -m:] if self.behind else x_BND[:, :m]).to(state.tokens_BMD.dtype)
         padding_BN = traces[0].query.padding_BN
-        wrote_B = torch.ones_like(state.segments_B)
-        if padding_BN is not None:
-            wrote_B = (~padding_BN[:, m : m + n]).any(1).long()
-        tokens_BMD = torch.where(wrote_B[:, None, None] > 0, written_BMD, state.tokens_BMD)
+        wrote_B = wrote(None if padding_BN is None else padding_BN[:, m : m + n], x_BND)
+        tokens_BMD = torch.where(wrote_B[:, None, None], written_BMD, state.tokens_BMD)
         return x_BND[:, m : m + n], MemoryTokens(tokens_BMD, state.segments_B + wrote_B), None

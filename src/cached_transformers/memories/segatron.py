@@ -11,7 +11,7 @@ channels.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from cached_transformers.positions import KeptScheme, Positions, RelativePositio
 from cached_transformers.registry import MEMORIES
 
 from .parts.fifo_store import Pairs, Rows
+from .parts.options import one_of
 from .transformer_xl import TransformerXL
 
 own_word("token_ids", "the token ids of the segment")
@@ -78,9 +79,7 @@ class SegatronPositions(RelativePositions):
                 f"widths={self.widths} of tokens, sentences and paragraphs must be three even numbers that add up to "
                 f"width={self.width}; None takes the paper's, {paper_widths(self.width)}"
             )
-        if shift not in ("exact", "official"):
-            raise ValueError(f"shift={shift!r} must be 'exact' or 'official' (the released code's)")
-        self.shift, self.signed = shift, signed
+        self.shift, self.signed = one_of("shift", shift, ("exact", "official")), signed
 
     def open(self, run: bool) -> Positions:
         return _SegatronTables(self)
@@ -166,7 +165,7 @@ class SegatronLayer(TransformerXL):
         rest = first_B1P.shape[-1] - CHANNELS
         return context._replace(positions_BMP=F.pad(context.positions_BMP, (0, rest)), consecutive=False)
 
-    def write(self, state: Rows | Pairs, trace: Trace) -> tuple[Rows | Pairs, None]:
+    def write(self, state: Rows | Pairs, trace: Trace) -> tuple[Any, Tensor | None]:
         assert trace.query.positions_BNP is not None
         query = trace.query._replace(positions_BNP=trace.query.positions_BNP[..., :CHANNELS])
         return super().write(state, trace._replace(query=query))

@@ -23,7 +23,7 @@ from cached_transformers.interfaces.memory import Context, ProjectKV, Trace
 from cached_transformers.interfaces.probing import Probing, whole_episode
 from cached_transformers.registry import MEMORIES
 
-from .parts.fifo_store import Pairs, Rows, best, kept, side_by_side
+from .parts.fifo_store import Pairs, Rows, best, kept, right_before, side_by_side
 from .parts.options import one_of
 from .transformer_xl import TransformerXL
 
@@ -78,8 +78,7 @@ class TOVA(TransformerXL):
         if self.places == "stream":
             return context._replace(consecutive=False)
         assert first_B1P is not None
-        place_M = torch.arange(-context.valid_BM.shape[1], 0, device=context.valid_BM.device)
-        return context._replace(positions_BMP=first_B1P + place_M[None, :, None])
+        return context._replace(positions_BMP=right_before(first_B1P, context.valid_BM.shape[1]))
 
     def write(self, state: Rows | Pairs, trace: Trace) -> tuple[Rows | Pairs, None]:
         query, weights_BHNL = trace.query, trace.weights_BHNL

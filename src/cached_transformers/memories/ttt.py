@@ -1,28 +1,21 @@
 """Test-time training: TTT-Linear and TTT-MLP (Sun et al. 2024, arXiv:2407.04620;
 github.com/test-time-training/ttt-lm-pytorch), beside attention.
 
-Each head carries the weights of a small model f. They learn, by a step of gradient descent for each
-token, the difference between a key and its value. Mini-batches of b tokens share the weights W at which gradients are
-taken; token i of one, from 0, reads after its own write:
+Each head carries the weights of a small model f, which learn by a step of gradient descent for each token. Mini-batches
+of b tokens share the weights W at which gradients are taken; token i of one, from 0, reads after its own write:
 
     f(x) = x W_1 + b_1     or     gelu(x W_1 + b_1) W_2 + b_2         gelu by tanh; 4 E channels between
     l_j = |LN(f(k_j)) - (v_j - k_j)|^2 / 2                            LN with weights of its own in each head
     W_i = W - r_i sum_(j <= i) lr_j grad l_j(W)                       r_i = max(0, 1 / (i + 1) + tau_i)
     lr_j = rate sigmoid(theta . x_j + c) / E
     z_i = q_i + LN(f(q_i; W_i)),    after the mini-batch  W <- W_(b - 1)
+    o = y + s LayerNorm(z)                                            y the attention's; over all heads; 0 closes it
 
-so that within a mini-batch the weights follow the mean of its gradients. q and k are turned by their place in it. With
-y the attention's result and one share s a head,
+q and k are turned by their place in the mini-batch. The state has W, S = -sum lr_j grad l_j of the open mini-batch, and
+the number of tokens, which says how far that is: wherever a stream is cut, all results are those of the whole.
 
-    o = y + s LayerNorm(z)                                            over the channels of all heads; 0 closes the gate
-
-`parts/fast_weights.py` computes that without a loop over the tokens of a mini-batch. The state has W, S = -sum lr_j
-grad l_j of the mini-batch that is open, and the number of tokens, which says how far that is: wherever a stream is cut,
-all results are those of the whole.
-
-LN's gradient is divided by the deviation of f(k), so that matrices begin at N(0, 0.02), not at 0, and everything is
-computed in float32 at least. A gradient of a linear f is orthogonal to its weights, which grow ever more slowly, and
-learn more slowly with it; `limit` stops both.
+LN's gradient is divided by the deviation of f(k), so that matrices begin at N(0, 0.02), not at 0. A gradient of a
+linear f is orthogonal to its weights, which grow ever more slowly, and learn more slowly with it; `limit` stops both.
 
 Legend: B rows, N tokens, Q mini-batches, C tokens that a call can have in one of them, G = H heads, E = K = V head
 width, D = H E model width, P numbers of a head's model.

@@ -7,8 +7,8 @@ A store of whole segments, each under one key; a query picks some, and the layer
     layer n   : keys of [SG(Z^{n-1}), h^{n-1}],  values of [alpha SG(Z^{n-1}), h^{n-1}],  positions as distances
     renew     : drop the oldest segment, store SG(h^{0..m-1}) under the key summary(h^m)
 
-SG covers Z, not alpha, without which nothing would ever train the summary. X in the query is the segment before by
-default: with the text's own X_t the last token chooses the first one's regions.
+SG covers Z, not alpha, which trains the summary. X in the query is the segment before by default: with the text's own
+X_t the last token chooses the first one's regions.
 
 Legend: B rows, N tokens, L places of a segment, R regions, S = R L slots in the store, M slots recalled, V layers,
 D model width, K key width, P position channels.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from cached_transformers.checks import at_least_one, insist
 from cached_transformers.interfaces.memory import BlockRunner, Entry, ModelMemory, Offer, Projections, Tokens, Trace
 from cached_transformers.interfaces.probing import Probing, one_segment
-from cached_transformers.memories.parts.fifo_store import recalled
+from cached_transformers.memories.parts.fifo_store import recalled, right_before
 from cached_transformers.memories.parts.options import NO_MEMORY, check_choices
 from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
@@ -96,9 +96,8 @@ class CRTN(ModelMemory):
             draft paper, there in tokens). The first run of "compute_first" sees them.
         relative: see `TransformerXL`.
 
-    A linear summary costs L D K multiply-adds a segment, with scope="token" a token. The authors' last code has
-    query="compute_first", scope="token", summary="last", short_memory=1, renormalise="softmax", rescale=True and
-    scale=True. Its distances go wrong across unrecalled regions (a shift runs over the gap); here they are right.
+    The authors' last code has query="compute_first", scope="token", summary="last", short_memory=1,
+    renormalise="softmax", rescale=True and scale=True; its distances go wrong across unrecalled regions.
     """
 
     needs = frozenset({"state", "context", "layer_traces"})
@@ -257,7 +256,7 @@ class CRTN(ModelMemory):
         alpha_BNR, chosen_BNR = self._alpha(state, query_BNK)
         rows, every = alpha_BNR.shape[0], torch.arange(self.regions + self.short_memory, device=chosen_BNR.device)
         visible_BNR = torch.zeros_like(alpha_BNR, dtype=torch.bool).scatter(-1, chosen_BNR, True)
-        choice = {"visible_BNR": visible_BNR, "weight_BNR": alpha_BNR if self.weighted else None}
+        choice: dict[str, Any] = {"visible_BNR": visible_BNR, "weight_BNR": alpha_BNR if self.weighted else None}
         return self._recall(state, positions_BNP, every.expand(rows, -1), choice=choice)
 
     def _recent(self, rows: int, device: torch.device) -> Tensor:
@@ -270,19 +269,18 @@ class CRTN(ModelMemory):
         positions_BNP: Tensor,
         regions_BC: Tensor,
         weight_BR: Tensor | None = None,
-        choice: dict[str, Tensor | None] | None = None,
+        choice: dict[str, Any] | None = None,
     ) -> list[Offer]:
         """Context of some regions, equal for all tokens or by the `choice` of each, arguments of `choose`."""
         slots = stored(state, regions_BC)
         positions_BMP, count = slots.positions_BMP, slots.valid_BM.shape[1]
         if self.placed == "packed":
-            steps_MP = torch.arange(-count, 0, device=positions_BMP.device)[:, None]
-            positions_BMP = (positions_BNP[:, :1, :1] + steps_MP).expand_as(positions_BMP)
+            positions_BMP = right_before(positions_BNP[:, :1, :1], count).expand_as(positions_BMP)
         # All regions, or the recent ones alone, are the tokens right before the segment, one after the other.
         whole = regions_BC.shape[1] in (self.short_memory, self.regions + self.short_memory)
         consecutive = whole or self.placed == "packed"
         weight_BM = None if weight_BR is None else weight_BR.gather(1, slots.region_BM)
-        given = {"positions_BMP": positions_BMP, "valid_BM": slots.valid_BM, "weight_BM": weight_BM}
+        given: dict[str, Any] = {"positions_BMP": positions_BMP, "valid_BM": slots.valid_BM, "weight_BM": weight_BM}
         offers = [
             partial(recalled, hidden_BMD=t, **given, consecutive=consecutive) for t in slots.hidden_BVMD.unbind(1)
         ]

@@ -16,13 +16,14 @@ V = (R + 1) E.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.interfaces.memory import Context, Offer, ProjectKV
+from cached_transformers.interfaces.memory import Context, ProjectKV
 
 
 class CRTNState(NamedTuple):
@@ -84,7 +85,12 @@ def stored(state: CRTNState, regions_BC: Tensor) -> Slots:
 
 
 def choose(
-    offer: Offer, project_kv: ProjectKV, *, region_BM: Tensor, visible_BNR: Tensor, weight_BNR: Tensor | None
+    offer: Callable[[ProjectKV], Context],
+    project_kv: ProjectKV,
+    *,
+    region_BM: Tensor,
+    visible_BNR: Tensor,
+    weight_BNR: Tensor | None,
 ) -> Context:
     """The offered context, of whose regions each token sees some, with weights.
 

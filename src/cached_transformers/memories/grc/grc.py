@@ -88,15 +88,10 @@ class CacheGates(nn.Module):
     @property
     def weights(self) -> GateWeights:
         """The parameters in the form that `gate_update` takes."""
-        return fused_weights(self)
-
-
-def fused_weights(gates: Any) -> GateWeights:
-    """Fused weights of a module with `from_tokens`, `from_cache` and `norm`."""
-    norm = None if gates.norm is None else (gates.norm.weight, gates.norm.bias, gates.norm.eps)
-    tokens, bias = matrix_of(gates.from_tokens)
-    assert bias is not None
-    return GateWeights(tokens, bias, matrix_of(gates.from_cache)[0], norm)
+        norm = None if self.norm is None else (self.norm.weight, self.norm.bias, self.norm.eps)
+        tokens, bias = matrix_of(self.from_tokens)
+        assert bias is not None
+        return GateWeights(tokens, bias, matrix_of(self.from_cache)[0], norm)
 
 
 class GatedRecurrentCache(SharedCache):
@@ -127,10 +122,7 @@ class GatedRecurrentCache(SharedCache):
         self.candidate = gates.candidate
         self.from_tokens, self.from_cache, self.norm = gates.from_tokens, gates.from_cache, gates.norm
 
-    @property
-    def weights(self) -> GateWeights:
-        """The parameters in the form that `gate_update` takes."""
-        return fused_weights(self)
+    weights: Any = CacheGates.weights
 
     def update(self, s_BMC: Tensor, cache_MC: Tensor) -> Tensor:
         return gate_update(s_BMC, cache_MC, self.weights, self.candidate)

@@ -264,10 +264,11 @@ class FastMemory(Recurrent):
 
     def init_state(self, batch_size: int, like: Tensor) -> FastState:
         tokens_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
-        return FastState(*self.net.empty(batch_size, like), tokens_B)
+        return FastState(*self.net.empty(batch_size, like), tokens_B)  # type: ignore[call-arg]
 
     def soup(self, opened: FastState, query: Query, asked: Asked, snapshots_BS: Tensor, weights_BGNS: Tensor) -> Answer:
-        return self.online(opened, query, asked, Soup(self.net.matrices(snapshots_BS), weights_BGNS))
+        mixed = Soup(self.net.matrices(snapshots_BS), weights_BGNS)
+        return self.online(opened, query, asked, mixed)  # type: ignore[call-arg]
 
     def answer(self, snapshot: Tensor, asked: Asked) -> Tensor:
         return self.told(snapshot, beside(asked.q_BGNK, snapshot.dim() + 1))
@@ -291,4 +292,4 @@ class FastMemory(Recurrent):
         written_B = written(trace.query.padding_BN, trace.x_BND)
         kept_B11, pairs = (written_B == 0)[:, None, None], zip(state[:2], learned, strict=True)
         new = (torch.where(kept_B11, a, b.to(a.dtype)) for a, b in pairs)
-        return FastState(*new, state.tokens_B + written_B)
+        return FastState(*new, state.tokens_B + written_B)  # type: ignore[call-arg]

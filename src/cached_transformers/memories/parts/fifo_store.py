@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.interfaces.capabilities import own_word
-from cached_transformers.interfaces.memory import Context, ProjectKV
+from cached_transformers.interfaces.memory import Context, ProjectKV, Query
 from cached_transformers.state import State
 
 own_word("stored_kv", "keys and values, with as many heads as the queries, to be stored instead of hidden states")
@@ -25,6 +25,11 @@ KEEP = ("hidden", "kv")
 def last_slots(count_B: Tensor, slots: int) -> Tensor:
     """(B, M) bool, the last `count_B` of the slots of each row: those that hold something."""
     return torch.arange(slots, device=count_B.device) >= slots - count_B[:, None]
+
+
+def right_before(first_B1P: Tensor, slots: int) -> Tensor:
+    """(B, M, P): the places of as many tokens right before the segment."""
+    return first_B1P + torch.arange(-slots, 0, device=first_B1P.device)[:, None]
 
 
 class Rows(NamedTuple):
@@ -75,6 +80,15 @@ def empty_rows(batch_size: int, slots: int, width: int, like: Tensor, channels: 
 def empty_pairs(batch_size: int, slots: int, width: int, like: Tensor, channels: int = 1) -> Pairs:
     """The same of keys and values."""
     return Pairs(*empty_rows(batch_size, slots, 2 * width, like, channels))
+
+
+def push_either(state: Rows | Pairs, x_BND: Tensor, query: Query, padding_BN: Tensor | None) -> Rows | Pairs:
+    """Push the layer's inputs, detached, or their keys and values, whichever the state holds."""
+    assert query.positions_BNP is not None
+    if not isinstance(state, Pairs):
+        return push(state, x_BND.detach(), query.positions_BNP, padding_BN)
+    assert query.k_BHNE is not None and query.v_BHNE is not None
+    return push_pairs(state, query.k_BHNE, query.v_BHNE, query.positions_BNP, padding_BN)
 
 
 def push_pairs(

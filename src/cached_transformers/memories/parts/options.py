@@ -7,6 +7,7 @@ cut, as the hard concrete gates of Louizos, Welling and Kingma 2018 (arXiv:1712.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -47,3 +48,22 @@ def gated(logits: Tensor, gate: Gate = "sigmoid") -> Tensor:
     """The gate of such logits, from 0 to 1; "stretched" it is 0 up to -CUT and 1 from CUT on."""
     share = logits.sigmoid()
     return (share * (1 + 2 * STRETCH) - STRETCH).clamp(0, 1) if gate == "stretched" else share
+
+
+def chosen_layers(option: str, layers: Any, depth: int | None, share: float) -> Sequence[int] | None:
+    """The layers, counted from 1, that have a memory: one, several, "all", or the one at this share of the depth.
+
+    None where that is any layer.
+    """
+    if layers == "all" or (layers is None and depth is None):
+        return None
+    if layers is None and depth is not None:
+        return (math.ceil(share * depth),)
+    chosen: list[Any] = [layers] if isinstance(layers, int | str) else list(layers)
+    last = "" if depth is None else f" to {depth}, the model's last"
+    if not chosen or not all(isinstance(n, int) and n >= 1 and (depth is None or n <= depth) for n in chosen):
+        raise ValueError(
+            f"{option}={layers!r} must be a layer, counted from 1{last}, several of them, or 'all'; None takes the one "
+            f"at {share:.2f} of the depth"
+        )
+    return chosen

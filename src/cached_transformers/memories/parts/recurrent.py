@@ -101,6 +101,13 @@ def beside(t_BGNK: Tensor, dims: int) -> Tensor:
     return t_BGNK[(slice(None),) + (None,) * (dims - 4)]
 
 
+def wrote(padding_BN: Tensor | None, x_BND: Tensor) -> Tensor:
+    """(B,) bool: rows with a token that is none of padding."""
+    if padding_BN is None:
+        return torch.ones(x_BND.shape[0], dtype=torch.bool, device=x_BND.device)
+    return (~padding_BN).any(1)
+
+
 def shown(t: Tensor, padding_BN: Tensor | None) -> Tensor:
     """(B, N, ...) or (B, H, N, E) with 0 at padding, so that whatever it holds reaches no sum, and no gradient."""
     if padding_BN is None:

@@ -15,8 +15,7 @@ attention or before it. The authors have published no code.
         sees all persistent tokens P, and h_j for j <= i. The layer's outputs are written when the segment ends.
 
 theta is divided because gradients of C tokens add up at the same weights, and momentum makes each 1 / (1 - eta) times
-as large. With one key, constant gates, a linear memory and nothing forgotten, an error and its momentum do not grow
-while theta <= (1 - eta) / C; for other nets the weights are limited.
+as large: up to rate=1 a linear memory does not diverge; for other nets the weights are limited.
 
 Legend: B rows, N tokens, M slots of a context, G nets, H heads, E head width, D model width, C tokens of a chunk, P
 numbers of a net.
@@ -93,7 +92,7 @@ class Titans(FastMemory):
         activation: between the layers of a net: "silu" or "gelu".
         chunk: C; the chunks restart with each segment, whose last one may be short.
         loss, bound, power, limit: see `NeuralMemory`.
-        rate: how large theta may be, times C / (1 - eta); up to 1 nothing diverges (see above), but for loss="lp".
+        rate: how large theta may be, times C / (1 - eta); up to 1 nothing diverges, but for loss="lp".
         momentum: eta at first. half_life: tokens after which half is forgotten, at first.
         gates: of theta and alpha: a "sigmoid", which never is 0, or "stretched", which can close and open fully.
         persistent: of place="context": learned tokens before every segment, which are no memory.
