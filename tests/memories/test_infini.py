@@ -193,18 +193,6 @@ def test_another_value_under_the_same_key() -> None:
         torch.testing.assert_close(recall(s, M, z), expected, rtol=0, atol=1e-12)
 
 
-def test_a_key_like_no_other() -> None:
-    """What is read is a mean of whatever there is, however little it is alike, down to next to nothing: also for a new
-    key, from whose value the delta rules take that mean."""
-    v_0, v_1 = pairs(2)[1][0, 0]
-    for low, subtracted in ((-12.0, v_0), (-40.0, torch.zeros(E).double())):
-        s = sigma(torch.tensor([[9.0, low, low, low], [low, 9.0, low, low]]).double()).view(1, 1, 2, E)
-        for update in ("linear", "delta", "exact"):
-            read = recall(s, *stored(s, torch.stack([v_0, v_1])[None, None], update, [1, 1]))[0, 0]
-            expected = torch.stack([v_0, v_1 if update == "linear" else v_1 - subtracted])
-            torch.testing.assert_close(read, expected, rtol=0, atol=1e-4)
-
-
 # ---------------------------------------------------------------------------------------------- numbers and padding
 
 

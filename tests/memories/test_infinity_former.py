@@ -219,22 +219,6 @@ def test_the_expectation_is_the_integral() -> None:
     near(signal.expectation(MEAN, VARIANCE, BASIS), integral, 1e-10)
 
 
-def test_its_gradient_is_a_covariance() -> None:
-    """d E[psi_c] / d theta = cov(t, psi_c), cov(t^2, psi_c), for the natural parameters of the density."""
-    theta = torch.stack([MEAN / VARIANCE, -0.5 / VARIANCE], -1)
-
-    def r(theta: Tensor) -> Tensor:
-        variance = -0.5 / theta[:, 1]
-        return signal.expectation(theta[:, 0] * variance, variance, BASIS)
-
-    gradient = torch.autograd.functional.jacobian(lambda th: r(th).sum(0), theta)  # (C, Q, 2)
-    p = signal.density(LINE[:, None], MEAN, VARIANCE) * (LINE[1] - LINE[0])
-    features, psi_TC = torch.stack([LINE, LINE.square()], -1), signal.evaluate(LINE, BASIS)
-    both = torch.einsum("tq,tf,tc->cqf", p, features, psi_TC)
-    apart = torch.einsum("qf,qc->cqf", torch.einsum("tq,tf->qf", p, features), r(theta))
-    near(gradient, both - apart, 1e-9)
-
-
 def test_a_constant_is_kept_inside() -> None:
     """Not at the ends, behind which the signal is 0, nor, after a refit, where the old end was."""
     basis = signal.bumps(128, (0.01, 0.05))
@@ -289,20 +273,6 @@ def test_without_what_it_reads_from_the_signal_it_is_transformer_xl(relative: bo
     for a, b in zip(outs, others, strict=True):
         near(a, b)
     assert torch.equal(state.recent.hidden_BMD, rows.hidden_BMD) and state.fits_B.tolist() == [14, 14]
-
-
-def test_every_input_is_in_one_of_the_two() -> None:
-    layer = make(InfinityFormer(WIDTH, HEADS, 4, chunk=3, relative=False, **SMALL))
-    lengths = [1, 7, 2, 12, 3]
-    inputs = [torch.randn(ROWS, n, WIDTH).double() for n in lengths]
-    paddings = [torch.rand(ROWS, n) < 0.4 for n in lengths]
-    for count in range(1, len(lengths) + 1):
-        _, (*_, state), _ = run_layer(layer, inputs[:count], paddings[:count], counted=True)  # type: ignore[arg-type]
-        for row in range(ROWS):
-            real = torch.cat([x[row, ~p[row]] for x, p in zip(inputs[:count], paddings[:count], strict=True)])
-            held, fits = int(state.recent.count_B[row]), int(state.fits_B[row])
-            assert fits * 3 + held == len(real) and (held < 7 and (fits == 0 or held >= 4))
-            assert torch.equal(state.recent.hidden_BMD[row, 6 - held :], real[len(real) - held :])
 
 
 def test_the_signal_outlives_the_short_memory() -> None:

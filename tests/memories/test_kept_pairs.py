@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from integrations.transformers_hosts import DECODERS
+from memories import harness
 from torch import Tensor
 
-from cached_transformers import Session, create_model, generate, read_stream, tune_initial_state
+from cached_transformers import Session, generate, read_stream, tune_initial_state
 from cached_transformers import state as states
 from cached_transformers.memories.parts.fifo_store import Pairs
 from cached_transformers.models.segments import read_segments
@@ -27,18 +28,12 @@ every = pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)
 
 
 def build(memory: dict[str, Any], keep: str) -> Any:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"width": WIDTH, "depth": DEPTH, "heads": 2, "feed_forward": 16, "attention": "softmax"}
-    model = create_model("language_model", vocabulary=VOCABULARY, memory={**memory, "keep": keep}, **sizes)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
+    sizes = {"width": WIDTH, "heads": 2, "attention": "softmax"}
+    return harness.build({**memory, "keep": keep}, scale=0.2, **sizes).float()
 
 
-def segments(count: int) -> list[Tensor]:
-    words = torch.randint(0, VOCABULARY, (ROWS, count * SEGMENT), generator=torch.Generator().manual_seed(0))
-    return list(words.split(SEGMENT, 1))
+def segments(count: int) -> tuple[Tensor, ...]:
+    return harness.segments(count, ROWS, SEGMENT)
 
 
 def pairs_of(state: Any) -> list[Pairs]:

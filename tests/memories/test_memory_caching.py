@@ -197,22 +197,6 @@ def test_as_many_snapshots_as_there_are_is_all_of_them(over: dict[str, Any]) -> 
     assert (fewer[3] - gated[3]).abs().max() > 1e-4
 
 
-def test_weights_are_a_softmax_of_what_is_valid_and_uniform_where_nothing_is_looked_for() -> None:
-    u, current = torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 4)
-    contexts = torch.randn(2, 3, 2, 4)
-    valid = torch.tensor([[True, False, True], [False, False, False]])
-    weights = gates(u, contexts, current, valid)
-    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 5))
-    assert not weights[0, ..., 1].any() and not weights[1, ..., :3].any()
-    uniform = gates(torch.zeros_like(u), contexts, current, valid)
-    torch.testing.assert_close(uniform[0], torch.tensor([1, 0, 1, 1]).expand(2, 5, 4) / 3)
-    sparse = gates(u, contexts, current, valid, topk=1)
-    best = torch.einsum("bgnk,bsgk->bgns", u, contexts)[0][..., [0, 2]].argmax(-1) * 2
-    assert (sparse[0, ..., :3] > 0).sum(-1).eq(1).all() and torch.equal(sparse[0, ..., :3].argmax(-1), best)
-    answers, online = torch.randn(2, 3, 2, 5, 6), torch.randn(2, 2, 5, 6)
-    torch.testing.assert_close(mix(answers, online, uniform)[0], (answers[0, 0] + answers[0, 2] + online[0]) / 3)
-
-
 @pytest.mark.parametrize("over", [INFINI, TITANS], ids=["infini", "titans"])
 def test_equal_weights_are_the_sum_over_their_number(over: dict[str, Any]) -> None:
     # over infini the number falls out, as numerator and denominator have it; over titans the norm behind takes it

@@ -12,8 +12,7 @@ from memories.harness import HEADS, VOCABULARY, WIDTH, agree
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.interfaces.incremental import enter_segment
-from cached_transformers.interfaces.memory import Query, Reading, Tokens, Trace
+from cached_transformers.interfaces.memory import Tokens
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.read_twice import ReadTwice, SideAttention, SideAttentionOnce
 from cached_transformers.models.stack_model import make_stack
@@ -158,46 +157,6 @@ def test_values_and_gradients_are_those_of_loops(options: dict[str, Any]) -> Non
 
 
 # ---- two blocks by hand
-
-
-def test_two_blocks_computed_by_hand() -> None:
-    """One head of two channels, identity projections, no-op key (0, 1), summaries the means of two tokens."""
-    memory = ReadTwice(2, 1, 4, summary="mean", scope="document").double()
-    memory.norm = nn.Identity()  # type: ignore[assignment]
-    side = memory.slot_attention(0).double()  # type: ignore[union-attr]
-    side.norm = nn.Identity()  # type: ignore[assignment]
-    eye = torch.eye(2, dtype=torch.float64)
-    with torch.no_grad():
-        for linear in (side.query, side.output):
-            linear.weight.copy_(eye)
-        side.key_value.weight.copy_(torch.cat([eye, 10 * eye]))
-        side.query.bias.zero_(), side.key_value.bias.zero_()
-        side.nothing_HE.copy_(torch.tensor([[0.0, 1.0]]))
-    blocks = [[[1.0, 3.0], [1.0, 1.0]], [[4.0, -2.0], [0.0, 0.0]]]  # means (1, 2) and (2, -1)
-    state = memory.init_state(1, eye)
-    for start, block in enumerate(blocks):
-        x_BND = torch.tensor([block], dtype=torch.float64)
-        positions = torch.tensor([[[2 * start], [2 * start + 1]]])
-        tokens = Tokens(x_BND, positions)
-        entry = enter_segment(memory, state, tokens, [])
-        assert entry.slots is not None and not entry.slots[1].any()  # the first read of every block sees nothing
-        trace = Trace(x_BND, x_BND, Query(x_BND, None, positions, None), Reading())
-        _, state, _ = memory.exit(state, x_BND, [trace])
-    assert state.table.hidden_BMD[0].tolist() == [[0, 0], [0, 0], [1, 2], [2, -1]]
-    assert state.table.positions_BMP[0, 2:].tolist() == [[0, 0], [2, 1]] and state.blocks_B.item() == 2
-    x_BND = torch.tensor([[[1.0, 0.0]]]).double()
-    slots = memory.open(state, Tokens(x_BND, torch.tensor([[[0]]])), []).slots
-    assert slots is not None
-    _, valid_BM, places_BM = slots
-    assert valid_BM.tolist() == [[False, False, True, True]]
-    assert places_BM[0, 2:].tolist() == [0, 1]
-    got = side(x_BND, *slots)
-    # logits 0 (nothing), 1, 2, divided by sqrt(2)
-    e1, e2 = math.exp(1 / math.sqrt(2)), math.exp(2 / math.sqrt(2))
-    total = 1 + e1 + e2
-    want = [(10 * e1 + 20 * e2) / total, (20 * e1 - 10 * e2) / total]
-    assert got[0, 0].tolist() == pytest.approx(want, abs=1e-12)
-    assert want == pytest.approx([14.3595, -0.0798], abs=1e-4)
 
 
 # ---- what each read sees

@@ -73,14 +73,6 @@ def test_tokens_of_a_model_memory_read_and_write_nothing() -> None:
     assert torch.equal(after.weights_BGP, a.weights_BGP) and torch.equal(after.sums_BGP, a.sums_BGP)
 
 
-def test_with_a_full_share_it_is_the_gate_of_the_paper() -> None:
-    memory = Titans(WIDTH, HEADS)
-    y, m = torch.randn(2, HEADS, 3, WIDTH // HEADS), torch.randn(2, HEADS, 3, WIDTH // HEADS)
-    normed = (t * (t.square().mean(-1, keepdim=True) + 1e-5).rsqrt() for t in (y, m))
-    wanted = next(normed) * torch.sigmoid(next(normed))
-    torch.testing.assert_close(memory.combine(y, Query(y), Reading(output_BHNE=m)), wanted, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("gates", ["sigmoid", "stretched"])
 def test_half_is_forgotten_after_its_half_life(gates: str) -> None:
     torch.manual_seed(0)

@@ -29,7 +29,7 @@ from cached_transformers.interfaces.probing import Probing, one_segment
 from cached_transformers.registry import MEMORIES
 
 from .parts.fifo_store import Rows, best, kept
-from .parts.options import one_of
+from .parts.options import check_positive, one_of
 from .transformer_xl import TransformerXL
 
 LOSSES = ("ramp", "mean")
@@ -124,9 +124,7 @@ class ExpireSpan(TransformerXL):
         self.bias = nn.Parameter(torch.full((1,), math.log(initial / (1 - initial))))
 
     def _check(self, by_length: bool) -> None:
-        for name, value in {"ramp": self.ramp, "divisor": self.divisor}.items():
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name}={value} must be above 0 and finite; ramp=1 is nearest to a hard end")
+        check_positive(ramp=self.ramp, divisor=self.divisor)
         if by_length and self.longest <= 0:
             raise ValueError(
                 f"ramp={self.ramp} alone is longer than the store of length={self.length}; take a ramp of at most "

@@ -35,7 +35,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.state import map_state, refuse_narrow
 
 from .parts.fast_weights import slope, written
-from .parts.options import NO_MEMORY, one_of
+from .parts.options import NO_MEMORY, check_positive, one_of
 from .parts.recurrent import shown, wide
 
 EPSILON = 1e-5
@@ -159,8 +159,7 @@ class LaCT(LayerMemory):
         for name, parts in (("heads", heads), ("nets", nets)):
             if width % parts:
                 raise ValueError(f"{name}={parts} must divide width={width}: each has an equal part of the channels")
-        if not 0 < rate < math.inf:
-            raise ValueError(f"rate={rate} must be above 0 and finite: softplus never is 0")
+        check_positive(rate=rate)
         self.heads, self.nets, self.muon = heads, nets, muon
         self.normed_when_read = one_of("keep", keep, ("rows", "sum")) == "sum"
         self.bypass = one_of("first", first, ("bypass", "apply")) == "bypass"
@@ -205,9 +204,9 @@ class LaCT(LayerMemory):
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         assert reading.output_BHNE is not None
         mixed_BHNE = y_BHNE + reading.output_BHNE.to(y_BHNE.dtype)
-        return (
-            mixed_BHNE if reading.any_B is None else torch.where(reading.any_B[:, None, None, None], mixed_BHNE, y_BHNE)
-        )
+        if reading.any_B is None:
+            return mixed_BHNE
+        return torch.where(reading.any_B[:, None, None, None], mixed_BHNE, y_BHNE)
 
     def write(self, state: LaCTState, trace: Trace) -> tuple[LaCTState, None]:
         (x_BND, padding_BN), (k_BHNE, v_BHNE) = trace.query[0:4:3], trace.query[5:7]

@@ -29,7 +29,7 @@ from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
 
 from .parts.memory_tokens import carried_norm
-from .parts.options import NO_MEMORY, check_heads
+from .parts.options import NO_MEMORY, check_heads, check_positive
 
 
 class MemorySlots(NamedTuple):
@@ -142,9 +142,7 @@ class Memformer(ModelMemory):
     ) -> None:
         super().__init__()
         at_least_one(" slot" + NO_MEMORY, length=length)
-        for name, value in {"temperature": temperature, "forgetting": forgetting}.items():
-            if not value > 0:
-                raise ValueError(f"{name}={value} must be above 0")
+        check_positive(temperature=temperature, forgetting=forgetting)
         check_heads(width, heads)
         self.width, self.heads, self.length, self.temperature = width, heads, length, temperature
         self.norm = carried_norm(norm, width)

@@ -40,7 +40,7 @@ from cached_transformers.registry import MEMORIES
 
 from .parts import fast_weights
 from .parts.fast_weights import FastMemory, FastState, FastWeights, Learned, Soup, Step
-from .parts.options import NO_MEMORY, check_heads, one_of
+from .parts.options import NO_MEMORY, check_heads, check_positive, one_of
 from .parts.recurrent import Answer, Asked, shown, wide
 
 RATES = {"linear": 1.0, "mlp": 0.1}
@@ -203,8 +203,7 @@ class TTT(FastMemory):
         rate = RATES[one_of("model", model, tuple(RATES))] if rate is None else rate
         if not 0 <= rate < math.inf:
             raise ValueError(f"rate={rate} must be at least 0 and finite; 0 learns nothing")
-        if limit is not None and not 0 < limit < math.inf:
-            raise ValueError(f"limit={limit} must be above 0 and finite; None for no limit")
+        check_positive(limit=limit)
         if rotary and size % 2:
             raise ValueError(
                 f"rotary=True turns pairs of channels, and heads of {size} have one left; take rotary=False"

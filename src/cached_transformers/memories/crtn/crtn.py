@@ -29,7 +29,7 @@ from cached_transformers.checks import at_least_one, insist
 from cached_transformers.interfaces.memory import BlockRunner, Entry, ModelMemory, Offer, Projections, Tokens, Trace
 from cached_transformers.interfaces.probing import Probing, one_segment
 from cached_transformers.memories.parts.fifo_store import recalled, right_before
-from cached_transformers.memories.parts.options import NO_MEMORY, check_choices
+from cached_transformers.memories.parts.options import NO_MEMORY, check_choices, check_positive
 from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
@@ -133,8 +133,7 @@ class CRTN(ModelMemory):
             raise ValueError(f"topk={topk} regions cannot be recalled of regions={regions}; take topk <= regions")
         if short_memory < 0:
             raise ValueError(f"short_memory={short_memory} is a number of segments, 0 for none")
-        if not temperature > 0:
-            raise ValueError(f"temperature={temperature} must be above 0; 1 leaves the scores as they are")
+        check_positive(temperature=temperature)
         check_choices(
             query=(query, ("standard", "compute_first")),
             scope=(scope, ("previous", "token", "segment")),

@@ -11,6 +11,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.checks import at_least_one
+from cached_transformers.memories.parts.options import one_of
+
 
 class Summary(nn.Module, abc.ABC):
     """A vector (B, K) from the first `size_B` places, whatever the others hold; without any, some finite vector.
@@ -90,10 +93,8 @@ SUMMARIES = ("linear", "mlp", "bilstm", "last", "mean")
 
 def make_summary(name: str, segment: int, width: int, key_width: int | None = None) -> Summary:
     """Summary by name; see `CRTN`."""
-    if name not in SUMMARIES:
-        raise ValueError(f"unknown summary={name!r} (known: {', '.join(SUMMARIES)})")
-    if key_width is not None and key_width < 1:
-        raise ValueError(f"key_width={key_width} must be at least 1; leave it out for the default")
+    one_of("summary", name, SUMMARIES)
+    at_least_one("; leave it out for the default", key_width=key_width)
     if name in ("last", "mean"):
         if key_width is not None:
             raise ValueError(f"key_width={key_width} cannot be chosen for summary={name!r}; leave it out")

@@ -37,8 +37,7 @@ class StreamGRCState(NamedTuple):
 
 
 class StreamGRCOpened(NamedTuple):
-    """Constants of one segment: the cache updated by the last one, its keys and values, the shares of each head, and
-    the rows that have seen a segment."""
+    """The cache updated by the last segment, its keys and values, the heads' shares, and rows that saw a segment."""
 
     cache_BMC: Tensor
     k_BHMF: Tensor

@@ -35,7 +35,7 @@ from cached_transformers.interfaces.memory import (
 from cached_transformers.interfaces.probing import Probing
 from cached_transformers.linear_maps import matrix_of
 from cached_transformers.memories.parts.fifo_store import Rows, empty_rows, push
-from cached_transformers.memories.parts.options import NO_MEMORY, check_heads, one_of
+from cached_transformers.memories.parts.options import NO_MEMORY, check_heads, check_positive, one_of
 from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
@@ -138,10 +138,7 @@ class InfinityFormer(LayerMemory):
         super().__init__()
         samples = basis if samples is None else samples
         at_least_one(NO_MEMORY, basis=basis, length=length, chunk=chunk, samples=samples, bins=bins)
-        positive = {"ridge": ridge, "min_variance": min_variance, "prior_deviation": prior_deviation}
-        for name, value in positive.items():
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name}={value} must be positive and finite")
+        check_positive(ridge=ridge, min_variance=min_variance, prior_deviation=prior_deviation)
         if not 0 < contraction < 1:
             raise ValueError(
                 f"contraction={contraction} must lie between 0 and 1: the share of [0, 1] left to the past"
@@ -152,8 +149,8 @@ class InfinityFormer(LayerMemory):
         self.sampling = one_of("sampling", sampling, ("quantiles", "random", "uniform"))
         self.width, self.heads, self.relative, self.normalise = width, heads, relative, normalise
         self.length, self.chunk, self.samples, self.bins = length, chunk, samples, bins
-        self.min_variance, self.kl_weight = min_variance, kl_weight
-        self.prior_deviation, self.prior_mean = prior_deviation, prior_mean
+        self.min_variance, self.kl_weight, self.prior_deviation = min_variance, kl_weight, prior_deviation
+        self.prior_mean = prior_mean
         if not kl_weight:
             self.needs = self.needs - {"own_loss"}
         self.key, self.value, self.output = (nn.Linear(width, width, bias=False) for _ in range(3))

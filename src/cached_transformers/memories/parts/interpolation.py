@@ -38,9 +38,6 @@ def interpolate(
             zeros.
         size, to_size: maps of tokens and slots for two-dimensional interpolation; the `prefix` first tokens pass
             unchanged.
-
-    Raises:
-        ValueError: the tokens do not fill the map, or a map is combined with padding.
     """
     if padding_BN is not None:
         if to_size is not None:

@@ -30,6 +30,13 @@ def check_choices(**given: tuple[Any, tuple[Any, ...]]) -> None:
             raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
 
 
+def check_positive(**values: float | None) -> None:
+    """Refuse (ValueError) numbers that are not above 0 and finite; None passes."""
+    for name, value in values.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name}={value} must be above 0 and finite")
+
+
 def check_heads(width: int, heads: int) -> None:
     """Refuse (ValueError) heads that do not share out the width."""
     if heads < 1 or width % heads:

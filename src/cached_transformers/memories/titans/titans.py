@@ -35,7 +35,15 @@ from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.memories.parts.fast_weights import FastMemory, FastState, Learned, Soup
-from cached_transformers.memories.parts.options import GATES, NO_MEMORY, STRETCH, Gate, check_choices, gated
+from cached_transformers.memories.parts.options import (
+    GATES,
+    NO_MEMORY,
+    STRETCH,
+    Gate,
+    check_choices,
+    check_positive,
+    gated,
+)
 from cached_transformers.memories.parts.recurrent import Answer, Asked, shown, wide
 from cached_transformers.registry import MEMORIES
 
@@ -319,9 +327,7 @@ def _check(width: int, nets: int, place: str, persistent: int, momentum: float, 
     """Refuse (ValueError) numbers that do not fit."""
     if width % nets:
         raise ValueError(f"nets={nets} must divide width={width}: each net has an equal part of the channels")
-    for name, value in above_zero.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}={value} must be above 0 and finite")
+    check_positive(**above_zero)
     if not 0 < momentum < 1:
         raise ValueError(f"momentum={momentum} must lie between 0 and 1; 0.01 begins with next to none")
     if persistent < 0 or (persistent and place != "context"):
