@@ -68,12 +68,7 @@ def store(
     *,
     corrected: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """A and z after these associations are added, or replace the values stored under the same keys.
-
-    Args:
-        beta_BLM1: share by which an old value is replaced.
-        corrected: count only the new part of a key (gamma); False adds the whole key.
-    """
+    """A and z after these values replace a share beta of the old; `corrected`: only a key's new part counts."""
     old_BLMD, found_BLM1 = recall(features_BLMK, values_BLKD, mass_BLK)
     values_BLKD = values_BLKD + features_BLMK.mT @ (beta_BLM1 * (values_BLMD - old_BLMD))
     new_BLM1 = torch.ones_like(found_BLM1)

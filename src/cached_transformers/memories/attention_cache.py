@@ -27,15 +27,7 @@ from .parts.options import one_of
 
 
 class AttendedCache(SharedCache):
-    """A shared cache whose slots attend the last cache and the slots of new tokens, and keep what they find.
-
-    Args:
-        heads: H, of the update.
-        attend: "mean" or "sample"; see `SharedCache`.
-        width, length, others: see `SharedCache`.
-
-    Parameters: 5 C^2 + 6 C. Cost (multiply-adds): 4 B M C^2 + 4 B M^2 C for the rows and 3 M C^2 once per batch.
-    """
+    """A shared cache whose slots attend the last cache and the slots of new tokens. Parameters: 5 C^2 + 6 C."""
 
     def __init__(
         self, width: int, length: int, heads: int, *, attend: Literal["mean", "sample"] = "mean", **others: Any
@@ -64,10 +56,7 @@ class AttendedCache(SharedCache):
 
 
 class StoredCache(SharedCache):
-    """A shared cache that holds the slots of the last step's tokens; rows read it before it is replaced.
-
-    Args: see `SharedCache`. No parameters; B M C additions.
-    """
+    """A shared cache that holds the slots of the last step's tokens; rows read it before it is replaced."""
 
     def __init__(self, width: int, length: int, **others: Any) -> None:
         super().__init__(width, length, attend="stored", **others)

@@ -64,12 +64,7 @@ class OpenedStates(NamedTuple):
 
 
 class StateGate(nn.Module):
-    """Gates for the kept part of a state and the added part of a candidate.
-
-    Args:
-        kind: "fixed" or "lstm". width: D. looks_at: U. gates: see `parts.options`.
-        bias: how much more of a state stays at first, in logits.
-    """
+    """Gates for the kept part of a state and the added part of a candidate; `looks_at` is U."""
 
     def __init__(self, kind: str, width: int, looks_at: int, gates: Gate, bias: float) -> None:
         super().__init__()

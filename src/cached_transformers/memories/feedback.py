@@ -50,11 +50,7 @@ own_word("pieces", "a segment that is read piece by piece, so that no token sees
 
 
 class LearnedDistances(Positions):
-    """A trained vector for each distance 1 .. M, whose product with the query joins the logit.
-
-    Args:
-        table_EM: the vectors, that of the largest distance first.
-    """
+    """A trained vector for each distance M .. 1, whose product with the query joins the logit."""
 
     def __init__(self, table_EM: nn.Parameter) -> None:
         super().__init__()

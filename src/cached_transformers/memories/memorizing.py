@@ -47,10 +47,7 @@ class Found(NamedTuple):
 
 
 class NeighbourStore(NamedTuple):
-    """Unit keys and values of the last M tokens of each row, and how many tokens were ever stored.
-
-    A ring: token number t lies in slot t mod M, and the oldest is overwritten.
-    """
+    """Unit keys and values of the last M tokens of each row, token t in slot t mod M, and how many were ever stored."""
 
     k_BHME: Tensor
     v_BHME: Tensor

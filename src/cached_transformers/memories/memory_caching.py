@@ -43,10 +43,7 @@ STARTS = ("checkpoint", "restart")
 
 
 class CachedStates(NamedTuple):
-    """The state that goes on, a ring of snapshots with their contexts, and how many segments the row has stored.
-
-    Segment number i lies in slot i mod S, and the oldest is overwritten.
-    """
+    """The state that goes on, snapshots with contexts, segment i's in slot i mod S, and the number of segments."""
 
     online: State
     snapshots_BS: Tensor
@@ -73,13 +70,7 @@ def running_means(k_BGNK: Tensor, shown_BN: Tensor | None = None) -> Tensor:
 def gates(
     u_BGNK: Tensor, contexts_BSGK: Tensor, current_BGNK: Tensor, valid_BS: Tensor, topk: int | None = None
 ) -> Tensor:
-    """Weights (B, G, N, S + 1) of the snapshots and, last, of the online state: a softmax of <u, c>.
-
-    Args:
-        u_BGNK: queries. contexts_BSGK: of the snapshots. current_BGNK: of the partial segment.
-        valid_BS: slots that hold a snapshot.
-        topk: number of snapshots per token and group; None for all.
-    """
+    """Weights (B, G, N, S + 1) of (`topk`) snapshots and, last, of the online state: a softmax of <u, c>."""
     logits_BGNS = u_BGNK @ contexts_BSGK.permute(0, 2, 3, 1)
     logits_BGNS = logits_BGNS.masked_fill(~valid_BS[:, None, None], -torch.inf)
     if topk is not None and topk < logits_BGNS.shape[-1]:

@@ -45,20 +45,13 @@ class SegatronState(NamedTuple):
 class SegatronPositions(RelativePositions):
     """Relative positions of Transformer-XL over three channels of positions, each with a block of the code R.
 
-    The blocks are independent and each depends on one integer: W_r R_ij is the sum of three rows of three tables, which
-    together cost what Transformer-XL's one costs. Each query meets every row of each table, 3 B H N K E multiply-adds,
-    and picks by distance.
-
-    For attention over the last tokens: no two places are further apart than K - 1, in any channel.
+    Each query meets every row of a table of each channel, and picks by distance: 3 B H N K E multiply-adds. For
+    attention over the last tokens: no two places are further apart than K - 1, in any channel.
 
     Args:
-        heads: H. head_width: E.
         widths: channels of the three blocks, D in all; the paper's when None.
-        clamp: distances beyond it count as it, in each channel.
-        shift: "exact", or "official" for D_ij = X_last - X_(j + N - 1 - i), the distance of the released code, which is
-            right for tokens alone and shows every token where later sentences of its segment begin.
-        signed: keys may be after the query, whose distances are below 0; without, they count as 0, which is right
-            where no query sees them.
+        shift: "exact", or "official" for D_ij = X_last - X_(j + N - 1 - i), the distance of the released code.
+        signed: keys may be after the query, whose distances are below 0; without, they count as 0.
     """
 
     def __init__(
@@ -303,12 +296,7 @@ class Segatron(ModelMemory):
 
 
 def _counted_on(given_BN: Tensor, behind_BN: Tensor, ended_BN: Tensor) -> Tensor:
-    """Numbers after each token, from the last token on whose own number is given.
-
-    Args:
-        given_BN: a token's own number; below 0 where it is not given. behind_BN: numbers without them. ended_BN: tokens
-            after which another number begins.
-    """
+    """Numbers after each token, from the last token on whose own number is given (not below 0)."""
     known_BN = given_BN >= 0
     more_BN = torch.where(known_BN, given_BN - (behind_BN - ended_BN.long()), 0)
     place_N = torch.arange(1, given_BN.shape[1] + 1, device=given_BN.device)

@@ -107,13 +107,7 @@ class TransformerXL(LayerMemory):
 
 
 class CacheBeforeTokens(TransformerXL):
-    """A Transformer-XL cache whose tokens are before the memory tokens that are before the segment.
-
-    Args:
-        width: D. heads: H. length: cached tokens.
-        front: memory tokens before the segment.
-        read_by_all: whether memory tokens see the cache; the segment's tokens do.
-    """
+    """A Transformer-XL cache of `length` tokens before the `front` memory tokens, which see it if `read_by_all`."""
 
     def __init__(self, width: int, heads: int, length: int, *, front: int, read_by_all: bool) -> None:
         super().__init__(width, heads, length, relative=False)

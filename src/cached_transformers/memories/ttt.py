@@ -51,10 +51,7 @@ EPSILON = 1e-6
 
 
 class InnerModel(FastWeights):
-    """f of all heads, its norm, and r: how it learns.
-
-    Args: as those of `TTT`. Everything that it is given is in float32 or wider.
-    """
+    """f of all heads, its norm, and r: how it learns. Everything that it is given is in float32 or wider."""
 
     def __init__(
         self, heads: int, width: int, *, model: Literal["linear", "mlp"], mini_batch: int, limit: float | None
@@ -107,13 +104,7 @@ class InnerModel(FastWeights):
         there_BN: Tensor,
         soup: Soup | None = None,
     ) -> tuple[Tensor, Learned]:
-        """f(q_i; W_i) of each token, (B, G, N, V), and the weights after the last one; 0 for padding.
-
-        Args:
-            learned: as `start` gives it. tokens_B: number of tokens that the rows have written before.
-            rate_BGN: lr_j. there_BN: bool, tokens that are none of padding.
-            soup: snapshots mixed into the models that are read.
-        """
+        """f(q_i; W_i) of each token, (B, G, N, V), and the weights after the last one; 0 for padding."""
         tokens, b, width = k_BGNK.shape[2], self.mini_batch, k_BGNK.shape[-1]
         if tokens == 0:
             return v_BGNV, learned

@@ -92,12 +92,10 @@ def choose(
     visible_BNR: Tensor,
     weight_BNR: Tensor | None,
 ) -> Context:
-    """The offered context, of whose regions each token sees some, with weights.
+    """The offered context of all regions, of which each token sees some.
 
     Args:
-        offer: of all regions.
         region_BM: region of each slot; R for none, which all tokens see with weight 1.
-        visible_BNR: bool, the regions that each token sees.
         weight_BNR: weight of each region's values for each token, after the softmax; None for 1.
     """
     context, (tokens, regions) = offer(project_kv), visible_BNR.shape[1:]
@@ -118,10 +116,7 @@ def choose(
 
 
 def windows(state: CRTNState, source_BND: Tensor, padding_BN: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The last L tokens up to each token, itself included, (B, N, L, D), zeros after them; and how many, (B, N).
-
-    They reach into the newest region, the source of `state.source_BLD`, and no further.
-    """
+    """The last L tokens up to each token, itself included, (B, N, L, D), zeros after them; and how many, (B, N)."""
     n, length = source_BND.shape[1], state.source_BLD.shape[1]
     source_BLD, source_B = pack(source_BND, padding_BN, length)
     before_B = state.size_BR[:, -1]

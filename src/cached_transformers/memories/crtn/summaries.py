@@ -16,11 +16,7 @@ from cached_transformers.memories.parts.options import one_of
 
 
 class Summary(nn.Module, abc.ABC):
-    """A vector (B, K) from the first `size_B` places, whatever the others hold; without any, some finite vector.
-
-    Args:
-        key_width: K.
-    """
+    """A vector (B, K) from the first `size_B` places, whatever the others hold; without any, some finite vector."""
 
     def __init__(self, key_width: int) -> None:
         super().__init__()

@@ -95,16 +95,10 @@ class CacheGates(nn.Module):
 
 
 class GatedRecurrentCache(SharedCache):
-    """A shared cache updated by gates.
+    """A shared cache updated by gates, in 4 B M C^2 + 2 M C^2 multiply-adds; options as of `CacheGates`, `SharedCache`.
 
     Args:
-        width: C. length: M.
-        candidate, update_bias: see `CacheGates`.
-        attend: "mean" gives the batch mean of the update (Algorithm 1), "sample" each row's own update; the mean is
-            stored in either case.
-        options: see `SharedCache`.
-
-    Cost (multiply-adds): with N = M, 4 B M C^2 for the rows and 2 M C^2 once per batch.
+        attend: "mean" gives the batch mean of the update (Algorithm 1), "sample" each row's own update.
     """
 
     def __init__(

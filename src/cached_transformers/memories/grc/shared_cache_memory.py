@@ -255,10 +255,8 @@ class SharedCacheMemory(LayerMemory):
     """A shared cache, attended by a second branch beside the layer's attention.
 
     Args:
-        cache: the shared cache. branch: attention over it, and the mix.
         source: input of the cache's update: the first C channels of the attention's "input" or "output".
         mix: "heads", before the output projection, or "outputs", after separate ones.
-        convolution: added to the attention's output; None for none.
     """
 
     needs = frozenset({"head", "bidirectional"})

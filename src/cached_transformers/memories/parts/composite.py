@@ -33,11 +33,7 @@ from cached_transformers.state import State, named_tensors
 
 
 class SideBySide(LayerMemory):
-    """Layer memories side by side in one layer; its state is the tuple of theirs.
-
-    Args:
-        members: the memories, in the order in which they act.
-    """
+    """Layer memories side by side in one layer, in the order in which they act; its state is the tuple of theirs."""
 
     def __init__(self, members: Sequence[LayerMemory]) -> None:
         super().__init__()

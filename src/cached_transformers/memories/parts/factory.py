@@ -17,11 +17,7 @@ MemorySpec: TypeAlias = OneMemory | list[OneMemory] | None
 
 
 def memory_specs(memory: MemorySpec) -> list[tuple[str, dict[str, Any]]]:
-    """Names and options of the memories of a model: none, one, or those of a list.
-
-    Raises:
-        ValueError: an empty list, or as `memory_spec`.
-    """
+    """Names and options of the memories of a model: none, one, or those of a list."""
     if memory is None:
         return []
     if isinstance(memory, list | tuple):

@@ -139,11 +139,7 @@ class FastWeights(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def move(self, end: Sequence[Tensor], step: Step) -> tuple[Tensor, Tensor]:
-        """W and S of one matrix after a chunk.
-
-        Args:
-            end: coefficients of this chunk that the rule passed to `through`.
-        """
+        """W and S of one matrix after a chunk, by its coefficients `end` that the rule passed to `through`."""
 
     def matrices(self, flat: Tensor) -> list[Tensor]:
         """(B, ..., G, I, O) of each layer of the nets, of their numbers (B, ..., G, P)."""
@@ -237,12 +233,7 @@ class FastWeights(nn.Module, abc.ABC):
         return F.pad(x, (0, 1), value=1.0) if self.biased else x
 
     def _read_within(self, asked: tuple[Tensor, ...], steps: list[Step], soup: Soup | None) -> Tensor:
-        """Outputs of the nets for queries (..., C, K) of a chunk, each after the writes of its token and those before
-        it.
-
-        Args:
-            asked: queries; G_ij (q_i . k_j); b, f and G.
-        """
+        """Outputs for `asked`, q, G_ij (q_i . k_j), b, f, G of a chunk, each after its token's write."""
         q, near, b, f, G = asked  # of queries as `_input` gives them
         for layer, (W, S, given, error) in enumerate(steps):
             x = self._input(activate(q, self.activation)) if layer else q

@@ -54,8 +54,7 @@ class Rows(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """`Rows` with keys and values instead of hidden states: unrotated, all keys of a slot, then all
-    its values. 8 M D + 8 M P + 8 bytes a row in float32.
+    """`Rows` with keys and values instead of hidden states, all keys of a slot, then all its values.
 
     They are projected once, when they are stored, so that nothing trains the projections: for evaluation.
     """
@@ -154,10 +153,7 @@ def refuse_training(training: bool, memory: str) -> None:
 
 
 def push(rows: Rows, hidden_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None) -> Rows:
-    """Store hidden states after those that are there; the store keeps its size, and may be a view of its input.
-
-    Padding is not stored, so the store stays dense.
-    """
+    """Store hidden states, but no padding, after those that are there; the store may be a view of its input."""
     if padding_BN is not None:
         return push_out(rows, hidden_BND, positions_BNP, padding_BN)[0]
     slots, n = rows.hidden_BMD.shape[1], hidden_BND.shape[1]
@@ -174,12 +170,7 @@ def push(rows: Rows, hidden_BND: Tensor, positions_BNP: Tensor, padding_BN: Tens
 def push_out(
     rows: Rows, hidden_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None
 ) -> tuple[Rows, Rows]:
-    """The store after `push`, and the evicted entries.
-
-    Returns:
-        The store; and the N states that had to leave or never were (`count_B` says how many of them,
-        from the end, are real), oldest first.
-    """
+    """The store after `push`; and the N states, oldest first, that had to leave or never were (`count_B` are real)."""
     slots, n = rows.hidden_BMD.shape[1], hidden_BND.shape[1]
     hidden_BLD = torch.cat([rows.hidden_BMD, hidden_BND.to(rows.hidden_BMD.dtype)], 1)
     positions_BLP = torch.cat([rows.positions_BMP, positions_BNP.expand(hidden_BND.shape[0], -1, -1)], 1)

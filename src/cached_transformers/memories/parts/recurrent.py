@@ -33,13 +33,11 @@ class Answer(NamedTuple):
 class Recurrent(LayerMemory):
     """A layer memory that mixes the answer of a fixed-size state into the attention's result, head by head.
 
-    What several of its states say may be mixed: `read` is `settle` of what `online` finds, and the sum of answers with
-    weights may be in that place.
+    `read` is `settle` of what `online` finds, or of a sum of several states' answers with weights.
 
     Attributes:
         groups: G. key_width: K.
-        linear: an answer is linear in the snapshot, so that a mixed state gives the mix of the
-            answers. One that is not may write `soup`.
+        linear: an answer is linear in the snapshot; one that is not may write `soup`.
         no_snapshots: why, with these options, there is no such reading; None where there is.
     """
 
@@ -50,11 +48,7 @@ class Recurrent(LayerMemory):
 
     @abc.abstractmethod
     def ask(self, opened: Any, query: Query) -> Asked:
-        """Queries (B, G, N, K) of all tokens, and keys, which mean nothing at padding.
-
-        Args:
-            opened: the state that the segment goes on from.
-        """
+        """Queries (B, G, N, K) of all tokens, and keys, which mean nothing at padding."""
 
     @abc.abstractmethod
     def online(self, opened: Any, query: Query, asked: Asked) -> Answer:
@@ -69,12 +63,7 @@ class Recurrent(LayerMemory):
         """(B, ..., G, N, F): what snapshots (B, ..., G, ...) say; those of zeros say 0."""
 
     def soup(self, opened: Any, query: Query, asked: Asked, snapshots_BS: Tensor, weights_BGNS: Tensor) -> Answer:
-        """Answer of `online` with a state per token, mixed elementwise from snapshots
-        (B, S, G, ...) and the current state.
-
-        Args:
-            weights_BGNS: (B, G, N, S + 1), those of the online state last.
-        """
+        """Answer of `online` with a state per token, mixed by (B, G, N, S + 1) weights, its own last."""
         raise NotImplementedError("this memory mixes answers alone")
 
     @abc.abstractmethod

@@ -149,13 +149,7 @@ class NeuralMemory(FastWeights):
         gates: Gates,
         soup: Soup | None = None,
     ) -> tuple[Tensor | None, Learned]:
-        """y (B, G, N, V), token t read after its own write, and the weights after the last token.
-
-        Args:
-            learned: as `start` gives it, in float32 or wider, in which everything is computed.
-            q_BGNK: what to read; None for nothing but to learn.
-            soup: snapshots mixed into the nets that are read.
-        """
+        """y (B, G, N, V), token t read after its own write, unless q is None; and the weights after the last token."""
         tokens = k_BGNK.shape[2]
         if tokens == 0:
             return q_BGNK, learned
