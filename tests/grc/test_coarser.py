@@ -31,13 +31,6 @@ def test_a_slot_is_the_mean_of_its_square(height: int, width: int) -> None:
             torch.testing.assert_close(slots_BMC[:, 1 + i * columns + j], square.mean((1, 2)))
 
 
-def test_stride_1_is_the_cache_of_the_paper() -> None:
-    torch.manual_seed(0)
-    plain, given = GRC(16, 2, 13, size=(3, 4), prefix=1), GRC(16, 2, 13, size=(3, 4), prefix=1, stride=1)
-    assert plain.cache.cache_MC.shape == given.cache.cache_MC.shape == (13, 8)
-    assert plain.cache.size == given.cache.size == (3, 4)
-
-
 @pytest.mark.parametrize("stride, reduces", [(1, True), (2, True), (4, False)])
 def test_keys_are_reduced_so_much_less(stride: int, reduces: bool) -> None:
     layer = GRCAttention(16, 2, 64, size=(8, 8), reduction=4, stride=stride, interpolation="area")
@@ -46,19 +39,6 @@ def test_keys_are_reduced_so_much_less(stride: int, reduces: bool) -> None:
     assert k_BHMF.shape == (1, 2, 4, 4)  # four keys, as the layer itself has of 64 tokens
     layer(torch.randn(2, 64, 16), size=(8, 8)).y_BND.sum().backward()
     assert all(p.grad is not None for p in layer.parameters())
-
-
-def test_image_models_train_with_fewer_slots() -> None:
-    memory = {"name": "grc", "stride": 2, "interpolation": "area"}
-    sizes = {"image_size": 8, "patch_size": 2, "classes": 3, "width": 16, "depth": 2, "heads": 2, "feed_forward": 16}
-    model = create_model("vision_transformer", memory=memory, **sizes)
-    images = torch.randn(2, 3, 8, 8)
-    for _ in range(2):  # of an empty cache nothing is forgotten
-        model.zero_grad()
-        model(images).outputs.square().sum().backward()
-    assert [cache.cache_MC.shape for cache in caches(model)] == [(5, 8)] * 2
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for cache in caches(model) for p in cache.parameters())
-    assert all(cache.cache_MC.abs().sum() > 0 for cache in caches(model.eval()))
 
 
 def test_a_length_of_the_users_is_no_map() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import io
-import pickle
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from grc.small_vit import cached_layer, equal, images, kinds, settled, small_vit
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from cached_transformers import GRCAttention, add_memory, reset_caches, resize_caches
+from cached_transformers import GRCAttention, add_memory, resize_caches
 from cached_transformers.extras import require
 from cached_transformers.memories.parts.interpolation import interpolate
 
@@ -34,18 +32,6 @@ def assert_same_future(a: nn.Module, b: nn.Module) -> None:
 
 
 # ---- checkpoints
-
-
-@kinds
-def test_a_fresh_model_and_its_checkpoint_have_the_same_keys(options: dict[str, Any]) -> None:
-    fresh = small_vit(**options)
-    names = [name for name in fresh.state_dict() if name.endswith("cache_MC")]
-    assert len(names) == 2
-    trained = small_vit(**options)
-    step(trained, images(0))
-    fresh.load_state_dict(saved(trained), strict=True)
-    assert fresh.state_dict().keys() == trained.state_dict().keys()
-    assert_same_future(fresh, trained)
 
 
 @kinds
@@ -72,34 +58,7 @@ def test_saving_does_not_change_training(options: dict[str, Any]) -> None:
     assert_same_future(model, twin)
 
 
-@kinds
-def test_an_evaluation_model_takes_a_checkpoint(options: dict[str, Any]) -> None:
-    """Keys and values of the old cache are dropped."""
-    trained, served = small_vit(**options), small_vit(**options).eval()
-    step(trained, images(0))
-    with torch.no_grad():
-        before = served(images(1)).outputs
-        served.load_state_dict(saved(trained))
-        after = served(images(1)).outputs
-        assert torch.equal(after, trained.eval()(images(1)).outputs) and not torch.equal(after, before)
-
-
 # ---- copies
-
-
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("training", [True, False])
-@kinds
-def test_a_copy_goes_its_own_way(way: Any, training: bool, options: dict[str, Any]) -> None:
-    model = small_vit(**options)
-    step(model, images(0))
-    model.train(training)
-    twin = way(model)
-    assert equal(settled(twin), settled(model))
-    assert torch.equal(twin(images(1)).outputs, model(images(1)).outputs)
-    kept = settled(twin)
-    step(model.train(), images(2))
-    assert equal(settled(twin), kept) and not equal(settled(model), kept)
 
 
 def test_a_stale_proposal_in_an_average_never_overwrites() -> None:
@@ -174,17 +133,6 @@ def test_the_first_way_out_resizes(mode: Any, name: str) -> None:
     assert short.state_dict()["memory.cache.cache_MC"].shape == (4, 4)
 
 
-def test_the_second_way_out_starts_empty() -> None:
-    short, long = GRCAttention(8, 2, 4), GRCAttention(8, 2, 6)
-    long(torch.randn(2, 6, 8)), short(torch.randn(2, 4, 8))
-    state = saved(long)
-    del state["memory.cache.cache_MC"]
-    missing = short.load_state_dict(state, strict=False)
-    reset_caches(short)
-    assert missing.missing_keys == ["memory.cache.cache_MC"]
-    assert not settled(short)[0].any()
-
-
 def test_resizing_commits_first_and_takes_maps_as_maps() -> None:
     layer = GRCAttention(8, 2, 13, size=(3, 4), prefix=1)
     layer(torch.randn(2, 13, 8), size=(3, 4))
@@ -226,13 +174,6 @@ def test_a_model_built_on_the_meta_device_is_materialised() -> None:
     step(twin, images(0))
     model.to_empty(device="cpu")
     model.load_state_dict(saved(twin))
-    assert_same_future(model, twin)
-
-
-def test_a_model_built_on_the_meta_device_adopts_a_checkpoint() -> None:
-    model, twin = on_meta(), small_vit()
-    step(twin, images(0))
-    model.load_state_dict(saved(twin), assign=True)
     assert_same_future(model, twin)
 
 

@@ -31,7 +31,7 @@ from cached_transformers.layers.block import Block
 from cached_transformers.layers.feed_forward import DropPath, FeedForward
 from cached_transformers.layers.reduction import PooledReduction, SpatialReduction
 from cached_transformers.layers.stack import Stack
-from cached_transformers.memories.parts.slot_attention import SlotAttention
+from cached_transformers.memories.memformer import SlotAttention
 
 D, H = 8, 2
 

@@ -90,10 +90,7 @@ class Twin:
         # Equals: the newer first, empty ones (the oldest) last.
         best = sorted(range(len(alpha)), key=lambda i: (-alpha[i].item(), i >= len(regions), -i))[: o["topk"]]
         best = [i for i in best if i < len(regions)]
-        if o.get("renormalise") == "sum":
-            total = sum(alpha[i] for i in best)
-            alpha = [a / total for a in alpha]
-        elif o.get("renormalise") == "softmax" and best:
+        if o.get("renormalise") == "softmax" and best:
             second = torch.stack([alpha[i] for i in best]).softmax(0)
             alpha = [second[best.index(i)] if i in best else a for i, a in enumerate(alpha)]
         if o.get("rescale"):
@@ -116,7 +113,7 @@ class Twin:
             return [(h, p, 1.0) for r in recent for h, p in zip(r.levels[layer], r.positions, strict=True)]
 
         source = x
-        if o.get("query") == "compute_first" and o.get("first") != "selection":
+        if o.get("query") == "compute_first":
             source = self.run(x, positions, always)[-1]
         before = row.regions[-1].source if row.regions else []
         chosen: list[list[tuple[int, Any]]] = []
@@ -126,7 +123,7 @@ class Twin:
             chosen.append(self.choose(self.summarise(asked), choosable) if choosable else [])
 
         def slots(layer: int, j: int) -> list[Slot]:
-            picked = chosen[j] if o.get("order") == "score" else sorted(chosen[j], key=lambda pair: pair[0])
+            picked = sorted(chosen[j], key=lambda pair: pair[0])
             got = []
             for i, weight in picked:
                 region = choosable[i]
@@ -138,8 +135,6 @@ class Twin:
             return got
 
         levels = self.run(x, positions, slots)
-        if o.get("first") == "selection":
-            source = levels[-1]
         kept = [[h.detach() for h in level] for level in levels[:-1]]
         row.regions.append(Region(kept, positions, self.summarise(levels[-1]), source))
         row.regions = row.regions[-(o["regions"] + short) :]

@@ -6,55 +6,27 @@ Legend: B rows, N tokens, S states, H heads, E head width, D = H E.
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from integrations.transformers_hosts import BERT, DECODERS, T5, Architecture, architectures, words
-from memories.learning import LATCH, accuracy, reach, trained
+from memories.harness import HEADS, WIDTH, agree, build, inputs, layer_of, run_layer
 from torch import Tensor
 
-from cached_transformers import add_memory, create_model, generate
-from cached_transformers import state as states
-from cached_transformers.interfaces.memory import LayerMemory, Trace
+from cached_transformers import add_memory
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.block_recurrent import BlockRecurrent
-from cached_transformers.models.generation import ReadsAgain
 
-ROWS, HEADS, WIDTH, E, S = 2, 2, 8, 4, 3
+ROWS, E, S = 2, 4, 3
 KINDS = [(gate, form) for gate in ("fixed", "lstm") for form in ("skip", "dual", "single")]
 kinds = pytest.mark.parametrize(("gate", "form"), KINDS)
 
 
-def layer_of(memory: Any = None, **options: Any) -> SelfAttention:
+def own_layer(**options: Any) -> Any:
     torch.manual_seed(0)
-    made = BlockRecurrent(WIDTH, HEADS, S, feed_forward=5, **options) if memory is None else memory
-    layer = SelfAttention(WIDTH, HEADS, memory=made, causal=True).double()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.5 * torch.randn_like(parameter))
-    return layer
-
-
-def run(
-    layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor] | None = None, state: Any = None
-) -> tuple[list[Tensor], Any]:
-    """Outputs of the layer over segments, and the state behind them."""
-    state, outs, place = layer.init_state(len(inputs[0]), inputs[0]) if state is None else state, [], 0
-    for x, padding in zip(inputs, paddings or [None] * len(inputs), strict=True):
-        positions = torch.arange(place, place + x.shape[1])[None, :, None].expand(len(x), -1, -1)
-        attended = layer(x, positions, state=state, padding_BN=padding)
-        state, _ = layer.memory.write(state, Trace(x, attended.y_BND, attended.query, attended.reading))
-        outs.append(attended.y_BND)
-        place += x.shape[1]
-    return outs, state
-
-
-def segments(*lengths: int, seed: int = 1) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(ROWS, n, WIDTH, dtype=torch.float64, generator=generator) for n in lengths]
+    return layer_of(BlockRecurrent(WIDTH, HEADS, S, feed_forward=5, **options))
 
 
 # ------------------------------------------------------------------------------------------------------- slow twin
@@ -160,62 +132,44 @@ def twin(
     return outs, torch.stack([torch.stack(row.C) for row in rows])
 
 
-def compared(layer: SelfAttention, memory: BlockRecurrent, window: int = 0) -> dict[str, Tensor]:
-    """Values and gradients of layer and twin, which agree; gives the gradients."""
-    inputs = segments(5, 3, 4, 5)
-    paddings = [torch.zeros(x.shape[:2], dtype=torch.bool) for x in inputs]
+def compare(layer: Any, memory: BlockRecurrent, window: int = 0) -> None:
+    paddings = [torch.zeros(ROWS, n, dtype=torch.bool) for n in (5, 3, 4, 5)]
     paddings[0][1] = True  # this row begins a segment later
     paddings[1][0, 0] = paddings[2][0, 2:] = paddings[2][1, 1] = True
-    real, weights, results = [~p for p in paddings], segments(5, 3, 4, 5, seed=2), []
-    for slow in (False, True):
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        layer.zero_grad()
-        if slow:
-            found, C = twin(layer, memory, leaves, paddings, window)
-        else:
-            found, state = run(layer, leaves, paddings)
-            C = (state[-1] if window else state).states_BSD
-        loss = sum((y[r] * w[r]).sum() for y, w, r in zip(found, weights, real, strict=True))
-        (loss + (C * torch.arange(C.numel()).view_as(C)).sum()).backward()
-        grads: dict[str, Any] = {name: p.grad for name, p in layer.named_parameters()}
-        results.append((found, C, grads | {f"x{i}": x.grad for i, x in enumerate(leaves)}))
-    (found, C, grads), (want, want_C, want_grads) = results
-    for a, b, r in zip(found, want, real, strict=True):
-        torch.testing.assert_close(a[r], b[r], rtol=0, atol=1e-10)
-    torch.testing.assert_close(C, want_C, rtol=0, atol=1e-10)
-    for name, gradient in grads.items():
-        torch.testing.assert_close(gradient, want_grads[name], rtol=1e-7, atol=1e-9, msg=name)
-        assert gradient.abs().max() > 1e-4, name
-    assert grads["x0"][1].abs().max() == 0  # a row of padding
-    return grads
+    leaves = [x.requires_grad_() for x in inputs(5, 3, 4, 5)]
+    outs, after, _ = run_layer(layer, leaves, paddings, counted=True)
+    state = after[-1][-1] if window else after[-1]
+    want, C = twin(layer, memory, leaves, paddings, window)
+    sides = (
+        [*(y[~p] for y, p in zip(ys, paddings, strict=True)), c] for ys, c in ((outs, state.states_BSD), (want, C))
+    )
+    named = {**dict(layer.named_parameters()), **{f"x{i}": x for i, x in enumerate(leaves)}}
+    gradients = agree(*sides, named, grads=1e-9, rtol=1e-7, least=1e-5)
+    assert gradients["x0"][1].abs().max() == 0  # a row of padding
 
 
 @kinds
 @pytest.mark.parametrize("scale", [None, 2.0])
 def test_it_is_its_slow_twin_with_gradients(gate: Any, form: Any, scale: float | None) -> None:
-    layer = layer_of(gate=gate, form=form, initial_scale=scale, gate_bias=0.5)
-    compared(layer, layer.memory)  # type: ignore[arg-type]
+    layer = own_layer(gate=gate, form=form, initial_scale=scale, gate_bias=0.5)
+    compare(layer, layer.memory)
 
 
 def test_beside_transformer_xl_it_is_the_paper_s_sliding_window() -> None:
+    torch.manual_seed(0)
     xl = {"name": "transformer_xl", "length": 4, "relative": False}
-    both: Any = create_memory([xl, {"name": "block_recurrent", "length": S}], WIDTH, HEADS)
-    layer = layer_of(both)
-    compared(layer, both.members[1], window=4)
+    layer = layer_of(create_memory([xl, {"name": "block_recurrent", "length": S}], WIDTH, HEADS))  # type: ignore[arg-type]
+    compare(layer, layer.memory.members[1], window=4)
 
 
 # ----------------------------------------------------------------------------------------------------- gates, limits
 
 
-def own(layer: SelfAttention) -> Any:
-    return layer.memory
-
-
 @kinds
 @pytest.mark.parametrize("gates", ["sigmoid", "stretched"])
 def test_where_all_stays_and_nothing_comes_the_states_are_those_of_the_start(gate: Any, form: Any, gates: Any) -> None:
-    layer = layer_of(gate=gate, form=form, gates=gates)
-    inputs = segments(4, 4, 4)
+    layer = own_layer(gate=gate, form=form, gates=gates)
+    given = inputs(4, 4, 4)
     for name, module in layer.memory.named_modules():
         if name in ("gate", "second_gate"):
             with torch.no_grad():  # 4 is beyond where a stretched gate is cut
@@ -225,16 +179,16 @@ def test_where_all_stays_and_nothing_comes_the_states_are_those_of_the_start(gat
                 else:
                     module.linear.weight.zero_()  # type: ignore[operator, union-attr]
                     module.linear.bias.copy_(torch.tensor([far, -far]).repeat_interleave(WIDTH))  # type: ignore[operator, union-attr]
-    outs, state = run(layer, inputs)
-    assert torch.equal(state.states_BSD, own(layer).initial_SD.expand(ROWS, -1, -1))
+    outs, (*_, state), _ = run_layer(layer, given)
+    assert torch.equal(state.states_BSD, layer.memory.initial_SD.expand(ROWS, -1, -1))
     assert state.segments_B.tolist() == [3, 3]
-    again = run(layer, inputs[1:])[0]  # states that do not change say nothing of the segments before
+    again = run_layer(layer, given[1:])[0]  # states that do not change say nothing of the segments before
     assert all(torch.equal(a, b) for a, b in zip(outs[1:], again, strict=True))
 
 
 def test_one_gate_by_hand() -> None:
     """sigmoid(log 3) is 3/4."""
-    fixed, lstm = (layer_of(gate=g).memory.gate for g in ("fixed", "lstm"))
+    fixed, lstm = (own_layer(gate=g).memory.gate for g in ("fixed", "lstm"))
     c, z, u = torch.full((1, 1, WIDTH), 8.0).double(), torch.full((1, 1, WIDTH), 4.0).double(), torch.ones(1, 1, 16)
     with torch.no_grad():
         fixed.bias_D.fill_(math.log(3))  # type: ignore[operator, union-attr]
@@ -251,110 +205,7 @@ def test_where_gates_begin() -> None:
         assert lstm.gate.linear.bias.tolist() == [1 + bias] * WIDTH + [-1] * WIDTH  # type: ignore[union-attr]
 
 
-@kinds
-def test_a_closed_gate_leaves_the_layer_without_memory(gate: Any, form: Any) -> None:
-    layer, plain = layer_of(gate=gate, form=form), layer_of(LayerMemory())
-    plain.load_state_dict({k: v for k, v in layer.state_dict().items() if "memory" not in k})
-    inputs = segments(4, 4, 4)
-    assert not torch.equal(run(layer, inputs)[0][1], plain(inputs[1]).y_BND)
-    layer.memory.close_gate()
-    for x, y in zip(inputs, run(layer, inputs)[0], strict=True):
-        assert torch.equal(y, plain(x).y_BND)
-
-
-def test_one_that_begins_silent_still_learns() -> None:
-    layer, plain = layer_of(), layer_of(LayerMemory())
-    made = BlockRecurrent(WIDTH, HEADS, S, initial_output=0.0).double()
-    layer.memory = made
-    plain.load_state_dict({k: v for k, v in layer.state_dict().items() if "memory" not in k})
-    (x,) = segments(4)
-    out = run(layer, [x])[0][0]
-    assert torch.equal(out, plain(x).y_BND)
-    out.square().sum().backward()
-    assert made.output.weight.grad is not None and made.output.weight.grad.abs().max() > 1e-4
-
-
-# ------------------------------------------------------------------------------------------------- order and padding
-
-
-@kinds
-def test_no_token_reads_what_its_segment_writes(gate: Any, form: Any) -> None:
-    layer, inputs = layer_of(gate=gate, form=form), segments(5, 5, 5)
-    outs, _ = run(layer, inputs)
-    for n in range(5):
-        changed = [x.clone() for x in inputs]
-        changed[1][:, n] += 1
-        others, _ = run(layer, changed)
-        assert torch.equal(others[0], outs[0]) and torch.equal(others[1][:, :n], outs[1][:, :n])
-        assert (others[1][:, n:] - outs[1][:, n:]).abs().amin(0).max() > 1e-6
-        assert (others[2] - outs[2]).abs().amax(-1).min() > 1e-6, "every token of the next one reads it"
-
-
-def test_states_are_one_function_of_segments_wherever_calls_begin() -> None:
-    layer, inputs = layer_of(form="dual"), segments(4, 4, 4, 4)
-    outs, state = run(layer, inputs)
-    for cut in (1, 2, 3):
-        first, between = run(layer, inputs[:cut])
-        second, last = run(layer, inputs[cut:], state=between)
-        assert all(torch.equal(a, b) for a, b in zip(first + second, outs, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(last, state, strict=True))
-    x = torch.cat(inputs, 1)
-    assert (run(layer, list(x.split(8, 1)))[1].states_BSD - state.states_BSD).abs().max() > 1e-3  # other segments
-
-
-@kinds
-def test_the_loss_of_the_last_segment_reaches_the_first_tokens(gate: Any, form: Any) -> None:
-    layer, inputs = layer_of(gate=gate, form=form), [x.requires_grad_() for x in segments(4, 4, 4, 4)]
-    gradients = torch.autograd.grad(run(layer, inputs)[0][-1].square().sum(), inputs)
-    assert all(g.abs().amax(-1).min() > 1e-8 for g in gradients[:-1])
-    cut = states.detach(run(layer, inputs[:3])[1])
-    first = torch.autograd.grad(run(layer, inputs[3:], state=cut)[0][0].sum(), inputs[0], allow_unused=True)[0]
-    assert first is None
-
-
-def test_rows_begin_anew_by_themselves() -> None:
-    layer, inputs = layer_of(gate="lstm"), segments(4, 4, 4)
-    _, state = run(layer, inputs[:2])
-    fresh = layer.init_state(ROWS, inputs[0])
-    reset = states.reset(state, fresh, torch.tensor([True, False]))
-    kept, begun, mixed = (run(layer, inputs[2:], state=s) for s in (state, fresh, reset))
-    assert torch.equal(mixed[0][0][0], begun[0][0][0]) and torch.equal(mixed[0][0][1], kept[0][0][1])
-    assert not torch.equal(begun[0][0][0], kept[0][0][0])
-    poisoned = fresh._replace(states_BSD=torch.full_like(fresh.states_BSD, math.nan))
-    assert torch.equal(run(layer, inputs[2:], state=poisoned)[0][0], begun[0][0])
-
-
-@kinds
-@pytest.mark.parametrize("scale", [None, 1.0])
-def test_whatever_padding_holds_reaches_nothing(gate: Any, form: Any, scale: float | None) -> None:
-    layer = layer_of(gate=gate, form=form, initial_scale=scale)
-    inputs, paddings, results = segments(5, 4, 4), [], []
-    for x, behind in zip(inputs, (3, 0, 2), strict=True):
-        paddings.append(torch.zeros(x.shape[:2], dtype=torch.bool))
-        paddings[-1][0, behind:] = True
-    for filling in (0.0, math.nan):
-        filled = [x.masked_fill(p[..., None], filling).requires_grad_() for x, p in zip(inputs, paddings, strict=True)]
-        outs, state = run(layer, filled, paddings)
-        real = [t[~p] for t, p in zip(outs, paddings, strict=True)]
-        gradients = torch.autograd.grad(
-            sum(t.square().sum() for t in real), [*filled, *layer.memory.parameters()], allow_unused=True
-        )
-        of_inputs = [g[~p] for g, p in zip(gradients, paddings, strict=False)]
-        results.append((*real, *state, *of_inputs, *gradients[len(inputs) :]))
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b) and bool(a.isfinite().all())
-    assert state.segments_B.tolist() == [2, 3]
-    alone = run(layer, [inputs[0][:1, :3], inputs[2][:1, :2]])[1]  # the row without its padding
-    torch.testing.assert_close(alone.states_BSD[0], state.states_BSD[0], rtol=0, atol=1e-12)
-
-
 # ------------------------------------------------------------------------------------------------------ in a model
-
-
-def language_model(depth: int = 2, **options: Any) -> Any:
-    torch.manual_seed(0)
-    sizes = {"width": 16, "depth": depth, "heads": 2, "feed_forward": 16}
-    return create_model("language_model", vocabulary=11, memory={"name": "block_recurrent", **options}, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -367,7 +218,7 @@ def language_model(depth: int = 2, **options: Any) -> Any:
     ],
 )
 def test_which_layers_have_states(depth: int, layers: Any, expected: list[int]) -> None:
-    model = language_model(depth, layers=layers, length=S)
+    model = build({"name": "block_recurrent", "layers": layers, "length": S}, depth=depth)
     state = model.init_state(ROWS).layers
     assert [n for n, part in enumerate(state, 1) if len(part)] == expected
     memories = [block.attention.memory for block in model.stack.blocks]
@@ -375,34 +226,11 @@ def test_which_layers_have_states(depth: int, layers: Any, expected: list[int]) 
     assert [n for n, memory in enumerate(memories, 1) if list(memory.parameters())] == expected
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"length": 0}, "length=0 must be at least 1"),
-        ({"layers": 3}, "layers=3 must be a layer, counted from 1 to 2, the model's last"),
-        ({"layers": []}, r"layers=\[\] must be a layer"),
-        ({"layers": "upper"}, "layers='upper' must be a layer"),
-        ({"layers": [1, 0]}, r"layers=\[1, 0\] must be a layer"),
-        ({"gate": "gru"}, "gate='gru' must be one of 'fixed', 'lstm'"),
-        ({"form": "triple"}, "form='triple' must be one of 'skip', 'dual', 'single'"),
-        ({"gates": "hard"}, "gates='hard' must be one of 'sigmoid', 'stretched'"),
-        ({"gate_bias": math.inf}, "gate_bias=inf must be a finite number"),
-        ({"initial_scale": 0}, "initial_scale=0 would attend all alike"),
-        ({"feed_forward": 0}, "feed_forward=0 must be at least 1"),
-    ],
-)
-def test_options_that_make_no_sense_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        language_model(**options)
-    with pytest.raises(ValueError, match=r"width=10.*heads=3"):
-        BlockRecurrent(10, 3)
-
-
 def test_a_slow_gate_adds_up_in_a_model_of_low_precision() -> None:
     """1/200 of the candidate a segment is below what bfloat16 adds to a state near it."""
     results = {}
     for dtype in (torch.float64, torch.bfloat16):
-        model = language_model(length=S, gate_bias=5.3).to(dtype).eval()
+        model = build({"name": "block_recurrent", "length": S, "gate_bias": 5.3}, scale=0).to(dtype).eval()
         state, tokens = None, torch.randint(0, 11, (ROWS, 6), generator=torch.Generator().manual_seed(0))
         for _ in range(300):
             with torch.no_grad():
@@ -410,48 +238,6 @@ def test_a_slow_gate_adds_up_in_a_model_of_low_precision() -> None:
         results[dtype] = state.layers[1].states_BSD  # type: ignore[union-attr]
     assert results[torch.bfloat16].dtype == torch.float32
     torch.testing.assert_close(results[torch.bfloat16].double(), results[torch.float64], rtol=0, atol=0.03)
-
-
-def test_under_autocast_the_states_keep_their_digits() -> None:
-    model, ids = language_model(length=S, gate="lstm"), torch.randint(0, 11, (ROWS, 6))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = model(ids, model(ids).state)
-    assert states.signature(out.state) == states.signature(model.init_state(ROWS))
-    assert bool((out.state.layers[1].states_BSD != out.state.layers[1].states_BSD.bfloat16()).any())
-
-
-@pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("beside", [False, True])
-def test_generated_texts_are_those_of_whole_segments(beams: int, beside: bool) -> None:
-    model, prompt = language_model(length=S, gate="lstm"), torch.randint(0, 11, (2, 4))
-    if beside:
-        memory = [{"name": "transformer_xl", "length": 5, "relative": False}, {"name": "block_recurrent", "length": S}]
-        sizes = {"width": 16, "depth": 2, "heads": 2, "feed_forward": 16}
-        model = create_model("language_model", vocabulary=11, memory=memory, **sizes)
-    model = model.double().eval()
-    options: dict[str, Any] = {"temperature": 0} if beams == 1 else {"beams": beams}
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error", ReadsAgain)
-        state = model(torch.randint(0, 11, (2, 5))).state
-        out = generate(model, prompt, state, tokens=13, segment_length=5, **options)
-        fed, logits = state, []
-        for piece in torch.cat([prompt, out.tokens], 1)[:, :-1].split(5, 1):
-            step = model(piece, fed)
-            fed = step.state
-            logits.append(step.outputs)
-    scores = torch.cat(logits, 1)[:, 3:].log_softmax(-1).gather(2, out.tokens[..., None]).sum((1, 2))
-    torch.testing.assert_close(out.scores, scores, rtol=0, atol=1e-8)
-    for (name, t), (_, want) in zip(states.named_tensors(out.state), states.named_tensors(fed), strict=True):
-        torch.testing.assert_close(t, want, rtol=0, atol=1e-10, msg=name)
-
-
-@pytest.mark.parametrize("gate", ["fixed", "lstm"])
-def test_it_carries_a_symbol_that_a_model_without_memory_cannot_know(gate: str) -> None:
-    memory = {"name": "block_recurrent", "length": 4, "gate": gate}
-    model = trained(LATCH, memory, 600)
-    assert accuracy(model, LATCH) > 0.95
-    assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4
-    assert reach(LATCH, None) == 0 < reach(LATCH, memory)
 
 
 @architectures(DECODERS)

@@ -5,7 +5,6 @@ Legend: B rows, H heads, N tokens, M slots, L slots and tokens, E head width, V 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from integrations.families import EIGHT, GROUPED, PAD, decoder, words
+from memories.harness import agree, logit, project, sines
 from memories.xl_family import joined, language_model, run, text
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from cached_transformers import add_memory
 from cached_transformers.attentions.softmax import key_weights
 from cached_transformers.interfaces.memory import Query, Reading, Trace
 from cached_transformers.memories.h2o import H2O
-from cached_transformers.memories.parts.eviction import best, from_last
+from cached_transformers.memories.parts.fifo_store import best, from_last
 from cached_transformers.memories.tova import TOVA
 from cached_transformers.models.language_model import LanguageModel
 
@@ -80,31 +80,19 @@ def tova_keeps(slots: int) -> Choose:
 
 def attend(layer: Any, h: int, x: list[Tensor], slots: list[Kept], first: int, places: str) -> tuple[Tensor, Tensor]:
     """Results (N, E) and weights (N, L) of one head; each token sees the slots and the tokens up to itself."""
-    d, e = layer.width, layer.width // layer.heads
-    part, scheme = slice(h * e, (h + 1) * e), layer.positions
-    weight, bias = layer.qkv.weight, layer.qkv.bias
     out, shares = [], []
     for i, hidden in enumerate(x):
-        q = (weight[:d] @ layer.norm(hidden) + bias[:d])[part]
         logits, values = [], []
         for number, slot in enumerate([*slots, *({"x": t, "place": first + j} for j, t in enumerate(x[: i + 1]))]):
             place = first - len(slots) + number if number < len(slots) and places == "cache" else slot["place"]
-            k, v = slot["kv"][h] if "kv" in slot else key_value(layer, slot["x"])[h]
-            angle = [(first + i - place) * 10000 ** (-2 * j / d) for j in range(d // 2)]
-            code = torch.tensor([math.sin(a) for a in angle] + [math.cos(a) for a in angle], dtype=torch.double)
-            r = (scheme.project.weight @ code)[part]
-            logits.append(((q + scheme.content_bias[h]) @ k + (q + scheme.position_bias[h]) @ r) / math.sqrt(e))
+            k, v = slot["kv"][h] if "kv" in slot else (t[h] for t in project(layer, slot["x"])[1:])
+            code_D = sines(first + i - place, layer.width)
+            logits.append(logit(layer.positions, project(layer, hidden)[0][h], k, h, code_D))
             values.append(v)
         share = torch.stack(logits).softmax(0)
         out.append(share @ torch.stack(values))
         shares.append(torch.cat([share, torch.zeros(len(x) - i - 1, dtype=torch.double)]))
     return torch.stack(out), torch.stack(shares)
-
-
-def key_value(layer: Any, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
-    d, e = layer.width, layer.width // layer.heads
-    made = layer.qkv.weight[d:] @ layer.norm(hidden) + layer.qkv.bias[d:]
-    return [(made[h * e : (h + 1) * e], made[d + h * e : d + (h + 1) * e]) for h in range(layer.heads)]
 
 
 def twin(model: LanguageModel, tokens: list[int], segment: int, spec: dict[str, Any]) -> Tensor:
@@ -134,9 +122,8 @@ def twin(model: LanguageModel, tokens: list[int], segment: int, spec: dict[str, 
 
 
 def h2o_keeps(layer: Any, h: int, slots: list[Kept], x: list[Tensor], weights_NL: Tensor, spec: Any) -> list[Kept]:
-    new = [
-        {"kv": {h: tuple(t.detach() for t in key_value(layer, hidden)[h])}, "place": 0, "score": 0.0} for hidden in x
-    ]
+    pairs = [tuple(t[h].detach() for t in project(layer, hidden)[1:]) for hidden in x]
+    new = [{"kv": {h: pair}, "place": 0, "score": 0.0} for pair in pairs]
     known = [{**slot, "score": slot["score"] + weights_NL[:, i].sum().item()} for i, slot in enumerate([*slots, *new])]
     older, last = known[: -spec["length"]], known[-spec["length"] :]
     heavy = sorted(range(len(older)), key=lambda i: -older[i]["score"])[: spec["heavy"]]
@@ -149,15 +136,7 @@ def test_the_twin(kind: str, segment: int) -> None:
     model, tokens_BN = language_model(SPECS[kind]), text(2, 16)
     ours = joined(run(model, tokens_BN, segment))
     wanted = torch.stack([twin(model, row.tolist(), segment, SPECS[kind]) for row in tokens_BN])
-    torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-10)
-    weighting = torch.randn_like(ours)
-    for (name, p), a, b in zip(
-        model.named_parameters(),
-        *(torch.autograd.grad((t * weighting).sum(), list(model.parameters())) for t in (ours, wanted)),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
-        assert p.grad is None
+    agree([ours], [wanted], model, grads=1e-9, least=None)
 
 
 def test_with_room_for_all_they_are_the_whole_text() -> None:
@@ -174,15 +153,6 @@ def test_h2o_without_heavy_ones_is_a_window() -> None:
     torch.testing.assert_close(joined(run(model, tokens_BN, 4)), joined(run(window, tokens_BN, 4)))
 
 
-def test_tova_keeps_the_same_for_permuted_heads_and_h2o_permutes_with_them() -> None:
-    scores_HL = torch.rand(3, 9)
-    index, real = best(scores_HL.mean(0)[None], torch.ones(1, 9, dtype=torch.bool), 4)
-    again, _ = best(scores_HL[[2, 0, 1]].mean(0)[None], torch.ones(1, 9, dtype=torch.bool), 4)
-    assert torch.equal(index, again) and real.all()
-    each, _ = best(scores_HL, torch.ones(3, 9, dtype=torch.bool), 4)
-    assert torch.equal(best(scores_HL[[2, 0, 1]], torch.ones(3, 9, dtype=torch.bool), 4)[0], each[[2, 0, 1]])
-
-
 def test_the_best_stand_in_the_order_of_time_behind_empty_slots() -> None:
     score = torch.tensor([[9.0, 1, 5, 7, 3, 8]])
     valid = torch.tensor([[False, True, True, True, False, True]])
@@ -193,43 +163,10 @@ def test_the_best_stand_in_the_order_of_time_behind_empty_slots() -> None:
     assert from_last(valid).tolist() == [[4, 4, 3, 2, 1, 1]]
 
 
-@pytest.mark.parametrize("kind", list(SPECS))
-def test_padding_is_not_kept_and_does_not_ask(kind: str) -> None:
-    """A short segment and one of padding alone: the row is what it is by itself."""
-    model = language_model(SPECS[kind])
-    tokens_BN, other_BN = text(1, 8), text(1, 12, 1)
-    padding_BN = torch.zeros(2, 4, dtype=torch.bool)
-    state, found = None, []
-    for segment, real in enumerate((4, 2, 0, 2)):
-        given = torch.zeros(1, 4, dtype=torch.long)
-        begin = (0, 4, 6, 6)[segment]
-        given[:, :real] = tokens_BN[:, begin : begin + real]
-        other = other_BN[:, 4 * segment : 4 * segment + 4] if segment < 3 else other_BN[:, :4]
-        padding_BN[0] = torch.arange(4) >= real
-        out = model(torch.cat([given, other]), state, padding=padding_BN)
-        state = out.state
-        found.append(out.outputs[:1, :real])
-    torch.testing.assert_close(torch.cat(found, 1), joined(run(model, tokens_BN, [4, 2, 2])), rtol=0, atol=1e-10)
-
-
 def test_what_tova_keeps_in_evaluation_may_be_keys_and_values() -> None:
     tokens_BN = text(2, 23)
     models = [language_model({**SPECS["tova"], "keep": keep}).eval() for keep in ("kv", "hidden")]
     torch.testing.assert_close(*(joined(run(model, tokens_BN, 3)) for model in models))
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ({"name": "tova", "length": 0}, "length=0 must be at least 1 slot"),
-        ({"name": "tova", "places": "past"}, "places='past' must be one of stream, cache"),
-        ({"name": "h2o", "heavy": -1}, "heavy=-1 must be a number of slots"),
-        ({"name": "h2o", "length": 0}, "length=0 must be at least 1 slot"),
-    ],
-)
-def test_refused(spec: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        language_model(spec)
 
 
 # ---- decoders of transformers

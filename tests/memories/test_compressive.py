@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from memories.harness import agree, build, inputs, layer_of, logit, run, run_layer, sines
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers import create_model
 from cached_transformers.interfaces.incremental import read_segment
 from cached_transformers.interfaces.memory import Trace
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.loops.segments import SegmentLoop
-from cached_transformers.memories import create_memory
 from cached_transformers.memories.compressive import Compressive, CompressiveState, Gone
 from cached_transformers.memories.parts.fifo_store import lined_up
 from cached_transformers.positions import RelativePositions
@@ -28,26 +26,9 @@ Vector = tuple[Tensor, int]
 """What one slot holds, and where it stands."""
 
 
-def make_layer(**options: Any) -> SelfAttention:
-    """A layer in float64 without a weight that is zero or one."""
+def make_layer(**options: Any) -> Any:
     memory = Compressive(D, H, **options)
-    layer = SelfAttention(
-        D, H, memory=memory, positions=memory.position_scheme(), norm=nn.LayerNorm(D), causal=True
-    ).double()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return layer
-
-
-def run(layer: SelfAttention, x_BND: Tensor, state: Any, clock_B: Tensor, padding_BN: Tensor | None = None) -> Any:
-    """Output, state and loss after one segment."""
-    n = x_BND.shape[1]
-    steps = torch.arange(n) if padding_BN is None else ((~padding_BN).cumsum(1) - 1).clamp(min=0)
-    places = (clock_B[:, None] + steps)[..., None]
-    out = layer(x_BND, places, state=state, padding_BN=padding_BN, consecutive=padding_BN is None)
-    trace = Trace(x_BND, out.y_BND, out.query, out.reading, out.weights_BHNL)
-    return out.y_BND, *layer.memory.write(state, trace)
+    return layer_of(memory, 0.3, positions=memory.position_scheme(), norm=nn.LayerNorm(D))
 
 
 class TwinRow:
@@ -55,6 +36,7 @@ class TwinRow:
 
     def __init__(self, layer: SelfAttention) -> None:
         self.layer, self.memory = layer, layer.memory
+        self.relative = isinstance(layer.positions, RelativePositions)
         self.recent: list[Vector] = []
         self.compressed: list[Vector] = []
         self.clock = 0
@@ -66,15 +48,6 @@ class TwinRow:
         gain, shift, weight, bias = [p.detach() for p in parameters] if frozen else parameters
         h = (x_D - x_D.mean()) / (x_D.var(unbiased=False) + norm.eps).sqrt() * gain + shift
         return [list(part.split(E)) for part in (weight @ h + bias).split(D)]
-
-    def logit(self, q: Tensor, k: Tensor, head: int, distance: int) -> Tensor:
-        scheme = self.layer.positions
-        if not isinstance(scheme, RelativePositions):
-            return q @ k / math.sqrt(E)
-        angles = [distance * 10000 ** (-2 * i / D) for i in range(D // 2)]
-        code = torch.tensor([math.sin(a) for a in angles] + [math.cos(a) for a in angles], dtype=torch.float64)
-        place = scheme.project.weight[head * E : (head + 1) * E] @ code
-        return ((q + scheme.content_bias[head]) @ k + (q + scheme.position_bias[head]) @ place) / math.sqrt(E)
 
     def segment(self, tokens: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
         """Outputs, and the row's error of compression; None where nothing was compressed."""
@@ -93,7 +66,9 @@ class TwinRow:
             heads = []
             for head in range(H):
                 q = projected[i][0][head]
-                logits = [self.logit(q, projected[j][1][head], head, places[i] - places[j]) for j in range(i + 1)]
+                codes = [sines(places[i] - places[j], D) if self.relative else None for j in range(i + 1)]
+                scheme = self.layer.positions
+                logits = [logit(scheme, q, projected[j][1][head], head, code) for j, code in enumerate(codes)]
                 weights = torch.stack(logits).softmax(0)
                 heads.append(sum(weights[j] * projected[j][2][head] for j in range(i + 1)))
                 for j in range(i + 1):
@@ -172,85 +147,56 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_it_is_its_slow_twin(name: str, padded: bool) -> None:
     layer = make_layer(**{"length": 4, "compressed": 3, "rate": 3, **OPTIONS[name]})
-    rows = 2
-    state, clock_B = layer.memory.init_state(rows, torch.zeros((), dtype=torch.float64)), torch.zeros(rows).long()
-    twins = [TwinRow(layer) for _ in range(rows)]
-    total, expected, compressed = torch.zeros(()).double(), torch.zeros(()).double(), 0
-    leaves, others = [], []
-    for n, short in zip((5, 1, 7, 2, 9), (3, 0, 7, 1, 4), strict=True):
-        x_BND = torch.randn(rows, n, D, dtype=torch.float64, requires_grad=True)
-        twin_x_BND = x_BND.detach().clone().requires_grad_()
-        leaves.append(x_BND), others.append(twin_x_BND)
-        padding_BN = torch.zeros(rows, n, dtype=torch.bool)
-        if padded:
-            padding_BN[0, short:] = True
-            padding_BN[1, : n - max(short, 1)] = n > 2  # in front
-        y_BND, state, loss = run(layer, x_BND, state, clock_B, padding_BN if padded else None)
-        clock_B = clock_B + (~padding_BN).sum(1)
+    lengths, compressed, expected = (5, 1, 7, 2, 9), 0, torch.zeros(())
+    xs = [x.requires_grad_() for x in inputs(*lengths)]
+    hidden = [torch.zeros(2, n, dtype=torch.bool) for n in lengths]
+    for n, short, padding in zip(lengths, (3, 0, 7, 1, 4), hidden if padded else (), strict=padded):
+        padding[0, short:], padding[1, : n - max(short, 1)] = True, n > 2
+    outs, after, total = run_layer(layer, xs, hidden if padded else (), counted=True)
+    twins, got, wanted = [TwinRow(layer) for _ in range(2)], [], []
+    for x, padding, y, state in zip(xs, hidden, outs, after, strict=True):
         errors = []
         for row, twin in enumerate(twins):
-            real = [i for i in range(n) if not padding_BN[row, i]]
-            outputs, error = twin.segment([twin_x_BND[row, i] for i in real])
-            for i, output in zip(real, outputs, strict=True):
-                torch.testing.assert_close(y_BND[row, i], output, rtol=0, atol=1e-10)
-                total, expected = total + y_BND[row, i].sin().sum(), expected + output.sin().sum()
+            outputs, error = twin.segment(list(x[row, ~padding[row]]))
+            got += list(y[row, ~padding[row]])
+            wanted += outputs
             errors += [] if error is None else [error]
             for fifo, held in ((state.recent, twin.recent), (state.compressed, twin.compressed)):
                 assert fifo.count_B[row] == len(held) and fifo.valid_BM[row].sum() == len(held)
                 if held:
                     torch.testing.assert_close(fifo.hidden_BMD[row, -len(held) :], torch.stack([x for x, _ in held]))
                     assert fifo.positions_BMP[row, -len(held) :, 0].tolist() == [p for _, p in held]
-        want = sum(errors) / len(errors) if errors else torch.zeros(()).double()
         compressed += len(errors)
-        if loss is None:
-            assert not errors
-        else:
-            torch.testing.assert_close(loss, want, rtol=0, atol=1e-10)
-            total, expected = total + loss, expected + want
-    if layer.memory.loss is not None:
-        assert compressed > 3
-    parameters = [*layer.parameters(), *leaves]
-    got = torch.autograd.grad(total, parameters, allow_unused=True)
-    wants = torch.autograd.grad(expected, [*layer.parameters(), *others], allow_unused=True)
-    for parameter, a, b in zip(parameters, got, wants, strict=True):
-        zero = torch.zeros_like(parameter)
-        torch.testing.assert_close(zero if a is None else a, zero if b is None else b, rtol=0, atol=1e-10)
+        if errors:
+            expected = expected + sum(errors) / len(errors)
+    assert layer.memory.loss is None or compressed > 3
+    leaves = {**dict(layer.named_parameters()), **{str(i): x for i, x in enumerate(xs)}}
+    agree([torch.stack(got), total], [torch.stack(wanted), expected], leaves, least=None)
 
 
-def language_model(memory: Any, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocabulary": 11, "width": 16, "depth": 2, "heads": 2, "feed_forward": 32}
-    return create_model("language_model", **{**sizes, "memory": memory, **options})
-
-
-def outputs(model: nn.Module, tokens_BN: Tensor, segment: int) -> tuple[Tensor, list[Any]]:
-    state, outs, states = None, [], []
-    for piece in tokens_BN.split(segment, 1):
-        out = model(piece, state)
-        state = out.state
-        outs.append(out.outputs)
-        states.append(out)
-    return torch.cat(outs, 1), states
+def outputs(model: Any, tokens_BN: Tensor, segment: int) -> tuple[Tensor, list[Any]]:
+    outs = run(model, tokens_BN.split(segment, 1))
+    return torch.cat([out.outputs for out in outs], 1), outs
 
 
 def test_without_compressed_slots_it_is_transformer_xl() -> None:
     tokens = torch.randint(0, 11, (2, 31))
-    xl = language_model({"name": "transformer_xl", "length": 7})
-    ours = language_model({"name": "compressive", "length": 7, "compressed": 0, "rate": 4})
+    xl = build({"name": "transformer_xl", "length": 7})
+    ours = build({"name": "compressive", "length": 7, "compressed": 0, "rate": 4})
     ours.load_state_dict(xl.state_dict())
     assert torch.equal(outputs(ours, tokens, 5)[0], outputs(xl, tokens, 5)[0])
 
 
-def identity(memory: Compressive) -> None:
+def identity(memory: Any) -> None:
     with torch.no_grad():
-        memory.function.linear.weight.copy_(torch.eye(memory.width))  # type: ignore[union-attr, operator]
-        memory.function.linear.bias.zero_()  # type: ignore[union-attr, operator]
+        memory.function.linear.weight.copy_(torch.eye(memory.width))
+        memory.function.linear.bias.zero_()
 
 
 def test_with_groups_of_one_and_the_identity_it_is_a_longer_transformer_xl() -> None:
     tokens = torch.randint(0, 11, (2, 31))
-    xl = language_model({"name": "transformer_xl", "length": 11})
-    ours = language_model({"name": "compressive", "length": 4, "compressed": 7, "rate": 1})
+    xl = build({"name": "transformer_xl", "length": 11})
+    ours = build({"name": "compressive", "length": 4, "compressed": 7, "rate": 1})
     ours.load_state_dict(xl.state_dict(), strict=False)
     for memory in ours.stack.layer_memories():
         identity(memory)
@@ -263,30 +209,18 @@ def test_with_groups_of_one_and_the_identity_it_is_a_longer_transformer_xl() -> 
         assert memory.function.linear.weight.grad.abs().max() == 0
 
 
-def test_a_longer_memory_sees_more() -> None:
-    """The identities above would also hold for a memory that shows nothing."""
-    tokens = torch.randint(0, 11, (2, 31))
-    short, long = (language_model({"name": "compressive", "length": 4, "compressed": m, "rate": 2}) for m in (1, 9))
-    long.load_state_dict(short.state_dict())
-    difference = (outputs(short, tokens, 5)[0] - outputs(long, tokens, 5)[0]).abs()
-    assert difference[:, :10].max() < 1e-6 and difference[:, 25:].max() > 1e-3
-
-
 @pytest.mark.parametrize("rate", [1, 2, 3, 5])
 @pytest.mark.parametrize("segment", [1, 3, 4, 7, 16])
 def test_which_tokens_are_kept_and_which_make_a_slot(rate: int, segment: int) -> None:
     """Inputs are their own numbers, so that a mean names its group; rows began at different times."""
     length, slots = 6, 4
     layer = make_layer(length=length, compressed=slots, rate=rate, function="mean")
-    state = layer.memory.init_state(2, torch.zeros((), dtype=torch.float64))
-    seen = torch.tensor([0, 0])
-    for index in range(30 // segment + 1):
-        x_BND = (seen[:, None] + torch.arange(segment))[..., None].double().expand(-1, -1, D)
-        pauses = torch.zeros(2, segment, dtype=torch.bool)
-        pauses[1] = index == 0
-        _, state, _ = run(layer, x_BND, state, seen, pauses if index == 0 else None)
-        seen = seen + (~pauses).sum(1)
-        for row, total in enumerate(seen.tolist()):
+    count, late = 30 // segment + 1, torch.tensor([[0], [segment]])  # the second row pauses first
+    numbers = [(index * segment + torch.arange(segment) - late)[..., None].double() for index in range(count)]
+    pauses = [(x < 0).squeeze(-1) for x in numbers]
+    _, after, _ = run_layer(layer, [x.expand(-1, -1, D) for x in numbers], pauses, counted=True)
+    for index, state in enumerate(after):
+        for row, total in enumerate([(index + 1) * segment, index * segment]):
             groups = max(total - length, 0) // rate
             recent = list(range(groups * rate, total))
             assert min(total, length) <= len(recent) < length + rate
@@ -302,25 +236,11 @@ def test_which_tokens_are_kept_and_which_make_a_slot(rate: int, segment: int) ->
             assert valid_BM[row].sort().values.equal(valid_BM[row]), "empty slots stand in front"
 
 
-def test_how_a_text_is_cut_does_not_change_what_is_kept() -> None:
-    layer = make_layer(length=5, compressed=4, rate=3)
-    x_BND = torch.randn(2, 23, D, dtype=torch.float64)
-    states = []
-    for pieces in ([23], [1] * 23, [4, 9, 2, 8]):
-        state, clock = layer.memory.init_state(2, x_BND), torch.zeros(2).long()
-        for x in x_BND.split(pieces, 1):
-            _, state, _ = run(layer, x, state, clock)
-            clock = clock + x.shape[1]
-        states.append(state)
-    for other in states[1:]:
-        torch.testing.assert_close(lined_up(*other), lined_up(*states[0]))
-
-
 @pytest.mark.parametrize("positions", ["slots", "age"])
 def test_where_a_slot_stands(positions: str) -> None:
     layer = make_layer(length=4, compressed=3, rate=3, function="mean", positions=positions)
     x_BND = torch.randn(1, 12, D, dtype=torch.float64)
-    _, state, _ = run(layer, x_BND, layer.memory.init_state(1, x_BND), torch.zeros(1).long())
+    _, (state,), _ = run_layer(layer, [x_BND], counted=True)
     query = layer(x_BND, torch.arange(12, 24)[None, :, None], state=state).query
     context = read_segment(layer.memory, state, query, layer.project_kv).context
     places = context.positions_BMP[0, context.valid_BM[0], 0].tolist()
@@ -337,7 +257,7 @@ def trained_parts(model: nn.Module) -> dict[str, float]:
 def test_what_each_loss_trains(function: str, loss: str) -> None:
     """The model's loss never moves the compression, nor its loss the model; with "task" the model's alone does."""
     spec = {"name": "compressive", "length": 4, "compressed": 4, "rate": 2, "function": function, "loss": loss}
-    model, tokens = language_model(spec), torch.randint(0, 11, (3, 24))
+    model, tokens = build(spec), torch.randint(0, 11, (3, 24))
     _, outs = outputs(model, tokens, 6)
     sum(out.outputs.square().mean() for out in outs).backward()
     by_model = trained_parts(model)
@@ -352,28 +272,15 @@ def test_what_each_loss_trains(function: str, loss: str) -> None:
     assert all((value > 0) == (name in own) for name, value in trained_parts(model).items())
 
 
-def test_keys_and_values_still_learn_after_compressions() -> None:
-    model = language_model({"name": "compressive", "length": 4, "compressed": 4, "rate": 2})
-    loop, optimizer = SegmentLoop(model, 6), torch.optim.SGD(model.parameters(), 0.1)
-    tokens = torch.randint(0, 11, (3, 25))
-    for _ in range(3):
-        optimizer.zero_grad()
-        loop(tokens[:, :-1], tokens[:, 1:])[0].backward()
-        optimizer.step()
-    assert all(p.requires_grad for p in model.parameters())
-    for block in model.stack.blocks:
-        assert all(part.abs().amax() > 1e-6 for part in block.attention.qkv.weight.grad.chunk(3))
-
-
 def test_the_loss_counts_neither_order_nor_padding_nor_rows_that_compressed_nothing() -> None:
     layer = make_layer(length=4, compressed=3, rate=2)
     x_BND = torch.randn(1, 9, D, dtype=torch.float64)
     fresh = layer.memory.init_state(1, x_BND)
-    _, _, alone = run(layer, x_BND, fresh, torch.zeros(1).long())
+    *_, alone = run_layer(layer, [x_BND], counted=True)
     padding_BN = torch.zeros(2, 12, dtype=torch.bool)
     padding_BN[0, 9:], padding_BN[1, 3:] = True, True
     wide_BND = torch.cat([F.pad(x_BND, (0, 0, 0, 3), value=7.0), torch.randn(1, 12, D)], 0)
-    _, _, both = run(layer, wide_BND, layer.memory.init_state(2, x_BND), torch.zeros(2).long(), padding_BN)
+    *_, both = run_layer(layer, [wide_BND], [padding_BN], counted=True)
     torch.testing.assert_close(both, alone)
     # Attention without positions does not see the order of what it reads.
     query = layer(x_BND, torch.arange(9)[None, :, None], state=fresh)
@@ -397,7 +304,7 @@ def test_evaluation_has_sizes_of_its_own_and_no_loss() -> None:
         state = memory.init_state(1, torch.zeros(1))
         assert isinstance(state, CompressiveState)
         assert tuple(rows.hidden_BMD.shape[1] for rows in state) == sizes
-    model, tokens = language_model({"name": "compressive", "length": 4, "compressed": 4}), torch.randint(0, 11, (2, 30))
+    model, tokens = build({"name": "compressive", "length": 4, "compressed": 4}), torch.randint(0, 11, (2, 30))
     assert max(out.auxiliary_loss for out in outputs(model, tokens, 6)[1]) > 0
     assert max(out.auxiliary_loss for out in outputs(model.eval(), tokens, 6)[1]) == 0
 
@@ -413,30 +320,5 @@ def test_the_most_used_stay() -> None:
     for numbers in ([0, 3, 1, 2, 0, 0], [3, 0, 1, 2, 0, 0], [0, 0, 1, 3, 0, 0]):
         x_BND = torch.tensor(numbers).double()[None, :, None].expand(-1, -1, D)
         # A pause first, so that all six are context when the next segment pushes the first four out.
-        state = layer.memory.init_state(1, x_BND)
-        _, state, _ = run(layer, x_BND[:, :5], state, torch.zeros(1).long())
-        _, state, _ = run(layer, x_BND[:, 5:], state, torch.full((1,), 5))
+        _, (_, state), _ = run_layer(layer, [x_BND[:, :5], x_BND[:, 5:]], counted=True)
         assert state.compressed.count_B.tolist() == [1] and state.compressed.hidden_BMD[0, -1, 0] == 3
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"length": 0}, r"length=0 must be at least 1"),
-        ({"rate": 0}, r"rate=0 must be at least 1"),
-        ({"eval_length": 0}, r"eval_length=0 must be at least 1"),
-        ({"compressed": -1}, r"compressed=-1 must be a number of slots, or 0"),
-        ({"compressed": 0, "eval_compressed": 4}, r"compressed=0 and eval_compressed=4.*make both 0"),
-        ({"function": "median"}, r"function='median' must be one of 'mean', 'max', 'conv', 'dilated', 'most_used'"),
-        ({"loss": "mse"}, r"loss='mse' must be one of None, 'attention', 'autoencoding', 'task'"),
-        ({"error": "l1"}, r"error='l1' must be one of 'norm', 'mean_square'"),
-        ({"positions": "time"}, r"positions='time' must be one of 'slots', 'age'"),
-        ({"function": "mean", "loss": "attention"}, r"loss='attention' would train nothing with function='mean'"),
-        ({"compressed": 0, "loss": "task"}, r"would train nothing .* compressed=0; take loss=None"),
-        ({"function": "dilated", "rate": 1}, r"needs rate of at least 2, got rate=1; take function='conv'"),
-        ({"clamp": 3, "relative": False}, r"clamp=3 limits relative distances; take relative=True"),
-    ],
-)
-def test_wrong_options_are_refused_with_a_way_out(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        create_memory({"name": "compressive", **options}, D, H)

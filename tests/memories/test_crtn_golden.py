@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from memories.harness import recorded, run
 from torch import Tensor, nn
 
 from cached_transformers import create_model
@@ -17,24 +17,11 @@ from cached_transformers.memories.crtn.store import CRTNState
 from cached_transformers.positions import RelativePositions
 
 
-def run(model: nn.Module, segments: list[Tensor], state: Any = None, paddings: Any = None) -> list[Any]:
-    outs = []
-    for index, segment in enumerate(segments):
-        outs.append(model(segment, state, padding=None if paddings is None else paddings[index]))
-        state = outs[-1].state
-    return outs
-
-
-def golden(shared: Path, name: str) -> dict[str, Tensor]:
-    with np.load(shared / "golden" / "memories" / f"{name}.npz") as file:
-        return {key: torch.tensor(file[key]) for key in file.files}
-
-
 @pytest.mark.device
 @pytest.mark.parametrize("placed", ["slot", "packed"])
 def test_golden_values_of_the_equations(shared: Path, placed: str) -> None:
     """The regions recalled there stand next to the segment, so that both ways of placing them are the same."""
-    g = {k.removeprefix("crtn/"): v for k, v in golden(shared, "spec_memformer_crtn").items() if k.startswith("crtn/")}
+    g = recorded(shared, "memories/spec_memformer_crtn", "crtn/")
     memory = CRTN(8, 2, depth=1, segment=4, regions=3, placed=placed)
     positions = RelativePositions(2, 4, biases=(nn.Parameter(g["u"]), nn.Parameter(g["v"]))).double()
     layer = SelfAttention(8, 2, positions=positions, causal=True, bias=False, output_bias=False).double()
@@ -108,7 +95,7 @@ def after(model: Any, g: dict[str, Tensor], tag: str, segment: int) -> Any:
 @pytest.mark.device
 def test_golden_values_of_the_released_code_with_all_regions(shared: Path) -> None:
     """From the empty memory on; its empty keys are random, but nothing is chosen by them here."""
-    g, tag = golden(shared, "crtn_head"), "head_k_eq_N_unweighted"
+    g, tag = recorded(shared, "memories/crtn_head"), "head_k_eq_N_unweighted"
     model = released(g, tag, topk=3, weighted=False)
     for segment, out in enumerate(run(model, list(g[f"{tag}/x"].T.split(4, 1)))):
         torch.testing.assert_close(out.outputs, g[f"{tag}/seg{segment}/logits"].transpose(0, 1), rtol=0, atol=1e-5)
@@ -126,7 +113,7 @@ def test_golden_values_of_the_released_code_where_its_distances_are_right(shared
     layer agrees: selection, a second softmax over what is selected, times topk. Its query is a token's own top layer,
     whatever makes the keys.
     """
-    g = golden(shared, "crtn_head")
+    g = recorded(shared, "memories/crtn_head")
     heard = (
         {"weighted": False}
         if tag.endswith("unweighted")
@@ -142,7 +129,7 @@ def test_golden_values_of_the_released_code_where_its_distances_are_right(shared
         )
         level = model(x[:, 4 * segment :][:, :4], state).state.model.hidden_BVSD[:, 1, -4:]
         handle.remove()
-        visible = given[-1].args[1].keywords["visible_BNR"]
+        visible = given[-1].keywords["visible_BNR"]
         right = (~visible[..., 0]) | (torch.arange(4) == 3)
         want = after(model, g, tag, segment).model.hidden_BVSD[:, 1, -4:]
         torch.testing.assert_close(level[right], want[right], rtol=0, atol=1e-5)

@@ -6,57 +6,21 @@ Legend: B rows, N tokens, H heads, E head width (F a second one), D = H E.
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from integrations.transformers_hosts import (
-    BART,
-    BERT,
-    DECODERS,
-    T5,
-    Architecture,
-    architectures,
-    words,
-)
-from memories.learning import LATCH, accuracy, reach, trained
+from integrations.transformers_hosts import BART, BERT, DECODERS, T5, Architecture, architectures, words
+from memories.harness import HEADS, WIDTH, agree, inputs, layer_of, run_layer
 from torch import Tensor
 
-from cached_lab.training.optim import parameter_groups
-from cached_transformers import add_memory, create_model, generate
-from cached_transformers import state as states
-from cached_transformers.interfaces.memory import LayerMemory, Query, Reading, Trace
+from cached_transformers import add_memory
+from cached_transformers.interfaces.memory import Query, Trace
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.memories.infini import Infini, InfiniMatrix, recall, sigma, store
-from cached_transformers.models.generation import ReadsAgain
+from cached_transformers.memories.infini import Infini, recall, sigma, store
 
-ROWS, HEADS, WIDTH, E = 2, 2, 8, 4
+ROWS, E = 2, 4
 updates = pytest.mark.parametrize("update", ["linear", "delta", "exact"])
-
-
-def layer_of(memory: LayerMemory | None = None, **options: Any) -> SelfAttention:
-    torch.manual_seed(0)
-    layer = SelfAttention(WIDTH, HEADS, memory=memory or Infini(WIDTH, HEADS, **options), causal=True).double()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.7 * torch.randn_like(parameter))
-    return layer
-
-
-def run(layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor] | None = None) -> tuple[list[Tensor], Any]:
-    """Outputs of the layer over segments, and the state behind them."""
-    state, outs = layer.memory.init_state(len(inputs[0]), inputs[0]), []
-    for x, padding in zip(inputs, paddings or [None] * len(inputs), strict=True):
-        attended = layer(x, state=state, padding_BN=padding)
-        state, _ = layer.memory.write(state, Trace(x, attended.y_BND, attended.query, attended.reading))
-        outs.append(attended.y_BND)
-    return outs, state
-
-
-def segments(*lengths: int, seed: int = 1) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(ROWS, n, WIDTH, dtype=torch.float64, generator=generator) for n in lengths]
 
 
 def lifted(x: float | Tensor) -> Tensor:
@@ -127,28 +91,18 @@ def twin(layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor], upd
 
 @updates
 @pytest.mark.parametrize("first", ["bypass", "gated"])
-def test_it_is_its_slow_twin_with_gradients(update: str, first: str) -> None:
-    layer = layer_of(update=update, first=first, initial_gate=0.4)
-    inputs = segments(5, 3, 4, 5)
-    paddings = [torch.zeros(x.shape[:2], dtype=torch.bool) for x in inputs]
+def test_it_is_its_slow_twin_with_gradients(update: Any, first: Any) -> None:
+    torch.manual_seed(0)
+    layer = layer_of(Infini(WIDTH, HEADS, update=update, first=first, initial_gate=0.4), 0.7)
+    paddings = [torch.zeros(ROWS, n, dtype=torch.bool) for n in (5, 3, 4, 5)]
     paddings[0][1] = True  # this row's memory is empty for one segment more
     paddings[1][0, 0] = paddings[2][0, 2:] = paddings[2][1, 1] = True
-    real = [~p for p in paddings]
-    weights = segments(5, 3, 4, 5, seed=2)
-    results = []
-    for outputs in (run, lambda *a: (twin(*a, update, first), None)):
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        layer.zero_grad()
-        found = outputs(layer, leaves, paddings)[0]
-        sum((y[r] * w[r]).sum() for y, w, r in zip(found, weights, real, strict=True)).backward()  # type: ignore[union-attr]
-        grads = {name: p.grad.clone() for name, p in layer.named_parameters()}  # type: ignore[union-attr]
-        results.append((found, grads | {f"x{i}": x.grad for i, x in enumerate(leaves)}))
-    for a, b, r in zip(results[0][0], results[1][0], real, strict=True):
-        torch.testing.assert_close(a[r], b[r], rtol=0, atol=1e-10)
-    for name, gradient in results[0][1].items():
-        torch.testing.assert_close(gradient, results[1][1][name], rtol=1e-7, atol=1e-9, msg=name)
-        assert gradient.abs().max() > 1e-4, name
-    assert results[0][1]["x0"][1].abs().max() == 0  # a row of padding
+    leaves = [x.requires_grad_() for x in inputs(5, 3, 4, 5)]
+    sides = run_layer(layer, leaves, paddings)[0], twin(layer, leaves, paddings, update, first)
+    got, want = ([y[~p] for y, p in zip(ys, paddings, strict=True)] for ys in sides)
+    named = {**dict(layer.named_parameters()), **{f"x{i}": x for i, x in enumerate(leaves)}}
+    gradients = agree(got, want, named, grads=1e-9, rtol=1e-7, least=1e-5)
+    assert gradients["x0"][1].abs().max() == 0  # a row of padding
 
 
 def test_three_tokens_by_hand() -> None:
@@ -164,17 +118,6 @@ def test_three_tokens_by_hand() -> None:
         assert (M.item(), z.item()) == (matrix, 4)
         M, z = store(M, z, s[:, :, :1], v[:, :, :1], update)  # type: ignore[arg-type]
         assert M.item() == pytest.approx(matrix + 3 - (0 if update == "linear" else matrix / 4)) and z.item() == 5
-
-
-@updates
-def test_a_closed_gate_leaves_the_attention_of_the_segment(update: str) -> None:
-    layer, plain = layer_of(update=update, first="gated"), layer_of(LayerMemory())
-    plain.load_state_dict({k: v for k, v in layer.state_dict().items() if "memory" not in k})
-    inputs = segments(4, 4, 4)
-    assert not torch.equal(run(layer, inputs)[0][1], plain(inputs[1]).y_BND)
-    layer.memory.close_gate()
-    for x, y in zip(inputs, run(layer, inputs)[0], strict=True):
-        assert torch.equal(y, plain(x).y_BND)
 
 
 def test_wide_open_and_token_by_token_it_is_linear_attention_over_the_past() -> None:
@@ -225,14 +168,6 @@ def test_where_a_stream_is_cut(update: str) -> None:
             torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
-def test_chunks_change_nothing() -> None:
-    s, v = pairs(23)
-    whole = stored(s, v, "exact", [23], chunk=64)
-    for chunk in (1, 4, 22):
-        for a, b in zip(stored(s, v, "exact", [23], chunk=chunk), whole, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
-
-
 def test_a_pair_that_is_written_twice() -> None:
     """The delta rules leave M, and z counts the key again, so that what is read halves; a mean is a mean."""
     s, v = pairs(1)
@@ -258,58 +193,7 @@ def test_another_value_under_the_same_key() -> None:
         torch.testing.assert_close(recall(s, M, z), expected, rtol=0, atol=1e-12)
 
 
-def test_a_key_like_no_other() -> None:
-    """What is read is a mean of whatever there is, however little it is alike, down to next to nothing: also for a new
-    key, from whose value the delta rules take that mean."""
-    v_0, v_1 = pairs(2)[1][0, 0]
-    for low, subtracted in ((-12.0, v_0), (-40.0, torch.zeros(E).double())):
-        s = sigma(torch.tensor([[9.0, low, low, low], [low, 9.0, low, low]]).double()).view(1, 1, 2, E)
-        for update in ("linear", "delta", "exact"):
-            read = recall(s, *stored(s, torch.stack([v_0, v_1])[None, None], update, [1, 1]))[0, 0]
-            expected = torch.stack([v_0, v_1 if update == "linear" else v_1 - subtracted])
-            torch.testing.assert_close(read, expected, rtol=0, atol=1e-4)
-
-
-def test_heads_do_not_hear_of_each_other() -> None:
-    def read(change: float, update: Any) -> tuple[Tensor, InfiniMatrix]:
-        generator = torch.Generator().manual_seed(0)
-        memory = Infini(WIDTH, HEADS, update=update)
-        state = memory.init_state(ROWS, torch.zeros(()))
-        for _ in range(3):
-            q, k, v, y = torch.randn(4, ROWS, HEADS, 5, E, generator=generator)
-            for t in (q, k, v):
-                t[:, 0] += change
-            query = Query(torch.zeros(ROWS, 5, WIDTH), q, k_BHNE=k, v_BHNE=v)
-            reading = memory.read(memory.open(state, None, None), query, None)
-            out = memory.combine(y, query, reading)
-            state, _ = memory.write(state, Trace(query.x_BND, query.x_BND, query, reading))
-        return out, state
-
-    for update in ("linear", "delta", "exact"):
-        (out, state), (other, changed) = read(0.0, update), read(0.5, update)
-        assert torch.equal(out[:, 1], other[:, 1]) and not torch.equal(out[:, 0], other[:, 0])
-        for a, b in zip(state[:2], changed[:2], strict=True):
-            assert torch.equal(a[:, 1], b[:, 1]) and not torch.equal(a[:, 0], b[:, 0])
-
-
 # ---------------------------------------------------------------------------------------------- numbers and padding
-
-
-@updates
-def test_whatever_padding_holds_reaches_nothing(update: str) -> None:
-    layer, inputs, paddings, results = layer_of(update=update), segments(5, 4, 4), [], []
-    for x, behind in zip(inputs, (3, 2, 4), strict=True):  # in the first row, of an empty memory and of one that is not
-        paddings.append(torch.zeros(x.shape[:2], dtype=torch.bool))
-        paddings[-1][0, behind:] = True
-    for filling in (0.0, math.nan):
-        filled = [x.masked_fill(p[..., None], filling).requires_grad_() for x, p in zip(inputs, paddings, strict=True)]
-        outs, state = run(layer, filled, paddings)
-        real = [t[~p] for t, p in zip(outs, paddings, strict=True)]
-        gradients = torch.autograd.grad(sum(t.square().sum() for t in real), filled)
-        results.append((*real, *state, *(g[~p] for g, p in zip(gradients, paddings, strict=True))))
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b) and bool(a.isfinite().all())
-    assert results[0][5].tolist() == [9, 13]
 
 
 @updates
@@ -331,23 +215,6 @@ def test_half_precision_stays_finite(update: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(reading.output_BHNE, torch.full((1, 1, 2000, 32), 4.0), rtol=0, atol=0.1)
 
 
-def test_autocast_does_not_reach_the_sums() -> None:
-    torch.manual_seed(0)
-    model = create_model("language_model", vocabulary=11, width=16, depth=2, heads=2, feed_forward=16, memory="infini")
-    ids = torch.randint(0, 11, (2, 6))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        first = model(ids)
-        out = model(ids, first.state)
-    q, k, v = torch.randn(3, 2, 2, 6, 8)
-    memory = model.stack.blocks[0].attention.memory
-    trace = Trace(ids, ids, Query(ids, q, k_BHNE=k, v_BHNE=v), Reading())
-    plain = memory.write(first.state.layers[0], trace)[0]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        cast = memory.write(first.state.layers[0], trace)[0]
-    assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
-    assert states.signature(out.state) == states.signature(model.init_state(2))
-
-
 @updates
 def test_keys_of_which_nothing_is_left_give_zeros_and_no_nan(update: str) -> None:
     """exp(-200) is 0 in float32."""
@@ -360,76 +227,6 @@ def test_keys_of_which_nothing_is_left_give_zeros_and_no_nan(update: str) -> Non
 
 
 # ------------------------------------------------------------------------------------------- in models, and learning
-
-
-def language_model(**options: Any) -> Any:
-    torch.manual_seed(0)
-    sizes = {"width": 16, "depth": 2, "heads": 2, "feed_forward": 16}
-    memory = {"name": "infini", "initial_gate": 1.0, **options}
-    return create_model("language_model", vocabulary=11, memory=memory, **sizes).double()
-
-
-@updates
-@pytest.mark.parametrize("beams", [1, 3])
-def test_generated_texts_are_those_of_whole_segments(update: str, beams: int) -> None:
-    model, prompt = language_model(update=update).eval(), torch.randint(0, 11, (2, 4))
-    options: dict[str, Any] = {"temperature": 0} if beams == 1 else {"beams": beams}
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error", ReadsAgain)
-        state = model(torch.randint(0, 11, (2, 5))).state
-        out = generate(model, prompt, state, tokens=13, segment_length=5, **options)
-        fed, logits = state, []
-        for piece in torch.cat([prompt, out.tokens], 1)[:, :-1].split(5, 1):
-            step = model(piece, fed)
-            fed = step.state
-            logits.append(step.outputs)
-    scores = torch.cat(logits, 1)[:, 3:].log_softmax(-1).gather(2, out.tokens[..., None]).sum((1, 2))
-    torch.testing.assert_close(out.scores, scores, rtol=0, atol=1e-8)
-    for (name, t), (_, want) in zip(states.named_tensors(out.state), states.named_tensors(fed), strict=True):
-        torch.testing.assert_close(t, want, rtol=0, atol=1e-10, msg=name)
-
-
-def test_gradient_reaches_the_first_segment_and_the_gates() -> None:
-    model, ids = language_model(), torch.randint(0, 11, (2, 15))
-    state, embedded = None, []
-    model.embedding.register_forward_hook(lambda *a: (a[2].retain_grad(), embedded.append(a[2]))[0])
-    for piece in ids.split(5, 1):
-        out = model(piece, state)
-        state = out.state
-    out.outputs[:, -1].square().sum().backward()
-    assert all(x.grad.abs().max() > 1e-6 for x in embedded)
-    gates = [p for name, p in model.named_parameters() if name.endswith("memory.gate_H")]
-    assert len(gates) == 2 and all((gate.grad.abs() > 1e-8).all() for gate in gates)
-
-
-def test_gates_do_not_decay() -> None:
-    model: Any = language_model()
-    kept: Any = parameter_groups(model, 0.1)[1]["params"]
-    assert {id(block.attention.memory.gate_H) for block in model.stack.blocks} <= {id(p) for p in kept}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"update": "add"}, "update='add' must be one of linear, delta, exact"),
-        ({"first": "zeros"}, "first='zeros' must be one of bypass, gated"),
-        ({"initial_gate": math.nan}, "initial_gate=nan"),
-    ],
-)
-def test_options_that_make_no_sense_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        language_model(**options)
-    with pytest.raises(ValueError, match=r"width=10.*heads=3"):
-        Infini(10, 3)
-
-
-@updates
-def test_it_carries_a_symbol_that_a_model_without_memory_cannot_know(update: str) -> None:
-    memory = {"name": "infini", "update": update}
-    model = trained(LATCH, memory, 600)
-    assert accuracy(model, LATCH) > 0.95
-    assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4
-    assert reach(LATCH, None) == 0 < reach(LATCH, memory)
 
 
 HOSTED = {"update": "exact", "initial_gate": -4.0}

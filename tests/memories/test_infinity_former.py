@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memories.learning import LATCH, accuracy, reach, trained
+from memories.harness import HEADS, WIDTH, agree, layer_of, run_layer
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.interfaces.memory import LayerMemory, Query, Reading, Trace
+from cached_transformers.interfaces.memory import LayerMemory, Query, Reading
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories.infinity_former import continuous_signal as signal
 from cached_transformers.memories.infinity_former.infinity_former import InfinityFormer, SignalRead
 from cached_transformers.memories.transformer_xl import TransformerXL
 
-ROWS, HEADS, WIDTH, HEAD = 2, 2, 8, 4
+ROWS, HEAD = 2, 4
 SMALL: dict[str, Any] = {"basis": 6, "widths": (0.1, 0.3)}
 
 
@@ -35,29 +35,9 @@ def close(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def make(memory: LayerMemory, seed: int = 0) -> SelfAttention:
+def make(memory: LayerMemory, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    layer = SelfAttention(WIDTH, HEADS, memory=memory, positions=memory.position_scheme(), causal=True).double()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.5 * torch.randn_like(parameter))
-    return layer
-
-
-def run(layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor | None]) -> tuple[list[Tensor], Any, Tensor]:
-    """Outputs over segments, the state after them, the sum of the auxiliary losses."""
-    state, outs, total = layer.memory.init_state(len(inputs[0]), inputs[0]), [], torch.zeros(())
-    clock = torch.zeros(len(inputs[0]), 1, dtype=torch.long)
-    for x, padding in zip(inputs, paddings, strict=True):
-        real = torch.ones(x.shape[:2], dtype=torch.bool) if padding is None else ~padding
-        positions = (clock + real.cumsum(1) - 1).clamp(min=0)[..., None]
-        attended = layer(x, positions, state=state, padding_BN=padding)
-        trace = Trace(x, attended.y_BND, attended.query, attended.reading)
-        state, loss = layer.memory.write(state, trace)
-        total = total if loss is None else total + loss
-        outs.append(attended.y_BND)
-        clock = clock + real.sum(1, keepdim=True)
-    return outs, state, total
+    return layer_of(memory, positions=memory.position_scheme())
 
 
 def normal(x: float | Tensor, mean: float | Tensor, variance: float | Tensor) -> Tensor:
@@ -157,24 +137,15 @@ def twin(layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor]) -> 
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(("length", "chunk"), [(3, 2), (2, 5), (1, 1)])
 def test_it_is_what_loops_compute(length: int, chunk: int) -> None:
-    memory = InfinityFormer(
-        WIDTH, HEADS, length, chunk=chunk, samples=7, bins=16, relative=False, kl_weight=0.01, **SMALL
-    )
-    layer = make(memory)
-    shapes = [5, 4, 9, 2, 5]
-    inputs = [torch.randn(ROWS, n, WIDTH, requires_grad=True) for n in shapes]
+    options: dict[str, Any] = {"chunk": chunk, "samples": 7, "bins": 16, "relative": False, "kl_weight": 0.01, **SMALL}
+    layer, shapes = make(InfinityFormer(WIDTH, HEADS, length, **options)), [5, 4, 9, 2, 5]
+    leaves = [torch.randn(ROWS, n, WIDTH, requires_grad=True) for n in shapes]
     paddings = [torch.rand(ROWS, n) < 0.3 for n in shapes]
-    results = []
-    for compute in (lambda *a: run(*a)[::2], twin):
-        outs, auxiliary = compute(layer, inputs, paddings)
-        outs = [y[~p] for y, p in zip(outs, paddings, strict=True)]
-        loss = auxiliary + sum((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() for y in outs)
-        gradients = torch.autograd.grad(loss, [*inputs, *layer.parameters()])
-        results.append(([*outs, auxiliary], gradients))
-    assert results[0][0][-1] > 0
-    for a, b in zip(*results, strict=True):
-        for x, y in zip(a, b, strict=True):
-            near(x, y)
+    sides = []
+    for outs, auxiliary in (run_layer(layer, leaves, paddings, counted=True)[::2], twin(layer, leaves, paddings)):
+        sides.append([*(y[~p] for y, p in zip(outs, paddings, strict=True)), auxiliary])
+    assert sides[0][-1] > 0
+    agree(*sides, {**dict(layer.named_parameters()), **{f"x{i}": x for i, x in enumerate(leaves)}}, least=None)
 
 
 @pytest.fixture
@@ -248,33 +219,6 @@ def test_the_expectation_is_the_integral() -> None:
     near(signal.expectation(MEAN, VARIANCE, BASIS), integral, 1e-10)
 
 
-def test_its_gradient_is_a_covariance() -> None:
-    """d E[psi_c] / d theta = cov(t, psi_c), cov(t^2, psi_c), for the natural parameters of the density."""
-    theta = torch.stack([MEAN / VARIANCE, -0.5 / VARIANCE], -1)
-
-    def r(theta: Tensor) -> Tensor:
-        variance = -0.5 / theta[:, 1]
-        return signal.expectation(theta[:, 0] * variance, variance, BASIS)
-
-    gradient = torch.autograd.functional.jacobian(lambda th: r(th).sum(0), theta)  # (C, Q, 2)
-    p = signal.density(LINE[:, None], MEAN, VARIANCE) * (LINE[1] - LINE[0])
-    features, psi_TC = torch.stack([LINE, LINE.square()], -1), signal.evaluate(LINE, BASIS)
-    both = torch.einsum("tq,tf,tc->cqf", p, features, psi_TC)
-    apart = torch.einsum("qf,qc->cqf", torch.einsum("tq,tf->qf", p, features), r(theta))
-    near(gradient, both - apart, 1e-9)
-
-
-def test_it_moves_and_stretches_with_the_line() -> None:
-    moved = signal.Bumps(3 * BASIS.centre_C - 1, 3 * BASIS.width_C)
-    near(signal.expectation(3 * MEAN - 1, 9 * VARIANCE, moved), signal.expectation(MEAN, VARIANCE, BASIS) / 3)
-
-
-def test_without_penalty_the_signal_goes_through_its_values() -> None:
-    points, values = torch.linspace(0.05, 0.95, 8).double(), torch.randn(8, 5).double()
-    coefficients = signal.ridge_operator(points, BASIS, 1e-9).mT @ values
-    near(signal.evaluate(points, BASIS) @ coefficients, values, 1e-5)
-
-
 def test_a_constant_is_kept_inside() -> None:
     """Not at the ends, behind which the signal is 0, nor, after a refit, where the old end was."""
     basis = signal.bumps(128, (0.01, 0.05))
@@ -289,26 +233,6 @@ def test_a_constant_is_kept_inside() -> None:
     again = signal.update_operator(128, 65, 0.75, basis, 1e-3).mT @ torch.cat([samples, one])
     near(at((0.2, 0.6), again), one, 0.01)
     near(at((0.86, 0.9), again), one, 0.03)
-
-
-def test_a_refit_contracts_the_old_signal() -> None:
-    basis = signal.bumps(96, (0.02, 0.04))
-    t = torch.linspace(0.1, 0.8, 40).double()
-    values = torch.sin(7 * signal.uniform_points(128))[:, None]
-    old = signal.first_operator(128, basis, 1e-3).mT @ values
-    new = signal.update_operator(256, 8, 0.75, basis, 1e-3).mT @ torch.cat(
-        [signal.evaluate(signal.uniform_points(256), basis) @ old, torch.zeros(8, 1).double()]
-    )
-    near(signal.evaluate(0.75 * t, basis) @ new, signal.evaluate(t, basis) @ old, 0.01)
-
-
-def test_even_attention_samples_evenly() -> None:
-    levels = signal.uniform_points(20)
-    near(signal.quantile_points(torch.full((3, 16), 1 / 16).double(), levels), levels.expand(3, -1))
-    nobody = signal.attended_mass(
-        torch.full((2, 2, 5), 0.5), torch.ones(2, 2, 5), torch.zeros(2, 5, dtype=torch.bool), 16
-    )
-    near(nobody, torch.full((2, 16), 1 / 16), 1e-7)
 
 
 def test_attention_draws_the_samples() -> None:
@@ -331,10 +255,10 @@ def test_random_sampling_trains_and_repeats_with_the_seed() -> None:
     told = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        told.append(run(layer, inputs, [None] * 3)[0][-1])
+        told.append(run_layer(layer, inputs, counted=True)[0][-1])
     assert torch.equal(told[0], told[1]) and not torch.equal(told[0], told[2])
     even = make(InfinityFormer(WIDTH, HEADS, 2, chunk=3, sampling="uniform", relative=False, **SMALL))
-    assert (run(even, inputs, [None] * 3)[0][-1] - told[0]).abs().max() > 1e-4
+    assert (run_layer(even, inputs, counted=True)[0][-1] - told[0]).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("relative", [False, True])
@@ -345,33 +269,19 @@ def test_without_what_it_reads_from_the_signal_it_is_transformer_xl(relative: bo
     shared = {name: t for name, t in layer.state_dict().items() if not name.startswith("memory.")}
     xl.load_state_dict(shared)
     inputs = [torch.randn(ROWS, n, WIDTH).double() for n in (5, 4, 9, 2)]
-    (outs, state, _), (others, rows, _) = (run(m, inputs, [None] * 4) for m in (layer, xl))
+    (outs, (*_, state), _), (others, (*_, rows), _) = (run_layer(m, inputs, counted=True) for m in (layer, xl))
     for a, b in zip(outs, others, strict=True):
         near(a, b)
     assert torch.equal(state.recent.hidden_BMD, rows.hidden_BMD) and state.fits_B.tolist() == [14, 14]
-
-
-def test_every_input_is_in_one_of_the_two() -> None:
-    layer = make(InfinityFormer(WIDTH, HEADS, 4, chunk=3, relative=False, **SMALL))
-    lengths = [1, 7, 2, 12, 3]
-    inputs = [torch.randn(ROWS, n, WIDTH).double() for n in lengths]
-    paddings = [torch.rand(ROWS, n) < 0.4 for n in lengths]
-    for count in range(1, len(lengths) + 1):
-        _, state, _ = run(layer, inputs[:count], paddings[:count])  # type: ignore[arg-type]
-        for row in range(ROWS):
-            real = torch.cat([x[row, ~p[row]] for x, p in zip(inputs[:count], paddings[:count], strict=True)])
-            held, fits = int(state.recent.count_B[row]), int(state.fits_B[row])
-            assert fits * 3 + held == len(real) and (held < 7 and (fits == 0 or held >= 4))
-            assert torch.equal(state.recent.hidden_BMD[row, 6 - held :], real[len(real) - held :])
 
 
 def test_the_signal_outlives_the_short_memory() -> None:
     """The first segment reaches outputs 20 segments later; gradients stop at the segment."""
     layer = make(InfinityFormer(WIDTH, HEADS, 2, chunk=2, relative=False, contraction=0.95, **SMALL))
     inputs = [torch.randn(ROWS, 4, WIDTH).double().requires_grad_() for _ in range(20)]
-    outs, state, _ = run(layer, inputs, [None] * 20)
+    outs, (*_, state), _ = run_layer(layer, inputs, counted=True)
     changed = [inputs[0].flip(0), *inputs[1:]]
-    assert (run(layer, changed, [None] * 20)[0][-1] - outs[-1]).abs().max() > 1e-5
+    assert (run_layer(layer, changed, counted=True)[0][-1] - outs[-1]).abs().max() > 1e-5
     outs[-1].sum().backward()
     assert [x.grad is not None for x in inputs] == [False] * 19 + [True]
     assert not state.coefficients_BCD.requires_grad
@@ -389,9 +299,9 @@ def test_precision_of_the_signal() -> None:
     assert not any(name.endswith(("_SC", "_LC", "_C", "_T")) for name in memory.state_dict())
     layer = make(InfinityFormer(WIDTH, HEADS, 2, chunk=4, relative=False, **SMALL)).float()
     inputs = [torch.randn(ROWS, 6, WIDTH) for _ in range(3)]
-    _, plain, _ = run(layer, inputs, [None] * 3)
+    _, (*_, plain), _ = run_layer(layer, inputs, counted=True)
     with torch.autocast("cpu", torch.bfloat16):
-        _, cast, _ = run(layer, inputs, [None] * 3)
+        _, (*_, cast), _ = run_layer(layer, inputs, counted=True)
     near(cast.recent.hidden_BMD, plain.recent.hidden_BMD, 0)
     assert cast.coefficients_BCD.dtype == torch.float32
 
@@ -405,35 +315,3 @@ def test_the_auxiliary_loss_counts_real_queries_of_rows_with_a_signal() -> None:
     near(memory._divergence(SignalRead(mean, variance, counted)), want, 1e-4)
     assert memory._divergence(SignalRead(mean, variance, counted & False)) == 0
     near(signal.divergence(mean[:1] * 0 + 0.3, variance[:1] * 0 + 0.05**2, 0.05, 0.3), torch.zeros(1, HEADS, 4), 1e-6)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"length": 0}, "length=0 must be at least 1"),
-        ({"chunk": 0}, "chunk=0 must be at least 1"),
-        ({"samples": 0}, "samples=0 must be at least 1"),
-        ({"bins": 0}, "bins=0 must be at least 1"),
-        ({"basis": -1}, "basis=-1 must be at least 1"),
-        ({"basis": 7}, r"basis=7 must be a multiple of the 2 widths \(0.1, 0.3\)"),
-        ({"basis": 2}, "basis=2 must be a multiple of the 2 widths .* at least two of each"),
-        ({"widths": (0.1, 0)}, r"widths=\(0.1, 0\) must be positive widths"),
-        ({"contraction": 1.0}, "contraction=1.0 must lie between 0 and 1"),
-        ({"ridge": 0.0}, "ridge=0.0 must be positive"),
-        ({"min_variance": -1.0}, "min_variance=-1.0 must be positive"),
-        ({"prior_deviation": 0.0}, "prior_deviation=0.0 must be positive"),
-        ({"kl_weight": -1.0}, "kl_weight=-1.0 must not be negative"),
-        ({"sampling": "sticky"}, "sampling='sticky' must be one of quantiles, random, uniform"),
-        ({"heads": 3}, "width=8 must be a positive multiple of heads=3"),
-    ],
-)
-def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        InfinityFormer(WIDTH, **{"heads": HEADS, **SMALL, **options})
-
-
-def test_it_learns_to_recall_what_the_short_memory_lost() -> None:
-    options = {"length": 3, "chunk": 2, "basis": 16, "widths": (0.05, 0.15), "kl_weight": 0.0}
-    memory = {"name": "infinity_former", **options}
-    assert accuracy(trained(LATCH, memory, 150), LATCH) > 0.95
-    assert reach(LATCH, {"name": "transformer_xl", "length": 4}) == 0 < reach(LATCH, memory)

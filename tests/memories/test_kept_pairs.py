@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from integrations.transformers_hosts import DECODERS
+from memories import harness
 from torch import Tensor
 
-from cached_transformers import Session, create_model, generate, read_stream, tune_initial_state
+from cached_transformers import Session, generate, read_stream, tune_initial_state
 from cached_transformers import state as states
 from cached_transformers.memories.parts.fifo_store import Pairs
 from cached_transformers.models.segments import read_segments
@@ -27,18 +28,12 @@ every = pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)
 
 
 def build(memory: dict[str, Any], keep: str) -> Any:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"width": WIDTH, "depth": DEPTH, "heads": 2, "feed_forward": 16, "attention": "softmax"}
-    model = create_model("language_model", vocabulary=VOCABULARY, memory={**memory, "keep": keep}, **sizes)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
+    sizes = {"width": WIDTH, "heads": 2, "attention": "softmax"}
+    return harness.build({**memory, "keep": keep}, scale=0.2, **sizes).float()
 
 
-def segments(count: int) -> list[Tensor]:
-    words = torch.randint(0, VOCABULARY, (ROWS, count * SEGMENT), generator=torch.Generator().manual_seed(0))
-    return list(words.split(SEGMENT, 1))
+def segments(count: int) -> tuple[Tensor, ...]:
+    return harness.segments(count, ROWS, SEGMENT)
 
 
 def pairs_of(state: Any) -> list[Pairs]:
@@ -68,20 +63,6 @@ def test_what_is_read_does_not_depend_on_what_is_kept(memory: dict[str, Any]) ->
     for index, (a, b) in enumerate(zip(read["hidden"], read["kv"], strict=True)):
         real = slice(None) if paddings[index] is None else ~paddings[index]
         torch.testing.assert_close(a.outputs[real], b.outputs[real], rtol=0, atol=1e-5)
-
-
-@every
-def test_training_keeps_hidden_states_whatever_is_asked_for(memory: dict[str, Any]) -> None:
-    model, reference = build(memory, "kv"), build(memory, "hidden")
-    for one in (model, reference):
-        state = None
-        for tokens in segments(3):
-            out = one(tokens, state)
-            state = out.state
-        (out.outputs.square().mean() + out.auxiliary_loss).backward()
-    assert not pairs_of(model.init_state(1))
-    for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0, msg=name)
 
 
 @every
@@ -131,35 +112,6 @@ def test_loops_begin_in_the_mode_in_which_they_read() -> None:
         now = list(read_stream(model, [text[0].tolist()], SEGMENT, in_place=True))[-1]
         found[keep] = (answer.tokens.tolist(), again.tokens.tolist(), tuned.tokens.tolist(), round(now.nats, 3))
     assert found["hidden"] == found["kv"]
-
-
-def test_keys_and_values_are_made_once() -> None:
-    """Of the tokens of a segment, not of the slots."""
-    counted = {}
-    for keep in ("hidden", "kv"):
-        model = build(MEMORIES["transformer_xl"], keep).eval()
-        seen: list[int] = []
-        for block in model.stack.blocks:
-            block.attention.norm.register_forward_pre_hook(lambda _, x, seen=seen: seen.append(x[0].shape[1]))
-        with torch.no_grad():
-            list(read_segments(lambda t, s, _, model=model: model(t, s), segments(4), None))
-        counted[keep] = sum(seen)
-    assert counted == {"hidden": 4 * DEPTH * (SEGMENT + 8), "kv": 4 * DEPTH * SEGMENT}
-
-
-@pytest.mark.parametrize(
-    ("options", "more"),
-    [
-        (MEMORIES["transformer_xl"], DEPTH * 8 * 4 * WIDTH),
-        (MEMORIES["segatron"], DEPTH * 8 * 4 * WIDTH),
-        (MEMORIES["ernie_doc"], DEPTH * 5 * 4 * WIDTH),
-        (MEMORIES["compressive"], DEPTH * 3 * 4 * WIDTH),
-    ],
-    ids=lambda given: given["name"] if isinstance(given, dict) else "",
-)
-def test_how_much_more_a_state_of_keys_and_values_takes(options: dict[str, Any], more: int) -> None:
-    hidden, kept = (states.nbytes(build(options, keep).eval().init_state(1)) for keep in ("hidden", "kv"))
-    assert kept == hidden + more
 
 
 def test_what_does_not_fit_is_refused() -> None:

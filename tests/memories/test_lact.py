@@ -5,46 +5,25 @@ Legend: B rows, G nets, N tokens, H heads, E head width, D model width.
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from memories.learning import LATCH, accuracy, trained
-from memories.twins import ROWS, SEGMENT, VOCABULARY, paddings, same_as_twin, segments
+from memories.harness import DOUBLE, HEADS, ROWS, SEGMENT, WIDTH, build, paddings, same_as_twin, segments, slowly, wild
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
-from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.lact import LaCT, LaCTState, Nets, apply, descent, newton_schulz, rows_like
-
-WIDTH, HEADS = 8, 2
-DOUBLE = {"dtype": torch.float64}
 
 
 def layer(**options: Any) -> LaCT:
     """A memory whose parameters all differ from where they begin."""
     torch.manual_seed(0)
-    memory = LaCT(WIDTH, HEADS, **{"nets": 2, **options}).double()
-    with torch.no_grad():
-        for parameter in memory.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return memory
-
-
-def build(memory: Any, *, wild: bool = True, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"vocabulary": VOCABULARY, "width": WIDTH, "heads": HEADS, "depth": 2, "feed_forward": 16}
-    model = create_model("language_model", **{**sizes, **options}, memory=memory).double()
-    with torch.no_grad():
-        for parameter in model.parameters() if wild else ():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
+    return wild(LaCT(WIDTH, HEADS, **{"nets": 2, **options}))  # type: ignore[no-any-return]
 
 
 # The twin
@@ -172,10 +151,7 @@ KINDS = [
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_a_model_is_its_slow_twin_with_gradients(options: dict[str, Any], padded: bool) -> None:
     model = build({"name": "lact", **options})
-    twin = copy.deepcopy(model)
-    for block in twin.stack.blocks:  # type: ignore[union-attr]
-        block.attention.memory = SlowLaCT(block.attention.memory)
-    same_as_twin(model, twin, segments(4), paddings(4) if padded else [None] * 4)
+    same_as_twin(model, slowly(model, SlowLaCT), segments(4), paddings(4) if padded else [None] * 4)
 
 
 # Golden values of the released function
@@ -216,15 +192,12 @@ def test_newton_schulz_gives_recorded_values(shared: Path) -> None:
 
 
 def passed(memory: LaCT, count: int = 3, seed: int = 0) -> tuple[list[Tensor], LaCTState, Query]:
-    """What is read of each of some segments, the state behind them, and the last query."""
-    generator = torch.Generator().manual_seed(seed)
-    dtype = memory.norm.weight.dtype
+    """What is read of each of some segments, the state after them, and the last query."""
+    generator, dtype = torch.Generator().manual_seed(seed), memory.norm.weight.dtype
     state, outs = memory.init_state(ROWS, torch.zeros((), dtype=dtype)), []
     for _ in range(count):
         x_BND = torch.randn(ROWS, SEGMENT, WIDTH, generator=generator, dtype=dtype)
-        q, k, v = (
-            torch.randn(ROWS, HEADS, SEGMENT, WIDTH // HEADS, generator=generator, dtype=dtype) for _ in range(3)
-        )
+        q, k, v = torch.randn(3, ROWS, HEADS, SEGMENT, WIDTH // HEADS, generator=generator, dtype=dtype)
         query = Query(x_BND, q, k_BHNE=k, v_BHNE=v)
         reading = memory.read(memory.open(state, None, None), query, None)
         state = memory.write(state, Trace(x_BND, x_BND, query, reading))[0]
@@ -265,15 +238,6 @@ def test_steps_of_the_last_matrix_alone_are_linear_attention_to_the_chunks_befor
     torch.testing.assert_close(torch.cat(outs, 1), wanted, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("keep", ["rows", "sum"])
-def test_rows_that_are_read_keep_their_length(keep: str) -> None:
-    memory = layer(keep=keep, **BOTH)
-    _, state, _ = passed(memory, 6)
-    for kept, initial in zip(memory.open(state, None, None).weights, memory.initial, strict=True):
-        torch.testing.assert_close(kept.norm(dim=-1), initial.norm(dim=-1).expand(ROWS, -1, -1), rtol=1e-3, atol=0)
-        assert (kept - initial).abs().max() > 0.1
-
-
 def test_with_muon_the_size_of_all_rates_counts_for_nothing() -> None:
     """Only what they are to each other: momentum, too, has their size."""
     small, large = layer(**BOTH), layer(**BOTH)
@@ -285,58 +249,6 @@ def test_with_muon_the_size_of_all_rates_counts_for_nothing() -> None:
 
 
 # In a model
-
-
-def test_a_segment_is_read_before_it_is_written() -> None:
-    """No token hears of any other of its segment by the memory; all hear of those before it."""
-    memory = layer()
-    _, state, query = passed(memory)
-    opened = memory.open(state, None, None)
-    out = memory.read(opened, query, None).output_BHNE
-    changed = query._replace(**{n: t.clone() for n, t in zip(("k_BHNE", "v_BHNE"), query[5:7], strict=True)})
-    for t in (changed.k_BHNE, changed.v_BHNE):
-        assert t is not None
-        t[:, :, 1] += 1
-    assert torch.equal(memory.read(opened, changed, None).output_BHNE, out)
-    after = [memory.write(state, Trace(q.x_BND, q.x_BND, q, Reading()))[0] for q in (query, changed)]
-    outs = [memory.read(memory.open(one, None, None), query, None).output_BHNE for one in after]
-    assert (outs[0] - outs[1]).abs().amax((0, 1, 3)).min() > 1e-5
-
-
-def test_layers_may_work_on_different_segments_at_once() -> None:
-    model, tokens = build({"name": "lact", **BOTH}), torch.cat(segments(3), 1)
-    results = []
-    for schedule in ("segments", "diagonal"):
-        model.zero_grad()
-        loss = SegmentLoop(model, SEGMENT, bptt=3, schedule=schedule)(tokens[:, :-1], tokens[:, 1:])[0]
-        loss.backward()
-        results.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)  # Newton-Schulz makes more of a rounding
-
-
-@pytest.mark.parametrize("options", KINDS, ids=str)
-def test_a_closed_gate_is_the_model_without_memory(options: dict[str, Any]) -> None:
-    model, plain = build({"name": "lact", **options}), build(None)
-    plain.load_state_dict({k: v for k, v in model.state_dict().items() if k in plain.state_dict()})
-    for memory in model.stack.layer_memories():  # type: ignore[union-attr, operator]
-        memory.close_gate()
-    state, bare = None, None
-    for ids in segments(3):
-        out, other = model(ids, state), plain(ids, bare)
-        state, bare = out.state, other.state
-        torch.testing.assert_close(out.outputs, other.outputs, rtol=0, atol=1e-14)
-
-
-def test_the_state_is_of_float32_in_a_model_of_bfloat16_and_stays_so() -> None:
-    out = build({"name": "lact", **BOTH}).bfloat16()(segments(1)[0])
-    assert out.state.layers[0].weights.W_0.dtype == out.state.layers[0].momentum.W_1.dtype == torch.float32
-    memory = layer().float()
-    state = states.map_state(
-        lambda t: t.bfloat16() if t.is_floating_point() else t, memory.init_state(ROWS, torch.zeros(()))
-    )
-    with pytest.raises(ValueError, match=r"torch.bfloat16"):
-        memory.open(state, None, None)
 
 
 # Stability
@@ -383,28 +295,5 @@ def test_64k_of_them_leave_it_finite(options: dict[str, Any], dtype: torch.dtype
     drive(65536, dtype, seed, segment=64, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"nets": 3}, "nets=3 must divide width=8"),
-        ({"nets": 0}, "nets=0 must be at least 1; a model without memory"),
-        ({"expansion": 0}, "expansion=0 must be at least 1"),
-        ({"rate": 0.0}, "rate=0.0 must be above 0 and finite"),
-        ({"keep": "all"}, "keep='all' must be one of rows, sum"),
-        ({"first": "gated"}, "first='gated' must be one of bypass, apply"),
-    ],
-)
-def test_options_that_make_no_sense_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build({"name": "lact", **options})
-
-
 def test_nets_are_as_many_as_divide_the_width() -> None:
     assert [LaCT(width, 1).nets for width in (8, 6, 5)] == [4, 2, 1]
-
-
-@pytest.mark.parametrize("options", [{"rate": 1.0}, pytest.param(BOTH, marks=pytest.mark.slow)], ids=str)
-def test_it_carries_a_symbol_that_a_model_without_memory_cannot_know(options: dict[str, Any]) -> None:
-    model = trained(LATCH, {"name": "lact", **options}, 600, depth=1)
-    assert accuracy(model, LATCH) > 0.95
-    assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4

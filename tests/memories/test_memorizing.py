@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memories.learning import LATCH, accuracy, reach, trained, untrained
+from memories.harness import HEADS, WIDTH, agree, inputs, layer_of, recorded, run_layer
+from memories.learning import LATCH, untrained
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -40,30 +41,11 @@ from cached_transformers.memories.parts import nearest as search
 from cached_transformers.memories.parts.neighbour_index import Graph
 from cached_transformers.positions import RotaryPositions
 
-ROWS, HEADS, WIDTH, HEAD = 2, 2, 8, 4
-
-
-def make(memory: LayerMemory, **options: Any) -> SelfAttention:
-    layer = SelfAttention(WIDTH, HEADS, memory=memory, causal=True, **options).double()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.5 * torch.randn_like(parameter))
-    return layer
-
-
-def run(layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor] | None = None) -> list[Tensor]:
-    """Outputs of the layer over segments; the memory is written after each."""
-    state, outs = layer.memory.init_state(len(inputs[0]), inputs[0]), []
-    for x, padding in zip(inputs, paddings or [None] * len(inputs), strict=True):
-        attended = layer(x, state=state, padding_BN=padding)
-        trace = Trace(x, attended.y_BND, attended.query, attended.reading)
-        state, _ = layer.memory.write(state, trace)
-        outs.append(attended.y_BND)
-    return outs
+ROWS, HEAD = 2, 4
 
 
 def twin(layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor]) -> list[Tensor]:
-    """The same, token by token."""
+    """Outputs of the layer over segments, token by token."""
     memory: Memorizing = layer.memory  # type: ignore[assignment]
     stored = {(b, h): deque(maxlen=memory.length) for b in range(ROWS) for h in range(HEADS)}
     outs = []
@@ -108,24 +90,14 @@ def twin(layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor]) -> 
 @pytest.mark.parametrize("times", [9, 0])  # one softmax over all of a small store, or neighbours gathered
 def test_it_is_what_loops_compute(joint: bool, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memorizing, "ALL", times)
-    layer = make(Memorizing(WIDTH, HEADS, length=7, k=3, joint=joint))
+    layer = layer_of(Memorizing(WIDTH, HEADS, length=7, k=3, joint=joint))
     shapes = [5, 4, 9, 2, 5]  # 9 tokens into 7 slots; the ring turns several times
-    inputs = [torch.randn(ROWS, n, WIDTH, requires_grad=True) for n in shapes]
+    given = [x.requires_grad_() for x in inputs(*shapes)]
     paddings = [torch.rand(ROWS, n) < 0.3 for n in shapes]
-    results = []
-    for compute in (run, twin):
-        outs = [y[~p] for y, p in zip(compute(layer, inputs, paddings), paddings, strict=True)]
-        loss = sum((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() for y in outs)
-        results.append((outs, torch.autograd.grad(loss, [*inputs, *layer.parameters()])))
-    for a, b in zip(*results, strict=True):
-        for x, y in zip(a, b, strict=True):
-            torch.testing.assert_close(x, y, rtol=0, atol=1e-10)
-
-
-@pytest.fixture
-def golden(shared: Path) -> Any:
-    arrays = np.load(shared / "golden" / "memories" / "memorizing.npz")
-    return lambda name: torch.tensor(arrays[name])
+    results = (run_layer(layer, given, paddings)[0], twin(layer, given, paddings))
+    got, want = ([y[~p] for y, p in zip(ys, paddings, strict=True)] for ys in results)
+    leaves = {**dict(layer.named_parameters()), **{str(i): x for i, x in enumerate(given)}}
+    agree(got, want, leaves, least=None)
 
 
 def close(a: Tensor, b: Tensor) -> None:
@@ -133,54 +105,45 @@ def close(a: Tensor, b: Tensor) -> None:
 
 
 @pytest.mark.device
-def test_recorded_attention_over_neighbours_and_its_mix(golden: Any) -> None:
+def test_recorded_attention_over_neighbours_and_its_mix(shared: Path) -> None:
     """Every query has its own four keys; here they are a row each."""
-    keys, values, queries = (golden(f"ext/{n}") for n in ("keys", "values", "queries"))
+    golden = recorded(shared, "memories/memorizing", "ext/")
+    keys, values, queries = (golden[n] for n in ("keys", "values", "queries"))
     rows = [t.transpose(2, 3).flatten(0, 1).transpose(1, 2) for t in (keys, values)]  # (B T, H, K, E)
     q = queries.flatten(0, 1)[:, :, None]
     memory = Memorizing(10, 2, length=4, k=4)
     with torch.no_grad():
-        memory.scale_H.copy_(golden("ext/scale_factor"))
-        memory.gate_H.copy_(golden("ext/bias"))
+        memory.scale_H.copy_(golden["scale_factor"])
+        memory.gate_H.copy_(golden["bias"])
     reading = memory.read(NeighbourStore(*rows, torch.full((len(q),), 4)), Query(q.flatten(1)[:, None], q), None)
     assert reading.output_BHNE is not None
-    close(reading.output_BHNE[:, :, 0].view(golden("ext/out").shape), golden("ext/out"))
-    local = golden("ext/local").flatten(0, 1)[:, :, None]
+    close(reading.output_BHNE[:, :, 0].view(golden["out"].shape), golden["out"])
+    local = golden["local"].flatten(0, 1)[:, :, None]
     mixed = memory.combine(local, Query(local), reading)
-    close(mixed[:, :, 0].view(golden("ext/out").shape), golden("ext/combined"))
+    close(mixed[:, :, 0].view(golden["out"].shape), golden["combined"])
 
 
 @pytest.mark.device
-def test_recorded_joint_attention(golden: Any) -> None:
+def test_recorded_joint_attention(shared: Path) -> None:
     """Its local queries and keys are normalised too, and all heads share one key and value."""
     memory = Memorizing(8, 2, length=32, k=3, joint=True)
-    scale_H = golden("joint/param/scale").flatten().exp()
+    golden = recorded(shared, "memories/memorizing", "joint/")
+    scale_H = golden["param/scale"].flatten().exp()
     with torch.no_grad():
         memory.scale_H.copy_(scale_H)
     state = memory.init_state(2, torch.zeros(()))
     core = SoftmaxAttention()
     for segment in range(3):
-        x = golden("joint/x")[segment]
-        q = unit(F.linear(x, golden("joint/param/to_q.weight")).unflatten(-1, (2, 4)).transpose(1, 2))
-        k, v = (t[:, None].expand(-1, 2, -1, -1) for t in F.linear(x, golden("joint/param/to_kv.weight")).chunk(2, -1))
+        x = golden["x"][segment]
+        q = unit(F.linear(x, golden["param/to_q.weight"]).unflatten(-1, (2, 4)).transpose(1, 2))
+        k, v = (t[:, None].expand(-1, 2, -1, -1) for t in F.linear(x, golden["param/to_kv.weight"]).chunk(2, -1))
         scaled_q = q * scale_H[:, None, None] * 2  # the core divides by the root of the head width
         reading = memory.read(state, Query(x, q), None)
         own = core(scaled_q, unit(k), v, causal=True, want_lse=True)
         y = memory.combine(own.out_BHNV, Query(x, q), reading._replace(lse_BHN=own.lse_BHN))
-        y = F.linear(y.transpose(1, 2).flatten(2), golden("joint/param/to_out.weight"))
-        close(y, golden(f"joint/seg{segment}/out"))
+        y = F.linear(y.transpose(1, 2).flatten(2), golden["param/to_out.weight"])
+        close(y, golden[f"seg{segment}/out"])
         state, _ = memory.write(state, Trace(x, y, Query(x, q, k_BHNE=k, v_BHNE=v), Reading()))
-
-
-def test_all_neighbours_and_an_open_gate_are_attention_over_the_store() -> None:
-    layer = make(Memorizing(WIDTH, HEADS, length=16, k=16, initial_gate=40.0))
-    first, second = torch.randn(2, ROWS, 5, WIDTH, dtype=torch.float64)
-    memory: Memorizing = layer.memory  # type: ignore[assignment]
-    _, got = run(layer, [first, second])
-    q = unit(layer._heads(layer.qkv(second)[..., :WIDTH]))
-    k, v = (layer._heads(t) for t in layer.qkv(first)[..., WIDTH:].chunk(2, -1))
-    weights = (memory.scale_H.abs()[:, None, None] * (q @ unit(k).mT)).softmax(-1)
-    torch.testing.assert_close(got, layer.output((weights @ v).transpose(1, 2).flatten(2)), rtol=0, atol=1e-10)
 
 
 def test_joint_over_all_is_one_attention_over_store_and_segment() -> None:
@@ -203,12 +166,12 @@ def test_joint_over_all_is_one_attention_over_store_and_segment() -> None:
 def test_an_empty_store_is_left_out_or_read_as_zeros() -> None:
     x = torch.randn(ROWS, 5, WIDTH, dtype=torch.float64)
     torch.manual_seed(1)
-    plain = make(LayerMemory())
+    plain = layer_of(LayerMemory())
     for empty, share in {"bypass": 1.0, "zero": 0.75}.items():
         memory = Memorizing(WIDTH, HEADS, length=4, empty=empty, initial_gate=-math.log(3))  # type: ignore[arg-type]
         layer = SelfAttention(WIDTH, HEADS, memory=memory.double(), causal=True).double()
         layer.load_state_dict(plain.state_dict(), strict=False)
-        (y,) = run(layer, [x])
+        ((y,), *_) = run_layer(layer, [x])
         bias = layer.output.bias
         torch.testing.assert_close(y - bias, share * (plain(x).y_BND - bias), rtol=0, atol=1e-7)
 
@@ -282,25 +245,6 @@ def test_a_query_without_neighbours_gets_zero_and_a_finite_gradient() -> None:
         assert q.grad is not None and torch.equal(q.grad, torch.zeros_like(q))
 
 
-def test_a_cleared_row_forgets_and_the_other_does_not() -> None:
-    layer = make(Memorizing(WIDTH, HEADS, length=8, k=3))
-    first, second = torch.randn(2, ROWS, 5, WIDTH, dtype=torch.float64)
-    memory = layer.memory
-    attended = layer(first, state=memory.init_state(ROWS, first))
-    trace = Trace(first, attended.y_BND, attended.query, attended.reading)
-    state, _ = memory.write(memory.init_state(ROWS, first), trace)
-    cleared = states.reset(state, memory.init_state(ROWS, first), torch.tensor([True, False]))
-    told, kept, fresh = (layer(second, state=s).y_BND for s in (cleared, state, memory.init_state(ROWS, first)))
-    assert torch.equal(told[1], kept[1]) and torch.equal(told[0], fresh[0])
-    assert (told[0] - kept[0]).abs().max() > 1e-3
-
-
-def test_a_larger_store_in_evaluation() -> None:
-    memory = Memorizing(WIDTH, HEADS, length=4, eval_length=32)
-    assert memory.init_state(1, torch.zeros(())).k_BHME.shape[2] == 4
-    assert memory.eval().init_state(1, torch.zeros(())).k_BHME.shape[2] == 32
-
-
 @pytest.mark.parametrize(("depth", "layer"), [(1, 1), (2, 2), (3, 3), (4, 3), (12, 9)])
 def test_one_layer_has_the_store(depth: int, layer: int) -> None:
     made = [create_memory({"name": "memorizing"}, WIDTH, HEADS, depth=depth, index=i) for i in range(depth)]
@@ -308,28 +252,6 @@ def test_one_layer_has_the_store(depth: int, layer: int) -> None:
     for memory in made:
         assert memory.needs == ({"state", "head"} if memory.here else set())  # type: ignore[union-attr]
         assert memory.here or (memory.init_state(1, torch.zeros(())) == () and not list(memory.parameters()))  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"length": 0}, "length=0 must be at least 1"),
-        ({"eval_length": 0}, "eval_length=0 must be at least 1"),
-        ({"k": 0}, "k=0 must be at least 1"),
-        ({"layer": 0}, "layer=0 must be a layer, counted from 1; None takes three quarters"),
-        ({"layer": 5, "depth": 4, "index": 0}, "layer=5 must be a layer, counted from 1 to 4"),
-        ({"empty": "none"}, "empty='none' must be one of bypass, zero"),
-        ({"store": "disk"}, "store='disk' must be one of exact, faiss"),
-        ({"faiss_index": "HNSW32"}, "faiss_index='HNSW32' needs store='faiss'"),
-        ({"store": "faiss", "faiss_index": "IVF"}, "faiss_index='IVF' must be 'Flat' .* or 'HNSW'"),
-        ({"joint": True, "empty": "zero"}, "joint=True has no zeros to mix in"),
-        ({"initial_scale": 0}, "initial_scale=0 would read every neighbour alike"),
-        ({"heads": 3}, "width=8 must be a positive multiple of heads=3"),
-    ],
-)
-def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Memorizing(WIDTH, **{"heads": HEADS, **options})
 
 
 def test_a_core_without_log_sum_exp_cannot_share_its_softmax() -> None:
@@ -380,19 +302,6 @@ def test_compiled_code_breaks_at_the_search_of_faiss_and_goes_on() -> None:
             want = model(segment, state)
             torch.testing.assert_close(run(segment, state).outputs, want.outputs, rtol=0, atol=1e-5)
             state = want.state
-
-
-def test_recall_of_an_approximate_index() -> None:
-    """4000 unit keys of 16 channels: .98 of the true 32 neighbours are found; the paper works with about .9."""
-    pytest.importorskip("faiss")
-    q, k = unit(torch.randn(1, 2, 100, 16)), unit(torch.randn(1, 2, 4000, 16))
-    filled = torch.tensor([4000])
-    true = nearest(q, k, filled, 32)
-    memory = Memorizing(32, 2, length=4000, store="faiss", faiss_index="HNSW8")
-    assert memory.index is not None
-    found = memory.index.search(q, k, filled, 32)
-    assert 0.95 < recall(found, true) < 1
-    assert (found == memory.index.search(q, k, filled, 32)).all()
 
 
 def recall(found: Tensor, true: Tensor) -> float:
@@ -455,17 +364,10 @@ def test_a_graph_of_another_stream_is_not_taken_for_that_of_this_one() -> None:
 
 
 def test_log_sum_exp_of_rotated_keys_reaches_the_memory() -> None:
-    layer = make(Memorizing(WIDTH, HEADS, length=8, joint=True), positions=RotaryPositions(HEAD))
+    layer = layer_of(Memorizing(WIDTH, HEADS, length=8, joint=True), positions=RotaryPositions(HEAD))
     x, positions = torch.randn(ROWS, 5, WIDTH, dtype=torch.float64), torch.arange(5)[None, :, None].expand(ROWS, -1, -1)
     attended = layer(x, positions, state=layer.memory.init_state(ROWS, x))
     q, k = (layer.positions.rotate(t, positions) for t in (attended.query.q_BHNE, attended.query.k_BHNE))  # type: ignore[arg-type]
     logits = (q @ k.mT / HEAD**0.5).masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -torch.inf)
     torch.testing.assert_close(attended.reading.lse_BHN, logits.logsumexp(-1), rtol=0, atol=1e-10)
     assert isinstance(attended.reading.carry, Found)
-
-
-@pytest.mark.parametrize("joint", [False, True])
-def test_it_learns_to_recall_what_the_segment_does_not_show(joint: bool) -> None:
-    memory = {"name": "memorizing", "length": 16, "k": 4, "joint": joint}
-    assert accuracy(trained(LATCH, memory, 150), LATCH) > 0.95
-    assert reach(LATCH, None) == 0 < reach(LATCH, memory)

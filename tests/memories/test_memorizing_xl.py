@@ -10,51 +10,34 @@ Legend: N tokens, M slots, H heads, E head width, D model width.
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from memories import harness
+from memories.harness import HEADS, WIDTH, agree, run, segments
 from torch import Tensor, nn
 
-from cached_transformers import create_model, generate
 from cached_transformers import state as states
 from cached_transformers.interfaces.memory import Trace
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.parts.composite import SideBySide
-from cached_transformers.models.diagonal import read_diagonally
-from cached_transformers.models.segments import read_segments
 from cached_transformers.positions import RotaryPositions
 
-ROWS, HEADS, WIDTH, SEGMENT, VOCABULARY, DEPTH = 2, 2, 8, 5, 13, 4
+ROWS = 2
 XL = {"name": "transformer_xl", "length": 7, "relative": False}
 STORE = {"name": "memorizing", "length": 24, "k": 3}
 
 
-def build(memory: Any, **options: Any) -> Any:
-    """A model in float64, in which each weight of the same name has the same value."""
-    torch.manual_seed(0)
-    sizes = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "feed_forward": 16, "vocabulary": VOCABULARY}
-    model = create_model("language_model", memory=memory, **sizes, positions="rotary", **options).double()
+def build(memory: Any) -> Any:
+    """A model in which each weight of the same name has the same value."""
+    model = harness.build(memory, scale=0, depth=4, positions="rotary")
     for name, parameter in model.named_parameters():
         seed = sum(name.replace(".members.0", "").replace(".members.1", "").encode())
         with torch.no_grad():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)).double())
     return model.eval()
-
-
-def segments(count: int = 5) -> list[Tensor]:
-    return list(torch.randint(0, VOCABULARY, (count, ROWS, SEGMENT), generator=torch.Generator().manual_seed(1)))
-
-
-def read(model: Any, inputs: list[Tensor], **options: Any) -> list[Tensor]:
-    state, outs = model.init_state(ROWS), []
-    for x in inputs:
-        out = model(x, state, **options)
-        state = out.state
-        outs.append(out.outputs)
-    return outs
 
 
 # ---- a slow twin
@@ -132,14 +115,7 @@ def test_a_layer_is_what_loops_compute() -> None:
         twin(layer, [x[b] for x in inputs], [p[b] for p in paddings], [bool(r[b]) for r in resets]) for b in range(ROWS)
     ]
     expected = [torch.stack(rows) for rows in zip(*by_row, strict=True)]
-    results = []
-    for ys in (found, expected):
-        ys = [y[~p] for y, p in zip(ys, paddings, strict=True)]
-        loss = sum((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() for y in ys)
-        results.append([*ys, *torch.autograd.grad(loss, list(layer.parameters()))])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
-        assert b.abs().max() > 1e-4
+    agree(*([y[~p] for y, p in zip(ys, paddings, strict=True)] for ys in (found, expected)), layer, least=1e-4)
 
 
 # ---- limiting cases
@@ -149,72 +125,10 @@ def test_a_closed_gate_leaves_the_cache_alone() -> None:
     both, alone = build([XL, STORE]), build(XL)
     members = [block.attention.memory.members for block in both.stack.blocks]
     assert [knn.here for _, knn in members] == [False, False, True, False]  # the paper's 9 of 12
-    inputs = segments()
-    told = read(both, inputs)
+    inputs = segments(5)
+    told, wanted = ([out.outputs for out in run(model, inputs)] for model in (both, alone))
     for _, knn in members:
         knn.close_gate()
-    for a, b in zip(read(both, inputs), read(alone, inputs), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-    assert all((a - b).abs().max() > 1e-3 for a, b in zip(told[1:], read(alone, inputs)[1:], strict=True))
-
-
-def test_with_an_empty_cache_it_is_the_store_alone() -> None:
-    both, alone = build([XL, STORE]), build(STORE)
-    state, other, fresh = both.init_state(ROWS), alone.init_state(ROWS), both.init_state(ROWS)
-    for x in segments():
-        layers = tuple((new[0], old[1]) for old, new in zip(state.layers, fresh.layers, strict=True))
-        out, expected = both(x, state._replace(layers=layers)), alone(x, other)
-        torch.testing.assert_close(out.outputs, expected.outputs, rtol=0, atol=1e-12)
-        state, other = out.state, expected.state
-
-
-def test_what_the_cache_still_holds_is_in_the_store_too() -> None:
-    """As in the released code: the store takes a segment as soon as it is read, whatever else holds it."""
-    both, inputs = build([XL, STORE]), segments(2)
-    state = both(inputs[0], both.init_state(ROWS)).state
-    cache, stored = state.layers[2]
-    assert cache.count_B.tolist() == stored.written_B.tolist() == [SEGMENT] * ROWS
-    _, v_BHNE = both.stack.blocks[2].attention.project_kv(cache.hidden_BMD[:, -SEGMENT:])
-    torch.testing.assert_close(stored.v_BHME[:, :, :SEGMENT], v_BHNE, rtol=0, atol=1e-12)
-
-
-# ---- streams, generation, diagonals
-
-
-def test_resets_and_padding_touch_their_rows_alone() -> None:
-    both, inputs = build([XL, STORE]), segments()
-    reset, padding = torch.tensor([True, False]), torch.zeros(ROWS, SEGMENT, dtype=torch.bool)
-    padding[0, 3:] = True
-    state = both.init_state(ROWS)
-    for x in inputs[:3]:
-        state = both(x, state).state
-    told, kept, new = (
-        both(inputs[3], state, reset=reset),
-        both(inputs[3], state),
-        both(inputs[3], both.init_state(ROWS)),
-    )
-    assert torch.equal(told.outputs[1], kept.outputs[1]) and torch.equal(told.outputs[0], new.outputs[0])
-    garbage = torch.where(padding, (inputs[3] + 1) % VOCABULARY, inputs[3])
-    first, second = (both(x, state, padding=padding) for x in (inputs[3], garbage))
-    after, other = (both(inputs[4], out.state).outputs for out in (first, second))
-    assert torch.equal(after, other) and not torch.equal(after[0], both(inputs[4], kept.state).outputs[0])
-
-
-def test_it_generates_as_it_reads() -> None:
-    both, prompt = build([XL, STORE]), torch.cat(segments(3), 1)[:, :12]
-    made = generate(both, prompt, tokens=9, temperature=0.0, segment_length=SEGMENT).tokens
-    text = torch.cat([prompt, made], 1)[:, :20]
-    logits = torch.cat(read(both, list(text.split(SEGMENT, 1))), 1)
-    assert torch.equal(logits[:, 11:-1].argmax(-1), text[:, 12:])
-
-
-def test_diagonals_give_the_same() -> None:
-    both, inputs = build([XL, STORE]), segments(6)
-    with torch.no_grad():
-        plain = list(read_segments(lambda x, state, _: both(x, state), inputs, None))
-        line = list(read_diagonally(both, [(x, None, None) for x in inputs]))
-    for a, b in zip(plain, line, strict=True):
-        torch.testing.assert_close(a.outputs, b.outputs, rtol=0, atol=1e-10)
-    for (name, a), (_, b) in zip(*(states.named_tensors(out[-1].state) for out in (plain, line)), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
-    assert any(not torch.equal(a.outputs, b.outputs) for a, b in pairwise(plain))
+    for a, b in zip(run(both, inputs), wanted, strict=True):
+        torch.testing.assert_close(a.outputs, b, rtol=0, atol=1e-12)
+    assert all((a - b).abs().max() > 1e-3 for a, b in zip(told[1:], wanted[1:], strict=True))

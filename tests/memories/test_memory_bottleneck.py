@@ -5,48 +5,39 @@ Legend: B rows, N tokens, M memory tokens, D model width.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from memories.harness import HEADS, WIDTH, agree, logit, project, wild
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from cached_transformers import create_model
-from cached_transformers.layers.bottleneck import BottleneckBlock
 from cached_transformers.models.stack_model import make_stack
 from cached_transformers.models.stack_options import StackOptions
 
-WIDTH, HEADS, M, N, ROWS, VOCABULARY = 8, 2, 3, 5, 2, 11
+M, N, ROWS = 3, 5, 2
 SPEC: dict[str, Any] = {"name": "memory_transformer", "length": M, "bottleneck": True}
 
 
-def build(positions: str = "none", depth: int = 2, **options: Any) -> Any:
-    torch.manual_seed(0)
-    made = StackOptions(WIDTH, depth, HEADS, 16, memory=SPEC, **options)
-    stack = make_stack(made, positions=positions).double()
-    with torch.no_grad():
-        for parameter in stack.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return stack.eval()
+def build(positions: str = "none", **options: Any) -> Any:
+    made = StackOptions(WIDTH, 2, HEADS, 16, memory=SPEC, **options)
+    return wild(make_stack(made, positions=positions)).eval()
 
 
-def attend(layer: Any, kv_from: Any, q_D: Tensor, seen: list[Tensor]) -> Tensor:
+def attend(layer: Any, q_D: Tensor, seen: list[Tensor]) -> Tensor:
     """One token's attention over others, head by head, without positions."""
-    e, q = WIDTH // HEADS, layer.qkv(layer.norm(q_D))[:WIDTH]
-    kv = [kv_from.qkv(kv_from.norm(t))[WIDTH:] for t in seen]
-    heads = []
+    q, kv, heads = project(layer, q_D)[0], [project(layer, t)[1:] for t in seen], []
     for h in range(HEADS):
-        part, behind = slice(h * e, (h + 1) * e), slice(WIDTH + h * e, WIDTH + (h + 1) * e)
-        weights = torch.stack([q[part] @ t[part] / math.sqrt(e) for t in kv]).softmax(0)
-        heads.append(sum(w * t[behind] for w, t in zip(weights, kv, strict=True)))
-    return layer.output(torch.cat(heads))  # type: ignore[arg-type, no-any-return]
+        weights = torch.stack([logit(None, q[h], k[h], h) for k, _ in kv]).softmax(0)
+        heads.append(weights @ torch.stack([v[h] for _, v in kv]))
+    return layer.output(torch.cat(heads))  # type: ignore[no-any-return]
 
 
 def token(block: Any, x_D: Tensor, seen: list[Tensor]) -> Tensor:
     """One token through a block, which attends others by its own projections."""
-    y_D = block.attention_norm(x_D + attend(block.attention, block.attention, x_D, seen))
+    y_D = block.attention_norm(x_D + attend(block.attention, x_D, seen))
     return block.feed_forward_norm(y_D + block.feed_forward(y_D))  # type: ignore[no-any-return]
 
 
@@ -67,15 +58,8 @@ def test_values_and_gradients_are_those_of_a_slow_twin(norm: str) -> None:
     stack = build(norm=norm)
     x = torch.randn(ROWS, N, WIDTH, dtype=torch.float64, requires_grad=True)
     padding = torch.tensor([[False] * N, [True, False, False, True, False]])
-    results = []
-    for y in (stack(x, padding_BN=padding).outputs, twin(stack, x, padding)):
-        y = y[~padding]
-        loss = (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum()
-        used = {n: p for n, p in stack.named_parameters() if p.requires_grad}
-        results.append((y, *torch.autograd.grad(loss, [x, *used.values()], allow_unused=True)))
-    for ours, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-10)
-        assert wanted is not None and wanted.abs().max() > 1e-9
+    used = {name: p for name, p in stack.named_parameters() if p.requires_grad}
+    agree([stack(x, padding_BN=padding).outputs[~padding]], [twin(stack, x, padding)[~padding]], {"x": x, **used})
 
 
 def test_tokens_hear_of_one_another_through_the_memory_alone() -> None:
@@ -92,16 +76,6 @@ def test_tokens_hear_of_one_another_through_the_memory_alone() -> None:
     assert told[0] > 1e-3 and told[1:].max() < 1e-12
 
 
-@pytest.mark.parametrize("positions", ["rotary", "relative"])
-def test_the_order_of_a_segment_counts_where_positions_say_so(positions: str) -> None:
-    x, order = torch.randn(ROWS, N, WIDTH, dtype=torch.float64), torch.tensor([2, 0, 1, 4, 3])
-    for scheme, counts in (("none", False), (positions, True)):
-        stack = build(scheme)
-        difference = (stack(x[:, order]).outputs - stack(x).outputs[:, order]).abs().max()
-        assert (difference > 1e-6) == counts
-    assert [type(block) for block in stack.blocks] == [BottleneckBlock] * 2
-
-
 def test_attention_grows_with_the_segment_as_the_segment_does() -> None:
     stack = build().float()
 
@@ -111,36 +85,6 @@ def test_attention_grows_with_the_segment_as_the_segment_does() -> None:
         return counter.get_total_flops()
 
     assert flops(400) - flops(300) == flops(300) - flops(200) > 0
-
-
-def test_a_classifier_trains_with_it() -> None:
-    torch.manual_seed(0)
-    sizes = {"vocabulary": VOCABULARY, "classes": 2, "max_length": 8, "width": WIDTH, "depth": 1, "heads": HEADS}
-    model = create_model("sequence_classifier", **sizes, feed_forward=16, memory=SPEC)
-    model.stack.activation_checkpointing = True  # type: ignore[union-attr]
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    inputs = torch.randint(0, VOCABULARY, (32, 8))
-    labels = (inputs == 3).any(1).long()
-    for _ in range(40):
-        loss = nn.functional.cross_entropy(model(inputs).outputs, labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.4
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"control": True}, "bottleneck=True with control=True"),
-        ({"cache": 4}, "bottleneck=True with cache=4"),
-        ({"place": "back"}, "bottleneck=True with place='back'"),
-    ],
-)
-def test_what_contradicts_it_is_refused(options: dict[str, Any], message: str) -> None:
-    sizes = {"vocabulary": VOCABULARY, "classes": 2, "max_length": 8, "width": WIDTH, "depth": 1, "heads": HEADS}
-    with pytest.raises(ValueError, match=message):
-        create_model("sequence_classifier", **sizes, feed_forward=16, memory={**SPEC, **options})
 
 
 def test_a_causal_model_and_a_core_without_other_keys_are_refused() -> None:

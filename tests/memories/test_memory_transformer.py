@@ -5,49 +5,38 @@ Legend: B rows, N tokens, M memory tokens, D model width.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
-from memories.learning import LATCH, reach
+from memories import harness
+from memories.harness import HEADS, WIDTH, agree, logit, project, segments
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers import create_model
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block, MemoryWeights
 from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import Stack
 from cached_transformers.memories.memory_transformer import MemoryTransformer
 
-VOCABULARY, WIDTH, HEADS, M, N, ROWS = 11, 8, 2, 3, 5, 2
+M, N, ROWS = 3, 5, 2
 
 
-def build(name: str = "language_model", *, length: int = M, memory: bool = True, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    sizes: dict[str, dict[str, Any]] = {
-        "language_model": {"vocabulary": VOCABULARY},
-        "sequence_classifier": {"vocabulary": VOCABULARY, "classes": 3, "max_length": 2 * N},
-        "vision_transformer": {"image_size": 8, "patch_size": 4, "channels": 1, "classes": 3},
-    }
-    model_options = {key: options.pop(key) for key in ("positions",) if key in options}
-    spec = {"name": "memory_transformer", "length": length, **options} if memory else None
-    common = {"width": WIDTH, "depth": 2, "heads": HEADS, "feed_forward": 16}
-    model = create_model(name, **common, **sizes[name], **model_options, memory=spec).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model.eval()
+def build(name: str = "language_model", *, memory: bool = True, positions: str | None = None, **options: Any) -> Any:
+    sizes = {} if name == "language_model" else {"classes": 3, "max_length": 2 * N}
+    spec = {"name": "memory_transformer", "length": M, **options} if memory else None
+    given = {} if positions is None else {"positions": positions}
+    return harness.build(spec, model=name, scale=0.2, **sizes, **given).eval()
 
 
 def tokens(seed: int = 0) -> Tensor:
-    return torch.randint(0, VOCABULARY, (ROWS, N), generator=torch.Generator().manual_seed(seed))
+    return segments(1, ROWS, N, seed)[0]
 
 
 def twin(model: Any, x_BND: Tensor, *, causal: bool, place: str, mask: str, control: bool) -> Tensor:
     """Outputs of the segment's tokens from the pre-norm stack without positions, in loops."""
-    stack, memory, e = model.stack, model.stack.model_memory.initial_MD, WIDTH // HEADS
+    stack, memory = model.stack, model.stack.model_memory.initial_MD
     rows = []
     for segment in x_BND:
         n = len(segment)
@@ -56,16 +45,15 @@ def twin(model: Any, x_BND: Tensor, *, causal: bool, place: str, mask: str, cont
         for block in stack.blocks:
             attention = [block.memory_weights.attention if control and own else block.attention for own in mine]
             forward = [block.memory_weights.feed_forward if control and own else block.feed_forward for own in mine]
-            qkv = [a.qkv(a.norm(t)).split(WIDTH) for a, t in zip(attention, x, strict=True)]
+            qkv = [project(a, t) for a, t in zip(attention, x, strict=True)]
             new = []
             for i, t in enumerate(x):
                 sees = [j for j in range(M + n) if not causal or j <= i or (mask == "full" and mine[i] and mine[j])]
                 heads = []
                 for h in range(HEADS):
-                    part = slice(h * e, (h + 1) * e)
-                    weights = torch.stack([qkv[i][0][part] @ qkv[j][1][part] / math.sqrt(e) for j in sees]).softmax(0)
-                    heads.append(sum(w * qkv[j][2][part] for w, j in zip(weights, sees, strict=True)))
-                y = t + attention[i].output(torch.cat(heads))  # type: ignore[arg-type]
+                    weights = torch.stack([logit(None, qkv[i][0][h], qkv[j][1][h], h) for j in sees]).softmax(0)
+                    heads.append(weights @ torch.stack([qkv[j][2][h] for j in sees]))
+                y = t + attention[i].output(torch.cat(heads))
                 new.append(y + forward[i](y))
             x = new
         rows.append(torch.stack([stack.norm(t) for t, own in zip(x, mine, strict=True) if not own]))
@@ -80,25 +68,10 @@ def twin(model: Any, x_BND: Tensor, *, causal: bool, place: str, mask: str, cont
 def test_values_and_gradients_are_those_of_a_slow_twin(causal: bool, place: str, mask: str, control: bool) -> None:
     options = {"place": place, "mask": mask, "control": control, "positions": "none"}
     model = build("language_model" if causal else "sequence_classifier", **options)
-    parameters = dict(model.stack.named_parameters())  # type: ignore[union-attr]
     x = torch.randn(ROWS, N, WIDTH, dtype=torch.float64, requires_grad=True)
-    weights = torch.randn(ROWS, N, WIDTH, dtype=torch.float64)
-    got = model.stack(x).outputs  # type: ignore[operator]
+    got = model.stack(x).outputs
     want = twin(model, x, causal=causal, place=place, mask=mask, control=control)
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
-    used = [p for name, p in parameters.items() if "memory_weights" not in name or "blocks.0" in name]
-    a, b = (torch.autograd.grad((y * weights).sum(), [x, *used]) for y in (got, want))
-    for mine, theirs in zip(a, b, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("name", ["language_model", "sequence_classifier"])
-def test_the_order_of_the_memory_does_not_matter_without_positions(name: str) -> None:
-    model = build(name, positions="none")
-    before = model(tokens()).outputs
-    with torch.no_grad():
-        model.stack.model_memory.initial_MD.copy_(model.stack.model_memory.initial_MD.flip(0))  # type: ignore[union-attr, operator]
-    torch.testing.assert_close(model(tokens()).outputs, before, rtol=0, atol=1e-12)
+    agree([got], [want], {"x": x, **dict(model.stack.named_parameters())}, least=None)
 
 
 def last_rows(model: nn.Module, x_BND: Tensor) -> Tensor:
@@ -108,14 +81,6 @@ def last_rows(model: nn.Module, x_BND: Tensor) -> Tensor:
     model.stack(x_BND)  # type: ignore[operator]
     handle.remove()
     return seen[0]
-
-
-@pytest.mark.parametrize(("name", "gathers"), [("language_model", False), ("sequence_classifier", True)])
-def test_memory_in_front_gathers_from_the_segment_in_bidirectional_models_alone(name: str, gathers: bool) -> None:
-    x = torch.randn(ROWS, N, WIDTH, dtype=torch.float64, requires_grad=True)
-    memory = last_rows(build(name), x)[:, :M]
-    (gradient,) = torch.autograd.grad(memory.sum(), x, allow_unused=True)
-    assert (gradient is not None and bool(gradient.abs().max() > 0)) == gathers
 
 
 def test_weights_of_its_own_that_are_the_blocks_are_no_weights_of_its_own() -> None:
@@ -132,14 +97,6 @@ def test_weights_of_its_own_that_are_the_blocks_are_no_weights_of_its_own() -> N
     rows = [last_rows(model, x)[:, :M] for model in (separate, shared)]
     # They see each other alone, with weights that did not change.
     torch.testing.assert_close(*rows, rtol=0, atol=1e-12)
-
-
-def test_nothing_crosses_from_one_segment_to_the_next() -> None:
-    model = build(positions="rotary")
-    state = model(tokens()).state
-    assert state.model == ()
-    after, fresh = model(tokens(1), state).outputs, model(tokens(1)).outputs
-    torch.testing.assert_close(after, fresh, rtol=0, atol=1e-6)  # relative positions alone, in float32 angles
 
 
 @pytest.mark.parametrize("place", ["front", "back"])
@@ -168,31 +125,12 @@ def hide_memory(place: str) -> Any:
     return hook
 
 
-@pytest.mark.parametrize("place", ["front", "back"])
-def test_an_image_classifier_with_registers(place: str) -> None:
-    model = build("vision_transformer", place=place, control=True)
-    images = torch.randn(ROWS, 1, 8, 8, dtype=torch.float64)
-    x = torch.randn(ROWS, 5, WIDTH, dtype=torch.float64)
-    out = model.stack(x).outputs  # type: ignore[operator]
-    own = last_rows(model, x)[:, M:] if place == "front" else last_rows(model, x)[:, :-M]
-    torch.testing.assert_close(out, model.stack.norm(own))  # type: ignore[union-attr, operator]
-    assert model(images).outputs.shape == (ROWS, 3)
-    assert (
-        create_model(
-            "vision_transformer", image_size=8, patch_size=4, width=8, depth=1, heads=2, memory="memory_transformer"
-        ).stack.model_memory.length
-        == 10
-    ), "the number of patches is not the number of memory tokens"  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("positions", ["relative", "rotary"])
 def test_with_a_cache_it_is_rmt_that_never_writes(mask: str, positions: str) -> None:
     """What RMT writes behind a causal segment is forgotten before the next one: values and gradients are the same."""
     ours = build(cache=4, mask=mask, positions=positions)
-    spec = {"name": "rmt", "length": M, "cache": 4, "mask": mask}
-    sizes = {"vocabulary": VOCABULARY, "width": WIDTH, "depth": 2, "heads": HEADS, "feed_forward": 16}
-    theirs = create_model("language_model", **sizes, positions=positions, memory=spec).double().eval()
+    theirs = harness.build({"name": "rmt", "length": M, "cache": 4, "mask": mask}, positions=positions).eval()
     missing, unexpected = theirs.load_state_dict(ours.state_dict(), strict=False)
     assert not unexpected and all(".norm" in name and "model_memory" in name for name in missing)
     state = other = None
@@ -211,29 +149,6 @@ def test_with_a_cache_it_is_rmt_that_never_writes(mask: str, positions: str) -> 
         torch.testing.assert_close(gradient, twin_gradient, rtol=0, atol=1e-9)
 
 
-def test_the_cache_alone_reaches_back() -> None:
-    """With a cache the second segment depends on the first; without, it does not."""
-    for cache, same in ((4, False), (0, True)):
-        model = build(cache=cache)
-        after = [model(tokens(9), model(tokens(seed), None).state).outputs for seed in (0, 1)]
-        assert torch.equal(*after) == same
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"length": 0}, "length=0 must be at least 1 memory token"),
-        ({"place": "middle"}, "place='middle' must be 'front' or 'back'"),
-        ({"place": "back"}, "place='back' in a causal model .* take place='front', or memory='rmt'"),
-        ({"mask": "half"}, "mask='half' must be 'full' or 'causal'"),
-        ({"cache": -1}, "cache=-1 must be a number of tokens, or 0"),
-    ],
-)
-def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MemoryTransformer(WIDTH, HEADS, **options)
-
-
 def test_blocks_that_cannot_hold_its_weights_are_refused() -> None:
     def block(_: int) -> Block:
         return Block(SelfAttention(WIDTH, HEADS), FeedForward(WIDTH, WIDTH))
@@ -244,40 +159,3 @@ def test_blocks_that_cannot_hold_its_weights_are_refused() -> None:
     attention, forward = SelfAttention(WIDTH, HEADS, reduction=nn.Identity()), FeedForward(WIDTH, WIDTH)
     with pytest.raises(ValueError, match="memory_weights"):
         Block(attention, forward, memory_weights=MemoryWeights(attention, forward))
-
-
-def test_it_cannot_carry_a_symbol_over_segments() -> None:
-    """The control of the recurrent memories: as many tokens, which no training helps."""
-    assert reach(LATCH, {"name": "memory_transformer", "length": 2}) == 0 < reach(LATCH, {"name": "rmt", "length": 2})
-
-
-def test_an_encoder_learns_with_a_memory_as_its_only_way_from_token_to_token() -> None:
-    """With tokens that see the memory and themselves alone, what the class token knows came through the memory."""
-    torch.manual_seed(0)
-    sizes = {"vocabulary": 4, "classes": 4, "max_length": 4, "width": 16, "depth": 2, "heads": 2, "feed_forward": 32}
-    answers = []
-    for seen in (True, False):
-        memory = {"name": "memory_transformer", "length": M}
-        model = create_model("sequence_classifier", **sizes, memory=memory)
-        for block in model.stack.blocks:  # type: ignore[union-attr]
-            block.attention.register_forward_pre_hook(through_memory(seen), with_kwargs=True)
-        optimizer, generator = torch.optim.AdamW(model.parameters(), 3e-3), torch.Generator().manual_seed(1)
-        for _ in range(150):
-            inputs = torch.randint(0, 4, (64, 4), generator=generator)
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs).outputs, inputs[:, 2]).backward()
-            optimizer.step()
-        inputs = torch.randint(0, 4, (256, 4), generator=generator)
-        answers.append((model.eval()(inputs).outputs.argmax(-1) == inputs[:, 2]).float().mean().item())
-    assert answers[0] > 0.95 and answers[1] < 0.4
-
-
-def through_memory(seen: bool) -> Any:
-    """Tokens see themselves and, with `seen`, the memory, which sees everything."""
-
-    def hook(_: nn.Module, given: Any, options: dict[str, Any]) -> Any:
-        place = torch.arange(given[0].shape[1])
-        sees = torch.eye(len(place), dtype=torch.bool) | (place < M)[:, None]
-        return given, {**options, "visible_NN": sees | (place < M)[None] if seen else sees}
-
-    return hook

@@ -7,34 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from memories import harness
+from memories.harness import HEADS, VOCABULARY, WIDTH, agree
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers import create_model
-from cached_transformers import state as states
-from cached_transformers.interfaces.attention import Attention
-from cached_transformers.interfaces.incremental import enter_segment
-from cached_transformers.interfaces.memory import Query, Reading, Tokens, Trace
+from cached_transformers.interfaces.memory import Tokens
 from cached_transformers.loops.segments import SegmentLoop
-from cached_transformers.memories.read_twice import ReadTwice, ReadTwiceState, SideAttention, SideAttentionOnce
+from cached_transformers.memories.read_twice import ReadTwice, SideAttention, SideAttentionOnce
 from cached_transformers.models.stack_model import make_stack
 from cached_transformers.models.stack_options import StackOptions
-from cached_transformers.registry import ATTENTIONS
 
-VOCABULARY, WIDTH, HEADS, ROWS, BLOCK, BLOCKS = 7, 8, 2, 2, 4, 3
+ROWS, BLOCK, BLOCKS = 2, 4, 3
 DOCUMENT: dict[str, Any] = {"scope": "document"}
 
 
-def build(memory: dict[str, Any] | None, *, scale: float = 0.3, **options: Any) -> Any:
-    """A small language model in float64, the same weights at every call, none of them zero."""
-    torch.manual_seed(1)
-    spec = None if memory is None else {"name": "read_twice", "slots": 6, **memory}
-    sizes = {"width": WIDTH, "depth": 2, "heads": HEADS, "feed_forward": 12}
-    model = create_model("language_model", vocabulary=VOCABULARY, memory=spec, **{**sizes, **options}).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(scale * torch.randn_like(parameter))
-    return model
+def build(memory: dict[str, Any] | None, **options: Any) -> Any:
+    return harness.build(None if memory is None else {"name": "read_twice", "slots": 6, **memory}, **options)
 
 
 def tokens(blocks: int = BLOCKS, seed: int = 0, rows: int = ROWS) -> Tensor:
@@ -163,67 +152,11 @@ def test_values_and_gradients_are_those_of_loops(options: dict[str, Any]) -> Non
     model, inputs = build(options), tokens()
     lengths = [BLOCKS * BLOCK, BLOCKS * BLOCK - 2]
     padding = torch.arange(BLOCKS * BLOCK) >= torch.tensor(lengths)[:, None]
-    wanted = twin(model, inputs, lengths)
-    got = logits(model, inputs, padding=padding)
-    parameters = dict(model.named_parameters())
-    direction = torch.randn(BLOCKS * BLOCK, VOCABULARY, dtype=torch.float64)
-    losses = [
-        sum((y_NV * direction[: len(y_NV)]).sum() for y_NV in ys)
-        for ys in ([row[:n] for row, n in zip(got, lengths, strict=True)], wanted)
-    ]
-    for row, n, expected in zip(got, lengths, wanted, strict=True):
-        torch.testing.assert_close(row[:n], expected, rtol=0, atol=1e-10)
-    grads = [torch.autograd.grad(loss, list(parameters.values())) for loss in losses]
-    for name, a, b in zip(parameters, *grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
-        assert b.abs().max() > 1e-9, name
+    got = [row[:n] for row, n in zip(logits(model, inputs, padding=padding), lengths, strict=True)]
+    agree(got, twin(model, inputs, lengths), model)
 
 
 # ---- two blocks by hand
-
-
-def test_two_blocks_computed_by_hand() -> None:
-    """One head of two channels, identity projections, no-op key (0, 1), summaries the means of two tokens."""
-    memory = ReadTwice(2, 1, 4, summary="mean", scope="document").double()
-    memory.norm = nn.Identity()  # type: ignore[assignment]
-    side = memory.slot_attention(0).double()  # type: ignore[union-attr]
-    side.norm = nn.Identity()  # type: ignore[assignment]
-    eye = torch.eye(2, dtype=torch.float64)
-    with torch.no_grad():
-        for linear in (side.query, side.output):
-            linear.weight.copy_(eye)
-        side.key_value.weight.copy_(torch.cat([eye, 10 * eye]))
-        side.query.bias.zero_(), side.key_value.bias.zero_()
-        side.nothing_HE.copy_(torch.tensor([[0.0, 1.0]]))
-    blocks = [[[1.0, 3.0], [1.0, 1.0]], [[4.0, -2.0], [0.0, 0.0]]]  # means (1, 2) and (2, -1)
-    state = memory.init_state(1, eye)
-    for start, block in enumerate(blocks):
-        x_BND = torch.tensor([block], dtype=torch.float64)
-        positions = torch.tensor([[[2 * start], [2 * start + 1]]])
-        tokens = Tokens(x_BND, positions)
-        entry = enter_segment(memory, state, tokens, [])
-        assert entry.slots is not None and not entry.slots[1].any()  # the first read of every block sees nothing
-        trace = trace_of(x_BND, positions)
-        _, state, _ = memory.exit(state, x_BND, [trace])
-    assert state.table.hidden_BMD[0].tolist() == [[0, 0], [0, 0], [1, 2], [2, -1]]
-    assert state.table.positions_BMP[0, 2:].tolist() == [[0, 0], [2, 1]] and state.blocks_B.item() == 2
-    x_BND = torch.tensor([[[1.0, 0.0]]]).double()
-    slots = memory.open(state, Tokens(x_BND, torch.tensor([[[0]]])), []).slots
-    assert slots is not None
-    _, valid_BM, places_BM = slots
-    assert valid_BM.tolist() == [[False, False, True, True]]
-    assert places_BM[0, 2:].tolist() == [0, 1]
-    got = side(x_BND, *slots)
-    # logits 0 (nothing), 1, 2, divided by sqrt(2)
-    e1, e2 = math.exp(1 / math.sqrt(2)), math.exp(2 / math.sqrt(2))
-    total = 1 + e1 + e2
-    want = [(10 * e1 + 20 * e2) / total, (20 * e1 - 10 * e2) / total]
-    assert got[0, 0].tolist() == pytest.approx(want, abs=1e-12)
-    assert want == pytest.approx([14.3595, -0.0798], abs=1e-4)
-
-
-def trace_of(x_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None) -> Any:
-    return Trace(x_BND, x_BND, Query(x_BND, None, positions_BNP, padding_BN), Reading())
 
 
 # ---- what each read sees
@@ -255,25 +188,6 @@ def test_which_blocks_hear_of_a_change(scope: str | None, seen: list[int], atten
         assert [i for i in range(BLOCKS) if difference[i] > 1e-9] == sorted(set(hears))
 
 
-def test_the_second_read_of_a_causal_model_sees_nothing_later_by_default() -> None:
-    model, inputs = build({}), tokens()
-    leaking = build(DOCUMENT)
-    for place in range(1, BLOCKS * BLOCK):
-        changed = inputs.clone()
-        changed[:, place] = (changed[:, place] + 1) % VOCABULARY
-        for one, honest in ((model, True), (leaking, False)):
-            change = (logits(one, changed) - logits(one, inputs)).abs()
-            assert (change[:, :place].max() < 1e-12) == honest
-            assert change[:, place].max() > 1e-6
-
-
-def test_another_document_is_nothing() -> None:
-    model, inputs = build(DOCUMENT), tokens()
-    other = inputs.clone()
-    other[1] = (other[1] + 1) % VOCABULARY
-    assert torch.equal(logits(model, inputs)[0], logits(model, other)[0])
-
-
 @pytest.mark.parametrize("passes", [1, 2, 3])
 def test_a_row_that_is_reset_has_left_its_document(passes: int) -> None:
     model, inputs = build({"first_read": "plain"} if passes > 1 else {}), tokens()
@@ -296,11 +210,6 @@ def test_blocks_without_places_may_be_read_in_any_order() -> None:
     torch.testing.assert_close(logits(model, mixed(inputs)), mixed(logits(model, inputs)), rtol=0, atol=1e-12)
     placed = build({**DOCUMENT, "clip": 2}, positions="none")
     assert (logits(placed, mixed(inputs)) - mixed(logits(placed, inputs))).abs().max() > 1e-4
-
-
-def test_a_third_pass_is_a_second_read_again() -> None:
-    model, inputs = build(DOCUMENT), tokens()
-    torch.testing.assert_close(logits(model, inputs, passes=3), logits(model, inputs), rtol=0, atol=1e-12)
 
 
 def test_blocks_inside_a_segment_are_the_segments_of_that_length() -> None:
@@ -336,18 +245,6 @@ def test_the_oldest_summaries_leave_a_full_table() -> None:
         positions = torch.full((ROWS, BLOCK, 1), number * BLOCK)
         slots = memory.open(state.model, Tokens(torch.zeros(ROWS, BLOCK, WIDTH), positions), []).slots
         assert slots is not None and slots[2][0].tolist() == place
-
-
-@pytest.mark.parametrize("passes", [1, 2])
-def test_padding_in_front_or_behind_changes_nothing(passes: int) -> None:
-    model, inputs = build({**DOCUMENT, "summary": "ends", "every": 2} if passes == 2 else {"every": 2}), tokens()
-    blocks = inputs.view(ROWS, BLOCKS, BLOCK)
-    filler = torch.full((ROWS, BLOCKS, 1), 3)
-    padded = torch.cat([filler, blocks, filler], 2).flatten(1)
-    padding = torch.tensor([True, *[False] * BLOCK, True]).repeat(ROWS, BLOCKS)
-    got = logits(model, padded, passes=passes, length=BLOCK + 2, padding=padding)
-    want = logits(model, inputs, passes=passes)
-    torch.testing.assert_close(got.unflatten(1, (BLOCKS, -1))[:, :, 1:-1].flatten(1, 2), want, rtol=0, atol=1e-10)
 
 
 def test_the_joint_form_appends_the_summaries_to_the_keys_of_each_layer() -> None:
@@ -430,50 +327,46 @@ def test_a_window_shorter_than_the_document_cuts_the_first_read_off() -> None:
     assert reached(build(DOCUMENT), bptt=BLOCKS - 1) == {0: [], 1: [], 2: []}
 
 
-# ---- what does not fit
+# ---- the side attention by itself
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"slots": 0}, "slots=0 must be at least 1"),
-        ({"every": 0}, "every=0 must be at least 1"),
-        ({"top_k": -1}, "top_k=-1 must be at least 1"),
-        ({"clip": 0}, "clip=0 must be at least 1"),
-        ({"block_length": 0}, "block_length=0 must be at least 1"),
-        ({"summary": "max"}, "summary='max' must be one of cls, ends, mean"),
-        ({"after": "relu"}, "after='relu' must be one of none, tanh, place"),
-        ({"scope": "all"}, "scope='all' must be one of document, others, earlier"),
-        ({"first_read": "no"}, "first_read='no' must be one of plain, running"),
-        ({"attention": "both"}, "attention='both' must be one of side, joint"),
-        ({"first_read": "running", "scope": "document"}, "scope='document' wants others too; take first_read='plain'"),
-        ({"new_layers": 2, "depth": 2}, "new_layers=2 must leave layers for the first read, of 2; take 0 to 1"),
-        ({"new_layers": 1, "depth": 2, "layer": 0}, "new_layers=1.*layer=0"),
-        ({"new_layers": 1, "depth": 2, "attention": "joint"}, "which attention='joint' contradicts"),
-        ({"layer": 2, "depth": 2}, "layer=2 is none of the 2 layers; take -2 to 1, or None for all"),
-        ({"attention": "joint", "top_k": 3}, "top_k=3 and clip=None belong to a side attention"),
-        ({"attention": "joint", "clip": 3}, "top_k=None and clip=3 belong to a side attention"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ReadTwice(WIDTH, HEADS, **options)
+def side_inputs(top_k: int | None = None, clip: int | None = None) -> tuple[SideAttention, list[Tensor]]:
+    side = SideAttention(WIDTH, HEADS, top_k=top_k, clip=clip).double()
+    x, slots = torch.randn(ROWS, 5, WIDTH).double(), torch.randn(ROWS, 4, WIDTH).double()
+    valid = torch.tensor([[True, True, False, True], [False, False, False, False]])
+    return side, [x, slots, valid, torch.arange(4).expand(ROWS, -1)]
 
 
-def test_the_joint_form_asks_for_a_core_that_takes_keys() -> None:
-    class Closed(Attention):
-        can = frozenset({"causal", "bidirectional"})
-
-    ATTENTIONS.register("closed_for_this_test")(Closed)
-    try:
-        build(DOCUMENT, attention="closed_for_this_test")
-        with pytest.raises(ValueError, match="ReadTwice"):
-            build({"attention": "joint"}, attention="closed_for_this_test")
-    finally:
-        del ATTENTIONS._entries["closed_for_this_test"]
+def test_what_sees_nothing_reads_exactly_nothing() -> None:
+    side, (x, slots, valid, places) = side_inputs(clip=2)
+    y = side(x, slots, valid, places)
+    assert y[0].abs().min() > 0 and y[1].abs().max() == 0
+    nn.init.constant_(side.nothing_HE, 1e4)
+    nn.init.constant_(side.query.weight, 0), nn.init.constant_(side.query.bias, 1)
+    assert side(x, slots, valid, places).abs().max() == 0  # and so does what prefers the no-op key
 
 
-def test_the_state_is_a_table_and_a_counter() -> None:
-    state = build({}).init_state(ROWS).model
-    assert isinstance(state, ReadTwiceState)
-    assert states.nbytes(state) == ROWS * (6 * (8 * WIDTH + 16) + 16)  # float64
+def test_empty_slots_may_hold_anything() -> None:
+    side, (x, slots, valid, places) = side_inputs(top_k=2, clip=1)
+    poisoned = torch.where(valid[..., None], slots, torch.nan).requires_grad_()
+    far = torch.where(valid, places, 2**40)
+    y = side(x, poisoned, valid, far)
+    torch.testing.assert_close(y, side(x, slots, valid, places), rtol=0, atol=1e-12)
+    y.square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in side.parameters()) and poisoned.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("top_k", [3, 4, 9])
+def test_a_top_k_of_all_that_is_visible_is_none(top_k: int) -> None:
+    side, given = side_inputs()
+    y = side(*given)
+    side.top_k = top_k
+    torch.testing.assert_close(side(*given), y, rtol=0, atol=1e-12)
+    side.top_k = 2
+    assert (side(*given)[0] - y[0]).abs().max() > 1e-3
+
+
+def test_tokens_may_come_in_two_calls() -> None:
+    side, (x, *rest) = side_inputs(clip=1)
+    whole = side(x, *rest)
+    torch.testing.assert_close(torch.cat([side(part, *rest) for part in x.split(2, 1)], 1), whole, rtol=0, atol=1e-12)

@@ -5,7 +5,6 @@ Legend: B rows, N tokens, M memory tokens, H heads, E head width, D model width.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,55 +12,41 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memories.learning import LATCH, accuracy, reach, trained, untrained
+from memories.harness import (
+    HEADS,
+    SEGMENT,
+    VOCABULARY,
+    WIDTH,
+    agree,
+    build,
+    logit,
+    project,
+    recorded,
+    run,
+    segments,
+    sines,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_lab.experiments.costs.live_bytes import LiveBytes
-from cached_transformers import create_model
 from cached_transformers import state as states
-from cached_transformers.attentions.softmax import SoftmaxAttention
 from cached_transformers.interfaces.memory import Context, Entry, ProjectKV, Query, Reading, Tokens
-from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.layers.block import Block
-from cached_transformers.layers.feed_forward import FeedForward
-from cached_transformers.layers.stack import Stack
-from cached_transformers.loops.curriculum import Curriculum
-from cached_transformers.loops.replay import ReplayLoop
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.parts.memory_tokens import surround, visible_round
 from cached_transformers.memories.rmt import RMT
 from cached_transformers.memories.transformer_xl import CacheBeforeTokens
 from cached_transformers.positions import RelativePositions
 
-VOCABULARY, WIDTH, HEADS, M, SEGMENT, ROWS = 11, 8, 2, 3, 5, 2
-
-
-def build(memory: Any = None, *, depth: int = 2, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"vocabulary": VOCABULARY, "width": WIDTH, "depth": depth, "heads": HEADS, "feed_forward": 16}
-    model = create_model("language_model", **{**sizes, **options}, memory=memory).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
+M, ROWS = 3, 2
 
 
 def rmt(**options: Any) -> dict[str, Any]:
     return {"name": "rmt", "length": M, **options}
 
 
-def tokens(segments: int, seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return list(torch.randint(0, VOCABULARY, (ROWS, segments * SEGMENT), generator=generator).split(SEGMENT, 1))
-
-
-def run(model: nn.Module, segments: Sequence[Tensor], state: Any = None) -> list[Any]:
-    outs = []
-    for segment in segments:
-        outs.append(model(segment, state))
-        state = outs[-1].state
-    return outs
+def tokens(count: int, seed: int = 0) -> tuple[Tensor, ...]:
+    return segments(count, ROWS, seed=seed)
 
 
 # ---------------------------------------------------------------------------------------------------- slow twin
@@ -105,28 +90,22 @@ def twin(
 def twin_block(
     block: Any, x: list[Tensor], places: list[int], stored: list[tuple[int, Tensor]], n: int, mask: str, reads: bool
 ) -> list[Tensor]:
-    attention, scheme, e = block.attention, block.attention.positions, WIDTH // HEADS
-    project = [attention.qkv(attention.norm(t)).split(WIDTH) for t in x]
-    kept = [(place, *attention.qkv(attention.norm(h)).split(WIDTH)[1:]) for place, h in stored]
+    attention = block.attention
+    made = [project(attention, t) for t in x]
+    kept = [(place, *project(attention, h)[1:]) for place, h in stored]
     result = []
     for i, t in enumerate(x):
         in_segment = M <= i < M + n
         keys = list(kept) if in_segment or reads else []
-        keys += [(places[j], *project[j][1:]) for j in range(len(x)) if twin_sees(i, j, n, mask)]
+        keys += [(places[j], *made[j][1:]) for j in range(len(x)) if twin_sees(i, j, n, mask)]
         heads = []
         for h in range(HEADS):
-            part = slice(h * e, (h + 1) * e)
-            q = project[i][0][part]
-            scores = []
-            for place, k, _ in keys:
-                angle = [(places[i] - place) * 10000.0 ** (-2 * f / WIDTH) for f in range(WIDTH // 2)]
-                code = torch.tensor([math.sin(a) for a in angle] + [math.cos(a) for a in angle], dtype=q.dtype)
-                r = scheme.project(code)[part]
-                scores.append(
-                    ((q + scheme.content_bias[h]) @ k[part] + (q + scheme.position_bias[h]) @ r) / math.sqrt(e)
-                )
-            weights = torch.stack(scores).softmax(0)
-            heads.append(sum(w * v[part] for w, (_, _, v) in zip(weights, keys, strict=True)))
+            codes = [sines(places[i] - place, WIDTH) for place, *_ in keys]
+            scores = [
+                logit(attention.positions, made[i][0][h], k[h], h, code)
+                for code, (_, k, _) in zip(codes, keys, strict=True)
+            ]
+            heads.append(torch.stack(scores).softmax(0) @ torch.stack([v[h] for *_, v in keys]))
         y = t + attention.output(torch.cat(heads))  # type: ignore[arg-type]
         result.append(y + block.feed_forward(y))
     return result
@@ -145,20 +124,11 @@ def twin_block(
     ids=str,
 )
 def test_values_and_gradients_are_those_of_a_slow_twin(options: dict[str, Any]) -> None:
-    model = build(rmt(**options), positions="relative")
-    segments = [*tokens(2), tokens(1, seed=1)[0][:, :3]]
-    outs = run(model, segments)
+    model = build(rmt(**options), scale=0.2, positions="relative")
+    given = [*tokens(2), tokens(1, seed=1)[0][:, :3]]
+    outs = run(model, given)
     got = torch.cat([out.outputs for out in outs], 1), outs[-1].state.model.tokens_BMD
-    want = twin(model, segments, **options)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
-    weights = torch.randn(got[0].shape, dtype=torch.float64), torch.randn(got[1].shape, dtype=torch.float64)
-    gradients = [
-        torch.autograd.grad(sum((t * w).sum() for t, w in zip(pair, weights, strict=True)), list(model.parameters()))  # type: ignore[arg-type]
-        for pair in (got, want)
-    ]
-    for (name, _), a, b in zip(model.named_parameters(), *gradients, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+    agree(got, twin(model, given, **options), model, grads=1e-9)
 
 
 # ------------------------------------------------------------------------------------------------ golden values
@@ -169,37 +139,31 @@ def golden_model(weights: dict[str, Tensor], memory: Any) -> nn.Module:
     model = build(
         memory, norm="post", activation="relu", positions="relative", bias=False, scale_embedding=True, tied=False
     )
-    ours = {
-        "embedding.weight": weights["word_emb.emb_layers.0.weight"],
-        "head.weight": torch.zeros(VOCABULARY, WIDTH),
-    }
+    ours = {"embedding.weight": weights["word_emb.emb_layers.0.weight"], "head.weight": torch.zeros(VOCABULARY, WIDTH)}
     if memory is not None and "mem_tokens" in weights and memory["name"] == "rmt":
         ours["stack.model_memory.initial_MD"] = weights["mem_tokens"][:, 0]
     pairs = {
-        "attention.qkv.weight": "dec_attn.qkv_net.weight",
-        "attention.output.weight": "dec_attn.o_net.weight",
-        "attention.positions.project.weight": "dec_attn.r_net.weight",
-        "attention_norm.weight": "dec_attn.layer_norm.weight",
-        "attention_norm.bias": "dec_attn.layer_norm.bias",
-        "feed_forward.enter.weight": "pos_ff.CoreNet.0.weight",
-        "feed_forward.enter.bias": "pos_ff.CoreNet.0.bias",
-        "feed_forward.leave.weight": "pos_ff.CoreNet.3.weight",
-        "feed_forward.leave.bias": "pos_ff.CoreNet.3.bias",
-        "feed_forward_norm.weight": "pos_ff.layer_norm.weight",
-        "feed_forward_norm.bias": "pos_ff.layer_norm.bias",
+        "attention.qkv": "dec_attn.qkv_net",
+        "attention.output": "dec_attn.o_net",
+        "attention.positions.project": "dec_attn.r_net",
+        "attention_norm": "dec_attn.layer_norm",
+        "feed_forward.enter": "pos_ff.CoreNet.0",
+        "feed_forward.leave": "pos_ff.CoreNet.3",
+        "feed_forward_norm": "pos_ff.layer_norm",
     }
     for layer in range(2):
         for mine, theirs in pairs.items():
-            ours[f"stack.blocks.{layer}.{mine}"] = weights[f"layers.{layer}.{theirs}"]
+            for kind in ("weight", "bias"):
+                if f"layers.{layer}.{theirs}.{kind}" in weights:
+                    ours[f"stack.blocks.{layer}.{mine}.{kind}"] = weights[f"layers.{layer}.{theirs}.{kind}"]
         ours[f"stack.blocks.{layer}.attention.positions.content_bias"] = weights["r_w_bias"]
         ours[f"stack.blocks.{layer}.attention.positions.position_bias"] = weights["r_r_bias"]
     model.load_state_dict(ours)
     return model.eval()
 
 
-def weights_of(file: Any, tag: str) -> dict[str, Tensor]:
-    prefix = f"{tag}/param/"
-    return {k.removeprefix(prefix): torch.tensor(file[k]).double() for k in file.files if k.startswith(prefix)}
+def doubled(shared: Path, tag: str) -> dict[str, Tensor]:
+    return {name: t.double() for name, t in recorded(shared, "memories/rmt_txl", f"{tag}/param/").items()}
 
 
 @torch.no_grad()
@@ -207,8 +171,7 @@ def compare(model: nn.Module, ids: np.ndarray, want: Any, tag: str, tolerance: f
     """Every row of the last layer (memory included), the memory and the caches, over four segments."""
     last: list[Tensor] = []
     model.stack.blocks[-1].register_forward_hook(lambda _m, _i, out: last.append(out[0]))  # type: ignore[index, union-attr, operator]
-    segments = torch.tensor(ids).T.split(6, 1)
-    for index, out in enumerate(run(model, segments)):
+    for index, out in enumerate(run(model, torch.tensor(ids).T.split(6, 1))):
         names = {"hidden_full": last[index].transpose(0, 1)}
         if f"{tag}/seg{index}/mem_write" in want.files:
             names["mem_write"] = out.state.model.tokens_BMD.transpose(0, 1)
@@ -227,7 +190,7 @@ def test_golden_clean_positions(shared: Path, mask: str, cache: int) -> None:
     weights = np.load(shared / "golden/memories/rmt_txl.npz")
     want = np.load(shared / "golden/memories/spec_rmt_clean.npz")
     tag, source = ("full_signed" if mask == "full" else mask), "rmt_xl_noread" if cache else "rmt"
-    model = golden_model(weights_of(weights, source), rmt(mask=mask, cache=cache))
+    model = golden_model(doubled(shared, source), rmt(mask=mask, cache=cache))
     tag = f"{tag}_xl5_stripped" if cache else tag
     compare(model, weights[f"{source}/x"], want, tag, 1e-6)  # their frequencies are float32
     if not cache:
@@ -240,7 +203,7 @@ def test_golden_clean_positions(shared: Path, mask: str, cache: int) -> None:
 def test_golden_without_memory_tokens(shared: Path, tag: str) -> None:
     file = np.load(shared / "golden/memories/rmt_txl.npz")
     memory = {"name": "transformer_xl", "length": 5} if tag == "xl_only" else None
-    compare(golden_model(weights_of(file, tag), memory), file[f"{tag}/x"], file, tag, 5e-6, levels=tag == "xl_only")
+    compare(golden_model(doubled(shared, tag), memory), file[f"{tag}/x"], file, tag, 5e-6, levels=tag == "xl_only")
 
 
 class WrappedPositions(RelativePositions):
@@ -277,7 +240,7 @@ class CachedMemory(RMT):
 def test_golden_released_code(shared: Path, tag: str, options: dict[str, Any]) -> None:
     """With the released code's shift and cache put in from here, our model gives its numbers."""
     file = np.load(shared / "golden/memories/rmt_txl.npz")
-    model = golden_model(weights_of(file, tag), rmt(**options))
+    model = golden_model(doubled(shared, tag), rmt(**options))
     model.stack.model_memory.__class__ = CachedMemory  # type: ignore[union-attr, assignment]
     for block in model.stack.blocks:  # type: ignore[union-attr]
         block.attention.positions.__class__ = WrappedPositions  # type: ignore[union-attr, assignment]
@@ -302,34 +265,6 @@ def test_one_segment_and_no_write_is_a_memory_transformer(mask: str, positions: 
     assert (recurrent(second, state).outputs - static(second, static(first).state).outputs).abs().max() > 1e-3
 
 
-def test_a_token_reaches_the_next_segment_through_what_is_written_and_nothing_before_it() -> None:
-    model = build(rmt()).eval()
-    segments = tokens(2)
-    changed = [segments[0].clone(), segments[1]]
-    changed[0][:, 3] = (changed[0][:, 3] + 1) % VOCABULARY
-    (a1, a2), (b1, b2) = run(model, segments), run(model, changed)
-    assert torch.equal(a1.outputs[:, :3], b1.outputs[:, :3])
-    assert (a2.outputs - b2.outputs).abs().amax((0, 2)).min() > 1e-4
-    kept = a2.outputs, model(segments[1], b1.state._replace(model=a1.state.model)).outputs
-    assert torch.equal(*kept), "only the memory carries it"
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_the_gradient_reaches_as_many_segments_back_as_bptt_says(depth: int) -> None:
-    model = build(rmt())
-    embedded: list[Tensor] = []
-    model.embedding.register_forward_hook(lambda _m, _i, y: (y.retain_grad(), embedded.append(y))[1])  # type: ignore[union-attr, operator]
-    inputs = torch.cat(tokens(depth + 1), 1)
-    targets = torch.full_like(inputs, -100)
-    targets[:, -1] = 1
-    SegmentLoop(model, SEGMENT, bptt=depth + 1)(inputs, targets)[0].backward()
-    assert all(e.grad is not None and e.grad.abs().max() > 0 for e in embedded)
-    embedded.clear()
-    SegmentLoop(model, SEGMENT, bptt=depth)(inputs, targets)[0].backward()
-    reached = [e.grad is not None and bool(e.grad.abs().max() > 0) for e in embedded]
-    assert reached == [False] * depth + [True]
-
-
 def test_memory_rows_stand_beside_the_segment_and_its_tokens_keep_their_places() -> None:
     x, positions = torch.zeros(2, 4, WIDTH), torch.tensor([[4, 4, 5, 6], [4, 5, 5, 5]])[..., None]
     padding = torch.tensor([[True, False, False, False], [False, False, True, True]])
@@ -343,31 +278,13 @@ def test_memory_rows_stand_beside_the_segment_and_its_tokens_keep_their_places()
     assert surround(Tokens(x, given, padding), memory, memory).positions_BNP[:, -M, 0].tolist() == [4, 2]
 
 
-def test_before_anything_is_written_the_state_is_not_looked_at() -> None:
-    """Reset goes to the learned vectors, not to zero, and what stands in a fresh state does not matter."""
-    model = build(rmt())
-    first, second = tokens(2)
-    fresh = model.init_state(ROWS)  # type: ignore[operator]
-    poison = fresh._replace(model=fresh.model._replace(tokens_BMD=torch.full_like(fresh.model.tokens_BMD, torch.nan)))
-    out = model(first, poison)
-    assert torch.equal(out.outputs, model(first).outputs)
-    later = model(second, out.state)
-    later.outputs.square().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    assert model.stack.model_memory.initial_MD.grad.abs().max() > 0  # type: ignore[union-attr, operator]
-    again = model(second, later.state, torch.tensor([True, False]))
-    assert torch.equal(again.outputs[0], model(second).outputs[0])
-    waits = model(second, poison, padding=torch.ones(ROWS, SEGMENT, dtype=torch.bool)).state
-    assert torch.equal(model(first, waits).outputs, model(first).outputs), "a row that saw only padding wrote"
-
-
 @pytest.mark.parametrize(("norm", "dtype"), [("pre", torch.bfloat16), ("post", torch.float32)])
 def test_a_thousand_segments_are_stable(norm: str, dtype: torch.dtype) -> None:
     model = build(rmt(), norm=norm).to(dtype).eval()
-    segments, out = tokens(8), None
+    given, out = tokens(8), None
     with torch.no_grad():
         for index in range(1000):
-            out = model(segments[index % 8], None if out is None else out.state)
+            out = model(given[index % 8], None if out is None else out.state)
     assert out is not None and out.outputs.isfinite().all()
     size = out.state.model.tokens_BMD.float().square().mean(-1).sqrt()
     assert size.min() > 0.1 and size.max() < 3, "what is carried grows or dies"
@@ -376,11 +293,11 @@ def test_a_thousand_segments_are_stable(norm: str, dtype: torch.dtype) -> None:
 
 def test_a_stream_takes_no_more_memory_the_longer_it_is() -> None:
     model = build(rmt(cache=4)).train()
-    segments, live, state = tokens(8), [], None
+    given, live, state = tokens(8), [], None
     loop = SegmentLoop(model, SEGMENT)
     with LiveBytes() as counter:
         for index in range(60):
-            loss, state = loop(segments[index % 8], segments[(index + 1) % 8], state)
+            loss, state = loop(given[index % 8], given[(index + 1) % 8], state)
             loss.backward()
             del loss
             if index % 10 == 9:
@@ -388,26 +305,10 @@ def test_a_stream_takes_no_more_memory_the_longer_it_is() -> None:
     assert len(set(live)) == 1 and live[0] > 0
 
 
-def test_without_a_norm_what_is_carried_by_a_pre_norm_model_grows() -> None:
-    """Why there is one."""
-    model = build(rmt()).eval()
-    model.stack.model_memory.norm = nn.Identity()  # type: ignore[union-attr, assignment]
-    with torch.no_grad():
-        sizes = [out.state.model.tokens_BMD.abs().max() for out in run(model, tokens(30))]
-    assert sizes[-1] > 5 * sizes[0]
-
-
-def encoder(**options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"vocabulary": VOCABULARY, "classes": 3, "max_length": 8, "width": 16, "depth": 2, "heads": 2}
-    return create_model(
-        "sequence_classifier", **sizes, feed_forward=16, memory=rmt(**options), positions="rotary"
-    ).eval()
-
-
 @pytest.mark.parametrize("options", [{}, {"cache": 4}, {"cache": 4, "read_cache": True}], ids=str)
 def test_in_a_bidirectional_model_the_memory_is_in_front_only_and_carried(options: dict[str, Any]) -> None:
-    model = encoder(**options)
+    made: dict[str, Any] = {"classes": 3, "max_length": 8, "positions": "rotary"}
+    model = build(rmt(**options), model="sequence_classifier", **made)
     lengths: list[int] = []
     model.stack.blocks[0].register_forward_pre_hook(lambda _m, given: lengths.append(given[0].shape[1]))  # type: ignore[index, union-attr, operator]
     first, second = tokens(2)
@@ -420,56 +321,3 @@ def test_in_a_bidirectional_model_the_memory_is_in_front_only_and_carried(option
     padded = model(filler, padding=padding)
     torch.testing.assert_close(padded.outputs, model(first).outputs, rtol=0, atol=1e-5)
     torch.testing.assert_close(padded.state.model.tokens_BMD, state.model.tokens_BMD, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"length": 0}, "length=0 must be at least 1 memory token; .* memory=None"),
-        ({"mask": "none"}, "mask='none' must be 'full' or 'causal'"),
-        ({"cache": -1}, "cache=-1 must be a number of tokens, or 0"),
-        ({"read_cache": True}, "read_cache=True needs tokens to read"),
-        ({"norm": "sandwich"}, "norm='sandwich' must be 'pre' or 'post'"),
-    ],
-)
-def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RMT(WIDTH, HEADS, **options)
-
-
-def test_a_core_that_takes_no_mask_is_refused_where_one_is_needed() -> None:
-    class NoBias(SoftmaxAttention):
-        can = SoftmaxAttention.can - {"bias"}
-
-    def stack(memory: RMT) -> Stack:
-        return Stack(
-            lambda _: Block(SelfAttention(WIDTH, HEADS, core=NoBias(), causal=True), FeedForward(WIDTH, WIDTH)),
-            1,
-            model_memory=memory,
-        )
-
-    with pytest.raises(ValueError, match="NoBias"):
-        stack(RMT(WIDTH, HEADS))
-    stack(RMT(WIDTH, HEADS, mask="causal"))(torch.randn(ROWS, SEGMENT, WIDTH))
-
-
-# -------------------------------------------------------------------------------------------------- it learns
-
-
-def test_it_learns_to_carry_a_symbol_over_four_segments() -> None:
-    model = trained(LATCH, {"name": "rmt", "length": 2}, 200)
-    assert accuracy(model, LATCH) > 0.95
-    assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4
-    assert reach(LATCH, None) == 0 < reach(LATCH, {"name": "rmt", "length": 2})
-
-
-def test_it_learns_on_a_growing_number_of_segments() -> None:
-    """Few segments first, drawn evenly, and replayed: shorter texts remain solved."""
-    model = untrained(LATCH, {"name": "rmt", "length": 2})
-    optimizer, generator = torch.optim.AdamW(model.parameters(), 3e-3), torch.Generator().manual_seed(1)
-    for segments in Curriculum([2, 3, 4, 6], steps_each=60):
-        optimizer.zero_grad()
-        ReplayLoop(model, LATCH.segment, segments)(*LATCH.draw(64, segments - 1, generator))[0].backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    assert [accuracy(model, LATCH, n - 1) > 0.95 for n in (1, 2, 4, 6)] == [True] * 4

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from memories.harness import same_states
 from memories.xl_family import joined, language_model, run, text
 from torch import Tensor
 
 from cached_transformers import generate
-from cached_transformers import state as states
 from cached_transformers.loops.replay import ReplayLoop
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.models.generation import GeneratedText
@@ -49,17 +49,12 @@ def by_segments(model: Any, tokens_BN: Tensor, places: Tensor | None, **options:
     return outs
 
 
-def same(a: Any, b: Any) -> None:
-    for (name, x), (_, y) in zip(states.named_tensors(a), states.named_tensors(b), strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
-
-
 @pytest.mark.parametrize("known", [1.0, 0.4], ids=["all", "some"])
 def test_the_numbers_that_separators_have_are_what_separators_give(known: float) -> None:
     model, tokens = language_model({**SPEC, **ENDS}), text(ROWS, TOKENS)
     places = counted(tokens).masked_fill(torch.rand(ROWS, TOKENS, 1) >= known, -1)
     plain, told = run(model, tokens, SEGMENT), by_segments(model, tokens, places)
-    same((joined(plain), plain[-1].state), (joined(told), told[-1].state))
+    same_states((joined(plain), plain[-1].state), (joined(told), told[-1].state))
     without = by_segments(language_model(SPEC), tokens, counted(tokens))  # no separators at all
     assert torch.equal(joined(plain), joined(without)) and counted(tokens).amax((0, 1)).min() > 1
 
@@ -81,7 +76,7 @@ def test_any_numbers_are_kept_and_counted_on_from(ends: Any) -> None:
         for layer in outs[-1].state.layers:
             assert layer.positions_BMP[row, -int(real.sum()) :, 1:].tolist() == want[row, real].tolist()
     other = given.masked_fill(padding[..., None], 77)
-    same(outs[-1].state, by_segments(model, tokens, other, padding=padding)[-1].state)
+    same_states(outs[-1].state, by_segments(model, tokens, other, padding=padding)[-1].state)
 
 
 def test_a_number_is_heard_of_from_its_token_on() -> None:
@@ -93,16 +88,6 @@ def test_a_number_is_heard_of_from_its_token_on() -> None:
     assert (moved != places).any(2)[:, 6].all()
     change = (joined(by_segments(model, tokens, moved)) - before).abs().amax((0, 2))
     assert change[:6].max() == 0 and change[6:].min() > 1e-6
-
-
-def test_a_reset_row_begins_anew() -> None:
-    model, tokens = language_model({**SPEC, **ENDS}), text(ROWS, TOKENS)
-    state = by_segments(model, tokens[:, :8], counted(tokens)[:, :8] + 5)[-1].state
-    rows = torch.tensor([True, False])
-    told = model(tokens[:, 8:12], state, rows)
-    assert torch.equal(told.outputs[0], model(tokens[:, 8:12]).outputs[0])
-    assert torch.equal(told.outputs[1], model(tokens[:, 8:12], state).outputs[1])
-    assert state.model.sentence_B.min() > 5
 
 
 def test_a_loop_hands_each_segment_its_own() -> None:
@@ -119,8 +104,8 @@ def test_a_loop_hands_each_segment_its_own() -> None:
         loss.backward()
         # What the next token's numbers will be, a model without separators does not know.
         found.append((loss.detach(), state.layers, tuple(p.grad.clone() for p in of.parameters())))
-    same(found[0], found[1])
-    same(found[0], found[2])
+    same_states(found[0], found[1])
+    same_states(found[0], found[2])
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"beams": 3}], ids=["greedy", "beams"])
@@ -129,7 +114,7 @@ def test_a_text_goes_on_from_the_numbers_of_its_prompt(options: dict[str, Any]) 
     places, how = counted(prompt), {"tokens": 7, "segment_length": SEGMENT, **options}
     plain, told = generate(model, prompt, **how), generate(model, prompt, places=places, **how)
     assert torch.equal(plain.tokens, told.tokens)
-    same((plain.scores, plain.state), (told.scores, told.state))
+    same_states((plain.scores, plain.state), (told.scores, told.state))
     far = generate(model, prompt, places=places + 40, **how)  # only differences count
     torch.testing.assert_close(far.scores, plain.scores, rtol=0, atol=1e-10)
     assert torch.equal(far.state.model.sentence_B, plain.state.model.sentence_B + 40)
@@ -144,7 +129,7 @@ def test_a_text_goes_on_from_the_numbers_of_its_prompt(options: dict[str, Any]) 
             torch.testing.assert_close(first, second, rtol=0, atol=1e-10)
             for one in texts:
                 one.append(token)
-        same(*(one.after() for one in texts))
+        same_states(*(one.after() for one in texts))
 
 
 def test_what_are_no_places_is_refused() -> None:

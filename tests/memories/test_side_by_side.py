@@ -7,27 +7,24 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from memories import harness
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_lab.tasks.recipes import config_from_dict
-from cached_transformers import add_memory, create_memory, create_model, generate
-from cached_transformers import state as states
+from cached_transformers import add_memory, create_memory
 from cached_transformers.interfaces.incremental import read_segment
 from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.grc.shared_cache import commit_caches
 from cached_transformers.memories.grc.stream import StreamGRC
 from cached_transformers.memories.memorizing import Memorizing
 from cached_transformers.memories.parts.composite import SideBySide
-from cached_transformers.memories.transformer_xl import TransformerXL
 from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES, Registration
 
@@ -37,12 +34,10 @@ XL = {"name": "transformer_xl", "length": 8, "relative": False}
 RELATIVE_XL = {"name": "transformer_xl", "length": 8}
 
 
-def build(memory: Any, model: str = "language_model", **options: Any) -> nn.Module:
-    """A model in float64 of which no weight keeps an initial value that would hide its effect."""
-    torch.manual_seed(0)
+def build(memory: Any, model: str = "language_model", **options: Any) -> Any:
+    """The same weights by the same names, whatever else the model has."""
     more = {"classes": 3, "max_length": 2 * SEGMENT} if model == "sequence_classifier" else {}
-    sizes = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "feed_forward": 2 * WIDTH, "vocabulary": VOCABULARY}
-    made = create_model(model, memory=memory, **sizes, **more, **options).double()
+    made = harness.build(memory, model=model, scale=0, width=WIDTH, feed_forward=2 * WIDTH, **more, **options)
     for name, parameter in made.named_parameters():
         generator = torch.Generator().manual_seed(sum(name.encode()))
         with torch.no_grad():
@@ -50,18 +45,12 @@ def build(memory: Any, model: str = "language_model", **options: Any) -> nn.Modu
     return made
 
 
-def segments(count: int = 4, seed: int = 1) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return list(torch.randint(0, VOCABULARY, (count, ROWS, SEGMENT), generator=generator))
+def segments(count: int = 4) -> tuple[Tensor, ...]:
+    return harness.segments(count, length=SEGMENT)
 
 
-def outputs(model: nn.Module, inputs: list[Tensor]) -> Tensor:
-    state, found = model.init_state(ROWS), []  # type: ignore[operator]
-    for segment in inputs:
-        out = model(segment, state)
-        state = out.state
-        found.append(out.outputs)
-    return torch.stack(found)
+def outputs(model: Any, inputs: Sequence[Tensor]) -> Tensor:
+    return torch.stack([out.outputs for out in harness.run(model, inputs)])
 
 
 def take_weights(both: nn.Module, alone: nn.Module, number: int) -> None:
@@ -87,26 +76,6 @@ def test_with_the_gate_of_one_closed_the_other_is_as_alone(order: int) -> None:
     inputs = segments()
     assert torch.equal(outputs(both, inputs), outputs(alone, inputs))
     assert type(both.stack.blocks[0].attention.positions) is RelativePositions  # type: ignore[union-attr]
-
-
-def test_what_is_still_empty_takes_no_part() -> None:
-    both, alone = build([GRC, XL]), build(GRC)
-    take_weights(both, alone, 0)
-    inputs = segments()
-    with torch.no_grad():
-        state, other = both.init_state(ROWS), alone.init_state(ROWS)  # type: ignore[operator]
-        for segment in inputs:
-            empty = both.init_state(ROWS)  # type: ignore[operator]
-            layers = tuple((full[0], fresh[1]) for full, fresh in zip(state.layers, empty.layers, strict=True))
-            out, expected = both(segment, state._replace(layers=layers)), alone(segment, other)
-            torch.testing.assert_close(out.outputs, expected.outputs, rtol=0, atol=1e-12)
-            state, other = out.state, expected.state
-    assert (outputs(both, inputs) - outputs(alone, inputs))[1:].abs().amax((1, 2, 3)).min() > 1e-3
-
-
-def test_a_list_of_one_is_that_one() -> None:
-    assert torch.equal(outputs(build([XL]), segments()), outputs(build(XL), segments()))
-    assert type(members(build([XL]))[0]) is TransformerXL
 
 
 # ---- a slow twin of a layer
@@ -150,30 +119,13 @@ def twin(layer: SelfAttention, inputs: list[Tensor], slots: int) -> list[Tensor]
 def test_a_layer_against_a_slow_twin(order: int) -> None:
     torch.manual_seed(0)
     pair = [create_memory(GRC, WIDTH, HEADS), create_memory(XL, WIDTH, HEADS)][::order]
-    layer = SelfAttention(WIDTH, HEADS, memory=SideBySide(pair), causal=True).double()  # type: ignore[arg-type]
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.3)
+    layer = harness.wild(SelfAttention(WIDTH, HEADS, memory=SideBySide(pair), causal=True))  # type: ignore[arg-type]
     inputs = list(torch.randn(4, ROWS, SEGMENT, WIDTH, dtype=torch.float64))
-    places = torch.zeros(ROWS, SEGMENT, 1, dtype=torch.long)
-    state, found = layer.init_state(ROWS, inputs[0]), []
-    for x_BND in inputs:
-        attended = layer(x_BND, places, state=state)
-        found.append(attended.y_BND)
-        trace = Trace(x_BND, attended.y_BND, attended.query, attended.reading)
-        state, loss = layer.write(state, trace, attended.core_state)
-        assert loss is None
+    found, _, loss = harness.run_layer(layer, inputs, counted=True)
+    assert loss == 0
     by_row = [twin(layer, list(row), 8) for row in zip(*inputs, strict=True)]
     expected = [torch.stack(rows) for rows in zip(*by_row, strict=True)]
-    directions = [torch.randn_like(x) for x in inputs]
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-    grads = (
-        torch.autograd.grad(sum((y * d).sum() for y, d in zip(ys, directions, strict=True)), list(layer.parameters()))
-        for ys in (found, expected)
-    )
-    for (name, _), a, b in zip(layer.named_parameters(), *grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
-        assert b.abs().max() > 1e-6, name
+    harness.agree(found, expected, layer, least=1e-6)
 
 
 # ---- what passes between a layer and its memories
@@ -194,24 +146,6 @@ def test_each_gets_its_weights_and_its_part_of_the_softmax() -> None:
     take_weights(both, alone, 1)
     members(both)[0].members[0].close_gate()
     torch.testing.assert_close(outputs(both, inputs), outputs(alone, inputs), rtol=0, atol=1e-12)
-
-
-def test_weights_are_those_of_its_own_slots() -> None:
-    """Slots of another memory in front, all of them empty, move the columns and change nothing."""
-    used = {"name": "compressive", "length": 4, "compressed": 3, "rate": 2, "function": "most_used", "relative": False}
-    both, alone = build([XL, used], positions="rotary"), build(used, positions="rotary")
-    take_weights(both, alone, 1)
-    state, other = both.init_state(ROWS), alone.init_state(ROWS)  # type: ignore[operator]
-    with torch.no_grad():
-        for segment in segments():
-            empty = both.init_state(ROWS)  # type: ignore[operator]
-            layers = tuple((fresh[0], full[1]) for full, fresh in zip(state.layers, empty.layers, strict=True))
-            out, expected = both(segment, state._replace(layers=layers)), alone(segment, other)
-            torch.testing.assert_close(out.outputs, expected.outputs, rtol=0, atol=1e-12)
-            state, other = out.state, expected.state
-            for mine, theirs in zip(state.layers, other.layers, strict=True):
-                for (_, a), (_, b) in zip(states.named_tensors(mine[1]), states.named_tensors(theirs), strict=True):
-                    torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -249,40 +183,6 @@ def test_beside_a_memory_that_spans_the_layers() -> None:
     cached = build([{"name": "rmt", "length": 3, "cache": 4}, GRC])
     assert [type(m).__name__ for m in members(cached)[0].members] == ["CacheBeforeTokens", "StreamGRC"]
     outputs(cached, inputs)
-
-
-# ---- training, states, generation
-
-
-def test_both_are_trained() -> None:
-    model = build([GRC, RELATIVE_XL, {"name": "memorizing", "length": 8, "k": 4}])
-    tokens = torch.cat(segments(5), 1)
-    loss, _ = SegmentLoop(model, SEGMENT, bptt=4)(tokens[:, : 4 * SEGMENT], tokens[:, 1 : 4 * SEGMENT + 1])
-    loss.backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
-
-
-def test_the_state_is_saved_and_goes_on(tmp_path: Path) -> None:
-    model, inputs = build([GRC, RELATIVE_XL]).eval(), segments(4)
-    state = model.init_state(ROWS)  # type: ignore[operator]
-    for segment in inputs[:3]:
-        state = model(segment, state).state
-    assert states.signature(state) == states.signature(model.init_state(ROWS))  # type: ignore[operator]
-    states.save(state, tmp_path / "state.safetensors")
-    loaded = states.load(tmp_path / "state.safetensors", model.init_state(ROWS))  # type: ignore[operator]
-    assert torch.equal(model(inputs[3], loaded).outputs, model(inputs[3], state).outputs)
-    rows = torch.tensor([2, 2, 0])
-    moved, stayed = model(inputs[3][rows], states.reorder(state, rows)), model(inputs[3], state)
-    torch.testing.assert_close(moved.outputs, stayed.outputs[rows], rtol=0, atol=1e-12)
-
-
-def test_it_generates_as_it_reads() -> None:
-    model, prompt = build([GRC, RELATIVE_XL]).eval(), torch.cat(segments(2), 1)[:, :9]
-    made = generate(model, prompt, tokens=6, temperature=0.0, segment_length=SEGMENT).tokens
-    text = torch.cat([prompt, made], 1)[:, : 2 * SEGMENT]
-    read = outputs(model, list(text.split(SEGMENT, 1))).transpose(0, 1).flatten(1, 2)
-    assert torch.equal(read[:, 8:11].argmax(-1), made[:, :3])
 
 
 # ---- refusals and recipes
@@ -350,9 +250,6 @@ class Outer(LayerMemory):
     def position_scheme(self) -> Positions | None:
         return self.inner.position_scheme()
 
-    def window(self) -> int | None:
-        return self.inner.window()
-
     def init_state(self, batch_size: int, like: Tensor) -> Any:
         return (self.inner.init_state(batch_size, like), torch.zeros(batch_size, dtype=torch.long))
 
@@ -377,9 +274,6 @@ def test_a_memory_round_another_gives_it_what_the_model_says(monkeypatch: pytest
     assert all(isinstance(m.inner, Memorizing) for m in members(model))
     inputs = segments()
     assert torch.equal(outputs(model, inputs), outputs(plain, inputs))
-    beside = build([{"name": "test_outer", "over": RELATIVE_XL}, GRC])
-    assert isinstance(beside.stack.blocks[0].attention.positions, RelativePositions)  # type: ignore[union-attr]
-    outputs(beside, inputs)
     pair, listed = build({"name": "test_outer", "over": [GRC, RELATIVE_XL]}), build([GRC, RELATIVE_XL])
     listed.load_state_dict({name.replace(".memory.inner.", ".memory."): t for name, t in pair.state_dict().items()})
     assert torch.equal(outputs(pair, inputs), outputs(listed, inputs))

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from integrations.families import GROUPED, SEGMENT, decoder, words
-from memories.xl_family import assert_equal_values_and_gradients, joined, language_model, one_token, run, sines, text
+from memories.harness import agree, sines
+from memories.xl_family import joined, language_model, one_token, run, text
 from torch import Tensor, nn
 
 from cached_transformers import add_memory
 from cached_transformers.interfaces.memory import Query, Reading, Trace
-from cached_transformers.memories.streaming_llm import SinksState, StreamingLLM
+from cached_transformers.memories.streaming_llm import StreamingLLM
 from cached_transformers.models.language_model import LanguageModel
 from cached_transformers.positions import RotaryPositions
 
@@ -86,7 +87,7 @@ def test_the_twin(segment: int) -> None:
     model, tokens_BN = language_model(streaming()), text(2, 17)
     ours = joined(run(model, tokens_BN, segment))
     wanted = torch.stack([twin(model, row.tolist(), segment) for row in tokens_BN])
-    assert_equal_values_and_gradients(model, ours, wanted)
+    agree([ours], [wanted], model, least=1e-6)
 
 
 def test_without_sinks_it_is_transformer_xl_and_with_room_for_all_the_whole_text() -> None:
@@ -115,33 +116,6 @@ def test_what_left_the_cache_is_gone_and_sinks_stay() -> None:
     assert not any(changes[S : 15 - R])
 
 
-def test_each_row_has_its_own_sinks_whatever_is_padding() -> None:
-    """Rows of which the first, the second and a middle segment are short read what they read alone."""
-    model = language_model(streaming())
-    rows = [text(1, 9, seed) for seed in range(3)]
-    cuts = [(1, 4, 4), (4, 1, 4), (0, 4, 4)]  # of segments of four tokens
-    state, outs = None, []
-    begun = [0] * 3
-    for segment in range(3):
-        tokens_BN, padding_BN = torch.zeros(3, 4, dtype=torch.long), torch.ones(3, 4, dtype=torch.bool)
-        for row, cut in enumerate(cuts):
-            n = cut[segment]
-            tokens_BN[row, :n] = rows[row][0, begun[row] : begun[row] + n]
-            padding_BN[row, :n] = False
-            begun[row] += n
-        out = model(tokens_BN, state, padding=padding_BN)
-        state = out.state
-        outs.append(out.outputs)
-    for row, cut in enumerate(cuts):
-        pieces = [n for n in cut if n]
-        alone = joined(run(model, rows[row][:, : sum(cut)], pieces))
-        found = torch.cat([out[row : row + 1, :n] for out, n in zip(outs, cut, strict=True)], 1)
-        torch.testing.assert_close(found, alone, rtol=0, atol=1e-10)
-    layer: SinksState = state.layers[0]
-    assert layer.sinks.count_B.tolist() == [S] * 3 and layer.recent.count_B.tolist() == [R] * 3
-    assert layer.sinks.positions_BMP[:, :, 0].tolist() == [[0, 1]] * 3
-
-
 def test_kept_keys_are_those_of_kept_states_and_refused_in_training() -> None:
     tokens_BN = text(2, 23)
     model, plain = (language_model(streaming(keep=keep)).eval() for keep in ("kv", "hidden"))
@@ -149,19 +123,6 @@ def test_kept_keys_are_those_of_kept_states_and_refused_in_training() -> None:
     state = model.init_state(2)
     with pytest.raises(ValueError, match="of this one's other mode"):
         model.train()(tokens_BN[:, :3], state)
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"sinks": -1}, "sinks=-1 must be a number of tokens"),
-        ({"length": 0}, "length=0 must be at least 1 slot"),
-        ({"keep": "all"}, "keep='all'"),
-    ],
-)
-def test_refused(option: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        language_model(streaming(**option))
 
 
 LLAMA = decoder("llama", "Llama", **GROUPED)

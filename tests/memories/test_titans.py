@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from memories.harness import DOUBLE, agree
 from memories.titans_twin import slow_learn
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.memories.titans.neural_memory import Gates, Learned, NeuralMemory, products, scan_of
+from cached_transformers.memories.titans.neural_memory import Gates, Learned, NeuralMemory, scan_of
 
 B, G, N, K = 2, 2, 11, 4
-DOUBLE = {"dtype": torch.float64}
 
 
 def build(**options: Any) -> NeuralMemory:
@@ -85,16 +85,8 @@ def test_it_is_its_slow_twin_with_gradients(options: dict[str, Any], chunk: int)
     inputs = [t.requires_grad_() for t in given()]
     fast_out, fast_state = learn(memory, inputs)
     got, wanted = (fast_out, *fast_state), slow(memory, inputs)
-    gradients = []
-    weights = [torch.randn_like(t) for t in wanted]
-    for results in (got, wanted):
-        for a, b in zip(results, wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
-        total = sum((a * w).sum() for a, w in zip(results, weights, strict=True))
-        gradients.append(torch.autograd.grad(total, [*inputs, memory.initial_GP]))  # type: ignore[arg-type]
-    for a, b in zip(*gradients, strict=True):
-        assert b.abs().max() > 1e-3
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+    leaves = {**{str(i): t for i, t in enumerate(inputs)}, "initial": memory.initial_GP}
+    agree(got, wanted, leaves, grads=1e-8, rtol=1e-8, least=1e-3)
 
 
 def test_gates_of_zero_and_one_have_values_and_gradients() -> None:
@@ -103,10 +95,8 @@ def test_gates_of_zero_and_one_have_values_and_gradients() -> None:
     inputs[4][:, :, 3], inputs[4][:, :, 5], inputs[4][:, :, 6] = 1, 0, 1
     inputs[5][:, :, 3:6], inputs[5][:, :, 7] = 1, 0
     inputs = [t.requires_grad_() for t in inputs]
-    results = [(learn(memory, inputs)[0]), slow(memory, inputs)[0]]
-    torch.testing.assert_close(*results, rtol=0, atol=1e-10)
-    for a, b in zip(*(torch.autograd.grad(out.square().sum(), inputs) for out in results), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+    leaves = {str(i): t for i, t in enumerate(inputs)}
+    agree([learn(memory, inputs)[0]], [slow(memory, inputs)[0]], leaves, grads=1e-8, rtol=1e-8)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -121,15 +111,6 @@ def test_a_stream_cut_where_chunks_end_is_the_whole(layers: int) -> None:
     assert learned is not None
     for a, b in zip(learned, behind, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-
-
-def test_a_cut_elsewhere_begins_another_grid_of_chunks() -> None:
-    memory, inputs = build(), given()
-    first, learned = learn(memory, [t[:, :, :3] for t in inputs])
-    second, _ = learn(memory, [t[:, :, 3:] for t in inputs], learned)
-    whole, _ = learn(memory, inputs)
-    torch.testing.assert_close(first, whole[:, :, :3], rtol=0, atol=1e-12)
-    assert (second - whole[:, :, 3:]).abs().max() > 1e-3
 
 
 def plain(value: float, tokens: int = N) -> Tensor:
@@ -152,22 +133,6 @@ def test_without_momentum_and_forgetting_a_matrix_is_the_delta_rule() -> None:
         torch.testing.assert_close(out[:, :, t], (q[:, :, t, None] @ W)[:, :, 0], rtol=0, atol=1e-12)
 
 
-def test_a_full_step_with_a_unit_key_overwrites_exactly() -> None:
-    memory, inputs = build(chunk=1), given(2)
-    inputs[1][:, :, 1] = inputs[1][:, :, 0]
-    inputs[0] = inputs[1]
-    out, _ = learn(memory, linear(inputs, 1.0, 0, 0))
-    torch.testing.assert_close(out, inputs[2], rtol=0, atol=1e-12)
-
-
-def test_one_chunk_that_begins_with_nothing_is_linear_attention() -> None:
-    memory, inputs = build(chunk=N), given()
-    torch.nn.init.zeros_(memory.initial_GP)
-    q, k, v = inputs[:3]
-    out, _ = learn(memory, linear(inputs, 0.7, 0, 0))
-    torch.testing.assert_close(out, 0.7 * (q @ k.mT).tril() @ v, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("layers", [1, 2])
 def test_without_steps_and_forgetting_it_is_a_net_that_stays(layers: int) -> None:
     memory, inputs = build(layers=layers), given()
@@ -175,59 +140,6 @@ def test_without_steps_and_forgetting_it_is_a_net_that_stays(layers: int) -> Non
     weights = begun(memory).weights_BGP
     torch.testing.assert_close(out, memory.read(begun(memory).weights_BGP, inputs[0]), rtol=0, atol=1e-12)
     torch.testing.assert_close(behind.weights_BGP, weights, rtol=0, atol=0)
-
-
-def test_who_forgets_all_knows_the_last_surprise() -> None:
-    memory, inputs = build(chunk=1), given()
-    _, behind = learn(memory, linear(inputs, 0.7, 1, 0.5))
-    torch.testing.assert_close(behind.weights_BGP, behind.sums_BGP, rtol=0, atol=0)
-    # Without momentum, either: minus the last gradient, at the weights before it.
-    _out, behind = learn(memory, linear(inputs, 0.7, 1, 0))
-    before = learn(memory, linear([t[:, :, :-1] for t in inputs], 0.7, 1, 0))[1].weights_BGP
-    k, v = (t[:, :, -1:] for t in inputs[1:3])
-    error = k @ memory.matrices(before)[0] - v
-    torch.testing.assert_close(memory.matrices(behind.weights_BGP)[0], -0.7 * k.mT @ error, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-def test_tokens_that_are_not_there_move_nothing_though_momentum_is_high(layers: int) -> None:
-    memory, inputs = build(layers=layers), given()
-    _, learned = learn(memory, inputs)
-    assert learned.sums_BGP.abs().max() > 0.01
-    gates = Gates(*(plain(0.0) for _ in range(4)))
-    _, behind = memory(learned, None, inputs[1], inputs[2], gates)
-    for a, b in zip(behind, learned, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_no_gradient_has_to_be_recorded_for_it_to_learn() -> None:
-    memory, inputs = build(layers=2), given()
-    with torch.inference_mode():
-        out, _ = learn(memory, inputs)
-    assert torch.equal(out, learn(memory, inputs)[0]) and torch.equal(out, learn(memory.eval(), inputs)[0])
-
-
-def test_products_and_scans_are_their_loops() -> None:
-    theta, alpha, damping = given(5)[3:]
-    alpha[..., 2], damping[..., 1] = 1, 1
-    there = torch.tensor([1.0, 1, 0, 1, 1], **DOUBLE).expand(B, G, -1)
-    scan = scan_of(Gates(theta, alpha, damping, there))
-    b, f, m = torch.ones(B, G, **DOUBLE), torch.zeros(B, G, **DOUBLE), torch.ones(B, G, **DOUBLE)
-    G_j, n_j = torch.zeros(B, G, 5, **DOUBLE), torch.zeros(B, G, 5, **DOUBLE)
-    for i in range(5):
-        b, m, n_j = (1 - alpha[..., i]) * b, (1 - damping[..., i]) * m, (1 - damping[..., i, None]) * n_j
-        n_j[..., i] += theta[..., i]
-        f = (1 - alpha[..., i]) * f + there[..., i] * m
-        G_j = (1 - alpha[..., i, None]) * G_j + there[..., i, None] * n_j
-        for got, wanted in zip(scan, (b[..., None], f[..., None], G_j, m[..., None], n_j), strict=True):
-            torch.testing.assert_close(got[..., i, :], wanted, rtol=0, atol=1e-14)
-    assert torch.equal(products(torch.zeros(3, **DOUBLE)), torch.eye(3, **DOUBLE))
-
-
-def test_the_second_power_is_the_square() -> None:
-    found = [learn(build(layers=2, **options), given()) for options in ({}, {"loss": "lp", "power": 2})]
-    for a, b in zip((found[0][0], *found[0][1]), (found[1][0], *found[1][1]), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 def test_an_odd_value_moves_weights_no_farther_than_the_bound() -> None:

@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 import torch
 from integrations.transformers_hosts import LLAMA
-from memories.learning import LATCH, accuracy, trained
-from memories.test_titans_places import HEADS, ROWS, SEGMENT, VOCABULARY, WIDTH, build, segments
+from memories.harness import HEADS, ROWS, SEGMENT, VOCABULARY, WIDTH, build, segments
 from torch import Tensor, nn
 
 from cached_transformers import add_memory, create_model
 from cached_transformers.interfaces.incremental import read_segment
 from cached_transformers.interfaces.memory import LayerMemory, Query, Reading
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.titans.titans import Titans
 from cached_transformers.models.generation import ReadsAgain
 from cached_transformers.registry import MEMORIES
@@ -49,7 +47,7 @@ def test_queries_keys_and_values_are_made_of_what_it_gives(mix: Any) -> None:
 
 def test_the_memory_alone_leaves_nothing_of_attention() -> None:
     """mix="alone" behind attention with a full share is the neural memory by itself (LMM)."""
-    model = build({"name": "titans", "mix": "alone"}, wild=False)
+    model = build({"name": "titans", "mix": "alone"}, scale=0)
     out = model(segments(1)[0]).outputs
     for block in model.stack.blocks:  # type: ignore[union-attr]
         nn.init.normal_(block.attention.qkv.weight)
@@ -98,67 +96,6 @@ def _changed(ids: Tensor, place: int) -> Tensor:
     return ids
 
 
-def test_what_was_padded_changes_nothing_behind_it() -> None:
-    model = build(MAL, positions="none").eval()
-    first, second = segments(2)
-    padding = torch.zeros(ROWS, SEGMENT + 3, dtype=torch.bool)
-    padding[:, 1:3], padding[:, -1] = True, True
-    padded = torch.full((ROWS, SEGMENT + 3), 5)
-    padded[~padding] = first.flatten()
-    plain, other = model(first), model(padded, padding=padding)
-    shown = other.outputs[~padding].view_as(plain.outputs)
-    torch.testing.assert_close(shown, plain.outputs, rtol=0, atol=1e-12)
-    after = (model(second, out.state).outputs for out in (plain, other))
-    torch.testing.assert_close(*after, rtol=0, atol=1e-12)
-
-
-BESIDE: list[Any] = [
-    WINDOW,
-    {"name": "infini"},
-    {"name": "grc_stream", "length": 4},
-    {"name": "rmt", "length": 2},
-    {"name": "armt", "length": 2, "key_width": 4},
-    {"name": "feedback", "length": 6},
-]
-
-
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("other", BESIDE, ids=lambda other: other["name"])
-def test_beside_others_a_closed_gate_leaves_these_alone_and_an_open_one_does_not(other: Any, first: bool) -> None:
-    both, alone = build([MAL, other] if first else [other, MAL]), build(other)
-    tokens = torch.cat(segments(3), 1)
-
-    def loss(model: nn.Module) -> Tensor:
-        return SegmentLoop(model, SEGMENT, bptt=3)(tokens[:, :-1], tokens[:, 1:])[0]
-
-    missing = alone.load_state_dict(_of_others(both), strict=False)
-    assert not missing.missing_keys
-    alone.load_state_dict({k: v for k, v in _of_others(both).items() if k in alone.state_dict()})
-    opened = loss(both)
-    opened.backward()
-    for member in _fronts(both):
-        assert member.share_H.grad.abs().max() > 0 and member.key.weight.grad.abs().max() > 0
-        member.close_gate()
-    assert (opened - loss(alone)).abs() > 1e-4
-    torch.testing.assert_close(loss(both), loss(alone), rtol=0, atol=1e-12)
-
-
-def _fronts(model: nn.Module) -> list[Titans]:
-    return [module for module in model.modules() if isinstance(module, Titans)]
-
-
-def _of_others(model: nn.Module) -> dict[str, Tensor]:
-    """Weights without those of Titans, under the names that they have where there is one memory less."""
-    names = {name for name, module in model.named_modules() if isinstance(module, Titans)}
-    kept: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        if any(name.startswith(one + ".") for one in names):
-            continue
-        parts = name.split(".memory.members.")
-        kept[name if len(parts) == 1 else f"{parts[0]}.memory.{parts[1].split('.', 1)[1]}"] = tensor
-    return kept
-
-
 class Doubling(LayerMemory):
     """In front of attention: twice its input, and nothing remembered."""
 
@@ -196,23 +133,6 @@ def test_a_memory_of_yours_stands_there_with_one_word_and_generates(monkeypatch:
     assert torch.equal(found.tokens, plain.generate(prompt, tokens=8, temperature=0, segment_length=SEGMENT).tokens)
 
 
-def test_caching_goes_over_it_wherever_it_stands() -> None:
-    plain = build(MAL)
-    cached = build({"name": "memory_caching", "over": MAL, "slots": 2, "read": "residual"})
-    weights = {k.replace(".members.0.over.", ".members.0."): v for k, v in cached.state_dict().items()}
-    plain.load_state_dict(weights)
-    first, second = segments(2)
-    a, b = plain(first), cached(first)
-    assert torch.equal(a.outputs, b.outputs)
-    assert (plain(second, a.state).outputs - cached(second, b.state).outputs).abs().max() > 1e-4
-
-
 def test_a_host_whose_projections_are_its_own_takes_it_behind_attention_alone() -> None:
     with pytest.raises(ValueError, match=r"'titans'.*in_front.*place='gate'"):
         add_memory(LLAMA.build(), {"name": "titans", "place": "layer"}, segment_length=8)
-
-
-def test_it_carries_a_symbol_that_a_model_without_memory_cannot_know() -> None:
-    model = trained(LATCH, {"name": "titans", "place": "layer"}, 600, depth=1)
-    assert accuracy(model, LATCH) > 0.95
-    assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4

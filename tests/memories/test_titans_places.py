@@ -5,48 +5,18 @@ Legend: B rows, N tokens, D model width.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from memories.learning import LATCH, accuracy, trained
+from memories.harness import HEADS, ROWS, WIDTH, build, paddings, run, same_as_twin, segments, slowly
 from memories.titans_twin import SlowTitans
-from memories.twins import ROWS, SEGMENT, VOCABULARY, paddings, same_as_twin, segments
 from torch import Tensor, nn
 
-from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.interfaces.memory import Query, Reading, Trace
-from cached_transformers.loops.segments import SegmentLoop
-from cached_transformers.memories.parts.composite import SideBySide
-from cached_transformers.memories.titans.titans import Titans, TitansState
-
-WIDTH, HEADS = 8, 2
-NARROW = {"width": WIDTH, "heads": HEADS}
-
-
-def build(memory: Any, *, wild: bool = True, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"vocabulary": VOCABULARY, "depth": 2, "feed_forward": 16, **NARROW}
-    model = create_model("language_model", **{**sizes, **options}, memory=memory).double()
-    with torch.no_grad():
-        for parameter in model.parameters() if wild else ():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
-
-
-def slowly(model: nn.Module) -> nn.Module:
-    """The same model with the twin in each layer."""
-    twin = copy.deepcopy(model)
-    for block in twin.stack.blocks:  # type: ignore[union-attr]
-        memory = block.attention.memory
-        if isinstance(memory, SideBySide):
-            memory.members[0] = SlowTitans(memory.members[0])
-        else:
-            block.attention.memory = SlowTitans(memory)
-    return twin
-
+from cached_transformers.memories.parts.fast_weights import FastState
+from cached_transformers.memories.titans.titans import Titans
 
 PLACED = [
     {},
@@ -64,34 +34,18 @@ PLACED = [
 @pytest.mark.parametrize("options", PLACED, ids=str)
 def test_a_model_is_its_slow_twin_with_gradients(options: dict[str, Any], padded: bool) -> None:
     model = build({"name": "titans", **options})
-    twin = slowly(model)
-    same_as_twin(model, twin, segments(3), paddings(3) if padded else [None] * 3)
+    same_as_twin(model, slowly(model, SlowTitans), segments(3), paddings(3) if padded else [None] * 3)
 
 
-@pytest.mark.parametrize("positions", ["rotary", "relative"])
-@pytest.mark.parametrize("options", [{"place": "gate"}, {"place": "context"}, {"place": "layer"}], ids=str)
-def test_no_token_hears_of_a_later_one_and_all_hear_of_earlier_ones(options: dict[str, Any], positions: str) -> None:
-    model = build({"name": "titans", "chunk": 2, **options}, positions=positions, depth=1).eval()
-    first, second = segments(2)
-    before = model(first).state
-    changed = second.clone()
-    changed[:, 2] = (changed[:, 2] + 1) % VOCABULARY
-    with torch.no_grad():
-        a, b = (model(ids, before).outputs for ids in (second, changed))
-    assert torch.equal(a[:, :2], b[:, :2]) and (a[:, 2:] - b[:, 2:]).abs().amax((0, 2)).min() > 1e-4
-
-
-@pytest.mark.parametrize("options", [{"chunk": 2}, {"place": "context", "layers": 2, "persistent": 2}], ids=str)
-def test_layers_may_work_on_different_segments_at_once(options: dict[str, Any]) -> None:
-    model, tokens = build({"name": "titans", **options}), torch.cat(segments(3), 1)
-    results = []
-    for schedule in ("segments", "diagonal"):
-        model.zero_grad()
-        loss = SegmentLoop(model, SEGMENT, bptt=3, schedule=schedule)(tokens[:, :-1], tokens[:, 1:])[0]
-        loss.backward()
-        results.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+@pytest.mark.parametrize("memory", [{"name": "titans", "layers": 2}, {"name": "ttt", "model": "mlp"}], ids=str)
+def test_it_learns_without_recorded_gradients_as_it_does_in_training(memory: dict[str, Any]) -> None:
+    model, after = build(memory), []
+    for training, mode in ((True, torch.enable_grad), (False, torch.no_grad), (False, torch.inference_mode)):
+        with mode():
+            last = run(model.train(training), segments(3))[-1]
+        after.append([t.detach().clone() for _, t in states.named_tensors(last.state)])
+    for a, b, c in zip(*after, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
 
 
 def test_tokens_of_a_model_memory_read_and_write_nothing() -> None:
@@ -101,7 +55,7 @@ def test_tokens_of_a_model_memory_read_and_write_nothing() -> None:
     x_BND = torch.randn(ROWS, 9, WIDTH, dtype=torch.float64)
     empty = memory.init_state(ROWS, x_BND)
 
-    def write(reading: Reading, x_BND: Tensor) -> TitansState:
+    def write(reading: Reading, x_BND: Tensor) -> FastState:
         return memory.write(empty, Trace(x_BND, x_BND, Query(x_BND), reading))[0]
 
     alone = memory.read(empty, Query(x_BND[:, 2:6]))
@@ -116,49 +70,7 @@ def test_tokens_of_a_model_memory_read_and_write_nothing() -> None:
     later = memory.answer(memory.snapshot(a), memory.ask(a, Query(x_BND[:, 6:])))
     torch.testing.assert_close(around.output_BHNE[:, :, 6:], later, rtol=0, atol=1e-12)
     after = memory.read(a, Query(x_BND[:, 6:], padding_BN=padding)).carry
-    assert torch.equal(after.weights_BGP, a.weights_BGP) and torch.equal(after.sums_BGP, a.momentum_BGP)
-
-
-@pytest.mark.parametrize("options", PLACED, ids=str)
-def test_a_closed_gate_is_the_model_without_memory(options: dict[str, Any]) -> None:
-    model, plain = build({"name": "titans", **options}), build(None)
-    plain.load_state_dict({k: v for k, v in model.state_dict().items() if k in plain.state_dict()})
-    for memory in model.stack.layer_memories():  # type: ignore[union-attr, operator]
-        memory.close_gate()
-    state, bare = None, None
-    for ids in segments(3):
-        out, other = model(ids, state), plain(ids, bare)
-        state, bare = out.state, other.state
-        torch.testing.assert_close(out.outputs, other.outputs, rtol=0, atol=1e-14)
-
-
-def test_with_a_full_share_it_is_the_gate_of_the_paper() -> None:
-    memory = Titans(WIDTH, HEADS)
-    y, m = torch.randn(2, HEADS, 3, WIDTH // HEADS), torch.randn(2, HEADS, 3, WIDTH // HEADS)
-    normed = (t * (t.square().mean(-1, keepdim=True) + 1e-5).rsqrt() for t in (y, m))
-    wanted = next(normed) * torch.sigmoid(next(normed))
-    torch.testing.assert_close(memory.combine(y, Query(y), Reading(output_BHNE=m)), wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_it_learns_in_evaluation_and_without_recorded_gradients_as_it_does_in_training() -> None:
-    model, states_after = build({"name": "titans", "layers": 2}), []
-    for training, mode in ((True, torch.enable_grad), (False, torch.no_grad), (False, torch.inference_mode)):
-        with mode():
-            state = None
-            for ids in segments(3):
-                state = model.train(training)(ids, state).state
-        states_after.append([t.detach().clone() for _, t in states.named_tensors(state)])
-    for a, b, c in zip(*states_after, strict=True):
-        assert torch.equal(a, b) and torch.equal(a, c)
-
-
-def test_the_state_is_of_float32_in_a_model_of_bfloat16_and_stays_so() -> None:
-    out = build({"name": "titans"}).bfloat16()(segments(1)[0])
-    assert out.state.layers[0].weights_BGP.dtype == out.state.layers[0].momentum_BGP.dtype == torch.float32
-    memory, x_BND = Titans(WIDTH, HEADS), torch.randn(ROWS, 3, WIDTH)
-    state = states.map_state(lambda t: t.bfloat16() if t.is_floating_point() else t, memory.init_state(ROWS, x_BND))
-    with pytest.raises(ValueError, match=r"torch.bfloat16"):
-        memory.read(state, Query(x_BND))
+    assert torch.equal(after.weights_BGP, a.weights_BGP) and torch.equal(after.sums_BGP, a.sums_BGP)
 
 
 @pytest.mark.parametrize("gates", ["sigmoid", "stretched"])
@@ -217,7 +129,7 @@ def drive(tokens: int, dtype: torch.dtype, **options: Any) -> None:
             reading = memory.read(state, Query(x_BND))
             assert reading.output_BHNE is not None and reading.output_BHNE.isfinite().all()
             state = memory.write(state, Trace(x_BND, x_BND, Query(x_BND), reading))[0]
-    assert state.weights_BGP.isfinite().all() and state.momentum_BGP.isfinite().all()
+    assert state.weights_BGP.isfinite().all() and state.sums_BGP.isfinite().all()
 
 
 HARD = [{}, {"chunk": 64}, {"chunk": 1}, {"layers": 2}, {"layers": 2, "chunk": 64, "rate": 64.0}, {"rate": 1000.0}]
@@ -254,37 +166,3 @@ def test_a_matrix_with_the_largest_rate_learns_what_is_repeated_without_its_limi
         assert reading.output_BHNE is not None
         read_BND = reading.output_BHNE.transpose(1, 2).flatten(2)
         torch.testing.assert_close(read_BND[:, -2:], nn.functional.silu(memory.value(x_BND[:, -2:])), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"place": "front"}, "place='front' must be one of 'gate', 'context', 'layer'"),
-        ({"mix": "max"}, "mix='max' must be one of 'product', 'sum', 'alone'"),
-        ({"nets": 3}, "nets=3 must divide width=8"),
-        ({"nets": 0}, "nets=0 must be at least 1"),
-        ({"layers": 0}, "layers=0 must be at least 1"),
-        ({"chunk": 0}, "chunk=0 must be at least 1"),
-        ({"rate": 0.0}, "rate=0.0 must be above 0 and finite"),
-        ({"limit": float("inf")}, "limit=inf must be above 0 and finite"),
-        ({"half_life": -1.0}, "half_life=-1.0 must be above 0"),
-        ({"momentum": 1.0}, "momentum=1.0 must lie between 0 and 1"),
-        ({"persistent": 2, "place": "layer"}, "persistent=2 tokens .* take place='context'"),
-        ({"loss": "l1"}, "loss='l1'"),
-        ({"loss": "lp", "power": 1.0}, "power=1.0 must be at least 2"),
-        ({"activation": "relu"}, "activation='relu'"),
-        ({"gates": "hard"}, "gates='hard'"),
-    ],
-)
-def test_options_that_make_no_sense_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build({"name": "titans", **options})
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"place": "context"}, pytest.param({"layers": 2}, marks=pytest.mark.slow)], ids=str
-)
-def test_it_carries_a_symbol_that_a_model_without_memory_cannot_know(options: dict[str, Any]) -> None:
-    model = trained(LATCH, {"name": "titans", **options}, 600, depth=1)
-    assert accuracy(model, LATCH) > 0.95
-    assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4

@@ -5,55 +5,25 @@ Legend: B rows, H heads, N tokens, E head width, D model width, G heads of a mod
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from memories.learning import LATCH, accuracy, trained
-from memories.ttt_twin import HEADS, SlowTTT, heads, passed
-from memories.twins import ROWS, SEGMENT, VOCABULARY, paddings, same_as_twin, segments
+from memories.harness import DOUBLE, HEADS, ROWS, WIDTH, agree, build, paddings, same_as_twin, segments, slowly, wild
+from memories.ttt_twin import SlowTTT, heads, passed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers import create_model
-from cached_transformers import state as states
 from cached_transformers.attentions.parts.scan import causal_scan
 from cached_transformers.interfaces.memory import Query, Trace
-from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.parts.fast_weights import Learned, activate, slope
 from cached_transformers.memories.ttt import TTT, InnerModel
-
-WIDTH = 8
-DOUBLE = {"dtype": torch.float64}
 
 
 def layer(**options: Any) -> TTT:
     """A memory whose parameters all differ from where they begin."""
     torch.manual_seed(0)
-    memory = TTT(WIDTH, HEADS, **{"mini_batch": 4, **options}).double()
-    with torch.no_grad():
-        for parameter in memory.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return memory
-
-
-def build(memory: Any, *, wild: bool = True, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"vocabulary": VOCABULARY, "width": WIDTH, "heads": HEADS, "depth": 2, "feed_forward": 16}
-    model = create_model("language_model", **{**sizes, **options}, memory=memory).double()
-    with torch.no_grad():
-        for parameter in model.parameters() if wild else ():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
-
-
-def slowly(model: nn.Module) -> nn.Module:
-    """The same model with the twin in each layer."""
-    twin = copy.deepcopy(model)
-    for block in twin.stack.blocks:  # type: ignore[union-attr]
-        block.attention.memory = SlowTTT(block.attention.memory)
-    return twin
+    return wild(TTT(WIDTH, HEADS, **{"mini_batch": 4, **options}))  # type: ignore[no-any-return]
 
 
 KINDS = [
@@ -69,8 +39,7 @@ KINDS = [
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_a_model_is_its_slow_twin_with_gradients(options: dict[str, Any], padded: bool) -> None:
     model = build({"name": "ttt", **options})
-    twin = slowly(model)
-    same_as_twin(model, twin, segments(3), paddings(3) if padded else [None] * 3)
+    same_as_twin(model, slowly(model, SlowTTT), segments(3), paddings(3) if padded else [None] * 3)
 
 
 @pytest.mark.parametrize("cuts", [[1] * 13, [5, 5, 3], [4, 4, 5], [2, 11], [13]], ids=str)
@@ -78,16 +47,12 @@ def test_a_model_is_its_slow_twin_with_gradients(options: dict[str, Any], padded
 def test_any_cut_of_a_stream_gives_the_whole_with_gradients(options: dict[str, Any], cuts: list[int]) -> None:
     """By the twin in one piece: its loop knows of no pieces."""
     memory = layer(**options)
-    results = []
-    for one, pieces in ((memory, cuts), (SlowTTT(memory), [13])):
-        x_BND = torch.randn(ROWS, 13, WIDTH, **DOUBLE, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        out, state = passed(one, x_BND, pieces)
-        loss = sum((t * torch.linspace(-1, 1, t.numel(), **DOUBLE).view_as(t)).sum() for t in (out, *state[:2]))
-        gradients = torch.autograd.grad(loss, [x_BND, *memory.inner.parameters(), *memory.step.parameters()])
-        results.append([out, *state, *gradients])
-    for a, b in zip(*results, strict=True):
-        assert b.abs().max() > 1e-3 or options["mini_batch"] == 1  # which leaves no sum
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    x_BND = torch.randn(ROWS, 13, WIDTH, **DOUBLE).requires_grad_()
+    sides = [passed(one, x_BND, pieces) for one, pieces in ((memory, cuts), (SlowTTT(memory), [13]))]
+    assert torch.equal(sides[0][1].tokens_B, sides[1][1].tokens_B)
+    leaves = {"x": x_BND, **dict(memory.inner.named_parameters()), **dict(memory.step.named_parameters())}
+    got, wanted = ([out, *state[:2]] for out, state in sides)
+    agree(got, wanted, leaves, rtol=1e-9, grads=1e-9, least=None if options["mini_batch"] == 1 else 1e-3)
 
 
 # Golden values of the authors' layers
@@ -104,20 +69,6 @@ def run(inner: InnerModel, tokens: int = 11) -> tuple[list[Tensor], Tensor, Lear
     return [q, k, v, rate_BHN], *inner(learned, none_B, q, k, v, rate_BHN, there_BN)
 
 
-def test_a_rate_of_0_is_a_map_that_stays() -> None:
-    memory = layer(rate=0.0)
-    x_BND = torch.randn(ROWS, 13, WIDTH, **DOUBLE)
-    out, state = passed(memory, x_BND, [5, 8])
-    q_BHNE = memory._turned(heads(memory.query(x_BND)), torch.arange(13).expand(ROWS, -1))
-    W, b = (
-        memory.inner.matrices(memory.inner.initial_GP[None])[0][0, :, part] for part in (slice(-1), slice(-1, None))
-    )
-    z_BND = (q_BHNE + memory.inner.normed(q_BHNE @ W + b)).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(out.transpose(1, 2).flatten(2), memory.norm(z_BND), rtol=0, atol=1e-12)
-    assert torch.equal(state.weights_BGP, memory.inner.initial_GP.expand_as(state.weights_BGP))
-    assert not state.sums_BGP.any()
-
-
 def test_without_norm_and_residual_tokens_of_their_own_are_the_delta_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bias is a channel of keys that is 1; the state before the first token holds the initial weights."""
     monkeypatch.setattr(InnerModel, "error", lambda self, given, wanted: given - wanted)
@@ -129,35 +80,6 @@ def test_without_norm_and_residual_tokens_of_their_own_are_the_delta_rule(monkey
     wanted, state = causal_scan(q, k, v - k[..., :-1], first, beta_BHN1=rate_BHN[..., None])
     torch.testing.assert_close(out, wanted, rtol=0, atol=1e-11)
     torch.testing.assert_close(inner.matrices(after.weights_BGP)[0], state, rtol=0, atol=1e-11)
-
-
-@pytest.mark.parametrize("model", ["linear", "mlp"])
-def test_one_mini_batch_takes_all_gradients_where_it_began(model: str) -> None:
-    """Token i reads with the mean of the first i + 1 of them; nothing is in the weights before the last."""
-    inner = layer(model=model, mini_batch=16).inner
-    (q, k, v, rate_BHN), out, after = run(inner)
-    first = inner.initial_GP.detach().expand(ROWS, -1, -1).clone().requires_grad_()
-    sums = torch.zeros_like(first)
-    for i in range(11):
-        error = inner.normed(inner.read(first, k[:, :, i : i + 1])) - (v - k)[:, :, i : i + 1]
-        (gradient,) = torch.autograd.grad(error.square().sum() / 2, first)
-        sums = sums - rate_BHN[:, :, i, None] * gradient
-        share = (1 / (i + 1) + inner.tau_C[i]).clamp(min=0)
-        wanted = inner.read(first + share * sums, q[:, :, i : i + 1])
-        torch.testing.assert_close(out[:, :, i : i + 1], wanted, rtol=0, atol=1e-11)
-    assert torch.equal(after.weights_BGP, first)
-    torch.testing.assert_close(after.sums_BGP, sums, rtol=0, atol=1e-11)
-
-
-def test_a_token_behind_a_mini_batch_reads_its_mean_gradient() -> None:
-    """tau of 0: the weights behind it are those of one step with the mean, not the sum."""
-    inner = layer(mini_batch=4).inner
-    nn.init.zeros_(inner.tau_C)
-    (_, k, v, rate_BHN), _, after = run(inner, 4)
-    first = inner.initial_GP.detach().expand(ROWS, -1, -1).clone().requires_grad_()
-    losses = (inner.normed(inner.read(first, k)) - (v - k)).square().sum(-1) / 2
-    (gradient,) = torch.autograd.grad((rate_BHN * losses).sum() / 4, first)
-    torch.testing.assert_close(after.weights_BGP, first - gradient, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "silu"])
@@ -190,30 +112,6 @@ def test_a_repeated_pair_is_learned() -> None:
 # In a model
 
 
-@pytest.mark.parametrize("model", ["linear", "mlp"])
-def test_no_token_hears_of_a_later_one_and_all_hear_of_earlier_ones(model: str) -> None:
-    one = build({"name": "ttt", "mini_batch": 3, "model": model}, positions="rotary", depth=1).eval()
-    first, second = segments(2)
-    before = one(first).state
-    changed = second.clone()
-    changed[:, 2] = (changed[:, 2] + 1) % VOCABULARY
-    with torch.no_grad():
-        a, b = (one(ids, before).outputs for ids in (second, changed))
-    assert torch.equal(a[:, :2], b[:, :2]) and (a[:, 2:] - b[:, 2:]).abs().amax((0, 2)).min() > 1e-5
-
-
-def test_layers_may_work_on_different_segments_at_once() -> None:
-    model, tokens = build({"name": "ttt", "mini_batch": 4}), torch.cat(segments(3), 1)
-    results = []
-    for schedule in ("segments", "diagonal"):
-        model.zero_grad()
-        loss = SegmentLoop(model, SEGMENT, bptt=3, schedule=schedule)(tokens[:, :-1], tokens[:, 1:])[0]
-        loss.backward()
-        results.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-
-
 def test_tokens_of_a_model_memory_read_and_write_nothing() -> None:
     """Those in front read what the last token before the segment has left, those behind what its last one leaves."""
     memory = layer(mini_batch=3, rotary=False)
@@ -235,40 +133,6 @@ def test_tokens_of_a_model_memory_read_and_write_nothing() -> None:
     q_BHNE = heads(memory.query(x_BND[:, :2]))
     z_BND = (q_BHNE + memory.inner.normed(memory.inner.read(weights_BGP, q_BHNE))).transpose(1, 2).flatten(2)
     torch.testing.assert_close(still.output_BHNE[:, :, :2].transpose(1, 2).flatten(2), memory.norm(z_BND))
-
-
-@pytest.mark.parametrize("options", KINDS, ids=str)
-def test_a_closed_gate_is_the_model_without_memory(options: dict[str, Any]) -> None:
-    model, plain = build({"name": "ttt", **options}), build(None)
-    plain.load_state_dict({k: v for k, v in model.state_dict().items() if k in plain.state_dict()})
-    for memory in model.stack.layer_memories():  # type: ignore[union-attr, operator]
-        memory.close_gate()
-    state, bare = None, None
-    for ids in segments(3):
-        out, other = model(ids, state), plain(ids, bare)
-        state, bare = out.state, other.state
-        torch.testing.assert_close(out.outputs, other.outputs, rtol=0, atol=1e-14)
-
-
-def test_it_learns_in_evaluation_and_without_recorded_gradients_as_it_does_in_training() -> None:
-    model, states_after = build({"name": "ttt", "model": "mlp"}), []
-    for training, mode in ((True, torch.enable_grad), (False, torch.no_grad), (False, torch.inference_mode)):
-        with mode():
-            state = None
-            for ids in segments(3):
-                state = model.train(training)(ids, state).state
-        states_after.append([t.detach().clone() for _, t in states.named_tensors(state)])
-    for a, b, c in zip(*states_after, strict=True):
-        assert torch.equal(a, b) and torch.equal(a, c)
-
-
-def test_the_state_is_of_float32_in_a_model_of_bfloat16_and_stays_so() -> None:
-    out = build({"name": "ttt"}).bfloat16()(segments(1)[0])
-    assert out.state.layers[0].weights_BGP.dtype == out.state.layers[0].sums_BGP.dtype == torch.float32
-    memory, x_BND = TTT(WIDTH, HEADS), torch.randn(ROWS, 3, WIDTH)
-    state = states.map_state(lambda t: t.bfloat16() if t.is_floating_point() else t, memory.init_state(ROWS, x_BND))
-    with pytest.raises(ValueError, match=r"torch.bfloat16"):
-        memory.read(state, Query(x_BND))
 
 
 # Stability
@@ -331,44 +195,3 @@ def test_a_step_never_shortens_the_weights_of_a_linear_model() -> None:
     gradient = inputs[0].mT @ errors[0]
     along = (gradient * W[0]).sum((-2, -1)) / gradient.norm(dim=(-2, -1)) / W[0].norm(dim=(-2, -1))
     assert along.abs().max() < 1e-3 and gradient.abs().max() > 0.1
-
-
-def test_the_gradient_of_a_norm_is_large_where_the_model_gives_nothing() -> None:
-    """Hence where matrices begin: at 0 its deviation is 0, and the gradient is divided by the root of the epsilon."""
-    inner = InnerModel(HEADS, 4, model="linear", mini_batch=4, limit=None)
-    k, wanted = (torch.randn(1, HEADS, 8, 4) for _ in range(2))
-
-    def largest(scale: float) -> float:
-        return inner.surprise([scale * inner.matrices(inner.initial_GP[None])[0]], k, wanted)[1][0].abs().max().item()
-
-    assert 300 < largest(0) < 1e4 and largest(1) < 300 and largest(1) > 10 * largest(50)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"model": "cnn"}, "model='cnn' must be one of linear, mlp"),
-        ({"mini_batch": 0}, "mini_batch=0 must be at least 1; a model without memory"),
-        ({"rate": -1.0}, "rate=-1.0 must be at least 0 and finite; 0 learns nothing"),
-        ({"rate": float("nan")}, "rate=nan must be at least 0"),
-        ({"limit": 0.0}, "limit=0.0 must be above 0 and finite; None for no limit"),
-    ],
-)
-def test_options_that_make_no_sense_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build({"name": "ttt", **options})
-
-
-def test_widths_that_heads_do_not_share_out_are_named() -> None:
-    with pytest.raises(ValueError, match=r"width=8.*heads=3"):
-        TTT(8, 3)
-    with pytest.raises(ValueError, match=r"3.*rotary=False"):
-        TTT(6, 2)
-    assert TTT(6, 2, rotary=False)
-
-
-@pytest.mark.parametrize("options", [{}, pytest.param({"model": "mlp"}, marks=pytest.mark.slow)], ids=str)
-def test_it_carries_a_symbol_that_a_model_without_memory_cannot_know(options: dict[str, Any]) -> None:
-    model = trained(LATCH, {"name": "ttt", **options}, 600, depth=1)
-    assert accuracy(model, LATCH) > 0.95
-    assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4

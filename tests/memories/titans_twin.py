@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.interfaces.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.memories.parts.fast_weights import FastState
 from cached_transformers.memories.titans.neural_memory import NeuralMemory
-from cached_transformers.memories.titans.titans import Titans, TitansState
+from cached_transformers.memories.titans.titans import Titans
 
 
 def slow_net(weights: list[Tensor], x_K: Tensor, activation: str) -> Tensor:
@@ -76,14 +77,14 @@ class SlowTitans(LayerMemory):
         super().__init__()
         self.fast, self.needs = fast, fast.needs
 
-    def init_state(self, batch_size: int, like: Tensor) -> TitansState:
+    def init_state(self, batch_size: int, like: Tensor) -> FastState:
         return self.fast.init_state(batch_size, like)
 
-    def _begin(self, state: TitansState, row: int, net: int) -> tuple[Tensor, Tensor]:
+    def _begin(self, state: FastState, row: int, net: int) -> tuple[Tensor, Tensor]:
         if state.tokens_B[row] == 0:
             initial_P = self.fast.memory.initial_GP[net]
             return initial_P, torch.zeros_like(initial_P)
-        return state.weights_BGP[row, net], state.momentum_BGP[row, net]
+        return state.weights_BGP[row, net], state.sums_BGP[row, net]
 
     def _asks(self, linear: torch.nn.Module, x_D: Tensor, net: int) -> Tensor:
         t_K = F.silu(linear(x_D)).chunk(self.fast.nets)[net]
@@ -103,7 +104,7 @@ class SlowTitans(LayerMemory):
         q_K, k_K = self._asks(fast.query, x_D, net), self._asks(fast.key, x_D, net)
         return q_K, k_K, v_K, shares[0] * damping * fast.rate, shares[1], damping
 
-    def _learn(self, state: TitansState, x_BND: Tensor, padding_BN: Tensor | None) -> tuple[list[Any], TitansState]:
+    def _learn(self, state: FastState, x_BND: Tensor, padding_BN: Tensor | None) -> tuple[list[Any], FastState]:
         """Of each row the outputs (D) by place, and the state behind the segment."""
         rows, nets = x_BND.shape[0], self.fast.nets
         outputs, weights, momentum, counts = [], [], [], []
@@ -117,12 +118,12 @@ class SlowTitans(LayerMemory):
                 learned.append(after)
             outputs.append({t: torch.cat([out[i] for out in by_net]) for i, t in enumerate(there)})
             weights.append(torch.stack([w for w, _ in learned]) if there else state.weights_BGP[row])
-            momentum.append(torch.stack([s for _, s in learned]) if there else state.momentum_BGP[row])
+            momentum.append(torch.stack([s for _, s in learned]) if there else state.sums_BGP[row])
             counts.append(len(there))
         tokens_B = state.tokens_B + torch.tensor(counts)
-        return outputs, TitansState(torch.stack(weights), torch.stack(momentum), tokens_B)
+        return outputs, FastState(torch.stack(weights), torch.stack(momentum), tokens_B)
 
-    def read(self, opened: TitansState, query: Query, project_kv: ProjectKV | None = None) -> Reading:
+    def read(self, opened: FastState, query: Query, project_kv: ProjectKV | None = None) -> Reading:
         fast, x_BND = self.fast, query.x_BND
         rows, n, width = x_BND.shape
         if fast.place != "context":
@@ -168,7 +169,7 @@ class SlowTitans(LayerMemory):
         assert fast.attention_norm is not None
         return (1 - share_H11) * y_BHNE + share_H11 * normed(y_BHNE, fast.attention_norm) * torch.sigmoid(m_BHNE)
 
-    def write(self, state: TitansState, trace: Trace) -> tuple[TitansState, None]:
+    def write(self, state: FastState, trace: Trace) -> tuple[FastState, None]:
         if self.fast.place != "context":
             return trace.reading.carry, None
         y_BND = trace.y_BND / (trace.y_BND.square().mean(-1, keepdim=True) + 1e-5).sqrt()

@@ -8,20 +8,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from memories.harness import HEADS
 from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
-from cached_transformers.memories.ttt import TTT, InnerModel, TTTState
-
-HEADS = 2
+from cached_transformers.memories.parts.fast_weights import FastState
+from cached_transformers.memories.ttt import TTT, InnerModel
 
 
 def heads(t_BND: Tensor) -> Tensor:
     return t_BND.unflatten(-1, (HEADS, -1)).transpose(1, 2)
 
 
-def passed(memory: Any, x_BND: Tensor, cuts: list[int], state: Any = None) -> tuple[Tensor, TTTState]:
+def passed(memory: Any, x_BND: Tensor, cuts: list[int], state: Any = None) -> tuple[Tensor, FastState]:
     """What is read, (B, H, N, E), of a stream that is cut into such pieces, and the state behind it."""
     state = memory.init_state(len(x_BND), x_BND) if state is None else state
     outs = []
@@ -106,7 +106,7 @@ class SlowTTT(LayerMemory):
         super().__init__()
         self.fast, self.needs = fast, fast.needs
 
-    def init_state(self, batch_size: int, like: Tensor) -> TTTState:
+    def init_state(self, batch_size: int, like: Tensor) -> FastState:
         return self.fast.init_state(batch_size, like)
 
     def _token(self, x_D: Tensor, head: int, place: int) -> tuple[Tensor, ...]:
@@ -116,7 +116,7 @@ class SlowTTT(LayerMemory):
             q, k = turned(q, place), turned(k, place)
         return q, k, v, fast.rate * torch.sigmoid(fast.step(x_D)[head])
 
-    def read(self, opened: TTTState, query: Query, project_kv: ProjectKV | None = None) -> Reading:
+    def read(self, opened: FastState, query: Query, project_kv: ProjectKV | None = None) -> Reading:
         fast, inner, x_BND = self.fast, self.fast.inner, query.x_BND
         rows, n, width = x_BND.shape
         z = torch.zeros(rows, n, width, dtype=x_BND.dtype)
@@ -140,11 +140,11 @@ class SlowTTT(LayerMemory):
             states[2].append(torch.tensor(seen + len(there)))
         out_BND = F.layer_norm(z, (width,), fast.norm.weight, fast.norm.bias, 1e-6)
         out_BHNE = out_BND.unflatten(-1, (fast.heads, -1)).transpose(1, 2)
-        return Reading(output_BHNE=out_BHNE, carry=TTTState(*(torch.stack(part) for part in states)))
+        return Reading(output_BHNE=out_BHNE, carry=FastState(*(torch.stack(part) for part in states)))
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         assert reading.output_BHNE is not None
         return y_BHNE + self.fast.share_H[:, None, None] * reading.output_BHNE
 
-    def write(self, state: TTTState, trace: Trace) -> tuple[TTTState, None]:
+    def write(self, state: FastState, trace: Trace) -> tuple[FastState, None]:
         return trace.reading.carry, None

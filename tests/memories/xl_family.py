@@ -5,11 +5,12 @@ Legend: B rows, N tokens, D model width.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from memories import harness
+from memories.harness import build, logit, project
 from memories.learning import accuracy, trained
 from torch import Tensor, nn
 
@@ -26,15 +27,9 @@ Code = Callable[[Place, Place], Tensor]
 VOCABULARY, WIDTH, HEADS = 13, 12, 2
 
 
-def language_model(memory: Any, depth: int = 2, **options: Any) -> LanguageModel:
-    """A small float64 model none of whose parameters keeps an initial value that would hide its effect."""
-    torch.manual_seed(5)
-    sizes: dict[str, Any] = {"width": WIDTH, "heads": HEADS, "feed_forward": 2 * WIDTH, **options}
-    model = LanguageModel(VOCABULARY, depth=depth, memory=memory, **sizes).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
+def language_model(memory: Any, depth: int = 2, **options: Any) -> Any:
+    sizes = {"vocabulary": VOCABULARY, "width": WIDTH, "feed_forward": 2 * WIDTH}
+    return build(memory, depth=depth, **{**sizes, **options})
 
 
 def text(rows: int, tokens: int, seed: int = 0) -> Tensor:
@@ -43,41 +38,21 @@ def text(rows: int, tokens: int, seed: int = 0) -> Tensor:
 
 def run(model: nn.Module, tokens_BN: Tensor, cuts: int | list[int], state: Any = None) -> list[ModelOutput]:
     """The model's answer to each segment, the state carried from one to the next."""
-    outs = []
-    for segment in tokens_BN.split(cuts, 1):
-        outs.append(model(segment, state))
-        state = outs[-1].state
-    return outs
+    return harness.run(model, tokens_BN.split(cuts, 1), state)
 
 
 def joined(outs: list[ModelOutput]) -> Tensor:
     return torch.cat([out.outputs for out in outs], 1)
 
 
-def sines(distance: int, width: int) -> Tensor:
-    """Transformer-XL's code of a distance: all sines, then all cosines."""
-    angle = [distance * 10000 ** (-2 * k / width) for k in range(width // 2)]
-    return torch.tensor([math.sin(a) for a in angle] + [math.cos(a) for a in angle], dtype=torch.double)
-
-
 def one_token(block: Block, x: Tensor, place: Place, seen: Sequence[tuple[Tensor, Place]], code: Code) -> Tensor:
     """A pre-norm block's output for one token, given all it sees (itself included), one head and key at a time."""
     layer: Any = block.attention
-    scheme, d, heads = layer.positions, layer.width, layer.heads
-    e = d // heads
-    weight, bias = layer.qkv.weight, layer.qkv.bias
     out = []
-    for h in range(heads):
-        part = slice(h * e, (h + 1) * e)
-        q = (weight[:d] @ layer.norm(x) + bias[:d])[part]
-        logits, values = [], []
-        for hidden, there in seen:
-            k = (weight[d : 2 * d] @ layer.norm(hidden) + bias[d : 2 * d])[part]
-            r = (scheme.project.weight @ code(place, there))[part]
-            logits.append(((q + scheme.content_bias[h]) @ k + (q + scheme.position_bias[h]) @ r) / math.sqrt(e))
-            values.append((weight[2 * d :] @ layer.norm(hidden) + bias[2 * d :])[part])
-        share = torch.stack(logits).softmax(0)
-        out.append(torch.stack([a * v for a, v in zip(share, values, strict=True)]).sum(0))
+    for h in range(layer.heads):
+        q, pairs = project(layer, x)[0][h], [(project(layer, hidden), there) for hidden, there in seen]
+        logits = [logit(layer.positions, q, kv[1][h], h, code(place, there)) for kv, there in pairs]
+        out.append(torch.stack(logits).softmax(0) @ torch.stack([kv[2][h] for kv, _ in pairs]))
     y = x + layer.output(torch.cat(out))
     return y + block.feed_forward(y)
 
@@ -113,17 +88,6 @@ def twin(
             x = y
         logits += [model.head(model.stack.norm(t)) for t in x]
     return torch.stack(logits)
-
-
-def assert_equal_values_and_gradients(model: nn.Module, ours: Tensor, wanted: Tensor, tolerance: float = 1e-10) -> None:
-    """The same numbers, and the same gradient of every parameter for a random weighting of them."""
-    torch.testing.assert_close(ours, wanted, rtol=0, atol=tolerance)
-    weighting = torch.randn(ours.shape, dtype=ours.dtype)
-    names = [name for name, _ in model.named_parameters()]
-    grads = [torch.autograd.grad((t * weighting).sum(), list(model.parameters())) for t in (ours, wanted)]
-    for name, a, b in zip(names, *grads, strict=True):
-        assert b.abs().max() > 1e-6, f"{name} takes no part, so that the comparison says nothing about it"
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def copying(memory: Any, steps: int, *, symbols: int = 6) -> float:

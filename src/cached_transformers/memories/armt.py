@@ -29,9 +29,9 @@ from cached_transformers.interfaces.memory import Entry, ModelMemory, Tokens, Tr
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
 
-from .parts.gates import GATES, Gate, gated
 from .parts.memory_tokens import carried_norm, check_tokens, surround, visible_round
-from .parts.options import NO_MEMORY, one_of
+from .parts.options import GATES, NO_MEMORY, Gate, gated, one_of
+from .parts.recurrent import wrote
 
 own_word("slots_in_front", "slots that are read before each block, whose result replaces the block's tokens")
 
@@ -68,12 +68,7 @@ def store(
     *,
     corrected: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """A and z after these associations are added, or replace the values stored under the same keys.
-
-    Args:
-        beta_BLM1: share by which an old value is replaced.
-        corrected: count only the new part of a key (gamma); False adds the whole key.
-    """
+    """A and z after these values replace a share beta of the old; `corrected`: only a key's new part counts."""
     old_BLMD, found_BLM1 = recall(features_BLMK, values_BLKD, mass_BLK)
     values_BLKD = values_BLKD + features_BLMK.mT @ (beta_BLM1 * (values_BLMD - old_BLMD))
     new_BLM1 = torch.ones_like(found_BLM1)
@@ -128,13 +123,8 @@ LONG = {"write_gate": "stretched"}
 class ARMT(ModelMemory):
     """Memory tokens after each segment, stored layer by layer as associations that the next segments read.
 
-    The tokens themselves are the same in every segment: the associations are all that is carried. A row that has stored
-    nothing reads zeros. In pre-norm models the written vectors pass through a LayerNorm of the
-    memory, so that the residual stream cannot grow from segment to segment; the authors have none.
-
-    State: 4 K (D + 1) bytes per row and layer, K = 2 nu key_width, and 8 per row, in float32 at least: sums of many
-    writes want the digits. A token costs D key_width + K (D + 1) multiply-adds
-    more in each layer to read; a memory token those of a token, and D key_width + D^2 + 2 K D to be stored.
+    In pre-norm models the written vectors pass through a LayerNorm of the memory, so that the residual stream cannot
+    grow from segment to segment. A and z are float32 at least: sums of many writes want the digits.
 
     Args:
         width: D. heads: H, of the model; the memory has none of its own.
@@ -146,9 +136,6 @@ class ARMT(ModelMemory):
         mask: of a causal model: memory tokens see each other in the "causal" order, or "full" (a bias for the core).
         causal, depth: of the model, which hands them over. norm: "pre" or "post", where its norms are; with "post" what
             is written has no further norm.
-
-    Raises:
-        ValueError: a length, key width, nu or depth below 1; an unknown mask, norm or write_gate.
     """
 
     needs = frozenset({"state", "tokens_round", "slots_in_front", "layer_traces"})
@@ -216,9 +203,9 @@ class ARMT(ModelMemory):
         values_BLKD, mass_BLK = store(
             *before, dpfp(keys, self.nu), values, gated(shares, self.write_gate), corrected=self.correction
         )
-        padding_BN, wrote_B = traces[0].query.padding_BN, torch.ones_like(state.segments_B)
+        padding_BN = traces[0].query.padding_BN
+        wrote_B = wrote(None if padding_BN is None else padding_BN[:, :n], x_BND)
         if padding_BN is not None:
-            wrote_B = (~padding_BN[:, :n]).any(1).long()
-            values_BLKD = torch.where(wrote_B[:, None, None, None] > 0, values_BLKD, state.values_BLKD)
-            mass_BLK = torch.where(wrote_B[:, None, None] > 0, mass_BLK, state.mass_BLK)
+            values_BLKD = torch.where(wrote_B[:, None, None, None], values_BLKD, state.values_BLKD)
+            mass_BLK = torch.where(wrote_B[:, None, None], mass_BLK, state.mass_BLK)
         return x_BND[:, :n], Associations(values_BLKD, mass_BLK, state.segments_B + wrote_B), None

@@ -1,16 +1,11 @@
-"""The attention-based cache that GRC is compared with: a shared cache without gates.
+"""The attention-based cache that GRC is compared with (arXiv:2312.12742): a shared cache without gates.
 
-Paper: "Cached Transformers: Improving Transformers with Differentiable Memory Cache" (arXiv:2312.12742), the table that
-sets GRC against an attention-based cache in image models. There is no code for it, and the text does not say how such a
-cache is kept for images, which have no order in time. So everything that is not the update is GRC's: S = interpolate(X,
-M) of the first C channels, one cache K of M slots for all rows and steps, the branch that reads it, the mix. Only the
-gates are gone:
+There is no code for it, and the text does not say how it is kept for images. So all but the update is GRC's: S =
+interpolate(X, M) of the first C channels, one cache K of M slots for all rows and steps, the branch, the mix.
 
     update="attention":  K_t = mean_B LayerNorm(K_{t-1} + W_o softmax(q k^T / sqrt(F)) v),
                          q = W_q [S, K_{t-1}],  k, v = W_kv [K_{t-1}; S]  (2 M of them)
     update="store":      K_t = mean_B S;  rows read K_{t-1}, as Transformer-XL reads the last segment
-
-The norm keeps the recurrence bounded: like that of the gates it receives no gradient over several steps.
 
 Legend: B rows, N tokens, M slots, H heads, D model width, C cache width, F = C / H.
 """
@@ -32,15 +27,7 @@ from .parts.options import one_of
 
 
 class AttendedCache(SharedCache):
-    """A shared cache whose slots attend the last cache and the slots of new tokens, and keep what they find.
-
-    Args:
-        heads: H, of the update.
-        attend: "mean" or "sample"; see `SharedCache`.
-        width, length, others: see `SharedCache`.
-
-    Parameters: 5 C^2 + 6 C. Cost (multiply-adds): 4 B M C^2 + 4 B M^2 C for the rows and 3 M C^2 once per batch.
-    """
+    """A shared cache whose slots attend the last cache and the slots of new tokens. Parameters: 5 C^2 + 6 C."""
 
     def __init__(
         self, width: int, length: int, heads: int, *, attend: Literal["mean", "sample"] = "mean", **others: Any
@@ -69,10 +56,7 @@ class AttendedCache(SharedCache):
 
 
 class StoredCache(SharedCache):
-    """A shared cache that holds the slots of the last step's tokens; rows read it before it is replaced.
-
-    Args: see `SharedCache`. No parameters; B M C additions.
-    """
+    """A shared cache that holds the slots of the last step's tokens; rows read it before it is replaced."""
 
     def __init__(self, width: int, length: int, **others: Any) -> None:
         super().__init__(width, length, attend="stored", **others)
@@ -107,10 +91,6 @@ class AttentionCache(SharedCacheMemory):
         initial_gate: lambda at the start.
         interpolation, size, prefix, sync: see `SharedCache`.
         combine, bias, dropout, reduction, window: see `MemoryBranch`.
-
-    Raises:
-        ValueError: ratio, heads or widths do not fit; a switch has an unknown value; attend="sample" with
-            update="store".
     """
 
     def __init__(
@@ -142,20 +122,7 @@ class AttentionCache(SharedCacheMemory):
             )
         slots: dict[str, Any] = {"interpolation": interpolation, "prefix": prefix, "sync": sync}
         slots["size"] = tuple(size) if size is not None else None
-        super().__init__(
-            AttendedCache(c, length, heads, attend=attend, **slots)
-            if update == "attention"
-            else StoredCache(c, length, **slots),
-            MemoryBranch(
-                width,
-                heads,
-                c,
-                combine=combine,
-                mix="heads",
-                initial_gate=initial_gate,
-                bias=bias,
-                dropout=dropout,
-                reduction=reduction,
-                window=window,
-            ),
-        )
+        attends = update == "attention"
+        cache = AttendedCache(c, length, heads, attend=attend, **slots) if attends else StoredCache(c, length, **slots)
+        reads: dict[str, Any] = {"combine": combine, "initial_gate": initial_gate, "reduction": reduction}
+        super().__init__(cache, MemoryBranch(width, heads, c, bias=bias, dropout=dropout, window=window, **reads))

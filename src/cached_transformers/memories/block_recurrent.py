@@ -37,8 +37,8 @@ from cached_transformers.linear_maps import Weights
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State
 
-from .parts.gates import GATES, Gate, gated
-from .parts.options import NO_MEMORY, check_choices
+from .parts.options import GATES, NO_MEMORY, Gate, check_choices, check_heads, chosen_layers, gated
+from .parts.recurrent import shown, wrote
 
 EPSILON = 1e-6
 """Epsilon of root mean squares, and the smallest divisor of queries and keys; as in the authors' code."""
@@ -64,12 +64,7 @@ class OpenedStates(NamedTuple):
 
 
 class StateGate(nn.Module):
-    """Gates for the kept part of a state and the added part of a candidate.
-
-    Args:
-        kind: "fixed" or "lstm". width: D. looks_at: U. gates: see `parts.gates`.
-        bias: how much more of a state stays at first, in logits.
-    """
+    """Gates for the kept part of a state and the added part of a candidate; `looks_at` is U."""
 
     def __init__(self, kind: str, width: int, looks_at: int, gates: Gate, bias: float) -> None:
         super().__init__()
@@ -118,16 +113,9 @@ without one passes the error on."""
 class BlockRecurrent(LayerMemory):
     """State vectors of one upper layer, read by the tokens of a segment and renewed by gates when it ends.
 
-    The paper's window is another memory: with `memory=["transformer_xl", "block_recurrent"]` every layer attends the
-    last tokens beside the segment. The states read the tokens of their segment alone; those of the window they have
-    read before.
-
-    Queries, keys and values of the segment are the layer's, before positions. C is float32 at least, also in models of
-    lower precision: a slow gate adds little each time. Padding is neither read nor written; a row of nothing but
-    padding keeps its states. They can be neither more nor fewer than in training, since each has a vector of its own.
-
-    State: 4 S D + 8 bytes per row, in one layer. A token costs 2 D^2 + 4 S D + S / N (6 D^2 + 2 S D) multiply-adds
-    there: its own query and output, two attentions, and what states cost each segment.
+    Queries, keys and values of the segment are the layer's, before positions. C is float32 at least: a slow gate adds
+    little each time. Padding is neither read nor written. The paper's window is another memory:
+    `memory=["transformer_xl", "block_recurrent"]`.
 
     Args:
         width: D. heads: H.
@@ -144,10 +132,6 @@ class BlockRecurrent(LayerMemory):
         feed_forward: F, of forms that have one; 4 D when None.
         channels: of the layer's input and output, where they are not D. index, depth: which layer of how many this is,
             counted from 0. The model gives them.
-
-    Raises:
-        ValueError: a size below 1, a layer that does not exist, a width that the heads do not divide, an unknown
-            choice, a number that is not finite, or a scale of 0.
     """
 
     needs = frozenset({"state", "head"})  # nothing in the layers that have no states
@@ -176,7 +160,7 @@ class BlockRecurrent(LayerMemory):
         check_choices(gate=(gate, ("fixed", "lstm")), form=(form, ("skip", "dual", "single")), gates=(gates, GATES))
         _check(width, heads, gate_bias, initial_scale, initial_output)
         self.heads, self.form = heads, form
-        chosen = _chosen(layers, depth)
+        chosen = chosen_layers("layers", layers, depth, 5 / 6)
         self.here = index is None or chosen is None or index + 1 in chosen
         if not self.here:
             self.needs = frozenset()
@@ -223,7 +207,7 @@ class BlockRecurrent(LayerMemory):
     def read(self, opened: OpenedStates | tuple[()], query: Query, project_kv: ProjectKV | None) -> Reading:
         if not isinstance(opened, OpenedStates):
             return Reading()
-        q_BHNE = self._heads(self.query(_shown(query.x_BND, query.padding_BN, 2)))
+        q_BHNE = self._heads(self.query(shown(query.x_BND, query.padding_BN)))
         return Reading(output_BHNE=self._attend(0, q_BHNE, opened.k_BHSE, opened.v_BHSE), carry=opened)
 
     def project(self, y_BHNE: Tensor, query: Query, reading: Reading, linear: Linear, weights: Weights) -> Tensor:
@@ -238,11 +222,10 @@ class BlockRecurrent(LayerMemory):
         opened: OpenedStates = trace.reading.carry
         k_BHNE, v_BHNE, padding_BN = trace.query.k_BHNE, trace.query.v_BHNE, trace.query.padding_BN
         assert k_BHNE is not None and v_BHNE is not None
-        wrote_B, seen_B11N = torch.ones_like(state.segments_B, dtype=torch.bool), None
+        wrote_B, seen_B11N = wrote(padding_BN, trace.x_BND), None
         if padding_BN is not None:
-            wrote_B = ~padding_BN.all(1)
             seen_B11N = ~(padding_BN & wrote_B[:, None])[:, None, None]  # a softmax needs a key
-            k_BHNE, v_BHNE = (_shown(t, padding_BN, 3) for t in (k_BHNE, v_BHNE))
+            k_BHNE, v_BHNE = (shown(t, padding_BN) for t in (k_BHNE, v_BHNE))
         dtype = opened.k_BHSE.dtype
         made = (
             self._attend(1, opened.own_BHSE, opened.k_BHSE, opened.v_BHSE),
@@ -280,33 +263,9 @@ class BlockRecurrent(LayerMemory):
         return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
-def _shown(t: Tensor, padding_BN: Tensor | None, dims: int) -> Tensor:
-    """(B, N, D) or (B, H, N, E), with 0 at padding, so that whatever it holds reaches no sum, and no gradient."""
-    if padding_BN is None:
-        return t
-    return t.masked_fill(padding_BN[..., None] if dims == 2 else padding_BN[:, None, :, None], 0)
-
-
-def _chosen(layers: int | Sequence[int] | str | None, depth: int | None) -> Sequence[int] | None:
-    """Layers, counted from 1; None for whichever it is."""
-    if layers == "all" or (layers is None and depth is None):
-        return None
-    if layers is None and depth is not None:
-        return (math.ceil(5 * depth / 6),)
-    chosen = [layers] if isinstance(layers, int | str) else list(layers or ())
-    last = "" if depth is None else f" to {depth}, the model's last"
-    if not chosen or not all(isinstance(n, int) and n >= 1 and (depth is None or n <= depth) for n in chosen):
-        raise ValueError(
-            f"layers={layers!r} must be a layer, counted from 1{last}, several of them, or 'all'; None takes five "
-            "sixths of the depth"
-        )
-    return chosen  # type: ignore[return-value]
-
-
 def _check(width: int, heads: int, bias: float, scale: float | None, output: float) -> None:
     """Refuse (ValueError) numbers that do not fit."""
-    if heads < 1 or width % heads:
-        raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
+    check_heads(width, heads)
     for name, value in {"gate_bias": bias, "initial_output": output, "initial_scale": scale}.items():
         if value is not None and not math.isfinite(value):
             raise ValueError(f"{name}={value} must be a finite number")

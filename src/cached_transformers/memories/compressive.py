@@ -6,10 +6,8 @@ Transformer-XL's memory, but what falls out of it is compressed, `rate` hidden s
 recent' = [recent, SG(x)] minus evicted,  compressed' = [compressed, f(evicted)]
     f minimises || attn(SG(x), evicted) - attn(SG(x), f(evicted)) ||
 
-The recent memory holds `length` hidden states; whole groups of `rate` leave it, so up to rate - 1 more wait there,
-attended like the others, until their group is complete. Nothing is lost, and no group is padded.
-
-Reach: layers x (length + rate x compressed) tokens.
+Whole groups of `rate` leave the recent memory, so that up to rate - 1 more than `length` wait there, attended like the
+others: nothing is lost, and no group is padded.
 
 Legend: B rows, N tokens, M slots, G groups of C = rate, E = G C evicted states, H heads, D model width, P position
 channels, S queries; K keys.
@@ -24,14 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
-from cached_transformers.interfaces.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, one_segment
-from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
 from .parts.compression import FUNCTIONS, LEARNED
 from .parts.fifo_store import (
-    KEEP,
     Pairs,
     Rows,
     empty_pairs,
@@ -42,9 +38,11 @@ from .parts.fifo_store import (
     push_out,
     push_pairs,
     refuse_training,
+    right_before,
     side_by_side,
 )
 from .parts.options import check_choices
+from .transformer_xl import TransformerXL
 
 
 class CompressiveState(NamedTuple):
@@ -79,11 +77,8 @@ class CompressiveState(NamedTuple):
         lambda *given: {**one_segment(*given), "compressed": 0, "rate": 1},
     ),
 )
-class Compressive(LayerMemory):
+class Compressive(TransformerXL):
     """The last inputs of the layer, and before them older ones compressed.
-
-    Training adds, per token and layer, (2 D^2 + 2 N D) (1 + 1 / rate) multiply-adds for the attention loss, or D^2 for
-    autoencoding; "most_used" adds one product of the queries with all keys, (M + N) D.
 
     Args:
         width: D. heads: H.
@@ -96,15 +91,8 @@ class Compressive(LayerMemory):
         error: "norm" of the difference for each row (the paper), or its "mean_square", of the losses with a target.
         positions: "slots": a slot is one step long, whatever it holds. "age": it has the position of the middle of its
             group.
-        relative: own scheme of relative positions per layer, as Transformer-XL's; False takes the model's scheme, the
-            only one in host models.
-        clamp: distances beyond it count as it.
-        eval_length, eval_compressed: sizes of states made in evaluation mode; as in training when None.
-        keep: what states made in evaluation mode hold in the compressed slots: "hidden" states, as in training, or
-            their keys and values ("kv"), made once, as of `TransformerXL`. What may yet be compressed stays hidden.
-
-    Raises:
-        ValueError: sizes too small, unknown names, or options that exclude each other.
+        relative, clamp, eval_length, keep: see `TransformerXL`; `keep` is of the compressed slots.
+        eval_compressed: slots of states made in evaluation mode; as in training when None.
     """
 
     needs = frozenset({"state", "context", "own_loss"})
@@ -127,18 +115,13 @@ class Compressive(LayerMemory):
         eval_compressed: int | None = None,
         keep: Literal["hidden", "kv"] = "hidden",
     ) -> None:
-        super().__init__()
-        self.keep = keep
-        self.width, self.heads, self.rate, self.relative, self.clamp = width, heads, rate, relative, clamp
-        self.length, self.compressed, self.positions, self.error = length, compressed, positions, error
-        self.eval_length = length if eval_length is None else eval_length
+        super().__init__(width, heads, length, eval_length=eval_length, relative=relative, clamp=clamp, keep=keep)
+        self.rate, self.compressed, self.positions, self.error = rate, compressed, positions, error
         self.eval_compressed = compressed if eval_compressed is None else eval_compressed
         self._check(function, loss)
         make = FUNCTIONS[function]
         if function == "most_used" and compressed:
             self.needs = self.needs | {"weights"}
-        if keep == "kv":
-            self.needs = self.needs | {"stored_kv"}
         self.function = make(rate, width) if make is not None and compressed else None
         self.loss = loss or ("attention" if function in LEARNED and compressed else None)
         if self.loss in (None, "task"):
@@ -146,7 +129,7 @@ class Compressive(LayerMemory):
         self.decoder = nn.Linear(width, rate * width) if self.loss == "autoencoding" else None
 
     def _check(self, function: str, loss: str | None) -> None:
-        at_least_one(length=self.length, eval_length=self.eval_length, rate=self.rate)
+        at_least_one(rate=self.rate)
         for name, value in {"compressed": self.compressed, "eval_compressed": self.eval_compressed}.items():
             if value < 0:
                 raise ValueError(f"{name}={value} must be a number of slots, or 0 for a plain Transformer-XL")
@@ -160,7 +143,6 @@ class Compressive(LayerMemory):
             loss=(loss, (None, "attention", "autoencoding", "task")),
             error=(self.error, ("norm", "mean_square")),
             positions=(self.positions, ("slots", "age")),
-            keep=(self.keep, KEEP),
         )
         if loss is not None and (function not in LEARNED or self.compressed == 0):
             raise ValueError(
@@ -171,14 +153,9 @@ class Compressive(LayerMemory):
             raise ValueError("keep='kv' needs compressed slots, but compressed=0 has none; take keep='hidden'")
         if function == "dilated" and self.rate == 1:
             raise ValueError("function='dilated' needs rate of at least 2, got rate=1; take function='conv'")
-        if self.clamp is not None and not self.relative:
-            raise ValueError(f"clamp={self.clamp} limits relative distances; take relative=True, or clamp=None")
-
-    def position_scheme(self) -> Positions | None:
-        return RelativePositions(self.heads, self.width // self.heads, clamp=self.clamp) if self.relative else None
 
     def init_state(self, batch_size: int, like: Tensor) -> CompressiveState:
-        length, slots = (self.length, self.compressed) if self.training else (self.eval_length, self.eval_compressed)
+        length, slots = self._slots(), self.compressed if self.training else self.eval_compressed
         waiting = self.rate - 1 if slots else 0
         empty = empty_pairs if self.keep == "kv" and not self.training else empty_rows
         return CompressiveState(
@@ -197,8 +174,7 @@ class Compressive(LayerMemory):
             hidden_BMD, positions_BMP, valid_BM = lined_up(*state)
             k_BHME, v_BHME = project_kv(hidden_BMD)
         if self.positions == "slots":
-            steps_M = torch.arange(-k_BHME.shape[2], 0, device=k_BHME.device)
-            positions_BMP = first_B1P + steps_M[None, :, None]
+            positions_BMP = right_before(first_B1P, k_BHME.shape[2])
         run = self.positions == "slots"
         return Context(k_BHME, v_BHME, positions_BMP, valid_BM, consecutive=run, clean=True)
 

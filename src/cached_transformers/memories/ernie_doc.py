@@ -18,13 +18,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.interfaces.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.checks import at_least_one
+from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, whole_episode
-from cached_transformers.positions import KeptScheme, Positions, RelativePositions
+from cached_transformers.positions import KeptScheme, Positions
 from cached_transformers.registry import MEMORIES
 
-from .parts.fifo_store import KEEP, Pairs, Rows, empty_pairs, empty_rows, push, push_pairs, read_store
-from .parts.options import one_of
+from .parts.fifo_store import Pairs, Rows, push, push_pairs
+from .transformer_xl import TransformerXL
 
 
 class ErnieDocPositions(Positions):
@@ -41,16 +42,11 @@ class ErnieDocPositions(Positions):
         longest: T, tokens of the longest segment. slots: M.
         tasks: number of tasks; the second channel of the positions is then the task of each token, and the term of G
             takes part. It says nothing where all keys have one task.
-
-    Raises:
-        ValueError: a size below 1; when run, a segment of more than T tokens or positions without the task.
     """
 
     def __init__(self, heads: int, head_width: int, longest: int, slots: int, tasks: int = 0) -> None:
         super().__init__()
-        for name, value in {"longest": longest, "slots": slots}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1: there is a vector for each distance up to both")
+        at_least_one(": there is a vector for each distance up to both", longest=longest, slots=slots)
         width = heads * head_width
         self.heads, self.head_width, self.longest, self.slots, self.tasks = heads, head_width, longest, slots, tasks
         self.table = nn.Parameter(torch.randn(2 * longest + slots, width))
@@ -147,33 +143,21 @@ def _picked(q_BHNE: Tensor, table_HEZ: Tensor, row_BNK: Tensor) -> Tensor:
     gradient="none into the memory; its keys and values train the projections",
     probe=Probing(whole_episode),
 )
-class ErnieDoc(LayerMemory):
+class ErnieDoc(TransformerXL):
     """Keys and values of the last `length` outputs of the same layer.
 
-    A document can be fed twice ("retrospective feed"): the states after the first feed go on into the second, where
-    every segment has then heard of all others. `SegmentLoop(passes=2)` does so, with the loss of the second feed.
-
-    In one pass over a text a causal model with this memory is causal. In the second pass over the same text it is not:
-    a token's target has been read before. Train a causal model with two passes only where the targets are
-    not among the inputs (classes, tags, answers), and report no perplexity of a second pass.
+    A document can be fed twice: `SegmentLoop(passes=2)`, with the loss of the second feed, where each segment has heard
+    of all others. There a causal model has read a token's target before: no next-token loss.
 
     Args:
         width: D. heads: H.
         length: M, slots.
         start: "empty": nothing is attended before something was stored; "zeros": M rows of zeros are, as in the
             release, and dilute the first segments.
-        relative: own position scheme, the sines of Transformer-XL; False takes the model's scheme, the only one in
-            host models.
-        longest: T; own position scheme with a trained vector per distance, for segments of at most T tokens. The
-            release shares these vectors between layers, here each layer has its own: D (2 T + M) parameters.
-        keep: as of `TransformerXL`, with start="empty".
-
-    Raises:
-        ValueError: a size below 1, an unknown start or `keep`, `longest` without `relative`, or `keep="kv"` with a
-            start of zeros.
+        relative, keep: see `TransformerXL`; keep="kv" with start="empty".
+        longest: T; own position scheme with a trained vector per distance, for segments of at most T tokens;
+            D (2 T + M) parameters a layer.
     """
-
-    needs = frozenset({"state", "context"})
 
     def __init__(
         self,
@@ -186,36 +170,24 @@ class ErnieDoc(LayerMemory):
         longest: int | None = None,
         keep: Literal["hidden", "kv"] = "hidden",
     ) -> None:
-        super().__init__()
-        if length < 1:
-            raise ValueError(f"length={length} must be at least 1 slot; a model without memory takes memory=None")
+        super().__init__(width, heads, length, relative=relative, keep=keep)
         if start not in ("empty", "zeros"):
             raise ValueError(f"start={start!r} must be 'empty' or 'zeros' (rows of zeros that are attended)")
         if longest is not None and (longest < 1 or not relative):
             raise ValueError(
                 f"longest={longest} is the longest segment that distances are trained for: at least 1; relative=True"
             )
-        one_of("keep", keep, KEEP)
-        if keep == "kv":
-            if start == "zeros":
-                raise ValueError(
-                    "start='zeros' attends keys and values that change with the weights; take keep='hidden'"
-                )
-            self.needs = self.needs | {"stored_kv"}
-        self.width, self.heads, self.length, self.keep = width, heads, length, keep
-        self.start, self.relative, self.longest = start, relative, longest
+        if keep == "kv" and start == "zeros":
+            raise ValueError("start='zeros' attends keys and values that change with the weights; take keep='hidden'")
+        self.start, self.longest = start, longest
 
     def position_scheme(self) -> Positions | None:
-        if not self.relative:
-            return None
-        if self.longest is not None:
-            return ErnieDocPositions(self.heads, self.width // self.heads, self.longest, self.length)
-        return RelativePositions(self.heads, self.width // self.heads)
+        if self.longest is None:
+            return super().position_scheme()
+        return ErnieDocPositions(self.heads, self.width // self.heads, self.longest, self.length)
 
     def init_state(self, batch_size: int, like: Tensor) -> Rows | Pairs:
-        if self.keep == "kv" and not self.training:
-            return empty_pairs(batch_size, self.length, self.width, like)
-        rows = empty_rows(batch_size, self.length, self.width, like)
+        rows = super().init_state(batch_size, like)
         if self.start == "empty":
             return rows
         before_M1 = torch.arange(-self.length, 0, device=like.device)[:, None]
@@ -224,16 +196,14 @@ class ErnieDoc(LayerMemory):
         )
 
     def open(self, state: Rows | Pairs, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
-        assert project_kv is not None
-        k_BHME, v_BHME, clean = read_store(state, self, self.heads, project_kv)
-        positions_BMP = state.positions_BMP
-        if first_B1P is not None:
-            # The newest slot is right before the first token, also where a model counts from 0 in each segment. Of
-            # further channels (the task) the slots have the first token's.
-            placed_BM1 = positions_BMP - positions_BMP[:, -1:] + first_B1P[..., :1] - 1
-            others_BMP = first_B1P[..., 1:].expand(-1, self.length, -1)
-            positions_BMP = torch.cat([placed_BM1, others_BMP], -1)
-        return Context(k_BHME, v_BHME, positions_BMP, state.valid_BM, consecutive=True, clean=clean)
+        context = super().open(state, first_B1P, project_kv)
+        if first_B1P is None:
+            return context
+        # The newest slot is right before the first token, also where a model counts from 0 in each segment. Of further
+        # channels (the task) the slots have the first token's.
+        placed_BM1 = context.positions_BMP - context.positions_BMP[:, -1:] + first_B1P[..., :1] - 1
+        others_BMP = first_B1P[..., 1:].expand(-1, self.length, -1)
+        return context._replace(positions_BMP=torch.cat([placed_BM1, others_BMP], -1))
 
     def read(self, opened: Context, query: Query, project_kv: ProjectKV | None) -> Reading:
         return Reading(opened, carry=project_kv)

@@ -10,14 +10,7 @@ and its slot is then free for another one.
     loss  = price sum_{0 < m_ij < 1} (e_j - (i - j)) / (R N)        spans on the ramp are pushed down
 
 S are the layer's logits over slots and segment. A state is stored without a gradient; w and b learn through m, and only
-where a token is on the ramp of a slot. What differs from the released code, and why:
-
-* Tokens of the segment are attended as ever, the token itself too, and spans act on stored states: nothing in a
-  segment is older than the segment is long, and the core stays as fast as it is. An empty store is no memory then.
-* Distances are those of the layer's scheme; there, tokens farther than one block have none (`clamp` comes near).
-* norm is a LayerNorm without parameters, so that spans are alike in models of any norm, others' too. Where a block has
-  a LayerNorm in front, w and b absorb its parameters, and the span is that of the attention's input.
-* The number of slots is fixed, and each row drops its own; there, tensors grow and shrink by blocks shared by all rows.
+where a token is on the ramp of a slot.
 
 Legend: B rows, N tokens, M slots, K = M + N, D model width, P position channels.
 """
@@ -31,15 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.checks import at_least_one
-from cached_transformers.interfaces.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, one_segment
-from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
-from .parts.eviction import best, kept
-from .parts.fifo_store import Rows, empty_rows
-from .parts.options import NO_MEMORY, one_of
+from .parts.fifo_store import Rows, best, kept
+from .parts.options import check_positive, one_of
+from .transformer_xl import TransformerXL
 
 LOSSES = ("ramp", "mean")
 
@@ -80,10 +71,8 @@ def _whole_episode(segment: int, distance: int, depth: int) -> dict[str, float]:
     without={"own_loss": "price=0"},
     probe=Probing(_whole_episode, one_segment),
 )
-class ExpireSpan(LayerMemory):
+class ExpireSpan(TransformerXL):
     """Keys and values of the layer's inputs; each fades out at the end of a span that it predicts itself.
-
-    Parameters: D + 1, w and b. Memory in training: B N M numbers a layer for m, beside the logits' bias.
 
     Args:
         width: D. heads: H.
@@ -101,13 +90,7 @@ class ExpireSpan(LayerMemory):
             below 0), or "mean", the mean span of the segment's tokens (the paper), which pushes all of them.
         noisy: in training, cut spans at a random share of `longest`, drawn for a whole batch, in each segment and layer
             (there, one draw for all layers). Noise does not decide which slots are dropped.
-        relative: own position scheme per layer, as Transformer-XL's; False takes the model's scheme, the only one in
-            host models.
-        clamp: distances beyond it count as it.
-
-    Raises:
-        ValueError: a length below 1, spans longer than the store without `evict`, a ramp, span or divisor that is not
-            above 0, an `initial` outside (0, 1), a price below 0, or another `loss`.
+        relative, clamp: see `TransformerXL`.
     """
 
     needs = frozenset({"state", "context", "bias", "own_loss"})
@@ -129,11 +112,7 @@ class ExpireSpan(LayerMemory):
         relative: bool = True,
         clamp: int | None = None,
     ) -> None:
-        super().__init__()
-        at_least_one(" slot" + NO_MEMORY, length=length)
-        if clamp is not None and not relative:
-            raise ValueError(f"clamp={clamp} limits relative distances; take relative=True, or clamp=None")
-        self.width, self.heads, self.length, self.relative, self.clamp = width, heads, length, relative, clamp
+        super().__init__(width, heads, length, relative=relative, clamp=clamp)
         self.ramp = max(1, length // 8) if ramp is None else ramp
         self.longest = length + 1 - self.ramp if longest is None else longest
         self.initial, self.divisor, self.evict = initial, divisor, evict
@@ -145,9 +124,7 @@ class ExpireSpan(LayerMemory):
         self.bias = nn.Parameter(torch.full((1,), math.log(initial / (1 - initial))))
 
     def _check(self, by_length: bool) -> None:
-        for name, value in {"ramp": self.ramp, "divisor": self.divisor}.items():
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name}={value} must be above 0 and finite; ramp=1 is nearest to a hard end")
+        check_positive(ramp=self.ramp, divisor=self.divisor)
         if by_length and self.longest <= 0:
             raise ValueError(
                 f"ramp={self.ramp} alone is longer than the store of length={self.length}; take a ramp of at most "
@@ -177,12 +154,6 @@ class ExpireSpan(LayerMemory):
             normed_BMD = F.layer_norm(hidden_BMD.to(wide), (self.width,))
             logits_BM = F.linear(normed_BMD, self.weight_D.to(wide)[None])[..., 0] / self.divisor + self.bias.to(wide)
         return self.longest * logits_BM.sigmoid()
-
-    def position_scheme(self) -> Positions | None:
-        return RelativePositions(self.heads, self.width // self.heads, clamp=self.clamp) if self.relative else None
-
-    def init_state(self, batch_size: int, like: Tensor) -> Rows:
-        return empty_rows(batch_size, self.length, self.width, like)
 
     def open(self, state: Rows, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> OpenedSpans:
         assert project_kv is not None

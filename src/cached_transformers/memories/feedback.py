@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import (
-    Attend,
     BlockRunner,
     Context,
     Entry,
@@ -42,7 +41,7 @@ from cached_transformers.memories.parts.late_gradients import late_gradients
 from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
-from .parts.fifo_store import Rows, empty_rows, push, side_by_side
+from .parts.fifo_store import Rows, empty_rows, push, right_before, side_by_side
 from .parts.options import NO_MEMORY, check_choices
 from .parts.sliding import Window
 
@@ -51,11 +50,7 @@ own_word("pieces", "a segment that is read piece by piece, so that no token sees
 
 
 class LearnedDistances(Positions):
-    """A trained vector for each distance 1 .. M, whose product with the query joins the logit.
-
-    Args:
-        table_EM: the vectors, that of the largest distance first.
-    """
+    """A trained vector for each distance M .. 1, whose product with the query joins the logit."""
 
     def __init__(self, table_EM: nn.Parameter) -> None:
         super().__init__()
@@ -106,13 +101,9 @@ class OpenedMixtures(NamedTuple):
 class Feedback(ModelMemory):
     """The past as one vector a token, mixed of all layers, which every layer attends instead of the segment.
 
-    A layer attends with 3 M D multiply-adds per token. Keys and values of the M mixtures are recomputed at each
-    segment, so that their projections learn from them: 2 D^2 M / N per token and set, beside 2 D^2 for the new mixture.
-
-    Training keeps the weights of all slots for each token and layer (4 L M H bytes a token in float32). With padding,
-    with another attention than softmax, with attention dropout, or where positions turn the keys, it keeps their keys
-    and values (8 M D bytes a token, turned ones for each layer). A compiled step holds the graph of every token: take
-    short segments.
+    Keys and values of the M mixtures are recomputed at each segment, so that projections learn from them. Training
+    keeps 4 L M H bytes a token; with padding, another attention than softmax, attention dropout, or positions that turn
+    the keys, 8 M D and more. A compiled step holds the graph of every token: take short segments.
 
     Args:
         width: D. heads: H. depth: layers, of the model. length: M, tokens that are attended.
@@ -126,9 +117,6 @@ class Feedback(ModelMemory):
             of one token cheap (no 2 D^2 M), but from which old tokens no longer train the projections.
         official_renorm: between segments, normalise the segment's mixtures with the first layer's norm, as the authors'
             code does in a pre-norm model (where it is then normalised twice); results then depend on how a text is cut.
-
-    Raises:
-        ValueError: a size below 1, an unknown name, or `official_renorm` of a memory that keeps no hidden states.
     """
 
     needs = frozenset({"state", "context", "context_alone", "layer_traces", "pieces"})
@@ -190,8 +178,10 @@ class Feedback(ModelMemory):
         return outputs, self._close(state, opened), None
 
     def open(self, state: Rows, tokens: Tokens, layers: Sequence[Projections]) -> OpenedMixtures:
-        zero_11W = self._pairs(state.hidden_BMD.new_zeros(1, 1, self.width), layers)
-        made_BMW = state.hidden_BMD if self.keep == "kv" else self._pairs(state.clean_BMD, layers)
+        zero_11W = side_by_side(*self._projected(state.hidden_BMD.new_zeros(1, 1, self.width), layers))
+        made_BMW = state.hidden_BMD
+        if self.keep != "kv":
+            made_BMW = side_by_side(*self._projected(state.clean_BMD, layers))
         pairs = _filled(state._replace(hidden_BMD=made_BMW), zero_11W)
         return OpenedMixtures(pairs, None, zero_11W, (), torch.zeros_like(state.count_B), layers)
 
@@ -211,10 +201,6 @@ class Feedback(ModelMemory):
         again_BMD = opened.layers[0].norm(rows.clean_BMD).to(rows.hidden_BMD.dtype)
         return rows._replace(hidden_BMD=torch.where(new_BM[..., None], again_BMD, rows.hidden_BMD))
 
-    def _pairs(self, mixture_BND: Tensor, layers: Sequence[Projections]) -> Tensor:
-        """(B, N, W): keys and values of each set, side by side."""
-        return side_by_side(*self._projected(mixture_BND, layers))
-
     def _projected(self, mixture_BND: Tensor, layers: Sequence[Projections]) -> list[Tensor]:
         """(B, H, N, E) each: keys and values of each set."""
         return [t for layer in layers[: self.sets] for t in layer.project_kv(mixture_BND)]
@@ -226,15 +212,12 @@ class Feedback(ModelMemory):
     def enter(self, opened: OpenedMixtures, tokens: Tokens) -> Entry:
         pairs, valid_BM = opened.pairs, opened.pairs.valid_BM
         # An attended empty slot takes the position of the missing token.
-        steps_M = torch.arange(-self.length, 0, device=valid_BM.device)
-        before_BMP = tokens.positions_BNP[:, :1] + steps_M[None, :, None]
+        before_BMP = right_before(tokens.positions_BNP[:, :1], self.length)
         positions_BMP = torch.where(valid_BM[..., None], pairs.positions_BMP, before_BMP)
         if self.start == "zeros":
             valid_BM = torch.ones_like(valid_BM)
         heads = self._by_head(pairs) if opened.window is None else opened.window.seen
-        attends: Sequence[Attend | None] = (
-            [None] * self.sets if opened.window is None else opened.window.attends(valid_BM)
-        )
+        attends: Any = [None] * self.sets if opened.window is None else opened.window.attends(valid_BM)
         contexts = [
             Context(k, v, positions_BMP, valid_BM, consecutive=True, clean=True, attend=attend)
             for k, v, attend in zip(heads[::2], heads[1::2], attends, strict=True)
@@ -249,9 +232,8 @@ class Feedback(ModelMemory):
         new = self._projected(mixture_BND, opened.layers)
         if opened.window is not None:
             opened.window.slide(new)
-            pairs = push(
-                opened.pairs._replace(hidden_BMD=opened.pairs.hidden_BMD[..., :0]), x_BND[..., :0], positions_BNP
-            )
+            nothing = opened.pairs._replace(hidden_BMD=opened.pairs.hidden_BMD[..., :0])
+            pairs = push(nothing, x_BND[..., :0], positions_BNP)
         else:
             pairs = push(opened.pairs, side_by_side(*new), positions_BNP, padding_BN)
         if padding_BN is not None:

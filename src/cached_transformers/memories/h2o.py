@@ -19,15 +19,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cached_transformers.checks import at_least_one
-from cached_transformers.interfaces.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.memory import Context, ProjectKV, Trace
 from cached_transformers.interfaces.probing import Probing, one_segment
-from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
-from .parts.eviction import best, from_last, kept
-from .parts.fifo_store import last_slots
-from .parts.options import NO_MEMORY
+from .parts.fifo_store import best, from_last, kept, last_slots, right_before
+from .transformer_xl import TransformerXL
 
 
 class HeavyHitters(NamedTuple):
@@ -62,32 +59,25 @@ class HeavyHitters(NamedTuple):
         lambda *given: {"heavy": 0, **one_segment(*given)},
     ),
 )
-class H2O(LayerMemory):
+class H2O(TransformerXL):
     """Keys and values to which the queries of each head gave most weight so far, and the last ones. No parameters.
 
-    They are kept as they were made, without a gradient; in training they grow old, as those of `Memorizing` do.
-    They are at their places in the cache, right before the segment, since each head keeps other ones.
+    They are kept as they were made, without a gradient, at their places in the cache, right before the segment, since
+    each head keeps other ones.
 
     Args:
         width: D. heads: H.
         length: R, slots of the last tokens. heavy: slots of those that were attended most; 0 is a window.
-        relative: own position scheme per layer, as Transformer-XL's; False takes the model's scheme.
-
-    Raises:
-        ValueError: a length below 1, or heavy below 0.
+        relative: see `TransformerXL`.
     """
 
     needs = frozenset({"state", "context", "stored_kv", "weights"})
 
     def __init__(self, width: int, heads: int, length: int = 64, *, heavy: int = 64, relative: bool = True) -> None:
-        super().__init__()
-        at_least_one(" slot" + NO_MEMORY, length=length)
+        super().__init__(width, heads, length, relative=relative)
         if heavy < 0:
             raise ValueError(f"heavy={heavy} must be a number of slots, or 0 for a window of length={length}")
-        self.width, self.heads, self.length, self.heavy, self.relative = width, heads, length, heavy, relative
-
-    def position_scheme(self) -> Positions | None:
-        return RelativePositions(self.heads, self.width // self.heads) if self.relative else None
+        self.heavy = heavy
 
     def init_state(self, batch_size: int, like: Tensor) -> HeavyHitters:
         slots, width = self.heavy + self.length, self.width // self.heads
@@ -98,12 +88,8 @@ class H2O(LayerMemory):
 
     def open(self, state: HeavyHitters, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
         assert first_B1P is not None
-        place_M = torch.arange(-state.scores_BHM.shape[2], 0, device=first_B1P.device)
-        positions_BMP = first_B1P + place_M[None, :, None]
+        positions_BMP = right_before(first_B1P, state.scores_BHM.shape[2])
         return Context(state.k_BHME, state.v_BHME, positions_BMP, state.valid_BM, consecutive=True)
-
-    def read(self, opened: Context, query: Query, project_kv: ProjectKV | None) -> Reading:
-        return Reading(opened)
 
     def write(self, state: HeavyHitters, trace: Trace) -> tuple[HeavyHitters, None]:
         query, weights_BHNL = trace.query, trace.weights_BHNL

@@ -4,21 +4,15 @@ Beside its softmax over the segment each head reads a matrix of all earlier segm
 
     A_mem = s(Q) M / (s(Q) z),    A = g A_mem + (1 - g) A_dot,    s(x) = elu(x) + 1,    g = sigmoid(beta), one a head
     M' = M + s(K)^T U,    z' = z + sum_t s(k_t)
-
-M and z are those after the previous segments. The written U is one of
-
     linear    u_t = v_t
     delta     u_t = v_t - s(k_t) M / (s(k_t) z)                 all tokens against M and z of the segment's begin
     exact     u_t = v_t - s(k_t) M_{t-1} / (s(k_t) z_{t-1})     each against the memory after the previous token
 
-In "exact" the normaliser moves with the tokens as M does: z_{t-1}, not that of the segment's begin. M and z are then a
-function of the tokens alone, wherever a stream is cut, as they are with "linear". The corrections of a chunk of tokens
-solve one triangular system: with M and z of before the chunk, G the part of s(K) s(K)^T below the diagonal, and
-n = s(K) z + G 1,
+With "linear" and "exact" M and z are a function of the tokens alone, wherever a stream is cut. The corrections of a
+chunk of tokens solve one triangular system: with M and z of before the chunk, G the part of s(K) s(K)^T below the
+diagonal, and n = s(K) z + G 1,
 
-    (I + diag(1 / n) G) U = V - diag(1 / n) s(K) M
-
-No entry of diag(1 / n) G is negative, and no row sums to more than 1: U has at most C times the size of the right side.
+    (I + diag(1 / n) G) U = V - diag(1 / n) s(K) M              rows of diag(1 / n) G sum to at most 1
 
 Queries, keys and values are those of the layer, without positions, and queries without the 1 / sqrt(E) of the softmax.
 
@@ -38,8 +32,8 @@ from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import refuse_narrow
 
-from .parts.options import one_of
-from .parts.recurrent import Answer, Asked, Recurrent, beside, wide
+from .parts.options import check_heads, one_of
+from .parts.recurrent import Answer, Asked, Recurrent, beside, shown, wide
 
 Update = Literal["linear", "delta", "exact"]
 UPDATES = ("linear", "delta", "exact")
@@ -118,16 +112,9 @@ class Infini(Recurrent):
     """A matrix in each head holds keys and values of all earlier segments; a gate per head mixes its answer with
     attention.
 
-    It has no weights but the gates, and uses the layer's own queries, keys and values, before positions. Keys that
-    several heads share come once for each of them, so that such heads hold the same matrix. M and z are float32 at
-    least, under autocast too: z grows by every token, and sums want the digits. Padding writes nothing.
-
-    State: 4 (D E + D) + 8 bytes per row and layer. A token costs D E + D multiply-adds to read and D E to write; with
-    a delta rule 2 D E + D to write, and with "exact" the products of its chunk, D C, and half as many for its triangle.
-
-    The gates are `gate_H` of each layer's memory. Weight decay would pull them to g = 1/2: `parameter_groups` of our
-    training leaves them out, as all vectors, and other optimisers are to be told. Where they should move faster than
-    the weights, they get a group of their own: parameters whose names end in "gate_H".
+    It has no weights but the gates, and uses the layer's own queries, keys and values, before positions. M and z are
+    float32 at least, under autocast too. Weight decay would pull the gates to g = 1/2: it is not for parameters whose
+    names end in "gate_H".
 
     Args:
         width: D. heads: H.
@@ -136,9 +123,6 @@ class Infini(Recurrent):
         first: output of a row without a past: A_dot ("bypass"), or the paper's (1 - g) A_dot ("gated").
         initial_gate: beta; 0 mixes halves. A model that was trained without the memory wants less, so that it changes
             little and the gate still learns: `preset="trained"` is -4 (g = 0.018).
-
-    Raises:
-        ValueError: a width that the heads do not divide, an unknown choice, or an initial gate that is no number.
     """
 
     needs = frozenset({"state", "head"})
@@ -153,8 +137,7 @@ class Infini(Recurrent):
         initial_gate: float = 0.0,
     ) -> None:
         super().__init__()
-        if heads < 1 or width % heads:
-            raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
+        check_heads(width, heads)
         if math.isnan(initial_gate):
             raise ValueError(
                 f"initial_gate={initial_gate} must be a number, 0 for halves; -inf closes the gate for good"
@@ -182,7 +165,7 @@ class Infini(Recurrent):
 
     def ask(self, opened: OpenedMatrix, query: Query) -> Asked:
         assert query.q_BHNE is not None and query.k_BHNE is not None
-        return Asked(sigma(wide(_shown(query.q_BHNE, query.padding_BN))), query.k_BHNE)
+        return Asked(sigma(wide(shown(query.q_BHNE, query.padding_BN))), query.k_BHNE)
 
     def online(self, opened: OpenedMatrix, query: Query, asked: Asked) -> Answer:
         return Answer(self.answer(opened.sums_BHEF, asked), opened.any_B)
@@ -210,16 +193,11 @@ class Infini(Recurrent):
         matrix_BHEF = torch.where(any_B11[..., None], state.matrix_BHEF, 0)
         mass_BHE = torch.where(any_B11, state.mass_BHE, 0)
         with torch.autocast(matrix_BHEF.device.type, enabled=False):
-            k_BHNE, v_BHNE = (_shown(t, padding_BN).to(matrix_BHEF.dtype) for t in (k_BHNE, v_BHNE))
-            matrix_BHEF, mass_BHE = store(matrix_BHEF, mass_BHE, _shown(sigma(k_BHNE), padding_BN), v_BHNE, self.update)
+            k_BHNE, v_BHNE = (shown(t, padding_BN).to(matrix_BHEF.dtype) for t in (k_BHNE, v_BHNE))
+            matrix_BHEF, mass_BHE = store(matrix_BHEF, mass_BHE, shown(sigma(k_BHNE), padding_BN), v_BHNE, self.update)
         tokens = k_BHNE.shape[2] if padding_BN is None else (~padding_BN).sum(1)
         return InfiniMatrix(matrix_BHEF, mass_BHE, state.tokens_B + tokens), None
 
     def close_gate(self) -> None:
         with torch.no_grad():
             self.gate_H.fill_(-torch.inf)
-
-
-def _shown(t_BHNE: Tensor, padding_BN: Tensor | None) -> Tensor:
-    """The same with 0 at padding, so that whatever it holds reaches no sum, and no gradient."""
-    return t_BHNE if padding_BN is None else t_BHNE.masked_fill(padding_BN[:, None, :, None], 0)

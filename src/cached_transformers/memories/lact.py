@@ -11,11 +11,9 @@ themselves they have the layer's attention; the read is added to its result.
 
     lr_j = softplus(w . x_j + c),   q = norm(silu(a q + b)),  k likewise,  v = silu(v)     of the layer's q, k and v
 
-Momentum and Muon are options: without them P = G, and W <- rows(W + P).
-
-`rows` gives every row the length that it has in the initial weights. With `keep="sum"`, W is kept as a sum of all steps
-and gets these lengths only where it is read. NS takes P to nearly orthogonal matrices of its own span: all its singular
-values become about 1, so that a chunk's step is as large whatever the rates are, which then weigh its tokens alone.
+Without momentum and Muon P = G, and W <- rows(W + P). `rows` gives every row the length that it has in the initial
+weights; with `keep="sum"`, only where W is read. NS makes all singular values of P about 1, so that a chunk's step is
+as large whatever the rates are, which then weigh its tokens alone.
 
 Legend: B rows, G nets, N tokens, H heads, E head width, D model width, K = V = D / G, F width between the matrices of a
 net; `...` any leading dimensions.
@@ -37,8 +35,8 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.state import map_state, refuse_narrow
 
 from .parts.fast_weights import slope, written
-from .parts.options import NO_MEMORY, one_of
-from .parts.recurrent import wide
+from .parts.options import NO_MEMORY, check_positive, one_of
+from .parts.recurrent import shown, wide
 
 EPSILON = 1e-5
 """Added to lengths that are divided by."""
@@ -123,14 +121,8 @@ def rows_like(t: Tensor, like: Tensor) -> Tensor:
 class LaCT(LayerMemory):
     """Wide gated nets per row that learn values by key, in one step for all tokens of a segment.
 
-    It uses the layer's own queries, keys and values, before positions. The layer's attention has to cover the segment:
-    its writes are read from the next segment on. A text can be generated token by token.
-
-    What differs from the paper: a chunk is a segment, and the last one is written, too, since another may follow; a row
-    that has written nothing reads nothing (`first`); Newton-Schulz is computed in float32, where the release has
-    bfloat16; rows get the lengths of the initial weights as they are now, which are no part of the state.
-
-    State: 12 D F bytes, twice that with momentum, and 8 per row, in float32 at least.
+    It uses the layer's own queries, keys and values, before positions; writes are read from the next segment on. The
+    state is float32 at least.
 
     Args:
         width: D. heads: H.
@@ -142,10 +134,6 @@ class LaCT(LayerMemory):
         first: read of a row without a past: nothing ("bypass"), or the initial weights ("apply"), as in the paper.
         initial_scale: bias of u . x at first.
         channels: of the layer's input, where they are not D. The model gives them.
-
-    Raises:
-        ValueError: a width that nets or heads do not divide, sizes below 1, unknown names, a rate that is not above 0;
-            when it reads, a state below float32.
     """
 
     needs = frozenset({"state", "head"})
@@ -171,8 +159,7 @@ class LaCT(LayerMemory):
         for name, parts in (("heads", heads), ("nets", nets)):
             if width % parts:
                 raise ValueError(f"{name}={parts} must divide width={width}: each has an equal part of the channels")
-        if not 0 < rate < math.inf:
-            raise ValueError(f"rate={rate} must be above 0 and finite: softplus never is 0")
+        check_positive(rate=rate)
         self.heads, self.nets, self.muon = heads, nets, muon
         self.normed_when_read = one_of("keep", keep, ("rows", "sum")) == "sum"
         self.bypass = one_of("first", first, ("bypass", "apply")) == "bypass"
@@ -206,7 +193,7 @@ class LaCT(LayerMemory):
 
     def read(self, opened: OpenedNets, query: Query, project_kv: ProjectKV | None) -> Reading:
         assert query.q_BHNE is not None
-        x_BND = _shown(query.x_BND, query.padding_BN)
+        x_BND = shown(query.x_BND, query.padding_BN)
         scale_BGN1 = F.silu(self.scale(x_BND)).mT[..., None]
         with torch.autocast(x_BND.device.type, enabled=False):
             f_BGNV = apply(opened.weights, self._asking(query.q_BHNE, 0, query.padding_BN))
@@ -217,15 +204,15 @@ class LaCT(LayerMemory):
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         assert reading.output_BHNE is not None
         mixed_BHNE = y_BHNE + reading.output_BHNE.to(y_BHNE.dtype)
-        return (
-            mixed_BHNE if reading.any_B is None else torch.where(reading.any_B[:, None, None, None], mixed_BHNE, y_BHNE)
-        )
+        if reading.any_B is None:
+            return mixed_BHNE
+        return torch.where(reading.any_B[:, None, None, None], mixed_BHNE, y_BHNE)
 
     def write(self, state: LaCTState, trace: Trace) -> tuple[LaCTState, None]:
         (x_BND, padding_BN), (k_BHNE, v_BHNE) = trace.query[0:4:3], trace.query[5:7]
         assert k_BHNE is not None and v_BHNE is not None
         written_B = written(padding_BN, x_BND)
-        x_BND = _shown(x_BND, padding_BN)
+        x_BND = shown(x_BND, padding_BN)
         logits = wide(self.rates(x_BND))
         # softplus: that of torch has a gradient of other strides than its compiled trace takes it to have
         rates_BNG = torch.logaddexp(logits, torch.zeros_like(logits))
@@ -233,11 +220,11 @@ class LaCT(LayerMemory):
         with torch.autocast(x_BND.device.type, enabled=False):
             nets, initial = self.open(state, None, None).weights, self._initial(state)
             k_BGNK = self._asking(k_BHNE, 1, padding_BN)
-            v_BGNV = F.silu(self._nets(_shown(v_BHNE, padding_BN).transpose(1, 2).flatten(2)))
-            rates = _shown(rates_BNG, padding_BN).mT.unflatten(1, (3, self.nets))[..., None].unbind(1)
+            v_BGNV = F.silu(self._nets(shown(v_BHNE, padding_BN).transpose(1, 2).flatten(2)))
+            rates = shown(rates_BNG, padding_BN).mT.unflatten(1, (3, self.nets))[..., None].unbind(1)
             steps, momentum = descent(nets, k_BGNK, v_BGNV, rates), state.momentum
             if keeping_BNG is not None:
-                m_BG = _shown(keeping_BNG, padding_BN).sum(1) / written_B.clamp(min=1)[:, None]
+                m_BG = shown(keeping_BNG, padding_BN).sum(1) / written_B.clamp(min=1)[:, None]
                 before = _where(state.tokens_B > 0, momentum, map_state(torch.zeros_like, momentum))
                 steps = Nets(*(g + m_BG[..., None, None] * p for g, p in zip(steps, before, strict=True)))
                 momentum = _where(written_B > 0, steps, state.momentum)
@@ -263,7 +250,7 @@ class LaCT(LayerMemory):
 
     def _asking(self, t_BHNE: Tensor, which: int, padding_BN: Tensor | None) -> Tensor:
         """Queries (0) or keys (1) of the nets, (B, G, N, K), of those of the layer."""
-        t_BND = wide(_shown(t_BHNE, padding_BN).transpose(1, 2).flatten(2))
+        t_BND = wide(shown(t_BHNE, padding_BN).transpose(1, 2).flatten(2))
         scale_D, offset_D = (t[which].to(t_BND.dtype) for t in (self.scale_2D, self.offset_2D))
         t_BGNK = F.silu(self._nets(t_BND * scale_D + offset_D))
         return t_BGNK / (t_BGNK.norm(dim=-1, keepdim=True) + EPSILON)
@@ -272,10 +259,3 @@ class LaCT(LayerMemory):
 def _where(choose_B: Tensor, first: Any, second: Any) -> Any:
     """Select per row the first or the second; no value of the other reaches a result, not even NaN."""
     return map_state(lambda a, b: torch.where(choose_B[:, None, None, None], a, b.to(a.dtype)), first, second)
-
-
-def _shown(t: Tensor, padding_BN: Tensor | None) -> Tensor:
-    """(B, N, ...) or (B, H, N, E) with 0 at padding, so that whatever it holds reaches no sum, and no gradient."""
-    if padding_BN is None:
-        return t
-    return t.masked_fill(padding_BN[:, :, None] if t.dim() == 3 else padding_BN[:, None, :, None], 0)

@@ -7,8 +7,8 @@ the slot itself and the segment's tokens, sharpened by a temperature, and then f
     write   a_i = softmax((m_i W_q) [m_i W_k; x W_k]^T / (sqrt(E) tau)),   n_i = a_i [m_i; x W_v]
     forget  m_i' = (n_i + b_i) / |n_i + b_i|,   at first m_i = b_i / |b_i|
 
-Slots do not see each other, which would let them become one. Gradient flows through them; `training.replay` has the
-paper's way to train over many segments with the activations of one.
+Slots do not see each other, which would let them become one. `ReplayLoop` is the paper's way to train over many
+segments with the activations of one.
 
 Legend: B rows, N tokens, M slots, H heads, E head width, D = H * E model width.
 """
@@ -17,18 +17,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import Entry, ModelMemory, Projections, Tokens, Trace
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
 
 from .parts.memory_tokens import carried_norm
-from .parts.slot_attention import SlotAttention
+from .parts.options import NO_MEMORY, check_heads, check_positive
 
 
 class MemorySlots(NamedTuple):
@@ -36,6 +37,41 @@ class MemorySlots(NamedTuple):
 
     slots_BMD: Tensor
     segments_B: Tensor
+
+
+class SlotAttention(nn.Module):
+    """Residual cross-attention of the tokens over the slots of a model memory ("sublayer" insertion)."""
+
+    def __init__(self, width: int, heads: int, *, bias: bool = True) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.query = nn.Linear(width, width)
+        self.key_value = nn.Linear(width, 2 * width)
+        self.output = nn.Linear(width, width, bias=bias)
+
+    def forward(self, x_BND: Tensor, slots_BMD: Tensor, valid_BM: Tensor | None = None) -> Tensor:
+        """Read of the valid slots (all when None); zeros for a row without any."""
+        return self.read(x_BND, *self.open(slots_BMD, valid_BM))
+
+    def _heads(self, t_BND: Tensor) -> Tensor:
+        return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def open(self, slots_BMD: Tensor, valid_BM: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values (B, H, M, E) of the slots, and which are valid."""
+        if valid_BM is not None:
+            slots_BMD = torch.where(valid_BM[..., None], slots_BMD, 0)  # a NaN would survive a mask on the logits
+        k, v = self.key_value(slots_BMD).chunk(2, -1)
+        return self._heads(k), self._heads(v), valid_BM
+
+    def read(self, x_BND: Tensor, *opened: Any) -> Tensor:
+        """`forward`, of what `open` gave."""
+        k_BHME, v_BHME, valid_BM = opened
+        mask = None if valid_BM is None else valid_BM[:, None, None]
+        q_BHNE = self._heads(self.query(self.norm(x_BND)))
+        out = F.scaled_dot_product_attention(q_BHNE, k_BHME, v_BHME, attn_mask=mask)
+        y_BND = self.output(out.transpose(1, 2).flatten(2))
+        return y_BND if valid_BM is None else torch.where(valid_BM.any(1)[:, None, None], y_BND, 0)
 
 
 def write_slots(
@@ -80,12 +116,8 @@ def forget(slots_BMD: Tensor, bias_MD: Tensor) -> Tensor:
 class Memformer(ModelMemory):
     """Slots that every block attends, each rewritten after a segment from itself and the segment's tokens.
 
-    In a causal model a segment reads only slots written by earlier segments. The cross-attention is
-    between attention and feed-forward with a residual connection and a norm of its own before it. Padding is not
-    written; a row of nothing but padding keeps its slots.
-
-    State: 4 M D + 8 bytes per row. A token costs 2 D^2 (1 + M / N) + 2 M D multiply-adds in each layer to read, and the
-    same once to write.
+    The cross-attention is between attention and feed-forward, with a residual connection and a norm before it.
+    A row of nothing but padding keeps its slots.
 
     Args:
         width: D. heads: H, also of the write.
@@ -94,10 +126,6 @@ class Memformer(ModelMemory):
         forgetting: length of the biases b at the start of training; slots are drawn to where they point.
         norm: "pre" or "post", where the model's norms are (models say it themselves); with "pre" written slots pass
             through a LayerNorm of the memory first.
-
-    Raises:
-        ValueError: a length below 1; a temperature or forgetting that is not above 0; a width that the heads do not
-            divide; an unknown norm.
     """
 
     needs = frozenset({"state", "slots"})
@@ -113,13 +141,9 @@ class Memformer(ModelMemory):
         norm: str = "pre",
     ) -> None:
         super().__init__()
-        if length < 1:
-            raise ValueError(f"length={length} must be at least 1 slot; a model without memory takes memory=None")
-        for name, value in {"temperature": temperature, "forgetting": forgetting}.items():
-            if not value > 0:
-                raise ValueError(f"{name}={value} must be above 0")
-        if heads < 1 or width % heads:
-            raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
+        at_least_one(" slot" + NO_MEMORY, length=length)
+        check_positive(temperature=temperature, forgetting=forgetting)
+        check_heads(width, heads)
         self.width, self.heads, self.length, self.temperature = width, heads, length, temperature
         self.norm = carried_norm(norm, width)
         self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))

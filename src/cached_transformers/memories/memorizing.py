@@ -14,7 +14,6 @@ Legend: B rows, N tokens, M slots, K neighbours, H heads, E head width, D = H * 
 
 from __future__ import annotations
 
-import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from cached_transformers.state import State, may_change
 
 from .parts.nearest import nearest
 from .parts.neighbour_index import NeighbourIndex
-from .parts.options import NO_MEMORY, one_of
+from .parts.options import NO_MEMORY, check_heads, chosen_layers, one_of
 
 ALL = 2
 """A store of up to this many times the neighbours is read by one softmax over all of it: no gathering is faster."""
@@ -48,10 +47,7 @@ class Found(NamedTuple):
 
 
 class NeighbourStore(NamedTuple):
-    """Unit keys and values of the last M tokens of each row, and how many tokens were ever stored.
-
-    A ring: token number t lies in slot t mod M, and the oldest is overwritten.
-    """
+    """Unit keys and values of the last M tokens of each row, token t in slot t mod M, and how many were ever stored."""
 
     k_BHME: Tensor
     v_BHME: Tensor
@@ -160,11 +156,8 @@ def _short_store(segment: int, distance: int, depth: int) -> dict[str, int]:
 class Memorizing(LayerMemory):
     """The nearest of the last `length` keys of one upper layer, mixed per head by a learned gate.
 
-    Queries and keys are compared without positions and at unit length, times a learned factor per head. The layer's own
-    attention is left as it is; the original normalises its queries and keys too. The store is read before the segment
-    is written to it. With `joint` one softmax runs over neighbours and segment, which an attention core must support
-    ("lse"), and b is added to the neighbours' logits. With an index of faiss the state stays the same tensors,
-    and compiled code breaks at the search.
+    Queries and keys are compared without positions and at unit length, times a learned factor per head. With an index
+    of faiss the state stays the same tensors, and compiled code breaks at the search.
 
     Args:
         width: D. heads: H.
@@ -177,10 +170,6 @@ class Memorizing(LayerMemory):
         faiss_index: "Flat" (exact) or "HNSW<links>" (approximate).
         initial_gate: b. initial_scale: s.
         index, depth: which layer of how many this is, counted from 0; the model gives them.
-
-    Raises:
-        ValueError: a size below 1, a layer that does not exist, a width that the heads do not divide, or an unknown
-            choice. ImportError: faiss is asked for and not installed.
     """
 
     needs = frozenset({"state", "head"})  # nothing in the layers that have no store
@@ -205,13 +194,7 @@ class Memorizing(LayerMemory):
     ) -> None:
         super().__init__()
         at_least_one(NO_MEMORY, length=length, eval_length=eval_length, k=k)
-        if heads < 1 or width % heads:
-            raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
-        if layer is not None and (layer < 1 or (depth is not None and layer > depth)):
-            last = "" if depth is None else f" to {depth}, the model's last"
-            raise ValueError(
-                f"layer={layer} must be a layer, counted from 1{last}; None takes three quarters of the depth"
-            )
+        check_heads(width, heads)
         one_of("empty", empty, ("bypass", "zero"))
         one_of("store", store, ("exact", "faiss"))
         if joint and empty == "zero":
@@ -222,9 +205,8 @@ class Memorizing(LayerMemory):
             raise ValueError("initial_scale=0 would read every neighbour alike and never learn; take 1, or more")
         self.heads, self.head_width, self.k, self.empty = heads, width // heads, k, empty
         self.length, self.eval_length = length, eval_length or length
-        if layer is None and depth is not None:
-            layer = math.ceil(0.75 * depth)
-        self.here = index is None or layer is None or index + 1 == layer
+        chosen = chosen_layers("layer", layer, depth, 3 / 4)
+        self.here = index is None or chosen is None or index + 1 in chosen
         self.needs = self.needs | {"lse"} if joint and self.here else self.needs if self.here else frozenset()
         self.index = NeighbourIndex(faiss_index) if store == "faiss" else None
         if self.here:

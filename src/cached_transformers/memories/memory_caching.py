@@ -9,15 +9,10 @@ state at the end of every segment is kept, and read beside the one that goes on.
     sparse      the same over the online state and the k snapshots with the largest <u_t, c^i>
     soup        y_t = M(q_t), M of the parameters g_t M_t + sum_i g_i M^i
 
-c^i is the mean of the keys of segment i, c_t that of its own segment's keys up to and with token t, so that no token
-sees a later one. With a memory that is linear in its state, soup is gated. Otherwise a soup has its own state for each
-token, which is never formed: a mixed matrix gives sum_i g_i x W^i for x, layer by layer.
-
-Infini-attention is read as sums, s(q) M and s(q) z, and their quotient: the sums are mixed, M and z with the same
-weights, and the quotient is taken of the mix. M and z with restart and "residual" are then those of plain
-Infini-attention, while no snapshot has been dropped; a factor that all weights share falls out. M_t is that of before
-the segment, as in Infini-attention itself, whose softmax reads the segment: with "checkpoint" it is the newest
-snapshot, read twice.
+c^i is the mean of the keys of segment i, c_t that of its own segment's keys up to and with token t. With a memory that
+is linear in its state, soup is gated. Otherwise a soup has its own state for each token, which is never formed: a mixed
+matrix gives sum_i g_i x W^i for x, layer by layer. Of Infini-attention the sums s(q) M and s(q) z are mixed, and the
+quotient is taken of the mix; its M_t is that of before the segment.
 
 Legend: B rows, N tokens, S slots, G groups (heads, or nets), K width of keys, F of answers, D model width.
 """
@@ -41,17 +36,14 @@ from cached_transformers.state import State, may_change, refuse_narrow, reset
 
 from .parts.factory import create_memory, memory_spec
 from .parts.options import check_choices
-from .parts.recurrent import Recurrent, mix, wide
+from .parts.recurrent import Recurrent, mix, wide, wrote
 
 READS = ("residual", "gated", "soup", "sparse")
 STARTS = ("checkpoint", "restart")
 
 
 class CachedStates(NamedTuple):
-    """The state that goes on, a ring of snapshots with their contexts, and how many segments the row has stored.
-
-    Segment number i lies in slot i mod S, and the oldest is overwritten.
-    """
+    """The state that goes on, snapshots with contexts, segment i's in slot i mod S, and the number of segments."""
 
     online: State
     snapshots_BS: Tensor
@@ -78,13 +70,7 @@ def running_means(k_BGNK: Tensor, shown_BN: Tensor | None = None) -> Tensor:
 def gates(
     u_BGNK: Tensor, contexts_BSGK: Tensor, current_BGNK: Tensor, valid_BS: Tensor, topk: int | None = None
 ) -> Tensor:
-    """Weights (B, G, N, S + 1) of the snapshots and, last, of the online state: a softmax of <u, c>.
-
-    Args:
-        u_BGNK: queries. contexts_BSGK: of the snapshots. current_BGNK: of the partial segment.
-        valid_BS: slots that hold a snapshot.
-        topk: number of snapshots per token and group; None for all.
-    """
+    """Weights (B, G, N, S + 1) of (`topk`) snapshots and, last, of the online state: a softmax of <u, c>."""
     logits_BGNS = u_BGNK @ contexts_BSGK.permute(0, 2, 3, 1)
     logits_BGNS = logits_BGNS.masked_fill(~valid_BS[:, None, None], -torch.inf)
     if topk is not None and topk < logits_BGNS.shape[-1]:
@@ -102,11 +88,7 @@ def snapshot_memories() -> list[str]:
 
 
 def _one_snapshot(segment: int, distance: int, depth: int) -> Mapping[str, Any]:
-    """A layer knows one segment before its own, so that N of them reach N segments back.
-
-    Raises:
-        ValueError: the cue is nearer.
-    """
+    """A layer knows one segment before its own, so that N of them reach N segments back."""
     if distance <= depth:
         raise ValueError(
             f"distance={distance} is within reach of one snapshot in {depth} layers; take at least {depth + 1}"
@@ -134,19 +116,8 @@ def _one_snapshot(segment: int, distance: int, depth: int) -> Mapping[str, Any]:
 class MemoryCaching(LayerMemory):
     """A recurrent memory of a layer whose states at segment ends are kept, and read beside the one that goes on.
 
-    With no snapshot, in a row's first segment, or with slots=0, it is the memory below. A segment of padding alone is
-    not stored. The contexts are means of the memory's own keys: of infini the layer's, of others their projection.
-
-    All snapshots are read in one batched product. "sparse" reads them all, too, and weights all but k with 0: tokens
-    choose each for themselves, and to gather a matrix for each would cost more than to ask it.
-
-    A token's read depends on the earlier keys of the partial segment, so generation reads that again
-    (`ReadsAgain`), though the memory below may promise not to.
-
-    State: that of the memory below, 8 bytes per row for a count, and S snapshots: over infini 4 (D E + D) bytes each,
-    over titans and ttt 4 G P, of weights alone; and 4 S D for contexts, which "residual" has not. In float32 at least.
-    Training keeps the S answers to each token, S N D numbers a row and layer; to mix them takes S D multiply-adds a
-    token beside the products of matrices that `cost` counts.
+    With no snapshot, in a row's first segment, or with slots=0, it is the memory below. A segment of padding alone
+    is not stored. A read depends on the earlier keys of its segment, so generation reads that again (`ReadsAgain`).
 
     Args:
         width: D. heads: H.
@@ -158,10 +129,6 @@ class MemoryCaching(LayerMemory):
             ("restart").
         topk: k, snapshots that "sparse" mixes.
         channels: of the layer's input, where they are not D. facts: for the memory below. The model gives them.
-
-    Raises:
-        ValueError: a memory below that does not exist or has no states that could be asked, negative slots, k below 1,
-            unknown names, or "soup" over a memory whose states cannot be mixed.
     """
 
     needs = frozenset({"state", "head"})
@@ -247,8 +214,7 @@ class MemoryCaching(LayerMemory):
 
     def write(self, state: CachedStates, trace: Trace) -> tuple[CachedStates, Tensor | None]:
         after, loss = self.over.write(state.online, trace._replace(reading=_below(trace.reading)))
-        padding_BN = trace.query.padding_BN
-        wrote_B = torch.ones_like(state.segments_B, dtype=torch.bool) if padding_BN is None else ~padding_BN.all(1)
+        wrote_B = wrote(trace.query.padding_BN, trace.x_BND)
         snapshots_BS, contexts_BSGK = state.snapshots_BS, state.contexts_BSGK
         if snapshots_BS.shape[1]:
             slot_B = state.segments_B % snapshots_BS.shape[1]
@@ -264,11 +230,7 @@ class MemoryCaching(LayerMemory):
 
 
 def _memory_below(over: str | dict[str, Any], width: int, heads: int, facts: Mapping[str, Any]) -> Recurrent:
-    """The memory whose states are kept.
-
-    Raises:
-        ValueError: there is none of this name, its options do not fit, or it has no states that could be asked.
-    """
+    """The memory whose states are kept."""
     fit = f"take one of {', '.join(snapshot_memories())}"
     try:
         spec = memory_spec(over)

@@ -28,6 +28,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State
 
 from .parts.memory_tokens import check_cache, check_tokens, surround, visible_round
+from .parts.options import one_of
 from .transformer_xl import CacheBeforeTokens
 
 own_word("own_weights", "weights of their own for the memory's tokens in every block")
@@ -52,9 +53,7 @@ own_word("memory_first", "blocks that update the memory's tokens before those of
 class MemoryTransformer(ModelMemory):
     """Learned vectors beside every segment, which attention reads and writes; nothing is carried.
 
-    A control for recurrent memories: as many tokens, no recurrence. The state is empty, 0 bytes, but for a cache: then
-    C (4 D + 8) + 8 bytes per layer and row. A token costs M / N (4 D^2 + 2 D F) + 2 D M (2 + M / N) multiply-adds more
-    in each layer.
+    A control for recurrent memories: as many tokens, no recurrence.
 
     Args:
         width: D. heads: H.
@@ -68,11 +67,6 @@ class MemoryTransformer(ModelMemory):
         mask: of a causal model: memory tokens see "full" their block, or in the "causal" order (no bias for the core).
         cache: C, tokens of a Transformer-XL memory in every layer, M places further back; 0 for none.
         causal: whether the model is causal (models say it themselves).
-
-    Raises:
-        ValueError: a length below 1, a cache below 0, an unknown place or mask, a memory after the tokens of a causal
-            model; or a bottleneck in a causal one, with a cache, with weights that it has anyway, or with the memory
-            after.
     """
 
     needs = frozenset({"tokens_round"})
@@ -93,8 +87,7 @@ class MemoryTransformer(ModelMemory):
         super().__init__()
         check_tokens(length, mask)
         check_cache(cache)
-        if place not in ("front", "back"):
-            raise ValueError(f"place={place!r} must be 'front' or 'back'")
+        one_of("place", place, ("front", "back"))
         if causal and place == "back":
             raise ValueError(
                 "place='back' in a causal model puts the memory where no token sees it; take place='front', or "

@@ -5,18 +5,11 @@ A document is read in blocks, twice. The first read makes summaries of every blo
     first read:   s_b = summary(H_b),  H_b = model(block b)                                          for every block b
     second read:  every layer, or one:  x + W_o sum_g softmax([q . k_0, q . k_g + bias(g - b)] / sqrt(E))_g v_g
 
-k_g and v_g are made of the summaries, k_0 is a learned key that represents "nothing" and has the value 0. The summaries
-are not detached: the second read trains the first.
+    new_layers:   new layers(LayerNorm(H_b + W_o sum_g softmax(..)_g v_g)),   the released "cross_attend_once"
 
-The original has several second reads. Its "from_scratch" reads with the layers of the first read and the summaries
-beside their keys (`attention="joint"`); ours by default has a sublayer for them in each. Its released configuration,
-"cross_attend_once", attends once from the last hidden states of the first read, and goes on with layers of its own
-(`new_layers`):
-
-    second read:  new layers(LayerNorm(H_b + W_o sum_g softmax(..)_g v_g))
-
-A block is a segment, known by the position of its first token. Two passes over a document are two passes of a
-`SegmentLoop` (passes=2); its `bptt` must cover the document for the gradient to reach the first read.
+k_g and v_g are made of the summaries, k_0 is a learned key for "nothing", with the value 0. The second read trains the
+first, where the `bptt` of the `SegmentLoop` (passes=2) covers the document. The original's "from_scratch" has the
+summaries beside the keys of each layer (`attention="joint"`). A block is a segment, known by its first position.
 
 Legend: B rows, N tokens, K summaries of a block, M slots, H heads, E head width, D model width, P position channels.
 """
@@ -32,24 +25,16 @@ from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.incremental import enter_segment
-from cached_transformers.interfaces.memory import (
-    BlockRunner,
-    Entry,
-    ModelMemory,
-    Offer,
-    Projections,
-    Tokens,
-    Trace,
-)
+from cached_transformers.interfaces.memory import BlockRunner, Entry, ModelMemory, Offer, Projections, Tokens, Trace
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
 
-from .parts.fifo_store import Rows, empty_rows, push
+from .memformer import SlotAttention
+from .parts.fifo_store import Rows, empty_rows, push, recalled
 from .parts.options import one_of
-from .parts.recall import recalled
 
 
-class SideAttention(nn.Module):
+class SideAttention(SlotAttention):
     """Attention of the tokens over a table of summaries, with the choice of attending nothing.
 
     Args:
@@ -61,40 +46,33 @@ class SideAttention(nn.Module):
     """
 
     def __init__(self, width: int, heads: int, *, top_k: int | None = None, clip: int | None = None) -> None:
-        super().__init__()
-        self.heads, self.top_k, self.clip = heads, top_k, clip
-        self.norm = nn.LayerNorm(width)
-        self.query = nn.Linear(width, width)
-        self.key_value = nn.Linear(width, 2 * width)
-        self.output = nn.Linear(width, width, bias=False)  # what attends nothing must add nothing
+        super().__init__(width, heads, bias=False)  # what attends nothing must add nothing
+        self.top_k, self.clip = top_k, clip
         self.nothing_HE = nn.Parameter(0.02 * torch.randn(heads, width // heads))
         self.place_bias = None if clip is None else nn.Parameter(torch.zeros(heads, 2 * clip + 1))
 
-    def forward(self, x_BND: Tensor, slots_BMD: Tensor, valid_BM: Tensor, places_BM: Tensor) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, x_BND: Tensor, slots_BMD: Tensor, valid_BM: Tensor, places_BM: Tensor
+    ) -> Tensor:
         """Read of the valid slots; `places_BM` counts blocks from the tokens' own."""
         return self.read(x_BND, *self.open(slots_BMD, valid_BM, places_BM))
-
-    def _heads(self, t_BND: Tensor) -> Tensor:
-        return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def _asking(self, x_BND: Tensor) -> Tensor:
         """Input of the queries."""
         return self.norm(x_BND)  # type: ignore[no-any-return]
 
-    def open(
+    def open(  # type: ignore[override]
         self, slots_BMD: Tensor, valid_BM: Tensor, places_BM: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Keys and values (B, H, M, E) of the slots, which are valid, and their biases (B, H, 1, M)."""
-        slots_BMD = torch.where(valid_BM[..., None], slots_BMD, 0)  # a NaN would survive a mask on the logits
-        k, v = self.key_value(slots_BMD).chunk(2, -1)
         bias = None
         if self.clip is not None and self.place_bias is not None:
             column_BM = places_BM.clamp(-self.clip, self.clip) + self.clip
             bias = self.place_bias[:, column_BM].transpose(0, 1)[:, :, None]
-        return self._heads(k), self._heads(v), valid_BM, bias
+        return *super().open(slots_BMD, valid_BM), bias
 
-    def read(self, x_BND: Tensor, k: Tensor, v: Tensor, valid_BM: Tensor, bias_BH1M: Tensor | None) -> Tensor:
-        """`forward`, of what `open` gave."""
+    def read(self, x_BND: Tensor, *opened: Any) -> Tensor:
+        k, v, valid_BM, bias_BH1M = opened
         q = self._heads(self.query(self._asking(x_BND)))
         logits_BHNM = q @ k.mT
         if bias_BH1M is not None:
@@ -117,8 +95,8 @@ class SideAttentionOnce(SideAttention):
     def _asking(self, x_BND: Tensor) -> Tensor:
         return x_BND
 
-    def read(self, x_BND: Tensor, k: Tensor, v: Tensor, valid_BM: Tensor, bias_BH1M: Tensor | None) -> Tensor:
-        return self.norm(x_BND + super().read(x_BND, k, v, valid_BM, bias_BH1M))  # type: ignore[no-any-return]
+    def read(self, x_BND: Tensor, *opened: Any) -> Tensor:
+        return self.norm(x_BND + super().read(x_BND, *opened))  # type: ignore[no-any-return]
 
 
 class ReadTwiceState(NamedTuple):
@@ -152,14 +130,9 @@ class OpenedTable(NamedTuple):
 class ReadTwice(ModelMemory):
     """Summaries of all blocks of a document, made by a first read and attended in a second (`SegmentLoop(passes=2)`).
 
-    In one pass over a stream every block is new, so that it is a first read and writes its summaries. With
-    `first_read="plain"` it reads nothing, as in the paper, and one pass alone is a model without memory. With
-    `first_read="running"` it reads the summaries of earlier blocks on the way, which are then those of reads with
-    memory: a recurrent form that one pass suffices for.
-
-    A block that is new to a row is told from one that it has read by its position, so that both passes must cut a
-    document alike, and a row that begins another document must be reset. When the table is full the oldest summaries
-    leave it; a block without summaries counts as the one before the oldest that has some.
+    A block that a row has read is known by its position, so that both passes must cut a document alike, and a row that
+    begins another document must be reset. In one pass every block is new: with `first_read="running"` it reads the
+    summaries of earlier blocks, a recurrent form that one pass suffices for. A full table drops the oldest summaries.
 
     Args:
         width: D. heads: H.
@@ -182,9 +155,6 @@ class ReadTwice(ModelMemory):
         top_k, clip: see `SideAttention`.
         block_length: tokens of a block, where a segment holds several; None for whole segments.
         causal, depth: of the model, which hands them over.
-
-    Raises:
-        ValueError: an unknown choice, a size below 1, or options that exclude each other.
     """
 
     needs = frozenset({"state", "slots"})

@@ -28,13 +28,8 @@ from cached_transformers.interfaces.memory import Entry, LayerMemory, ModelMemor
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
 
-from .parts.memory_tokens import (
-    carried_norm,
-    check_cache,
-    check_tokens,
-    surround,
-    visible_round,
-)
+from .parts.memory_tokens import carried_norm, check_cache, check_tokens, surround, visible_round
+from .parts.recurrent import wrote
 from .transformer_xl import CacheBeforeTokens
 
 
@@ -62,15 +57,9 @@ class MemoryTokens(NamedTuple):
 class RMT(ModelMemory):
     """Memory tokens before the segment are read, as many after it are written and carried to the next one.
 
-    The gradient flows through the carried tokens, as far as the `bptt` of the segment loop. Memory tokens have the
-    positions right before and after the segment, which keeps its own; cached tokens move M positions back. A layer
-    memory stores only the segment's tokens.
-
-    In models with norms before the sublayers the residual stream would grow from segment to segment, so carried tokens
-    pass through a LayerNorm of the memory; with norms after the sums it is normalised already.
-
-    State: 4 M D + 8 bytes per row, and C (4 D + 8) + 8 per layer with a cache. A token costs
-    2 M / N (4 D^2 + 2 D F) + 4 D M (2 + 2 M / N) multiply-adds more in each layer.
+    Memory tokens have the positions right before and after the segment, which keeps its own; cached tokens move M
+    positions back. In models with norms before the sublayers carried tokens pass through a LayerNorm of the memory,
+    without which the residual stream would grow from segment to segment.
 
     Args:
         width: D. heads: H.
@@ -81,9 +70,6 @@ class RMT(ModelMemory):
         causal: whether the model is causal (models say it themselves); in others the memory is in front only, and its
             outputs there are carried.
         norm: "pre" or "post", where the model's norms are (models say it themselves).
-
-    Raises:
-        ValueError: a length below 1, an unknown mask or norm, a cache below 0, `read_cache` without a cache.
     """
 
     needs = frozenset({"state", "tokens_round"})
@@ -153,8 +139,6 @@ class RMT(ModelMemory):
         m, n = self.length, x_BND.shape[1] - self.length - self.behind
         written_BMD = self.norm(x_BND[:, -m:] if self.behind else x_BND[:, :m]).to(state.tokens_BMD.dtype)
         padding_BN = traces[0].query.padding_BN
-        wrote_B = torch.ones_like(state.segments_B)
-        if padding_BN is not None:
-            wrote_B = (~padding_BN[:, m : m + n]).any(1).long()
-        tokens_BMD = torch.where(wrote_B[:, None, None] > 0, written_BMD, state.tokens_BMD)
+        wrote_B = wrote(None if padding_BN is None else padding_BN[:, m : m + n], x_BND)
+        tokens_BMD = torch.where(wrote_B[:, None, None], written_BMD, state.tokens_BMD)
         return x_BND[:, m : m + n], MemoryTokens(tokens_BMD, state.segments_B + wrote_B), None

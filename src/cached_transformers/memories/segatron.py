@@ -11,7 +11,7 @@ channels.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from cached_transformers.positions import KeptScheme, Positions, RelativePositio
 from cached_transformers.registry import MEMORIES
 
 from .parts.fifo_store import Pairs, Rows
+from .parts.options import one_of
 from .transformer_xl import TransformerXL
 
 own_word("token_ids", "the token ids of the segment")
@@ -44,23 +45,13 @@ class SegatronState(NamedTuple):
 class SegatronPositions(RelativePositions):
     """Relative positions of Transformer-XL over three channels of positions, each with a block of the code R.
 
-    The blocks are independent and each depends on one integer: W_r R_ij is the sum of three rows of three tables, which
-    together cost what Transformer-XL's one costs. Each query meets every row of each table, 3 B H N K E multiply-adds,
-    and picks by distance.
-
-    For attention over the last tokens: no two places are further apart than K - 1, in any channel.
+    Each query meets every row of a table of each channel, and picks by distance: 3 B H N K E multiply-adds. For
+    attention over the last tokens: no two places are further apart than K - 1, in any channel.
 
     Args:
-        heads: H. head_width: E.
         widths: channels of the three blocks, D in all; the paper's when None.
-        clamp: distances beyond it count as it, in each channel.
-        shift: "exact", or "official" for D_ij = X_last - X_(j + N - 1 - i), the distance of the released code, which is
-            right for tokens alone and shows every token where later sentences of its segment begin.
-        signed: keys may be after the query, whose distances are below 0; without, they count as 0, which is right
-            where no query sees them.
-
-    Raises:
-        ValueError: the widths are negative, odd, or not D in all; or the shift is unknown.
+        shift: "exact", or "official" for D_ij = X_last - X_(j + N - 1 - i), the distance of the released code.
+        signed: keys may be after the query, whose distances are below 0; without, they count as 0.
     """
 
     def __init__(
@@ -81,9 +72,7 @@ class SegatronPositions(RelativePositions):
                 f"widths={self.widths} of tokens, sentences and paragraphs must be three even numbers that add up to "
                 f"width={self.width}; None takes the paper's, {paper_widths(self.width)}"
             )
-        if shift not in ("exact", "official"):
-            raise ValueError(f"shift={shift!r} must be 'exact' or 'official' (the released code's)")
-        self.shift, self.signed = shift, signed
+        self.shift, self.signed = one_of("shift", shift, ("exact", "official")), signed
 
     def open(self, run: bool) -> Positions:
         return _SegatronTables(self)
@@ -169,7 +158,7 @@ class SegatronLayer(TransformerXL):
         rest = first_B1P.shape[-1] - CHANNELS
         return context._replace(positions_BMP=F.pad(context.positions_BMP, (0, rest)), consecutive=False)
 
-    def write(self, state: Rows | Pairs, trace: Trace) -> tuple[Rows | Pairs, None]:
+    def write(self, state: Rows | Pairs, trace: Trace) -> tuple[Any, Tensor | None]:
         assert trace.query.positions_BNP is not None
         query = trace.query._replace(positions_BNP=trace.query.positions_BNP[..., :CHANNELS])
         return super().write(state, trace._replace(query=query))
@@ -194,11 +183,9 @@ class Segatron(ModelMemory):
     """Transformer-XL that also knows how many sentences and paragraphs ago something was.
 
     A sentence begins after a token of `sentence_ends`, a paragraph (and with it a sentence) after one of
-    `paragraph_ends`; so a token's numbers depend on what comes before it alone. Without such tokens all numbers stay 0.
-    A caller that knows the numbers gives them (`places` of a language model and of a `SegmentLoop`), for all tokens or
-    some: the others count on from the token before them. Only differences count. A row may begin with any number; from
-    token to token, and from segment to segment, numbers stay or rise by one, so that a sentence without tokens has
-    none. In a causal model they must not depend on later tokens.
+    `paragraph_ends`. A caller that knows the numbers gives them (`places` of a language model and of a `SegmentLoop`),
+    for all tokens or some: the others count on from the token before them. Only differences count; from token to token,
+    and from segment to segment, numbers stay or rise by one.
 
     Args:
         width: D. heads: H.
@@ -210,11 +197,6 @@ class Segatron(ModelMemory):
             token of a segment know where later sentences end.
         allow_leak: let a causal model have shift="official"; a loss measured with it is too low.
         causal: of the model, which hands it over; without, keys after a token have distances below 0.
-
-    Raises:
-        ValueError: a length below 1, an id below 0, widths that do not fit, an unknown shift, one that leaks, or one
-            that a bidirectional model has no use for; when run, no token ids, or numbers that leap (on the CPU, outside
-            compiled code; an assertion of the device later elsewhere).
     """
 
     needs = frozenset({"state", "context", "token_ids"})
@@ -314,12 +296,7 @@ class Segatron(ModelMemory):
 
 
 def _counted_on(given_BN: Tensor, behind_BN: Tensor, ended_BN: Tensor) -> Tensor:
-    """Numbers after each token, from the last token on whose own number is given.
-
-    Args:
-        given_BN: a token's own number; below 0 where it is not given. behind_BN: numbers without them. ended_BN: tokens
-            after which another number begins.
-    """
+    """Numbers after each token, from the last token on whose own number is given (not below 0)."""
     known_BN = given_BN >= 0
     more_BN = torch.where(known_BN, given_BN - (behind_BN - ended_BN.long()), 0)
     place_N = torch.arange(1, given_BN.shape[1] + 1, device=given_BN.device)

@@ -6,8 +6,7 @@ pretrained decoder, one with them does not.
 
     slots = [tokens 0 ... S - 1, tokens t - R ... t - 1] at the places -(S + R) ... -1 before the segment
 
-Places are those in the cache, whatever lies between the sinks and the rest: no distance is one that training did not
-have. What has left is gone. It is no longer memory, but a window that does not break.
+Places are those in the cache: no distance is one that training did not have.
 
 Legend: B rows, N tokens, M = S + R slots, D model width, P position channels.
 """
@@ -30,9 +29,9 @@ from .parts.fifo_store import (
     empty_rows,
     keys_values,
     lined_up,
-    push,
-    push_pairs,
+    push_either,
     refuse_training,
+    right_before,
 )
 from .transformer_xl import TransformerXL
 
@@ -66,14 +65,7 @@ class StreamingLLM(TransformerXL):
     Args:
         width: D. heads: H.
         length: R, slots of the last tokens before the segment. sinks: S; 0 is a window.
-        eval_length: R of states made in evaluation mode; `length` when None.
-        relative: own position scheme per layer, as Transformer-XL's; False takes the model's scheme, the only one in
-            host models. Positions that are added to the tokens go with the stored states and stay what they were.
-        keep: what states made in evaluation mode hold: "hidden" states, as in training, or their keys and values
-            ("kv"), made once; see `TransformerXL`.
-
-    Raises:
-        ValueError: a length below 1, sinks below 0, or another `keep`; keys and values in training mode.
+        eval_length, relative, keep: see `TransformerXL`; eval_length is of R.
     """
 
     def __init__(
@@ -104,21 +96,14 @@ class StreamingLLM(TransformerXL):
             k_BHME, v_BHME = keys_values(stored_BMW, self.heads)
         else:
             k_BHME, v_BHME = project_kv(stored_BMW)
-        place_M = torch.arange(-valid_BM.shape[1], 0, device=valid_BM.device)
-        return Context(k_BHME, v_BHME, first_B1P + place_M[None, :, None], valid_BM, consecutive=True, clean=True)
+        positions_BMP = right_before(first_B1P, valid_BM.shape[1])
+        return Context(k_BHME, v_BHME, positions_BMP, valid_BM, consecutive=True, clean=True)
 
     def write(self, state: Any, trace: Trace) -> tuple[Any, None]:
-        query = trace.query
-        assert query.positions_BNP is not None
-        padding_BN = query.padding_BN
+        padding_BN = trace.query.padding_BN
         if padding_BN is None:
             padding_BN = torch.zeros_like(trace.x_BND[..., 0], dtype=torch.bool)
         later_BN = state.sinks.count_B[:, None] + (~padding_BN).cumsum(1) > self.sinks
-        stored: list[Rows | Pairs] = []
-        for rows, left_out_BN in zip(state, (padding_BN | later_BN, padding_BN | ~later_BN), strict=True):
-            if isinstance(rows, Pairs):
-                assert query.k_BHNE is not None and query.v_BHNE is not None
-                stored.append(push_pairs(rows, query.k_BHNE, query.v_BHNE, query.positions_BNP, left_out_BN))
-            else:
-                stored.append(push(rows, trace.x_BND.detach(), query.positions_BNP, left_out_BN))
-        return SinksState(*stored), None
+        left_out = (padding_BN | later_BN, padding_BN | ~later_BN)
+        pairs = zip(state, left_out, strict=True)
+        return SinksState(*(push_either(rows, trace.x_BND, trace.query, out_BN) for rows, out_BN in pairs)), None

@@ -23,8 +23,7 @@ from cached_transformers.interfaces.memory import Context, ProjectKV, Trace
 from cached_transformers.interfaces.probing import Probing, whole_episode
 from cached_transformers.registry import MEMORIES
 
-from .parts.eviction import best, kept
-from .parts.fifo_store import Pairs, Rows, side_by_side
+from .parts.fifo_store import Pairs, Rows, best, kept, right_before, side_by_side
 from .parts.options import one_of
 from .transformer_xl import TransformerXL
 
@@ -53,16 +52,9 @@ class TOVA(TransformerXL):
 
     Args:
         width: D. heads: H.
-        length: M, slots. eval_length: M of states made in evaluation mode; `length` when None.
+        length: M, slots. eval_length, relative, keep: see `TransformerXL`.
         places: position of kept keys: their place in the "stream", as in the releases, or in the "cache",
             right before the segment, so that no distance is one that training did not have.
-        relative: own position scheme per layer, as Transformer-XL's; False takes the model's scheme, the only one in
-            host models.
-        keep: what states made in evaluation mode hold: "hidden" states, as in training, or their keys and values
-            ("kv"), made once; see `TransformerXL`.
-
-    Raises:
-        ValueError: a length below 1, other `places` or another `keep`; keys and values in training mode.
     """
 
     needs = frozenset({"state", "context", "weights"})
@@ -86,8 +78,7 @@ class TOVA(TransformerXL):
         if self.places == "stream":
             return context._replace(consecutive=False)
         assert first_B1P is not None
-        place_M = torch.arange(-context.valid_BM.shape[1], 0, device=context.valid_BM.device)
-        return context._replace(positions_BMP=first_B1P + place_M[None, :, None])
+        return context._replace(positions_BMP=right_before(first_B1P, context.valid_BM.shape[1]))
 
     def write(self, state: Rows | Pairs, trace: Trace) -> tuple[Rows | Pairs, None]:
         query, weights_BHNL = trace.query, trace.weights_BHNL

@@ -4,14 +4,12 @@ Each layer attends the inputs that it saw in earlier segments, detached, with po
 
     Mem(n, t) = SG[O^{n-1}_{t-m} ... O^{n-1}_{t-1}],  keys and values of [Mem(n, t), O^{n-1}_t]
 
-Reach: N M tokens in N layers where the segment divides M; N (W - 1) with `same_length`.
-
 Legend: B rows, N tokens, M slots, H heads, D model width.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +20,7 @@ from cached_transformers.interfaces.probing import Probing, one_segment, whole_e
 from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
-from .parts.fifo_store import KEEP, Pairs, Rows, empty_pairs, empty_rows, push, push_pairs, read_store
+from .parts.fifo_store import KEEP, Pairs, Rows, empty_pairs, empty_rows, push_either, read_store
 from .parts.options import NO_MEMORY, one_of
 
 
@@ -55,14 +53,11 @@ class TransformerXL(LayerMemory):
         clamp: distances beyond it count as it.
         keep: what states made in evaluation mode hold: "hidden" states, as in training, whose keys and values are made
             again at each segment; or these ("kv"), made once, in twice the bytes. With other weights they mean nothing.
-
-    Raises:
-        ValueError: a length below 1, or another `keep`; keys and values in training mode.
     """
 
     needs = frozenset({"state", "context"})
     channels = 1
-    """Dtype of stored positions."""
+    """Of stored positions."""
 
     def __init__(
         self,
@@ -95,35 +90,24 @@ class TransformerXL(LayerMemory):
     def _slots(self) -> int:
         return self.length if self.training else self.eval_length
 
-    def init_state(self, batch_size: int, like: Tensor) -> Rows | Pairs:
+    def init_state(self, batch_size: int, like: Tensor) -> Any:
         empty = empty_pairs if self.keep == "kv" and not self.training else empty_rows
         return empty(batch_size, self._slots(), self.width, like, self.channels)
 
-    def open(self, state: Rows | Pairs, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
+    def open(self, state: Any, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Any:
         assert project_kv is not None
         k_BHME, v_BHME, clean = read_store(state, self, self.heads, project_kv)
         return Context(k_BHME, v_BHME, state.positions_BMP, state.valid_BM, consecutive=True, clean=clean)
 
-    def read(self, opened: Context, query: Query, project_kv: ProjectKV | None) -> Reading:
+    def read(self, opened: Any, query: Query, project_kv: ProjectKV | None) -> Reading:
         return Reading(opened)
 
-    def write(self, state: Rows | Pairs, trace: Trace) -> tuple[Rows | Pairs, None]:
-        query = trace.query
-        assert query.positions_BNP is not None
-        if not isinstance(state, Pairs):
-            return push(state, trace.x_BND.detach(), query.positions_BNP, query.padding_BN), None
-        assert query.k_BHNE is not None and query.v_BHNE is not None
-        return push_pairs(state, query.k_BHNE, query.v_BHNE, query.positions_BNP, query.padding_BN), None
+    def write(self, state: Any, trace: Trace) -> tuple[Any, Tensor | None]:
+        return push_either(state, trace.x_BND, trace.query, trace.query.padding_BN), None
 
 
 class CacheBeforeTokens(TransformerXL):
-    """A Transformer-XL cache whose tokens are before the memory tokens that are before the segment.
-
-    Args:
-        width: D. heads: H. length: cached tokens.
-        front: memory tokens before the segment.
-        read_by_all: whether memory tokens see the cache; the segment's tokens do.
-    """
+    """A Transformer-XL cache of `length` tokens before the `front` memory tokens, which see it if `read_by_all`."""
 
     def __init__(self, width: int, heads: int, length: int, *, front: int, read_by_all: bool) -> None:
         super().__init__(width, heads, length, relative=False)

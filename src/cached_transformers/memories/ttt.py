@@ -1,30 +1,21 @@
 """Test-time training: TTT-Linear and TTT-MLP (Sun et al. 2024, arXiv:2407.04620;
 github.com/test-time-training/ttt-lm-pytorch), beside attention.
 
-Each head carries the weights of a small model f. They learn, by a step of gradient descent for each
-token, the difference between a key and its value. Mini-batches of b tokens share the weights W at which gradients are
-taken; token i of one, from 0, reads after its own write:
+Each head carries the weights of a small model f, which learn by a step of gradient descent for each token. Mini-batches
+of b tokens share the weights W at which gradients are taken; token i of one, from 0, reads after its own write:
 
     f(x) = x W_1 + b_1     or     gelu(x W_1 + b_1) W_2 + b_2         gelu by tanh; 4 E channels between
     l_j = |LN(f(k_j)) - (v_j - k_j)|^2 / 2                            LN with weights of its own in each head
     W_i = W - r_i sum_(j <= i) lr_j grad l_j(W)                       r_i = max(0, 1 / (i + 1) + tau_i)
     lr_j = rate sigmoid(theta . x_j + c) / E
     z_i = q_i + LN(f(q_i; W_i)),    after the mini-batch  W <- W_(b - 1)
+    o = y + s LayerNorm(z)                                            y the attention's; over all heads; 0 closes it
 
-so that within a mini-batch the weights follow the mean of its gradients. q and k are turned by their place in it. With
-y the attention's result and one share s a head,
+q and k are turned by their place in the mini-batch. The state has W, S = -sum lr_j grad l_j of the open mini-batch, and
+the number of tokens, which says how far that is: wherever a stream is cut, all results are those of the whole.
 
-    o = y + s LayerNorm(z)                                            over the channels of all heads; 0 closes the gate
-
-`parts/fast_weights.py` computes that without a loop over the tokens of a mini-batch. The state has W, S = -sum lr_j
-grad l_j of the mini-batch that is open, and the number of tokens, which says how far that is: wherever a stream is cut,
-all results are those of the whole.
-
-LN hands back a gradient that is divided by the deviation of f(k), 1 / sqrt(EPSILON) = 1e3 times as large where that is
-near 0: matrices begin at N(0, 0.02), not at 0, and everything is computed in float32 at least. LN makes nothing of the
-size of f, either, so that a gradient of a linear f is orthogonal to its weights: no mini-batch shortens them, and the
-longer they are, the shorter is the next step. They grow, ever more slowly, and learn more slowly with it; `limit` stops
-both. An MLP has no such proof, and did the same where it was measured.
+LN's gradient is divided by the deviation of f(k), so that matrices begin at N(0, 0.02), not at 0. A gradient of a
+linear f is orthogonal to its weights, which grow ever more slowly, and learn more slowly with it; `limit` stops both.
 
 Legend: B rows, N tokens, Q mini-batches, C tokens that a call can have in one of them, G = H heads, E = K = V head
 width, D = H E model width, P numbers of a head's model.
@@ -35,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -46,12 +37,11 @@ from cached_transformers.interfaces.memory import Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing
 from cached_transformers.positions import RotaryPositions
 from cached_transformers.registry import MEMORIES
-from cached_transformers.state import refuse_narrow
 
 from .parts import fast_weights
-from .parts.fast_weights import FastWeights, Learned, Soup, Step, behind, written
-from .parts.options import NO_MEMORY, one_of
-from .parts.recurrent import Answer, Asked, Recurrent, beside, wide
+from .parts.fast_weights import FastMemory, FastState, FastWeights, Learned, Soup, Step
+from .parts.options import NO_MEMORY, check_heads, check_positive, one_of
+from .parts.recurrent import Answer, Asked, shown, wide
 
 RATES = {"linear": 1.0, "mlp": 0.1}
 """Default rate of the inner step."""
@@ -60,19 +50,8 @@ EPSILON = 1e-6
 """Epsilon of the layer norms."""
 
 
-class TTTState(NamedTuple):
-    """Weights, the sums of the open mini-batch, and how many tokens a row has written; one of none restarts."""
-
-    weights_BGP: Tensor
-    sums_BGP: Tensor
-    tokens_B: Tensor
-
-
 class InnerModel(FastWeights):
-    """f of all heads, its norm, and r: how it learns.
-
-    Args: as those of `TTT`. Everything that it is given is in float32 or wider.
-    """
+    """f of all heads, its norm, and r: how it learns. Everything that it is given is in float32 or wider."""
 
     def __init__(
         self, heads: int, width: int, *, model: Literal["linear", "mlp"], mini_batch: int, limit: float | None
@@ -125,13 +104,7 @@ class InnerModel(FastWeights):
         there_BN: Tensor,
         soup: Soup | None = None,
     ) -> tuple[Tensor, Learned]:
-        """f(q_i; W_i) of each token, (B, G, N, V), and the weights after the last one; 0 for padding.
-
-        Args:
-            learned: as `start` gives it. tokens_B: number of tokens that the rows have written before.
-            rate_BGN: lr_j. there_BN: bool, tokens that are none of padding.
-            soup: snapshots mixed into the models that are read.
-        """
+        """f(q_i; W_i) of each token, (B, G, N, V), and the weights after the last one; 0 for padding."""
         tokens, b, width = k_BGNK.shape[2], self.mini_batch, k_BGNK.shape[-1]
         if tokens == 0:
             return v_BGNV, learned
@@ -181,21 +154,11 @@ class InnerModel(FastWeights):
     gradient="through the weights and every step of their learning, over `bptt` segments",
     probe=Probing(why="what was learned is written over little by little, at no length that is known"),
 )
-class TTT(Recurrent):
+class TTT(FastMemory):
     """A small model in each head is trained on keys and values while it reads, in training and evaluation alike.
 
-    It reads token by token: a write is visible to its own token and all later ones, in the same segment, too. Keys,
-    queries and values are projections of its own, as in the paper, whose layer replaces attention; with
-    y = 0 and s = 1 this one is it, before its output projection.
-
-    What differs from the paper: there is no convolution on queries and keys (`short_convolution` of a model is one in
-    front of the layer), and no gate after the norm; the paper has both in its Mamba backbone alone. The authors' code
-    drops an open mini-batch at the end of a call; here it is carried.
-
-    A token's read depends on the partial segment, so generation reads that again (`ReadsAgain`).
-
-    State: weights, and the sums of the open mini-batch, 8 P bytes a head and 8 per row, in float32 at least: they are
-    the sum of many small steps.
+    A read depends on the partial segment, so generation reads that again (`ReadsAgain`). Keys, queries and values are
+    projections of its own. The state is float32 at least: it is the sum of many small steps.
 
     Args:
         width: D. heads: H.
@@ -207,10 +170,6 @@ class TTT(Recurrent):
             out its learning; None for no limit.
         initial_share: s at first.
         channels: of the layer's input, where they are not D. The model gives them.
-
-    Raises:
-        ValueError: a width that the heads do not divide, an odd head width with `rotary`, an unknown model, sizes below
-            1, a rate below 0, a limit that is not above 0; when it reads, a state below float32.
     """
 
     needs = frozenset({"state", "head"})
@@ -230,14 +189,12 @@ class TTT(Recurrent):
     ) -> None:
         super().__init__()
         at_least_one(NO_MEMORY, heads=heads, mini_batch=mini_batch, channels=channels)
-        if width % heads:
-            raise ValueError(f"width={width} must be a multiple of heads={heads}")
+        check_heads(width, heads)
         size = width // heads
         rate = RATES[one_of("model", model, tuple(RATES))] if rate is None else rate
         if not 0 <= rate < math.inf:
             raise ValueError(f"rate={rate} must be at least 0 and finite; 0 learns nothing")
-        if limit is not None and not 0 < limit < math.inf:
-            raise ValueError(f"limit={limit} must be above 0 and finite; None for no limit")
+        check_positive(limit=limit)
         if rotary and size % 2:
             raise ValueError(
                 f"rotary=True turns pairs of channels, and heads of {size} have one left; take rotary=False"
@@ -254,41 +211,31 @@ class TTT(Recurrent):
         self.norm = nn.LayerNorm(width, eps=EPSILON)
         self.share_H = nn.Parameter(torch.full((heads,), float(initial_share)))
 
-    def init_state(self, batch_size: int, like: Tensor) -> TTTState:
-        tokens_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
-        return TTTState(*self.inner.empty(batch_size, like), tokens_B)
+    @property
+    def net(self) -> InnerModel:
+        return self.inner
 
-    def snapshot(self, state: TTTState) -> Tensor:
+    def snapshot(self, state: FastState) -> Tensor:
         """Weights after the last token; an unfinished mini-batch counts as far as it goes."""
         return self.inner.current(Learned(*state[:2]), state.tokens_B)
 
-    def ask(self, opened: TTTState, query: Query) -> Asked:
+    def ask(self, opened: FastState, query: Query) -> Asked:
         """Queries, turned by their place in the mini-batch, and keys, not turned."""
-        x_BND = query.x_BND
-        if query.padding_BN is not None:
-            x_BND = x_BND.masked_fill(query.padding_BN[..., None], 0)
-        q_BGNK, k_BGNK = self._heads(self.query(x_BND)), self._heads(self.key(x_BND))
+        x_BND = shown(query.x_BND, query.padding_BN)
+        q_BGNK, k_BGNK = self.by_net(self.query(x_BND)), self.by_net(self.key(x_BND))
         return Asked(self._turned(q_BGNK, opened.tokens_B[:, None] + _there(query).cumsum(1) - 1), k_BGNK)
 
-    def online(self, opened: TTTState, query: Query, asked: Asked) -> Answer:
-        return self._online(opened, query, asked)
-
-    def soup(self, opened: TTTState, query: Query, asked: Asked, snapshots_BS: Tensor, weights_BGNS: Tensor) -> Answer:
-        return self._online(opened, query, asked, Soup(self.inner.matrices(snapshots_BS), weights_BGNS))
-
-    def _online(self, opened: TTTState, query: Query, asked: Asked, soup: Soup | None = None) -> Answer:
+    def online(self, opened: FastState, query: Query, asked: Asked, soup: Soup | None = None) -> Answer:
         """f of all tokens, the weights after the last one, and the queries, to which f is added."""
-        refuse_narrow(opened, "the small steps by which the models of TTT learn")
-        learned = self.inner.start(Learned(*opened[:2]), opened.tokens_B == 0)
+        learned = self.learned(opened)
         n, there_BN = query.x_BND.shape[1], _there(query)
         start, length = query.segment or (0, n)
         x_BND, there_BN = query.x_BND.narrow(1, start, length), there_BN.narrow(1, start, length)
         x_BND = x_BND.masked_fill(~there_BN[..., None], 0)
-        v_BGNV, rate_BGN = self._heads(self.value(x_BND)), self.rate * wide(self.step(x_BND)).sigmoid().mT
+        v_BGNV, rate_BGN = self.by_net(self.value(x_BND)), self.rate * wide(self.step(x_BND)).sigmoid().mT
 
         def cut(first: int, tokens: int) -> tuple[Tensor, Soup | None]:
-            part = None if soup is None else Soup(soup.matrices, soup.weights.narrow(2, first, tokens))
-            return asked.q_BGNK.narrow(2, first, tokens), part
+            return asked.q_BGNK.narrow(2, first, tokens), soup and soup.narrow(first, tokens)
 
         with torch.autocast(x_BND.device.type, enabled=False):
             (q_BGNK, within), k_BGNK = cut(start, length), asked.k_BGNK.narrow(2, start, length)
@@ -302,10 +249,6 @@ class TTT(Recurrent):
                 f_BGNV = torch.cat([front, f_BGNV, back], 2)
         return Answer(f_BGNV, carry=(after, asked.q_BGNK))
 
-    def answer(self, snapshot: Tensor, asked: Asked) -> Tensor:
-        with torch.autocast(snapshot.device.type, enabled=False):
-            return self.inner.read(snapshot, beside(asked.q_BGNK, snapshot.dim() + 1))
-
     def settle(self, found: Answer) -> Reading:
         after, q_BGNK = found.carry
         with torch.autocast(q_BGNK.device.type, enabled=False):
@@ -317,16 +260,12 @@ class TTT(Recurrent):
         assert reading.output_BHNE is not None
         return y_BHNE + self.share_H.to(y_BHNE.dtype)[:, None, None] * reading.output_BHNE.to(y_BHNE.dtype)
 
-    def write(self, state: TTTState, trace: Trace) -> tuple[TTTState, None]:
-        written_B = written(trace.query.padding_BN, trace.x_BND)
-        return TTTState(*behind(state[:2], trace.reading.carry, written_B), state.tokens_B + written_B), None
+    def write(self, state: FastState, trace: Trace) -> tuple[FastState, None]:
+        return self.after(state, trace.reading.carry, trace), None
 
     def close_gate(self) -> None:
         with torch.no_grad():
             self.share_H.zero_()
-
-    def _heads(self, t_BND: Tensor) -> Tensor:
-        return wide(t_BND).unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def _turned(self, t_BHNE: Tensor, places_BN: Tensor) -> Tensor:
         if self.positions is None:

@@ -7,16 +7,8 @@ A store of whole segments, each under one key; a query picks some, and the layer
     layer n   : keys of [SG(Z^{n-1}), h^{n-1}],  values of [alpha SG(Z^{n-1}), h^{n-1}],  positions as distances
     renew     : drop the oldest segment, store SG(h^{0..m-1}) under the key summary(h^m)
 
-Where the defaults leave the text, and why:
-
-* X in the query is the segment before (`scope="previous"`). The text's own X_t lets the last token choose the
-  first one's regions: scope="segment" does so, and a causal model refuses it. The authors' later text asks again at
-  every
-  token: scope="token".
-* SG covers Z, not alpha. To the letter it covers both, and then nothing ever trains the summary (alpha_grad=False).
-* A key is one vector, so the summary sees its segment as one row of L D numbers (as the authors' code does).
-* Empty places take no part. The code's zero keys compete with the real ones (empty="compete").
-* Logits are divided by the root of the head's width, and norms and residual sums are those of the model's blocks.
+SG covers Z, not alpha, which trains the summary. X in the query is the segment before by default: with the text's own
+X_t the last token chooses the first one's regions.
 
 Legend: B rows, N tokens, L places of a segment, R regions, S = R L slots in the store, M slots recalled, V layers,
 D model width, K key width, P position channels.
@@ -25,34 +17,23 @@ D model width, K key width, P position channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one, insist
-from cached_transformers.interfaces.memory import (
-    BlockRunner,
-    Context,
-    Entry,
-    ModelMemory,
-    Offer,
-    Projections,
-    ProjectKV,
-    Tokens,
-    Trace,
-)
+from cached_transformers.interfaces.memory import BlockRunner, Entry, ModelMemory, Offer, Projections, Tokens, Trace
 from cached_transformers.interfaces.probing import Probing, one_segment
-from cached_transformers.memories.parts.options import NO_MEMORY, check_choices
-from cached_transformers.memories.parts.recall import recalled
+from cached_transformers.memories.parts.fifo_store import recalled, right_before
+from cached_transformers.memories.parts.options import NO_MEMORY, check_choices, check_positive
 from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
-from .choice import choose
-from .store import CRTNState, masked_softmax, pack, renew, stored, windows
+from .store import CRTNState, choose, masked_softmax, pack, renew, stored, windows
 from .summaries import make_summary
 
 
@@ -101,38 +82,22 @@ class CRTN(ModelMemory):
         scope: whose embeddings (or top layer): "previous" segment; "token", each token with the `segment` tokens that
             end with it; "segment", the present one as a whole, which shows every token the rest of its segment.
         allow_leak: let a causal model have scope="segment", for comparisons with the text; its loss means nothing.
-        first: memory of the first run of "compute_first": "none", or "selection", the last recalled regions: the top
-            layer of the real run is then taken, no second run is made, and only scope="previous" can have it.
-        summary: "linear" (flatten, linear, ReLU), "mlp" (`layers` of these), "bilstm" (`layers` of it), "affine" (no
-            ReLU), "identity" (flatten alone), "last" (token) or "mean" (of tokens).
-        key_width: K; D by default. layers: 2 for "mlp", 1 for "bilstm" by default.
-        fill: after the tokens of a short segment the summary sees "zeros" or their "mean".
+        summary: "linear" (flatten, linear, ReLU), "mlp" (two of these), "bilstm", "last" (token) or "mean" (of tokens).
+        key_width: K; D by default.
         weighted: multiply values by alpha. Without it nothing trains the summary.
         alpha_grad: gradient through alpha. False is the text to the letter.
-        renormalise: over recalled regions: "none", "sum" (alpha sums to 1) or "softmax" (a second one, over alpha).
+        renormalise: "softmax", a second one over the alpha of recalled regions, or "none".
         rescale: multiply alpha by the number of regions recalled, so that the mean is 1 where alpha sums to 1. Without
             it alpha sums to 1 at most, and recalled regions have little weight in a fresh model.
         scale: divide scores by the root of K. temperature: divides scores.
         empty: empty regions are "masked", or "compete" for alpha and the first `topk` places with keys of zeros.
         placed: recalled tokens are at their own positions ("slot"), or right before the segment ("packed").
-        order: of packed regions, by "age" or by "score", the best first.
         short_memory: newest segments that are always recalled, unweighted, and no regions to choose yet (the authors'
-            draft paper, there in tokens). The first run of "compute_first" sees them. With scope="previous" the segment
-            that asks is the newest region, which tends to answer best to itself; a short memory keeps it out.
-        relative: position scheme of Transformer-XL for all layers; False takes the model's scheme, the only one in
-            host models.
+            draft paper, there in tokens). The first run of "compute_first" sees them.
+        relative: see `TransformerXL`.
 
-    Raises:
-        ValueError: sizes below 1, topk above regions, unknown names, options that exclude each other; in use, a segment
-            longer than `segment`.
-
-    A linear summary costs L D K multiply-adds a segment, and with scope="token" a token, whose windows are B N L D
-    numbers. Options that are those of the authors' last code: query="compute_first", scope="token", summary="last",
-    short_memory=1, renormalise="softmax", rescale=True, scale=True. Its distances go wrong across unrecalled regions
-    (a shift runs over the gap); here they are right.
-
-    The store holds hidden states in evaluation, too (no `keep="kv"`): only recalled regions are projected, topk of R,
-    while keys and values would make all of them twice as large.
+    The authors' last code has query="compute_first", scope="token", summary="last", short_memory=1,
+    renormalise="softmax", rescale=True and scale=True; its distances go wrong across unrecalled regions.
     """
 
     needs = frozenset({"state", "context", "layer_traces"})
@@ -149,11 +114,8 @@ class CRTN(ModelMemory):
         query: str = "standard",
         scope: str = "previous",
         allow_leak: bool = False,
-        first: str = "none",
         summary: str = "linear",
         key_width: int | None = None,
-        layers: int | None = None,
-        fill: str = "zeros",
         weighted: bool = True,
         alpha_grad: bool = True,
         renormalise: str = "none",
@@ -162,7 +124,6 @@ class CRTN(ModelMemory):
         temperature: float = 1.0,
         empty: str = "masked",
         placed: str = "slot",
-        order: str = "age",
         short_memory: int = 0,
         relative: bool = True,
     ) -> None:
@@ -172,40 +133,29 @@ class CRTN(ModelMemory):
             raise ValueError(f"topk={topk} regions cannot be recalled of regions={regions}; take topk <= regions")
         if short_memory < 0:
             raise ValueError(f"short_memory={short_memory} is a number of segments, 0 for none")
-        if not temperature > 0:
-            raise ValueError(f"temperature={temperature} must be above 0; 1 leaves the scores as they are")
+        check_positive(temperature=temperature)
         check_choices(
             query=(query, ("standard", "compute_first")),
             scope=(scope, ("previous", "token", "segment")),
-            first=(first, ("none", "selection")),
-            renormalise=(renormalise, ("none", "sum", "softmax")),
+            renormalise=(renormalise, ("none", "softmax")),
             empty=(empty, ("masked", "compete")),
             placed=(placed, ("slot", "packed")),
-            order=(order, ("age", "score")),
         )
-        if first == "selection" and (query, scope) != ("compute_first", "previous"):
-            raise ValueError(
-                "first='selection' takes the top layer of the segment before; it needs query='compute_first' and "
-                f"scope='previous', not {query!r} and {scope!r}"
-            )
         if placed == "packed" and scope == "token":
             raise ValueError("placed='packed' would give each token its own distances; take 'slot' with scope='token'")
-        if order == "score" and placed != "packed":
-            raise ValueError("order='score' matters only to packed positions; take placed='packed', or order='age'")
         if allow_leak and scope != "segment":
             raise ValueError(f"allow_leak=True is for scope='segment'; scope={scope!r} shows no token its future")
         self.width, self.heads, self.depth, self.relative = width, heads, depth, relative
         self.segment, self.regions, self.topk, self.short_memory = segment, regions, topk, short_memory
-        self.query, self.scope, self.first = query, scope, first
+        self.query, self.scope, self.empty, self.placed = query, scope, empty, placed
         self.weighted, self.alpha_grad, self.renormalise, self.rescale = weighted, alpha_grad, renormalise, rescale
-        self.empty, self.placed, self.order = empty, placed, order
         if scope == "token":
             self.needs = self.needs | {"bias"}  # each token sees the regions that it chose
         if scope != "previous":
             self.whole_segments = f"scope={scope!r} asks with other tokens, too"
         if scope == "segment" and not allow_leak:
             self.needs = self.needs | {"bidirectional"}
-        self.summary = make_summary(summary, segment, width, key_width=key_width, layers=layers, fill=fill)
+        self.summary = make_summary(summary, segment, width, key_width)
         self.factor = 1 / (temperature * (math.sqrt(self.summary.key_width) if scale else 1))
 
     def position_scheme(self) -> Positions | None:
@@ -246,7 +196,7 @@ class CRTN(ModelMemory):
             # padding is kept nowhere
             insist(((~tokens.padding_BN).sum(1) <= self.segment).all(), self._too_long(n))
         source_BND = x_BND
-        if self.query == "compute_first" and self.first == "none":
+        if self.query == "compute_first":
             recent = None
             if self.short_memory:
                 recent = self._recall(state, tokens.positions_BNP, self._recent(x_BND.shape[0], x_BND.device))
@@ -285,11 +235,7 @@ class CRTN(ModelMemory):
         best_BNR = alpha_BNR.flip(-1).sort(dim=-1, descending=True, stable=True).indices
         chosen_BNR = self.regions - 1 - best_BNR[..., : self.topk]
         recalled_BNR = torch.zeros_like(alpha_BNR, dtype=torch.bool).scatter(-1, chosen_BNR, True) & valid_BR[:, None]
-        if self.renormalise == "sum":
-            kept_BNR = torch.where(recalled_BNR, alpha_BNR, 0)
-            tiny = torch.finfo(alpha_BNR.dtype).tiny
-            alpha_BNR = kept_BNR / kept_BNR.sum(-1, keepdim=True).clamp(min=tiny)
-        elif self.renormalise == "softmax":
+        if self.renormalise == "softmax":
             alpha_BNR = masked_softmax(alpha_BNR, recalled_BNR)
         if self.rescale:
             alpha_BNR = alpha_BNR * recalled_BNR.sum(-1, keepdim=True)
@@ -299,9 +245,7 @@ class CRTN(ModelMemory):
     def _by_segment(self, state: CRTNState, positions_BNP: Tensor, query_BK: Tensor) -> list[Offer]:
         """All tokens recall what one query chooses."""
         alpha_BNR, chosen_BNR = self._alpha(state, query_BK[:, None])
-        chosen_BC = chosen_BNR[:, 0]
-        if self.order == "age":
-            chosen_BC = chosen_BC.sort(1).values
+        chosen_BC = chosen_BNR[:, 0].sort(1).values
         regions_BC = torch.cat([chosen_BC, self._recent(chosen_BC.shape[0], chosen_BC.device)], 1)
         weight_BR = F.pad(alpha_BNR[:, 0], (0, self.short_memory), value=1.0) if self.weighted else None
         return self._recall(state, positions_BNP, regions_BC, weight_BR)
@@ -311,9 +255,8 @@ class CRTN(ModelMemory):
         alpha_BNR, chosen_BNR = self._alpha(state, query_BNK)
         rows, every = alpha_BNR.shape[0], torch.arange(self.regions + self.short_memory, device=chosen_BNR.device)
         visible_BNR = torch.zeros_like(alpha_BNR, dtype=torch.bool).scatter(-1, chosen_BNR, True)
-        weight_BNR = alpha_BNR if self.weighted else None
-        chosen = partial(choose, visible_BNR=visible_BNR, weight_BNR=weight_BNR)
-        return self._recall(state, positions_BNP, every.expand(rows, -1), choice=chosen)
+        choice: dict[str, Any] = {"visible_BNR": visible_BNR, "weight_BNR": alpha_BNR if self.weighted else None}
+        return self._recall(state, positions_BNP, every.expand(rows, -1), choice=choice)
 
     def _recent(self, rows: int, device: torch.device) -> Tensor:
         """(B, short_memory): the regions that are always recalled."""
@@ -325,33 +268,25 @@ class CRTN(ModelMemory):
         positions_BNP: Tensor,
         regions_BC: Tensor,
         weight_BR: Tensor | None = None,
-        choice: Callable[..., Context] | None = None,
+        choice: dict[str, Any] | None = None,
     ) -> list[Offer]:
-        """Context of some regions, equal for all tokens or chosen by each."""
+        """Context of some regions, equal for all tokens or by the `choice` of each, arguments of `choose`."""
         slots = stored(state, regions_BC)
         positions_BMP, count = slots.positions_BMP, slots.valid_BM.shape[1]
         if self.placed == "packed":
-            steps_MP = torch.arange(-count, 0, device=positions_BMP.device)[:, None]
-            positions_BMP = (positions_BNP[:, :1, :1] + steps_MP).expand_as(positions_BMP)
+            positions_BMP = right_before(positions_BNP[:, :1, :1], count).expand_as(positions_BMP)
         # All regions, or the recent ones alone, are the tokens right before the segment, one after the other.
         whole = regions_BC.shape[1] in (self.short_memory, self.regions + self.short_memory)
         consecutive = whole or self.placed == "packed"
         weight_BM = None if weight_BR is None else weight_BR.gather(1, slots.region_BM)
+        given: dict[str, Any] = {"positions_BMP": positions_BMP, "valid_BM": slots.valid_BM, "weight_BM": weight_BM}
         offers = [
-            partial(
-                recalled,
-                hidden_BMD=hidden_BMD,
-                positions_BMP=positions_BMP,
-                valid_BM=slots.valid_BM,
-                weight_BM=weight_BM,
-                consecutive=consecutive,
-            )
-            for hidden_BMD in slots.hidden_BVMD.unbind(1)
+            partial(recalled, hidden_BMD=t, **given, consecutive=consecutive) for t in slots.hidden_BVMD.unbind(1)
         ]
         if choice is None:
             return list(offers)
         region_BM = slots.region_BM.clamp(max=self.regions)
-        return [partial(_chosen, offer, choice, region_BM) for offer in offers]
+        return [partial(choose, offer, region_BM=region_BM, **choice) for offer in offers]
 
     def exit(self, state: CRTNState, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, CRTNState, None]:
         positions_BNP, padding_BN = traces[0].query.positions_BNP, traces[0].query.padding_BN
@@ -360,16 +295,5 @@ class CRTN(ModelMemory):
         key_BK = self.summary(top_BLD, size_B)
         hidden_BVLD = torch.stack([pack(trace.x_BND.detach(), padding_BN, self.segment)[0] for trace in traces], 1)
         positions_BLP, _ = pack(positions_BNP[..., :1].expand(x_BND.shape[0], -1, -1), padding_BN, self.segment)
-        source_BLD = top_BLD if self.first == "selection" else state.source_BLD
-        return (
-            x_BND,
-            renew(state, CRTNState(key_BK[:, None], hidden_BVLD, positions_BLP, size_B[:, None], source_BLD)),
-            None,
-        )
-
-
-def _chosen(
-    offer: Callable[[ProjectKV], Context], choice: Callable[..., Context], region_BM: Tensor, project_kv: ProjectKV
-) -> Context:
-    """The context, with what each token sees and weights of it."""
-    return choice(offer(project_kv), region_BM)
+        new = CRTNState(key_BK[:, None], hidden_BVLD, positions_BLP, size_B[:, None], state.source_BLD)
+        return x_BND, renew(state, new), None

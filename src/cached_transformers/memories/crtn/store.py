@@ -1,16 +1,29 @@
-"""The store of CRTN: whole segments, first in, first out, with the data to read some of them.
+"""The store of CRTN, whole segments, first in, first out, and the choice of some of them by each token.
+
+Weights of regions multiply values after the softmax, query by query, which no core can do. But the core is linear in
+the values: they are laid out in R + 1 blocks, each slot in the block of its region, and one call gives what each region
+contributes to each token; the weighted sum of the blocks is exact, with attention dropout too.
+
+    out_i = sum_r w_ir sum_{j in r} p_ij v_j + sum_{j in no region} p_ij v_j
+
+The last block belongs to no region and also holds the segment's values (see `Context.gather`). Cost: R + 1 times the
+core's product with the values, B H N (M + N) (R + 1) E multiply-adds.
 
 Legend: B rows, N tokens, L places of a segment, R regions, C regions recalled, S = R L slots in the store,
-M = C L slots recalled, V layers, D model width, K key width, P position channels.
+M = C L slots recalled, V layers, D model width, K key width, P position channels; H heads, E head width, in `choose`
+V = (R + 1) E.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from cached_transformers.interfaces.memory import Context, ProjectKV
 
 
 class CRTNState(NamedTuple):
@@ -71,11 +84,39 @@ def stored(state: CRTNState, regions_BC: Tensor) -> Slots:
     return Slots(hidden_BVMD, state.positions_BSP.gather(1, index_BM[..., None]), valid_BM, region_BM)
 
 
-def windows(state: CRTNState, source_BND: Tensor, padding_BN: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The last L tokens up to each token, itself included, (B, N, L, D), zeros after them; and how many, (B, N).
+def choose(
+    offer: Callable[[ProjectKV], Context],
+    project_kv: ProjectKV,
+    *,
+    region_BM: Tensor,
+    visible_BNR: Tensor,
+    weight_BNR: Tensor | None,
+) -> Context:
+    """The offered context of all regions, of which each token sees some.
 
-    They reach into the newest region, the source of `state.source_BLD`, and no further.
+    Args:
+        region_BM: region of each slot; R for none, which all tokens see with weight 1.
+        weight_BNR: weight of each region's values for each token, after the softmax; None for 1.
     """
+    context, (tokens, regions) = offer(project_kv), visible_BNR.shape[1:]
+    counted_BNR = F.pad(visible_BNR, (0, 1), value=True)
+    context = context._replace(visible_BHNM=counted_BNR.gather(2, region_BM[:, None].expand(-1, tokens, -1))[:, None])
+    if weight_BNR is None:
+        return context
+    block_BMR = F.one_hot(region_BM, regions + 1).to(context.v_BHME.dtype)
+    v_BHMV = (context.v_BHME[..., None, :] * block_BMR[:, None, ..., None]).flatten(-2)
+    weight_BNR = F.pad(weight_BNR, (0, 1), value=1.0)
+
+    def gather(out_BHNV: Tensor) -> Tensor:
+        """(B, H, N, E): the weighted sum of the blocks."""
+        out_BHNRE = out_BHNV.unflatten(-1, (regions + 1, -1))
+        return (out_BHNRE * weight_BNR.to(out_BHNV.dtype)[:, None, ..., None]).sum(-2)
+
+    return context._replace(v_BHME=v_BHMV, gather=gather)
+
+
+def windows(state: CRTNState, source_BND: Tensor, padding_BN: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The last L tokens up to each token, itself included, (B, N, L, D), zeros after them; and how many, (B, N)."""
     n, length = source_BND.shape[1], state.source_BLD.shape[1]
     source_BLD, source_B = pack(source_BND, padding_BN, length)
     before_B = state.size_BR[:, -1]

@@ -8,10 +8,8 @@ With X the first C = ratio * D channels of a layer's input, S = interpolate(X, M
     u = sigmoid(W_u [S, K] + b_u)        r = sigmoid(W_r [S, K] + b_r)        c = f(W_c [S, r * K] + b_c)
     proposal = (1 - u) * K + u * c       averaged over the rows of the batch
 
-f is the identity in the paper's equation 5 (candidate="affine"), LayerNorm(GELU(.)) in the released code ("norm", the
-default), or tanh. The affine recurrence is unbounded, has no gradient over several steps, and has diverged in training.
-
-In a causal model this cache leaks the future, since it already holds the whole segment; see `stream.py`.
+f is the identity in the paper's equation 5 (candidate="affine", unbounded: it has diverged), LayerNorm(GELU(.)) in the
+released code ("norm", the default), or tanh. In a causal model this cache leaks the future; see `stream.py`.
 
 Legend: B rows, N tokens, M slots, H heads, D model width, C cache width, F = C / H.
 """
@@ -90,28 +88,17 @@ class CacheGates(nn.Module):
     @property
     def weights(self) -> GateWeights:
         """The parameters in the form that `gate_update` takes."""
-        return fused_weights(self)
-
-
-def fused_weights(gates: Any) -> GateWeights:
-    """Fused weights of a module with `from_tokens`, `from_cache` and `norm`."""
-    norm = None if gates.norm is None else (gates.norm.weight, gates.norm.bias, gates.norm.eps)
-    tokens, bias = matrix_of(gates.from_tokens)
-    assert bias is not None
-    return GateWeights(tokens, bias, matrix_of(gates.from_cache)[0], norm)
+        norm = None if self.norm is None else (self.norm.weight, self.norm.bias, self.norm.eps)
+        tokens, bias = matrix_of(self.from_tokens)
+        assert bias is not None
+        return GateWeights(tokens, bias, matrix_of(self.from_cache)[0], norm)
 
 
 class GatedRecurrentCache(SharedCache):
-    """A shared cache updated by gates.
+    """A shared cache updated by gates, in 4 B M C^2 + 2 M C^2 multiply-adds; options as of `CacheGates`, `SharedCache`.
 
     Args:
-        width: C. length: M.
-        candidate, update_bias: see `CacheGates`.
-        attend: "mean" gives the batch mean of the update (Algorithm 1), "sample" each row's own update; the mean is
-            stored in either case.
-        options: see `SharedCache`.
-
-    Cost (multiply-adds): with N = M, 4 B M C^2 for the rows and 2 M C^2 once per batch.
+        attend: "mean" gives the batch mean of the update (Algorithm 1), "sample" each row's own update.
     """
 
     def __init__(
@@ -129,10 +116,7 @@ class GatedRecurrentCache(SharedCache):
         self.candidate = gates.candidate
         self.from_tokens, self.from_cache, self.norm = gates.from_tokens, gates.from_cache, gates.norm
 
-    @property
-    def weights(self) -> GateWeights:
-        """The parameters in the form that `gate_update` takes."""
-        return fused_weights(self)
+    weights: Any = CacheGates.weights
 
     def update(self, s_BMC: Tensor, cache_MC: Tensor) -> Tensor:
         return gate_update(s_BMC, cache_MC, self.weights, self.candidate)
@@ -186,9 +170,6 @@ class GRC(SharedCacheMemory):
         positional_convolution: add a grouped 3 x 3 convolution of the input to the output (released code).
         interpolation, size, prefix, sync: see `SharedCache`.
         combine, bias, dropout, reduction, window: see `MemoryBranch`.
-
-    Raises:
-        ValueError: ratio, heads or widths do not fit; a stride without a map; or a switch has an unknown value.
     """
 
     def __init__(

@@ -60,10 +60,7 @@ def propose_cache(proposal: Tensor, fresh: Tensor, new: Tensor, current: Tensor,
 
 
 class SharedCache(nn.Module):
-    """A cache shared by all rows and steps: a buffer in the state dict, updated once per training step.
-
-    A training loop need not know of it: see the module's diagram. The buffer stays float32 (or float64) in
-    half-precision models. A subclass defines `update`, and `mean_update` where the mean over rows costs less.
+    """A buffer updated once per training step, which no training loop need know of; float32 in half-precision models.
 
     Args:
         width: C, channels of the cache. length: M, slots.
@@ -127,11 +124,7 @@ class SharedCache(nn.Module):
     def forward(self, x_BNC: Tensor, padding_BN: Tensor | None = None, size: tuple[int, int] | None = None) -> Tensor:
         """Return the cache to attend: (M, C), or (B, M, C) with attend="sample".
 
-        Training updates by `x_BNC` and proposes the result for the next step. Evaluation returns the stored cache; with
-        attend="sample" it computes each row's update and discards it after use.
-
-        Raises:
-            ValueError: the batch has no row or no token.
+        Training proposes the update by `x_BNC` for the next step; evaluation discards it, if it makes one.
         """
         if (self.training and not self.held) or self.sync == "none":
             self.commit()
@@ -288,8 +281,7 @@ def shuffle_caches(model: nn.Module, generator: torch.Generator | None = None) -
 def hold_caches(model: nn.Module) -> Iterator[None]:
     """Inside, training forwards compute with the caches as they are and leave no proposals.
 
-    For extra forwards that must not count as a step (probing a batch, a second view of the same images), and when
-    several forwards share one backward under activation checkpointing.
+    For forwards that must not count as a step, and where several share one backward under activation checkpointing.
     """
     before = [(c, c.held) for c in caches(model)]
     for cache, _ in before:

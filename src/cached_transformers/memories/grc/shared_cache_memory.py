@@ -33,11 +33,7 @@ own_word("token_map", "tokens that are a map of a height and a width")
 
 
 def cache_width(width: int, heads: int, ratio: float) -> int:
-    """C = ratio * width.
-
-    Raises:
-        ValueError: the ratio is outside (0, 1], or C is not a positive multiple of the number of heads.
-    """
+    """C = ratio * width, a positive multiple of the number of heads (else ValueError)."""
     if not 0 < ratio <= 1:
         raise ValueError(f"ratio={ratio} must lie in (0, 1]; the paper uses 0.5")
     if width % heads:
@@ -111,18 +107,13 @@ class MemoryBranch(nn.Module):
         return k.unflatten(-1, (self.heads, -1)).transpose(1, 2), v.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def forward(self, x_BNC: Tensor, k_BHMF: Tensor, v_BHMF: Tensor) -> Tensor:
-        """Equation 1, (B, H, N, F or E), for tokens whose first C channels are `x_BNC`.
-
-        Raises:
-            ValueError: the numbers of tokens and slots differ from the window's.
-        """
+        """Equation 1, (B, H, N, F or E), for tokens whose first C channels are `x_BNC`."""
         rows, n = x_BNC.shape[:2]
         q = self.query(x_BNC.flatten(0, 1)).unflatten(0, (rows, n))  # flat: no copy of a slice of wider tokens
         q_BHNF = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         one_cache = k_BHMF.shape[0] == 1 and rows > 1
-        # One cache for all rows: on the CPU the rows become more queries of one row, so that keys are neither copied
-        # nor given a gradient B times; a GPU needs the rows to fill its processors, and takes expanded keys without a
-        # copy.
+        # On the CPU the rows become more queries of one row, so that keys are neither copied nor given a gradient B
+        # times; a GPU needs the rows to fill its processors.
         as_one_row = one_cache and self.relative_bias is None and not q.is_cuda
         if as_one_row:
             q_BHNF = q.flatten(0, 1).unflatten(-1, (self.heads, -1)).transpose(0, 1)[None]
@@ -155,10 +146,7 @@ class MemoryBranch(nn.Module):
         return merged.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def shares(self, dtype: torch.dtype, weight_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """sigmoid(lambda) and 1 - sigmoid(lambda), (H, 1) or (B, 1, H, 1): the shares of memory and layer in each head.
-
-        The memory's share is 0 in rows where `weight_B` is 0.
-        """
+        """Shares of memory and layer in each head, (H, 1) or (B, 1, H, 1); the memory's is 0 where `weight_B` is 0."""
         ratio = torch.sigmoid(self.gate_H)[:, None]
         ratio = (ratio if weight_B is None else ratio * weight_B[:, None, None, None]).to(dtype)
         return ratio, 1 - ratio
@@ -267,10 +255,8 @@ class SharedCacheMemory(LayerMemory):
     """A shared cache, attended by a second branch beside the layer's attention.
 
     Args:
-        cache: the shared cache. branch: attention over it, and the mix.
         source: input of the cache's update: the first C channels of the attention's "input" or "output".
         mix: "heads", before the output projection, or "outputs", after separate ones.
-        convolution: added to the attention's output; None for none.
     """
 
     needs = frozenset({"head", "bidirectional"})
@@ -362,8 +348,7 @@ class SharedCacheMemory(LayerMemory):
         return [(t.data_ptr(), t._version) for t in self._sources()]
 
     def _watchable(self) -> bool:
-        """True if keys and values depend only on tensors with a version to watch, which adapters, quantised weights and
-        sharded, fake, meta or inference tensors lack."""
+        """True if keys and values depend only on plain tensors, which have a version to watch."""
         reduction = self.branch.reduction or nn.Identity()
         known = all(type(m).__module__.startswith(("torch.nn.", "cached_transformers.")) for m in reduction.modules())
         if not known or plain_weights(self.branch.key_value) is None:
@@ -375,11 +360,7 @@ class SharedCacheMemory(LayerMemory):
         """Make keys and values of the stored cache constants, until `unfold` or `train`; for inference and export.
 
         `eval()` does this too, for eager inference, and checks at each call that no weight has changed since (a write
-        through `.data` leaves no trace; call `eval()` after one). Compiled or exported code cannot check, and uses the
-        constants only after this call.
-
-        Raises:
-            ValueError: the module is training, or its gates run in evaluation too (attend="sample").
+        through `.data` leaves no trace). Compiled or exported code uses the constants only after this call.
         """
         if self.training or not self.cache.constant_in_evaluation:
             why = "training=True; call eval() first" if self.training else "attend='sample' runs the gates at each call"
@@ -417,10 +398,7 @@ class SharedCacheMemory(LayerMemory):
         return torch.sigmoid(self.branch.gate_H)
 
     def record(self, note: Callable[[Tensor, Tensor], None] | None) -> None:
-        """Call `note(y_BHNE, o_BHNF)` with the results of self-attention and cache at each forward; None to stop.
-
-        Reports draw maps of any module with this method and `prefix`.
-        """
+        """Call `note(y_BHNE, o_BHNF)` at each forward, for reports of modules with this and `prefix`; None to stop."""
         self.branch.record = note
 
     @property

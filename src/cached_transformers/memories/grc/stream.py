@@ -16,9 +16,8 @@ from torch import Tensor
 
 from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing
-from cached_transformers.memories.parts.gates import CUT, GATES, Gate
 from cached_transformers.memories.parts.interpolation import Interpolation, interpolate
-from cached_transformers.memories.parts.options import one_of
+from cached_transformers.memories.parts.options import CUT, GATES, Gate, one_of
 from cached_transformers.registry import MEMORIES
 
 from .equations import Candidate, gate_update
@@ -38,8 +37,7 @@ class StreamGRCState(NamedTuple):
 
 
 class StreamGRCOpened(NamedTuple):
-    """Constants of one segment: the cache updated by the last one, its keys and values, the shares of each head, and
-    the rows that have seen a segment."""
+    """The cache updated by the last segment, its keys and values, the heads' shares, and rows that saw a segment."""
 
     cache_BMC: Tensor
     k_BHMF: Tensor
@@ -78,9 +76,6 @@ class StreamGRC(LayerMemory):
         combine, initial_gate, bias, dropout: see `MemoryBranch`.
         update_gate: "sigmoid" as in the paper, which never is 0; "stretched" can close (arXiv:1712.01312), so that a
             slot outlives any number of segments. With it, start from an `update_bias` of -2 (open by 4 per cent).
-
-    Raises:
-        ValueError: an `update_bias` beyond +-2.39 of a stretched gate, where the gate is saturated and learns nothing.
     """
 
     needs = frozenset({"state", "head"})

@@ -27,12 +27,7 @@ class Bumps(NamedTuple):
 
 
 def bumps(count: int, widths: Sequence[float]) -> Bumps:
-    """`count` bumps, one of each width at every centre; the centres are evenly spaced from 0 to 1. In float64.
-
-    Raises:
-        ValueError: no width or one that is not positive; a count that is no multiple of the number of widths, or that
-            leaves fewer than two centres.
-    """
+    """`count` bumps, one of each width at every centre; the centres are evenly spaced from 0 to 1. In float64."""
     if not widths or min(widths) <= 0:
         raise ValueError(f"widths={tuple(widths)} must be positive widths on a past of length 1, as (0.01, 0.05)")
     if count % len(widths) or count < 2 * len(widths):
@@ -67,10 +62,7 @@ def ridge_operator(points_S: Tensor, basis: Bumps, penalty: float) -> Tensor:
 
 
 def first_operator(new: int, basis: Bumps, penalty: float) -> Tensor:
-    """(L, C): fit of `new` vectors in the middles of as many equal parts of [0, 1].
-
-    The points go on for half the length on either side, where the signal is 0.
-    """
+    """(L, C): fit of `new` vectors in the middles of equal parts of [0, 1]; on either side the signal is 0."""
     outside = new // 2
     points_S = (torch.arange(-outside, new + outside, dtype=torch.float64, device="cpu") + 0.5) / new
     return ridge_operator(points_S, basis, penalty)[outside : outside + new]
@@ -93,10 +85,7 @@ def uniform_points(count: int) -> Tensor:
 
 
 def attended_mass(mean_BHN: Tensor, variance_BHN: Tensor, counted_BN: Tensor, bins: int) -> Tensor:
-    """(B, K): share of the attention that falls into each of K equal parts of [0, 1], all heads and queries together.
-
-    Where no query counts the shares are equal.
-    """
+    """(B, K): share of all attention in each of K equal parts of [0, 1]; equal shares where no query counts."""
     edges_K1 = torch.linspace(0, 1, bins + 1, dtype=mean_BHN.dtype, device=mean_BHN.device)
     below = torch.special.ndtr((edges_K1 - mean_BHN[..., None]) / variance_BHN[..., None].sqrt())
     mass_BK = torch.where(counted_BN[:, None, :, None], below.diff(dim=-1), 0).sum((1, 2))

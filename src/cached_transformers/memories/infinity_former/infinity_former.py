@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import (
     Context,
     LayerMemory,
@@ -34,7 +35,7 @@ from cached_transformers.interfaces.memory import (
 from cached_transformers.interfaces.probing import Probing
 from cached_transformers.linear_maps import matrix_of
 from cached_transformers.memories.parts.fifo_store import Rows, empty_rows, push
-from cached_transformers.memories.parts.options import one_of
+from cached_transformers.memories.parts.options import NO_MEMORY, check_heads, check_positive, one_of
 from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
@@ -87,18 +88,8 @@ class SignalRead(NamedTuple):
 class InfinityFormer(LayerMemory):
     """A short memory of the last inputs, and before it the whole past as a continuous signal of fixed size.
 
-    Inputs leave the short memory in chunks: it holds up to `length + chunk - 1` of them, and as soon as a row has
-    `length + chunk`, its oldest `chunk` enter the signal. So each refit takes equally many inputs, the operators G are
-    constants, rows are refitted independently of each other, and every input is in exactly one of the two. The signal
-    is fitted without gradient, in float32 or wider, after the segment was read. Inputs enter it normalised to mean 0
-    and variance 1 (`normalise`), since those of a pre-norm layer grow with depth.
-
-    The old signal is sampled where the segment's queries looked (sticky memories): at fixed quantiles of their common
-    density, which repeats itself exactly, or at random. A second refit after one segment samples evenly, since no
-    segment has read that signal.
-
-    The original fits a memory of `length` and regulates the inputs by a trained convolution (an option there), which
-    a signal fitted without gradient cannot train.
+    As soon as a row has `length + chunk` inputs in the short memory, its oldest `chunk` enter the signal. It is fitted
+    without gradient, in float32 or wider, and sampled where the segment's queries looked (sticky memories).
 
     Args:
         width: D. heads: H.
@@ -113,11 +104,7 @@ class InfinityFormer(LayerMemory):
             (of its part in the variance unless `prior_mean` is given); 0 for none. prior_deviation, prior_mean: of that
             density.
         normalise: whether inputs enter the signal with mean 0 and variance 1.
-        relative: own position scheme for short memory and segment, as in Transformer-XL; False takes the model's, the
-            only one in host models.
-
-    Raises:
-        ValueError: a size below 1, a number out of its range, or a basis that the widths do not divide.
+        relative: see `TransformerXL`.
     """
 
     needs = frozenset({"state", "context", "head", "own_loss"})
@@ -150,26 +137,20 @@ class InfinityFormer(LayerMemory):
     ) -> None:
         super().__init__()
         samples = basis if samples is None else samples
-        for name, size in {"basis": basis, "length": length, "chunk": chunk, "samples": samples, "bins": bins}.items():
-            if size < 1:
-                raise ValueError(f"{name}={size} must be at least 1; a model without memory takes memory=None")
-        positive = {"ridge": ridge, "min_variance": min_variance, "prior_deviation": prior_deviation}
-        for name, value in positive.items():
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name}={value} must be positive and finite")
+        at_least_one(NO_MEMORY, basis=basis, length=length, chunk=chunk, samples=samples, bins=bins)
+        check_positive(ridge=ridge, min_variance=min_variance, prior_deviation=prior_deviation)
         if not 0 < contraction < 1:
             raise ValueError(
                 f"contraction={contraction} must lie between 0 and 1: the share of [0, 1] left to the past"
             )
         if kl_weight < 0:
             raise ValueError(f"kl_weight={kl_weight} must not be negative; 0 takes no auxiliary loss")
-        if heads < 1 or width % heads:
-            raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
+        check_heads(width, heads)
         self.sampling = one_of("sampling", sampling, ("quantiles", "random", "uniform"))
         self.width, self.heads, self.relative, self.normalise = width, heads, relative, normalise
         self.length, self.chunk, self.samples, self.bins = length, chunk, samples, bins
-        self.min_variance, self.kl_weight = min_variance, kl_weight
-        self.prior_deviation, self.prior_mean = prior_deviation, prior_mean
+        self.min_variance, self.kl_weight, self.prior_deviation = min_variance, kl_weight, prior_deviation
+        self.prior_mean = prior_mean
         if not kl_weight:
             self.needs = self.needs - {"own_loss"}
         self.key, self.value, self.output = (nn.Linear(width, width, bias=False) for _ in range(3))

@@ -33,11 +33,7 @@ from cached_transformers.state import State, named_tensors
 
 
 class SideBySide(LayerMemory):
-    """Layer memories side by side in one layer; its state is the tuple of theirs.
-
-    Args:
-        members: the memories, in the order in which they act.
-    """
+    """Layer memories side by side in one layer, in the order in which they act; its state is the tuple of theirs."""
 
     def __init__(self, members: Sequence[LayerMemory]) -> None:
         super().__init__()
@@ -160,12 +156,7 @@ def members_of(memory: LayerMemory) -> list[LayerMemory]:
 
 
 def side_by_side(memories: Sequence[LayerMemory]) -> LayerMemory:
-    """One layer memory of several; of one it is that one, and memories that remember nothing are left out.
-
-    Raises:
-        ValueError: they store positions of different channels, which no layer could subtract; or one acts
-            before the projections whose keys another one stores.
-    """
+    """One layer memory of several; of one it is that one, and memories that remember nothing are left out."""
     kept = [memory for memory in memories if type(memory) is not LayerMemory or memory.needs]
     if len(kept) < 2:
         return kept[0] if kept else LayerMemory()
@@ -196,11 +187,7 @@ def _channels(memory: LayerMemory) -> int | None:
 
 
 def spanning(memories: Sequence[LayerMemory | ModelMemory]) -> ModelMemory | None:
-    """The one model-level memory among them; None where there is none.
-
-    Raises:
-        ValueError: there are two; or it lets tokens attend itself alone, and another one has a context, too.
-    """
+    """The one model-level memory among them; None where there is none."""
     found = [memory for memory in memories if isinstance(memory, ModelMemory)]
     names = [type(memory).__name__ for memory in found]
     if len(found) > 1:
@@ -220,11 +207,7 @@ def spanning(memories: Sequence[LayerMemory | ModelMemory]) -> ModelMemory | Non
 
 
 def one_scheme(memories: Sequence[LayerMemory | ModelMemory]) -> Positions | None:
-    """The position scheme that memories of one layer bring; None where none brings any. Alike ones serve as one.
-
-    Raises:
-        ValueError: they bring different ones.
-    """
+    """The position scheme that memories of one layer bring; None where none brings any. Alike ones serve as one."""
     brought = [(type(m).__name__, scheme) for m in memories if (scheme := m.position_scheme()) is not None]
     for name, scheme in brought[1:]:
         if not alike(scheme, brought[0][1]):

@@ -17,11 +17,7 @@ MemorySpec: TypeAlias = OneMemory | list[OneMemory] | None
 
 
 def memory_specs(memory: MemorySpec) -> list[tuple[str, dict[str, Any]]]:
-    """Names and options of the memories of a model: none, one, or those of a list.
-
-    Raises:
-        ValueError: an empty list, or as `memory_spec`.
-    """
+    """Names and options of the memories of a model: none, one, or those of a list."""
     if memory is None:
         return []
     if isinstance(memory, list | tuple):
@@ -65,8 +61,7 @@ def create_memory(memory: MemorySpec, width: int, heads: int, **facts: Any) -> L
     unless the user set it. A memory that builds another one takes the mapping of all of them as its option `facts`.
 
     Raises:
-        ValueError: unknown name or option, a missing option, or the memory's own constraints; a list
-            with a memory that spans layers, which only a model has room for.
+        ValueError: an option out of its range, or options that exclude each other.
     """
     built = [_create(name, options, width, heads, facts) for name, options in memory_specs(memory)]
     if len(built) == 1:

@@ -16,16 +16,20 @@ numbers of a net; `...` any leading dimensions.
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Iterable, Sequence
 from itertools import repeat
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .recurrent import mix, wide
+from cached_transformers.interfaces.memory import Query, Trace
+from cached_transformers.state import refuse_narrow
+
+from .recurrent import Answer, Asked, Recurrent, beside, mix, wide
 
 Activation = Literal["gelu", "silu", "gelu_tanh"]
 
@@ -45,6 +49,14 @@ class FastReading(NamedTuple):
     G: Tensor
 
 
+class FastState(NamedTuple):
+    """`Learned`, and how many tokens a row has written; one of none has the initial weights."""
+
+    weights_BGP: Tensor
+    sums_BGP: Tensor
+    tokens_B: Tensor
+
+
 class Soup(NamedTuple):
     """Other nets, which each token mixes with the learned one, number by number, and reads: matrices (B, S, G, I, O) of
     each layer, and weights of the mix (B, G, N, S + 1), that of the learned net last."""
@@ -56,18 +68,16 @@ class Soup(NamedTuple):
         """Product of the mixed matrix with x, where the learned net's product is `own`."""
         return mix(x[:, None] @ self.matrices[layer], own, self.weights)
 
+    def narrow(self, first: int, tokens: int) -> Soup:
+        """The same for some of the tokens."""
+        return Soup(self.matrices, self.weights.narrow(2, first, tokens))
+
 
 def written(padding_BN: Tensor | None, x_BND: Tensor) -> Tensor:
     """(B,): tokens of each row that are none of padding."""
     if padding_BN is None:
         return torch.full(x_BND.shape[:1], x_BND.shape[1], dtype=torch.long, device=x_BND.device)
     return (~padding_BN).sum(1)
-
-
-def behind(old: Iterable[Tensor], new: Iterable[Tensor], written_B: Tensor) -> Learned:
-    """Select per row; rows without a write keep their weights to the last bit."""
-    kept_B11 = (written_B == 0)[:, None, None]
-    return Learned(*(torch.where(kept_B11, a, b.to(a.dtype)) for a, b in zip(old, new, strict=True)))
 
 
 def activate(z: Tensor, kind: Activation) -> Tensor:
@@ -93,7 +103,7 @@ Step = tuple[Tensor, Tensor, Tensor, Tensor]
 """Data of one matrix: W and S before a chunk, inputs and errors of its tokens."""
 
 
-class FastWeights(nn.Module):
+class FastWeights(nn.Module, abc.ABC):
     """G nets for each row, f(x) = a(... a(x W_1) ...) W_L, which learn to give values for keys.
 
     Args:
@@ -123,17 +133,13 @@ class FastWeights(nn.Module):
         """P."""
         return self.initial_GP.shape[1]
 
+    @abc.abstractmethod
     def error(self, given: Tensor, wanted: Tensor) -> Tensor:
         """Gradient of the loss by the nets' outputs, (..., C, V)."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def move(self, end: Sequence[Tensor], step: Step) -> tuple[Tensor, Tensor]:
-        """W and S of one matrix after a chunk.
-
-        Args:
-            end: coefficients of this chunk that the rule passed to `through`.
-        """
-        raise NotImplementedError
+        """W and S of one matrix after a chunk, by its coefficients `end` that the rule passed to `through`."""
 
     def matrices(self, flat: Tensor) -> list[Tensor]:
         """(B, ..., G, I, O) of each layer of the nets, of their numbers (B, ..., G, P)."""
@@ -227,12 +233,7 @@ class FastWeights(nn.Module):
         return F.pad(x, (0, 1), value=1.0) if self.biased else x
 
     def _read_within(self, asked: tuple[Tensor, ...], steps: list[Step], soup: Soup | None) -> Tensor:
-        """Outputs of the nets for queries (..., C, K) of a chunk, each after the writes of its token and those before
-        it.
-
-        Args:
-            asked: queries; G_ij (q_i . k_j); b, f and G.
-        """
+        """Outputs for `asked`, q, G_ij (q_i . k_j), b, f, G of a chunk, each after its token's write."""
         q, near, b, f, G = asked  # of queries as `_input` gives them
         for layer, (W, S, given, error) in enumerate(steps):
             x = self._input(activate(q, self.activation)) if layer else q
@@ -242,3 +243,44 @@ class FastWeights(nn.Module):
             if soup is not None:
                 q = soup.among(layer, x, q)
         return q
+
+
+class FastMemory(Recurrent):
+    """A layer memory whose state is what nets of each row have learned."""
+
+    @property
+    @abc.abstractmethod
+    def net(self) -> Any:
+        """The nets, `FastWeights`."""
+
+    def init_state(self, batch_size: int, like: Tensor) -> FastState:
+        tokens_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
+        return FastState(*self.net.empty(batch_size, like), tokens_B)  # type: ignore[call-arg]
+
+    def soup(self, opened: FastState, query: Query, asked: Asked, snapshots_BS: Tensor, weights_BGNS: Tensor) -> Answer:
+        mixed = Soup(self.net.matrices(snapshots_BS), weights_BGNS)
+        return self.online(opened, query, asked, mixed)  # type: ignore[call-arg]
+
+    def answer(self, snapshot: Tensor, asked: Asked) -> Tensor:
+        return self.told(snapshot, beside(asked.q_BGNK, snapshot.dim() + 1))
+
+    def told(self, weights: Tensor, q: Tensor, soup: Soup | None = None) -> Tensor:
+        """Outputs of nets with these weights for queries."""
+        with torch.autocast(q.device.type, enabled=False):
+            return self.net.read(weights, q, soup)  # type: ignore[no-any-return]
+
+    def learned(self, state: FastState) -> Learned:
+        """What the segment begins with."""
+        refuse_narrow(state, f"the small steps by which {type(self).__name__} learns")
+        return self.net.start(Learned(*state[:2]), state.tokens_B == 0)  # type: ignore[no-any-return]
+
+    def by_net(self, t_BND: Tensor) -> Tensor:
+        """(B, G, N, D / G), in float32 or wider."""
+        return wide(t_BND).unflatten(-1, (self.groups, -1)).transpose(1, 2)
+
+    def after(self, state: FastState, learned: Iterable[Tensor], trace: Trace) -> FastState:
+        """The state after a segment; rows without a write keep their weights to the last bit."""
+        written_B = written(trace.query.padding_BN, trace.x_BND)
+        kept_B11, pairs = (written_B == 0)[:, None, None], zip(state[:2], learned, strict=True)
+        new = (torch.where(kept_B11, a, b.to(a.dtype)) for a, b in pairs)
+        return FastState(*new, state.tokens_B + written_B)  # type: ignore[call-arg]

@@ -1,7 +1,8 @@
 """A first-in first-out store of hidden states with their positions, or of their keys and values, for the memories that
-keep them.
+keep them; the best slots of a bounded cache; and contexts made of hidden states.
 
-Legend: B rows, N tokens, M slots, L = M + N, D model width, W = 2 D, H heads, E head width, P position channels.
+Legend: B rows, N tokens, M slots, L = M + N, D model width, W = 2 D, H heads, E head width, P position channels; X any
+dimensions (rows, or rows and heads), C channels.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.interfaces.capabilities import own_word
-from cached_transformers.interfaces.memory import ProjectKV
+from cached_transformers.interfaces.memory import Context, ProjectKV, Query
 from cached_transformers.state import State
 
 own_word("stored_kv", "keys and values, with as many heads as the queries, to be stored instead of hidden states")
@@ -24,6 +25,11 @@ KEEP = ("hidden", "kv")
 def last_slots(count_B: Tensor, slots: int) -> Tensor:
     """(B, M) bool, the last `count_B` of the slots of each row: those that hold something."""
     return torch.arange(slots, device=count_B.device) >= slots - count_B[:, None]
+
+
+def right_before(first_B1P: Tensor, slots: int) -> Tensor:
+    """(B, M, P): the places of as many tokens right before the segment."""
+    return first_B1P + torch.arange(-slots, 0, device=first_B1P.device)[:, None]
 
 
 class Rows(NamedTuple):
@@ -48,8 +54,7 @@ class Rows(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """`Rows` with keys and values instead of hidden states: unrotated, all keys of a slot, then all
-    its values. 8 M D + 8 M P + 8 bytes a row in float32.
+    """`Rows` with keys and values instead of hidden states, all keys of a slot, then all its values.
 
     They are projected once, when they are stored, so that nothing trains the projections: for evaluation.
     """
@@ -74,6 +79,15 @@ def empty_rows(batch_size: int, slots: int, width: int, like: Tensor, channels: 
 def empty_pairs(batch_size: int, slots: int, width: int, like: Tensor, channels: int = 1) -> Pairs:
     """The same of keys and values."""
     return Pairs(*empty_rows(batch_size, slots, 2 * width, like, channels))
+
+
+def push_either(state: Rows | Pairs, x_BND: Tensor, query: Query, padding_BN: Tensor | None) -> Rows | Pairs:
+    """Push the layer's inputs, detached, or their keys and values, whichever the state holds."""
+    assert query.positions_BNP is not None
+    if not isinstance(state, Pairs):
+        return push(state, x_BND.detach(), query.positions_BNP, padding_BN)
+    assert query.k_BHNE is not None and query.v_BHNE is not None
+    return push_pairs(state, query.k_BHNE, query.v_BHNE, query.positions_BNP, padding_BN)
 
 
 def push_pairs(
@@ -139,10 +153,7 @@ def refuse_training(training: bool, memory: str) -> None:
 
 
 def push(rows: Rows, hidden_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None) -> Rows:
-    """Store hidden states after those that are there; the store keeps its size, and may be a view of its input.
-
-    Padding is not stored, so the store stays dense.
-    """
+    """Store hidden states, but no padding, after those that are there; the store may be a view of its input."""
     if padding_BN is not None:
         return push_out(rows, hidden_BND, positions_BNP, padding_BN)[0]
     slots, n = rows.hidden_BMD.shape[1], hidden_BND.shape[1]
@@ -159,12 +170,7 @@ def push(rows: Rows, hidden_BND: Tensor, positions_BNP: Tensor, padding_BN: Tens
 def push_out(
     rows: Rows, hidden_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None
 ) -> tuple[Rows, Rows]:
-    """The store after `push`, and the evicted entries.
-
-    Returns:
-        The store; and the N states that had to leave or never were (`count_B` says how many of them,
-        from the end, are real), oldest first.
-    """
+    """The store after `push`; and the N states, oldest first, that had to leave or never were (`count_B` are real)."""
     slots, n = rows.hidden_BMD.shape[1], hidden_BND.shape[1]
     hidden_BLD = torch.cat([rows.hidden_BMD, hidden_BND.to(rows.hidden_BMD.dtype)], 1)
     positions_BLP = torch.cat([rows.positions_BMP, positions_BNP.expand(hidden_BND.shape[0], -1, -1)], 1)
@@ -180,3 +186,43 @@ def push_out(
         total_B = valid_BL.sum(1)
     left = Rows(hidden_BLD[:, :n], positions_BLP[:, :n], (total_B - slots).clamp(min=0))
     return Rows(hidden_BLD[:, n:], positions_BLP[:, n:], total_B.clamp(max=slots)), left
+
+
+def best(score_XL: Tensor, valid_XL: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    """Indices of the kept entries, (X, M), oldest first, and whether they are real; empty ones come first."""
+    total = score_XL.shape[-1]
+    chosen_XM = score_XL.masked_fill(~valid_XL, -torch.inf).topk(slots, -1).indices
+    real_XM = valid_XL.gather(-1, chosen_XM)
+    order_XM = torch.where(real_XM, chosen_XM, chosen_XM - total).sort(-1).values
+    return order_XM % total, order_XM >= 0
+
+
+def kept(old_XMC: Tensor, new_XNC: Tensor, index_XM: Tensor, real_XM: Tensor) -> Tensor:
+    """(X, M, C): stored and new entries selected by `best`; 0 in empty slots."""
+    both_XLC = torch.cat([old_XMC, new_XNC.to(old_XMC.dtype).expand(*old_XMC.shape[:-2], -1, -1)], -2)
+    chosen_XMC = both_XLC.gather(-2, index_XM[..., None].expand(*index_XM.shape, both_XLC.shape[-1]))
+    return torch.where(real_XM[..., None], chosen_XMC, 0)
+
+
+def from_last(valid_XL: Tensor) -> Tensor:
+    """Number of real entries from each one to the end, itself included."""
+    return valid_XL.flip(-1).cumsum(-1).flip(-1)
+
+
+def recalled(
+    project_kv: ProjectKV,
+    *,
+    hidden_BMD: Tensor,
+    positions_BMP: Tensor,
+    valid_BM: Tensor,
+    weight_BM: Tensor | None = None,
+    consecutive: bool = False,
+) -> Context:
+    """Hidden states (inputs of the layer, before its norm) as a context; values are multiplied by `weight_BM`.
+
+    A model memory offers `functools.partial(recalled, hidden_BMD=..., ...)`, to which the layer gives its projections.
+    """
+    k_BHME, v_BHME = project_kv(torch.where(valid_BM[..., None], hidden_BMD, 0))
+    if weight_BM is not None:
+        v_BHME = v_BHME * weight_BM[:, None, :, None]
+    return Context(k_BHME, v_BHME, positions_BMP, valid_BM, consecutive, clean=weight_BM is None)

@@ -38,9 +38,6 @@ def interpolate(
             zeros.
         size, to_size: maps of tokens and slots for two-dimensional interpolation; the `prefix` first tokens pass
             unchanged.
-
-    Raises:
-        ValueError: the tokens do not fill the map, or a map is combined with padding.
     """
     if padding_BN is not None:
         if to_size is not None:
@@ -133,15 +130,7 @@ def check_size(length: int, size: Sequence[int] | None, prefix: int) -> None:
 def coarser_map(
     length: int, size: Sequence[int] | None, prefix: int, stride: int
 ) -> tuple[int, tuple[int, int] | None]:
-    """Return the number of slots and (height, width) of their map, with one slot per stride x stride tokens.
-
-    Args:
-        length: tokens, including `prefix` class tokens before the map, which keep their own slots.
-        size: (height, width) of the tokens' map.
-
-    Raises:
-        ValueError: the stride is less than 1, or there is no map whose tokens could share slots.
-    """
+    """Number of slots and (height, width) of their map, one slot per stride x stride tokens and one per class token."""
     at_least_one("; 1 is a slot for every token", stride=stride)
     if size is None:
         if stride > 1:

@@ -1,12 +1,11 @@
 """One weight gradient for a linear map that is called many times with a few tokens.
 
-A memory that reads token by token calls each map once per token, and each call would make a gradient as large as the
-weight. Deferred until all calls have their gradients, they are one product of all rows:
+Each call would make a gradient as large as the weight. Deferred until all calls have theirs, they are one product:
 
     dW = sum_i g_i^T x_i = [g_1; g_2; ..]^T [x_1; x_2; ..]
 
-The weight enters all calls through one node of the graph. Autograd runs that node's backward after the backward of all
-calls, which have left their rows in it; so the gradient arrives as usual, hooks and DDP included.
+The weight enters all calls through one node of the graph, whose backward autograd runs after that of all calls, which
+have left their rows in it; so the gradient arrives as usual, hooks and DDP included.
 
 Legend: K inputs, O outputs of a map.
 """

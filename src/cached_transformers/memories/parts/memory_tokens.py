@@ -11,13 +11,14 @@ from torch.nn import functional as F
 
 from cached_transformers.interfaces.memory import Tokens
 
+from .options import one_of
+
 
 def check_tokens(length: int, mask: str) -> None:
     """Refuse a number of memory tokens below 1 and an unknown mask (ValueError)."""
     if length < 1:
         raise ValueError(f"length={length} must be at least 1 memory token; a model without memory takes memory=None")
-    if mask not in ("full", "causal"):
-        raise ValueError(f"mask={mask!r} must be 'full' or 'causal'")
+    one_of("mask", mask, ("full", "causal"))
 
 
 def check_cache(cache: int) -> None:
@@ -27,14 +28,8 @@ def check_cache(cache: int) -> None:
 
 
 def carried_norm(norm: str, width: int) -> nn.Module:
-    """Norm for what leaves the last layer and comes back: blocks with norms after the sums have applied one already.
-
-    Raises:
-        ValueError: `norm` is neither "pre" nor "post".
-    """
-    if norm not in ("pre", "post"):
-        raise ValueError(f"norm={norm!r} must be 'pre' or 'post', as in the model")
-    return nn.LayerNorm(width) if norm == "pre" else nn.Identity()
+    """Norm for what leaves the last layer and comes back: blocks with norms after the sums have applied one already."""
+    return nn.LayerNorm(width) if one_of("norm", norm, ("pre", "post")) == "pre" else nn.Identity()
 
 
 def surround(tokens: Tokens, front_BFD: Tensor | None, back_BKD: Tensor | None = None) -> Tokens:

@@ -1,13 +1,11 @@
 """The nearest keys of a store by all products, which never are in memory at once.
 
-The store is read in chunks of slots, and the best of each join the best so far. On a CPU most of a chunk is passed
-over: a product below the least of the best so far cannot be among them, and the largest product of each block of
-slots says so for the whole block. The chunks are drawn from all of the store, 1 of every 2^j slots first, then those
-half way between them: a store whose later keys are ever nearer would otherwise be nothing but candidates.
+The store is read in chunks of slots, and the best of each join the best so far. On a CPU a block of slots whose largest
+product is below the least of the best so far is passed over. There 1 of every 2^j slots comes first, then those half
+way between: a store whose later keys are ever nearer would otherwise be nothing but candidates.
 
 Legend: B rows, H heads, N queries, M slots, K neighbours, E head width, C slots of a chunk, S slots half way between
-those that were looked at, G blocks of a chunk, W slots of a block, P candidates, L places for K and the candidates of
-a query.
+those that were looked at, G blocks of a chunk, W slots of a block, P candidates, L places for K and candidates.
 """
 
 from __future__ import annotations

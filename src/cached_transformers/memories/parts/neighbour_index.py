@@ -23,16 +23,11 @@ from cached_transformers.extras import require
 class NeighbourIndex:
     """The search of faiss over stored keys: without an index ("Flat"), or by a graph for each row and head ("HNSW").
 
-    Graphs are made from the keys and never represent them. A store that was written in place since the last search is
-    known by the tensor and its version, and only new keys are added; for any other store the keys are compared with
-    those in the graph, which is extended where they agree and rebuilt where they do not. A copied or unpickled index
-    begins without graphs.
+    A store that was written in place since the last search is known by the tensor and its version, and only new keys
+    are added; any other is compared with the graph, which is extended or rebuilt. A copy begins without graphs.
 
     Args:
         kind: "Flat" (exact) or "HNSW<links>" (approximate: a graph with that many links per key, arXiv:1603.09320).
-
-    Raises:
-        ValueError: another kind. ImportError: faiss is not installed.
     """
 
     def __init__(self, kind: str = "Flat") -> None:
@@ -103,11 +98,7 @@ class NeighbourIndex:
 
 
 class Graph:
-    """The keys of one row and head, oldest first.
-
-    Args:
-        first: number of the first token.
-    """
+    """The keys of one row and head, oldest first, from token number `first` on."""
 
     def __init__(self, faiss: Any, kind: str, width: int, first: int) -> None:
         self._faiss, self.first = faiss, first

@@ -6,6 +6,7 @@ any further dimensions between rows and groups.
 
 from __future__ import annotations
 
+import abc
 from typing import Any, NamedTuple
 
 import torch
@@ -32,13 +33,11 @@ class Answer(NamedTuple):
 class Recurrent(LayerMemory):
     """A layer memory that mixes the answer of a fixed-size state into the attention's result, head by head.
 
-    What several of its states say may be mixed: `read` is `settle` of what `online` finds, and the sum of answers with
-    weights may be in that place.
+    `read` is `settle` of what `online` finds, or of a sum of several states' answers with weights.
 
     Attributes:
         groups: G. key_width: K.
-        linear: an answer is linear in the snapshot, so that a mixed state gives the mix of the
-            answers. One that is not may write `soup`.
+        linear: an answer is linear in the snapshot; one that is not may write `soup`.
         no_snapshots: why, with these options, there is no such reading; None where there is.
     """
 
@@ -47,38 +46,29 @@ class Recurrent(LayerMemory):
     linear: bool = True
     no_snapshots: str | None = None
 
+    @abc.abstractmethod
     def ask(self, opened: Any, query: Query) -> Asked:
-        """Queries (B, G, N, K) of all tokens, and keys, which mean nothing at padding.
+        """Queries (B, G, N, K) of all tokens, and keys, which mean nothing at padding."""
 
-        Args:
-            opened: the state that the segment goes on from.
-        """
-        raise NotImplementedError
-
+    @abc.abstractmethod
     def online(self, opened: Any, query: Query, asked: Asked) -> Answer:
         """Answer of the state before the segment."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def snapshot(self, state: Any) -> Tensor:
         """Tensors of a written state, (B, G, ...), that are kept for later reads."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def answer(self, snapshot: Tensor, asked: Asked) -> Tensor:
         """(B, ..., G, N, F): what snapshots (B, ..., G, ...) say; those of zeros say 0."""
-        raise NotImplementedError
 
     def soup(self, opened: Any, query: Query, asked: Asked, snapshots_BS: Tensor, weights_BGNS: Tensor) -> Answer:
-        """Answer of `online` with a state per token, mixed elementwise from snapshots
-        (B, S, G, ...) and the current state.
+        """Answer of `online` with a state per token, mixed by (B, G, N, S + 1) weights, its own last."""
+        raise NotImplementedError("this memory mixes answers alone")
 
-        Args:
-            weights_BGNS: (B, G, N, S + 1), those of the online state last.
-        """
-        raise NotImplementedError
-
+    @abc.abstractmethod
     def settle(self, found: Answer) -> Reading:
         """The reading of an answer, or of a mix of answers."""
-        raise NotImplementedError
 
     def read(self, opened: Any, query: Query, project_kv: ProjectKV | None = None) -> Reading:
         return self.settle(self.online(opened, query, self.ask(opened, query)))
@@ -98,3 +88,17 @@ def wide(t: Tensor) -> Tensor:
 def beside(t_BGNK: Tensor, dims: int) -> Tensor:
     """Expand per snapshot to tensors of that many dimensions, which begin with B and end with G and two more."""
     return t_BGNK[(slice(None),) + (None,) * (dims - 4)]
+
+
+def wrote(padding_BN: Tensor | None, x_BND: Tensor) -> Tensor:
+    """(B,) bool: rows with a token that is none of padding."""
+    if padding_BN is None:
+        return torch.ones(x_BND.shape[0], dtype=torch.bool, device=x_BND.device)
+    return (~padding_BN).any(1)
+
+
+def shown(t: Tensor, padding_BN: Tensor | None) -> Tensor:
+    """(B, N, ...) or (B, H, N, E) with 0 at padding, so that whatever it holds reaches no sum, and no gradient."""
+    if padding_BN is None:
+        return t
+    return t.masked_fill(padding_BN[:, :, None] if t.dim() == 3 else padding_BN[:, None, :, None], 0)

@@ -103,10 +103,6 @@ class NeuralMemory(FastWeights):
             that hold K values under independent keys have that of the values.
 
     The weights before the first token are parameters: the last matrix of each net is 0, so that it gives 0.
-
-    State: 2 P numbers a net, P = K V with one layer, 2 expansion K^2 with two. Cost of a token, in multiply-adds a net:
-    5 P with one layer and 5.5 P with two, C times the sum of I + O of its matrices, and 2 C^2 + C for the scans, half
-    of the square for the two triangular systems.
     """
 
     def __init__(
@@ -153,13 +149,7 @@ class NeuralMemory(FastWeights):
         gates: Gates,
         soup: Soup | None = None,
     ) -> tuple[Tensor | None, Learned]:
-        """y (B, G, N, V), token t read after its own write, and the weights after the last token.
-
-        Args:
-            learned: as `start` gives it, in float32 or wider, in which everything is computed.
-            q_BGNK: what to read; None for nothing but to learn.
-            soup: snapshots mixed into the nets that are read.
-        """
+        """y (B, G, N, V), token t read after its own write, unless q is None; and the weights after the last token."""
         tokens = k_BGNK.shape[2]
         if tokens == 0:
             return q_BGNK, learned

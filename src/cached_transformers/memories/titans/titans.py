@@ -14,12 +14,8 @@ attention or before it. The authors have published no code.
     place="context" (MAC): h_t = M(q_t) of the memory before the segment. Keys and values are made of [P; h; x]; token i
         sees all persistent tokens P, and h_j for j <= i. The layer's outputs are written when the segment ends.
 
-Why theta is divided: within a chunk the gradients of C tokens add up at the same weights, and momentum makes each of
-them 1 / (1 - eta) times as large. Let one key come again and again, with constant gates, a linear memory and nothing
-forgotten. Then a chunk takes an error and its momentum to [[1 - theta b, eta a], [-theta a, r]] of them, r = eta^C,
-a = (1 - r) / (1 - eta), b = (C - eta a) / (1 - eta). With theta <= (1 - eta) / C both eigenvalues lie within the unit
-circle: theta b <= 1, and theta eta a^2 <= eta (1 - r) < 1 - r, as a <= C. So rate=1 cannot diverge there. Gates that
-change and nets of two layers have no such proof; for them the weights are limited.
+theta is divided because gradients of C tokens add up at the same weights, and momentum makes each 1 / (1 - eta) times
+as large: up to rate=1 a linear memory does not diverge; for other nets the weights are limited.
 
 Legend: B rows, N tokens, M slots of a context, G nets, H heads, E head width, D model width, C tokens of a chunk, P
 numbers of a net.
@@ -28,7 +24,7 @@ numbers of a net.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +34,18 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, fixed
-from cached_transformers.memories.parts.fast_weights import Learned, Soup, behind, written
-from cached_transformers.memories.parts.gates import GATES, STRETCH, Gate, gated
-from cached_transformers.memories.parts.options import NO_MEMORY, check_choices
-from cached_transformers.memories.parts.recurrent import Answer, Asked, Recurrent, beside, wide
+from cached_transformers.memories.parts.fast_weights import FastMemory, FastState, Learned, Soup
+from cached_transformers.memories.parts.options import (
+    GATES,
+    NO_MEMORY,
+    STRETCH,
+    Gate,
+    check_choices,
+    check_positive,
+    gated,
+)
+from cached_transformers.memories.parts.recurrent import Answer, Asked, shown, wide
 from cached_transformers.registry import MEMORIES
-from cached_transformers.state import refuse_narrow
 
 from .neural_memory import ACTIVATIONS, LOSSES, Activation, Gates, Loss, NeuralMemory
 
@@ -55,14 +57,6 @@ EPSILON = 1e-5
 """Epsilon of root mean squares."""
 LONG = {"gates": "stretched"}
 """Options with which a segment may write and forget nothing at all."""
-
-
-class TitansState(NamedTuple):
-    """Weights and momentum of the nets, and how many tokens a row has written; one of none has the initial weights."""
-
-    weights_BGP: Tensor
-    momentum_BGP: Tensor
-    tokens_B: Tensor
 
 
 def logit(share: float, gate: Gate) -> float:
@@ -90,22 +84,11 @@ def logit(share: float, gate: Gate) -> float:
     probe=Probing(farther=fixed(**LONG)),
     presets={"long": LONG},
 )
-class Titans(Recurrent):
+class Titans(FastMemory):
     """Small nets of each row that learn online what value is stored under what key, in training and evaluation alike.
 
-    place="gate" reads token by token: a write is visible to its own token and all later ones, in the same segment, too.
-    place="layer" does so before attention, whose window may then be short: its inputs have been through the
-    memory. place="context" reads the memory before the segment; a row without writes reads nothing.
-
-    What differs from the paper: no convolution on keys, queries and values (`short_convolution` of a model is one in
-    front of the layer); rates are bounded and weights limited (see above). MAC writes the outputs of the whole
-    layer, since `write` does not get the attention's own result, and has no second gate y M_t(y): M_t has seen
-    the rest of the segment. MAL has the block's norm alone before the memory, and the residual round it that the
-    paper has round all blocks (mix="sum"); its attention is the model's.
-
-    A token's read depends on the partial segment, so generation reads that again (`ReadsAgain`).
-
-    State: 8 P bytes a net and 8 per row, in float32 at least: it is the sum of many small steps.
+    A read depends on the partial segment, so generation reads that again (`ReadsAgain`), but for place="context". The
+    state is float32 at least: it is the sum of many small steps.
 
     Args:
         width: D. heads: H.
@@ -117,18 +100,13 @@ class Titans(Recurrent):
         activation: between the layers of a net: "silu" or "gelu".
         chunk: C; the chunks restart with each segment, whose last one may be short.
         loss, bound, power, limit: see `NeuralMemory`.
-        rate: how large theta may be, times C / (1 - eta); up to 1 nothing diverges (see above), but for loss="lp".
+        rate: how large theta may be, times C / (1 - eta); up to 1 nothing diverges, but for loss="lp".
         momentum: eta at first. half_life: tokens after which half is forgotten, at first.
         gates: of theta and alpha: a "sigmoid", which never is 0, or "stretched", which can close and open fully.
         persistent: of place="context": learned tokens before every segment, which are no memory.
         initial_share: s, at first, of "gate" and "layer".
         channels: of the layer's input, where they are not D. The model gives them.
         causal: of the model, which hands it over: whether token i is kept from h_j, j > i.
-
-    Raises:
-        ValueError: sizes below 1, nets that do not divide the width, unknown names, rates or limits that are not above
-            0, a power below 2, a momentum outside of (0, 1), persistent tokens but for place="context"; when it reads,
-            a state below float32.
     """
 
     needs = frozenset({"state", "head"})
@@ -207,57 +185,44 @@ class Titans(Recurrent):
             self.persistent_MD = nn.Parameter(torch.randn(persistent, width) / width**0.5) if persistent else None
             self.register_buffer("open_gate", torch.tensor(True))
 
-    def init_state(self, batch_size: int, like: Tensor) -> TitansState:
-        tokens_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
-        return TitansState(*self.memory.empty(batch_size, like), tokens_B)
+    @property
+    def net(self) -> NeuralMemory:
+        return self.memory
 
-    def snapshot(self, state: TitansState) -> Tensor:
+    def snapshot(self, state: FastState) -> Tensor:
         return state.weights_BGP
 
-    def ask(self, opened: TitansState, query: Query) -> Asked:
-        x_BND = query.x_BND
-        if query.padding_BN is not None:
-            x_BND = x_BND.masked_fill(query.padding_BN[..., None], 0)
+    def ask(self, opened: FastState, query: Query) -> Asked:
+        x_BND = shown(query.x_BND, query.padding_BN)
         return Asked(self._unit(self.query(x_BND)), self._unit(self.key(x_BND)))
 
-    def online(self, opened: TitansState, query: Query, asked: Asked) -> Answer:
-        return self._online(opened, query, asked)
-
-    def soup(
-        self, opened: TitansState, query: Query, asked: Asked, snapshots_BS: Tensor, weights_BGNS: Tensor
-    ) -> Answer:
-        return self._online(opened, query, asked, Soup(self.memory.matrices(snapshots_BS), weights_BGNS))
-
-    def _online(self, opened: TitansState, query: Query, asked: Asked, soup: Soup | None = None) -> Answer:
-        learned, n = self._learned(opened), query.x_BND.shape[1]
+    def online(self, opened: FastState, query: Query, asked: Asked, soup: Soup | None = None) -> Answer:
+        learned, n = self.learned(opened), query.x_BND.shape[1]
         start, length = query.segment or (0, n)
         x_BND = query.x_BND[:, start : start + length]
         padding_BN = None if query.padding_BN is None else query.padding_BN[:, start : start + length]
 
         def cut(first: int, tokens: int) -> tuple[Tensor, Tensor, Soup | None]:
-            part = None if soup is None else Soup(soup.matrices, soup.weights.narrow(2, first, tokens))
+            part = soup and soup.narrow(first, tokens)
             return asked.q_BGNK.narrow(2, first, tokens), asked.k_BGNK.narrow(2, first, tokens), part
 
         m_BGNV, after = self._learn(learned, x_BND, *cut(start, length), padding_BN)
         assert m_BGNV is not None
         if length < n:  # a model memory's own tokens write nothing
             (front, _, first), (back, _, last) = cut(0, start), cut(start + length, n - start - length)
-            told = self._told(learned.weights_BGP, front, first), self._told(after.weights_BGP, back, last)
+            told = self.told(learned.weights_BGP, front, first), self.told(after.weights_BGP, back, last)
             m_BGNV = torch.cat([told[0], m_BGNV, told[1]], 2)
         return Answer(m_BGNV, carry=after)
-
-    def answer(self, snapshot: Tensor, asked: Asked) -> Tensor:
-        return self._told(snapshot, beside(asked.q_BGNK, snapshot.dim() + 1))
 
     def settle(self, found: Answer) -> Reading:
         m_BND = found.answer_BGNF.transpose(1, 2).flatten(2)
         return Reading(output_BHNE=m_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2), carry=found.carry)
 
-    def read(self, opened: TitansState, query: Query, project_kv: ProjectKV | None = None) -> Reading:
+    def read(self, opened: FastState, query: Query, project_kv: ProjectKV | None = None) -> Reading:
         if self.place != "context":
             return super().read(opened, query)
         assert project_kv is not None
-        context = self._context(opened, self._learned(opened), query, project_kv)
+        context = self._context(opened, self.learned(opened), query, project_kv)
         return Reading(context, any_B=opened.tokens_B > 0)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
@@ -272,15 +237,14 @@ class Titans(Recurrent):
             m_BHNE = normed_BHNE * m_BHNE.sigmoid()
         return torch.lerp(y_BHNE, m_BHNE, share_H11)  # which is either of the two, to the bit, at both ends
 
-    def write(self, state: TitansState, trace: Trace) -> tuple[TitansState, None]:
+    def write(self, state: FastState, trace: Trace) -> tuple[FastState, None]:
         padding_BN = trace.query.padding_BN
         after = trace.reading.carry
         if self.place == "context":
             y_BND = F.rms_norm(trace.y_BND, trace.y_BND.shape[-1:], eps=EPSILON)
-            k_BGNK = self._unit(self.key(y_BND if padding_BN is None else y_BND.masked_fill(padding_BN[..., None], 0)))
-            _, after = self._learn(self._learned(state), y_BND, None, k_BGNK, None, padding_BN)
-        written_B = written(padding_BN, trace.x_BND)
-        return TitansState(*behind(state[:2], after, written_B), state.tokens_B + written_B), None
+            k_BGNK = self._unit(self.key(shown(y_BND, padding_BN)))
+            _, after = self._learn(self.learned(state), y_BND, None, k_BGNK, None, padding_BN)
+        return self.after(state, after, trace), None
 
     def close_gate(self) -> None:
         with torch.no_grad():
@@ -289,20 +253,8 @@ class Titans(Recurrent):
             else:
                 self.open_gate.fill_(False)
 
-    def _learned(self, state: TitansState) -> Learned:
-        refuse_narrow(state, "the small steps by which the nets of Titans learn")
-        return self.memory.start(Learned(*state[:2]), state.tokens_B == 0)
-
-    def _nets(self, t_BND: Tensor) -> Tensor:
-        return wide(t_BND).unflatten(-1, (self.nets, -1)).transpose(1, 2)
-
     def _unit(self, t_BND: Tensor) -> Tensor:
-        return F.normalize(F.silu(self._nets(t_BND)), dim=-1)
-
-    def _told(self, weights: Tensor, q: Tensor, soup: Soup | None = None) -> Tensor:
-        """Outputs of nets with these weights for queries."""
-        with torch.autocast(q.device.type, enabled=False):
-            return self.memory.read(weights, q, soup)
+        return F.normalize(F.silu(self.by_net(t_BND)), dim=-1)
 
     def _gates(self, x_BND: Tensor, padding_BN: Tensor | None) -> Gates:
         logits = wide(self.gate(x_BND)).mT.unflatten(1, (3, self.nets)).unbind(1)
@@ -329,21 +281,21 @@ class Titans(Recurrent):
             order_BN = padding_BN.to(torch.uint8).argsort(dim=1, stable=True)
             x_BND = x_BND.gather(1, order_BN[..., None].expand_as(x_BND))
             padding_BN = padding_BN.gather(1, order_BN)
-            x_BND = x_BND.masked_fill(padding_BN[..., None], 0)
+            x_BND = shown(x_BND, padding_BN)
             k_BGNK = _ordered(k_BGNK, order_BN)
             q_BGNK = None if q_BGNK is None else _ordered(q_BGNK, order_BN)
             soup = None if soup is None else Soup(soup.matrices, _ordered(soup.weights, order_BN))
-        v_BGNV = F.silu(self._nets(self.value(x_BND)))
+        v_BGNV = F.silu(self.by_net(self.value(x_BND)))
         m_BGNV, after = self.memory(learned, q_BGNK, k_BGNK, v_BGNV, self._gates(x_BND, padding_BN), soup)
         if m_BGNV is not None and order_BN is not None:
             index_BGNV = order_BN[:, None, :, None].expand_as(m_BGNV)
             m_BGNV = torch.zeros_like(m_BGNV).scatter(2, index_BGNV, m_BGNV)
         return m_BGNV, after
 
-    def _context(self, state: TitansState, learned: Learned, query: Query, project_kv: ProjectKV) -> Context:
+    def _context(self, state: FastState, learned: Learned, query: Query, project_kv: ProjectKV) -> Context:
         """Keys and values of persistent tokens, and of the memory's answers before the segment."""
         rows, n = query.x_BND.shape[:2]
-        h_BGNV = self._told(learned.weights_BGP, self._unit(self.query(query.x_BND)))
+        h_BGNV = self.told(learned.weights_BGP, self._unit(self.query(query.x_BND)))
         h_BND = h_BGNV.transpose(1, 2).flatten(2).to(query.x_BND.dtype)
         fixed = 0 if self.persistent_MD is None else len(self.persistent_MD)
         if self.persistent_MD is not None:
@@ -375,9 +327,7 @@ def _check(width: int, nets: int, place: str, persistent: int, momentum: float, 
     """Refuse (ValueError) numbers that do not fit."""
     if width % nets:
         raise ValueError(f"nets={nets} must divide width={width}: each net has an equal part of the channels")
-    for name, value in above_zero.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}={value} must be above 0 and finite")
+    check_positive(**above_zero)
     if not 0 < momentum < 1:
         raise ValueError(f"momentum={momentum} must lie between 0 and 1; 0.01 begins with next to none")
     if persistent < 0 or (persistent and place != "context"):
