@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cached_transformers.integrations.hosts import Host, HostAttention, Site, Stream, register_adapter
+from cached_transformers.integrations.hosts import Host, HostAttention, Site, Stream, register_adapter, register_left
 from cached_transformers.integrations.masks import map_size, no_mask
 from cached_transformers.integrations.segment_context import running
 from cached_transformers.interfaces.memory import Query
@@ -52,7 +52,7 @@ def vit_attention(site: Site) -> Host:
         sources = ((layer.q_norm,), (layer.k_norm,), (layer.qkv,))
         host.stream = Stream(add_frame_memory, site.block(), sources, _parts, causal=False, cuts=False)
         host.offers |= {"state"}
-    host.refusal = _other_width(layer, width, merged)
+    _refuse_width(site, width, merged)
     if grid is not None and getattr(body, "dynamic_img_size", False):
         host.watch = (grid.patches, grid.see)
     return host
@@ -117,8 +117,8 @@ def swin_attention(site: Site) -> Host:
     facts = _branch(layer, layer.qkv) | {"length": window[0] * window[1], "size": window}
     if site.settings.get("variant") == "released":  # the memory branch has a table of relative positions, too
         facts["window"] = window
-    refusal = _other_width(layer, width, layer.proj.in_features)
-    return Host(width, layer.num_heads, layer.proj, query, facts, attention=_attention(layer, "bias"), refusal=refusal)
+    _refuse_width(site, width, layer.proj.in_features)
+    return Host(width, layer.num_heads, layer.proj, query, facts, attention=_attention(layer, "bias"))
 
 
 def _swin_query(window: tuple[int, int], x: Tensor, mask: Tensor | None = None) -> Query:
@@ -218,10 +218,29 @@ def _cross(fewer: bool) -> tuple[str, ...]:
     return ("cross",) if fewer else ()
 
 
-def _other_width(layer: nn.Module, width: int, merged: int) -> str | None:
-    if width == merged:
-        return None
-    return (
-        f"{type(layer).__name__}: heads of {merged} channels in all on tokens of {width}; the memory reads the "
-        "first channels of the tokens for each head and needs them equal"
-    )
+def _refuse_width(site: Site, width: int, merged: int) -> None:
+    if width != merged:
+        site.refuse(
+            f"{type(site.layer).__name__}: heads of {merged} channels in all on tokens of {width}; the memory reads "
+            "the first channels of the tokens for each head and needs them equal"
+        )
+
+
+# Pooling by one query, and weights for channels or for places of a map, beside layers that attend or convolve.
+register_left(
+    "timm.layers.attention_pool.AttentionPoolLatent",
+    "timm.layers.attention_pool.AttentionPoolPrr",
+    "timm.layers.attention_pool2d.AttentionPool2d",
+    "timm.layers.attention_pool2d.RotAttentionPool2d",
+    "timm.layers.cbam.ChannelAttn",
+    "timm.layers.cbam.SpatialAttn",
+    "timm.layers.coord_attn.CoordAttn",
+    "timm.layers.coord_attn.EfficientLocalAttn",
+    "timm.layers.coord_attn.SimpleCoordAttn",
+    "timm.layers.coord_attn.StripAttn",
+    "timm.layers.selective_kernel.SelectiveKernelAttn",
+    "timm.layers.split_attn.SplitAttn",
+    "timm.models.cait.ClassAttn",
+    "timm.models.davit.ChannelAttention",
+    "timm.models.davit.ChannelAttentionV2",
+)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from cached_transformers.integrations.hosts import Stream
 from cached_transformers.integrations.loop_wrappers import FramesModel, TokensModel
 from cached_transformers.integrations.memory_hooks import MemoryHook, refuse_forgetting, run_host
-from cached_transformers.integrations.offload import like_weights
+from cached_transformers.integrations.memory_lookup import like_weights
 from cached_transformers.integrations.segment_context import SegmentContext, running
 from cached_transformers.integrations.tracked_modules import TrackedModule
 from cached_transformers.models.segments import cut

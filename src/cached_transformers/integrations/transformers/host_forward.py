@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from cached_transformers.integrations.loop_wrappers import HostWrapper
 from cached_transformers.integrations.memory_hooks import MemoryHook, no_loss
-from cached_transformers.integrations.memory_lookup import memory_of, refuse_frozen
-from cached_transformers.integrations.offload import like_weights, with_weights
+from cached_transformers.integrations.memory_lookup import like_weights, memory_of, refuse_frozen, with_weights
 from cached_transformers.integrations.segment_context import ModelCall, SegmentContext, running
 from cached_transformers.interfaces.incremental import needs_whole_segments
 from cached_transformers.interfaces.memory import (

@@ -2,8 +2,7 @@
 
 `add_memory` notes its arguments in the config, and `save_pretrained` (`hub.py`) stores the memory's weights and caches
 among the model's own, and the config inside one of type "cached_transformers": without this package transformers
-refuses it by that name, and does not load the host without its memory. Folders of earlier versions hold the host's own
-config with the arguments in it, and load as well.
+refuses it by that name, and does not load the host without its memory.
 
 Importing this module registers the type with transformers.
 """
@@ -144,7 +143,7 @@ def load_pretrained(name: str, cls: Any = None, **options: Any) -> Any:
     with _quiet(transformers):  # it would report our weights as unexpected
         model, found = cls.from_pretrained(name, output_loading_info=True, **options)
     plain = set(model.state_dict())
-    add_memory(model, **{"segment_length": None, **record})  # earlier versions did not note it
+    add_memory(model, **record)
     if any(f"{INITIAL_STATE}." in key for key in found["unexpected_keys"]):
         begin_with(model, model.init_memory_state(1))  # of the shapes of the state to be loaded
     wanted = set(model.state_dict()) - plain
