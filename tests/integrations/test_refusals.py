@@ -158,10 +158,6 @@ def test_a_layer_may_be_left_out_by_its_adapter(registered: None) -> None:
     assert model(torch.randn(2, 5, 16)).shape == (2, 5, 16)
 
 
-def test_a_model_without_attention_is_refused() -> None:
-    refuse(nn.Sequential(nn.Linear(4, 4)), "Sequential has no attention layer", length=4)
-
-
 # ---- memories and options
 
 
@@ -202,10 +198,6 @@ def test_bad_options_leave_the_model_untouched(args: tuple[Any, ...], options: d
 def test_a_ratio_that_one_later_layer_cannot_take_leaves_the_first_ones_untouched() -> None:
     model = nn.Sequential(nn.MultiheadAttention(16, 2), nn.MultiheadAttention(12, 6))
     refuse(model, "ratio=0.75 gives a cache of 9 channels, which heads=6 do not divide", "grc", length=4, ratio=0.75)
-
-
-def test_bert_without_length_is_refused_with_the_way_out() -> None:
-    refuse(BERT_EAGER.build(), r"BertSelfAttention does not tell .*; pass the number of cache slots")
 
 
 def test_a_causal_bert_is_refused() -> None:

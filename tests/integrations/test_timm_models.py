@@ -10,7 +10,7 @@ import torch
 from integrations.hosts import close_gates, library, memories, stored
 from torch import Tensor, nn
 
-from cached_transformers import add_memory, create_model, reset_caches
+from cached_transformers import add_memory, reset_caches
 from cached_transformers.memories.grc.shared_cache import caches
 
 _PYRAMID: dict[str, Any] = {"embed_dims": (16, 16, 32, 32), "num_heads": (1, 1, 2, 2), "depths": (1, 1, 1, 2)}
@@ -244,14 +244,6 @@ def test_published_weights_of_pvt_load_by_name(timm: Any, tmp_path: Path) -> Non
     for a, b in zip(features(x), model.forward_intermediates(x, intermediates_only=True), strict=True):
         torch.testing.assert_close(a, b)
     assert timm.get_pretrained_cfg("pvt_small").url.endswith("/v2/pvt_small.pth")
-
-
-@pytest.mark.parametrize("host", ["pvt_tiny", "vit_small_patch16_224"])
-def test_by_name_from_a_recipe(timm: Any, host: str) -> None:
-    model: Any = create_model("timm", architecture=host, classes=4, memory="grc", **HOSTS[host])
-    assert model(images(64, 64)).outputs.shape == (2, 4) and memories(model)
-    model.set_activation_checkpointing()
-    model(images(64, 64)).outputs.sum().backward()
 
 
 @pytest.mark.parametrize("name, tokens", [("pit_ti_224", 1), ("pit_ti_distilled_224", 2)])

@@ -93,17 +93,8 @@ class TimmModel(nn.Module):
                 evaluation.
 
         Raises:
-            ValueError: images of a size that the model does not take; no state where the images train a memory that
-                carries one.
+            ValueError: no state where the images train a memory that carries one.
         """
-        patches: Any = getattr(self.model, "patch_embed", None)
-        size = tuple(inputs_BCHW.shape[-2:])
-        if getattr(patches, "strict_img_size", False) and tuple(patches.img_size) != size:
-            height, width = patches.img_size
-            raise ValueError(
-                f"images of {size[0]} x {size[1]}, but the model was built for {height} x {width}; give img_size="
-                f"{size[0] if size[0] == size[1] else list(size)} (model.img_size in a recipe), or images of that size"
-            )
         if self.remembers:
             return self.model(inputs_BCHW, memory_state=state)  # type: ignore[no-any-return]
         logits = self.model(inputs_BCHW)
@@ -188,15 +179,10 @@ class TransformersModel(nn.Module):
         last_only: bool = False,
         documents: Tensor | None = None,
     ) -> ModelOutput:
-        """Logits (B, N, V) for the next token at each position of the segment.
+        """Logits (B, N, V) for the next token at each position of the segment; (B, 1, V) with `last_only`.
 
         Args:
-            inputs_BN: token ids.
-            state: state after the last segment; None for the start of a stream.
-            reset: (B,) bool, rows that begin a new document and forget.
-            padding: (B, N) bool, True = padding.
-            last_only: outputs of only the last position, (B, 1, V).
-            documents: (B, N) ids of the consecutive documents in a row, negative at padding; see `LanguageModel`.
+            inputs_BN: token ids. state, reset, padding, documents: see `LanguageModel`.
 
         Raises:
             ValueError: a state of another model or number of rows; documents in a compiled call, or a document that

@@ -135,7 +135,7 @@ def pvt_v2_attention(site: Site) -> Host:
     else:
         reduction = _reduction(site)
     facts = _branch(layer, layer.q) | {"length": size[0] * size[1], "size": size, "reduction": reduction}
-    attention = _attention(layer, *_cross(layer.pool is not None or layer.sr is not None))
+    attention = _attention(layer, *(("cross",) if layer.pool is not None or layer.sr is not None else ()))
     return Host(layer.dim, layer.num_heads, layer.proj, _pvt_v2_query, facts, attention=attention)
 
 
@@ -150,7 +150,7 @@ def pvt_attention(site: Site) -> Host:
     height, width = _pvt_size(site)
     facts = _branch(layer, layer.q) | {"size": (height, width), "prefix": layer.prefix, "reduction": _reduction(site)}
     facts["length"] = height * width + layer.prefix
-    asks = frozenset({"bidirectional", *_cross(layer.sr is not None)})
+    asks = frozenset({"bidirectional", *(("cross",) if layer.sr is not None else ())})  # fewer keys than queries
     attention = HostAttention(asks, float(layer.attn_drop.p))
     return Host(layer.dim, layer.num_heads, layer.proj, _pvt_query, facts, attention=attention)
 
@@ -211,11 +211,6 @@ def _attention(layer: Any, *asks: str) -> HostAttention:
     if hasattr(layer, "fused_attn"):
         return HostAttention(words, _dropout(layer), switches={"fused_attn": True})
     return HostAttention(words, refusal=f"{type(layer).__name__} computes its logits and their softmax itself")
-
-
-def _cross(fewer: bool) -> tuple[str, ...]:
-    """Demand of fewer keys than queries on an attention."""
-    return ("cross",) if fewer else ()
 
 
 def _refuse_width(site: Site, width: int, merged: int) -> None:
