@@ -103,10 +103,6 @@ def test_an_unknown_attention_is_refused_by_name_with_the_way_out() -> None:
     )
 
 
-def test_the_refusal_lists_what_is_known() -> None:
-    refuse(PlainModel(), "known: .*activation.MultiheadAttention.*modeling_vit.ViTAttention", length=4)
-
-
 @pytest.mark.parametrize("kind", [PlainAttention, OtherAttention])
 @pytest.mark.usefixtures("registered")
 def test_an_adapter_of_one_s_own(kind: type[PlainAttention]) -> None:

@@ -244,24 +244,3 @@ def test_published_weights_of_pvt_load_by_name(timm: Any, tmp_path: Path) -> Non
     for a, b in zip(features(x), model.forward_intermediates(x, intermediates_only=True), strict=True):
         torch.testing.assert_close(a, b)
     assert timm.get_pretrained_cfg("pvt_small").url.endswith("/v2/pvt_small.pth")
-
-
-@pytest.mark.parametrize("name, tokens", [("pit_ti_224", 1), ("pit_ti_distilled_224", 2)])
-def test_a_pit_has_slots_for_the_map_of_each_stage(timm: Any, name: str, tokens: int) -> None:
-    """Between its stages a convolution halves the map; class tokens stand in front of each."""
-    sizes = {"img_size": 64, "depth": (1, 1, 1), "base_dims": (8, 8, 8), "heads": (2, 2, 2), "num_classes": 5}
-    torch.manual_seed(0)
-    model = timm.create_model(name, **sizes)
-    x, plain = images(64, 64), timm.create_model(name, **sizes).eval()
-    plain.load_state_dict(model.state_dict())
-    seen: list[Any] = []
-    add_memory(model, "grc", variant="released")  # which has a convolution over the map
-    for cache, side in zip(caches(model), (7, 4, 2), strict=True):  # of patches of 16, 8 apart
-        assert (cache.length, cache.size, cache.prefix) == (side * side + tokens, (side, side), tokens)
-    for memory in memories(model):
-        memory.branch.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
-    model.train()(x).sum().backward()
-    assert seen == [side * side + tokens for side in (7, 4, 2)]
-    assert all(cache.cache_MC.isfinite().all() for cache in caches(model))
-    close_gates(model)
-    assert torch.equal(model.eval()(x), plain(x))

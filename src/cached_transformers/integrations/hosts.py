@@ -263,10 +263,9 @@ def sites(
                 left = f" except those without memory ({described[0] or 'itself'}: of a decoder, or a pooling head)"
                 way_out = "; give the encoder, or take create_model('encoder_decoder', memory=...)"
             raise ValueError(f"{type(model).__name__} has no attention layer for a memory{left}{way_out}")
-        what = f"no adapter for attention class {', '.join(classes)}"
         raise ValueError(
-            f"{type(model).__name__}: {what}; describe the class with "
-            "cached_transformers.register_adapter (known: " + ", ".join(sorted(_ADAPTERS)) + ")"
+            f"{type(model).__name__}: no adapter for attention class {', '.join(classes)}; describe the class with "
+            "cached_transformers.register_adapter (docs/support.md lists the known models)"
         )
     return found
 

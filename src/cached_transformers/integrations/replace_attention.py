@@ -100,7 +100,7 @@ class Exchange:
             padding_BM, attn_mask = padding_of(attn_mask, key.shape[-2], CORES), None
             is_causal = self.causal  # transformers' flag is off for a single query, which sees the keys of a KV cache
         padding: dict[str, Any] = {"padding_BM": padding_BM, "mask": attn_mask}
-        return through_core(core, query, key, value, causal=is_causal, scale=scale, x_BND=self.x_BND, **padding)
+        return through_core(core, query, key, value, causal=is_causal, scale=scale, x_BND=x_BND, **padding)
 
 
 def replace_attention(model: Model, attention: str | Mapping[str, Any], **options: Any) -> Model:
@@ -145,7 +145,14 @@ def replace_attention(model: Model, attention: str | Mapping[str, Any], **option
         reference = next(site.layer.parameters())
         built.append((site, host, core.to(reference.device, reference.dtype).train(site.layer.training)))
     for site, host, core in built:
-        _attach(site.layer, host, core, "dropout" in facts)
+        layer = site.layer
+        layer.core, layer.exchange = core, Exchange(layer, host, "dropout" in facts)
+        if host.attention.install is not None:
+            host.attention.install(layer)
+            continue
+        for name, value in host.attention.switches.items():
+            setattr(layer, name, value)
+        layer.forward = layer.exchange.forward
     settle_nested_tensors(model)
     return model
 
@@ -165,18 +172,6 @@ def _refuse_dropout(where: str, dropout: float, core: Attention) -> None:
             f"(dropout={core.dropout}); set the host's attention dropout to 0 (timm: attn_drop_rate, transformers: "
             "attention_probs_dropout_prob, torch.nn: dropout), or give the attention a dropout of its own"
         )
-
-
-def _attach(layer: nn.Module, host: Host, core: Attention, dropout_set: bool) -> None:
-    exchange = Exchange(layer, host, dropout_set)
-    layer.core = core
-    layer.exchange = exchange  # type: ignore[assignment]
-    if host.attention.install is not None:
-        host.attention.install(layer)
-        return
-    for name, value in host.attention.switches.items():
-        setattr(layer, name, value)
-    layer.forward = exchange.forward
 
 
 def restore_attention(model: Model) -> Model:

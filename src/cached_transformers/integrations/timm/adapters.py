@@ -29,16 +29,16 @@ from .frames import add_frame_memory
 )
 def vit_attention(site: Site) -> Host:
     """ViT and DeiT, BEiT, CaiT, EVA-02 and DINOv3: class tokens and registers before the grid of patches, a slot for
-    every token. Rotary positions and biases apply only to the layer's own attention. PiT halves the grid twice."""
+    every token. Rotary positions and biases apply only to the layer's own attention."""
     layer, body = site.layer, site.holder("patch_embed")
     patches = getattr(body, "patch_embed", None)
-    pools = re.search(r"\btransformers\.(\d+)\.", site.name) if type(body).__module__ == "timm.models.pit" else None
+    if type(body).__module__ == "timm.models.pit":
+        raise ValueError("PiT pools its map between its stages, which its layers do not tell; take a ViT or a PVT")
     # CaiT's class token joins the patches after its layers of this kind.
-    prefix = 0 if hasattr(layer, "proj_l") else int(getattr(body, "num_tokens" if pools else "num_prefix_tokens", 0))
+    prefix = 0 if hasattr(layer, "proj_l") else int(getattr(body, "num_prefix_tokens", 0))
     query = layer.q_proj if getattr(layer, "qkv", None) is None else layer.qkv
     facts: dict[str, Any] = _branch(layer, query) | {"prefix": prefix}
-    halvings = int(pools[1]) if pools else 0
-    grid = Grid(patches, prefix, halvings) if getattr(patches, "grid_size", None) is not None else None
+    grid = Grid(patches, prefix) if getattr(patches, "grid_size", None) is not None else None
     if grid is not None and "length" not in site.settings:
         height, width = grid.built
         facts |= {"length": height * width + prefix, "size": (height, width)}
@@ -69,17 +69,16 @@ class Grid:
 
     Args:
         patches: timm's patch embedding. prefix: class tokens before the map.
-        halvings: number of times that the map was halved since.
     """
 
-    def __init__(self, patches: Any, prefix: int, halvings: int = 0) -> None:
-        self.patches, self.prefix, self.halvings = patches, prefix, halvings
+    def __init__(self, patches: Any, prefix: int) -> None:
+        self.patches, self.prefix = patches, prefix
 
     @property
     def built(self) -> tuple[int, int]:
         """(height, width) that the model was built for; timm's `set_input_size` changes it."""
-        height, width = (-(-int(side) // 2**self.halvings) for side in self.patches.grid_size)
-        return height, width
+        height, width = self.patches.grid_size
+        return int(height), int(width)
 
     def see(self, patches: Any, args: tuple[Tensor, ...]) -> None:
         """Record the map of the images that enter (with dynamic_img_size): a hook of the patch embedding."""

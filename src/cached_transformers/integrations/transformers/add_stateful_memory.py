@@ -4,11 +4,8 @@
 
 It is to segments as `past_key_values` is to tokens. The way of a state: `patch_model.py` takes it from the keyword,
 `segmented_forward.py` (decoders) or `encoder_forward.py` carries it from segment to segment, `host_forward.py` runs the
-host over one segment with the state in a `SegmentContext`, and `memory_hooks.py` reads and writes the memory there.
-
-A layer memory that mixes a result of its own into the heads gets queries, keys and values; one that stores hidden
-states has them attended beside the segment (`context_hook.py`); a model-level memory runs the host's blocks as those of
-a stack. Any registered memory that needs no more works.
+host over one segment with the state in a `SegmentContext`, and `memory_hooks.py` and `context_hook.py` read and write
+the memory there; a model-level memory runs the host's blocks as those of a stack.
 
 Recurrent Memory Transformer on a pretrained decoder: arXiv:2207.06881; original: github.com/booydar/LM-RMT, whose
 tokens around the segment enter as `inputs_embeds` too, and whose memory is the output after the host's final norm.

@@ -186,7 +186,8 @@ def install(model: nn.Module, forward: HostForward) -> None:
         vars(model)["generate"] = functools.partial(generate, (model, forward))
         vars(model)["_expand_inputs_for_generation"] = functools.partial(expand, model)
     vars(model)["init_memory_state"] = forward.init_state
-    vars(model)["for_loops"] = functools.partial(forward.loop_wrapper, model=model)
+    if forward.loop_wrapper is not None:
+        vars(model)["for_loops"] = functools.partial(forward.loop_wrapper, model=model)
     ignored = [name for name in getattr(ours.config, "keys_to_ignore_at_inference", []) if name != OUTPUT]
     ours.config.keys_to_ignore_at_inference = [*ignored, OUTPUT]  # Trainer would gather the state as a prediction
     vars(body)["uninstall_memory"] = vars(model)["uninstall_memory"] = uninstall
