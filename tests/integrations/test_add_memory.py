@@ -22,7 +22,6 @@ from integrations.hosts import (
     Host,
     close_gates,
     hosts,
-    library,
     memories,
     stored,
     train,
@@ -220,26 +219,6 @@ def test_a_plain_loop_commits_each_proposal_once(host: Host) -> None:
         now = [memory.cache.cache_MC for memory in memories(model)]
         assert all(torch.equal(a, b) for a, b in zip(now, proposed, strict=True))
         assert not any(torch.equal(a, b) for a, b in zip(stored(model), proposed, strict=True))
-
-
-@hosts([VIT])
-@pytest.mark.parametrize("kind", ["ModelEmaV2", "ModelEmaV3"])
-def test_timm_ema(host: Host, kind: str) -> None:
-    model = host.with_memory()
-    train(host, model, 1)
-    ema = getattr(library("timm.utils"), kind)(model, decay=0.5)
-    expected = {k: v.clone() for k, v in model.state_dict().items()}
-    for _ in range(2):
-        train(host, model, 1)
-        ema.update(model)
-        expected = {k: 0.5 * v + 0.5 * model.state_dict()[k] for k, v in expected.items()}
-    for name, value in ema.module.state_dict().items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
-    fresh = host.with_memory().eval()
-    fresh.load_state_dict(expected)
-    with torch.no_grad():
-        given = host.given(1)
-        torch.testing.assert_close(host.run(ema.module, given), host.run(fresh, given), rtol=0, atol=1e-5)
 
 
 # ---- variants

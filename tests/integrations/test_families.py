@@ -30,10 +30,13 @@ from cached_transformers import add_memory
 from cached_transformers.integrations.hosts import _ADAPTERS
 
 NAMED = {family.name: family for family in ALL}
-ODD = [NAMED[name] for name in ("falcon_groups", "gemma3_text", "gptj", "opt")]
-"""Fused and grouped; norms behind the heads; a state that no keyword carries; a decoder inside a decoder."""
-SHARED = [NAMED[name] for name in ("modernbert", "debertav2", "swin", "timm_eva")]
-"""Windows of tokens; a mask of products; windows of images, saved under other names; rotary positions of patches."""
+ODD = [NAMED[name] for name in ("falcon_groups", "gemma3_text", "gptj", "opt", "gpt2", "llama")]
+"""Fused and grouped; norms after the heads; a state that no keyword carries; a decoder inside a decoder; the usual."""
+SHARED = [
+    NAMED[name] for name in ("modernbert", "debertav2", "swin", "timm_eva", "bert", "bart", "t5", "switchtransformers")
+]
+"""Windows of tokens; a mask of products; windows of images, saved under other names; rotary positions of patches;
+encoder-decoders."""
 
 
 NO_STATE = ("swin", "timm_beit", "timm_cait", "timm_davit", "timm_eva", "timm_dinov3", "timm_swin_v2", "sigliptext")
@@ -45,7 +48,7 @@ def test_a_memory_is_given_what_the_layer_compares(family: Family) -> None:
     checks.sees_the_layers_own(family)
 
 
-@pytest.mark.parametrize("memory", ["grc_stream", "rmt"])
+@pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
 @families(ODD)
 def test_a_decoder_with_a_memory(family: Family, memory: str) -> None:
     spec = checks.STREAMS[memory]
@@ -133,19 +136,34 @@ def test_experts_are_not_balanced_over_segments() -> None:
 @families(SHARED)
 def test_a_shared_memory(family: Family) -> None:
     spec = checks.SHARED["grc"]
-    for check in (checks.shared_plain_again, checks.shared_pads, checks.shared_trains, checks.shared_saves):
+    for check in (
+        checks.shared_plain_again,
+        checks.shared_pads,
+        checks.shared_trains,
+        checks.shared_checkpoints,
+        checks.shared_saves,
+    ):
         check(family, spec)
+    if family.kind == "encoder-decoders":
+        checks.shared_generates(family, spec)
+        checks.shared_searches(family, spec)
 
 
-CARRIED = [NAMED[name] for name in ("deberta", "xmod", "rembert", "dinov3vit")]
-"""Biases beside the projections; adapters of languages; narrow embeddings; rotary positions of patches."""
+CARRIED = [NAMED[name] for name in ("bert", "deberta", "xmod", "rembert", "vit", "dinov3vit")]
+"""Biases beside the projections; adapters of languages; narrow embeddings; rotary positions of patches; the usual."""
 
 
 @pytest.mark.parametrize("memory", list(checks.BY_ROW))
 @families(CARRIED)
 def test_a_memory_of_each_row_in_an_encoder(family: Family, memory: str) -> None:
     spec = checks.BY_ROW[memory]
-    for check in (checks.row_plain_again, checks.shared_pads, checks.shared_trains, checks.shared_saves):
+    for check in (
+        checks.row_plain_again,
+        checks.shared_pads,
+        checks.shared_trains,
+        checks.shared_checkpoints,
+        checks.shared_saves,
+    ):
         check(family, spec)
 
 

@@ -11,16 +11,14 @@ from integrations.hosts import (
     MHA_TIME_FIRST,
     PADDED,
     PVT,
-    PVT_LINEAR,
     TOKENS,
     Host,
     close_gates,
     hosts,
-    library,
     memories,
     stored,
 )
-from torch import Tensor, nn
+from torch import nn
 
 from cached_transformers import add_memory, remove_memory, reset_caches
 
@@ -124,57 +122,6 @@ def test_a_decoder_keeps_its_attentions_and_the_encoder_gets_memories() -> None:
 # ---- other sizes of images
 
 
-def sized(host: Host, model: Any, height: int, width: int) -> Tensor:
-    name = next(iter(host.given()))
-    given = {name: torch.randn(2, 3, height, width)}
-    return host.run(model, given)
-
-
-@hosts([PVT, PVT_LINEAR])
-@pytest.mark.parametrize("size", [(64, 64), (96, 96), (64, 96), (128, 32)])
-def test_pyramids_take_other_sizes(host: Host, size: tuple[int, int]) -> None:
-    model = host.with_memory()
-    sized(host, model, *size).sum().backward()
-    y = sized(host, model, *size)
-    y.sum().backward()
-    assert y.isfinite().all() and all(c.isfinite().all() and c.any() for c in stored(model))
-    assert all(p.grad is not None for n, p in model.named_parameters() if "memory." in n)
-    shapes = [c.shape[0] for c in stored(model)]
-    assert shapes == [16 * 16, 8 * 8, 4 * 4, 2 * 2]  # the caches keep their size
-    assert sized(host, model.eval(), *size).isfinite().all()
-
-
 def test_a_pyramid_without_input_size_takes_the_size_of_its_weights() -> None:
     model = add_memory(PVT.build())
     assert [c.shape[0] for c in stored(model)] == [56 * 56, 28 * 28, 14 * 14, 7 * 7]
-
-
-def test_windows_do_not_care_about_the_size_of_the_image() -> None:
-    timm = library("timm")
-    model = add_memory(
-        timm.create_model(
-            "swin_tiny_patch4_window7_224",
-            img_size=56,
-            embed_dim=16,
-            depths=(2, 1),
-            num_heads=(2, 2),
-            strict_img_size=False,
-        )
-    )
-    assert {tuple(c.shape) for c in stored(model)} == {(49, 8), (49, 16)}
-    for size in ((112, 112), (56, 112), (60, 84)):
-        y = model(torch.randn(2, 3, *size))
-        assert y.isfinite().all()
-    assert all(c.abs().max() > 0.01 for c in stored(model))
-
-
-def test_a_vit_of_variable_size_interpolates_to_its_cache() -> None:
-    timm = library("timm")
-    model = timm.create_model(
-        "vit_small_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, dynamic_img_size=True
-    )
-    add_memory(model)
-    for side in (32, 48, 64):
-        model(torch.randn(2, 3, side, side)).sum().backward()
-    assert all(c.shape == (17, 16) and c.abs().max() > 0.01 for c in stored(model))
-    assert model.eval()(torch.randn(2, 3, 48, 48)).isfinite().all()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from contract.outside_memory import OutsideInfini
+from integrations import families
+from integrations import family_checks as checks
 from integrations.transformers_hosts import (
     DECODERS,
     GPT2,
@@ -26,7 +27,7 @@ from integrations.transformers_hosts import (
 )
 from torch import Tensor, nn
 
-from cached_transformers import add_memory, load_pretrained
+from cached_transformers import add_memory
 from cached_transformers.integrations.memory_hooks import run_host
 from cached_transformers.integrations.segment_context import SegmentContext
 from cached_transformers.interfaces.memory import BlockRunner, Entry, LayerMemory, ModelMemory, Tokens, Trace
@@ -150,21 +151,14 @@ def surrounded(reader: Any, x: Tensor, mask: Tensor, layers: Any) -> tuple[Tenso
     return out.last_hidden_state, tuple(context.states_after)
 
 
-@architectures(DECODERS)
-@pytest.mark.parametrize("name", list(NAMES))
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-def test_generating_is_the_same_with_and_without_a_cache(host: Architecture, name: str, options: Any) -> None:
-    model = with_tokens(host, name)
-    state, ids = model(words(2, 2 * SEGMENT)).memory_state, words(2, 3, 7)
-    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 2 * SEGMENT, "return_dict_in_generate": True}
-    found = [
-        model.generate(ids, memory_state=state, use_cache=cached, output_scores=True, **call, **options)
-        for cached in (True, False)
-    ]
-    assert torch.equal(found[0].sequences, found[1].sequences)
-    for a, b in zip(found[0].scores, found[1].scores, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    assert differences(found[0].memory_state, found[1].memory_state) < 1e-3
+FAMILIES = [family for family in families.DECODERS if family.name in ("gpt2", "llama")]
+
+
+@families.families(FAMILIES)
+@pytest.mark.parametrize("name", [*NAMES, "outside_infini", "memory_transformer"])
+def test_a_decoder_generates_and_is_saved_with_it(family: families.Family, name: str) -> None:
+    for check in (checks.generates, checks.searches, checks.saves):
+        check(family, {"name": name})
 
 
 @architectures(DECODERS)
@@ -206,15 +200,6 @@ def test_a_memory_transformer_is_a_learned_prefix(host: Architecture) -> None:
     assert (found.logits - plain(ids).logits).abs().max() > 1e-3
     call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
     assert torch.equal(model.generate(ids, **call), model.generate(ids, use_cache=False, **call))
-
-
-@architectures(DECODERS)
-@pytest.mark.parametrize("memory", [{"name": "outside_infini", "delta": True}, {"name": "memory_transformer"}])
-def test_saved_and_loaded(host: Architecture, memory: dict[str, Any], tmp_path: Path) -> None:
-    model = awaken(add_memory(host.build(), memory, segment_length=SEGMENT))
-    model.save_pretrained(tmp_path)
-    ids = words(2, 3 * SEGMENT)
-    assert torch.equal(load_pretrained(str(tmp_path))(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize(

@@ -197,9 +197,7 @@ NUMBERS = torch.tensor([0] * 7 + [1] + [2] * 5)[None]
 TELLERS: dict[str, dict[str, Any]] = {
     "position_ids": {"position_ids": PLACES},
     "position_ids that begin at 2": {"position_ids": PLACES + 2},
-    "cu_seq_lens": {"cu_seq_lens_q": BOUNDS.int(), "cu_seq_lens_k": BOUNDS.int(), "max_length_q": 7, "max_length_k": 7},
-    "seq_idx": {"seq_idx": NUMBERS.int()},
-    "all": {"position_ids": PLACES, "cu_seq_lens_q": BOUNDS, "seq_idx": NUMBERS, "document_ids": NUMBERS},
+    "position_ids beside bounds": {"position_ids": PLACES, "cu_seq_lens_q": BOUNDS, "seq_idx": NUMBERS},
 }
 
 
@@ -409,17 +407,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"document_ids": NUMBERS, "use_cache": True},
         "use_cache.*continue with memory_state.*a row of",
     ),
-    "other places": (
-        {"document_ids": NUMBERS * 0, "position_ids": PLACES},
-        "begin again inside a document, by doc.*7;",
-    ),
-    "places that go on": ({"seq_idx": NUMBERS, "position_ids": torch.arange(13)[None]}, "go on where.*by seq_idx.*7;"),
-    "two that differ": ({"seq_idx": NUMBERS, "cu_seq_lens_q": torch.tensor([0, 6, 13])}, "cu_seq_lens_q.*different"),
+    "other places": ({"document_ids": NUMBERS, "position_ids": PLACES}, "position_ids beside document_ids"),
+    "only bounds": ({"cu_seq_lens_q": BOUNDS}, "cu_seq_lens_q: .*document_ids"),
     "one that begins again": ({"document_ids": NUMBERS % 2}, r"documents\[0, 8\] is 0.*ended"),
     "no whole numbers": ({"document_ids": NUMBERS.float()}, "float32 .*whole numbers"),
     "another shape": ({"document_ids": NUMBERS[:, 1:]}, r"document_ids of shape \(1, 12\)"),
     "no tensor": ({"document_ids": NUMBERS.tolist()}, "document_ids of type list"),
-    "bounds that end early": ({"cu_seq_lens_q": BOUNDS[:-1]}, r"cu_seq_lens_q=\[0, 7, 8\] .*13"),
     "a mask of pairs": ({"document_ids": NUMBERS, "attention_mask": torch.ones(1, 1, 13, 13)}, "mask of shape"),
 }
 
@@ -458,8 +451,8 @@ def test_encoders_refuse_it_with_the_reason(name: str) -> None:
 def test_told_by_a_keyword_a_compiled_model_reads_documents() -> None:
     torch._dynamo.reset()
     model = awaken(stream(GPT2, "grc_stream", None))
-    expected = model(ONE, labels=ONE, **TELLERS["cu_seq_lens"])
-    found = torch.compile(model, backend="aot_eager")(ONE, labels=ONE, **TELLERS["cu_seq_lens"])
+    expected = model(ONE, labels=ONE, document_ids=NUMBERS)
+    found = torch.compile(model, backend="aot_eager")(ONE, labels=ONE, document_ids=NUMBERS)
     torch.testing.assert_close(found.logits, expected.logits)
     torch.testing.assert_close(found.loss, expected.loss)
     assert differences(found.memory_state, expected.memory_state) < 1e-5

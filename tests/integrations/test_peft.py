@@ -418,12 +418,6 @@ def test_a_refused_memory_leaves_a_model_with_adapters_as_it_was() -> None:
     assert model.peft_config["default"].modules_to_save is None
 
 
-def test_a_folder_with_an_adapter_is_no_model(tmp_path: Path) -> None:
-    adapted(stream(GPT2, "rmt"), ["c_attn"]).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"add_memory.*PeftModel.from_pretrained"):
-        load_pretrained(str(tmp_path))
-
-
 # ---- adapters of several in one batch
 
 

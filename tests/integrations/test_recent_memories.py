@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from integrations.transformers_hosts import GPT2, LLAMA, SEGMENT, Architecture, awaken, by_hand, differences, words
+from integrations import family_checks as checks
+from integrations.families import DECODERS
+from integrations.transformers_hosts import GPT2, LLAMA, SEGMENT, Architecture, words
 
-from cached_transformers import add_memory, load_pretrained
+from cached_transformers import add_memory
 from cached_transformers.interfaces.memory import LayerMemory
 
 CASES: dict[str, tuple[Architecture, dict[str, Any]]] = {
@@ -36,12 +37,25 @@ CASES: dict[str, tuple[Architecture, dict[str, Any]]] = {
 }
 
 
+FAMILIES = {family.name: family for family in DECODERS}
+
+
 @pytest.mark.parametrize("case", list(CASES))
-def test_a_decoder_trains_and_generates_with_it(case: str, tmp_path: Path) -> None:
+def test_a_decoder_trains_and_generates_with_it(case: str) -> None:
     host, memory = CASES[case]
-    model, ids = add_memory(host.build(), memory, segment_length=SEGMENT), words(2, 3 * SEGMENT)
+    for check in (checks.carries, checks.searches, checks.saves):
+        check(FAMILIES[host.name], memory)
+    if case == "armt/llama":  # the noise on its weights leaves no gradient for some
+        train_steps(add_memory(host.build(), memory, segment_length=SEGMENT))
+    else:
+        checks.trains(FAMILIES[host.name], memory)
+
+
+def train_steps(model: Any) -> None:
+    """Five steps lower the loss and move every parameter of the memory."""
+    ids, losses = words(2, 3 * SEGMENT), []
     own = {name: p.detach().clone() for name, p in model.named_parameters() if "memory." in name}
-    optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0), []
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0)
     for _ in range(5):
         loss = model(ids, labels=ids).loss
         optimizer.zero_grad()
@@ -49,26 +63,7 @@ def test_a_decoder_trains_and_generates_with_it(case: str, tmp_path: Path) -> No
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.1
-    moved = dict(model.named_parameters())
-    assert bool(own) == (memory["name"] != "streaming_llm") and [n for n, p in own.items() if moved[n].equal(p)] == []
-
-    awaken(model.eval())
-    state, prompt = model(words(2, SEGMENT, 3)).memory_state, words(2, 3, 7)
-    call = {"max_new_tokens": 2 * SEGMENT - 1, "num_beams": 3, "do_sample": False, "return_dict_in_generate": True}
-    found = [
-        model.generate(prompt, memory_state=state, use_cache=cached, attention_mask=torch.ones_like(prompt), **call)
-        for cached in (True, False)
-    ]
-    assert torch.equal(found[0].sequences, found[1].sequences)
-    assert differences(found[0].memory_state, found[1].memory_state) < 1e-4
-    alone = model.generate(prompt, attention_mask=torch.ones_like(prompt), **call)
-    assert differences(alone.memory_state, found[0].memory_state) > 1e-4, "the state that was given counts"
-
-    model.save_pretrained(tmp_path / "mine")
-    loaded = load_pretrained(str(tmp_path / "mine"))
-    a, b = by_hand(model, ids), by_hand(loaded, ids)
-    torch.testing.assert_close(a[0], b[0])
-    assert differences(a[1], b[1]) < 1e-6
+    assert own and [name for name, p in model.named_parameters() if name in own and own[name].equal(p)] == []
 
 
 def test_a_table_of_positions_is_no_place_for_what_titans_keys_are_made_of() -> None:
@@ -127,7 +122,7 @@ def test_learned_positions_that_are_added_to_tokens_leave_no_place_for_sinks_and
     """Stored states have such a position in them, and there is none for a token behind the table's end."""
     message = (
         rf"memory '{memory['name']}' needs \w+ .*GPT2LMHeadModel does not give; its positions are a table .*"
-        r"take a decoder with rotary positions .*; memories that work here: .*'infini'.*'titans'"
+        r"take a decoder with rotary positions .*; docs/support.md"
     )
     with pytest.raises(ValueError, match=message):
         add_memory(GPT2.build(), memory, segment_length=4)

@@ -62,11 +62,3 @@ def test_a_window_is_heard(host: Architecture) -> None:
 def test_what_a_core_cannot_do_is_refused(host: Architecture, attention: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace_attention(host.build(), attention)
-
-
-@architectures(ALL)
-def test_eager_attention_is_refused_with_the_way_out(host: Architecture) -> None:
-    model = host.build()
-    model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match=r"attn_implementation='eager'.*model.set_attn_implementation.*'sdpa'"):
-        replace_attention(model, "softmax")

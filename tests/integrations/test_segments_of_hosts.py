@@ -43,11 +43,12 @@ def row(state: Any, index: int) -> Any:
     return map_state(lambda t: t[index : index + 1], state)
 
 
-def left_padded(counts: tuple[int, ...] = COUNTS) -> tuple[Tensor, Tensor]:
-    """Tokens and mask of texts with so many tokens, which end in one column."""
-    total = max(counts)
-    mask = torch.stack([torch.arange(total) >= total - count for count in counts]).long()
-    return words(len(counts), total).masked_fill(mask == 0, PAD), mask
+def padded(side: str = "left") -> tuple[Tensor, Tensor]:
+    """Tokens and mask of texts with as many tokens, which end, or begin, in one column."""
+    total = max(COUNTS)
+    mask = torch.stack([torch.arange(total) >= total - count for count in COUNTS]).long()
+    mask = mask if side == "left" else mask.flip(1)
+    return words(len(COUNTS), total).masked_fill(mask == 0, PAD), mask
 
 
 # ---- segment_length
@@ -74,33 +75,13 @@ def test_the_suggested_length_is_one_that_the_model_takes() -> None:
     add_memory(GPT2.build(), "memory_transformer", length=3)  # carries nothing, so that no length is missing
 
 
-@architectures(DECODERS)
-@streams
-def test_a_loop_like_trainer_s_trains_all_of_the_memory(host: Architecture, memory: str) -> None:
-    """Rows, labels, one call a step, nothing carried."""
-    torch.manual_seed(1)
-    model = stream(host, memory).train()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    for step in range(2):
-        batch = words(2, 4 * SEGMENT, step)
-        optimizer.zero_grad()
-        model(input_ids=batch, labels=batch, attention_mask=torch.ones_like(batch)).loss.backward()
-        optimizer.step()
-    grads = {name: p.grad for name, p in model.named_parameters() if "memory." in name}
-    assert grads and all(grad is not None and grad.abs().max() > 0 for grad in grads.values())
-
-
 def test_one_segment_a_call_is_saved_and_loaded_as_such(tmp_path: Any) -> None:
-    model = awaken(add_memory(GPT2.build(), "grc_stream", length=4, segment_length=None))
-    model.save_pretrained(tmp_path / "now")
-    del model.config.cached_transformers["segment_length"]  # as earlier versions noted it
-    model.save_pretrained(tmp_path / "then")
-    ids = words(2, 20)
-    for name in ("now", "then"):
-        again = load_pretrained(str(tmp_path / name))
-        assert torch.equal(again(ids).logits, model(ids).logits)
-        assert again.transformer.segment_reader.segment_length is None
-        assert remove_memory(again) is again
+    model, ids = awaken(add_memory(GPT2.build(), "grc_stream", length=4, segment_length=None)), words(2, 20)
+    model.save_pretrained(tmp_path)
+    again = load_pretrained(str(tmp_path))
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert again.transformer.segment_reader.segment_length is None
+    assert remove_memory(again) is again
 
 
 # ---- rows of unequal length
@@ -108,14 +89,15 @@ def test_one_segment_a_call_is_saved_and_loaded_as_such(tmp_path: Any) -> None:
 
 @architectures(DECODERS)
 @streams
-def test_rows_padded_on_the_left_have_segments_of_their_own(host: Architecture, memory: str) -> None:
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_rows_have_segments_of_their_own(host: Architecture, memory: str, side: str) -> None:
     model = awaken(stream(host, memory)).train()
-    ids, mask = left_padded()
+    ids, mask = padded(side)
     whole = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), output_hidden_states=True)
-    for index, count in enumerate(COUNTS):
-        alone = model(ids[index : index + 1, -count:], output_hidden_states=True)
-        torch.testing.assert_close(whole.logits[index : index + 1, -count:], alone.logits, rtol=1e-5, atol=1e-5)
-        hidden = (out.hidden_states[1][place, -count:] for out, place in ((whole, index), (alone, 0)))
+    for index, real in enumerate(mask.bool()):
+        alone = model(ids[index : index + 1, real], output_hidden_states=True)
+        torch.testing.assert_close(whole.logits[index, real], alone.logits[0], rtol=1e-5, atol=1e-5)
+        hidden = (whole.hidden_states[1][index, real], alone.hidden_states[1][0])
         torch.testing.assert_close(*hidden, rtol=1e-5, atol=1e-5)
         assert differences(row(whole.memory_state, index), alone.memory_state) < 1e-5
     whole.loss.backward()
@@ -127,7 +109,7 @@ def test_a_batch_of_unequal_prompts_gives_each_the_text_of_that_prompt_alone(
     host: Architecture, memory: str, use_cache: bool
 ) -> None:
     model = awaken(stream(host, memory))
-    ids, mask = left_padded()
+    ids, mask = padded()
     past = model(words(len(COUNTS), SEGMENT + 1, 5)).memory_state
     call = {
         "max_new_tokens": 3 * SEGMENT + 1,
@@ -150,7 +132,7 @@ def test_a_batch_of_unequal_prompts_gives_each_the_text_of_that_prompt_alone(
 @pytest.mark.parametrize("host, memory", [(GPT2, "rmt"), (LLAMA, "memorizing")], ids=str)
 def test_beams_of_unequal_prompts_are_those_of_each_alone(host: Architecture, memory: str) -> None:
     model = awaken(stream(host, memory))
-    ids, mask = left_padded()
+    ids, mask = padded()
     call = {"max_new_tokens": 2 * SEGMENT, "min_new_tokens": 2 * SEGMENT, "num_beams": 3, "do_sample": False}
     found = model.generate(ids, attention_mask=mask, **call)
     for index, count in enumerate(COUNTS):

@@ -207,14 +207,3 @@ def test_caches_of_others_are_refused() -> None:
         add_memory(other, "rmt")
     with pytest.raises(ValueError, match=r"have no type"):
         stream(GPT2, "rmt")(ids, token_type_ids=torch.zeros_like(ids))
-
-
-@pytest.mark.slow
-def test_compiled_it_computes_the_same() -> None:
-    model, ids = awaken(stream(GPT2, "grc_stream", None)), words(2, SEGMENT)
-    state = model(words(2, SEGMENT, 4)).memory_state
-    expected = model(ids, memory_state=state, use_cache=False)
-    compiled = torch.compile(model, backend="aot_eager")
-    found = compiled(ids, memory_state=state, use_cache=False)
-    torch.testing.assert_close(found.logits, expected.logits)
-    assert differences(found.memory_state, expected.memory_state) < 1e-5

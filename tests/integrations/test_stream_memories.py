@@ -12,7 +12,6 @@ from integrations.transformers_hosts import (
     GPT2,
     SEGMENT,
     STREAMS,
-    VOCABULARY,
     Architecture,
     architectures,
     awaken,
@@ -238,21 +237,6 @@ def test_the_gradient_crosses_the_segments(host: Architecture, memory: str) -> N
 
 
 @architectures(DECODERS)
-@pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
-def test_activation_checkpointing_changes_no_gradient(host: Architecture, memory: str) -> None:
-    ids, grads = words(2, 3 * SEGMENT), []
-    for checkpointing in (False, True):
-        model = awaken(stream(host, memory)).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model(ids, labels=ids).loss.backward()
-        grads.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    assert grads[0].keys() == grads[1].keys()
-    for name, grad in grads[0].items():
-        torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-6)
-
-
-@architectures(DECODERS)
 def test_reentrant_checkpointing_is_refused(host: Architecture) -> None:
     model = stream(host, "grc_stream").train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
@@ -298,54 +282,3 @@ def test_rows_are_forgotten_and_moved_each_for_itself(host: Architecture, memory
     order = torch.tensor([2, 0, 0])
     found = model(ids[order], memory_state=reorder(state, order)).logits
     torch.testing.assert_close(found, expected[order])
-
-
-@architectures(DECODERS)
-@streams
-def test_a_row_padded_on_the_right_is_the_row_alone(host: Architecture, memory: str) -> None:
-    model = awaken(stream(host, memory)).train()
-    ids, lengths = words(3, 3 * SEGMENT), [3 * SEGMENT, SEGMENT + 2, 1]
-    mask = (torch.arange(3 * SEGMENT) < torch.tensor(lengths)[:, None]).long()
-    labels = ids.masked_fill(mask == 0, -100)
-    whole = model(ids, attention_mask=mask, labels=labels)
-    for row, length in enumerate(lengths):
-        alone = model(ids[row : row + 1, :length])
-        torch.testing.assert_close(whole.logits[row : row + 1, :length], alone.logits, rtol=1e-4, atol=1e-5)
-        mine = map_state(lambda t, row=row: t[row : row + 1], whole.memory_state)
-        assert differences(mine, alone.memory_state) < 1e-5
-    whole.loss.backward()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-
-
-# ---- what it is for
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt", None])
-def test_a_cue_of_the_last_segment_is_recalled(memory: str | None) -> None:
-    """The first token of a text is asked for a segment later; without a memory the answer is a guess among eight."""
-    torch.manual_seed(0)
-    host = Architecture(
-        "gpt2", GPT2.cls, GPT2.config, {**GPT2.sizes, "n_embd": 32, "n_positions": 16, "initializer_range": 0.1}
-    )
-    model = host.build().train()
-    if memory is not None:
-        options: dict[str, Any] = {"length": 4} if memory != "memorizing" else {"length": 8, "k": 8, "layer": 1}
-        add_memory(model, memory, segment_length=4, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
-    right = 0.0
-    for step in range(200):
-        cue = torch.randint(3, 11, (64, 1))
-        noise = torch.randint(12, VOCABULARY, (64, 5))
-        ids = torch.cat([cue, noise, torch.full((64, 1), 11), cue], 1)  # the question is the last but one
-        if memory is None:
-            logits = torch.cat([model(part).logits for part in ids.split(4, 1)], 1)[:, 6]
-        else:
-            logits = model(ids).logits[:, 6]
-        loss = F.cross_entropy(logits, cue[:, 0])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if step >= 180:
-            right += (logits.argmax(-1) == cue[:, 0]).double().mean().item() / 20
-    assert right < 0.3 if memory is None else right > 0.9

@@ -10,11 +10,8 @@ import torch
 from integrations.hosts import close_gates, library, memories, stored
 from torch import Tensor, nn
 
-from cached_transformers import add_memory, create_model, reset_caches
-from cached_transformers.memories.attention_cache import AttentionCache
-from cached_transformers.memories.grc.grc import GRC
+from cached_transformers import add_memory, reset_caches
 from cached_transformers.memories.grc.shared_cache import caches
-from cached_transformers.memories.grc.shared_cache_memory import SharedCacheMemory
 
 _PYRAMID: dict[str, Any] = {"embed_dims": (16, 16, 32, 32), "num_heads": (1, 1, 2, 2), "depths": (1, 1, 1, 2)}
 _VIT: dict[str, Any] = {"img_size": 64, "embed_dim": 32, "depth": 2, "num_heads": 2}
@@ -40,45 +37,21 @@ def timm() -> Any:
     return found
 
 
-def build(timm: Any, host: str, cache: str | None = "grc", **options: Any) -> Any:
+def build(
+    timm: Any, host: str, cache: str | None = "grc", memory_options: dict[str, Any] | None = None, **options: Any
+) -> Any:
     """A small model, with the same weights at each call."""
-    options = {**HOSTS[host], "num_classes": 5, **options}
-    if cache is None and host == "pvt_v2_b2":
-        options.pop("img_size")
+    options, more = {**HOSTS[host], "num_classes": 5, **options}, dict(memory_options or {})
+    if host == "pvt_v2_b2":
+        side = options.pop("img_size")
+        more["input_size"] = (side, side)
     torch.manual_seed(0)
-    return timm.create_model(host if cache is None else f"{host}_{cache}", **options)
+    model = timm.create_model(host, **options)
+    return model if cache is None else add_memory(model, cache, **more)
 
 
 def images(*size: int, rows: int = 2) -> Tensor:
     return torch.randn(rows, 3, *size)
-
-
-def test_all_names_of_the_paper_are_there(timm: Any) -> None:
-    wanted = ["pvt_tiny", "pvt_small", "pvt_medium", "pvt_large", "vit_small_patch16_224", "deit_small_patch16_224"]
-    wanted += ["swin_tiny_patch4_window7_224", "pvt_v2_b2", "pvt_v2_b3", "pvt_v2_b4"]
-    ours = timm.list_models(module="timm_models")
-    assert {f"{name}_{suffix}" for name in wanted for suffix in ("grc", "attention_cache")} <= set(ours)
-    assert set(wanted[:4]) <= set(ours)
-    assert all(timm.is_model(name) for name in ours)
-
-
-def test_every_name_builds_with_a_memory_in_each_attention_layer(timm: Any) -> None:
-    for name in timm.list_models(module="timm_models"):
-        with torch.device("meta"):
-            model = timm.create_model(name, num_classes=3)
-        kind = GRC if name.endswith("_grc") else AttentionCache
-        found = [m for m in model.modules() if isinstance(m, SharedCacheMemory)]
-        layers = [n for n, m in model.named_modules() if n.endswith(".attn")]
-        if name in ("pvt_tiny", "pvt_small", "pvt_medium", "pvt_large"):
-            assert not found
-            continue
-        assert len(found) == len(layers) > 0 and all(type(m) is kind for m in found), name
-        assert model.get_classifier().out_features == 3
-        assert model.default_cfg["input_size"] == (3, 224, 224) and model.default_cfg["architecture"] == name
-        assert model.default_cfg["mean"] == (timm.get_pretrained_cfg(name.removesuffix("_grc"))).mean
-        for memory in found:
-            width = memory.branch.query.in_features
-            assert memory.cache.width == width and 2 * width in (64, 128, 320, 512, 96, 192, 384, 768, 32, 160, 256)
 
 
 SIZES = {
@@ -94,22 +67,9 @@ SIZES = {
 def test_slots_of_every_layer(timm: Any, host: str) -> None:
     """One slot a token of a 224-pixel image, unreduced in pyramids; one window a layer in Swin."""
     with torch.device("meta"):
-        model = timm.create_model(f"{host}_grc")
+        model = add_memory(timm.create_model(host), "grc")
     assert [c.length for c in caches(model)] == SIZES[host]
     assert all(c.size is not None and c.size[0] * c.size[1] + c.prefix == c.length for c in caches(model))
-
-
-@each
-@cache
-def test_a_closed_gate_is_the_plain_model_in_both_modes(timm: Any, host: str, cache: str) -> None:
-    model, plain = build(timm, host, cache), build(timm, host, None)
-    missing, unexpected = model.load_state_dict(plain.state_dict(), strict=False)
-    assert not unexpected and all(".memory." in name for name in missing)
-    side = 112 if "swin" in host else 64
-    close_gates(model)
-    for training in (True, False):
-        x = images(side, side)
-        torch.testing.assert_close(model.train(training)(x), plain.train(training)(x), rtol=0, atol=1e-5)
 
 
 OTHER = {
@@ -204,20 +164,6 @@ def test_a_window_of_cache_does_not_depend_on_the_image_size(timm: Any) -> None:
 
 
 @each
-def test_options_of_timm(timm: Any, host: str) -> None:
-    side = 224 if "swin" in host else 96
-    model = build(timm, host, num_classes=7, in_chans=1, img_size=side, drop_path_rate=0.2).eval()
-    assert model(torch.randn(2, 1, side, side)).shape == (2, 7)
-    first = next(iter(caches(model)))
-    per_token = {"swin_tiny_patch4_window7_224": 49, "pvt_tiny": (side // 4) ** 2, "pvt_v2_b2": (side // 4) ** 2}
-    assert first.length == per_token.get(host, (side // 16) ** 2 + 1)
-    model.set_grad_checkpointing(True)
-    model.train()(torch.randn(2, 1, side, side)).sum().backward()
-    model.reset_classifier(3)
-    assert model(torch.randn(2, 1, side, side)).shape == (2, 3)
-
-
-@each
 def test_dropout_of_attention_and_missing_biases_hold_for_the_branch_too(timm: Any, host: str) -> None:
     model = build(timm, host, attn_drop_rate=0.25, qkv_bias=False)
     assert all(m.branch.dropout == 0.25 and m.branch.query.bias is None for m in memories(model))
@@ -298,105 +244,3 @@ def test_published_weights_of_pvt_load_by_name(timm: Any, tmp_path: Path) -> Non
     for a, b in zip(features(x), model.forward_intermediates(x, intermediates_only=True), strict=True):
         torch.testing.assert_close(a, b)
     assert timm.get_pretrained_cfg("pvt_small").url.endswith("/v2/pvt_small.pth")
-
-
-@each
-def test_weights_of_a_cached_model_load_with_its_caches(timm: Any, host: str, tmp_path: Path) -> None:
-    model = build(timm, host)
-    side = 112 if "swin" in host else 64
-    x = images(side, side)
-    model(x), model(x)
-    model.eval()
-    overlay = {"file": weights(model, tmp_path / "cached.pth"), "num_classes": 5}
-    options = {"pretrained": True, "pretrained_cfg_overlay": overlay}
-    again = build(timm, host, **options).eval()
-    assert torch.equal(again(x), model(x)) and all(c.any() for c in stored(again))
-    features = build(timm, host, features_only=True, out_indices=(0, 1), **options).eval()
-    expected = model.forward_intermediates(x, indices=[0, 1], intermediates_only=True)
-    for a, b in zip(features(x), expected, strict=True):
-        torch.testing.assert_close(a if a.shape == b.shape else a.permute(0, 3, 1, 2), b)
-    fresh = build(timm, host, num_classes=3, **options).eval()
-    assert fresh(x).shape == (2, 3)
-
-
-@pytest.mark.parametrize("host", PYRAMIDS)
-def test_caches_of_another_image_size_are_interpolated_when_loaded(timm: Any, host: str, tmp_path: Path) -> None:
-    model = build(timm, host)
-    model(images(64, 64)), model(images(64, 64))
-    model.eval()
-    overlay = {"file": weights(model, tmp_path / "cached.pth")}
-    larger = build(timm, host, img_size=(128, 64), pretrained=True, pretrained_cfg_overlay=overlay).eval()
-    for a, b in zip(caches(larger), caches(model), strict=True):
-        assert a.size == (2 * b.size[0], b.size[1])  # type: ignore[index]
-        cells, theirs = a.cache_MC[a.prefix :].unflatten(0, a.size), b.cache_MC[b.prefix :].unflatten(0, b.size)  # type: ignore[arg-type]
-        assert torch.equal(cells[::2], theirs) and torch.equal(cells[1::2], theirs)
-        assert torch.equal(a.cache_MC[: a.prefix], b.cache_MC[: b.prefix])
-
-
-def test_without_weights_timm_says_so(timm: Any) -> None:
-    with pytest.raises(RuntimeError, match="pvt_tiny_grc"):
-        build(timm, "pvt_tiny", pretrained=True)
-
-
-@pytest.mark.parametrize("host", ["pvt_tiny", "vit_small_patch16_224"])
-def test_by_name_from_a_recipe(timm: Any, host: str) -> None:
-    model: Any = create_model("timm", architecture=f"{host}_grc", classes=4, **HOSTS[host])
-    out = model(images(64, 64))
-    assert out.outputs.shape == (2, 4) and memories(model)
-    model.set_activation_checkpointing()
-    model(images(64, 64)).outputs.sum().backward()
-    plain: Any = create_model("timm", architecture=host, classes=4, memory="grc", **HOSTS[host])
-    assert plain.state_dict().keys() == model.state_dict().keys()
-
-
-@pytest.mark.parametrize("name, tokens", [("pit_ti_224", 1), ("pit_ti_distilled_224", 2)])
-def test_a_pit_has_slots_for_the_map_of_each_stage(timm: Any, name: str, tokens: int) -> None:
-    """Between its stages a convolution halves the map; class tokens stand in front of each."""
-    sizes = {"img_size": 64, "depth": (1, 1, 1), "base_dims": (8, 8, 8), "heads": (2, 2, 2), "num_classes": 5}
-    torch.manual_seed(0)
-    model = timm.create_model(name, **sizes)
-    x, plain = images(64, 64), timm.create_model(name, **sizes).eval()
-    plain.load_state_dict(model.state_dict())
-    seen: list[Any] = []
-    add_memory(model, "grc", variant="released")  # which has a convolution over the map
-    for cache, side in zip(caches(model), (7, 4, 2), strict=True):  # of patches of 16, 8 apart
-        assert (cache.length, cache.size, cache.prefix) == (side * side + tokens, (side, side), tokens)
-    for memory in memories(model):
-        memory.branch.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
-    model.train()(x).sum().backward()
-    assert seen == [side * side + tokens for side in (7, 4, 2)]
-    assert all(cache.cache_MC.isfinite().all() for cache in caches(model))
-    close_gates(model)
-    assert torch.equal(model.eval()(x), plain(x))
-
-
-@pytest.mark.parametrize("way", ["checkpoint_path", "pretrained_cfg_overlay", "load_state_dict"])
-@pytest.mark.parametrize("classes", [5, 1000])
-def test_plain_weights_begin_a_cached_model(timm: Any, way: str, classes: int, tmp_path: Path) -> None:
-    sizes = {"img_size": 32, "embed_dim": 16, "depth": 2, "num_heads": 2}
-    plain = timm.create_model("vit_tiny_patch16_224", num_classes=classes, **sizes).eval()
-    file = weights(plain, tmp_path / "plain.pth")
-    more: dict[str, Any] = {"num_classes": classes, **sizes}
-    with pytest.warns(UserWarning, match="without memory"):
-        if way == "load_state_dict":
-            model = timm.create_model("vit_tiny_patch16_224_grc", **more)
-            model.load_state_dict(plain.state_dict())
-        elif way == "checkpoint_path":
-            model = timm.create_model("vit_tiny_patch16_224_grc", checkpoint_path=file, **more)
-        else:
-            overlay = {"file": file, "num_classes": classes}
-            model = timm.create_model(
-                "vit_tiny_patch16_224_grc", pretrained=True, pretrained_cfg_overlay=overlay, **more
-            )
-    close_gates(model.eval())
-    x = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(model(x), plain(x))
-
-
-def test_half_a_memory_is_no_plain_checkpoint(timm: Any) -> None:
-    sizes = {"img_size": 32, "embed_dim": 16, "depth": 2, "num_heads": 2}
-    model = timm.create_model("vit_tiny_patch16_224_grc", **sizes)
-    state = model.state_dict()
-    del state["blocks.1.attn.memory.cache.cache_MC"]
-    with pytest.raises(RuntimeError, match=r"blocks.1.attn.memory.cache.cache_MC"):
-        model.load_state_dict(state)

@@ -32,7 +32,6 @@ from integrations.transformers_hosts import (
 from torch import Tensor
 
 from cached_transformers import add_memory, load_pretrained, remove_memory
-from cached_transformers.memories.grc.shared_cache import caches
 
 ALL = [*ENCODERS, *DECODERS]
 
@@ -40,67 +39,6 @@ ALL = [*ENCODERS, *DECODERS]
 def short(host: Architecture, seed: int = 0) -> dict[str, Tensor]:
     """A batch of one segment, where the host has segments: beyond them it attends less far than alone."""
     return call_of(host, tokens=SEGMENT if host in DECODERS else 8, seed=seed)
-
-
-@architectures(ALL)
-@pytest.mark.parametrize("training", [True, False])
-def test_a_closed_gate_changes_nothing(host: Architecture, training: bool) -> None:
-    plain, model = host.build().train(training), awaken(host.with_memory()).train(training)
-
-    def run(host_: Any, **given: Any) -> Any:
-        torch.manual_seed(2)  # Switch's router is noisy in training
-        return host_(**given)
-
-    state: dict[str, Any] = {}
-    for seed in range(2):  # the second time there is something to remember
-        call = short(host, seed)
-        if host in DECODERS:
-            state = {"memory_state": model(**call, **state).memory_state}
-        else:
-            run(model, **call)
-        open_ = run(model, **call, **state).logits
-        gates = {name: p.detach().clone() for name, p in model.named_parameters() if "gate_H" in name}
-        close_gates(model)
-        expected, found = run(plain, **call), run(model, **call, **state)
-        texts = call["attention_mask"].bool() if host in DECODERS else ...
-        assert torch.equal(found.logits[texts], expected.logits[texts]) and torch.equal(found.loss, expected.loss)
-        assert (open_ - expected.logits).abs().max() > 1e-5
-        model.load_state_dict(gates, strict=False)
-
-
-@architectures(ALL)
-def test_training_lowers_the_loss_and_reaches_every_parameter_of_the_memory(host: Architecture) -> None:
-    model = host.with_memory().train()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    # Decoders need three segments: what stands in a cache is asked for when it is updated a second time.
-    call, losses = call_of(host, tokens=3 * SEGMENT), []
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0)
-    for _ in range(4):
-        optimizer.zero_grad()
-        loss = model(**call).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    # The first update finds an empty cache, of which nothing can be learned; the later ones reach all.
-    assert not [n for n, p in model.named_parameters() if "memory." in n and torch.equal(p, before[n])]
-
-
-@architectures(SEQ2SEQ)
-@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3}], ids=["greedy", "sampled", "beams"])
-def test_generate_is_the_same_with_and_without_a_cache(host: Architecture, options: dict[str, Any]) -> None:
-    """Of decoders test_stream_generation says more."""
-    model = awaken(host.with_memory())
-    model.train()(**call_of(host))  # a trained encoder has something in its cache
-    model.eval()
-    found = []
-    for use_cache in (True, False):
-        torch.manual_seed(5)
-        ids = words(2, 7)
-        found.append(
-            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, use_cache=use_cache, **options)
-        )
-    assert torch.equal(*found) and found[0].shape[1] > 5
 
 
 @architectures(SEQ2SEQ)
@@ -114,20 +52,6 @@ def test_the_memory_of_an_encoder_decoder_is_in_the_encoder_alone(host: Architec
     encoded = library("transformers").modeling_outputs.MoEModelOutput(last_hidden_state=hidden)
     given = {"encoder_outputs": encoded, "decoder_input_ids": decoder_ids, "attention_mask": torch.ones_like(ids)}
     assert torch.equal(model(**given).logits, plain(**given).logits)
-
-
-@architectures(ENCODERS)
-def test_padding_is_neither_remembered_nor_read(host: Architecture) -> None:
-    """A row's valid tokens alone are spread over the slots, whatever stands behind them."""
-    call = call_of(host)
-    contents = []
-    for filler in (4, 17):
-        model = awaken(host.with_memory()).train()
-        ids = call["input_ids"].masked_fill(call["attention_mask"] == 0, filler)
-        model(**{**call, "input_ids": ids})
-        model.eval()
-        contents.append([cache.cache_MC.clone() for cache in caches(model)])
-    assert all(torch.allclose(a, b, atol=1e-6) and a.abs().max() > 0.01 for a, b in zip(*contents, strict=True))
 
 
 @architectures(ALL)
@@ -225,22 +149,6 @@ def test_removing_restores_outputs_keys_code_and_config(host: Architecture, memo
     add_memory(model, host.memory, **host.options)
 
 
-@pytest.mark.parametrize("memory", ["grc", "attention_cache"])
-@architectures([BART, T5])
-def test_shared_memories_train_under_activation_checkpointing(host: Architecture, memory: str) -> None:
-    grads = []
-    for checkpointing in (False, True):
-        model = host.with_memory(memory, length=4).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        for _ in range(2):
-            model.zero_grad()
-            model(**call_of(host)).loss.backward()
-        grads.append([p.grad for _, p in model.named_parameters() if p.grad is not None])
-    assert len(grads[0]) == len(grads[1])
-    torch.testing.assert_close(grads[0], grads[1])
-
-
 def test_a_t5_whose_heads_are_wider_than_its_model() -> None:
     wide = Architecture("wide", T5.cls, T5.config, {**T5.sizes, "d_kv": 20})
     model = wide.with_memory("grc", length=4, ratio=0.25)
@@ -253,16 +161,16 @@ def test_a_t5_whose_heads_are_wider_than_its_model() -> None:
         wide.with_memory("grc", length=4, ratio=0.25, mix="outputs")
 
 
-CAUSAL = "memories that work here: .*'armt', .*'grc_stream', .*'memorizing', .*'memory_transformer',.* 'rmt'"
+CAUSAL = "docs/support.md"
 REFUSALS: list[tuple[Architecture, Any, dict[str, Any], str]] = [
     (BART, "grc", {}, r"BartAttention does not tell how many tokens .*length=64"),
     (T5, "grc", {}, r"T5Attention does not tell how many tokens"),
     (SWITCH, "grc_stream", {}, r"'grc_stream' needs state \(.*\), which SwitchTransformersFor\w+ does not give"),
-    (T5, "rmt", {}, r"'rmt' spans the layers; T5For\w+ .*here: 'attention_cache', 'grc'"),
+    (T5, "rmt", {}, r"'rmt' spans the layers; T5For\w+ .*docs/support.md"),
     (BERT, "rmt", {}, "segment_length is missing: memory 'rmt' .* segment_length=32, or fewer"),
     (BERT, "grc_stream", {"segment_length": 33}, "segment_length=33: 33 .*BertFor.* 32"),
-    (BERT, "grc_stream", {"segment_length": 1}, "segment_length=1 must be at least 2 in an encoder"),
-    (BERT, "grc_stream", {"input_size": (4, 4)}, r"input_size=\(4, 4\) is for images"),
+    (BERT, "grc_stream", {"segment_length": 1}, "segment_length=1 must be at least 2"),
+    (BERT, "grc_stream", {"input_size": (4, 4)}, r"input_size=\(4, 4\)"),
     (BERT, "rmt", {"cache": 4, "segment_length": 8}, "'rmt' needs context"),
     (
         BERT,
@@ -298,7 +206,7 @@ REFUSALS: list[tuple[Architecture, Any, dict[str, Any], str]] = [
     ),
     (GPT2, "grc_stream", {"segment_length": 0}, "segment_length=0 must be at least 1"),
     (LLAMA, "grc_stream", {"ratio": 2}, r"ratio=2 must lie in \(0, 1\]"),
-    (LLAMA, "grc_stream", {"input_size": (4, 4)}, r"input_size=\(4, 4\) is for images"),
+    (LLAMA, "grc_stream", {"input_size": (4, 4)}, r"input_size=\(4, 4\)"),
 ]
 
 

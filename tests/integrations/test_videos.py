@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from integrations.wrapped_checks import one_process
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers import ReplayLoop, SegmentLoop, add_memory, create_model, load_pretrained, remove_memory
+from cached_transformers import ReplayLoop, SegmentLoop, add_memory, create_model, remove_memory
 from cached_transformers.models.segments import for_loops
 from cached_transformers.state import last_use, map_state
 
@@ -201,34 +200,16 @@ def test_timm_by_name() -> None:
         model(video[:, 0])  # as a recipe of single images would
 
 
-def test_saved_and_loaded(tmp_path: Path) -> None:
-    for index, memory in enumerate((RMT, CACHE)):
-        model, video = made(VIT, memory), frames()
-        model.save_pretrained(tmp_path / str(index))
-        auto = library("transformers").AutoModelForImageClassification.from_pretrained(tmp_path / str(index))
-        for again in (load_pretrained(str(tmp_path / str(index))), auto):
-            assert torch.equal(watch(again, video)[0], watch(model, video)[0])
-
-
-def test_checkpointed_and_in_half_precision() -> None:
+def test_in_half_precision() -> None:
     for memory in (RMT, CACHE):
-        grads = []
-        for on in (False, True):
-            model = made(VIT, memory).train()
-            if on:
-                model.gradient_checkpointing_enable()
-            watch(model, frames())[0].square().sum().backward()
-            grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-        assert grads[0].keys() == grads[1].keys()
-        assert all(torch.allclose(grads[0][name], grads[1][name], atol=1e-5) for name in grads[0])
         half = made(VIT, memory).to(torch.bfloat16)
         assert watch(half, frames())[0].isfinite().all()  # of frames in float32, which transformers casts itself
 
 
 REFUSED: list[tuple[Family, Any, dict[str, Any], str]] = [
     (VIT, "grc_stream", {"segment_length": 4}, r"segment_length=4 is for texts; ViTFor\w+ reads one image a call"),
-    (VIT, "grc_stream", {"input_size": (16, 16)}, r"input_size=\(16, 16\) is known to ViTFor\w+; leave it out"),
-    (TIMM_VIT, "rmt", {}, r"'rmt' spans the layers; VisionTransformer .* 'grc_stream'"),
+    (VIT, "grc_stream", {"input_size": (16, 16)}, r"input_size=\(16, 16\): ViTFor\w+"),
+    (TIMM_VIT, "rmt", {}, r"'rmt' spans the layers; VisionTransformer .*"),
     (BEIT, "memory_transformer", {}, r"'memory_transformer' spans the layers; BeitFor\w+"),
     (TIMM_VIT, "grc_stream", {"segment_length": 4}, "segment_length=4"),
 ]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from . import torch_nn as torch_nn
 from . import torchvision_swin as torchvision_swin
-from . import without_memory as without_memory
 from .hosts import Host, HostAttention, Query, Site, Stream, register_adapter
 from .timm import adapters as timm_adapters
 from .transformers import decoders as decoders
@@ -27,5 +26,4 @@ __all__ = [
     "timm_adapters",
     "torch_nn",
     "torchvision_swin",
-    "without_memory",
 ]

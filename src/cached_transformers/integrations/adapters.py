@@ -69,45 +69,40 @@ def add_memory(model: Model, memory: MemorySpec = "grc", **options: Any) -> Mode
     if spec is None:
         raise ValueError("memory=None adds nothing; name a memory, or remove one by remove_memory(model)")
     name, settings = spec
-    more: dict[str, Any] = {key: options.pop(key) for key in ("input_size", "segment_length") if key in options}
+    sizes: dict[str, Any] = {key: options.pop(key) for key in ("input_size", "segment_length") if key in options}
     options = MEMORIES.with_preset(name, options)
     MEMORIES.check(name, options)
     settings |= options
-    sizes = {key: value for key, value in more.items() if key == "input_size" and value is not None}
     entry = MEMORIES.entry(name)
-    slots = "length" in entry.options and "bidirectional" in getattr(entry.factory, "needs", ())
+    needs = getattr(entry.factory, "needs", ())
+    given = {key: value for key, value in sizes.items() if key == "input_size" and value is not None}
     host = host_of(model)
-    found = sites(host, settings | sizes, slots=slots)
-    refusal = next((described.refusal for _, described in found if described.refusal is not None), None)
-    if refusal is not None:
-        raise ValueError(refusal)
+    found = sites(host, settings | given, slots="length" in entry.options and "bidirectional" in needs)
     streams = [described.stream for _, described in found]
-    by_row = spans_layers(name) or "state" in getattr(entry.factory, "needs", ())
+    by_row = spans_layers(name) or "state" in needs
     if streams[0] is not None and None not in streams and (by_row or streams[0].causal):
         if len({(stream.add, stream.causal, stream.cuts) for stream in streams if stream is not None}) > 1:
             raise ValueError(
                 f"{type(host).__name__} holds models that read differently, each with a state of its own; give "
                 "add_memory one of them"
             )
-        streams[0].add(host, found, name, settings, **more)
+        if given:
+            raise ValueError(f"input_size={given['input_size']}: {type(host).__name__} needs none; leave it out")
+        sizes.pop("input_size", None)
+        streams[0].add(host, found, name, settings, **sizes)
     else:
-        more = {key: value for key, value in more.items() if value is not None}
-        _add_shared(host, found, name, settings, **more)
+        sizes = {key: value for key, value in sizes.items() if value is not None}
+        _add_shared(host, found, name, settings, sizes.get("segment_length"))
     mark_fresh(host)
     settle_nested_tensors(host)
-    note_memory(host, {"memory": {"name": name, **settings}, **more})
+    note_memory(host, {"memory": {"name": name, **settings}, **sizes})
     if host is not model:
         give_to_adapters(model, host)
     return model
 
 
 def _add_shared(
-    model: nn.Module,
-    found: list[tuple[Site, Host]],
-    name: str,
-    settings: dict[str, Any],
-    segment_length: int | None = None,
-    input_size: tuple[int, int] | None = None,
+    model: nn.Module, found: list[tuple[Site, Host]], name: str, settings: dict[str, Any], segment_length: int | None
 ) -> None:
     """A memory that all rows share, in every self-attention layer."""
     hosts, layers = [host for _, host in found], []

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ class HostAttention:
         asks: words of `CORE_WORDS`, which the replacement must be able to do.
         dropout: on the weights.
         padding: the layer's attention mask hides the same keys from all queries.
-        switches: attributes of the layer, with the values under which it calls `scaled_dot_product_attention`.
+        switches: attributes of the layer that make it call `scaled_dot_product_attention`.
         install: for layers that never call it; makes room for an attention by other means. uninstall: undoes that.
         refusal: reason why the attention cannot be replaced.
     """
@@ -117,7 +116,6 @@ class Host:
         attention: the layer's own attention.
         offers: words of `capabilities.py`, to the memory of the layer. A map of unknown size is square.
         lacks: by word of `capabilities.py`, the reason why the layer or its model does not offer it, and the way out.
-        refusal: reason why the layer takes no memory at all.
         watch: a module of the model, and its forward pre-hook that records something for `query`.
         channels: of the layer's input, where they are not D.
         stream: of a layer that can carry a state.
@@ -133,7 +131,6 @@ class Host:
     attention: HostAttention = field(default_factory=HostAttention)
     offers: frozenset[str] = WHOLE | {"token_map"}
     lacks: Mapping[str, str] = field(default_factory=dict)
-    refusal: str | None = None
     watch: tuple[nn.Module, Callable[..., None]] | None = None
     channels: int | None = None
     stream: Stream | None = None
@@ -158,6 +155,11 @@ class Site:
     ) -> None:
         self.model, self.name, self.settings, self.memory, self.slots = model, name, settings, memory, slots
         self.layer: Any = layer  # its class is known only to its adapter
+
+    def refuse(self, why: str) -> None:
+        """Raise ValueError if the layer is to get a memory."""
+        if self.memory:
+            raise ValueError(why)
 
     def parent(self, levels: int = 1) -> nn.Module:
         """The module that holds the layer, or one further up."""
@@ -218,19 +220,9 @@ def register_adapter(*classes: str) -> Callable[[Adapter], Adapter]:
     return add
 
 
-def register_refusals(reasons: Mapping[str, str]) -> None:
-    """Let models with layers of these classes (full dotted names) take no memory; the reason follows the class name."""
-    for name, why in reasons.items():
-        register_adapter(name)(partial(_refuse, why))
-
-
 def register_left(*classes: str) -> None:
     """Let layers of these classes remain as they are, beside layers that take a memory."""
     register_adapter(*classes)(lambda site: None)
-
-
-def _refuse(why: str, site: Site) -> None:
-    raise ValueError(f"{type(site.model).__name__} takes no memory: {type(site.layer).__name__} {why}")
 
 
 def _adapter(layer: nn.Module) -> Adapter | None:
@@ -271,10 +263,9 @@ def sites(
                 left = f" except those without memory ({described[0] or 'itself'}: of a decoder, or a pooling head)"
                 way_out = "; give the encoder, or take create_model('encoder_decoder', memory=...)"
             raise ValueError(f"{type(model).__name__} has no attention layer for a memory{left}{way_out}")
-        what = f"no adapter for attention class {', '.join(classes)}"
         raise ValueError(
-            f"{type(model).__name__}: {what}; describe the class with "
-            "cached_transformers.register_adapter (known: " + ", ".join(sorted(_ADAPTERS)) + ")"
+            f"{type(model).__name__}: no adapter for attention class {', '.join(classes)}; describe the class with "
+            "cached_transformers.register_adapter (docs/support.md lists the known models)"
         )
     return found
 
@@ -292,53 +283,28 @@ def refuse_memory(
         hosts: of the layers. layers: the memory of each. spanning: the memory to which these belong.
 
     Raises:
-        ValueError: the memory needs something that is not offered; the message ends with the memories that fit.
+        ValueError: the memory needs something that is not offered.
     """
-    who, title = f"memory {name!r}", type(model).__name__
-    by_layer = frozenset.intersection(*(host.offers for host in hosts))
-    by_model = frozenset.intersection(*(host.stream.offers if host.stream else frozenset() for host in hosts))
-    fitting = f"memories that work here: {', '.join(map(repr, _fitting(by_layer, by_model)))}"
+    who, title, options = f"memory {name!r}", type(model).__name__, MEMORIES.entry(name).options
+    known = [*PLACE_WORDS, *OWN_WORDS, *CORE_WORDS]  # in the order of importance
+    page = "docs/support.md lists the memories that fit"
 
     def refuse(memory: LayerMemory | ModelMemory, offers: frozenset[str], lacks: Mapping[str, str]) -> None:
-        needs = _needs(memory, who)
+        needs = dict.fromkeys([w for w in known if w in memory.needs] + sorted(memory.needs.difference(known)), who)
+        if isinstance(memory, LayerMemory) and memory.window() is not None:
+            needs.setdefault("bias", f"the window of {who}")
         missing = next((word for word in needs if word not in offers), "")
-        options = MEMORIES.entry(name).info.get("without", {}).get(missing)
-        way_out = filter(None, (lacks.get(missing), f"take {options}" if options else None, fitting))
+        without = MEMORIES.entry(name).info.get("without", {}).get(missing)
+        way_out = filter(None, (lacks.get(missing), f"take {without}" if without else None, page))
         refuse_misfit(needs, offers, title, "; ".join(way_out))
         if memory.position_scheme() is not None:
-            option = ", which it leaves out with relative=False" if "relative" in MEMORIES.entry(name).options else ""
-            raise ValueError(
-                f"{who} has a position scheme of its own{option}; {title} has another one, and takes no second; "
-                f"{fitting}"
-            )
+            way = "take relative=False" if "relative" in options else page
+            raise ValueError(f"{who} has a position scheme of its own beside that of {title}; {way}")
 
     if spanning is not None:
+        by_model = frozenset.intersection(*(host.stream.offers if host.stream else frozenset() for host in hosts))
         if not by_model:
-            raise ValueError(f"{who} spans the layers; {title} has no place for it; {fitting}")
+            raise ValueError(f"{who} spans the layers; {title} has no place for it; {page}")
         refuse(spanning, by_model, hosts[0].lacks)
     for host, layer in zip(hosts, layers, strict=True):
         refuse(layer, host.offers, host.lacks)
-
-
-def _needs(memory: LayerMemory | ModelMemory, who: str) -> dict[str, str]:
-    """By word, the memory or the part of it that needs it; the message will name the first one."""
-    known = PLACE_WORDS | OWN_WORDS | CORE_WORDS  # in the order of importance
-    needs = dict.fromkeys(
-        [*(word for word in known if word in memory.needs), *sorted(memory.needs - known.keys())], who
-    )
-    if isinstance(memory, LayerMemory) and memory.window() is not None:
-        needs.setdefault("bias", f"the window of {who}")
-    return needs
-
-
-def _fitting(by_layer: frozenset[str], by_model: frozenset[str]) -> list[str]:
-    """Registered memories whose default options need no more."""
-    names = []
-    for entry in MEMORIES:
-        kind = entry.factory
-        if not isinstance(kind, type) or not issubclass(kind, LayerMemory | ModelMemory):
-            continue
-        offers = by_layer if issubclass(kind, LayerMemory) else by_model
-        if kind.needs and kind.needs <= offers:
-            names.append(entry.name)
-    return names

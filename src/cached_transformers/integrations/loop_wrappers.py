@@ -1,9 +1,8 @@
-"""Host models with a memory in the form that segment loops call: a state in, and a `ModelOutput` out.
+"""Classifiers of images with a memory in the form that segment loops call: a state in, and a `ModelOutput` out.
 
-Decoders are language models (`models.TransformersModel`). The models here answer for the tokens of a text or the frames
-of a video that they see.
+Decoders are language models (`models.TransformersModel`); an encoder of texts reads the segments of a document itself.
 
-Legend: B rows, N tokens, T frames, C channels, H height, W width, V classes.
+Legend: B rows, T frames, C channels, H height, W width, V classes.
 """
 
 from __future__ import annotations
@@ -19,17 +18,15 @@ from cached_transformers.state import State, used_again
 from cached_transformers.state import reset as replace_rows
 
 
-class HostWrapper(nn.Module):
-    """Base class.
+class FramesModel(nn.Module):
+    """A classifier of images with an answer for each frame of a video.
 
     Args:
-        model: a host with a memory that carries a state; it is not copied.
-
-    Attributes:
-        predicts_next: False: the model sees later tokens, which loops that predict the next token refuse.
+        model: of timm or transformers, with a memory that carries a state; it is not copied.
     """
 
     predicts_next = False
+    """The model sees later tokens, which loops that predict the next token refuse."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -39,52 +36,6 @@ class HostWrapper(nn.Module):
     def init_state(self, batch_size: int) -> State:
         """State of rows that have seen nothing."""
         return self.model.init_memory_state(batch_size)
-
-
-class TokensModel(HostWrapper):
-    """An encoder of texts with an answer for each token.
-
-    Args:
-        model: of transformers, with a head for tokens (masked tokens, tags).
-    """
-
-    def forward(
-        self,
-        inputs_BN: Tensor,
-        state: State | None = None,
-        reset: Tensor | None = None,
-        *,
-        padding: Tensor | None = None,
-    ) -> ModelOutput:
-        """Logits (B, N, V) at each position of the segment.
-
-        Args:
-            inputs_BN: token ids.
-            state: state after the last segment; None for the start of documents.
-            reset: (B,) bool, rows that begin a new document and forget.
-            padding: (B, N) bool, True = padding.
-
-        Raises:
-            ValueError: the model does not answer for each token.
-        """
-        state = begun(self, state, reset, inputs_BN.shape[0])
-        mask = None if padding is None else (~padding).to(torch.long)
-        out = self.model(input_ids=inputs_BN, attention_mask=mask, memory_state=state)
-        logits = getattr(out, "logits", None)
-        if logits is None or logits.shape[:2] != inputs_BN.shape:
-            raise ValueError(
-                f"{type(self.model).__name__} does not answer for each token, as loops over segments need; call it "
-                "with whole documents, which its own segment_length cuts"
-            )
-        return ModelOutput(logits, out.memory_state, logits.new_zeros(()))
-
-
-class FramesModel(HostWrapper):
-    """A classifier of images with an answer for each frame of a video.
-
-    Args:
-        model: of timm or transformers.
-    """
 
     def forward(
         self,

@@ -21,8 +21,7 @@ from cached_transformers.interfaces.incremental import read_segment
 from cached_transformers.interfaces.memory import LayerMemory, Linear, ModelMemory, Query, Reading, Trace
 
 from .hosts import Host, Site
-from .memory_lookup import memory_of, refuse_frozen
-from .offload import with_weights
+from .memory_lookup import memory_of, refuse_frozen, with_weights
 from .segment_context import AttentionCall, SegmentContext, capture_checkpoints, entered, running
 from .tracked_modules import TrackedModule, track
 

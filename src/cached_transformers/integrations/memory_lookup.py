@@ -1,13 +1,21 @@
-"""Find the memory that a layer has at the moment, and refuse to train a model around one that is frozen."""
+"""Find the memory that a layer has at the moment, and its weights; refuse to train a model around one that is frozen.
+
+accelerate, which offloads weights, loads those of a module when its forward is called. The weights of a memory are used
+by its other methods.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cached_transformers.interfaces.memory import LayerMemory, ModelMemory
+
+Result = TypeVar("Result")
 
 
 def memory_of(holder: Any) -> LayerMemory | ModelMemory:
@@ -98,3 +106,41 @@ def refuse_frozen(memory: nn.Module) -> None:
             "that it would remain as initialised; with PEFT, give the adapter's config modules_to_save=['memory'], or "
             "add_memory the PeftModel; otherwise set requires_grad of its parameters, or load trained weights first"
         )
+
+
+def like_weights(module: nn.Module, place: nn.Module | None = None) -> Tensor:
+    """A plain tensor of the dtype that a module computes with, on the device of `place`, as a template for states.
+
+    The weights themselves may be sharded (a DTensor, which the state must not be) or on "meta".
+
+    Args:
+        place: the module that gives the device, if it has parameters (packed weights are none); None for the same one.
+    """
+    weight = next((place or module).parameters(), None)
+    if weight is None:
+        place, weight = None, next(module.parameters())
+    device: Any = weight.device
+    if device.type == "meta":
+        hook = next((m._hf_hook for m in (place or module).modules() if hasattr(m, "_hf_hook")), None)
+        device = getattr(hook, "execution_device", None)
+        device = weight.device if device is None else device
+    return torch.empty(0, dtype=next(module.parameters()).dtype, device=device)
+
+
+def with_weights(memory: nn.Module, call: Callable[..., Result], *args: Any) -> Result:
+    """The call's result, with the memory's weights loaded during the call."""
+    if torch.compiler.is_compiling():
+        return call(*args)
+    hooks: list[tuple[Any, Any]] = [(m, m._hf_hook) for m in memory.modules() if hasattr(m, "_hf_hook")]
+    if not hooks:
+        return call(*args)
+    idle = importlib.import_module("accelerate.hooks").ModelHook  # there, since the hooks are its own
+    for module, hook in hooks:
+        hook.pre_forward(module)
+        module._hf_hook = idle()  # does nothing: a forward within the call would offload the weights again
+    try:
+        return call(*args)
+    finally:
+        for module, hook in hooks:
+            module._hf_hook = hook
+            hook.post_forward(module, None)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from cached_transformers.annotations import shown
 from cached_transformers.checks import at_least_one
 from cached_transformers.extras import refused_by, require
-from cached_transformers.interfaces.memory import LayerMemory
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import OneMemory
 from cached_transformers.models.documents import read_documents
@@ -43,7 +42,7 @@ class TimmModel(nn.Module):
     """A timm image classifier by name, through `add_memory`.
 
     Args:
-        architecture: name in timm, e.g. "vit_small_patch16_224", or in `timm_models.py`, e.g. "pvt_tiny_grc".
+        architecture: name in timm, e.g. "vit_small_patch16_224", or in `timm_models.py`, e.g. "pvt_tiny".
         classes: number of outputs.
         memory: None, a name, or {"name": ..., option: value}.
         pretrained: load timm's published weights (needs network).
@@ -68,8 +67,6 @@ class TimmModel(nn.Module):
         with refused_by("timm", f"{architecture} with {shown(options)}"):
             self.model = timm.create_model(architecture, pretrained=pretrained, num_classes=classes, **options)
         if memory is not None:
-            if any(isinstance(module, LayerMemory) for module in self.model.modules()):
-                raise ValueError(f"architecture={architecture!r} comes with a memory of its own; leave memory out")
             add_memory(self.model, memory)
         self.remembers = hasattr(self.model, "init_memory_state")
         if self.remembers:
@@ -96,17 +93,8 @@ class TimmModel(nn.Module):
                 evaluation.
 
         Raises:
-            ValueError: images of a size that the model does not take; no state where the images train a memory that
-                carries one.
+            ValueError: no state where the images train a memory that carries one.
         """
-        patches: Any = getattr(self.model, "patch_embed", None)
-        size = tuple(inputs_BCHW.shape[-2:])
-        if getattr(patches, "strict_img_size", False) and tuple(patches.img_size) != size:
-            height, width = patches.img_size
-            raise ValueError(
-                f"images of {size[0]} x {size[1]}, but the model was built for {height} x {width}; give img_size="
-                f"{size[0] if size[0] == size[1] else list(size)} (model.img_size in a recipe), or images of that size"
-            )
         if self.remembers:
             return self.model(inputs_BCHW, memory_state=state)  # type: ignore[no-any-return]
         logits = self.model(inputs_BCHW)
@@ -128,11 +116,11 @@ class TransformersModel(nn.Module):
         pretrained: published weights by name, or a folder (may need network); None for random ones.
         model: a decoder with its head, with a memory or without; it is not copied. Its own `segment_length` cuts its
             inputs.
-        options: of transformers' config (n_embd, n_layer, hidden_size, ...).
+        options: of transformers' config (n_embd, n_layer, hidden_size, ...), or of its `from_pretrained`.
 
     Raises:
-        ValueError: unknown architecture, options beside `pretrained` or `model`, a model that predicts no next tokens,
-            or an error of `add_memory`.
+        ValueError: unknown architecture, options beside `model`, a model that predicts no next tokens, or an error of
+            `add_memory`.
     """
 
     scores_last = True
@@ -149,15 +137,13 @@ class TransformersModel(nn.Module):
     ) -> None:
         super().__init__()
         transformers = require("transformers", extra="language")
-        given = f"pretrained={pretrained!r}" if model is None else f"model={type(model).__name__}"
-        if options and given != "pretrained=None":
-            raise ValueError(f"{given} has a config of its own; leave out {', '.join(options)}")
         if model is not None:
-            if pretrained is not None:
-                raise ValueError(f"{given} has weights of its own; leave out pretrained={pretrained!r}")
+            if options or pretrained is not None:
+                given = ", ".join([*options, *(["pretrained"] if pretrained is not None else [])])
+                raise ValueError(f"model={type(model).__name__} has weights and a config of its own; leave out {given}")
             self.model, self.training = _with_head(model), model.training
         elif pretrained is not None:
-            self.model = transformers.AutoModelForCausalLM.from_pretrained(pretrained)
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(pretrained, **options)
         else:
             if vocabulary is None:
                 raise ValueError("vocabulary=None: give the number of token ids, or the name of pretrained weights")
@@ -166,13 +152,8 @@ class TransformersModel(nn.Module):
                 config = transformers.AutoConfig.for_model(architecture, vocab_size=vocabulary, **options)
                 self.model = transformers.AutoModelForCausalLM.from_config(config)
         self.vocabulary = int(self.model.config.vocab_size)
-        if memory is not None:
-            add_memory(self.model, memory, segment_length=None)  # the caller cuts the text and carries the state
-            if not hasattr(self.model, "init_memory_state"):
-                raise ValueError(
-                    f"memory={memory!r}: {type(self.model).__name__} carries no state from call to call; take "
-                    "architecture='gpt2' or 'llama'"
-                )
+        if memory is not None:  # the caller cuts the text and carries the state
+            add_memory(self.model, memory, segment_length=None)
         self.remembers = hasattr(self.model, "init_memory_state")
 
     def set_activation_checkpointing(self, enabled: bool = True) -> None:
@@ -198,15 +179,10 @@ class TransformersModel(nn.Module):
         last_only: bool = False,
         documents: Tensor | None = None,
     ) -> ModelOutput:
-        """Logits (B, N, V) for the next token at each position of the segment.
+        """Logits (B, N, V) for the next token at each position of the segment; (B, 1, V) with `last_only`.
 
         Args:
-            inputs_BN: token ids.
-            state: state after the last segment; None for the start of a stream.
-            reset: (B,) bool, rows that begin a new document and forget.
-            padding: (B, N) bool, True = padding.
-            last_only: outputs of only the last position, (B, 1, V).
-            documents: (B, N) ids of the consecutive documents in a row, negative at padding; see `LanguageModel`.
+            inputs_BN: token ids. state, reset, padding, documents: see `LanguageModel`.
 
         Raises:
             ValueError: a state of another model or number of rows; documents in a compiled call, or a document that
@@ -232,18 +208,11 @@ class TransformersModel(nn.Module):
 
 
 def _with_head(model: Any) -> Any:
-    """The model, if it predicts next tokens.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if not hasattr(getattr(model, "config", None), "to_json_string"):
-        raise ValueError(
-            f"model={type(model).__name__} is no model of transformers; loops take models of this package as they are"
-        )
+    """The model, if it predicts next tokens (otherwise ValueError)."""
     generates = hasattr(type(model), "_expand_inputs_for_generation")  # one that fills masks sees later tokens
-    if model.get_output_embeddings() is None or model.config.is_encoder_decoder or not generates:
+    if not generates or model.get_output_embeddings() is None or model.config.is_encoder_decoder:
         raise ValueError(
-            f"model={type(model).__name__} predicts no next tokens; give a decoder with its head, as GPT2LMHeadModel"
+            f"model={type(model).__name__} predicts no next tokens; give a decoder of transformers with its head, as "
+            "GPT2LMHeadModel"
         )
     return model

@@ -93,23 +93,14 @@ class Exchange:
     ) -> Tensor:
         """`scaled_dot_product_attention` by the core, in a layer whose input was `x_BND`."""
         core: Any = self.layer.core
-        if dropout_p not in (0.0, core.dropout) and not self.dropout_set:
-            raise ValueError(_no_dropout(type(self.layer).__name__, dropout_p, core))
+        if not self.dropout_set:
+            _refuse_dropout(type(self.layer).__name__, dropout_p, core)
         padding_BM = None
         if self.padding and not isinstance(core, SoftmaxAttention):
             padding_BM, attn_mask = padding_of(attn_mask, key.shape[-2], CORES), None
             is_causal = self.causal  # transformers' flag is off for a single query, which sees the keys of a KV cache
-        return through_core(
-            core,
-            query,
-            key,
-            value,
-            padding_BM=padding_BM,
-            mask=attn_mask,
-            causal=is_causal,
-            scale=scale,
-            x_BND=x_BND,
-        )
+        padding: dict[str, Any] = {"padding_BM": padding_BM, "mask": attn_mask}
+        return through_core(core, query, key, value, causal=is_causal, scale=scale, x_BND=x_BND, **padding)
 
 
 def replace_attention(model: Model, attention: str | Mapping[str, Any], **options: Any) -> Model:
@@ -149,13 +140,19 @@ def replace_attention(model: Model, attention: str | Mapping[str, Any], **option
         core = create_attention(settings, **_facts(host, index, len(found)))
         needs = {word: where for word in CORE_WORDS if word in host.attention.asks}
         refuse_misfit(needs, core.can, core.title, "`cached list attentions` shows which can")
-        dropout = host.attention.dropout
-        if dropout > 0 and core.dropout != dropout and "dropout" not in facts:
-            raise ValueError(_no_dropout(where, dropout, core))
+        if "dropout" not in facts:
+            _refuse_dropout(where, host.attention.dropout, core)
         reference = next(site.layer.parameters())
         built.append((site, host, core.to(reference.device, reference.dtype).train(site.layer.training)))
     for site, host, core in built:
-        _attach(site.layer, host, core, "dropout" in facts)
+        layer = site.layer
+        layer.core, layer.exchange = core, Exchange(layer, host, "dropout" in facts)
+        if host.attention.install is not None:
+            host.attention.install(layer)
+            continue
+        for name, value in host.attention.switches.items():
+            setattr(layer, name, value)
+        layer.forward = layer.exchange.forward
     settle_nested_tensors(model)
     return model
 
@@ -168,24 +165,13 @@ def _facts(host: Host, index: int, depth: int) -> dict[str, Any]:
     return {**facts, **layer, "width": host.width, "heads": host.heads, "index": index, "depth": depth}
 
 
-def _no_dropout(where: str, dropout: float, core: Attention) -> str:
-    return (
-        f"{where} drops {dropout} of the attention weights, which attention {type(core).__name__} does not "
-        f"(dropout={core.dropout}); set the host's attention dropout to 0 (timm: attn_drop_rate, transformers: "
-        "attention_probs_dropout_prob, torch.nn: dropout), or give the attention a dropout of its own if it has one"
-    )
-
-
-def _attach(layer: nn.Module, host: Host, core: Attention, dropout_set: bool) -> None:
-    exchange = Exchange(layer, host, dropout_set)
-    layer.core = core
-    layer.exchange = exchange  # type: ignore[assignment]
-    if host.attention.install is not None:
-        host.attention.install(layer)
-        return
-    for name, value in host.attention.switches.items():
-        setattr(layer, name, value)
-    layer.forward = exchange.forward
+def _refuse_dropout(where: str, dropout: float, core: Attention) -> None:
+    if dropout not in (0.0, core.dropout):
+        raise ValueError(
+            f"{where} drops {dropout} of the attention weights, which attention {type(core).__name__} does not "
+            f"(dropout={core.dropout}); set the host's attention dropout to 0 (timm: attn_drop_rate, transformers: "
+            "attention_probs_dropout_prob, torch.nn: dropout), or give the attention a dropout of its own"
+        )
 
 
 def restore_attention(model: Model) -> Model:

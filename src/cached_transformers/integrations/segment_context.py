@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from cached_transformers.interfaces.memory import Offer, Query, Reading, Trace
 from cached_transformers.state import State
 
-from .offload import with_weights
+from .memory_lookup import with_weights
 
 CHECKPOINT = "_gradient_checkpointing_func"
 """Attribute by which a module of transformers calls the block whose activations are recomputed in backward."""

@@ -121,7 +121,10 @@ def for_loops(model: Any) -> Any:
         return make()
     if hasattr(getattr(model, "config", None), "to_json_string"):
         name = type(model).__name__
-        raise ValueError(f"{name} has no memory with a state; take create_model('transformers', ...), or add_memory")
+        raise ValueError(
+            f"{name} is no decoder and no encoder of images with a memory that has a state; take add_memory, or "
+            "create_model('transformers', ...); an encoder of texts reads its segments itself"
+        )
     return model
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cached_transformers.integrations.hosts import Host, HostAttention, Site, Stream, register_adapter
+from cached_transformers.integrations.hosts import Host, HostAttention, Site, Stream, register_adapter, register_left
 from cached_transformers.integrations.masks import map_size, no_mask
 from cached_transformers.integrations.segment_context import running
 from cached_transformers.interfaces.memory import Query
@@ -29,16 +29,16 @@ from .frames import add_frame_memory
 )
 def vit_attention(site: Site) -> Host:
     """ViT and DeiT, BEiT, CaiT, EVA-02 and DINOv3: class tokens and registers before the grid of patches, a slot for
-    every token. Rotary positions and biases apply only to the layer's own attention. PiT halves the grid twice."""
+    every token. Rotary positions and biases apply only to the layer's own attention."""
     layer, body = site.layer, site.holder("patch_embed")
     patches = getattr(body, "patch_embed", None)
-    pools = re.search(r"\btransformers\.(\d+)\.", site.name) if type(body).__module__ == "timm.models.pit" else None
+    if type(body).__module__ == "timm.models.pit":
+        raise ValueError("PiT pools its map between its stages, which its layers do not tell; take a ViT or a PVT")
     # CaiT's class token joins the patches after its layers of this kind.
-    prefix = 0 if hasattr(layer, "proj_l") else int(getattr(body, "num_tokens" if pools else "num_prefix_tokens", 0))
+    prefix = 0 if hasattr(layer, "proj_l") else int(getattr(body, "num_prefix_tokens", 0))
     query = layer.q_proj if getattr(layer, "qkv", None) is None else layer.qkv
     facts: dict[str, Any] = _branch(layer, query) | {"prefix": prefix}
-    halvings = int(pools[1]) if pools else 0
-    grid = Grid(patches, prefix, halvings) if getattr(patches, "grid_size", None) is not None else None
+    grid = Grid(patches, prefix) if getattr(patches, "grid_size", None) is not None else None
     if grid is not None and "length" not in site.settings:
         height, width = grid.built
         facts |= {"length": height * width + prefix, "size": (height, width)}
@@ -52,7 +52,7 @@ def vit_attention(site: Site) -> Host:
         sources = ((layer.q_norm,), (layer.k_norm,), (layer.qkv,))
         host.stream = Stream(add_frame_memory, site.block(), sources, _parts, causal=False, cuts=False)
         host.offers |= {"state"}
-    host.refusal = _other_width(layer, width, merged)
+    _refuse_width(site, width, merged)
     if grid is not None and getattr(body, "dynamic_img_size", False):
         host.watch = (grid.patches, grid.see)
     return host
@@ -69,17 +69,16 @@ class Grid:
 
     Args:
         patches: timm's patch embedding. prefix: class tokens before the map.
-        halvings: number of times that the map was halved since.
     """
 
-    def __init__(self, patches: Any, prefix: int, halvings: int = 0) -> None:
-        self.patches, self.prefix, self.halvings = patches, prefix, halvings
+    def __init__(self, patches: Any, prefix: int) -> None:
+        self.patches, self.prefix = patches, prefix
 
     @property
     def built(self) -> tuple[int, int]:
         """(height, width) that the model was built for; timm's `set_input_size` changes it."""
-        height, width = (-(-int(side) // 2**self.halvings) for side in self.patches.grid_size)
-        return height, width
+        height, width = self.patches.grid_size
+        return int(height), int(width)
 
     def see(self, patches: Any, args: tuple[Tensor, ...]) -> None:
         """Record the map of the images that enter (with dynamic_img_size): a hook of the patch embedding."""
@@ -117,8 +116,8 @@ def swin_attention(site: Site) -> Host:
     facts = _branch(layer, layer.qkv) | {"length": window[0] * window[1], "size": window}
     if site.settings.get("variant") == "released":  # the memory branch has a table of relative positions, too
         facts["window"] = window
-    refusal = _other_width(layer, width, layer.proj.in_features)
-    return Host(width, layer.num_heads, layer.proj, query, facts, attention=_attention(layer, "bias"), refusal=refusal)
+    _refuse_width(site, width, layer.proj.in_features)
+    return Host(width, layer.num_heads, layer.proj, query, facts, attention=_attention(layer, "bias"))
 
 
 def _swin_query(window: tuple[int, int], x: Tensor, mask: Tensor | None = None) -> Query:
@@ -135,7 +134,7 @@ def pvt_v2_attention(site: Site) -> Host:
     else:
         reduction = _reduction(site)
     facts = _branch(layer, layer.q) | {"length": size[0] * size[1], "size": size, "reduction": reduction}
-    attention = _attention(layer, *_cross(layer.pool is not None or layer.sr is not None))
+    attention = _attention(layer, *(("cross",) if layer.pool is not None or layer.sr is not None else ()))
     return Host(layer.dim, layer.num_heads, layer.proj, _pvt_v2_query, facts, attention=attention)
 
 
@@ -150,7 +149,7 @@ def pvt_attention(site: Site) -> Host:
     height, width = _pvt_size(site)
     facts = _branch(layer, layer.q) | {"size": (height, width), "prefix": layer.prefix, "reduction": _reduction(site)}
     facts["length"] = height * width + layer.prefix
-    asks = frozenset({"bidirectional", *_cross(layer.sr is not None)})
+    asks = frozenset({"bidirectional", *(("cross",) if layer.sr is not None else ())})  # fewer keys than queries
     attention = HostAttention(asks, float(layer.attn_drop.p))
     return Host(layer.dim, layer.num_heads, layer.proj, _pvt_query, facts, attention=attention)
 
@@ -213,15 +212,29 @@ def _attention(layer: Any, *asks: str) -> HostAttention:
     return HostAttention(words, refusal=f"{type(layer).__name__} computes its logits and their softmax itself")
 
 
-def _cross(fewer: bool) -> tuple[str, ...]:
-    """Demand of fewer keys than queries on an attention."""
-    return ("cross",) if fewer else ()
+def _refuse_width(site: Site, width: int, merged: int) -> None:
+    if width != merged:
+        site.refuse(
+            f"{type(site.layer).__name__}: heads of {merged} channels in all on tokens of {width}; the memory reads "
+            "the first channels of the tokens for each head and needs them equal"
+        )
 
 
-def _other_width(layer: nn.Module, width: int, merged: int) -> str | None:
-    if width == merged:
-        return None
-    return (
-        f"{type(layer).__name__}: heads of {merged} channels in all on tokens of {width}; the memory reads the "
-        "first channels of the tokens for each head and needs them equal"
-    )
+# Pooling by one query, and weights for channels or for places of a map, beside layers that attend or convolve.
+register_left(
+    "timm.layers.attention_pool.AttentionPoolLatent",
+    "timm.layers.attention_pool.AttentionPoolPrr",
+    "timm.layers.attention_pool2d.AttentionPool2d",
+    "timm.layers.attention_pool2d.RotAttentionPool2d",
+    "timm.layers.cbam.ChannelAttn",
+    "timm.layers.cbam.SpatialAttn",
+    "timm.layers.coord_attn.CoordAttn",
+    "timm.layers.coord_attn.EfficientLocalAttn",
+    "timm.layers.coord_attn.SimpleCoordAttn",
+    "timm.layers.coord_attn.StripAttn",
+    "timm.layers.selective_kernel.SelectiveKernelAttn",
+    "timm.layers.split_attn.SplitAttn",
+    "timm.models.cait.ClassAttn",
+    "timm.models.davit.ChannelAttention",
+    "timm.models.davit.ChannelAttentionV2",
+)

@@ -19,7 +19,7 @@ from cached_transformers.integrations.build_memories import build_memories, refu
 from cached_transformers.integrations.hosts import Host, Site
 from cached_transformers.integrations.loop_wrappers import FramesModel
 from cached_transformers.integrations.memory_hooks import MemoryHook, refuse_forgetting, run_host
-from cached_transformers.integrations.offload import like_weights
+from cached_transformers.integrations.memory_lookup import like_weights
 from cached_transformers.integrations.segment_context import SegmentContext
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.state import State, seal
@@ -32,11 +32,10 @@ def add_frame_memory(
     """Give a model of timm a memory with a state, in place.
 
     Raises:
-        ValueError: the memory or the model does not suit; sizes are given that are for texts.
+        ValueError: the memory or the model does not suit; there is a `segment_length`, which is for texts.
     """
-    for size, value in sizes.items():
-        if value is not None:
-            raise ValueError(f"{size}={value}: {type(model).__name__} reads images of its own size; leave it out")
+    if (length := sizes.get("segment_length")) is not None:
+        raise ValueError(f"segment_length={length} is for texts; {type(model).__name__} reads images; leave it out")
     layer_sites = [site for site, _ in found]
     if layer_sites[0].holder("patch_embed") is not model:
         raise ValueError(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.integrations.hosts import HostAttention, Site, StoredStates
+from cached_transformers.integrations.hosts import Adapter, HostAttention, Site, StoredStates, register_adapter
 from cached_transformers.positions import ALiBiPositions, RotaryPositions
 
 TAKE_MASKS = ("eager", "sdpa")
@@ -29,13 +29,11 @@ CACHES = ("past_key_values", "layer_past")
 """Names of the keyword by which a layer gets its KV cache."""
 
 
-def in_transformers(*classes: str) -> tuple[str, ...]:
-    """The full names of classes of transformers' models, each given as "family.Class"."""
-    named = []
-    for name in classes:
-        family, kind = name.split(".")
-        named.append(f"transformers.models.{family}.modeling_{family}.{kind}")
-    return tuple(named)
+def adapts(families: str, suffix: str = "Attention") -> Callable[[Adapter], Adapter]:
+    """`register_adapter` for layers of transformers: "family.Name family.Name", each name without the suffix."""
+    pairs = [name.split(".") for name in families.split()]
+    names = [f"transformers.models.{family}.modeling_{family}.{name}{suffix}" for family, name in pairs]
+    return register_adapter(*names)
 
 
 def config_of(site: Site) -> Any:
@@ -154,3 +152,18 @@ def lowered_by_mask(layer: Any, call: dict[str, Any], positions_BM: Tensor) -> T
 def _slopes(layer: Any, positions_BM: Tensor) -> Tensor:
     """(B, H, M)."""
     return ALiBiPositions(layer.num_heads).slopes.to(positions_BM.device)[:, None] * positions_BM[:, None]
+
+
+def in_blocks(heads: int, groups: int, qkv_BNL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (B, H, N, E), keys and values (B, G, N, E) of one projection: all queries, all keys, all values."""
+    parts_BNHE = qkv_BNL.unflatten(-1, (heads + 2 * groups, -1)).transpose(1, 2).split([heads, groups, groups], 1)
+    q, k, v = parts_BNHE
+    return q, k, v
+
+
+def by_groups(heads: int, groups: int, qkv_BNL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of one projection: the queries of each group side by side with their key and value."""
+    share = heads // groups
+    parts_BNGSE = qkv_BNL.unflatten(-1, (groups, share + 2, -1)).split([share, 1, 1], -2)
+    q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in parts_BNGSE)
+    return q, k, v

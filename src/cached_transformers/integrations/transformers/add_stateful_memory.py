@@ -4,11 +4,8 @@
 
 It is to segments as `past_key_values` is to tokens. The way of a state: `patch_model.py` takes it from the keyword,
 `segmented_forward.py` (decoders) or `encoder_forward.py` carries it from segment to segment, `host_forward.py` runs the
-host over one segment with the state in a `SegmentContext`, and `memory_hooks.py` reads and writes the memory there.
-
-A layer memory that mixes a result of its own into the heads gets queries, keys and values; one that stores hidden
-states has them attended beside the segment (`context_hook.py`); a model-level memory runs the host's blocks as those of
-a stack. Any registered memory that needs no more works.
+host over one segment with the state in a `SegmentContext`, and `memory_hooks.py` and `context_hook.py` read and write
+the memory there; a model-level memory runs the host's blocks as those of a stack.
 
 Recurrent Memory Transformer on a pretrained decoder: arXiv:2207.06881; original: github.com/booydar/LM-RMT, whose
 tokens around the segment enter as `inputs_embeds` too, and whose memory is the output after the host's final norm.
@@ -33,11 +30,7 @@ USUAL_LENGTH = 256
 
 
 def add_stream_memory(
-    model: nn.Module,
-    found: list[tuple[Site, Host]],
-    name: str,
-    settings: dict[str, Any],
-    **sizes: Any,
+    model: nn.Module, found: list[tuple[Site, Host]], name: str, settings: dict[str, Any], **sizes: Any
 ) -> None:
     """Give a model of transformers a memory with a state, in place.
 
@@ -57,8 +50,15 @@ def add_stream_memory(
 
     stream = found[0][1].stream
     assert stream is not None
-    segment_length: int | None = sizes.get("segment_length")
-    _check_sizes(model, stream, **sizes)
+    title, segment_length = type(model).__name__, sizes.get("segment_length")
+    if segment_length is not None and not stream.cuts:
+        raise ValueError(
+            f"segment_length={segment_length} is for texts; {title} reads one image a call, which is one segment; "
+            "leave it out"
+        )
+    least = 1 if stream.causal else 2  # each segment of an encoder begins with the row's first token
+    if segment_length is not None and segment_length < least:
+        raise ValueError(f"segment_length={segment_length} must be at least {least}, or None for one segment a call")
     body = (_decoder if stream.causal else _encoder)(model, [site for site, _ in found])
     refuse_second(model, body, *(site.layer for site, _ in found))
     spanning, layers = build_memories(model, body, found, name, settings)
@@ -67,7 +67,7 @@ def add_stream_memory(
     total = (segment_length or 1) + extra
     if longest is not None and total > longest:
         tokens = f"segment_length={segment_length}" + (f" and {extra} memory tokens" if extra else "")
-        raise ValueError(f"{tokens}: {total} positions are needed, {type(model).__name__} has {longest}")
+        raise ValueError(f"{tokens}: {total} positions are needed, {title} has {longest}")
     needs = frozenset().union(*(memory.needs for memory in (spanning, *layers) if memory is not None))
     if "segment_length" not in sizes and "state" in needs and stream.cuts:
         tokens = str(USUAL_LENGTH if longest is None else min(USUAL_LENGTH, longest - extra))
@@ -91,24 +91,6 @@ def add_stream_memory(
         install(model, DecoderForward(body, hooks, spanning is not None, segment_length))
     else:
         install(model, EncoderForward(body, hooks, spanning is not None, segment_length, stream, "state" in needs))
-
-
-def _check_sizes(
-    model: nn.Module, stream: Stream, segment_length: int | None = None, input_size: tuple[int, int] | None = None
-) -> None:
-    """Raise ValueError for sizes that do not suit the model's inputs."""
-    title, given = type(model).__name__, f"segment_length={segment_length}"
-    if input_size is not None:
-        why = f"is for images, and {title} reads texts" if stream.cuts else f"is known to {title}; leave it out"
-        raise ValueError(f"input_size={input_size} {why}")
-    if segment_length is None:
-        return
-    if not stream.cuts:
-        raise ValueError(f"{given} is for texts; {title} reads one image a call, which is one segment; leave it out")
-    least = 1 if stream.causal else 2
-    if segment_length < least:
-        why = "" if stream.causal else " in an encoder, where each segment begins with the row's first token"
-        raise ValueError(f"{given} must be at least {least}{why}, or None for one segment a call")
 
 
 def _decoder(model: nn.Module, sites: list[Site]) -> Any:

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from cached_transformers.attentions.softmax import SoftmaxAttention
 from cached_transformers.integrations.hosts import Host, Site
 from cached_transformers.integrations.memory_hooks import MemoryHook
-from cached_transformers.integrations.offload import with_weights
+from cached_transformers.integrations.memory_lookup import with_weights
 from cached_transformers.integrations.segment_context import AttentionCall, SegmentContext, running
 from cached_transformers.integrations.tracked_modules import track
 from cached_transformers.interfaces.contexts import join, logits_of, widened

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.integrations.hosts import Stream
-from cached_transformers.integrations.loop_wrappers import FramesModel, TokensModel
+from cached_transformers.integrations.loop_wrappers import FramesModel
 from cached_transformers.integrations.memory_hooks import MemoryHook, refuse_forgetting, run_host
-from cached_transformers.integrations.offload import like_weights
+from cached_transformers.integrations.memory_lookup import like_weights
 from cached_transformers.integrations.segment_context import SegmentContext, running
 from cached_transformers.integrations.tracked_modules import TrackedModule
 from cached_transformers.models.segments import cut
@@ -70,7 +70,7 @@ class EncoderForward(HostForward):
     ) -> None:
         super().__init__(body, hooks, spans, segment_length)
         self.cuts, self.remembers = stream.cuts, remembers
-        self.loop_wrapper = TokensModel if self.cuts else FramesModel
+        self.loop_wrapper = None if self.cuts else FramesModel
         paths = {module: path for path, module in body.named_modules()}
         self.entrance = [Entrance(body, paths[module]) for module in stream.entrance] if spans else []
         self.embeds = list(inspect.signature(type(self.body.embeddings).forward).parameters)[1:]

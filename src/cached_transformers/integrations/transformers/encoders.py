@@ -16,22 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.checks import insist
-from cached_transformers.integrations.hosts import WHOLE, Host, Site, Stream, register_adapter
+from cached_transformers.integrations.hosts import WHOLE, Host, Site, Stream
 from cached_transformers.integrations.masks import MASKED, map_size, no_mask, padding_behind_window, padding_of
 from cached_transformers.interfaces.memory import Query
 
-from .adapter_utils import config_of, first_of, in_transformers, softmax_of
+from .adapter_utils import adapts, by_groups, config_of, first_of, in_blocks, softmax_of
 from .add_stateful_memory import add_stream_memory
 
 Split = Callable[..., Any]
 
 
 def text_stream(site: Site, sources: tuple[nn.Module, ...] = (), split: Split | None = None) -> Stream:
-    """The `Stream` of an encoder of texts.
-
-    Args:
-        sources, split: see `Stream`; None for a layer with separate projections.
-    """
+    """The `Stream` of an encoder of texts; `sources` and `split` as there, or None for separate projections."""
     body: Any = site.holder("embeddings")
     embeddings = getattr(body, "embeddings", None)
     if split is None:
@@ -42,17 +38,6 @@ def text_stream(site: Site, sources: tuple[nn.Module, ...] = (), split: Split | 
         widened = (getattr(body, "embeddings_project", None), mapped)
         entrance = (embeddings, *(module for module in widened if module is not None))
     return _stream(site, entrance, sources, split, longest=_positions(embeddings))
-
-
-def image_stream(site: Site, surrounds: bool) -> Stream:
-    """The `Stream` of an encoder of images.
-
-    Args:
-        surrounds: whether tokens of a memory may surround those of an image.
-    """
-    embeddings: Any = getattr(site.holder("embeddings"), "embeddings", None)
-    entrance = (embeddings,) if surrounds and embeddings is not None else ()
-    return _stream(site, entrance, *_separate(site), cuts=False)
 
 
 def _stream(
@@ -90,16 +75,6 @@ def _split(heads: int, q_BND: Tensor, k_BND: Tensor, v_BND: Tensor) -> tuple[Ten
     return q, k, v
 
 
-def in_blocks(heads: int, qkv_BNL: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys and values (B, H, N, E) of one projection that gives all queries, all keys, all values."""
-    return qkv_BNL.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-
-
-def by_heads(heads: int, qkv_BNL: Tensor) -> tuple[Tensor, ...]:
-    """The same of one projection that gives the query, key and value of one head after those of another."""
-    return qkv_BNL.unflatten(-1, (heads, 3, -1)).permute(3, 0, 2, 1, 4).unbind(0)
-
-
 def _positions(embeddings: Any) -> int | None:
     """Number of tokens that have positions; None where there is no table of positions."""
     table = getattr(embeddings, "position_embeddings", None)
@@ -130,155 +105,112 @@ def _multiplied_query(hidden_states: Tensor, attention_mask: Tensor, *_: Any, **
 def encoder_host(
     site: Site,
     projection: nn.Module,
-    longest: int = 0,
     *,
     query: Callable[..., Query] = padded_query,
     bias: bool = False,
     stream: Stream | None = None,
 ) -> Host:
-    """The description of an encoder of tokens.
+    """The description of an encoder of tokens; not all have a table of positions.
 
     Args:
-        projection: of the merged heads. longest: number of tokens that have positions, 0 where it is not known.
-        query: reads the layer's arguments. bias: whether the layer's mask holds a bias. stream: see `Host`.
+        projection: of the merged heads. query: reads the layer's arguments. bias: the layer's mask holds a bias.
     """
     config = config_of(site)
     width, heads = int(config.hidden_size), int(config.num_attention_heads)
+    longest = int(first_of(config, "max_source_positions", "max_position_embeddings") or 0)
     facts, attention = {"length": site.length(longest)}, softmax_of(site, bias=bias)
     offers = WHOLE if stream is None else WHOLE | {"state"}
     return Host(width, heads, projection, query, facts, attention=attention, offers=offers, stream=stream)
 
 
-@register_adapter(
-    *in_transformers(
-        "bert.BertSelfAttention",
-        "bert_generation.BertGenerationSelfAttention",
-        "camembert.CamembertSelfAttention",
-        "electra.ElectraSelfAttention",
-        "ernie.ErnieSelfAttention",
-        "megatron_bert.MegatronBertSelfAttention",
-        "rembert.RemBertSelfAttention",
-        "roberta.RobertaSelfAttention",
-        "roberta_prelayernorm.RobertaPreLayerNormSelfAttention",
-        "xlm_roberta.XLMRobertaSelfAttention",
-        "xlm_roberta_xl.XLMRobertaXLSelfAttention",
-        "xmod.XmodSelfAttention",
-    )
+@adapts(
+    """
+    bert.Bert bert_generation.BertGeneration camembert.Camembert electra.Electra ernie.Ernie
+    megatron_bert.MegatronBert rembert.RemBert roberta.Roberta roberta_prelayernorm.RobertaPreLayerNorm
+    xlm_roberta.XLMRoberta xlm_roberta_xl.XLMRobertaXL xmod.Xmod
+    """,
+    "SelfAttention",
 )
 def bert_attention(site: Site) -> Host:
     """BERT and its like as encoders; a module beside the attention projects the heads."""
-    longest = int(config_of(site).max_position_embeddings)
-    projection: Any = site.parent()
+    family, above = type(site.layer).__name__.removesuffix("SelfAttention"), site.parent()
+    projection: Any = above.output.dense  # type: ignore[union-attr]
     if not site.layer.is_decoder:
-        return encoder_host(site, projection.output.dense, longest, stream=text_stream(site))
-    # A decoder takes no memory, at any length.
-    site = Site(site.model, site.name, site.layer, {**site.settings, "length": 0}, site.memory, site.slots)
-    host = encoder_host(site, projection.output.dense)
+        return encoder_host(site, projection, stream=text_stream(site))
+    site.refuse(f"{family} with is_decoder=True is causal, and has no place for a state")
+    host = encoder_host(site, projection)
     host.attention = softmax_of(site, causal=True)
-    family = type(site.layer).__name__.removesuffix("SelfAttention")
-    host.refusal = f"{family} with is_decoder=True is causal, and has no place for a state"
     return host
 
 
-@register_adapter(
-    *in_transformers(
-        "albert.AlbertAttention",
-        "distilbert.DistilBertSelfAttention",
-        "mpnet.MPNetSelfAttention",
-    )
-)
+@adapts("albert.Albert distilbert.DistilBertSelf mpnet.MPNetSelf")
 def projecting_attention(site: Site) -> Host:
     """DistilBERT, MPNet, ALBERT, whose attention projects its heads itself. ALBERT calls one layer repeatedly: so it
     does the memory, whose cache is updated by each call."""
-    layer: Any = site.layer
-    projection = first_of(layer, "out_lin", "dense", "o")
-    return encoder_host(site, projection, int(config_of(site).max_position_embeddings), stream=text_stream(site))
+    return encoder_host(site, first_of(site.layer, "out_lin", "dense", "o"), stream=text_stream(site))
 
 
-@register_adapter(*in_transformers("deberta.DisentangledSelfAttention", "deberta_v2.DisentangledSelfAttention"))
+@adapts("deberta. deberta_v2.", "DisentangledSelfAttention")
 def deberta_attention(site: Site) -> Host:
     """DeBERTa: relative positions act on the logits, content with position and position with content."""
-    above: Any = site.parent()
-    longest = int(config_of(site).max_position_embeddings)
     layer: Any = site.layer
+    above: Any = site.parent()
     if hasattr(layer, "in_proj"):  # the first version, which adds its biases afterwards
         stream = text_stream(site, (layer.in_proj,), partial(_biased, layer))
     else:
         stream = text_stream(site)
-    host = encoder_host(site, above.output.dense, longest, query=_multiplied_query, bias=True, stream=stream)
-    host.attention.refusal = f"{type(site.layer).__name__} computes its logits and their softmax itself"
+    host = encoder_host(site, above.output.dense, query=_multiplied_query, bias=True, stream=stream)
+    host.attention.refusal = f"{type(layer).__name__} computes its logits and their softmax itself"
     return host
 
 
 def _biased(layer: Any, qkv_BNL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = by_heads(int(layer.num_attention_heads), qkv_BNL)
-    q_bias_HE, v_bias_HE = (bias.unflatten(0, (q.shape[1], -1)) for bias in (layer.q_bias, layer.v_bias))
+    heads = int(layer.num_attention_heads)
+    q, k, v = by_groups(heads, heads, qkv_BNL)
+    q_bias_HE, v_bias_HE = (bias.unflatten(0, (heads, -1)) for bias in (layer.q_bias, layer.v_bias))
     return q + q_bias_HE[:, None], k, v + v_bias_HE[:, None]
 
 
-@register_adapter(*in_transformers("modernbert.ModernBertAttention"))
+@adapts("modernbert.ModernBert")
 def modernbert_attention(site: Site) -> Host:
     """ModernBERT: two layers of three see a window of their neighbours. The memory shows them everything that was
     read."""
-    layer: Any = site.layer
-    config = config_of(site)
-    stream = text_stream(site, (layer.Wqkv,), partial(in_blocks, int(config.num_attention_heads)))
-    host = encoder_host(site, layer.Wo, int(config.max_position_embeddings), query=_windowed_query, stream=stream)
-    if "flash" in config_of(site)._attn_implementation:
-        host.refusal = (
-            f"attn_implementation={config_of(site)._attn_implementation!r} may pack ModernBERT's rows into one, in "
-            "which a memory cannot tell them apart; call model.set_attn_implementation('sdpa')"
+    layer, config = site.layer, config_of(site)
+    if "flash" in config._attn_implementation:
+        site.refuse(
+            f"attn_implementation={config._attn_implementation!r} may pack ModernBERT's rows into one, in which a "
+            "memory cannot tell them apart; call model.set_attn_implementation('sdpa')"
         )
-    return host
+    heads = int(config.num_attention_heads)
+    stream = text_stream(site, (layer.Wqkv,), partial(in_blocks, heads, heads))
+    return encoder_host(site, layer.Wo, query=_windowed_query, stream=stream)
 
 
-@register_adapter(
-    *in_transformers(
-        "bart.BartAttention",
-        "blenderbot.BlenderbotAttention",
-        "blenderbot_small.BlenderbotSmallAttention",
-        "hubert.HubertAttention",
-        "m2m_100.M2M100Attention",
-        "marian.MarianAttention",
-        "mbart.MBartAttention",
-        "pegasus.PegasusAttention",
-        "plbart.PLBartAttention",
-        "wav2vec2.Wav2Vec2Attention",
-        "whisper.WhisperAttention",
-    )
+@adapts(
+    """
+    bart.Bart blenderbot.Blenderbot blenderbot_small.BlenderbotSmall hubert.Hubert m2m_100.M2M100 marian.Marian
+    mbart.MBart pegasus.Pegasus plbart.PLBart wav2vec2.Wav2Vec2 whisper.Whisper
+    """
 )
 def bart_attention(site: Site) -> Host | None:
     """BART and its like, and the encoders of sounds. HuBERT and Wav2Vec2 have no table of positions."""
-    layer: Any = site.layer
+    layer = site.layer
     if layer.is_decoder:
         return None
-    longest = first_of(config_of(site), "max_source_positions", "max_position_embeddings")
-    host = encoder_host(site, layer.out_proj, int(longest or 0))
+    host = encoder_host(site, layer.out_proj)
     host.width, host.heads = int(layer.embed_dim), int(layer.num_heads)
     return host
 
 
-@register_adapter(
-    *in_transformers(
-        "mt5.MT5Attention",
-        "switch_transformers.SwitchTransformersAttention",
-        "t5.T5Attention",
-        "umt5.UMT5Attention",
-    )
-)
+@adapts("mt5.MT5 switch_transformers.SwitchTransformers t5.T5 umt5.UMT5")
 def t5_attention(site: Site) -> Host | None:
     """T5's encoder and its like. The merged heads may be wider or narrower than the model."""
-    layer: Any = site.layer
+    layer = site.layer
     if layer.is_decoder:
         return None
-    facts = {"length": site.length()}
-    attention = softmax_of(site, bias=True)
-    return Host(
-        *(layer.inner_dim, layer.n_heads, layer.o, _t5_query, facts),
-        attention=attention,
-        offers=WHOLE,
-        channels=layer.d_model,
-    )
+    host = encoder_host(site, layer.o, query=_t5_query, bias=True)
+    host.width, host.heads, host.channels = layer.inner_dim, layer.n_heads, layer.d_model
+    return host
 
 
 def _t5_query(
@@ -287,86 +219,63 @@ def _t5_query(
     return padded_query(hidden_states, attention_mask if mask is None else mask)
 
 
-def patch_host(site: Site, prefix: int, *, bias: bool = False, surrounds: bool = False) -> Host:
-    """The description of an encoder of patches: a slot for every token.
+PREFIX = {"deit": 2, "ijepa": 0, "siglip_vision_model": 0}
+"""Tokens before the patches, registers not counted, of the model types that have another number than one."""
 
-    Args:
-        prefix: tokens before the map. bias: whether the layer's mask is a bias, which hides nothing.
-        surrounds: whether tokens of a memory may surround those of an image.
+
+@adapts(
     """
-    config = config_of(site)
+    beit.Beit deit.DeiT dinov2.Dinov2 dinov2_with_registers.Dinov2WithRegisters dinov3_vit.DINOv3ViT ijepa.IJepa
+    vit.ViT vit_msn.ViTMSN
+    """
+)
+def patch_attention(site: Site) -> Host:
+    """ViT and its like: class tokens and registers before the patches, a slot for every token. The mask of BEiT's
+    layers is a bias, which stays with their own attention."""
+    config, bias = config_of(site), type(site.layer).__name__.startswith("Beit")
+    prefix = PREFIX.get(config.model_type, 1) + int(getattr(config, "num_register_tokens", 0))
     image, patch = _pair(config.image_size), _pair(config.patch_size)
     grid = (image[0] // patch[0], image[1] // patch[1])
-    facts = {"length": grid[0] * grid[1] + prefix, "size": grid, "prefix": prefix}
-    query = partial(_biased_query if bias else _patch_query, grid, prefix)
     projection: Any = first_of(site.layer, "o_proj", "out_proj")
     if projection is None:  # DINOv2 before transformers 5.18
-        projection = site.layer.output.dense  # type: ignore[union-attr]
-    attention = softmax_of(site, bias=bias)
+        projection = site.layer.output.dense
+    # Tokens of a memory may surround the patches where a layer sees neither biases nor a pooling of all tokens.
+    surrounded = not bias and config.model_type not in ("clip_vision_model", "siglip_vision_model")
+    embeddings: Any = getattr(site.holder("embeddings"), "embeddings", None) if surrounded else None
     return Host(
-        *(config.hidden_size, config.num_attention_heads, projection, query, facts),
-        attention=attention,
+        *(config.hidden_size, config.num_attention_heads, projection, partial(_patch_query, grid, prefix, bias)),
+        facts={"length": grid[0] * grid[1] + prefix, "size": grid, "prefix": prefix},
+        attention=softmax_of(site, bias=bias),
         offers=WHOLE | {"token_map", "state"},
-        stream=image_stream(site, surrounds),
+        stream=_stream(site, () if embeddings is None else (embeddings,), *_separate(site), cuts=False),
     )
 
 
 def _patch_query(
-    grid: tuple[int, int], prefix: int, hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any
+    grid: tuple[int, int],
+    prefix: int,
+    bias: bool,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    *_: Any,
+    **__: Any,
 ) -> Query:
-    if attention_mask is not None and torch.compiler.is_compiling():
+    if not bias and attention_mask is not None and torch.compiler.is_compiling():
         # Traced code gets a mask even if nothing is hidden, which only a run can tell.
         visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask >= 0
         insist(visible.all(), MASKED)
-    else:
+    elif not bias:
         no_mask(attention_mask)
     return Query(hidden_states, size=map_size(hidden_states.shape[1], prefix, grid))
 
 
-def _biased_query(grid: tuple[int, int], prefix: int, hidden_states: Tensor, *_: Any, **__: Any) -> Query:
-    return Query(hidden_states, size=map_size(hidden_states.shape[1], prefix, grid))
-
-
-@register_adapter(*in_transformers("vit.ViTAttention", "vit_msn.ViTMSNAttention", "dinov2.Dinov2Attention"))
-def vit_attention(site: Site) -> Host:
-    """ViT, MSN and DINOv2: one class token before the patches."""
-    return patch_host(site, 1, surrounds=True)
-
-
-@register_adapter(*in_transformers("deit.DeiTAttention"))
-def deit_attention(site: Site) -> Host:
-    """DeiT: a class token and one for distillation."""
-    return patch_host(site, 2, surrounds=True)
-
-
-@register_adapter(*in_transformers("ijepa.IJepaAttention"))
-def ijepa_attention(site: Site) -> Host:
-    """I-JEPA: only patches."""
-    return patch_host(site, 0, surrounds=True)
-
-
-@register_adapter(
-    *in_transformers(
-        "dinov2_with_registers.Dinov2WithRegistersAttention",
-        "dinov3_vit.DINOv3ViTAttention",
-    )
-)
-def registers_attention(site: Site) -> Host:
-    """DINOv2 with registers and DINOv3: a class token and registers."""
-    return patch_host(site, 1 + int(config_of(site).num_register_tokens), surrounds=True)
-
-
-@register_adapter(*in_transformers("beit.BeitAttention"))
-def beit_attention(site: Site) -> Host:
-    """BEiT: relative positions as a bias, which stays with the layer's own attention."""
-    return patch_host(site, 1, bias=True)
-
-
-@register_adapter(*in_transformers("clip.CLIPAttention"))
-def clip_attention(site: Site) -> Host | None:
-    """CLIP's images. Its texts are causal, and remain as they are."""
+@adapts("clip.CLIP siglip.Siglip")
+def pair_attention(site: Site) -> Host | None:
+    """CLIP and SigLIP: images, and texts, which CLIP reads causally and which then remain as they are."""
     if hasattr(config_of(site), "image_size"):
-        return patch_host(site, 1)
+        return patch_attention(site)
+    if type(site.layer).__name__.startswith("Siglip"):
+        return encoder_host(site, site.layer.out_proj)
     if not hasattr(site.model, "vision_model") and not hasattr(getattr(site.model, "config", None), "vision_config"):
         raise ValueError(
             f"{type(site.model).__name__} reads causally, and has no place for a state: a shared memory would show a "
@@ -375,17 +284,7 @@ def clip_attention(site: Site) -> Host | None:
     return None
 
 
-@register_adapter(*in_transformers("siglip.SiglipAttention"))
-def siglip_attention(site: Site) -> Host:
-    """SigLIP: images of patches without other tokens; texts that are not causal."""
-    config = config_of(site)
-    if hasattr(config, "image_size"):
-        return patch_host(site, 0)
-    projection: Any = site.layer.out_proj
-    return encoder_host(site, projection, int(config.max_position_embeddings))
-
-
-@register_adapter(*in_transformers("swin.SwinAttention"))
+@adapts("swin.Swin")
 def swin_attention(site: Site) -> Host:
     """Swin: rows are windows of all images, and the cache is one window; only the self branch sees the shift mask."""
     layer, config = site.layer, config_of(site)
@@ -404,3 +303,15 @@ def _window_query(hidden_states: Tensor, attention_mask: Tensor | None = None, *
 
 def _pair(value: Any) -> tuple[int, int]:
     return (int(value), int(value)) if isinstance(value, int) else (int(value[0]), int(value[1]))
+
+
+@adapts(
+    """
+    bert.Bert bert_generation.BertGeneration camembert.Camembert electra.Electra ernie.Ernie roberta.Roberta
+    roberta_prelayernorm.RobertaPreLayerNorm xlm_roberta.XLMRoberta xlm_roberta_xl.XLMRobertaXL xmod.Xmod
+    """,
+    "CrossAttention",
+)
+@adapts("siglip.SiglipMultihead", "AttentionPoolingHead")
+def left_attention(site: Site) -> None:
+    """Attention to another model's output, and one query that pools all tokens: they remain as they are."""

@@ -18,10 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.integrations.loop_wrappers import HostWrapper
 from cached_transformers.integrations.memory_hooks import MemoryHook, no_loss
-from cached_transformers.integrations.memory_lookup import memory_of, refuse_frozen
-from cached_transformers.integrations.offload import like_weights, with_weights
+from cached_transformers.integrations.memory_lookup import like_weights, memory_of, refuse_frozen, with_weights
 from cached_transformers.integrations.segment_context import ModelCall, SegmentContext, running
 from cached_transformers.interfaces.incremental import needs_whole_segments
 from cached_transformers.interfaces.memory import (
@@ -65,12 +63,12 @@ class HostForward:
 
     Attributes:
         keywords: of its forward, besides those of the host and the state.
-        loop_wrapper: the module through which loops over segments call a model with this forward.
+        loop_wrapper: the module through which loops over segments call the model; None where none does.
         names: parameters of the body's forward. outside: those of the model around the body.
     """
 
     keywords: tuple[str, ...] = ()
-    loop_wrapper: type[nn.Module] = HostWrapper
+    loop_wrapper: type[nn.Module] | None = None
 
     def __init__(self, body: nn.Module, hooks: list[MemoryHook], spans: bool, segment_length: int | None) -> None:
         self.body: Any = body

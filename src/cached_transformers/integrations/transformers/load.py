@@ -2,8 +2,7 @@
 
 `add_memory` notes its arguments in the config, and `save_pretrained` (`hub.py`) stores the memory's weights and caches
 among the model's own, and the config inside one of type "cached_transformers": without this package transformers
-refuses it by that name, and does not load the host without its memory. Folders of earlier versions hold the host's own
-config with the arguments in it, and load as well.
+refuses it by that name, and does not load the host without its memory.
 
 Importing this module registers the type with transformers.
 """
@@ -119,14 +118,13 @@ def load_pretrained(name: str, cls: Any = None, **options: Any) -> Any:
         The model, in evaluation mode as `from_pretrained` gives it.
 
     Raises:
-        ValueError: no memory was saved with it, or the memory's weights are missing; the folder holds an adapter.
+        ValueError: no memory was saved with it, or the memory's weights are missing.
     """
     if is_ours(Path(name)):
         return PublishedModel.from_pretrained(name)
     transformers = require("transformers", extra="language")
     keys = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
     hub: dict[str, Any] = {key: options[key] for key in keys if key in options}
-    _refuse_adapter(transformers, name, hub)
     config = options.get("config") or transformers.AutoConfig.from_pretrained(name, **hub)
     if isinstance(config, CachedConfig):
         config = config.host_config()
@@ -144,7 +142,7 @@ def load_pretrained(name: str, cls: Any = None, **options: Any) -> Any:
     with _quiet(transformers):  # it would report our weights as unexpected
         model, found = cls.from_pretrained(name, output_loading_info=True, **options)
     plain = set(model.state_dict())
-    add_memory(model, **{"segment_length": None, **record})  # earlier versions did not note it
+    add_memory(model, **record)
     if any(f"{INITIAL_STATE}." in key for key in found["unexpected_keys"]):
         begin_with(model, model.init_memory_state(1))  # of the shapes of the state to be loaded
     wanted = set(model.state_dict()) - plain
@@ -159,18 +157,6 @@ def load_pretrained(name: str, cls: Any = None, **options: Any) -> Any:
     model.load_state_dict(stored, strict=False)
     _report(name, model, found, wanted)
     return model.eval()
-
-
-def _refuse_adapter(transformers: Any, name: str, hub: dict[str, Any]) -> None:
-    """Raises: ValueError: there is an adapter instead of a model, which does not note its memory."""
-    quiet = {"_raise_exceptions_for_missing_entries": False, **hub}
-    there = [transformers.utils.cached_file(name, file, **quiet) for file in ("adapter_config.json", "config.json")]
-    if there[0] is not None and there[1] is None:
-        raise ValueError(
-            f"{name} holds an adapter of PEFT, and no model: load the model that it was trained on, add its memory by "
-            "add_memory with the same options (or load both by load_pretrained), then call "
-            f"peft.PeftModel.from_pretrained(base, {name!r})"
-        )
 
 
 def _report(name: str, model: Any, found: dict[str, Any], wanted: set[str]) -> None:

@@ -4,9 +4,8 @@ Each document is read as a row of its own (`models/documents.py`), so that no at
 segments, positions and the state begin with it. A row's first document continues the row's state, and the state after
 the call is that of its last document.
 
-The caller gives the documents' bounds: by `document_ids` or `seq_idx`, one number for each token, by `cu_seq_lens_q`,
-or by `position_ids` that begin again. The first token of a document is no target: the host's shifted loss would have
-the last token of another document predict it.
+The caller gives `document_ids`, one number for each token, or `position_ids` that begin again. The first token of
+a document is no target: the host's shifted loss would have the last token of another document predict it.
 
     documents   0 0 0 . 0 1 1      labels   a b c . d e f      targets of the host's tokens   b c d . . f .
 
@@ -29,17 +28,15 @@ from cached_transformers.models.documents import (
     PADDING,
     DocumentPlan,
     check_documents,
-    document_ids_from_cu_seqlens,
     ids_of,
     plan_documents,
     read_plan,
 )
 from cached_transformers.state import State
 
-IDS = ("document_ids", "seq_idx")
-BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
-KEYWORDS = (*IDS, *BOUNDS, "max_length_q", "max_length_k")
-"""Keywords that give the documents' bounds, besides `position_ids`."""
+BOUNDS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Bounds for other attention functions, which collators give beside `position_ids`."""
+KEYWORDS = ("document_ids", *BOUNDS)
 
 WAY_OUT = "give each text a row of its own, padded on the right (a collator that pads its rows, packing=False)"
 NO_CACHE = (
@@ -70,43 +67,40 @@ class PackedDocuments(NamedTuple):
         return {**given, "attention_mask": (self.ids_BM >= 0).long().to(tokens.device)}
 
 
-def documents_told(told: dict[str, Any], given: dict[str, Any], rows: int, columns: int) -> PackedDocuments | None:
+def documents_told(ids: Tensor | None, given: dict[str, Any], rows: int, columns: int) -> PackedDocuments | None:
     """The documents of a call; None without bounds.
 
     Args:
-        told: the given ones of `KEYWORDS`. given: the host's other arguments, by name. rows, columns: B and M.
+        ids: `document_ids`. given: the host's other arguments, by name. rows, columns: B and M.
 
     Raises:
-        ValueError: the bounds contradict each other, or have another shape than the tokens.
+        ValueError: the ids have another shape than the tokens, or are beside positions.
     """
-    ids_BM = _ids_told({name: t for name, t in told.items() if name in (*IDS, *BOUNDS)}, given, rows, columns)
-    if ids_BM is None:
+    mask = given.get("attention_mask")
+    positions: Any = given.get("position_ids")
+    padding_BM = mask.cpu() == 0 if isinstance(mask, Tensor) and mask.shape == (rows, columns) else None
+    if ids is not None:
+        if not isinstance(ids, Tensor) or ids.shape not in ((rows, columns), (1, columns)):
+            found = f"of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else f"of type {type(ids).__name__}"
+            raise ValueError(f"document_ids {found} must be a tensor with an id for each token, {(rows, columns)}")
+        if positions is not None:
+            raise ValueError(
+                "position_ids beside document_ids: positions begin again with each document; leave one out"
+            )
+        ids = ids.expand(rows, columns)
+        check_documents(ids, rows, columns)
+        ids_BM = ids_of(ids, padding_BM)
+    elif may_begin_again(positions) and positions.shape[1] == columns:
+        positions_BM = positions.expand(rows, columns).cpu()
+        real_BM = torch.ones_like(positions_BM, dtype=torch.bool) if padding_BM is None else ~padding_BM
+        begins_BM = _falls(positions_BM, real_BM)
+        if not bool(begins_BM.any()):
+            return None
+        ids_BM = begins_BM.cumsum(1).masked_fill(~real_BM, PADDING)
+    else:
         return None
     several = bool((_begins(ids_BM).sum(1) > 1).any())
     return PackedDocuments(ids_BM, plan_documents(ids_BM) if several else None)
-
-
-def _ids_told(told: dict[str, Any], given: dict[str, Any], rows: int, columns: int) -> Tensor | None:
-    """The document of each token, (B, M), -1 at padding."""
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
-    padding_BM = mask.cpu() == 0 if isinstance(mask, Tensor) and mask.shape == (rows, columns) else None
-    positions_BM = None
-    if isinstance(positions, Tensor) and may_begin_again(positions) and positions.shape[1] == columns:
-        positions_BM = positions.expand(rows, columns).cpu()
-    if not told:
-        if positions_BM is None:
-            return None
-        real_BM = torch.ones_like(positions_BM, dtype=torch.bool) if padding_BM is None else ~padding_BM
-        begins_BM = _falls(positions_BM, real_BM)
-        return begins_BM.cumsum(1).masked_fill(~real_BM, PADDING) if bool(begins_BM.any()) else None
-    found = {name: ids_of(_ids(name, t, rows, columns), padding_BM) for name, t in told.items()}
-    (name, ids_BM), *others = found.items()
-    for other, other_BM in others:
-        if not torch.equal(_begins(ids_BM), _begins(other_BM)):
-            raise ValueError(f"{name} and {other} begin documents at different tokens; give one of them")
-    if positions_BM is not None:
-        _refuse_positions(positions_BM, ids_BM, name)
-    return ids_BM
 
 
 def may_begin_again(positions: Any) -> bool:
@@ -114,26 +108,6 @@ def may_begin_again(positions: Any) -> bool:
     if torch.compiler.is_compiling() or not isinstance(positions, Tensor) or isinstance(positions, FakeTensor):
         return False
     return positions.dim() == 2 and positions.shape[1] > 1
-
-
-def _ids(name: str, t: Any, rows: int, columns: int) -> Tensor:
-    """The bounds of one keyword as ids (B, M)."""
-    if not isinstance(t, Tensor):
-        raise ValueError(f"{name} of type {type(t).__name__} must be a tensor of documents' bounds")
-    if name in BOUNDS:  # counted over all rows
-        ends = range(columns, rows * columns + 1, columns)
-        if t.dim() != 1 or not set(ends) <= set(t.tolist()) or int(t[-1]) != rows * columns:
-            raise ValueError(
-                f"{name}={t.tolist()} must be the first tokens of documents, counted over all rows: 0, ..., "
-                f"{rows * columns}, the end of each row included"
-            )
-        t = document_ids_from_cu_seqlens(t).view(rows, columns)
-    elif t.shape == (1, columns):
-        t = t.expand(rows, columns)
-    if t.shape != (rows, columns):
-        raise ValueError(f"{name} of shape {tuple(t.shape)} must be an id for each token, {(rows, columns)}")
-    check_documents(t, rows, columns)
-    return t
 
 
 def column_before(real_BM: Tensor) -> Tensor:
@@ -150,30 +124,11 @@ def _begins(ids_BM: Tensor) -> Tensor:
     return (ids_BM >= 0) & ~goes_on_BM
 
 
-def _rises(positions_BM: Tensor, real_BM: Tensor) -> tuple[Tensor, Tensor]:
-    """Difference of a token's position to that of the token before it, and a mask of tokens that have one before."""
-    before_BM = column_before(real_BM)
-    return positions_BM - positions_BM.gather(1, before_BM.clamp(min=0)), real_BM & (before_BM >= 0)
-
-
 def _falls(positions_BM: Tensor, real_BM: Tensor) -> Tensor:
     """Tokens whose position is not after that of the token before them."""
-    rise_BM, inside_BM = _rises(positions_BM, real_BM)
-    return inside_BM & (rise_BM <= 0)
-
-
-def _refuse_positions(positions_BM: Tensor, ids_BM: Tensor, name: str) -> None:
-    """Raise ValueError unless positions begin again at each document, and only there."""
-    rise_BM, inside_BM = _rises(positions_BM, ids_BM >= 0)
-    begins_BM = _begins(ids_BM)
-    wrong_BM = inside_BM & torch.where(begins_BM, rise_BM == 1, rise_BM <= 0)
-    if bool(wrong_BM.any()):
-        row, column = wrong_BM.nonzero()[0].tolist()
-        what = "go on where a document begins" if bool(begins_BM[row, column]) else "begin again inside a document"
-        raise ValueError(
-            f"position_ids {what}, by {name} in row {row}, column {column}; leave position_ids out, and positions "
-            "begin again with each document"
-        )
+    before_BM = column_before(real_BM)
+    rise_BM = positions_BM - positions_BM.gather(1, before_BM.clamp(min=0))
+    return real_BM & (before_BM >= 0) & (rise_BM <= 0)
 
 
 def refuse_packed(positions_BM: Tensor, padding_BM: Tensor | None, why: str) -> None:

@@ -78,95 +78,90 @@ def model_forward(
     return out if return_dict else out.to_tuple()
 
 
-class Generate:
-    """Drop-in replacement for `generate`; an output that is a dict holds the state after each row's text."""
+def generate(
+    place: tuple[Any, HostForward],
+    inputs: Tensor | None = None,
+    generation_config: Any = None,
+    *args: Any,
+    memory_state: State | None = None,
+    **kwargs: Any,
+) -> Any:
+    """transformers' `generate` from the memory's state before the prompt; an output that is a dict holds the state
+    after each row's text.
 
-    def __init__(self, model: nn.Module, reader: HostForward) -> None:
-        self.model: Any = model
-        self.reader = reader
-
-    def __call__(
-        self,
-        inputs: Tensor | None = None,
-        generation_config: Any = None,
-        *args: Any,
-        memory_state: State | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """transformers' generate, with the memory's state before the prompt.
-
-        Raises:
-            ValueError: arguments that a memory cannot follow, and errors of transformers.
-        """
-        prompt = inputs if inputs is not None else kwargs.get("input_ids")
-        why = "generate continues one text in each row;"
-        refuse_told(kwargs, why)
-        if self.reader.documents({"input_ids": prompt, "position_ids": kwargs.get("position_ids")}) is not None:
-            raise ValueError(f"position_ids begin again inside a prompt: {why} {WAY_OUT}")
-        for name in ("past_key_values", "inputs_embeds"):
-            if kwargs.get(name) is not None:
-                raise ValueError(
-                    f"generate with {name}: a model with a memory begins a segment; give input_ids and the last text's "
-                    "memory_state"
-                )
-        out = type(self.model).generate(
-            self.model, inputs, generation_config, *args, memory_state=memory_state, **kwargs
-        )
-        if isinstance(out, Tensor):
-            return out
-        out[OUTPUT] = self._after(out.sequences, prompt, memory_state, generation_config, kwargs)
+    Raises:
+        ValueError: arguments that a memory cannot follow, and errors of transformers.
+    """
+    model, reader = place
+    prompt = inputs if inputs is not None else kwargs.get("input_ids")
+    why = "generate continues one text in each row;"
+    refuse_told(kwargs, why)
+    if reader.documents({"input_ids": prompt, "position_ids": kwargs.get("position_ids")}) is not None:
+        raise ValueError(f"position_ids begin again inside a prompt: {why} {WAY_OUT}")
+    for name in ("past_key_values", "inputs_embeds"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"generate with {name}: a model with a memory begins a segment; give input_ids and the last text's "
+                "memory_state"
+            )
+    out = type(model).generate(model, inputs, generation_config, *args, memory_state=memory_state, **kwargs)
+    if isinstance(out, Tensor):
         return out
-
-    @torch.no_grad()
-    def _after(
-        self, tokens_BT: Tensor, prompt_BN: Tensor | None, state: State | None, config: Any, kwargs: dict[str, Any]
-    ) -> State:
-        """State of each row after its text, without its last token: it is read again, since a row that ended early was
-        fed padding afterwards, and beams were reordered."""
-        ends, pad = (_setting(self.model, config, kwargs, name) for name in ("eos_token_id", "pad_token_id"))
-        ends = [] if ends is None else torch.as_tensor(ends).flatten().tolist()
-        rows, total = tokens_BT.shape
-        length = 1 if prompt_BN is None else prompt_BN.shape[1]
-        times = 1 if prompt_BN is None else rows // prompt_BN.shape[0]
-        mask_BN = kwargs.get("attention_mask")
-        if mask_BN is None and prompt_BN is not None and pad is not None and pad not in ends:
-            mask_BN = (prompt_BN != pad).long()  # generate's default
-        new_BT = tokens_BT[:, length:]
-        ended_BT = torch.isin(new_BT, torch.tensor(ends, device=new_BT.device, dtype=new_BT.dtype))
-        after_end_BT = ended_BT.long().cumsum(1) - ended_BT.long() > 0
-        stops = kwargs.get("stopping_criteria") or _setting(self.model, config, kwargs, "stop_strings")
-        if stops and pad is not None and pad not in ends:  # a row that these ended was fed padding afterwards
-            after_end_BT = after_end_BT | ((new_BT == pad).flip(1).long().cumprod(1).flip(1) > 0)
-        written_B = length + (~after_end_BT).sum(1)
-        real_BT = torch.arange(total, device=tokens_BT.device) < written_B[:, None] - 1
-        if mask_BN is not None:
-            real_BT[:, :length] &= mask_BN.repeat_interleave(times, 0).bool()
-        columns = max(1, int(real_BT.any(0).nonzero().max()) + 1) if bool(real_BT.any()) else 0
-        before = self.reader.init_state(rows) if state is None else repeat(state, times)
-        if columns == 0:
-            return before
-        call = {"attention_mask": real_BT[:, :columns].long()}
-        if bool(call["attention_mask"].all()):
-            del call["attention_mask"]
-        return self.reader.forward(
-            input_ids=tokens_BT[:, :columns], memory_state=before, use_cache=False, **call
-        ).memory_state
+    out[OUTPUT] = state_after(model, reader, out.sequences, prompt, memory_state, generation_config, kwargs)
+    return out
 
 
-class Expand:
-    """Drop-in replacement for `_expand_inputs_for_generation`, which repeats only tensors for beams."""
+@torch.no_grad()
+def state_after(
+    model: Any,
+    reader: HostForward,
+    tokens_BT: Tensor,
+    prompt_BN: Tensor | None,
+    state: State | None,
+    config: Any,
+    kwargs: dict[str, Any],
+) -> State:
+    """State of each row after its text, without its last token: it is read again, since a row that ended early was
+    fed padding afterwards, and beams were reordered."""
+    ends, pad = (_setting(model, config, kwargs, name) for name in ("eos_token_id", "pad_token_id"))
+    ends = [] if ends is None else torch.as_tensor(ends).flatten().tolist()
+    rows, total = tokens_BT.shape
+    length = 1 if prompt_BN is None else prompt_BN.shape[1]
+    times = 1 if prompt_BN is None else rows // prompt_BN.shape[0]
+    mask_BN = kwargs.get("attention_mask")
+    if mask_BN is None and prompt_BN is not None and pad is not None and pad not in ends:
+        mask_BN = (prompt_BN != pad).long()  # generate's default
+    new_BT = tokens_BT[:, length:]
+    ended_BT = torch.isin(new_BT, torch.tensor(ends, device=new_BT.device, dtype=new_BT.dtype))
+    after_end_BT = ended_BT.long().cumsum(1) - ended_BT.long() > 0
+    stops = kwargs.get("stopping_criteria") or _setting(model, config, kwargs, "stop_strings")
+    if stops and pad is not None and pad not in ends:  # a row that these ended was fed padding afterwards
+        after_end_BT = after_end_BT | ((new_BT == pad).flip(1).long().cumprod(1).flip(1) > 0)
+    written_B = length + (~after_end_BT).sum(1)
+    real_BT = torch.arange(total, device=tokens_BT.device) < written_B[:, None] - 1
+    if mask_BN is not None:
+        real_BT[:, :length] &= mask_BN.repeat_interleave(times, 0).bool()
+    columns = max(1, int(real_BT.any(0).nonzero().max()) + 1) if bool(real_BT.any()) else 0
+    before = reader.init_state(rows) if state is None else repeat(state, times)
+    if columns == 0:
+        return before
+    call = {"attention_mask": real_BT[:, :columns].long()}
+    if bool(call["attention_mask"].all()):
+        del call["attention_mask"]
+    return reader.forward(input_ids=tokens_BT[:, :columns], memory_state=before, use_cache=False, **call).memory_state
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model: Any = model
 
-    def __call__(self, expand_size: int = 1, *args: Any, memory_state: State | None = None, **kwargs: Any) -> Any:
-        kind = type(self.model)
-        # A method, or a static one before transformers 5.18: bound as the class would bind it.
-        own = inspect.getattr_static(kind, "_expand_inputs_for_generation").__get__(self.model, kind)
-        ids, kwargs = own(expand_size, *args, **kwargs)
-        if memory_state is not None:
-            kwargs[OUTPUT] = repeat(memory_state, expand_size)
-        return ids, kwargs
+def expand(
+    model: Any, expand_size: int = 1, *args: Any, memory_state: State | None = None, **kwargs: Any
+) -> tuple[Any, dict[str, Any]]:
+    """`_expand_inputs_for_generation`, which repeats only tensors for beams, of the state as well."""
+    kind = type(model)
+    # A method, or a static one before transformers 5.18: bound as the class would bind it.
+    own = inspect.getattr_static(kind, "_expand_inputs_for_generation").__get__(model, kind)
+    ids, kwargs = own(expand_size, *args, **kwargs)
+    if memory_state is not None:
+        kwargs[OUTPUT] = repeat(memory_state, expand_size)
+    return ids, kwargs
 
 
 def _setting(model: Any, config: Any, kwargs: dict[str, Any], name: str) -> Any:
@@ -188,10 +183,11 @@ def install(model: nn.Module, forward: HostForward) -> None:
         forward.outside = parameter_names(model)
         replace_forward(model, model_forward, (model, forward), *forward.keywords)
     if hasattr(type(model), "_expand_inputs_for_generation"):
-        vars(model)["generate"] = Generate(model, forward)
-        vars(model)["_expand_inputs_for_generation"] = Expand(model)
+        vars(model)["generate"] = functools.partial(generate, (model, forward))
+        vars(model)["_expand_inputs_for_generation"] = functools.partial(expand, model)
     vars(model)["init_memory_state"] = forward.init_state
-    vars(model)["for_loops"] = functools.partial(forward.loop_wrapper, model=model)
+    if forward.loop_wrapper is not None:
+        vars(model)["for_loops"] = functools.partial(forward.loop_wrapper, model=model)
     ignored = [name for name in getattr(ours.config, "keys_to_ignore_at_inference", []) if name != OUTPUT]
     ours.config.keys_to_ignore_at_inference = [*ignored, OUTPUT]  # Trainer would gather the state as a prediction
     vars(body)["uninstall_memory"] = vars(model)["uninstall_memory"] = uninstall

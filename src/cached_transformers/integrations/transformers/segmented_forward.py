@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.integrations.memory_hooks import run_host, slot_attentions_of, undeclared
+from cached_transformers.integrations.memory_lookup import with_weights
 from cached_transformers.integrations.models import TransformersModel
-from cached_transformers.integrations.offload import with_weights
 from cached_transformers.integrations.segment_context import SegmentContext
 from cached_transformers.interfaces.incremental import enter_segment
 from cached_transformers.interfaces.memory import Tokens
@@ -30,8 +30,8 @@ from .adapter_utils import TAKE_MASKS, no_masks
 from .host_forward import HostForward, entry_context, entry_inputs, extra_tokens, is_exporting, returned
 from .memory_cache import DynamicCache, MemoryCache
 from .packed_rows import (
+    BOUNDS,
     COMPILED,
-    KEYWORDS,
     NO_CACHE,
     WAY_OUT,
     PackedDocuments,
@@ -75,20 +75,22 @@ class DecoderForward(HostForward):
         Raises:
             ValueError: as `documents_told`, or documents beside a partial segment.
         """
-        told = {name: given.pop(name) for name in KEYWORDS if name in given}
-        told = {name: t for name, t in told.items() if t is not None}
+        bounds = {name: t for name in BOUNDS if (t := given.pop(name, None)) is not None}
+        ids, positions = given.pop("document_ids", None), given.get("position_ids")
+        if ids is None and positions is None:
+            refuse_told(bounds, "a memory reads document_ids or position_ids that begin again; give these, or")
         cache, first = given.get("past_key_values"), given.get("input_ids")
         first = given.get("inputs_embeds") if first is None else first
         if isinstance(cache, MemoryCache) and cache.tokens:
-            refuse_told(told, NO_CACHE)
-        elif first is not None and first.dim() > 1 and (told or may_begin_again(given.get("position_ids"))):
+            refuse_told({"document_ids": ids}, NO_CACHE)
+        elif first is not None and first.dim() > 1 and (ids is not None or may_begin_again(positions)):
             read = documents_told if is_exporting() else self._told
-            return read(told, given, *first.shape[:2])
+            return read(ids, given, *first.shape[:2])
         return None
 
-    def _told(self, told: dict[str, Any], given: dict[str, Any], rows: int, columns: int) -> PackedDocuments | None:
+    def _told(self, ids: Tensor | None, given: dict[str, Any], rows: int, columns: int) -> PackedDocuments | None:
         """Read values outside of a compiled graph."""
-        return documents_told(told, given, rows, columns)
+        return documents_told(ids, given, rows, columns)
 
     def _read_documents(self, given: dict[str, Any], plan: DocumentPlan, state: State | None) -> tuple[Any, State]:
         """The host's output for rows of several documents, and the state after the last one of each."""

@@ -1,4 +1,4 @@
-"""Convert encoder-decoders of transformers to `EncoderDecoder`: BART, Marian, T5, Switch Transformers.
+"""Convert encoder-decoders of transformers to `EncoderDecoder`: BART and Marian, T5 and Switch Transformers.
 
     model = from_bart(BartForConditionalGeneration.from_pretrained(name), memory="grc")
 
@@ -9,7 +9,6 @@ transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,119 +27,58 @@ ACTIVATIONS = {
 }
 """transformers' names of activations, and those of this package."""
 
+BART_LAYER = {
+    "attention.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+    "attention.output": "self_attn.out_proj",
+    "attention_norm": "self_attn_layer_norm",
+    "cross_attention.query": "encoder_attn.q_proj",
+    "cross_attention.key_value": "encoder_attn.k_proj encoder_attn.v_proj",
+    "cross_attention.output": "encoder_attn.out_proj",
+    "cross_attention_norm": "encoder_attn_layer_norm",
+    "feed_forward.enter": "fc1",
+    "feed_forward.leave": "fc2",
+    "feed_forward_norm": "final_layer_norm",
+}
+"""Modules of a block, and those of BART's layer whose weights they take, one after another."""
+
+T5_LAYER = {
+    "attention.norm": "layer.0.layer_norm",
+    "attention.qkv": "layer.0.SelfAttention.q layer.0.SelfAttention.k layer.0.SelfAttention.v",
+    "attention.output": "layer.0.SelfAttention.o",
+    "cross_attention.norm": "layer.1.layer_norm",
+    "cross_attention.query": "layer.1.EncDecAttention.q",
+    "cross_attention.key_value": "layer.1.EncDecAttention.k layer.1.EncDecAttention.v",
+    "cross_attention.output": "layer.1.EncDecAttention.o",
+}
+"""The same of T5's layer, but for its feed-forward network."""
+
 
 def from_bart(model: Any, **options: Any) -> EncoderDecoder:
-    """Convert BART.
+    """Convert BART or Marian, whose sinusoids become "learned" positions, which training changes.
 
     Args:
-        model: `BartModel` or `BartForConditionalGeneration`.
+        model: `BartForConditionalGeneration` or `MarianMTModel`, or the model inside of it.
         options: of `EncoderDecoder` (memory, attention, dropout, ...), instead of those of the configuration.
 
     Raises:
-        ValueError: a model of another class, or one whose configuration has no counterpart here.
+        ValueError: a model of another class, or one whose configuration has no counterpart here; options that change
+            its structure.
     """
-    body = _body(model, "from_bart", ("BartModel", "BartForConditionalGeneration"))
-    known = {"embedding_norm": True, **_bart_options(model)}
-    return _build(model, body, known | options, _copy_bart)
-
-
-def from_marian(model: Any, **options: Any) -> EncoderDecoder:
-    """Convert Marian's translation models; arguments and errors as of `from_bart`.
-
-    Their sinusoids have all sines before the cosines. They become "learned" positions, which training changes.
-    """
-    body = _body(model, "from_marian", ("MarianModel", "MarianMTModel"))
-    return _build(model, body, _bart_options(model) | options, _copy_bart)
-
-
-def from_t5(model: Any, *, max_length: int = 512, **options: Any) -> EncoderDecoder:
-    """Convert T5, with its bucketed positions, RMS norms and unscaled logits.
-
-    Args:
-        model: `T5Model` or `T5ForConditionalGeneration`, of version 1.0 or 1.1.
-        max_length: longest source, and longest target; T5 itself has no limit.
-        options: as of `from_bart`.
-
-    Raises:
-        ValueError: as of `from_bart`.
-    """
-    body = _body(model, "from_t5", ("T5Model", "T5ForConditionalGeneration"))
-    gated, scaled = model.config.is_gated_act, getattr(model.config, "scale_decoder_outputs", True)
-    known = _t5_options(model, max_length, gated, scaled)
-    return _build(model, body, known | options, _copy_t5)
-
-
-def from_switch(model: Any, *, max_length: int = 512, **options: Any) -> EncoderDecoder:
-    """Convert Switch Transformers; arguments as of `from_t5`.
-
-    transformers drops a token after `expert_capacity` earlier tokens of its row at the same expert; here capacity has
-    no limit in evaluation, and in training each expert has a share of the tokens of the batch.
-
-    Raises:
-        ValueError: as of `from_bart`; experts neither in all layers nor in every second one; a router with a bias.
-    """
-    body = _body(model, "from_switch", ("SwitchTransformersModel", "SwitchTransformersForConditionalGeneration"))
-    config = model.config
-    if config.router_bias:
-        raise ValueError("router_bias=True has no counterpart here, where routers have no bias")
-    every = {_every(body.encoder.block), _every(body.decoder.block)}
-    if len(every) > 1:
-        raise ValueError("encoder and decoder have experts in different layers, which are alike here")
-    known = _t5_options(model, max_length, False, config.tie_word_embeddings)
-    known["experts"] = {
-        "experts": config.num_experts,
-        "every": every.pop(),
-        "balance_loss": config.router_aux_loss_coef,
-        "z_loss": config.router_z_loss_coef,
-        "jitter": config.router_jitter_noise,
-    }
-    return _build(model, body, known | options, _copy_t5)
-
-
-def _body(model: Any, function: str, names: tuple[str, str]) -> Any:
-    """The model without its head."""
-    name = type(model).__name__
-    if name not in names:
-        raise ValueError(f"{function} takes a {' or a '.join(names)} of transformers, not a {name}")
-    return model.model if hasattr(model, "model") else model
-
-
-def _activation(name: str, gated: bool = False) -> str:
-    if name not in ACTIVATIONS:
-        raise ValueError(f"activation {name!r} has no counterpart here (known: {', '.join(ACTIVATIONS)})")
-    return ("gated_" if gated else "") + ACTIVATIONS[name]
-
-
-def _embeddings(model: Any) -> dict[str, Any]:
-    """Options of the embedding tables, which may be shared."""
-    body = model.model if hasattr(model, "model") else model
-    source, target = body.encoder.embed_tokens.weight, body.decoder.embed_tokens.weight
-    output = model.lm_head.weight if hasattr(model, "lm_head") else target
-    shared = "none" if output is not target else "all" if source is target else "decoder"
-    separate = None if len(source) == len(target) else len(target)
-    return {"vocabulary": len(source), "target_vocabulary": separate, "shared_embeddings": shared}
-
-
-def _bart_options(model: Any) -> dict[str, Any]:
-    config = model.config
-    pairs = {
-        "attention_heads": (config.encoder_attention_heads, config.decoder_attention_heads),
-        "ffn_dim": (config.encoder_ffn_dim, config.decoder_ffn_dim),
-    }
-    for name, (encoder, decoder) in pairs.items():
+    body = _body(model, "BartModel", "BartForConditionalGeneration", "MarianModel", "MarianMTModel")
+    config, bias = model.config, getattr(model, "final_logits_bias", None)
+    for name in ("attention_heads", "ffn_dim"):
+        encoder, decoder = (getattr(config, f"{side}_{name}") for side in ("encoder", "decoder"))
         if encoder != decoder:
             raise ValueError(f"encoder_{name}={encoder} and decoder_{name}={decoder} differ; they are one here")
-    bias = getattr(model, "final_logits_bias", None)
-    return {
-        **_embeddings(model),
+    known = {
         "max_length": config.max_position_embeddings,
-        "width": config.d_model,
         "depth": config.encoder_layers,
         "decoder_depth": config.decoder_layers,
         "heads": config.encoder_attention_heads,
         "feed_forward": config.encoder_ffn_dim,
         "positions": "learned",
         "norm": "post",
+        "embedding_norm": hasattr(body.encoder, "layernorm_embedding"),
         "activation": _activation(config.activation_function),
         "scale_embedding": config.scale_embedding,
         "output_bias": bias is not None and bool(bias.any()),
@@ -149,14 +87,28 @@ def _bart_options(model: Any) -> dict[str, Any]:
         "activation_dropout": config.activation_dropout,
         "init": config.init_std,
     }
+    return _build(model, body, known | options, _bart_weights)
 
 
-def _t5_options(model: Any, max_length: int, gated: bool, scaled: bool) -> dict[str, Any]:
-    config = model.config
-    return {
-        **_embeddings(model),
+def from_t5(model: Any, *, max_length: int = 512, **options: Any) -> EncoderDecoder:
+    """Convert T5 of version 1.0 or 1.1, with its bucketed positions and RMS norms; or Switch Transformers.
+
+    transformers' Switch drops a token after `expert_capacity` earlier tokens of its row at the same expert; here
+    capacity has no limit in evaluation, and in training each expert has a share of the tokens of the batch.
+
+    Args:
+        model: `T5ForConditionalGeneration` or `SwitchTransformersForConditionalGeneration`, or the model inside of it.
+        max_length: longest source, and longest target; T5 itself has no limit.
+        options: as of `from_bart`.
+
+    Raises:
+        ValueError: as of `from_bart`; experts neither in all layers nor in every second one; a router with a bias.
+    """
+    switch = "SwitchTransformersModel", "SwitchTransformersForConditionalGeneration"
+    body, config = _body(model, "T5Model", "T5ForConditionalGeneration", *switch), model.config
+    gated, scaled = getattr(config, "is_gated_act", False), getattr(config, "scale_decoder_outputs", True)
+    known = {
         "max_length": max_length,
-        "width": config.d_model,
         "depth": config.num_layers,
         "decoder_depth": config.num_decoder_layers,
         "heads": config.num_heads,
@@ -171,139 +123,131 @@ def _t5_options(model: Any, max_length: int, gated: bool, scaled: bool) -> dict[
         "bias": False,
         "attention_scale": 1.0,
         "scale_embedding": False,
-        "output_scale": config.d_model**-0.5 if scaled else 1.0,
         "dropout": config.dropout_rate,
         "attention_dropout": config.dropout_rate,
         "activation_dropout": config.dropout_rate,
         "output_dropout": config.dropout_rate,
         "init": "t5",
     }
+    if type(model).__name__ in switch:
+        if config.router_bias:
+            raise ValueError("router_bias=True has no counterpart here, where routers have no bias")
+        gated, scaled = False, config.tie_word_embeddings
+        known["activation"] = _activation(config.dense_act_fn)
+        known["experts"] = {
+            "experts": config.num_experts,
+            "every": _every(body),
+            "balance_loss": config.router_aux_loss_coef,
+            "z_loss": config.router_z_loss_coef,
+            "jitter": config.router_jitter_noise,
+        }
+    known["output_scale"] = config.d_model**-0.5 if scaled else 1.0
+    return _build(model, body, known | options, _t5_weights)
 
 
-def _every(blocks: Any) -> int:
-    """1 or 2, if experts are in all layers or in every second one."""
-    places = [i for i, block in enumerate(blocks) if hasattr(block.layer[-1].mlp, "experts")]
+def _body(model: Any, *names: str) -> Any:
+    """The model without its head."""
+    if type(model).__name__ not in names:
+        raise ValueError(f"model={type(model).__name__}: takes a {' or a '.join(names)} of transformers")
+    return model.model if hasattr(model, "model") else model
+
+
+def _activation(name: str, gated: bool = False) -> str:
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation {name!r} has no counterpart here (known: {', '.join(ACTIVATIONS)})")
+    return ("gated_" if gated else "") + ACTIVATIONS[name]
+
+
+def _every(body: Any) -> int:
+    """1 or 2, if experts are in all layers or in every second one, of encoder and decoder alike."""
+    places = [
+        ["experts" in dict(b.layer[-1].mlp.named_children()) for b in s.block] for s in (body.encoder, body.decoder)
+    ]
     for every in (1, 2):
-        if places == [i for i in range(len(blocks)) if (i + 1) % every == 0]:
+        if all(has == [(i + 1) % every == 0 for i in range(len(has))] for has in places):
             return every
-    raise ValueError(
-        f"of {len(blocks)} layers {places} have experts; here all layers have them, or every second one (1, 3, 5, ...)"
-    )
+    raise ValueError(f"experts in layers {places}; here all layers have them, or every second one (1, 3, 5, ...)")
 
 
-class _Copy:
-    """Copies weights, and records their targets."""
-
-    def __init__(self) -> None:
-        self.written: set[int] = set()
-
-    @torch.no_grad()
-    def __call__(self, ours: Tensor, *theirs: Tensor) -> None:
-        """Copy `theirs`, concatenated, to `ours`."""
-        value = torch.cat([t.detach() for t in theirs])
-        if value.shape != ours.shape:
-            raise ValueError(f"a weight of shape {tuple(value.shape)} does not fit {tuple(ours.shape)}")
-        ours.copy_(value)
-        self.written.add(id(ours))
-
-    def linear(self, ours: nn.Linear, *theirs: nn.Linear) -> None:
-        """Copy linear maps with or without biases."""
-        self(ours.weight, *(linear.weight for linear in theirs))
-        if ours.bias is not None:
-            self(ours.bias, *(linear.bias for linear in theirs))
-
-    def norm(self, ours: nn.Module, theirs: nn.Module) -> None:
-        """Copy a norm."""
-        for name, parameter in ours.named_parameters():
-            self(parameter, theirs.get_parameter(name))
-
-
-def _build(model: Any, body: Any, options: dict[str, Any], copy: Callable[..., None]) -> EncoderDecoder:
+def _build(model: Any, body: Any, options: dict[str, Any], weights: Any) -> EncoderDecoder:
     """An `EncoderDecoder` with the model's weights, in its dtype and mode, and on its device."""
-    ours = EncoderDecoder(**options)
-    copied = _Copy()
-    copied(ours.embedding.weight, body.encoder.embed_tokens.weight)
-    copied(ours.target_embedding.weight, body.decoder.embed_tokens.weight)
-    copied(ours.head.weight, model.lm_head.weight if hasattr(model, "lm_head") else body.decoder.embed_tokens.weight)
+    source, target = body.encoder.embed_tokens.weight, body.decoder.embed_tokens.weight
+    output = model.lm_head.weight if hasattr(model, "lm_head") else target
+    tables = {
+        "width": model.config.d_model,
+        "vocabulary": len(source),
+        "target_vocabulary": None if len(source) == len(target) else len(target),
+        "shared_embeddings": "none" if output is not target else "all" if source is target else "decoder",
+    }
+    ours = EncoderDecoder(**tables | options)
+    state = {"embedding.weight": source, "target_embedding.weight": target, "head.weight": output}
     if ours.head.bias is not None:
-        copied(ours.head.bias, model.final_logits_bias[0])
-    copy(copied, ours, body)
-    memories = [m for m in ours.modules() if isinstance(m, LayerMemory | ModelMemory)]
-    new = {id(p) for memory in memories for p in memory.parameters()}
-    new |= {id(p) for block in ours.stack.blocks for p in _of_model_memory(block)}
-    left = [name for name, p in ours.named_parameters() if id(p) not in copied.written | new]
-    if left:
+        state["head.bias"] = model.final_logits_bias[0]
+    state |= weights(ours, body)
+    loaded = ours.load_state_dict(state, strict=False)
+    new = {id(p) for m in ours.modules() if isinstance(m, LayerMemory | ModelMemory) for p in m.parameters()}
+    blocks: Any = ours.stack.blocks
+    for block in blocks:  # for a model-level memory
+        new |= {id(p) for m in (block.slot_attention, block.memory_weights) if m is not None for p in m.parameters()}
+    left = [name for name, p in ours.named_parameters() if name in loaded.missing_keys and id(p) not in new]
+    if left or loaded.unexpected_keys:
         raise ValueError(
-            f"options leave {', '.join(left[:4])} without a counterpart in {type(model).__name__}; memory, attention "
-            "and dropout may differ from the original, not its structure"
+            f"options leave {', '.join([*left, *loaded.unexpected_keys][:4])} without a counterpart in "
+            f"{type(model).__name__}; memory, attention and dropout may differ from the original, not its structure"
         )
     first = next(model.parameters())
     return ours.to(first.device, first.dtype).train(model.training)
 
 
-def _of_model_memory(block: Any) -> Iterator[nn.Parameter]:
-    """Parameters that a block has for a model memory."""
-    for module in (block.slot_attention, block.memory_weights):
-        if module is not None:
-            yield from module.parameters()
+def _layer_weights(name: str, block: Any, layer: nn.Module, paths: dict[str, str]) -> dict[str, Tensor]:
+    """The weights of a block by their names in the model."""
+    state = {}
+    for ours, theirs in paths.items():
+        if ours.startswith("cross_") and not hasattr(block, "cross_attention"):
+            continue
+        modules = [layer.get_submodule(path) for path in theirs.split()]
+        for weight, _ in block.get_submodule(ours).named_parameters():
+            state[f"{name}.{ours}.{weight}"] = torch.cat([module.get_parameter(weight) for module in modules])
+    return state
 
 
-def _copy_bart(copy: _Copy, ours: EncoderDecoder, theirs: Any) -> None:
-    offset = getattr(theirs.encoder.embed_positions, "offset", 0)
-    copy(ours.positions.weight, theirs.encoder.embed_positions.weight[offset:])  # type: ignore[arg-type]
-    copy(ours.decoder.positions.weight, theirs.decoder.embed_positions.weight[offset:])  # type: ignore[arg-type]
-    if hasattr(theirs.encoder, "layernorm_embedding"):
-        copy.norm(ours.embedding_norm, theirs.encoder.layernorm_embedding)
-        copy.norm(ours.decoder.embedding_norm, theirs.decoder.layernorm_embedding)
-    blocks: Any
-    for blocks, layers in ((ours.stack.blocks, theirs.encoder.layers), (ours.decoder.blocks, theirs.decoder.layers)):
-        for block, layer in zip(blocks, layers, strict=True):
-            mine, own = block.attention, layer.self_attn
-            copy.linear(mine.qkv, own.q_proj, own.k_proj, own.v_proj)
-            copy.linear(mine.output, own.out_proj)
-            copy.norm(block.attention_norm, layer.self_attn_layer_norm)
-            if hasattr(block, "cross_attention"):
-                mine, own = block.cross_attention, layer.encoder_attn
-                copy.linear(mine.query, own.q_proj)
-                copy.linear(mine.key_value, own.k_proj, own.v_proj)
-                copy.linear(mine.output, own.out_proj)
-                copy.norm(block.cross_attention_norm, layer.encoder_attn_layer_norm)
-            copy.linear(block.feed_forward.enter, layer.fc1)
-            copy.linear(block.feed_forward.leave, layer.fc2)
-            copy.norm(block.feed_forward_norm, layer.final_layer_norm)
+def _bart_weights(ours: Any, theirs: Any) -> dict[str, Tensor]:
+    state = {}
+    for stack, blocks, part in (
+        ("stack.blocks", ours.stack.blocks, theirs.encoder),
+        ("decoder.blocks", ours.decoder.blocks, theirs.decoder),
+    ):
+        place = "" if part is theirs.encoder else "decoder."
+        state[f"{place}positions.weight"] = part.embed_positions.weight[getattr(part.embed_positions, "offset", 0) :]
+        if hasattr(part, "layernorm_embedding"):
+            norm = part.layernorm_embedding
+            state |= {f"{place}embedding_norm.{name}": weight for name, weight in norm.named_parameters()}
+        for index, (block, layer) in enumerate(zip(blocks, part.layers, strict=True)):
+            state |= _layer_weights(f"{stack}.{index}", block, layer, BART_LAYER)
+    return state
 
 
-def _copy_t5(copy: _Copy, ours: EncoderDecoder, theirs: Any) -> None:
-    blocks: Any
-    for blocks, stack in ((ours.stack.blocks, theirs.encoder), (ours.decoder.blocks, theirs.decoder)):
-        for block, layer in zip(blocks, stack.block, strict=True):
-            mine, own = block.attention, layer.layer[0].SelfAttention
-            copy.norm(mine.norm, layer.layer[0].layer_norm)
-            copy.linear(mine.qkv, own.q, own.k, own.v)
-            copy.linear(mine.output, own.o)
-            if hasattr(block, "cross_attention"):
-                mine, own = block.cross_attention, layer.layer[1].EncDecAttention
-                copy.norm(mine.norm, layer.layer[1].layer_norm)
-                copy.linear(mine.query, own.q)
-                copy.linear(mine.key_value, own.k, own.v)
-                copy.linear(mine.output, own.o)
-            copy.norm(block.feed_forward.norm, layer.layer[-1].layer_norm)
-            _copy_t5_feed_forward(copy, block.feed_forward, layer.layer[-1])
-    first = ours.stack.blocks[0].attention.positions.table  # type: ignore[union-attr]
-    copy(first, theirs.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight)  # type: ignore[arg-type]
-    second = ours.decoder.positions.table
-    copy(second, theirs.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight)  # type: ignore[arg-type]
-    copy.norm(ours.stack.norm, theirs.encoder.final_layer_norm)
-    copy.norm(ours.decoder.norm, theirs.decoder.final_layer_norm)
-
-
-def _copy_t5_feed_forward(copy: _Copy, mine: Any, layer: Any) -> None:
-    theirs = layer.mlp if hasattr(layer, "mlp") else layer.DenseReluDense
-    if hasattr(theirs, "experts"):
-        experts = list(theirs.experts.values())
-        copy(mine.router_ED, theirs.router.classifier.weight)
-        copy(mine.enter_EDF, *(expert.wi.weight.T[None] for expert in experts))
-        copy(mine.leave_EFD, *(expert.wo.weight.T[None] for expert in experts))
-        return
-    copy.linear(mine.enter, *((theirs.wi_0, theirs.wi_1) if hasattr(theirs, "wi_0") else (theirs.wi,)))
-    copy.linear(mine.leave, theirs.wo)
+def _t5_weights(ours: Any, theirs: Any) -> dict[str, Tensor]:
+    state = {"stack.norm.weight": theirs.encoder.final_layer_norm.weight}
+    state["decoder.norm.weight"] = theirs.decoder.final_layer_norm.weight
+    for stack, blocks, part, positions in (
+        ("stack.blocks", ours.stack.blocks, theirs.encoder, "stack.blocks.0.attention.positions.table"),
+        ("decoder.blocks", ours.decoder.blocks, theirs.decoder, "decoder.positions.table"),
+    ):
+        state[positions] = part.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+        for index, (block, layer) in enumerate(zip(blocks, part.block, strict=True)):
+            name, last = f"{stack}.{index}", f"layer.{len(layer.layer) - 1}"
+            network, kind = layer.layer[-1], "mlp" if hasattr(layer.layer[-1], "mlp") else "DenseReluDense"
+            paths = {"feed_forward.norm": f"{last}.layer_norm"}
+            inner = getattr(network, kind)
+            if hasattr(inner, "experts"):
+                experts = list(inner.experts.values())
+                state[f"{name}.feed_forward.router_ED"] = inner.router.classifier.weight
+                state[f"{name}.feed_forward.enter_EDF"] = torch.stack([expert.wi.weight.T for expert in experts])
+                state[f"{name}.feed_forward.leave_EFD"] = torch.stack([expert.wo.weight.T for expert in experts])
+            else:
+                enter = ("wi_0", "wi_1") if hasattr(inner, "wi_0") else ("wi",)
+                paths["feed_forward.enter"] = " ".join(f"{last}.{kind}.{part}" for part in enter)
+                paths["feed_forward.leave"] = f"{last}.{kind}.wo"
+            state |= _layer_weights(name, block, layer, T5_LAYER | paths)
+    return state
