@@ -1,13 +1,17 @@
-"""GRC's update (arXiv:2312.12742, equations 3-5): of each row, and its mean over rows with a backward of its own.
+"""GRC's equations: `recall`, `mix`, `new_cache` as printed; layers run `gate_update` and `mean_gate_update`.
 
-    u, r = sigmoid(W_u [S, C_{t-1}]), sigmoid(W_r [S, C_{t-1}]);  C_t = (1 - u) C_{t-1} + u f(W_c [S, r C_{t-1}])
+Paper: "Cached Transformers: Improving Transformers with Differentiable Memory Cache" (arXiv:2312.12742), equations 1-5.
+Original implementation: annosubmission/GRC-Cache, core/GRC_Attention.py. Equations 1 and 2 run in
+`shared_cache_memory.py`; tests compare the running code with the printed form.
 
-Legend: B rows, N tokens, M slots, C cache width. Rows of the fused weights: update, reset, candidate.
+Legend: B rows, N tokens, M slots, H heads, E head width, C cache width, F = C / H. Rows of the fused weights: update,
+reset, candidate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,6 +22,32 @@ from cached_transformers.memories.parts.options import Gate, gated
 
 Candidate = Literal["norm", "tanh", "affine"]
 Norm = tuple[Tensor, Tensor, float] | None
+Linear = Callable[[Tensor], Tensor]
+
+
+def recall(q_BHNF: Tensor, k_BHMF: Tensor, v_BHMF: Tensor) -> Tensor:
+    """Equation 1: o_mem, (B, H, N, F); q of the tokens' first C channels, k and v of the cache."""
+    logits_BHNM = q_BHNF @ k_BHMF.mT / math.sqrt(q_BHNF.shape[-1])
+    return torch.softmax(logits_BHNM, -1) @ v_BHMF
+
+
+def mix(o_mem_BHNE: Tensor, o_self_BHNE: Tensor, lambda_H: Tensor) -> Tensor:
+    """Equation 2, (B, H, N, E): each head has its own ratio. Narrower values are padded with 0."""
+    ratio_H11 = torch.sigmoid(lambda_H)[:, None, None]
+    return ratio_H11 * o_mem_BHNE + (1 - ratio_H11) * o_self_BHNE
+
+
+def new_cache(s_BMC: Tensor, cache_BMC: Tensor, W_u: Linear, W_r: Linear, W_c: Linear) -> Tensor:
+    """Equations 3-5: the cache per row, (B, M, C), which Algorithm 1 then averages over the rows.
+
+    Args:
+        s_BMC: the first C channels of the tokens, interpolated to the slots.
+        W_u, W_r, W_c: maps from 2 C to C channels; W_c includes the candidate's norm, if any.
+    """
+    update = torch.sigmoid(W_u(torch.cat([s_BMC, cache_BMC], -1)))
+    reset = torch.sigmoid(W_r(torch.cat([s_BMC, cache_BMC], -1)))
+    candidate = W_c(torch.cat([s_BMC, reset * cache_BMC], -1))
+    return (1 - update) * cache_BMC + update * candidate
 
 
 class GateWeights(NamedTuple):
@@ -42,7 +72,7 @@ def candidate_of(z: Tensor, candidate: Candidate, norm: Norm) -> Tensor:
 def gate_update(
     s_BMC: Tensor, cache: Tensor, weights: GateWeights, candidate: Candidate, *, update_gate: Gate = "sigmoid"
 ) -> Tensor:
-    """The updated cache (B, M, C) of one (M, C) or (B, M, C), in its dtype, by tokens interpolated to slots."""
+    """`new_cache` with fused weights, (B, M, C), in the dtype of `cache`, which is (M, C) for all rows or (B, M, C)."""
     width = s_BMC.shape[-1]
     u, r, z = F.linear(s_BMC, weights.tokens, weights.bias).split(width, -1)
     held = cache.to(u.dtype)
