@@ -72,6 +72,29 @@ def test_slots_of_every_layer(timm: Any, host: str) -> None:
     assert all(c.size is not None and c.size[0] * c.size[1] + c.prefix == c.length for c in caches(model))
 
 
+@each
+@cache
+def test_a_name_of_timm_is_the_host_with_the_memory(timm: Any, host: str, cache: str) -> None:
+    ours, options = build(timm, host, cache), {**HOSTS[host], "num_classes": 5}
+    torch.manual_seed(0)
+    named = timm.create_model(f"{host}_{cache}", **options)
+    assert list(caches(named))
+    for (name, a), (other, b) in zip(ours.state_dict().items(), named.state_dict().items(), strict=True):
+        assert name == other and torch.equal(a, b)
+    chosen = timm.create_model(f"{host}_{cache}", memory_options={"ratio": 1.0}, **options)
+    assert [c.cache_MC.shape[1] for c in caches(chosen)] == [2 * c.cache_MC.shape[1] for c in caches(named)]
+    with pytest.raises(ValueError, match="unknown option of memory"):
+        timm.create_model(f"{host}_{cache}", memory_options={"ratios": 1.0}, **options)
+
+
+def test_every_backbone_of_the_paper_has_a_name(timm: Any) -> None:
+    names = set(timm.list_models(module="timm_models"))
+    wanted = {"vit_small_patch16_224", "pvt_tiny", "pvt_small", "pvt_medium", "swin_tiny_patch4_window7_224"}
+    wanted |= {f"pvt_v2_b{size}" for size in (2, 3, 4)}
+    assert {f"{host}_{cache}" for host in wanted for cache in ("grc", "attention_cache")} <= names
+    assert timm.models.get_pretrained_cfg("vit_small_patch16_224_grc").input_size == (3, 224, 224)
+
+
 OTHER = {
     "vit_small_patch16_224": [(64, 64), (96, 96), (48, 80), (80, 48)],
     "deit_small_patch16_224": [(32, 128)],
