@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import re
 import shlex
 from pathlib import Path
@@ -136,8 +137,9 @@ def test_the_runs_that_it_would_compare_can_be_built(words: list[str], monkeypat
 @pytest.mark.usefixtures("no_run_reports")
 @pytest.mark.parametrize("page", ["docs/language-modelling.md"])
 def test_a_text_is_trained_on_read_and_gone_on_with(
-    page: str, reader: Path, capsys: pytest.CaptureFixture[str]
+    page: str, reader: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("It was the best of times."))  # what a page redirects
     lines = [words for at, words in commands("cached") if at == page and words in OF_TEXT]
     assert [words[1] for words in lines][:3] == ["train", "stream", "generate"]
     for words in lines:

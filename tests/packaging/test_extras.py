@@ -106,7 +106,7 @@ def test_pip_lines_of_the_pages_name_the_package_and_extras_that_exist() -> None
 
 
 def test_nested_extras_are_followed() -> None:
-    lab = {"pyyaml", "rich", "scipy"}
+    lab = {"filelock", "pyyaml", "rich", "scipy"}
     assert lab | {"matplotlib", "tensorboard", "scikit-learn", "pillow"} == installed_by("demo")
     assert {"timm", "torchvision", "transformers", "matplotlib", "tensorboard", "scikit-learn"} <= installed_by("dev")
 

@@ -57,7 +57,7 @@ class TransformerXL(LayerMemory):
 
     needs = frozenset({"state", "context"})
     channels = 1
-    """Of stored positions."""
+    """Number of stored positions of a slot."""
 
     def __init__(
         self,

@@ -270,7 +270,7 @@ class FastMemory(Recurrent):
             return self.net.read(weights, q, soup)  # type: ignore[no-any-return]
 
     def learned(self, state: FastState) -> Learned:
-        """What the segment begins with."""
+        """Initial weights of the segment."""
         refuse_narrow(state, f"the small steps by which {type(self).__name__} learns")
         return self.net.start(Learned(*state[:2]), state.tokens_B == 0)  # type: ignore[no-any-return]
 
