@@ -91,10 +91,8 @@ TRAIN = ["train", "{recipe}", "--out", "{run}"]
         ([*TRAIN, "training.stesp=3"], "error: unknown key 'training.stesp'; did you mean 'training.steps'?"),
         ([*TRAIN, "training.steps=x"], "error: training.steps='x' must be a whole number, not str"),
         ([*TRAIN, "--resume", "missing"], "error: missing is not a checkpoint: there is no such folder"),
-        ([*TRAIN, "training.precision=float16"], "error: training.precision='float16' needs a CUDA device"),
         ([*TRAIN, "training.batch_size=64"], "error: training.batch_size=64 exceeds the 50 training rows"),
         ([*TRAIN, "--outt", "x"], "unrecognized arguments: --outt"),
-        ([*DIGITS, "model.memory={{name: grc, ratio: 0.3}}"], "error: ratio=0.3 gives a cache of 19 channels"),
         ([*DIGITS, "model.patch_size=3"], "patch_size"),  # 8 pixels, which the data say, cannot be cut into 3
         (["list", "memories", "a=b"], "unrecognized arguments: a=b"),
         (["reproduce", "table1", "--scale", "x" * 20_000], "--scale"),
