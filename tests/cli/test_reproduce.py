@@ -174,8 +174,6 @@ def test_a_table_from_text_to_report(wikitext: Path, tmp_path: Path, capsys: pyt
         ("table1 --data {data} model.memory=convolution", "model.memory='convolution'"),
         ("table6 --data folder", "--data folder"),
         ("table6 --rows transformer-grc model.memory=rmt", "model.memory='rmt'"),
-        ("table9 --data x", "--data"),
-        ("table9 --seeds 3", "--seeds"),
         ("table9 --rows PVT-tiny", "did you mean 'PVT-Tiny'"),
         ("table9 btach=1", "'btach'; did you mean 'batch'"),
         ("table9 batch=0", "batch=0"),
