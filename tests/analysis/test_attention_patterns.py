@@ -157,8 +157,6 @@ def test_explain_draws_an_attention(capsys: pytest.CaptureFixture[str], tmp_path
     [
         (["grc", "--plot", "x.png"], "unknown attention 'grc'"),
         (["star", "--plot", "x.xyz"], "'xyz' is not supported"),
-        (["star", "--plot", "x.png", "radios=2"], "'star' 'radios'; did you mean 'radius'?"),
-        (["star", "--plot", "x.png", "--draws", "0"], "draws=0"),
     ],
 )
 def test_explain_refuses_what_it_cannot_draw(

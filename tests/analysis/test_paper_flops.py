@@ -5,6 +5,7 @@ Counters by module (fvcore, mmcv) do not see attention products, so the paper's 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import pytest
@@ -57,11 +58,14 @@ def cost(model: nn.Module, images: Tensor) -> ModelCost:
     return ModelCost((sum(counts.values()) - products) / rows, products / rows)
 
 
+@functools.cache
+def plain_cost(architecture: str) -> ModelCost:
+    return cost(TimmModel(architecture).model, torch.zeros(1, 3, 224, 224))
+
+
 def costs(architecture: str, memory_options: dict[str, Any] | None = None) -> tuple[ModelCost, ModelCost]:
-    plain = TimmModel(architecture).model
     cached = TimmModel(architecture, memory={"name": "grc", **(memory_options or {})}).model
-    image = torch.zeros(1, 3, 224, 224)
-    return cost(plain, image), cost(cached, image)
+    return plain_cost(architecture), cost(cached, torch.zeros(1, 3, 224, 224))
 
 
 @pytest.fixture(autouse=True)

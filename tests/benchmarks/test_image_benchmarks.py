@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from benchmark_rows import measured
 from integrations.hosts import library
-from PIL import Image
 
 from benchmarks import grc, loading
 from cached_lab.experiments.costs import throughput
@@ -74,16 +71,6 @@ def test_vision(tmp_path: Path) -> None:
         assert 1 < cached[count] < released[count]
     table = (tmp_path / "vision.md").read_text().split("\n\n")[0].splitlines()
     assert len(table) == 5 and len({line.count("|") for line in table}) == 1
-
-
-def test_made_images_are_like_photographs(tmp_path: Path) -> None:
-    files = sorted(loading.make_images(tmp_path, 4).rglob("*.jpg"))
-    assert len(files) == 4 and len({file.parent for file in files}) == 2
-    sizes = [file.stat().st_size for file in files]
-    assert min(sizes) > 60_000 and max(sizes) < 180_000
-    pixels = [np.asarray(Image.open(io.BytesIO(file.read_bytes()))) for file in files]
-    assert all(p.shape == (375, 500, 3) and p.std() > 30 for p in pixels)
-    assert not np.array_equal(pixels[0], pixels[1])
 
 
 def test_loading_rates_are_images_over_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

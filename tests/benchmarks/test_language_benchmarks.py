@@ -149,16 +149,3 @@ def test_a_peer_that_writes_less_is_refused(monkeypatch: pytest.MonkeyPatch, tmp
     setting = GenerationSetting(1, 4, 2, 6)
     with pytest.raises(ValueError, match=r"\(1, 2\).*\(1, 6\)"):
         generation.measure_setting(setting, ["rmt"], TINY, 1, "cpu", torch.float32, {})
-
-
-def test_generation_without_a_peer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def build(sizes: ModelSizes, length: int) -> Any:
-        raise ImportError("no", name="transformers")
-
-    monkeypatch.setattr(generation, "PEERS", {GPT2: GenerationPeer("transformers", build)})
-    found = measured("generation", tmp_path, *GENERATION, "--rows", "1", "--dtype", "bfloat16")
-    out = capsys.readouterr().out
-    assert "Left out: transformers is not installed." in out and f"| 1 | 4 | {NO_MEMORY} |" in out
-    assert [r["model"] for r in found["rows"]] == [NO_MEMORY, "rmt"] and found["environment"]["dtype"] == "bfloat16"

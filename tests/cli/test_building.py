@@ -13,11 +13,7 @@ from cached_transformers.registry import ATTENTIONS
 from cached_transformers.torchvision_guard import ensure_torchvision
 
 ALONE = [case for case in CASES if case.attention == "softmax"]
-ALONE += [
-    Case("none", attention.name, model)
-    for attention in ATTENTIONS
-    for model in ("language_model", "sequence_classifier")
-]
+ALONE += [Case("none", attention.name, "sequence_classifier") for attention in ATTENTIONS]
 
 
 @pytest.mark.parametrize("case", ALONE, ids=lambda case: f"{case.memory}-{case.attention}-{case.model}")

@@ -20,9 +20,9 @@ from cached_lab.cli.main import main
 from cached_lab.experiments import compare
 from cached_lab.experiments.build import build_dataset
 from cached_lab.experiments.load import load_run
-from cached_lab.experiments.reports.comparison_page import print_statistics
-from cached_lab.experiments.reports.terminal import open_console
-from cached_lab.experiments.statistics import summarise, summarise_pairs
+from cached_lab.experiments.reports.blocks import ReportTable
+from cached_lab.experiments.reports.terminal import open_console, show
+from cached_lab.experiments.statistics import summarise
 from cached_lab.experiments.variants import nearest_width, parse_variant, prepare
 from cached_lab.tasks.recipes import load_config
 from cached_lab.training.metrics import read_metrics
@@ -144,10 +144,9 @@ def paired_by_hand(first: list[float], second: list[float]) -> tuple[float, floa
     return mean, 2 * stats.t.sf(abs(t), n - 1)
 
 
-@pytest.mark.parametrize("against", ["grc", "control-conv"])
-def test_any_variant_may_be_the_one_that_others_are_tested_against(compared, tmp_path, capsys, against, monkeypatch):
+def test_any_variant_may_be_the_one_that_others_are_tested_against(compared, tmp_path, capsys, monkeypatch):
     """Finished runs are not trained again, and every difference equals the textbook formula."""
-    out = tmp_path / "comparison"
+    out, against = tmp_path / "comparison", "control-conv"
     shutil.copytree(compared[0], out)
     monkeypatch.setattr(compare, "run_training", lambda *_: pytest.fail("trained again"))
     arguments = ["compare", *TINY, "--with", "plain,grc,grc:ratio=0.25", "--control", "conv,flops", "--seeds", "2"]
@@ -251,22 +250,14 @@ def test_a_later_variant_that_cannot_be_built_is_refused_before_the_first_is_tra
     assert not out.exists()
 
 
-def test_tables_in_a_pipe_hold_whole_names(capsys):
+@pytest.mark.parametrize("width", [None, 60])
+def test_a_pipe_and_a_narrow_terminal_show_whole_names(capsys, width):
     names = [f"a_memory_with_a_long_name:option={n}:another_option={n}" for n in range(3)]
-    values = {name: [0.5 + n / 100, 0.51 + n / 50] for n, name in enumerate(["plain", *names])}
-    pairs = summarise_pairs(values, [(name, "plain") for name in names])
-    print_statistics(summarise(values, "plain"), "accuracy", "test", "plain", open_console(), pairs=pairs)
-    printed = capsys.readouterr().out
-    assert "\N{HORIZONTAL ELLIPSIS}" not in printed
-    for name in names:
-        lines = [line.split() for line in printed.splitlines() if name in line]
-        assert [line[0] for line in lines] == [name, name]
-
-
-def test_a_narrow_terminal_breaks_names_and_cuts_none():
     written = StringIO()
-    console = Console(file=written, width=60, force_terminal=True, color_system=None, highlight=False)
-    name = "a_memory_with_a_long_name:option=1:another_option=2"
-    print_statistics(summarise({"plain": [0.5, 0.6], name: [0.6, 0.7]}, "plain"), "accuracy", "test", "plain", console)
-    first_column = "".join(line.split()[0] for line in written.getvalue().splitlines() if line[1:2].strip())
-    assert "\N{HORIZONTAL ELLIPSIS}" not in written.getvalue() and name in first_column
+    narrow = Console(file=written, width=60, force_terminal=True, color_system=None, highlight=False)
+    table = ReportTable(["variant", *map(str, range(8))], [[name, *["0.51 [0.50, 0.52]"] * 8] for name in names])
+    show(open_console() if width is None else narrow, table)
+    printed = written.getvalue() or capsys.readouterr().out
+    assert "\N{HORIZONTAL ELLIPSIS}" not in printed
+    if width is None:
+        assert [line.split()[0] for line in printed.splitlines()[1:]] == names

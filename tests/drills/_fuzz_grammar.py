@@ -236,9 +236,8 @@ class Grammar:
             name = near(name, rng)
         if name == "train":
             words.append("--dry-run")
-        front = ["--debug"] if rng.random() < 0.01 else []
         recipe = yaml.safe_dump(tree_of(rng.choice(list(self.bases.values())))).encode()
-        return Input([*front, name, *words], recipe, [], "command")
+        return Input([name, *words], recipe, [], "command")
 
     def word(self, action: argparse.Action, rng: random.Random) -> str:
         """One word where an option takes one."""

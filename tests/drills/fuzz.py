@@ -159,11 +159,10 @@ def tried(given: Input, folder: Path) -> str | None:
 def wrong(given: Input, status: Any, err: str) -> str | None:
     """Check the ending: a known status, no traceback, and a message that names the mistake."""
     if status == 70:
-        kept = next(iter(sorted(Path().glob("cached_error_*"))), None)
-        return f"exit status 70: {err[-600:]}\n{'' if kept is None else kept.read_text(encoding='utf-8')[-1800:]}"
+        return f"exit status 70: {err[-2400:]}"
     if status not in (0, 1, 2):
         return f"exit status {status!r}: {err[-1500:]}"
-    if "Traceback (most recent call last)" in err and "--debug" not in given.argv:
+    if "Traceback (most recent call last)" in err:
         return f"a traceback: {err[-1500:]}"
     if status == 0:
         return None

@@ -30,8 +30,9 @@ def test_a_curriculum_goes_on_by_half_as_far_again() -> None:
     assert Course(1, 7).stages == [1, 2, 3, 4, 6, 7]
     assert Course(3, 20).stages == [3, 4, 6, 9, 13, 19, 20]
     assert Course(4, 4).stages == [4]
-    with pytest.raises(ValueError, match=r"distances 3\.\.2 .* NEAREST\.\.FARTHEST"):
-        Course(3, 2)
+    for wrong, said in (((3, 2), r"distances 3\.\.2"), ((0, 0), r"distances 0\.\.0"), ((1, 3, 95.0), r"solved=95\.0")):
+        with pytest.raises(ValueError, match=said):
+            Course(*wrong)
 
 
 def test_a_curriculum_goes_through_the_stages_that_it_is_told() -> None:

@@ -48,16 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser, *rows: Argument) -> None:
         parser.add_argument(name, **more)
 
 
-def recipe_arguments(changes: str, several: bool = False) -> tuple[Argument, ...]:
-    """A recipe (or several, separated by commas) and changes to it."""
-    more = "; several with commas between them" if several else ""
-    recipe = ("recipe RECIPE", str, f"a path, or a name from `cached list recipes`{more}")
+def recipe_arguments(changes: str) -> tuple[Argument, ...]:
+    """A recipe and changes to it."""
+    recipe = ("recipe RECIPE", str, "a path, or a name from `cached list recipes`")
     return recipe, ("overrides key=value*", str, changes)
-
-
-def add_recipe(parser: argparse.ArgumentParser, changes: str, several: bool = False) -> None:
-    """Add `recipe_arguments` to a parser."""
-    add_arguments(parser, *recipe_arguments(changes, several))
 
 
 def run_arguments(kind: str = "", checkpoint: str = "best", device: str = "auto") -> tuple[Argument, ...]:

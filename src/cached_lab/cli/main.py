@@ -1,7 +1,7 @@
 """Entry point of the `cached` command: parse arguments, run a command, turn errors into messages.
 
 Exit status: 0 done; 1 failed at run time; 2 bad input; 70 a bug of this package; 128 + n stopped by signal n (130 after
-Ctrl-C). With --debug, or CACHED_DEBUG=1, errors show their traceback.
+Ctrl-C). With CACHED_DEBUG=1 all errors show their traceback.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import os
 import signal
 import sys
-import tempfile
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
@@ -76,8 +75,6 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"cached-transformers {__version__}")
-    debug = "show the traceback of an error, like CACHED_DEBUG=1"
-    parser.add_argument("--debug", action="store_true", help=debug)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, example in EXAMPLES.items():
         module = import_module(f".{name}", __package__)
@@ -85,18 +82,14 @@ def build_parser() -> argparse.ArgumentParser:
             module.add_parser(subparsers)
         else:
             add_command(subparsers, module, example)
-    for command in subparsers.choices.values():  # without a default, which would undo a --debug before the command
-        command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    debug = os.environ.get("CACHED_DEBUG") == "1"
     try:
         parser = build_parser()
         arguments = parse(parser, argv)
-        debug |= arguments.debug
         if arguments.command is None:
             parser.print_help()
             return 0
@@ -112,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except Exception as error:
-        return report(error, debug)
+        return report(error)
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -126,19 +119,14 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     return arguments
 
 
-def report(error: Exception, debug: bool = False) -> int:
-    """Print an error's message, and return its exit status."""
-    if debug:
-        traceback.print_exception(error)
+def report(error: Exception) -> int:
+    """Print an error's message, for a bug after its traceback, and return its exit status."""
     status, message = verdict(error)
+    if status == BUG or os.environ.get("CACHED_DEBUG") == "1":
+        traceback.print_exception(error)
     if status == BUG:
-        place = "above"
-        if not debug:
-            handle, place = tempfile.mkstemp(prefix="cached_error_", suffix=".txt")
-            with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-                traceback.print_exception(error, file=file)
-        message = f"this is a bug of cached-transformers: {type(error).__name__}: {_first_line(message)}; "
-        message += f"please report it with the traceback ({place})"
+        bug = "this is a bug of cached-transformers; please report it with the traceback above"
+        message = f"{bug}: {type(error).__name__}: {_first_line(message)}"
     print(f"error: {_shortened(message)}", file=sys.stderr)
     return status
 

@@ -1,32 +1,24 @@
-"""`cached plan RECIPE --gpus N`: whether a training fits into memory, and in which pieces, without data or a GPU."""
+"""`cached plan`: the memory that a recipe takes on each GPU, before it is trained.
+
+Rehearses one training step of the recipe's model on tensors without values, and counts the bytes that would be alive.
+Prints whether that fits, and in which pieces. Needs neither data nor a GPU. The exit status is 1 if the recipe does not
+fit.
+"""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from .arguments import add_recipe
+from .arguments import recipe_arguments
 
-
-def add_parser(subparsers: Any) -> None:
-    """Declare the arguments."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="the memory that a recipe takes on each GPU, before it is trained",
-        description="Rehearses one training step of the recipe's model on tensors without values, and counts the bytes "
-        "that would be alive. Prints whether that fits, and in which pieces. Needs neither data nor a GPU.",
-        epilog="examples: cached plan imagenet_pvt_small_grc --gpus 8; cached plan gpt2 --gpus 4 --memory-gib 40 "
-        "--parallel fsdp. The exit status is 1 if the recipe does not fit.",
-    )
-    add_recipe(parser, "e.g. training.batch_size=256 training.precision=bfloat16")
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="processes, a GPU each (default: 1)")
-    parser.add_argument("--parallel", choices=("ddp", "fsdp"), default="ddp", help="how several GPUs share the work")
-    parser.add_argument("--memory-gib", type=float, default=80.0, metavar="GIB", help="memory of a GPU (default: 80)")
-    parser.add_argument(
-        "--reserve-gib", type=float, default=4.0, metavar="GIB", help="left free for uncounted memory (default: 4)"
-    )
-    parser.add_argument("--length", type=int, metavar="N", help="tokens of a row, for rows of any length")
-    parser.set_defaults(run=run)
+ARGUMENTS = (
+    *recipe_arguments("e.g. training.batch_size=256 training.precision=bfloat16"),
+    ("--gpus N", 1, "processes, a GPU each"),
+    ("--parallel", ("ddp", "fsdp"), "how several GPUs share the work (default: ddp)"),
+    ("--memory-gib GIB", 80.0, "memory of a GPU"),
+    ("--reserve-gib GIB", 4.0, "left free for uncounted memory"),
+    ("--length N", int, "tokens of a row, for rows of any length"),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:

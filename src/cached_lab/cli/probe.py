@@ -95,14 +95,12 @@ def chosen(arguments: argparse.Namespace, tasks: str) -> tuple[list[str], list[s
 
 def train_missing(trials: Trials, jobs: int, console: Console) -> None:
     """Train and test the missing models, and show the progress."""
-    from cached_lab.experiments.reports.probe_progress import ProbeProgress
-
-    missing, progress = trials.missing(), ProbeProgress(console)
+    missing = trials.missing()
     if len(missing) < len(trials.all()):
         console.print(f"{len(trials.all()) - len(missing)} finished trainings kept, {len(missing)} to do")
-    with contextlib.closing(trials.train(missing, jobs, progress.hear)) as results:
+    with contextlib.closing(trials.train(missing, jobs)) as results:
         for trial, result in results:
-            progress.finished(trial, result)
+            print(trial.sentence(result), flush=True)
 
 
 def _trials(arguments: argparse.Namespace, memories: list[str], tasks: list[str], options: dict[str, Any]) -> Trials:

@@ -27,9 +27,9 @@ from cached_lab.training.run_lock import folder_lock
 from cached_transformers.files import json_text, write_whole
 
 from .cache_use import has_shared_cache, score_variant
-from .reports.comparison_page import print_cache_use, print_statistics, write_compare_report, write_markdown
-from .reports.formatting import Metric
-from .reports.run_folder import cache_use_statistics
+from .reports.comparison_page import findings, write_compare_report, write_markdown
+from .reports.run_folder import read_comparison
+from .reports.terminal import show
 from .statistics import summarise, summarise_pairs, wilson_interval
 from .subprocesses import start_command, work_off
 from .variants import Variant
@@ -96,7 +96,7 @@ class VariantComparison:
         return {v.name: [s[part][self.metric] for s in self.finished(v)] for v in self.variants}
 
     def train_missing(self, jobs: int, console: Console) -> None:
-        """Train every missing run, seed by seed, and print the table after each."""
+        """Train every missing run, seed by seed."""
         missing = [(v, s) for s in self.seeds for v in self.variants if self.summary(v, s) is None]
         kept = len(self.seeds) * len(self.variants) - len(missing)
         if kept:
@@ -113,11 +113,10 @@ class VariantComparison:
             for variant, seed in missing:
                 folder = self.folder / variant.run_name(seed)
                 run_training(variant.seeded(seed), folder, "auto", console, variant.name)
-                self.print_table(console)
             return
-        self._train_apart(missing, jobs, console)
+        self._train_apart(missing, jobs)
 
-    def _train_apart(self, missing: list[tuple[Variant, int]], jobs: int, console: Console) -> None:
+    def _train_apart(self, missing: list[tuple[Variant, int]], jobs: int) -> None:
         """Train runs in child processes; the output of each goes to `log.txt` in its folder."""
         threads = str(max(1, (os.cpu_count() or 1) // jobs))
         environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
@@ -139,7 +138,6 @@ class VariantComparison:
                     f"the run in {folder} ended with status {status}; its output is in {folder / 'log.txt'}. Other "
                     "runs were asked to save a checkpoint and stop; the same command continues"
                 )
-            self.print_table(console)
 
         with tempfile.TemporaryDirectory() as scratch:
             work_off(missing, jobs, start, ended)
@@ -179,31 +177,6 @@ class VariantComparison:
         path = self.folder / "compare.json"
         write_whole(path, json_text(result))
         return path
-
-    def print_table(self, console: Console) -> None:
-        """Print the table of the variants with a finished run, once the reference has one."""
-        values = {name: scores for name, scores in self.values().items() if scores}
-        if self.reference not in values:
-            return
-        runs = {variant.name: self.finished(variant) for variant in self.variants}
-        intervals = {name: self.rows_interval(scores, runs[name]) for name, scores in values.items()}
-        print_statistics(
-            summarise(values, None if self.pairs else self.reference),
-            self.metric,
-            self.split,
-            self.reference,
-            console,
-            {v.name: v.facts["protocol"] for v in self.variants if "protocol" in v.facts},
-            pairs=summarise_pairs(values, [pair for pair in self.pairs if set(pair) <= set(values)]),
-            rows_intervals={name: found for name, found in intervals.items() if found is not None},
-            baselines=self.baselines,
-        )
-
-    def print_cache_use(self, console: Console) -> None:
-        """Print the scores by cache mode, if there are any."""
-        if self.cache_use:
-            rows = [(name, cache_use_statistics(by_mode)) for name, by_mode in self.cache_use.items()]
-            print_cache_use(rows, Metric(self.metric), self.split, console)
 
     def rows_interval(self, values: list[float], summaries: list[dict[str, Any]]) -> tuple[float, float] | None:
         """Return the interval due to the scored rows, common to all seeds.
@@ -253,8 +226,7 @@ def carry_out(comparison: VariantComparison, jobs: int, command: str, console: C
         comparison.score_caches(console)
         comparison.write(command)
         path = write_markdown(comparison.folder)
-        comparison.print_table(console)
-        comparison.print_cache_use(console)
+        show(console, *findings(read_comparison(comparison.folder)))
         try:
             path = write_compare_report(comparison.folder)
         except ImportError as error:

@@ -28,11 +28,6 @@ FARTHEST, FAR = 3, 512
 ROWS, TAPS = 256, 3
 """Texts for each share (an interval of at most 12 points), and tokens of the short convolution."""
 STEPS, SEEDS = 800, 1
-WHY = (
-    "one task of each kind that a model of this size learns in a few hundred steps, with short segments, so that a "
-    "training takes less than a minute of a core; with one seed, differences of a few points mean nothing"
-)
-"""Reason for the choice, for the page."""
 
 
 def board_trials(
@@ -61,10 +56,3 @@ def board_trials(
         far=max([FAR, *(FARTHEST * PROBES.create(task, **merged[task]).segment for task in tasks)]),
         rows=ROWS,
     )
-
-
-def reason(trials: FarTrials) -> str:
-    """Return the reason for the choice of these trainings."""
-    own = board_trials(trials.memories, list(TASKS), trials.folder, {})
-    same = all(getattr(own, key) == getattr(trials, key) for key in ("tasks", "seeds", "steps", "options"))
-    return WHY if same else "changed as the command says"

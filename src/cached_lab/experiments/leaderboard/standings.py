@@ -17,7 +17,7 @@ from cached_lab.experiments.statistics import mean_interval, wilson_interval
 from cached_lab.registries import PROBES
 from cached_transformers.files import json_text, write_whole
 
-from .boards import NAME, reason
+from .boards import NAME
 from .costs import measure_costs
 
 FILE = "leaderboard.json"
@@ -27,7 +27,6 @@ def write_leaderboard(trials: FarTrials, command: str) -> dict[str, Any]:
     """Measure costs, write leaderboard.json and return its content. All trainings must be finished."""
     content = trials.content(command) | {
         "board": NAME,
-        "why": reason(trials),
         "machine": machine(),
         "groups": groups(trials.tasks),
         "costs": measure_costs(trials, trials.tasks[0]),

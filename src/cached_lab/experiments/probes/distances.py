@@ -20,7 +20,7 @@ from cached_lab.training.reconstruction_loss import ReconstructionLoss
 from cached_transformers.loops.replay import ReplayLoop
 from cached_transformers.loops.segments import SegmentLoop
 
-from .protocol import Check, ProbeSizes, Tell, score, training_step, unheard
+from .protocol import LINES, ProbeSizes, Say, score, silent, training_step
 from .tasks import ProbeTask
 
 REPLAYED = 64
@@ -93,14 +93,14 @@ def train_by_distance(
     seed: int = 0,
     passes: int = 1,
     whole: bool = False,
-    tell: Tell = unheard,
+    say: Say = silent,
 ) -> Trained:
     """Train a model on a task at random distances.
 
     Args:
         sizes: `steps` are the most; `enough` is not used. seed: of the episodes.
         passes: readings of each episode. whole: read each episode as one segment.
-        tell: receives a `Check` whenever the accuracy is measured.
+        say: receives lines of progress.
     """
     loop = loop_of(model, task, course, passes, whole)
     optimizer = torch.optim.AdamW(model.parameters(), sizes.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -119,7 +119,9 @@ def train_by_distance(
             continue
         accuracy = score(model, task.part("valid"), stages[stage], sizes.rows, passes, whole=whole).accuracy
         solved = accuracy >= course.solved and stages[stage] not in solved_at
-        tell(Check(step, falls_from + settling, loss.item(), stages[stage], stages[-1], accuracy, solved))
+        if solved or step % (LINES * sizes.check_every) == 0:
+            line = f"step {step:>5}/{falls_from + settling}  loss {loss.item():.4f}  {100 * accuracy:.1f} % right"
+            say(f"{line} at {stages[stage]} of {stages[-1]} segments{', solved' if solved else ''}")
         if not solved:
             continue
         solved_at[stages[stage]] = step

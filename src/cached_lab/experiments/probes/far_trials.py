@@ -23,7 +23,7 @@ from cached_transformers.files import json_text, write_whole
 from cached_transformers.state import nbytes
 
 from .distances import Course, ladder, train_by_distance
-from .protocol import DistanceAnswer, ProbeSizes, Tell, build_model, score
+from .protocol import ProbeSizes, build_model, score
 from .settings import setting
 from .trials import Result, Trial, Trials
 
@@ -93,7 +93,7 @@ class FarTrials(Trials):
             "asked": {task: PROBES.entry(task).summary for task in self.tasks},
         }
 
-    def work(self, trial: Trial, settings: dict[str, Any], tell: Tell) -> Result:
+    def work(self, trial: Trial, settings: dict[str, Any]) -> Result:
         """Train a model, or load a trained one, and measure each distance; write every answer at once."""
         torch.set_num_threads(1)
         path, task = self.folder / trial.path, self.task(trial.task)
@@ -106,7 +106,7 @@ class FarTrials(Trials):
             model.load_state_dict(safetensors.torch.load_file(weights))
         else:
             started = time.perf_counter()
-            trained = train_by_distance(model, task, course, sizes, seed=trial.seed, tell=tell, **how)
+            trained = train_by_distance(model, task, course, sizes, seed=trial.seed, say=trial.say, **how)
             stored = {
                 "settings": settings,
                 "chance": task.chance,
@@ -132,7 +132,7 @@ class FarTrials(Trials):
             stored["far"][str(distance)] = [*answers, self.rows]
             stored["seconds_far"] += time.perf_counter() - started
             write_whole(path, json_text(stored))
-            tell(DistanceAnswer(distance * task.segment, answers.accuracy))
+            trial.say(f"{100 * answers.accuracy:.1f} % right, {distance * task.segment:,} tokens after the cue")
         return stored
 
 

@@ -24,40 +24,13 @@ from cached_transformers.state import State, last_use, reorder
 
 from .tasks import IGNORED, Episode, ProbeTask
 
-
-class Check(NamedTuple):
-    """Message: a training at one of its steps.
-
-    Attributes:
-        step, steps: done, and of the whole training, which may still shrink.
-        loss: of this step's batch, in nats per asked token.
-        distance, farthest: segments from cue to question: the most at this step, and at the end.
-        accuracy: at `distance`, on episodes that are not trained on.
-        solved: True if `distance` is solved for the first time.
-    """
-
-    step: int
-    steps: int
-    loss: float
-    distance: int
-    farthest: int
-    accuracy: float
-    solved: bool
+Say = Callable[[str], object]
+LINES = 10
+"""Checks between two lines of progress."""
 
 
-class DistanceAnswer(NamedTuple):
-    """Message: accuracy of a trained model `tokens` after the cue."""
-
-    tokens: int
-    accuracy: float
-
-
-News = Check | DistanceAnswer
-Tell = Callable[[News], object]
-
-
-def unheard(news: News) -> None:
-    """Ignore a message."""
+def silent(line: str) -> None:
+    """Ignore a line of progress."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +80,7 @@ def probe(
     sizes: ProbeSizes | None = None,
     passes: int = 1,
     distances: Sequence[int] = (),
-    tell: Tell = unheard,
+    say: Say = silent,
 ) -> ProbeOutcome:
     """Train a model with a memory on a task, and count its right answers.
 
@@ -117,13 +90,13 @@ def probe(
         distance: segments between cue and question in training.
         passes: readings of each episode (for memories that read twice).
         distances: further distances to measure.
-        tell: receives a `Check` whenever the accuracy is measured.
+        say: receives lines of progress.
     """
     sizes = sizes or ProbeSizes()
     started = time.perf_counter()
     torch.manual_seed(seed)
     model = build_model(task, memory, sizes)
-    accuracy, steps = train(model, task, distance, sizes, seed=seed, passes=passes, tell=tell)
+    accuracy, steps = train(model, task, distance, sizes, seed=seed, passes=passes, say=say)
     asked = task.part("test")
     by_distance = {d: score(model, asked, d, sizes.rows, passes).accuracy for d in distances}
     exact = score(model, asked, distance, sizes.rows, passes).exact
@@ -140,12 +113,12 @@ def train(
     seed: int = 0,
     passes: int = 1,
     bptt: int | None = None,
-    tell: Tell = unheard,
+    say: Say = silent,
 ) -> tuple[float, int]:
     """Train a model at one distance, until its accuracy is enough or the steps are over; return both.
 
     Args:
-        seed: of the episodes. bptt: segments that a gradient may cross; None for all.
+        seed: of the episodes. say: as in `probe`. bptt: segments that a gradient may cross; None for all.
     """
     loop = SegmentLoop(model, task.segment, distance + 1 if bptt is None else bptt, passes)
     optimizer = torch.optim.AdamW(model.parameters(), sizes.learning_rate, weight_decay=0.01)
@@ -156,7 +129,8 @@ def train(
         if step % sizes.check_every == 0 or step == sizes.steps:
             accuracy = score(model, task.part("valid"), distance, sizes.rows, passes).accuracy
             solved = accuracy >= sizes.enough
-            tell(Check(step, sizes.steps, loss.item(), distance, distance, accuracy, solved))
+            if solved or step % (LINES * sizes.check_every) == 0:
+                say(f"step {step:>5}/{sizes.steps}  loss {loss.item():.4f}  {100 * accuracy:.1f} % right")
             if solved:
                 break
     return accuracy, step

@@ -11,10 +11,8 @@ import datetime
 import itertools
 import json
 import multiprocessing
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from functools import partial
-from multiprocessing.connection import Connection
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,16 +25,11 @@ from cached_lab.training.run_lock import folder_lock
 from cached_transformers.files import json_text, write_whole
 from cached_transformers.interfaces.probing import Options
 
-from .protocol import News, ProbeSizes, Tell, probe
+from .protocol import ProbeSizes, probe
 from .settings import MODEL, setting
 from .tasks import ProbeTask
 
 Result = dict[str, Any]
-Hear = Callable[["Trial", News], object]
-_PAUSE = 0.1
-"""Seconds between two polls of the worker processes."""
-_telling: list[Connection] = []
-"""In a worker process: the connection to the main process."""
 
 
 class Trial(NamedTuple):
@@ -58,6 +51,10 @@ class Trial(NamedTuple):
         """Name for people."""
         arm = "" if self.arm == "far" else f", {self.arm}"
         return f"{self.task}: {self.arm if self.memory == 'none' else self.memory + arm}, seed {self.seed}"
+
+    def say(self, line: str) -> None:
+        """Print a line of progress, from any process."""
+        print(f"{self.name}: {line}", flush=True)
 
     def sentence(self, result: Result) -> str:
         """Return the result in a line."""
@@ -143,7 +140,7 @@ class Trials:
         task: ProbeTask = PROBES.create(name, **self._options(name))
         return task
 
-    def work(self, trial: Trial, settings: dict[str, Any], tell: Tell) -> Result:
+    def work(self, trial: Trial, settings: dict[str, Any]) -> Result:
         """Train one model, report its progress, and write its result."""
         torch.set_num_threads(1)
         task, distance = self.task(trial.task), self.distance
@@ -155,25 +152,18 @@ class Trials:
             sizes=ProbeSizes(**settings["sizes"]),
             passes=settings["passes"],
             distances=[other for other in range(1, 2 * distance + 1) if task.has(other)],
-            tell=tell,
+            say=trial.say,
         )
-        return self._write(trial, {"settings": settings, "chance": task.chance, **dataclasses.asdict(outcome)})
-
-    def _write(self, trial: Trial, result: Result) -> Result:
+        result = {"settings": settings, "chance": task.chance, **dataclasses.asdict(outcome)}
         path = self.folder / trial.path
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json_text(result))
         return result
 
-    def train(
-        self, trials: Sequence[Trial], jobs: int, hear: Hear = lambda trial, news: None
-    ) -> Generator[tuple[Trial, Result], None, None]:
+    def train(self, trials: Sequence[Trial], jobs: int) -> Generator[tuple[Trial, Result], None, None]:
         """Train some of them, `jobs` at a time, and yield each with its result.
 
         The workers end when one of them fails, when this process ends, and when the iterator is closed.
-
-        Args:
-            hear: receives the messages of each training, in this process and before its result is yielded.
 
         Raises:
             InUse: another process probes into the folder.
@@ -182,26 +172,20 @@ class Trials:
         with folder_lock(self.folder):
             if jobs == 1 or len(trials) < 2:
                 for trial in trials:
-                    yield trial, self.work(trial, settings[trial], partial(hear, trial))
+                    yield trial, self.work(trial, settings[trial])
                 return
-            yield from self._train_in_processes(settings, jobs, hear)
+            yield from self._train_in_processes(settings, jobs)
 
     def _train_in_processes(
-        self, settings: Mapping[Trial, dict[str, Any]], jobs: int, hear: Hear
+        self, settings: Mapping[Trial, dict[str, Any]], jobs: int
     ) -> Generator[tuple[Trial, Result], None, None]:
         context = multiprocessing.get_context("spawn")
         theirs, ours = context.Pipe(duplex=False)
-        heard, telling = context.Pipe(duplex=False)
-        with ProcessPoolExecutor(jobs, context, _begin_worker, (theirs, telling)) as pool:
+        with ProcessPoolExecutor(jobs, context, stop_with, (theirs,)) as pool:
             try:
-                running = {pool.submit(_work, self, trial, plan): trial for trial, plan in settings.items()}
-                while running:
-                    wait(running, _PAUSE, FIRST_COMPLETED)
-                    done = [future for future in running if future.done()]
-                    while heard.poll():  # messages sent before a result are in the pipe by now
-                        hear(*heard.recv())
-                    for future in done:
-                        yield running.pop(future), future.result()
+                running = {pool.submit(self.work, trial, plan): trial for trial, plan in settings.items()}
+                for future in as_completed(running):
+                    yield running[future], future.result()
             except BaseException:
                 ours.close()
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -230,12 +214,3 @@ class Trials:
         result = self.content(command)
         write_whole(self.folder / self.file, json_text(result))
         return result
-
-
-def _begin_worker(line: Connection, telling: Connection) -> None:
-    stop_with(line)
-    _telling.append(telling)
-
-
-def _work(trials: Trials, trial: Trial, settings: dict[str, Any]) -> Result:
-    return trials.work(trial, settings, lambda news: _telling[0].send((trial, news)))

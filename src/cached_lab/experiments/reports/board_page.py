@@ -96,7 +96,7 @@ def _circumstances(content: Mapping[str, Any]) -> str:
     return (
         f"{content['machine']}; torch {facts['torch']}, python {facts['python']}, {content['date']}, commit "
         f"{_commit(facts)}; trainings of commit {trained}.\n\n"
-        f'The board "{content["board"]}": {content["why"]}. Tasks: {", ".join(content["tasks"])}; '
+        f'The board "{content["board"]}". Tasks: {", ".join(content["tasks"])}; '
         f"{counted(content['seeds'], 'seed')}, {sizes['steps']} steps at most, "
         f"cue and question {trained_segments(content)} apart in training, by a curriculum; "
         f"then texts of up to {content['far']:,} tokens. A language model of {sizes['depth']} layers with "

@@ -1,31 +1,23 @@
-"""Tables of a comparison for the terminal, Markdown and HTML, and the page of one or several comparisons.
-
-All statements are computed from the numbers beside them.
-"""
+"""Tables of a comparison for the terminal, Markdown and HTML, and the page of one or several comparisons."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cached_transformers.files import write_whole
 
 from .blocks import Block, FactList, Heading, Picture, ReportTable, Rows
 from .figures.paper import FormPoint, accuracy_against_flops
-from .formatting import MINUS, Metric, counted, environment_text, short_count, short_p, short_seconds
+from .formatting import MINUS, Metric, environment_text, short_count, short_p, short_seconds
 from .markdown import to_markdown
 from .page import write_page
 from .probe_page import probe_blocks
 from .run_folder import StoredComparison, find_comparisons, read_comparison
 from .run_page import curves, gates
-from .terminal import show
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-SIGNIFICANCE = 0.05
 P_VALUES = {"p (uncorrected)": "p_value", "p (Holm)": "p_adjusted"}
 NOTES = (
     "Mean over seeds; in brackets the 95 % t interval. Last step: without choosing a checkpoint by validation. "
@@ -55,36 +47,6 @@ def write_markdown(folder: Path) -> Path:
     return path
 
 
-def print_statistics(
-    statistics: Rows,
-    metric: str,
-    split: str,
-    reference: str,
-    console: Console,
-    protocols: Mapping[str, str] | None = None,
-    *,
-    pairs: Rows = (),
-    rows_intervals: Mapping[str, tuple[float, float]] | None = None,
-    baselines: Mapping[str, float] | None = None,
-) -> None:
-    """Print the tables of variants and pairs.
-
-    Args:
-        statistics: rows of `statistics.summarise`. pairs: rows of `statistics.summarise_pairs`.
-        protocols: by variant, the way it was scored.
-        rows_intervals: by variant, the interval that the number of scored rows leaves. baselines: scores of guessers.
-    """
-    more = {"rows_interval": rows_intervals or {}, "protocol": protocols or {}}
-    variants = [{key: found.get(row["name"]) for key, found in more.items()} for row in statistics]
-    data = {"metric": metric, "split": split, "reference": reference, "baselines": baselines, "variants": variants}
-    show(console, *_tables(data, statistics, pairs))
-
-
-def print_cache_use(rows: Sequence[tuple[str, Rows]], metric: Metric, split: str, console: Console) -> None:
-    """Print the scores with the caches changed."""
-    show(console, *_cache_use(rows, metric, split))
-
-
 def _cache_use(rows: Sequence[tuple[str, Rows]], metric: Metric, split: str) -> list[Block]:
     """A table per variant, with a row for each change of the cache against "carry"."""
     data = {"metric": metric.name, "split": split, "reference": "carry", "variants": []}
@@ -110,41 +72,14 @@ def comparison_blocks(comparison: StoredComparison) -> list[Block]:
 
 
 def findings(comparison: StoredComparison) -> list[Block]:
-    """Title, circumstances, summary, and all tables."""
+    """Title, circumstances, and all tables."""
     data, metric = comparison.data, Metric(comparison.data["metric"])
     facts = {"command": data.get("command"), "date": data.get("date"), "seeds": ", ".join(map(str, data["seeds"]))}
     facts["environment"] = environment_text(data.get("environment"))
     found: list[Block] = [Heading(data["recipe"], 1), FactList(facts)]
-    found.append(comparison_summary(comparison.statistics, data["reference"], metric, data["split"], comparison.pairs))
     found += _tables(data, comparison.statistics, comparison.pairs)
     found.append(NOTES)
     return found + _cache_use(comparison.cache_use, metric, data["split"])
-
-
-def comparison_summary(statistics: Rows, reference: str, metric: Metric, split: str, pairs: Rows = ()) -> str:
-    """Sentences that the numbers support: the reference's mean, and one per difference.
-
-    A difference counts as shown if the paired t-test, corrected for the number of differences, falls below 0.05.
-    """
-    base = next(row for row in statistics if row["name"] == reference)
-    score = f"{metric.value(base['mean'])} {split} {metric.name}"
-    sentences = [f"{reference} reaches {score}, averaged over {counted(base['seeds'], 'seed')}."]
-    for row in pairs or [row for row in statistics if row["name"] != reference]:
-        difference, p, against = row["difference"], row["p_adjusted"], row.get("against", reference)
-        better = (difference["mean"] < 0) == metric.lower_is_better
-        size = metric.difference(difference["mean"]).lstrip("+" + MINUS)
-        side = f"{row['name']} is {size} {'better' if better else 'worse'} than {against}"
-        evidence = f"Holm's p {short_p(p)}"
-        if p is None:
-            sentences.append(f"{side} on average; no test can be made ({row['note']}).")
-        elif p < SIGNIFICANCE:
-            sentences.append(f"{side}, more than chance between seeds explains ({evidence}).")
-        else:
-            sentences.append(
-                f"Between {row['name']} and {against} no difference can be shown with {counted(row['seeds'], 'seed')} "
-                f"({evidence}); that is not evidence that they are equal."
-            )
-    return " ".join(sentences)
 
 
 def _tables(data: Mapping[str, Any], statistics: Rows, pairs: Rows) -> list[Block]:
