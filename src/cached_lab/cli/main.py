@@ -12,7 +12,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any, NoReturn
 
 from cached_lab.training.interruption import Interrupted, RunFailed, Stopped, ended_by_signals
@@ -76,8 +75,28 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cached-transformers {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, example in EXAMPLES.items():
-        module = import_module(f".{name}", __package__)
+    from . import (
+        benchmark,
+        compare,
+        convert,
+        detect,
+        evaluate,
+        explain,
+        generate,
+        leaderboard,
+        plan,
+        plot,
+        probe,
+        reproduce,
+        stream,
+        train,
+    )
+    from . import list as listing  # here, so that a package that lacks is named by `main`
+    from . import translate as translation
+
+    commands = (listing, explain, train, evaluate, detect, translation, plan, compare, reproduce, plot, probe)
+    for module in (*commands, leaderboard, stream, generate, convert, benchmark):
+        example = EXAMPLES[module.__name__.rpartition(".")[2]]
         if hasattr(module, "add_parser"):
             module.add_parser(subparsers)
         else:

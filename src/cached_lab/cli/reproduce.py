@@ -37,6 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     name, scale, rows, command = arguments.reproduction, arguments.scale, arguments.rows, command_line()
     if name in MEASURED:
+        if arguments.data is not None or arguments.seeds != "3":
+            raise ValueError(f"{name} trains nothing and reads no data; drop --data and --seeds")
         folder = arguments.out or Path("runs") / f"{name}_{scale}"
         print(measure(scale, rows, arguments.overrides, folder, command))
         print(f"written: {folder / 'throughput.md'}")
