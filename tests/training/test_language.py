@@ -48,7 +48,7 @@ def test_it_learns(tmp_path, text, memory):
     assert trainer.best["bits_per_byte"] < 0.8 * unigram
 
 
-@pytest.mark.parametrize("options", [(), ("data.reset=document", "data.shuffle=true", "data.holdout=file")])
+@pytest.mark.parametrize("options", [(), ("data.reset=document", "data.shuffle=true")])
 def test_what_a_step_computes_is_what_a_plain_loop_computes(tmp_path, text, options):
     """Twin: streams cut by hand, the model called segment by segment with the state of the step before."""
     trainer = make(tmp_path / "run", text, "model.dropout=0.0", "training.steps=3", "training.log_every=1", *options)

@@ -123,7 +123,6 @@ def test_a_model_may_have_room_for_more_classes_than_the_data(tmp_path, mixup):
     ("settings", "message"),
     [
         ({"mixup": -1.0}, "training.mixup=-1.0 must not be negative"),
-        ({"cutmix_share": 2.0}, r"training.cutmix_share=2.0 must lie in \[0, 1\]"),
         ({"ema_decay": 1.0}, r"training.ema_decay=1.0 must lie in \[0, 1\), or be null"),
         ({"repeats": 0}, "training.repeats=0 must be at least 1"),
     ],

@@ -170,10 +170,6 @@ def test_a_changed_byte_in_a_share_is_found(folder: Path) -> None:
     assert read_checkpoint(path).step == 6
 
 
-def test_several_processes_need_a_way_to_train_together(seen: list[dict[str, Any]]) -> None:
-    assert "parallel='none' is for one process, not for 2; use ddp or fsdp" in seen[0]["none"]
-
-
 @pytest.mark.parametrize("option", [{"precision": "float16"}, {"compile": True}])
 def test_what_does_not_go_with_it_is_refused(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"training\.parallel='fsdp'"):

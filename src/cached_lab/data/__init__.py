@@ -6,7 +6,6 @@
 - text_files, text: texts on disk; a corpus as token ids
 - tokenizers, subwords: tokenizers of a text, and of pairs of texts
 - pairs, huggingface: source and target; data sets of the Hugging Face hub
-- shard_order: a resumable order of items in shards, for data that exceed a disk
 """
 
 from __future__ import annotations

@@ -40,11 +40,8 @@ class TrainingConfig:
     mixup: float = 0.0
     """Images: alpha of mixup (arXiv:1710.09412), the mean of two images and of their labels; 0 for none."""
     cutmix: float = 0.0
-    """Images: alpha of CutMix (arXiv:1905.04899), a patch of one image in another; 0 for none."""
-    mix_probability: float = 1.0
-    """Share of steps with mixup or CutMix, if either is on."""
-    cutmix_share: float = 0.5
-    """Share of these steps with CutMix, if both are on."""
+    """Images: alpha of CutMix (arXiv:1905.04899), a patch of one image in another; 0 for none. With both, each mixes
+    half of the steps."""
     repeats: int = 1
     """Copies of each row in a batch, each with other augmentation (repeated augmentation)."""
     ema_decay: float | None = None
@@ -59,9 +56,9 @@ class TrainingConfig:
     """bfloat16 and float16 use autocast; float16 adds loss scaling and needs CUDA."""
     activation_checkpointing: bool = False
     compile: bool = False
-    parallel: Literal["ddp", "fsdp", "none"] = "ddp"
+    parallel: Literal["ddp", "fsdp"] = "ddp"
     """Several processes of torchrun: ddp averages gradients of whole models; fsdp also shards weights, gradients and
-    optimiser states (`training/sharding.py`); none refuses them. It has no effect on one process."""
+    optimiser states (`training/sharding.py`). It has no effect on one process."""
     pipeline: int = 1
     """Text: processes that share the segments of each row (`SegmentPipeline`); torchrun starts a multiple of them."""
     device: str = "auto"
@@ -122,7 +119,7 @@ class TrainingConfig:
             (_COUNTS, lambda value: value >= 1, "must be at least 1"),
             (("save_every", "evaluation_batch_size", "batch_tokens"), lambda value: value is None or value >= 1, null),
             (("seed", "workers", "mixup", "cutmix", "recall"), lambda value: value >= 0, "must not be negative"),
-            (("mix_probability", "cutmix_share", "reset_rows"), lambda value: 0 <= value <= 1, "must lie in [0, 1]"),
+            (("reset_rows",), lambda value: 0 <= value <= 1, "must lie in [0, 1]"),
             (("clip_norm",), lambda value: value is None or value > 0, "must be positive, or null"),
             (("label_smoothing",), lambda value: 0 <= value < 1, "must lie in [0, 1)"),
             (("ema_decay",), lambda value: value is None or 0 <= value < 1, "must lie in [0, 1), or be null"),

@@ -6,7 +6,6 @@ Legend: B rows, K classes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from cached_lab.tasks.classification.scores import averages, score_width, sums
 from cached_lab.training.config import RunConfig
 from cached_lab.training.distributed import World
 from cached_lab.training.loader import TrainingOrder, to_device
-from cached_lab.training.run_files import TOKENIZER, check_tokenizer
 from cached_lab.training.settings import make_curriculum
 from cached_lab.training.task import Arguments, Scores, Task, sums_of
 from cached_transformers.loops.curriculum import AdaptiveCurriculum
@@ -113,21 +111,9 @@ class DocumentClassification(Task):
             self.curriculum.stage = int(state[STAGE])
 
     @classmethod
-    def baselines(cls, train: Any, scored: Any, metric: str) -> dict[str, float] | None:
-        """Accuracies, for any metric."""
-        return scored.baselines(train) if hasattr(scored, "baselines") else None
-
-    @classmethod
     def example_inputs(cls, dataset: DocumentDataset, config: RunConfig) -> Arguments:
         """The first segment of the first document, for the cost of a segment."""
         return (dataset[0][0][None, : dataset.segment_length],), {}
-
-    def files(self) -> dict[str, bytes]:
-        return {} if self.data.tokenizer is None else {TOKENIZER: self.data.tokenizer.dump()}
-
-    def check_continued(self, folder: Path) -> None:
-        if self.data.tokenizer is not None:
-            check_tokenizer(folder, self.data.tokenizer)
 
 
 def check(config: RunConfig, model: nn.Module, data: DocumentDataset) -> None:

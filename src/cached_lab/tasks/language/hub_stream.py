@@ -24,15 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cached_lab.data.huggingface import HubShards, load_from_hub
+from cached_lab.data.huggingface import load_from_hub
 from cached_lab.data.samples import Sample
-from cached_lab.data.shard_order import Dealer, ShardSet, as_tensor, from_tensor
 from cached_lab.data.splits import check_choice, check_split
 from cached_lab.data.text import RESETS, TextDataset, encoded
 from cached_lab.data.tokenizers import Tokenizer, check_kind, train_tokenizer
 from cached_lab.registries import DATASETS
 from cached_transformers.checks import at_least_one
 
+from .shard_order import Dealer, HubShards, as_tensor, from_tensor
 from .streams import IGNORED, StreamBatch
 
 VOCABULARY_DOCUMENTS = 10_000
@@ -183,7 +183,7 @@ class StreamedRows:
 
     def __init__(
         self,
-        data: ShardSet[str],
+        data: HubShards,
         tokenizer: Tokenizer,
         rows: int,
         length: int,
