@@ -137,18 +137,10 @@ def _tiny_imagenet(folder: Path) -> None:
     written(folder, {"val/val_annotations.txt": listed.encode(), "words.txt": b"n01\tcat, feline\nn02\tdog\n"})
 
 
-def _cifar(label_bytes: int) -> Callable[[Path], None]:
-    def records(count: int) -> bytes:
-        pixels = (bytes((number * 7 + p) % 256 for p in range(3072)) for number in range(count))
-        return b"".join(bytes([number % 2] * label_bytes) + row for number, row in enumerate(pixels))
-
-    def make(folder: Path) -> None:
-        names = ("data_batch_1", "test_batch") if label_bytes == 1 else ("train", "test")
-        written(folder, {f"{name}.bin": records(6) for name in names})
-        if label_bytes == 2:
-            written(folder, {"fine_label_names.txt": "".join(f"c{number}\n" for number in range(100)).encode()})
-
-    return make
+def _cifar(folder: Path) -> None:
+    pixels = (bytes((number * 7 + p) % 256 for p in range(3072)) for number in range(6))
+    records = b"".join(bytes([number % 2]) + row for number, row in enumerate(pixels))
+    written(folder, {f"{name}.bin": records for name in ("data_batch_1", "test_batch")})
 
 
 def _coco(archive: bool) -> Callable[[Path], None]:
@@ -236,8 +228,7 @@ SOURCES: dict[str, Source] = {
     "image_shards_tar": Source("image_shards", _shards("tar"), "", {**_SHARDS, "label": "tar", "bad_files": "skip"}),
     "imagenet": Source("imagenet", _imagenet, "", {"image_size": 8, "bad_files": "skip"}),
     "tiny_imagenet": Source("tiny_imagenet", _tiny_imagenet, "", {**_IMAGES, "bad_files": "skip"}),
-    "cifar10": Source("cifar10", _cifar(1), "", {"validation_fraction": 0.4}),
-    "cifar100": Source("cifar100", _cifar(2), "", {"validation_fraction": 0.4}),
+    "cifar10": Source("cifar10", _cifar, "", {"validation_fraction": 0.4}),
     "coco": Source("coco", _coco(False), "", {"test": "val2017"}),
     "coco_zip": Source("coco", _coco(True), "coco.zip", {"test": "val2017"}),
     "listops_tsv": Source("listops_tsv", _listops),
@@ -256,4 +247,4 @@ SOURCES: dict[str, Source] = {
     "iwslt14": Source("iwslt14", _pairs(".xz"), "", {"vocabulary_size": 270, "max_length": 64}),
     "denoising": Source("denoising", _texts(".gz"), "", {"tokenizer": "word", "max_length": 16}),
 }  # fmt: skip
-"""By what a case calls it. `listops` and `digits` read no file; the hub's two are read by a library."""
+"""By what a case calls it. `listops` and `digits` read no file; the hub's is read by a library."""

@@ -5,7 +5,7 @@
 - image_files: image files to pictures
 - text_files, text: texts on disk; a corpus as token ids
 - tokenizers, subwords: tokenizers of a text, and of pairs of texts
-- pairs, huggingface: source and target; data sets of the Hugging Face hub
+- pairs: source and target
 """
 
 from __future__ import annotations
