@@ -22,19 +22,12 @@ from cached_lab.tasks.recipes import load_config
 from cached_lab.training.metrics import read_metrics
 from cached_lab.training.settings import TrainingConfig
 from cached_transformers.loops.segments import SegmentLoop
-from cached_transformers.state import from_tensors, named_tensors
+from cached_transformers.state import detach, from_tensors, map_state, named_tensors
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 
-@pytest.fixture
-def no_report(monkeypatch) -> None:
-    """Runs of this process draw no report of theirs, which takes longer than their few steps."""
-    monkeypatch.setattr("cached_lab.experiments.run.write_report", lambda *_: None)
-
-
-@pytest.mark.parametrize("memory", ["transformer_xl", "null"])
-def test_it_learns(tmp_path, text, memory):
+def test_it_learns(tmp_path, text):
     trainer = fitted(
         tmp_path / "run",
         text,
@@ -42,7 +35,6 @@ def test_it_learns(tmp_path, text, memory):
         "training.evaluate_every=200",
         "model.dropout=0.0",
         "model.width=32",
-        f"model.memory={memory}",
     )
     unigram = trainer.task.validation.baselines(trainer.task.validation)["unigram"]["bits_per_byte"]
     assert trainer.best["bits_per_byte"] < 0.8 * unigram
@@ -72,7 +64,7 @@ def test_what_a_step_computes_is_what_a_plain_loop_computes(tmp_path, text, opti
             inputs, targets = (torch.tensor([tokens[b + o : b + o + 8] for b in begin]) for o in (0, 1))
             logits, state, _ = twin(inputs, state)
             total = total + torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-            state = map_detached(state)
+            state = detach(state)
         (total / 64).backward()
         torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
         optimizer.step()
@@ -85,16 +77,10 @@ def test_what_a_step_computes_is_what_a_plain_loop_computes(tmp_path, text, opti
         torch.testing.assert_close(tensor, other, rtol=1e-4, atol=1e-4, msg=name)
 
 
-def map_detached(state):
-    from cached_transformers.state import detach
-
-    return detach(state)
-
-
 def test_accumulation_does_not_change_what_is_learned(tmp_path, text):
     # 12 steps are more than an epoch, so that the last step with its padding is among them.
     # SGD: the bias of the keys has no gradient but rounding, which Adam would blow up.
-    options = ("model.dropout=0.0", "training.segments=32", "training.bptt=2", "optimizer.name=sgd")
+    options = ("model.dropout=0.0", "training.segments=12", "training.bptt=2", "optimizer.name=sgd")
     options += ("training.reset_rows=0.5",)
     whole = fitted(tmp_path / "a", text, *options)
     assert (
@@ -147,7 +133,7 @@ def test_a_step_that_is_skipped_leaves_the_state_as_it_was(tmp_path, text, monke
         calls.append(0)
         if len(calls) == 8:  # the second piece of the fourth step
             kept.extend(trainer.task._states)
-            return loss * math.nan, type(state)(*(map_nan(part) for part in state))
+            return loss * math.nan, map_state(lambda t: t * math.nan if t.is_floating_point() else t, state)
         if len(calls) == 9:
             assert arguments[2] is kept[0]
         return loss, state
@@ -193,12 +179,6 @@ def test_the_rows_to_empty_are_a_share_and_a_function_of_seed_and_step():
     assert rows_to_empty(TrainingConfig(reset_rows=1.0, segments=2), 0).all()
 
 
-def map_nan(state):
-    from cached_transformers.state import map_state
-
-    return map_state(lambda t: torch.full_like(t, math.nan) if t.is_floating_point() else t, state)
-
-
 # ------------------------------------------------------------------------------------------------------------- resume
 
 
@@ -232,7 +212,7 @@ def test_a_state_of_another_memory_is_refused(tmp_path, text):
         other.task.load_state_dict(trainer.task.state_dict())
 
 
-@pytest.mark.usefixtures("no_report")
+@pytest.mark.usefixtures("no_run_reports")
 def test_two_processes_follow_the_curve_of_one(tmp_path, text):
     file = tmp_path / "language.yaml"
     options = ("training.accumulate=2", "training.evaluation_batch_size=3", "training.reset_rows=0.3")
@@ -285,7 +265,7 @@ def test_train_evaluate_and_report(tmp_path, text, capsys):
     )
 
 
-@pytest.mark.usefixtures("no_report")
+@pytest.mark.usefixtures("no_run_reports")
 def test_compare_takes_the_lower_perplexity_for_the_better(tmp_path, text, capsys):
     file = tmp_path / "language.yaml"
     tree = recipe(text, "data.tokenizer=word", "training.metric=perplexity", "training.steps=2")
@@ -312,7 +292,6 @@ def test_compare_takes_the_lower_perplexity_for_the_better(tmp_path, text, capsy
             "take language_model, not 'sequence_classifier'",
         ),
         ("training.evaluation_batch_size=9999", "a batch of 9999 rows exceeds the"),
-        ("training.accumulate=3", "training.batch_size=4 must be a multiple of training.accumulate=3"),
         ("training.bptt=3", "training.bptt=3 must not exceed training.segments=2"),
         (
             "training={bptt: 2, segments: 2, bptt_window: sliding, compile: true}",
@@ -320,11 +299,8 @@ def test_compare_takes_the_lower_perplexity_for_the_better(tmp_path, text, capsy
         ),
         ("training={bptt: 2, segments: 2, bptt_window: sliding, passes: 2}", "does not go with training.passes=2"),
         ("training.reset_rows=1.5", "training.reset_rows=1.5 must lie in [0, 1]"),
-        ("training.segment_length=0", "training.segment_length=0 must be at least 1"),
         ("evaluation.segment_length=0", "evaluation.segment_length=0 must be at least 1"),
         ("evaluation.memory=keep", "evaluation.memory='keep' must be one of 'carry', 'reset', 'shuffle'"),
-        ("data.tokenizer=bites", "unknown tokenizer 'bites'"),
-        ("data.path=nowhere", "nowhere does not exist"),
         ("data={name: digits}", "training.metric='bits_per_byte' does not suit classification"),
     ],
 )
@@ -338,7 +314,7 @@ def test_bad_input_ends_with_status_2(tmp_path, text, capsys, override, message)
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("no_report")
+@pytest.mark.usefixtures("no_run_reports")
 def test_a_run_of_a_text_recipe(tmp_path, text):
     options = ["training.steps=2", "schedule.warmup_steps=1", "training.batch_size=2", "training.tensorboard=false"]
     small = [(f"lm_wikitext2_small_{memory}", text) for memory in ("xl", "memorizing")]

@@ -226,18 +226,6 @@ def test_going_back_to_a_named_checkpoint_repeats_the_run(tmp_path):
     assert len(list((tmp_path / "checkpoints").glob("superseded_*"))) == 2
 
 
-def test_a_run_with_a_shared_cache_resumes_to_the_bit(tmp_path):
-    options = ["model.width=16", "model.depth=2", "model.heads=2", "model.feed_forward=16", "training.evaluate_every=3"]
-    options += ["schedule.name=constant", "schedule.warmup_steps=0", "training.tensorboard=false"]
-    for folder, steps in (("parts", 5), ("parts", 10), ("whole", 10)):
-        run_training(load_config("digits_vit_grc", [*options, f"training.steps={steps}"]), tmp_path / folder)
-    # Both evaluate at their last step, the one stopped in between also at step 5.
-    paths = [tmp_path / folder / "checkpoints" / "step_00000010" for folder in ("parts", "whole")]
-    parts, whole = (read_checkpoint(path).weights for path in paths)
-    assert any("cache" in name and value.abs().max() > 0 for name, value in whole.items())
-    assert_equal(parts, whole)
-
-
 SMALL = ["model.width=16", "model.depth=2", "model.heads=2", "model.feed_forward=16", "training.steps=4"]
 SMALL += ["schedule.warmup_steps=1", "training.tensorboard=false", "training.log_every=1"]
 

@@ -6,7 +6,6 @@ The trainer knows steps, files and signals; a task knows its data, loss, state b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from .config import RunConfig
 from .distributed import World, wrap
 from .loader import Share, evaluation_batches, training_batches
-from .run_files import TOKENIZER, check_tokenizer
+from .run_files import TOKENIZER
 from .sharding import Shards
 
 Scores = dict[str, Any]
@@ -132,11 +131,6 @@ class Task:
     def results(self) -> Mapping[str, bytes]:
         """Return files about the split scored last, by name; on the main process."""
         return {}
-
-    def check_continued(self, folder: Path) -> None:
-        """Refuse data with another tokenizer than that of the run in this folder (ValueError)."""
-        if (tokenizer := getattr(self.data, "tokenizer", None)) is not None:
-            check_tokenizer(folder, tokenizer)
 
     def _loaded(self, order: Any, step: int, pin_memory: bool = True) -> Iterator[Any]:
         """Yield batches in an order from a step on, pinned for a GPU if asked."""
