@@ -10,7 +10,6 @@ import pytest
 import torch
 from data.pictures import write_tar
 
-from cached_lab.tasks import create_dataset
 from cached_lab.tasks.classification.images.cifar import CIFAR10, CLASSES, RECORD_BYTES
 from cached_lab.tasks.classification.images.cifar import records as read
 
@@ -70,8 +69,8 @@ def test_an_augmented_image_is_a_window_of_the_padded_one_mirrored_or_not(folder
 
 def test_original_pixels(shared):
     source = shared / "data" / "cifar10"
-    train, test = (CIFAR10(split, path=source) for split in ("train", "test"))
-    assert np.bincount(train.labels).tolist() == [900] * 10 and np.bincount(test.labels).tolist() == [500] * 10
+    test = CIFAR10("test", path=source)
+    assert np.bincount(test.labels).tolist() == [500] * 10
     assert list(CLASSES) == (source / "batches.meta.txt").read_text().split()
     pixels = torch.stack([test.pixels(index) for index in range(0, len(test), 5)]) / 255
     assert pixels.mean((0, 2, 3)).tolist() == pytest.approx(test.mean, abs=0.01)
@@ -103,16 +102,3 @@ def test_damage_is_named(folder):
     (folder / "test_batch.bin").unlink()
     with pytest.raises(FileNotFoundError, match=r"test_batch.*bin.xz"):
         CIFAR10("test", path=folder)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"split": "val"}, "unknown split 'val'"),
-        ({"validation_fraction": 1.5}, r"validation_fraction=1.5 must lie in \[0, 1\)"),
-        ({"split": "validation", "validation_fraction": 0}, "leaves split 'validation' empty"),
-    ],
-)
-def test_options(folder, options, message):
-    with pytest.raises(ValueError, match=message):
-        create_dataset("cifar10", **{"split": "train", "path": folder, **options})

@@ -15,6 +15,7 @@ import yaml
 from made import folder
 from PIL import Image
 from pycocotools import mask as codes
+from training.same_run import assert_same_tree, final
 
 from cached_lab.cli.main import main
 from cached_lab.experiments.load import load_run
@@ -114,9 +115,8 @@ def test_resuming_is_exact(trained, data, tmp_path):
     tree, (whole, _), parts = recipe(data), trained, tmp_path / "parts"
     run_training(config_from_dict({**tree, "training": {**tree["training"], "steps": 2}}), parts)
     run_training(config_from_dict(tree), parts)
-    left, right = (Checkpoints(f / "checkpoints").newest_valid()[0].weights for f in (whole, parts))
-    assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-    assert any(name.endswith("cache_MC") and value.any() for name, value in left.items())
+    assert_same_tree(final(parts).weights, final(whole).weights)
+    assert any(name.endswith("cache_MC") and value.any() for name, value in final(whole).weights.items())
 
 
 @pytest.mark.usefixtures("no_run_reports")

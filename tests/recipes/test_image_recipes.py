@@ -112,7 +112,7 @@ def test_they_train_two_steps_on_made_data_of_the_right_shape(name, imagenet, tm
     monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
     wide = load_config(name).data["name"] == "image_shards"
     data = [f"data.path={imagenet / '22k' if wide else imagenet}", *(["data.validation_fraction=0.25"] if wide else [])]
-    batch = 6 if "swin" not in name else 2
+    batch = 6 if "swin" not in name else 4
     training = ["training.steps=2", f"training.batch_size={batch}", "training.workers=0", "training.evaluate_every=2"]
     training += ["training.device=cpu", "training.tensorboard=false", "training.log_every=1", "schedule.warmup_steps=1"]
     training += ["training.evaluation_batch_size=6", "training.precision=float32"]

@@ -27,6 +27,11 @@ from cached_transformers.state import detach, from_tensors, map_state, named_ten
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 
+@pytest.fixture
+def no_report(monkeypatch) -> None:
+    monkeypatch.setattr("cached_lab.experiments.run.write_report", lambda *_: None)
+
+
 def test_it_learns(tmp_path, text):
     trainer = fitted(
         tmp_path / "run",
@@ -185,7 +190,6 @@ def test_the_rows_to_empty_are_a_share_and_a_function_of_seed_and_step():
 @pytest.mark.parametrize(
     "options",
     [
-        (),
         ("training.accumulate=2", "data.reset=document", "data.shuffle=true", "training.reset_rows=0.3"),
         (
             "training.segments=3",
@@ -212,7 +216,7 @@ def test_a_state_of_another_memory_is_refused(tmp_path, text):
         other.task.load_state_dict(trainer.task.state_dict())
 
 
-@pytest.mark.usefixtures("no_run_reports")
+@pytest.mark.usefixtures("no_report")
 def test_two_processes_follow_the_curve_of_one(tmp_path, text):
     file = tmp_path / "language.yaml"
     options = ("training.accumulate=2", "training.evaluation_batch_size=3", "training.reset_rows=0.3")
@@ -265,7 +269,7 @@ def test_train_evaluate_and_report(tmp_path, text, capsys):
     )
 
 
-@pytest.mark.usefixtures("no_run_reports")
+@pytest.mark.usefixtures("no_report")
 def test_compare_takes_the_lower_perplexity_for_the_better(tmp_path, text, capsys):
     file = tmp_path / "language.yaml"
     tree = recipe(text, "data.tokenizer=word", "training.metric=perplexity", "training.steps=2")
@@ -314,7 +318,7 @@ def test_bad_input_ends_with_status_2(tmp_path, text, capsys, override, message)
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("no_run_reports")
+@pytest.mark.usefixtures("no_report")
 def test_a_run_of_a_text_recipe(tmp_path, text):
     options = ["training.steps=2", "schedule.warmup_steps=1", "training.batch_size=2", "training.tensorboard=false"]
     small = [(f"lm_wikitext2_small_{memory}", text) for memory in ("xl", "memorizing")]

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from .dataset import Batch, LabelledDataset, majority_accuracy
+from .dataset import Batch, LabelledDataset
 from .image_files import BadFile
 from .splits import SPLITS, stratified_split
 from .store import cache_folder
@@ -23,6 +23,5 @@ __all__ = [
     "LabelledDataset",
     "TextDataset",
     "cache_folder",
-    "majority_accuracy",
     "stratified_split",
 ]

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from cached_transformers.checks import comparing_lengths
-from cached_transformers.loops.curriculum import AdaptiveCurriculum, Curriculum
+from cached_transformers.loops.curriculum import AdaptiveCurriculum
 
 from .scores import Score
 
@@ -102,10 +102,8 @@ class TrainingConfig:
     curriculum: tuple[int, ...] | None = None
     """Documents: largest number of segments in each stage; every step draws one from 1 to it. null reads documents as
     long as they are."""
-    steps_each: int | tuple[int, ...] | None = None
-    """Documents: steps of every stage, or of each; the last stage continues to the end."""
     solved: float | None = None
-    """Documents, instead of `steps_each`: validation accuracy, at the stage's longest documents, that ends a stage."""
+    """Documents: validation accuracy, at the stage's longest documents, that ends a stage; the last stage continues."""
     replay: bool = False
     """Documents: keep the activations of one segment only, and recompute segments for their gradient (`ReplayLoop`)."""
     max_bad_steps: int = 10
@@ -154,20 +152,14 @@ class TrainingConfig:
     def _check_curriculum(self) -> None:
         if self.curriculum is None:
             return
-        if (given := (self.steps_each is not None) + (self.solved is not None)) != 1:
+        if self.solved is None:
             raise ValueError(
-                f"training.curriculum={list(self.curriculum)} needs either training.steps_each (steps of a stage) or "
-                f"training.solved (an accuracy that ends it); {given} are given"
+                f"training.curriculum={list(self.curriculum)} needs training.solved, an accuracy that ends a stage"
             )
         try:
-            found = make_curriculum(self)
+            make_curriculum(self)
         except ValueError as error:
             raise ValueError(f"training.curriculum: {error}") from None
-        if isinstance(found, Curriculum) and (before := sum(found.steps[:-1])) >= self.steps:
-            raise ValueError(
-                f"training.steps={self.steps} end before the last stage of training.curriculum, which begins after "
-                f"{before}; raise training.steps, or lower training.steps_each"
-            )
 
     @property
     def evaluation_rows(self) -> int:
@@ -210,11 +202,8 @@ class EvaluationConfig:
         comparing_lengths(**{"evaluation.length_penalty": self.length_penalty})
 
 
-def make_curriculum(settings: TrainingConfig) -> Curriculum | AdaptiveCurriculum | None:
+def make_curriculum(settings: TrainingConfig) -> AdaptiveCurriculum | None:
     """Return the curriculum of the settings, if any (ValueError: its numbers do not fit each other)."""
-    if settings.curriculum is None:
+    if settings.curriculum is None or settings.solved is None:
         return None
-    if settings.solved is not None:
-        return AdaptiveCurriculum(settings.curriculum, settings.solved, seed=settings.seed)
-    assert settings.steps_each is not None
-    return Curriculum(settings.curriculum, settings.steps_each, seed=settings.seed)
+    return AdaptiveCurriculum(settings.curriculum, settings.solved, seed=settings.seed)

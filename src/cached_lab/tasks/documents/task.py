@@ -19,7 +19,6 @@ from cached_lab.training.distributed import World
 from cached_lab.training.loader import TrainingOrder, to_device
 from cached_lab.training.settings import make_curriculum
 from cached_lab.training.task import Arguments, Scores, Task, sums_of
-from cached_transformers.loops.curriculum import AdaptiveCurriculum
 from cached_transformers.models.sequence_classifier import SequenceClassifier
 
 from .dataset import DocumentDataset
@@ -85,7 +84,7 @@ class DocumentClassification(Task):
     def evaluate(self, model: nn.Module, dataset: DocumentDataset) -> tuple[Scores, list[dict[str, float]]]:
         """Scores of whole documents; for validation also those of the current stage."""
         scores = self._scored(model, dataset, None)
-        if isinstance(self.curriculum, AdaptiveCurriculum) and dataset is self.validation:
+        if self.curriculum is not None and dataset is self.validation:
             longest = self.curriculum.largest()
             whole = longest >= dataset.segments
             accuracy = scores["accuracy"] if whole else self._scored(model, dataset, longest)["accuracy"]
@@ -97,17 +96,15 @@ class DocumentClassification(Task):
         return evaluate_documents(model, dataset, self.world, settings.evaluation_rows, settings.passes, segments)
 
     def validated(self, scores: Scores) -> None:
-        if isinstance(self.curriculum, AdaptiveCurriculum):
+        if self.curriculum is not None:
             self.curriculum.scored(scores["stage_accuracy"])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The stage of an adaptive curriculum; the stage of another follows from the step."""
-        if not isinstance(self.curriculum, AdaptiveCurriculum):
-            return {}
-        return {STAGE: torch.tensor(self.curriculum.stage)}
+        """The stage of the curriculum."""
+        return {} if self.curriculum is None else {STAGE: torch.tensor(self.curriculum.stage)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        if isinstance(self.curriculum, AdaptiveCurriculum):
+        if self.curriculum is not None:
             self.curriculum.stage = int(state[STAGE])
 
     @classmethod

@@ -4,10 +4,6 @@ In the webdataset layout (github.com/webdataset/webdataset) the members of an ex
 dot: `0001.jpg`, `0001.cls`. Every shard is indexed once (`data/archives.py`); examples are then read by offset, so that
 data order, resume and workers are those of every other data set. The index holds numbers only: fourteen million images
 take some 350 MB.
-
-webdataset shuffles in a buffer, so that the order depends on the number of workers (seen with 1.0.2) and an epoch
-cannot be resumed in its middle; it knows labels too late for stratified splits, and notices a truncated shard only when
-it is read. Hugging Face `datasets` copies the shards into its own files.
 """
 
 from __future__ import annotations
