@@ -9,8 +9,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from cached_lab.tasks.detection.detector import make_body
-from cached_lab.tasks.detection.pretrained import load_backbone
+from cached_lab.tasks.detection.detector import load_backbone, make_body
 from cached_transformers import add_memory, create_model
 from cached_transformers.extras import require
 from cached_transformers.memories.grc.shared_cache import caches

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import pairs
 import pytest
 import torch
 import yaml
@@ -151,19 +148,8 @@ def test_two_processes_follow_the_curve_of_one(data, tmp_path):
     tree["optimizer"] = {"name": "sgd", "learning_rate": 1e-2}
     path = tmp_path / "made.yaml"
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    source = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
-    for processes in (1, 2):
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command = [sys.executable, *(launcher if processes > 1 else []), "-m", "cached_lab.cli.main"]
-        done = subprocess.run(
-            [*command, "train", str(path), "--out", str(tmp_path / str(processes))],
-            env={**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+    assert main(["train", str(path), "--out", str(tmp_path / "1")]) == 0
+    pairs.commands(["train", str(path), "--out", str(tmp_path / "2")], tmp_path / "meeting")
     curves = [read_metrics(tmp_path / str(n) / "metrics.jsonl") for n in (1, 2)]
     assert len(curves[0]) == len(curves[1]) == 5
     for left, right in zip(*curves, strict=True):

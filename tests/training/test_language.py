@@ -36,8 +36,9 @@ def test_it_learns(tmp_path, text):
     trainer = fitted(
         tmp_path / "run",
         text,
-        "training.steps=200",
-        "training.evaluate_every=200",
+        "training.steps=100",
+        "training.evaluate_every=100",
+        "optimizer.learning_rate=0.02",
         "model.dropout=0.0",
         "model.width=32",
     )
@@ -296,14 +297,11 @@ def test_compare_takes_the_lower_perplexity_for_the_better(tmp_path, text, capsy
             "take language_model, not 'sequence_classifier'",
         ),
         ("training.evaluation_batch_size=9999", "a batch of 9999 rows exceeds the"),
-        ("training.bptt=3", "training.bptt=3 must not exceed training.segments=2"),
         (
             "training={bptt: 2, segments: 2, bptt_window: sliding, compile: true}",
             "does not go with training.compile=True",
         ),
         ("training={bptt: 2, segments: 2, bptt_window: sliding, passes: 2}", "does not go with training.passes=2"),
-        ("training.reset_rows=1.5", "training.reset_rows=1.5 must lie in [0, 1]"),
-        ("evaluation.segment_length=0", "evaluation.segment_length=0 must be at least 1"),
         ("evaluation.memory=keep", "evaluation.memory='keep' must be one of 'carry', 'reset', 'shuffle'"),
         ("data={name: digits}", "training.metric='bits_per_byte' does not suit classification"),
     ],
