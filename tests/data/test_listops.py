@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
+from functools import cache
 from itertools import chain, islice
 from statistics import mean
 
@@ -24,6 +25,12 @@ SMALL = {"max_depth": 4, "max_args": 4, "min_length": 10, "max_length": 64}
 
 def sample(count: int, seed: int | str = 0, **shape: int) -> list[Expression]:
     return list(islice(generate_trees(seed, **shape), count))
+
+
+@cache
+def arena() -> list[Expression]:
+    """Expressions of the arena's shape."""
+    return sample(4000)
 
 
 def children(tokens: list[str]) -> list[str]:
@@ -78,7 +85,7 @@ class TestGenerator:
 
     def test_distribution_of_the_arena(self):
         """Facts of an independent implementation of the rule on 40,000 expressions."""
-        expressions = sample(3000)
+        expressions = arena()[:3000]
         tokens = [to_tokens(expression.tokens) for expression in expressions]
         assert mean(map(len, tokens)) == pytest.approx(1035, abs=35)
         deciles = sorted(map(len, tokens))[300::1200][:3]
@@ -188,7 +195,7 @@ class TestBaselines:
 
     def test_arena_values(self):
         """On 40,000 expressions an independent program found 17.1, 36.4 and 50.0 %."""
-        expressions = sample(4000)
+        expressions = arena()
         found = root_operator_baselines(expressions[:3000], expressions[3000:])
         assert found["majority class"] == pytest.approx(0.171, abs=0.04)
         assert found["root operator"] == pytest.approx(0.364, abs=0.05)

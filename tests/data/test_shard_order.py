@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 
-from cached_lab.data.shard_order import Dealer, Parts, as_tensor, from_tensor
+from cached_lab.tasks.language.shard_order import Dealer, as_tensor, from_tensor
 
 SHARDS = [["a0", "a1", "a2"], [], ["c0"], ["d0", "d1", "d2", "d3", "d4"], ["e0", "e1"]]
 ALL = sorted(item for shard in SHARDS for item in shard)
@@ -53,14 +53,13 @@ def test_every_epoch_has_every_item_once(window: int, seed: int | None) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 4, 100])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_it_goes_on_from_every_place(window: int, parts: int) -> None:
-    whole = list(islice(Dealer(Lists(), 1 % parts, parts, window, 5), 40))
-    dealer = Dealer(Lists(), 1 % parts, parts, window, 5)
+def test_it_goes_on_from_every_place(window: int) -> None:
+    whole = list(islice(Dealer(Lists(), window, 5), 40))
+    dealer = Dealer(Lists(), window, 5)
     for taken in range(30):
         state = json.loads(json.dumps(dealer.state()))
         assert from_tensor(as_tensor(state)) == state
-        other = Dealer(Lists(), 1 % parts, parts, window, 5)
+        other = Dealer(Lists(), window, 5)
         other.go_on(state)
         assert other.state() == state and other.given == taken
         assert list(islice(other, 40 - taken)) == whole[taken:]
@@ -76,27 +75,7 @@ def test_going_on_reads_the_window_again_and_no_more() -> None:
     assert len(data.opened) == 1 and data.opened[0][1] == 20 and len(other._held) == 10
 
 
-def test_parts_have_shards_of_their_own() -> None:
-    found = []
-    for part in range(2):
-        own = [item for shard in SHARDS[part::2] for item in shard]
-        found.append(sorted(islice(Dealer(Lists(), part, 2, 3, 0), len(own))))
-        assert found[-1] == sorted(own)
-    assert sorted(found[0] + found[1]) == ALL
-
-
-def test_rows_of_a_process_are_of_these_parts() -> None:
-    assert Parts.of_rows(4, 8, 0, 8) == (2, range(4)) and Parts.of_rows(4, 8, 4, 4) == (2, range(2, 4))
-    assert Parts.of_rows(1, 8, 4, 4) == (8, range(1)) and Parts.of_rows(2, 12, 4, 4) == (6, range(2))
-    with pytest.raises(ValueError, match=r"data.parts=3.*training.batch_size=8"):
-        Parts.of_rows(3, 8, 0, 8)
-
-
 def test_what_cannot_be_dealt_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"data.parts=6"):
-        Dealer(Lists(), 0, 6)
-    with pytest.raises(ValueError, match=r"data.window=0"):
-        Dealer(Lists(), window=0)
     with pytest.raises(ValueError, match=r"list . and 1 other shards hold no item"):
         next(Dealer(Lists([[], []])))
     dealer = Dealer(Lists(), window=4, seed=0)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import pairs
 import pytest
 import torch
 import yaml
 from made import folder
 from PIL import Image
 from pycocotools import mask as codes
+from training.same_run import assert_same_tree, final
 
 from cached_lab.cli.main import main
 from cached_lab.experiments.load import load_run
@@ -109,15 +107,16 @@ def test_scores_do_not_touch_the_model_and_are_those_of_the_run(trained, data, c
     assert "AP75" in printed and f"{summary['final']['mask_ap50']:.2%}" in printed
 
 
+@pytest.mark.usefixtures("no_run_reports")
 def test_resuming_is_exact(trained, data, tmp_path):
     tree, (whole, _), parts = recipe(data), trained, tmp_path / "parts"
     run_training(config_from_dict({**tree, "training": {**tree["training"], "steps": 2}}), parts)
     run_training(config_from_dict(tree), parts)
-    left, right = (Checkpoints(f / "checkpoints").newest_valid()[0].weights for f in (whole, parts))
-    assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-    assert any(name.endswith("cache_MC") and value.any() for name, value in left.items())
+    assert_same_tree(final(parts).weights, final(whole).weights)
+    assert any(name.endswith("cache_MC") and value.any() for name, value in final(whole).weights.items())
 
 
+@pytest.mark.usefixtures("no_run_reports")
 def test_pieces_of_a_batch_give_the_gradient_of_the_whole(data, tmp_path):
     """RetinaNet without memory draws nothing and averages over images; two pieces then learn what one batch does."""
     weights = []
@@ -133,6 +132,7 @@ def test_pieces_of_a_batch_give_the_gradient_of_the_whole(data, tmp_path):
         torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.usefixtures("no_run_reports")
 def test_bfloat16_and_recomputation(data, tmp_path):
     tree = recipe(data, steps=2, precision="bfloat16", activation_checkpointing=True)
     summary = run_training(config_from_dict(tree), tmp_path / "run")
@@ -148,19 +148,8 @@ def test_two_processes_follow_the_curve_of_one(data, tmp_path):
     tree["optimizer"] = {"name": "sgd", "learning_rate": 1e-2}
     path = tmp_path / "made.yaml"
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    source = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
-    for processes in (1, 2):
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command = [sys.executable, *(launcher if processes > 1 else []), "-m", "cached_lab.cli.main"]
-        done = subprocess.run(
-            [*command, "train", str(path), "--out", str(tmp_path / str(processes))],
-            env={**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+    assert main(["train", str(path), "--out", str(tmp_path / "1")]) == 0
+    pairs.commands(["train", str(path), "--out", str(tmp_path / "2")], tmp_path / "meeting")
     curves = [read_metrics(tmp_path / str(n) / "metrics.jsonl") for n in (1, 2)]
     assert len(curves[0]) == len(curves[1]) == 5
     for left, right in zip(*curves, strict=True):
@@ -251,6 +240,7 @@ def test_wrong_files_are_named_and_the_others_are_drawn(trained, data, tmp_path,
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("no_run_reports")
 def test_a_run_that_began_with_a_classifier_needs_its_file_no_more(data, tmp_path):
     from cached_transformers.extras import require
     from cached_transformers.integrations.adapters import add_memory
@@ -258,16 +248,17 @@ def test_a_run_that_began_with_a_classifier_needs_its_file_no_more(data, tmp_pat
     trained = require("timm", extra="vision").create_model("pvt_v2_b0", num_classes=4)
     path = tmp_path / "classifier.pth"
     torch.save(add_memory(trained, "grc", ratio=0.5).state_dict(), path)
-    tree = recipe(data, "retinanet", steps=2)
+    tree = recipe(data, "retinanet", steps=1)
+    tree["data"]["image_ids"] = [100, 105]
     tree["model"] |= {"checkpoint": str(path)}
     run_training(config_from_dict(tree), tmp_path / "run")
     path.unlink()
     config, model, step = load_run(tmp_path / "run", "last")
-    assert step == 2 and config.model["checkpoint"] == str(path)
+    assert step == 1 and config.model["checkpoint"] == str(path)
     begun, ended = trained.patch_embed.proj.weight, model.detector.backbone.body.patch_embed.proj.weight
     assert 0 < (begun - ended).abs().max() < 0.05
-    tree["training"] |= {"steps": 3}
-    assert run_training(config_from_dict(tree), tmp_path / "run")["steps"] == 3
+    tree["training"] |= {"steps": 2}
+    assert run_training(config_from_dict(tree), tmp_path / "run")["steps"] == 2
 
 
 # ------------------------------------------------------------------------------------------------ recipes
@@ -289,6 +280,7 @@ def eighty(tmp_path_factory):
     return folder(tmp_path_factory.mktemp("eighty"), count=3, categories=80)
 
 
+@pytest.mark.usefixtures("no_run_reports")
 @pytest.mark.parametrize(
     "name", [name if "tiny" in name else pytest.param(name, marks=pytest.mark.slow) for name in PAPER]
 )

@@ -68,10 +68,6 @@ def test_a_step_reads_as_many_segments_as_the_curriculum_draws() -> None:
             task.validated({"stage_accuracy": 0.5})
     assert [set(lengths[:20]), set(lengths[20:40]), set(lengths[40:])] == [{1}, {1, 2}, {1, 2, 3}]
     assert task.batches(41) is not batches and next(task.batches(41)).inputs.shape[1] // 8 == lengths[41]
-    fixed = task_of("training.solved=null", "training.steps_each=4")
-    assert [fixed.curriculum.segments(step) for step in range(4)] == [1] * 4 and {
-        fixed.curriculum.segments(step) for step in range(8, 99)
-    } == {1, 2, 3}
     assert task_of("training.curriculum=null", "training.solved=null").curriculum is None
 
 
@@ -164,11 +160,9 @@ def test_two_passes_with_the_reordering_head_train(tmp_path: Path) -> None:
         ),
         (["training.metric=perplexity"], "training.metric='perplexity' does not suit documents; take accuracy or loss"),
         (["model.max_length=4"], "model.max_length=4 is below data.segment_length=8"),
-        (["training.solved=null"], r"curriculum=\[1, 2, 3\] needs either training.steps_each .* 0 are given"),
-        (["training.steps_each=2"], "curriculum=.* 2 are given"),
+        (["training.solved=null"], r"curriculum=\[1, 2, 3\] needs training.solved"),
         (["training.curriculum=[2,1]"], r"training.curriculum: stages=\[2, 1\] must grow"),
         (["training.solved=1.5"], "training.curriculum: solved=1.5 must be an accuracy"),
-        (["training.solved=null", "training.steps_each=6"], "training.steps=12 end before the last stage .* after 12"),
     ],
 )
 def test_what_does_not_fit_is_refused(overrides: list[str], message: str) -> None:
@@ -186,7 +180,7 @@ def test_other_models_are_refused() -> None:
 
 @pytest.mark.parametrize("option", ["curriculum=[1,2]", "replay=true"])
 def test_settings_of_documents_are_refused_elsewhere(option: str) -> None:
-    extra = ["training.steps_each=2"] if option.startswith("curriculum") else []
+    extra = ["training.solved=0.5"] if option.startswith("curriculum") else []
     config = load_config("demo_digits", [f"training.{option}", *extra])
     train, validation = (build_dataset(config, split) for split in ("train", "validation"))
     config = fill_from_data(config, train.describe())

@@ -99,7 +99,7 @@ def test_a_model_is_made_for_them_and_its_tokenizer_is_kept(tmp_path: Path) -> N
             "feed_forward": 8,
             "memory": "rmt",
         },
-        "training": {"batch_size": 4, "curriculum": [1, 2], "steps_each": 5},
+        "training": {"batch_size": 4, "curriculum": [1, 2], "solved": 0.9},
     }
     config = config_from_dict(tree)
     train, validation = (build_dataset(config, split) for split in ("train", "validation"))
@@ -107,8 +107,8 @@ def test_a_model_is_made_for_them_and_its_tokenizer_is_kept(tmp_path: Path) -> N
     assert config.model["max_length"] == 4 and config.model["classes"] == 2
     task = make_task(config, build_model(config), train, validation, CPU)
     assert task.files() == {"tokenizer.json": train.tokenizer.dump()}
-    batch = next(task.batches(5))
-    assert batch.inputs.shape[1] <= 8 and batch.padding is not None
+    batch = next(task.batches(0))
+    assert batch.inputs.shape[1] <= 8
 
 
 _AB = '{"text": "x", "label": "a"}\n{"text": "y", "label": "b"}\n'

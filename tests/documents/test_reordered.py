@@ -67,8 +67,6 @@ def test_a_document_depends_on_its_arguments_alone_and_training_goes_on_to_other
         ({"pieces": 0}, "pieces=0 must be at least 1"),
         ({"pieces": 9, "segment_length": 8}, "data.segment_length=8 must be at least data.pieces=9"),
         ({"segment_length": 0}, "data.segment_length=0 must be at least 1"),
-        ({"test_size": 0}, "data.test_size=0 must be at least 1"),
-        ({"seed": -2}, "data.seed=-2 must not be negative"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:

@@ -20,6 +20,7 @@ from cached_lab.resources import recipes_folder
 from cached_lab.training.config import RunConfig
 from cached_transformers.registry import ATTENTIONS, MEMORIES, MODELS, Registry
 
+from . import _damage
 from ._fuzz_values import OTHER, REAL, TRICKS, WHOLE, Text, as_yaml, drawn, fitting, hints, words_of
 
 STACK = {"width": 8, "depth": 1, "heads": 2, "feed_forward": 8}
@@ -296,47 +297,31 @@ def near(name: str, rng: random.Random) -> str:
 
 
 def damaged(text: str, rng: random.Random) -> bytes:
-    """A recipe's bytes after one or two accidents."""
-    for _ in range(rng.choice([1, 1, 2])):
-        lines = text.splitlines() or [""]
-        at = rng.randrange(len(lines))
-        indent = " " * rng.choice([0, 2, 4])
-        accident = rng.randrange(12)
-        if accident == 0:
-            del lines[at]
-        elif accident == 1:
-            lines.insert(at, lines[rng.randrange(len(lines))])
-        elif accident == 2:
-            lines.insert(at, f"{indent}{rng.choice(['x', 'name', 'memory', 'steps', '<<'])}: {rng.choice(TRICKS)}")
-        elif accident == 3:
-            lines[at] = f"{lines[at].partition(':')[0]}: {rng.choice(TRICKS)}"
-        elif accident == 4:
-            lines[at] = f"{lines[at].partition(':')[0]}: {as_yaml(rng.choice([*OTHER, *WHOLE, *REAL]))}"
-        elif accident == 5:
-            lines[at] = "\t" + lines[at]
-        elif accident == 6:
-            lines[at] = indent + lines[at].strip()
-        elif accident == 7:
-            lines += ["a: &a [x]", "b: [*a]"]
-        elif accident == 8:
-            lines += [f"key{i}: {i}" for i in range(30_000)] if rng.random() < 0.2 else [f"{'[' * 2000}"]
-        elif accident == 9:
-            lines = lines[:at]
-        elif accident == 10:
-            lines.insert(
-                0, rng.choice(["--- a", "%TAG ! x", "- list", "text", "---\n---", "{", "? a\n: b", "\x00", "a: |\n  b"])
-            )
-        text = "\n".join(lines) + "\n"
-    raw = text.encode("utf-8", "surrogatepass")
-    luck = rng.random()
-    if luck < 0.05:
-        return text.encode("utf-16", "surrogatepass")
-    if luck < 0.1:
-        return b"\xef\xbb\xbf" + raw
-    if luck < 0.15:
-        at = rng.randrange(len(raw) + 1)
-        return raw[:at] + bytes(rng.randrange(256) for _ in range(20)) + raw[at:]
-    return raw * 2000 if luck < 0.16 else raw
+    """A recipe's bytes after an accident: a value that is none, a line of another form, or damage as of any file."""
+    lines = text.splitlines()
+    at = rng.randrange(len(lines))
+    trick = rng.choice([rng.choice(TRICKS), as_yaml(rng.choice([*OTHER, *WHOLE, *REAL]))])
+    if rng.random() < 0.5:
+        lines[at] = f"{lines[at].partition(':')[0]}: {trick}"
+        return "\n".join(lines).encode("utf-8", "surrogatepass")
+    if rng.random() < 0.3:
+        wrong = [
+            "--- a",
+            "%TAG ! x",
+            "- list",
+            "text",
+            "---\n---",
+            "{",
+            "? a\n: b",
+            "\x00",
+            "a: |\n  b",
+            f"\tx: {trick}",
+        ]
+        lines.insert(
+            at, rng.choice([*wrong, "a: &a [x]\nb: [*a]", "[" * 2000, "\n".join(f"k{i}: {i}" for i in range(30_000))])
+        )
+        return "\n".join(lines).encode("utf-8", "surrogatepass")
+    return _damage.damaged(text.encode(), ".yaml", rng)
 
 
 __all__ = ["Grammar", "Input", "bases", "fitting", "tree_of"]

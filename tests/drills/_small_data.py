@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import io
 import json
 import lzma
-import tarfile
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from data.pictures import encoded, packed_tar, packed_zip, write_files
 
 TEXT = (
     "\n".join(f"the {a} cat saw {b} small dogs on a hill number {a * b} ." for a in range(6) for b in range(7)) + "\n"
@@ -22,6 +19,9 @@ TEXT = (
 GERMAN = "\n".join(f"die {a} Katze sah {b} kleine Hunde ." for a in range(2) for b in range(6)) + "\n"
 ENGLISH = "\n".join(f"the {a} cat saw {b} small dogs ." for a in range(2) for b in range(6)) + "\n"
 LISTOPS = "Source\tTarget\r\n" + "".join(f"( ( ( [MAX {a} ) {b} ) ] )\t{max(a, b)}\r\n" for a in (1, 5) for b in (2, 7))
+
+
+PACK = {"": lambda content: content, ".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
 
 
 @dataclass(frozen=True)
@@ -45,36 +45,7 @@ class Source:
 
 def picture(number: int, kind: str = "PNG") -> bytes:
     """An image file of 8 x 8 pixels."""
-    made = io.BytesIO()
-    Image.frombytes("RGB", (8, 8), bytes((number * 37 + place) % 256 for place in range(192))).save(made, kind)
-    return made.getvalue()
-
-
-def packed_tar(files: Mapping[str, bytes]) -> bytes:
-    """A plain tar of files in memory."""
-    target = io.BytesIO()
-    with tarfile.open(fileobj=target, mode="w") as packed:
-        for name, content in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            packed.addfile(info, io.BytesIO(content))
-    return target.getvalue()
-
-
-def packed_zip(files: Mapping[str, bytes]) -> bytes:
-    """A zip of files in memory."""
-    target = io.BytesIO()
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as packed:
-        for name, content in files.items():
-            packed.writestr(name, content)
-    return target.getvalue()
-
-
-def written(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Files by relative name, written below a folder."""
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
+    return encoded(number, (8, 8), kind)
 
 
 def _classes(*splits: str, each: int = 4, suffix: str = "png") -> dict[str, bytes]:
@@ -88,17 +59,13 @@ def _classes(*splits: str, each: int = 4, suffix: str = "png") -> dict[str, byte
 
 
 def _folder(folder: Path) -> None:
-    written(folder, _classes("train", "val", "test"))
+    write_files(folder, _classes("train", "val", "test"))
 
 
 def _archive(name: str) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
         files = {f"all/{name}": content for name, content in _classes("train", "val", "test").items()}
-        plain = packed_zip(files) if name.endswith(".zip") else packed_tar(files)
-        content = {".gz": lambda: gzip.compress(plain), ".xz": lambda: lzma.compress(plain)}.get(
-            name[-3:], lambda: plain
-        )()
-        written(folder, {name: content})
+        write_files(folder, {name: packed_zip(files) if name.endswith(".zip") else gzip.compress(packed_tar(files))})
 
     return make
 
@@ -109,13 +76,13 @@ def _shards(label: str) -> Callable[[Path], None]:
             if label == "tar":
                 for name in ("n01", "n02"):
                     images = {f"{number}.jpg": picture(number, "JPEG") for number in range(4)}
-                    written(folder, {f"{split}/{name}.tar": packed_tar(images)})
+                    write_files(folder, {f"{split}/{name}.tar": packed_tar(images)})
                 continue
             files: dict[str, bytes] = {}
             for number in range(6):
                 files[f"{number:04}.png"] = picture(number)
                 files[f"{number:04}.cls"] = str(number % 2).encode()
-            written(folder, {f"{split}-000.tar": packed_tar(files)})
+            write_files(folder, {f"{split}-000.tar": packed_tar(files)})
 
     return make
 
@@ -123,32 +90,24 @@ def _shards(label: str) -> Callable[[Path], None]:
 def _imagenet(folder: Path) -> None:
     for name in ("n01", "n02"):
         images = {f"{name}_{number}.JPEG": picture(number, "JPEG") for number in range(4)}
-        written(folder, {f"train/{name}.tar": packed_tar(images)})
-    written(folder, {f"val/v{number}.JPEG": picture(number, "JPEG") for number in range(4)})
-    written(folder, {"val.txt": "".join(f"v{number}.JPEG {number % 2}\n" for number in range(4)).encode()})
+        write_files(folder, {f"train/{name}.tar": packed_tar(images)})
+    write_files(folder, {f"val/v{number}.JPEG": picture(number, "JPEG") for number in range(4)})
+    write_files(folder, {"val.txt": "".join(f"v{number}.JPEG {number % 2}\n" for number in range(4)).encode()})
 
 
 def _tiny_imagenet(folder: Path) -> None:
     images = {name.replace("/n0", "/n0").rpartition("/")[0] + f"/images/{name.rpartition('/')[2]}": content
               for name, content in _classes("train", suffix="JPEG").items()}  # fmt: skip
-    written(folder, images)
-    written(folder, {f"val/images/v{number}.JPEG": picture(number, "JPEG") for number in range(4)})
+    write_files(folder, images)
+    write_files(folder, {f"val/images/v{number}.JPEG": picture(number, "JPEG") for number in range(4)})
     listed = "".join(f"v{number}.JPEG\tn0{number % 2 + 1}\t0\t0\t8\t8\n" for number in range(4))
-    written(folder, {"val/val_annotations.txt": listed.encode(), "words.txt": b"n01\tcat, feline\nn02\tdog\n"})
+    write_files(folder, {"val/val_annotations.txt": listed.encode(), "words.txt": b"n01\tcat, feline\nn02\tdog\n"})
 
 
-def _cifar(label_bytes: int) -> Callable[[Path], None]:
-    def records(count: int) -> bytes:
-        pixels = (bytes((number * 7 + p) % 256 for p in range(3072)) for number in range(count))
-        return b"".join(bytes([number % 2] * label_bytes) + row for number, row in enumerate(pixels))
-
-    def make(folder: Path) -> None:
-        names = ("data_batch_1", "test_batch") if label_bytes == 1 else ("train", "test")
-        written(folder, {f"{name}.bin": records(6) for name in names})
-        if label_bytes == 2:
-            written(folder, {"fine_label_names.txt": "".join(f"c{number}\n" for number in range(100)).encode()})
-
-    return make
+def _cifar(folder: Path) -> None:
+    pixels = (bytes((number * 7 + p) % 256 for p in range(3072)) for number in range(6))
+    records = b"".join(bytes([number % 2]) + row for number, row in enumerate(pixels))
+    write_files(folder, {f"{name}.bin": records for name in ("data_batch_1", "test_batch")})
 
 
 def _coco(archive: bool) -> Callable[[Path], None]:
@@ -178,49 +137,46 @@ def _coco(archive: bool) -> Callable[[Path], None]:
         for split, begin in (("train2017", 1), ("val2017", 5)):
             files[f"annotations/instances_{split}.json"] = json.dumps(tree(begin)).encode()
             files |= {f"{split}/{number}.png": picture(number) for number in range(begin, begin + 4)}
-        written(folder, {"coco.zip": packed_zip(files)} if archive else files)
+        write_files(folder, {"coco.zip": packed_zip(files)} if archive else files)
 
     return make
 
 
 def _listops(folder: Path) -> None:
-    written(folder, {f"basic_{part}.tsv": LISTOPS.encode() for part in ("train", "val", "test")})
+    write_files(folder, {f"basic_{part}.tsv": LISTOPS.encode() for part in ("train", "val", "test")})
 
 
 def _texts(
     suffix: str, train: str = "train.txt", valid: str = "valid.txt", test: str = "test.txt"
 ) -> Callable[[Path], None]:
-    pack = {"": lambda c: c, ".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}[suffix]
-    return lambda folder: written(folder, {f"{name}{suffix}": pack(TEXT.encode()) for name in (train, valid, test)})
+    pack = PACK[suffix]
+    return lambda folder: write_files(folder, {f"{name}{suffix}": pack(TEXT.encode()) for name in (train, valid, test)})
 
 
 def _one(name: str, content: Callable[[], bytes]) -> Callable[[Path], None]:
-    return lambda folder: written(folder, {name: content()})
+    return lambda folder: write_files(folder, {name: content()})
 
 
 def _pairs(suffix: str) -> Callable[[Path], None]:
-    pack = {"": lambda c: c, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[suffix]
     files = {
-        f"{split}.{language}{suffix}": pack(text.encode())
+        f"{split}.{language}{suffix}": PACK[suffix](text.encode())
         for split in ("train", "valid", "test")
         for language, text in (("en", ENGLISH), ("de", GERMAN))
     }
-    return lambda folder: written(folder, files)
+    return lambda folder: write_files(folder, files)
 
 
 def _table(folder: Path) -> None:
     rows = "".join(f"{a}\t{b}\n" for a, b in zip(ENGLISH.splitlines(), GERMAN.splitlines(), strict=True))
-    written(folder, {f"{split}.tsv": f"en\tde\n{rows}".encode() for split in ("train", "valid", "test")})
+    write_files(folder, {f"{split}.tsv": f"en\tde\n{rows}".encode() for split in ("train", "valid", "test")})
 
 
 def _pairs_archive(folder: Path) -> None:
-    inside = folder / "made"
-    _pairs("")(inside)
-    files = {file.name: file.read_bytes() for file in sorted(inside.iterdir())}
-    for file in inside.iterdir():
+    _pairs("")(folder)
+    files = {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+    for file in folder.iterdir():
         file.unlink()
-    inside.rmdir()
-    written(folder, {"pairs.tar": packed_tar(files)})
+    write_files(folder, {"pairs.tar": packed_tar(files)})
 
 
 _IMAGES = {"image_size": 8, "validation_fraction": 0.25}
@@ -236,8 +192,7 @@ SOURCES: dict[str, Source] = {
     "image_shards_tar": Source("image_shards", _shards("tar"), "", {**_SHARDS, "label": "tar", "bad_files": "skip"}),
     "imagenet": Source("imagenet", _imagenet, "", {"image_size": 8, "bad_files": "skip"}),
     "tiny_imagenet": Source("tiny_imagenet", _tiny_imagenet, "", {**_IMAGES, "bad_files": "skip"}),
-    "cifar10": Source("cifar10", _cifar(1), "", {"validation_fraction": 0.4}),
-    "cifar100": Source("cifar100", _cifar(2), "", {"validation_fraction": 0.4}),
+    "cifar10": Source("cifar10", _cifar, "", {"validation_fraction": 0.4}),
     "coco": Source("coco", _coco(False), "", {"test": "val2017"}),
     "coco_zip": Source("coco", _coco(True), "coco.zip", {"test": "val2017"}),
     "listops_tsv": Source("listops_tsv", _listops),
@@ -256,4 +211,4 @@ SOURCES: dict[str, Source] = {
     "iwslt14": Source("iwslt14", _pairs(".xz"), "", {"vocabulary_size": 270, "max_length": 64}),
     "denoising": Source("denoising", _texts(".gz"), "", {"tokenizer": "word", "max_length": 16}),
 }  # fmt: skip
-"""By what a case calls it. `listops` and `digits` read no file; the hub's two are read by a library."""
+"""By what a case calls it. `listops` and `digits` read no file; the hub's is read by a library."""

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from training import small_language
 
 from cached_lab.experiments import run as run_module
 from cached_lab.tasks.recipes import config_from_dict
@@ -70,25 +71,10 @@ def draw(kills: int, steps: int, save_every: int, seed: int) -> list[Kill]:
 
 def recipe(text: Path, steps: int, save_every: int, settings: Mapping[str, Any]) -> RunConfig:
     """Return a small run with dropout, averaged weights and a memory state carried from step to step."""
-    training: dict[str, Any] = {
-        "steps": steps,
-        "save_every": save_every,
-        "evaluate_every": 4 * save_every,
-        "log_every": save_every,
-    }
-    training |= {"batch_size": 4, "segment_length": 8, "segments": 2, "bptt": 2, "ema_decay": 0.9}
+    training = {"steps": steps, "save_every": save_every, "evaluate_every": 4 * save_every, "log_every": save_every}
+    training |= {"bptt": 2, "ema_decay": 0.9, **settings}
     return config_from_dict(
-        {
-            "name": "drill",
-            "data": {"name": "text", "path": str(text), "tokenizer": "byte"},
-            "model": {
-                **{"name": "language_model", "width": 16, "depth": 2, "heads": 2, "feed_forward": 16, "dropout": 0.1},
-                "memory": {"name": "transformer_xl", "length": 6},
-            },
-            "training": {**training, "metric": "bits_per_byte", "tensorboard": False, "device": "cpu", **settings},
-            "optimizer": {"learning_rate": 0.01},
-            "schedule": {"name": "constant"},
-        }
+        small_language.recipe(text, *(f"training.{key}={value}" for key, value in training.items()))
     )
 
 
@@ -245,11 +231,7 @@ def drill(folder: Path, kills: int, steps: int, save_every: int, seed: int = 0, 
     Raises:
         Failure: differences between the runs, kills that cost too much, processes that remain.
     """
-    (folder / "text").mkdir(parents=True)
-    chance = random.Random(0)
-    for name, lines in {"train": 117, "valid": 15, "test": 15}.items():
-        words = ("".join(chance.choices("abcdefgh", k=chance.randint(1, 5))) for _ in range(6 * lines))
-        (folder / "text" / f"{name}.txt").write_text(" ".join(words), encoding="utf-8")
+    small_language.write_text(folder / "text")
     plan = {"steps": steps, "save_every": save_every, "settings": settings}
     plan["kills"] = [asdict(kill) for kill in draw(kills, steps, save_every, seed)]
     write_whole(folder / "plan.json", json.dumps(plan, indent=1).encode())

@@ -73,16 +73,13 @@ def prepare(shared: Path) -> None:
 def write_data(shared: Path) -> None:
     """A text, a corpus of pairs, a data set of detection, and a file of no kind."""
     from detection.made import folder as write_coco
+    from training.small_language import write_text
     from translation.made import write_corpus
 
-    rng = random.Random(0)
-    (shared / "text").mkdir()
-    for name, lines in {"train": 200, "valid": 20, "test": 20}.items():
-        text = "\n".join(" ".join(rng.choices(["ab", "cde", "f.", "ghi", "=", "ö"], k=6)) for _ in range(lines))
-        (shared / "text" / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
+    write_text(shared / "text")
     write_corpus(shared / "pairs", (40, 10, 10))
     write_coco(shared / "coco")
-    (shared / "binary.bin").write_bytes(bytes(rng.randrange(256) for _ in range(2000)))
+    (shared / "binary.bin").write_bytes(random.Random(0).randbytes(2000))
 
 
 def _train(tree: dict[str, Any], folder: Path) -> None:

@@ -30,9 +30,11 @@ def of_documents(folder: Path, rows: int) -> Trainer:
     for path in text.iterdir():
         path.unlink()
     for part in range(40):
-        (text / f"more_{part}.txt").write_text(" ".join(words[7 * part : 7 * part + 9 + part % 4]) + "\n")
-    options = ("data.reset=document", "data.holdout=file", f"training.evaluation_batch_size={rows}")
-    return make(folder / "run", text, "model.dropout=0.0", "data.validation_fraction=0.2", *options)
+        split = text / ("train" if part < 24 else "valid" if part < 32 else "test")
+        split.mkdir(exist_ok=True)
+        (split / f"more_{part}.txt").write_text(" ".join(words[7 * part : 7 * part + 9 + part % 4]) + "\n")
+    options = ("data.reset=document", f"training.evaluation_batch_size={rows}")
+    return make(folder / "run", text, "model.dropout=0.0", *options)
 
 
 def documents(trainer: Trainer) -> list[list[int]]:

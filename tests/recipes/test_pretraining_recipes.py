@@ -16,6 +16,7 @@ from cached_lab.tasks.recipes import load_config
 from cached_lab.training.metrics import read_metrics
 from cached_transformers import create_model
 
+pytestmark = pytest.mark.usefixtures("no_run_reports")
 BART = {
     "d_model": 768,
     "encoder_layers": 6,

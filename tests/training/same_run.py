@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pairs
 import pytest
 import torch
 
 from cached_lab.training.checkpoint import Checkpoint, Checkpoints
+from cached_lab.training.distributed import World, in_world
 from cached_lab.training.metrics import read_metrics
 from cached_lab.training.trainer import Trainer
 
@@ -19,6 +21,20 @@ def final(folder: Path) -> Checkpoint:
     checkpoint, problems = Checkpoints(folder / "checkpoints").newest_valid()
     assert checkpoint is not None and problems == []
     return checkpoint
+
+
+def in_two_processes(function: Callable[..., Any], folder: Path, *arguments: str) -> list[Any]:
+    """Call `function(world, folder, *arguments)` in two forked processes; return its results in order of rank."""
+
+    def work(world: World) -> None:
+        torch.save(function(world, folder, *arguments), folder / f"{world.rank}.pt")
+
+    def begin() -> None:
+        torch.set_num_threads(1)
+        in_world("cpu", work)
+
+    assert pairs.statuses(pairs.start(begin, folder / "meeting")) == [0, 0]
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 def train_until_killed(trainer: Trainer, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:

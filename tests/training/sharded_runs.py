@@ -22,7 +22,7 @@ from cached_transformers.loops.replay import ReplayLoop
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.grc.shared_cache import caches, commit_caches
 
-MEMORIES = ("transformer_xl", "rmt", "grc_stream")
+MEMORIES = ("rmt", "grc_stream")
 ALIKE = ("model.dropout=0.0", "training.evaluate_every=3", "training.log_every=1", "training.accumulate=2")
 SGD = (*ALIKE, "training.steps=3", "training.bptt=2", "optimizer.name=sgd", "training.clip_norm=0.1")
 """Adam divides gradients that ought to be 0 by their own size, and so shows the last digit of them in the first."""
@@ -159,8 +159,4 @@ def train_all(world: World, folder: Path) -> dict[str, Any]:
     taken = make(folder / "begun_by_one", text, world, *CARRIED, "training.parallel=fsdp", "training.steps=6")
     taken.resume("auto")
     seen["begun by one"] = stored(taken)
-    try:
-        make(folder / "none", text, world, "training.parallel=none")
-    except ValueError as error:
-        seen["none"] = str(error)
     return seen

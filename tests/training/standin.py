@@ -1,13 +1,12 @@
-"""A tiny data set and model under registered names, and the `cached` command with both registered.
+"""A tiny data set and model under registered names.
 
-Run as a program, this file is `cached` for processes that a test starts. The environment variable STANDIN_DELAY gives
-every row of data a delay in seconds, so that a test can strike while a run is under way.
+The environment variable STANDIN_DELAY gives every row of data a delay in seconds, so that a test can strike while a run
+is under way.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from typing import Any, NamedTuple
 
@@ -105,9 +104,3 @@ def recipe(**training: object) -> dict[str, object]:
         "optimizer": {"learning_rate": 0.01},
         "schedule": {"name": "cosine", "warmup_steps": 3},
     }
-
-
-if __name__ == "__main__":
-    from cached_lab.cli.main import main
-
-    sys.exit(main())

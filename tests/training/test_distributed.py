@@ -28,6 +28,7 @@ def run(folder: Path, processes: int, *overrides: str) -> str:
     return ""
 
 
+@pytest.mark.usefixtures("no_run_reports")
 def test_two_processes_follow_the_curve_of_one_and_write_once(tmp_path):
     # 51 validation rows do not divide by two: the metric is exact only if uneven shares are weighed right.
     overrides = ("model.dropout=0.0", "model.rate=0.0", "data.size=51", "training.accumulate=2")

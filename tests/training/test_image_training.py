@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from data.pictures import class_folders, write_files, write_tar
+from training.same_run import assert_same_run
 
 from cached_lab.cli.main import main
 from cached_lab.data.image_files import BadFile
@@ -134,14 +135,7 @@ def test_a_run_that_stopped_goes_on_to_the_bit(images, tmp_path):
         with pytest.raises(KeyboardInterrupt):
             run_training(config, parts)
     run_training(config, parts)
-    first, second = (read_checkpoint(folder / "checkpoints" / "step_00000006") for folder in (whole, parts))
-    for one, other in (
-        (first.weights, second.weights),
-        (first.training["live_weights"], second.training["live_weights"]),
-    ):
-        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    lines = [[{**line, "seconds": 0} for line in read_metrics(f / "metrics.jsonl")] for f in (whole, parts)]
-    assert lines[0] == lines[1]
+    assert_same_run(parts, whole, 6)
 
 
 class TestRepeats:

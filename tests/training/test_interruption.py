@@ -47,8 +47,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "moment"), [*((stage, "before") for stage in STAGES), *((s, "after") for s in ("step", "save", "test"))]
+)
 def test_a_signal_at_any_stage_ends_the_command(stage, moment, tmp_path, undisturbed, capsys, monkeypatch):
     number = signal.SIGTERM if len(stage) % 2 else signal.SIGINT
     place, name = STAGES[stage]

@@ -94,18 +94,17 @@ def test_what_would_take_the_memory_away_from_trainer_is_refused(page: dict[str,
         ids = page["text"].view(4, -1)[:3, :64]
         trainer.compute_loss(page["model"].train(), {"input_ids": ids, "labels": ids})
     plain = page["GPT2LMHeadModel"](page["GPT2Config"](n_embd=32, n_layer=1, n_head=2, vocab_size=256))
-    with pytest.raises(ValueError, match="GPT2LMHeadModel has no memory"):
+    with pytest.raises(ValueError, match="GPT2LMHeadModel"):
         CarriedState(plain)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_accelerate_goes_on_to_the_bit(page: dict[str, Any], accumulate: int) -> None:
+def test_accelerate_goes_on_to_the_bit(page: dict[str, Any]) -> None:
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     page |= defined("def steps_of", **page)
-    whole = page["steps_of"]("whole", 5, accumulate=accumulate)
-    page["steps_of"]("parts", 5, stop=3, accumulate=accumulate)  # saved after step 2
+    whole = page["steps_of"]("whole", 5, accumulate=2)
+    page["steps_of"]("parts", 5, stop=3, accumulate=2)  # saved after step 2
     assert [path.name for path in Path("parts").iterdir()] == ["step_0002"]
-    assert same(page["steps_of"]("parts", 5, accumulate=accumulate), whole)
+    assert same(page["steps_of"]("parts", 5, accumulate=2), whole)
     (kept,) = Path("parts/step_0002").glob("custom_checkpoint_0.pkl")
     assert any(tensor.abs().sum() > 0 for tensor in torch.load(kept, weights_only=True).values())
 

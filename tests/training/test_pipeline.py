@@ -11,6 +11,7 @@ import torch
 import yaml
 from contract.contract_cases import STREAMS, Case
 from pipeline_cases import FEW, MESH, everything, seen, settings_of
+from same_run import in_two_processes
 from small_language import make, recipe, write_text
 
 from cached_lab.cli.main import main
@@ -25,7 +26,7 @@ Seen = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return launch.world(everything, tmp_path_factory.mktemp("pipeline"), "few")
+    return in_two_processes(everything, tmp_path_factory.mktemp("pipeline"), "few")
 
 
 def compare(case: Case, found: Seen, lanes: int = 1) -> None:

@@ -1,6 +1,6 @@
 """Stop and resume with real signals: the result equals an uninterrupted run, to the bit.
 
-Interrupted runs are separate processes; resumed and uninterrupted runs are in this process.
+Interrupted runs are forked; resumed and uninterrupted runs are in this process.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 import standin
 import yaml
+from drills.frame import forked
 from training.same_run import assert_same_run, final
 
 from cached_lab.cli.main import main
@@ -36,28 +36,29 @@ def command(folder: Path, *arguments: str) -> list[str]:
     return ["train", str(recipe), "--out", str(folder), *arguments]
 
 
-def start(folder: Path, *arguments: str, delay: str) -> subprocess.Popen[str]:
-    """Start it in a process of its own."""
-    source = str(Path(standin.__file__).parents[2] / "src")
-    path = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "STANDIN_DELAY": delay, "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, standin.__file__, *command(folder, *arguments)]
-    return subprocess.Popen(
-        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+def start(folder: Path, *arguments: str, delay: str) -> int:
+    """Start it in a forked process, in a group of its own; what it says is in the file `said` beside the folder."""
+    words = command(folder, *arguments)
+
+    def work() -> int:
+        os.setsid()
+        os.environ["STANDIN_DELAY"] = delay
+        with (folder.parent / "said").open("w", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
+            return main(words)
+
+    return forked(work)
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
-
-
-def wait_for_metrics(process: subprocess.Popen[str], folder: Path, lines: int) -> None:
+def wait_for_metrics(process: int, folder: Path, lines: int) -> None:
     """Wait until the run has written a number of lines; fail if it ends before."""
     while len(read_metrics(folder / "metrics.jsonl")) < lines:
-        if process.poll() is not None:
-            pytest.fail(f"the run ended early: {finish(process)}")
+        if os.waitpid(process, os.WNOHANG)[0]:
+            pytest.fail(f"the run ended early: {(folder.parent / 'said').read_text(encoding='utf-8')}")
         time.sleep(0.01)
+
+
+def status_of(process: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 @pytest.fixture(scope="module")
@@ -67,28 +68,16 @@ def uninterrupted(tmp_path_factory) -> Path:
     return folder
 
 
-def test_sigterm_saves_a_checkpoint_and_says_how_to_go_on(tmp_path, uninterrupted):
+@pytest.mark.parametrize(("number", "workers"), [(signal.SIGTERM, 0), (signal.SIGINT, 1)])
+def test_a_signal_reaches_the_workers_too_and_the_run_is_saved(tmp_path, uninterrupted, number, workers):
     folder = tmp_path / "run"
-    process = start(folder, delay="0.003")
+    process = start(folder, f"training.workers={workers}", delay="0.003" if not workers else "0.01")
     wait_for_metrics(process, folder, 4)
-    process.send_signal(signal.SIGTERM)
-    code, _, err = finish(process)
-    assert code == 143
-    assert "stopped by SIGTERM at step" in err and "same command again" in err
-    assert "Traceback" not in err
-    step = final(folder).step
-    assert f"at step {step};" in err
-    assert main(command(folder)) == 0
-    assert_same_run(folder, uninterrupted, STEPS)
-
-
-def test_control_c_reaches_the_workers_too_and_the_run_is_saved_all_the_same(tmp_path, uninterrupted):
-    folder = tmp_path / "run"
-    process = start(folder, "training.workers=1", delay="0.01")
-    wait_for_metrics(process, folder, 4)
-    os.killpg(process.pid, signal.SIGINT)
-    code, _, err = finish(process)
-    assert code == 130 and "stopped by SIGINT at step" in err and "Traceback" not in err
+    os.killpg(process, number)
+    assert status_of(process) == 128 + number
+    said = (tmp_path / "said").read_text(encoding="utf-8")
+    assert f"stopped by {number.name} at step {final(folder).step};" in said and "same command" in said
+    assert "Traceback" not in said
     assert main(command(folder)) == 0
     assert_same_run(folder, uninterrupted, STEPS)
 
@@ -97,8 +86,8 @@ def test_after_a_sigkill_a_truncated_newest_checkpoint_is_reported_and_skipped(t
     folder = tmp_path / "run"
     process = start(folder, delay="0.003")
     wait_for_metrics(process, folder, 10)
-    process.send_signal(signal.SIGKILL)
-    assert finish(process)[0] == -signal.SIGKILL and 0 < final(folder).step < STEPS
+    os.kill(process, signal.SIGKILL)
+    assert status_of(process) == -signal.SIGKILL and 0 < final(folder).step < STEPS
     newest = Checkpoints(folder / "checkpoints").paths()[-1]
     with (newest / "model.safetensors").open("r+b") as file:
         file.truncate(100)

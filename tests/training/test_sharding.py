@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 import yaml
 from contract.contract_cases import STREAMS
-from same_run import assert_same_run, assert_same_tree, final
+from same_run import assert_same_run, assert_same_tree, final, in_two_processes
 from sharded_runs import (
     CARRIED,
     LOOPS,
@@ -47,7 +47,7 @@ ALONE = World(torch.device("cpu"))
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder in which two processes trained and stored their results."""
     folder = tmp_path_factory.mktemp("sharding")
-    launch.world(train_all, folder)
+    in_two_processes(train_all, folder)
     return folder
 
 
@@ -170,10 +170,6 @@ def test_a_changed_byte_in_a_share_is_found(folder: Path) -> None:
     assert read_checkpoint(path).step == 6
 
 
-def test_several_processes_need_a_way_to_train_together(seen: list[dict[str, Any]]) -> None:
-    assert "parallel='none' is for one process, not for 2; use ddp or fsdp" in seen[0]["none"]
-
-
 @pytest.mark.parametrize("option", [{"precision": "float16"}, {"compile": True}])
 def test_what_does_not_go_with_it_is_refused(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"training\.parallel='fsdp'"):
@@ -186,9 +182,8 @@ def test_blocks_are_what_lists_hold() -> None:
     assert blocks(model) == [inner, model["body"][1]]  # type: ignore[index]
 
 
-def test_a_run_of_two_processes_is_read_like_any_other(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("no_run_reports")
+def test_a_run_of_two_processes_is_read_like_any_other(folder: Path, tmp_path: Path) -> None:
     """From `cached train` in two processes to `evaluate`, `generate` and `convert` of one."""
     tree = recipe(folder / "text", *of_memory("rmt"), "training.metric=bits_per_byte")
     words = ["train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "run"), "training.parallel=fsdp"]
@@ -204,6 +199,3 @@ def test_a_run_of_two_processes_is_read_like_any_other(
     assert main(["generate", str(run), "--prompt", "ab", "--tokens", "3", "--device", "cpu"]) == 0
     found = safetensors.torch.load_file(run / "model.safetensors")
     close(found, read_checkpoint(Checkpoints(tmp_path / "alone" / "checkpoints").named("best")).weights)
-    capsys.readouterr()
-    assert main(["convert", str(run), "--out", str(tmp_path / "weights.bin")]) == 2
-    assert "must end in .safetensors" in capsys.readouterr().err

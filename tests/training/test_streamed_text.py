@@ -18,12 +18,11 @@ from data.streaming_library import write_shards
 from training.same_run import assert_same_run, assert_same_tree, final, train_until_killed
 from training.small_language import fitted, make
 
-from cached_lab.data.huggingface import HubShards
-from cached_lab.data.shard_order import Dealer
 from cached_lab.data.tokenizers import ByteTokenizer
 from cached_lab.tasks import create_dataset
 from cached_lab.tasks.language import hub_stream
 from cached_lab.tasks.language.hub_stream import StreamedRows
+from cached_lab.tasks.language.shard_order import Dealer, HubShards
 from cached_lab.tasks.language.streams import IGNORED
 from cached_lab.training.distributed import World
 

@@ -20,7 +20,7 @@ from cached_lab.experiments.build import build_model
 from cached_lab.experiments.load import load_run, read_run_config
 from cached_lab.experiments.run import run_training
 from cached_lab.tasks.classification.scores import evaluate
-from cached_lab.tasks.recipes import config_from_dict, load_config
+from cached_lab.tasks.recipes import config_from_dict
 from cached_lab.training.checkpoint import read_checkpoint
 from cached_lab.training.config import config_to_dict
 from cached_lab.training.distributed import World, in_world
@@ -94,12 +94,6 @@ def test_accumulation_and_workers_do_not_change_what_is_learned(tmp_path):
         torch.testing.assert_close(whole[name], pieces[name], rtol=1e-4, atol=1e-5)
 
 
-def test_how_often_it_is_evaluated_changes_nothing_in_training(tmp_path):
-    often = fitted(tmp_path / "a", "training.evaluate_every=1")
-    once = fitted(tmp_path / "b", "training.evaluate_every=12")
-    assert_equal(weights(often), weights(once))
-
-
 def test_evaluation_leaves_mode_buffers_and_random_states():
     class Restless(nn.Module):
         def __init__(self) -> None:
@@ -149,12 +143,6 @@ def test_label_smoothing_and_auxiliary_loss_reach_the_weights_but_not_the_report
     assert biases[1] < biases[0] - 0.01
     assert not torch.equal(plain.model.head.weight, smooth.model.head.weight)
     assert abs(first[0] - first[2]) < 0.2
-
-
-def test_bfloat16_trains_close_to_float32(tmp_path):
-    full, half = (fitted(tmp_path / p, f"training.precision={p}") for p in ("float32", "bfloat16"))
-    gap = abs(full.latest["loss"] - half.latest["loss"])
-    assert 0 < gap < 0.05
 
 
 def test_a_poisoned_batch_is_skipped_and_counted(tmp_path):
@@ -224,34 +212,6 @@ def test_going_back_to_a_named_checkpoint_repeats_the_run(tmp_path):
     assert_equal(weights(trainer), final)
     assert metrics(tmp_path) == before
     assert len(list((tmp_path / "checkpoints").glob("superseded_*"))) == 2
-
-
-def test_a_run_with_a_shared_cache_resumes_to_the_bit(tmp_path):
-    options = ["model.width=16", "model.depth=2", "model.heads=2", "model.feed_forward=16", "training.evaluate_every=3"]
-    options += ["schedule.name=constant", "schedule.warmup_steps=0", "training.tensorboard=false"]
-    for folder, steps in (("parts", 5), ("parts", 10), ("whole", 10)):
-        run_training(load_config("digits_vit_grc", [*options, f"training.steps={steps}"]), tmp_path / folder)
-    # Both evaluate at their last step, the one stopped in between also at step 5.
-    paths = [tmp_path / folder / "checkpoints" / "step_00000010" for folder in ("parts", "whole")]
-    parts, whole = (read_checkpoint(path).weights for path in paths)
-    assert any("cache" in name and value.abs().max() > 0 for name, value in whole.items())
-    assert_equal(parts, whole)
-
-
-SMALL = ["model.width=16", "model.depth=2", "model.heads=2", "model.feed_forward=16", "training.steps=4"]
-SMALL += ["schedule.warmup_steps=1", "training.tensorboard=false", "training.log_every=1"]
-
-
-def vit_losses(folder: Path, *overrides: str) -> list[float]:
-    run_training(load_config("digits_vit_grc", [*SMALL, *overrides]), folder)
-    return [line["loss"] for line in read_metrics(folder / "metrics.jsonl")]
-
-
-def test_recomputed_activations_give_the_same_curve(tmp_path):
-    kept = vit_losses(tmp_path / "kept")
-    recomputed = vit_losses(tmp_path / "recomputed", "training.activation_checkpointing=true")
-    assert len(set(kept)) == 5
-    assert recomputed == pytest.approx(kept, abs=1e-6)
 
 
 def test_the_bar_fits_a_terminal_of_80_columns_and_evaluations_stay_on_the_screen():

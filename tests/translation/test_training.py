@@ -13,6 +13,7 @@ import torch
 import yaml
 from torch import Tensor
 from torch.nn import functional as F
+from training.same_run import assert_same_run, final
 from translation.made import recipe, write_corpus
 
 from cached_lab.cli.main import main
@@ -151,19 +152,13 @@ def test_auxiliary_losses_weigh_by_tokens(corpus: Path) -> None:
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_bit(corpus: Path, tmp_path: Path) -> None:
-    settings = {"batch_tokens": 1500, "accumulate": 2, "evaluate_every": 3, "test": "none"}
+    settings = {"batch_tokens": 1500, "accumulate": 2, "evaluate_every": 3, "log_every": 3, "test": "none"}
     whole = run_training(config_from_dict(recipe(corpus, "grc", steps=9, **settings)), tmp_path / "whole")
     run_training(config_from_dict(recipe(corpus, "grc", steps=3, **settings)), tmp_path / "parts")
     parts = run_training(config_from_dict(recipe(corpus, "grc", steps=9, **settings)), tmp_path / "parts")
     assert whole["steps_per_epoch"] < 9  # the order of a second epoch is met, too
-    first, second = (read_checkpoint(tmp_path / name / "checkpoints" / "step_00000009") for name in ("whole", "parts"))
-    assert all(torch.equal(tensor, second.weights[name]) for name, tensor in first.weights.items())
-    assert any(name.endswith("cache_MC") for name in first.weights)
-    left, right = (
-        [{k: v for k, v in line.items() if k != "seconds"} for line in read_metrics(tmp_path / name / "metrics.jsonl")]
-        for name in ("whole", "parts")
-    )
-    assert [line for line in left if line["step"] > 4] == [line for line in right if line["step"] > 4]
+    assert_same_run(tmp_path / "parts", tmp_path / "whole", 9)
+    assert any(name.endswith("cache_MC") for name in final(tmp_path / "whole").weights)
     assert whole["final"] == parts["final"]
 
 

@@ -5,13 +5,12 @@
 - image_files: image files to pictures
 - text_files, text: texts on disk; a corpus as token ids
 - tokenizers, subwords: tokenizers of a text, and of pairs of texts
-- pairs, huggingface: source and target; data sets of the Hugging Face hub
-- shard_order: a resumable order of items in shards, for data that exceed a disk
+- pairs: source and target
 """
 
 from __future__ import annotations
 
-from .dataset import Batch, LabelledDataset, majority_accuracy
+from .dataset import Batch, LabelledDataset
 from .image_files import BadFile
 from .splits import SPLITS, stratified_split
 from .store import cache_folder
@@ -24,6 +23,5 @@ __all__ = [
     "LabelledDataset",
     "TextDataset",
     "cache_folder",
-    "majority_accuracy",
     "stratified_split",
 ]

@@ -2,8 +2,7 @@
 
 Training reads files in its own order and resumes from any step, so an archive must be read at random places. A tar is
 indexed once, by one pass over its headers; the index is cached (`store.py`) under the archive's path, size and
-modification time. A compressed tar is unpacked once, to a plain tar in the cache folder. torchvision's readers need
-unpacked archives, and Hugging Face `datasets` copies archives into its own files.
+modification time. A compressed tar is unpacked once, to a plain tar in the cache folder.
 """
 
 from __future__ import annotations

@@ -65,18 +65,13 @@ class LabelledDataset:
         yield self.labels
 
     def baselines(self, train: LabelledDataset) -> dict[str, float]:
-        """Accuracies (0..1) on this split of trivial guessers fitted to `train`."""
-        return {"majority class": majority_accuracy(train.labels, self.labels)}
+        """Accuracy (0..1) on this split of always answering the commonest label of `train` (ties: the smallest)."""
+        if not len(train) or not len(self):
+            raise ValueError("the majority-class baseline needs at least one label on each side")
+        return {"majority class": float(np.mean(self.labels == np.bincount(train.labels).argmax()))}
 
     def position(self, index: int) -> int:
         """Return `index` counted from the start; negative ones count from the end (IndexError: out of range)."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} is out of range for {len(self)} items of {self.name!r}")
         return index % len(self)
-
-
-def majority_accuracy(train_labels: np.ndarray, test_labels: np.ndarray) -> float:
-    """Accuracy on `test_labels` of always answering the commonest of `train_labels` (ties: the smallest)."""
-    if not len(train_labels) or not len(test_labels):
-        raise ValueError("the majority-class baseline needs at least one label on each side")
-    return float(np.mean(test_labels == np.bincount(train_labels).argmax()))

@@ -49,7 +49,6 @@ KNOWN: dict[str, dict[str, int]] = {
     "imagenet": {"classes": 1000, "channels": 3},
     "tiny_imagenet": {"classes": 200, "channels": 3, "image_size": 64},
     "cifar10": {"classes": 10, "channels": 3, "image_size": 32},
-    "cifar100": {"classes": 100, "channels": 3, "image_size": 32},
     "digits": {"classes": 10, "channels": 1, "image_size": 8},
     "listops_tsv": {"classes": 10, "vocabulary": 16, "max_length": 2000},
 }

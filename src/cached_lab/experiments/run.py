@@ -118,8 +118,6 @@ def _prepare_trainer(
     task = make_task(config, model, splits["train"], splits["validation"], processes)
     trainer = Trainer(config, task, folder, processes, reporter)
     trainer.files |= data_file(splits)
-    if continued:
-        task.check_continued(folder)
     check_average(config)
     trainer.resume(resume)
     settings = config.training

@@ -16,7 +16,6 @@ for _module in (
     "classification.images.cifar",
     "classification.images.class_folders",
     "classification.images.digits",
-    "classification.images.huggingface_images",
     "classification.images.image_shards",
     "classification.listops.datasets",
     "detection.coco",

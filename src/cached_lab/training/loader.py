@@ -111,8 +111,6 @@ class _Batches(TorchDataset[Loaded]):
                 bad.append(error)
         if isinstance(self.rows, SeededRows):
             bad, self.rows.met = bad + self.rows.met, []
-        if items and getattr(self.rows, "fills", False):
-            items += [items[place % len(items)] for place in range(len(keys) - len(items))]
         return Loaded(self.dataset.collate(items) if items else None, tuple(bad))
 
 
@@ -236,20 +234,17 @@ class GroupedOrder(TrainingOrder):
         return [(epoch, index) for index in self._batches[position].tolist()]
 
 
-def training_batches(
-    dataset: Any, order: Any, workers: int = 0, pin_memory: bool = False, rows: Any = None
-) -> Iterator[Any]:
+def training_batches(dataset: Any, order: Any, workers: int = 0, pin_memory: bool = False) -> Iterator[Any]:
     """Return endless batches (`dataset.collate`) in the given order.
 
     Args:
         order: yields keys of a piece, such as a `TrainingOrder`.
         workers: loading processes. pin_memory: use page-locked memory for copies to a GPU.
-        rows: maps keys of the order to items; None for `SeededRows`.
 
     Raises:
         BadFile: a file cannot be used, and bad files are not skipped.
     """
-    return _loaded(dataset, SeededRows(dataset, order.seed) if rows is None else rows, order, workers, pin_memory)
+    return _loaded(dataset, SeededRows(dataset, order.seed), order, workers, pin_memory)
 
 
 def _loaded(dataset: Any, rows: Any, batches: Any, workers: int, pin_memory: bool) -> Iterator[Any]:

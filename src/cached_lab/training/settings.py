@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from cached_transformers.checks import comparing_lengths
-from cached_transformers.loops.curriculum import AdaptiveCurriculum, Curriculum
+from cached_transformers.loops.curriculum import AdaptiveCurriculum
 
 from .scores import Score
 
@@ -40,11 +40,8 @@ class TrainingConfig:
     mixup: float = 0.0
     """Images: alpha of mixup (arXiv:1710.09412), the mean of two images and of their labels; 0 for none."""
     cutmix: float = 0.0
-    """Images: alpha of CutMix (arXiv:1905.04899), a patch of one image in another; 0 for none."""
-    mix_probability: float = 1.0
-    """Share of steps with mixup or CutMix, if either is on."""
-    cutmix_share: float = 0.5
-    """Share of these steps with CutMix, if both are on."""
+    """Images: alpha of CutMix (arXiv:1905.04899), a patch of one image in another; 0 for none. With both, each mixes
+    half of the steps."""
     repeats: int = 1
     """Copies of each row in a batch, each with other augmentation (repeated augmentation)."""
     ema_decay: float | None = None
@@ -59,9 +56,9 @@ class TrainingConfig:
     """bfloat16 and float16 use autocast; float16 adds loss scaling and needs CUDA."""
     activation_checkpointing: bool = False
     compile: bool = False
-    parallel: Literal["ddp", "fsdp", "none"] = "ddp"
+    parallel: Literal["ddp", "fsdp"] = "ddp"
     """Several processes of torchrun: ddp averages gradients of whole models; fsdp also shards weights, gradients and
-    optimiser states (`training/sharding.py`); none refuses them. It has no effect on one process."""
+    optimiser states (`training/sharding.py`). It has no effect on one process."""
     pipeline: int = 1
     """Text: processes that share the segments of each row (`SegmentPipeline`); torchrun starts a multiple of them."""
     device: str = "auto"
@@ -105,10 +102,8 @@ class TrainingConfig:
     curriculum: tuple[int, ...] | None = None
     """Documents: largest number of segments in each stage; every step draws one from 1 to it. null reads documents as
     long as they are."""
-    steps_each: int | tuple[int, ...] | None = None
-    """Documents: steps of every stage, or of each; the last stage continues to the end."""
     solved: float | None = None
-    """Documents, instead of `steps_each`: validation accuracy, at the stage's longest documents, that ends a stage."""
+    """Documents: validation accuracy, at the stage's longest documents, that ends a stage; the last stage continues."""
     replay: bool = False
     """Documents: keep the activations of one segment only, and recompute segments for their gradient (`ReplayLoop`)."""
     max_bad_steps: int = 10
@@ -122,7 +117,7 @@ class TrainingConfig:
             (_COUNTS, lambda value: value >= 1, "must be at least 1"),
             (("save_every", "evaluation_batch_size", "batch_tokens"), lambda value: value is None or value >= 1, null),
             (("seed", "workers", "mixup", "cutmix", "recall"), lambda value: value >= 0, "must not be negative"),
-            (("mix_probability", "cutmix_share", "reset_rows"), lambda value: 0 <= value <= 1, "must lie in [0, 1]"),
+            (("reset_rows",), lambda value: 0 <= value <= 1, "must lie in [0, 1]"),
             (("clip_norm",), lambda value: value is None or value > 0, "must be positive, or null"),
             (("label_smoothing",), lambda value: 0 <= value < 1, "must lie in [0, 1)"),
             (("ema_decay",), lambda value: value is None or 0 <= value < 1, "must lie in [0, 1), or be null"),
@@ -157,20 +152,14 @@ class TrainingConfig:
     def _check_curriculum(self) -> None:
         if self.curriculum is None:
             return
-        if (given := (self.steps_each is not None) + (self.solved is not None)) != 1:
+        if self.solved is None:
             raise ValueError(
-                f"training.curriculum={list(self.curriculum)} needs either training.steps_each (steps of a stage) or "
-                f"training.solved (an accuracy that ends it); {given} are given"
+                f"training.curriculum={list(self.curriculum)} needs training.solved, an accuracy that ends a stage"
             )
         try:
-            found = make_curriculum(self)
+            make_curriculum(self)
         except ValueError as error:
             raise ValueError(f"training.curriculum: {error}") from None
-        if isinstance(found, Curriculum) and (before := sum(found.steps[:-1])) >= self.steps:
-            raise ValueError(
-                f"training.steps={self.steps} end before the last stage of training.curriculum, which begins after "
-                f"{before}; raise training.steps, or lower training.steps_each"
-            )
 
     @property
     def evaluation_rows(self) -> int:
@@ -213,11 +202,8 @@ class EvaluationConfig:
         comparing_lengths(**{"evaluation.length_penalty": self.length_penalty})
 
 
-def make_curriculum(settings: TrainingConfig) -> Curriculum | AdaptiveCurriculum | None:
+def make_curriculum(settings: TrainingConfig) -> AdaptiveCurriculum | None:
     """Return the curriculum of the settings, if any (ValueError: its numbers do not fit each other)."""
-    if settings.curriculum is None:
+    if settings.curriculum is None or settings.solved is None:
         return None
-    if settings.solved is not None:
-        return AdaptiveCurriculum(settings.curriculum, settings.solved, seed=settings.seed)
-    assert settings.steps_each is not None
-    return Curriculum(settings.curriculum, settings.steps_each, seed=settings.seed)
+    return AdaptiveCurriculum(settings.curriculum, settings.solved, seed=settings.seed)

@@ -6,7 +6,7 @@ loaded too, unless `training.new_head` says otherwise. Shared caches of another 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .checkpoint import META, Checkpoints, read_checkpoint
 from .sharding import shard_weights
 
-_INNER = ("model", "state_dict", "module")
+_INNER = ("state_dict", "model", "module", "state_dict_ema", "model_ema")
 _USUAL_HEADS = ("head", "fc", "classifier")
 
 
@@ -64,37 +64,35 @@ def load_initial_weights(
     say(f"weights from {path}" + (f"; new: {len(fresh)} tensors ({', '.join(fresh[:3])}, ...)" if fresh else ""))
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return tensors by name from a run folder, a step folder, or a file (ValueError: there are none)."""
+def read_weights(path: Path, option: str = "training.initial_weights") -> dict[str, Tensor]:
+    """Return tensors by name from a run folder, a step folder, or a file, whose code is not run.
+
+    Args:
+        option: it names the path in messages.
+
+    Raises:
+        ValueError: there are none.
+    """
     if (path / META).is_file():
         return read_checkpoint(path).weights
     if path.is_dir():
         return read_checkpoint(Checkpoints(path / "checkpoints").named("best")).weights
     if not path.is_file():
-        raise ValueError(f"training.initial_weights={path}: there is no such file, run folder or step folder")
-    content = file_weights(path, f"training.initial_weights={path}", _INNER)
-    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ValueError(f"training.initial_weights={path} holds no weights by name")
-    return dict(content)
-
-
-def file_weights(path: Path, called: str, inner: Sequence[str]) -> Any:
-    """Return the content of a .safetensors or PyTorch file, or of the innermost of its keys `inner`; run no code of it.
-
-    Raises:
-        ValueError: it cannot be read; `called` names it in the message.
-    """
+        raise ValueError(f"{option}={path}: there is no such file, run folder or step folder")
     try:
         if path.suffix == ".safetensors":
-            return safetensors.torch.load_file(path)
-        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+            content: Any = safetensors.torch.load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many types of errors for foreign files
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"{called} cannot be read as weights: {reason}") from error
-    for name in inner:
+        raise ValueError(f"{option}={path} cannot be read as weights: {reason}") from error
+    for name in _INNER:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
             content = content[name]
-    return content
+    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ValueError(f"{option}={path} holds no weights by name")
+    return dict(content)
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ The trainer knows steps, files and signals; a task knows its data, loss, state b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from .config import RunConfig
 from .distributed import World, wrap
 from .loader import Share, evaluation_batches, training_batches
+from .run_files import TOKENIZER
 from .sharding import Shards
 
 Scores = dict[str, Any]
@@ -105,10 +105,9 @@ class Task:
 
     @classmethod
     def baselines(cls, train: Any, scored: Any, metric: str) -> dict[str, float] | None:
-        """Return the scores of trivial predictors of the data set; None if it has none."""
-        if not hasattr(scored, "baselines"):
-            return None
-        return {name: scores[metric] for name, scores in scored.baselines(train).items()}
+        """Return the scores of trivial predictors of the data set (of labelled data, accuracies); None without any."""
+        found = scored.baselines(train) if hasattr(scored, "baselines") else None
+        return found and {name: s[metric] if isinstance(s, dict) else s for name, s in found.items()}
 
     @classmethod
     def arguments(cls, batch: Any) -> Arguments:
@@ -120,25 +119,18 @@ class Task:
         """Return the model's arguments for the first row, image or segment, on which FLOPs are counted."""
         return cls.arguments(next(evaluation_batches(dataset, 1)))
 
-    @classmethod
-    def images(cls, dataset: Any, count: int) -> Tensor | None:
-        """Return the first images of a data set, (B, C, H, W), for feature maps; None without images."""
-        return None
-
     def facts(self) -> dict[str, float]:
         """Return facts about the batches before training."""
         return {}
 
     def files(self) -> dict[str, bytes]:
-        """Return files that users of the trained model need, by name."""
-        return {}
+        """Return files that users of the trained model need, by name: the tokenizer of the data, if any."""
+        tokenizer = getattr(self.data, "tokenizer", None)
+        return {} if tokenizer is None else {TOKENIZER: tokenizer.dump()}
 
     def results(self) -> Mapping[str, bytes]:
         """Return files about the split scored last, by name; on the main process."""
         return {}
-
-    def check_continued(self, folder: Path) -> None:
-        """Refuse data that are not those of the run in this folder (ValueError)."""
 
     def _loaded(self, order: Any, step: int, pin_memory: bool = True) -> Iterator[Any]:
         """Yield batches in an order from a step on, pinned for a GPU if asked."""

@@ -68,10 +68,8 @@ class Trainer:
         if settings.activation_checkpointing:
             enable_activation_checkpointing(task.model)
         self.task, self.model = task, task.model.to(world.device)
-        several = world.size > 1
-        if several and settings.parallel == "none":
-            raise ValueError(f"training.parallel='none' is for one process, not for {world.size}; use ddp or fsdp")
-        self.shards = task.shards = Shards(self.model, world) if several and settings.parallel == "fsdp" else None
+        sharded = world.size > 1 and settings.parallel == "fsdp"
+        self.shards = task.shards = Shards(self.model, world) if sharded else None
         self.files = task.files()
         self.optimizer = build_optimizer(self.model, config.optimizer)
         decay = settings.ema_decay

@@ -28,7 +28,7 @@ class Mixing:
     """Turn a batch of images and classes into mixed images and shares of classes.
 
     Args:
-        settings: `mixup`, `cutmix`, `mix_probability`, `cutmix_share`, `seed`.
+        settings: `mixup`, `cutmix`, `seed`.
         classes: K.
     """
 
@@ -38,8 +38,6 @@ class Mixing:
         self._mix = require("timm.data", extra="vision").Mixup(
             mixup_alpha=settings.mixup,
             cutmix_alpha=settings.cutmix,
-            prob=settings.mix_probability,
-            switch_prob=settings.cutmix_share,
             mode="batch",
             label_smoothing=0.0,
             num_classes=classes,

@@ -14,12 +14,11 @@ from torch.nn import functional as F
 
 from cached_lab.training.config import RunConfig
 from cached_lab.training.distributed import World
-from cached_lab.training.loader import TrainingOrder, evaluation_batches
+from cached_lab.training.loader import TrainingOrder
 from cached_lab.training.task import Task, sums_of
 
 from .mixing import make_mixing
 from .scores import averages, evaluate, forward, score_width, sums
-from .window_order import WindowedOrder
 
 
 class Classification(Task):
@@ -37,8 +36,7 @@ class Classification(Task):
             )
         self.classes, self.width = train.classes, score_width(train.classes)
         order = (len(train), settings.batch_size, settings.seed, 0, self.share, settings.repeats)
-        window = getattr(train, "window", None)
-        self.order = WindowedOrder(train.shard_starts, window, *order) if window else TrainingOrder(*order)
+        self.order = TrainingOrder(*order)
         self.mixing = make_mixing(settings, config.model.get("classes", train.classes), world.size)
 
     def batches(self, step: int) -> Iterator[Any]:
@@ -63,13 +61,3 @@ class Classification(Task):
 
     def evaluate(self, model: nn.Module, dataset: Any) -> tuple[dict[str, float], list[dict[str, float]]]:
         return evaluate(model, dataset, self.world, self.settings.evaluation_rows, self.settings.workers), []
-
-    @classmethod
-    def baselines(cls, train: Any, scored: Any, metric: str) -> dict[str, float] | None:
-        """Accuracies, for any metric."""
-        return scored.baselines(train) if hasattr(scored, "baselines") else None
-
-    @classmethod
-    def images(cls, dataset: Any, count: int) -> Tensor | None:
-        inputs = next(evaluation_batches(dataset, count)).inputs
-        return inputs if inputs.is_floating_point() else None

@@ -5,7 +5,6 @@ Legend: N detections, H height, W width of the image in pixels.
 
 from __future__ import annotations
 
-import colorsys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,7 +42,7 @@ def as_record(found: dict[str, Tensor], size: tuple[int, ...], categories: list[
 
 
 def draw_detections(pixels_HWC: np.ndarray, found: Mapping[str, Tensor], names: Sequence[str]) -> Any:
-    """Draw masks, boxes, class names and scores into the image, one colour per class.
+    """Draw masks, boxes, class names and scores into the image.
 
     Args:
         pixels_HWC: uint8 (H, W, 3).
@@ -56,18 +55,11 @@ def draw_detections(pixels_HWC: np.ndarray, found: Mapping[str, Tensor], names: 
     """
     draw = require("torchvision.utils", extra="vision")
     labels = found["labels"].tolist()
-    colours = [class_colour(label) for label in labels]
     image_CHW = torch.from_numpy(pixels_HWC).permute(2, 0, 1).contiguous()
     if labels and "masks" in found:
         inside_NHW = found["masks"][:, 0] > MASK_THRESHOLD
-        image_CHW = draw.draw_segmentation_masks(image_CHW, inside_NHW, MASK_OPACITY, colours)
+        image_CHW = draw.draw_segmentation_masks(image_CHW, inside_NHW, MASK_OPACITY)
     if labels:
         texts = [f"{names[label]} {score:.2f}" for label, score in zip(labels, found["scores"].tolist(), strict=True)]
-        image_CHW = draw.draw_bounding_boxes(image_CHW, found["boxes"], texts, colours)
+        image_CHW = draw.draw_bounding_boxes(image_CHW, found["boxes"], texts)
     return require("PIL.Image", extra="vision").fromarray(image_CHW.permute(1, 2, 0).numpy())
-
-
-def class_colour(label: int) -> tuple[int, int, int]:
-    """Return a bright colour; hues of neighbouring classes differ by a golden angle."""
-    red, green, blue = colorsys.hsv_to_rgb(label * 0.618034 % 1.0, 0.85, 0.95)
-    return round(255 * red), round(255 * green), round(255 * blue)

@@ -22,14 +22,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from cached_lab.training.stored_weights import head_names, read_weights
 from cached_transformers.annotations import shown
 from cached_transformers.checks import at_least_one
 from cached_transformers.extras import refused_by, require
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.memories import OneMemory
+from cached_transformers.models.pvt import PyramidVisionTransformer, published_weights
 from cached_transformers.registry import MODELS, unknown_name
-
-from .pretrained import load_backbone
 
 STRIDES = (4, 8, 16, 32)
 
@@ -243,3 +243,27 @@ def make_body(name: str, strides: Sequence[int], options: dict[str, Any]) -> tup
             "in pvt_v2_b0, swin_tiny_patch4_window7_224 or resnet50"
         )
     return body, [by_stride[s][0] for s in strides], [by_stride[s][1] for s in strides]
+
+
+def load_backbone(body: Any, source: Path) -> None:
+    """Load the weights of a classifier into a timm model without head, in place; its shared caches stay empty.
+
+    Raises:
+        ValueError: there are no weights, or names or shapes differ, apart from head and caches; the message lists them.
+    """
+    heads = head_names(body)
+    weights = read_weights(source, "model.checkpoint")
+    for prefix in ("module.", "model."):  # of DDP, and of this library
+        if all(key.startswith(prefix) for key in weights):
+            weights = {key.removeprefix(prefix): value for key, value in weights.items()}
+    stored = {k: v for k, v in weights.items() if not k.startswith(heads)}
+    if isinstance(body, PyramidVisionTransformer):  # without class token, whose position is dropped, too
+        stored = published_weights(stored, body)
+    own = {k: v for k, v in body.state_dict().items() if k.endswith(".cache_MC")}
+    stored = {k: v for k, v in stored.items() if not k.endswith(".cache_MC")} | own
+    try:
+        body.load_state_dict(stored)
+    except RuntimeError as error:
+        listed = str(error)
+        advice = "; give both the same model.memory (null for none)" if ".memory." in listed else ""
+        raise ValueError(f"{source} does not fit backbone {type(body).__name__}{advice}: {listed[:1500]}") from None

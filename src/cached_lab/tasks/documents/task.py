@@ -6,7 +6,6 @@ Legend: B rows, K classes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +17,8 @@ from cached_lab.tasks.classification.scores import averages, score_width, sums
 from cached_lab.training.config import RunConfig
 from cached_lab.training.distributed import World
 from cached_lab.training.loader import TrainingOrder, to_device
-from cached_lab.training.run_files import TOKENIZER, check_tokenizer
 from cached_lab.training.settings import make_curriculum
 from cached_lab.training.task import Arguments, Scores, Task, sums_of
-from cached_transformers.loops.curriculum import AdaptiveCurriculum
 from cached_transformers.models.sequence_classifier import SequenceClassifier
 
 from .dataset import DocumentDataset
@@ -87,7 +84,7 @@ class DocumentClassification(Task):
     def evaluate(self, model: nn.Module, dataset: DocumentDataset) -> tuple[Scores, list[dict[str, float]]]:
         """Scores of whole documents; for validation also those of the current stage."""
         scores = self._scored(model, dataset, None)
-        if isinstance(self.curriculum, AdaptiveCurriculum) and dataset is self.validation:
+        if self.curriculum is not None and dataset is self.validation:
             longest = self.curriculum.largest()
             whole = longest >= dataset.segments
             accuracy = scores["accuracy"] if whole else self._scored(model, dataset, longest)["accuracy"]
@@ -99,35 +96,21 @@ class DocumentClassification(Task):
         return evaluate_documents(model, dataset, self.world, settings.evaluation_rows, settings.passes, segments)
 
     def validated(self, scores: Scores) -> None:
-        if isinstance(self.curriculum, AdaptiveCurriculum):
+        if self.curriculum is not None:
             self.curriculum.scored(scores["stage_accuracy"])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The stage of an adaptive curriculum; the stage of another follows from the step."""
-        if not isinstance(self.curriculum, AdaptiveCurriculum):
-            return {}
-        return {STAGE: torch.tensor(self.curriculum.stage)}
+        """The stage of the curriculum."""
+        return {} if self.curriculum is None else {STAGE: torch.tensor(self.curriculum.stage)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        if isinstance(self.curriculum, AdaptiveCurriculum):
+        if self.curriculum is not None:
             self.curriculum.stage = int(state[STAGE])
-
-    @classmethod
-    def baselines(cls, train: Any, scored: Any, metric: str) -> dict[str, float] | None:
-        """Accuracies, for any metric."""
-        return scored.baselines(train) if hasattr(scored, "baselines") else None
 
     @classmethod
     def example_inputs(cls, dataset: DocumentDataset, config: RunConfig) -> Arguments:
         """The first segment of the first document, for the cost of a segment."""
         return (dataset[0][0][None, : dataset.segment_length],), {}
-
-    def files(self) -> dict[str, bytes]:
-        return {} if self.data.tokenizer is None else {TOKENIZER: self.data.tokenizer.dump()}
-
-    def check_continued(self, folder: Path) -> None:
-        if self.data.tokenizer is not None:
-            check_tokenizer(folder, self.data.tokenizer)
 
 
 def check(config: RunConfig, model: nn.Module, data: DocumentDataset) -> None:

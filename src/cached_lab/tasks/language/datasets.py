@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from cached_lab.data import text_files
-from cached_lab.data.splits import check_choice, check_fraction
+from cached_lab.data.splits import check_fraction
 from cached_lab.data.text import Corpus, fingerprint
 from cached_lab.data.text_files import TextFile
 from cached_lab.registries import DATASETS
@@ -75,23 +74,20 @@ class HeldOutText(Corpus):
 
     Args:
         path: file, folder or archive.
-        validation_fraction, test_fraction: shares held out.
-        holdout: "file" holds out whole texts, the last in order of their names; "tail" the end of each. It has no
-            effect if files or folders are named after splits.
+        validation_fraction, test_fraction: shares of the end of each text held out, without files or folders named
+            after splits.
         others: see `Corpus`.
 
     Raises:
-        ValueError: shares that leave nothing to train on, or too few texts for them; others as `Corpus`.
+        ValueError: shares that leave nothing to train on; others as `Corpus`.
     """
 
     path: str | Path
     validation_fraction: float = 0.05
     test_fraction: float = 0.05
-    holdout: str = "tail"
 
     def __post_init__(self) -> None:
         self.fractions = {"validation": self.validation_fraction, "test": self.test_fraction}
-        check_choice("data.holdout", self.holdout, ("file", "tail"))
         for split, fraction in self.fractions.items():
             check_fraction(f"data.{split}_fraction", fraction)
         if not 0 < (held := sum(self.fractions.values())) < 1:
@@ -119,17 +115,7 @@ class HeldOutText(Corpus):
         one_file = Path(self.path).expanduser().is_file() and len(texts) == 1
         if not one_file and any(text_files.split_of(text) == "train" for text in texts):
             return text_files.split_texts(self.path, split), False
-        if self.holdout == "tail" or len(texts) == 1:
-            return texts, True
-        held = {name: max(1, math.ceil(share * len(texts))) for name, share in self.fractions.items()}
-        first, last = len(texts) - sum(held.values()), len(texts) - held["test"]
-        if first < 1:
-            few = (
-                f"{self.path} holds {len(texts)} texts, too few for data.holdout=file with the shares {self.fractions}"
-            )
-            raise ValueError(f"{few}; take data.holdout=tail")
-        bounds = {"train": (0, first), "validation": (first, last), "test": (last, len(texts))}
-        return texts[slice(*bounds[split])], False
+        return texts, True
 
     def _bounds(self, content: bytes, split: str) -> tuple[int, int]:
         """Start and end of a split in a text: exact for bytes, at a line end for other tokens."""

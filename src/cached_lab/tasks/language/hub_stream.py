@@ -14,28 +14,31 @@ Legend: B rows, N tokens of a step, S segments of a step.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cached_lab.data.huggingface import HubShards, load_from_hub
 from cached_lab.data.samples import Sample
-from cached_lab.data.shard_order import Dealer, ShardSet, as_tensor, from_tensor
-from cached_lab.data.splits import check_choice, check_split
+from cached_lab.data.splits import SPLIT_WORDS, check_choice, check_split
 from cached_lab.data.text import RESETS, TextDataset, encoded
 from cached_lab.data.tokenizers import Tokenizer, check_kind, train_tokenizer
 from cached_lab.registries import DATASETS
 from cached_transformers.checks import at_least_one
+from cached_transformers.extras import require
 
+from .shard_order import Dealer, HubShards, as_tensor, from_tensor
 from .streams import IGNORED, StreamBatch
 
 VOCABULARY_DOCUMENTS = 10_000
+SAVED_SHARDS = 64
+"""Most shards of a stream over a data set that was saved to disk."""
 
 
 @DATASETS.register("huggingface_stream")
@@ -122,7 +125,24 @@ class HuggingFaceStream(TextDataset):
 
 @lru_cache(maxsize=4)
 def _splits(dataset: str, config: str | None) -> dict[str, Any]:
-    return load_from_hub(dataset, config, ", or give local files to data.name=text", streaming=True)
+    """The splits of a data set, as streams; one without splits is "train"."""
+    library = require("datasets", extra="language")
+    folder = Path(dataset).expanduser()
+    saved = (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+    try:
+        loaded = library.load_from_disk(folder) if saved else library.load_dataset(dataset, config, streaming=True)
+    except Exception as error:  # the library raises many kinds: no network, unknown name, unknown configuration
+        raise ValueError(
+            f"data.dataset={dataset!r} cannot be loaded: {error}; check the name, or fetch it once on a machine with a "
+            "network and keep its cache (HF_HOME) or what save_to_disk writes, or give local files to data.name=text"
+        ) from error
+    splits = loaded if isinstance(loaded, Mapping) else {"train": loaded}
+    found = {split: splits[name] for split, words in SPLIT_WORDS.items() for name in splits if name in words}
+    if "train" not in found:
+        raise ValueError(f"{dataset} has no split 'train'; it has {', '.join(splits)}")
+    if saved:
+        return {name: rows.to_iterable_dataset(num_shards=min(len(rows), SAVED_SHARDS)) for name, rows in found.items()}
+    return found
 
 
 def documents_of(split: str, dataset: str, config: str | None, column: str, fraction: float) -> HubShards:
@@ -183,7 +203,7 @@ class StreamedRows:
 
     def __init__(
         self,
-        data: ShardSet[str],
+        data: HubShards,
         tokenizer: Tokenizer,
         rows: int,
         length: int,

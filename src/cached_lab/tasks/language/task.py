@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from cached_lab.data.text import TextDataset
 from cached_lab.training.config import RunConfig
 from cached_lab.training.distributed import World, pipeline_group
 from cached_lab.training.reconstruction_loss import ReconstructionLoss
-from cached_lab.training.run_files import TOKENIZER, check_tokenizer
 from cached_lab.training.segment_pipeline import SegmentPipeline
 from cached_lab.training.settings import TrainingConfig
 from cached_lab.training.task import Arguments, Task
@@ -120,12 +118,6 @@ class LanguageModelling(Task):
     def example_inputs(cls, dataset: TextDataset, config: RunConfig) -> Arguments:
         tokens = torch.from_numpy(dataset.tokens[: config.training.segment_length].astype("int64"))
         return (tokens[None],), {}
-
-    def files(self) -> dict[str, bytes]:
-        return {TOKENIZER: self.data.tokenizer.dump()}
-
-    def check_continued(self, folder: Path) -> None:
-        check_tokenizer(folder, self.data.tokenizer)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The states of all rows in order, over processes and pieces; and the positions of the rows of a stream."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,20 +29,11 @@ ObjectiveSpec = str | Mapping[str, Any]
 """A name, or {"name": ..., option: value}."""
 
 
-class Objective(Protocol):
-    """Maker of a source and a target from a text."""
-
-    def block(self, max_length: int) -> tuple[int, int]:
-        """Return the greatest length of a text whose source and target fit `max_length`, and its sentinels."""
-        ...
-
-    def __call__(self, tokens_N: Ids, special: SpecialTokens, generator: Generator) -> tuple[Ids, Ids]:
-        """Return source and target, the latter with its end, of a text of at least two tokens."""
-        ...
-
-
-def create_objective(spec: ObjectiveSpec) -> Objective:
+def create_objective(spec: ObjectiveSpec) -> Any:
     """Return the objective of a name, or of a mapping with a name and options.
+
+    Its `block(max_length)` is the greatest length of a text whose source and target fit, and its number of sentinels;
+    `(tokens_N, special, generator)` gives source and target, the latter with its end, of two tokens or more.
 
     Raises:
         ValueError: unknown names or options, or values out of range.

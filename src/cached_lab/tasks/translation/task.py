@@ -10,7 +10,6 @@ Legend: B rows, N source tokens, T target tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from cached_lab.training.config import RunConfig
 from cached_lab.training.distributed import World
 from cached_lab.training.loader import TrainingOrder, evaluation_batches, to_device
 from cached_lab.training.metrics import untouched
-from cached_lab.training.run_files import TOKENIZER, TRANSLATIONS, check_tokenizer
+from cached_lab.training.run_files import TRANSLATIONS
 from cached_lab.training.settings import EvaluationConfig
 from cached_lab.training.task import Arguments, Task, sums_of
 from cached_transformers.layers.token_loss import IGNORED, perplexity
@@ -126,16 +125,8 @@ class TranslationTask(Task):
     def arguments(cls, batch: PairBatch) -> Arguments:
         return (batch.inputs, batch.decoder_inputs), {"padding": batch.padding}
 
-    def files(self) -> dict[str, bytes]:
-        tokenizer = getattr(self.data, "tokenizer", None)
-        return {} if tokenizer is None else {TOKENIZER: tokenizer.dump()}
-
     def results(self) -> dict[str, bytes]:
         return {TRANSLATIONS: written(self.translations).encode()} if self.translations else {}
-
-    def check_continued(self, folder: Path) -> None:
-        if hasattr(self.data, "tokenizer"):
-            check_tokenizer(folder, self.data.tokenizer)
 
 
 def check(config: RunConfig, model: nn.Module, data: Any) -> None:

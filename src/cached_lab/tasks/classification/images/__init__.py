@@ -2,7 +2,6 @@
 
 - class_folders: image files in a folder per class; ImageNet-1k and Tiny-ImageNet, with lists of the validation labels
 - image_shards: tar shards
-- huggingface_images: rows of the hub
 - cifar, digits: images held in memory
 - augmentation: random changes, by timm
 """

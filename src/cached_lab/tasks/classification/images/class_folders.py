@@ -2,9 +2,6 @@
 
 Sources: Russakovsky et al., "ImageNet Large Scale Visual Recognition Challenge" (arXiv:1409.0575), ILSVRC 2012, 1,000
 classes; Le and Yang, "Tiny ImageNet Visual Recognition Challenge", Stanford CS 231N (2015), 200 classes at 64 x 64.
-
-torchvision's ImageFolder opens no archive, and has no splits and no rule for bad files; its ImageNet unpacks every
-archive first, and takes the validation labels from the development kit only.
 """
 
 from __future__ import annotations

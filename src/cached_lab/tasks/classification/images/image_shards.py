@@ -4,10 +4,6 @@ In the webdataset layout (github.com/webdataset/webdataset) the members of an ex
 dot: `0001.jpg`, `0001.cls`. Every shard is indexed once (`data/archives.py`); examples are then read by offset, so that
 data order, resume and workers are those of every other data set. The index holds numbers only: fourteen million images
 take some 350 MB.
-
-webdataset shuffles in a buffer, so that the order depends on the number of workers (seen with 1.0.2) and an epoch
-cannot be resumed in its middle; it knows labels too late for stratified splits, and notices a truncated shard only when
-it is read. Hugging Face `datasets` copies the shards into its own files.
 """
 
 from __future__ import annotations
@@ -46,8 +42,6 @@ class ImageShards(EncodedImages):
         label: "cls", a member with a number beside each image; or "tar", the name of the tar, in alphabetical order of
             the training shards.
         classes: their number; null takes the largest label of the training shards plus one.
-        window: read training shards one after the other, for network file systems: each epoch permutes the shards, and
-            the images within windows of this many. Null permutes all images.
         augmentation: options of `Augmentation`; null crops at random and mirrors.
         validation_fraction, test_fraction: share of every class held out from the training shards for a split without
             shards; null is a tenth if both lack shards, else none.
@@ -62,14 +56,11 @@ class ImageShards(EncodedImages):
     path: str | Path
     label: Literal["cls", "tar"] = "cls"
     classes: int | None = None  # type: ignore[assignment]  # the option, later replaced by the number
-    window: int | None = None
     crop_ratio: float = 0.875
     validation_fraction: float | None = None  # type: ignore[assignment]
     test_fraction: float | None = None
 
     def _load(self) -> tuple[np.ndarray, list[str]]:
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"data.window={self.window} must be at least 1 image, or null")
         shards = shards_of_splits(Path(self.path).expanduser())
         lacking = [split for split in ("validation", "test") if not shards[split]]
         usual = 0.1 if len(lacking) == 2 else 0.0
@@ -95,11 +86,6 @@ class ImageShards(EncodedImages):
             chosen = IndexedExamples(train.shards, *(column[dealt] for column in train[1:]))
         self._examples = chosen
         return chosen.label, names
-
-    @property
-    def shard_starts(self) -> np.ndarray:
-        """Index of the first image of each shard."""
-        return np.unique(self._examples.shard, return_index=True)[1]
 
     def encoded(self, index: int) -> bytes:
         return self._examples.read(index)

@@ -4,76 +4,103 @@ Data that exceed a disk have no index: each shard is read once, from beginning t
 seed and epoch. The shards of an epoch are permuted; items are permuted within windows, each read whole before the next
 one. A position is the start of the window and the number of its items already given, so that a checkpoint holds no
 data, and memory holds one window.
-
-A part is a fixed share of the shards for a fixed share of the rows of a batch. A process reads the parts of its own
-rows, so that the number of processes does not change what is learned.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 _SHARDS, _WINDOW = 2, 3
 """Seed words of the order of shards and the order within a window."""
 
 
-class ShardReader(Iterator[T_co], Protocol[T_co]):
-    """Items of one shard; `place` is the position after the last item, as JSON."""
-
-    def place(self) -> Any: ...
-
-
-class ShardSet(Protocol[T_co]):
-    """Data in shards with names, which are read from the beginning or from a place."""
-
-    @property
-    def names(self) -> Sequence[str]: ...
-
-    def read(self, shard: int, place: Any = None) -> ShardReader[T_co]: ...
-
-
-class Dealer(Generic[T]):
-    """The items of one part, endlessly; each epoch has every item once.
+class HubShards:
+    """The texts of a streamed split, shard by shard.
 
     Args:
-        data: the shards. part, parts: read every `parts`-th shard from `part` on.
+        rows: an `IterableDataset` of the library. column: of the text. called: name of the split in messages.
+        wanted: filter of texts; None takes all texts that are not blank.
+
+    Raises:
+        ValueError: the split lacks the column; while reading, a row without text, or files that cannot be read.
+    """
+
+    def __init__(self, rows: Any, column: str, called: str, wanted: Callable[[str], bool] | None = None) -> None:
+        columns = rows.column_names
+        if columns is not None and column not in columns:
+            raise ValueError(f"data.column={column!r}: {called} has {', '.join(columns)}")
+        self._rows, self._column, self._wanted = rows, column, wanted
+        self.names = [f"{called}, shard {number}" for number in range(rows.num_shards)]
+
+    def read(self, shard: int, place: Any = None) -> HubReader:
+        rows = self._rows.shard(num_shards=len(self.names), index=shard)
+        if place is not None:
+            rows.load_state_dict(place)
+        return HubReader(rows, self._column, self._wanted, self.names[shard])
+
+
+class HubReader(Iterator[str]):
+    """The texts of one shard; `place` is the library's own state."""
+
+    def __init__(self, rows: Any, column: str, wanted: Callable[[str], bool] | None, name: str) -> None:
+        self._rows, self._column, self._wanted, self._name = rows, column, wanted, name
+        self._items = iter(rows)
+
+    def __next__(self) -> str:
+        while True:
+            try:
+                row = next(self._items)
+            except StopIteration:
+                raise
+            except Exception as error:  # of file formats, network or disk
+                reason = " ".join(str(error).split())[:300]
+                raise ValueError(
+                    f"{self._name} cannot be read: {type(error).__name__}: {reason}; the same command goes on from the "
+                    "last checkpoint once it can"
+                ) from error
+            text = row.get(self._column)
+            if text is not None and not isinstance(text, str):
+                raise ValueError(
+                    f"{self._name}: a row holds {type(text).__name__} in column {self._column!r}, not text; choose "
+                    f"another data.column of {', '.join(row)}"
+                )
+            if text and text.strip() and (self._wanted is None or self._wanted(text)):
+                return text
+
+    def place(self) -> Any:
+        return self._rows.state_dict()
+
+
+class Dealer(Iterator[str]):
+    """The items of all shards, endlessly; each epoch has every item once.
+
+    Args:
+        data: the shards.
         window: items that are permuted together, and held at a time. seed: None keeps the order of the shards.
 
     Attributes:
         given: number of items given, over all epochs.
 
     Raises:
-        ValueError: fewer shards than parts, or a window below 1; while reading, a part without any item.
+        ValueError: while reading, shards without any item.
     """
 
-    def __init__(
-        self, data: ShardSet[T], part: int = 0, parts: int = 1, window: int = 1, seed: int | None = None
-    ) -> None:
-        if window < 1:
-            raise ValueError(f"data.window={window} must be at least 1 item; 1 reads the items of a shard in order")
-        if parts < 1 or parts > len(data.names):
-            raise ValueError(f"data.parts={parts} must lie in 1..{len(data.names)}, the number of shards")
-        self._data, self._part, self._window, self._seed = data, part, window, seed
-        self._own = range(part, len(data.names), parts)
+    def __init__(self, data: HubShards, window: int = 1, seed: int | None = None) -> None:
+        self._data, self._window, self._seed = data, window, seed
         self.given = 0
         self._epoch, self._turn = 0, 0
-        self._reader: ShardReader[T] | None = None
+        self._reader: HubReader | None = None
         self._begin: dict[str, Any] = {"epoch": 0, "turn": 0, "place": None}
-        self._held: list[T] = []
+        self._held: list[str] = []
         self._taken = 0
 
-    def __iter__(self) -> Iterator[T]:
-        return self
-
-    def __next__(self) -> T:
+    def __next__(self) -> str:
         if self._taken == len(self._held):
             self._fill()
         item = self._held[self._taken]
@@ -114,12 +141,14 @@ class Dealer(Generic[T]):
                 continue
             except StopIteration:
                 pass
-            if self._turn + 1 < len(self._own):
+            if self._turn + 1 < len(self._data.names):
                 self._turn += 1
             elif self._held:
                 break  # no window holds items of two epochs
             elif ends > 1:
-                raise ValueError(f"{self._name()} and {len(self._own) - 1} other shards hold no item; check the data")
+                raise ValueError(
+                    f"{self._name()} and {len(self._data.names) - 1} other shards hold no item; check the data"
+                )
             else:
                 self._epoch, self._turn, ends = self._epoch + 1, 0, ends + 1
             self._reader = self._data.read(self._order()[self._turn])
@@ -131,33 +160,14 @@ class Dealer(Generic[T]):
     def _order(self) -> Sequence[int]:
         """The shards of the epoch."""
         if self._seed is None:
-            return self._own
-        return [int(shard) for shard in self._generator(_SHARDS, self._epoch).permutation(self._own)]
+            return range(len(self._data.names))
+        return [int(shard) for shard in self._generator(_SHARDS, self._epoch).permutation(len(self._data.names))]
 
     def _generator(self, kind: int, number: int) -> np.random.Generator:
-        return np.random.Generator(np.random.PCG64([self._seed or 0, self._part, number, kind]))
+        return np.random.Generator(np.random.PCG64([self._seed or 0, 0, number, kind]))
 
     def _name(self) -> str:
         return self._data.names[self._order()[self._turn]]
-
-
-class Parts(NamedTuple):
-    """The parts that fill the rows of a batch, with equally many consecutive rows each.
-
-    Attributes:
-        each: rows of a part. own: the parts that a process reads.
-    """
-
-    each: int
-    own: range
-
-    @classmethod
-    def of_rows(cls, parts: int, batch_size: int, first: int, rows: int) -> Parts:
-        """The parts of `rows` rows from `first` on (ValueError: the batch does not divide evenly)."""
-        if parts < 1 or batch_size % parts:
-            raise ValueError(f"data.parts={parts} must divide training.batch_size={batch_size}, into equal rows")
-        each = batch_size // parts
-        return cls(each, range(first // each, -(-(first + rows) // each)))
 
 
 def as_tensor(state: dict[str, Any]) -> Tensor:
