@@ -10,8 +10,10 @@ import pytest
 import torch
 from data.pictures import write_tar
 
-from cached_lab.tasks.classification.images.cifar import CIFAR10, CLASSES, RECORD_BYTES
-from cached_lab.tasks.classification.images.cifar import records as read
+from cached_lab.tasks import create_dataset
+from cached_lab.tasks.classification.images.cifar import CIFAR10, CIFAR100, CLASSES
+
+RECORD_BYTES = 1 + 3 * 32 * 32
 
 
 def records(count: int, seed: int = 0) -> np.ndarray:
@@ -35,7 +37,7 @@ def test_a_record_is_a_label_and_three_planes(tmp_path):
     made[1, 1 + 0] = 11  # red, row 0, column 0
     made[1, 1 + 1024 + 32 + 5] = 22  # green, row 1, column 5
     made[1, 1 + 2048 + 1023] = 33  # blue, last
-    images, labels = read(made.tobytes(), tmp_path / "data_batch_1.bin")
+    images, labels = CIFAR10.records(made.tobytes(), tmp_path / "data_batch_1.bin")
     assert labels.tolist() == [0, 7]
     assert (images[1, 0, 0, 0], images[1, 1, 1, 5], images[1, 2, 31, 31]) == (11, 22, 33)
     assert images.sum() == 66
@@ -69,12 +71,28 @@ def test_an_augmented_image_is_a_window_of_the_padded_one_mirrored_or_not(folder
 
 def test_original_pixels(shared):
     source = shared / "data" / "cifar10"
-    test = CIFAR10("test", path=source)
-    assert np.bincount(test.labels).tolist() == [500] * 10
+    train, test = (CIFAR10(split, path=source) for split in ("train", "test"))
+    assert np.bincount(train.labels).tolist() == [900] * 10 and np.bincount(test.labels).tolist() == [500] * 10
     assert list(CLASSES) == (source / "batches.meta.txt").read_text().split()
     pixels = torch.stack([test.pixels(index) for index in range(0, len(test), 5)]) / 255
     assert pixels.mean((0, 2, 3)).tolist() == pytest.approx(test.mean, abs=0.01)
     assert pixels.std((0, 2, 3)).tolist() == pytest.approx(test.std, abs=0.01)
+
+
+def test_the_fine_label_of_cifar100_counts(tmp_path):
+    made = np.random.default_rng(0).integers(0, 256, (200, 3074), dtype=np.uint8)
+    made[:, 0], made[:, 1] = np.arange(200) % 20, np.arange(200) % 100
+    made.tofile(tmp_path / "train.bin")
+    (tmp_path / "test.bin.xz").write_bytes(lzma.compress(made[:100].tobytes()))
+    assert len(CIFAR100("train", path=tmp_path, validation_fraction=0.5)) == 100
+    test = create_dataset("cifar100", "test", path=tmp_path)
+    assert test.labels.tolist() == list(range(100)) and test.class_names[7] == "class 7"
+    assert test.pixels(4).flatten().tolist() == made[4, 2:].tolist()
+    (tmp_path / "fine_label_names.txt").write_text("\n".join(f"n{i}" for i in range(100)))
+    assert CIFAR100("test", path=tmp_path).class_names[7] == "n7"
+    (tmp_path / "fine_label_names.txt").write_text("n0")
+    with pytest.raises(ValueError, match=r"fine_label_names\.txt names 1 classes, .* 100"):
+        CIFAR100("test", path=tmp_path)
 
 
 @pytest.mark.parametrize("size", [0, 1, RECORD_BYTES - 1, 2 * RECORD_BYTES + 1])
@@ -102,3 +120,16 @@ def test_damage_is_named(folder):
     (folder / "test_batch.bin").unlink()
     with pytest.raises(FileNotFoundError, match=r"test_batch.*bin.xz"):
         CIFAR10("test", path=folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": "val"}, "unknown split 'val'"),
+        ({"validation_fraction": 1.5}, r"validation_fraction=1.5 must lie in \[0, 1\)"),
+        ({"split": "validation", "validation_fraction": 0}, "leaves split 'validation' empty"),
+    ],
+)
+def test_options(folder, options, message):
+    with pytest.raises(ValueError, match=message):
+        create_dataset("cifar10", **{"split": "train", "path": folder, **options})
