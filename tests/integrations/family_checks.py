@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from integrations.families import ROWS, SEGMENT, Family, words
+from integrations.families import END, PAD, ROWS, SEGMENT, Family, words
 from integrations.hosts import close_gates
-from integrations.transformers_hosts import awaken
+from integrations.transformers_hosts import awaken, differences
 from torch import Tensor, nn
 
 from cached_transformers import load_pretrained, remove_memory
+from cached_transformers.integrations.transformers.memory_cache import MemoryCache
 from cached_transformers.interfaces.memory import LayerMemory, ModelMemory, Query
 from cached_transformers.layers.stack import ModelOutput
+from cached_transformers.state import map_state, reorder, reset
 
 STREAMS: dict[str, dict[str, Any]] = {
     "grc_stream": {"name": "grc_stream", "length": 4},
@@ -43,6 +47,41 @@ SHARED: dict[str, dict[str, Any]] = {
 """The memories that models take whose tokens see their whole segment."""
 BY_ROW = {name: STREAMS[name] for name in ("grc_stream", "rmt")}
 """Those with a state that such models are tried with."""
+KINDS: dict[str, dict[str, Any]] = {
+    **{name: STREAMS[name] for name in BESIDE},
+    "compressive at its age": {**STREAMS["compressive"], "function": "max", "positions": "age"},
+    "compressive trained by the task": {**STREAMS["compressive"], "function": "conv", "loss": "task"},
+    "crtn, each token": {**STREAMS["crtn"], "scope": "token"},
+    "crtn, asked twice": {**STREAMS["crtn"], "query": "compute_first"},
+    "rmt with a cache": {"name": "rmt", "length": 2, "cache": 5},
+    "rmt that reads its cache": {"name": "rmt", "length": 2, "cache": 5, "read_cache": True},
+    "memory_transformer with a cache": {"name": "memory_transformer", "length": 2, "cache": 5},
+    "read_twice": {"name": "read_twice", "attention": "joint", "slots": 4},
+}
+"""Memories of stored states, for Llama."""
+RECENT: dict[str, dict[str, Any]] = {
+    "armt/gpt2": {"name": "armt", "length": 3, "key_width": 6},
+    "armt/llama": {"name": "armt", "length": 3, "key_width": 6, "preset": "long"},
+    "armt/llama/mask": {"name": "armt", "length": 3, "key_width": 6, "mask": "full"},
+    "read_twice/llama": {"name": "read_twice", "slots": 6, "new_layers": 1},
+    "infini/gpt2": {"name": "infini", "update": "exact", "initial_gate": -4.0},
+    "infini/llama": {"name": "infini"},
+    "titans/gpt2": {"name": "titans", "chunk": 4, "mix": "sum"},
+    "titans/llama": {"name": "titans", "chunk": 4},
+    "titans/llama/context": {"name": "titans", "chunk": 4, "place": "context", "persistent": 2},
+    "block_recurrent/gpt2": {"name": "block_recurrent", "length": 4, "preset": "trained"},
+    "block_recurrent/llama": {"name": "block_recurrent", "length": 4, "layers": "all", "gate": "lstm"},
+    "memory_caching/gpt2": {"name": "memory_caching", "over": {"name": "titans", "chunk": 4}, "slots": 2},
+    "memory_caching/llama": {"name": "memory_caching", "slots": 3, "start": "restart"},
+    "memory_caching/llama/ttt": {"name": "memory_caching", "over": {"name": "ttt", "mini_batch": 4}, "slots": 2},
+    "ttt/gpt2": {"name": "ttt", "mini_batch": 4, "model": "mlp"},
+    "ttt/llama": {"name": "ttt", "mini_batch": 3},
+    "lact/gpt2": {"name": "lact", "rate": 0.1},
+    "lact/llama": {"name": "lact", "nets": 2, "muon": True, "momentum": True},
+    "streaming_llm/llama": {"name": "streaming_llm", "length": 6, "sinks": 2},
+    "expire_span/llama": {"name": "expire_span", "length": 12, "ramp": 6, "price": 0},
+}
+"""Memories and their host."""
 
 
 def equal(found: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
@@ -78,10 +117,151 @@ def carries(family: Family, memory: dict[str, Any]) -> None:
         out = model(piece, memory_state=state)
         state = out.memory_state
         parts.append(out.logits)
-    equal(torch.cat(parts, 1), model(ids).logits)
+    whole, logits = model(ids, labels=ids), torch.cat(parts, 1)
+    equal(logits, whole.logits)
+    equal(whole.loss, nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
+    assert differences(whole.memory_state, state) < 1e-4 and isinstance(model(ids, return_dict=False), tuple)
     if memory["name"] != "memory_transformer":
         changed = torch.cat([(ids[:, :1] + 1).clamp(max=63), ids[:, 1:]], 1)
         assert (model(changed).logits - model(ids).logits)[:, SEGMENT:].abs().max() > 1e-6
+
+
+def row_of(state: Any, index: int) -> Any:
+    return map_state(lambda t: t[index : index + 1], state)
+
+
+def ragged() -> tuple[Tensor, Tensor]:
+    """Three texts of 13, 3 and 5 tokens that end in one column, and their mask."""
+    mask = (torch.arange(13) >= torch.tensor([0, 10, 8])[:, None]).long()
+    return words(3, 13).masked_fill(mask == 0, PAD), mask
+
+
+def rows_alone(family: Family, memory: dict[str, Any]) -> None:
+    """A row after a state is the row alone, wherever its padding is; places as generate counts them change nothing."""
+    model = awaken(family.with_memory(memory)).train()
+    mask = torch.ones(4, 13, dtype=torch.long)
+    mask[0, :10] = mask[1, -6:] = mask[2, :1] = mask[2, -2:] = 0
+    ids, past = words(4, 13).masked_fill(mask == 0, PAD), model(words(4, 7, seed=5)).memory_state
+    call = {"attention_mask": mask, "memory_state": past, "output_hidden_states": True}
+    whole = model(ids, labels=ids.masked_fill(mask == 0, -100), **call)
+    places = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    equal(model(ids, position_ids=places, **call).logits[mask.bool()], whole.logits[mask.bool()])
+    for row, real in enumerate(mask.bool()):
+        alone = model(ids[row : row + 1, real], memory_state=row_of(past, row), output_hidden_states=True)
+        equal(whole.logits[row, real], alone.logits[0])
+        equal(whole.hidden_states[1][row, real], alone.hidden_states[1][0])
+        assert differences(row_of(whole.memory_state, row), alone.memory_state) < 1e-4
+    nothing = model(ids, attention_mask=torch.zeros_like(mask), memory_state=past).memory_state
+    assert differences(nothing, past) == 0
+    whole.loss.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@torch.no_grad()
+def in_pieces(family: Family, memory: dict[str, Any]) -> None:
+    """A text in calls of any size, with padding in front, behind and between, is the text: `past_key_values` continue
+    the open segment, say their state at any time and follow beams."""
+    model, ids = awaken(family.with_memory(memory)), words(3, 18)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = mask[1, :1] = mask[1, 9:12] = mask[2, 3:5] = mask[2, 17:] = 0
+    cache, parts, done = None, [], 0
+
+    def alone(row: int, *more: Tensor) -> Any:
+        return model(torch.cat([ids[row : row + 1, :done][:, mask[row, :done].bool()], *more], 1))
+
+    for size in (5, 1, 6, 1, 4, 1):
+        done += size
+        out = model(ids[:, done - size : done], attention_mask=mask[:, :done], past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        parts.append(out.logits)
+        twin = copy.deepcopy(cache)
+        assert isinstance(cache, MemoryCache) and twin.compute_state.__self__ is cache.compute_state.__self__
+        for row in range(3):
+            assert differences(row_of(twin.memory_state, row), alone(row).memory_state) < 1e-4
+    for row, logits in enumerate(torch.cat(parts, 1)):
+        equal(logits[mask[row].bool()], alone(row).logits[0])
+    order, more = torch.tensor([2, 0, 0]), words(3, 1, 9)
+    cache.reorder_cache(order)
+    full = torch.cat([mask[order], torch.ones_like(more)], 1)
+    found = model(more, attention_mask=full, past_key_values=cache, use_cache=True).logits
+    for row, of in enumerate(order.tolist()):
+        equal(found[row, -1], alone(of, more[row : row + 1]).logits[0, -1])
+
+
+@torch.no_grad()
+def moves_rows(family: Family, memory: dict[str, Any]) -> None:
+    """Rows of a state are forgotten and moved each for itself; copies and pickles of a model are of their own."""
+    model, ids = awaken(family.with_memory(memory)), words(3, SEGMENT, seed=1)
+    state = model(words(3, 2 * SEGMENT)).memory_state
+    expected, fresh = model(ids, memory_state=state).logits, model(ids).logits
+    forgotten = reset(state, model.init_memory_state(3), torch.tensor([False, True, False]))
+    equal(model(ids, memory_state=forgotten).logits, torch.stack([expected[0], fresh[1], expected[2]]))
+    order = torch.tensor([2, 0, 0])
+    equal(model(ids[order], memory_state=reorder(state, order)).logits, expected[order])
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(ids, memory_state=state).logits, expected)
+        assert not {id(m) for m in model.modules()} & {id(m) for m in twin.modules()}
+        awaken(twin, seed=8)
+        assert torch.equal(model(ids, memory_state=state).logits, expected)
+        assert not torch.equal(twin(words()).logits, model(words()).logits)
+
+
+@torch.no_grad()
+def hears_no_later_token(family: Family, memory: dict[str, Any]) -> None:
+    """An output depends on its own token and on none that follows."""
+    model, ids = awaken(family.with_memory(memory)), words(1, 3 * SEGMENT)
+    before = model(ids).logits
+    for place in (2, SEGMENT, 2 * SEGMENT - 1, 2 * SEGMENT + 1):
+        changed = ids.clone()
+        changed[:, place] = 3 + (changed[:, place] - 2) % 27
+        after = model(changed).logits
+        equal(after[:, :place], before[:, :place])
+        assert (after - before)[:, place].abs().max() > 1e-6
+
+
+@torch.no_grad()
+def answers_alone(family: Family, memory: dict[str, Any], **options: Any) -> None:
+    """Prompts of unequal length after a state: the text of each alone, with and without keys and values (sampled, the
+    same draws). The state that comes back has read all but the last token."""
+    model, (ids, mask) = awaken(family.with_memory(memory)), ragged()
+    past = model(words(3, SEGMENT + 1, seed=5)).memory_state
+    call = {"max_new_tokens": 2 * SEGMENT + 1, "do_sample": False, "return_dict_in_generate": True, **options}
+    call = {"output_scores": True, "pad_token_id": PAD, **call}
+    found = []
+    for use in (True, False):
+        torch.manual_seed(5)
+        found.append(model.generate(ids, attention_mask=mask, memory_state=past, use_cache=use, **call))
+    said, again = found
+    assert torch.equal(said.sequences, again.sequences)
+    for a, b in zip(said.scores, again.scores, strict=True):
+        equal(a, b, 1e-4)
+    assert differences(said.memory_state, again.memory_state) < 1e-4
+    torch.manual_seed(5)
+    forgetful = model.generate(ids, attention_mask=mask, **call)
+    first = (forgetful.scores[0] - said.scores[0]).nan_to_num(0, 0, 0).abs().max()
+    assert first > 1e-4  # the memory is heard from the first token on
+    copies = call.get("num_return_sequences", 1)
+    assert len(said.sequences) == 3 * copies
+    for row, tokens in enumerate(said.sequences):
+        text, own = ids[row // copies, mask[row // copies].bool()][None], row_of(past, row // copies)
+        new = tokens[ids.shape[1] :]
+        ended = (new == END).nonzero()
+        new = new[: int(ended[0]) + 1 if len(ended) else len(new)]
+        read = torch.cat([text, new[None, :-1]], 1)
+        after = model(read, memory_state=own).memory_state
+        assert differences(row_of(said.memory_state, row), after) < 1e-4
+        if not call["do_sample"]:
+            alone = model.generate(text, attention_mask=torch.ones_like(text), memory_state=own, **call)
+            assert torch.equal(alone.sequences[0, text.shape[1] :][: len(new)], new)
+
+
+def answers_by_beams(family: Family, memory: dict[str, Any]) -> None:
+    answers_alone(family, memory, num_beams=3)
+
+
+def answers_sampled(family: Family, memory: dict[str, Any]) -> None:
+    """Two for each prompt."""
+    answers_alone(family, memory, do_sample=True, num_return_sequences=2)
 
 
 @torch.no_grad()

@@ -30,8 +30,8 @@ from cached_transformers import add_memory
 from cached_transformers.integrations.hosts import _ADAPTERS
 
 NAMED = {family.name: family for family in ALL}
-ODD = [NAMED[name] for name in ("falcon_groups", "gemma3_text", "gptj", "opt", "gpt2", "llama")]
-"""Fused and grouped; norms after the heads; a state that no keyword carries; a decoder inside a decoder; the usual."""
+ODD = [NAMED[name] for name in ("falcon_groups", "gemma3_text", "gptj", "opt")]
+"""Fused and grouped; norms after the heads; a state that no keyword carries; a decoder inside a decoder."""
 SHARED = [
     NAMED[name] for name in ("modernbert", "debertav2", "swin", "timm_eva", "bert", "bart", "t5", "switchtransformers")
 ]

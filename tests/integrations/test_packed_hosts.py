@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from integrations.family_checks import KINDS, RECENT, row_of
 from integrations.hosts import library
-from integrations.test_kv_memories import KINDS
-from integrations.test_recent_memories import CASES as RECENT
 from integrations.transformers_hosts import (
     BERT,
     DECODERS,
@@ -62,10 +61,6 @@ def documents(ids_BM: Tensor = IDS) -> list[Document]:
         names = list(dict.fromkeys(ids[ids >= 0].tolist()))
         found += [Document(row, (ids == name).nonzero()[:, 0], name == names[0]) for name in names]
     return found
-
-
-def row_of(state: Any, index: int) -> Any:
-    return map_state(lambda t: t[index : index + 1], state)
 
 
 def separately(
@@ -117,7 +112,7 @@ def given(model: Any) -> Any:
 
 MEMORIES: dict[str, tuple[Architecture, dict[str, Any]]] = {
     **{f"{memory}/{host}": (host, spec) for memory, spec in STREAMS.items() for host in DECODERS},
-    **RECENT,
+    **{name: (GPT2 if "gpt2" in name else LLAMA, spec) for name, spec in RECENT.items()},
     **{f"{name}/kv": (LLAMA, spec) for name, spec in KINDS.items()},
 }
 
