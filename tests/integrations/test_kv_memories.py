@@ -345,30 +345,6 @@ def test_slots_that_nobody_would_attend_are_not_lost(
 # ---- refusals
 
 
-REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    ("transformer_xl", {"relative": True}, r"position scheme .*LlamaFor.*relative=False"),
-    ("compressive", {}, r"needs own_loss .*LlamaForCausalLM .*take function='mean'.*loss='task'"),
-    ("compressive", {"function": "most_used"}, r"needs weights .*; take function='mean'"),
-    ("infinity_former", {}, r"needs own_loss .*; take kl_weight=0"),
-    ("segatron", {}, r"needs token_ids \(the token ids .*docs/support.md"),
-    ("feedback", {}, r"needs context_alone"),
-    ("memformer", {}, r"needs slots"),
-    ("crtn", {"scope": "segment"}, r"needs bidirectional .*; take scope='previous'"),
-    ("memory_transformer", {"control": True}, r"needs own_weights .*; take control=False"),
-]
-
-
-@pytest.mark.parametrize("name, options, message", REFUSED, ids=[f"{n}-{list(o)}" for n, o, _ in REFUSED])
-def test_what_a_host_has_no_place_for_is_refused_with_the_way_out(
-    name: str, options: dict[str, Any], message: str
-) -> None:
-    model = LLAMA.build()
-    before = [(n, sorted(vars(m)), len(m._forward_hooks)) for n, m in model.named_modules()]
-    with pytest.raises(ValueError, match=rf"memory '{name}' .*{message}"):
-        add_memory(model, name, segment_length=SEGMENT, **options)
-    assert [(n, sorted(vars(m)), len(m._forward_hooks)) for n, m in model.named_modules()] == before
-
-
 def test_heads_of_another_width_than_the_model_are_refused_where_they_are_mixed() -> None:
     wide = decoder("gemma", "Gemma", num_key_value_heads=2, head_dim=16)
     with pytest.raises(ValueError, match=r"32.*64.*'infinity_former'"):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from integrations import family_checks as checks
-from integrations.transformers_hosts import GPT2, LLAMA, SEGMENT, words
+from integrations.transformers_hosts import LLAMA, SEGMENT, words
 
 from cached_transformers import add_memory
 from cached_transformers.interfaces.memory import LayerMemory
@@ -27,11 +27,6 @@ def test_noise_on_weights_trains_every_parameter() -> None:
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.1
     assert own and [name for name, p in model.named_parameters() if name in own and own[name].equal(p)] == []
-
-
-def test_a_table_of_positions_is_no_place_for_what_titans_keys_are_made_of() -> None:
-    with pytest.raises(ValueError, match="'titans'"):
-        add_memory(GPT2.build(), checks.RECENT["titans/llama/context"], segment_length=SEGMENT)
 
 
 WIDER = [
@@ -66,26 +61,3 @@ def test_heads_that_are_wider_or_narrower_together_than_the_layers_input(memory:
         if isinstance(getattr(layer, "memory", None), LayerMemory):
             layer.memory.close_gate()
     torch.testing.assert_close(model(ids[:, :SEGMENT]).logits, before, rtol=0, atol=1e-5)
-
-
-STORES = [
-    {"name": "streaming_llm", "length": 4, "sinks": 2, "relative": False},
-    {"name": "streaming_llm", "length": 4, "keep": "kv", "relative": False},
-    {"name": "tova", "length": 4, "relative": False},
-    {"name": "h2o", "length": 4, "relative": False},
-    {"name": "expire_span", "length": 8, "relative": False, "price": 0},
-    {"name": "transformer_xl", "length": 4, "relative": False},
-]
-
-
-@pytest.mark.parametrize("memory", STORES, ids=str)
-def test_learned_positions_that_are_added_to_tokens_leave_no_place_for_sinks_and_windows(
-    memory: dict[str, Any],
-) -> None:
-    """Stored states have such a position in them, and there is none for a token behind the table's end."""
-    message = (
-        rf"memory '{memory['name']}' needs \w+ .*GPT2LMHeadModel does not give; its positions are a table .*"
-        r"take a decoder with rotary positions .*; docs/support.md"
-    )
-    with pytest.raises(ValueError, match=message):
-        add_memory(GPT2.build(), memory, segment_length=4)

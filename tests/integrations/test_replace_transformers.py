@@ -9,7 +9,6 @@ from integrations.transformers_hosts import (
     DECODERS,
     GPT2,
     LLAMA,
-    SWITCH,
     T5,
     Architecture,
     architectures,
@@ -47,18 +46,3 @@ def test_a_window_is_heard(host: Architecture) -> None:
         changed = ids.clone()
         changed[:, 5:] = 4
         torch.testing.assert_close(model(changed).logits[:, :5], model(ids).logits[:, :5])
-
-
-@pytest.mark.usefixtures("cores")
-@pytest.mark.parametrize(
-    "host, attention, message",
-    [
-        (T5, "performer", r"needs bias \(a bias on the logits.*\), which attention \w+ does not give"),
-        (SWITCH, "softmax", r"attn_implementation='eager' there is no scaled_dot_product_attention"),  # its only one
-        (GPT2, "test_tempered", r"needs causal \(a causal form.*\), which attention \w+ does not give"),
-    ],
-    ids=str,
-)
-def test_what_a_core_cannot_do_is_refused(host: Architecture, attention: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace_attention(host.build(), attention)

@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 import torch
 from integrations.transformers_hosts import (
-    DECODERS,
     GPT2,
     LLAMA,
     SEGMENT,
     STREAMS,
-    Architecture,
-    architectures,
     awaken,
     differences,
     stream,
@@ -64,27 +61,6 @@ def test_without_segment_length_a_call_is_one_segment() -> None:
 
 
 # ---- segment_length
-
-
-@architectures(DECODERS)
-@pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt", "outside"])
-def test_a_memory_with_a_state_must_be_told_its_segments(host: Architecture, memory: str) -> None:
-    model = host.build()
-    before = {name: sorted(vars(module)) for name, module in model.named_modules()}
-    with pytest.raises(ValueError, match=r"segment_length is missing.*segment_length=\d+.*=None"):
-        add_memory(model, STREAMS[memory])
-    assert {name: sorted(vars(module)) for name, module in model.named_modules()} == before
-    ids = words(2, 2 * SEGMENT)
-    assert add_memory(model, STREAMS[memory], segment_length=None)(ids).logits.isfinite().all()
-
-
-def test_the_suggested_length_is_one_that_the_model_takes() -> None:
-    with pytest.raises(ValueError, match=r"segment_length=58\b"):  # 64 positions, 6 of them for memory tokens
-        add_memory(GPT2.build(), "rmt", length=3)
-    with pytest.raises(ValueError, match=r"segment_length=256\b"):
-        add_memory(LLAMA.build(), "grc_stream")
-    add_memory(GPT2.build(), "rmt", length=3, segment_length=58)
-    add_memory(GPT2.build(), "memory_transformer", length=3)  # carries nothing, so that no length is missing
 
 
 def test_one_segment_a_call_is_saved_and_loaded_as_such(tmp_path: Any) -> None:
