@@ -289,13 +289,21 @@ def remembers_all(family: Family) -> None:
 
 @torch.no_grad()
 def generates(family: Family, memory: dict[str, Any], beams: int = 1) -> None:
-    """The same text with and without keys and values, over more than two segments; and what the model would say."""
-    model, prompt = awaken(family.with_memory(memory)), words(tokens=4)
-    options = {"max_new_tokens": 9, "do_sample": False, "num_beams": beams, "eos_token_id": None}
-    kept, anew = (model.generate(prompt, use_cache=use, **options) for use in (True, False))
-    assert kept.shape[1] == 13 and torch.equal(kept, anew)
-    if beams == 1:
-        assert torch.equal(model(kept[:, :-1]).logits[:, 3:].argmax(-1), kept[:, 4:])
+    """The same text with and without keys and values, of decoders over more than two segments; and what the model would
+    say."""
+    model = awaken(family.with_memory(memory)).eval()
+    options: dict[str, Any] = {"do_sample": False, "num_beams": beams}
+    if family.kind == "decoders":
+        prompt = {"input_ids": words(tokens=4)}
+        options |= {"max_new_tokens": 9, "eos_token_id": None}
+    else:
+        prompt = {name: t for name, t in family.given().items() if name != "decoder_input_ids"}
+        options |= {"max_new_tokens": 6, "min_new_tokens": 6}
+    kept, again = (model.generate(**prompt, use_cache=use, **options) for use in (True, False))
+    assert torch.equal(kept, again)
+    if family.kind == "decoders":
+        assert kept.shape[1] == 13
+        assert beams > 1 or torch.equal(model(kept[:, :-1]).logits[:, 3:].argmax(-1), kept[:, 4:])
 
 
 def searches(family: Family, memory: dict[str, Any]) -> None:
@@ -303,18 +311,31 @@ def searches(family: Family, memory: dict[str, Any]) -> None:
     generates(family, memory, beams=3)
 
 
-def _gradients(model: Any, ids: Tensor, checkpointing: bool) -> dict[str, Tensor]:
+def _answer(family: Family, memory: dict[str, Any]) -> Callable[..., Tensor]:
+    return by_row if family.kind == "decoders" or memory["name"] in BY_ROW else twice
+
+
+def _gradients(family: Family, memory: dict[str, Any], checkpointing: bool) -> dict[str, Tensor]:
+    """Of a decoder's loss, or of the second of two steps, which finds what the first has left in a shared memory."""
+    model = awaken(family.with_memory(memory))
     if checkpointing:
-        model.gradient_checkpointing_enable()
-    model.zero_grad()
+        (getattr(model, "gradient_checkpointing_enable", None) or model.set_grad_checkpointing)()
     model.train()
-    model(input_ids=ids, labels=ids).loss.backward()
+    for _ in range(1 if family.kind == "decoders" else 2):
+        model.zero_grad()
+        torch.manual_seed(5)
+        if family.kind == "decoders":
+            loss = model(input_ids=words(), labels=words()).loss
+        else:
+            out = by_row(family, model) if memory["name"] in BY_ROW else family.output(model(**family.given()))
+            loss = out.square().sum()
+        loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def trains(family: Family, memory: dict[str, Any]) -> None:
     """Every parameter of the memory gets a gradient."""
-    _all_train(_gradients(awaken(family.with_memory(memory)), words(), False), family.with_memory(memory))
+    _all_train(_gradients(family, memory, False), family.with_memory(memory))
 
 
 def _all_train(gradients: dict[str, Tensor], model: nn.Module) -> None:
@@ -327,19 +348,31 @@ def _all_train(gradients: dict[str, Tensor], model: nn.Module) -> None:
 
 def checkpoints(family: Family, memory: dict[str, Any]) -> None:
     """Activation checkpointing changes no gradient, the host's and the memory's alike."""
-    plain, again = (_gradients(awaken(family.with_memory(memory)), words(), on) for on in (False, True))
+    plain, again = (_gradients(family, memory, on) for on in (False, True))
     assert plain.keys() == again.keys()
     for name in plain:
-        equal(again[name], plain[name])
+        if family.kind == "decoders":
+            equal(again[name], plain[name])
+        else:
+            scale = float(plain[name].abs().max()) + 1e-6
+            equal(again[name] / scale, plain[name] / scale, 1e-4)
 
 
 @torch.no_grad()
 def saves(family: Family, memory: dict[str, Any]) -> None:
-    """What was saved says the same when it is loaded."""
-    model, ids = awaken(family.with_memory(memory)), words()
+    """What was saved says the same when it is loaded, cache and all."""
+    model, answer = awaken(family.with_memory(memory)).train(), _answer(family, memory)
+    answer(family, model)
+    model.eval()
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        equal(load_pretrained(folder)(ids).logits, model(ids).logits)
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(folder)
+            again = load_pretrained(folder)
+        else:
+            torch.save(model.state_dict(), f"{folder}/weights")
+            again = family.with_memory(memory, seed=9).eval()
+            again.load_state_dict(torch.load(f"{folder}/weights"))
+        equal(answer(family, again), answer(family, model))
 
 
 def compiles(family: Family, memory: dict[str, Any]) -> None:
@@ -377,33 +410,20 @@ def twice(family: Family, model: Any, given: dict[str, Any] | None = None) -> Te
     return out
 
 
-def _answer(memory: dict[str, Any]) -> Callable[..., Tensor]:
-    return by_row if memory["name"] in BY_ROW else twice
-
-
-def row_plain_again(family: Family, memory: dict[str, Any]) -> None:
-    """As `plain_again`, of a memory with a state."""
-    plain, given = family.build(), family.given(2)
-    model = awaken(family.with_memory(memory))
-    with torch.no_grad():
-        before = family.output(plain(**given))
-        assert (by_row(family, model, given) - before).abs().max() > 1e-4
-        removed = remove_memory(model)
-        assert torch.equal(family.output(removed(**given)), before)
-
-
+@torch.no_grad()
 def shared_plain_again(family: Family, memory: dict[str, Any]) -> None:
     """As `plain_again`."""
-    plain, given = family.build(), family.given()
-    model = awaken(family.with_memory(memory)).train()
-    with torch.no_grad():
-        twice(family, model)
-        model.eval()
-        before = family.output(plain(**given))
-        assert (family.output(model(**given)) - before).abs().max() > 1e-4
+    plain, given, answer = family.build(), family.given(2), _answer(family, memory)
+    model = awaken(family.with_memory(memory))
+    before = family.output(plain(**given))
+    if answer is twice:
+        twice(family, model.train())
+    found = by_row(family, model, given) if answer is by_row else family.output(model.eval()(**given))
+    assert (found - before).abs().max() > 1e-4
+    if answer is twice:
         close_gates(model)
         equal(family.output(model(**given)), before)
-        assert torch.equal(family.output(remove_memory(model)(**given)), before)
+    assert torch.equal(family.output(remove_memory(model)(**given)), before)
 
 
 @torch.no_grad()
@@ -414,73 +434,15 @@ def shared_pads(family: Family, memory: dict[str, Any]) -> None:
     if hidden is None or "input_ids" not in given:
         return
     other = {**given, "input_ids": torch.where(hidden > 0, given["input_ids"], 7)}
-    a, b = (_answer(memory)(family, awaken(family.with_memory(memory)), batch) for batch in (given, other))
+    a, b = (_answer(family, memory)(family, awaken(family.with_memory(memory)), batch) for batch in (given, other))
     rows = hidden.bool() if a.shape[:2] == hidden.shape else torch.ones(a.shape[:2], dtype=torch.bool)
     equal(a[rows], b[rows])
-
-
-def _shared_gradients(family: Family, memory: dict[str, Any], checkpointing: bool) -> dict[str, Tensor]:
-    model = awaken(family.with_memory(memory))
-    if checkpointing:
-        (getattr(model, "gradient_checkpointing_enable", None) or model.set_grad_checkpointing)()
-    model.train()
-    for _ in range(2):
-        model.zero_grad()
-        torch.manual_seed(5)
-        out = by_row(family, model) if memory["name"] in BY_ROW else family.output(model(**family.given()))
-        out.square().sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def shared_trains(family: Family, memory: dict[str, Any]) -> None:
-    """As `trains`."""
-    _all_train(_shared_gradients(family, memory, False), family.with_memory(memory))
-
-
-def shared_checkpoints(family: Family, memory: dict[str, Any]) -> None:
-    """As `checkpoints`."""
-    plain, again = (_shared_gradients(family, memory, on) for on in (False, True))
-    assert plain.keys() == again.keys()
-    for name in plain:
-        scale = float(plain[name].abs().max()) + 1e-6
-        equal(again[name] / scale, plain[name] / scale, 1e-4)
-
-
-@torch.no_grad()
-def shared_saves(family: Family, memory: dict[str, Any]) -> None:
-    """As `saves`, cache and all."""
-    model, answer = awaken(family.with_memory(memory)).train(), _answer(memory)
-    answer(family, model)
-    model.eval()
-    with tempfile.TemporaryDirectory() as folder:
-        if hasattr(model, "save_pretrained"):
-            model.save_pretrained(folder)
-            again = load_pretrained(folder)
-        else:
-            torch.save(model.state_dict(), f"{folder}/weights")
-            again = family.with_memory(memory, seed=9).eval()
-            again.load_state_dict(torch.load(f"{folder}/weights"))
-        equal(answer(family, again), answer(family, model))
-
-
-@torch.no_grad()
-def shared_generates(family: Family, memory: dict[str, Any], beams: int = 1) -> None:
-    """As `generates`; of encoder-decoders."""
-    model = awaken(family.with_memory(memory)).eval()
-    given = {name: t for name, t in family.given().items() if name != "decoder_input_ids"}
-    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": beams}
-    assert torch.equal(*(model.generate(**given, use_cache=use, **options) for use in (True, False)))
-
-
-def shared_searches(family: Family, memory: dict[str, Any]) -> None:
-    """As `searches`."""
-    shared_generates(family, memory, beams=3)
 
 
 @torch.no_grad()
 def shared_compiles(family: Family, memory: dict[str, Any]) -> None:
     """As `compiles`."""
-    model, answer = awaken(family.with_memory(memory)).eval(), _answer(memory)
+    model, answer = awaken(family.with_memory(memory)).eval(), _answer(family, memory)
     expected = answer(family, model)
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", dynamic=False)
