@@ -226,24 +226,15 @@ def patches(stem: str, title: str, cls: str = "Model", config: str = "", *, refu
     return Family(stem.lower(), title, "encoders of images", make, pixels(), {}, hidden, refused)
 
 
-_PAIR: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "d_model": WIDTH,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "max_position_embeddings": 64,
-    "dropout": 0.0,
-    "bos_token_id": 0,
-    "eos_token_id": END,
-    "pad_token_id": PAD,
-    "decoder_start_token_id": 0,
-    "forced_eos_token_id": None,
+PAIR_SIZES: dict[str, Any] = {
+    **{name: SIZES[name] for name in ("vocab_size", "max_position_embeddings", "dropout")},
+    **{name: SIZES[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 64),
+    **{"d_model": WIDTH, "decoder_start_token_id": 0, "forced_eos_token_id": None},
 }
-_T5: dict[str, Any] = {
+T5_SIZES: dict[str, Any] = {
     **{"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 64, "num_heads": 4, "dropout_rate": 0.0},
     **{"num_layers": 2, "num_decoder_layers": 2, "decoder_start_token_id": 0, "eos_token_id": END, "pad_token_id": PAD},
 }
@@ -304,22 +295,35 @@ IMAGES = [
     patches("ViTMSN", "MSN"),
 ]
 PAIRS = [
-    pair("Bart", "BART", **_PAIR),
-    pair("Blenderbot", "Blenderbot", **_PAIR),
-    pair("BlenderbotSmall", "Blenderbot (small)", **_PAIR),
-    pair("LongT5", "LongT5", refused="no adapter for attention class", **_T5),
-    pair("M2M100", "M2M-100, NLLB", **_PAIR),
-    pair("Marian", "Marian", "MTModel", **_PAIR),
-    pair("MBart", "mBART", **_PAIR),
-    pair("MT5", "mT5", **_T5),
-    pair("Pegasus", "Pegasus", **_PAIR),
-    pair("PLBart", "PLBart", **_PAIR),
+    pair("Bart", "BART", **PAIR_SIZES),
+    pair("Blenderbot", "Blenderbot", **PAIR_SIZES),
+    pair("BlenderbotSmall", "Blenderbot (small)", **PAIR_SIZES),
+    pair("LongT5", "LongT5", refused="no adapter for attention class", **T5_SIZES),
+    pair("M2M100", "M2M-100, NLLB", **PAIR_SIZES),
+    pair("Marian", "Marian", "MTModel", **PAIR_SIZES),
+    pair("MBart", "mBART", **PAIR_SIZES),
+    pair("MT5", "mT5", **T5_SIZES),
+    pair("Pegasus", "Pegasus", **PAIR_SIZES),
+    pair("PLBart", "PLBart", **PAIR_SIZES),
     pair(
-        "SwitchTransformers", "Switch", num_experts=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, **_T5
+        "SwitchTransformers",
+        "Switch",
+        num_experts=2,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+        **T5_SIZES,
     ),
-    pair("T5", "T5", **_T5),
-    pair("UMT5", "umT5", **_T5),
-    pair("Whisper", "Whisper", given=sounds, num_mel_bins=8, max_source_positions=12, max_target_positions=64, **_PAIR),
+    pair("T5", "T5", **T5_SIZES),
+    pair("UMT5", "umT5", **T5_SIZES),
+    pair(
+        "Whisper",
+        "Whisper",
+        given=sounds,
+        num_mel_bins=8,
+        max_source_positions=12,
+        max_target_positions=64,
+        **PAIR_SIZES,
+    ),
 ]
 _SOUNDS: dict[str, Any] = {
     **{**SIZES, "conv_dim": [16, 16], "conv_stride": [5, 4], "conv_kernel": [10, 8], "num_feat_extract_layers": 2},

@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from integrations.families import ROWS, SEGMENT, Family, words
+from integrations.families import END, PAD, ROWS, SEGMENT, Family, words
 from integrations.hosts import close_gates
-from integrations.transformers_hosts import awaken
+from integrations.transformers_hosts import awaken, differences
 from torch import Tensor, nn
 
 from cached_transformers import load_pretrained, remove_memory
+from cached_transformers.integrations.transformers.memory_cache import MemoryCache
 from cached_transformers.interfaces.memory import LayerMemory, ModelMemory, Query
 from cached_transformers.layers.stack import ModelOutput
+from cached_transformers.state import map_state, reorder, reset
 
 STREAMS: dict[str, dict[str, Any]] = {
     "grc_stream": {"name": "grc_stream", "length": 4},
@@ -43,6 +47,41 @@ SHARED: dict[str, dict[str, Any]] = {
 """The memories that models take whose tokens see their whole segment."""
 BY_ROW = {name: STREAMS[name] for name in ("grc_stream", "rmt")}
 """Those with a state that such models are tried with."""
+KINDS: dict[str, dict[str, Any]] = {
+    **{name: STREAMS[name] for name in BESIDE},
+    "compressive at its age": {**STREAMS["compressive"], "function": "max", "positions": "age"},
+    "compressive trained by the task": {**STREAMS["compressive"], "function": "conv", "loss": "task"},
+    "crtn, each token": {**STREAMS["crtn"], "scope": "token"},
+    "crtn, asked twice": {**STREAMS["crtn"], "query": "compute_first"},
+    "rmt with a cache": {"name": "rmt", "length": 2, "cache": 5},
+    "rmt that reads its cache": {"name": "rmt", "length": 2, "cache": 5, "read_cache": True},
+    "memory_transformer with a cache": {"name": "memory_transformer", "length": 2, "cache": 5},
+    "read_twice": {"name": "read_twice", "attention": "joint", "slots": 4},
+}
+"""Memories of stored states, for Llama."""
+RECENT: dict[str, dict[str, Any]] = {
+    "armt/gpt2": {"name": "armt", "length": 3, "key_width": 6},
+    "armt/llama": {"name": "armt", "length": 3, "key_width": 6, "preset": "long"},
+    "armt/llama/mask": {"name": "armt", "length": 3, "key_width": 6, "mask": "full"},
+    "read_twice/llama": {"name": "read_twice", "slots": 6, "new_layers": 1},
+    "infini/gpt2": {"name": "infini", "update": "exact", "initial_gate": -4.0},
+    "infini/llama": {"name": "infini"},
+    "titans/gpt2": {"name": "titans", "chunk": 4, "mix": "sum"},
+    "titans/llama": {"name": "titans", "chunk": 4},
+    "titans/llama/context": {"name": "titans", "chunk": 4, "place": "context", "persistent": 2},
+    "block_recurrent/gpt2": {"name": "block_recurrent", "length": 4, "preset": "trained"},
+    "block_recurrent/llama": {"name": "block_recurrent", "length": 4, "layers": "all", "gate": "lstm"},
+    "memory_caching/gpt2": {"name": "memory_caching", "over": {"name": "titans", "chunk": 4}, "slots": 2},
+    "memory_caching/llama": {"name": "memory_caching", "slots": 3, "start": "restart"},
+    "memory_caching/llama/ttt": {"name": "memory_caching", "over": {"name": "ttt", "mini_batch": 4}, "slots": 2},
+    "ttt/gpt2": {"name": "ttt", "mini_batch": 4, "model": "mlp"},
+    "ttt/llama": {"name": "ttt", "mini_batch": 3},
+    "lact/gpt2": {"name": "lact", "rate": 0.1},
+    "lact/llama": {"name": "lact", "nets": 2, "muon": True, "momentum": True},
+    "streaming_llm/llama": {"name": "streaming_llm", "length": 6, "sinks": 2},
+    "expire_span/llama": {"name": "expire_span", "length": 12, "ramp": 6, "price": 0},
+}
+"""Memories and their host."""
 
 
 def equal(found: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
@@ -78,10 +117,151 @@ def carries(family: Family, memory: dict[str, Any]) -> None:
         out = model(piece, memory_state=state)
         state = out.memory_state
         parts.append(out.logits)
-    equal(torch.cat(parts, 1), model(ids).logits)
+    whole, logits = model(ids, labels=ids), torch.cat(parts, 1)
+    equal(logits, whole.logits)
+    equal(whole.loss, nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
+    assert differences(whole.memory_state, state) < 1e-4 and isinstance(model(ids, return_dict=False), tuple)
     if memory["name"] != "memory_transformer":
         changed = torch.cat([(ids[:, :1] + 1).clamp(max=63), ids[:, 1:]], 1)
         assert (model(changed).logits - model(ids).logits)[:, SEGMENT:].abs().max() > 1e-6
+
+
+def row_of(state: Any, index: int) -> Any:
+    return map_state(lambda t: t[index : index + 1], state)
+
+
+def ragged() -> tuple[Tensor, Tensor]:
+    """Three texts of 13, 3 and 5 tokens that end in one column, and their mask."""
+    mask = (torch.arange(13) >= torch.tensor([0, 10, 8])[:, None]).long()
+    return words(3, 13).masked_fill(mask == 0, PAD), mask
+
+
+def rows_alone(family: Family, memory: dict[str, Any]) -> None:
+    """A row after a state is the row alone, wherever its padding is; places as generate counts them change nothing."""
+    model = awaken(family.with_memory(memory)).train()
+    mask = torch.ones(4, 13, dtype=torch.long)
+    mask[0, :10] = mask[1, -6:] = mask[2, :1] = mask[2, -2:] = 0
+    ids, past = words(4, 13).masked_fill(mask == 0, PAD), model(words(4, 7, seed=5)).memory_state
+    call = {"attention_mask": mask, "memory_state": past, "output_hidden_states": True}
+    whole = model(ids, labels=ids.masked_fill(mask == 0, -100), **call)
+    places = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    equal(model(ids, position_ids=places, **call).logits[mask.bool()], whole.logits[mask.bool()])
+    for row, real in enumerate(mask.bool()):
+        alone = model(ids[row : row + 1, real], memory_state=row_of(past, row), output_hidden_states=True)
+        equal(whole.logits[row, real], alone.logits[0])
+        equal(whole.hidden_states[1][row, real], alone.hidden_states[1][0])
+        assert differences(row_of(whole.memory_state, row), alone.memory_state) < 1e-4
+    nothing = model(ids, attention_mask=torch.zeros_like(mask), memory_state=past).memory_state
+    assert differences(nothing, past) == 0
+    whole.loss.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@torch.no_grad()
+def in_pieces(family: Family, memory: dict[str, Any]) -> None:
+    """A text in calls of any size, with padding in front, behind and between, is the text: `past_key_values` continue
+    the open segment, say their state at any time and follow beams."""
+    model, ids = awaken(family.with_memory(memory)), words(3, 18)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = mask[1, :1] = mask[1, 9:12] = mask[2, 3:5] = mask[2, 17:] = 0
+    cache, parts, done = None, [], 0
+
+    def alone(row: int, *more: Tensor) -> Any:
+        return model(torch.cat([ids[row : row + 1, :done][:, mask[row, :done].bool()], *more], 1))
+
+    for size in (5, 1, 6, 1, 4, 1):
+        done += size
+        out = model(ids[:, done - size : done], attention_mask=mask[:, :done], past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        parts.append(out.logits)
+        twin = copy.deepcopy(cache)
+        assert isinstance(cache, MemoryCache) and twin.compute_state.__self__ is cache.compute_state.__self__
+        for row in range(3 if size == 1 else 0):  # inside of segments
+            assert differences(row_of(twin.memory_state, row), alone(row).memory_state) < 1e-4
+    for row, logits in enumerate(torch.cat(parts, 1)):
+        equal(logits[mask[row].bool()], alone(row).logits[0])
+    order, more = torch.tensor([2, 0, 0]), words(3, 1, 9)
+    cache.reorder_cache(order)
+    full = torch.cat([mask[order], torch.ones_like(more)], 1)
+    found = model(more, attention_mask=full, past_key_values=cache, use_cache=True).logits
+    for row, of in enumerate(order.tolist()):
+        equal(found[row, -1], alone(of, more[row : row + 1]).logits[0, -1])
+
+
+@torch.no_grad()
+def moves_rows(family: Family, memory: dict[str, Any]) -> None:
+    """Rows of a state are forgotten and moved each for itself; copies and pickles of a model are of their own."""
+    model, ids = awaken(family.with_memory(memory)), words(3, SEGMENT, seed=1)
+    state = model(words(3, 2 * SEGMENT)).memory_state
+    expected, fresh = model(ids, memory_state=state).logits, model(ids).logits
+    forgotten = reset(state, model.init_memory_state(3), torch.tensor([False, True, False]))
+    equal(model(ids, memory_state=forgotten).logits, torch.stack([expected[0], fresh[1], expected[2]]))
+    order = torch.tensor([2, 0, 0])
+    equal(model(ids[order], memory_state=reorder(state, order)).logits, expected[order])
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(ids, memory_state=state).logits, expected)
+        assert not {id(m) for m in model.modules()} & {id(m) for m in twin.modules()}
+        awaken(twin, seed=8)
+        assert torch.equal(model(ids, memory_state=state).logits, expected)
+        assert not torch.equal(twin(words()).logits, model(words()).logits)
+
+
+@torch.no_grad()
+def hears_no_later_token(family: Family, memory: dict[str, Any]) -> None:
+    """An output depends on its own token and on none that follows."""
+    model, ids = awaken(family.with_memory(memory)), words(1, 3 * SEGMENT)
+    before = model(ids).logits
+    for place in (2, SEGMENT, 2 * SEGMENT - 1, 2 * SEGMENT + 1):
+        changed = ids.clone()
+        changed[:, place] = 3 + (changed[:, place] - 2) % 27
+        after = model(changed).logits
+        equal(after[:, :place], before[:, :place])
+        assert (after - before)[:, place].abs().max() > 1e-6
+
+
+@torch.no_grad()
+def answers_alone(family: Family, memory: dict[str, Any], **options: Any) -> None:
+    """Prompts of unequal length after a state: the text of each alone, with and without keys and values (sampled, the
+    same draws). The state that comes back has read all but the last token."""
+    model, (ids, mask) = awaken(family.with_memory(memory)), ragged()
+    past = model(words(3, SEGMENT + 1, seed=5)).memory_state
+    call = {"max_new_tokens": 2 * SEGMENT + 1, "do_sample": False, "return_dict_in_generate": True, **options}
+    call = {"output_scores": True, "pad_token_id": PAD, **call}
+    found = []
+    for use in (True, False):
+        torch.manual_seed(5)
+        found.append(model.generate(ids, attention_mask=mask, memory_state=past, use_cache=use, **call))
+    said, again = found
+    assert torch.equal(said.sequences, again.sequences)
+    for a, b in zip(said.scores, again.scores, strict=True):
+        equal(a, b, 1e-4)
+    assert differences(said.memory_state, again.memory_state) < 1e-4
+    torch.manual_seed(5)
+    forgetful = model.generate(ids, attention_mask=mask, **call)
+    first = (forgetful.scores[0] - said.scores[0]).nan_to_num(0, 0, 0).abs().max()
+    assert first > 1e-4  # the memory is heard from the first token on
+    copies = call.get("num_return_sequences", 1)
+    assert len(said.sequences) == 3 * copies
+    for row, tokens in enumerate(said.sequences):
+        text, own = ids[row // copies, mask[row // copies].bool()][None], row_of(past, row // copies)
+        new = tokens[ids.shape[1] :]
+        ended = (new == END).nonzero()
+        new = new[: int(ended[0]) + 1 if len(ended) else len(new)]
+        read = torch.cat([text, new[None, :-1]], 1)
+        after = model(read, memory_state=own).memory_state
+        assert differences(row_of(said.memory_state, row), after) < 1e-4
+        if not call["do_sample"]:
+            alone = model.generate(text, attention_mask=torch.ones_like(text), memory_state=own, **call)
+            assert torch.equal(alone.sequences[0, text.shape[1] :][: len(new)], new)
+
+
+def answers_by_beams(family: Family, memory: dict[str, Any]) -> None:
+    answers_alone(family, memory, num_beams=3)
+
+
+def answers_sampled(family: Family, memory: dict[str, Any]) -> None:
+    """Two for each prompt."""
+    answers_alone(family, memory, do_sample=True, num_return_sequences=2)
 
 
 @torch.no_grad()
@@ -109,13 +289,21 @@ def remembers_all(family: Family) -> None:
 
 @torch.no_grad()
 def generates(family: Family, memory: dict[str, Any], beams: int = 1) -> None:
-    """The same text with and without keys and values, over more than two segments; and what the model would say."""
-    model, prompt = awaken(family.with_memory(memory)), words(tokens=4)
-    options = {"max_new_tokens": 9, "do_sample": False, "num_beams": beams, "eos_token_id": None}
-    kept, anew = (model.generate(prompt, use_cache=use, **options) for use in (True, False))
-    assert kept.shape[1] == 13 and torch.equal(kept, anew)
-    if beams == 1:
-        assert torch.equal(model(kept[:, :-1]).logits[:, 3:].argmax(-1), kept[:, 4:])
+    """The same text with and without keys and values, of decoders over more than two segments; and what the model would
+    say."""
+    model = awaken(family.with_memory(memory)).eval()
+    options: dict[str, Any] = {"do_sample": False, "num_beams": beams}
+    if family.kind == "decoders":
+        prompt = {"input_ids": words(tokens=4)}
+        options |= {"max_new_tokens": 9, "eos_token_id": None}
+    else:
+        prompt = {name: t for name, t in family.given().items() if name != "decoder_input_ids"}
+        options |= {"max_new_tokens": 6, "min_new_tokens": 6}
+    kept, again = (model.generate(**prompt, use_cache=use, **options) for use in (True, False))
+    assert torch.equal(kept, again)
+    if family.kind == "decoders":
+        assert kept.shape[1] == 13
+        assert beams > 1 or torch.equal(model(kept[:, :-1]).logits[:, 3:].argmax(-1), kept[:, 4:])
 
 
 def searches(family: Family, memory: dict[str, Any]) -> None:
@@ -123,18 +311,31 @@ def searches(family: Family, memory: dict[str, Any]) -> None:
     generates(family, memory, beams=3)
 
 
-def _gradients(model: Any, ids: Tensor, checkpointing: bool) -> dict[str, Tensor]:
+def _answer(family: Family, memory: dict[str, Any]) -> Callable[..., Tensor]:
+    return by_row if family.kind == "decoders" or memory["name"] in BY_ROW else twice
+
+
+def _gradients(family: Family, memory: dict[str, Any], checkpointing: bool) -> dict[str, Tensor]:
+    """Of a decoder's loss, or of the second of two steps, which finds what the first has left in a shared memory."""
+    model = awaken(family.with_memory(memory))
     if checkpointing:
-        model.gradient_checkpointing_enable()
-    model.zero_grad()
+        (getattr(model, "gradient_checkpointing_enable", None) or model.set_grad_checkpointing)()
     model.train()
-    model(input_ids=ids, labels=ids).loss.backward()
+    for _ in range(1 if family.kind == "decoders" else 2):
+        model.zero_grad()
+        torch.manual_seed(5)
+        if family.kind == "decoders":
+            loss = model(input_ids=words(), labels=words()).loss
+        else:
+            out = by_row(family, model) if memory["name"] in BY_ROW else family.output(model(**family.given()))
+            loss = out.square().sum()
+        loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def trains(family: Family, memory: dict[str, Any]) -> None:
     """Every parameter of the memory gets a gradient."""
-    _all_train(_gradients(awaken(family.with_memory(memory)), words(), False), family.with_memory(memory))
+    _all_train(_gradients(family, memory, False), family.with_memory(memory))
 
 
 def _all_train(gradients: dict[str, Tensor], model: nn.Module) -> None:
@@ -147,19 +348,31 @@ def _all_train(gradients: dict[str, Tensor], model: nn.Module) -> None:
 
 def checkpoints(family: Family, memory: dict[str, Any]) -> None:
     """Activation checkpointing changes no gradient, the host's and the memory's alike."""
-    plain, again = (_gradients(awaken(family.with_memory(memory)), words(), on) for on in (False, True))
+    plain, again = (_gradients(family, memory, on) for on in (False, True))
     assert plain.keys() == again.keys()
     for name in plain:
-        equal(again[name], plain[name])
+        if family.kind == "decoders":
+            equal(again[name], plain[name])
+        else:
+            scale = float(plain[name].abs().max()) + 1e-6
+            equal(again[name] / scale, plain[name] / scale, 1e-4)
 
 
 @torch.no_grad()
 def saves(family: Family, memory: dict[str, Any]) -> None:
-    """What was saved says the same when it is loaded."""
-    model, ids = awaken(family.with_memory(memory)), words()
+    """What was saved says the same when it is loaded, cache and all."""
+    model, answer = awaken(family.with_memory(memory)).train(), _answer(family, memory)
+    answer(family, model)
+    model.eval()
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        equal(load_pretrained(folder)(ids).logits, model(ids).logits)
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(folder)
+            again = load_pretrained(folder)
+        else:
+            torch.save(model.state_dict(), f"{folder}/weights")
+            again = family.with_memory(memory, seed=9).eval()
+            again.load_state_dict(torch.load(f"{folder}/weights"))
+        equal(answer(family, again), answer(family, model))
 
 
 def compiles(family: Family, memory: dict[str, Any]) -> None:
@@ -197,33 +410,20 @@ def twice(family: Family, model: Any, given: dict[str, Any] | None = None) -> Te
     return out
 
 
-def _answer(memory: dict[str, Any]) -> Callable[..., Tensor]:
-    return by_row if memory["name"] in BY_ROW else twice
-
-
-def row_plain_again(family: Family, memory: dict[str, Any]) -> None:
-    """As `plain_again`, of a memory with a state."""
-    plain, given = family.build(), family.given(2)
-    model = awaken(family.with_memory(memory))
-    with torch.no_grad():
-        before = family.output(plain(**given))
-        assert (by_row(family, model, given) - before).abs().max() > 1e-4
-        removed = remove_memory(model)
-        assert torch.equal(family.output(removed(**given)), before)
-
-
+@torch.no_grad()
 def shared_plain_again(family: Family, memory: dict[str, Any]) -> None:
     """As `plain_again`."""
-    plain, given = family.build(), family.given()
-    model = awaken(family.with_memory(memory)).train()
-    with torch.no_grad():
-        twice(family, model)
-        model.eval()
-        before = family.output(plain(**given))
-        assert (family.output(model(**given)) - before).abs().max() > 1e-4
+    plain, given, answer = family.build(), family.given(2), _answer(family, memory)
+    model = awaken(family.with_memory(memory))
+    before = family.output(plain(**given))
+    if answer is twice:
+        twice(family, model.train())
+    found = by_row(family, model, given) if answer is by_row else family.output(model.eval()(**given))
+    assert (found - before).abs().max() > 1e-4
+    if answer is twice:
         close_gates(model)
         equal(family.output(model(**given)), before)
-        assert torch.equal(family.output(remove_memory(model)(**given)), before)
+    assert torch.equal(family.output(remove_memory(model)(**given)), before)
 
 
 @torch.no_grad()
@@ -234,73 +434,15 @@ def shared_pads(family: Family, memory: dict[str, Any]) -> None:
     if hidden is None or "input_ids" not in given:
         return
     other = {**given, "input_ids": torch.where(hidden > 0, given["input_ids"], 7)}
-    a, b = (_answer(memory)(family, awaken(family.with_memory(memory)), batch) for batch in (given, other))
+    a, b = (_answer(family, memory)(family, awaken(family.with_memory(memory)), batch) for batch in (given, other))
     rows = hidden.bool() if a.shape[:2] == hidden.shape else torch.ones(a.shape[:2], dtype=torch.bool)
     equal(a[rows], b[rows])
-
-
-def _shared_gradients(family: Family, memory: dict[str, Any], checkpointing: bool) -> dict[str, Tensor]:
-    model = awaken(family.with_memory(memory))
-    if checkpointing:
-        (getattr(model, "gradient_checkpointing_enable", None) or model.set_grad_checkpointing)()
-    model.train()
-    for _ in range(2):
-        model.zero_grad()
-        torch.manual_seed(5)
-        out = by_row(family, model) if memory["name"] in BY_ROW else family.output(model(**family.given()))
-        out.square().sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def shared_trains(family: Family, memory: dict[str, Any]) -> None:
-    """As `trains`."""
-    _all_train(_shared_gradients(family, memory, False), family.with_memory(memory))
-
-
-def shared_checkpoints(family: Family, memory: dict[str, Any]) -> None:
-    """As `checkpoints`."""
-    plain, again = (_shared_gradients(family, memory, on) for on in (False, True))
-    assert plain.keys() == again.keys()
-    for name in plain:
-        scale = float(plain[name].abs().max()) + 1e-6
-        equal(again[name] / scale, plain[name] / scale, 1e-4)
-
-
-@torch.no_grad()
-def shared_saves(family: Family, memory: dict[str, Any]) -> None:
-    """As `saves`, cache and all."""
-    model, answer = awaken(family.with_memory(memory)).train(), _answer(memory)
-    answer(family, model)
-    model.eval()
-    with tempfile.TemporaryDirectory() as folder:
-        if hasattr(model, "save_pretrained"):
-            model.save_pretrained(folder)
-            again = load_pretrained(folder)
-        else:
-            torch.save(model.state_dict(), f"{folder}/weights")
-            again = family.with_memory(memory, seed=9).eval()
-            again.load_state_dict(torch.load(f"{folder}/weights"))
-        equal(answer(family, again), answer(family, model))
-
-
-@torch.no_grad()
-def shared_generates(family: Family, memory: dict[str, Any], beams: int = 1) -> None:
-    """As `generates`; of encoder-decoders."""
-    model = awaken(family.with_memory(memory)).eval()
-    given = {name: t for name, t in family.given().items() if name != "decoder_input_ids"}
-    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": beams}
-    assert torch.equal(*(model.generate(**given, use_cache=use, **options) for use in (True, False)))
-
-
-def shared_searches(family: Family, memory: dict[str, Any]) -> None:
-    """As `searches`."""
-    shared_generates(family, memory, beams=3)
 
 
 @torch.no_grad()
 def shared_compiles(family: Family, memory: dict[str, Any]) -> None:
     """As `compiles`."""
-    model, answer = awaken(family.with_memory(memory)).eval(), _answer(memory)
+    model, answer = awaken(family.with_memory(memory)).eval(), _answer(family, memory)
     expected = answer(family, model)
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", dynamic=False)

@@ -174,7 +174,6 @@ VIT = timm_host("vit", "vit_small_patch16_224", 32, img_size=32, patch_size=8, e
 DISTILLED = timm_host(
     "deit_distilled", "deit_tiny_distilled_patch16_224", 32, img_size=32, embed_dim=32, depth=2, num_heads=2
 )
-DEIT = timm_host("deit", "deit_tiny_patch16_224", 32, img_size=32, embed_dim=32, depth=2, num_heads=2)
 SWIN = timm_host("swin", "swin_tiny_patch4_window7_224", 56, img_size=56, embed_dim=16, depths=(2, 1), num_heads=(2, 2))
 _PYRAMID: dict[str, Any] = {"depths": (1, 1, 1, 1), "embed_dims": (16, 16, 32, 32), "num_heads": (1, 1, 2, 2)}
 PVT = timm_host("pvt_v2", "pvt_v2_b0", 64, {"input_size": (64, 64)}, **_PYRAMID)
@@ -200,7 +199,6 @@ BERT_DROPOUT = transformers_host("bert_dropout", bert("sdpa", 0.1), words, lambd
 
 HOSTS = [
     VIT,
-    DEIT,
     DISTILLED,
     SWIN,
     PVT,

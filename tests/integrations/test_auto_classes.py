@@ -10,7 +10,7 @@ import launch
 import pytest
 import torch
 from integrations.hosts import library
-from integrations.transformers_hosts import BERT, GPT2, LLAMA, VOCABULARY, Architecture, awaken, call_of, words
+from integrations.transformers_hosts import BERT, GPT2, LLAMA, VOCABULARY, Architecture, awaken, call_of
 
 from cached_transformers import add_memory, load_pretrained, remove_memory
 
@@ -69,8 +69,8 @@ def test_a_pipeline_of_the_folder_reads_its_prompt_in_segments(tmp_path: Path) -
     assert writer.model.init_memory_state(1) is not None
 
 
-def test_without_this_package_the_folder_is_refused_by_its_name(tmp_path: Path) -> None:
-    """A process that has never imported us must not get the host without its memory."""
+def test_without_this_package_the_folder_is_refused_by_its_name_and_with_it_loads(tmp_path: Path) -> None:
+    """A process that has never imported us must not get the host without its memory; imported late, we serve too."""
     awaken(GPT2.with_memory()).save_pretrained(tmp_path)
     program = (
         "import sys; sys.modules['torchvision'] = None  # which need not fit torch here\n"
@@ -78,10 +78,13 @@ def test_without_this_package_the_folder_is_refused_by_its_name(tmp_path: Path) 
         "for kind in (transformers.AutoModelForCausalLM, transformers.GPT2LMHeadModel):\n"
         "    try: kind.from_pretrained(r'%s')\n"
         "    except Exception as error: print(type(error).__name__, ' '.join(str(error).split()))\n"
+        "import cached_transformers\n"
+        "print(hasattr(transformers.AutoModelForCausalLM.from_pretrained(r'%s'), 'init_memory_state'))"
     )
-    auto, named = launch.python("-c", program % tmp_path).strip().splitlines()[-2:]
+    auto, named, late = launch.python("-c", program % (tmp_path, tmp_path)).strip().splitlines()[-3:]
     assert "model type `cached_transformers`" in auto
     assert "size mismatch" in named or "mismatched" in named
+    assert late == "True"
 
 
 @pytest.mark.parametrize("way", ["push_to_hub", "save_pretrained"])
@@ -107,16 +110,3 @@ def test_an_auto_class_that_has_nothing_for_the_host_says_so(tmp_path: Path) -> 
     awaken(GPT2.with_memory()).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"AutoModelForMaskedLM.*'gpt2'.*HeadModel"):
         transformers.AutoModelForMaskedLM.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("first", ["cached_transformers", "transformers"])
-def test_the_order_of_imports_does_not_matter(tmp_path: Path, first: str) -> None:
-    awaken(GPT2.with_memory()).save_pretrained(tmp_path)
-    second = {"transformers": "cached_transformers", "cached_transformers": "transformers"}[first]
-    program = (
-        f"import {first}\nimport {second}\n"
-        f"model = transformers.AutoModelForCausalLM.from_pretrained(r'{tmp_path}')\n"
-        "print(hasattr(model, 'init_memory_state'))"
-    )
-    assert launch.python("-c", program).strip().splitlines()[-1] == "True"
-    assert words(1, 2).shape == (1, 2)

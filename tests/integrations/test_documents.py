@@ -10,7 +10,7 @@ import pytest
 import torch
 from integrations.families import PAD, SEGMENT, VOCABULARY, encoder, words
 from integrations.hosts import close_gates, library
-from integrations.transformers_hosts import BERT, GPT2, awaken, differences
+from integrations.transformers_hosts import awaken, differences
 from torch import Tensor, nn
 
 from cached_transformers import (
@@ -215,12 +215,6 @@ def test_saved_loaded_copied_and_taken_away(memory: Any, tmp_path: Path) -> None
     )
 
 
-@some
-def test_in_half_precision(memory: Any) -> None:
-    ids, half = words(2, 12), bert(memory).to(torch.bfloat16)
-    assert half(ids).logits.dtype == torch.bfloat16 and half(ids).logits.isfinite().all()
-
-
 @pytest.mark.slow
 @some
 def test_compiled_with_padding_on_either_side(memory: Any) -> None:
@@ -243,17 +237,6 @@ def test_trainer_takes_rows_of_whole_documents(tmp_path: Path) -> None:
     trainer.train()
     assert not torch.equal(model.bert.memory.initial_MD, before)
     assert trainer.predict(rows).predictions.shape == (4, 2)
-
-
-def test_adapters_train_with_the_memory() -> None:
-    peft = pytest.importorskip("peft", reason="PEFT is not installed")
-    config = peft.LoraConfig(r=2, target_modules=["query", "output.dense"], modules_to_save=["memory", "classifier"])
-    for memory in (RMT, CACHE):
-        model = peft.get_peft_model(bert(memory), config).train()
-        model(input_ids=words(2, 12), labels=torch.tensor([0, 1])).loss.backward()
-        trained = {name for name, p in model.named_parameters() if p.requires_grad}
-        idle = [n for n, p in model.named_parameters() if n in trained and p.grad is None]
-        assert any("memory" in name for name in trained) and not idle
 
 
 def test_who_sees_the_next_token_does_not_predict_it() -> None:
@@ -285,24 +268,6 @@ def test_states_of_others_are_refused() -> None:
         model(ids, memory_state=bert(CACHE).init_memory_state(2))
     with pytest.raises(ValueError, match=r"the state has 3 rows .*, the segment 2"):
         model(ids, memory_state=model.init_memory_state(3))
-
-
-def test_models_that_are_no_encoders_are_refused() -> None:
-    transformers = library("transformers")
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.RobertaConfig(**sizes, intermediate_size=16, max_position_embeddings=32)
-    with pytest.raises(ValueError, match="RobertaForCausalLM"):
-        add_memory(transformers.RobertaForCausalLM(config), RMT, segment_length=4)
-    with pytest.raises(ValueError, match=r"Sequential is no model of transformers around one encoder"):
-        add_memory(nn.Sequential(BERT.build()), RMT, segment_length=4)
-    with pytest.raises(ValueError, match=r"Sequential is no model of transformers around one encoder"):
-        add_memory(nn.Sequential(BERT.build(), BERT.build()), RMT, segment_length=4)
-    for both in (nn.Sequential(BERT.build(), GPT2.build()), nn.Sequential(GPT2.build(), BERT.build())):
-        with pytest.raises(ValueError, match=r"Sequential holds models that read differently"):
-            add_memory(both, CACHE, segment_length=4)
-    model = bert(RMT)
-    with pytest.raises(ValueError, match="remove_memory"):
-        add_memory(model, CACHE, segment_length=4)
 
 
 # ---- what it is for

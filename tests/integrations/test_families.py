@@ -30,8 +30,8 @@ from cached_transformers import add_memory
 from cached_transformers.integrations.hosts import _ADAPTERS
 
 NAMED = {family.name: family for family in ALL}
-ODD = [NAMED[name] for name in ("falcon_groups", "gemma3_text", "gptj", "opt", "gpt2", "llama")]
-"""Fused and grouped; norms after the heads; a state that no keyword carries; a decoder inside a decoder; the usual."""
+ODD = [NAMED[name] for name in ("falcon_groups", "gemma3_text", "gptj", "opt")]
+"""Fused and grouped; norms after the heads; a state that no keyword carries; a decoder inside a decoder."""
 SHARED = [
     NAMED[name] for name in ("modernbert", "debertav2", "swin", "timm_eva", "bert", "bart", "t5", "switchtransformers")
 ]
@@ -133,38 +133,20 @@ def test_experts_are_not_balanced_over_segments() -> None:
         model(words(), output_router_logits=True)
 
 
-@families(SHARED)
-def test_a_shared_memory(family: Family) -> None:
-    spec = checks.SHARED["grc"]
-    for check in (
-        checks.shared_plain_again,
-        checks.shared_pads,
-        checks.shared_trains,
-        checks.shared_checkpoints,
-        checks.shared_saves,
-    ):
-        check(family, spec)
-    if family.kind == "encoder-decoders":
-        checks.shared_generates(family, spec)
-        checks.shared_searches(family, spec)
-
-
 CARRIED = [NAMED[name] for name in ("bert", "deberta", "xmod", "rembert", "vit", "dinov3vit")]
 """Biases beside the projections; adapters of languages; narrow embeddings; rotary positions of patches; the usual."""
+ENCODED = [(family, "grc") for family in SHARED] + [(family, name) for family in CARRIED for name in checks.BY_ROW]
 
 
-@pytest.mark.parametrize("memory", list(checks.BY_ROW))
-@families(CARRIED)
-def test_a_memory_of_each_row_in_an_encoder(family: Family, memory: str) -> None:
-    spec = checks.BY_ROW[memory]
-    for check in (
-        checks.row_plain_again,
-        checks.shared_pads,
-        checks.shared_trains,
-        checks.shared_checkpoints,
-        checks.shared_saves,
-    ):
-        check(family, spec)
+@pytest.mark.parametrize("family, memory", ENCODED, ids=str)
+def test_an_encoder_with_a_memory(family: Family, memory: str) -> None:
+    """One for all rows, or one of each."""
+    uses = [checks.shared_plain_again, checks.shared_pads, checks.trains]
+    uses += [checks.checkpoints, checks.saves]
+    if family.kind == "encoder-decoders":
+        uses += [checks.generates, checks.searches]
+    for check in uses:
+        check(family, (checks.SHARED | checks.BY_ROW)[memory])
 
 
 def test_the_layers_of_albert_share_one_memory() -> None:

@@ -12,7 +12,6 @@ import torch
 from integrations import family_checks as checks
 from integrations.families import EIGHT, GROUPED, PAD, SEGMENT, Family, decoder, families, words
 from integrations.hosts import library
-from integrations.transformers_hosts import awaken
 from torch import Tensor, nn
 
 from cached_transformers import add_memory, remove_memory, replace_attention
@@ -20,7 +19,6 @@ from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Rea
 from cached_transformers.memories.crtn import CRTN
 from cached_transformers.memories.transformer_xl import TransformerXL
 from cached_transformers.registry import MEMORIES
-from cached_transformers.state import map_state
 
 WINDOWED = {**EIGHT, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 LLAMA = decoder("llama", "Llama", **GROUPED)
@@ -96,9 +94,9 @@ def test_a_window_of_the_memory_does_not_care_where_a_text_is_cut() -> None:
 
 def test_a_choice_of_slots_takes_no_window_s_place() -> None:
     family = decoder("mistral", "Mistral", **GROUPED, sliding_window=4)
-    checks.carries(family, KINDS["crtn, each token"])
+    checks.carries(family, checks.KINDS["crtn, each token"])
     with pytest.raises(ValueError, match="sliding window of 4 tokens"):
-        family.with_memory(KINDS["rmt with a cache"])
+        family.with_memory(checks.KINDS["rmt with a cache"])
 
 
 @torch.no_grad()
@@ -160,7 +158,7 @@ def test_values_and_gradients_are_those_written_out(length: int) -> None:
 
 
 def test_frozen_projections_pass_the_gradient_on() -> None:
-    model = LLAMA.with_memory(KINDS["transformer_xl"])
+    model = LLAMA.with_memory(checks.KINDS["transformer_xl"])
     model(words())
     project_kv, hidden = model.model.segment_reader.hooks[1].project_kv, torch.randn(2, 3, 32, requires_grad=True)
     for frozen in (False, True):
@@ -196,70 +194,9 @@ def test_far_down_a_stream_it_is_as_near_the_start() -> None:
     assert torch.equal(model(ids, memory_state=moved).logits, model(ids, memory_state=state).logits)
 
 
-# ---- each memory
-
-
-MORE = {
-    "compressive at its age": {**checks.STREAMS["compressive"], "function": "max", "positions": "age"},
-    "compressive trained by the task": {**checks.STREAMS["compressive"], "function": "conv", "loss": "task"},
-    "crtn, each token": {**checks.STREAMS["crtn"], "scope": "token"},
-    "crtn, asked twice": {**checks.STREAMS["crtn"], "query": "compute_first"},
-    "rmt with a cache": {"name": "rmt", "length": 2, "cache": 5},
-    "rmt that reads its cache": {"name": "rmt", "length": 2, "cache": 5, "read_cache": True},
-    "memory_transformer with a cache": {"name": "memory_transformer", "length": 2, "cache": 5},
-    "read_twice": {"name": "read_twice", "attention": "joint", "slots": 4},
-}
-KINDS = {**{name: checks.STREAMS[name] for name in checks.BESIDE}, **MORE}
-
-
-@pytest.mark.parametrize("name", list(KINDS))
-def test_a_memory_in_segments_in_calls_and_in_generation(name: str) -> None:
-    for check in (checks.carries, checks.generates, checks.trains):
-        check(LLAMA, KINDS[name])
-
-
-@pytest.mark.parametrize("name", ["transformer_xl", "infinity_former", "rmt that reads its cache"])
-def test_beams_and_the_way_back(name: str) -> None:
-    for check in (checks.searches, checks.plain_again, checks.saves):
-        check(LLAMA, KINDS[name])
-
-
-@pytest.mark.parametrize("name", ["infinity_former", "crtn", "compressive trained by the task"])
-def test_activation_checkpointing_changes_nothing(name: str) -> None:
-    checks.checkpoints(LLAMA, KINDS[name])
-
-
-@pytest.mark.parametrize("name", ["compressive", "infinity_former", "crtn, each token"])
-@torch.no_grad()
-def test_a_row_is_the_row_alone(name: str) -> None:
-    """Padded in front, of an earlier state, and behind; with places as transformers' generate counts them."""
-    model, (long, hidden) = awaken(LLAMA.with_memory(KINDS[name])), left_padded()
-    hidden[1, -2:] = 0
-    state = model(words(tokens=7, seed=3)).memory_state
-    for ids, mask in ((long, hidden), (words(tokens=4), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]))):
-        places = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
-        found = model(ids, attention_mask=mask, position_ids=places, memory_state=state)
-        for row, real in enumerate(mask.bool()):
-            own = map_state(lambda t, row=row: t[row : row + 1], state)
-            alone = model(ids[row : row + 1, real], memory_state=own)
-            checks.equal(found.logits[row : row + 1, real], alone.logits, 1e-5)
-
-
-@pytest.mark.parametrize("name", ["compressive", "infinity_former", "rmt with a cache", "rmt that reads its cache"])
-@torch.no_grad()
-def test_a_text_in_pieces_is_the_text(name: str) -> None:
-    """With keys and values kept: slots stand where they stood for the first token of the segment."""
-    model, ids, cache, parts = awaken(LLAMA.with_memory(KINDS[name])), words(tokens=TEXT), None, []
-    for piece in ids.split((4, 3, 1, 1, 3, 1, 1, 3), 1):
-        out = model(piece, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        parts.append(out.logits)
-    checks.equal(torch.cat(parts, 1), model(ids).logits, 1e-5)
-
-
 @torch.no_grad()
 def test_places_that_begin_elsewhere_are_as_far_apart() -> None:
-    model, ids = LLAMA.with_memory(KINDS["transformer_xl"]), words(tokens=TEXT)
+    model, ids = LLAMA.with_memory(checks.KINDS["transformer_xl"]), words(tokens=TEXT)
     state, places = model(words(tokens=9, seed=3)).memory_state, torch.arange(9, 9 + TEXT).expand(2, -1)
     found = model(ids, position_ids=places, memory_state=state).logits
     checks.equal(found, model(ids, memory_state=state).logits, 1e-5)
@@ -406,30 +343,6 @@ def test_slots_that_nobody_would_attend_are_not_lost(
 
 
 # ---- refusals
-
-
-REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    ("transformer_xl", {"relative": True}, r"position scheme .*LlamaFor.*relative=False"),
-    ("compressive", {}, r"needs own_loss .*LlamaForCausalLM .*take function='mean'.*loss='task'"),
-    ("compressive", {"function": "most_used"}, r"needs weights .*; take function='mean'"),
-    ("infinity_former", {}, r"needs own_loss .*; take kl_weight=0"),
-    ("segatron", {}, r"needs token_ids \(the token ids .*docs/support.md"),
-    ("feedback", {}, r"needs context_alone"),
-    ("memformer", {}, r"needs slots"),
-    ("crtn", {"scope": "segment"}, r"needs bidirectional .*; take scope='previous'"),
-    ("memory_transformer", {"control": True}, r"needs own_weights .*; take control=False"),
-]
-
-
-@pytest.mark.parametrize("name, options, message", REFUSED, ids=[f"{n}-{list(o)}" for n, o, _ in REFUSED])
-def test_what_a_host_has_no_place_for_is_refused_with_the_way_out(
-    name: str, options: dict[str, Any], message: str
-) -> None:
-    model = LLAMA.build()
-    before = [(n, sorted(vars(m)), len(m._forward_hooks)) for n, m in model.named_modules()]
-    with pytest.raises(ValueError, match=rf"memory '{name}' .*{message}"):
-        add_memory(model, name, segment_length=SEGMENT, **options)
-    assert [(n, sorted(vars(m)), len(m._forward_hooks)) for n, m in model.named_modules()] == before
 
 
 def test_heads_of_another_width_than_the_model_are_refused_where_they_are_mixed() -> None:

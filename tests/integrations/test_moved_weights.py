@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from integrations.families import ALL
 from integrations.hosts import library
-from integrations.transformers_hosts import DECODERS, GPT2, SEGMENT, Architecture, architectures, awaken, stream, words
+from integrations.transformers_hosts import (
+    DECODERS,
+    GPT2,
+    SEGMENT,
+    STREAMS,
+    Architecture,
+    architectures,
+    awaken,
+    stream,
+    words,
+)
+from integrations.wrapped_checks import one_process
 from torch import Tensor, nn
 
-from cached_transformers import add_memory
 from cached_transformers.integrations.transformers.segmented_forward import DecoderForward
 from cached_transformers.state import named_tensors
 
@@ -54,10 +62,7 @@ def test_dispatched_to_disk_it_computes_the_same(tmp_path: Path) -> None:
 
 
 def test_an_offloaded_encoder_keeps_its_shared_memory() -> None:
-    accelerate, timm = library("accelerate"), library("timm")
-    torch.manual_seed(0)
-    model = timm.create_model("vit_small_patch16_224", img_size=32, embed_dim=16, depth=2, num_heads=2, num_classes=3)
-    model, x = add_memory(model, "grc"), torch.randn(2, 3, 32, 32)
+    accelerate, (model, _, (x,)) = library("accelerate"), made("timm_vit", "grc")
     model.train()(x).sum().backward()
     with torch.no_grad():
         expected = model.eval()(x)
@@ -94,24 +99,18 @@ def test_torch_compile_does_not_trace_into_what_reads_segments() -> None:
 Batch = tuple[Tensor, ...]
 
 
-def decoder(memory: str) -> tuple[nn.Module, list[nn.Module], Batch]:
-    model = awaken(stream(GPT2, memory)).train()
-    return model, list(model.transformer.h), (words(4, 3 * SEGMENT),)
-
-
-def vision_transformer(memory: str) -> tuple[nn.Module, list[nn.Module], Batch]:
-    timm = library("timm")
-    torch.manual_seed(0)
-    model = timm.create_model("vit_small_patch16_224", img_size=32, embed_dim=16, depth=2, num_heads=2, num_classes=3)
-    torch.manual_seed(1)
-    return add_memory(model, memory), list(model.blocks), (torch.randn(4, 3, 32, 32),)
+def made(name: str, memory: str) -> tuple[nn.Module, list[nn.Module], Batch]:
+    """A model in training, its blocks and a batch of four rows."""
+    family = next(family for family in ALL if family.name == name)
+    model = family.with_memory(STREAMS.get(memory, {"name": memory})).train()
+    if name == "gpt2":
+        return awaken(model), list(model.transformer.h), (words(4, 3 * SEGMENT),)
+    return model, list(model.blocks), (torch.randn(4, 3, 32, 32),)
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     inputs = batch[0]
-    if inputs.is_floating_point():
-        return model(inputs).square().mean()
-    return model(inputs, labels=inputs).loss
+    return model(inputs).square().mean() if inputs.is_floating_point() else model(inputs, labels=inputs).loss
 
 
 def two_steps(models: list[nn.Module], shares: list[Batch]) -> dict[str, Tensor]:
@@ -139,12 +138,12 @@ def _whole(t: Tensor) -> Tensor:
     return t.full_tensor().detach() if isinstance(t, DTensor) else t.detach().clone()
 
 
-def cut_up(make: Any, memory: str, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
+def cut_up(name: str, memory: str, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
     """`two_steps` of a model that FSDP2 cuts up by blocks, on this process' rows of the batch."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    model, blocks, batch = make(memory)
+    model, blocks, batch = made(name, memory)
     for part in (*blocks, model):
         fully_shard(part)
     found = two_steps([model], [tuple(t.chunk(world)[rank] for t in batch)])
@@ -153,54 +152,43 @@ def cut_up(make: Any, memory: str, rank: int = 0, world: int = 1) -> dict[str, T
     return found
 
 
-def in_one_piece(make: Any, memory: str, world: int = 1) -> dict[str, Tensor]:
+def in_one_piece(name: str, memory: str, world: int = 1) -> dict[str, Tensor]:
     """`two_steps` of whole models, one for each share of the rows."""
-    models, batch = [make(memory)[0] for _ in range(world)], make(memory)[2]
+    models, batch = [made(name, memory)[0] for _ in range(world)], made(name, memory)[2]
     return two_steps(models, [tuple(t.chunk(world)[rank] for t in batch) for rank in range(world)])
 
 
-def work(rank: int, world: int, port: int, make: Any, memory: str, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def work(rank: int, world: int, name: str, memory: str, folder: str) -> None:
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
     try:
-        torch.save(cut_up(make, memory, rank, world), Path(folder) / f"{rank}.pt")
+        torch.save(cut_up(name, memory, rank, world), Path(folder) / f"{rank}.pt")
     finally:
         torch.distributed.destroy_process_group()
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-CASES = [(decoder, "rmt"), (decoder, "grc_stream"), (vision_transformer, "grc")]
+CASES = [("gpt2", "rmt"), ("gpt2", "grc_stream"), ("timm_vit", "grc")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make, memory", CASES)
-def test_cut_up_among_two_processes_it_learns_as_one(make: Any, memory: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name, memory", CASES)
+def test_cut_up_among_two_processes_it_learns_as_one(name: str, memory: str, tmp_path: Path) -> None:
     world = 2
-    torch.multiprocessing.spawn(work, (world, free_port(), make, memory, str(tmp_path)), world)
+    torch.multiprocessing.spawn(work, (world, name, memory, str(tmp_path)), world)
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world)]
-    expected = in_one_piece(make, memory, world)
+    expected = in_one_piece(name, memory, world)
     assert parts[0].keys() == expected.keys()
-    if make is decoder:  # whose rows know nothing of each other
-        whole = in_one_piece(make, memory)
+    if name == "gpt2":  # whose rows know nothing of each other
+        whole = in_one_piece(name, memory)
         torch.testing.assert_close(expected, whole, rtol=1e-5, atol=1e-6)
-    for name, value in expected.items():
-        found = sum(part[name] for part in parts) / world if name.startswith("loss") else parts[0][name]
+    for key, value in expected.items():
+        found = sum(part[key] for part in parts) / world if key.startswith("loss") else parts[0][key]
         torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("make, memory", CASES)
-def test_cut_up_for_one_process_it_learns_as_before(make: Any, memory: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1)
-    try:
-        found = cut_up(make, memory)
-    finally:
-        torch.distributed.destroy_process_group()
-    for name, value in in_one_piece(make, memory).items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("name, memory", CASES)
+def test_cut_up_for_one_process_it_learns_as_before(name: str, memory: str) -> None:
+    with one_process():
+        found = cut_up(name, memory)
+    for key, value in in_one_piece(name, memory).items():
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6)

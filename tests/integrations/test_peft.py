@@ -100,16 +100,6 @@ def test_a_copy_of_the_memory_trains_travels_and_is_merged(host: Architecture, m
         near(logits(loaded.merge_and_unload()), trained)
 
 
-def test_what_a_memory_reads_is_that_of_the_active_copy() -> None:
-    """The state, too, is made by it."""
-    model = adapted(stream(GPT2, "rmt"), ["c_attn"])
-    reader = model.base_model.model.transformer.segment_reader
-    wrapper = model.base_model.model.transformer.memory
-    assert reader.memory is wrapper.modules_to_save["default"]
-    with model.disable_adapter():
-        assert reader.memory is wrapper.original_module
-
-
 @architectures(DECODERS)
 def test_two_adapters_have_memories_of_their_own(host: Architecture) -> None:
     model = adapted(stream(host, "grc_stream"), OUT[host])
@@ -156,19 +146,6 @@ def test_merged_and_unmerged_decoders_are_equal(host: Architecture, where: str, 
     model = adapted(stream(host, memory), WHERE[where](host))
     steps(model, logits)
     assert_merges(model, logits)
-
-
-@architectures(DECODERS)
-def test_the_memory_sees_adapted_queries_keys_and_values(host: Architecture) -> None:
-    """What an adapter on them changes reaches what is stored, as it does when it is merged."""
-    model = adapted(stream(host, "memorizing"), QKV[host])
-    plain = model(IDS, use_cache=False).memory_state
-    steps(model, logits)
-    with torch.no_grad():
-        beside = model(IDS, use_cache=False).memory_state.layers[0].v_BHME
-        merged = model.merge_and_unload()(IDS, use_cache=False).memory_state.layers[0].v_BHME
-    near(beside, merged)
-    assert (beside - plain.layers[0].v_BHME).abs().max() > 1e-3
 
 
 VIT_PARTS = {"out": ["attn.proj"], "qkv": ["qkv"], "all": r".*\.(qkv|proj|fc1|fc2|query|key_value|from_\w+|projection)"}
@@ -225,17 +202,6 @@ def test_adapters_on_all_linear_layers_of_a_decoder_all_train(host: Architecture
     for name, p in adapters.items():
         assert p.grad is not None and p.grad.any(), name
     assert_merges(model, logits)
-
-
-def test_an_adapter_in_the_memory_is_one_on_its_weights() -> None:
-    """The gates are not called as modules where all is plain; the weights that stand in are the merged ones."""
-    model = awaken(stream(GPT2, "grc_stream"))
-    with_adapter = adapted(copy.deepcopy(model), ["from_tokens", "from_cache", "query", "key_value"], save=False)
-    torch.manual_seed(0)
-    for p in named(with_adapter, "lora_B").values():
-        nn.init.normal_(p)
-    near(logits(with_adapter), logits(copy.deepcopy(with_adapter).merge_and_unload()))
-    assert (logits(with_adapter) - logits(model)).abs().max() > 1e-2
 
 
 def test_a_folded_cache_is_none_of_an_adapter_s() -> None:

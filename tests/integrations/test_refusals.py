@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from integrations.families import patches, timm_family
 from integrations.hosts import (
     BERT_EAGER,
     HF_VIT,
@@ -21,6 +22,7 @@ from integrations.hosts import (
     memories,
     stored,
 )
+from integrations.transformers_hosts import BART, BERT, GPT2, LLAMA, STREAMS, SWITCH, T5
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -59,6 +61,9 @@ class PlainModel(nn.Module):
         return x + self.second(x)
 
 
+STORES = ("streaming_llm", "tova", "h2o", "transformer_xl")
+"""Memories of stored states, which have a position of a table in them."""
+UNTOLD = [(host, STREAMS[name]) for host in (GPT2, LLAMA) for name in ("grc_stream", "memorizing", "rmt", "outside")]
 NAME = f"{PlainAttention.__module__}.{PlainAttention.__qualname__}"
 
 
@@ -78,29 +83,22 @@ def registered() -> Iterator[None]:
 
 
 def fingerprint(model: nn.Module) -> Any:
-    """All that add_memory could change."""
+    """All that add_memory and replace_attention could change."""
     return [
-        (name, type(module), sorted(vars(module)), len(module._forward_pre_hooks), len(module._forward_hooks))
-        for name, module in model.named_modules()
-    ] + list(model.state_dict())
+        (name, type(m), sorted(vars(m)), len(m._forward_pre_hooks), len(m._forward_hooks), vars(m).get("fused_attn"))
+        for name, m in model.named_modules()
+    ] + [*model.state_dict(), getattr(getattr(model, "config", None), "cached_transformers", None)]
 
 
-def refuse(model: nn.Module, message: str, *args: Any, **options: Any) -> None:
+def refuse(model: nn.Module, message: str, *args: Any, by: Callable[..., Any] = add_memory, **options: Any) -> None:
+    """The model stays as it was."""
     before = fingerprint(model)
     with pytest.raises(ValueError, match=message):
-        add_memory(model, *args, **options)
+        by(model, *args, **options)
     assert fingerprint(model) == before
 
 
 # ---- adapters
-
-
-def test_an_unknown_attention_is_refused_by_name_with_the_way_out() -> None:
-    refuse(
-        PlainModel(),
-        rf"PlainModel: no adapter for attention class {NAME}; describe .* cached_transformers.register_adapter",
-        length=4,
-    )
 
 
 @pytest.mark.parametrize("kind", [PlainAttention, OtherAttention])
@@ -117,14 +115,6 @@ def test_an_adapter_of_one_s_own(kind: type[PlainAttention]) -> None:
     close_gates(model)
     torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-6)
     assert torch.equal(remove_memory(model)(x), plain(x))
-
-
-@pytest.mark.parametrize("kind", [nn.TransformerDecoder, nn.TransformerDecoderLayer])
-def test_a_decoder_of_torch_alone_is_refused_with_the_way_out(kind: Any) -> None:
-    layer = nn.TransformerDecoderLayer(16, 2, 32)
-    model = layer if kind is nn.TransformerDecoderLayer else nn.TransformerDecoder(layer, 2)
-    with pytest.raises(ValueError, match=rf"{kind.__name__} has no attention layer .*give the enc"):
-        add_memory(model, "grc", length=4)
 
 
 @pytest.mark.usefixtures("registered")
@@ -157,6 +147,129 @@ def test_a_layer_may_be_left_out_by_its_adapter(registered: None) -> None:
 # ---- memories and options
 
 
+class MyMultihead(nn.MultiheadAttention):
+    """With code of its own, for all that is known."""
+
+
+def bert_of(cls: str = "BertModel", stem: str = "Bert", **more: Any) -> Any:
+    transformers = library("transformers")
+    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{stem}Config")(**sizes, intermediate_size=32, max_position_embeddings=32, **more)
+    return getattr(transformers, cls)(config)
+
+
+def torch_decoder() -> nn.Module:
+    return nn.TransformerDecoderLayer(16, 2, 32)
+
+
+TABLE = r"its positions are a table .*rotary positions .*; docs/support.md"
+NO_ENCODER = "Sequential is no model of transformers around one encoder"
+FOUR, SEGMENTED = {"length": 4}, {"segment_length": 5}
+FRAMES = {family.name: family for family in (patches("ViT", ""), patches("Beit", ""))}
+TIMM = timm_family(
+    "timm_vit", "", "vit_small_patch16_224", 16, img_size=16, patch_size=4, embed_dim=32, depth=1, num_heads=4
+)
+REFUSED: list[tuple[Callable[[], nn.Module], Any, dict[str, Any], str]] = [
+    # attention layers
+    (PlainModel, "grc", FOUR, rf"PlainModel: .*attention class {NAME}; .*register_adapter"),
+    (torch_decoder, "grc", FOUR, "TransformerDecoderLayer has no attention layer .*give the enc"),
+    (lambda: nn.TransformerDecoder(torch_decoder(), 2), "grc", FOUR, "TransformerDecoder has no attention layer"),
+    (lambda: nn.MultiheadAttention(16, 2, kdim=8), "grc", FOUR, "kdim, vdim, add_bias_kv .* takes no memory"),
+    (lambda: nn.MultiheadAttention(16, 2, add_bias_kv=True), "grc", FOUR, "takes no memory"),
+    (lambda: MyMultihead(16, 2), "grc", FOUR, "MyMultihead is a subclass of nn.MultiheadAttention"),
+    (lambda: bert_of(is_decoder=True), "grc", FOUR, "is_decoder=True is causal"),
+    (lambda: GPT2.build(add_cross_attention=True), "grc_stream", {}, "add_cross_attention=True"),
+    # names and options
+    (VIT.build, "grk", {}, "unknown memory 'grk'; did you mean 'grc'"),
+    (VIT.build, "grc", {"ratios": 0.5}, "option of memory 'grc' 'ratios'; did you mean 'ratio'"),
+    (VIT.build, {"ratio": 0.5}, {}, "must be a name or have the key 'name'"),
+    (VIT.build, None, {}, "memory=None"),
+    (VIT.build, "grc", {"ratio": 0.01}, "ratio=0.01 .* 0 channels, which heads=2"),
+    (VIT.build, "grc", {"variant": "released", "ratio": 0.375}, "width=32 into 12 groups"),
+    (
+        lambda: nn.Sequential(nn.MultiheadAttention(16, 2), nn.MultiheadAttention(12, 6)),
+        "grc",
+        {**FOUR, "ratio": 0.75},
+        "ratio=0.75 .* 9 channels, which heads=6",
+    ),
+    (LLAMA.build, "grc_stream", {"ratio": 2}, r"ratio=2 must lie in \(0, 1\]"),
+    (LLAMA.build, "grc_stream", {"input_size": (4, 4)}, r"input_size=\(4, 4\)"),
+    (GPT2.build, "memorizing", {"layer": 3}, "layer=3 must be a layer, counted from 1 to 2"),
+    # lengths of segments
+    *((host.build, spec, {}, r"segment_length is missing.*segment_length=\d+.*=None") for host, spec in UNTOLD),
+    (BERT.build, "rmt", {}, "segment_length is missing: .*'rmt' .* segment_length=32"),
+    (BERT.build, "grc_stream", {"segment_length": 33}, "segment_length=33: 33 .*BertFor.* 32"),
+    (BERT.build, "grc_stream", {"segment_length": 1}, "segment_length=1 must be at least 2"),
+    (GPT2.build, "grc_stream", {"segment_length": 0}, "segment_length=0 must be at least 1"),
+    (GPT2.build, "rmt", {"length": 10, "segment_length": 50}, "segment_length=50 and 20 .*: 70 .*64"),
+    (GPT2.build, "rmt", {"length": 3}, r"segment_length=58\b"),  # 64 positions, 6 of them for memory tokens
+    (LLAMA.build, "grc_stream", {}, r"segment_length=256\b"),
+    (BART.build, "grc", {**FOUR, "segment_length": 8}, "segment_length=8 is for memories"),
+    (FRAMES["vit"].build, "grc_stream", {"segment_length": 4}, "segment_length=4 is for texts; ViT"),
+    (TIMM.build, "grc_stream", {"segment_length": 4}, "segment_length=4"),
+    # needs that a host does not give
+    (BART.build, "grc", {}, r"BartAttention does not tell how many tokens .*length=64"),
+    (T5.build, "grc", {}, r"T5Attention does not tell how many tokens"),
+    (SWITCH.build, "grc_stream", {}, "'grc_stream' needs state .*SwitchTransformersFor"),
+    (SWIN.build, "grc_stream", {}, "'grc_stream' needs state .*SwinTransformer"),
+    (T5.build, "rmt", {}, r"'rmt' spans the layers; T5For\w+ .*docs/support.md"),
+    (TIMM.build, "rmt", {}, "'rmt' spans the layers; VisionTransformer"),
+    (FRAMES["beit"].build, "memory_transformer", {}, "'memory_transformer' spans the layers; Beit"),
+    (BERT.build, "rmt", {"cache": 4, **SEGMENTED}, "'rmt' needs context"),
+    (BERT.build, "convolution", {}, r"needs token_map \(.*\), which BertForMaskedLM does not give"),
+    (BERT.build, "memory_transformer", {"place": "back", **SEGMENTED}, "take place='front'"),
+    (BERT.build, "grc_stream", {"input_size": (4, 4)}, r"input_size=\(4, 4\)"),
+    (FRAMES["vit"].build, "grc_stream", {"input_size": (16, 16)}, r"input_size=\(16, 16\): ViT\w+"),
+    (GPT2.build, "grc", FOUR, "needs bidirectional .*GPT2LMHeadModel .*docs/support.md"),
+    (LLAMA.build, "attention_cache", FOUR, "needs bidirectional .*LlamaForCausalLM"),
+    (GPT2.build, "memorizing", {"joint": True}, "needs lse .*, which GPT2LMHeadModel does"),
+    (GPT2.build, "rmt", {"cache": 4}, "'rmt' needs context"),
+    (GPT2.build, "titans", {"chunk": 4, "place": "context", "persistent": 2, **SEGMENTED}, "'titans'"),
+    *(
+        (GPT2.build, name, SEGMENTED, rf"memory '{name}' needs \w+ .*GPT2LMHeadModel does not give; {TABLE}")
+        for name in STORES
+    ),
+    (GPT2.build, "expire_span", {"price": 0, **SEGMENTED}, rf"'expire_span' needs \w+ .*{TABLE}"),
+    (GPT2.build, "streaming_llm", {"keep": "kv", **SEGMENTED}, rf"'streaming_llm' needs \w+ .*{TABLE}"),
+    (LLAMA.build, "transformer_xl", {"relative": True, **SEGMENTED}, "position scheme .*relative=False"),
+    (LLAMA.build, "compressive", SEGMENTED, "needs own_loss .*function='mean'.*loss='task'"),
+    (LLAMA.build, "compressive", {"function": "most_used", **SEGMENTED}, "needs weights .*function='mean'"),
+    (LLAMA.build, "infinity_former", SEGMENTED, "needs own_loss .*; take kl_weight=0"),
+    (LLAMA.build, "segatron", SEGMENTED, r"needs token_ids \(the token ids .*docs/support.md"),
+    (LLAMA.build, "feedback", SEGMENTED, "needs context_alone"),
+    (LLAMA.build, "memformer", SEGMENTED, "needs slots .*docs/support.md"),
+    (LLAMA.build, "crtn", {"scope": "segment", **SEGMENTED}, "needs bidirectional .*; take scope='previous'"),
+    (LLAMA.build, "memory_transformer", {"control": True, **SEGMENTED}, "needs own_weights .*; take control=False"),
+    # models of other kinds
+    (lambda: nn.Sequential(GPT2.build()), "grc_stream", {}, "the model of transformers inside"),
+    (lambda: BART.build("BartForCausalLM", is_decoder=True, is_encoder_decoder=False), "grc", FOUR, "BartForCausalLM"),
+    (lambda: bert_of("RobertaForCausalLM", "Roberta"), "rmt", SEGMENTED, "RobertaForCausalLM"),
+    (lambda: nn.Sequential(BERT.build()), "rmt", SEGMENTED, NO_ENCODER),
+    (lambda: nn.Sequential(BERT.build(), BERT.build()), "rmt", SEGMENTED, NO_ENCODER),
+    (lambda: nn.Sequential(BERT.build(), GPT2.build()), "grc_stream", SEGMENTED, "Sequential holds models"),
+    (lambda: nn.Sequential(GPT2.build(), BERT.build()), "grc_stream", SEGMENTED, "Sequential holds models"),
+    (lambda: nn.Sequential(TIMM.build()), "grc_stream", {}, "Sequential would not pass memory_state on"),
+    (lambda: nn.Sequential(FRAMES["vit"].build()), "grc_stream", {}, NO_ENCODER),
+]
+
+
+@pytest.mark.parametrize(
+    "build, memory, options, message",
+    REFUSED,
+    ids=[f"{n}-{r[1] if isinstance(r[1], str) else ''}" for n, r in enumerate(REFUSED)],
+)
+def test_what_does_not_fit_is_refused_with_the_way_out(
+    build: Callable[[], nn.Module], memory: Any, options: dict[str, Any], message: str
+) -> None:
+    refuse(build(), message, memory, **options)
+
+
+def test_a_segment_may_take_all_positions_and_a_model_without_a_state_any() -> None:
+    add_memory(GPT2.build(), "rmt", length=3, segment_length=58)
+    add_memory(GPT2.build(), "memory_transformer", length=3)  # carries nothing, so that no length is missing
+
+
 @hosts([VIT, MHA, HF_VIT, BERT_EAGER])
 def test_adding_twice_is_refused(host: Any) -> None:
     model = host.with_memory()
@@ -164,52 +277,6 @@ def test_adding_twice_is_refused(host: Any) -> None:
     before = [memory for memory in memories(model)]
     host.run(model, host.given())
     assert memories(model) == before
-
-
-def test_a_memory_of_streams_is_refused() -> None:
-    refuse(
-        SWIN.build(),
-        r"memory 'grc_stream' needs state \(.*\), which SwinTransformer does not .*docs/support.md",
-        "grc_stream",
-    )
-
-
-@pytest.mark.parametrize(
-    "args, options, message",
-    [
-        (("grk",), {}, r"unknown memory 'grk'; did you mean 'grc'"),
-        (("grc",), {"ratios": 0.5}, r"unknown option of memory 'grc' 'ratios'; did you mean 'ratio'"),
-        (({"ratio": 0.5},), {}, r"must be a name or have the key 'name'"),
-        (("grc",), {"ratio": 0.01}, r"ratio=0.01 gives a cache of 0 channels, which heads=2 do not divide"),
-        (("grc",), {"ratio": 2}, r"ratio=2 must lie in \(0, 1\]"),
-        (("grc",), {"variant": "papers"}, r"unknown GRC variant .papers.; did you mean .paper."),
-        (("grc",), {"variant": "released", "ratio": 0.375}, r"width=32 into 12 groups, which do not divide it"),
-        ((None,), {}, r"memory=None"),
-    ],
-)
-def test_bad_options_leave_the_model_untouched(args: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
-    refuse(VIT.build(), message, *args, **options)
-
-
-def test_a_ratio_that_one_later_layer_cannot_take_leaves_the_first_ones_untouched() -> None:
-    model = nn.Sequential(nn.MultiheadAttention(16, 2), nn.MultiheadAttention(12, 6))
-    refuse(model, "ratio=0.75 gives a cache of 9 channels, which heads=6 do not divide", "grc", length=4, ratio=0.75)
-
-
-def test_a_causal_bert_is_refused() -> None:
-    transformers = library("transformers")
-    config = transformers.BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, is_decoder=True)
-    refuse(transformers.BertModel(config), "is_decoder=True is causal", length=4)
-
-
-def test_special_multihead_attentions_are_refused() -> None:
-    refuse(nn.MultiheadAttention(16, 2, kdim=8), "kdim, vdim, add_bias_kv or add_zero_attn takes no memory", length=4)
-    refuse(nn.MultiheadAttention(16, 2, add_bias_kv=True), "takes no memory", length=4)
-
-    class MyMultihead(nn.MultiheadAttention):
-        pass
-
-    refuse(MyMultihead(16, 2), "MyMultihead is a subclass of nn.MultiheadAttention with its own code", length=4)
 
 
 # ---- calls

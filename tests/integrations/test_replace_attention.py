@@ -14,7 +14,6 @@ from integrations.hosts import (
     BERT_DROPOUT,
     BERT_EAGER,
     BERT_SDPA,
-    DEIT,
     ENCODER,
     ENCODER_PADDED,
     ENCODER_PRENORM,
@@ -35,6 +34,18 @@ from integrations.hosts import (
     stored,
     train,
 )
+from integrations.transformers_hosts import (
+    BART,
+    DECODERS,
+    GPT2,
+    LLAMA,
+    T5,
+    Architecture,
+    architectures,
+    awaken,
+    call_of,
+    words,
+)
 from torch import Tensor, nn
 
 from cached_transformers import ATTENTIONS, add_memory, remove_memory, replace_attention, restore_attention
@@ -42,7 +53,7 @@ from cached_transformers import ATTENTIONS, add_memory, remove_memory, replace_a
 pytestmark = pytest.mark.usefixtures("cores")
 
 REPLACED = [host for host in HOSTS if host is not BERT_EAGER]
-WINDOWED = [VIT, DEIT, HF_VIT, BERT_SDPA, ENCODER, ENCODER_PADDED, ENCODER_PRENORM, MHA_VALUES]
+WINDOWED = [VIT, HF_VIT, BERT_SDPA, ENCODER, ENCODER_PADDED, ENCODER_PRENORM, MHA_VALUES]
 TEMPERED = [VIT, SWIN, PVT, PVT_LINEAR, HF_VIT, ENCODER, MHA_VALUES]
 PADDED = {BERT_SDPA, ENCODER_PADDED, ENCODER_PRENORM}
 
@@ -53,8 +64,8 @@ def windowed(host: Host, radius: int = 1) -> Any:
 
 def masked(host: Host, model: Any, given: dict[str, Any], seed: int = 0) -> Tensor:
     """The plain host with an explicit mask of the window."""
-    if host in (VIT, DEIT):
-        return host.run(model, {**given, "attn_mask": near(17 if host is VIT else 5)}, seed)
+    if host is VIT:
+        return host.run(model, {**given, "attn_mask": near(17)}, seed)
     if host is BERT_SDPA:
         keep = given["attention_mask"].bool()[:, None, None] & near(TOKENS)
         return host.run(model, {**given, "attention_mask": keep}, seed)
@@ -235,13 +246,12 @@ def test_parameters_of_the_core_are_saved_under_the_layer(host: Host) -> None:
 
 
 @hosts([VIT, SWIN, PVT, ENCODER, MHA_VALUES, HF_VIT])
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_a_copy_is_equal_and_goes_its_own_way(host: Host, way: Any) -> None:
+def test_a_copy_is_equal_and_goes_its_own_way(host: Host) -> None:
     model = replace_attention(host.build(), "test_tempered")
-    twin = way(model)
+    twin, other = pickle.loads(pickle.dumps(model)), copy.deepcopy(model)
     given = host.given(1)
     expected = host.run(model, given)
-    assert torch.equal(host.run(twin, given), expected)
+    assert torch.equal(host.run(twin, given), expected) and torch.equal(host.run(other, given), expected)
     train(host, twin, 2)
     assert (host.run(twin, given) - expected).abs().max() > 1e-4
     assert torch.equal(host.run(model, given), expected)
@@ -356,3 +366,31 @@ def test_activation_checkpointing_of_the_host(host: Host, reentrant: bool) -> No
     for m in (plain, model):
         host.run(m.train(), host.given(), 5).square().mean().backward()
     assert_same_gradients(model, plain)
+
+
+# ---- BART, T5, GPT-2, Llama
+
+
+@architectures([BART, T5, *DECODERS])
+@pytest.mark.parametrize("memory", [False, True])
+def test_exact_attention_changes_no_text_model(host: Architecture, memory: bool) -> None:
+    """Neither T5's bias and missing scale, nor Llama's shared keys and rotary positions, nor what a memory adds."""
+    plain, model = (awaken(host.with_memory()) if memory else host.build() for _ in range(2))
+    replace_attention(model, "softmax")
+    call = call_of(host)
+    torch.testing.assert_close(model(**call).logits, plain(**call).logits, rtol=1e-5, atol=1e-5)
+    assert torch.equal(restore_attention(model)(**call).logits, plain(**call).logits)
+
+
+@architectures([BART, GPT2, LLAMA])
+def test_a_window_is_heard(host: Architecture) -> None:
+    """In an encoder-decoder the encoder alone has it; a decoder stays causal."""
+    plain, model = host.build(), replace_attention(host.build(), {"name": "test_window", "radius": 1})
+    ids = words(2, 8)
+    what = "logits" if host in DECODERS else "encoder_last_hidden_state"
+    assert (model(input_ids=ids)[what] - plain(input_ids=ids)[what]).abs().max() > 1e-5
+    assert len([m for m in model.modules() if "core" in m._modules]) == 2
+    if host in DECODERS:
+        changed = ids.clone()
+        changed[:, 5:] = 4
+        torch.testing.assert_close(model(changed).logits[:, :5], model(ids).logits[:, :5])

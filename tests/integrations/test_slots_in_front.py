@@ -7,26 +7,21 @@ Legend: B rows, N tokens, M memory tokens, D width, K features.
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from integrations import family_checks as checks
-from integrations.families import DECODERS as FAMILIES
 from integrations.hosts import library
 from integrations.transformers_hosts import (
     DECODERS,
     GPT2,
     LLAMA,
-    PAD,
     SEGMENT,
     Architecture,
     architectures,
     awaken,
     by_hand,
-    differences,
     words,
 )
 from memories.test_armt import slow_read, slow_write
@@ -35,7 +30,7 @@ from torch import Tensor, nn
 from cached_transformers import SegmentLoop, add_memory, remove_memory
 from cached_transformers.interfaces.memory import Entry, ModelMemory, Tokens
 from cached_transformers.registry import MEMORIES
-from cached_transformers.state import State, map_state, reorder
+from cached_transformers.state import State
 
 M, FEATURES = 3, 2 * 3 * 6
 ARMT: dict[str, Any] = {"name": "armt", "length": M, "key_width": 6}
@@ -123,63 +118,6 @@ def test_with_values_of_zero_it_is_the_host(host: Architecture) -> None:
 
 
 @architectures(DECODERS)
-@torch.no_grad()
-def test_a_row_is_the_row_alone_wherever_its_padding_stands(host: Architecture) -> None:
-    model = armt(host)
-    mask = torch.ones(3, 2 * SEGMENT + 3, dtype=torch.long)
-    mask[0, :4] = mask[1, -6:] = mask[2, :1] = mask[2, -2:] = 0
-    ids = words(3, mask.shape[1]).masked_fill(mask == 0, PAD)
-    state = model(words(3, SEGMENT, 5)).memory_state
-    found = model(ids, attention_mask=mask, memory_state=state)
-    for row, keep in enumerate(mask.bool()):
-        before = map_state(lambda t, row=row: t[row : row + 1], state)
-        alone = model(ids[row : row + 1, keep], memory_state=before)
-        torch.testing.assert_close(found.logits[row, keep], alone.logits[0], rtol=0, atol=1e-4)
-        after = map_state(lambda t, row=row: t[row : row + 1], found.memory_state)
-        assert differences(after, alone.memory_state) < 1e-3
-    nothing = model(ids, attention_mask=torch.zeros_like(mask), memory_state=state).memory_state
-    assert differences(nothing, state) == 0
-
-
-@architectures(DECODERS)
-@pytest.mark.parametrize("beams", [1, 3])
-@torch.no_grad()
-def test_padded_prompts_go_on_as_they_do_alone(host: Architecture, beams: int) -> None:
-    model, ids = armt(host), words(2, 7)
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    state = model(words(2, SEGMENT, 5)).memory_state
-    call = {"max_new_tokens": 2 * SEGMENT, "num_beams": beams, "do_sample": False, "eos_token_id": None}
-    kept, anew = (
-        model.generate(
-            ids.masked_fill(mask == 0, PAD),
-            attention_mask=mask,
-            memory_state=state,
-            use_cache=use,
-            pad_token_id=PAD,
-            **call,
-        )
-        for use in (True, False)
-    )
-    assert torch.equal(kept, anew)
-    one = map_state(lambda t: t[:1], state)
-    short = ids[:1, 3:]
-    alone = model.generate(short, attention_mask=torch.ones_like(short), memory_state=one, **call)
-    assert torch.equal(kept[:1, 7:], alone[:, 4:])
-
-
-@torch.no_grad()
-def test_rows_keep_to_their_states() -> None:
-    model, ids = armt(LLAMA), words(3, SEGMENT)
-    state, order = model(words(3, SEGMENT, 5)).memory_state, torch.tensor([2, 0, 0])
-    mixed = model(ids[order], memory_state=reorder(state, order)).logits
-    torch.testing.assert_close(mixed, model(ids, memory_state=state).logits[order])
-    text = model(ids, memory_state=state, use_cache=True).past_key_values
-    text.reorder_cache(order)
-    assert differences(text.memory_state, reorder(model(ids, memory_state=state).memory_state, order)) < 1e-5
-
-
-@architectures(DECODERS)
 def test_associations_of_a_host_in_half_the_digits_are_float32(host: Architecture) -> None:
     model, ids = armt(host), words(2, 3 * SEGMENT)
     expected = model(ids).logits
@@ -210,23 +148,6 @@ def test_round_a_frozen_host_it_trains_and_nothing_else_does(host: Architecture)
     assert losses[-1] < losses[0] - 0.02
     moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert moved == {name for name in before if "memory." in name}
-
-
-def test_activation_checkpointing_and_compiled_code_change_nothing() -> None:
-    named = {family.name: family for family in FAMILIES}
-    for name in ("gpt2", "llama"):
-        checks.checkpoints(named[name], ARMT)
-    checks.compiles(named["llama"], ARMT)
-
-
-def test_copies_have_readers_of_their_own() -> None:
-    model, ids = armt(LLAMA), words(2, 3 * SEGMENT)
-    expected = model(ids).logits
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(twin(ids).logits, expected)
-        with torch.no_grad():
-            twin.base_model.memory.slot_attentions["0"].query.weight.neg_()
-        assert torch.equal(model(ids).logits, expected) and not torch.equal(twin(ids).logits, expected)
 
 
 # ---- adapters

@@ -1,4 +1,4 @@
-"""Memories with a state in GPT-2 and Llama: generation, texts in pieces, caches, and what is refused."""
+"""Memories with a state in GPT-2 and Llama: lengths of segments, generation, caches, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,63 +8,18 @@ from typing import Any
 import pytest
 import torch
 from integrations.transformers_hosts import (
-    DECODERS,
-    END,
     GPT2,
     LLAMA,
     SEGMENT,
     STREAMS,
-    Architecture,
-    architectures,
     awaken,
-    by_hand,
     differences,
     stream,
-    streams,
     words,
 )
 
-from cached_transformers import add_memory, create_model
-from cached_transformers.integrations.transformers.memory_cache import MemoryCache
+from cached_transformers import add_memory, create_model, load_pretrained, remove_memory
 from cached_transformers.models.generation import generate
-from cached_transformers.state import map_state, named_tensors
-
-
-@architectures(DECODERS)
-@streams
-@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3}], ids=["greedy", "sampled", "beams"])
-def test_generating_from_a_memory_with_and_without_a_cache(
-    host: Architecture, memory: str, options: dict[str, Any]
-) -> None:
-    model = awaken(stream(host, memory))
-    state, ids = model(words(2, 2 * SEGMENT)).memory_state, words(2, 3, 7)
-    call = {
-        "attention_mask": torch.ones_like(ids),
-        "max_new_tokens": 2 * SEGMENT,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        **options,
-    }
-    found = []
-    for use_cache in (True, False):
-        torch.manual_seed(5)
-        found.append(model.generate(ids, memory_state=state, use_cache=use_cache, **call))
-    assert torch.equal(found[0].sequences, found[1].sequences)
-    for a, b in zip(found[0].scores, found[1].scores, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    assert differences(found[0].memory_state, found[1].memory_state) < 1e-5
-    torch.manual_seed(5)
-    forgetful = model.generate(ids, **call)
-    first = (forgetful.scores[0] - found[0].scores[0]).nan_to_num(0, 0, 0).abs().max()
-    assert first > 1e-4  # the memory is heard from the first token on
-    # What comes back has read all but the last token of each row, in the segments of the text.
-    for row, tokens in enumerate(found[0].sequences):
-        new = tokens[3:]
-        ended = (new == END).nonzero()
-        length = 3 + (int(ended[0]) + 1 if len(ended) else len(new))
-        own = map_state(lambda t, row=row: t[row : row + 1], state)
-        after = own if length == 1 else by_hand(model, tokens[None, : length - 1], own)[1]
-        assert differences(map_state(lambda t, row=row: t[row : row + 1], found[0].memory_state), after) < 1e-4
 
 
 @pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
@@ -94,56 +49,6 @@ def test_generate_rolls_over_segments_as_our_generator_does(memory: str, cached:
     assert differences(found.memory_state, expected.state) < 1e-4
 
 
-@architectures(DECODERS)
-@streams
-def test_several_answers_for_each_prompt_have_a_state_each(host: Architecture, memory: str) -> None:
-    model, ids = awaken(stream(host, memory)), words(2, 4)
-    state = model(words(2, SEGMENT)).memory_state
-    out = model.generate(
-        ids,
-        memory_state=state,
-        do_sample=True,
-        num_return_sequences=2,
-        max_new_tokens=4,
-        min_new_tokens=4,
-        return_dict_in_generate=True,
-        attention_mask=torch.ones_like(ids),
-    )
-    rows = {t.shape[0] for _, t in named_tensors(out.memory_state)}
-    assert out.sequences.shape == (4, 8) and rows == {4}
-    for row in range(4):
-        own = map_state(lambda t, row=row: t[row // 2 : row // 2 + 1], state)
-        after = by_hand(model, out.sequences[row : row + 1, :-1], own)[1]
-        assert differences(map_state(lambda t, row=row: t[row : row + 1], out.memory_state), after) < 1e-4
-
-
-@architectures(DECODERS)
-@streams
-@torch.no_grad()
-def test_a_text_in_pieces_of_any_size_is_the_text(host: Architecture, memory: str) -> None:
-    """past_key_values go on in the open segment; what they have read can be asked for at any time."""
-    model, ids = awaken(stream(host, memory)), words(2, 3 * SEGMENT + 2)
-    expected = model(ids).logits
-    cache, parts, done = None, [], 0
-    for size in (2, 1, 4, 1, 1, 7, 1):
-        out = model(ids[:, done : done + size], past_key_values=cache, use_cache=True)
-        parts.append(out.logits)
-        done += size
-        cache = out.past_key_values
-        assert isinstance(cache, MemoryCache) and cache.get_seq_length() == done
-        twin = copy.deepcopy(cache)
-        assert twin.compute_state.__self__ is cache.compute_state.__self__
-        state = model(ids[:, :done]).memory_state
-        assert differences(twin.memory_state, state) < 1e-5
-        assert out.get("memory_state") is None or differences(out.memory_state, state) < 1e-5
-    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-5)
-    order = torch.tensor([1, 0])
-    cache.reorder_cache(order)
-    more = words(2, 1, 9)
-    found = model(more, past_key_values=cache, use_cache=True).logits
-    torch.testing.assert_close(found, model(torch.cat([ids[order], more], 1)).logits[:, -1:], rtol=1e-4, atol=1e-5)
-
-
 def test_without_segment_length_a_call_is_one_segment() -> None:
     model = awaken(stream(GPT2, "grc_stream", None))
     ids = words(2, 17)
@@ -154,6 +59,20 @@ def test_without_segment_length_a_call_is_one_segment() -> None:
     )
     assert out.shape == (2, 22)
 
+
+# ---- segment_length
+
+
+def test_one_segment_a_call_is_saved_and_loaded_as_such(tmp_path: Any) -> None:
+    model, ids = awaken(add_memory(GPT2.build(), "grc_stream", length=4, segment_length=None)), words(2, 20)
+    model.save_pretrained(tmp_path)
+    again = load_pretrained(str(tmp_path))
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert again.transformer.segment_reader.segment_length is None
+    assert remove_memory(again) is again
+
+
+# ---- refusals
 
 CALLS: list[tuple[str, Any, str]] = [
     ("rows", lambda m, i, s: m(i[:1], memory_state=s), "the state has 2 rows .*the segment 1"),

@@ -25,15 +25,11 @@ USES = ("train", "generate", "beams", "save", "compile", "checkpointing", "LoRA"
 WRAPPED: dict[str, Callable[..., None]] = {
     **{"LoRA": wrapped.adapts, "DDP": wrapped.replicated, "FSDP2": wrapped.cut_up},
 }
-DECODER: dict[str, Callable[..., None]] = {
-    **{"train": checks.trains, "generate": checks.generates, "beams": checks.searches},
-    **{"save": checks.saves, "compile": checks.compiles, "checkpointing": checks.checkpoints},
-}
-SHARED: dict[str, Callable[..., None]] = {
-    **{"train": checks.shared_trains, "save": checks.shared_saves},
-    **{"compile": checks.shared_compiles, "checkpointing": checks.shared_checkpoints, **WRAPPED},
-}
-PAIR = SHARED | {"generate": checks.shared_generates, "beams": checks.shared_searches}
+EACH = {"train": checks.trains, "save": checks.saves, "checkpointing": checks.checkpoints}
+TEXT = {"generate": checks.generates, "beams": checks.searches}
+DECODER: dict[str, Callable[..., None]] = {**EACH, **TEXT, "compile": checks.compiles}
+SHARED: dict[str, Callable[..., None]] = {**EACH, **WRAPPED, "compile": checks.shared_compiles}
+PAIR = SHARED | TEXT
 SAID = {
     wrapped.FRAMES: "by SegmentLoop",
     "does not support activation checkpointing": "not in transformers",

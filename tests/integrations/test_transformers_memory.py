@@ -6,14 +6,12 @@ import copy
 import logging
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from integrations.hosts import close_gates, library
 from integrations.transformers_hosts import (
     BART,
-    BERT,
     DECODERS,
     ENCODERS,
     GPT2,
@@ -21,7 +19,6 @@ from integrations.transformers_hosts import (
     SEGMENT,
     SEQ2SEQ,
     STREAMS,
-    SWITCH,
     T5,
     Architecture,
     architectures,
@@ -161,69 +158,6 @@ def test_a_t5_whose_heads_are_wider_than_its_model() -> None:
         wide.with_memory("grc", length=4, ratio=0.25, mix="outputs")
 
 
-CAUSAL = "docs/support.md"
-REFUSALS: list[tuple[Architecture, Any, dict[str, Any], str]] = [
-    (BART, "grc", {}, r"BartAttention does not tell how many tokens .*length=64"),
-    (T5, "grc", {}, r"T5Attention does not tell how many tokens"),
-    (SWITCH, "grc_stream", {}, r"'grc_stream' needs state \(.*\), which SwitchTransformersFor\w+ does not give"),
-    (T5, "rmt", {}, r"'rmt' spans the layers; T5For\w+ .*docs/support.md"),
-    (BERT, "rmt", {}, "segment_length is missing: memory 'rmt' .* segment_length=32, or fewer"),
-    (BERT, "grc_stream", {"segment_length": 33}, "segment_length=33: 33 .*BertFor.* 32"),
-    (BERT, "grc_stream", {"segment_length": 1}, "segment_length=1 must be at least 2"),
-    (BERT, "grc_stream", {"input_size": (4, 4)}, r"input_size=\(4, 4\)"),
-    (BERT, "rmt", {"cache": 4, "segment_length": 8}, "'rmt' needs context"),
-    (
-        BERT,
-        "memory_transformer",
-        {"place": "back", "segment_length": 8},
-        "MemoryTransformer puts tokens after a text, .*take place='front'",
-    ),
-    (BERT, "convolution", {}, r"needs token_map \(.*\), which BertForMaskedLM does not give"),
-    (BART, "grc", {"length": 4, "segment_length": 8}, "segment_length=8 is for memories that carry a state"),
-    (GPT2, "grc", {"length": 4}, rf"needs bidirectional .*, which GPT2LMHeadModel does not give; {CAUSAL}"),
-    (
-        LLAMA,
-        "attention_cache",
-        {"length": 4},
-        rf"needs bidirectional .*, which LlamaForCausalLM does not give; {CAUSAL}",
-    ),
-    (GPT2, "transformer_xl", {}, rf"needs context \(keys and values .*\), which GPT2LMHead.*{CAUSAL}"),
-    (GPT2, "memformer", {}, r"needs slots \(a cross-attention over slots in every block\), which"),
-    (GPT2, "memory_transformer", {"control": True}, "needs own_weights .*, which GPT2LMHeadModel does not give"),
-    (
-        GPT2,
-        "memorizing",
-        {"joint": True},
-        "needs lse .*, which GPT2LMHeadModel does",
-    ),
-    (GPT2, "memorizing", {"layer": 3}, "layer=3 must be a layer, counted from 1 to 2"),
-    (GPT2, "rmt", {"cache": 4}, "'rmt' needs context"),
-    (
-        GPT2,
-        "rmt",
-        {"length": 10, "segment_length": 50},
-        "segment_length=50 and 20 memory tokens: 70 .*64",
-    ),
-    (GPT2, "grc_stream", {"segment_length": 0}, "segment_length=0 must be at least 1"),
-    (LLAMA, "grc_stream", {"ratio": 2}, r"ratio=2 must lie in \(0, 1\]"),
-    (LLAMA, "grc_stream", {"input_size": (4, 4)}, r"input_size=\(4, 4\)"),
-]
-
-
-@pytest.mark.parametrize(
-    "host, memory, options, message", REFUSALS, ids=[f"{r[0]}-{i}" for i, r in enumerate(REFUSALS)]
-)
-def test_refusals_say_why_and_leave_the_model_as_it_was(
-    host: Architecture, memory: str, options: dict[str, Any], message: str
-) -> None:
-    model = host.build()
-    before = [(name, sorted(vars(module)), len(module._forward_pre_hooks)) for name, module in model.named_modules()]
-    with pytest.raises(ValueError, match=message):
-        add_memory(model, memory, **options)
-    assert [(n, sorted(vars(m)), len(m._forward_pre_hooks)) for n, m in model.named_modules()] == before
-    assert not hasattr(model.config, "cached_transformers")
-
-
 @architectures(DECODERS)
 def test_a_second_memory_is_refused(host: Architecture) -> None:
     for memory in ("grc_stream", "rmt"):
@@ -231,13 +165,3 @@ def test_a_second_memory_is_refused(host: Architecture) -> None:
         for other in ("grc_stream", "rmt"):
             with pytest.raises(ValueError, match="remove_memory"):
                 add_memory(model, other)
-
-
-def test_decoders_of_other_kinds_are_refused() -> None:
-    library("transformers")
-    with pytest.raises(ValueError, match=r"add_cross_attention=True"):
-        add_memory(GPT2.build(add_cross_attention=True), "grc_stream")
-    with pytest.raises(ValueError, match=r"no model of transformers .*the model of transformers inside"):
-        add_memory(torch.nn.Sequential(GPT2.build()), "grc_stream")
-    with pytest.raises(ValueError, match="BartForCausalLM"):
-        add_memory(BART.build("BartForCausalLM", is_decoder=True, is_encoder_decoder=False), length=4)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from integrations.families import Family, patches, timm_family
 from integrations.hosts import close_gates, library
-from integrations.test_refusals import refuse
 from integrations.transformers_hosts import awaken, differences
 from integrations.wrapped_checks import one_process
 from torch import Tensor, nn
@@ -204,26 +203,6 @@ def test_in_half_precision() -> None:
     for memory in (RMT, CACHE):
         half = made(VIT, memory).to(torch.bfloat16)
         assert watch(half, frames())[0].isfinite().all()  # of frames in float32, which transformers casts itself
-
-
-REFUSED: list[tuple[Family, Any, dict[str, Any], str]] = [
-    (VIT, "grc_stream", {"segment_length": 4}, r"segment_length=4 is for texts; ViTFor\w+ reads one image a call"),
-    (VIT, "grc_stream", {"input_size": (16, 16)}, r"input_size=\(16, 16\): ViTFor\w+"),
-    (TIMM_VIT, "rmt", {}, r"'rmt' spans the layers; VisionTransformer .*"),
-    (BEIT, "memory_transformer", {}, r"'memory_transformer' spans the layers; BeitFor\w+"),
-    (TIMM_VIT, "grc_stream", {"segment_length": 4}, "segment_length=4"),
-]
-
-
-@pytest.mark.parametrize("family, memory, options, message", REFUSED, ids=[f"{r[0]}-{r[1]}" for r in REFUSED])
-def test_what_does_not_fit_is_refused(family: Family, memory: str, options: dict[str, Any], message: str) -> None:
-    refuse(family.build(), message, memory, **options)
-
-
-def test_a_model_inside_another_does_not_get_the_state() -> None:
-    refuse(nn.Sequential(TIMM_VIT.build()), r"Sequential would not pass memory_state on", "grc_stream")
-    refuse(nn.Sequential(VIT.build()), r"Sequential is no model of transformers around one encoder", "grc_stream")
-    refuse(made(TIMM_VIT, CACHE), "has a memory already", "grc_stream")
 
 
 def test_calls_that_would_forget_are_refused() -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import contract.outside_memory  # noqa: F401  (registers a user's memory)
 import pytest
 import torch
+from integrations.families import GROUPED, PAIR_SIZES, SEGMENT, SIZES, T5_SIZES
 from integrations.hosts import library
 from torch import Tensor
 
 from cached_transformers import add_memory
 from cached_transformers.state import State, named_tensors
 
-VOCABULARY, END, PAD = 30, 1, 2
-SEGMENT = 5
+VOCABULARY = 30
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,116 +34,40 @@ class Architecture:
         """In evaluation mode; the same weights each time."""
         transformers = library("transformers")
         torch.manual_seed(0)
-        config = getattr(transformers, self.config)(vocab_size=VOCABULARY, **{**self.sizes, **more})
+        config = getattr(transformers, self.config)(**{**self.sizes, "vocab_size": VOCABULARY, **more})
         return getattr(transformers, cls or self.cls)(config).eval()
 
     def with_memory(self, memory: Any = None, seed: int = 1, **options: Any) -> Any:
         model = self.build()
         torch.manual_seed(seed)
-        if memory is None:
-            return add_memory(model, self.memory, **{**self.options, **options})
-        return add_memory(model, memory, **options)
+        return add_memory(model, memory or self.memory, **{**({} if memory else self.options), **options})
 
     def __str__(self) -> str:
         return self.name
 
 
-_T5 = {
-    "d_model": 16,
-    "d_kv": 8,
-    "d_ff": 32,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
-    "num_heads": 2,
-    "dropout_rate": 0.0,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 16,
-    "decoder_start_token_id": 0,
-    "eos_token_id": END,
-    "pad_token_id": PAD,
-}
-BART = Architecture(
-    "bart",
-    "BartForConditionalGeneration",
-    "BartConfig",
-    {
-        "d_model": 16,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 32,
-        "decoder_ffn_dim": 32,
-        "max_position_embeddings": 32,
-        "dropout": 0.0,
-        "bos_token_id": 0,
-        "eos_token_id": END,
-        "pad_token_id": PAD,
-        "decoder_start_token_id": 0,
-        "forced_eos_token_id": None,
-    },
-    options={"length": 4},
-)
-T5 = Architecture("t5", "T5ForConditionalGeneration", "T5Config", _T5, options={"length": 4})
+_T5 = {**T5_SIZES, "d_model": 16, "d_ff": 32, "num_heads": 2}
+_T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16}
+_BART = {**PAIR_SIZES, "d_model": 16, "max_position_embeddings": 32}
+_BART |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+_BART |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 32)
+_SMALL = {**SIZES, "hidden_size": 16, "num_attention_heads": 2}
+_LENGTH = {"length": 4}
+_STREAM: dict[str, Any] = {"memory": "grc_stream", "options": {**_LENGTH, "segment_length": SEGMENT}}
+BART = Architecture("bart", "BartForConditionalGeneration", "BartConfig", _BART, options=_LENGTH)
+T5 = Architecture("t5", "T5ForConditionalGeneration", "T5Config", _T5, options=_LENGTH)
 SWITCH = Architecture(
     "switch",
     "SwitchTransformersForConditionalGeneration",
     "SwitchTransformersConfig",
     {**_T5, "num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
-    options={"length": 4},
+    options=_LENGTH,
 )
-BERT = Architecture(
-    "bert",
-    "BertForMaskedLM",
-    "BertConfig",
-    {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-        "max_position_embeddings": 32,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    },
-    options={"length": 4},
-)
-GPT2 = Architecture(
-    "gpt2",
-    "GPT2LMHeadModel",
-    "GPT2Config",
-    {
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 2,
-        "n_positions": 64,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "bos_token_id": 0,
-        "eos_token_id": END,
-        "pad_token_id": PAD,
-    },
-    memory="grc_stream",
-    options={"length": 4, "segment_length": SEGMENT},
-)
-LLAMA = Architecture(
-    "llama",
-    "LlamaForCausalLM",
-    "LlamaConfig",
-    {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "bos_token_id": 0,
-        "eos_token_id": END,
-        "pad_token_id": PAD,
-    },
-    memory="grc_stream",
-    options={"length": 4, "segment_length": SEGMENT},
-)
+_BERT = {**_SMALL, "intermediate_size": 32, "max_position_embeddings": 32}
+BERT = Architecture("bert", "BertForMaskedLM", "BertConfig", _BERT, options=_LENGTH)
+GPT2 = Architecture("gpt2", "GPT2LMHeadModel", "GPT2Config", _SMALL, **_STREAM)
+_LLAMA = {**_SMALL, **GROUPED, "num_attention_heads": 4, "intermediate_size": 32}
+LLAMA = Architecture("llama", "LlamaForCausalLM", "LlamaConfig", _LLAMA, **_STREAM)
 ENCODERS = [BART, T5, SWITCH, BERT]
 SEQ2SEQ = [BART, T5, SWITCH]
 DECODERS = [GPT2, LLAMA]
