@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from attentions.dense import Rule, assert_is_pattern, assert_same, draw, mask_of, paddings, softmax_over
@@ -196,22 +194,6 @@ def test_cost(causal: bool) -> None:
     for mode, count in keys.items():
         core = AxialAttention(mode=mode, columns=columns)
         assert count_flops(core, *draw(96), causal=causal) == 2 * 2 * 2 * 96 * count * 11
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mode": "both", "columns": 4}, "mode='both' must be one of"),
-        ({}, "needs the columns of its map"),
-        ({"columns": 0}, "columns=0 must be at least 1"),
-        ({"columns": 3, "size": (2, 4)}, r"those of size=\(2, 4\)"),
-        ({"size": (2, 0)}, r"size=\(2, 0\) must be"),
-        ({"columns": 4, "prefix": -1}, "prefix=-1 must be"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AxialAttention(**options)
 
 
 def test_a_sequence_longer_than_the_map_is_refused() -> None:

@@ -157,22 +157,6 @@ def test_what_it_costs(causal: bool) -> None:
     assert count_flops(few, q, k, v, causal=causal) == count_flops(SoftmaxAttention(), q, k, v, causal=causal)
 
 
-@pytest.mark.parametrize(
-    ("option", "why"),
-    [
-        ({"block": 0}, "at least 1 token"),
-        ({"window": 2}, "odd number"),
-        ({"window": -1}, "odd number"),
-        ({"random": -1}, "at least 0 blocks"),
-        ({"seed": 2**32}, r"\[0, 2\^32\)"),
-        ({"dropout": 1.0}, "dropout"),
-    ],
-)
-def test_bad_options_are_refused(option: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        BigBird(H, **option)
-
-
 def huggingface(tokens: int, training: bool) -> tuple[Any, Tensor, Tensor, list[Tensor]]:
     """Their layer, its table (H, Q, R), its output and q, k, v; the last 6 tokens of the second row are padding."""
     pytest.importorskip("transformers")

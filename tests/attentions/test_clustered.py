@@ -213,22 +213,6 @@ def test_cost(queries: int, keys: int) -> None:
     assert count_flops(make("improved_clustered"), q, k, v) == 2 * 2 * 2 * (cost + slots * 3 * (6 + 5))
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"clusters": 0}, "clusters=0 must be at least 1"),
-        ({"bits": 0}, "bits=0 must be at least 1"),
-        ({"iterations": 0}, "iterations=0 must be at least 1"),
-        ({"topk": 0}, "topk=0 must be at least 1 key; attention 'clustered' does without"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        make("improved_clustered", **options)
-    with pytest.raises(ValueError, match=r"width=12.*heads=5"):
-        create_attention("clustered", width=12, heads=5)
-
-
 @pytest.mark.parametrize("topk", [5, 16])
 def test_among_equal_keys_the_first_are_chosen_in_a_padded_row_too(topk: int) -> None:
     """Equal keys have different values, and a cluster has room for a few of them."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_lab.experiments.costs.flops import count_flops
-from cached_transformers.attentions import create_attention
 from cached_transformers.attentions.delta_net import DeltaNet
 from cached_transformers.attentions.parts.scan import causal_scan
 from cached_transformers.extras import require
@@ -149,26 +148,6 @@ def test_its_cost_is_the_formula_without_the_triangular_systems() -> None:
         core = DeltaNet(e, 1, chunk=chunk, **options)  # type: ignore[arg-type]
         want = n * (chunk * (2 * f + v) + 3 * f * v) + n * e
         assert count_flops(core, q, k, values, causal=True, x_BND=x) == 2 * want
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"features": "relu"}, "features='relu'"),
-        ({"order": 0}, "order=0"),
-        ({"order": 12}, "order=12 must be at least 1 and less than 12"),
-        ({"order": 2, "features": "elu"}, 'order=2 is an option of features="dpfp"'),
-        ({"chunk": 0}, "chunk=0"),
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        create_attention({"name": "delta_net", **options}, width=12, heads=2)
-
-
-def test_heads_that_do_not_divide_the_width_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"width=12.*heads=5"):
-        create_attention("delta_net", width=12, heads=5)
 
 
 def test_it_is_causal_alone_and_needs_the_input() -> None:

@@ -192,26 +192,3 @@ def test_what_it_costs(causal: bool) -> None:
         products = H * products + (tokens + count) * (4 * (H * E) ** 2 + 2 * H * E * 7)
         x, g = torch.randn(B, tokens, H * E), torch.randn(B, count, H * E)
         assert count_flops(layer, x, g) == 2 * B * products
-
-
-@pytest.mark.parametrize(
-    ("option", "why"),
-    [
-        ({"radius": 0}, "on either side"),
-        ({"segment": 0}, "leaves the global keys out"),
-        ({"clip": 0}, "leaves the labels"),
-    ],
-)
-def test_bad_options_are_refused(option: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        ETC(H * E, H, **option)
-    if "segment" not in option:
-        with pytest.raises(ValueError, match=why):
-            ETCLayer(H * E, H, **option)
-
-
-def test_bad_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match="heads=3"):
-        ETCLayer(10, 3)
-    with pytest.raises(ValueError, match=r"dropout=1.0.*0,"):
-        ETCLayer(10, 2, dropout=1.0)

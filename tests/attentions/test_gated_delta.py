@@ -372,39 +372,6 @@ def test_its_cost_is_the_formula_without_the_triangular_systems() -> None:
             assert count_flops(core, q, k, values, causal=True, x_BND=x) == 2 * want, (rule, decay, gate)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rule": "hebb"}, "rule='hebb' must be one of delta, sum"),
-        ({"decay": "head"}, "decay='head' must be one of none, scalar, channel, fixed"),
-        ({"decay_gate": "tanh"}, "decay_gate='tanh' must be one of softplus, safe, logsigmoid"),
-        (
-            {"decay": "fixed", "decay_gate": "safe"},
-            "decay_gate='safe' and decay_rank=None are of decays from the input",
-        ),
-        ({"decay": "none", "decay_rank": 2}, "decay_rank=2 are of decays from the input, and decay='none' is none"),
-        ({"decay_rank": 0}, "decay_rank=0 must be at least 1"),
-        ({"decay_rank": "full"}, "decay_rank='full' must be a width"),
-        ({"half_life": (64.0, 8.0)}, r"half_life=\(64.0, 8.0\) must be two numbers of tokens"),
-        ({"half_life": (0.5, 8.0)}, r"half_life=\(0.5, 8.0\) must be two numbers of tokens, at least 1"),
-        ({"half_life": (8.0, math.inf)}, "must be two numbers of tokens"),
-        ({"features": "elu"}, "features='elu' must be one of unit, silu, none"),
-        ({"features": "silu"}, "features='silu' leaves keys of any length, with which rule=\"delta\" grows"),
-        ({"rule": "sum", "negative_eigenvalues": True}, 'of beta, which rule="sum" has not'),
-        ({"decay": "channel", "step_length": True}, 'step_length=True is of decay="scalar"'),
-        ({"output_gate": "relu"}, "output_gate='relu' must be one of none, swish, sigmoid"),
-        ({"scale": 0.0}, r"scale=0.0 must be positive and finite"),
-        ({"scale": math.inf}, "must be positive and finite"),
-        ({"chunk": 0}, "chunk=0"),
-        ({"value_width": 0}, "value_width=0"),
-        ({"kernel": "auto"}, "kernel='auto' must be one of plain, fla"),
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        create_attention({"name": "gated_delta", **options}, width=12, heads=2)
-
-
 def test_what_the_call_lacks_is_named() -> None:
     given = leaves(3)
     q, k, v, x = (given[name] for name in ("q", "k", "v", "x"))

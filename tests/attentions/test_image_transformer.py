@@ -116,24 +116,6 @@ def test_cost(causal: bool) -> None:
     assert count_flops(mapped, *draw(80), causal=causal) == 2 * 2 * 2 * 80 * keys * 11
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"block": 0}, "block=0 must be at least 1"),
-        ({"memory": -1}, "memory=-1 at least 0"),
-        ({"block": (2, 2), "memory": 3}, "must both be numbers"),
-        ({"block": (2, 2), "memory": (3, 3)}, "give size="),
-        ({"block": (2, 2, 2), "memory": (3, 3), "size": (4, 4)}, "as numbers or pairs"),
-        ({"block": (2, 2), "memory": (1, 1), "size": (4, 0)}, r"size=\(4, 0\) must be"),
-        ({"order": "random"}, "order='random' must be"),
-        ({"prefix": -1}, "prefix=-1 must be"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ImageTransformerAttention(**options)
-
-
 def test_a_sequence_longer_than_the_map_is_refused() -> None:
     core = ImageTransformerAttention(block=(2, 2), memory=(1, 1), size=(3, 4))
     with pytest.raises(ValueError, match="13 tokens do not fit the map"):

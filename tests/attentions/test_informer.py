@@ -232,16 +232,3 @@ def test_the_distilling_layer_is_that_of_transformers(tokens: int, hosted: Any) 
     windows = [h[:, max(2 * i - 1, 0) : 2 * i + 2].amax(1) for i in range((tokens + 1) // 2)]
     agree(ours(x), torch.stack(windows, 1), [x, taps])
     assert count_flops(ours, x.detach()) == 2 * 2 * tokens * 6 * 6 * 3
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"factor": 0}, "factor=0 must be at least 1"),
-        ({"sampling": "none"}, "sampling='none' must be 'shared' or 'own'"),
-        ({"lazy_sum": True}, "lazy_sum=True belongs to the causal form, which needs allow_leak=True"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        make(**options)

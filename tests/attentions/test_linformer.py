@@ -142,19 +142,6 @@ def test_tokens_of_a_memory_have_places_too(memory: str, more: int) -> None:
     assert model(torch.randint(7, (2, 12))).outputs.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"slots": 0}, "slots=0 must be at least 1"),
-        ({"length": 0}, "length=0 must be at least 1"),
-        ({"sharing": "all"}, "sharing='all' must be one of 'none', 'heads', 'keys_values'"),
-    ],
-)
-def test_bad_options(options: dict[str, object], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        make(**options)
-
-
 def test_inputs_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"25.*length=24"):
         make()(*inputs(25))

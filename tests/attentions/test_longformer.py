@@ -111,27 +111,6 @@ def test_a_short_sequence_costs_no_more_than_softmax_attention() -> None:
         assert count_flops(LongformerAttention(window=32), *draw(tokens)) == 2 * 2 * 2 * tokens**2 * 11
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"window": 5}, "window=5 must be even"),
-        ({"window": 0}, "window=0 must be even"),
-        ({"window": (4, 4), "index": 2}, r"window=\(4, 4\) has no entry for layer 2"),
-        ({"dilation": 0}, "dilation=0 must be at least 1"),
-        ({"dilation": (1, 0)}, "must be at least 1"),
-        ({"dilation": (1, 2, 3), "heads": 2}, "one for each of heads=2"),
-        ({"prefix": -1}, "must not be negative"),
-        ({"global_tokens": (-1,)}, "must not be negative"),
-        ({"global_projections": True, "prefix": 1}, "needs a width=None"),
-        ({"global_projections": True, "prefix": 1, "width": 7, "heads": 2}, "multiple of heads=2"),
-        ({"global_projections": True, "width": 8, "heads": 2}, "needs global tokens"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LongformerAttention(**options)
-
-
 def test_bad_calls() -> None:
     with pytest.raises(ValueError, match="one for each of the 2 heads"):
         LongformerAttention(window=2, dilation=(1, 2, 3))(*draw(5))

@@ -145,20 +145,6 @@ def test_cost(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         assert count_flops(make(local=window), q, k, v, causal=causal) == 2 * 2 * 2 * local
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"rate": 0}, "rate=0 must be at least 1"),
-        ({"local": -1}, "local=-1 must be at least 0"),
-        ({"grouping": "none"}, "grouping='none' must be 'heads' or 'full'"),
-        ({"heads": 5}, "width=12 must be a positive multiple of heads=5"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        make(**options)
-
-
 def test_channels_that_do_not_fit() -> None:
     for grouping in ("heads", "full"):
         with pytest.raises(ValueError, match=r"2 heads of 7 channels came, but .* for 10 channels in all"):

@@ -253,26 +253,6 @@ def test_how_many_buckets_there_are() -> None:
     assert ReformerAttention(WIDTH, H, length=512).rotations.shape == (H, E, 2, 8)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"chunk": 0}, "chunk=0 must be at least 1"),
-        ({"rounds": 0}, "rounds=0 must be at least 1"),
-        ({"buckets": 5}, "buckets=5 must be even"),
-        ({"buckets": [4, 1]}, "must be even"),
-        ({"buckets": []}, "must be even"),
-        ({"buckets": None}, "give buckets, or length"),
-        ({"logits": "cosine"}, "logits='cosine' must be one of scaled, unscaled, lra"),
-        ({"see_self": "never"}, "see_self='never' must be 'alone' or 'always'"),
-    ],
-)
-def test_bad_options_are_told(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        reformer(**options)
-    with pytest.raises(ValueError, match=r"width=13.*heads=2"):
-        ReformerAttention(13, 2, buckets=4)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("buckets", [4, [2, 4]])
 @pytest.mark.parametrize("causal", [False, True])

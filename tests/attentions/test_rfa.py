@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_lab.experiments.costs.flops import count_flops
-from cached_transformers.attentions import create_attention
 from cached_transformers.attentions.rfa import RandomFeatureAttention
 from cached_transformers.interfaces.memory import Context
 
@@ -190,27 +189,6 @@ def test_its_cost_is_the_formula() -> None:
     causal = 2 * n * r * e + n * (chunk * (2 * r + v + 1) + 2 * 2 * r * (v + 1))
     assert count_flops(core, q, k, values, causal=True) == 2 * causal
     assert count_flops(gated, q, k, values, causal=True, x_BND=torch.randn(1, n, e)) == 2 * (causal + n * e)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"features": 0}, "features=0"),
-        ({"temperature": 0.0}, "temperature=0.0"),
-        ({"floor": -1.0}, "floor=-1.0"),
-        ({"kernel": "cosine"}, "kernel='cosine'"),
-        ({"chunk": 0}, "chunk=0"),
-        ({"pool": 1}, "pool=1"),
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        create_attention({"name": "rfa", **options}, width=12, heads=2)
-
-
-def test_heads_that_do_not_divide_the_width_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"width=12.*heads=5"):
-        create_attention("rfa", width=12, heads=5)
 
 
 def test_calls_that_it_cannot_serve_are_refused() -> None:

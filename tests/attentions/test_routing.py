@@ -295,27 +295,6 @@ def test_sizes_come_from_the_length() -> None:
     assert RoutingAttention(WIDTH, H, clusters=3, length=100).window == 34
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"clusters": None}, "give clusters and window, or length"),
-        ({"window": None}, "give clusters and window, or length"),
-        ({"clusters": 0}, "clusters=0 must be at least 1"),
-        ({"window": 0}, "window=0 must be at least 1"),
-        ({"length": -1}, "length=-1 must be at least 1"),
-        ({"combine": "sum"}, "combine='sum' must be 'softmax' or 'mean'"),
-        ({"update": "never"}, "update='never' must be 'forward' or 'manual'"),
-        ({"decay": 1.5}, "decay=1.5 must lie in"),
-        ({"commitment": -1.0}, "commitment=-1.0 must be at least 0"),
-    ],
-)
-def test_bad_options_are_told(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        routing(**options)
-    with pytest.raises(ValueError, match=r"width=13.*heads=2"):
-        RoutingAttention(13, 2, length=4)
-
-
 def test_a_mean_of_softmaxes_has_no_log_sum_exp() -> None:
     core, given = routing(combine="mean"), tokens_of(9)
     with pytest.raises(ValueError, match="RoutingAttention"):

@@ -259,25 +259,6 @@ def test_the_cost_is_the_formula(options: dict[str, Any], cost: int) -> None:
         assert count_flops(core, short["q"], short["k"], short["v"], x_BND=short["x"]) == 2 * B * H * 9 * (2 * E + 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"block": 0}, "block=0 must be at least 1"),
-        ({"iterations": 0}, "iterations=0 must be at least 1"),
-        ({"sortcut": 0}, "sortcut=0 must be at least 1"),
-        ({"hidden": 0}, "hidden=0 must be at least 1"),
-        ({"temperature": 0.0}, "temperature=0.0 must be above 0; hard=True"),
-        ({"sort_net": "lstm"}, "sort_net='lstm' must be 'scores' or 'mlp'"),
-        ({"combine": "mean"}, "combine='mean' must be 'concat', 'scores' or 'outputs'"),
-        ({"combine": "scores", "sortcut": 1}, "leaves nothing to combine"),
-        ({"sort_net": "mlp", "length": None}, "give its length"),
-    ],
-)
-def test_bad_options_are_told(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        sinkhorn(**options)
-
-
 def test_calls_that_an_option_cannot_serve_are_told() -> None:
     given = tokens_of(14)
     with pytest.raises(ValueError, match="SinkhornAttention"):

@@ -139,23 +139,3 @@ def test_both_parts_of_a_union_are_one_set() -> None:
     weights = core(q, k, torch.eye(13, dtype=torch.double).expand(2, 2, 13, 13), causal=True).out_BHNV
     mask = mask_of(rule, 2, 13).double()
     torch.testing.assert_close(weights[0], mask / mask.sum(-1, keepdim=True), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"stride": 0}, "stride=0 must be at least 1"),
-        ({"pattern": "dilated"}, "pattern='dilated' must be"),
-        ({"pattern": "fixed", "stride": 4, "summary": 5}, "slices=1 of summary=5 tokens must be"),
-        ({"pattern": "fixed", "stride": 4, "summary": 2, "slices": 3}, "slices=3 of summary=2 tokens must be"),
-        ({"pattern": "fixed", "summary": 0}, "summary=0 tokens must be at least 1"),
-        ({"pattern": "fixed", "slices": 0}, "slices=0 of summary=8 tokens must be"),
-        ({"slices": 2}, "take pattern='fixed' with them"),
-        ({"combine": "sum"}, "combine='sum' must be"),
-        ({"combine": "heads", "heads": 1}, "needs at least 2 heads"),
-        ({"prefix": -1}, "prefix=-1 must be"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SparseTransformerAttention(**options)

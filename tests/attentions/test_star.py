@@ -151,14 +151,6 @@ def test_cost(options: dict[str, Any]) -> None:
     assert count_flops(core, q, k, v, causal=True) == 2 * B * H * want
 
 
-def test_bad_options() -> None:
-    for build in (StarAttention, StarLayer):
-        with pytest.raises(ValueError, match="radius=-1"):
-            build(D, H, radius=-1)
-        with pytest.raises(ValueError, match=r"width=10.*heads=3"):
-            build(10, 3)
-
-
 def layer_twin(layer: StarLayer, x: Tensor, embedded: Tensor, relay: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
     """The paper's two updates, token by token and head by head."""
     n = x.shape[1]
