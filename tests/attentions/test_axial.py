@@ -116,17 +116,6 @@ def test_in_sequence_both_axes_reach_everything(causal: bool) -> None:
     assert both[0, 0, 6, 0] > 0 and both[0, 0, 6, 2] == 0
 
 
-@pytest.mark.parametrize("mode", ["row", "col", "sequential"])
-def test_a_map_of_one_line_is_softmax_attention(mode: str) -> None:
-    for columns in {"row": (24, 99), "col": (1,), "sequential": (1, 24)}[mode]:
-        core = AxialAttention(mode=mode, columns=columns)
-        for causal in (False, True):
-            for tokens in (1, 13, 24):
-                sources = draw(tokens)
-                mask = mask_of(lambda h, i, j, c=causal: j <= i or not c, 2, tokens)
-                assert_same(core(*sources, causal=causal).out_BHNV, softmax_over(*sources, mask), sources)
-
-
 def test_the_sum_over_one_row_adds_the_values() -> None:
     sources = draw(13)
     want = softmax_over(*sources, torch.ones(13, 13, dtype=torch.bool)) + sources[2]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import SoftmaxAttention, create_attention
-from cached_transformers.attentions.clustered import ClusteredAttention, ImprovedClusteredAttention
+from cached_transformers.attentions.clustered import ClusteredAttention
 from cached_transformers.attentions.parts.hamming import lloyd
 from cached_transformers.interfaces.memory import Context
 
@@ -135,13 +135,6 @@ def test_as_many_clusters_as_queries_are_exact_even_where_hashes_are_equal(name:
     agree(got[:1, :, :7], want, [q, k, v])
 
 
-def test_as_many_best_keys_as_keys_are_exact_for_any_clusters() -> None:
-    q, k, v = inputs(13)
-    want = SoftmaxAttention()(q, k, v).out_BHNV
-    for clusters in (1, 5):
-        agree(make("improved_clustered", clusters=clusters, topk=13)(q, k, v).out_BHNV, want, [q, k, v])
-
-
 def weights_of(core: ClusteredAttention, q: Tensor, k: Tensor) -> Tensor:
     tokens = k.shape[2]
     out: Tensor = core(q, k, torch.eye(tokens, dtype=q.dtype).expand(*k.shape[:2], tokens, tokens)).out_BHNV
@@ -211,19 +204,3 @@ def test_cost(queries: int, keys: int) -> None:
     assert count_flops(make("clustered"), q, k, v) == 2 * 2 * 2 * cost
     slots = queries + 4 * math.ceil(queries / 4)
     assert count_flops(make("improved_clustered"), q, k, v) == 2 * 2 * 2 * (cost + slots * 3 * (6 + 5))
-
-
-@pytest.mark.parametrize("topk", [5, 16])
-def test_among_equal_keys_the_first_are_chosen_in_a_padded_row_too(topk: int) -> None:
-    """Equal keys have different values, and a cluster has room for a few of them."""
-    generator = torch.Generator().manual_seed(0)
-    few = torch.randint(10, (96,), generator=generator)
-    q, k = torch.randn(2, 1, 2, 10, 4, dtype=torch.double, generator=generator)[..., few, :]
-    v = torch.randn(1, 2, 96, 4, dtype=torch.double, generator=generator)
-    torch.manual_seed(0)
-    core = ImprovedClusteredAttention(8, 2, clusters=3, topk=topk).double().eval()
-    for kept in (24, 48, 91):
-        padding = torch.arange(96)[None] >= kept
-        got = core(q, k, v, key_padding_mask=padding).out_BHNV[:, :, :kept]
-        want = core(q[:, :, :kept], k[:, :, :kept], v[:, :, :kept]).out_BHNV
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)

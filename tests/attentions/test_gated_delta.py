@@ -17,9 +17,7 @@ from torch.nn import functional as F
 
 from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import create_attention
-from cached_transformers.attentions.delta_net import DeltaNet
 from cached_transformers.attentions.gated_delta import PUBLISHED, GatedDelta
-from cached_transformers.attentions.linear import LinearAttention
 from cached_transformers.extras import require
 from cached_transformers.interfaces.capabilities import in_words
 from cached_transformers.layers.attention import SelfAttention
@@ -153,22 +151,6 @@ def test_presets_set_options_together(preset: str) -> None:
     assert torch.equal(*outs)
     with pytest.raises(ValueError, match="'gated_delta'"):
         create_attention({"name": "gated_delta", "preset": "mamba3"}, width=12, heads=2)
-
-
-def test_without_decay_it_is_the_delta_network_and_as_a_sum_linear_attention() -> None:
-    given = leaves(13)
-    q, k, v, x = (given[name] for name in ("q", "k", "v", "x"))
-    core, other = core_of(decay="none", scale=1.0), DeltaNet(H * E, H, features="silu", chunk=4).double()
-    assert core.share is not None
-    other.share.load_state_dict(core.share.state_dict())
-    outs = [c(q, k, v, x_BND=x, causal=True).out_BHNV for c in (core, other)]
-    torch.testing.assert_close(*outs, rtol=0, atol=1e-4)  # 1e-6 stands under the root of the lengths
-    summing = core_of(rule="sum", decay="none", features="none", scale=1.0)
-    positive = [F.elu(t) + 1 for t in (q, k)]
-    got = summing(*positive, v, causal=True).out_BHNV
-    weights = summing(*positive, torch.ones_like(v), causal=True).out_BHNV
-    want = LinearAttention()(q, k, v, causal=True).out_BHNV
-    torch.testing.assert_close(got / weights, want, rtol=0, atol=1e-12)
 
 
 HALF_LIVES: list[dict[str, Any]] = [

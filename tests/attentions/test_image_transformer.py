@@ -88,13 +88,6 @@ def test_many_blocks_on_a_larger_map(order: str, block: tuple[int, int]) -> None
             assert_same(core(*sources, causal=causal).out_BHNV, want, sources)
 
 
-@pytest.mark.parametrize("order", ["raster", "blocks"])
-def test_one_block_of_the_whole_map_is_softmax_attention(order: str) -> None:
-    core = ImageTransformerAttention(block=(4, 6), memory=(0, 0), size=(4, 6), order=order)
-    assert_is_pattern(core, lambda causal: lambda h, i, j: j <= i or not causal, (13, 24))
-    assert count_flops(core, *draw(24)) == 2 * 2 * 2 * 24 * 24 * 11
-
-
 def test_an_image_is_generated_block_by_block() -> None:
     """In the order of blocks a token sees all of the block on its left, and nothing of the one on its right."""
     core = ImageTransformerAttention(block=(2, 2), memory=(0, 2), size=(2, 6), order="blocks")

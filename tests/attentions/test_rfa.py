@@ -90,37 +90,6 @@ def test_with_the_gate_it_is_the_recurrence(chunk: int) -> None:
     compare(core, twin, forms=(True,))
 
 
-def test_gates_that_weigh_all_tokens_alike_give_the_form_without_gate() -> None:
-    tokens = 11
-    gated, plain = core_of(gate=True, chunk=4), core_of(chunk=4)
-    assert gated.gate is not None
-    plain.load_state_dict({k: v for k, v in gated.state_dict().items() if not k.startswith("gate.")})
-    with torch.no_grad():
-        gated.gate.weight.zero_()
-        gated.gate.weight[:, 0] = 1.0
-        gated.gate.bias.zero_()
-    given = leaves(tokens)
-    x = torch.zeros(B, tokens, H * E).double()
-    x[:, 0, 0] = -50.0
-    x[:, 1:, 0] = torch.arange(1, tokens).double().log()  # g = t / (t + 1), t tokens before
-    got = gated(given["q"], given["k"], given["v"], causal=True, x_BND=x).out_BHNV
-    want = plain(given["q"], given["k"], given["v"], causal=True).out_BHNV
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
-
-
-def test_a_constant_gate_is_a_geometric_decay() -> None:
-    core, given, decay = core_of(gate=True, chunk=4), leaves(13), 0.7
-    assert core.gate is not None
-    with torch.no_grad():
-        core.gate.weight.zero_()
-        core.gate.bias.fill_(math.log(decay / (1 - decay)))
-    place = torch.arange(13).double()
-    weights = torch.where(place[:, None] >= place, decay ** (place[:, None] - place), 0) * (1 - decay)
-    kernel = features(core, given["q"]) @ features(core, given["k"]).mT
-    got = core(given["q"], given["k"], given["v"], causal=True, x_BND=given["x"]).out_BHNV
-    torch.testing.assert_close(got, bounded(core, weights.expand(B, H, -1, -1), kernel, given["v"]))
-
-
 @pytest.mark.parametrize("temperature", [0.8, 1.0])
 def test_the_kernel_is_unbiased_and_many_features_are_softmax_attention(temperature: float) -> None:
     torch.manual_seed(0)

@@ -56,9 +56,9 @@ def needs_of(label: str) -> frozenset[str]:
 def places(attention: str, every: bool) -> Iterator[tuple[str, str]]:
     """Rows of memories and the models in which they are tried with an attention.
 
-    Exact attention is tried with all rows in all models. Others, unless `every`, are tried where the memory belongs with
-    one row of each memory and its rows of other needs, and elsewhere with one row of each needs. A row of an attention is
-    tried with one row of each memory.
+    Exact attention is tried with all rows in all models. Others, unless `every`, are tried where the memory belongs
+    with one row of each memory and its rows of other needs, and elsewhere with one row of each needs. A row of an
+    attention is tried with one row of each memory.
     """
     first = {label.partition("/")[0]: label for label in reversed(CONTRACTS)}.values()
     distinct = {(label.partition("/")[0], needs_of(label)): label for label in reversed(CONTRACTS)}.values()

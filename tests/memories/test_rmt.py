@@ -29,10 +29,7 @@ from memories.harness import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_lab.experiments.costs.live_bytes import LiveBytes
-from cached_transformers import state as states
 from cached_transformers.interfaces.memory import Context, Entry, ProjectKV, Query, Reading, Tokens
-from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.parts.memory_tokens import surround, visible_round
 from cached_transformers.memories.rmt import RMT
 from cached_transformers.memories.transformer_xl import CacheBeforeTokens
@@ -276,33 +273,6 @@ def test_memory_rows_stand_beside_the_segment_and_its_tokens_keep_their_places()
     assert torch.equal(padded[:, M:-M], padding)
     given = torch.arange(4)[None, :, None].expand(2, -1, -1)  # positions that count padding too
     assert surround(Tokens(x, given, padding), memory, memory).positions_BNP[:, -M, 0].tolist() == [4, 2]
-
-
-@pytest.mark.parametrize(("norm", "dtype"), [("pre", torch.bfloat16), ("post", torch.float32)])
-def test_a_thousand_segments_are_stable(norm: str, dtype: torch.dtype) -> None:
-    model = build(rmt(), norm=norm).to(dtype).eval()
-    given, out = tokens(8), None
-    with torch.no_grad():
-        for index in range(1000):
-            out = model(given[index % 8], None if out is None else out.state)
-    assert out is not None and out.outputs.isfinite().all()
-    size = out.state.model.tokens_BMD.float().square().mean(-1).sqrt()
-    assert size.min() > 0.1 and size.max() < 3, "what is carried grows or dies"
-    assert states.signature(out.state) == states.signature(model.init_state(ROWS))  # type: ignore[operator]
-
-
-def test_a_stream_takes_no_more_memory_the_longer_it_is() -> None:
-    model = build(rmt(cache=4)).train()
-    given, live, state = tokens(8), [], None
-    loop = SegmentLoop(model, SEGMENT)
-    with LiveBytes() as counter:
-        for index in range(60):
-            loss, state = loop(given[index % 8], given[(index + 1) % 8], state)
-            loss.backward()
-            del loss
-            if index % 10 == 9:
-                live.append(counter.now())
-    assert len(set(live)) == 1 and live[0] > 0
 
 
 @pytest.mark.parametrize("options", [{}, {"cache": 4}, {"cache": 4, "read_cache": True}], ids=str)

@@ -99,17 +99,6 @@ def test_only_differences_count(channel: int) -> None:
     ).abs().max() > 0.01
 
 
-# --- relations to other models
-
-
-def test_without_channels_for_sentences_it_is_transformer_xl() -> None:
-    options, tokens = {"length": 6, "clamp": 7}, text(2, 16)
-    xl = language_model({"name": "transformer_xl", **options})
-    model = language_model({**SPEC, **options, "widths": (WIDTH, 0, 0)})
-    model.load_state_dict(xl.state_dict())
-    near(joined(run(model, tokens, 4)), joined(run(xl, tokens, 4)))
-
-
 # --- causality, and the released code's distances
 
 

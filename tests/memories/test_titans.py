@@ -122,26 +122,6 @@ def linear(inputs: list[Tensor], theta: float, alpha: float, eta: float) -> list
     return [*inputs[:3], plain(theta, n), plain(alpha, n), plain(1 - eta, n)]
 
 
-def test_without_momentum_and_forgetting_a_matrix_is_the_delta_rule() -> None:
-    memory, inputs = build(chunk=1), given()
-    q, k, v = inputs[:3]
-    out, _ = learn(memory, linear(inputs, 0.7, 0, 0))
-    W = memory.matrices(begun(memory).weights_BGP)[0]
-    for t in range(N):
-        error = v[:, :, t] - (k[:, :, t, None] @ W)[:, :, 0]
-        W = W + 0.7 * k[:, :, t, :, None] * error[:, :, None]
-        torch.testing.assert_close(out[:, :, t], (q[:, :, t, None] @ W)[:, :, 0], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-def test_without_steps_and_forgetting_it_is_a_net_that_stays(layers: int) -> None:
-    memory, inputs = build(layers=layers), given()
-    out, behind = learn(memory, linear(inputs, 0, 0, 0.9))
-    weights = begun(memory).weights_BGP
-    torch.testing.assert_close(out, memory.read(begun(memory).weights_BGP, inputs[0]), rtol=0, atol=1e-12)
-    torch.testing.assert_close(behind.weights_BGP, weights, rtol=0, atol=0)
-
-
 def test_an_odd_value_moves_weights_no_farther_than_the_bound() -> None:
     inputs = given(1)
     inputs[2] = inputs[2] * 1e6

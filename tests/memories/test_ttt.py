@@ -14,7 +14,6 @@ from memories.ttt_twin import SlowTTT, heads, passed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.attentions.parts.scan import causal_scan
 from cached_transformers.interfaces.memory import Query, Trace
 from cached_transformers.memories.parts.fast_weights import Learned, activate, slope
 from cached_transformers.memories.ttt import TTT, InnerModel
@@ -67,19 +66,6 @@ def run(inner: InnerModel, tokens: int = 11) -> tuple[list[Tensor], Tensor, Lear
     learned = inner.start(inner.empty(ROWS, q), none_B == 0)
     there_BN = torch.ones(ROWS, tokens, dtype=torch.bool)
     return [q, k, v, rate_BHN], *inner(learned, none_B, q, k, v, rate_BHN, there_BN)
-
-
-def test_without_norm_and_residual_tokens_of_their_own_are_the_delta_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bias is a channel of keys that is 1; the state before the first token holds the initial weights."""
-    monkeypatch.setattr(InnerModel, "error", lambda self, given, wanted: given - wanted)
-    inner = layer(mini_batch=1, limit=1e6).inner
-    nn.init.zeros_(inner.tau_C)
-    (q, k, v, rate_BHN), out, after = run(inner)
-    q, k = (F.pad(t, (0, 1), value=1.0) for t in (q, k))
-    first = inner.matrices(inner.initial_GP[None])[0].expand(ROWS, -1, -1, -1)
-    wanted, state = causal_scan(q, k, v - k[..., :-1], first, beta_BHN1=rate_BHN[..., None])
-    torch.testing.assert_close(out, wanted, rtol=0, atol=1e-11)
-    torch.testing.assert_close(inner.matrices(after.weights_BGP)[0], state, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "silu"])
