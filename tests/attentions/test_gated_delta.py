@@ -319,7 +319,9 @@ def test_state_and_decay_are_of_float32_in_half_models_and_under_autocast(preset
     assert (out.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
 
 
-@pytest.mark.parametrize("preset", [None, *PUBLISHED])
+@pytest.mark.parametrize(
+    "preset", [None, "kda", *(pytest.param(name, marks=pytest.mark.slow) for name in PUBLISHED if name != "kda")]
+)
 def test_a_carried_state_is_one_compiled_graph(preset: str | None) -> None:
     core, given = core_of(preset, carry=True), leaves(12)
     compiled = torch.compile(core, fullgraph=True, backend="aot_eager", dynamic=False)

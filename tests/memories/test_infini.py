@@ -219,5 +219,5 @@ def test_other_hosts_take_it_or_say_why_not() -> None:
     # The first token is read in front of every segment, and answers for the last one.
     assert far[:, 1:5].max() == 0 < far[:, 5:].max()
     for host in (BART, T5):
-        with pytest.raises(ValueError, match=r"'infini'.*'grc'"):
+        with pytest.raises(ValueError, match="'infini' needs state"):
             hosted(host)
