@@ -98,30 +98,6 @@ def test_no_output_depends_on_a_later_token(mode: str) -> None:
             assert (got[:, :, first:] - want[:, :, first:]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_in_sequence_both_axes_reach_everything(causal: bool) -> None:
-    q, k, _ = draw(23)
-    v = torch.eye(23, dtype=torch.double).expand(2, 2, 23, 23)
-    weights = AxialAttention(mode="sequential", columns=5)(q, k, v, causal=causal).out_BHNV
-    all_pairs = torch.ones(23, 23, dtype=torch.bool)
-    if causal:
-        assert torch.equal(weights[0, 0] > 0, all_pairs.tril())
-    else:
-        # The last row has three places, so that nothing of it reaches the last two columns.
-        assert torch.equal(weights[0, 0, :, :20] > 0, all_pairs[:, :20])
-    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 23, dtype=torch.double))
-    # Two causal layers, a row and a column, leave out what lies above on the right.
-    both = AxialAttention(mode="row", columns=5)(q, k, v, causal=True).out_BHNV
-    both = AxialAttention(mode="col", columns=5)(q, k, both, causal=True).out_BHNV
-    assert both[0, 0, 6, 0] > 0 and both[0, 0, 6, 2] == 0
-
-
-def test_the_sum_over_one_row_adds_the_values() -> None:
-    sources = draw(13)
-    want = softmax_over(*sources, torch.ones(13, 13, dtype=torch.bool)) + sources[2]
-    assert_same(AxialAttention(mode="sum", columns=13)(*sources).out_BHNV, want, sources)
-
-
 def test_a_row_of_padding_alone_gives_zeros() -> None:
     padding = torch.zeros(2, 13, dtype=torch.bool)
     padding[1] = True

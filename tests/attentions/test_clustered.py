@@ -14,7 +14,6 @@ from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import SoftmaxAttention, create_attention
 from cached_transformers.attentions.clustered import ClusteredAttention
 from cached_transformers.attentions.parts.hamming import lloyd
-from cached_transformers.interfaces.memory import Context
 
 NAMES = ("clustered", "improved_clustered")
 Code = tuple[int, ...]
@@ -96,18 +95,6 @@ def test_other_keys_than_queries(name: str) -> None:
     padding = tail(2, 5)
     got = core(q, k, v, key_padding_mask=padding).out_BHNV
     agree(got, twin(core, q, k, v, torch.ones(2, 9, dtype=torch.bool), ~padding), [q, k, v])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_keys_of_a_memory_are_keys_like_others(name: str) -> None:
-    core = make(name)
-    q, k, v = inputs(9)
-    slots = torch.randn(2, 2, 4, 6).double(), torch.randn(2, 2, 4, 5).double()
-    context = Context(*slots, torch.zeros(2, 4, 1), torch.tensor([[True] * 3 + [False], [False] * 4]))
-    got = core(q, k, v, context=context).out_BHNV
-    more = [torch.cat(pair, 2) for pair in zip(slots, (k, v), strict=True)]
-    hidden = torch.cat([~context.valid_BM, torch.zeros(2, 9, dtype=torch.bool)], 1)
-    agree(got, core(q, *more, key_padding_mask=hidden).out_BHNV, [q, k, v])
 
 
 @pytest.mark.parametrize("bits", [2, 4, 12])

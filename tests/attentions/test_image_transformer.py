@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from attentions.dense import Rule, assert_is_pattern, assert_same, draw, mask_of, softmax_over
 
 from cached_lab.experiments.costs.flops import count_flops
@@ -86,15 +85,6 @@ def test_many_blocks_on_a_larger_map(order: str, block: tuple[int, int]) -> None
             sources = draw(tokens)
             want = softmax_over(*sources, mask_of(on_map(causal, size, block, memory, order), 2, tokens))
             assert_same(core(*sources, causal=causal).out_BHNV, want, sources)
-
-
-def test_an_image_is_generated_block_by_block() -> None:
-    """In the order of blocks a token sees all of the block on its left, and nothing of the one on its right."""
-    core = ImageTransformerAttention(block=(2, 2), memory=(0, 2), size=(2, 6), order="blocks")
-    q, k, _ = draw(12)
-    weights = core(q, k, torch.eye(12, dtype=torch.double).expand(2, 2, 12, 12), causal=True).out_BHNV
-    assert (weights[0, 0, 4] > 0).tolist() == [True] * 5 + [False] * 7
-    assert (weights[0, 0, 9] > 0).tolist() == [False] * 4 + [True] * 6 + [False] * 2
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -69,18 +69,6 @@ def test_global_tokens_look_with_projections_of_their_own(tokens: int, causal: b
     assert_same(got, want, [q, k, v, x, *core.parameters()])
 
 
-def test_all_tokens_global_is_softmax_attention_with_the_global_projections() -> None:
-    torch.manual_seed(0)
-    core = LongformerAttention(window=2, prefix=24, global_projections=True, width=12, heads=2).double()
-    q, k, v = draw(13, value=6)
-    x = torch.randn(2, 13, 12, dtype=torch.double)
-    assert core.query is not None and core.key_value is not None
-    made = [core.query(x), *core.key_value(x).chunk(2, -1)]
-    sources = [t.unflatten(-1, (2, 6)).transpose(1, 2) for t in made]
-    want = softmax_over(*sources, torch.ones(13, 13, dtype=torch.bool))
-    assert_same(core(q, k, v, x_BND=x).out_BHNV, want, list(core.parameters()))
-
-
 def test_windows_and_dilations_of_layers() -> None:
     windows, dilations = (2, 4, 8), ((1, 1), (1, 2), (1, 3))
     for index in range(3):

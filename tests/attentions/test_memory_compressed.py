@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_lab.experiments.costs.flops import count_flops
-from cached_transformers.attentions import SoftmaxAttention, create_attention, memory_compressed
+from cached_transformers.attentions import create_attention, memory_compressed
 from cached_transformers.attentions.memory_compressed import Compression, MemoryCompressedAttention
 
 
@@ -107,28 +107,6 @@ def test_the_convolution_is_one_and_starts_as_the_mean(full: bool) -> None:
     kernel = weight.view(12, 2, 3, 6).transpose(2, 3).reshape(12, 12, 3) if full else weight.view(12, 3, 6).mT
     want = F.conv1d(t.transpose(2, 3).flatten(1, 2), kernel, compression.bias_GO.flatten(), 3, groups=groups)
     torch.testing.assert_close(compression(t), want.unflatten(1, (2, 6)).transpose(2, 3))
-
-
-def test_one_token_a_slot_is_exact_attention_and_a_null_key_has_a_logit_of_0() -> None:
-    q, k, v = inputs(11)
-    for causal in (False, True):
-        options = {"name": "memory_compressed", "width": 12, "heads": 2, "value_width": 5, "rate": 1}
-        core, nulled = (create_attention({**options, "null": null}).double() for null in (False, True))
-        want = SoftmaxAttention()(q, k, v, causal=causal, want_lse=True)
-        agree(core(q, k, v, causal=causal).out_BHNV, want.out_BHNV, [q, k, v])
-        share = want.lse_BHN.sigmoid()[..., None]
-        agree(nulled(q, k, v, causal=causal).out_BHNV, share * want.out_BHNV, [q, k, v])
-
-
-def test_early_queries_see_no_slot_and_a_local_branch_serves_them() -> None:
-    q, k, v = inputs(8)
-    out = make()(q, k, v, causal=True).out_BHNV
-    assert (out[:, :, :2] == 0).all() and (out[:, :, 2:] != 0).all()
-    local = make(local=3)(q, k, v, causal=True).out_BHNV
-    agree(local[:, :, :2], SoftmaxAttention()(q, k, v, causal=True).out_BHNV[:, :, :2], [q, k, v])
-    assert "cross" in make().can and "cross" not in make(local=3).can
-    with pytest.raises(ValueError, match="needs cross"):
-        make(local=3)(q[:, :, :5], k, v)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -228,17 +228,6 @@ def test_a_repetition_in_the_backward_pass_is_not_learned_twice(reentrant: bool)
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def test_a_saved_core_goes_on_as_if_it_had_not_stopped() -> None:
-    core, other = routing(decay=0.5).train(), routing(decay=0.5).train()
-    other.centroids_HCE.neg_()
-    core(*tokens_of(9))
-    other.load_state_dict(core.state_dict())
-    for each in (core, other):
-        each(*tokens_of(9, seed=2))
-        each.eval()
-    assert (core.centroids_HCE == other.centroids_HCE).all()
-
-
 def test_centroids_find_clusters_that_are_there() -> None:
     """Vectors around three directions: k-means begins with them, and online updates come to them."""
     generator = torch.Generator().manual_seed(0)

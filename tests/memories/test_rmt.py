@@ -29,8 +29,8 @@ from memories.harness import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.interfaces.memory import Context, Entry, ProjectKV, Query, Reading, Tokens
-from cached_transformers.memories.parts.memory_tokens import surround, visible_round
+from cached_transformers.interfaces.memory import Context, Entry, ProjectKV, Query, Reading
+from cached_transformers.memories.parts.memory_tokens import visible_round
 from cached_transformers.memories.rmt import RMT
 from cached_transformers.memories.transformer_xl import CacheBeforeTokens
 from cached_transformers.positions import RelativePositions
@@ -247,32 +247,6 @@ def test_golden_released_code(shared: Path, tag: str, options: dict[str, Any]) -
 
 
 # ------------------------------------------------------------------------------------------ identities and rules
-
-
-@pytest.mark.parametrize("mask", ["full", "causal"])
-@pytest.mark.parametrize("positions", ["rotary", "relative", "alibi", "none"])
-def test_one_segment_and_no_write_is_a_memory_transformer(mask: str, positions: str) -> None:
-    recurrent = build(rmt(mask=mask), positions=positions).eval()
-    static = build({"name": "memory_transformer", "length": M, "mask": mask}, positions=positions).eval()
-    weights = {k: v for k, v in recurrent.state_dict().items() if k in static.state_dict()}
-    static.load_state_dict(weights)
-    first, second = tokens(2)
-    torch.testing.assert_close(recurrent(first).outputs, static(first).outputs, rtol=0, atol=1e-12)
-    state = recurrent(first).state
-    assert (recurrent(second, state).outputs - static(second, static(first).state).outputs).abs().max() > 1e-3
-
-
-def test_memory_rows_stand_beside_the_segment_and_its_tokens_keep_their_places() -> None:
-    x, positions = torch.zeros(2, 4, WIDTH), torch.tensor([[4, 4, 5, 6], [4, 5, 5, 5]])[..., None]
-    padding = torch.tensor([[True, False, False, False], [False, False, True, True]])
-    memory = torch.ones(2, M, WIDTH)
-    _, places, padded, *_ = surround(Tokens(x, positions, padding), memory, memory)
-    assert padded is not None
-    assert places[..., 0].tolist() == [[1, 2, 3, 4, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 5, 5, 6, 7, 8]]
-    assert padded is not None and not padded[:, :M].any() and not padded[:, -M:].any()
-    assert torch.equal(padded[:, M:-M], padding)
-    given = torch.arange(4)[None, :, None].expand(2, -1, -1)  # positions that count padding too
-    assert surround(Tokens(x, given, padding), memory, memory).positions_BNP[:, -M, 0].tolist() == [4, 2]
 
 
 @pytest.mark.parametrize("options", [{}, {"cache": 4}, {"cache": 4, "read_cache": True}], ids=str)

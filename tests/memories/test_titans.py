@@ -99,20 +99,6 @@ def test_gates_of_zero_and_one_have_values_and_gradients() -> None:
     agree([learn(memory, inputs)[0]], [slow(memory, inputs)[0]], leaves, grads=1e-8, rtol=1e-8)
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_a_stream_cut_where_chunks_end_is_the_whole(layers: int) -> None:
-    memory, inputs = build(layers=layers), given()
-    whole, behind = learn(memory, inputs)
-    learned, parts = None, []
-    for part in zip(*(t.split([4, 4, 3], 2) for t in inputs), strict=True):
-        out, learned = learn(memory, list(part), learned)
-        parts.append(out)
-    torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=0, atol=1e-12)
-    assert learned is not None
-    for a, b in zip(learned, behind, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-
-
 def plain(value: float, tokens: int = N) -> Tensor:
     return torch.full((B, G, tokens), value, **DOUBLE)
 

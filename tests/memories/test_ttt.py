@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.interfaces.memory import Query, Trace
-from cached_transformers.memories.parts.fast_weights import Learned, activate, slope
-from cached_transformers.memories.ttt import TTT, InnerModel
+from cached_transformers.memories.parts.fast_weights import activate, slope
+from cached_transformers.memories.ttt import TTT
 
 
 def layer(**options: Any) -> TTT:
@@ -52,20 +52,6 @@ def test_any_cut_of_a_stream_gives_the_whole_with_gradients(options: dict[str, A
     leaves = {"x": x_BND, **dict(memory.inner.named_parameters()), **dict(memory.step.named_parameters())}
     got, wanted = ([out, *state[:2]] for out, state in sides)
     agree(got, wanted, leaves, rtol=1e-9, grads=1e-9, least=None if options["mini_batch"] == 1 else 1e-3)
-
-
-# Golden values of the authors' layers
-
-
-def run(inner: InnerModel, tokens: int = 11) -> tuple[list[Tensor], Tensor, Learned]:
-    """q, k, v and rates; f(q_i; W_i); and what is learned."""
-    generator = torch.Generator().manual_seed(2)
-    q, k, v = (torch.randn(ROWS, HEADS, tokens, 4, generator=generator, **DOUBLE) for _ in range(3))
-    rate_BHN = 0.2 * torch.rand(ROWS, HEADS, tokens, generator=generator, **DOUBLE)
-    none_B = torch.zeros(ROWS, dtype=torch.long)
-    learned = inner.start(inner.empty(ROWS, q), none_B == 0)
-    there_BN = torch.ones(ROWS, tokens, dtype=torch.bool)
-    return [q, k, v, rate_BHN], *inner(learned, none_B, q, k, v, rate_BHN, there_BN)
 
 
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "silu"])
