@@ -80,6 +80,14 @@ def test_stored_numbers_go_with_the_stored_states(cuts: Any) -> None:
         assert not any(t.requires_grad for _, t in states.named_tensors(out.state))
 
 
+def test_without_channels_for_sentences_it_is_transformer_xl() -> None:
+    options, tokens = {"length": 6, "clamp": 7}, text(2, 16)
+    xl = language_model({"name": "transformer_xl", **options})
+    model = language_model({**SPEC, **options, "widths": (WIDTH, 0, 0)})
+    model.load_state_dict(xl.state_dict())
+    near(joined(run(model, tokens, 4)), joined(run(xl, tokens, 4)))
+
+
 # --- causality, and the released code's distances
 
 
