@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from attentions.dense import Rule, assert_is_pattern, assert_same, draw, mask_of, paddings, softmax_over
@@ -100,41 +98,6 @@ def test_no_output_depends_on_a_later_token(mode: str) -> None:
             assert (got[:, :, first:] - want[:, :, first:]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_in_sequence_both_axes_reach_everything(causal: bool) -> None:
-    q, k, _ = draw(23)
-    v = torch.eye(23, dtype=torch.double).expand(2, 2, 23, 23)
-    weights = AxialAttention(mode="sequential", columns=5)(q, k, v, causal=causal).out_BHNV
-    all_pairs = torch.ones(23, 23, dtype=torch.bool)
-    if causal:
-        assert torch.equal(weights[0, 0] > 0, all_pairs.tril())
-    else:
-        # The last row has three places, so that nothing of it reaches the last two columns.
-        assert torch.equal(weights[0, 0, :, :20] > 0, all_pairs[:, :20])
-    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 23, dtype=torch.double))
-    # Two causal layers, a row and a column, leave out what lies above on the right.
-    both = AxialAttention(mode="row", columns=5)(q, k, v, causal=True).out_BHNV
-    both = AxialAttention(mode="col", columns=5)(q, k, both, causal=True).out_BHNV
-    assert both[0, 0, 6, 0] > 0 and both[0, 0, 6, 2] == 0
-
-
-@pytest.mark.parametrize("mode", ["row", "col", "sequential"])
-def test_a_map_of_one_line_is_softmax_attention(mode: str) -> None:
-    for columns in {"row": (24, 99), "col": (1,), "sequential": (1, 24)}[mode]:
-        core = AxialAttention(mode=mode, columns=columns)
-        for causal in (False, True):
-            for tokens in (1, 13, 24):
-                sources = draw(tokens)
-                mask = mask_of(lambda h, i, j, c=causal: j <= i or not c, 2, tokens)
-                assert_same(core(*sources, causal=causal).out_BHNV, softmax_over(*sources, mask), sources)
-
-
-def test_the_sum_over_one_row_adds_the_values() -> None:
-    sources = draw(13)
-    want = softmax_over(*sources, torch.ones(13, 13, dtype=torch.bool)) + sources[2]
-    assert_same(AxialAttention(mode="sum", columns=13)(*sources).out_BHNV, want, sources)
-
-
 def test_a_row_of_padding_alone_gives_zeros() -> None:
     padding = torch.zeros(2, 13, dtype=torch.bool)
     padding[1] = True
@@ -196,22 +159,6 @@ def test_cost(causal: bool) -> None:
     for mode, count in keys.items():
         core = AxialAttention(mode=mode, columns=columns)
         assert count_flops(core, *draw(96), causal=causal) == 2 * 2 * 2 * 96 * count * 11
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mode": "both", "columns": 4}, "mode='both' must be one of"),
-        ({}, "needs the columns of its map"),
-        ({"columns": 0}, "columns=0 must be at least 1"),
-        ({"columns": 3, "size": (2, 4)}, r"those of size=\(2, 4\)"),
-        ({"size": (2, 0)}, r"size=\(2, 0\) must be"),
-        ({"columns": 4, "prefix": -1}, "prefix=-1 must be"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AxialAttention(**options)
 
 
 def test_a_sequence_longer_than_the_map_is_refused() -> None:

@@ -347,7 +347,7 @@ def test_one_graph_is_compiled(name: str, every: bool) -> None:
     """Both forms are captured as one graph; one of them, or `every` one, is differentiated by the compiler too."""
     if "compiled" in CASES[name].exempt:
         pytest.skip(CASES[name].exempt["compiled"])
-    core, given, forms = build(name), inputs(13), causal_forms(name)
+    core, given, forms = build(name), inputs(9), causal_forms(name)
     for causal in forms:
         backend = "aot_eager" if every or causal == forms[-1] else "eager"
         compiled = torch.compile(core, fullgraph=True, backend=backend, dynamic=False)

@@ -198,17 +198,6 @@ def test_blocks_and_their_neighbours_hold_all_that_is_seen(causal: bool) -> None
                 torch.testing.assert_close(got[:, :, i], want, rtol=0, atol=1e-10)
 
 
-def test_bad_options() -> None:
-    for more in ((), (8,)):
-        build = BPLayer if more else BPAttention
-        with pytest.raises(ValueError, match="k=0 must be at least 1"):
-            build(D, H, *more, k=0)
-        with pytest.raises(ValueError, match="clip=-1"):
-            build(D, H, *more, clip=-1)
-        with pytest.raises(ValueError, match=r"width=10.*heads=3"):
-            build(10, 3, *more)
-
-
 def layer_twin(layer: BPLayer, nodes: Tensor, tokens: int, padding: Tensor, *, causal: bool) -> Tensor:
     """The layer as attention over the whole graph with a dense mask; nodes without a token are 0."""
     levels = tree_levels(tokens)

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import SoftmaxAttention, create_attention
-from cached_transformers.attentions.clustered import ClusteredAttention, ImprovedClusteredAttention
+from cached_transformers.attentions.clustered import ClusteredAttention
 from cached_transformers.attentions.parts.hamming import lloyd
-from cached_transformers.interfaces.memory import Context
 
 NAMES = ("clustered", "improved_clustered")
 Code = tuple[int, ...]
@@ -98,18 +97,6 @@ def test_other_keys_than_queries(name: str) -> None:
     agree(got, twin(core, q, k, v, torch.ones(2, 9, dtype=torch.bool), ~padding), [q, k, v])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_keys_of_a_memory_are_keys_like_others(name: str) -> None:
-    core = make(name)
-    q, k, v = inputs(9)
-    slots = torch.randn(2, 2, 4, 6).double(), torch.randn(2, 2, 4, 5).double()
-    context = Context(*slots, torch.zeros(2, 4, 1), torch.tensor([[True] * 3 + [False], [False] * 4]))
-    got = core(q, k, v, context=context).out_BHNV
-    more = [torch.cat(pair, 2) for pair in zip(slots, (k, v), strict=True)]
-    hidden = torch.cat([~context.valid_BM, torch.zeros(2, 9, dtype=torch.bool)], 1)
-    agree(got, core(q, *more, key_padding_mask=hidden).out_BHNV, [q, k, v])
-
-
 @pytest.mark.parametrize("bits", [2, 4, 12])
 def test_lloyd_with_hashes_that_repeat_and_clusters_that_become_empty(bits: int) -> None:
     hashes = torch.rand(3, 2, 40, bits) < 0.4
@@ -133,13 +120,6 @@ def test_as_many_clusters_as_queries_are_exact_even_where_hashes_are_equal(name:
     got = make(name, clusters=7, bits=1)(q, k, v, key_padding_mask=padding).out_BHNV
     want = SoftmaxAttention()(q[:1, :, :7], k[:1, :, :7], v[:1, :, :7]).out_BHNV
     agree(got[:1, :, :7], want, [q, k, v])
-
-
-def test_as_many_best_keys_as_keys_are_exact_for_any_clusters() -> None:
-    q, k, v = inputs(13)
-    want = SoftmaxAttention()(q, k, v).out_BHNV
-    for clusters in (1, 5):
-        agree(make("improved_clustered", clusters=clusters, topk=13)(q, k, v).out_BHNV, want, [q, k, v])
 
 
 def weights_of(core: ClusteredAttention, q: Tensor, k: Tensor) -> Tensor:
@@ -211,35 +191,3 @@ def test_cost(queries: int, keys: int) -> None:
     assert count_flops(make("clustered"), q, k, v) == 2 * 2 * 2 * cost
     slots = queries + 4 * math.ceil(queries / 4)
     assert count_flops(make("improved_clustered"), q, k, v) == 2 * 2 * 2 * (cost + slots * 3 * (6 + 5))
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"clusters": 0}, "clusters=0 must be at least 1"),
-        ({"bits": 0}, "bits=0 must be at least 1"),
-        ({"iterations": 0}, "iterations=0 must be at least 1"),
-        ({"topk": 0}, "topk=0 must be at least 1 key; attention 'clustered' does without"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        make("improved_clustered", **options)
-    with pytest.raises(ValueError, match=r"width=12.*heads=5"):
-        create_attention("clustered", width=12, heads=5)
-
-
-@pytest.mark.parametrize("topk", [5, 16])
-def test_among_equal_keys_the_first_are_chosen_in_a_padded_row_too(topk: int) -> None:
-    """Equal keys have different values, and a cluster has room for a few of them."""
-    generator = torch.Generator().manual_seed(0)
-    few = torch.randint(10, (96,), generator=generator)
-    q, k = torch.randn(2, 1, 2, 10, 4, dtype=torch.double, generator=generator)[..., few, :]
-    v = torch.randn(1, 2, 96, 4, dtype=torch.double, generator=generator)
-    torch.manual_seed(0)
-    core = ImprovedClusteredAttention(8, 2, clusters=3, topk=topk).double().eval()
-    for kept in (24, 48, 91):
-        padding = torch.arange(96)[None] >= kept
-        got = core(q, k, v, key_padding_mask=padding).out_BHNV[:, :, :kept]
-        want = core(q[:, :, :kept], k[:, :, :kept], v[:, :, :kept]).out_BHNV
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)

@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_lab.experiments.costs.flops import count_flops
-from cached_transformers.attentions import create_attention
 from cached_transformers.attentions.delta_net import DeltaNet
-from cached_transformers.attentions.parts.scan import causal_scan
 from cached_transformers.extras import require
 from cached_transformers.interfaces.capabilities import in_words
 from cached_transformers.layers.attention import SelfAttention
@@ -70,28 +68,6 @@ def test_it_is_the_recurrence(options: dict[str, Any]) -> None:
     compare(core, twin, forms=(True,))
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 32])
-def test_a_key_retrieves_the_last_value_written_to_it(chunk: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    basis = torch.linalg.qr(torch.randn(8, 8, dtype=torch.double, generator=generator))[0]
-    which = torch.randint(0, 8, (1, 1, 21), generator=generator)
-    k, v = basis[which], torch.randn(1, 1, 21, 3, dtype=torch.double, generator=generator)
-    out, state = causal_scan(k, k, v, beta_BHN1=torch.ones(1, 1, 21, 1).double(), chunk=chunk)
-    torch.testing.assert_close(out, v, rtol=0, atol=1e-12)
-    for key in range(8):
-        places = (which[0, 0] == key).nonzero()
-        want = v[0, 0, places[-1, 0]] if len(places) else torch.zeros(3).double()
-        torch.testing.assert_close(basis[key] @ state[0, 0], want, rtol=0, atol=1e-12)
-
-
-def test_with_keys_that_are_all_orthogonal_it_is_a_sum() -> None:
-    torch.manual_seed(0)
-    k = torch.linalg.qr(torch.randn(2, 3, 12, 12, dtype=torch.double))[0][:, :, :9]
-    q, v = torch.randn(2, 3, 9, 12).double(), torch.randn(2, 3, 9, 5).double()
-    out, _ = causal_scan(q, k, v, beta_BHN1=torch.ones(2, 3, 9, 1).double(), chunk=4)
-    torch.testing.assert_close(out, causal_scan(q, k, v)[0], rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("kind", ["dpfp", "elu", "silu"])
 def test_a_long_text_leaves_float32_exact_and_the_state_small(kind: str) -> None:
     core = core_of(features=kind)
@@ -105,17 +81,6 @@ def test_a_long_text_leaves_float32_exact_and_the_state_small(kind: str) -> None
     torch.testing.assert_close(short.double(), out, rtol=0, atol=1e-4)
     # The most that the features' length of at most 1 lets it be, by far: what a key retrieves is of the size of values.
     assert (core.features(k, None) @ last).abs().max() < 10 * v.abs().max()
-
-
-def test_products_of_neighbours() -> None:
-    core = DeltaNet(2, 1, order=2)
-    x = torch.tensor([2.0, -3.0])  # y = 2, 0, 0, 3
-    want = torch.tensor([2 * 3.0, 0, 0, 0, 0, 0, 0, 0])  # y_a y_{a-1}, then y_a y_{a-2}
-    torch.testing.assert_close(core.features(x, None), want / 6)
-    flat = torch.zeros(1, 1, 3, 2, requires_grad=True)
-    out = core(flat, flat, flat + 1, causal=True, x_BND=torch.zeros(1, 3, 2)).out_BHNV
-    assert not out.any()
-    assert torch.autograd.grad(out.sum(), flat)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -149,26 +114,6 @@ def test_its_cost_is_the_formula_without_the_triangular_systems() -> None:
         core = DeltaNet(e, 1, chunk=chunk, **options)  # type: ignore[arg-type]
         want = n * (chunk * (2 * f + v) + 3 * f * v) + n * e
         assert count_flops(core, q, k, values, causal=True, x_BND=x) == 2 * want
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"features": "relu"}, "features='relu'"),
-        ({"order": 0}, "order=0"),
-        ({"order": 12}, "order=12 must be at least 1 and less than 12"),
-        ({"order": 2, "features": "elu"}, 'order=2 is an option of features="dpfp"'),
-        ({"chunk": 0}, "chunk=0"),
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        create_attention({"name": "delta_net", **options}, width=12, heads=2)
-
-
-def test_heads_that_do_not_divide_the_width_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"width=12.*heads=5"):
-        create_attention("delta_net", width=12, heads=5)
 
 
 def test_it_is_causal_alone_and_needs_the_input() -> None:

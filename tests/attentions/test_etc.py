@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_lab.experiments.costs.flops import count_flops
-from cached_transformers.attentions import SoftmaxAttention
 from cached_transformers.attentions.etc import ETC, Labels
 from cached_transformers.attentions.etc_layer import ETCLayer
 
@@ -135,41 +134,6 @@ def test_the_layer_is_one_dense_attention(tokens: int, count: int, radius: int, 
             torch.testing.assert_close(a, b_, rtol=0, atol=1e-9)
 
 
-def test_a_wide_layer_without_labels_is_exact_attention_over_both_sequences() -> None:
-    torch.manual_seed(1)
-    layer = ETCLayer(H * E, H, radius=20, clip=None).double()
-    layer.global_output, layer.global_norm = layer.output, layer.norm
-    x, g = torch.randn(B, 13, H * E).double(), torch.randn(B, 3, H * E).double()
-    both = torch.cat([g, x], 1)
-    q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in layer.qkv(both).chunk(3, -1))
-    heads = SoftmaxAttention()(q, k, v).out_BHNV.transpose(1, 2).flatten(2)
-    y = layer.norm(both + layer.output(heads))
-    y = layer.last_norm(y + layer.feed_forward(y))
-    got_x, got_g = layer(x, g)
-    torch.testing.assert_close(torch.cat([got_g, got_x], 1), y, rtol=0, atol=1e-10)
-
-
-def test_a_global_token_carries_news_across_the_text_in_two_layers() -> None:
-    torch.manual_seed(1)
-    layers = [ETCLayer(H * E, H, radius=2).double() for _ in range(2)]
-    x, g = torch.randn(1, 30, H * E).double(), torch.randn(1, 2, H * E).double()
-    other, other_g = x.clone(), g
-    other[0, 0] += 1
-    for layer, arrived in zip(layers, (False, True), strict=True):
-        x, g = layer(x, g)
-        other, other_g = layer(other, other_g)
-        assert ((x - other)[0, -1].abs().max() > 1e-9) == arrived
-
-
-def test_a_causal_token_sees_the_means_of_complete_segments_alone() -> None:
-    core = ETC(H * E, H, radius=1, segment=4, clip=None).double()
-    q, k, v = torch.randn(3, 1, H, 12, E, dtype=torch.double)
-    v = torch.eye(12, dtype=torch.double).expand(1, H, 12, 12)
-    weights = core(q, k, v, causal=True).out_BHNV[0, 0]
-    seen = [sorted((weights[i] > 0).nonzero().flatten().tolist()) for i in range(12)]
-    assert seen[2] == [1, 2] and seen[3] == [0, 1, 2, 3] and seen[6] == [0, 1, 2, 3, 5, 6]
-
-
 def test_labels_start_at_the_scale_of_keys() -> None:
     torch.manual_seed(0)
     labels = Labels(8, 64, 12, between=True)
@@ -192,26 +156,3 @@ def test_what_it_costs(causal: bool) -> None:
         products = H * products + (tokens + count) * (4 * (H * E) ** 2 + 2 * H * E * 7)
         x, g = torch.randn(B, tokens, H * E), torch.randn(B, count, H * E)
         assert count_flops(layer, x, g) == 2 * B * products
-
-
-@pytest.mark.parametrize(
-    ("option", "why"),
-    [
-        ({"radius": 0}, "on either side"),
-        ({"segment": 0}, "leaves the global keys out"),
-        ({"clip": 0}, "leaves the labels"),
-    ],
-)
-def test_bad_options_are_refused(option: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        ETC(H * E, H, **option)
-    if "segment" not in option:
-        with pytest.raises(ValueError, match=why):
-            ETCLayer(H * E, H, **option)
-
-
-def test_bad_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match="heads=3"):
-        ETCLayer(10, 3)
-    with pytest.raises(ValueError, match=r"dropout=1.0.*0,"):
-        ETCLayer(10, 2, dropout=1.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from attentions.dense import Rule, assert_is_pattern, assert_same, draw, mask_of, softmax_over
 
 from cached_lab.experiments.costs.flops import count_flops
@@ -88,22 +87,6 @@ def test_many_blocks_on_a_larger_map(order: str, block: tuple[int, int]) -> None
             assert_same(core(*sources, causal=causal).out_BHNV, want, sources)
 
 
-@pytest.mark.parametrize("order", ["raster", "blocks"])
-def test_one_block_of_the_whole_map_is_softmax_attention(order: str) -> None:
-    core = ImageTransformerAttention(block=(4, 6), memory=(0, 0), size=(4, 6), order=order)
-    assert_is_pattern(core, lambda causal: lambda h, i, j: j <= i or not causal, (13, 24))
-    assert count_flops(core, *draw(24)) == 2 * 2 * 2 * 24 * 24 * 11
-
-
-def test_an_image_is_generated_block_by_block() -> None:
-    """In the order of blocks a token sees all of the block on its left, and nothing of the one on its right."""
-    core = ImageTransformerAttention(block=(2, 2), memory=(0, 2), size=(2, 6), order="blocks")
-    q, k, _ = draw(12)
-    weights = core(q, k, torch.eye(12, dtype=torch.double).expand(2, 2, 12, 12), causal=True).out_BHNV
-    assert (weights[0, 0, 4] > 0).tolist() == [True] * 5 + [False] * 7
-    assert (weights[0, 0, 9] > 0).tolist() == [False] * 4 + [True] * 6 + [False] * 2
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_cost(causal: bool) -> None:
     flat = ImageTransformerAttention(block=8, memory=12)
@@ -114,24 +97,6 @@ def test_cost(causal: bool) -> None:
     mapped = ImageTransformerAttention(block=(2, 4), memory=(2, 1), size=(10, 8))
     keys = (2 + 2 * (1 if causal else 2)) * (4 + 2)
     assert count_flops(mapped, *draw(80), causal=causal) == 2 * 2 * 2 * 80 * keys * 11
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"block": 0}, "block=0 must be at least 1"),
-        ({"memory": -1}, "memory=-1 at least 0"),
-        ({"block": (2, 2), "memory": 3}, "must both be numbers"),
-        ({"block": (2, 2), "memory": (3, 3)}, "give size="),
-        ({"block": (2, 2, 2), "memory": (3, 3), "size": (4, 4)}, "as numbers or pairs"),
-        ({"block": (2, 2), "memory": (1, 1), "size": (4, 0)}, r"size=\(4, 0\) must be"),
-        ({"order": "random"}, "order='random' must be"),
-        ({"prefix": -1}, "prefix=-1 must be"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ImageTransformerAttention(**options)
 
 
 def test_a_sequence_longer_than_the_map_is_refused() -> None:

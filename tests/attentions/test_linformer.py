@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers import create_model
-from cached_transformers.attentions import SoftmaxAttention, create_attention
+from cached_transformers.attentions import create_attention
 from cached_transformers.attentions.linformer import LinformerAttention, share_layers
 from cached_transformers.interfaces.memory import Context
 
@@ -52,18 +52,6 @@ def test_loops_over_slots_and_places_give_the_same(sharing: str, padded: bool) -
         padding = tail(2, keys) if padded else None
         got = core(q, k, v, key_padding_mask=padding).out_BHNV
         agree(got, twin(core, q, k, v, padding), [q, k, v, *core.parameters()])
-
-
-def test_one_slot_per_place_is_exact_attention() -> None:
-    core = make(slots=24)
-    assert core.projection_PGLS is not None
-    core.projection_PGLS.data.copy_(torch.eye(24))
-    q, k, v = inputs(24)
-    agree(core(q, k, v).out_BHNV, SoftmaxAttention()(q, k, v).out_BHNV, [q, k, v])
-    # With fewer places than slots those left over have a logit of 0.
-    q, k, v = inputs(5)
-    lse = torch.logaddexp((q @ k.mT / math.sqrt(6)).logsumexp(-1), torch.tensor(19.0).log())
-    torch.testing.assert_close(core(q, k, v, want_lse=True).lse_BHN, lse.detach(), check_dtype=False)
 
 
 def test_slots_and_a_memory_share_one_softmax() -> None:
@@ -140,19 +128,6 @@ def test_tokens_of_a_memory_have_places_too(memory: str, more: int) -> None:
     (core,) = (m for m in model.modules() if isinstance(m, LinformerAttention))
     assert core.length == 12 + 1 + more  # and the class token
     assert model(torch.randint(7, (2, 12))).outputs.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"slots": 0}, "slots=0 must be at least 1"),
-        ({"length": 0}, "length=0 must be at least 1"),
-        ({"sharing": "all"}, "sharing='all' must be one of 'none', 'heads', 'keys_values'"),
-    ],
-)
-def test_bad_options(options: dict[str, object], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        make(**options)
 
 
 def test_inputs_that_do_not_fit() -> None:

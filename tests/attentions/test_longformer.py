@@ -69,18 +69,6 @@ def test_global_tokens_look_with_projections_of_their_own(tokens: int, causal: b
     assert_same(got, want, [q, k, v, x, *core.parameters()])
 
 
-def test_all_tokens_global_is_softmax_attention_with_the_global_projections() -> None:
-    torch.manual_seed(0)
-    core = LongformerAttention(window=2, prefix=24, global_projections=True, width=12, heads=2).double()
-    q, k, v = draw(13, value=6)
-    x = torch.randn(2, 13, 12, dtype=torch.double)
-    assert core.query is not None and core.key_value is not None
-    made = [core.query(x), *core.key_value(x).chunk(2, -1)]
-    sources = [t.unflatten(-1, (2, 6)).transpose(1, 2) for t in made]
-    want = softmax_over(*sources, torch.ones(13, 13, dtype=torch.bool))
-    assert_same(core(q, k, v, x_BND=x).out_BHNV, want, list(core.parameters()))
-
-
 def test_windows_and_dilations_of_layers() -> None:
     windows, dilations = (2, 4, 8), ((1, 1), (1, 2), (1, 3))
     for index in range(3):
@@ -109,27 +97,6 @@ def test_cost(causal: bool, tokens: int, dilation: Any, places: int) -> None:
 def test_a_short_sequence_costs_no_more_than_softmax_attention() -> None:
     for tokens in (1, 5, 16, 17, 20):
         assert count_flops(LongformerAttention(window=32), *draw(tokens)) == 2 * 2 * 2 * tokens**2 * 11
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"window": 5}, "window=5 must be even"),
-        ({"window": 0}, "window=0 must be even"),
-        ({"window": (4, 4), "index": 2}, r"window=\(4, 4\) has no entry for layer 2"),
-        ({"dilation": 0}, "dilation=0 must be at least 1"),
-        ({"dilation": (1, 0)}, "must be at least 1"),
-        ({"dilation": (1, 2, 3), "heads": 2}, "one for each of heads=2"),
-        ({"prefix": -1}, "must not be negative"),
-        ({"global_tokens": (-1,)}, "must not be negative"),
-        ({"global_projections": True, "prefix": 1}, "needs a width=None"),
-        ({"global_projections": True, "prefix": 1, "width": 7, "heads": 2}, "multiple of heads=2"),
-        ({"global_projections": True, "width": 8, "heads": 2}, "needs global tokens"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LongformerAttention(**options)
 
 
 def test_bad_calls() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_lab.experiments.costs.flops import count_flops
-from cached_transformers.attentions import SoftmaxAttention, create_attention, memory_compressed
+from cached_transformers.attentions import create_attention, memory_compressed
 from cached_transformers.attentions.memory_compressed import Compression, MemoryCompressedAttention
 
 
@@ -109,28 +109,6 @@ def test_the_convolution_is_one_and_starts_as_the_mean(full: bool) -> None:
     torch.testing.assert_close(compression(t), want.unflatten(1, (2, 6)).transpose(2, 3))
 
 
-def test_one_token_a_slot_is_exact_attention_and_a_null_key_has_a_logit_of_0() -> None:
-    q, k, v = inputs(11)
-    for causal in (False, True):
-        options = {"name": "memory_compressed", "width": 12, "heads": 2, "value_width": 5, "rate": 1}
-        core, nulled = (create_attention({**options, "null": null}).double() for null in (False, True))
-        want = SoftmaxAttention()(q, k, v, causal=causal, want_lse=True)
-        agree(core(q, k, v, causal=causal).out_BHNV, want.out_BHNV, [q, k, v])
-        share = want.lse_BHN.sigmoid()[..., None]
-        agree(nulled(q, k, v, causal=causal).out_BHNV, share * want.out_BHNV, [q, k, v])
-
-
-def test_early_queries_see_no_slot_and_a_local_branch_serves_them() -> None:
-    q, k, v = inputs(8)
-    out = make()(q, k, v, causal=True).out_BHNV
-    assert (out[:, :, :2] == 0).all() and (out[:, :, 2:] != 0).all()
-    local = make(local=3)(q, k, v, causal=True).out_BHNV
-    agree(local[:, :, :2], SoftmaxAttention()(q, k, v, causal=True).out_BHNV[:, :, :2], [q, k, v])
-    assert "cross" in make().can and "cross" not in make(local=3).can
-    with pytest.raises(ValueError, match="needs cross"):
-        make(local=3)(q[:, :, :5], k, v)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_cost(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs(12, 24)
@@ -143,20 +121,6 @@ def test_cost(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         q, k, v = inputs(24)
         local = 24 * (36 + 25) + 24 * 8 * (6 + 5) + (2 if causal else 3) * block * 24 * (6 + 5)
         assert count_flops(make(local=window), q, k, v, causal=causal) == 2 * 2 * 2 * local
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"rate": 0}, "rate=0 must be at least 1"),
-        ({"local": -1}, "local=-1 must be at least 0"),
-        ({"grouping": "none"}, "grouping='none' must be 'heads' or 'full'"),
-        ({"heads": 5}, "width=12 must be a positive multiple of heads=5"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        make(**options)
 
 
 def test_channels_that_do_not_fit() -> None:

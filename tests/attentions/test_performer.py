@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_lab.experiments.costs.flops import count_flops
-from cached_transformers.attentions import create_attention
 from cached_transformers.attentions.performer import PerformerAttention, random_directions
 
 
@@ -173,25 +172,6 @@ def test_its_cost_is_the_formula() -> None:
     assert count_flops(core, q, k, values) == 2 * plain
     # The normaliser column and each token's own key are sums of products without a matrix product.
     assert count_flops(core, q, k, values, causal=True) == 2 * plain + n * (chunk - 1) * (m + v + 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"features": 0}, "features=0"),
-        ({"features": 5, "paired": True}, "features=5"),
-        ({"kernel": "cosine"}, "kernel='cosine'"),
-        ({"chunk": 12}, "chunk=12"),
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        create_attention({"name": "performer", **options}, width=12, heads=2)
-
-
-def test_heads_that_do_not_divide_the_width_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"width=12.*heads=5"):
-        create_attention("performer", width=12, heads=5)
 
 
 def test_keys_of_another_width_are_refused() -> None:

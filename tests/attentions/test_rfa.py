@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_lab.experiments.costs.flops import count_flops
-from cached_transformers.attentions import create_attention
 from cached_transformers.attentions.rfa import RandomFeatureAttention
 from cached_transformers.interfaces.memory import Context
 
@@ -91,37 +90,6 @@ def test_with_the_gate_it_is_the_recurrence(chunk: int) -> None:
     compare(core, twin, forms=(True,))
 
 
-def test_gates_that_weigh_all_tokens_alike_give_the_form_without_gate() -> None:
-    tokens = 11
-    gated, plain = core_of(gate=True, chunk=4), core_of(chunk=4)
-    assert gated.gate is not None
-    plain.load_state_dict({k: v for k, v in gated.state_dict().items() if not k.startswith("gate.")})
-    with torch.no_grad():
-        gated.gate.weight.zero_()
-        gated.gate.weight[:, 0] = 1.0
-        gated.gate.bias.zero_()
-    given = leaves(tokens)
-    x = torch.zeros(B, tokens, H * E).double()
-    x[:, 0, 0] = -50.0
-    x[:, 1:, 0] = torch.arange(1, tokens).double().log()  # g = t / (t + 1), t tokens before
-    got = gated(given["q"], given["k"], given["v"], causal=True, x_BND=x).out_BHNV
-    want = plain(given["q"], given["k"], given["v"], causal=True).out_BHNV
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
-
-
-def test_a_constant_gate_is_a_geometric_decay() -> None:
-    core, given, decay = core_of(gate=True, chunk=4), leaves(13), 0.7
-    assert core.gate is not None
-    with torch.no_grad():
-        core.gate.weight.zero_()
-        core.gate.bias.fill_(math.log(decay / (1 - decay)))
-    place = torch.arange(13).double()
-    weights = torch.where(place[:, None] >= place, decay ** (place[:, None] - place), 0) * (1 - decay)
-    kernel = features(core, given["q"]) @ features(core, given["k"]).mT
-    got = core(given["q"], given["k"], given["v"], causal=True, x_BND=given["x"]).out_BHNV
-    torch.testing.assert_close(got, bounded(core, weights.expand(B, H, -1, -1), kernel, given["v"]))
-
-
 @pytest.mark.parametrize("temperature", [0.8, 1.0])
 def test_the_kernel_is_unbiased_and_many_features_are_softmax_attention(temperature: float) -> None:
     torch.manual_seed(0)
@@ -190,27 +158,6 @@ def test_its_cost_is_the_formula() -> None:
     causal = 2 * n * r * e + n * (chunk * (2 * r + v + 1) + 2 * 2 * r * (v + 1))
     assert count_flops(core, q, k, values, causal=True) == 2 * causal
     assert count_flops(gated, q, k, values, causal=True, x_BND=torch.randn(1, n, e)) == 2 * (causal + n * e)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"features": 0}, "features=0"),
-        ({"temperature": 0.0}, "temperature=0.0"),
-        ({"floor": -1.0}, "floor=-1.0"),
-        ({"kernel": "cosine"}, "kernel='cosine'"),
-        ({"chunk": 0}, "chunk=0"),
-        ({"pool": 1}, "pool=1"),
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        create_attention({"name": "rfa", **options}, width=12, heads=2)
-
-
-def test_heads_that_do_not_divide_the_width_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"width=12.*heads=5"):
-        create_attention("rfa", width=12, heads=5)
 
 
 def test_calls_that_it_cannot_serve_are_refused() -> None:

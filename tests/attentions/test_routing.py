@@ -228,17 +228,6 @@ def test_a_repetition_in_the_backward_pass_is_not_learned_twice(reentrant: bool)
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def test_a_saved_core_goes_on_as_if_it_had_not_stopped() -> None:
-    core, other = routing(decay=0.5).train(), routing(decay=0.5).train()
-    other.centroids_HCE.neg_()
-    core(*tokens_of(9))
-    other.load_state_dict(core.state_dict())
-    for each in (core, other):
-        each(*tokens_of(9, seed=2))
-        each.eval()
-    assert (core.centroids_HCE == other.centroids_HCE).all()
-
-
 def test_centroids_find_clusters_that_are_there() -> None:
     """Vectors around three directions: k-means begins with them, and online updates come to them."""
     generator = torch.Generator().manual_seed(0)
@@ -293,27 +282,6 @@ def test_sizes_come_from_the_length() -> None:
     core = RoutingAttention(WIDTH, H, length=100)
     assert (core.clusters, core.window) == (10, 10)
     assert RoutingAttention(WIDTH, H, clusters=3, length=100).window == 34
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"clusters": None}, "give clusters and window, or length"),
-        ({"window": None}, "give clusters and window, or length"),
-        ({"clusters": 0}, "clusters=0 must be at least 1"),
-        ({"window": 0}, "window=0 must be at least 1"),
-        ({"length": -1}, "length=-1 must be at least 1"),
-        ({"combine": "sum"}, "combine='sum' must be 'softmax' or 'mean'"),
-        ({"update": "never"}, "update='never' must be 'forward' or 'manual'"),
-        ({"decay": 1.5}, "decay=1.5 must lie in"),
-        ({"commitment": -1.0}, "commitment=-1.0 must be at least 0"),
-    ],
-)
-def test_bad_options_are_told(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        routing(**options)
-    with pytest.raises(ValueError, match=r"width=13.*heads=2"):
-        RoutingAttention(13, 2, length=4)
 
 
 def test_a_mean_of_softmaxes_has_no_log_sum_exp() -> None:

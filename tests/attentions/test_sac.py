@@ -261,19 +261,3 @@ def test_what_it_costs(per_head: bool) -> None:
     products += (H if per_head else 1) * tokens * edges * step
     for mode in ("eval", "train"):
         assert count_flops(core, q, k, v, x_BND=x, mode=mode) == 2 * B * products
-
-
-@pytest.mark.parametrize(
-    ("option", "why"),
-    [
-        ({"edges": 0}, "edges=0 must be at least 1"),
-        ({"hidden": 0}, "hidden=0 must be at least 1"),
-        ({"clip": 0}, "clip=0 must be at least 1"),
-        ({"learn": "gumbel"}, "'policy'"),
-    ],
-)
-def test_bad_options_are_refused(option: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        SAC(D, H, **option)
-    with pytest.raises(ValueError, match=r"momentum=1\.0"):
-        PolicyGradient(momentum=1.0)

@@ -105,30 +105,6 @@ def test_it_may_be_cut_anywhere(rule: str, decay: str) -> None:
         same(made, (torch.cat(outs, 2), state), want, 1e-11)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("decay", DECAYS)
-def test_a_token_without_key_share_and_decay_leaves_the_state(rule: str, decay: str) -> None:
-    made = {name: t.detach() for name, t in given(rule, decay, 9).items()}
-    there = torch.tensor([True, False, True, True, False, False, True, True, False])
-    blank = {"beta" if rule == "delta" else "k", "decay"}
-    padded = {name: t * there[:, None] if name in blank else t for name, t in made.items()}
-    trimmed = {name: t if name == "state" else t[:, :, there] for name, t in made.items()}
-    (out, state), (want, last) = scan(padded), scan(trimmed)
-    torch.testing.assert_close(out[:, :, there], want, rtol=0, atol=1e-13)
-    torch.testing.assert_close(state, last, rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_decays_that_are_alike_are_one_and_none_is_a_decay_of_nothing(rule: str) -> None:
-    scalar = given(rule, "scalar", 13)
-    channel = {**scalar, "decay": scalar["decay"].expand(-1, -1, -1, F)}
-    same(scalar, scan(channel, 8), scan(scalar, 8), 1e-12)
-    for kind in ("scalar", "channel"):
-        plain = given(rule, "none", 13)
-        nothing = {**plain, "decay": torch.zeros(B, H, 13, DECAYS[kind], dtype=torch.double)}
-        same(plain, scan(nothing), scan(plain), 1e-12)
-
-
 @pytest.mark.parametrize("kind", ["scalar", "channel"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("strong", [-1e3, -torch.inf])
@@ -165,57 +141,6 @@ def test_strong_decays_of_channels_stay_exact_over_long_chunks(rule: str) -> Non
     exact = torch.autograd.grad(want[0].sum(), list(made.values()))
     for a, b in zip(gradients, exact, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-4)
-
-
-def test_fixed_decay_is_the_parallel_form_of_retention() -> None:
-    made = {name: t.detach() for name, t in given("sum", "none", 13).items()}
-    made["state"] = torch.zeros_like(made["state"])
-    log_gamma = torch.log1p(-(2.0 ** -(5 + torch.arange(H)))).double()
-    distance = torch.arange(13)[:, None] - torch.arange(13)
-    decay = torch.where(distance >= 0, (log_gamma[:, None, None] * distance).exp(), 0)
-    want = (made["q"] @ made["k"].mT * decay) @ made["v"]
-    fixed = {**made, "decay": log_gamma[:, None, None].expand(B, H, 13, 1)}
-    torch.testing.assert_close(scan(fixed)[0], want, rtol=0, atol=1e-13)
-
-
-def test_a_sum_without_decay_is_linear_attention_without_a_normaliser() -> None:
-    made = {name: t.detach() for name, t in given("sum", "none", 13).items()}
-    made["state"] = torch.zeros_like(made["state"])
-    want = (made["q"] @ made["k"].mT).tril() @ made["v"]
-    torch.testing.assert_close(scan(made)[0], want, rtol=0, atol=1e-13)
-
-
-def test_a_share_of_two_flips_what_a_key_finds_and_one_replaces_it() -> None:
-    key = torch.nn.functional.normalize(torch.randn(1, 1, 1, F, dtype=torch.double), dim=-1).expand(1, 1, 7, F)
-    value = torch.randn(1, 1, 1, V, dtype=torch.double)
-    state, nothing = key[:, :, :1].mT @ value, torch.zeros(1, 1, 7, V, dtype=torch.double)
-    out, _ = causal_scan(key, key, nothing, state, beta_BHN1=torch.full((1, 1, 7, 1), 2.0).double(), chunk=4)
-    sign = torch.tensor([-1.0, 1.0] * 4)[:7, None].double()
-    torch.testing.assert_close(out, sign * value.expand(1, 1, 7, V), rtol=0, atol=1e-13)
-    values = torch.randn(1, 1, 7, V, dtype=torch.double)
-    replaced, _ = causal_scan(key, key, values, state, beta_BHN1=torch.ones(1, 1, 7, 1).double(), chunk=4)
-    torch.testing.assert_close(replaced, values, rtol=0, atol=1e-13)
-    added, _ = causal_scan(key, key, values, state, chunk=4)
-    torch.testing.assert_close(added, value + values.cumsum(2), rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("decay", DECAYS)
-def test_it_is_affine_in_the_state_before(rule: str, decay: str) -> None:
-    made = {name: t.detach() for name, t in given(rule, decay, 13).items()}
-    eye = torch.eye(F, dtype=torch.double).expand(B, H, F, F)
-    carried, through = scan({**made, "v": torch.zeros(B, H, 13, F, dtype=torch.double), "state": eye})
-    local, end = scan({**made, "state": torch.zeros_like(made["state"])})
-    out, last = scan(made)
-    torch.testing.assert_close(out, local + carried @ made["state"], rtol=0, atol=1e-13)
-    torch.testing.assert_close(last, end + through @ made["state"], rtol=0, atol=1e-13)
-
-
-def test_orthogonal_keys_are_all_recalled() -> None:
-    keys = torch.linalg.qr(torch.randn(B, H, F, F, dtype=torch.double))[0]
-    values = torch.randn(B, H, F, V, dtype=torch.double)
-    _, state = causal_scan(keys, keys, values, beta_BHN1=torch.ones(B, H, F, 1).double(), chunk=4)
-    torch.testing.assert_close(keys @ state, values, rtol=0, atol=1e-13)
 
 
 class Recorded:

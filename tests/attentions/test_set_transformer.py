@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attentions.agreement import agree, inputs, tail
-from torch import Tensor, nn
+from torch import Tensor
 
 from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import create_attention
@@ -140,18 +140,3 @@ def test_cost_of_the_blocks() -> None:
     # The points are projected once, for all rows.
     assert count_flops(ISAB(4, 6, 2, 3), x) == block_cost(3, 9, 6, 4, 1) + block_cost(9, 3, 4, 6)
     assert count_flops(PMA(6, 2, 3), z) == block_cost(3, 9, 6, 6, 1)
-
-
-def test_bad_options() -> None:
-    with pytest.raises(ValueError, match="0 points or seeds: there must be at least 1"):
-        make(points=0)
-    builders: list[Any] = [
-        lambda: ISAB(4, 6, 2, 0),
-        lambda: PMA(6, 2, -1),
-        lambda: MAB(4, 4, 6, 4),
-        lambda: create_attention("set_transformer", width=7, heads=2),
-    ]
-    for build in builders:
-        with pytest.raises(ValueError, match="must be"):
-            build()
-    assert isinstance(make().points_HPE, nn.Parameter)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from attentions.dense import Rule, assert_is_pattern, draw, mask_of
+from attentions.dense import Rule, assert_is_pattern, draw
 
 from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions.sparse_transformer import SparseTransformerAttention
@@ -96,22 +94,6 @@ def test_everything_is_reached_in_two_steps(kind: str, causal: bool) -> None:
     assert ((first[0, 0] > 0).sum(-1) <= 9 + 5).all()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"stride": 48},
-        {"stride": 48, "pattern": "fixed"},
-        {"stride": 48, "combine": "layers"},
-        {"stride": 1},
-        {"stride": 1, "combine": "layers", "index": 1},
-        {"stride": 1, "pattern": "fixed", "summary": 1},
-        {"stride": 4, "pattern": "fixed", "summary": 4},
-    ],
-)
-def test_it_is_softmax_attention_with_a_long_or_the_shortest_stride(options: dict[str, Any]) -> None:
-    assert_is_pattern(SparseTransformerAttention(**options), lambda c: lambda h, i, j: j <= i or not c, (1, 13, 24))
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_cost(causal: bool) -> None:
     tokens, stride, summary = 96, 8, 2
@@ -130,32 +112,3 @@ def test_cost(causal: bool) -> None:
     for options, count in keys:
         core = SparseTransformerAttention(**options)  # type: ignore[arg-type]
         assert count_flops(core, *draw(tokens), causal=causal) == 2 * 2 * 2 * tokens * count * 11
-
-
-def test_both_parts_of_a_union_are_one_set() -> None:
-    rule = definition(True, "fixed", 4, 2, "union")
-    core = SparseTransformerAttention(stride=4, pattern="fixed", summary=2)
-    q, k, _ = (torch.zeros_like(t) for t in draw(13))
-    weights = core(q, k, torch.eye(13, dtype=torch.double).expand(2, 2, 13, 13), causal=True).out_BHNV
-    mask = mask_of(rule, 2, 13).double()
-    torch.testing.assert_close(weights[0], mask / mask.sum(-1, keepdim=True), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"stride": 0}, "stride=0 must be at least 1"),
-        ({"pattern": "dilated"}, "pattern='dilated' must be"),
-        ({"pattern": "fixed", "stride": 4, "summary": 5}, "slices=1 of summary=5 tokens must be"),
-        ({"pattern": "fixed", "stride": 4, "summary": 2, "slices": 3}, "slices=3 of summary=2 tokens must be"),
-        ({"pattern": "fixed", "summary": 0}, "summary=0 tokens must be at least 1"),
-        ({"pattern": "fixed", "slices": 0}, "slices=0 of summary=8 tokens must be"),
-        ({"slices": 2}, "take pattern='fixed' with them"),
-        ({"combine": "sum"}, "combine='sum' must be"),
-        ({"combine": "heads", "heads": 1}, "needs at least 2 heads"),
-        ({"prefix": -1}, "prefix=-1 must be"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SparseTransformerAttention(**options)

@@ -174,6 +174,17 @@ STREAMS = [case for case in CASES if case.language]
 COMPILED = [c for c in CASES if (c.memory, c.attention) in {(c.memory, "softmax"), *TABLE_6}]
 """Compilation takes many seconds a case, and every core is compiled by itself in tests/attentions."""
 TEXT = [case for case in CASES if case.model != "vision_transformer"]
+FIRST = {label.partition("/")[0]: label for label in reversed(CONTRACTS)}
+"""Main row of each memory."""
+BOTH_WAYS = {case.attention for case in CASES if case.name == "grc"}
+MAIN = [
+    case
+    for case in CASES
+    if case.memory == FIRST.get(case.name, case.name)
+    and (case.attention == "softmax" or case.name == "grc" or case.attention not in BOTH_WAYS)
+]
+"""The main row of each memory and each attention once: for properties that no option can change."""
+MAIN_STREAMS = [case for case in STREAMS if case in MAIN]
 
 
 def cases(

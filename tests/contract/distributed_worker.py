@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from contract.contract_cases import CASES, SEGMENT, STREAMS, Case
+from contract.contract_cases import CASES, MAIN_STREAMS, SEGMENT, Case
 
 from cached_lab.training.distributed import World, in_world
 from cached_lab.training.metrics import tallies
@@ -93,7 +93,7 @@ def dropped_tokens(processes: World) -> dict[str, Tensor]:
 def train_all(processes: World) -> dict[str, Any]:
     """Results of this process, by case and setting."""
     rank, size = processes.rank, processes.size
-    seen: dict[Any, Any] = {case: stream_gradients(case, rank, size) for case in STREAMS}
+    seen: dict[Any, Any] = {case: stream_gradients(case, rank, size) for case in MAIN_STREAMS}
     for case in SHARED:
         for sync in SYNCS:
             for steps in (1, 3):

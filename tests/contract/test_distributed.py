@@ -8,7 +8,7 @@ from typing import Any
 import launch
 import pytest
 import torch
-from contract.contract_cases import STREAMS, Case, cases
+from contract.contract_cases import MAIN_STREAMS, Case, cases
 from contract.distributed_worker import SHARED, SYNCS, WITH_OTHER_CORES, stream_gradients
 
 Seen = list[dict[str, Any]]
@@ -23,7 +23,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
-@cases(STREAMS)
+@cases(MAIN_STREAMS)
 def test_two_processes_give_the_gradient_of_one(case: Case, seen: Seen) -> None:
     alone = stream_gradients(case)
     for rank in range(2):

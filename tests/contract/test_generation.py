@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract.contract_cases import SEGMENT, STREAMS, VOCABULARY, Case, cases, stream
+from contract.contract_cases import MAIN_STREAMS, SEGMENT, STREAMS, VOCABULARY, Case, cases, stream
 
 from cached_transformers import state as states
 
@@ -36,7 +36,7 @@ def first_places(found_BN: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(found_BN.int(), (0, 1), value=1).argmax(1)
 
 
-@cases(STREAMS)
+@cases(MAIN_STREAMS)
 def test_rows_are_generated_as_if_alone(case: Case) -> None:
     model = case.build().eval()
     prompt = torch.cat(case.segments(2), 1)[:, :PROMPT]

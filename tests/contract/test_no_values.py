@@ -30,7 +30,7 @@ def _autocast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cases([case for case in CASES if case.attention == "softmax"])
 def test_a_memory_reads_writes_and_learns(case: Case) -> None:
-    model = case.build().to("meta")
+    model = case.build_shallow().to("meta")
     given = [segment.to("meta") for segment in case.segments(2)]
     outs = list(stream(model, given)) if case.language else [model(given[0])]
     torch.stack([out.outputs.sum() + out.auxiliary_loss for out in outs]).sum().backward()
@@ -40,7 +40,7 @@ def test_a_memory_reads_writes_and_learns(case: Case) -> None:
 @cases([case for case in CASES if case.attention == "softmax"])
 def test_a_model_is_built_where_the_default_device_is(case: Case) -> None:
     with torch.device("meta"):
-        model = case.build()
+        model = case.build_shallow()
     assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"meta"}
 
 

@@ -56,15 +56,17 @@ def needs_of(label: str) -> frozenset[str]:
 def places(attention: str, every: bool) -> Iterator[tuple[str, str]]:
     """Rows of memories and the models in which they are tried with an attention.
 
-    Exact attention is tried with all rows in all models; others with one row of each memory, and where the memory
-    belongs also with its rows of other needs, unless `every`. A row of an attention is tried with one of each memory.
+    Exact attention is tried with all rows in all models. Others, unless `every`, are tried where the memory belongs
+    with one row of each memory and its rows of other needs, and elsewhere with one row of each needs. A row of an
+    attention is tried with one row of each memory.
     """
     first = {label.partition("/")[0]: label for label in reversed(CONTRACTS)}.values()
     distinct = {(label.partition("/")[0], needs_of(label)): label for label in reversed(CONTRACTS)}.values()
     at_home = CONTRACTS if every or attention == "softmax" else distinct if attention in ATTENTIONS else first
     for label in at_home:
         yield from ((label, kind) for kind in models_of(label))
-    for label in CONTRACTS if every or attention == "softmax" else first:
+    needs = {(needs_of(label), models_of(label)): label for label in reversed(CONTRACTS)}.values()
+    for label in CONTRACTS if every or attention == "softmax" else needs:
         yield from ((label, kind) for kind in MODEL_SIZES if kind not in models_of(label))
 
 

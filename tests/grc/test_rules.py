@@ -42,7 +42,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("recompute", [not_reentrant, compiled_blocks, compiled_whole])
+@pytest.mark.parametrize("recompute", [compiled_blocks, compiled_whole])
 @kinds
 def test_recomputation_changes_neither_gradients_nor_caches(
     recompute: Callable[[Any], Any], options: dict[str, Any]

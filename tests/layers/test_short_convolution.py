@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from models.test_incremental_decoding import compare
 from torch import Tensor, nn
 
 from cached_transformers.layers.short_convolution import ShiftedState, ShortConvolution
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.models import LanguageModel
-from cached_transformers.models.generation import GeneratedText, generate
+from cached_transformers.models.generation import generate
 
 B, N, D, K = 3, 9, 4, 4
 
@@ -109,34 +110,9 @@ MEMORIES = [
 
 
 @pytest.mark.parametrize("memory", MEMORIES, ids=str)
-@torch.no_grad()
 def test_generation_carries_it_token_by_token(memory: Any) -> None:
     """Beams too: each has its own last tokens."""
-    model, prompt = build(memory).eval(), torch.randint(0, 11, (2, 4), generator=torch.Generator().manual_seed(0))
-    kept, again = (GeneratedText(model, prompt, model.init_state(2), 5, again=again) for again in (False, True))
-    for step in range(9):
-        rows = 2 if step < 2 else 6
-        scores = kept.read()
-        torch.testing.assert_close(scores, again.read())
-        for text in (kept, again):
-            if step == 2:
-                text.multiply(3)
-                rows = 6
-            elif step > 2:
-                text.choose(torch.tensor([1, 0, 0, 5, 3, 3]))
-            text.append((torch.arange(rows) * 5 + step) % 11)
-
-
-def test_a_cut_text_is_the_whole_one_where_the_memory_reaches_all_of_it() -> None:
-    model = build({"name": "transformer_xl", "length": 20}).eval()
-    text = torch.randint(0, 11, (2, 12), generator=torch.Generator().manual_seed(1))
-    whole = model(text).outputs
-    state, parts = None, []
-    for piece in text.split([1, 4, 2, 5], 1):
-        out = model(piece, state)
-        state = out.state
-        parts.append(out.outputs)
-    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    compare(build(memory).eval(), segment=5, steps=9)
 
 
 @pytest.mark.parametrize("memory", MEMORIES[1:5], ids=str)

@@ -17,7 +17,7 @@ from integrations.hosts import library
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cached_transformers.layers import FeedForward, SwitchFeedForward
+from cached_transformers.layers import SwitchFeedForward
 from cached_transformers.layers.switch import balance_loss, make_feed_forward, z_loss
 from cached_transformers.models import LanguageModel
 
@@ -111,66 +111,11 @@ def test_a_loop_over_the_tokens_gives_the_same_values_and_gradients(training: bo
     assert dropped > 0 or not training  # or the test would say nothing of what is dropped
 
 
-def test_one_expert_without_a_limit_is_the_dense_feed_forward() -> None:
-    module = made(experts=1, capacity_factor=None, activation="gelu", norm=nn.LayerNorm(D))
-    dense = FeedForward(D, F, norm=module.norm, activation="gelu")
-    assert module.enter_bias_EF is not None and module.leave_bias_ED is not None
-    with torch.no_grad():
-        dense.enter.weight.copy_(module.enter_EDF[0].T)
-        dense.leave.weight.copy_(module.leave_EFD[0].T)
-        dense.enter.bias.copy_(module.enter_bias_EF[0])
-        dense.leave.bias.copy_(module.leave_bias_ED[0])
-    x_BND = tokens()
-    y_BND, loss = module(x_BND)
-    torch.testing.assert_close(y_BND, dense(x_BND), rtol=1e-6, atol=1e-6)
-    # All choose the one expert with p = 1, and its only logit is what the z-loss squares.
-    h_BND = module.norm(x_BND)
-    expected = module.balance_loss + module.z_loss * (h_BND @ module.router_ED[0]).square().mean()
-    torch.testing.assert_close(loss, expected)
-
-
-def test_experts_that_are_alike_give_the_probability_times_one_of_them() -> None:
-    module = made(capacity_factor=None)
-    with torch.no_grad():
-        for weight in list(module.parameters())[1:]:
-            weight.copy_(weight[:1].expand_as(weight))
-    x_BND = tokens()
-    p_BN = (x_BND @ module.router_ED.T).softmax(-1).amax(-1)
-    expected = torch.stack([torch.stack([one_expert(module, 2, x_D) for x_D in row]) for row in x_BND])
-    torch.testing.assert_close(module(x_BND)[0], p_BN[..., None] * expected)
-
-
 def test_no_capacity_is_no_update_and_drops_every_token() -> None:
     module = made(capacity_factor=0.0)
     y_BND, _ = module(tokens())
     assert torch.equal(y_BND, torch.zeros(B, N, D))
     assert module.tallies()["dropped_tokens"].tolist() == [B * N, B * N]
-
-
-@pytest.mark.parametrize("factor", [0.3, 0.5, 1.0, 1.1, 1.25, 4.0])
-def test_dropped_tokens_are_what_exceeds_the_capacity(factor: float) -> None:
-    """dropped = sum_e max(0, chosen_e - ceil(T factor / E)), and they are the last ones that chose the expert."""
-    module = made(capacity_factor=factor)
-    x_BND = tokens(length=20)
-    chosen = (x_BND.flatten(0, 1) @ module.router_ED.T).argmax(-1)
-    count = len(chosen)
-    capacity = -(-count * round(factor * 100) // (100 * E))
-    y_TD = module(x_BND)[0].flatten(0, 1)
-    expected = sum(max(0, int((chosen == expert).sum()) - capacity) for expert in range(E))
-    assert module.tallies()["dropped_tokens"].tolist() == [expected, count]
-    for expert in range(E):
-        own = y_TD[chosen == expert]
-        assert (own[:capacity].abs().sum(1) > 0).all() and not own[capacity:].any()
-
-
-def test_the_order_of_the_experts_does_not_matter() -> None:
-    module, other = made(), made()
-    order = torch.tensor([2, 0, 3, 1])
-    with torch.no_grad():
-        for mine, theirs in zip(module.parameters(), other.parameters(), strict=True):
-            theirs.copy_(mine[order])
-    for mine, theirs in zip(module(tokens()), other(tokens()), strict=True):
-        torch.testing.assert_close(mine, theirs)
 
 
 def test_the_gate_trains_the_router() -> None:

@@ -114,27 +114,6 @@ def test_what_is_written_twice_is_there_once() -> None:
     torch.testing.assert_close(recall(keys, *twice)[0], values, rtol=1e-4, atol=1e-4)
 
 
-def test_without_the_correction_a_second_time_halves_it() -> None:
-    keys, values = some(1)
-    twice = written(keys, values, written(keys, values), corrected=False)
-    torch.testing.assert_close(recall(keys, *twice)[0], values / 2, rtol=1e-4, atol=1e-4)
-
-
-def test_a_new_value_takes_the_place_of_the_old_one() -> None:
-    keys, values = some(1)
-    other = some(1, seed=5)[1]
-    torch.testing.assert_close(recall(keys, *written(keys, other, written(keys, values)))[0], other, rtol=0, atol=1e-3)
-
-
-def test_keys_that_share_no_feature_are_recalled_exactly() -> None:
-    count = 7
-    keys = torch.eye(2 * NU * C, dtype=torch.float64)[:count]
-    values = some(count)[1]
-    state = written(keys[:3], values[:3])
-    state = written(keys[3:], values[3:], state)
-    torch.testing.assert_close(recall(keys, *state)[0], values, rtol=0, atol=1e-3)
-
-
 def test_no_gradient_flows_through_what_is_counted() -> None:
     keys, values = some(2)
     keys.requires_grad_()

@@ -139,20 +139,6 @@ def test_the_twin(kind: str, segment: int) -> None:
     agree([ours], [wanted], model, grads=1e-9, least=None)
 
 
-def test_with_room_for_all_they_are_the_whole_text() -> None:
-    tokens_BN = text(2, 17)
-    for spec in ({"name": "tova", "length": 17}, {"name": "h2o", "length": 9, "heavy": 8}):
-        model = language_model(spec)
-        torch.testing.assert_close(joined(run(model, tokens_BN, 4)), joined(run(model, tokens_BN, 17)))
-
-
-def test_h2o_without_heavy_ones_is_a_window() -> None:
-    tokens_BN = text(2, 17)
-    window = language_model({"name": "transformer_xl", "length": 5, "keep": "kv"}).eval()
-    model = language_model({"name": "h2o", "length": 5, "heavy": 0}).eval()
-    torch.testing.assert_close(joined(run(model, tokens_BN, 4)), joined(run(window, tokens_BN, 4)))
-
-
 def test_the_best_stand_in_the_order_of_time_behind_empty_slots() -> None:
     score = torch.tensor([[9.0, 1, 5, 7, 3, 8]])
     valid = torch.tensor([[False, True, True, True, False, True]])
@@ -161,12 +147,6 @@ def test_the_best_stand_in_the_order_of_time_behind_empty_slots() -> None:
     index, real = best(score, valid, 5)
     assert index[0, 1:].tolist() == [1, 2, 3, 5] and real.tolist() == [[False, True, True, True, True]]
     assert from_last(valid).tolist() == [[4, 4, 3, 2, 1, 1]]
-
-
-def test_what_tova_keeps_in_evaluation_may_be_keys_and_values() -> None:
-    tokens_BN = text(2, 23)
-    models = [language_model({**SPECS["tova"], "keep": keep}).eval() for keep in ("kv", "hidden")]
-    torch.testing.assert_close(*(joined(run(model, tokens_BN, 3)) for model in models))
 
 
 # ---- decoders of transformers
@@ -237,24 +217,36 @@ def test_padding_is_not_kept_in_a_decoder(name: str) -> None:
     torch.testing.assert_close(found, model(ids[:1, 3:]).logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        decoder("llama", "Llama", **GROUPED),
-        decoder("phi3", "fused", **GROUPED),
-        decoder("bloom", "alibi"),
-        decoder("gpt_oss", "sinks", **EIGHT, num_local_experts=2, num_experts_per_tok=1),
-    ],
-    ids=lambda family: family.name,
-)
+CHOSEN = [{"name": "tova", "length": 32}, {"name": "compressive", "function": "most_used", "length": 32}]
+OF_EVERY_HEAD: list[dict[str, Any]] = [
+    {"name": "h2o", "length": 8, "heavy": 24},
+    {"name": "tova", "length": 32, "keep": "kv"},
+    {"name": "transformer_xl", "length": 32, "keep": "kv"},
+]
+FAMILIES: list[tuple[Any, list[dict[str, Any]]]] = [
+    (decoder("llama", "Llama", **GROUPED), CHOSEN),
+    (decoder("phi3", "fused", **GROUPED), CHOSEN),
+    (decoder("bloom", "alibi"), [*CHOSEN, *OF_EVERY_HEAD]),
+    (decoder("gpt_oss", "sinks", **EIGHT, num_local_experts=2, num_experts_per_tok=1), CHOSEN),
+    (decoder("llama", "Llama"), OF_EVERY_HEAD),
+    (decoder("gpt_neox", "fused, turned in part"), OF_EVERY_HEAD),
+    (decoder("phi3", "fused"), OF_EVERY_HEAD),
+    (decoder("olmo2", "norms of all heads"), OF_EVERY_HEAD),
+]
+
+
+@pytest.mark.parametrize(("family", "specs"), FAMILIES, ids=lambda given: getattr(given, "name", ""))
 @torch.no_grad()
-def test_with_room_for_all_a_decoder_is_the_host(family: Any) -> None:
+def test_with_room_for_all_a_decoder_is_the_host(family: Any, specs: list[dict[str, Any]]) -> None:
+    """With its keys and with those of every head that are kept; and what goes on without a cache."""
     plain, ids = eager(family), words(tokens=14)
-    for spec in ({"name": "tova", "length": 32}, {"name": "compressive", "function": "most_used", "length": 32}):
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
+    said = plain.generate(ids, num_beams=2, **options)
+    for spec in specs:
         model = eager(family, spec, segment_length=4)
         torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=0, atol=1e-5)
-        options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
-        assert torch.equal(model.generate(ids, num_beams=2, **options), plain.generate(ids, num_beams=2, **options))
+        for use in (True, False):
+            assert torch.equal(model.generate(ids, num_beams=2, use_cache=use, **options), said)
 
 
 def test_weights_that_a_decoder_does_not_give_are_asked_for() -> None:
@@ -269,32 +261,3 @@ def test_weights_that_a_decoder_does_not_give_are_asked_for() -> None:
         add_memory(eager(family), "h2o", segment_length=4)
     with pytest.raises(ValueError, match=r"'h2o'.*'eager'"):
         add_memory(decoder("llama", "Llama").build(), "h2o", segment_length=4)
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        decoder("llama", "Llama"),
-        decoder("gpt_neox", "fused, turned in part"),
-        decoder("phi3", "fused"),
-        decoder("bloom", "alibi"),
-        decoder("olmo2", "norms of all heads"),
-    ],
-    ids=lambda family: family.name,
-)
-@torch.no_grad()
-def test_keys_of_every_head_that_are_kept_are_those_of_the_host(family: Any) -> None:
-    """With room for all; as `test_with_room_for_all_a_decoder_is_the_host`, and what goes on without a cache."""
-    plain, ids = eager(family), words(tokens=14)
-    kept: list[dict[str, Any]] = [
-        {"name": "h2o", "length": 8, "heavy": 24},
-        {"name": "tova", "length": 32, "keep": "kv"},
-        {"name": "transformer_xl", "length": 32, "keep": "kv"},
-    ]
-    for spec in kept:
-        model = eager(family, spec, segment_length=4)
-        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=0, atol=1e-5)
-        options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
-        said = plain.generate(ids, num_beams=2, **options)
-        for use in (True, False):
-            assert torch.equal(model.generate(ids, num_beams=2, use_cache=use, **options), said)

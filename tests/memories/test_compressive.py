@@ -14,11 +14,8 @@ from memories.harness import agree, build, inputs, layer_of, logit, run, run_lay
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.interfaces.incremental import read_segment
-from cached_transformers.interfaces.memory import Trace
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.memories.compressive import Compressive, CompressiveState, Gone
-from cached_transformers.memories.parts.fifo_store import lined_up
+from cached_transformers.memories.compressive import Compressive, CompressiveState
 from cached_transformers.positions import RelativePositions
 
 D, H, E = 8, 2, 4
@@ -209,45 +206,6 @@ def test_with_groups_of_one_and_the_identity_it_is_a_longer_transformer_xl() -> 
         assert memory.function.linear.weight.grad.abs().max() == 0
 
 
-@pytest.mark.parametrize("rate", [1, 2, 3, 5])
-@pytest.mark.parametrize("segment", [1, 3, 4, 7, 16])
-def test_which_tokens_are_kept_and_which_make_a_slot(rate: int, segment: int) -> None:
-    """Inputs are their own numbers, so that a mean names its group; rows began at different times."""
-    length, slots = 6, 4
-    layer = make_layer(length=length, compressed=slots, rate=rate, function="mean")
-    count, late = 30 // segment + 1, torch.tensor([[0], [segment]])  # the second row pauses first
-    numbers = [(index * segment + torch.arange(segment) - late)[..., None].double() for index in range(count)]
-    pauses = [(x < 0).squeeze(-1) for x in numbers]
-    _, after, _ = run_layer(layer, [x.expand(-1, -1, D) for x in numbers], pauses, counted=True)
-    for index, state in enumerate(after):
-        for row, total in enumerate([(index + 1) * segment, index * segment]):
-            groups = max(total - length, 0) // rate
-            recent = list(range(groups * rate, total))
-            assert min(total, length) <= len(recent) < length + rate
-            means = [k * rate + (rate - 1) / 2 for k in range(groups)][-slots:]
-            for fifo, want in ((state.recent, recent), (state.compressed, means)):
-                assert fifo.count_B[row] == len(want)
-                torch.testing.assert_close(
-                    fifo.hidden_BMD[row, :, 0],
-                    torch.tensor([0.0] * (fifo.hidden_BMD.shape[1] - len(want)) + want).double(),
-                )
-            hidden_BMD, _, valid_BM = lined_up(*state)
-            assert hidden_BMD[row, valid_BM[row], 0].tolist() == [*means, *recent]
-            assert valid_BM[row].sort().values.equal(valid_BM[row]), "empty slots stand in front"
-
-
-@pytest.mark.parametrize("positions", ["slots", "age"])
-def test_where_a_slot_stands(positions: str) -> None:
-    layer = make_layer(length=4, compressed=3, rate=3, function="mean", positions=positions)
-    x_BND = torch.randn(1, 12, D, dtype=torch.float64)
-    _, (state,), _ = run_layer(layer, [x_BND], counted=True)
-    query = layer(x_BND, torch.arange(12, 24)[None, :, None], state=state).query
-    context = read_segment(layer.memory, state, query, layer.project_kv).context
-    places = context.positions_BMP[0, context.valid_BM[0], 0].tolist()
-    # Twelve tokens: two groups of three, and six that stay.
-    assert places == (list(range(4, 12)) if positions == "slots" else [1, 4, *range(6, 12)])
-
-
 def trained_parts(model: nn.Module) -> dict[str, float]:
     return {n: 0.0 if p.grad is None else p.grad.abs().max().item() for n, p in model.named_parameters()}
 
@@ -272,31 +230,6 @@ def test_what_each_loss_trains(function: str, loss: str) -> None:
     assert all((value > 0) == (name in own) for name, value in trained_parts(model).items())
 
 
-def test_the_loss_counts_neither_order_nor_padding_nor_rows_that_compressed_nothing() -> None:
-    layer = make_layer(length=4, compressed=3, rate=2)
-    x_BND = torch.randn(1, 9, D, dtype=torch.float64)
-    fresh = layer.memory.init_state(1, x_BND)
-    *_, alone = run_layer(layer, [x_BND], counted=True)
-    padding_BN = torch.zeros(2, 12, dtype=torch.bool)
-    padding_BN[0, 9:], padding_BN[1, 3:] = True, True
-    wide_BND = torch.cat([F.pad(x_BND, (0, 0, 0, 3), value=7.0), torch.randn(1, 12, D)], 0)
-    *_, both = run_layer(layer, [wide_BND], [padding_BN], counted=True)
-    torch.testing.assert_close(both, alone)
-    # Attention without positions does not see the order of what it reads.
-    query = layer(x_BND, torch.arange(9)[None, :, None], state=fresh)
-    trace = Trace(x_BND, query.y_BND, query.query, query.reading)
-    hidden, slots = torch.randn(1, 4, D, dtype=torch.float64), torch.randn(1, 2, D, dtype=torch.float64)
-    gone = Gone(fresh.recent, hidden, torch.zeros(1, 4, 1).long(), torch.ones(1, 4, dtype=torch.bool))
-    real = torch.ones(1, 2, dtype=torch.bool)
-    losses = [
-        layer.memory._attention_loss(gone._replace(hidden_BED=order), slots, real, trace)
-        for order in (hidden, hidden.flip(1), hidden[:, [2, 0, 3, 1]], hidden[:, [0, 0, 3, 1]])
-    ]
-    torch.testing.assert_close(losses[1], losses[0])
-    torch.testing.assert_close(losses[2], losses[0])
-    assert (losses[3] - losses[0]).abs() > 1e-6
-
-
 def test_evaluation_has_sizes_of_its_own_and_no_loss() -> None:
     memory = Compressive(D, H, length=4, compressed=3, rate=2, eval_length=2, eval_compressed=9)
     for training, sizes in ((True, (3, 5)), (False, (9, 3))):
@@ -307,18 +240,3 @@ def test_evaluation_has_sizes_of_its_own_and_no_loss() -> None:
     model, tokens = build({"name": "compressive", "length": 4, "compressed": 4}), torch.randint(0, 11, (2, 30))
     assert max(out.auxiliary_loss for out in outputs(model, tokens, 6)[1]) > 0
     assert max(out.auxiliary_loss for out in outputs(model.eval(), tokens, 6)[1]) == 0
-
-
-def test_the_most_used_stay() -> None:
-    """One head that looks for the number 3: of the group that holds it, it is what stays."""
-    layer = make_layer(length=2, compressed=4, rate=4, function="most_used", relative=False)
-    with torch.no_grad():
-        layer.norm = nn.Identity()
-        layer.qkv.weight.zero_(), layer.qkv.bias.zero_()
-        layer.qkv.weight[D : 2 * D].fill_(1.0)  # a key is as large as its number
-        layer.qkv.bias[:D] = 1.0
-    for numbers in ([0, 3, 1, 2, 0, 0], [3, 0, 1, 2, 0, 0], [0, 0, 1, 3, 0, 0]):
-        x_BND = torch.tensor(numbers).double()[None, :, None].expand(-1, -1, D)
-        # A pause first, so that all six are context when the next segment pushes the first four out.
-        _, (_, state), _ = run_layer(layer, [x_BND[:, :5], x_BND[:, 5:]], counted=True)
-        assert state.compressed.count_B.tolist() == [1] and state.compressed.hidden_BMD[0, -1, 0] == 3

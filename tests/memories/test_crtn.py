@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,11 +11,7 @@ from memories.crtn_twin import Row, Twin
 from memories.harness import agree, run
 from torch import Tensor, nn
 
-from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories.crtn.crtn import CRTN
-from cached_transformers.memories.crtn.store import choose
-from cached_transformers.memories.parts.fifo_store import recalled
-from cached_transformers.positions import RelativePositions
 
 VOCABULARY, L = 7, 4
 
@@ -78,85 +73,6 @@ def test_the_slow_twin_agrees_in_values_and_gradients(label: str, padded: bool) 
     assert trained == (options.get("weighted", True) and options.get("alpha_grad", True))
 
 
-@pytest.mark.parametrize("placed", ["slot", "packed"])
-@pytest.mark.parametrize("scope", ["previous", "token"])
-def test_all_regions_unweighted_are_transformer_xl(placed: str, scope: str) -> None:
-    if placed == "packed" and scope == "token":
-        return
-    xl = build("transformer_xl", length=3 * L)
-    model = build(topk=3, weighted=False, placed=placed, scope=scope)
-    result = model.load_state_dict(xl.state_dict(), strict=False)
-    assert not result.unexpected_keys and all("summary" in key for key in result.missing_keys)
-    for a, b in zip(run(model, tokens(7)), run(xl, tokens(7)), strict=True):
-        torch.testing.assert_close(a.outputs, b.outputs, rtol=0, atol=1e-12)
-
-
-def test_short_memory_is_transformer_xl_and_regions_begin_where_it_ends() -> None:
-    """Before any segment has left the short memory there is nothing to choose."""
-    xl = build("transformer_xl", length=2 * L)
-    model = build(short_memory=2)
-    model.load_state_dict(xl.state_dict(), strict=False)
-    outs, others = run(model, tokens(5)), run(xl, tokens(5))
-    for a, b in zip(outs[:3], others[:3], strict=True):
-        torch.testing.assert_close(a.outputs, b.outputs, rtol=0, atol=1e-6)
-    assert (outs[3].outputs - others[3].outputs).abs().max() > 1e-3
-
-
-def test_a_weight_of_zero_mutes_values_and_leaves_keys() -> None:
-    layer = SelfAttention(8, 2, positions=RelativePositions(2, 4), causal=True).double()
-    hidden, x = torch.randn(1, 4, 8).double(), torch.randn(1, 3, 8).double()
-    positions, places = torch.arange(4, 7)[None, :, None], torch.arange(4)[None, :, None]
-    valid, weight = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[0.0, 0.0, 1.0, 1.0]]).double()
-    region = torch.tensor([[0, 0, 1, 1]])
-
-    def offer(**how: Any) -> Any:
-        return partial(recalled, **{"hidden_BMD": hidden, "positions_BMP": places, "valid_BM": valid, **how})
-
-    def attend(**how: Any) -> Tensor:
-        return layer(x, positions, context=offer(**how)).y_BND
-
-    def choosing(project_kv: Any) -> Any:
-        weight_BNR, every = torch.tensor([0.0, 1.0]).double().expand(1, 3, 2), torch.ones(1, 3, 2, dtype=torch.bool)
-        return choose(offer(), project_kv, region_BM=region, visible_BNR=every, weight_BNR=weight_BNR)
-
-    plain, muted, masked = attend(), attend(weight_BM=weight), attend(valid_BM=weight > 0)
-    by_token = layer(x, positions, context=choosing).y_BND
-    torch.testing.assert_close(by_token, muted, rtol=0, atol=1e-12)
-    for other in (plain, masked):
-        assert (muted - other).abs().max() > 1e-3
-    # What the muted values would have added, with the softmax that sees all keys.
-    q, k, v = layer._project(x, None)
-    context = offer()(layer.project_kv)
-    keys, values = torch.cat([context.k_BHME, k], 2), torch.cat([context.v_BHME, v], 2)
-    every = torch.cat([places, positions], 1)
-    logits = layer.positions.query(q, positions) @ keys.mT / 2 + layer.positions.bias(q, positions, every)
-    p = logits.masked_fill(torch.ones(3, 7, dtype=torch.bool).triu(5), -torch.inf).softmax(-1)
-    lost = (p[..., :2] @ values[:, :, :2]).transpose(1, 2).flatten(2) @ layer.output.weight.mT
-    torch.testing.assert_close(plain - lost, muted, rtol=0, atol=1e-6)
-
-
-def test_the_oldest_region_leaves_first_and_what_is_kept_is_what_the_layers_saw() -> None:
-    model = build()
-    seen: list[list[Tensor]] = [[], []]
-    for index, block in enumerate(model.stack.blocks):
-        block.register_forward_pre_hook(lambda _m, args, index=index: seen[index].append(args[0]))
-    tops: list[Tensor] = []
-    model.stack.blocks[-1].register_forward_hook(lambda _m, _i, out: tops.append(out[0]))
-    summary = memory_of(model).summary
-    for t, out in enumerate(run(model, tokens(5)), start=1):
-        state = out.state.model
-        filled = min(t, 3)
-        assert state.size_BR.tolist() == [[0] * (3 - filled) + [L] * filled] * 2
-        for level in range(2):
-            want = torch.cat(seen[level][t - filled : t], 1)
-            assert torch.equal(state.hidden_BVSD[:, level, -filled * L :], want)
-        keys = torch.stack([summary(top, torch.full((2,), L)) for top in tops[t - filled : t]], 1)
-        torch.testing.assert_close(state.keys_BRK[:, -filled:], keys, rtol=0, atol=0)
-        places = torch.arange((t - filled) * L, t * L)
-        assert torch.equal(state.positions_BSP[:, -filled * L :, 0], places.expand(2, -1))
-        assert not state.hidden_BVSD.requires_grad and state.keys_BRK.requires_grad
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"scope": "token"}, {"empty": "compete"}, {"short_memory": 1, "renormalise": "softmax"}]
 )
@@ -172,21 +88,6 @@ def test_no_empty_region_is_ever_recalled(options: dict[str, Any]) -> None:
         if told["weight_BM"] is not None:
             assert told["weight_BM"][~told["valid_BM"]].abs().sum() == 0 or options.get("short_memory")
     assert outs[-1].outputs.isfinite().all()
-
-
-def test_compute_first_with_blocks_that_do_nothing_asks_as_the_standard_query() -> None:
-    models = [
-        build(model={"depth": 1}, query=query, scope="token", rescale=True) for query in ("standard", "compute_first")
-    ]
-    for model in models:
-        model.load_state_dict(models[0].state_dict())
-        with torch.no_grad():
-            block = model.stack.blocks[0]
-            for linear in (block.attention.output, block.feed_forward.leave):
-                linear.weight.zero_(), linear.bias.zero_()
-    for a, b in zip(*(run(model, tokens(5)) for model in models), strict=True):
-        torch.testing.assert_close(a.state.model.source_BLD, b.state.model.source_BLD, rtol=0, atol=0)
-        torch.testing.assert_close(a.outputs, b.outputs, rtol=0, atol=1e-12)
 
 
 def first_moves(model: Any) -> float:
@@ -258,17 +159,6 @@ def test_the_bilstm_is_that_of_torch_on_the_real_tokens() -> None:
     for row, n in enumerate((5, 2, 1)):
         want = reference(x[row : row + 1, :n])[0][0]
         torch.testing.assert_close(got[row], torch.cat([want[-1, :4], want[0, 4:]]), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["linear", "mlp", "bilstm", "last", "mean"])
-def test_a_summary_sees_tokens_and_nothing_behind_them(name: str) -> None:
-    summary = CRTN(6, 2, depth=1, segment=5, summary=name).summary
-    x, size = torch.randn(2, 5, 6), torch.tensor([3, 0])
-    poisoned = torch.where(torch.arange(5)[:, None] < size[:, None, None], x, torch.nan)
-    assert torch.equal(summary(x, size), summary(poisoned, size)) and summary(poisoned, size).isfinite().all()
-    assert summary(x, size).shape == (2, summary.key_width)
-    moved = summary(x.index_add(1, torch.tensor([2]), torch.ones(2, 1, 6)), size) - summary(x, size)
-    assert moved[0].abs().max() > 0 and moved[1].abs().max() == 0
 
 
 # ------------------------------------------------------------------------------------------------ wrong arguments

@@ -148,36 +148,6 @@ def test_dropping_changes_nothing_and_frees_slots() -> None:
     torch.testing.assert_close(joined(run(few, tokens_BN, 4)), found[12], rtol=0, atol=1e-12)
 
 
-def test_spans_of_all_time_are_transformer_xl() -> None:
-    """Values and gradients, with the same slots: of the living those with most left are the newest."""
-    tokens_BN = text(2, 23)
-    for length in (5, 23):
-        xl = language_model({"name": "transformer_xl", "length": length})
-        model = language_model({"name": "expire_span", "length": length, "longest": 1e4, "evict": True})
-        missing = model.load_state_dict(xl.state_dict(), strict=False)
-        assert len(missing.missing_keys) == 4 and not missing.unexpected_keys
-        with torch.no_grad():
-            for memory in memories_of(model):
-                memory.weight_D.zero_()
-                memory.bias.fill_(20)
-        ours, wanted = (joined(run(m, tokens_BN, 4)) for m in (model, xl))
-        torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-12)
-
-
-def test_spans_of_no_time_are_no_memory() -> None:
-    """A ramp of one step begins behind the last token."""
-    tokens_BN = text(2, 16)
-    model = language_model({"name": "expire_span", "length": 8, "ramp": 1})
-    with torch.no_grad():
-        for memory in memories_of(model):
-            memory.weight_D.zero_()
-            memory.bias.fill_(-1000)
-    outs = run(model, tokens_BN, 4)
-    assert all(layer.count_B.max() == 0 for out in outs for layer in out.state.layers)
-    alone = torch.cat([model(segment).outputs for segment in tokens_BN.split(4, 1)], 1)
-    torch.testing.assert_close(joined(outs), alone, rtol=0, atol=1e-12)
-
-
 def reading(memory: ExpireSpan, state: Rows, first: int, tokens: int, **given: Any) -> Reading:
     positions_BNP = torch.arange(first, first + tokens)[None, :, None].expand(len(state.count_B), -1, -1)
     query = Query(torch.zeros(len(state.count_B), tokens, memory.width), None, positions_BNP, **given)

@@ -273,24 +273,6 @@ def test_with_the_authors_second_norm_the_cut_matters() -> None:
         assert all(((other - whole).abs().max() > 1e-3) == matters for other in others)
 
 
-def test_of_the_embedding_alone_it_is_attention_over_the_window_before_each_token() -> None:
-    """One layer, all weight on the embedding: nothing is sequential, and a matrix product gives all tokens at once."""
-    stack, x_BTD = make(depth=1), torch.randn(2, 12, D, dtype=torch.float64)
-    with torch.no_grad():
-        stack.model_memory.weight.copy_(torch.tensor([1000.0, 0.0]))
-    block, total = stack.blocks[0], x_BTD.shape[1]
-    q, k, v = (
-        t.unflatten(-1, (H, E)).transpose(1, 2) for t in block.attention.qkv(block.attention.norm(x_BTD)).chunk(3, -1)
-    )
-    distance = torch.arange(total)[:, None] - torch.arange(total)
-    e = stack.model_memory.table_EM[:, (LENGTH - distance).clamp(0, LENGTH - 1)]
-    logits = (q @ k.mT + torch.einsum("bhne,enm->bhnm", q, e)) / math.sqrt(E)
-    weights = logits.masked_fill((distance < 1) | (distance > LENGTH), -torch.inf).softmax(-1).nan_to_num(0)
-    y = x_BTD + block.attention.output((weights @ v).transpose(1, 2).flatten(2))
-    want = stack.norm(y + block.feed_forward(y))
-    torch.testing.assert_close(in_segments(stack, x_BTD, [5, 7]), want, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("cut", [False, True])
 def test_one_layer_reaches_back_without_limit_but_the_gradient_to_where_it_is_cut(cut: bool) -> None:
     stack = make(depth=1)
@@ -342,15 +324,6 @@ def test_an_empty_start_shows_nothing_and_zeros_are_attended() -> None:
             torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
             got.sum().backward()
         assert all(p.grad is None or p.grad.isfinite().all() for p in stack.parameters())
-
-
-def test_distances_from_the_shortcut_are_those_looked_up() -> None:
-    scheme = LearnedDistances(nn.Parameter(torch.randn(E, LENGTH)))
-    q, places = torch.randn(2, H, 1, E), torch.tensor([[[7]], [[9]]])
-    keys = places + torch.arange(-LENGTH, 1)[None, :, None]
-    short, looked_up = (scheme.bias(q, places, keys, causal_run=run)[..., :LENGTH] for run in (True, False))
-    assert torch.equal(short, looked_up)
-    torch.testing.assert_close(short[0, 0, 0], q[0, 0, 0] @ scheme.table_EM / math.sqrt(E))
 
 
 def test_layers_that_attend_their_segment_are_refused() -> None:

@@ -105,36 +105,6 @@ def test_it_is_its_slow_twin_with_gradients(update: Any, first: Any) -> None:
     assert gradients["x0"][1].abs().max() == 0  # a row of padding
 
 
-def test_three_tokens_by_hand() -> None:
-    """One head of width 1: keys 0, 1, 0 have features 1, 2, 1."""
-    s, v = torch.tensor([1.0, 2.0, 1.0]).view(1, 1, 3, 1), torch.tensor([3.0, 9.0, 6.0]).view(1, 1, 3, 1)
-    expected = {
-        "linear": 3 + 18 + 6.0,
-        "delta": 3 + 18 + 6.0,  # against an empty matrix
-        "exact": 3 + 2 * (9 - 3) + 1 * (6 - 15 / 3),  # 3; then 15; z is 1, then 3
-    }
-    for update, matrix in expected.items():
-        M, z = store(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1), s, v, update)  # type: ignore[arg-type]
-        assert (M.item(), z.item()) == (matrix, 4)
-        M, z = store(M, z, s[:, :, :1], v[:, :, :1], update)  # type: ignore[arg-type]
-        assert M.item() == pytest.approx(matrix + 3 - (0 if update == "linear" else matrix / 4)) and z.item() == 5
-
-
-def test_wide_open_and_token_by_token_it_is_linear_attention_over_the_past() -> None:
-    memory = Infini(WIDTH, HEADS, update="linear", initial_gate=math.inf)
-    q, k, v = torch.randn(3, ROWS, HEADS, 9, E, dtype=torch.float64)
-    state = memory.init_state(ROWS, q)
-    for n in range(9):
-        at = slice(n, n + 1)
-        query = Query(torch.zeros(ROWS, 1, WIDTH), q[:, :, at], k_BHNE=k[:, :, at], v_BHNE=v[:, :, at])
-        reading = memory.read(memory.open(state, None, None), query, None)
-        found = memory.combine(v[:, :, at], query, reading)  # a token that sees itself alone
-        weights = sigma(q[:, :, at]) @ sigma(k[:, :, :n]).mT
-        expected = (weights @ v[:, :, :n] / weights.sum(-1, keepdim=True)) if n else v[:, :, at]
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-        state, _ = memory.write(state, Trace(query.x_BND, query.x_BND, query, reading))
-
-
 # ------------------------------------------------------------------------------------------------ what is stored
 
 
@@ -183,14 +153,6 @@ def test_a_pair_that_is_written_twice() -> None:
     # Within one segment the paper's rule knows of neither; the exact one does.
     torch.testing.assert_close(recall(s, *stored(*twice, "delta", [2])), v, rtol=0, atol=1e-12)
     torch.testing.assert_close(recall(s, *stored(*twice, "exact", [2])), v / 2, rtol=0, atol=1e-12)
-
-
-def test_another_value_under_the_same_key() -> None:
-    s, v = pairs(1)
-    other = pairs(1, seed=3)[1]
-    for update, expected in (("linear", (v + other) / 2), ("delta", other / 2), ("exact", other / 2)):
-        M, z = stored(torch.cat([s, s], 2), torch.cat([v, other], 2), update, [1, 1])
-        torch.testing.assert_close(recall(s, M, z), expected, rtol=0, atol=1e-12)
 
 
 # ---------------------------------------------------------------------------------------------- numbers and padding
@@ -257,5 +219,5 @@ def test_other_hosts_take_it_or_say_why_not() -> None:
     # The first token is read in front of every segment, and answers for the last one.
     assert far[:, 1:5].max() == 0 < far[:, 5:].max()
     for host in (BART, T5):
-        with pytest.raises(ValueError, match=r"'infini'.*'grc'"):
+        with pytest.raises(ValueError, match="'infini' needs state"):
             hosted(host)

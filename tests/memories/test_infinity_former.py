@@ -20,7 +20,6 @@ from cached_transformers.interfaces.memory import LayerMemory, Query, Reading
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories.infinity_former import continuous_signal as signal
 from cached_transformers.memories.infinity_former.infinity_former import InfinityFormer, SignalRead
-from cached_transformers.memories.transformer_xl import TransformerXL
 
 ROWS, HEAD = 2, 4
 SMALL: dict[str, Any] = {"basis": 6, "widths": (0.1, 0.3)}
@@ -259,20 +258,6 @@ def test_random_sampling_trains_and_repeats_with_the_seed() -> None:
     assert torch.equal(told[0], told[1]) and not torch.equal(told[0], told[2])
     even = make(InfinityFormer(WIDTH, HEADS, 2, chunk=3, sampling="uniform", relative=False, **SMALL))
     assert (run_layer(even, inputs, counted=True)[0][-1] - told[0]).abs().max() > 1e-4
-
-
-@pytest.mark.parametrize("relative", [False, True])
-def test_without_what_it_reads_from_the_signal_it_is_transformer_xl(relative: bool) -> None:
-    layer = make(InfinityFormer(WIDTH, HEADS, 6, chunk=1, relative=relative, **SMALL))
-    torch.nn.init.zeros_(layer.memory.output.weight)  # type: ignore[union-attr, arg-type]
-    xl = make(TransformerXL(WIDTH, HEADS, 6, relative=relative), seed=1)
-    shared = {name: t for name, t in layer.state_dict().items() if not name.startswith("memory.")}
-    xl.load_state_dict(shared)
-    inputs = [torch.randn(ROWS, n, WIDTH).double() for n in (5, 4, 9, 2)]
-    (outs, (*_, state), _), (others, (*_, rows), _) = (run_layer(m, inputs, counted=True) for m in (layer, xl))
-    for a, b in zip(outs, others, strict=True):
-        near(a, b)
-    assert torch.equal(state.recent.hidden_BMD, rows.hidden_BMD) and state.fits_B.tolist() == [14, 14]
 
 
 def test_the_signal_outlives_the_short_memory() -> None:

@@ -22,6 +22,8 @@ MEMORIES: dict[str, dict[str, Any]] = {
     "segatron": {"name": "segatron", "length": 8, "sentence_ends": (1, 4), "paragraph_ends": (2,)},
     "ernie_doc": {"name": "ernie_doc", "length": 5},
     "compressive": {"name": "compressive", "length": 5, "compressed": 3, "rate": 3},
+    "streaming_llm": {"name": "streaming_llm", "length": 4, "sinks": 2},
+    "tova": {"name": "tova", "length": 5},
     "most_used": {"name": "compressive", "length": 5, "compressed": 3, "rate": 3, "function": "most_used"},
 }
 every = pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)

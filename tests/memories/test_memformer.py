@@ -15,7 +15,7 @@ from memories.harness import HEADS, WIDTH, agree, build, logit, recorded
 from torch import Tensor, nn
 
 from cached_transformers.interfaces.memory import Tokens
-from cached_transformers.memories.memformer import Memformer, forget, write_slots
+from cached_transformers.memories.memformer import Memformer, write_slots
 
 M, N, ROWS = 3, 5, 2
 
@@ -118,27 +118,3 @@ def test_a_slot_sees_itself_and_the_tokens_and_no_other_slot() -> None:
         (gradient,) = torch.autograd.grad(written[:, i].sum(), slots, retain_graph=True)
         reached = gradient.abs().amax((0, 2)) > 0
         assert reached.tolist() == [j == i for j in range(M)]
-
-
-def test_nothing_to_write_leaves_the_slot_to_its_bias() -> None:
-    module, (slots, x) = memory(), slots_and_tokens()
-    written = module.write(slots, x, torch.ones(ROWS, N, dtype=torch.bool))
-    torch.testing.assert_close(written, forget(slots, module.bias_MD), rtol=0, atol=1e-12)
-    for _ in range(200):
-        slots = forget(slots, module.bias_MD)
-    toward = nn.functional.normalize(module.bias_MD, dim=-1).expand_as(slots)
-    torch.testing.assert_close(slots, toward, rtol=0, atol=1e-6)
-
-
-def test_a_small_temperature_takes_one_thing() -> None:
-    module, (slots, x) = memory(temperature=1e-4), slots_and_tokens()
-    parts = [module._heads(t) for t in (slots, module.query(slots), module.key(slots), module.key(x), module.value(x))]
-    made = write_slots(*parts, module.temperature)
-    own = (parts[1] * parts[2]).sum(-1, keepdim=True)
-    best = torch.cat([own, parts[1] @ parts[3].mT], -1).argmax(-1)
-    for b in range(ROWS):
-        for h in range(HEADS):
-            for i in range(M):
-                pick = int(best[b, h, i])
-                want = parts[0][b, h, i] if pick == 0 else parts[4][b, h, pick - 1]
-                torch.testing.assert_close(made[b, h, i], want, rtol=0, atol=1e-6)

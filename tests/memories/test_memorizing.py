@@ -31,10 +31,7 @@ from cached_transformers.memories.memorizing import (
     Found,
     Memorizing,
     NeighbourStore,
-    attend,
-    attend_all,
     nearest,
-    store,
     unit,
 )
 from cached_transformers.memories.parts import nearest as search
@@ -146,23 +143,6 @@ def test_recorded_joint_attention(shared: Path) -> None:
         state, _ = memory.write(state, Trace(x, y, Query(x, q, k_BHNE=k, v_BHNE=v), Reading()))
 
 
-def test_joint_over_all_is_one_attention_over_store_and_segment() -> None:
-    """With unit queries and keys and the scale of the core: Transformer-XL's attention with stored keys and values."""
-    torch.manual_seed(3)
-    q, k, v = (torch.randn(ROWS, HEADS, 5, HEAD, dtype=torch.float64) for _ in range(3))
-    old_k, old_v = (torch.randn(ROWS, HEADS, 6, HEAD, dtype=torch.float64) for _ in range(2))
-    q, k, old_k = unit(q), unit(k), unit(old_k)
-    memory = Memorizing(WIDTH, HEADS, length=9, k=9, joint=True, initial_scale=HEAD**-0.5).double()
-    state = store(memory.init_state(ROWS, q), old_k, old_v)
-    core = SoftmaxAttention()
-    own = core(q, k, v, causal=True, want_lse=True)
-    reading = memory.read(state, Query(q, q), None)._replace(lse_BHN=own.lse_BHN)
-    got = memory.combine(own.out_BHNV, Query(q, q), reading)
-    logits = q @ torch.cat([old_k, k], 2).mT / HEAD**0.5
-    logits = logits.masked_fill(~torch.ones(5, 11, dtype=torch.bool).tril(6), -torch.inf)
-    torch.testing.assert_close(got, logits.softmax(-1) @ torch.cat([old_v, v], 2), rtol=0, atol=1e-10)
-
-
 def test_an_empty_store_is_left_out_or_read_as_zeros() -> None:
     x = torch.randn(ROWS, 5, WIDTH, dtype=torch.float64)
     torch.manual_seed(1)
@@ -174,36 +154,6 @@ def test_an_empty_store_is_left_out_or_read_as_zeros() -> None:
         ((y,), *_) = run_layer(layer, [x])
         bias = layer.output.bias
         torch.testing.assert_close(y - bias, share * (plain(x).y_BND - bias), rtol=0, atol=1e-7)
-
-
-def test_the_ring_is_a_deque() -> None:
-    """1000 pushes of 0 to 9 tokens into 5 slots."""
-    generator = torch.Generator().manual_seed(0)
-    state = Memorizing(2, 1, length=5).init_state(ROWS, torch.zeros(()))
-    wanted: list[deque[float]] = [deque(maxlen=5) for _ in range(ROWS)]
-    number = 0.0
-    for _ in range(1000):
-        n = int(torch.randint(1, 10, (), generator=generator))
-        padding = torch.rand(ROWS, n, generator=generator) < 0.4
-        k = (number + torch.arange(n))[None, None, :, None].expand(ROWS, 1, n, 2)
-        number += n
-        state = store(state, k, -k, padding)
-        for row in range(ROWS):
-            wanted[row].extend(k[row, 0, ~padding[row], 0].tolist())
-            filled = int(state.filled_B[row])
-            assert sorted(wanted[row]) == sorted(state.k_BHME[row, 0, :filled, 0].tolist())
-            assert torch.equal(state.v_BHME, -state.k_BHME)
-    assert states.signature(state)[0][1] == (ROWS, 1, 5, 2)
-
-
-def test_the_nearest_are_those_with_the_largest_products() -> None:
-    q, k = torch.randn(ROWS, HEADS, 6, HEAD), torch.randn(ROWS, HEADS, 9, HEAD)
-    index = nearest(q, k, torch.tensor([9, 2]), 4)
-    for h in range(HEADS):
-        for i in range(6):
-            for row, filled in enumerate([9, 2]):
-                order = (k[row, h, :filled] @ q[row, h, i]).argsort(descending=True).tolist()
-                assert index[row, h, i].tolist() == (order + [-1] * 4)[:4]
 
 
 @pytest.mark.parametrize("chunk", [48, 2**6, 2**9])
@@ -230,19 +180,6 @@ def test_a_store_that_is_read_in_chunks_has_the_same_neighbours(chunk: int, monk
 def products_of(q: Tensor, k: Tensor, index: Tensor) -> Tensor:
     """(B, H, N, K), -inf where there is no neighbour."""
     return (q @ k.mT).gather(-1, index.clamp(min=0)).masked_fill(index < 0, -torch.inf)
-
-
-def test_a_query_without_neighbours_gets_zero_and_a_finite_gradient() -> None:
-    q = torch.randn(1, 1, 2, HEAD, requires_grad=True)
-    poison = torch.full((1, 1, 3, HEAD), torch.nan)
-    empty = torch.zeros(1, dtype=torch.long)
-    index = nearest(q, poison, empty, 2)
-    state = NeighbourStore(poison, poison, empty)
-    for out, lse in (attend(q, state, index, torch.ones(1)), attend_all(q, state, 2, torch.ones(1))):
-        q.grad = None
-        assert torch.equal(out, torch.zeros_like(out)) and (lse < -1e30).all()
-        out.sum().backward()
-        assert q.grad is not None and torch.equal(q.grad, torch.zeros_like(q))
 
 
 @pytest.mark.parametrize(("depth", "layer"), [(1, 1), (2, 2), (3, 3), (4, 3), (12, 9)])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from memories import harness
-from memories.harness import HEADS, WIDTH, agree, run, segments
+from memories.harness import HEADS, WIDTH, agree
 from torch import Tensor, nn
 
 from cached_transformers import state as states
@@ -116,19 +116,3 @@ def test_a_layer_is_what_loops_compute() -> None:
     ]
     expected = [torch.stack(rows) for rows in zip(*by_row, strict=True)]
     agree(*([y[~p] for y, p in zip(ys, paddings, strict=True)] for ys in (found, expected)), layer, least=1e-4)
-
-
-# ---- limiting cases
-
-
-def test_a_closed_gate_leaves_the_cache_alone() -> None:
-    both, alone = build([XL, STORE]), build(XL)
-    members = [block.attention.memory.members for block in both.stack.blocks]
-    assert [knn.here for _, knn in members] == [False, False, True, False]  # the paper's 9 of 12
-    inputs = segments(5)
-    told, wanted = ([out.outputs for out in run(model, inputs)] for model in (both, alone))
-    for _, knn in members:
-        knn.close_gate()
-    for a, b in zip(run(both, inputs), wanted, strict=True):
-        torch.testing.assert_close(a.outputs, b, rtol=0, atol=1e-12)
-    assert all((a - b).abs().max() > 1e-3 for a, b in zip(told[1:], wanted[1:], strict=True))

@@ -151,28 +151,6 @@ def test_without_a_snapshot_it_is_the_memory_below_to_the_bit(over: dict[str, An
     assert all(map(torch.equal, none, plain))
 
 
-@pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("update", ["linear", "delta", "exact"])
-def test_one_snapshot_of_infini_is_infini_since_it_is_the_state_that_goes_on(update: str, read: str) -> None:
-    over = INFINI | {"update": update}
-    given = inputs(4, 5, 3, 4)
-    found = run_layer(layer_of(caching(over, slots=1, read=read)), given)[0]
-    close(found, run_layer(layer_of(over), given)[0])
-
-
-def test_a_sum_over_segments_that_begin_empty_is_plain_linear_infini_until_one_is_dropped() -> None:
-    given = inputs(4, 5, 3, 4)
-    options: dict[str, Any] = {"read": "residual", "start": "restart"}
-    plain = run_layer(layer_of(INFINI), given)[0]
-    close(run_layer(layer_of(caching(INFINI, slots=3, **options)), given)[0], plain)
-    short = run_layer(layer_of(caching(INFINI, slots=2, **options)), given)[0]
-    close(short[:3], plain[:3])
-    assert (short[3] - plain[3]).abs().max() > 1e-3
-    # what is left is what the last two segments alone have written
-    last_two = run_layer(layer_of(INFINI), given[1:])[0]
-    close(short[3:], last_two[2:])
-
-
 @pytest.mark.parametrize("start", STARTS)
 def test_a_soup_of_matrices_is_gated_and_one_of_nets_is_not(start: str) -> None:
     given = inputs(4, 5, 3, 4)
@@ -184,47 +162,6 @@ def test_a_soup_of_matrices_is_gated_and_one_of_nets_is_not(start: str) -> None:
             assert (soup[-1] - gated[-1]).abs().max() > 1e-3
         else:
             close(soup, gated)
-
-
-@over_each
-def test_as_many_snapshots_as_there_are_is_all_of_them(over: dict[str, Any]) -> None:
-    given = inputs(4, 5, 3, 4)
-    gated = run_layer(layer_of(caching(over, slots=4)), given)[0]
-    for topk in (3, 4, 9):
-        close(run_layer(layer_of(caching(over, slots=4, read="sparse", topk=topk)), given)[0], gated)
-    fewer = run_layer(layer_of(caching(over, slots=4, read="sparse", topk=1)), given)[0]
-    close(fewer[:2], gated[:2])
-    assert (fewer[3] - gated[3]).abs().max() > 1e-4
-
-
-@pytest.mark.parametrize("over", [INFINI, TITANS], ids=["infini", "titans"])
-def test_equal_weights_are_the_sum_over_their_number(over: dict[str, Any]) -> None:
-    # over infini the number falls out, as numerator and denominator have it; over titans the norm behind takes it
-    layers = [layer_of(caching(over, read=read)) for read in ("gated", "residual")]
-    for layer in layers if over is TITANS else ():
-        layer.memory.over.norm.eps = 0.0  # type: ignore[union-attr, assignment]
-    with torch.no_grad():
-        layers[0].memory.look_for.weight.zero_()  # type: ignore[union-attr, operator]
-    given = inputs(4, 5, 3)
-    gated, residual = (run_layer(layer, given)[0] for layer in layers)
-    close(gated, residual, 1e-9)
-
-
-def test_one_token_a_segment_and_empty_begins_are_attention_whose_logits_are_those_of_the_gates() -> None:
-    layer = layer_of(caching({"name": "infini", "initial_gate": 60.0}, slots=6, start="restart"), wild=0.3)
-    given = inputs(*[1] * 6)
-    outs = run_layer(layer, given)[0]
-    x = torch.cat(given, 1)
-    q, k, v = (t.unflatten(-1, (HEADS, -1)) for t in layer.qkv(x).chunk(3, -1))
-    u = layer.memory.look_for(x).unflatten(-1, (HEADS, -1))  # type: ignore[union-attr, operator]
-    lift = lambda t: torch.where(t > 0, t + 1, t.exp())  # noqa: E731
-    t = 5
-    found = []
-    for h in range(HEADS):
-        likeness = (lift(q[:, t, h])[:, None] * lift(k[:, :t, h])).sum(-1)
-        weights = (u[:, t, h, None] @ k[:, :t, h].mT)[:, 0].exp() * likeness
-        found.append((weights / weights.sum(-1, keepdim=True))[:, None] @ v[:, :t, h])
-    torch.testing.assert_close(outs[t], layer.output(torch.cat(found, -1)), rtol=0, atol=1e-10)
 
 
 @over_each

@@ -156,9 +156,6 @@ def test_values_and_gradients_are_those_of_loops(options: dict[str, Any]) -> Non
     agree(got, twin(model, inputs, lengths), model)
 
 
-# ---- two blocks by hand
-
-
 # ---- what each read sees
 
 
@@ -344,29 +341,3 @@ def test_what_sees_nothing_reads_exactly_nothing() -> None:
     nn.init.constant_(side.nothing_HE, 1e4)
     nn.init.constant_(side.query.weight, 0), nn.init.constant_(side.query.bias, 1)
     assert side(x, slots, valid, places).abs().max() == 0  # and so does what prefers the no-op key
-
-
-def test_empty_slots_may_hold_anything() -> None:
-    side, (x, slots, valid, places) = side_inputs(top_k=2, clip=1)
-    poisoned = torch.where(valid[..., None], slots, torch.nan).requires_grad_()
-    far = torch.where(valid, places, 2**40)
-    y = side(x, poisoned, valid, far)
-    torch.testing.assert_close(y, side(x, slots, valid, places), rtol=0, atol=1e-12)
-    y.square().sum().backward()
-    assert all(p.grad.isfinite().all() for p in side.parameters()) and poisoned.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("top_k", [3, 4, 9])
-def test_a_top_k_of_all_that_is_visible_is_none(top_k: int) -> None:
-    side, given = side_inputs()
-    y = side(*given)
-    side.top_k = top_k
-    torch.testing.assert_close(side(*given), y, rtol=0, atol=1e-12)
-    side.top_k = 2
-    assert (side(*given)[0] - y[0]).abs().max() > 1e-3
-
-
-def test_tokens_may_come_in_two_calls() -> None:
-    side, (x, *rest) = side_inputs(clip=1)
-    whole = side(x, *rest)
-    torch.testing.assert_close(torch.cat([side(part, *rest) for part in x.split(2, 1)], 1), whole, rtol=0, atol=1e-12)

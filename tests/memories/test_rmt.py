@@ -29,11 +29,8 @@ from memories.harness import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_lab.experiments.costs.live_bytes import LiveBytes
-from cached_transformers import state as states
-from cached_transformers.interfaces.memory import Context, Entry, ProjectKV, Query, Reading, Tokens
-from cached_transformers.loops.segments import SegmentLoop
-from cached_transformers.memories.parts.memory_tokens import surround, visible_round
+from cached_transformers.interfaces.memory import Context, Entry, ProjectKV, Query, Reading
+from cached_transformers.memories.parts.memory_tokens import visible_round
 from cached_transformers.memories.rmt import RMT
 from cached_transformers.memories.transformer_xl import CacheBeforeTokens
 from cached_transformers.positions import RelativePositions
@@ -250,59 +247,6 @@ def test_golden_released_code(shared: Path, tag: str, options: dict[str, Any]) -
 
 
 # ------------------------------------------------------------------------------------------ identities and rules
-
-
-@pytest.mark.parametrize("mask", ["full", "causal"])
-@pytest.mark.parametrize("positions", ["rotary", "relative", "alibi", "none"])
-def test_one_segment_and_no_write_is_a_memory_transformer(mask: str, positions: str) -> None:
-    recurrent = build(rmt(mask=mask), positions=positions).eval()
-    static = build({"name": "memory_transformer", "length": M, "mask": mask}, positions=positions).eval()
-    weights = {k: v for k, v in recurrent.state_dict().items() if k in static.state_dict()}
-    static.load_state_dict(weights)
-    first, second = tokens(2)
-    torch.testing.assert_close(recurrent(first).outputs, static(first).outputs, rtol=0, atol=1e-12)
-    state = recurrent(first).state
-    assert (recurrent(second, state).outputs - static(second, static(first).state).outputs).abs().max() > 1e-3
-
-
-def test_memory_rows_stand_beside_the_segment_and_its_tokens_keep_their_places() -> None:
-    x, positions = torch.zeros(2, 4, WIDTH), torch.tensor([[4, 4, 5, 6], [4, 5, 5, 5]])[..., None]
-    padding = torch.tensor([[True, False, False, False], [False, False, True, True]])
-    memory = torch.ones(2, M, WIDTH)
-    _, places, padded, *_ = surround(Tokens(x, positions, padding), memory, memory)
-    assert padded is not None
-    assert places[..., 0].tolist() == [[1, 2, 3, 4, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 5, 5, 6, 7, 8]]
-    assert padded is not None and not padded[:, :M].any() and not padded[:, -M:].any()
-    assert torch.equal(padded[:, M:-M], padding)
-    given = torch.arange(4)[None, :, None].expand(2, -1, -1)  # positions that count padding too
-    assert surround(Tokens(x, given, padding), memory, memory).positions_BNP[:, -M, 0].tolist() == [4, 2]
-
-
-@pytest.mark.parametrize(("norm", "dtype"), [("pre", torch.bfloat16), ("post", torch.float32)])
-def test_a_thousand_segments_are_stable(norm: str, dtype: torch.dtype) -> None:
-    model = build(rmt(), norm=norm).to(dtype).eval()
-    given, out = tokens(8), None
-    with torch.no_grad():
-        for index in range(1000):
-            out = model(given[index % 8], None if out is None else out.state)
-    assert out is not None and out.outputs.isfinite().all()
-    size = out.state.model.tokens_BMD.float().square().mean(-1).sqrt()
-    assert size.min() > 0.1 and size.max() < 3, "what is carried grows or dies"
-    assert states.signature(out.state) == states.signature(model.init_state(ROWS))  # type: ignore[operator]
-
-
-def test_a_stream_takes_no_more_memory_the_longer_it_is() -> None:
-    model = build(rmt(cache=4)).train()
-    given, live, state = tokens(8), [], None
-    loop = SegmentLoop(model, SEGMENT)
-    with LiveBytes() as counter:
-        for index in range(60):
-            loss, state = loop(given[index % 8], given[(index + 1) % 8], state)
-            loss.backward()
-            del loss
-            if index % 10 == 9:
-                live.append(counter.now())
-    assert len(set(live)) == 1 and live[0] > 0
 
 
 @pytest.mark.parametrize("options", [{}, {"cache": 4}, {"cache": 4, "read_cache": True}], ids=str)

@@ -80,28 +80,6 @@ def test_stored_numbers_go_with_the_stored_states(cuts: Any) -> None:
         assert not any(t.requires_grad for _, t in states.named_tensors(out.state))
 
 
-@pytest.mark.parametrize("channel", [0, 1, 2])
-def test_only_differences_count(channel: int) -> None:
-    model, tokens = language_model({**SPEC, "length": 6}), text(2, 14)
-    state = run(model, tokens[:, :8], 4)[-1].state
-    counters = [state.clock_B, *state.model]
-    counters[channel] = counters[channel] + 1000
-    layers = []
-    for rows in state.layers:
-        positions_BMP = rows.positions_BMP.clone()
-        positions_BMP[..., channel] += 1000
-        layers.append(rows._replace(positions_BMP=positions_BMP))
-    moved = state._replace(clock_B=counters[0], model=type(state.model)(*counters[1:]), layers=tuple(layers))
-    assert torch.equal(joined(run(model, tokens[:, 8:], 3, moved)), joined(run(model, tokens[:, 8:], 3, state)))
-    halfway = state._replace(layers=tuple(layers))  # the memory alone moved away
-    assert (
-        joined(run(model, tokens[:, 8:], 3, halfway)) - joined(run(model, tokens[:, 8:], 3, state))
-    ).abs().max() > 0.01
-
-
-# --- relations to other models
-
-
 def test_without_channels_for_sentences_it_is_transformer_xl() -> None:
     options, tokens = {"length": 6, "clamp": 7}, text(2, 16)
     xl = language_model({"name": "transformer_xl", **options})

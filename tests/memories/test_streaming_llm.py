@@ -90,17 +90,6 @@ def test_the_twin(segment: int) -> None:
     agree([ours], [wanted], model, least=1e-6)
 
 
-def test_without_sinks_it_is_transformer_xl_and_with_room_for_all_the_whole_text() -> None:
-    tokens_BN = text(2, 17)
-    outs = [
-        joined(run(language_model(spec), tokens_BN, 4))
-        for spec in (streaming(sinks=0, length=6), {"name": "transformer_xl", "length": 6})
-    ]
-    torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
-    model = language_model(streaming(length=15))
-    torch.testing.assert_close(joined(run(model, tokens_BN, 4)), joined(run(model, tokens_BN, 17)), rtol=0, atol=1e-10)
-
-
 def test_what_left_the_cache_is_gone_and_sinks_stay() -> None:
     """In one layer; in more, what stays was made of what left."""
     model, tokens_BN = language_model(streaming(), depth=1), text(1, 17)
@@ -114,15 +103,6 @@ def test_what_left_the_cache_is_gone_and_sinks_stay() -> None:
     changes = [change(place) for place in range(15)]
     assert all(changed > 1e-6 for changed in (*changes[:S], *changes[15 - R :]))
     assert not any(changes[S : 15 - R])
-
-
-def test_kept_keys_are_those_of_kept_states_and_refused_in_training() -> None:
-    tokens_BN = text(2, 23)
-    model, plain = (language_model(streaming(keep=keep)).eval() for keep in ("kv", "hidden"))
-    torch.testing.assert_close(joined(run(model, tokens_BN, 3)), joined(run(plain, tokens_BN, 3)), rtol=0, atol=1e-10)
-    state = model.init_state(2)
-    with pytest.raises(ValueError, match="of this one's other mode"):
-        model.train()(tokens_BN[:, :3], state)
 
 
 LLAMA = decoder("llama", "Llama", **GROUPED)

@@ -99,20 +99,6 @@ def test_gates_of_zero_and_one_have_values_and_gradients() -> None:
     agree([learn(memory, inputs)[0]], [slow(memory, inputs)[0]], leaves, grads=1e-8, rtol=1e-8)
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_a_stream_cut_where_chunks_end_is_the_whole(layers: int) -> None:
-    memory, inputs = build(layers=layers), given()
-    whole, behind = learn(memory, inputs)
-    learned, parts = None, []
-    for part in zip(*(t.split([4, 4, 3], 2) for t in inputs), strict=True):
-        out, learned = learn(memory, list(part), learned)
-        parts.append(out)
-    torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=0, atol=1e-12)
-    assert learned is not None
-    for a, b in zip(learned, behind, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-
-
 def plain(value: float, tokens: int = N) -> Tensor:
     return torch.full((B, G, tokens), value, **DOUBLE)
 
@@ -120,26 +106,6 @@ def plain(value: float, tokens: int = N) -> Tensor:
 def linear(inputs: list[Tensor], theta: float, alpha: float, eta: float) -> list[Tensor]:
     n = inputs[0].shape[2]
     return [*inputs[:3], plain(theta, n), plain(alpha, n), plain(1 - eta, n)]
-
-
-def test_without_momentum_and_forgetting_a_matrix_is_the_delta_rule() -> None:
-    memory, inputs = build(chunk=1), given()
-    q, k, v = inputs[:3]
-    out, _ = learn(memory, linear(inputs, 0.7, 0, 0))
-    W = memory.matrices(begun(memory).weights_BGP)[0]
-    for t in range(N):
-        error = v[:, :, t] - (k[:, :, t, None] @ W)[:, :, 0]
-        W = W + 0.7 * k[:, :, t, :, None] * error[:, :, None]
-        torch.testing.assert_close(out[:, :, t], (q[:, :, t, None] @ W)[:, :, 0], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-def test_without_steps_and_forgetting_it_is_a_net_that_stays(layers: int) -> None:
-    memory, inputs = build(layers=layers), given()
-    out, behind = learn(memory, linear(inputs, 0, 0, 0.9))
-    weights = begun(memory).weights_BGP
-    torch.testing.assert_close(out, memory.read(begun(memory).weights_BGP, inputs[0]), rtol=0, atol=1e-12)
-    torch.testing.assert_close(behind.weights_BGP, weights, rtol=0, atol=0)
 
 
 def test_an_odd_value_moves_weights_no_farther_than_the_bound() -> None:

@@ -179,16 +179,6 @@ def test_the_model_is_its_slow_twin(options: dict[str, Any]) -> None:
 # --- what the definition implies
 
 
-def test_with_the_same_length_the_cut_does_not_matter_and_without_it_does() -> None:
-    tokens, cuts = text(2, 24), (1, 3, 6, [5, 2, 11, 6])
-    same = language_model({"name": "transformer_xl", "length": 6, "same_length": True})
-    whole = same(tokens).outputs
-    for cut in cuts:
-        close(joined(run(same, tokens, cut)), whole, f"cut {cut}")
-    whole_memory = language_model({"name": "transformer_xl", "length": 6})
-    assert (joined(run(whole_memory, tokens, 3)) - joined(run(whole_memory, tokens, 6))).abs().max() > 0.01
-
-
 class Attached(TransformerXL):
     """Stores without detaching, so that the gradient shows what an output depends on."""
 

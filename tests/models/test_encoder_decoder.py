@@ -7,17 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from attentions.cases import CASES as ATTENTION_CASES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers import create_model
-from cached_transformers.attentions import create_attention
 from cached_transformers.layers.token_loss import IGNORED, token_losses
 from cached_transformers.memories.grc.shared_cache import caches
 from cached_transformers.models.encoder_decoder import EncoderDecoder
 from cached_transformers.positions import BucketedPositions
-from cached_transformers.registry import ATTENTIONS
 
 V, W, D, H, ROWS, N, T = 13, 11, 8, 2, 3, 6, 5
 LENGTHS = torch.tensor([6, 2, 4])
@@ -183,25 +180,6 @@ def test_padding_changes_nothing(kind: str) -> None:
         torch.testing.assert_close(got, torch.stack(want), atol=2e-5, rtol=1e-4)
 
 
-PADDED = [a.name for a in ATTENTIONS if "exact_padding" in a.factory.can and a.name != "softmax"]
-
-
-@pytest.mark.parametrize("attention", PADDED)
-@torch.no_grad()
-def test_attentions_with_exact_padding_keep_it(attention: str) -> None:
-    options = {"name": attention, **(ATTENTION_CASES[attention].options if attention in ATTENTION_CASES else {})}
-    core = create_attention(options, width=D, heads=H, length=32, prefix=0, depth=2, index=0, causal=False)
-    if "bidirectional" not in core.can:
-        pytest.skip("has no other than a causal form")
-    model = build(target_vocabulary=W, attention=options)
-    inputs, targets = sources(), said()
-    torch.manual_seed(0)
-    want = [model(inputs[i : i + 1, : LENGTHS[i]], targets[i : i + 1]).outputs[0] for i in range(ROWS)]
-    torch.manual_seed(0)
-    got = model(inputs, targets, PADDING).outputs
-    torch.testing.assert_close(got, torch.stack(want), atol=2e-5, rtol=1e-4)
-
-
 def test_a_cache_learns_of_valid_tokens_alone_and_has_64_slots() -> None:
     model = build(memory="grc").train()
     assert {cache.cache_MC.shape for cache in caches(model)} == {(64, D // 2)}
@@ -354,9 +332,6 @@ def test_buckets_are_t5s() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vocabulary": 0}, "vocabulary=0 must be at least 1"),
-        ({"max_length": 0}, "max_length=0 must be at least 1"),
-        ({"decoder_depth": 0}, "decoder_depth=0 must be at least 1"),
         ({"heads": 3}, "width=8 must be a positive multiple of heads=3"),
         ({"positions": "bucket"}, "did you mean 'bucketed'"),
         ({"norm": "mid"}, "norm='mid' must be 'pre' or 'post'"),
@@ -380,20 +355,14 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"inputs": torch.zeros(ROWS, 0, dtype=torch.long)}, "inputs of shape .* must be token ids"),
-        ({"inputs": torch.zeros(ROWS, N)}, "inputs of .* dtype torch.float32 must be token ids"),
         (
             {"inputs": torch.zeros(ROWS, 33, dtype=torch.long), "padding": None},
             "inputs of 33 tokens, but max_length=32",
         ),
-        ({"inputs": torch.full((ROWS, N), V)}, f"a token id is not in a vocabulary of {V} tokens"),
         ({"targets_in": torch.full((ROWS, T), -1)}, "a token id of decoder_inputs is not in a vocabulary"),
         ({"targets_in": torch.zeros(ROWS + 1, T, dtype=torch.long)}, "3 rows of inputs, but 4 of decoder_inputs"),
         ({"targets_in": torch.zeros(ROWS, 33, dtype=torch.long)}, "decoder_inputs of 33 tokens, but max_length=32"),
-        ({"padding": PADDING[:, 1:]}, "padding of shape .* must have the shape of the inputs"),
-        ({"padding": PADDING.long()}, "padding of dtype torch.int64 must be bool"),
         ({"targets": said()[:, 1:]}, "targets of shape .* must have the shape of decoder_inputs"),
-        ({"targets": torch.full((ROWS, T), -2)}, "a target other than -100"),
         ({"label_smoothing": 0.1}, "label_smoothing=0.1 must lie in"),
         ({"targets": said(), "label_smoothing": 1.0}, "label_smoothing=1.0 must lie in"),
         ({"state": ()}, "the state is that of another model"),

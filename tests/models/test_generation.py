@@ -78,20 +78,6 @@ class Table(nn.Module):
         return ModelOutput(torch.stack(outputs, 1), (seen_B, last_B), torch.zeros(()))
 
 
-@pytest.mark.parametrize("prompt", [1, 3, 4, 5, 9])
-def test_greedy_tokens_are_the_likeliest_of_the_text_read_by_segments(model: Any, prompt: int) -> None:
-    prompt_BN = torch.randint(V, (3, prompt))
-    found = model.generate(prompt_BN, tokens=10, temperature=0, segment_length=SEGMENT)
-    text_BN = torch.cat([prompt_BN, found.tokens], 1)
-    with torch.no_grad():
-        logp_BNV, state = by_segments(model.eval(), text_BN[:, :-1])
-    new = logp_BNV[:, prompt - 1 :]
-    assert torch.equal(new.argmax(-1), found.tokens) and found.tokens.shape == (3, 10)
-    close(found.scores, new.max(-1).values.sum(1))
-    close(found.state, state)
-    assert found.lengths.tolist() == [10] * 3
-
-
 def test_a_memory_meets_the_segments_of_training_and_no_others() -> None:
     """Read one token at a time, this memory would answer otherwise: the rule is needed."""
     model = build({"name": "transformer_xl", "length": 2}).eval()
