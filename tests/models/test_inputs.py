@@ -145,7 +145,7 @@ def test_sizes(name: str, option: str, size: int) -> None:
         ({"memory": {"name": "grc", "window": [0, 7]}}, r"window=\[0, 7\] must be \(height, width\)"),
         ({"memory": {"name": "grc", "window": [2, 2]}}, r"window=\[2, 2\] is of 4 tokens, but 5 tokens read 5 slots"),
         ({"memory": {"name": "grc_stream", "dropout": -0.5}}, r"dropout=-0\.5 must lie in \[0, 1\]"),
-        ({"memory": {"name": "infinity_former", "ridge": float("inf")}}, "ridge=inf must be positive and finite"),
+        ({"memory": {"name": "infinity_former", "ridge": float("inf")}}, "ridge=inf must be"),
         ({"attention": {"name": "longformer", "dilation": []}}, r"dilation=\[\] must be at least 1"),
         ({"dropout": 2.0}, r"dropout=2\.0 must lie in \[0, 1\]"),
     ],

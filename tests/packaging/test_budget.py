@@ -12,13 +12,13 @@ import pytest
 PROJECT = Path(__file__).resolve().parents[2]
 
 LINES = {
-    "src/cached_transformers": 33_740,
+    "src/cached_transformers": 33_734,
     "src/cached_transformers/interfaces": 933,
     "src/cached_transformers/state": 560,
     "src/cached_transformers/memories": 9_307,
     "src/cached_transformers/attentions": 6_890,
     "src/cached_transformers/layers": 3_007,
-    "src/cached_transformers/models": 4_292,
+    "src/cached_transformers/models": 4_286,
     "src/cached_transformers/loops": 930,
     "src/cached_transformers/integrations": 6_235,
     "src/cached_lab": 21_338,

@@ -51,12 +51,10 @@ def check_targets(targets_BN: Tensor, like_BN: Tensor, vocabulary: int, name: st
 
 def check_padding(padding_BN: Tensor, like_BN: Tensor) -> None:
     """Check a padding mask of the inputs (ValueError)."""
-    if padding_BN.shape != like_BN.shape:
-        raise ValueError(
-            f"padding of shape {tuple(padding_BN.shape)} must have the shape of the inputs, {tuple(like_BN.shape)}"
-        )
-    if padding_BN.dtype != torch.bool:
-        raise ValueError(f"padding of dtype {padding_BN.dtype} must be bool, True = padding")
+    shape, expected = tuple(padding_BN.shape), tuple(like_BN.shape)
+    if shape != expected or padding_BN.dtype != torch.bool:
+        given = f"padding of shape {shape} must have the shape of the inputs, {expected}"
+        raise ValueError(f"{given}, and bool, True = padding, not {padding_BN.dtype}")
 
 
 def check_places(places_BN2: Tensor, like_BN: Tensor) -> None:

@@ -29,7 +29,8 @@ from cached_transformers.registry import MODELS, unknown_name
 from .documents import check_suits
 from .initial_weights import initialise
 from .inputs import check_padding, check_tokens
-from .stack_model import StackModel, acts_in_layers, carries, embed_places, make_stack
+from .segments import remembers
+from .stack_model import StackModel, acts_in_layers, embed_places, make_stack
 from .stack_options import StackOptions
 
 NO_TOKEN = -1
@@ -120,7 +121,7 @@ class SequenceClassifier(StackModel):
         self.stack = make_stack(stack, positions=in_layers, gives=("token_ids",), length=max_length + 1, sequence=True)
         if stack.positions is None and acts_in_layers(self.stack):
             self.positions = Positions()
-        self._carries = carries(self.stack)
+        self._carries = remembers(self.stack.init_state(1))
         if pool == "last":
             self.head: nn.Module = LastTokenHead(width, classes)
         else:

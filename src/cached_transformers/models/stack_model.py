@@ -37,7 +37,6 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.state import check, map_state
 
 from .published import PublishedModel
-from .segments import remembers
 from .stack_options import StackOptions
 
 WHERE_GIVEN: dict[str, str] = {
@@ -238,11 +237,6 @@ def _refuse_place(memory: LayerMemory | ModelMemory, gives: Collection[str]) -> 
 def acts_in_layers(stack: Stack) -> bool:
     """Return whether a layer has a position scheme, such as the memory's own."""
     return any(type(block.attention.positions) is not Positions for block in stack.blocks)  # type: ignore[union-attr]
-
-
-def carries(stack: Stack) -> bool:
-    """Return whether a state holds more than the clock."""
-    return remembers(stack.init_state(1))
 
 
 def embed_places(x_BND: Tensor, positions: Positions, places_BN1: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ from cached_transformers.registry import MODELS, unknown_name
 
 from ..documents import refuse_documents
 from ..inputs import check_padding, check_targets, check_tokens
-from ..stack_model import StackModel, acts_in_layers, carries, embed_places, make_stack
+from ..segments import remembers
+from ..stack_model import StackModel, acts_in_layers, embed_places, make_stack
 from ..stack_options import StackOptions
 from .initial_weights import initialise_weights
 from .text_decoder import DecoderCache, Encoded, make_decoder
@@ -159,7 +160,7 @@ class EncoderDecoder(StackModel):
         if shared != "none":
             self.head.weight = self.target_embedding.weight
         self._experts = stack.experts is not None
-        self._carries = carries(self.stack)
+        self._carries = remembers(self.stack.init_state(1))
 
     def set_activation_checkpointing(self, enabled: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""
