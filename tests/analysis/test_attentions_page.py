@@ -24,7 +24,7 @@ def test_every_attention_has_a_section() -> None:
 def test_a_section_says_what_the_registry_says_and_how_its_picture_is_drawn(name: str) -> None:
     section = PAGE.split(f"\n## {name}\n")[1].split("\n## ")[0]
     info = ATTENTIONS.entry(name).info
-    for fact in ("equation", "order", "cost"):
+    for fact in ("equation", "order"):
         assert str(info[fact]) in section, f"{fact} of {name} is not that of `cached explain {name}`"
     command = shlex.split(re.findall(r"^cached explain .*$", section, re.MULTILINE)[0])
     picture = f"images/attentions/{name}.png"
