@@ -380,6 +380,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "other places": ({"document_ids": NUMBERS, "position_ids": PLACES}, "position_ids beside document_ids"),
     "only bounds": ({"cu_seq_lens_q": BOUNDS}, "cu_seq_lens_q: .*document_ids"),
+    "other bounds": ({"position_ids": PLACES, "cu_seq_lens_q": BOUNDS[[0, 1, 3]]}, "cu_seq_lens_q bounds 2 .* 3"),
+    "places that go on": ({"position_ids": torch.arange(13)[None], "seq_idx": NUMBERS}, "seq_idx bounds 3 .* 1"),
     "one that begins again": ({"document_ids": NUMBERS % 2}, r"documents\[0, 8\] is 0.*ended"),
     "no whole numbers": ({"document_ids": NUMBERS.float()}, "float32 .*whole numbers"),
     "another shape": ({"document_ids": NUMBERS[:, 1:]}, r"document_ids of shape \(1, 12\)"),

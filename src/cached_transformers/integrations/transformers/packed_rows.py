@@ -137,6 +137,17 @@ def refuse_packed(positions_BM: Tensor, padding_BM: Tensor | None, why: str) -> 
     insist(~_falls(positions_BM, real_BM).any(), why)
 
 
+def refuse_other_bounds(bounds: dict[str, Any], found: PackedDocuments | None, rows: int) -> None:
+    """Raise ValueError if `BOUNDS` give another number of documents than were found; None is one for each row."""
+    count = rows if found is None else int(_begins(found.ids_BM).sum())
+    for name, t in bounds.items():
+        if name.startswith("max_length"):
+            continue
+        told = int((t.diff() != 0).sum()) + rows if name == "seq_idx" else t.numel() - 1
+        if told != count:
+            raise ValueError(f"{name} bounds {told} documents, document_ids or position_ids {count}; leave one out")
+
+
 def refuse_told(given: dict[str, Any], why: str) -> None:
     """Raise ValueError if one of `KEYWORDS` is given."""
     for name in KEYWORDS:

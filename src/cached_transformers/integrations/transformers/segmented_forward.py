@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -38,6 +39,7 @@ from .packed_rows import (
     documents_told,
     may_begin_again,
     read_packed,
+    refuse_other_bounds,
     refuse_packed,
     refuse_told,
 )
@@ -81,12 +83,15 @@ class DecoderForward(HostForward):
             refuse_told(bounds, "a memory reads document_ids or position_ids that begin again; give these, or")
         cache, first = given.get("past_key_values"), given.get("input_ids")
         first = given.get("inputs_embeds") if first is None else first
+        found = None
         if isinstance(cache, MemoryCache) and cache.tokens:
             refuse_told({"document_ids": ids}, NO_CACHE)
         elif first is not None and first.dim() > 1 and (ids is not None or may_begin_again(positions)):
             read = documents_told if is_exporting() else self._told
-            return read(ids, given, *first.shape[:2])
-        return None
+            found = read(ids, given, *first.shape[:2])
+        if bounds and first is not None and not torch.compiler.is_compiling():
+            refuse_other_bounds(bounds, found, len(first))
+        return found
 
     def _told(self, ids: Tensor | None, given: dict[str, Any], rows: int, columns: int) -> PackedDocuments | None:
         """Read values outside of a compiled graph."""
