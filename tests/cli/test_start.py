@@ -28,6 +28,8 @@ for words in {commands!r}:
     assert out.getvalue() or "unknown name" in err.getvalue(), words
 from cached_lab.tasks.recipes import load_config
 load_config("imagenet_pvt_tiny_grc")  # its model is registered by a module of the library that a recipe does not name
+from cached_lab.experiments.probes.settings import chosen_memories, chosen_tasks
+assert chosen_memories("grc_stream") == ["grc_stream"] and chosen_tasks("latch", {{}}, [])  # as `cached probe` begins
 print("done")
 """
 
