@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import cached_lab.experiments.probes.tasks
-import cached_transformers.memories  # noqa: F401  (registers memories, the line before it tasks)
+import cached_lab.experiments.probes.tasks  # noqa: F401  (registers tasks)
+import cached_transformers.memories  # noqa: F401  (registers memories)
 from cached_lab.registries import PROBES
 from cached_lab.yaml_tree import apply_override
 from cached_transformers.interfaces.memory import ModelMemory
