@@ -148,7 +148,7 @@ class TextReader:
         self.first = 0 if self.now is None else self.now.tokens
 
     def _unread(self) -> Iterator[list[int]]:
-        """The ids after those that were inputs before; what was read is tokenised again."""
+        """Return the ids after the earlier inputs; the text read before is tokenised again."""
         skip = self.first
         for ids, size in text_pieces(self.file, self.tokenizer):
             self.size += size
