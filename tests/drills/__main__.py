@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 
 from . import catalogue
@@ -18,13 +19,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m drills", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="DRILL", help=f"of {', '.join(drills)}; all without a name")
     parser.add_argument("--count", type=int, help="cases of each (default: as many as the drill says)")
-    parser.add_argument("--seed", type=int, default=0, help="draws the cases")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="draws the cases (default: the clock)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="cases at a time")
     parser.add_argument("--case", help="one case of one drill, by its name")
     parser.add_argument("--table", type=Path, help="a Markdown file whose part between the marks is written again")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.names if name not in drills]:
         parser.error(f"no drill is called {unknown[0]!r}; there are {', '.join(drills)}")
+    print(f"seed {arguments.seed}", flush=True)
     chosen = [drills[name] for name in arguments.names] or list(drills.values())
     if arguments.case is not None and len(chosen) != 1:
         parser.error("--case repeats a case of one drill: name the drill")
