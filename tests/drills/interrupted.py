@@ -10,12 +10,14 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pairs
 from data import streaming_library
+from data.pictures import class_folders, write_files
 
 from cached_lab.tasks.recipes import config_from_dict
 from cached_lab.training.config import RunConfig, config_to_dict
@@ -45,37 +47,49 @@ def _cases(count: int, seed: int) -> Iterator[str]:
 def _prepare(shared: Path) -> None:
     _commands.prepare(shared)
     streaming_library.write_shards(shared / "data" / "shards", {"train": 9, "validation": 6})
+    write_files(shared / "data" / "images", class_folders(classes=3, images=20))
     library = ModuleType("datasets")
     library.load_dataset = streaming_library.load_dataset  # type: ignore[attr-defined]
     sys.modules["datasets"] = library
 
 
 def _config(kind: str, chance: random.Random) -> RunConfig:
-    """A tiny recipe of a kind, with random settings of its saves and averages."""
+    """A tiny recipe of a kind, with random settings of its batches, saves and averages."""
     data, recipes = _commands.data(), _runs.recipes()
     alike = {"streams": "language", "pipeline": "language", "documents": "listops", "denoising": "translation"}
     tree: dict[str, Any] = config_to_dict(recipes[alike.get(kind, kind)](data))
-    training = tree["training"]
+    options, model, training = tree["data"], tree["model"], tree["training"]
+    training["accumulate"] = chance.randint(1, 2) if kind != "detection" else 1
     if kind == "streams":
-        tree["data"] = {"name": "huggingface_stream", "dataset": str(data / "shards"), "tokenizer": "byte"}
-        tree["data"] |= {"window": 5}
+        options = {"name": "huggingface_stream", "dataset": str(data / "shards"), "tokenizer": "byte", "window": 5}
         training["test"] = "none"
+    elif kind == "language":
+        options["reset"] = chance.choice(["never", "document", "packed"])
+        options["shuffle"] = options["reset"] == "document"
+        model["memory"] = chance.choice([model["memory"], {"name": "rmt", "length": 2}])
+        training |= {"reset_rows": 0.3, "bptt": 2, "evaluation_batch_size": 8}
+        if options["reset"] == "never":
+            training |= {"reset_rows": 0.0, "segments": 3, "bptt_window": "sliding", "recall": 0.2, "accumulate": 1}
     elif kind == "pipeline":
         training |= {"pipeline": 2, "bptt": 2}
     elif kind == "documents":
         sizes = {"train_size": 24, "validation_size": 12, "test_size": 12}
-        tree["data"] = {"name": "planted_documents", "segment_length": 8, "segments": 2, **sizes}
-        tree["model"]["memory"] = {"name": "rmt", "length": 2}
+        options = {"name": "planted_documents", "segment_length": 8, "segments": 3, "noise": 4, **sizes}
+        model |= {"positions": "rotary", "memory": {"name": "rmt", "length": 2}}
+        training |= chance.choice([{}, {"curriculum": [1, 2, 3], "solved": 0.02}])
     elif kind == "denoising":
-        sizes = {"max_length": 16, "vocabulary_size": 280}
-        tree["data"] = {"name": "denoising", "path": str(data / "text"), **sizes}
+        options = {"name": "denoising", "path": str(data / "text"), "max_length": 16, "vocabulary_size": 280}
         training["batch_tokens"] = None
+    elif kind == "images" and find_spec("timm"):
+        augmentation = {"auto_augment": "rand-m9-mstd0.5-inc1", "erase": 0.25}
+        options = {"name": "image_folder", "path": str(data / "images"), "image_size": 8, "augmentation": augmentation}
+        training |= {"mixup": 0.8, "cutmix": 1.0, "repeats": 2, "label_smoothing": 0.1, "batch_size": 8}
     every = chance.randint(1, 3) if kind != "detection" else 1
     training |= {"save": chance.choice(["sync", "async"]), "evaluate_every": every, "log_every": chance.randint(1, 3)}
     training |= {"save_every": chance.choice([None, 1, every]), "keep": chance.randint(2, 3)}
     average = chance.choice([{}, {"ema_decay": 0.5}, {"average_last": 2}])
     training |= {"ema_decay": None, "average_last": 1, **average}
-    return config_from_dict(tree)
+    return config_from_dict(tree | {"data": options})
 
 
 def _attempt(case: str, folder: Path) -> None:
@@ -89,12 +103,10 @@ def _attempt(case: str, folder: Path) -> None:
     for strike in filter(None, (at, later)):
         _trained(kind, config, folder / "run", how, strike)
     _trained(kind, config, folder / "run")
-    about = {key: getattr(config.training, key) for key in ("save", "save_every", "evaluate_every", "keep")}
-    about |= {"ema_decay": config.training.ema_decay, "average_last": config.training.average_last}
     try:
         _runs.compare_runs(folder / "run", folder / "whole")
     except Failure as failure:
-        raise Failure(f"{how} after step {at}, then {later}; {about}: {failure}") from None
+        raise Failure(f"{how} after step {at}, then {later}; {config}: {failure}") from None
 
 
 def _trained(kind: str, config: RunConfig, run: Path, how: str = "", step: int = 0) -> None:
@@ -123,7 +135,7 @@ def _one(config: RunConfig, run: Path, how: str, step: int) -> None:
         if step:
             raise Failure(f"expected an interruption after step {step}, found none")
     except (Interrupted, RunFailed) as stop:
-        if str(stop) != "made" and how not in str(stop) or not step:
+        if (str(stop) != "made" and how not in str(stop)) or not step:
             raise
     finally:
         Trainer._train_step = original  # type: ignore[method-assign]
