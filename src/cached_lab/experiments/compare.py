@@ -80,10 +80,16 @@ class VariantComparison:
         folder = self.folder / name
         path = folder / "summary.json"
         if name not in self._finished and path.is_file():
-            summary = json.loads(path.read_text(encoding="utf-8"))
             same = config_hash(read_run_config(folder)) == config_hash(variant.seeded(seed))
-            if same and summary["steps"] == variant.config.training.steps:
-                self._finished[name] = summary
+            try:
+                summary = json.loads(path.read_text(encoding="utf-8"))
+                if same and summary["steps"] == variant.config.training.steps:
+                    float(summary["best" if self.split == "validation" else "test"][self.metric])
+                    self._finished[name] = summary
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path} is damaged ({error!r}); remove it, and the same command writes it again"
+                ) from error
         return self._finished.get(name)
 
     def finished(self, variant: Variant) -> list[dict[str, Any]]:

@@ -80,16 +80,30 @@ def in_world(device: str, work: Callable[[World], T]) -> T:
         work: must not return anything that communicates.
 
     Raises:
-        ValueError: the device does not exist.
+        ValueError: the device does not exist, or the environment does not fit.
     """
-    several = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-    chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")) if several else None)
+    local_rank = _local_rank()
+    several = local_rank is not None
+    chosen = pick_device(device, local_rank)
     if not several:
         return work(World(chosen))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     return in_group(lambda: work(World(chosen, dist.get_rank(), dist.get_world_size())), backend)
+
+
+def _local_rank() -> int | None:
+    """Return this process' number on its machine; None without other processes (ValueError: numbers do not fit)."""
+    if "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    found = {name: os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    if not all(text.isdecimal() for text in found.values()) or not all(
+        int(found[name]) < int(found["WORLD_SIZE"]) for name in ("RANK", "LOCAL_RANK")
+    ):
+        told = ", ".join(f"{name}={text}" for name, text in found.items())
+        raise ValueError(f"{told}: ranks must be whole numbers below WORLD_SIZE; start torchrun, or unset RANK")
+    return int(found["LOCAL_RANK"])
 
 
 def in_group(work: Callable[[], T], backend: str, **rendezvous: Any) -> T:
@@ -121,6 +135,8 @@ def _rendezvous() -> dict[str, Any]:
     The store outlives restarts and still has the addresses of killed processes (pytorch issue 135712). The number of
     restarts is no unique prefix, since each torchrun counts its own.
     """
+    if lacking := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise ValueError(f"{' and '.join(lacking)} must be set where RANK is; start torchrun, or unset RANK")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -181,6 +197,8 @@ def pick_device(name: str, local_rank: int | None = None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"training.device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices, from 0")
     if device.type == "cuda" and local_rank is not None:
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(f"LOCAL_RANK={local_rank}: this machine has {torch.cuda.device_count()} CUDA devices")
         return torch.device("cuda", local_rank)
     return device
 
