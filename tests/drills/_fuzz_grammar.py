@@ -243,7 +243,7 @@ class Grammar:
         return Input([name, *words], recipe, [], "command")
 
     def misused(self, rng: random.Random) -> Input:
-        """A misspelt option, or one without the option that it belongs to, on a command line that is right otherwise."""
+        """A misspelt option, or one without the option that it belongs to, in an otherwise right command line."""
         if rng.random() < 0.5:
             name = rng.choice([name for name in self.commands if name != "benchmark"])
             option = rng.choice([o for a in self.commands[name]._actions for o in a.option_strings if o[:2] == "--"])
@@ -256,9 +256,8 @@ class Grammar:
             action = known[rng.choice(options.split())]
             value = {int: "7", float: "0.25", type(None): "x"}.get(action.type, "x")
             words = [action.option_strings[0], *([] if action.nargs == 0 else [value])]
-            words += [known[other].option_strings[0], known[other].choices[0] if known[other].choices else "1..2"] * (
-                word == "None"
-            )
+            if word == "None":
+                words += [known[other].option_strings[0], (known[other].choices or ["1..2"])[0]]
         wanted = [a for a in self.commands[name]._actions if not a.option_strings and a.nargs not in ("*", "?")]
         given = [str(a.choices[0]) if a.choices else "x" for a in wanted]
         return Input([name, *given, *words], None, [words[0]], "misused", refused=True)

@@ -232,8 +232,8 @@ def _watch_writes(root: Path) -> list[str]:
 DRILL = Drill(
     "fuzz",
     f"{TOGETHER} command lines and recipes a case, from a grammar of all options of all commands and parts, right, "
-    "wrong, damaged, misspelt and without their mode: exit status 0, 1 or 2 within 60 seconds, a message that names the mistake, no traceback, "
-    "nothing written elsewhere",
+    "wrong, damaged, misspelt, or without the option that they belong to: exit status 0, 1 or 2 within 60 seconds, a "
+    "message that names the mistake, no traceback, nothing written elsewhere",
     cases,
     attempt,
     count=200,
