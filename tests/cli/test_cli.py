@@ -103,6 +103,7 @@ TRAIN = ["train", "{recipe}", "--out", "{run}"]
         (["probe", "rmt", "--no-ceiling"], "--no-ceiling"),
         (["probe", "rmt", "--train-distance", "1..2", "--distance", "9"], "--distance 9"),
         (["evaluate", "{run}", "--other", "{run}"], "--other {run}"),
+        (["explain", "grc", "ratio=1"], "ratio=1: it has an effect with --plot"),
         (["evaluate", "{run}", "--batch-sizes", "1"], "--batch-sizes 1"),
         (["list", "memories", "a=b"], "unrecognized arguments: a=b"),
         (["reproduce", "table1", "--scale", "x" * 20_000], "--scale"),

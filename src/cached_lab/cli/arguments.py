@@ -23,6 +23,7 @@ NEEDS = {
         ("other", "memory", "other", "with --memory other"),
         ("batch_sizes", "memory", "batch", "with --memory batch"),
     ],
+    "explain": [("overrides tokens draws", "plot", "", "with --plot")],
     "generate": [("length_penalty", "beams", "", "with --beams")],
     "translate": [("resume", "output", "", "with --output FILE")],
 }
@@ -88,9 +89,9 @@ def refuse_unused(arguments: argparse.Namespace, parser: argparse.ArgumentParser
         for name in options.split():
             value, needed = getattr(arguments, name), getattr(arguments, other)
             met = word in str(needed).split(",") if word else needed != parser.get_default(other)
-            if value != parser.get_default(name) and not met:
-                told = " ".join(map(str, value)) if isinstance(value, list) else "" if value is True else value
-                option = f"--{name.replace('_', '-')} {told}".strip()
+            if value and value != parser.get_default(name) and not met:
+                told = " ".join(map(str, value if isinstance(value, list) else [value]))
+                option = told if name == "overrides" else f"--{name.replace('_', '-')} {told}"
                 raise ValueError(f"{option}: it has an effect {way} only; change one of them")
 
 

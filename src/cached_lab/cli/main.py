@@ -7,6 +7,7 @@ Ctrl-C). With CACHED_DEBUG=1 all errors show their traceback.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
@@ -79,28 +80,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cached-transformers {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    from . import (
-        benchmark,
-        compare,
-        convert,
-        detect,
-        evaluate,
-        explain,
-        generate,
-        leaderboard,
-        plan,
-        plot,
-        probe,
-        reproduce,
-        stream,
-        train,
-    )
-    from . import list as listing  # here, so that a package that lacks is named by `main`
-    from . import translate as translation
-
-    commands = (listing, explain, train, evaluate, detect, translation, plan, compare, reproduce, plot, probe)
-    for module in (*commands, leaderboard, stream, generate, convert, benchmark):
-        example = EXAMPLES[module.__name__.rpartition(".")[2]]
+    for name, example in EXAMPLES.items():
+        module = importlib.import_module(f".{name}", __package__)  # here, so that `main` names a package that lacks
         if hasattr(module, "add_parser"):
             module.add_parser(subparsers)
         else:

@@ -14,6 +14,7 @@ files in the folder are left alone. A save off schedule, after a signal, serves 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import io
@@ -77,7 +78,13 @@ class Checkpoints:
 
     def scheduled(self) -> list[Path]:
         """Return the step folders of scheduled saves, newest last; a damaged one counts."""
-        return [path for path in self.paths() if _scheduled(path)]
+
+        def off(path: Path) -> bool:
+            with contextlib.suppress(ValueError):
+                return _read_meta(path).get("scheduled") is False
+            return False
+
+        return [path for path in self.paths() if not off(path)]
 
     def save(
         self,
@@ -252,13 +259,6 @@ def stored_config(path: Path) -> dict[str, Any]:
     """Return the configuration in a step folder without reading its weights (ValueError: see `read_checkpoint`)."""
     config: dict[str, Any] = _read_meta(path)["config"]
     return config
-
-
-def _scheduled(path: Path) -> bool:
-    try:
-        return bool(_read_meta(path).get("scheduled", True))
-    except ValueError:
-        return True
 
 
 def _read_meta(path: Path) -> dict[str, Any]:

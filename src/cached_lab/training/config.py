@@ -118,10 +118,9 @@ def _build(cls: type[D], tree: Any, path: str) -> D:
     for key, value in tree.items():
         if key not in hints:
             known = [f"{path}{name}" for name in hints]
-            inner = [f"{name}.{own}" for name, kind in hints.items() for own in getattr(kind, "__annotations__", ())]
-            near = difflib.get_close_matches(f"{key}", [own.partition(".")[2] for own in inner], 1)
-            told = [f"; is it {name}?" for name in inner if near and not path and name.endswith(f".{near[0]}")]
-            raise ValueError(unknown_name("key", f"{path}{key}", known) + "".join(told))
+            inner = {own: f"{name}.{own}" for name in hints for own in getattr(hints[name], "__annotations__", ())}
+            near = "".join(f"; is it {inner[own]}?" for own in difflib.get_close_matches(str(key), inner, 1))
+            raise ValueError(unknown_name("key", f"{path}{key}", known) + near)
         if dataclasses.is_dataclass(hints[key]):
             values[key] = _build(typing.cast(type, hints[key]), value, f"{path}{key}.")
         else:

@@ -82,10 +82,8 @@ def in_world(device: str, work: Callable[[World], T]) -> T:
     Raises:
         ValueError: the device does not exist, or the environment does not fit.
     """
-    local_rank = _local_rank()
-    several = local_rank is not None
-    chosen = pick_device(device, local_rank)
-    if not several:
+    chosen = pick_device(device, local := _local_rank())
+    if local is None:
         return work(World(chosen))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -97,13 +95,12 @@ def _local_rank() -> int | None:
     """Return this process' number on its machine; None without other processes (ValueError: numbers do not fit)."""
     if "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
         return None
-    found = {name: os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    if not all(text.isdecimal() for text in found.values()) or not all(
-        int(found[name]) < int(found["WORLD_SIZE"]) for name in ("RANK", "LOCAL_RANK")
-    ):
-        told = ", ".join(f"{name}={text}" for name, text in found.items())
-        raise ValueError(f"{told}: ranks must be whole numbers below WORLD_SIZE; start torchrun, or unset RANK")
-    return int(found["LOCAL_RANK"])
+    told = {name: os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    rank, local, size = (int(text) if text.isdecimal() else -1 for text in told.values())
+    if not (0 <= rank < size and 0 <= local < size):
+        given = ", ".join(f"{name}={text}" for name, text in told.items())
+        raise ValueError(f"{given}: ranks must be whole numbers below WORLD_SIZE; start torchrun, or unset RANK")
+    return local
 
 
 def in_group(work: Callable[[], T], backend: str, **rendezvous: Any) -> T:

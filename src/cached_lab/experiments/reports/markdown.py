@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
-from html import escape
 from pathlib import Path
 
 from cached_transformers.files import write_whole
@@ -37,7 +37,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _text(text: str) -> str:
-    return escape(text, quote=False)
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
 
 
 def write_between(page: Path, marks: tuple[str, str], content: str) -> None:
