@@ -1,4 +1,4 @@
-"""Drill: a run is interrupted after any step, by a signal or an error, and resumed: it ends as the undisturbed one.
+"""Drill: a run is interrupted after any step by a signal, or in the next one by an error, and resumed.
 
 A case `listops/SIGTERM/3/17` is a recipe, the kind of interruption, its step, and a seed of the settings: averages,
 saves in the background, steps between saves and evaluations, checkpoints to keep, and a second interruption.
@@ -123,11 +123,15 @@ def _one(config: RunConfig, run: Path, how: str, step: int) -> None:
     original = Trainer._train_step
 
     def struck(trainer: Trainer, *arguments: Any) -> None:
+        if how == "error" and trainer.step == step:
+            backward = trainer.task.backward
+            trainer.task.backward = lambda *batch: failed(backward(*batch))  # type: ignore[method-assign]
         original(trainer, *arguments)
-        if trainer.step == step:
-            if how == "error":
-                raise RunFailed("made")
+        if how != "error" and trainer.step == step:
             signal.raise_signal(signal.Signals[how])
+
+    def failed(_: Any) -> Any:
+        raise RunFailed("made")
 
     Trainer._train_step = struck  # type: ignore[method-assign]
     try:
@@ -143,8 +147,8 @@ def _one(config: RunConfig, run: Path, how: str, step: int) -> None:
 
 DRILL = Drill(
     name="interrupted",
-    summary="runs of every kind of task are interrupted after any step by SIGTERM, SIGINT or an error, once or twice, "
-    "and resumed, with averages and background saves on or off: weights, caches, metrics, best, last, averages, scores "
+    summary="runs of every kind of task are interrupted after any step by SIGTERM or SIGINT, or inside the next by an error, "
+    "once or twice, and resumed, with averages and background saves on or off: weights, caches, metrics, best, last, averages, scores "
     "and folders are those of the undisturbed run",
     cases=_cases,
     attempt=_attempt,

@@ -173,25 +173,16 @@ def sized(config: RunConfig, length: int | None = None) -> tuple[RunConfig, RowS
 
 
 class NoRoom(Exception):
-    """A rehearsed step takes more than there is."""
+    """The peak of a `Rehearsed` exceeds its limit."""
 
 
 class Rehearsed(LiveBytes):
-    """Count bytes over tensors without values; `item`, by which an optimiser reads its step number, gives 1.
+    """Count bytes over tensors without values; an optimiser that reads its step number gets 1."""
 
-    Args:
-        read: give values.
-
-    Raises:
-        NoRoom: the peak exceeds the limit.
-    """
-
-    def __init__(self, slack: float, read: bool = False) -> None:
-        super().__init__(slack)
-        self.read, self.limit = read, math.inf
+    updating, limit = False, math.inf
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and self.read:
+        if func is torch.ops.aten._local_scalar_dense.default and self.updating:
             return 1.0
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if self.peak > self.limit:
@@ -289,7 +280,8 @@ def optimizer_bytes(model: nn.Module, config: RunConfig, gpu: bool) -> tuple[int
         group["foreach"] = True  # all parameters at once, with temporaries as large as they are
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    with Rehearsed(SLACK, read=True) as live:
+    with Rehearsed(SLACK) as live:
+        live.updating = True
         optimizer.step()  # creates the state
         states = live.now()
         live.restart()
