@@ -147,12 +147,12 @@ def _one(config: RunConfig, run: Path, how: str, step: int) -> None:
 
 DRILL = Drill(
     name="interrupted",
-    summary="runs of every kind of task are interrupted after any step by SIGTERM or SIGINT, or inside the next by an error, "
-    "once or twice, and resumed, with averages and background saves on or off: weights, caches, metrics, best, last, averages, scores "
-    "and folders are those of the undisturbed run",
+    summary="runs of every kind of task are interrupted after any step by SIGTERM or SIGINT, or inside the next by an "
+    "error, once or twice, and resumed, with averages and background saves on or off: weights, caches, metrics, best, "
+    "last, averages, scores and folders are those of the undisturbed run",
     cases=_cases,
     attempt=_attempt,
-    count=110,
+    count=90,
     sample=3,
     prepare=_prepare,
 )
