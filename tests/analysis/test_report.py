@@ -14,6 +14,7 @@ from cached_lab.cli.main import main
 from cached_lab.experiments.reports.blocks import FactList, Heading, ReportTable
 from cached_lab.experiments.reports.comparison_page import write_compare_report, write_markdown
 from cached_lab.experiments.reports.formatting import Metric, short_count, short_p, short_seconds
+from cached_lab.experiments.reports.markdown import to_markdown
 from cached_lab.experiments.reports.page import render
 from cached_lab.experiments.reports.probe_page import write_probe_report
 from cached_lab.experiments.reports.run_folder import read_comparison, read_run
@@ -126,9 +127,10 @@ def test_missing_files_leave_their_sections_out(tmp_path: Path) -> None:
 
 def test_strings_of_users_are_escaped(tmp_path: Path) -> None:
     table = ReportTable([EVIL], [[EVIL, EVIL], [EVIL]], EVIL, EVIL)
-    (tmp_path / "blocks.html").write_text(
-        render(EVIL, [Heading(EVIL, 1), EVIL, FactList({EVIL: EVIL, "empty": "", "left out": None}), table])
-    )
+    blocks = [Heading(EVIL, 1), EVIL, FactList({EVIL: EVIL, "empty": "", "left out": None}), table]
+    (tmp_path / "blocks.html").write_text(render(EVIL, blocks))
+    assert "<" not in to_markdown(blocks) and to_markdown(blocks).count("&lt;script") == 10
+    assert to_markdown([ReportTable(["a|b"], [["c\n|d"]])]) == "| a\\|b |\n| --- |\n| c \\|d |\n"
     page = Page(tmp_path / "blocks.html")
     assert page.text.count(EVIL) == 11  # title, heading, paragraph, facts 2, table 6
     assert "left out" not in page.text and "empty" not in page.text

@@ -92,8 +92,19 @@ TRAIN = ["train", "{recipe}", "--out", "{run}"]
         ([*TRAIN, "training.steps=x"], "error: training.steps='x' must be a whole number, not str"),
         ([*TRAIN, "--resume", "missing"], "error: missing is not a checkpoint: there is no such folder"),
         ([*TRAIN, "training.batch_size=64"], "error: training.batch_size=64 exceeds the 50 training rows"),
-        ([*TRAIN, "--outt", "x"], "unrecognized arguments: --outt"),
+        ([*TRAIN, "--outt", "x"], "unknown option '--outt'; did you mean '--out'"),
         ([*DIGITS, "model.patch_size=3"], "patch_size"),  # 8 pixels, which the data say, cannot be cut into 3
+        ([*TRAIN, "stesp=3"], "'stesp' (known: data, "),
+        ([*TRAIN, "stesp=3"], "training.steps"),
+        (["train"], "RECIPE is missing"),
+        (["plot", "curves", "{run}", "--images", "a.png"], "--images a.png"),
+        (["plot", "curves", "{run}", "--layers", "1"], "--layers 1"),
+        (["probe", "rmt", "--far", "9"], "--far 9"),
+        (["probe", "rmt", "--no-ceiling"], "--no-ceiling"),
+        (["probe", "rmt", "--train-distance", "1..2", "--distance", "9"], "--distance 9"),
+        (["evaluate", "{run}", "--other", "{run}"], "--other {run}"),
+        (["explain", "grc", "ratio=1"], "ratio=1: it has an effect with --plot"),
+        (["evaluate", "{run}", "--batch-sizes", "1"], "--batch-sizes 1"),
         (["list", "memories", "a=b"], "unrecognized arguments: a=b"),
         (["reproduce", "table1", "--scale", "x" * 20_000], "--scale"),
         (["evaluate", "{run}"], "is not a run folder: it has no config.yaml"),
@@ -103,7 +114,7 @@ TRAIN = ["train", "{recipe}", "--out", "{run}"]
 def test_bad_input_ends_with_status_2_and_a_short_message(capsys, recipe, tmp_path, words, message):
     run = tmp_path / "run"
     status, out, err = call(capsys, *(word.format(recipe=recipe, run=run) for word in words))
-    assert (status, out) == (2, "") and message in err and "Traceback" not in err and len(err) < 6000
+    assert (status, out) == (2, "") and message.format(run=run) in err and "Traceback" not in err and len(err) < 6000
     assert not (run / "config.yaml").exists()
 
 
@@ -128,6 +139,8 @@ def fails(monkeypatch):
         (FileNotFoundError(2, "No such file", "f"), 2, "error: No such file: f"),
         (OSError(28, "disk is full"), 1, "error: disk is full"),
         (RunFailed("r"), 1, "error: r"),
+        (StopIteration(), 1, "error: the data or the task ended too early"),
+        (RuntimeError("generator raised StopIteration"), 1, "error: the data or the task ended too early"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (MemoryError(), 1, "error: out of memory"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 1, "error: out of memory"),

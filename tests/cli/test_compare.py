@@ -164,6 +164,10 @@ def test_any_variant_may_be_the_one_that_others_are_tested_against(compared, tmp
         assert row["p_value"] == pytest.approx(p), name
     assert f"difference to {against}" in (out / "report.html").read_text(encoding="utf-8")
     assert f"| difference to {against} |" in (out / "compare.md").read_text(encoding="utf-8")
+    for content in ("", "[]", "{}", '{"steps": 3, "test": {}}'):
+        (out / "plain" / "seed_1" / "summary.json").write_text(content, encoding="utf-8")
+        assert main([*arguments, "--out", str(out)]) == 2
+        assert f"{out / 'plain' / 'seed_1' / 'summary.json'} is damaged" in capsys.readouterr().err
 
 
 def test_memory_can_be_emptied_and_shuffled(tmp_path, capsys):

@@ -137,6 +137,15 @@ def test_every_packing_gives_the_same_text(tmp_path, form):
             assert data.tokens.tobytes() == text.encode()
 
 
+@pytest.mark.parametrize("form", ["xz", "gz", "bz2", "zip", "tar.xz"])
+def test_what_unpacks_to_more_than_the_bound_is_refused_with_the_way_to_raise_it(tmp_path, monkeypatch, form):
+    folder = packed(tmp_path, form)
+    for bound, said in (("0", f"{form} unpacks to more than 0 GiB.*UNPACKED_GIB"), ("x", "UNPACKED_GIB='x'")):
+        monkeypatch.setenv("CACHED_TRANSFORMERS_UNPACKED_GIB", bound)
+        with pytest.raises(ValueError, match=said.replace("zip ", "zip:.* ")):
+            create_dataset("wikitext2", "train", path=folder, tokenizer="byte")
+
+
 def test_splits_are_recognised_by_whole_words(tmp_path):
     names = {"training.txt": "train", "wiki.valid.raw": "validation", "test/1.txt": "test", "latest.txt": None}
     for name in names:
@@ -249,6 +258,8 @@ def test_wikitext_has_the_published_counts(shared):
         ("wikitext2", {"path": "twice"}, ValueError, "several texts are named after split 'train'"),
         ("wikitext2", {"path": "blank"}, ValueError, "train.txt is empty; remove it"),
         ("wikitext2", {"path": "latin"}, ValueError, "is not UTF-8 (byte 1); convert it, or read it with"),
+        ("wikitext2", {"path": "wide"}, ValueError, "train.txt is UTF-16, not UTF-8"),
+        ("text", {"path": "wide", "tokenizer": "byte"}, ValueError, "train.txt is UTF-16, not UTF-8"),
         ("wikitext2", {"path": "damaged"}, ValueError, "cannot be read"),
         ("wikitext2", {"tokenizer": "words"}, ValueError, "unknown tokenizer 'words'; did you mean 'word'"),
         ("wikitext2", {"vocabulary_size": 2}, ValueError, "data.vocabulary_size=2 must be at least 3"),
@@ -262,7 +273,8 @@ def test_wikitext_has_the_published_counts(shared):
 def test_bad_input_is_named_with_the_way_out(tmp_path, monkeypatch, name, options, error, message):
     monkeypatch.chdir(tmp_path)
     write_splits(Path("good"))
-    files = {"half/valid.txt": b"a", "twice/train.txt": b"a", "twice/b.train.txt": b"a", "blank/train.txt": b" \n",
+    files = {"half/valid.txt": b"a", "wide/train.txt": "a b\n".encode("utf-16"),
+             "twice/train.txt": b"a", "twice/b.train.txt": b"a", "blank/train.txt": b" \n",
              "latin/train.txt": b"a\xe9\xe9 b", "damaged/train.txt.xz": b"not xz", "two/a.txt": b"a",
              "two/b.txt": b"b", "empty/nothing": b""}  # fmt: skip
     for file, content in files.items():

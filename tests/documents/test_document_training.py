@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from training.same_run import assert_same_run, final
+from training.same_run import final
 from training.small_language import CPU
 
 from cached_lab.cli.main import main
@@ -19,7 +18,6 @@ from cached_lab.experiments.run import run_training
 from cached_lab.tasks.documents.task import DocumentClassification
 from cached_lab.tasks.kinds import make_task
 from cached_lab.tasks.recipes import config_from_dict, fill_from_data, load_config
-from cached_lab.training.metrics import read_metrics
 from cached_lab.training.progress import second_score
 from cached_lab.yaml_tree import apply_override
 from cached_transformers.loops.curriculum import AdaptiveCurriculum
@@ -81,22 +79,6 @@ def test_a_stage_ends_when_its_documents_are_answered_and_not_by_others() -> Non
     assert scores["stage_segments"] == 3 and scores["stage_accuracy"] == scores["accuracy"] and scores["rows"] == 12
     tested, _ = task.evaluate(task.model, build_dataset(task.config, "test"))
     assert set(tested) == {"loss", "accuracy", "rows"}
-
-
-def test_a_run_that_goes_on_within_a_stage_is_the_run_that_was_never_stopped(tmp_path: Path) -> None:
-    config = config_from_dict(recipe())
-    run_training(config, tmp_path / "whole")
-    steps = sorted((tmp_path / "whole" / "checkpoints").glob("step_*"))
-    assert final(tmp_path / "whole").training["carried"]["curriculum_stage"] == 2 and len(steps) == 4
-    stopped = tmp_path / "stopped"
-    shutil.copytree(tmp_path / "whole", stopped)
-    for step in steps[1:]:
-        shutil.rmtree(stopped / "checkpoints" / step.name)
-    assert final(stopped).step == 3 and 0 < final(stopped).training["carried"]["curriculum_stage"] < 2
-    run_training(config, stopped)
-    assert_same_run(tmp_path / "whole", stopped, 12)
-    lines = [line for line in read_metrics(stopped / "metrics.jsonl") if line["split"] == "validation"]
-    assert [line["stage_segments"] for line in lines] == [1, 2, 3, 3]
 
 
 def test_pieces_of_a_batch_and_replay_change_nothing(tmp_path: Path) -> None:

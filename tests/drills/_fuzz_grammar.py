@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from cached_lab.cli.arguments import NEEDS
 from cached_lab.registries import DATASETS, OBJECTIVES
 from cached_lab.resources import recipes_folder
 from cached_lab.training.config import RunConfig
@@ -37,13 +38,14 @@ class Input:
 
     Attributes:
         argv: words. recipe: bytes of `recipe.yaml` in the working folder, if any.
-        touched: random keys and words, one of which a message must name.
+        touched: random keys and words, one of which a message must name. refused: exit status 2 is the only right one.
     """
 
     argv: list[str]
     recipe: bytes | None = None
     touched: list[str] = dataclasses.field(default_factory=list)
     kind: str = ""
+    refused: bool = False
 
     def __str__(self) -> str:
         text = "" if self.recipe is None else f"\nrecipe.yaml: {self.recipe[:1500]!r}"
@@ -119,7 +121,7 @@ class Grammar:
     def draw(self, seed: str) -> Input:
         """One input."""
         rng = random.Random(seed)
-        kinds = {self.options: 70, self.command: 20, self.text: 10}
+        kinds = {self.options: 64, self.command: 18, self.text: 9, self.misused: 9}
         return rng.choices(list(kinds), list(kinds.values()))[0](rng)
 
     def options(self, rng: random.Random) -> Input:
@@ -239,6 +241,26 @@ class Grammar:
             words.append("--dry-run")
         recipe = yaml.safe_dump(tree_of(rng.choice(list(self.bases.values())))).encode()
         return Input([name, *words], recipe, [], "command")
+
+    def misused(self, rng: random.Random) -> Input:
+        """A misspelt option, or one without the option that it belongs to, in an otherwise right command line."""
+        if rng.random() < 0.5:
+            name = rng.choice([name for name in self.commands if name != "benchmark"])
+            option = rng.choice([o for a in self.commands[name]._actions for o in a.option_strings if o[:2] == "--"])
+            at = rng.randrange(3, len(option) + 1)
+            words = [f"{option[:at]}q{option[at:]}"]
+        else:
+            name = rng.choice(list(NEEDS))
+            options, other, word, _ = rng.choice(NEEDS[name])
+            known = {action.dest: action for action in self.commands[name]._actions}
+            action = known[rng.choice(options.split())]
+            value = {int: "7", float: "0.25", type(None): "x"}.get(action.type, "x")
+            words = [action.option_strings[0], *([] if action.nargs == 0 else [value])]
+            if word == "None":
+                words += [known[other].option_strings[0], (known[other].choices or ["1..2"])[0]]
+        wanted = [a for a in self.commands[name]._actions if not a.option_strings and a.nargs not in ("*", "?")]
+        given = [str(a.choices[0]) if a.choices else "x" for a in wanted]
+        return Input([name, *given, *words], None, [words[0]], "misused", refused=True)
 
     def word(self, action: argparse.Action, rng: random.Random) -> str:
         """One word where an option takes one."""

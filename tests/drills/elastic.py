@@ -92,10 +92,10 @@ class Doomed(Trainer):
         self.doom.steps(self.step + 1)
         super()._train_step(*arguments)
 
-    def save(self) -> None:
+    def save(self, scheduled: bool = True) -> None:
         """Report the save to the plan, and save."""
         self.doom.saves(self.step)
-        super().save()
+        super().save(scheduled)
 
 
 class Doom:

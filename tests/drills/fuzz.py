@@ -155,6 +155,8 @@ def tried(given: Input, folder: Path) -> str | None:
 
 def wrong(given: Input, status: Any, err: str) -> str | None:
     """Check the ending: a known status, no traceback, and a message that names the mistake."""
+    if given.refused and status != 2:
+        return f"expected exit status 2, found {status!r}: {err[-500:]}"
     if status == 70:
         return f"exit status 70: {err[-2400:]}"
     if status not in (0, 1, 2):
@@ -230,8 +232,8 @@ def _watch_writes(root: Path) -> list[str]:
 DRILL = Drill(
     "fuzz",
     f"{TOGETHER} command lines and recipes a case, from a grammar of all options of all commands and parts, right, "
-    "wrong and damaged: exit status 0, 1 or 2 within 60 seconds, a message that names the mistake, no traceback, "
-    "nothing written elsewhere",
+    "wrong, damaged, misspelt, or without the option that they belong to: exit status 0, 1 or 2 within 60 seconds, a "
+    "message that names the mistake, no traceback, nothing written elsewhere",
     cases,
     attempt,
     count=200,

@@ -13,7 +13,7 @@ import yaml
 
 from cached_lab.cli.main import main
 from cached_lab.training.checkpoint import Checkpoints
-from cached_lab.training.distributed import pick_device
+from cached_lab.training.distributed import in_world, pick_device
 from cached_lab.training.metrics import read_metrics
 
 
@@ -45,6 +45,26 @@ def test_two_processes_follow_the_curve_of_one_and_write_once(tmp_path):
         torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=1e-5)
     summaries = [json.loads((tmp_path / str(n) / "summary.json").read_text(encoding="utf-8")) for n in (1, 2)]
     assert summaries[0]["test"]["loss"] == pytest.approx(summaries[1]["test"]["loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5, LOCAL_RANK=0, WORLD_SIZE=2"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "2"}, "LOCAL_RANK=2"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK=one"),
+        ({"RANK": "0", "WORLD_SIZE": "-2"}, "WORLD_SIZE=-2"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR must"),
+    ],
+)
+def test_an_environment_that_does_not_fit_is_refused_by_name(monkeypatch, given, named):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=named):
+        in_world("cpu", lambda world: pytest.fail("the processes met"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what a machine without CUDA lacks")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from data.pictures import class_folders, write_files, write_tar
-from training.same_run import assert_same_run
 
 from cached_lab.cli.main import main
 from cached_lab.data.image_files import BadFile
@@ -112,30 +111,6 @@ class TestAverage:
         assert all(torch.equal(live[n], stored.weights[n]) for n in live if n.endswith("cache_MC"))
         _, model, _ = load_run(tmp_path / "run")
         assert torch.equal(model.state_dict()["head.weight"], stored.weights["head.weight"])
-
-
-EVERYTHING = {"ema_decay": 0.9, "mixup": 0.8, "cutmix": 1.0, "repeats": 2, "label_smoothing": 0.1, "accumulate": 2}
-
-
-def test_a_run_that_stopped_goes_on_to_the_bit(images, tmp_path):
-    """With timm's augmentation, erasing, mixing, repeats, and averaged weights."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run_training(recipe(images, **EVERYTHING), whole)
-    # The schedule has six steps, and the first part is stopped after three.
-    config = recipe(images, **EVERYTHING)
-    from cached_lab.training.trainer import Trainer
-
-    with pytest.MonkeyPatch.context() as patch:
-
-        def stop(self, asked):
-            if self.step == 3:
-                raise KeyboardInterrupt
-
-        patch.setattr(Trainer, "_stop_if_asked", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run_training(config, parts)
-    run_training(config, parts)
-    assert_same_run(parts, whole, 6)
 
 
 class TestRepeats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,13 @@ from pathlib import Path
 import pytest
 import standin
 import yaml
-from training.same_run import assert_same_run
+from training.same_run import assert_same_run, assert_same_tree
 
 from cached_lab.cli.main import main
 from cached_lab.experiments import run as run_module
+from cached_lab.experiments.load import load_run
 from cached_lab.training import trainer as trainer_module
+from cached_lab.training.checkpoint import Checkpoints
 from cached_lab.training.interruption import Stopped, ended_by_signals, stop_requests
 from cached_lab.training.progress import Reporter
 from cached_lab.training.trainer import Trainer
@@ -72,6 +75,27 @@ def test_a_signal_at_any_stage_ends_the_command(stage, moment, tmp_path, undistu
     assert main(words(tmp_path / "run")) == 0
     assert_same_run(tmp_path / "run", undisturbed, 4)
     assert (tmp_path / "run" / "summary.json").is_file()
+
+
+@pytest.mark.parametrize("step", range(1, 6))
+def test_a_checkpoint_off_schedule_is_neither_averaged_nor_kept(step, tmp_path, monkeypatch):
+    more = ["training.steps=6", "training.average_last=2", "training.test=last"]
+    original, runs = Trainer._train_step, [tmp_path / name for name in ("run", "whole")]
+
+    def struck(trainer, *arguments):
+        original(trainer, *arguments)
+        if trainer.step == step:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "_train_step", struck)
+    assert main([*words(runs[0]), *more]) == 128 + signal.SIGTERM
+    monkeypatch.undo()
+    assert [main([*words(run), *more]) for run in runs] == [0, 0]
+    names = [[path.name for path in Checkpoints(run / "checkpoints").paths()] for run in runs]
+    assert names[0] == names[1] and f"step_{6:08d}" in names[0]
+    scores = [json.loads((run / "summary.json").read_text(encoding="utf-8"))["test"] for run in runs]
+    assert scores[0] == scores[1]
+    assert_same_tree(*(load_run(run, "tested")[1].state_dict() for run in runs))
 
 
 @pytest.mark.parametrize("looks", ["a loop begins", "the command ends", "an error comes of it"])

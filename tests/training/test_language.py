@@ -11,7 +11,7 @@ import pairs
 import pytest
 import torch
 import yaml
-from training.same_run import assert_same_run, final
+from training.same_run import final
 from training.small_language import STEPS, fitted, made_text, make, own_cache, recipe  # noqa: F401
 
 from cached_lab.cli.main import main
@@ -186,28 +186,6 @@ def test_the_rows_to_empty_are_a_share_and_a_function_of_seed_and_step():
 
 
 # ------------------------------------------------------------------------------------------------------------- resume
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("training.accumulate=2", "data.reset=document", "data.shuffle=true", "training.reset_rows=0.3"),
-        (
-            "training.segments=3",
-            "training.bptt=2",
-            "training.bptt_window=sliding",
-            "model.memory=rmt",
-            "training.recall=0.2",
-        ),
-    ],
-)
-def test_a_run_in_parts_is_the_run_in_one(tmp_path, text, options):
-    options = (*options, "training.evaluate_every=3")
-    for steps in (3, 9, 12):
-        fitted(tmp_path / "parts", text, *options, f"training.steps={steps}")
-    fitted(tmp_path / "whole", text, *options)
-    assert final(tmp_path / "whole").training["carried"]
-    assert_same_run(tmp_path / "parts", tmp_path / "whole", STEPS)
 
 
 def test_a_state_of_another_memory_is_refused(tmp_path, text):

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional as F
-from training.same_run import assert_same_run
 from training.small_language import CPU, fitted, make, own_cache, write_text  # noqa: F401
 
 from cached_lab.experiments.memory_use import emptied_in_training
@@ -75,15 +74,6 @@ def test_a_step_trains_each_document_as_if_it_stood_alone(tmp_path, text):
         for ids, targets in [(t[row, batch.told[row] == document] for t in (batch.inputs, batch.targets))]
     )
     assert float(total[0]) == pytest.approx(want, rel=1e-5) and int(total[1]) == batch.tokens
-
-
-def test_a_run_in_parts_is_the_run_in_one(tmp_path, text):
-    options = (*PACKED, "model.memory=rmt", "training.accumulate=2", "training.reset_rows=0.3")
-    options += ("training.bptt=2", "training.evaluate_every=3")
-    for steps in (3, 12):
-        fitted(tmp_path / "parts", text, *options, f"training.steps={steps}")
-    fitted(tmp_path / "whole", text, *options)
-    assert_same_run(tmp_path / "parts", tmp_path / "whole", 12)
 
 
 def test_what_does_not_go_with_packed_documents_is_refused(tmp_path, text):

@@ -13,7 +13,6 @@ import torch
 import yaml
 from torch import Tensor
 from torch.nn import functional as F
-from training.same_run import assert_same_run, final
 from translation.made import recipe, write_corpus
 
 from cached_lab.cli.main import main
@@ -149,17 +148,6 @@ def test_auxiliary_losses_weigh_by_tokens(corpus: Path) -> None:
             total += task.backward(model, piece, torch.amp.GradScaler("cpu", enabled=False))
         assert float(model.weight.grad) == pytest.approx(4.0)  # d w^2 / d w, once
         assert float(total[0]) == 0
-
-
-def test_a_run_that_was_stopped_goes_on_to_the_bit(corpus: Path, tmp_path: Path) -> None:
-    settings = {"batch_tokens": 1500, "accumulate": 2, "evaluate_every": 3, "log_every": 3, "test": "none"}
-    whole = run_training(config_from_dict(recipe(corpus, "grc", steps=9, **settings)), tmp_path / "whole")
-    run_training(config_from_dict(recipe(corpus, "grc", steps=3, **settings)), tmp_path / "parts")
-    parts = run_training(config_from_dict(recipe(corpus, "grc", steps=9, **settings)), tmp_path / "parts")
-    assert whole["steps_per_epoch"] < 9  # the order of a second epoch is met, too
-    assert_same_run(tmp_path / "parts", tmp_path / "whole", 9)
-    assert any(name.endswith("cache_MC") for name in final(tmp_path / "whole").weights)
-    assert whole["final"] == parts["final"]
 
 
 # ------------------------------------------------------------------------------------------------ averages and scores

@@ -118,7 +118,7 @@ def test_options_of_the_search(said) -> None:  # type: ignore[no-untyped-def]
         (["--tokens", "65"], "tokens=65 must lie in 1..64"),
         (["--batch", "0"], "--batch 0 must be at least 1"),
         (["--length-penalty", "nan"], "length_penalty=nan must lie in -50..50"),
-        (["--resume"], "--resume continues a file; give --output FILE"),
+        (["--resume"], "--resume True: it has an effect with --output FILE"),
         (["--input", "nothing.txt"], "nothing.txt is not a file"),
         (["--average", "7"], "so 7 cannot be averaged"),
         (["--average", "2", "--checkpoint", "best"], "name different weights; give one of them"),

@@ -12,6 +12,25 @@ Argument = tuple[str, Any, str]
 """Name and metavar, kind, and help; see `add_arguments`."""
 
 
+NEEDS = {
+    "plot": [("images layers", "kind", "fig4", "on fig4")],
+    "probe": [
+        ("solved recall far rows no_ceiling compile", "train_distance", "", "with --train-distance"),
+        ("distance", "train_distance", "None", "without --train-distance"),
+    ],
+    "evaluate": [
+        ("memory other batch_sizes segments with_memory average", "output_cache", "None", "without --output-cache"),
+        ("other", "memory", "other", "with --memory other"),
+        ("batch_sizes", "memory", "batch", "with --memory batch"),
+    ],
+    "explain": [("overrides tokens draws", "plot", "", "with --plot")],
+    "generate": [("length_penalty", "beams", "", "with --beams")],
+    "translate": [("resume", "output", "", "with --output FILE")],
+}
+"""By command: options, the option that they belong to, the value that it must have ("": any but its default), and that
+condition in words."""
+
+
 def add_command(subparsers: Any, module: Any, example: str) -> None:
     """Add the subcommand of a module: its docstring is the help, and it has `ARGUMENTS` and `run`."""
     name = module.__name__.rpartition(".")[2]
@@ -23,7 +42,7 @@ def add_command(subparsers: Any, module: Any, example: str) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser, *module.ARGUMENTS)
-    parser.set_defaults(run=module.run)
+    parser.set_defaults(run=module.run, parser=parser)
 
 
 def add_arguments(parser: argparse.ArgumentParser, *rows: Argument) -> None:
@@ -62,6 +81,18 @@ def run_arguments(kind: str = "", checkpoint: str = "best", device: str = "auto"
         ("--checkpoint NAME", checkpoint, checkpoints),
         ("--device NAME", device, "auto, cpu, cuda or cuda:N"),
     )
+
+
+def refuse_unused(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse options without the option that they belong to, by `NEEDS` (ValueError)."""
+    for options, other, word, way in NEEDS.get(arguments.command, ()):
+        for name in options.split():
+            value, needed = getattr(arguments, name), getattr(arguments, other)
+            met = word in str(needed).split(",") if word else needed != parser.get_default(other)
+            if value and value != parser.get_default(name) and not met:
+                told = " ".join(map(str, value if isinstance(value, list) else [value]))
+                option = told if name == "overrides" else f"--{name.replace('_', '-')} {told}"
+                raise ValueError(f"{option}: it has an effect {way} only; change one of them")
 
 
 def refuse_below_one(arguments: argparse.Namespace, *names: str) -> None:

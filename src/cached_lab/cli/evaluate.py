@@ -57,10 +57,6 @@ def run(arguments: argparse.Namespace) -> int:
         config = dataclasses.replace(config, evaluation=section)
     if arguments.output_cache is None:
         return _evaluate(arguments, config)
-    for name in ("memory", "other", "batch_sizes", "segments", "with_memory", "average"):
-        if (value := getattr(arguments, name)) not in (None, "carry"):
-            option = f"--{name.replace('_', '-')} {value}"
-            raise ValueError(f"{option} does not go with --output-cache; leave one of them out")
     options = cache_options(arguments.output_cache, arguments.overrides)
     about = (arguments.checkpoint, arguments.split, arguments.output_cache, options, arguments.device)
     result = {"run": str(folder), **evaluate_output_cache(folder, config, *about)}

@@ -34,20 +34,16 @@ def run(arguments: argparse.Namespace) -> int:
     if not found:
         raise ValueError(unknown_name("name", name, [known for group in every.values() for known in group]))
     if arguments.plot is not None:
-        _draw(arguments)
+        from cached_lab.experiments.reports.figures.attention_patterns import pattern_figure
+        from cached_lab.experiments.reports.figures.style import save
+        from cached_lab.yaml_tree import apply_override
+
+        spec = {"name": name}
+        for override in arguments.overrides:
+            apply_override(spec, override)
+        save(pattern_figure(spec, arguments.tokens, draws=arguments.draws), arguments.plot)
     print("\n\n".join(explain(kind, part) for kind, part in found))
     return 0
-
-
-def _draw(arguments: argparse.Namespace) -> None:
-    from cached_lab.experiments.reports.figures.attention_patterns import pattern_figure
-    from cached_lab.experiments.reports.figures.style import save
-    from cached_lab.yaml_tree import apply_override
-
-    spec = {"name": arguments.name}
-    for override in arguments.overrides:
-        apply_override(spec, override)
-    save(pattern_figure(spec, arguments.tokens, draws=arguments.draws), arguments.plot)
 
 
 def explain(kind: str, part: Mapping[str, Any]) -> str:

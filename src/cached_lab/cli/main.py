@@ -7,6 +7,7 @@ Ctrl-C). With CACHED_DEBUG=1 all errors show their traceback.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from cached_lab.training.interruption import Interrupted, RunFailed, Stopped, en
 from cached_transformers import __version__
 from cached_transformers.registry import unknown_name
 
-from .arguments import add_command
+from .arguments import add_command, refuse_unused
 
 EXAMPLES = {
     "list": "memories                                     names of one kind",
@@ -62,6 +63,10 @@ class CachedParser(argparse.ArgumentParser):
             raise argparse.ArgumentError(None, unknown_name(name, value, [str(c) for c in action.choices]))
 
     def error(self, message: str) -> NoReturn:
+        head, _, names = message.partition("the following arguments are required: ")
+        lacking = [a for a in self._actions if a.required and a.nargs not in ("*", "?")] if not head and names else []
+        if told := [f"{a.metavar or a.dest} is missing: {a.help}" for a in lacking if a.metavar in names.split(", ")]:
+            message = "; ".join(told)
         super().error(_shortened(message))
 
 
@@ -75,28 +80,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cached-transformers {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    from . import (
-        benchmark,
-        compare,
-        convert,
-        detect,
-        evaluate,
-        explain,
-        generate,
-        leaderboard,
-        plan,
-        plot,
-        probe,
-        reproduce,
-        stream,
-        train,
-    )
-    from . import list as listing  # here, so that a package that lacks is named by `main`
-    from . import translate as translation
-
-    commands = (listing, explain, train, evaluate, detect, translation, plan, compare, reproduce, plot, probe)
-    for module in (*commands, leaderboard, stream, generate, convert, benchmark):
-        example = EXAMPLES[module.__name__.rpartition(".")[2]]
+    for name, example in EXAMPLES.items():
+        module = importlib.import_module(f".{name}", __package__)  # here, so that `main` names a package that lacks
         if hasattr(module, "add_parser"):
             module.add_parser(subparsers)
         else:
@@ -113,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help()
             return 0
         with ended_by_signals():
+            refuse_unused(arguments, getattr(arguments, "parser", parser))
             return arguments.run(arguments)  # type: ignore[no-any-return]
     except BrokenPipeError:  # the reader of a pipe has gone, as in `cached list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -132,6 +118,10 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     arguments, rest = parser.parse_known_args(argv)
     stray = [word for word in rest if word.startswith("-") or "=" not in word]
     if stray or (rest and not hasattr(arguments, "overrides")):
+        parser = getattr(arguments, "parser", parser)
+        if word := next((word for word in stray if word.startswith("--")), ""):
+            known = [name for name in parser._option_string_actions if name not in ("-h", "--help")]
+            parser.error(unknown_name("option", word.partition("=")[0], known))
         parser.error(f"unrecognized arguments: {' '.join(stray or rest)}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
@@ -161,6 +151,9 @@ def verdict(error: Exception) -> tuple[int, str]:
         return 2, f'{lacking} is not installed; the `cached` command needs: pip install "cached-transformers[lab]"'
     if isinstance(error, OSError) and error.strerror:
         message = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    if isinstance(error, StopIteration) or "raised StopIteration" in message:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return 1, f"the data or the task ended too early, at {where.filename}:{where.lineno}; batches must be endless"
     if isinstance(error, (ValueError, ImportError, FileNotFoundError)):
         return 2, message
     if isinstance(error, (OSError, RunFailed)):

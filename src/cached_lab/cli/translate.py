@@ -38,8 +38,6 @@ def run(arguments: argparse.Namespace) -> int:
     from cached_lab.training.run_files import TOKENIZER
 
     refuse_below_one(arguments, "batch")
-    if arguments.resume and arguments.output is None:
-        raise ValueError("--resume continues a file; give --output FILE")
     if arguments.input is not None:
         require_file(arguments.input, "the text to translate")
     config, loaded, _ = load_run(arguments.folder, arguments.checkpoint, arguments.average)

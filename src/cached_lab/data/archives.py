@@ -8,11 +8,13 @@ modification time. A compressed tar is unpacked once, to a plain tar in the cach
 from __future__ import annotations
 
 import bz2
+import codecs
 import contextlib
 import copy
 import errno
 import gzip
 import hashlib
+import io
 import lzma
 import os
 import stat
@@ -41,11 +43,39 @@ OPENERS: dict[str, Callable[..., IO[bytes]]] = {".xz": lzma.open, ".gz": gzip.op
 _TAR_OPENERS: dict[str, Callable[..., IO[bytes]]] = {**OPENERS, ".tgz": gzip.open}  # type: ignore[dict-item]
 
 
+UNPACKED = "CACHED_TRANSFORMERS_UNPACKED_GIB"
+"""Environment variable: GiB that a file may have once it is unpacked, 8 by default."""
+
+
+class TooLarge(ValueError):
+    """A file that unpacks to more than the bound."""
+
+
+def bounded(file: IO[bytes], name: object) -> Iterator[bytes]:
+    """Yield the pieces of an unpacked file (TooLarge: it exceeds the bound)."""
+    text, size = os.environ.get(UNPACKED, "8"), 0
+    if not text.isdecimal():
+        raise TooLarge(f"{UNPACKED}={text!r} must be a whole number of GiB; correct or unset it")
+    for piece in iter(lambda: file.read(1 << 20), b""):
+        size += len(piece)
+        if size > int(text) << 30:
+            raise TooLarge(f"{name} unpacks to more than {text} GiB; if that is right, set {UNPACKED} to more")
+        yield piece
+
+
+def unpacked(content: bytes, name: object, suffix: str) -> bytes:
+    """Return the content of a file, decompressed if its suffix says so (TooLarge: it exceeds the bound)."""
+    opener = OPENERS.get(suffix)
+    return content if opener is None else b"".join(bounded(opener(io.BytesIO(content)), name))
+
+
 @contextlib.contextmanager
 def naming(what: object, kind: str = "archive") -> Iterator[None]:
     """Turn damage into a ValueError that names `what`; errors of the disk pass through, with the name."""
     try:
         yield
+    except TooLarge:
+        raise
     except DAMAGE as error:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # EINVAL: a seek outside the file
             error.filename = error.filename or str(what)
@@ -159,8 +189,15 @@ def read_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def refuse_utf16(content: bytes, name: object) -> None:
+    """Refuse a text that begins with the mark of UTF-16 (ValueError)."""
+    if content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        raise ValueError(f"{name} is UTF-16, not UTF-8; convert it, e.g. with iconv -f utf-16 -t utf-8")
+
+
 def as_text(content: bytes, name: object) -> str:
     """Decode UTF-8 (ValueError otherwise, with `name` in the message)."""
+    refuse_utf16(content, name)
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -191,7 +228,7 @@ def plain_tar(path: Path) -> Path:
     if not target.is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
         with opener(path) as packed:
-            write_whole(target, iter(lambda: packed.read(1 << 20), b""))
+            write_whole(target, bounded(packed, path))
     return target
 
 
@@ -231,8 +268,9 @@ class _Zip:
         return _open_zip(self.path, self._changed, os.getpid())
 
     def read(self, place: int) -> bytes:
-        with naming(f"{self.path}:{self.names[place]}", "member"):
-            return self._opened().read(self._files[place])
+        name = f"{self.path}:{self.names[place]}"
+        with naming(name, "member"), self._opened().open(self._files[place]) as member:
+            return b"".join(bounded(member, name))
 
 
 @lru_cache(maxsize=8)

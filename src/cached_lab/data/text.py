@@ -92,11 +92,6 @@ class TextDataset:
                 values["word_perplexity"] = perplexity(loss / per_token["words"])
         return values
 
-    def unknown_share(self) -> float | None:
-        """Share of the tokens that are unknown words; None if the vocabulary covers every text."""
-        unknown = self.tokenizer.unknown
-        return None if unknown is None else float(np.mean(self.tokens == unknown))
-
     def baselines(self, train: TextDataset) -> dict[str, dict[str, float]]:
         """Scores of the unigram model of `train` with add-one smoothing."""
         size = self.tokenizer.vocabulary

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import lzma
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
-from .archives import ARCHIVES, Listing, naming, read_file
+from .archives import ARCHIVES, OPENERS, Listing, naming, read_file, refuse_utf16, unpacked
 from .splits import SPLIT_WORDS, named_split
 
-DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    ".xz": lzma.decompress,
-    ".gz": gzip.decompress,
-    ".bz2": bz2.decompress,
-}
 _TEXT = (".txt", ".tokens", ".text", ".raw")
 
 
@@ -39,13 +30,12 @@ class TextFile:
                 content = read_file(self.path)
             else:
                 content = _listing(self.path, self.path.stat().st_mtime_ns).read(self.member)
-            decompress = DECOMPRESS.get(PurePosixPath(self.name).suffix)
-            return content if decompress is None else decompress(content)
+            return unpacked(content, self, PurePosixPath(self.name).suffix)
 
     def stem(self) -> str:
         """File name without the suffixes of text and compression: `wiki.train` for wiki.train.tokens.xz."""
         name = PurePosixPath(self.name).name
-        for suffixes in (tuple(DECOMPRESS), _TEXT):
+        for suffixes in (tuple(OPENERS), _TEXT):
             name = next((name.removesuffix(s) for s in suffixes if name.endswith(s)), name)
         return name
 
@@ -110,6 +100,7 @@ def decoded(content: bytes, name: object, exact: bool = False) -> str:
     """
     if not content.strip():
         raise ValueError(f"{name} is empty; remove it, or fetch it again")
+    refuse_utf16(content, name)
     if exact:
         return content.decode("utf-8", "surrogateescape")
     try:
@@ -124,7 +115,7 @@ def _is_text(name: str) -> bool:
     parts = PurePosixPath(name).parts
     if not parts or any(part.startswith(".") or part == "__MACOSX" for part in parts):
         return False
-    return any(parts[-1].endswith(f"{text}{packed}") for text in _TEXT for packed in ("", *DECOMPRESS))
+    return any(parts[-1].endswith(f"{text}{packed}") for text in _TEXT for packed in ("", *OPENERS))
 
 
 def members(archive: Path) -> list[TextFile]:

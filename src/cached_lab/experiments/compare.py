@@ -80,10 +80,14 @@ class VariantComparison:
         folder = self.folder / name
         path = folder / "summary.json"
         if name not in self._finished and path.is_file():
-            summary = json.loads(path.read_text(encoding="utf-8"))
             same = config_hash(read_run_config(folder)) == config_hash(variant.seeded(seed))
-            if same and summary["steps"] == variant.config.training.steps:
-                self._finished[name] = summary
+            try:
+                summary = json.loads(path.read_text(encoding="utf-8"))
+                if same and summary["steps"] == variant.config.training.steps:
+                    float(summary["best" if self.split == "validation" else "test"][self.metric])
+                    self._finished[name] = summary
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path} is damaged ({error!r}); remove it: the command writes it again") from error
         return self._finished.get(name)
 
     def finished(self, variant: Variant) -> list[dict[str, Any]]:
@@ -141,12 +145,6 @@ class VariantComparison:
 
         with tempfile.TemporaryDirectory() as scratch:
             work_off(missing, jobs, start, ended)
-
-    def score_caches(self, console: Console) -> None:
-        """Score the runs with a shared cache in all modes; scores in their folders are kept."""
-        for variant in self.questioned:
-            found = score_variant(variant, self.seeds, self.folder_of(variant), self.split, console)
-            self.cache_use[variant.name] = {mode: [row[self.metric] for row in rows] for mode, rows in found.items()}
 
     def folder_of(self, variant: Variant) -> Callable[[int], Path]:
         """Return the function from seeds to run folders of a variant."""
@@ -223,7 +221,10 @@ def carry_out(comparison: VariantComparison, jobs: int, command: str, console: C
     """
     with folder_lock(comparison.folder):
         comparison.train_missing(jobs, console)
-        comparison.score_caches(console)
+        for variant in comparison.questioned:  # scores in their folders are kept
+            about = (comparison.seeds, comparison.folder_of(variant), comparison.split, console)
+            modes = score_variant(variant, *about).items()
+            comparison.cache_use[variant.name] = {mode: [r[comparison.metric] for r in rows] for mode, rows in modes}
         comparison.write(command)
         path = write_markdown(comparison.folder)
         show(console, *findings(read_comparison(comparison.folder)))

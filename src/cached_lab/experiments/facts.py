@@ -29,15 +29,11 @@ def registry_facts() -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def reproduction_facts() -> list[dict[str, str]]:
-    """Return names and summaries of the tables of `cached reproduce`, sorted by name."""
-    summaries = {name: table.summary for name, table in REPRODUCTIONS.items()}
-    return [{"name": name, "summary": summary} for name, summary in sorted({**summaries, **MEASURED}.items())]
-
-
 def as_text() -> str:
     """Return the current content of `facts.json`."""
-    facts = {**registry_facts(), "reproductions": reproduction_facts()}
+    summaries = {name: table.summary for name, table in REPRODUCTIONS.items()} | MEASURED
+    tables = [{"name": name, "summary": summary} for name, summary in sorted(summaries.items())]
+    facts = {**registry_facts(), "reproductions": tables}
     return json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
 
 

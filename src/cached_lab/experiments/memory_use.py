@@ -107,7 +107,8 @@ def about_text(
         modes; "reset": `emptied_in_training`, if that mode is scored.
     """
     found: dict[str, Any] = {}
-    if (share := dataset.unknown_share()) is not None:
+    if (unknown := dataset.tokenizer.unknown) is not None:
+        share = float((dataset.tokens == unknown).mean())
         found["unknown"] = share
     if memory:
         both = {"carry", "shuffle"} <= losses.keys()

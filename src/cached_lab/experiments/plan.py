@@ -114,12 +114,13 @@ def plan_training(
         raise ValueError(f"training.batch_size={rows}: must divide evenly over gpus={gpus}; change one of them")
     mine = -(-rows // gpus)
     own = config.training.accumulate
-    for pieces in (own, *(n for n in range(own + 1, mine + 1) if mine % n == 0)):
-        micro = -(-mine // pieces)
-        parts = step_bytes(config, shape, micro, pieces=pieces, gpus=gpus, parallel=parallel)
-        fits = sum(parts.values()) <= (memory_gib - reserve_gib) * GIB
-        if fits:
-            break
+    room, ways = (memory_gib - reserve_gib) * GIB, [own, *(n for n in range(own + 1, mine + 1) if mine % n == 0)]
+    for pieces in ways:
+        micro, most = -(-mine // pieces), math.inf if pieces == ways[-1] else room
+        with contextlib.suppress(NoRoom):
+            parts = step_bytes(config, shape, micro, pieces=pieces, gpus=gpus, parallel=parallel, room=most)
+            if fits := sum(parts.values()) <= room:
+                break
     return TrainingPlan(count_parameters(bare_model(config)), rows, micro, pieces, fits, parts, assumed)
 
 
@@ -171,19 +172,26 @@ def sized(config: RunConfig, length: int | None = None) -> tuple[RunConfig, RowS
     return config, RowShape(task, tokens, segments, padded=name != "planted_documents"), rows, assumed
 
 
-class Rehearsed(LiveBytes):
-    """Count bytes over fake tensors; an optimiser that reads its step number gets 1."""
+class NoRoom(Exception):
+    """The peak of a `Rehearsed` exceeds its limit."""
 
-    updating = False
+
+class Rehearsed(LiveBytes):
+    """Count bytes over tensors without values; an optimiser that reads its step number gets 1."""
+
+    updating, limit = False, math.inf
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and self.updating:
             return 1.0
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.peak > self.limit:
+            raise NoRoom
+        return out
 
-    def restart(self) -> None:
-        """Reset the peak."""
-        self.peak = self.now()
+    def restart(self, limit: float = math.inf) -> None:
+        """Reset the peak, and limit it."""
+        self.peak, self.limit = self.now(), limit
 
 
 class FusedDropout(TorchFunctionMode):
@@ -209,57 +217,45 @@ def step_bytes(
     gpus: int = 1,
     parallel: str = "ddp",
     gpu: bool = True,
+    room: float = math.inf,
 ) -> dict[str, int]:
     """Count the bytes of one process by kind, in a step of `pieces` micro-batches of `rows` rows.
 
     Args:
         config: with the options that data fill in.
         gpu: use the GPU forms of optimiser and attention.
+        room: bytes that forward and backward may take.
 
     Raises:
+        NoRoom: they take more.
         ValueError: the model depends on values of tensors.
     """
     shards = gpus if parallel == "fsdp" else 1
     held = pieces > 1 or shards > 1
     bare = bare_model(config)
+    states, update = optimizer_bytes(bare, config, gpu)
     with FakeTensorMode(allow_non_fake_inputs=True), _explained(config):
         model = without_values(bare)
         step, inputs = training_step(config, shape, model, rows)
-        optimizer = build_optimizer(model, config.optimizer)
-        for group in optimizer.param_groups if gpu else ():
-            group["foreach"] = True  # all parameters at once, with temporaries as large as they are
         trained = [p for p in model.parameters() if p.requires_grad]
         live = Rehearsed(SLACK)
         with FusedDropout() if gpu else contextlib.nullcontext(), live:
-            live.updating = True
-            for parameter in trained:
-                parameter.grad = torch.empty_like(parameter)
-            optimizer.step()  # creates the optimiser state
-            live.updating = False
-            optimizer.zero_grad(set_to_none=True)
-            states = live.now()
             keep = remember_buffers(model)
-            copies = live.now() - states
+            copies = live.now()
             for parameter in trained if held else ():
                 parameter.grad = torch.empty_like(parameter)
             before = live.now()
-            live.restart()
+            live.restart(before + room)
             loss, carried = step()
             forward, activations = live.peak - before, live.now() - before
-            live.restart()
+            live.restart(before + room)
             loss.backward()
-            del loss
             backward = live.peak - before
-            live.restart()
-            live.updating = True
-            limit = math.inf if config.training.clip_norm is None else config.training.clip_norm
-            nn.utils.clip_grad_norm_(model.parameters(), limit)
-            optimizer.step()
-            update = live.peak - before
         del keep
         state = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tree_leaves(carried)}
         buffers = sum(b.nbytes for b in model.buffers())
         weights, gradients = sum(p.nbytes for p in model.parameters()), sum(p.nbytes for p in trained)
+    update += sum(state.values()) + (0 if held else gradients)
     average = 0 if config.training.ema_decay is None else weights + buffers
     return {
         "weights": weights // shards,
@@ -275,6 +271,24 @@ def step_bytes(
         "activations": activations,
         "gradients and temporaries at the peak": max(forward, backward, update // shards) - activations,
     }
+
+
+def optimizer_bytes(model: nn.Module, config: RunConfig, gpu: bool) -> tuple[int, int]:
+    """Return the bytes of the optimiser's state for a model on the meta device, and of an update's temporaries."""
+    optimizer = build_optimizer(model, config.optimizer)
+    for group in optimizer.param_groups if gpu else ():
+        group["foreach"] = True  # all parameters at once, with temporaries as large as they are
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    with Rehearsed(SLACK) as live:
+        live.updating = True
+        optimizer.step()  # creates the state
+        states = live.now()
+        live.restart()
+        limit = math.inf if config.training.clip_norm is None else config.training.clip_norm
+        nn.utils.clip_grad_norm_(model.parameters(), limit)
+        optimizer.step()
+        return states, live.peak - states
 
 
 def bare_model(config: RunConfig) -> nn.Module:

@@ -9,11 +9,12 @@
 
 A checkpoint is written to `.partial` in the same folder, forced to disk, and renamed: the rename is the save. The
 newest step folder says which step is the best. The text files `last` and `best` are for people and other tools. Other
-files in the folder are left alone.
+files in the folder are left alone. A save off schedule, after a signal, serves to resume until a later save only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import io
@@ -75,6 +76,16 @@ class Checkpoints:
         found = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted((p for p in found if _step_of(p) is not None and p.is_dir()), key=lambda p: _step_of(p) or 0)
 
+    def scheduled(self) -> list[Path]:
+        """Return the step folders of scheduled saves, newest last; a damaged one counts."""
+
+        def off(path: Path) -> bool:
+            with contextlib.suppress(ValueError):
+                return _read_meta(path).get("scheduled") is False
+            return False
+
+        return [path for path in self.paths() if not off(path)]
+
     def save(
         self,
         step: int,
@@ -83,12 +94,14 @@ class Checkpoints:
         training: dict[str, Any],
         best: Mapping[str, Any] | None,
         world: World = ALONE,
+        scheduled: bool = True,
     ) -> Path:
         """Write a checkpoint and remove surplus ones; every process of `world` must call this.
 
         Args:
             training: training state. With sharded tensors in it or in `weights`, each process writes its rows.
             best: JSON scores of the best step so far, with its "step".
+            scheduled: False for a checkpoint that the next save removes.
 
         Raises:
             NotWritten: a process could not write (e.g. the disk is full), or the best checkpoint has vanished; all
@@ -100,7 +113,8 @@ class Checkpoints:
             _agreed(world, lambda: self._begin(step, best) if world.main else None)
             if shards:
                 _agreed(world, lambda: write_shards(partial / SHARDS, shards, world))
-            _agreed(world, lambda: self._finish(step, config, rest, best) if world.main else None)
+            meta = {"format": FORMAT, "step": step, "best": best, "scheduled": scheduled, "config": config}
+            _agreed(world, lambda: self._finish(meta, rest) if world.main else None)
         except OSError as error:
             if world.main:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -118,9 +132,9 @@ class Checkpoints:
         self.folder.mkdir(exist_ok=True)
         (self.folder / _PARTIAL).mkdir()
 
-    def _finish(self, step: int, config: dict[str, Any], state: dict[str, Any], best: Mapping[str, Any] | None) -> None:
+    def _finish(self, meta: dict[str, Any], state: dict[str, Any]) -> None:
         """Write the remaining files into the partial folder, and rename it."""
-        partial, target = self.folder / _PARTIAL, self.path(step)
+        partial, target = self.folder / _PARTIAL, self.path(meta["step"])
         sums = {f"{SHARDS}/{p.name}": _sha256(p) for p in sorted(partial.glob(f"{SHARDS}/*"))}
         contents: dict[str, bytes] = {}
         if not sums:
@@ -129,7 +143,7 @@ class Checkpoints:
         torch.save(state, buffer := io.BytesIO())
         contents[TRAINING] = buffer.getvalue()
         sums |= {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-        contents[META] = _sealed({"format": FORMAT, "step": step, "best": best, "sha256": sums, "config": config})
+        contents[META] = _sealed({**meta, "sha256": sums})
         for name, content in contents.items():
             write_durably(partial / name, content)
         sync_folder(partial)
@@ -140,16 +154,17 @@ class Checkpoints:
 
     def tidy(self, best: int | None) -> None:
         """Remove surplus checkpoints and leftovers of interrupted saves, and write the files `last` and `best`."""
-        chosen = None if best is None else self.path(best)
-        for name, named in (("last", next(reversed(self.paths()), None)), ("best", chosen)):
+        chosen, paths = None if best is None else self.path(best), self.paths()
+        for name, named in (("last", next(reversed(paths), None)), ("best", chosen)):
             if named is not None and named.is_dir():
                 write_whole(self.folder / name, f"{named.name}\n".encode())
             else:
                 (self.folder / name).unlink(missing_ok=True)
         shutil.rmtree(self.folder / _PARTIAL, ignore_errors=True)
         shutil.rmtree(self.folder / _SURPLUS, ignore_errors=True)
-        for path in self.paths()[: -self.keep]:
-            if path != chosen:
+        kept = {chosen, *paths[-1:], *self.scheduled()[-self.keep :]}
+        for path in paths:
+            if path not in kept:
                 path.rename(self.folder / _SURPLUS)  # first, so that a step folder is never incomplete
                 shutil.rmtree(self.folder / _SURPLUS)
 

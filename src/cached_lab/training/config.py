@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import re
@@ -117,7 +118,9 @@ def _build(cls: type[D], tree: Any, path: str) -> D:
     for key, value in tree.items():
         if key not in hints:
             known = [f"{path}{name}" for name in hints]
-            raise ValueError(unknown_name("key", f"{path}{key}", known))
+            inner = {own: f"{name}.{own}" for name in hints for own in getattr(hints[name], "__annotations__", ())}
+            near = "".join(f"; is it {inner[own]}?" for own in difflib.get_close_matches(str(key), inner, 1))
+            raise ValueError(unknown_name("key", f"{path}{key}", known) + near)
         if dataclasses.is_dataclass(hints[key]):
             values[key] = _build(typing.cast(type, hints[key]), value, f"{path}{key}.")
         else:

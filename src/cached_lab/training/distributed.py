@@ -80,16 +80,27 @@ def in_world(device: str, work: Callable[[World], T]) -> T:
         work: must not return anything that communicates.
 
     Raises:
-        ValueError: the device does not exist.
+        ValueError: the device does not exist, or the environment does not fit.
     """
-    several = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-    chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")) if several else None)
-    if not several:
+    chosen = pick_device(device, local := _local_rank())
+    if local is None:
         return work(World(chosen))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     return in_group(lambda: work(World(chosen, dist.get_rank(), dist.get_world_size())), backend)
+
+
+def _local_rank() -> int | None:
+    """Return this process' number on its machine; None without other processes (ValueError: numbers do not fit)."""
+    if "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    told = {name: os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    rank, local, size = (int(text) if text.isdecimal() else -1 for text in told.values())
+    if not (0 <= rank < size and 0 <= local < size):
+        given = ", ".join(f"{name}={text}" for name, text in told.items())
+        raise ValueError(f"{given}: ranks must be whole numbers below WORLD_SIZE; start torchrun, or unset RANK")
+    return local
 
 
 def in_group(work: Callable[[], T], backend: str, **rendezvous: Any) -> T:
@@ -121,6 +132,8 @@ def _rendezvous() -> dict[str, Any]:
     The store outlives restarts and still has the addresses of killed processes (pytorch issue 135712). The number of
     restarts is no unique prefix, since each torchrun counts its own.
     """
+    if lacking := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise ValueError(f"{' and '.join(lacking)} must be set where RANK is; start torchrun, or unset RANK")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -181,6 +194,8 @@ def pick_device(name: str, local_rank: int | None = None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"training.device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices, from 0")
     if device.type == "cuda" and local_rank is not None:
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(f"LOCAL_RANK={local_rank}: this machine has {torch.cuda.device_count()} CUDA devices")
         return torch.device("cuda", local_rank)
     return device
 

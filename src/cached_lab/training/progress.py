@@ -10,12 +10,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
-def training_bar(console: Console) -> Progress:
-    """Return a bar per training, with its newest values; every task must set the field `values`."""
-    columns = (TextColumn("{task.description}"), BarColumn(12), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, TextColumn("{task.fields[values]}"), console=console)
-
-
 class Reporter:
     """Display metrics lines and messages; a context manager around the training loop.
 
@@ -27,7 +21,9 @@ class Reporter:
 
     def __init__(self, label: str, steps: int, console: Console | None) -> None:
         self.label, self.steps, self.console = label, steps, console
-        self._bar = training_bar(console or Console(quiet=True))
+        columns = (TextColumn("{task.description}"), BarColumn(12), MofNCompleteColumn(), TimeRemainingColumn())
+        values = TextColumn("{task.fields[values]}")
+        self._bar = Progress(*columns, values, console=console or Console(quiet=True))
         self._bar.disable = console is None or not console.is_terminal
         self._task = self._bar.add_task(escape(label), total=steps, values="")
 

@@ -106,7 +106,7 @@ def head_names(model: nn.Module) -> tuple[str, ...]:
 
 @torch.no_grad()
 def load_average(model: nn.Module, folder: Path, count: int) -> int:
-    """Load the average of a run's newest checkpoints into a model; return the step of the newest.
+    """Load the average of a run's newest scheduled checkpoints into a model; return the step of the newest.
 
     This is the average of translation papers (fairseq's average_checkpoints). Buffers are those of the newest: the
     gates of a step fit the cache of that step.
@@ -116,10 +116,10 @@ def load_average(model: nn.Module, folder: Path, count: int) -> int:
     """
     if count < 1:
         raise ValueError(f"average={count} must be at least 1 checkpoint")
-    paths = Checkpoints(folder / "checkpoints").paths()[-count:]
+    paths = Checkpoints(folder / "checkpoints").scheduled()[-count:]
     if len(paths) < count:
         raise ValueError(
-            f"{folder} has {len(paths)} checkpoints, so {count} cannot be averaged; train with "
+            f"{folder} has {len(paths)} scheduled checkpoints, so {count} cannot be averaged; train with "
             f"training.keep={count} or more"
         )
     buffers = {name for name, _ in model.named_buffers()}

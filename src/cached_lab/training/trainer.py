@@ -241,7 +241,7 @@ class Trainer:
         if not asked:
             return
         if self._saved_step != self.step:
-            self.save()
+            self.save(scheduled=False)
         self.writer.wait()
         raise Interrupted(stop[0] if stop else signal.SIGTERM, self.step)
 
@@ -292,7 +292,7 @@ class Trainer:
         if self.world.rank < len(training["rng"]):
             restore_rng(training["rng"][self.world.rank])
 
-    def save(self) -> None:
+    def save(self, scheduled: bool = True) -> None:
         """Write a checkpoint of this step. With `training.save=async`, training waits for the previous save only.
 
         Raises:
@@ -305,7 +305,8 @@ class Trainer:
         step, config, best = self.step, config_to_dict(self.config), self._best_step()
         if self.shards is not None or self.world.main:
             weights, training = self.writer.snapshot((weights, training))
-            self.writer.submit(lambda world: self.checkpoints.save(step, config, weights, training, best, world))
+            about = (step, config, weights, training, best)
+            self.writer.submit(lambda world: self.checkpoints.save(*about, world, scheduled))
         self._saved_step = self.step
         if not self.writer.background:
             self.world.barrier()

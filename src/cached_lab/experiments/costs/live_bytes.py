@@ -48,7 +48,8 @@ class LiveBytes(TorchDispatchMode):
 
     def now(self) -> int:
         """Return the bytes alive."""
-        self._storages = {key: pair for key, pair in self._storages.items() if not pair[0].expired()}
+        expired = torch.UntypedStorage._expired  # `StorageWeakRef.expired` without its three calls in Python
+        self._storages = {key: pair for key, pair in self._storages.items() if not expired(pair[0].cdata)}
         self._most = sum(size for _, size in self._storages.values())
         return self._most
 

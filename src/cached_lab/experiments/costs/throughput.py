@@ -68,14 +68,6 @@ def image_batch(batch: int, side: int, device: str) -> tuple[Tensor, Tensor]:
     return images, torch.randint(0, 1000, (batch,), generator=generator).to(device)
 
 
-def fold_caches(model: nn.Module) -> None:
-    """Set evaluation mode, and make the keys and values of caches constants."""
-    model.eval()
-    for memory in model.modules():
-        if isinstance(memory, SharedCacheMemory) and memory.cache.constant_in_evaluation:
-            memory.fold()
-
-
 def measure_cases(
     models: Mapping[str, nn.Module],
     images: Tensor,
@@ -121,7 +113,9 @@ def measure_cases(
 
     measure("train", "train", {c: training_step(m, partial(loss, c)) for c, m in models.items()}, rounds)
     for model in models.values():
-        fold_caches(model)
+        for memory in model.eval().modules():
+            if isinstance(memory, SharedCacheMemory) and memory.cache.constant_in_evaluation:
+                memory.fold()  # the keys and values of caches become constants
     measure("inference", "eval", {case: partial(infer, case) for case in models}, 3 * rounds)
     return list(rows.values())
 

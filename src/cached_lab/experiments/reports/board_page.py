@@ -31,7 +31,8 @@ def board_tables(content: Mapping[str, Any]) -> list[ReportTable]:
             f"{row['solved']} of {row['trainings']}",
             MISSING if row["state_bytes"] is None else _range(row["state_bytes"]),
             _range(row["parameters"]),
-            *_costs(content["costs"][row["name"]]),
+            short_count((cost := content["costs"][row["name"]])["flops"]),
+            *(f"{r['median']:.2f} ({r['low']:.2f}-{r['high']:.2f})" for r in (cost["reading"], cost["training"])),
         ]
         for row in standings
     ]
@@ -58,11 +59,6 @@ def _share(share: Mapping[str, Any]) -> str:
 def _range(values: list[int]) -> str:
     low, high = values
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
-
-
-def _costs(cost: Mapping[str, Any]) -> list[str]:
-    ratios = [cost[kind] for kind in ("reading", "training")]
-    return [short_count(cost["flops"]), *(f"{r['median']:.2f} ({r['low']:.2f}-{r['high']:.2f})" for r in ratios)]
 
 
 def refuse_page(path: Path) -> None:

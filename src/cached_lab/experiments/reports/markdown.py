@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -11,26 +12,32 @@ from .blocks import Block, FactList, Heading, ReportTable
 
 
 def to_markdown(blocks: Iterable[Block]) -> str:
-    """All blocks but pictures; the fact "command" becomes a code block."""
+    """All blocks but pictures; the fact "command" becomes a code block, and other text is escaped."""
     parts = []
     for block in blocks:
         if isinstance(block, str):
-            parts.append(block)
+            parts.append(_text(block))
         elif isinstance(block, Heading):
-            parts.append(f"{'#' * block.level} {block.text}")
+            parts.append(f"{'#' * block.level} {_text(block.text)}")
         elif isinstance(block, FactList):
             facts = block.shown()
             parts.append(f"```bash\n{command}\n```" if (command := facts.pop("command", "")) else "")
-            parts.append("; ".join(f"{name} {value}" for name, value in facts.items()))
+            parts.append("; ".join(f"{_text(name)} {_text(value)}" for name, value in facts.items()))
         elif isinstance(block, ReportTable):
-            parts += [f"**{block.title}**" if block.title else "", table(block.columns, block.rows), block.notes]
+            title = f"**{_text(block.title)}**" if block.title else ""
+            parts += [title, table(block.columns, block.rows), _text(block.notes)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table as Markdown; bars in cells are escaped."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cell.strip().replace("|", "\\|") for cell in line) + " |" for line in lines)
+    """A table as Markdown; HTML and bars in cells are escaped."""
+    lines = [[_text(" ".join(cell.split())).replace("|", "\\|") for cell in line] for line in (header, *rows)]
+    lines.insert(1, ["---"] * len(header))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _text(text: str) -> str:
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
 
 
 def write_between(page: Path, marks: tuple[str, str], content: str) -> None:

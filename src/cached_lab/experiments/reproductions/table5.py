@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from cached_lab.experiments.probes.settings import stream_memories
@@ -49,11 +49,6 @@ def protocol(config: RunConfig) -> str:
     return f"segment {segment}, {kept[config.evaluation.memory]}, {' '.join(options) or 'default options'}"
 
 
-def _compressive(setup: MemorySetup) -> dict[str, Any]:
-    newest = (setup.length + 1) // 2
-    return {"length": newest, "compressed": max(1, setup.length - newest)}
-
-
 def _crtn(setup: MemorySetup) -> dict[str, Any]:
     recalled = max(1, setup.length // setup.segment)
     # A linear summary would be larger than the rest of the model.
@@ -71,23 +66,19 @@ def _signal(setup: MemorySetup) -> dict[str, Any]:
     return {"length": half, "chunk": setup.segment, "basis": half + half % 2}
 
 
-def _store(setup: MemorySetup) -> dict[str, Any]:
-    return {"length": 8 * setup.length, "k": min(32, 8 * setup.length)}
-
-
 def _tokens(setup: MemorySetup) -> dict[str, Any]:
     return {"length": 10, "cache": setup.length}
 
 
 OPTIONS: Mapping[str, Callable[[MemorySetup], dict[str, Any]]] = {
     "armt": lambda setup: {"length": 10},
-    "compressive": _compressive,
+    "compressive": lambda setup: {"length": (setup.length + 1) // 2, "compressed": max(1, setup.length // 2)},
     "crtn": _crtn,
     "grc_stream": _grc,
     "h2o": lambda setup: {"length": setup.length // 2, "heavy": setup.length - setup.length // 2},
     "infinity_former": _signal,
     "memformer": lambda setup: {"length": 32},
-    "memorizing": _store,
+    "memorizing": lambda setup: {"length": 8 * setup.length, "k": min(32, 8 * setup.length)},
     "memory_transformer": _tokens,
     "read_twice": lambda setup: {"slots": setup.length, "first_read": "running", "scope": "earlier"},
     "rmt": _tokens,
@@ -111,16 +102,12 @@ def _row(name: str) -> TableRow:
     return TableRow(name, functools.partial(model_of, name=name), against=() if name == PAPER[0] else (PAPER[0],))
 
 
-def _others(scale: str) -> Sequence[TableRow]:
-    return [_row(name) for name in stream_memories() if name not in PAPER]
-
-
 TABLE5 = Reproduction(
     summary="language modelling: Transformer-XL, Memory Transformer, RMT and GRC at equal size",
     recipes={"small": "table5_small", "paper": "table5_paper"},
     files={"small": "WikiText-2", "paper": "WikiText-103"},
     paper=lambda scale: [_row(name) for name in PAPER],
-    others=_others,
+    others=lambda scale: [_row(name) for name in stream_memories() if name not in PAPER],
     equal="parameters",
     protocol=protocol,
 )

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cached_lab.data.archives import OPENERS
 from cached_lab.data.samples import Sample
 from cached_lab.data.splits import check_fraction, check_split, items_of_split, named_split
 from cached_lab.data.text import trained_tokenizer
-from cached_lab.data.text_files import DECOMPRESS, TextFile, decoded
+from cached_lab.data.text_files import TextFile, decoded
 from cached_lab.data.tokenizers import check_kind
 from cached_lab.registries import DATASETS
 from cached_transformers.annotations import shown
@@ -142,7 +143,7 @@ def read_labelled(path: str | Path, text: str, label: str) -> list[LabelledText]
     path = Path(path).expanduser()
     if path.is_file():
         return list(_rows(TextFile(path, path.name), text, label))
-    names = [f"*{TABLE}{packed}" for packed in ("", *DECOMPRESS)]
+    names = [f"*{TABLE}{packed}" for packed in ("", *OPENERS)]
     files = sorted(file for name in names for file in path.rglob(name) if not file.name.startswith("."))
     if not files:
         raise FileNotFoundError(f"{path} holds no {TABLE}; give a file or folder of JSON lines with a text and a label")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cached_lab.data.archives import OPENERS, naming
+from cached_lab.data.archives import OPENERS, naming, refuse_utf16
 from cached_lab.data.subwords import PairTokenizer
 from cached_lab.data.tokenizers import SpecialTokens, Tokenizer, load_tokenizer
 from cached_transformers import state as states
@@ -60,6 +60,8 @@ def text_pieces(path: Path, tokenizer: Tokenizer) -> Iterator[TextPiece]:
 
     rest = b""
     for block in _blocks(path):
+        if not begin and not rest:
+            refuse_utf16(block, path)
         rest += block
         ends = [len(rest)] if exact else [found.end() for found in _LINE_END.finditer(rest)]
         if ends:

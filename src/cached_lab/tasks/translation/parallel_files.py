@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from cached_lab.data.text_files import ARCHIVES, DECOMPRESS, TextFile, members
+from cached_lab.data.archives import ARCHIVES, OPENERS, refuse_utf16
+from cached_lab.data.text_files import TextFile, members
 
 TABLE = "tsv"
 
@@ -80,6 +81,8 @@ def read_pair(files: PairFiles, languages: tuple[str, str]) -> Parallel:
 
 def decode_line(line: bytes, name: object, number: int) -> str:
     """Decode a line without its end; ValueError names file, line and byte if it is not UTF-8."""
+    if number == 1:
+        refuse_utf16(line, name)
     try:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
@@ -101,7 +104,7 @@ def _listed(folder: Path) -> Iterable[TextFile]:
 def _parts(file: TextFile) -> tuple[str, str]:
     """Name and language (or "tsv") of a file: ("train.lc", "de") for x/train.lc.de.gz."""
     name = PurePosixPath(file.name).name
-    for suffix in (*DECOMPRESS, ".txt"):
+    for suffix in (*OPENERS, ".txt"):
         name = name.removesuffix(suffix)
     stem, _, language = name.rpartition(".")
     return stem, language

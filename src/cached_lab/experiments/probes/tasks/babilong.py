@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import lzma
 import re
 import tarfile
 from collections.abc import Iterable, Iterator
@@ -21,6 +20,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from cached_lab.data.archives import as_text, refuse_utf16, unpacked
 from cached_lab.registries import PROBES
 
 from .base import Episode, ProbeTask, asked_at_end, nothing_asked
@@ -226,9 +226,9 @@ def _babi_text(babi: Path, name: str) -> str:
             for folder in FOLDERS:
                 for member in members:
                     if Path(member.name).match(f"{folder}/{name}") and (file := archive.extractfile(member)):
-                        return file.read().decode("utf-8")
+                        return as_text(file.read(), f"{babi}:{member.name}")
     elif paths := sorted(babi.rglob(name), key=lambda path: (path.parent.name != FOLDERS[0], path)):
-        return paths[0].read_text(encoding="utf-8")
+        return as_text(paths[0].read_bytes(), paths[0])
     raise FileNotFoundError(f"{babi} holds no file en/{name}; give bAbI's archive or folder as --babi")
 
 
@@ -238,6 +238,7 @@ def _read_words(books: Path) -> list[str]:
         raise FileNotFoundError(f"{books} holds no .txt or .txt.xz file; give a folder of books as --books")
     words: list[str] = []
     for path in files:
-        raw = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+        raw = unpacked(path.read_bytes(), path, path.suffix)
+        refuse_utf16(raw, path)
         words += _WORD.findall(raw.decode("utf-8", "replace").lower())
     return words

@@ -7,7 +7,6 @@ row by row. torchvision reads the pickled version only, and unpickling runs any 
 
 from __future__ import annotations
 
-import lzma
 import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -15,7 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from cached_lab.data.archives import as_text, naming, open_listing
+from cached_lab.data.archives import as_text, naming, open_listing, unpacked
 from cached_lab.registries import DATASETS
 
 from .dataset import StoredImages
@@ -64,7 +63,7 @@ class _CIFAR(StoredImages):
             ValueError: damage, a partial record, or a label outside the classes.
         """
         with naming(name, "file"):
-            content = lzma.decompress(content) if name.suffix == ".xz" else content
+            content = unpacked(content, name, name.suffix)
         size = cls.label_bytes + PIXEL_BYTES
         if not content or len(content) % size:
             message = f"{name} holds {len(content)} bytes, not a whole number of {size}-byte records"

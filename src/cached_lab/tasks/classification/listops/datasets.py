@@ -8,7 +8,6 @@ Shape legend: B batch, N tokens.
 
 from __future__ import annotations
 
-import lzma
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cached_lab.data.archives import as_text, naming, read_file
+from cached_lab.data.archives import as_text, naming, read_file, unpacked
 from cached_lab.data.dataset import Batch, LabelledDataset
 from cached_lab.data.samples import Sample
 from cached_lab.data.splits import check_choice, check_split, named_split
@@ -186,7 +185,7 @@ class ListOpsTSV(ExpressionDataset):
 def read_tsv(path: Path) -> list[Expression]:
     """Expressions of a file, in order (ValueError: the file, or one of its lines, named, is malformed)."""
     with naming(path, "file"):
-        content = lzma.decompress(read_file(path)) if path.suffix == ".xz" else read_file(path)
+        content = unpacked(read_file(path), path, path.suffix)
         header, *lines = as_text(content, path).splitlines() or [""]
     if header != "Source\tTarget" or not lines:
         raise ValueError(f"{path}, line 1: expected 'Source<TAB>Target' and rows, found {header[:60]!r}")
