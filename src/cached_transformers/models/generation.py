@@ -12,6 +12,7 @@ Legend: B rows, N tokens of a prompt, T new tokens, V vocabulary.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -270,15 +271,29 @@ def _sample(text: GeneratedText, logp_BV: Tensor, choice: Choice) -> Generation:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode and restore the mode of each module afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    """Put the model into evaluation mode; the last thread that leaves restores the mode of each module."""
+    modules = list(model.modules())
+    with _LOCK:
+        for module in modules:
+            _HELD.setdefault(module, [0, module.training])[0] += 1
+        model.eval()
     try:
         yield
     finally:
-        for module, training in modes:  # parents first
-            if module.training != training:
-                module.train(training)
+        with _LOCK:
+            for module in modules:
+                _HELD[module][0] -= 1
+            # A mode is set in all children, too, so that a module waits for them.
+            free = [m for m in _HELD if not any(child in _HELD and _HELD[child][0] for child in m.modules())]
+            modes = [(module, _HELD.pop(module)[1]) for module in free]
+            for module, training in modes * 2:  # a parent that entered after its child changes the child once more
+                if module.training != training:
+                    module.train(training)
+
+
+_LOCK = threading.RLock()
+_HELD: dict[nn.Module, list[int]] = {}
+"""Modules in evaluation mode for now: how many blocks hold each, and its mode before them."""
 
 
 def _check_prompt(prompt_BN: Tensor) -> None:
