@@ -119,11 +119,13 @@ def generate(
     for name in FORGETTING:
         if setting(name):
             raise ValueError(f"{name}: a memory cannot forget tokens; generate greedily, by sampling or by beams")
-    if (kind := setting("cache_implementation")) not in (None, "dynamic"):
+    if (kind := setting("cache_implementation")) not in (None, "dynamic", "hybrid"):  # a hybrid one is no longer made
         raise ValueError(
             f"cache_implementation={kind!r}: a segment's keys and values need a cache that can begin again; give "
             "cache_implementation='dynamic'"
         )
+    if embedded is not None and setting("prefill_chunk_size"):
+        raise ValueError("prefill_chunk_size beside inputs_embeds: generate cuts only input_ids; leave one out")
     prompt, mask = ids if embedded is None else embedded, given.get("attention_mask")
     text, first = reader.text_of(given.get("past_key_values"), memory_state, 1 if prompt is None else len(prompt)), 0
     if text.tokens:
@@ -206,12 +208,12 @@ def expand(
     return ids, kwargs
 
 
-def _setting(model: Any, config: Any, kwargs: dict[str, Any], name: str) -> Any:
-    """A setting of generate: of the call, of its config, or of the model's."""
-    for value in (kwargs.get(name), getattr(config, name, None), getattr(model.generation_config, name, None)):
-        if value is not None:
-            return value
-    return None
+def _setting(model: Any, config: Any, given: dict[str, Any], name: str) -> Any:
+    """A setting of generate: of the call, where None counts, of its config, or of the model's."""
+    if name in given:
+        return given[name]
+    value = getattr(config, name, None)
+    return getattr(model.generation_config, name, None) if value is None else value
 
 
 def install(model: nn.Module, forward: HostForward) -> None:
