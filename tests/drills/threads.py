@@ -55,7 +55,8 @@ def attempt(case: str, folder: Path) -> None:
     said, model, calls = rng.choice([decoder, decoder, fixed, own])(rng)
     model.train(rng.random() < 0.5 and said[-1] != "shared")
     modes = [module.training for module in model.modules()]
-    chosen = [calls[rng.randrange(len(calls))] for _ in range(rng.randint(2, 4))]
+    switching = [call for call in calls if call[0].startswith("our")]  # these change the mode
+    chosen = rng.choices(switching if switching and rng.random() < 0.4 else calls, k=rng.randint(2, 4))
     expected = [[call() for _ in range(ROUNDS)] for _, call in chosen]
     found: list[Any] = [None] * len(chosen)
     barrier = threading.Barrier(len(chosen))
