@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -109,11 +110,12 @@ class Call:
         options |= {"do_sample": kind == "sample", "num_beams": 3 if kind == "beams" else 1, "top_k": 0}
         options |= {"num_return_sequences": rng.choice([1, 2]) if kind != "greedy" else 1}
         options |= {"eos_token_id": rng.choice([None, list(range(3, 20))]), "return_dict_in_generate": True}
-        prompt, cached = self.prompt(), self.past()
+        prompt = self.prompt()
+        cached, more = self.past(prompt)
         seed = rng.randrange(2**31)
         self.said += f"\n{kind}, {list(prompt)}, {cached}, mask {self.mask.tolist()}, {options | {'memory_state': ...}}"
         whole = {"input_ids": self.ids, "attention_mask": self.mask, "use_cache": False, **options}
-        call = {**prompt, **self.given(cached, prompt), **options}
+        call = {**prompt, **more, **options}
         if rng.random() < 0.2:
             name = rng.choice(list(REFUSED))
             found = self.refusal({**copy.deepcopy(call), name: REFUSED[name]})
@@ -144,46 +146,42 @@ class Call:
             [{"input_ids": self.ids}, {"inputs_embeds": embedded}, {"input_ids": self.ids, "inputs_embeds": embedded}]
         )
 
-    def past(self) -> str:
-        """How the call gets its keys and values."""
-        usual = ["none", "dynamic", "given"] + ["first tokens"] * (self.ids.shape[1] > 1)
-        return self.rng.choice(usual if self.cache is None else ["result", "result", "copy", *usual])
-
-    def given(self, cached: str, prompt: dict[str, Any]) -> dict[str, Any]:
+    def past(self, prompt: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Keys and values, by name and as options of the call."""
         from transformers import DynamicCache
 
-        mask = {"attention_mask": self.mask}
-        if cached == "none" and bool(self.mask.all()) and self.cache is None and self.rng.random() < 0.5:
-            mask = {}
-        if cached == "none":
-            return {**mask, "use_cache": True if "inputs_embeds" in prompt else self.rng.choice([True, False])}
-        if cached == "dynamic":
-            return {**mask, "past_key_values": DynamicCache()}
-        if cached in ("result", "copy"):
-            return {**mask, "past_key_values": self.cache if cached == "result" else copy.deepcopy(self.cache)}
-        count = self.rng.randint(1, self.ids.shape[1] - 1) if self.ids.shape[1] > 1 and cached != "given" else 0
-        if not count:
-            return {**mask, "cache_implementation": "dynamic"}
-        parts, cache = {"attention_mask": self.mask[:, :count], "memory_state": self.state}, DynamicCache()
-        with torch.no_grad():
-            self.model(self.ids[:, :count], past_key_values=cache, use_cache=True, **parts)
-        return {**mask, "past_key_values": cache}
+        own, count = DynamicCache(), self.rng.randint(0, self.ids.shape[1] - 1)
+        ways: dict[str, dict[str, Any]] = {
+            "none": {"use_cache": "inputs_embeds" in prompt or self.rng.choice([True, False])},
+            "dynamic": {"cache_implementation": "dynamic"},
+            "the caller's": {"past_key_values": own},
+        }
+        if count:
+            ways["of the first tokens"] = {"past_key_values": own}
+        if self.cache is not None:
+            ways |= {name: {"past_key_values": self.cache} for name in ("of the last turn", "of the last turn, too")}
+            ways["a copy"] = {"past_key_values": copy.deepcopy(self.cache)}
+        name = self.rng.choice(list(ways))
+        if name == "of the first tokens":
+            begun = {"attention_mask": self.mask[:, :count], "memory_state": self.state}
+            with torch.no_grad():
+                self.model(self.ids[:, :count], past_key_values=own, use_cache=True, **begun)
+        plain = name == "none" and bool(self.mask.all()) and self.cache is None and self.rng.random() < 0.5
+        return name, {**ways[name], **({} if plain else {"attention_mask": self.mask})}
 
     def run(self, call: dict[str, Any], kind: str) -> Any:
         """The call, perhaps with a streamer on another thread."""
-        if kind == "beams" or self.rows > 1 or self.rng.random() < 0.7:
+        if kind == "beams" or self.rows * call["num_return_sequences"] > 1 or self.rng.random() < 0.7:
             with torch.inference_mode() if self.rng.random() < 0.2 else contextlib.nullcontext():
                 return self.model.generate(**call)
-        streamer, found, state = Streamer(), [], torch.get_rng_state()
-        if call["num_return_sequences"] > 1:
-            return self.model.generate(**call)
-        thread = threading.Thread(target=lambda: found.append(self.model.generate(**call, streamer=streamer)))
-        torch.set_rng_state(state)
+        parts: list[Tensor] = []
+        call["streamer"] = SimpleNamespace(put=lambda tokens: parts.append(tokens.flatten()), end=lambda: None)
+        thread = threading.Thread(target=lambda: parts.append(self.model.generate(**call)))
         thread.start()
         thread.join()
-        if not found or torch.cat(streamer.parts).tolist()[-1] != found[0].sequences[0, -1].item():
-            raise Failure(f"{self.said}\nexpected the last token in the streamer, found {streamer.parts}")
-        return found[0]
+        if not isinstance(parts[-1], dict) or parts[-2].tolist() != parts[-1].sequences[0, -1:].tolist():
+            raise Failure(f"{self.said}\nexpected the last token in the streamer, found {parts}")
+        return parts[-1]
 
     def refusal(self, call: dict[str, Any]) -> str:
         try:
@@ -215,19 +213,6 @@ class Call:
             for (name, a), (_, b) in zip(named_tensors(mine), named_tensors(expected), strict=True):
                 if not torch.allclose(a.double(), b.double(), 1e-3, 1e-3):
                     raise Failure(f"{self.said}\nrow {row}: the state after it differs in {name}: {a} for {b}")
-
-
-class Streamer:
-    """Keeps what `generate` says."""
-
-    def __init__(self) -> None:
-        self.parts: list[Tensor] = []
-
-    def put(self, tokens: Tensor) -> None:
-        self.parts.append(tokens.flatten())
-
-    def end(self) -> None:
-        self.ended = True
 
 
 DRILL = Drill(

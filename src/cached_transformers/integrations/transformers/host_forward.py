@@ -73,7 +73,7 @@ class HostForward:
     def __init__(self, body: nn.Module, hooks: list[MemoryHook], spans: bool, segment_length: int | None) -> None:
         self.body: Any = body
         self.hooks, self.spans, self.segment_length = hooks, spans, segment_length
-        for name, whole in (("_read_apart", False), ("_read_documents", False), ("_told", True), ("eagerly", True)):
+        for name, whole in (("_read_apart", False), ("_read_documents", False), ("eagerly", True)):
             run = getattr(type(self), name, None)
             if run is not None and not hasattr(run, "_torchdynamo_disable"):  # here, since it imports the compiler
                 setattr(type(self), name, torch.compiler.disable(run, recursive=whole))

@@ -115,12 +115,6 @@ class MemoryCache(Cache):  # type: ignore[misc]
         vars(cache).update(vars(self))
         return cache
 
-    def unread(self) -> MemoryCache:
-        """A copy for another text from here on, without keys and values."""
-        new = copy.copy(self)
-        new.kv = None
-        return new
-
     def note(self, new: dict[str, Tensor], padding_BN: Tensor | None) -> None:
         """Remember the ids of new columns."""
         ids_BN = new.get("input_ids")
@@ -132,16 +126,12 @@ class MemoryCache(Cache):  # type: ignore[misc]
 
     def refuse_other_text(self, text_BT: Tensor) -> None:
         """Raise ValueError unless a text, as ids or embeddings, continues the one that was read."""
-        if text_BT.shape[1] <= self.tokens:
+        read_BT, ids = self.read_BT, text_BT.dim() == 2 and self.read_BT is not None
+        short = text_BT.shape[1] <= self.tokens
+        if short or (ids and bool(((text_BT[:, : self.tokens] != read_BT) & (read_BT >= 0)).any())):
             raise ValueError(
-                f"past_key_values hold {self.tokens} tokens, the prompt {text_BT.shape[1]}; give the whole text and "
-                "new tokens, or only these with the attention_mask of all"
-            )
-        begins, read_BT = text_BT[:, : self.tokens], self.read_BT
-        if read_BT is not None and text_BT.dim() == 2 and bool(((begins != read_BT) & (read_BT >= 0)).any()):
-            raise ValueError(
-                "past_key_values have read other tokens than the prompt begins with; leave them out, so that the whole "
-                "text is read"
+                f"past_key_values hold {self.tokens} tokens, which the prompt of {text_BT.shape[1]} does not continue; "
+                "give the whole text and new tokens, only these with the attention_mask of all, or no past_key_values"
             )
 
     def with_new(

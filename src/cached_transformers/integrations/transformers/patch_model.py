@@ -5,6 +5,7 @@ Legend: B rows, N tokens of a prompt, T tokens in all.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -28,11 +29,8 @@ ATTACHED = (
     "for_loops",
 )
 """Attributes of the instance, which hide those of its class."""
-FORGETTING = (
-    *("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
-    *("penalty_alpha", "dola_layers"),
-)
-"""Settings of generate that read tokens which the text then may not have."""
+UNDONE = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "penalty_alpha")
+"""Settings of generate with which it reads tokens that the text may then not have."""
 
 
 def called(reader: HostForward, forward: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +114,7 @@ def generate(
     if reader.documents({"input_ids": ids, "position_ids": given.get("position_ids")}) is not None:
         raise ValueError(f"position_ids begin again inside a prompt: {why} {WAY_OUT}")
     setting = functools.partial(_setting, model, generation_config, given)
-    for name in FORGETTING:
+    for name in (*UNDONE, "dola_layers"):
         if setting(name):
             raise ValueError(f"{name}: a memory cannot forget tokens; generate greedily, by sampling or by beams")
     if (kind := setting("cache_implementation")) not in (None, "dynamic", "hybrid"):  # a hybrid one is no longer made
@@ -134,7 +132,8 @@ def generate(
         if prompt is not None and (embedded is not None or mask is None or mask.shape[1] == prompt.shape[1]):
             text.refuse_other_text(prompt)
             first = text.tokens
-    before = text.unread()
+    before = copy.copy(text)
+    before.kv = None
     out = type(model).generate(model, inputs, generation_config, *args, memory_state=memory_state, **kwargs)
     if isinstance(out, Tensor):
         return out

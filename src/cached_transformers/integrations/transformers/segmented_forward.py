@@ -88,15 +88,11 @@ class DecoderForward(HostForward):
         if isinstance(cache, MemoryCache) and cache.tokens:
             refuse_told({"document_ids": ids}, NO_CACHE)
         elif first is not None and first.dim() > 1 and (ids is not None or may_begin_again(positions)):
-            read = documents_told if is_exporting() else self._told
-            found = read(ids, given, *first.shape[:2])
+            call = (documents_told, ids, given, *first.shape[:2])
+            found = call[0](*call[1:]) if is_exporting() else self.eagerly(*call)
         if bounds and first is not None and not torch.compiler.is_compiling():
             refuse_other_bounds(bounds, found, len(first))
         return found
-
-    def _told(self, ids: Tensor | None, given: dict[str, Any], rows: int, columns: int) -> PackedDocuments | None:
-        """Read values outside of a compiled graph."""
-        return documents_told(ids, given, rows, columns)
 
     def _read_documents(self, given: dict[str, Any], plan: DocumentPlan, state: State | None) -> tuple[Any, State]:
         """The host's output for rows of several documents, and the state after the last one of each."""
