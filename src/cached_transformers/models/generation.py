@@ -287,5 +287,5 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 _LOCK = threading.RLock()
-_HELD: dict[nn.Module, list[int]] = {}
+_HELD: dict[nn.Module, list[Any]] = {}
 """Modules in evaluation mode for now: how many blocks hold each, and its mode before them."""

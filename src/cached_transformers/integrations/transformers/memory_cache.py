@@ -126,9 +126,10 @@ class MemoryCache(Cache):  # type: ignore[misc]
 
     def refuse_other_text(self, text_BT: Tensor) -> None:
         """Raise ValueError unless a text, as ids or embeddings, continues the one that was read."""
-        read_BT, ids = self.read_BT, text_BT.dim() == 2 and self.read_BT is not None
-        short = text_BT.shape[1] <= self.tokens
-        if short or (ids and bool(((text_BT[:, : self.tokens] != read_BT) & (read_BT >= 0)).any())):
+        read_BT, follows = self.read_BT, text_BT.shape[1] > self.tokens
+        if follows and read_BT is not None and text_BT.dim() == 2:
+            follows = not bool(((text_BT[:, : self.tokens] != read_BT) & (read_BT >= 0)).any())
+        if not follows:
             raise ValueError(
                 f"past_key_values hold {self.tokens} tokens, which the prompt of {text_BT.shape[1]} does not continue; "
                 "give the whole text and new tokens, only these with the attention_mask of all, or no past_key_values"

@@ -22,7 +22,6 @@ from .adapter_utils import parameter_names
 from .host_forward import OUTPUT, HostForward, is_exporting, prepare_outputs, with_state
 from .memory_cache import Cache, MemoryCache
 from .packed_rows import WAY_OUT, refuse_pooled, refuse_told, score_within
-from .segmented_forward import DecoderForward
 
 ATTACHED = (
     *("forward", "segment_reader", "generate", "_expand_inputs_for_generation", "init_memory_state"),
@@ -92,7 +91,7 @@ def model_forward(
 
 
 def generate(
-    place: tuple[Any, DecoderForward],
+    place: tuple[Any, Any],
     inputs: Tensor | None = None,
     generation_config: Any = None,
     *args: Any,
@@ -146,7 +145,7 @@ def generate(
 
 @torch.no_grad()
 def state_after(
-    reader: DecoderForward, text: MemoryCache, prompt: Tensor, new_BT: Tensor, given: dict[str, Any], setting: Any
+    reader: Any, text: MemoryCache, prompt: Tensor, new_BT: Tensor, given: dict[str, Any], setting: Any
 ) -> State:
     """State of each row after its text, without its last token: it is read again, since a row that ended early was
     fed padding afterwards, and beams were reordered.
@@ -188,7 +187,7 @@ def state_after(
     call = {name: t[:, : last - text.tokens] for name, t in call.items()}
     if not bool(real_BM[:, :last].all()):
         call["attention_mask"] = real_BM[:, :last].long()
-    return reader.forward(**call, past_key_values=text, use_cache=True).memory_state
+    return reader.forward(**call, past_key_values=text, use_cache=True).memory_state  # type: ignore[no-any-return]
 
 
 def expand(
