@@ -179,7 +179,11 @@ class Call:
         thread = threading.Thread(target=lambda: parts.append(self.model.generate(**call)))
         thread.start()
         thread.join()
-        if not isinstance(parts[-1], dict) or parts[-2].tolist() != parts[-1].sequences[0, -1:].tolist():
+        if (
+            len(parts) < 2
+            or not isinstance(parts[-1], dict)
+            or parts[-2].tolist() != parts[-1].sequences[0, -1:].tolist()
+        ):
             raise Failure(f"{self.said}\nexpected the last token in the streamer, found {parts}")
         return parts[-1]
 

@@ -187,6 +187,6 @@ DRILL = Drill(
     cases,
     attempt,
     count=150,
-    sample=3,
+    sample=5,
     prepare=prepare,
 )

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from integrations.families import ALL
-from integrations.hosts import VIT, library
 from torch import Tensor, nn
 
-from cached_transformers import add_memory, create_model, replace_attention
+from cached_transformers import add_memory, create_model
 from cached_transformers.integrations.segment_context import running
 from cached_transformers.models.generation import generate
 
@@ -71,22 +70,6 @@ def test_a_decoder(memory: str) -> None:
     given = [torch.randint(0, 20, (rows, 12), generator=torch.Generator().manual_seed(rows)) for rows in (2, 2)]
     given[1] = given[1].flip(1)
     check(model, given, lambda ids: model(ids).logits)
-
-
-def images() -> list[Tensor]:
-    return [torch.randn(2, *VIT.given(0)["x"].shape[1:], generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
-
-
-def test_an_image_model() -> None:
-    library("timm")
-    model = VIT.with_memory().eval()
-    check(model, images(), lambda x: model(x))
-
-
-def test_another_attention() -> None:
-    library("timm")
-    model = replace_attention(VIT.with_memory(), "linear").eval()
-    check(model, images(), lambda x: model(x))
 
 
 @pytest.mark.parametrize("of", ["ours", "a host's"])

@@ -278,14 +278,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         with _LOCK:
             for module in modules:
                 _HELD[module][0] -= 1
-            # A mode is set in all children, too, so that a module waits for them.
             free = [m for m in _HELD if not any(child in _HELD and _HELD[child][0] for child in m.modules())]
-            modes = [(module, _HELD.pop(module)[1]) for module in free]
-            for module, training in modes * 2:  # a parent that entered after its child changes the child once more
+            # Twice, since a parent that entered after its child changes the child once more.
+            for module, training in [(module, _HELD.pop(module)[1]) for module in free] * 2:
                 if module.training != training:
                     module.train(training)
 
 
 _LOCK = threading.RLock()
 _HELD: dict[nn.Module, list[Any]] = {}
-"""Modules in evaluation mode for now: how many blocks hold each, and its mode before them."""
+"""Modules in evaluation mode: how many blocks hold each, and its mode before. Parents wait for their children."""
