@@ -154,39 +154,35 @@ def state_after(
         text: read before, of which this is a copy. prompt: ids (B, N) or embeddings (B, N, D) that follow.
         given, setting: arguments of generate, and its settings by name.
     """
-    (rows, total), columns = new_BT.shape, prompt.shape[1]
+    (rows, total), columns, device = new_BT.shape, prompt.shape[1], new_BT.device
     mask, ends, pad = given.get("attention_mask"), setting("eos_token_id"), setting("pad_token_id")
-    ends = torch.as_tensor([] if ends is None else ends, device=new_BT.device, dtype=new_BT.dtype).flatten()
+    ends = torch.as_tensor([] if ends is None else ends, device=device, dtype=new_BT.dtype).flatten()
     pads = pad is not None and pad not in ends.tolist()
-    if mask is None and pads and prompt.dim() == 2:
-        mask = prompt != pad  # generate's default
-    times = rows // len(text.state.clock_B)
-    text.batch_repeat_interleave(times)
+    if mask is None:  # generate's default
+        mask = prompt != pad if pads and prompt.dim() == 2 else new_BT.new_ones(1, columns)
     ended_BT = torch.isin(new_BT, ends).long()
     after_end_BT = ended_BT.cumsum(1) - ended_BT > 0
     if pads and (given.get("stopping_criteria") or setting("stop_strings")):
         after_end_BT |= (new_BT == pad).flip(1).long().cumprod(1).flip(1) > 0  # fed after these ended the row
-    kept_B1 = (~after_end_BT).sum(1, keepdim=True) - 1
-    real_BT = torch.arange(total, device=new_BT.device) < kept_B1
-    real_BM = real_BT.new_ones(rows, text.tokens + columns)
-    if mask is not None:
-        mask = mask[:, mask.shape[1] - columns :].bool()
-        real_BM[:, text.tokens :] = mask.repeat_interleave(rows // len(mask), 0)
-    real_BM = torch.cat([real_BM, real_BT], 1)
-    last = int(real_BM.any(0).nonzero().max()) + 1 if bool(real_BM.any()) else 0
-    if last <= text.tokens:
-        return text.memory_state
-    prompt = prompt.repeat_interleave(rows // len(prompt), 0)
+    times = rows // len(text.state.clock_B)
+    text.batch_repeat_interleave(times)
+
+    def copies(t: Tensor) -> Tensor:
+        """The last columns of an argument, for all rows."""
+        t = t[:, t.shape[1] - columns :]
+        return t.repeat_interleave(rows // len(t), 0)
+
     name, follows = ("input_ids", new_BT) if prompt.dim() == 2 else ("inputs_embeds", reader.embed_ids(new_BT))
-    call = {name: torch.cat([prompt, follows], 1)}
-    steps = torch.arange(1, total + 1, device=new_BT.device)
+    call = {name: torch.cat([copies(prompt), follows], 1)[:, :-1]}
+    steps = torch.arange(1, total, device=device)
     for name, rises in (("token_type_ids", 0), ("position_ids", 1)):  # generate lets them go on so
         if given.get(name) is not None:
-            t = given[name][:, -columns:].expand(len(text.state.clock_B) // times, -1).repeat_interleave(times, 0)
+            t = copies(given[name])
             call[name] = torch.cat([t, t[:, -1:] + rises * steps], 1)
-    call = {name: t[:, : last - text.tokens] for name, t in call.items()}
-    if not bool(real_BM[:, :last].all()):
-        call["attention_mask"] = real_BM[:, :last].long()
+    real_BT = steps <= (~after_end_BT).sum(1, keepdim=True) - 1
+    real_BM = torch.cat([real_BT.new_ones(rows, text.tokens), copies(mask).bool(), real_BT], 1)
+    if not bool(real_BM.all()):
+        call["attention_mask"] = real_BM.long()
     return reader.forward(**call, past_key_values=text, use_cache=True).memory_state  # type: ignore[no-any-return]
 
 
