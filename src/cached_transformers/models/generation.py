@@ -84,7 +84,7 @@ def generate(
     choice = Choice(tokens, **options)
     if not isinstance(prompt_BN, Tensor) or prompt_BN.dim() != 2 or 0 in prompt_BN.shape:
         found = tuple(prompt_BN.shape) if isinstance(prompt_BN, Tensor) else type(prompt_BN).__name__
-        raise ValueError(f"prompt_BN={found}: it must be a tensor (rows, tokens); call generate once per length")
+        raise ValueError(f"prompt_BN={found}: it needs (rows, tokens) of at least one token; call once per length")
     if segment_length is not None:
         at_least_one(segment_length=segment_length)
     model = as_language_model(model)
