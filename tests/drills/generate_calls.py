@@ -227,6 +227,6 @@ DRILL = Drill(
     cases,
     attempt,
     count=150,
-    sample=3,
+    sample=6,
     prepare=prepare,
 )

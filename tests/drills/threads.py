@@ -187,6 +187,6 @@ DRILL = Drill(
     cases,
     attempt,
     count=150,
-    sample=5,
+    sample=6,
     prepare=prepare,
 )
