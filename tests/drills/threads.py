@@ -51,6 +51,7 @@ def prepare(shared: Path) -> None:
 def attempt(case: str, folder: Path) -> None:
     """Draw a model and its calls; compare them on threads with each by itself."""
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # renews the pool after the fork, which torch does not do safely on several threads
     rng = Random(case)
     said, model, calls = rng.choice([decoder, decoder, fixed, own])(rng)
     model.train(rng.random() < 0.5 and said[-1] != "shared")
