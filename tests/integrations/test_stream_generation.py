@@ -17,9 +17,12 @@ from integrations.transformers_hosts import (
     stream,
     words,
 )
+from torch import Tensor
 
 from cached_transformers import add_memory, create_model, load_pretrained, remove_memory
 from cached_transformers.models.generation import generate
+
+DynamicCache = pytest.importorskip("transformers").DynamicCache
 
 
 @pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
@@ -60,6 +63,76 @@ def test_without_segment_length_a_call_is_one_segment() -> None:
     assert out.shape == (2, 22)
 
 
+# ---- texts that go on
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+GREEDY |= {"return_dict_in_generate": True}
+
+
+def same(found: Any, expected: Any, skipped: int = 0) -> None:
+    assert torch.equal(found.sequences, expected.sequences[:, skipped:])
+    assert differences(found.memory_state, expected.memory_state) < 1e-5
+
+
+@pytest.mark.parametrize("memory", ["memorizing", "rmt"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_second_turn_reads_only_the_new_tokens(memory: str, beams: int) -> None:
+    model, ids = awaken(stream(LLAMA, memory)), words(2, 6)
+    own = DynamicCache()
+    first, again = model.generate(ids, past_key_values=own, **GREEDY), model.generate(ids, **GREEDY)
+    same(first, again)
+    more = torch.cat([first.sequences, words(2, 3, 1)], 1)
+    mask, options = torch.ones_like(more), {**GREEDY, "num_beams": beams}
+    expected = model.generate(more, attention_mask=mask, **options)
+    options["attention_mask"] = mask
+    for cache in (own, copy.deepcopy(again.past_key_values)):
+        same(model.generate(more, past_key_values=cache, **options), expected)
+    read: list[int] = []
+    model.get_input_embeddings().register_forward_hook(lambda _, args, out: read.append(args[0].shape[1]))
+    cache = again.past_key_values
+    del options["return_dict_in_generate"]  # its state is of a text that is read once more
+    found = model.generate(more[:, cache.tokens :], past_key_values=cache, **{**options, "max_new_tokens": 1})
+    assert torch.equal(found[:, 4:], expected.sequences[:, 16:17]) or beams > 1
+    assert sum(read) == 2 + 4  # those of the partial segment, which is now full, and the new ones
+
+
+@pytest.mark.parametrize("memory", ["grc_stream", "rmt"])
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "checkpointed"])
+def test_prompts_as_embeddings(memory: str, training: bool) -> None:
+    model, ids = awaken(stream(GPT2, memory)), words(2, 6)
+    x, expected = model.get_input_embeddings()(ids), model.generate(ids, **GREEDY)
+    if training:
+        model.train().gradient_checkpointing_enable()
+    same(model.generate(inputs_embeds=x, **GREEDY), expected, 6)
+    same(model.generate(ids, inputs_embeds=x, **GREEDY), expected)
+
+
+@pytest.mark.parametrize("memory", ["grc_stream", "rmt"])
+@torch.no_grad()
+def test_a_segment_of_embeddings_goes_on_with_ids_and_ids_with_embeddings(memory: str) -> None:
+    model, ids = awaken(stream(GPT2, memory)), words(2, 9)
+    both = {"input_ids": ids, "inputs_embeds": model.get_input_embeddings()(ids)}
+    expected, cache = model(ids), DynamicCache()
+    for begins, follows in (list(both), list(both)[::-1], ["input_ids"] * 2):
+        kept = None if begins != follows else cache  # one of the caller's becomes the text
+        out = model(**{begins: both[begins][:, :3]}, past_key_values=kept, use_cache=True)
+        out = model(**{follows: both[follows][:, 3:]}, past_key_values=kept or out.past_key_values)
+        torch.testing.assert_close(out.logits, expected.logits[:, 3:], rtol=1e-5, atol=1e-5)
+        assert differences(out.past_key_values.memory_state, expected.memory_state) < 1e-5
+
+
+def test_a_compiled_forward_generates_without_compiling_again() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter, model, ids = CompileCounter(), awaken(stream(GPT2, "grc_stream")), words(2, 6)
+    expected = model.generate(ids, **GREEDY)
+    model.forward = torch.compile(model.forward, backend=counter)
+    same(model.generate(ids, **GREEDY), expected)
+    assert counter.frame_count <= 2  # the prompt, and a token
+    torch._dynamo.reset()
+
+
 # ---- segment_length
 
 
@@ -89,15 +162,35 @@ CALLS: list[tuple[str, Any, str]] = [
     (
         "assisted",
         lambda m, i, s: m.generate(i[:1], prompt_lookup_num_tokens=2, max_new_tokens=4),
-        "past_key_values: .*assisted",
+        "prompt_lookup_num_tokens: ",
     ),
-    ("embeds", lambda m, i, s: m.generate(inputs_embeds=torch.zeros(2, 3, 16), max_new_tokens=2), "with inputs_embeds"),
+    ("assistant", lambda m, i, s: m.generate(i[:1], assistant_model=m, max_new_tokens=4), "assistant_model: "),
+    ("contrastive", lambda m, i, s: m.generate(i, penalty_alpha=0.6, top_k=4), "penalty_alpha: "),
+    ("layers", lambda m, i, s: m.generate(i, dola_layers="high"), "dola_layers: "),
+    ("static", lambda m, i, s: m.generate(i, cache_implementation="static"), "'static': .*'dynamic'"),
+    ("offloaded", lambda m, i, s: m.generate(i, cache_implementation="offloaded"), "'offloaded': .*'dynamic'"),
+    ("nothing new", lambda m, i, s: m.generate(i, past_key_values=cache_of(m, i)), "hold 4 tokens, .* of 4 "),
+    ("other text", lambda m, i, s: m.generate(words(2, 9, 5), past_key_values=cache_of(m, i)), "past_key_values"),
     (
-        "static",
-        lambda m, i, s: m.generate(i, cache_implementation="static", max_new_tokens=2),
-        "StaticCache.*DynamicCache",
+        "use_cache",
+        lambda m, i, s: m.generate(words(2, 9), past_key_values=cache_of(m, i), use_cache=False),
+        "use_cache=False beside past_key_values",
+    ),
+    (
+        "hidden",
+        lambda m, i, s: m(i, past_key_values=cache_of(m, i), attention_mask=torch.ones(2, 8).tril(2)),
+        "attention_mask: 0 at a token",
+    ),
+    (
+        "types",
+        lambda m, i, s: m(i, past_key_values=cache_of(m, i), token_type_ids=torch.zeros_like(i)),
+        "token_type_ids: ",
     ),
 ]
+
+
+def cache_of(model: Any, ids: Tensor) -> Any:
+    return model(ids, use_cache=True).past_key_values
 
 
 @pytest.mark.parametrize("name, call, message", CALLS, ids=[c[0] for c in CALLS])

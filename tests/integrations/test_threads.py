@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from integrations.families import ALL
-from integrations.hosts import VIT, library
 from torch import Tensor, nn
 
-from cached_transformers import add_memory, replace_attention
+from cached_transformers import add_memory, create_model
 from cached_transformers.integrations.segment_context import running
+from cached_transformers.models.generation import generate
 
 ROUNDS = 3
 NAMED = {family.name: family for family in ALL}
@@ -72,20 +72,37 @@ def test_a_decoder(memory: str) -> None:
     check(model, given, lambda ids: model(ids).logits)
 
 
-def images() -> list[Tensor]:
-    return [torch.randn(2, *VIT.given(0)["x"].shape[1:], generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
+@pytest.mark.parametrize("of", ["ours", "a host's"])
+def test_generation_on_several_threads_leaves_the_mode(of: str) -> None:
+    """The last thread that leaves restores it, whichever entered first."""
+    torch.manual_seed(0)
+    if of == "ours":
+        model: Any = create_model("language_model", vocabulary=20, width=8, heads=2, depth=1, memory="grc_stream")
+    else:
+        model = add_memory(NAMED["llama"].build(), "grc_stream", segment_length=4)
+    model.train()
+    part = model.get_submodule(next(name for name, child in model.named_children() if len(list(child.modules())) > 2))
+    part.eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    inside, leave = [threading.Event() for _ in range(3)], [threading.Event() for _ in range(3)]
 
+    def run(number: int) -> None:
+        def wait(token: Tensor) -> None:
+            assert not any(module.training for module in model.modules())
+            inside[number].set()
+            assert leave[number].wait(60)
 
-def test_an_image_model() -> None:
-    library("timm")
-    model = VIT.with_memory().eval()
-    check(model, images(), lambda x: model(x))
+        generate(model, torch.ones(1, 2, dtype=torch.long), tokens=1, segment_length=4, each=wait)
 
-
-def test_another_attention() -> None:
-    library("timm")
-    model = replace_attention(VIT.with_memory(), "linear").eval()
-    check(model, images(), lambda x: model(x))
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        assert inside[number].wait(60)
+    for number in (0, 2, 1):
+        assert not any(module.training for module in model.modules())
+        leave[number].set()
+        threads[number].join()
+    assert {name: module.training for name, module in model.named_modules()} == modes
 
 
 def test_a_backward_pass_on_another_thread() -> None:

@@ -327,9 +327,9 @@ def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([[1, 2], [3]], "is a list"),
-        (PROMPT[0], r"shape \(2,\) must be \(rows, tokens\)"),
-        (PROMPT[:, :0], "at least one token"),
+        ([[1, 2], [3]], "prompt_BN=list: "),
+        (PROMPT[0], r"prompt_BN=\(2,\): "),
+        (PROMPT[:, :0], r"prompt_BN=\(\d, 0\): "),
         (PROMPT + V, "not in a vocabulary of 7"),
     ],
 )

@@ -12,6 +12,7 @@ Legend: B rows, N tokens of a prompt, T new tokens, V vocabulary.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
-from cached_transformers.state import State, reorder, repeat, reset, seal
+from cached_transformers.state import State, reorder, reset, seal
 
 from .beam_search import search
 from .documents import refuse_documents
@@ -81,7 +82,9 @@ def generate(
     """
     refuse_documents(documents, "generate continues each row after its last token, and a row is one text")
     choice = Choice(tokens, **options)
-    _check_prompt(prompt_BN)
+    if not isinstance(prompt_BN, Tensor) or prompt_BN.dim() != 2 or 0 in prompt_BN.shape:
+        found = tuple(prompt_BN.shape) if isinstance(prompt_BN, Tensor) else type(prompt_BN).__name__
+        raise ValueError(f"prompt_BN={found}: it needs (rows, tokens) of at least one token; call once per length")
     if segment_length is not None:
         at_least_one(segment_length=segment_length)
     model = as_language_model(model)
@@ -156,10 +159,6 @@ class GeneratedText:
         return self.model(tokens_BN, state, **_placed(places), **self.options)
 
     @property
-    def _open(self) -> tuple[Tensor, Tensor | None]:
-        return self.open_BN, self.places
-
-    @property
     def state(self) -> State:
         """The state after the last full segment, for the rows of that time; reads full prompt segments first."""
         if self._unread:
@@ -175,7 +174,7 @@ class GeneratedText:
     def read(self) -> Tensor:
         """Log-probabilities (B, V) of the next token, float32 or wider."""
         if not self.steps:
-            out = self._read(self._open, self._before())
+            out = self._read((self.open_BN, self.places), self._before())
             self._after = out.state
             scores_BV = out.outputs[:, -1]
         elif self.opened is None:
@@ -189,7 +188,7 @@ class GeneratedText:
     def after(self) -> State:
         """The state after all tokens: reads the partial segment as a whole, and caches the result until it grows."""
         if self._after is None:
-            self._after = self._read(self._open, self._before()).state
+            self._after = self._read((self.open_BN, self.places), self._before()).state
         return self._after
 
     def append(self, token_B: Tensor) -> None:
@@ -205,14 +204,11 @@ class GeneratedText:
 
     def multiply(self, times: int) -> None:
         """Repeat each row `times` times."""
-        if self._after is not None:
-            self._after = repeat(self._after, times)
-        if self.opened is not None:
-            self.opened.multiply(times)
-        self.origin_B, self.open_BN = (t.repeat_interleave(times, 0) for t in (self.origin_B, self.open_BN))
-        if self.places is not None:
-            self.places = self.places.repeat_interleave(times, 0)
-        self.moved, self.continuations = True, self.continuations * times
+        opened, self.opened = self.opened, None
+        self.choose(torch.arange(len(self.open_BN), device=self.open_BN.device).repeat_interleave(times))
+        if opened is not None:
+            opened.multiply(times)
+        self.opened, self.continuations = opened, self.continuations * times
 
     def choose(self, rows_B: Tensor) -> None:
         """Reorder rows, as in `GrowingText.choose`."""
@@ -270,21 +266,25 @@ def _sample(text: GeneratedText, logp_BV: Tensor, choice: Choice) -> Generation:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode and restore the mode of each module afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    """Put the model into evaluation mode; the last thread that leaves restores the mode of each module."""
+    modules = list(model.modules())
+    with _LOCK:
+        for module in modules:
+            _HELD.setdefault(module, [0, module.training])[0] += 1
+        model.eval()
     try:
         yield
     finally:
-        for module, training in modes:  # parents first
-            if module.training != training:
-                module.train(training)
+        with _LOCK:
+            for module in modules:
+                _HELD[module][0] -= 1
+            free = [m for m in _HELD if not any(child in _HELD and _HELD[child][0] for child in m.modules())]
+            # Twice, since a parent that entered after its child changes the child once more.
+            for module, training in [(module, _HELD.pop(module)[1]) for module in free] * 2:
+                if module.training != training:
+                    module.train(training)
 
 
-def _check_prompt(prompt_BN: Tensor) -> None:
-    if not isinstance(prompt_BN, Tensor):
-        raise ValueError(
-            f"the prompt is a {type(prompt_BN).__name__}, not a tensor (rows, tokens); call generate once per length"
-        )
-    if prompt_BN.dim() != 2 or 0 in prompt_BN.shape:
-        raise ValueError(f"the prompt of shape {tuple(prompt_BN.shape)} must be (rows, tokens) with at least one token")
+_LOCK = threading.RLock()
+_HELD: dict[nn.Module, list[Any]] = {}
+"""Modules in evaluation mode: how many blocks hold each, and its mode before. Parents wait for their children."""

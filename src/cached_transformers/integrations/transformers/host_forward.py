@@ -73,7 +73,7 @@ class HostForward:
     def __init__(self, body: nn.Module, hooks: list[MemoryHook], spans: bool, segment_length: int | None) -> None:
         self.body: Any = body
         self.hooks, self.spans, self.segment_length = hooks, spans, segment_length
-        for name, whole in (("_read_apart", False), ("_read_documents", False), ("_told", True)):
+        for name, whole in (("_read_apart", False), ("_read_documents", False), ("eagerly", True)):
             run = getattr(type(self), name, None)
             if run is not None and not hasattr(run, "_torchdynamo_disable"):  # here, since it imports the compiler
                 setattr(type(self), name, torch.compiler.disable(run, recursive=whole))
@@ -81,6 +81,10 @@ class HostForward:
 
     def uninstall(self) -> None:
         """Undo changes of the forward in the host."""
+
+    def eagerly(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a forward outside of a compiled graph."""
+        return forward(*args, **kwargs)
 
     def forward(self, *args: Any, memory_state: State | None = None, **kwargs: Any) -> Any:
         """The body's forward over all segments; its output holds `memory_state`."""
@@ -227,8 +231,15 @@ class HostForward:
             cache.kv, cache.projected = (context.kv_cache, context.projected) if keeps else (None, None)
         return out, seal(StackState(state.clock_B + self.count(segment), model, layers))
 
-    def _caches(self, config: Any) -> tuple[Any, list[SlotProjections]]:
+    def _caches(self, config: Any) -> tuple[Any, list[SlotProjections] | None]:
+        if self.checkpoints:
+            return None, None
         return DynamicCache(config=config), [SlotProjections() for _ in self.hooks]
+
+    @property
+    def checkpoints(self) -> bool:
+        """Return True if the host's blocks run again in the backward pass; they then take no KV cache."""
+        return self.body.training and any(getattr(m, "gradient_checkpointing", False) for m in self.body.modules())
 
     def _reads_alone(self, memory: ModelMemory | None) -> bool:
         """Return True if a token's reading of the memories depends on no other token of its segment."""

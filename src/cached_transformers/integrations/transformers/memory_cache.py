@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from cached_transformers.interfaces.memory import ProjectKV
-from cached_transformers.state import State, map_state, named_tensors, signature
+from cached_transformers.state import State, map_state, named_tensors, repeat, signature
 
 try:
     from transformers.cache_utils import Cache, DynamicCache
 except ImportError:  # of use only with models of transformers, but imported without it
     Cache = DynamicCache = object
+
+EMBEDDED, PADDED = -1, -2
+"""Stand in `read_BT` for tokens that were given as embeddings, and for padding."""
 
 
 class SlotProjections:
@@ -64,6 +67,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
         given: the state before the text. state: the state before the partial segment.
         state_after: the state after all tokens; None until it is needed.
         tokens: columns read in all. length: columns of the partial segments, the last ones.
+        read_BT: ids of all columns, or `EMBEDDED` or `PADDED`; None before the first.
         kv: the host's KV cache of the partial segments; None where they must be read from their first token.
         projected: of each layer, the keys and values of its slots.
         inputs: the inputs of the partial segments, each (B, length, ...). Positions in them count from the first token
@@ -78,6 +82,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
         self.state_after: State | None = state
         self.compute_state = compute_state
         self.tokens = self.length = 0
+        self.read_BT: Tensor | None = None
         self.before: int | Tensor = 0
         self.kv: Any = None
         self.projected: Sequence[SlotProjections] | None = None
@@ -104,9 +109,43 @@ class MemoryCache(Cache):  # type: ignore[misc]
         pairs = zip(named_tensors(state), named_tensors(self.given), strict=True)
         return all(torch.equal(a.to(b.device), b) for (_, a), (_, b) in pairs)
 
-    def with_new(self, new: dict[str, Tensor], padding_BM: Tensor | None) -> dict[str, Tensor]:
+    def replace(self, cache: Any) -> Any:
+        """Let an empty cache that the caller holds become this text, so that the caller can continue it."""
+        cache.__class__ = type(self)
+        vars(cache).update(vars(self))
+        return cache
+
+    def note(self, new: dict[str, Tensor], padding_BN: Tensor | None) -> None:
+        """Remember the ids of new columns."""
+        ids_BN = new.get("input_ids")
+        if ids_BN is None:
+            ids_BN = new["inputs_embeds"].new_full(new["inputs_embeds"].shape[:2], EMBEDDED, dtype=torch.long)
+        ids_BN = ids_BN if padding_BN is None else ids_BN.masked_fill(padding_BN, PADDED)
+        self.read_BT = ids_BN if self.read_BT is None else torch.cat([self.read_BT, ids_BN], 1)
+        self.tokens += ids_BN.shape[1]
+
+    def refuse_other_text(self, text_BT: Tensor) -> None:
+        """Raise ValueError unless a text, as ids or embeddings, continues the one that was read."""
+        read_BT, follows = self.read_BT, text_BT.shape[1] > self.tokens
+        if follows and read_BT is not None and text_BT.dim() == 2:
+            follows = not bool(((text_BT[:, : self.tokens] != read_BT) & (read_BT >= 0)).any())
+        if not follows:
+            raise ValueError(
+                f"past_key_values hold {self.tokens} tokens, which the prompt of {text_BT.shape[1]} does not continue; "
+                "give the whole text and new tokens, only these with the attention_mask of all, or no past_key_values"
+            )
+
+    def with_new(
+        self, new: dict[str, Tensor], padding_BM: Tensor | None, embed: Callable[[Tensor], Tensor]
+    ) -> dict[str, Tensor]:
         """Inputs of the partial segments and these new columns; `padding_BM` is that of both."""
         new, before = dict(new), dict(self.inputs)
+        if self.length and ("token_type_ids" in new) != ("token_type_ids" in before):
+            raise ValueError("token_type_ids: give them in each call with past_key_values, or in none")
+        if self.length and ("input_ids" in new) != ("input_ids" in before):
+            for given in (new, before):
+                if "input_ids" in given:
+                    given["inputs_embeds"] = embed(given.pop("input_ids"))
         if padding_BM is not None or "position_ids" in new or "position_ids" in before:
             if padding_BM is None:
                 some = next(iter(new.values()))
@@ -149,10 +188,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raises: ValueError: always."""
-        raise ValueError(
-            "past_key_values: a memory cannot forget tokens, as assisted generation and prompt lookup need; generate "
-            "greedily, by sampling or by beams"
-        )
+        raise ValueError("past_key_values: a memory cannot forget tokens; generate greedily, by sampling or by beams")
 
     def reset(self) -> None:
         """Raises: ValueError: always."""
@@ -165,6 +201,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
         self._rows(lambda t: t.repeat_interleave(repeats, 0), lambda kv: kv.batch_repeat_interleave(repeats))
+        self.given = None if self.given is None else repeat(self.given, repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows."""
@@ -174,7 +211,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
         self.state = map_state(pick, self.state)
         self.state_after = None if self.state_after is None else map_state(pick, self.state_after)
         self.inputs = {name: pick(t) for name, t in self.inputs.items()}
-        self.padding_BN = None if self.padding_BN is None else pick(self.padding_BN)
+        self.padding_BN, self.read_BT = (None if t is None else pick(t) for t in (self.padding_BN, self.read_BT))
         self.before = pick(self.before) if isinstance(self.before, Tensor) else self.before
         if self.kv is not None:
             pick_kv(self.kv)

@@ -5,6 +5,7 @@ Legend: B rows, N tokens of a prompt, T tokens in all.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from cached_transformers.layers.initial_state import PLACE as INITIAL_STATE
 from cached_transformers.state import State, repeat
 
 from .adapter_utils import parameter_names
-from .host_forward import OUTPUT, HostForward, prepare_outputs, with_state
+from .host_forward import OUTPUT, HostForward, is_exporting, prepare_outputs, with_state
+from .memory_cache import Cache, MemoryCache
 from .packed_rows import WAY_OUT, refuse_pooled, refuse_told, score_within
 
 ATTACHED = (
@@ -26,21 +28,31 @@ ATTACHED = (
     "for_loops",
 )
 """Attributes of the instance, which hide those of its class."""
+UNDONE = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "penalty_alpha")
+"""Settings of generate with which it reads tokens that the text may then not have."""
 
 
-def replace_forward(module: nn.Module, forward: Callable[..., Any], first: Any, *more: str) -> None:
+def called(reader: HostForward, forward: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a forward; with `past_key_values` outside of a compiled graph, which would serve only one length of them."""
+    continues = any(isinstance(value, Cache) for value in (*args, kwargs.get("past_key_values")))
+    if continues and torch.compiler.is_compiling() and not is_exporting():
+        return reader.eagerly(forward, first, *args, **kwargs)
+    return forward(first, *args, **kwargs)
+
+
+def replace_forward(module: nn.Module, reader: HostForward, forward: Callable[..., Any], first: Any) -> None:
     """Replace a module's forward by a function with its first argument.
 
     As a partial it can be copied and pickled with the module, and torch.export, Trainer and generate find code and the
-    host's signature, with the state and the keywords `more` in it.
+    host's signature, with the state and the reader's keywords in it.
     """
     own = inspect.signature(type(module).forward)
     parameters = [p for name, p in own.parameters.items() if name != "self"]
     place = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
     parameters[place:place] = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in (OUTPUT, *more)
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in (OUTPUT, *reader.keywords)
     ]
-    replaced = functools.partial(forward, first)
+    replaced = functools.partial(called, reader, forward, first)
     vars(replaced)["__signature__"] = own.replace(parameters=parameters)
     vars(module)["forward"] = replaced
 
@@ -79,7 +91,7 @@ def model_forward(
 
 
 def generate(
-    place: tuple[Any, HostForward],
+    place: tuple[Any, Any],
     inputs: Tensor | None = None,
     generation_config: Any = None,
     *args: Any,
@@ -93,62 +105,85 @@ def generate(
         ValueError: arguments that a memory cannot follow, and errors of transformers.
     """
     model, reader = place
-    prompt = inputs if inputs is not None else kwargs.get("input_ids")
+    names = list(inspect.signature(type(model).generate).parameters)[3:]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    ids, embedded = given.get("input_ids") if inputs is None else inputs, given.get("inputs_embeds")
     why = "generate continues one text in each row;"
-    refuse_told(kwargs, why)
-    if reader.documents({"input_ids": prompt, "position_ids": kwargs.get("position_ids")}) is not None:
+    refuse_told(given, why)
+    if reader.documents({"input_ids": ids, "position_ids": given.get("position_ids")}) is not None:
         raise ValueError(f"position_ids begin again inside a prompt: {why} {WAY_OUT}")
-    for name in ("past_key_values", "inputs_embeds"):
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"generate with {name}: a model with a memory begins a segment; give input_ids and the last text's "
-                "memory_state"
-            )
+    setting = functools.partial(_setting, model, generation_config, given)
+    for name in (*UNDONE, "dola_layers"):
+        if setting(name):
+            raise ValueError(f"{name}: a memory cannot forget tokens; generate greedily, by sampling or by beams")
+    if (kind := setting("cache_implementation")) not in (None, "dynamic", "hybrid"):  # a hybrid one is no longer made
+        raise ValueError(
+            f"cache_implementation={kind!r}: a segment's keys and values need a cache that can begin again; give "
+            "cache_implementation='dynamic'"
+        )
+    if embedded is not None and setting("prefill_chunk_size"):
+        raise ValueError("prefill_chunk_size beside inputs_embeds: generate cuts only input_ids; leave one out")
+    prompt, mask = ids if embedded is None else embedded, given.get("attention_mask")
+    text, first = reader.text_of(given.get("past_key_values"), memory_state, 1 if prompt is None else len(prompt)), 0
+    if text.tokens:
+        if setting("use_cache") is False:
+            raise ValueError("use_cache=False beside past_key_values: all would be read again; leave one out")
+        if prompt is not None and (embedded is not None or mask is None or mask.shape[1] == prompt.shape[1]):
+            text.refuse_other_text(prompt)
+            first = text.tokens
+    before = copy.copy(text)
+    before.kv = None
     out = type(model).generate(model, inputs, generation_config, *args, memory_state=memory_state, **kwargs)
     if isinstance(out, Tensor):
         return out
-    out[OUTPUT] = state_after(model, reader, out.sequences, prompt, memory_state, generation_config, kwargs)
+    listed = (1 if embedded is None else 0) if ids is None else ids.shape[1]
+    new = out.sequences[:, listed:]
+    prompt = out.sequences[:, :listed] if embedded is None else embedded
+    out[OUTPUT] = state_after(reader, before, prompt[:, first:], new, given, setting)
     return out
 
 
 @torch.no_grad()
 def state_after(
-    model: Any,
-    reader: HostForward,
-    tokens_BT: Tensor,
-    prompt_BN: Tensor | None,
-    state: State | None,
-    config: Any,
-    kwargs: dict[str, Any],
+    reader: Any, text: MemoryCache, prompt: Tensor, new_BT: Tensor, given: dict[str, Any], setting: Any
 ) -> State:
     """State of each row after its text, without its last token: it is read again, since a row that ended early was
-    fed padding afterwards, and beams were reordered."""
-    ends, pad = (_setting(model, config, kwargs, name) for name in ("eos_token_id", "pad_token_id"))
-    ends = [] if ends is None else torch.as_tensor(ends).flatten().tolist()
-    rows, total = tokens_BT.shape
-    length = 1 if prompt_BN is None else prompt_BN.shape[1]
-    times = 1 if prompt_BN is None else rows // prompt_BN.shape[0]
-    mask_BN = kwargs.get("attention_mask")
-    if mask_BN is None and prompt_BN is not None and pad is not None and pad not in ends:
-        mask_BN = (prompt_BN != pad).long()  # generate's default
-    new_BT = tokens_BT[:, length:]
-    ended_BT = torch.isin(new_BT, torch.tensor(ends, device=new_BT.device, dtype=new_BT.dtype))
-    after_end_BT = ended_BT.long().cumsum(1) - ended_BT.long() > 0
-    stops = kwargs.get("stopping_criteria") or _setting(model, config, kwargs, "stop_strings")
-    if stops and pad is not None and pad not in ends:  # a row that these ended was fed padding afterwards
-        after_end_BT = after_end_BT | ((new_BT == pad).flip(1).long().cumprod(1).flip(1) > 0)
-    written_B = length + (~after_end_BT).sum(1)
-    real_BT = torch.arange(total, device=tokens_BT.device) < written_B[:, None] - 1
-    if mask_BN is not None:
-        real_BT[:, :length] &= mask_BN.repeat_interleave(times, 0).bool()
-    columns = max(1, int(real_BT.any(0).nonzero().max()) + 1) if bool(real_BT.any()) else 0
-    before = reader.init_state(rows) if state is None else repeat(state, times)
-    if columns == 0:
-        return before
-    call = {"attention_mask": real_BT[:, :columns].long()}
-    if bool(call["attention_mask"].all()):
-        del call["attention_mask"]
-    return reader.forward(input_ids=tokens_BT[:, :columns], memory_state=before, use_cache=False, **call).memory_state
+    fed padding afterwards, and beams were reordered.
+
+    Args:
+        text: read before, of which this is a copy. prompt: ids (B, N) or embeddings (B, N, D) that follow.
+        given, setting: arguments of generate, and its settings by name.
+    """
+    (rows, total), columns, device = new_BT.shape, prompt.shape[1], new_BT.device
+    mask, ends, pad = given.get("attention_mask"), setting("eos_token_id"), setting("pad_token_id")
+    ends = torch.as_tensor([] if ends is None else ends, device=device, dtype=new_BT.dtype).flatten()
+    pads = pad is not None and pad not in ends.tolist()
+    if mask is None:  # generate's default
+        mask = prompt != pad if pads and prompt.dim() == 2 else new_BT.new_ones(1, columns)
+    ended_BT = torch.isin(new_BT, ends).long()
+    after_end_BT = ended_BT.cumsum(1) - ended_BT > 0
+    if pads and (given.get("stopping_criteria") or setting("stop_strings")):
+        after_end_BT |= (new_BT == pad).flip(1).long().cumprod(1).flip(1) > 0  # fed after these ended the row
+    times = rows // len(text.state.clock_B)
+    text.batch_repeat_interleave(times)
+
+    def copies(t: Tensor) -> Tensor:
+        """The last columns of an argument, for all rows."""
+        t = t[:, t.shape[1] - columns :]
+        return t.repeat_interleave(rows // len(t), 0)
+
+    name, follows = ("input_ids", new_BT) if prompt.dim() == 2 else ("inputs_embeds", reader.embed_ids(new_BT))
+    call = {name: torch.cat([copies(prompt), follows], 1)[:, :-1]}
+    steps = torch.arange(1, total, device=device)
+    for name, rises in (("token_type_ids", 0), ("position_ids", 1)):  # generate lets them go on so
+        if given.get(name) is not None:
+            t = copies(given[name])
+            call[name] = torch.cat([t, t[:, -1:] + rises * steps], 1)
+    real_BT = steps <= (~after_end_BT).sum(1, keepdim=True) - 1
+    real_BM = torch.cat([real_BT.new_ones(rows, text.tokens), copies(mask).bool(), real_BT], 1)
+    if not bool(real_BM.all()):
+        call["attention_mask"] = real_BM.long()
+    return reader.forward(**call, past_key_values=text, use_cache=True).memory_state  # type: ignore[no-any-return]
 
 
 def expand(
@@ -161,15 +196,18 @@ def expand(
     ids, kwargs = own(expand_size, *args, **kwargs)
     if memory_state is not None:
         kwargs[OUTPUT] = repeat(memory_state, expand_size)
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, MemoryCache) and expand_size > 1:
+        cache.batch_repeat_interleave(expand_size)
     return ids, kwargs
 
 
-def _setting(model: Any, config: Any, kwargs: dict[str, Any], name: str) -> Any:
-    """A setting of generate: of the call, of its config, or of the model's."""
-    for value in (kwargs.get(name), getattr(config, name, None), getattr(model.generation_config, name, None)):
-        if value is not None:
-            return value
-    return None
+def _setting(model: Any, config: Any, given: dict[str, Any], name: str) -> Any:
+    """A setting of generate: of the call, where None counts, of its config, or of the model's."""
+    if name in given:
+        return given[name]
+    value = getattr(config, name, None)
+    return getattr(model.generation_config, name, None) if value is None else value
 
 
 def install(model: nn.Module, forward: HostForward) -> None:
@@ -178,10 +216,10 @@ def install(model: nn.Module, forward: HostForward) -> None:
     body: nn.Module = forward.body
     prepare_outputs(body, model)
     vars(body)["segment_reader"] = forward
-    replace_forward(body, type(forward).forward, forward, *forward.keywords)
+    replace_forward(body, forward, type(forward).forward, forward)
     if model is not body:
         forward.outside = parameter_names(model)
-        replace_forward(model, model_forward, (model, forward), *forward.keywords)
+        replace_forward(model, forward, model_forward, (model, forward))
     if hasattr(type(model), "_expand_inputs_for_generation"):
         vars(model)["generate"] = functools.partial(generate, (model, forward))
         vars(model)["_expand_inputs_for_generation"] = functools.partial(expand, model)

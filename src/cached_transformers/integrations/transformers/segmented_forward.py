@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_transformers.checks import insist
 from cached_transformers.integrations.memory_hooks import run_host, slot_attentions_of, undeclared
 from cached_transformers.integrations.memory_lookup import with_weights
 from cached_transformers.integrations.models import TransformersModel
@@ -29,7 +30,7 @@ from cached_transformers.state import State, seal
 
 from .adapter_utils import TAKE_MASKS, no_masks
 from .host_forward import HostForward, entry_context, entry_inputs, extra_tokens, is_exporting, returned
-from .memory_cache import DynamicCache, MemoryCache
+from .memory_cache import PADDED, DynamicCache, MemoryCache
 from .packed_rows import (
     BOUNDS,
     COMPILED,
@@ -87,15 +88,11 @@ class DecoderForward(HostForward):
         if isinstance(cache, MemoryCache) and cache.tokens:
             refuse_told({"document_ids": ids}, NO_CACHE)
         elif first is not None and first.dim() > 1 and (ids is not None or may_begin_again(positions)):
-            read = documents_told if is_exporting() else self._told
-            found = read(ids, given, *first.shape[:2])
+            call = (documents_told, ids, given, *first.shape[:2])
+            found = call[0](*call[1:]) if is_exporting() else self.eagerly(*call)
         if bounds and first is not None and not torch.compiler.is_compiling():
             refuse_other_bounds(bounds, found, len(first))
         return found
-
-    def _told(self, ids: Tensor | None, given: dict[str, Any], rows: int, columns: int) -> PackedDocuments | None:
-        """Read values outside of a compiled graph."""
-        return documents_told(ids, given, rows, columns)
 
     def _read_documents(self, given: dict[str, Any], plan: DocumentPlan, state: State | None) -> tuple[Any, State]:
         """The host's output for rows of several documents, and the state after the last one of each."""
@@ -122,17 +119,18 @@ class DecoderForward(HostForward):
         assert first is not None
         rows, n = first.shape[:2]
         new = {name: t.expand(rows, *t.shape[1:]) for name, t in new.items()}
-        text = self._text(given.pop("past_key_values", None), state, rows)
+        cache = given.pop("past_key_values", None)
+        text = self.text_of(cache, state, rows)
         padding_BM = _padding(given.pop("attention_mask", None), text, rows, n)
         keeps = self._keeps(given.pop("use_cache", None))
-        inputs = text.with_new(new, padding_BM)
+        inputs = text.with_new(new, padding_BM, self.embed_ids)
         if "position_ids" in new:
             why = f"position_ids begin again inside a row: {NO_CACHE if text.tokens else COMPILED} {WAY_OUT}"
             refuse_packed(inputs["position_ids"], padding_BM, why)
         total = text.length + n
         segments = row_segments(inputs, self.segment_length, padding_BM, keeps, text.before)
-        text.tokens += n
-        if text.kv is not None and segments[0].end is None:
+        text.note(new, None if padding_BM is None else padding_BM[:, text.length :])
+        if text.kv is not None and segments[0].end is None and not self.checkpoints:
             text.take(inputs, padding_BM, text.before)
             text.state_after = None  # computed on demand
             out = self._read_next(text, n, given)
@@ -140,7 +138,7 @@ class DecoderForward(HostForward):
             out = self._read_segments(text, inputs, segments, keeps, given)
             out = out if total == n else narrowed(out, total - n, n)
         if keeps:
-            out["past_key_values"] = text
+            out["past_key_values"] = text if cache is None or cache is text else text.replace(cache)
         return out, text.state_after
 
     def _read_segments(
@@ -206,22 +204,20 @@ class DecoderForward(HostForward):
             )
 
     def _keeps(self, use_cache: bool | None) -> bool:
-        """Return True to keep a KV cache. In training transformers' default would keep one that nothing reads."""
-        modules = self.body.modules()
-        checkpointed = self.body.training and any(getattr(m, "gradient_checkpointing", False) for m in modules)
+        """Return True to keep a cache. In training transformers' default would keep one that nothing reads."""
         if use_cache is None:
-            use_cache = bool(getattr(self.body.config, "use_cache", False)) and not self.body.training
-        return bool(use_cache) and not checkpointed
+            use_cache = getattr(self.body.config, "use_cache", False) and not self.body.training
+        return bool(use_cache) and not (self.checkpoints and torch.is_grad_enabled())
 
-    def _text(self, cache: Any, state: State | None, rows: int) -> MemoryCache:
-        """The text that the call continues, or a new one."""
-        if isinstance(cache, MemoryCache) and cache.tokens:
+    def text_of(self, cache: Any, state: State | None, rows: int) -> MemoryCache:
+        """The text that the call continues, or a new one (ValueError: the memory cannot continue it)."""
+        if isinstance(cache, MemoryCache):
             if state is not None and not cache.began_with(state):
                 raise ValueError(
                     "past_key_values hold a segment that began with another memory_state; give only the state to begin "
                     "a new segment, or only past_key_values to continue"
                 )
-            found = next(iter(cache.inputs.values())).shape[0] if cache.inputs else rows
+            found = rows if cache.read_BT is None else len(cache.read_BT)
             if found != rows:
                 raise ValueError(f"past_key_values hold {found} rows, the call {rows}; give the same rows")
             return cache
@@ -240,9 +236,11 @@ class DecoderForward(HostForward):
 
     def embed(self, segment: Segment) -> Tensor:
         x_BND = segment.inputs.get("inputs_embeds")
-        if x_BND is None:
-            x_BND = self.body.get_input_embeddings()(segment.inputs["input_ids"])
-        return x_BND
+        return self.embed_ids(segment.inputs["input_ids"]) if x_BND is None else x_BND
+
+    def embed_ids(self, ids_BN: Tensor) -> Tensor:
+        """The host's embeddings of tokens (B, N, D)."""
+        return self.body.get_input_embeddings()(ids_BN)  # type: ignore[no-any-return]
 
     def run(
         self, inputs: dict[str, Tensor], mask: Tensor | None, context: SegmentContext, options: dict[str, Any]
@@ -275,5 +273,8 @@ def _padding(mask: Any, text: MemoryCache, rows: int, n: int) -> Tensor | None:
     if mask is None:
         return None if earlier_BN is None else F.pad(earlier_BN, (0, n), value=False)
     refuse_masks(mask, rows, text.tokens + n, ", those of past_key_values included")
+    if text.read_BT is not None:
+        why = "attention_mask: 0 at a token that past_key_values have read; leave them out and give the whole text"
+        insist(~((mask[:, : text.tokens] == 0) & (text.read_BT != PADDED)).any(), why)
     padding_BM = mask[:, text.tokens - text.length :] == 0
     return padding_BM if earlier_BN is None else padding_BM | F.pad(earlier_BN, (0, n), value=False)
