@@ -20,6 +20,7 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.capabilities import CORE_WORDS, refuse_misfit
 from cached_transformers.interfaces.memory import Entry, LayerMemory, ModelMemory, Tokens, Trace
 from cached_transformers.memories.parts.late_gradients import late_gradients
+from cached_transformers.memories.parts.recurrent import shown
 from cached_transformers.state import State, seal, used_again
 
 from .block import Block
@@ -184,8 +185,9 @@ class Stack(nn.Module):
         padding_BN: Tensor | None = None,
         inputs: Tensor | None = None,
     ) -> Tokens:
-        """Embedded tokens with their positions; arguments as in `forward`."""
+        """Embedded tokens with their positions, and zeros at padding, whatever it holds; arguments as in `forward`."""
         consecutive = positions_BNP is None and padding_BN is None
+        x_BND = shown(x_BND, padding_BN)
         if positions_BNP is None:
             positions_BNP = self.clock_positions(state, x_BND.shape[1], padding_BN)
         return Tokens(x_BND, positions_BNP, padding_BN, inputs, consecutive)
