@@ -15,6 +15,7 @@ from cached_transformers.interfaces.memory import LayerMemory, Linear, Query, Re
 from cached_transformers.registry import MEMORIES
 
 from .grc.shared_cache_memory import PositionalConvolution, cache_width
+from .parts.recurrent import shown
 
 
 @MEMORIES.register(
@@ -62,10 +63,14 @@ class ConvolutionControl(LayerMemory):
         y_BND = super().project(y_BHNE, query, reading, linear, weights)
         if not self.sequence:
             return y_BND + self.convolution(query.x_BND, query.size)
-        x_BND = query.x_BND
-        if query.padding_BN is not None:  # a row must not depend on how far it is padded
-            x_BND = x_BND.masked_fill(query.padding_BN[..., None], 0)
-        return y_BND + self.convolution(x_BND.transpose(1, 2)).transpose(1, 2)
+        x_BND, padding_BN = shown(query.x_BND, query.padding_BN), query.padding_BN
+        if padding_BN is None:
+            return y_BND + self._along(x_BND)
+        order_BN1 = padding_BN.long().argsort(dim=1, stable=True)[..., None]  # a row's tokens are neighbours
+        return y_BND + self._along(x_BND.take_along_dim(order_BN1, 1)).take_along_dim(order_BN1.argsort(dim=1), 1)
+
+    def _along(self, x_BND: Tensor) -> Tensor:
+        return self.convolution(x_BND.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
 
     def close_gate(self) -> None:
         for parameter in self.convolution.parameters():

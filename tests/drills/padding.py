@@ -1,0 +1,303 @@
+"""Drill: padding on either side, whatever it holds, changes no token and no state.
+
+A case `models/seed/number` is a model of this package, `hosts/seed/number` a decoder of transformers. Each draws a memory,
+an attention, a layout of padding and the value of padded tokens; its rows are read alone, and padded in a batch.
+
+Legend: B rows, N columns.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cached_transformers import add_memory, replace_attention
+from cached_transformers import state as states
+from cached_transformers.registry import ATTENTIONS, MEMORIES
+
+from .frame import Drill, Failure
+
+ROWS, LONGEST, CALLS, TRIES = 3, 6, 3, 200
+"""Rows of a batch, tokens of a row in a call, calls of a case, draws until one can be built."""
+CLOSE = 1e-5
+CORES: tuple[Any, ...] = (
+    {"name": "longformer", "window": 2},
+    {"name": "bigbird", "block": 2, "random": 1},
+    {"name": "sparse_transformer", "stride": 2},
+    {"name": "star", "radius": 1},
+    {"name": "axial", "columns": 2},
+    {"name": "linear", "chunk": 2},
+)
+"""Attentions that replace a host's own."""
+WINDOWS = (
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "qwen2",
+    "phi3",
+    "starcoder2",
+    "ministral",
+    "cohere2",
+    "gpt_neo",
+    "olmo3",
+)
+OTHERS = ("llama", "gpt2", "bloom", "falcon_alibi", "gpt_neox")
+SPANNING: tuple[dict[str, Any], ...] = (
+    *({"name": "rmt", "length": 3, "mask": mask} for mask in ("causal", "causal", "full")),
+    *({"name": "memory_transformer", "length": 3, "mask": mask} for mask in ("causal", "full")),
+    *({"name": "armt", "length": 3, "key_width": 4, "mask": mask} for mask in ("causal", "full")),
+    {"name": "rmt", "length": 3, "mask": "causal", "cache": 4, "read_cache": True},
+    {"name": "rmt", "length": 2, "cache": 4},
+    {"name": "memory_transformer", "length": 2, "cache": 3},
+    {"name": "memformer", "length": 3},
+)
+LAYERED: tuple[dict[str, Any], ...] = (
+    {"name": "transformer_xl", "length": 4},
+    {"name": "grc_stream", "length": 4},
+    {"name": "memorizing", "length": 8, "k": 3},
+    {"name": "compressive", "length": 4, "compressed": 3, "rate": 2},
+    {"name": "infini"},
+    {"name": "titans", "chunk": 4},
+    {"name": "ttt", "mini_batch": 3},
+    {"name": "tova", "length": 4},
+    {"name": "h2o", "length": 3, "heavy": 2},
+)
+
+
+def cases(count: int, seed: int) -> Iterator[str]:
+    """Models of this package and of transformers by turns."""
+    return (f"{('models', 'hosts')[number % 2]}/{seed}/{number}" for number in range(count))
+
+
+def prepare(shared: Path) -> None:
+    """Import what cases use."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    torch.set_num_threads(1)
+    import contract.test_pairs  # noqa: F401
+
+    for name in (*WINDOWS, *OTHERS):
+        _family(name, 4)
+
+
+def attempt(case: str, folder: Path) -> None:
+    """Draw combinations until one can be built; each refusal must name what it refuses."""
+    random = Random(case)
+    draw = _draw_model if case.startswith("models") else _draw_host
+    for _ in range(TRIES):
+        torch.manual_seed(random.randrange(2**30))
+        said, names, build = draw(random)
+        try:
+            reader = build()
+        except ValueError as error:
+            if not any(name in str(error) for name in names):
+                raise Failure(f"{said}: expected a refusal that names one of {names}, found: {error}") from error
+            continue
+        try:
+            _compare(reader, random)
+        except Exception as error:
+            raise Failure(f"{said}: {type(error).__name__}: {error}") from error
+        return
+    raise Failure(f"nothing could be built in {TRIES} draws")
+
+
+class Layout:
+    """Columns of a batch in one call: the tokens of each row, and where they are."""
+
+    def __init__(self, random: Random, vocabulary: int, first: int, contiguous: bool) -> None:
+        lengths = [random.randint(first, LONGEST) for _ in range(ROWS)]
+        columns = max([1, *lengths]) + random.choice([0, 1, 2, 3, 5])
+        self.padding_BN = torch.ones(ROWS, columns, dtype=torch.bool)
+        self.rows: list[Tensor] = []
+        for row, n in enumerate(lengths):
+            among = sorted(random.sample(range(columns), n))
+            begin = random.choice([0, columns - n, random.randint(0, columns - n)])
+            places = among if not contiguous and random.random() < 0.3 else list(range(begin, begin + n))
+            self.padding_BN[row, places] = False
+            self.rows.append(torch.tensor([[random.randint(3, vocabulary - 1) for _ in range(n)]], dtype=torch.long))
+
+    def batch(self, values: Tensor) -> Tensor:
+        """(B, N) ids: of the tokens, and `values` at padding."""
+        ids_BN = values.clone()
+        ids_BN[~self.padding_BN] = torch.cat(self.rows, 1)[0]
+        return ids_BN
+
+
+class Model:
+    """A model of this package; token 0 embeds to NaN in some cases."""
+
+    least, contiguous = 0, False
+
+    def __init__(self, model: Any, kind: str, vocabulary: int) -> None:
+        self.model, self.kind, self.vocabulary = model.double().eval(), kind, vocabulary
+        with torch.no_grad():
+            model.embedding.weight[0] = torch.nan
+
+    def state(self, rows: int) -> Any:
+        return self.model.init_state(rows)
+
+    def read(self, ids_BN: Tensor, padding_BN: Tensor | None, state: Any, last: bool) -> tuple[Tensor, Any]:
+        out = self.model(ids_BN, state, padding=padding_BN)
+        return out.outputs[..., 1:], out.state
+
+
+class Host:
+    """A decoder of transformers, which reads a segment or several of a row in a call, or goes on with its KV cache."""
+
+    least = 1
+
+    def __init__(self, model: Any, vocabulary: int, cached: bool) -> None:
+        self.model, self.vocabulary, self.cached, self.contiguous = model.double().eval(), vocabulary, cached, True
+        embeds = model.get_input_embeddings()
+        with torch.no_grad():
+            embeds.weight[0] = torch.nan
+
+    def state(self, rows: int) -> Any:
+        return self.model.init_memory_state(rows)
+
+    def read(self, ids_BN: Tensor, padding_BN: Tensor | None, state: Any, last: bool) -> tuple[Tensor, Any]:
+        real_BN = torch.ones_like(ids_BN) if padding_BN is None else (~padding_BN).long()
+        given: dict[str, Any] = {"inputs_embeds": self.model.get_input_embeddings()(ids_BN)}
+        mask = {} if padding_BN is None else {"attention_mask": real_BN}
+        out = self.model(**given, **mask, memory_state=state, use_cache=self.cached and last)
+        logits = [out.logits]
+        if self.cached and last:
+            for token in (3, 4):  # of every row
+                real_BN = torch.cat([real_BN, real_BN.new_ones(len(ids_BN), 1)], 1)
+                next_B1 = torch.full((len(ids_BN), 1), token)
+                mask = {} if padding_BN is None else {"attention_mask": real_BN}
+                out = self.model(next_B1, **mask, past_key_values=out.past_key_values)
+                logits.append(out.logits)
+            return torch.cat(logits, 1), out.past_key_values.memory_state
+        return logits[0], out.memory_state
+
+
+def _compare(reader: Any, random: Random) -> None:
+    """Read rows alone, and padded in a batch, call after call; outputs, states and gradients must be the same."""
+    state, alone = reader.state(ROWS), [reader.state(1) for _ in range(ROWS)]
+    poison, pooled = random.random() < 0.4, getattr(reader, "kind", "") == "sequence_classifier"
+    one: Any = 0.0
+    many: Any = 0.0
+    for call in range(CALLS):
+        last = call == CALLS - 1
+        layout = Layout(random, reader.vocabulary, reader.least, reader.contiguous)
+        values = torch.zeros_like if poison else lambda t: torch.randint_like(t, 3, reader.vocabulary)
+        ids_BN = layout.batch(values(layout.padding_BN.long()))
+        found, state = reader.read(ids_BN, layout.padding_BN, state, last)
+        for row, tokens in enumerate(layout.rows):
+            where = f"call {call}, row {row} of {(~layout.padding_BN).int().tolist()}" + (", padding is NaN" * poison)
+            if tokens.shape[1]:
+                want, alone[row] = reader.read(tokens, None, alone[row], last)
+                real_N = (
+                    torch.cat([~layout.padding_BN[row], torch.ones(found.shape[1] - len(ids_BN[0])).bool()])
+                    if (not pooled)
+                    else slice(None)
+                )
+                got = found[row][real_N]
+                _same(f"outputs of {where}", got, want[0])
+                weights = torch.linspace(-1, 1, got.numel(), dtype=got.dtype).view_as(got)
+                many, one = many + (got * weights).sum(), one + (want[0] * weights).sum()
+            pairs = zip(states.named_tensors(state), states.named_tensors(alone[row]), strict=True)
+            for (name, t), (_, single) in pairs:
+                _same(f"state {name} of {where}", t[row : row + 1], single)
+    if isinstance(many, Tensor) and many.requires_grad:
+        parameters = dict(reader.model.named_parameters())
+        got, want = (torch.autograd.grad(t, list(parameters.values()), allow_unused=True) for t in (many, one))
+        for name, a, b in zip(parameters, got, want, strict=True):
+            if a is not None or b is not None:
+                a, b = (torch.zeros_like(parameters[name]) if t is None else t for t in (a, b))
+                _same(f"gradient of {name}", a, b, scale=max(1.0, float(b.abs().max())))
+
+
+def _same(what: str, found: Tensor, want: Tensor, scale: float = 1.0) -> None:
+    if not found.is_floating_point():
+        if not torch.equal(found, want):
+            raise Failure(f"{what}: expected {want.tolist()}, found {found.tolist()}")
+        return
+    apart = (found.detach() - want.detach()).abs().max() if found.numel() else torch.zeros(())
+    if not apart <= CLOSE * scale:
+        raise Failure(f"{what}: expected those of the row alone, found {float(apart):.2g} away")
+
+
+def _draw_model(random: Random) -> tuple[str, list[str], Any]:
+    from contract.contract_cases import ATTENTION_ROWS, CONTRACTS, MODEL_SIZES, VOCABULARY, Case
+    from contract.test_pairs import models_of
+
+    label = random.choice([*CONTRACTS, "rmt/causal", "armt", "memformer"])
+    mixing = [name for name in (*ATTENTIONS.names(), *ATTENTION_ROWS) if name != "image_transformer"]  # cells of a map
+    attention = "softmax" if random.random() < 0.3 else random.choice(mixing)
+    kinds = [kind for kind in models_of(label) if kind in ("language_model", "sequence_classifier")]
+    kind = random.choice(kinds or ["language_model"])
+    options = {"short_convolution": 3} if random.random() < 0.25 else {}
+    options |= {"tied": False} if kind == "language_model" else {"max_length": 12}
+    case = Case(label, attention, kind)
+
+    def build() -> Model:
+        return Model(case.build(**options), kind, MODEL_SIZES[kind].get("vocabulary", VOCABULARY))
+
+    names = [MEMORIES.entry(case.name).factory.__name__] if case.name in MEMORIES else []
+    names += [ATTENTIONS.entry(attention.partition("/")[0]).factory.__name__, attention, "this model"]
+    return f"{label}, {attention}, {kind}, {options}", names, build
+
+
+def _family(name: str, window: int) -> Any:
+    from integrations import families
+
+    sizes: dict[str, Any] = {} if name in OTHERS else {"sliding_window": window, "window_size": window}
+    if name in WINDOWS and name not in ("mistral", "phi3", "starcoder2", "gpt_neo"):
+        sizes["layer_types"] = ["sliding_attention", "full_attention"]
+    if name == "qwen2":
+        sizes["use_sliding_window"] = True
+    found = next(family for family in families.DECODERS if family.name == name)
+    model = found.build()
+    config = type(model.config).from_dict({**model.config.to_dict(), **sizes})
+    torch.manual_seed(0)
+    built = type(model)(config)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return built
+
+
+def _draw_host(random: Random) -> tuple[str, list[str], Any]:
+    from integrations.families import VOCABULARY
+
+    name = random.choice([*WINDOWS, *WINDOWS, *OTHERS])
+    window, memory = random.choice([2, 3, 5]), random.choice([*SPANNING, *SPANNING, *LAYERED])
+    core = random.choice(CORES) if random.random() < 0.2 else None
+    length, kind = random.choice([2, 4, LONGEST, None]), random.choice(["eager", "sdpa"])
+    cached = random.random() < 0.4
+
+    def build() -> Host:
+        model: nn.Module = _family(name, window)
+        model.set_attn_implementation(kind)  # type: ignore[operator]
+        torch.manual_seed(1)
+        add_memory(model, memory, segment_length=length)
+        if core is not None:
+            replace_attention(model, core)
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if "memory" in key:
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+        return Host(model, VOCABULARY, cached)
+
+    said = f"{name}, {kind}, window {window}, {memory}, {core}, segment_length={length}, cached={cached}"
+    return said, [memory["name"], *([core["name"]] if core else [])], build
+
+
+DRILL = Drill(
+    "padding",
+    "models of this package and of transformers, with windows too, memory, attention and layout of padding at random: "
+    "outputs at tokens, states and gradients are those of each row alone, whatever padding holds, or the pair is "
+    "refused by name",
+    cases,
+    attempt,
+    count=300,
+    sample=8,
+    prepare=prepare,
+)
