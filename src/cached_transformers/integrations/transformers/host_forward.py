@@ -40,7 +40,7 @@ from cached_transformers.state import check as check_state
 
 from .adapter_utils import parameter_names
 from .memory_cache import DynamicCache, MemoryCache, SlotProjections
-from .row_segments import Segment, joined, narrowed, stream_positions
+from .row_segments import Segment, in_order, joined, mapped, narrowed, stream_positions
 
 try:
     from transformers.utils import ModelOutput
@@ -225,6 +225,7 @@ class HostForward:
         if cache is not None:
             keeps = context.kv_cache is not None and not context.varies and self._reads_alone(memory)
             cache.kv, cache.projected = (context.kv_cache, context.projected) if keeps else (None, None)
+            cache.first = next(iter(segment.inputs.values())).shape[1]
         return out, seal(StackState(state.clock_B + self.count(segment), model, layers))
 
     def _caches(self, config: Any) -> tuple[Any, list[SlotProjections]]:
@@ -272,9 +273,13 @@ class HostBlockRunner:
         x_BND, positions_BNP, padding_BN = entry.tokens[:3]
         total = x_BND.shape[1]
         start, length = entry.segment or (0, total)
+        entry, order_BL = padding_first(entry, length)
         self.context = context = entry_context(entry, 0, total, self.states, self.shift_B1, writes=write)
         context.kv_cache, context.projected = self.kv_cache, self.projected
+        context.back_BL = back_BL = None if order_BL is None else order_BL.argsort(dim=1)
         out = self.run(*entry_inputs(entry, 0, total, self.shift_B1), context, self.options)
+        if back_BL is not None:
+            out = mapped([out], lambda parts: in_order(parts[0], back_BL))
         y_BND = out.last_hidden_state
         if write:
             self.states = tuple(context.states_after)
@@ -286,6 +291,24 @@ class HostBlockRunner:
             return y_BND, traces
         query = Query(x_BND, positions_BNP=positions_BNP, padding_BN=padding_BN)
         return y_BND, [Trace(x_BND, y_BND, query, Reading())]
+
+
+def padding_first(entry: Entry, columns: int) -> tuple[Entry, Tensor | None]:
+    """The entry with padding before memory tokens and text, and its former columns (B, L); None where they are equal.
+
+    The host counts its windows in columns. The memory's own mask has none, and needs no order.
+
+    Args:
+        columns: of the segment, whose padding moves; later ones remain, after those in a KV cache.
+    """
+    padding_BN = entry.tokens.padding_BN
+    if padding_BN is None or entry.visible_NN is not None or entry.segment is None:
+        return entry, None
+    end = _front(entry) + columns
+    order_BL = torch.arange(padding_BN.shape[1], device=padding_BN.device).expand_as(padding_BN)
+    order_BL = torch.cat([(~padding_BN[:, :end]).long().argsort(dim=1, stable=True), order_BL[:, end:]], 1)
+    x_BND, positions_BNP, padding_BN = (in_order(t, order_BL) for t in entry.tokens[:3] if t is not None)
+    return entry._replace(tokens=Tokens(x_BND, positions_BNP, padding_BN)), order_BL
 
 
 def entry_context(

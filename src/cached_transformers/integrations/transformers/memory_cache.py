@@ -77,7 +77,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
         self.given, self.state = given, state
         self.state_after: State | None = state
         self.compute_state = compute_state
-        self.tokens = self.length = 0
+        self.tokens = self.length = self.first = 0
         self.before: int | Tensor = 0
         self.kv: Any = None
         self.projected: Sequence[SlotProjections] | None = None
