@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cached_transformers import add_memory
 from cached_transformers import state as states
@@ -25,18 +25,11 @@ from .frame import Drill, Failure
 
 ROWS, LONGEST, CALLS, TRIES = 3, 6, 3, 200
 """Rows of a batch, tokens of a row in a call, calls of a case, draws until one can be built."""
-WINDOWS = (
-    "mistral",
-    "gemma2",
-    "gemma3_text",
-    "qwen2",
-    "phi3",
-    "starcoder2",
-    "ministral",
-    "cohere2",
-    "gpt_neo",
-    "olmo3",
-)
+HELD = ("ids", "ids", "NaN", "NaN in every layer")
+"""Values of padding."""
+BOTH = ("gemma2", "gemma3_text", "qwen2", "ministral", "cohere2", "olmo3")
+WINDOWS = (*BOTH, "mistral", "phi3", "starcoder2", "gpt_neo")
+"""Decoders with windows, in one layer of two or in all."""
 OTHERS = ("llama", "gpt2", "bloom", "falcon_alibi", "gpt_neox")
 SPANNING: tuple[dict[str, Any], ...] = (
     *({"name": "rmt", "length": 3, "mask": mask} for mask in ("causal", "causal", "full")),
@@ -48,14 +41,12 @@ SPANNING: tuple[dict[str, Any], ...] = (
     {"name": "memformer", "length": 3},
 )
 LAYERED: tuple[dict[str, Any], ...] = (
-    {"name": "transformer_xl", "length": 4},
-    {"name": "grc_stream", "length": 4},
+    *({"name": name, "length": 4} for name in ("transformer_xl", "grc_stream", "tova")),
     {"name": "memorizing", "length": 8, "k": 3},
     {"name": "compressive", "length": 4, "compressed": 3, "rate": 2},
     {"name": "infini"},
     {"name": "titans", "chunk": 4},
     {"name": "ttt", "mini_batch": 3},
-    {"name": "tova", "length": 4},
     {"name": "h2o", "length": 3, "heavy": 2},
 )
 
@@ -89,7 +80,7 @@ def attempt(case: str, folder: Path) -> None:
                 raise Failure(f"{said}: expected a refusal that names one of {names}, found: {error}") from error
             continue
         try:
-            _compare(reader, random)
+            compare(reader, random)
         except Exception as error:
             raise Failure(f"{said}: {type(error).__name__}: {error}") from error
         return
@@ -99,41 +90,65 @@ def attempt(case: str, folder: Path) -> None:
 class Layout:
     """Columns of a batch in one call: the tokens of each row, and where they are."""
 
-    def __init__(self, random: Random, vocabulary: int, first: int, contiguous: bool) -> None:
-        lengths = [random.randint(first, LONGEST) for _ in range(ROWS)]
-        columns = max([1, *lengths]) + random.choice([0, 1, 2, 3, 5])
+    def __init__(self, random: Random, vocabulary: int, least: int, among: bool) -> None:
+        lengths = [random.randint(least, LONGEST) for _ in range(ROWS)]
+        columns = max([1, *lengths]) + random.choice([0, 1, 2, 4])
         self.padding_BN = torch.ones(ROWS, columns, dtype=torch.bool)
         self.rows: list[Tensor] = []
         for row, n in enumerate(lengths):
-            among = sorted(random.sample(range(columns), n))
             begin = random.choice([0, columns - n, random.randint(0, columns - n)])
-            places = among if not contiguous and random.random() < 0.3 else list(range(begin, begin + n))
+            scattered = among and random.random() < 0.3
+            places = random.sample(range(columns), n) if scattered else list(range(begin, begin + n))
             self.padding_BN[row, places] = False
-            self.rows.append(torch.tensor([[random.randint(3, vocabulary - 1) for _ in range(n)]], dtype=torch.long))
+            # Equal tokens may be told apart by a rounding where an attention chooses among them.
+            self.rows.append(torch.tensor([random.sample(range(3, vocabulary), n)], dtype=torch.long))
 
-    def batch(self, values: Tensor) -> Tensor:
-        """(B, N) ids: of the tokens, and `values` at padding."""
-        ids_BN = values.clone()
+    def batch(self, value: int | None, vocabulary: int) -> Tensor:
+        """(B, N) ids: of the tokens, and one value or any at padding."""
+        ids_BN = torch.randint(3, vocabulary, self.padding_BN.shape) if value is None else self.padding_BN * value
         ids_BN[~self.padding_BN] = torch.cat(self.rows, 1)[0]
         return ids_BN
 
 
 class Model:
-    """A model of this package; token 0 embeds to NaN in some cases."""
+    """A model of this package, whose last call holds two documents in a row if it `packs`; token 0 embeds to NaN."""
 
-    least, contiguous, close = 0, False, 1e-7
+    least, among, close = 0, True, 1e-7
 
-    def __init__(self, model: Any, kind: str, vocabulary: int) -> None:
+    def __init__(self, model: Any, kind: str, vocabulary: int, packs: bool = False) -> None:
         self.model, self.kind, self.vocabulary = model.double().eval(), kind, vocabulary
+        self.packs, self.poisoned = packs, False
         with torch.no_grad():
             model.embedding.weight[0] = torch.nan
+        for block in model.stack.blocks:
+            block.register_forward_pre_hook(self._poison, with_kwargs=True)
+
+    def _poison(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        padding_BN = options.get("padding_BN")
+        if not self.poisoned or padding_BN is None:
+            return None
+        return (args[0].masked_fill(padding_BN[..., None], torch.nan), *args[1:]), options
 
     def state(self, rows: int) -> Any:
         return self.model.init_state(rows)
 
-    def read(self, ids_BN: Tensor, padding_BN: Tensor | None, state: Any, last: bool) -> tuple[Tensor, Any]:
-        out = self.model(ids_BN, state, padding=padding_BN)
+    def together(self, ids_BN: Tensor, padding_BN: Tensor, state: Any, last: bool) -> tuple[Tensor, Any]:
+        """Outputs and state of padded rows."""
+        more: dict[str, Any] = {"padding": padding_BN}
+        if self.packs and last:
+            rank_BN, count_B1 = (~padding_BN).cumsum(1) - 1, (~padding_BN).sum(1, keepdim=True)
+            more = {"documents": (rank_BN >= count_B1 // 2).long().masked_fill(padding_BN, -1)}
+        out = self.model(ids_BN, state, **more)
         return out.outputs[..., 1:], out.state
+
+    def alone(self, ids_1N: Tensor, state: Any, last: bool) -> tuple[Tensor, Any]:
+        """Outputs and state of one row without padding."""
+        half = ids_1N.shape[1] // 2
+        if not (self.packs and last and half):
+            out = self.model(ids_1N, state)
+            return out.outputs[..., 1:], out.state
+        first, second = self.model(ids_1N[:, :half], state), self.model(ids_1N[:, half:], self.state(1))
+        return torch.cat([first.outputs, second.outputs], 1)[..., 1:], second.state
 
 
 class Host:
@@ -142,7 +157,7 @@ class Host:
     In float32: written out attention of transformers gives NaN beside padding in float64.
     """
 
-    least, contiguous, kind = 1, True, "decoder"
+    least, among, kind, poisoned = 1, False, "decoder", False
 
     def __init__(self, model: Any, vocabulary: int, cached: bool, close: float) -> None:
         self.model, self.vocabulary, self.cached, self.close = model.eval(), vocabulary, cached, close
@@ -150,16 +165,20 @@ class Host:
     def state(self, rows: int) -> Any:
         return self.model.init_memory_state(rows)
 
-    def read(self, ids_BN: Tensor, padding_BN: Tensor | None, state: Any, last: bool) -> tuple[Tensor, Any]:
-        padding_BN = torch.zeros_like(ids_BN, dtype=torch.bool) if padding_BN is None else padding_BN
+    def together(self, ids_BN: Tensor, padding_BN: Tensor, state: Any, last: bool) -> tuple[Tensor, Any]:
+        """Outputs and state of padded rows, and of two more tokens of each."""
         goes_on = self.cached and last
         out = self._call(ids_BN, padding_BN, memory_state=state, use_cache=goes_on)
         logits = [out.logits]
-        for token in (3, 4) if goes_on else ():  # the next ones of every row
+        for token in (3, 4) if goes_on else ():
             padding_BN = torch.cat([padding_BN, padding_BN.new_zeros(len(ids_BN), 1)], 1)
             out = self._call(torch.full((len(ids_BN), 1), token), padding_BN, past_key_values=out.past_key_values)
             logits.append(out.logits)
         return torch.cat(logits, 1), out.past_key_values.memory_state if goes_on else out.memory_state
+
+    def alone(self, ids_1N: Tensor, state: Any, last: bool) -> tuple[Tensor, Any]:
+        """Outputs and state of one row without padding."""
+        return self.together(ids_1N, torch.zeros_like(ids_1N, dtype=torch.bool), state, last)
 
     def _call(self, ids_BN: Tensor, padding_BN: Tensor, **given: Any) -> Any:
         """The model's output; token 0 embeds to NaN."""
@@ -168,52 +187,49 @@ class Host:
         return self.model(inputs_embeds=x_BND, **mask, **given)
 
 
-def _compare(reader: Any, random: Random) -> None:
+def compare(reader: Any, random: Random) -> None:
     """Read rows alone, and padded in a batch, call after call; outputs, states and gradients must be the same."""
     state, alone = reader.state(ROWS), [reader.state(1) for _ in range(ROWS)]
-    poison, pooled = random.random() < 0.4, reader.kind == "sequence_classifier"
-    one: Any = 0.0
-    many: Any = 0.0
-    for call in range(CALLS):
-        last = call == CALLS - 1
-        layout = Layout(random, reader.vocabulary, reader.least, reader.contiguous)
-        values = torch.zeros_like if poison else lambda t: torch.randint_like(t, 3, reader.vocabulary)
-        ids_BN = layout.batch(values(layout.padding_BN.long()))
-        found, state = reader.read(ids_BN, layout.padding_BN, state, last)
-        for row, tokens in enumerate(layout.rows):
-            where = f"call {call}, row {row} of {(~layout.padding_BN).int().tolist()}" + (", padding is NaN" * poison)
-            if tokens.shape[1]:
-                want, alone[row] = reader.read(tokens, None, alone[row], last)
-                real_N = (
-                    torch.cat([~layout.padding_BN[row], torch.ones(found.shape[1] - len(ids_BN[0])).bool()])
-                    if (not pooled)
-                    else slice(None)
-                )
-                got = found[row][real_N]
-                _same(f"outputs of {where}", got, want[0], reader.close)
-                weights = torch.linspace(-1, 1, got.numel(), dtype=got.dtype).view_as(got)
-                many, one = many + (got * weights).sum(), one + (want[0] * weights).sum()
-            pairs = zip(states.named_tensors(state), states.named_tensors(alone[row]), strict=True)
-            for (name, t), (_, single) in pairs:
-                _same(f"state {name} of {where}", t[row : row + 1], single, reader.close)
-    if isinstance(many, Tensor) and many.requires_grad:
-        parameters = dict(reader.model.named_parameters())
-        got, want = (torch.autograd.grad(t, list(parameters.values()), allow_unused=True) for t in (many, one))
-        for name, a, b in zip(parameters, got, want, strict=True):
-            if a is not None or b is not None:
-                a, b = (torch.zeros_like(parameters[name]) if t is None else t for t in (a, b))
-                _same(f"gradient of {name}", a, b, 10 * reader.close)
+    held = random.choice(HELD)
+    reader.poisoned = held == HELD[-1]
+    sums: list[Any] = [0.0, 0.0]
+    with torch.set_grad_enabled(not reader.poisoned):
+        for call in range(CALLS):
+            last, layout = call == CALLS - 1, Layout(random, reader.vocabulary, reader.least, reader.among)
+            ids_BN = layout.batch(None if held == "ids" else 0, reader.vocabulary)
+            found, state = reader.together(ids_BN, layout.padding_BN, state, last)
+            for row, tokens in enumerate(layout.rows):
+                where = f"call {call}, row {row} of {(~layout.padding_BN).int().tolist()}, padding of {held}"
+                if tokens.shape[1]:
+                    want, alone[row] = reader.alone(tokens, alone[row], last)
+                    got = found[row : row + 1]
+                    if reader.kind != "sequence_classifier":
+                        more = torch.ones(found.shape[1] - ids_BN.shape[1], dtype=torch.bool)
+                        got = got[:, torch.cat([~layout.padding_BN[row], more])]
+                    _same(f"outputs of {where}", got, want, reader.close)
+                    weights = torch.linspace(-1, 1, got.numel(), dtype=got.dtype).view_as(got)
+                    sums = [total + (t * weights).sum() for total, t in zip(sums, (got, want), strict=True)]
+                pairs = zip(states.named_tensors(state), states.named_tensors(alone[row]), strict=True)
+                for (name, t), (_, single) in pairs:
+                    _same(f"state {name} of {where}", t[row : row + 1], single, reader.close)
+    if reader.poisoned or not isinstance(sums[0], Tensor):
+        return
+    parameters = dict(reader.model.named_parameters())
+    found_and_wanted = [torch.autograd.grad(total, list(parameters.values()), allow_unused=True) for total in sums]
+    for (name, parameter), *pair in zip(parameters.items(), *found_and_wanted, strict=True):
+        got, want = (torch.zeros_like(parameter) if t is None else t for t in pair)
+        _same(f"gradient of {name}, padding of {held}", got, want, 10 * reader.close)
 
 
 def _same(what: str, found: Tensor, want: Tensor, close: float) -> None:
     apart = (found.detach() - want.detach()).abs().max() if found.numel() else torch.zeros(())
-    size = want.detach().abs().max() if want.numel() and want.is_floating_point() else torch.zeros(())
-    if not apart <= close * max(1.0, float(size)):
-        raise Failure(f"{what}: expected those of the row alone, of {float(size):.2g}, found {float(apart):.2g} away")
+    size = float(want.detach().abs().max()) if want.numel() else 0.0
+    if not apart <= close * max(1.0, size):
+        raise Failure(f"{what}: expected those of the row alone, of {size:.2g}, found {float(apart):.2g} away")
 
 
 def _draw_model(random: Random) -> tuple[str, list[str], Any]:
-    from contract.contract_cases import ATTENTION_ROWS, CONTRACTS, MODEL_SIZES, VOCABULARY, Case
+    from contract.contract_cases import ATTENTION_ROWS, CONTRACTS, VOCABULARY, Case
     from contract.test_pairs import models_of
 
     label = random.choice([*CONTRACTS, "rmt/causal", "armt", "memformer"])
@@ -226,7 +242,7 @@ def _draw_model(random: Random) -> tuple[str, list[str], Any]:
     case = Case(label, attention, kind)
 
     def build() -> Model:
-        return Model(case.build(**options), kind, MODEL_SIZES[kind].get("vocabulary", VOCABULARY))
+        return Model(case.build(**options), kind, VOCABULARY, kind == "language_model" and random.random() < 0.5)
 
     names = [MEMORIES.entry(case.name).factory.__name__] if case.name in MEMORIES else []
     names += [ATTENTIONS.entry(attention.partition("/")[0]).factory.__name__, attention, "this model"]
@@ -237,7 +253,7 @@ def _family(name: str, window: int) -> Any:
     from integrations import families
 
     sizes: dict[str, Any] = {} if name in OTHERS else {"sliding_window": window, "window_size": window}
-    if name in WINDOWS and name not in ("mistral", "phi3", "starcoder2", "gpt_neo"):
+    if name in BOTH:
         sizes["layer_types"] = ["sliding_attention", "full_attention"]
     if name == "qwen2":
         sizes["use_sliding_window"] = True
@@ -264,8 +280,8 @@ def _draw_host(random: Random) -> tuple[str, list[str], Any]:
     cached = random.random() < 0.4
 
     def build() -> Host:
-        model: nn.Module = _family(name, window)
-        model.set_attn_implementation(kind)  # type: ignore[operator]
+        model = _family(name, window)
+        model.set_attn_implementation(kind)
         torch.manual_seed(1)
         add_memory(model, memory, segment_length=length)
         with torch.no_grad():
