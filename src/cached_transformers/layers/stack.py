@@ -28,6 +28,7 @@ from .bottleneck import BottleneckBlock
 from .context_attention import ContextAttention
 from .initial_state import initial_state_of
 from .reversible import reversible
+from .short_convolution import begun
 
 
 class StackState(NamedTuple):
@@ -215,7 +216,7 @@ class Stack(nn.Module):
         if state is None:
             state = self.init_state(x_BND.shape[0], x_BND)
         tokens = self.placed(state, x_BND, positions_BNP=positions_BNP, padding_BN=padding_BN, inputs=inputs)
-        runner = StackBlockRunner(self, state.layers, size)
+        runner = StackBlockRunner(self, begun(state.layers, state.clock_B), size)
         steps, model_state, loss = self.model_memory.run(state.model, tokens, runner)
         after = seal(StackState(self.clock_after(state, tokens), model_state, tuple(runner.states)))
         outputs = [self.norm(x) for x in steps]
