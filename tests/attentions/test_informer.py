@@ -46,17 +46,17 @@ def twin(
         samples = share(core.factor, len(keys))
         for h in range(q.shape[1]):
             measures = {}
-            for number, i in enumerate(members):
+            for i in members:
                 scores = []
                 for s in range(samples):
                     place = int(core.jitter_U[s])
                     if core.sampling == "own":
-                        place = (place + number * (2 * int(core.stride_U[s]) + 1)) % STEPS
+                        place = (place + members.index(i) * (2 * int(core.stride_U[s]) + 1)) % STEPS
                     key = keys[(s * STEPS + place) * len(keys) // (samples * STEPS)]
                     scores.append((q[b, h, i] @ k[b, h, key]).item())
                 measures[i] = max(scores) - sum(scores) / len(scores) if scores else 0
             chosen = sorted(members, key=lambda i: (-measures[i], i))[: share(core.factor, len(members))]
-            for number, i in enumerate(members):
+            for i in members:
                 seen = [j for j in keys if not causal or j <= i]
                 if not seen:
                     continue

@@ -173,9 +173,8 @@ class Trace(NamedTuple):
         def moved(t: Any) -> Any:
             if not isinstance(t, Tensor):
                 return t
-            dim = _token_dim(t)
-            index_BN = columns_BN[:, None] if dim == 2 else columns_BN
-            return t.take_along_dim(index_BN if t.dim() == 2 else index_BN[..., None], dim)
+            index_BN = columns_BN[:, None] if t.dim() == 4 else columns_BN
+            return t.take_along_dim(index_BN if t.dim() == 2 else index_BN[..., None], _token_dim(t))
 
         return Trace(moved(self.x_BND), moved(self.y_BND), Query(*map(moved, self.query)), self.reading)
 

@@ -32,7 +32,7 @@ class ShiftedState(NamedTuple):
 
 
 def begun(layers: Iterable[State], clock_B: Tensor) -> tuple[State, ...]:
-    """The states of layers, with no value before the first token of a row that is not finite."""
+    """The states of layers, with finite last inputs in rows that have read nothing."""
 
     def of_layer(state: State) -> State:
         if not isinstance(state, ShiftedState):
@@ -40,7 +40,7 @@ def begun(layers: Iterable[State], clock_B: Tensor) -> tuple[State, ...]:
         empty_BTD = (clock_B == 0)[:, None, None] & ~state.recent_BTD.isfinite()
         return state._replace(recent_BTD=state.recent_BTD.masked_fill(empty_BTD, 0))
 
-    return tuple(of_layer(state) for state in layers)
+    return tuple(map(of_layer, layers))
 
 
 class ShortConvolution(nn.Module):

@@ -9,6 +9,7 @@ Legend: B rows, N tokens, D model width.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from cached_transformers.interfaces.memory import LayerMemory, Linear, Query, Reading, Weights
@@ -63,14 +64,11 @@ class ConvolutionControl(LayerMemory):
         y_BND = super().project(y_BHNE, query, reading, linear, weights)
         if not self.sequence:
             return y_BND + self.convolution(query.x_BND, query.size)
-        x_BND, padding_BN = shown(query.x_BND, query.padding_BN), query.padding_BN
-        if padding_BN is None:
-            return y_BND + self._along(x_BND)
+        padding_BN = torch.zeros_like(y_BND[..., 0], dtype=torch.bool) if query.padding_BN is None else query.padding_BN
         order_BN1 = padding_BN.long().argsort(dim=1, stable=True)[..., None]  # a row's tokens are neighbours
-        return y_BND + self._along(x_BND.take_along_dim(order_BN1, 1)).take_along_dim(order_BN1.argsort(dim=1), 1)
-
-    def _along(self, x_BND: Tensor) -> Tensor:
-        return self.convolution(x_BND.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+        x_BND = shown(query.x_BND, padding_BN).take_along_dim(order_BN1, 1)
+        convolved_BND = self.convolution(x_BND.transpose(1, 2)).transpose(1, 2)
+        return y_BND + convolved_BND.take_along_dim(order_BN1.argsort(dim=1), 1)
 
     def close_gate(self) -> None:
         for parameter in self.convolution.parameters():

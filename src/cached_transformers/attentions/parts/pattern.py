@@ -71,23 +71,20 @@ class PatternAttention(Attention):
         return flex_attend(q_BHNE, k_BHNE, v_BHNV, call, self.shown(lengths_of(q_BHNE, k_BHNE, call), call))
 
     def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
-        padding_BM = call.key_padding_mask
+        padding_BM, itself = call.key_padding_mask, q_BHNE.shape[2] == k_BHNE.shape[2]
         if padding_BM is None or self.on_map:
             return self._attend(q_BHNE, k_BHNE, v_BHNV, call)
-        order_BM, itself = padding_BM.long().argsort(dim=1, stable=True), q_BHNE.shape[2] == k_BHNE.shape[2]
-        at_BHM = order_BM[:, None].expand(-1, k_BHNE.shape[1], -1)
+        order_BM = padding_BM.long().argsort(dim=1, stable=True)
+        at_BHM, back_BHM = (t[:, None].expand(-1, k_BHNE.shape[1], -1) for t in (order_BM, order_BM.argsort(dim=1)))
         k_BHNE, v_BHNV = pick_rows(k_BHNE, at_BHM), pick_rows(v_BHNV, at_BHM)
-        x_BND = call.x_BND
-        if itself:
-            q_BHNE = pick_rows(q_BHNE, at_BHM)
-            x_BND = None if x_BND is None else x_BND.take_along_dim(order_BM[..., None], 1)
-        call = call._replace(key_padding_mask=padding_BM.gather(1, order_BM), x_BND=x_BND)
-        found = self._attend(q_BHNE, k_BHNE, v_BHNV, call)
+        call = call._replace(key_padding_mask=padding_BM.gather(1, order_BM))
         if not itself:
-            return found
-        back_BHN = order_BM.argsort(dim=1)[:, None].expand_as(at_BHM)
-        out_BHNV, lse_BHN = (None if t is None else pick_rows(t, back_BHN) for t in found[:2])
-        return found._replace(out_BHNV=out_BHNV, lse_BHN=lse_BHN)
+            return self._attend(q_BHNE, k_BHNE, v_BHNV, call)
+        if call.x_BND is not None:
+            call = call._replace(x_BND=call.x_BND.take_along_dim(order_BM[..., None], 1))
+        found = self._attend(pick_rows(q_BHNE, at_BHM), k_BHNE, v_BHNV, call)
+        lse_BHN = None if found.lse_BHN is None else pick_rows(found.lse_BHN, back_BHM)
+        return found._replace(out_BHNV=pick_rows(found.out_BHNV, back_BHM), lse_BHN=lse_BHN)
 
     def _attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         context = call.context

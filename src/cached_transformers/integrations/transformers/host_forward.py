@@ -173,21 +173,19 @@ class HostForward:
         """[(output, state after it)] of segments that follow each other; `cache` is for a partial one."""
         if len(segments) > 1 and torch.compiler.is_compiling() and not is_exporting():
             return self._read_apart(segments, state, options, cache)
+        return self._read_each(segments, state, options, cache)
+
+    def _read_each(
+        self, segments: list[Segment], state: StackState, options: dict[str, Any], cache: MemoryCache | None
+    ) -> list[tuple[Any, StackState]]:
         answers = []
         for segment in segments:
             out, state = self.read_segment(segment, state, options, cache if segment.end is None else None)
             answers.append((out, state))
         return answers
 
-    def _read_apart(
-        self, segments: list[Segment], state: StackState, options: dict[str, Any], cache: MemoryCache | None
-    ) -> list[tuple[Any, StackState]]:
-        """The same outside of a compiled graph: `read_segment` is a graph of its own, which serves all segments."""
-        answers = []
-        for segment in segments:
-            out, state = self.read_segment(segment, state, options, cache if segment.end is None else None)
-            answers.append((out, state))
-        return answers
+    _read_apart = _read_each
+    """The same outside of a compiled graph: `read_segment` is a graph of its own, which serves all segments."""
 
     def read_segment(
         self, segment: Segment, state: StackState, options: dict[str, Any], cache: MemoryCache | None = None
@@ -294,19 +292,15 @@ class HostBlockRunner:
 
 
 def padding_first(entry: Entry, columns: int) -> tuple[Entry, Tensor | None]:
-    """The entry with padding before memory tokens and text, and its former columns (B, L); None where they are equal.
-
-    The host counts its windows in columns. The memory's own mask has none, and needs no order.
-
-    Args:
-        columns: of the segment, whose padding moves; later ones remain, after those in a KV cache.
+    """The entry with the padding of the segment's first `columns` before memory tokens and text, since the host counts
+    its windows in columns; and the former columns (B, L), None where all remain. A mask of the memory has no window.
     """
     padding_BN = entry.tokens.padding_BN
     if padding_BN is None or entry.visible_NN is not None or entry.segment is None:
         return entry, None
-    end = _front(entry) + columns
-    order_BL = torch.arange(padding_BN.shape[1], device=padding_BN.device).expand_as(padding_BN)
-    order_BL = torch.cat([(~padding_BN[:, :end]).long().argsort(dim=1, stable=True), order_BL[:, end:]], 1)
+    real_BL = ~padding_BN
+    real_BL[:, _front(entry) + columns :] = True  # follow in a KV cache
+    order_BL = real_BL.long().argsort(dim=1, stable=True)
     x_BND, positions_BNP, padding_BN = (in_order(t, order_BL) for t in entry.tokens[:3] if t is not None)
     return entry._replace(tokens=Tokens(x_BND, positions_BNP, padding_BN)), order_BL
 

@@ -43,16 +43,7 @@ from .packed_rows import (
     refuse_packed,
     refuse_told,
 )
-from .row_segments import (
-    Segment,
-    finite_padding,
-    in_columns,
-    joined_segments,
-    narrowed,
-    refuse_masks,
-    row_segments,
-    stream_positions,
-)
+from .row_segments import Segment, in_columns, joined_segments, narrowed, refuse_masks, row_segments, stream_positions
 
 COLUMNS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")
 """Inputs that have columns."""
@@ -134,7 +125,7 @@ class DecoderForward(HostForward):
         text = self._text(given.pop("past_key_values", None), state, rows)
         padding_BM = _padding(given.pop("attention_mask", None), text, rows, n)
         keeps = self._keeps(given.pop("use_cache", None))
-        inputs = finite_padding(text.with_new(new, padding_BM), padding_BM)
+        inputs = text.with_new(new, padding_BM)
         if "position_ids" in new:
             why = f"position_ids begin again inside a row: {NO_CACHE if text.tokens else COMPILED} {WAY_OUT}"
             refuse_packed(inputs["position_ids"], padding_BM, why)
