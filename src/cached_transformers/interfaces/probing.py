@@ -21,9 +21,6 @@ def fixed(**options: Any) -> Options:
     return lambda segment, distance, depth: options
 
 
-OWN = fixed()
-
-
 @dataclass(frozen=True)
 class Probing:
     """Probe options of one memory; the default is the memory's own options and no claim about a bound.
@@ -37,7 +34,7 @@ class Probing:
         why: the reason for a missing bound, or another remark.
     """
 
-    within: Options = OWN
+    within: Options = fixed()  # noqa: RUF009
     beyond: Options | None = None
     farther: Options | None = None
     passes: int = 1
