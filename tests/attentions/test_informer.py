@@ -51,7 +51,7 @@ def twin(
                 for s in range(samples):
                     place = int(core.jitter_U[s])
                     if core.sampling == "own":
-                        place = (place + i * (2 * int(core.stride_U[s]) + 1)) % STEPS
+                        place = (place + members.index(i) * (2 * int(core.stride_U[s]) + 1)) % STEPS
                     key = keys[(s * STEPS + place) * len(keys) // (samples * STEPS)]
                     scores.append((q[b, h, i] @ k[b, h, key]).item())
                 measures[i] = max(scores) - sum(scores) / len(scores) if scores else 0
@@ -120,14 +120,14 @@ def test_sizes_of_choice_and_sample() -> None:
 def test_a_sample_is_spread_over_the_keys_and_one_of_all_keys_is_all() -> None:
     for sampling in ("shared", "own"):
         core = make(factor=2, sampling=sampling)
-        index, used, count = core._sample(1, 50, 1000, None, None)
+        index, used, count = core._sample(torch.ones(1, 50, dtype=torch.bool), 1000, None, None)
         assert index.shape == (1, 1 if sampling == "shared" else 50, 14) and used.all() and count.item() == 14
         stretch = index * 14 // 1000
         assert (stretch - torch.arange(14)).abs().max() <= 1 and index.min() >= 0 and index.max() < 1000
-        whole, _, _ = make(factor=10, sampling=sampling)._sample(1, 50, 30, None, None)
+        whole, _, _ = make(factor=10, sampling=sampling)._sample(torch.ones(1, 50, dtype=torch.bool), 30, None, None)
         assert (whole == torch.arange(30)).all()
     # Over many queries each key is as likely as any other: 20000 draws from 50 keys, 400 each.
-    index, _, _ = make(factor=1, sampling="own")._sample(1, 5000, 50, None, None)
+    index, _, _ = make(factor=1, sampling="own")._sample(torch.ones(1, 5000, dtype=torch.bool), 50, None, None)
     assert (torch.bincount(index.flatten(), minlength=50) - 400).abs().max() < 100
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from contract.contract_cases import (
     SEGMENT,
     STREAMS,
     TEXT,
+    VOCABULARY,
     WIDTH,
     Case,
     cases,
     stream,
 )
+from drills import padding
 from torch import Tensor
 
 from cached_transformers import state as states
@@ -191,48 +194,18 @@ def test_padding_behind_the_tokens_changes_nothing(case: Case, training: bool) -
         close(a.cache_MC, b.cache_MC)
 
 
-@cases(STREAMS)
-def test_a_row_of_a_padded_batch_is_the_row_alone(case: Case) -> None:
-    model = case.build().eval()
-    lengths = torch.tensor([[6, 4, 0], [3, 6, 6], [6, 0, 5]])  # segments, rows; 0: the row pauses
-    state, alone = model.init_state(ROWS), [model.init_state(1) for _ in range(ROWS)]
-    for segment, length in zip(case.segments(3), lengths, strict=True):
-        out = model(segment, state, padding=torch.arange(SEGMENT) >= length[:, None])
-        state = out.state
-        for row, n in enumerate(length.tolist()):
-            if n:
-                single = model(segment[row : row + 1, :n], alone[row])
-                alone[row] = single.state
-                close(out.outputs[row, :n], single.outputs[0])
-            near(states.map_state(lambda t, row=row: t[row : row + 1], state), alone[row])
+PLACES = [
+    Case(memory, name, "language_model")
+    for memory in ("armt", "memory_transformer/control")
+    for name in ("axial", "bigbird", "bp_transformer", "etc", "longformer", "reformer", "sparse_transformer", "star")
+]
+"""Memory tokens beside attentions whose patterns count places."""
 
 
-AMONG = torch.tensor([[1, 1, 1, 0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 1, 1]]).bool()
-"""Padding of rows of six tokens: before them, among them, and on both sides."""
-
-
-@cases(STREAMS)
-def test_padding_in_front_of_tokens_and_among_them_changes_nothing(case: Case) -> None:
-    # Cores that count places get one document, which is read without the padding inside it.
-    more = {"documents": torch.zeros(AMONG.shape, dtype=torch.long)} if case.exempt("padding_in_front") else {}
-    # In float32 a processor may round products of another size so that an attention chooses another key.
-    model = case.build().double().eval()
-    state, other, one, two = model.init_state(ROWS), model.init_state(ROWS), 0.0, 0.0
-    for index, segment in enumerate(case.segments(3)):
-        spread = torch.full(AMONG.shape, index)  # values of padding
-        spread[~AMONG] = segment.flatten()
-        out, padded = model(segment, state), model(spread, other, padding=AMONG, **more)
-        state, other = out.state, padded.state
-        told = padded.outputs[~AMONG].view_as(out.outputs)
-        close(told, out.outputs)
-        near(other, state)
-        weights = torch.linspace(-1, 1, told.numel(), dtype=told.dtype).view_as(told)
-        one, two = one + (out.outputs * weights).sum(), two + (told * weights).sum()
-    want, got = (torch.autograd.grad(loss, list(model.parameters()), allow_unused=True) for loss in (one, two))
-    for (name, _), a, b in zip(model.named_parameters(), got, want, strict=True):
-        assert (a is None) == (b is None), name
-        if a is not None and b is not None:
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+@cases([*STREAMS, *PLACES], rule="padding_in_front")
+def test_padding_on_any_side_and_among_tokens_changes_nothing(case: Case) -> None:
+    for held in ("NaN", "NaN in every layer"):
+        padding.compare(padding.Model(case.build(tied=False), case.model, VOCABULARY), Random(0), held)
 
 
 @cases()

@@ -114,19 +114,6 @@ def test_a_second_pass_hears_of_the_whole_document() -> None:
     torch.testing.assert_close(twice, logits_BK)
 
 
-def test_a_row_of_padding_leaves_its_state_as_it_was() -> None:
-    for memory in MEMORIES.values():
-        model = classifier(memory)
-        inputs_BN, _ = documents(4, 4)
-        before = model(inputs_BN, model.init_state(2)).state
-        after = model(inputs_BN, before, padding=torch.tensor([[False] * 4, [True] * 4])).state
-        for old, new in zip(
-            torch.utils._pytree.tree_leaves(before), torch.utils._pytree.tree_leaves(after), strict=True
-        ):
-            torch.testing.assert_close(old[1], new[1])
-        assert before.clock_B[0] + 5 == after.clock_B[0]
-
-
 def test_evaluation_gives_the_same_and_can_empty_or_exchange_the_memory() -> None:
     model = classifier(MEMORIES["rmt"])
     inputs_BN, padding_BN = documents(15, 15, 6)

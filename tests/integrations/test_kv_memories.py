@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from drills import padding
 from integrations import family_checks as checks
 from integrations.families import EIGHT, GROUPED, PAD, SEGMENT, Family, decoder, families, words
 from integrations.hosts import library
@@ -97,6 +99,12 @@ def test_a_choice_of_slots_takes_no_window_s_place() -> None:
     checks.carries(family, checks.KINDS["crtn, each token"])
     with pytest.raises(ValueError, match="sliding window of 4 tokens"):
         family.with_memory(checks.KINDS["rmt with a cache"])
+
+
+@pytest.mark.parametrize("name", padding.WINDOWS)
+@pytest.mark.parametrize("memory", [spec for spec in padding.SPANNING if spec.get("mask") == "causal"][1:], ids=str)
+def test_padding_takes_no_place_in_a_window(name: str, memory: dict[str, Any]) -> None:
+    padding.compare(padding.host(name, 3, memory, cached=True), Random(0), "NaN")
 
 
 @torch.no_grad()

@@ -35,10 +35,11 @@ def stack_of(reversible: bool, depth: int = 3, **options: Any) -> nn.Module:
 
 def two_streams(stack: Any, x: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """The definition, with ordinary autograd."""
-    first = second = x
+    padding = options.get("padding_BN")
+    first = second = x if padding is None else x.masked_fill(padding[..., None], 0)
     loss = x.new_zeros(())
     state = stack.init_state(len(x), x)
-    positions = stack.clock_positions(state, x.shape[1], options.get("padding_BN"))
+    positions = stack.clock_positions(state, x.shape[1], padding)
     for block in stack.blocks:
         attended = block.attention(second, positions, state=(), **options)
         first = first + block.drop_path(attended.y_BND)

@@ -67,21 +67,6 @@ def test_a_text_may_be_cut_anywhere(convolution: ShortConvolution, sizes: list[i
         assert bool((gradient[:, N - sizes[-1] - 1] != 0).all())
 
 
-def test_padding_changes_nothing_wherever_it_stands(convolution: ShortConvolution) -> None:
-    x = tokens(5)
-    recent = tokens(K - 1)
-    expected, after = convolution(x, recent)
-    places = torch.tensor([[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [1, 2, 5, 7, 8]])
-    padding = torch.ones(B, N, dtype=torch.bool).scatter(1, places, False)
-    padded = torch.full((B, N, D), torch.nan, dtype=torch.double)
-    padded.scatter_(1, places[..., None].expand(-1, -1, D), x)
-    y, recent_after = convolution(padded, recent, padding_BN=padding)
-    torch.testing.assert_close(y.gather(1, places[..., None].expand(-1, -1, D)), expected)
-    torch.testing.assert_close(recent_after, after)
-    nothing = torch.ones(B, 2, dtype=torch.bool)
-    assert torch.equal(convolution(tokens(2), recent, padding_BN=nothing)[1], recent)
-
-
 def test_tokens_round_a_segment_stay_as_they_are(convolution: ShortConvolution) -> None:
     x, recent = tokens(), tokens(K - 1)
     y, after = convolution(x, recent, segment=(2, 5))

@@ -206,17 +206,6 @@ def test_h2o_in_a_decoder_keeps_what_the_host_itself_attends_most() -> None:
     assert list(scores) != list(range(9, 14)), "what it chooses is not the last ones"
 
 
-@pytest.mark.parametrize("name", ["tova", "h2o"])
-@torch.no_grad()
-def test_padding_is_not_kept_in_a_decoder(name: str) -> None:
-    family = decoder("llama", "Llama", **(GROUPED if name == "tova" else {}))
-    model, ids = eager(family, SPECS[name], segment_length=4), words(tokens=11)
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    found = model(ids.masked_fill(mask == 0, PAD), attention_mask=mask).logits[:1, 3:]
-    torch.testing.assert_close(found, model(ids[:1, 3:]).logits, rtol=0, atol=1e-5)
-
-
 CHOSEN = [{"name": "tova", "length": 32}, {"name": "compressive", "function": "most_used", "length": 32}]
 OF_EVERY_HEAD: list[dict[str, Any]] = [
     {"name": "h2o", "length": 8, "heavy": 24},

@@ -110,6 +110,7 @@ class AxialAttention(PatternAttention):
         self.mode = ("row", "col")[index % 2] if mode == "layers" else mode
         self.columns, self.prefix = columns, prefix
         self.places = None if size is None else size[0] * size[1]
+        self.on_map = size is not None
         if mode in ("sum", "sequential"):
             self.can = self.can - {"context", "lse"}
             self.steps_from = None  # of two softmaxes

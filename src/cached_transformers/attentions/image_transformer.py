@@ -96,7 +96,7 @@ class ImageTransformerAttention(PatternAttention):
             self.block = (min(self.block[0], self.size[0]), min(self.block[1], self.size[1]))
         self.order, self.prefix = order, prefix
         if self.size is not None:
-            self.steps_from = None  # blocks of a map have no place in a text
+            self.on_map, self.steps_from = True, None  # blocks of a map have no place in a text
 
     def rule(self, heads: int, tokens: int, causal: bool) -> _Line | _Map:
         (block, _), (memory, _) = self.block, self.memory

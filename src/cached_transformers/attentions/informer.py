@@ -155,7 +155,9 @@ class InformerAttention(Attention):
             seen_BM: bool, keys that are there; all when None. there_BN: the same of queries; the others come last.
             generator: of samples that are resampled.
         """
-        index, used_BU, count_B = self._sample(len(q_BHNE), q_BHNE.shape[2], k_BHME.shape[2], seen_BM, generator)
+        if there_BN is None:
+            there_BN = q_BHNE.new_ones(len(q_BHNE), q_BHNE.shape[2], dtype=torch.bool)
+        index, used_BU, count_B = self._sample(there_BN, k_BHME.shape[2], seen_BM, generator)
         sampled = pick_rows(k_BHME, index[:, None].expand(-1, k_BHME.shape[1], -1, -1))
         if self.sampling == "shared":
             score_BHNU = q_BHNE @ sampled[:, :, 0].mT
@@ -165,13 +167,11 @@ class InformerAttention(Attention):
         used_B11U = used_BU[:, None, None]
         most_BHN = score_BHNU.masked_fill(~used_B11U, -torch.inf).amax(-1)
         mean_BHN = torch.where(used_B11U, score_BHNU, 0).sum(-1) / count_B.clamp(min=1)[:, None, None]
-        measure_BHN = most_BHN - mean_BHN
-        if there_BN is not None:
-            measure_BHN = measure_BHN.masked_fill(~there_BN[:, None], -torch.inf)
+        measure_BHN = (most_BHN - mean_BHN).masked_fill(~there_BN[:, None], -torch.inf)
         return largest(measure_BHN, self.share(q_BHNE.shape[2]))
 
     def _sample(
-        self, rows: int, queries: int, keys: int, seen_BM: Tensor | None, generator: torch.Generator | None
+        self, queries_BN: Tensor, keys: int, seen_BM: Tensor | None, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Keys (B, 1 or N, U) that are sampled, which of these count (B, U), and how many do (B)."""
         jitter_U, stride_U = self.jitter_U, self.stride_U
@@ -180,14 +180,14 @@ class InformerAttention(Attention):
             shape = (2, len(jitter_U))
             jitter_U, stride_U = torch.randint(STEPS, shape, generator=generator, device=device)
         stretch_U = torch.arange(most, device=device)
-        place_NU = jitter_U[:most].expand(1, -1)
-        if self.sampling == "own":
-            query_N1 = torch.arange(queries, device=device)[:, None]
-            place_NU = (place_NU + query_N1 * (2 * stride_U[:most] + 1)) % STEPS
-        there_B = torch.full((rows,), keys, device=device) if seen_BM is None else seen_BM.sum(1)
+        place_BNU = jitter_U[:most].expand(1, 1, -1)
+        if self.sampling == "own":  # places are counted without padding
+            query_BN1 = (queries_BN.cumsum(1) - 1)[..., None]
+            place_BNU = (place_BNU + query_BN1 * (2 * stride_U[:most] + 1)) % STEPS
+        there_B = torch.full((len(queries_BN),), keys, device=device) if seen_BM is None else seen_BM.sum(1)
         count_B = self._shares(there_B)
         # The s-th of U stretches of the keys that are there, and a place in it, in whole numbers.
-        step_BNU = (stretch_U * STEPS + place_NU) * there_B[:, None, None]
+        step_BNU = (stretch_U * STEPS + place_BNU) * there_B[:, None, None]
         index_BNU = step_BNU // (count_B.clamp(min=1)[:, None, None] * STEPS)
         index_BNU = torch.minimum(index_BNU, (there_B - 1).clamp(min=0)[:, None, None])
         if seen_BM is not None:

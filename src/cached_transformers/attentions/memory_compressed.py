@@ -37,7 +37,6 @@ from .parts.building_blocks import (
     attend,
     block_places,
     into_blocks,
-    pick_rows,
     seen_places,
     with_neighbours,
 )
@@ -135,12 +134,7 @@ class MemoryCompressedAttention(PatternAttention):
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         padding_BN = call.key_padding_mask
-        packed_k, packed_v = k_BHNE, v_BHNV
-        if padding_BN is not None:
-            # Slots are of tokens that follow each other, wherever the padding is.
-            order_BHM = padding_BN.long().argsort(dim=1, stable=True)[:, None].expand(-1, k_BHNE.shape[1], -1)
-            packed_k, packed_v = pick_rows(k_BHNE, order_BHM), pick_rows(v_BHNV, order_BHM)
-        k_BHSE, v_BHSV = self.keys(packed_k), self.values(packed_v)
+        k_BHSE, v_BHSV = self.keys(k_BHNE), self.values(v_BHNV)
         seen = self._seen_slots(q_BHNE, k_BHSE, padding_BN, call.causal)
         if self.null_HE is not None and self.null_HV is not None:
             k_BHSE, v_BHSV = (
@@ -157,15 +151,13 @@ class MemoryCompressedAttention(PatternAttention):
     def _seen_slots(self, q_BHNE: Tensor, k_BHSE: Tensor, padding_BN: Tensor | None, causal: bool) -> Tensor | None:
         """(B or 1, 1, N, S): slots that hold a token at all, none of them later than the query; None for all."""
         queries, slots = q_BHNE.shape[2], k_BHSE.shape[2]
-        first_S = torch.arange(slots, device=q_BHNE.device) * self.rate
-        last_S, place_N = first_S + self.rate - 1, torch.arange(queries, device=q_BHNE.device)
-        if padding_BN is None:
-            return (last_S <= place_N[:, None])[None, None] if causal else None
-        count_BM = (~padding_BN).cumsum(1)
+        first_S, seen = torch.arange(slots, device=q_BHNE.device) * self.rate, None
         if causal:
-            count_BN = count_BM[:, place_N.clamp(max=padding_BN.shape[1] - 1)]
-            return last_S < count_BN[:, None, :, None]
-        return (first_S < count_BM[:, -1:])[:, None, None].expand(-1, -1, queries, -1)
+            seen = (first_S + self.rate - 1 <= torch.arange(queries, device=q_BHNE.device)[:, None])[None, None]
+        if padding_BN is None:
+            return seen
+        there_B1NS = (first_S < (~padding_BN).sum(1)[:, None])[:, None, None].expand(-1, -1, queries, -1)
+        return there_B1NS if seen is None else there_B1NS & seen
 
     def _with_local(
         self, qkv: tuple[Tensor, Tensor, Tensor], slots: tuple[Tensor, Tensor], seen: Tensor | None, call: Call

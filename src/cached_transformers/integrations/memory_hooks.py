@@ -209,6 +209,8 @@ class MemoryHook:
         y_BND = output[0] if isinstance(output, tuple) else output
         assert call.reading is not None
         trace = Trace(x_BND, y_BND, call.query, call.reading, call.weights_BHNL)
+        if context.back_BL is not None:
+            trace = trace.in_order(context.back_BL)
         if context.traces is not None:
             context.traces[self.number] = trace
         if context.writes:

@@ -42,6 +42,7 @@ class SegmentContext:
         traces: of each layer; None where the caller needs none.
         slots: of the model-level memory, to be read before the host's blocks; None for nothing.
         slot_attentions: the modules that read them, by the layer's number.
+        back_BL: the columns that undo the order of the pass; None where it has no order of its own.
         embedded: tokens that replace the output of the host's embedding modules; None to embed as usual.
         projected: of each layer, the keys and values of its slots, where they serve later tokens of the segment.
         varies: a layer's slots differ between tokens, so that a longer segment must be read from its start.
@@ -69,6 +70,7 @@ class SegmentContext:
         self.varies = False
         self.slots: tuple[Any, ...] | None = slots
         self.slot_attentions: Mapping[str, nn.Module] = {}
+        self.back_BL: Tensor | None = None
         self.embedded: Tensor | None = None
         self.states_after = list(states)
         self.traces: list[Trace | None] | None = [None] * len(states) if traced else None

@@ -115,13 +115,12 @@ class Query(NamedTuple):
 
     def narrow(self, start: int, length: int) -> Query:
         """Return the query of the tokens start .. start + length."""
+        parts = (t.narrow(_token_dim(t), start, length) if isinstance(t, Tensor) else t for t in self[:-1])
+        return Query(*parts)  # type: ignore[arg-type]
 
-        def part(t: Tensor | None, dim: int) -> Tensor | None:
-            return None if t is None else t.narrow(dim, start, length)
 
-        q, k, v = (part(t, 2) for t in (self.q_BHNE, self.k_BHNE, self.v_BHNE))
-        x_BND = self.x_BND.narrow(1, start, length)
-        return Query(x_BND, q, part(self.positions_BNP, 1), part(self.padding_BN, 1), self.size, k, v)
+def _token_dim(t: Tensor) -> int:
+    return 2 if t.dim() == 4 else 1
 
 
 class Reading(NamedTuple):
@@ -167,6 +166,17 @@ class Trace(NamedTuple):
             weights = weights.narrow(2, start, length)
         x_BND, y_BND = (t.narrow(1, start, length) for t in (self.x_BND, self.y_BND))
         return Trace(x_BND, y_BND, self.query.narrow(start, length), self.reading, weights)
+
+    def in_order(self, columns_BN: Tensor) -> Trace:
+        """Return the trace of the tokens in these columns, without weights."""
+
+        def moved(t: Any) -> Any:
+            if not isinstance(t, Tensor):
+                return t
+            index_BN = columns_BN[:, None] if t.dim() == 4 else columns_BN
+            return t.take_along_dim(index_BN if t.dim() == 2 else index_BN[..., None], _token_dim(t))
+
+        return Trace(moved(self.x_BND), moved(self.y_BND), Query(*map(moved, self.query)), self.reading)
 
 
 class Memory(nn.Module):

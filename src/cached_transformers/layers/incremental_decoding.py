@@ -43,7 +43,7 @@ from .block import Block
 from .context_attention import ContextAttention
 from .decoder_block import KeysValues
 from .kv_cache import Continuations, KVCache, as_rows, own_slots, select_rows, side_by_side
-from .short_convolution import ShiftedState, ShortConvolution
+from .short_convolution import ShiftedState, ShortConvolution, begun
 from .stack import Stack, StackState
 
 
@@ -305,7 +305,7 @@ class StackDecoder:
         room = steps + stack.model_memory.extra_tokens
         self.layers = [
             LayerDecoder(block.attention, layer_state, self.text, self._open, room)  # type: ignore[arg-type]
-            for block, layer_state in zip(stack.blocks, state.layers, strict=True)
+            for block, layer_state in zip(stack.blocks, begun(state.layers, state.clock_B), strict=True)
         ]
 
     def _open(self, scheme: Positions, consecutive: bool) -> Positions:

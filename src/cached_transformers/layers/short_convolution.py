@@ -14,6 +14,7 @@ Legend: B rows, N tokens, K taps, T = K - 1 carried tokens, D model width.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,18 @@ class ShiftedState(NamedTuple):
 
     recent_BTD: Tensor
     layer: State
+
+
+def begun(layers: Iterable[State], clock_B: Tensor) -> tuple[State, ...]:
+    """The states of layers, with finite last inputs in rows that have read nothing."""
+
+    def of_layer(state: State) -> State:
+        if not isinstance(state, ShiftedState):
+            return state
+        empty_BTD = (clock_B == 0)[:, None, None] & ~state.recent_BTD.isfinite()
+        return state._replace(recent_BTD=state.recent_BTD.masked_fill(empty_BTD, 0))
+
+    return tuple(map(of_layer, layers))
 
 
 class ShortConvolution(nn.Module):

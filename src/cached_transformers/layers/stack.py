@@ -20,6 +20,7 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.capabilities import CORE_WORDS, refuse_misfit
 from cached_transformers.interfaces.memory import Entry, LayerMemory, ModelMemory, Tokens, Trace
 from cached_transformers.memories.parts.late_gradients import late_gradients
+from cached_transformers.memories.parts.recurrent import shown
 from cached_transformers.state import State, seal, used_again
 
 from .block import Block
@@ -27,6 +28,7 @@ from .bottleneck import BottleneckBlock
 from .context_attention import ContextAttention
 from .initial_state import initial_state_of
 from .reversible import reversible
+from .short_convolution import begun
 
 
 class StackState(NamedTuple):
@@ -184,8 +186,9 @@ class Stack(nn.Module):
         padding_BN: Tensor | None = None,
         inputs: Tensor | None = None,
     ) -> Tokens:
-        """Embedded tokens with their positions; arguments as in `forward`."""
+        """Embedded tokens with their positions, and zeros at padding, whatever it holds; arguments as in `forward`."""
         consecutive = positions_BNP is None and padding_BN is None
+        x_BND = shown(x_BND, padding_BN)
         if positions_BNP is None:
             positions_BNP = self.clock_positions(state, x_BND.shape[1], padding_BN)
         return Tokens(x_BND, positions_BNP, padding_BN, inputs, consecutive)
@@ -213,7 +216,7 @@ class Stack(nn.Module):
         if state is None:
             state = self.init_state(x_BND.shape[0], x_BND)
         tokens = self.placed(state, x_BND, positions_BNP=positions_BNP, padding_BN=padding_BN, inputs=inputs)
-        runner = StackBlockRunner(self, state.layers, size)
+        runner = StackBlockRunner(self, begun(state.layers, state.clock_B), size)
         steps, model_state, loss = self.model_memory.run(state.model, tokens, runner)
         after = seal(StackState(self.clock_after(state, tokens), model_state, tuple(runner.states)))
         outputs = [self.norm(x) for x in steps]

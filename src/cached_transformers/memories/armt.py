@@ -203,8 +203,8 @@ class ARMT(ModelMemory):
         values_BLKD, mass_BLK = store(
             *before, dpfp(keys, self.nu), values, gated(shares, self.write_gate), corrected=self.correction
         )
-        padding_BN = traces[0].query.padding_BN
-        wrote_B = wrote(None if padding_BN is None else padding_BN[:, :n], x_BND)
+        padding_BN = traces[0].query.narrow(0, n).padding_BN
+        wrote_B = wrote(padding_BN, x_BND)
         if padding_BN is not None:
             values_BLKD = torch.where(wrote_B[:, None, None, None], values_BLKD, state.values_BLKD)
             mass_BLK = torch.where(wrote_B[:, None, None], mass_BLK, state.mass_BLK)

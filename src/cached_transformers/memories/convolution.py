@@ -9,12 +9,14 @@ Legend: B rows, N tokens, D model width.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from cached_transformers.interfaces.memory import LayerMemory, Linear, Query, Reading, Weights
 from cached_transformers.registry import MEMORIES
 
 from .grc.shared_cache_memory import PositionalConvolution, cache_width
+from .parts.recurrent import shown
 
 
 @MEMORIES.register(
@@ -62,10 +64,11 @@ class ConvolutionControl(LayerMemory):
         y_BND = super().project(y_BHNE, query, reading, linear, weights)
         if not self.sequence:
             return y_BND + self.convolution(query.x_BND, query.size)
-        x_BND = query.x_BND
-        if query.padding_BN is not None:  # a row must not depend on how far it is padded
-            x_BND = x_BND.masked_fill(query.padding_BN[..., None], 0)
-        return y_BND + self.convolution(x_BND.transpose(1, 2)).transpose(1, 2)
+        padding_BN = torch.zeros_like(y_BND[..., 0], dtype=torch.bool) if query.padding_BN is None else query.padding_BN
+        order_BN1 = padding_BN.long().argsort(dim=1, stable=True)[..., None]  # a row's tokens are neighbours
+        x_BND = shown(query.x_BND, padding_BN).take_along_dim(order_BN1, 1)
+        convolved_BND = self.convolution(x_BND.transpose(1, 2)).transpose(1, 2)
+        return y_BND + convolved_BND.take_along_dim(order_BN1.argsort(dim=1), 1)
 
     def close_gate(self) -> None:
         for parameter in self.convolution.parameters():

@@ -30,6 +30,7 @@ from cached_transformers.registry import MEMORIES
 
 from .parts.memory_tokens import carried_norm
 from .parts.options import NO_MEMORY, check_heads, check_positive
+from .parts.recurrent import shown, wrote
 
 
 class MemorySlots(NamedTuple):
@@ -176,9 +177,9 @@ class Memformer(ModelMemory):
     def exit(self, state: MemorySlots, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, MemorySlots, None]:
         padding_BN = traces[0].query.padding_BN
         before_BMD = self._slots(state)
-        after_BMD = self.write(before_BMD, self.norm(x_BND), padding_BN).to(before_BMD.dtype)
-        wrote_B = torch.ones_like(state.segments_B) if padding_BN is None else (~padding_BN).any(1).long()
-        slots_BMD = torch.where(wrote_B[:, None, None] > 0, after_BMD, state.slots_BMD)
+        after_BMD = self.write(before_BMD, self.norm(shown(x_BND, padding_BN)), padding_BN).to(before_BMD.dtype)
+        wrote_B = wrote(padding_BN, x_BND)
+        slots_BMD = torch.where(wrote_B[:, None, None], after_BMD, state.slots_BMD)
         return x_BND, MemorySlots(slots_BMD, state.segments_B + wrote_B), None
 
     def write(self, slots_BMD: Tensor, x_BND: Tensor, padding_BN: Tensor | None = None) -> Tensor:

@@ -138,7 +138,6 @@ class RMT(ModelMemory):
     def exit(self, state: MemoryTokens, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, MemoryTokens, None]:
         m, n = self.length, x_BND.shape[1] - self.length - self.behind
         written_BMD = self.norm(x_BND[:, -m:] if self.behind else x_BND[:, :m]).to(state.tokens_BMD.dtype)
-        padding_BN = traces[0].query.padding_BN
-        wrote_B = wrote(None if padding_BN is None else padding_BN[:, m : m + n], x_BND)
+        wrote_B = wrote(traces[0].query.narrow(m, n).padding_BN, x_BND)
         tokens_BMD = torch.where(wrote_B[:, None, None], written_BMD, state.tokens_BMD)
         return x_BND[:, m : m + n], MemoryTokens(tokens_BMD, state.segments_B + wrote_B), None

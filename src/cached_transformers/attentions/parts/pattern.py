@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cached_transformers.interfaces.attention import Attention, AttentionOutput, Call, sees_nothing
 
-from .building_blocks import attend, merge, out_of_blocks
+from .building_blocks import attend, merge, out_of_blocks, pick_rows
 from .flex import Lengths, Rule, Shown, flex_attend, lengths_of, shown
 from .kernels import FlexKernel, check_kernel, takes_flex
 
@@ -22,6 +22,8 @@ class PatternAttention(Attention):
     A context is a set of keys that every query sees: it is attended densely, and both results are put together by their
     log-sum-exps, which is one softmax over all (N M (E + V) multiply-adds a head for M slots).
 
+    Places are counted without padding: it is moved after the tokens, unless it fills cells of a map (`on_map`).
+
     Args:
         kernel: "plain", "flex" (FlexAttention, refused where it cannot) or "auto".
     """
@@ -29,6 +31,7 @@ class PatternAttention(Attention):
     can = frozenset({"bidirectional", "context", "exact_padding", "lse"})
     told_heads: int = 1
     """Number of heads with different patterns."""
+    on_map: bool = False
 
     def __init__(self, *, dropout: float = 0.0, kernel: FlexKernel = "plain") -> None:
         super().__init__(dropout=dropout)
@@ -68,6 +71,22 @@ class PatternAttention(Attention):
         return flex_attend(q_BHNE, k_BHNE, v_BHNV, call, self.shown(lengths_of(q_BHNE, k_BHNE, call), call))
 
     def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
+        padding_BM, itself = call.key_padding_mask, q_BHNE.shape[2] == k_BHNE.shape[2]
+        if padding_BM is None or self.on_map:
+            return self._attend(q_BHNE, k_BHNE, v_BHNV, call)
+        order_BM = padding_BM.long().argsort(dim=1, stable=True)
+        at_BHM, back_BHM = (t[:, None].expand(-1, k_BHNE.shape[1], -1) for t in (order_BM, order_BM.argsort(dim=1)))
+        k_BHNE, v_BHNV = pick_rows(k_BHNE, at_BHM), pick_rows(v_BHNV, at_BHM)
+        call = call._replace(key_padding_mask=padding_BM.gather(1, order_BM))
+        if not itself:
+            return self._attend(q_BHNE, k_BHNE, v_BHNV, call)
+        if call.x_BND is not None:
+            call = call._replace(x_BND=call.x_BND.take_along_dim(order_BM[..., None], 1))
+        found = self._attend(pick_rows(q_BHNE, at_BHM), k_BHNE, v_BHNV, call)
+        lse_BHN = None if found.lse_BHN is None else pick_rows(found.lse_BHN, back_BHM)
+        return found._replace(out_BHNV=pick_rows(found.out_BHNV, back_BHM), lse_BHN=lse_BHN)
+
+    def _attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         context = call.context
         if self.takes_flex(q_BHNE, k_BHNE, v_BHNV):
             return self.by_flex(q_BHNE, k_BHNE, v_BHNV, call)

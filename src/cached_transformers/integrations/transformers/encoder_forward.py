@@ -30,7 +30,7 @@ from cached_transformers.state import State
 
 from .host_forward import HostForward, returned
 from .packed_rows import refuse_told
-from .row_segments import Segment, mapped, refuse_masks
+from .row_segments import Segment, finite_padding, in_order, mapped, refuse_masks
 
 TEXT = ("input_ids", "inputs_embeds", "token_type_ids", "task_type_ids")
 """Inputs that have columns."""
@@ -134,8 +134,9 @@ class EncoderForward(HostForward):
             refuse_masks(mask, rows, total)
             padding_BM = mask == 0
             order_BM = padding_BM.long().argsort(dim=1, stable=True)  # each row's tokens first
-            inputs = {name: _in_order(t, order_BM) for name, t in inputs.items()}
-            padding_BM = _in_order(padding_BM, order_BM)
+            inputs = {name: in_order(t, order_BM) for name, t in inputs.items()}
+            padding_BM = in_order(padding_BM, order_BM)
+            inputs = finite_padding(inputs, padding_BM)
         segments = [_segment(inputs, padding_BM, part) for part in self._parts(total)]
         answers = self.read(segments, self.checked_state(state, rows), given)
         return _joined([out for out, _ in answers], segments, order_BM, mask), answers[-1][1]
@@ -189,11 +190,6 @@ def _segment(inputs: dict[str, Tensor], padding_BM: Tensor | None, part: slice) 
     return Segment(taken, padding_BN)
 
 
-def _in_order(t: Tensor, order_BM: Tensor) -> Tensor:
-    """Columns of (B, M, ...) in another order for each row."""
-    return t.take_along_dim(order_BM.view(*order_BM.shape, *[1] * (t.dim() - 2)), 1)
-
-
 def _joined(outs: list[Any], segments: list[Segment], order_BM: Tensor | None, mask: Tensor | None) -> Any:
     """One output for all columns. The first token's is that of the row's last segment; where a row begins with padding,
     it is in the first column as well, at which heads look."""
@@ -206,7 +202,7 @@ def _joined(outs: list[Any], segments: list[Segment], order_BM: Tensor | None, m
         t_BMD = torch.cat([first_B1D, *(part[:, 1:] for part in parts)], 1)
         if order_BM is None or mask is None:
             return t_BMD
-        t_BMD = _in_order(t_BMD, order_BM.argsort(dim=1))
+        t_BMD = in_order(t_BMD, order_BM.argsort(dim=1))
         return torch.cat([torch.where(mask[:, :1, None] == 0, first_B1D, t_BMD[:, :1]), t_BMD[:, 1:]], 1)
 
     return mapped(outs, whole)

@@ -40,7 +40,7 @@ from cached_transformers.state import check as check_state
 
 from .adapter_utils import parameter_names
 from .memory_cache import DynamicCache, MemoryCache, SlotProjections
-from .row_segments import Segment, joined, narrowed, stream_positions
+from .row_segments import Segment, in_order, joined, mapped, narrowed, stream_positions
 
 try:
     from transformers.utils import ModelOutput
@@ -177,21 +177,19 @@ class HostForward:
         """[(output, state after it)] of segments that follow each other; `cache` is for a partial one."""
         if len(segments) > 1 and torch.compiler.is_compiling() and not is_exporting():
             return self._read_apart(segments, state, options, cache)
+        return self._read_each(segments, state, options, cache)
+
+    def _read_each(
+        self, segments: list[Segment], state: StackState, options: dict[str, Any], cache: MemoryCache | None
+    ) -> list[tuple[Any, StackState]]:
         answers = []
         for segment in segments:
             out, state = self.read_segment(segment, state, options, cache if segment.end is None else None)
             answers.append((out, state))
         return answers
 
-    def _read_apart(
-        self, segments: list[Segment], state: StackState, options: dict[str, Any], cache: MemoryCache | None
-    ) -> list[tuple[Any, StackState]]:
-        """The same outside of a compiled graph: `read_segment` is a graph of its own, which serves all segments."""
-        answers = []
-        for segment in segments:
-            out, state = self.read_segment(segment, state, options, cache if segment.end is None else None)
-            answers.append((out, state))
-        return answers
+    _read_apart = _read_each
+    """The same outside of a compiled graph: `read_segment` is a graph of its own, which serves all segments."""
 
     def read_segment(
         self, segment: Segment, state: StackState, options: dict[str, Any], cache: MemoryCache | None = None
@@ -229,6 +227,7 @@ class HostForward:
         if cache is not None:
             keeps = context.kv_cache is not None and not context.varies and self._reads_alone(memory)
             cache.kv, cache.projected = (context.kv_cache, context.projected) if keeps else (None, None)
+            cache.first = next(iter(segment.inputs.values())).shape[1]
         return out, seal(StackState(state.clock_B + self.count(segment), model, layers))
 
     def _caches(self, config: Any) -> tuple[Any, list[SlotProjections] | None]:
@@ -283,9 +282,13 @@ class HostBlockRunner:
         x_BND, positions_BNP, padding_BN = entry.tokens[:3]
         total = x_BND.shape[1]
         start, length = entry.segment or (0, total)
+        entry, order_BL = padding_first(entry, length)
         self.context = context = entry_context(entry, 0, total, self.states, self.shift_B1, writes=write)
         context.kv_cache, context.projected = self.kv_cache, self.projected
+        context.back_BL = back_BL = None if order_BL is None else order_BL.argsort(dim=1)
         out = self.run(*entry_inputs(entry, 0, total, self.shift_B1), context, self.options)
+        if back_BL is not None:
+            out = mapped([out], lambda parts: in_order(parts[0], back_BL))
         y_BND = out.last_hidden_state
         if write:
             self.states = tuple(context.states_after)
@@ -297,6 +300,20 @@ class HostBlockRunner:
             return y_BND, traces
         query = Query(x_BND, positions_BNP=positions_BNP, padding_BN=padding_BN)
         return y_BND, [Trace(x_BND, y_BND, query, Reading())]
+
+
+def padding_first(entry: Entry, columns: int) -> tuple[Entry, Tensor | None]:
+    """The entry with the padding of the segment's first `columns` before memory tokens and text, since the host counts
+    its windows in columns; and the former columns (B, L), None where all remain. A mask of the memory has no window.
+    """
+    padding_BN = entry.tokens.padding_BN
+    if padding_BN is None or entry.visible_NN is not None or entry.segment is None:
+        return entry, None
+    real_BL = ~padding_BN
+    real_BL[:, _front(entry) + columns :] = True  # follow in a KV cache
+    order_BL = real_BL.long().argsort(dim=1, stable=True)
+    x_BND, positions_BNP, padding_BN = (in_order(t, order_BL) for t in entry.tokens[:3] if t is not None)
+    return entry._replace(tokens=Tokens(x_BND, positions_BNP, padding_BN)), order_BL
 
 
 def entry_context(

@@ -15,6 +15,8 @@ from torch import Tensor
 from cached_transformers.interfaces.memory import ProjectKV
 from cached_transformers.state import State, map_state, named_tensors, repeat, signature
 
+from .row_segments import finite_padding
+
 try:
     from transformers.cache_utils import Cache, DynamicCache
 except ImportError:  # of use only with models of transformers, but imported without it
@@ -81,7 +83,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
         self.given, self.state = given, state
         self.state_after: State | None = state
         self.compute_state = compute_state
-        self.tokens = self.length = 0
+        self.tokens = self.length = self.first = 0
         self.read_BT: Tensor | None = None
         self.before: int | Tensor = 0
         self.kv: Any = None
@@ -154,7 +156,8 @@ class MemoryCache(Cache):  # type: ignore[misc]
             counted_BM = positions_without_padding(padding_BM, self.before)
             new.setdefault("position_ids", counted_BM[:, self.length :])
             before.setdefault("position_ids", counted_BM[:, : self.length])
-        return {name: torch.cat([before[name], t], 1) if self.length else t for name, t in new.items()}
+        inputs = {name: torch.cat([before[name], t], 1) if self.length else t for name, t in new.items()}
+        return finite_padding(inputs, padding_BM)
 
     def take(self, inputs: dict[str, Tensor], padding_BN: Tensor | None, before: int | Tensor) -> None:
         """The partial segments have these inputs, after `before` tokens of each row."""

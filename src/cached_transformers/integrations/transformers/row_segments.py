@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from cached_transformers.checks import insist
+from cached_transformers.memories.parts.recurrent import shown
 from cached_transformers.models.segments import cut
 
 
@@ -72,18 +73,30 @@ def row_segments(
             layout.append((part, part.start, part.stop if part.stop - part.start == length else None, padding_BN))
     segments = []
     for part, first, end, padding_BN in layout:
-        taken, first = {name: _take(t, part) for name, t in inputs.items()}, before + first
+        if continues and end is None and padding_BN is not None:  # next tokens follow those of each row
+            order_BN = (~padding_BN).long().argsort(dim=1, stable=True)
+            part, padding_BN = order_BN + part.start, in_order(padding_BN, order_BN)
+        taken, first = {name: in_columns(t, part) for name, t in inputs.items()}, before + first
         if "position_ids" in taken:
             taken["position_ids"] = (taken["position_ids"] - first).clamp(min=0)
         segments.append(Segment(taken, padding_BN, part, first, None if end is None else before + end))
     return segments
 
 
-def _take(t: Tensor, columns: slice | Tensor) -> Tensor:
+def in_columns(t: Tensor, columns: slice | Tensor) -> Tensor:
     """These columns of (B, M, ...)."""
-    if isinstance(columns, slice):
-        return t[:, columns]
-    return t.take_along_dim(columns.view(*columns.shape, *[1] * (t.dim() - 2)), 1)
+    return t[:, columns] if isinstance(columns, slice) else in_order(t, columns)
+
+
+def in_order(t: Tensor, columns_BN: Tensor) -> Tensor:
+    """Columns of (B, M, ...), other ones for each row."""
+    return t.take_along_dim(columns_BN.view(*columns_BN.shape, *[1] * (t.dim() - 2)), 1)
+
+
+def finite_padding(inputs: dict[str, Tensor], padding_BM: Tensor | None) -> dict[str, Tensor]:
+    """The inputs with embeddings of 0 at padding, so that not even NaN comes out of it."""
+    embedded = inputs.get("inputs_embeds")
+    return inputs if embedded is None else {**inputs, "inputs_embeds": shown(embedded, padding_BM)}
 
 
 def _differ(padding_BM: Tensor, length: int, continues: bool) -> bool:

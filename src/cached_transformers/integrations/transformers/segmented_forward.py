@@ -29,7 +29,7 @@ from cached_transformers.models.documents import DocumentPlan
 from cached_transformers.state import State, seal
 
 from .adapter_utils import TAKE_MASKS, no_masks
-from .host_forward import HostForward, entry_context, entry_inputs, extra_tokens, is_exporting, returned
+from .host_forward import HostForward, entry_context, entry_inputs, extra_tokens, is_exporting, padding_first, returned
 from .memory_cache import PADDED, DynamicCache, MemoryCache
 from .packed_rows import (
     BOUNDS,
@@ -44,7 +44,7 @@ from .packed_rows import (
     refuse_packed,
     refuse_told,
 )
-from .row_segments import Segment, joined_segments, narrowed, refuse_masks, row_segments, stream_positions
+from .row_segments import Segment, in_columns, joined_segments, narrowed, refuse_masks, row_segments, stream_positions
 
 COLUMNS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")
 """Inputs that have columns."""
@@ -154,15 +154,15 @@ class DecoderForward(HostForward):
         A full segment is read as a whole, even if a KV cache holds its first tokens: it must be written.
         """
         answers = self.read(segments, text.state, options, text if keeps else None)
-        outs, last = [out for out, _ in answers], segments[-1]
+        outs, last, columns = [out for out, _ in answers], segments[-1], next(iter(inputs.values())).shape[1]
         if last.end is not None:
             text.close(answers[-1][1], last.end)
         else:
-            assert isinstance(last.columns, slice)
-            text.take({name: t[:, last.columns] for name, t in inputs.items()}, last.padding_BN, last.before)
+            inputs = {name: in_columns(t, last.columns) for name, t in inputs.items()}
+            text.take(inputs, last.padding_BN, last.before)
             text.state = answers[-2][1] if len(answers) > 1 else text.state
             text.state_after = answers[-1][1]
-        return joined_segments(outs, segments, next(iter(inputs.values())).shape[1])
+        return joined_segments(outs, segments, columns)
 
     def _read_next(self, text: MemoryCache, n: int, options: dict[str, Any]) -> Any:
         """The last `n` tokens, after those in the KV cache; no memory is written."""
@@ -177,6 +177,7 @@ class DecoderForward(HostForward):
             tokens = Tokens(self.embed(Segment(inputs)), positions_BNP, text.padding_BN)
             entry = with_weights(memory, enter_segment, memory, state.model, tokens, ())
             end = extra_tokens(entry, text.length, memory)[1] + text.length
+            entry = padding_first(entry, text.first)[0]
             context = entry_context(entry, end - n, end, state.layers, shift_B1, writes=False)
             call = entry_inputs(entry, end - n, end, shift_B1)
         context.kv_cache, context.projected = text.kv, text.projected
@@ -269,7 +270,7 @@ class DecoderForward(HostForward):
 
 def _padding(mask: Any, text: MemoryCache, rows: int, n: int) -> Tensor | None:
     """(B, columns of the partial segment and the call), True = no token of these; None where all are."""
-    earlier_BN = text.padding_BN  # or padding, as earlier calls had it
+    earlier_BN = text.padding_BN  # of columns in an order of their own
     if mask is None:
         return None if earlier_BN is None else F.pad(earlier_BN, (0, n), value=False)
     refuse_masks(mask, rows, text.tokens + n, ", those of past_key_values included")
@@ -277,4 +278,4 @@ def _padding(mask: Any, text: MemoryCache, rows: int, n: int) -> Tensor | None:
         why = "attention_mask: 0 at a token that past_key_values have read; leave them out and give the whole text"
         insist(~((mask[:, : text.tokens] == 0) & (text.read_BT != PADDED)).any(), why)
     padding_BM = mask[:, text.tokens - text.length :] == 0
-    return padding_BM if earlier_BN is None else padding_BM | F.pad(earlier_BN, (0, n), value=False)
+    return padding_BM if earlier_BN is None else torch.cat([earlier_BN, padding_BM[:, text.length :]], 1)

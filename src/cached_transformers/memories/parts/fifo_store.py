@@ -189,9 +189,9 @@ def push_out(
 
 
 def best(score_XL: Tensor, valid_XL: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-    """Indices of the kept entries, (X, M), oldest first, and whether they are real; empty ones come first."""
-    total = score_XL.shape[-1]
-    chosen_XM = score_XL.masked_fill(~valid_XL, -torch.inf).topk(slots, -1).indices
+    """Indices of the kept entries, (X, M), oldest first, of equals the last; and whether they are real, empty first."""
+    total, score_XL = score_XL.shape[-1], score_XL.masked_fill(~valid_XL, -torch.inf)
+    chosen_XM = total - 1 - score_XL.flip(-1).argsort(dim=-1, descending=True, stable=True)[..., :slots]
     real_XM = valid_XL.gather(-1, chosen_XM)
     order_XM = torch.where(real_XM, chosen_XM, chosen_XM - total).sort(-1).values
     return order_XM % total, order_XM >= 0
