@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.annotations import check_type, hints_of
+from cached_transformers.annotations import check_type, checked, hints_of
 from cached_transformers.checks import at_least_one
 from cached_transformers.memories.grc.shared_cache import in_backward
 from cached_transformers.registry import unknown_name
@@ -51,6 +51,7 @@ def count_dropped(counts: Tensor, dropped: Tensor, tokens: Tensor) -> None:
         counts.add_(torch.stack([dropped, tokens]))
 
 
+@checked
 class SwitchFeedForward(nn.Module):
     """norm -> router -> one of E feed-forward networks per token, times the router's probability.
 

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cached_transformers.annotations import checked
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.state import State
 
 from .segments import SegmentLoop, SegmentPiece
 
 
+@checked
 class ReplayLoop(SegmentLoop):
     """A segment loop that keeps no activations and runs each segment again in the backward.
 

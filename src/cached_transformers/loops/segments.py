@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.annotations import checked
 from cached_transformers.checks import at_least_one
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.layers.token_loss import IGNORED
@@ -52,6 +53,7 @@ class SegmentPiece(NamedTuple):
     documents_BN: Tensor | None = None
 
 
+@checked
 class SegmentLoop(nn.Module):
     """Run a model over the segments of a batch and return one loss (truncated backpropagation through time).
 

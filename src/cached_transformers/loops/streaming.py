@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.annotations import checked
 from cached_transformers.checks import at_least_one
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.layers.token_loss import perplexity
@@ -48,6 +49,7 @@ class Progress(NamedTuple):
         return self.nats / math.log(2) / max(size, 1)
 
 
+@checked
 def read_stream(
     model: nn.Module,
     pieces: Iterable[list[int]],

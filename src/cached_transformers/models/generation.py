@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.annotations import checked
 from cached_transformers.checks import at_least_one
 from cached_transformers.state import State, reorder, repeat, reset, seal
 
@@ -50,6 +51,7 @@ class Generation(NamedTuple):
     lengths: Tensor
 
 
+@checked
 @torch.no_grad()
 def generate(
     model: nn.Module,

@@ -13,6 +13,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
+from cached_transformers.annotations import checked
 from cached_transformers.checks import at_least_one, comparing_lengths
 
 
@@ -29,6 +30,7 @@ class ChoiceKeywords(TypedDict, total=False):
     each: Callable[[Tensor], object] | None
 
 
+@checked
 @dataclass(frozen=True)
 class Choice:
     """Sampling options of a generated text.

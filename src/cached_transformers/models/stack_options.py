@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from cached_transformers.annotations import checked
 from cached_transformers.attentions import AttentionSpec
 from cached_transformers.checks import at_least_one, shares
 from cached_transformers.layers.switch import ExpertsSpec
@@ -25,6 +26,7 @@ DEEPEST = 4096
 """Most layers; the deepest transformers have 1,000."""
 
 
+@checked
 @dataclass(frozen=True)
 class StackOptions:
     """Options of a stack.

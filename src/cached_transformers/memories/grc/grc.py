@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.annotations import checked
 from cached_transformers.linear_maps import matrix_of
 from cached_transformers.memories.parts.interpolation import Interpolation, coarser_map, nearest_map
 from cached_transformers.memories.parts.options import one_of
@@ -94,6 +95,7 @@ class CacheGates(nn.Module):
         return GateWeights(tokens, bias, matrix_of(self.from_cache)[0], norm)
 
 
+@checked
 class GatedRecurrentCache(SharedCache):
     """A shared cache updated by gates, in 4 B M C^2 + 2 M C^2 multiply-adds; options as of `CacheGates`, `SharedCache`.
 

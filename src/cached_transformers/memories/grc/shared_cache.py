@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cached_transformers.annotations import checked
 from cached_transformers.memories.parts.interpolation import Interpolation, check_size, interpolate
 from cached_transformers.memories.parts.options import one_of
 
@@ -260,6 +261,7 @@ def reset_caches(model: nn.Module) -> None:
         cache.reset_cache()
 
 
+@checked
 def resize_caches(model: nn.Module, length: int, size: tuple[int, int] | None = None) -> None:
     """Interpolate every cache of `model` to `length` slots."""
     for cache in caches(model):
