@@ -79,7 +79,8 @@ def fits(value: Any, expected: Any) -> bool:
 
 
 def _fits_items(value: Any, expected: Any) -> bool:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, collections.abc.Collection):
+    scalar = getattr(value, "shape", None) == ()
+    if scalar or isinstance(value, str | bytes | Mapping) or not isinstance(value, collections.abc.Collection):
         return False  # text is not a list of letters
     parts = get_args(expected)
     if get_origin(expected) is tuple and Ellipsis not in parts:
@@ -127,10 +128,15 @@ def checked(target: Target) -> Target:
 
         def fitting(name: str, value: Any) -> Any:
             expected = hints.get(name, Any)
-            if not understood(expected):
-                return value
+            if get_origin(expected) is collections.abc.Iterable or not understood(expected):
+                return value  # reading an iterable could exhaust it
             numbers = any(kind in (expected, *get_args(expected)) for kind in (int, float, bool))
-            return check_type(name, python_number(value) if numbers else value, expected)
+            value = check_type(name, python_number(value) if numbers else value, expected)
+            if name in ("width", "heads") and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+            if isinstance(value, int) and value >= 2**31 and name != "seed":
+                raise ValueError(f"{name}={value} must be less than 2**31")
+            return value
 
         args = tuple(map(fitting, names, args)) + args[len(names) :]
         return target(*args, **{name: fitting(name, value) for name, value in kwargs.items()})

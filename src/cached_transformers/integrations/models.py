@@ -17,6 +17,7 @@ from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import OneMemory
 from cached_transformers.models.documents import read_documents
 from cached_transformers.models.generation import Generation, generate
+from cached_transformers.models.inputs import check_tokens
 from cached_transformers.models.segments import begun
 from cached_transformers.registry import MODELS
 from cached_transformers.state import State
@@ -188,6 +189,7 @@ class TransformersModel(nn.Module):
             ValueError: a state of another model or number of rows; documents in a compiled call, or a document that
                 begins again.
         """
+        check_tokens("inputs", inputs_BN, self.model.config.vocab_size)
         state = begun(self, state, reset, inputs_BN.shape[0]) if self.remembers else ()
         if documents is not None:
             out = read_documents(self._read, documents, padding, (inputs_BN,), state, self.init_state)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.annotations import checked
+from cached_transformers.annotations import checked, shown
 from cached_transformers.checks import at_least_one
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.layers.token_loss import perplexity
@@ -77,6 +77,8 @@ def read_stream(
         ValueError: the segment is shorter than one token, or the schedule does not fit the model.
     """
     at_least_one(" token", segment_length=segment_length)
+    if not isinstance(pieces, Iterable):
+        raise ValueError(f"pieces={shown(pieces)} must be lists of token ids, one after the other")
     model = as_language_model(model)
     check_schedule(schedule, model)
     model.eval()
@@ -106,6 +108,8 @@ def _segments(pieces: Iterable[list[int]], length: int) -> Iterator[list[int]]:
     """The tokens of each segment and the next token, its last target."""
     buffer: list[int] = []
     for piece in pieces:
+        if isinstance(piece, str) or not isinstance(piece, Iterable):
+            raise ValueError(f"pieces has {shown(piece)}: each piece must be a list of token ids")
         buffer += piece
         while len(buffer) > length:
             yield buffer[: length + 1]

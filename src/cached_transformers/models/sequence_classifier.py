@@ -197,7 +197,7 @@ class SequenceClassifier(StackModel):
         targets: None = None,
     ) -> None:
         """Check the arguments of `forward`, and refuse targets of tokens (ValueError)."""
-        check_tokens("a sequence", inputs_BN, self.vocabulary, self.max_length)
+        check_tokens("inputs", inputs_BN, self.vocabulary, self.max_length)
         self.check_state(state, inputs_BN.shape[0])
         if padding is not None:
             check_padding(padding, inputs_BN)
