@@ -25,6 +25,8 @@ LARGEST = 2**63 - 1
 """Integers must fit into 64-bit tensors."""
 _LISTS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+SIZES = ("width", "heads", "channels")
+"""Options that are at least 1 in every signature."""
 _CALLABLES = (typing.Callable, collections.abc.Callable)
 _WORDS: dict[Any, str] = {
     int: "a whole number",
@@ -109,13 +111,24 @@ def python_number(value: Any) -> Any:
     return value
 
 
+def check_argument(path: str, value: Any, expected: Any) -> Any:
+    """Return an argument of a call, as `check_type`; scalars of numpy and torch become Python numbers.
+
+    An annotation that is not `understood` is not checked, an iterable is not read, and names of parts with their
+    options are checked when the part is built.
+    """
+    kinds = [get_origin(part) or part for part in (expected, *get_args(expected))]
+    if not understood(expected) or any(kind in kinds for kind in (collections.abc.Iterable, *_MAPPINGS)):
+        return value
+    numbers = any(kind in kinds for kind in (int, float, bool))
+    return check_type(path, python_number(value) if numbers else value, expected)
+
+
 def checked(target: Target) -> Target:
     """Check the arguments of a function, or of a class's constructor, against its annotations, as a decorator.
 
-    Scalars of numpy and torch become Python numbers. Arguments whose annotation is not `understood` are not checked.
-
     Raises:
-        ValueError: an argument that does not fit, by the decorated function.
+        ValueError: an argument that does not fit (`check_argument`), by the decorated function.
     """
     if inspect.isclass(target):
         target.__init__ = checked(target.__init__)  # type: ignore[misc]
@@ -127,15 +140,9 @@ def checked(target: Target) -> Target:
         hints = hints_of(target)
 
         def fitting(name: str, value: Any) -> Any:
-            expected = hints.get(name, Any)
-            if get_origin(expected) is collections.abc.Iterable or not understood(expected):
-                return value  # reading an iterable could exhaust it
-            numbers = any(kind in (expected, *get_args(expected)) for kind in (int, float, bool))
-            value = check_type(name, python_number(value) if numbers else value, expected)
-            if name in ("width", "heads") and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-            if isinstance(value, int) and value >= 2**31 and name != "seed":
-                raise ValueError(f"{name}={value} must be less than 2**31")
+            value = check_argument(name, value, hints.get(name, Any))
+            if isinstance(value, int) and ((value >= 2**31 and name != "seed") or (value < 1 and name in SIZES)):
+                raise ValueError(f"{name}={value} must be at least 1, and less than 2**31")
             return value
 
         args = tuple(map(fitting, names, args)) + args[len(names) :]

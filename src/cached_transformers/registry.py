@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
-from .annotations import check_type, checked, hints_of, shown, understood
+from .annotations import check_argument, check_type, checked, hints_of, shown
 from .docstrings import meanings, spelt_out
 
 T = TypeVar("T")
@@ -151,15 +151,14 @@ class Registry(Generic[T]):
         """
         entry = self.entry(name)
         known = [option for option in entry.options if option not in self.given]
-        hints = hints_of(entry.factory)
+        check, hints = check_argument if path is None else check_type, hints_of(entry.factory)
         for key, value in options.items():
             where = f"{path}.{key}" if path else str(key) if path is not None else f"{self.kind} {name!r}: {key}"
             if key in self.given:
                 raise ValueError(f"{where}={shown(value)} is set by the model; leave it out")
             if not isinstance(key, str) or (key not in entry.options and not entry.open_ended):
                 raise ValueError(unknown_name(f"option of {self.kind} {name!r}", key, known))
-            if path is not None or understood(hints.get(key, Any)):
-                check_type(where, value, hints.get(key, Any))
+            check(where, value, hints.get(key, Any))
 
     def create(self, name: str, *args: Any, **kwargs: Any) -> T:
         """Build a part (ValueError: unknown name or option, or a missing option)."""

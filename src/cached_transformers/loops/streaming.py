@@ -77,7 +77,7 @@ def read_stream(
         ValueError: the segment is shorter than one token, or the schedule does not fit the model.
     """
     at_least_one(" token", segment_length=segment_length)
-    if not isinstance(pieces, Iterable):
+    if getattr(pieces, "shape", None) == () or not isinstance(pieces, Iterable):
         raise ValueError(f"pieces={shown(pieces)} must be lists of token ids, one after the other")
     model = as_language_model(model)
     check_schedule(schedule, model)

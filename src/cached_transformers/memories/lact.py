@@ -155,7 +155,7 @@ class LaCT(LayerMemory):
     ) -> None:
         super().__init__()
         nets = next(n for n in (4, 2, 1) if width % n == 0) if nets is None else nets
-        at_least_one(NO_MEMORY, heads=heads, nets=nets, expansion=expansion, channels=channels)
+        at_least_one(NO_MEMORY, heads=heads, nets=nets, expansion=expansion)
         for name, parts in (("heads", heads), ("nets", nets)):
             if width % parts:
                 raise ValueError(f"{name}={parts} must divide width={width}: each has an equal part of the channels")

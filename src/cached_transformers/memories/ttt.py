@@ -188,7 +188,7 @@ class TTT(FastMemory):
         channels: int | None = None,
     ) -> None:
         super().__init__()
-        at_least_one(NO_MEMORY, heads=heads, mini_batch=mini_batch, channels=channels)
+        at_least_one(NO_MEMORY, heads=heads, mini_batch=mini_batch)
         check_heads(width, heads)
         size = width // heads
         rate = RATES[model] if rate is None else rate
