@@ -95,7 +95,9 @@ class Odd(NamedTuple):
     @property
     def words(self) -> list[str]:
         """Names and values of the varied options."""
-        return [w for name, value in self.varied.items() for w in (name, repr(value), str(value)) if w]
+        return [
+            w for name, value in self.varied.items() for w in (name, name.rstrip("s"), repr(value), str(value)) if w
+        ]
 
     @property
     def extreme(self) -> bool:

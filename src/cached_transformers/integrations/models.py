@@ -65,7 +65,7 @@ class TimmModel(nn.Module):
         if not timm.is_model(architecture):
             raise ValueError(f"architecture={architecture!r}: timm knows no such model; timm.list_models() lists them")
         at_least_one(classes=classes)
-        with refused_by("timm", f"{architecture} with {shown(options)}"):
+        with refused_by("timm", f"architecture={architecture} with {shown(options)}"):
             self.model = timm.create_model(architecture, pretrained=pretrained, num_classes=classes, **options)
         if memory is not None:
             add_memory(self.model, memory)
@@ -149,7 +149,7 @@ class TransformersModel(nn.Module):
             if vocabulary is None:
                 raise ValueError("vocabulary=None: give the number of token ids, or the name of pretrained weights")
             at_least_one(vocabulary=vocabulary)
-            with refused_by("transformers", f"{architecture} with {shown(options)}"):
+            with refused_by("transformers", f"architecture={architecture} with {shown(options)}"):
                 config = transformers.AutoConfig.for_model(architecture, vocab_size=vocabulary, **options)
                 self.model = transformers.AutoModelForCausalLM.from_config(config)
         self.vocabulary = int(self.model.config.vocab_size)
