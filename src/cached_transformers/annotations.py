@@ -25,7 +25,8 @@ LARGEST = 2**63 - 1
 """Integers must fit into 64-bit tensors."""
 _LISTS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
-SIZES = ("width", "heads", "channels")
+SIZES = {"width", "heads", "depth", "vocabulary", "classes", "channels", "patch_size", "feed_forward", "hidden"}
+SIZES |= {"experts", "bptt", "passes", "tokens", "beams", "top_k"}
 """Options that are at least 1 in every signature."""
 _CALLABLES = (typing.Callable, collections.abc.Callable)
 _WORDS: dict[Any, str] = {
@@ -143,6 +144,8 @@ def checked(target: Target) -> Target:
             value = check_argument(name, value, hints.get(name, Any))
             if isinstance(value, int) and ((value >= 2**31 and name != "seed") or (value < 1 and name in SIZES)):
                 raise ValueError(f"{name}={value} must be at least 1, and less than 2**31")
+            if isinstance(value, float) and abs(value) > 3e38:
+                raise ValueError(f"{name}={value} is not a number of 32 bits")
             return value
 
         args = tuple(map(fitting, names, args)) + args[len(names) :]

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.annotations import shown
-from cached_transformers.checks import at_least_one
 from cached_transformers.extras import refused_by, require
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import OneMemory
@@ -64,7 +63,6 @@ class TimmModel(nn.Module):
 
         if not timm.is_model(architecture):
             raise ValueError(f"architecture={architecture!r}: timm knows no such model; timm.list_models() lists them")
-        at_least_one(classes=classes)
         with refused_by("timm", f"architecture={architecture} with {shown(options)}"):
             self.model = timm.create_model(architecture, pretrained=pretrained, num_classes=classes, **options)
         if memory is not None:
@@ -148,7 +146,6 @@ class TransformersModel(nn.Module):
         else:
             if vocabulary is None:
                 raise ValueError("vocabulary=None: give the number of token ids, or the name of pretrained weights")
-            at_least_one(vocabulary=vocabulary)
             with refused_by("transformers", f"architecture={architecture} with {shown(options)}"):
                 config = transformers.AutoConfig.for_model(architecture, vocab_size=vocabulary, **options)
                 self.model = transformers.AutoModelForCausalLM.from_config(config)

@@ -110,6 +110,8 @@ class SegmentLoop(nn.Module):
                     f"passes={passes} need a memory that spans the layers; take schedule='segments', or passes=1"
                 )
         check_schedule(schedule, model)
+        if schedule == "diagonal" and type(self)._segment is not SegmentLoop._segment:
+            raise ValueError(f"schedule='diagonal': {type(self).__name__} runs one segment at a time; take SegmentLoop")
         if schedule == "diagonal" and scoring is not None:
             raise ValueError("schedule='diagonal' scores tokens itself; leave scoring out, or take 'segments'")
         if bptt_window not in WINDOWS:

@@ -77,8 +77,6 @@ def read_stream(
         ValueError: the segment is shorter than one token, or the schedule does not fit the model.
     """
     at_least_one(" token", segment_length=segment_length)
-    if getattr(pieces, "shape", None) == () or not isinstance(pieces, Iterable):
-        raise ValueError(f"pieces={shown(pieces)} must be lists of token ids, one after the other")
     model = as_language_model(model)
     check_schedule(schedule, model)
     model.eval()
@@ -107,7 +105,7 @@ def read_stream(
 def _segments(pieces: Iterable[list[int]], length: int) -> Iterator[list[int]]:
     """The tokens of each segment and the next token, its last target."""
     buffer: list[int] = []
-    for piece in pieces:
+    for piece in pieces if isinstance(pieces, Iterable) else [pieces]:
         if isinstance(piece, str) or not isinstance(piece, Iterable):
             raise ValueError(f"pieces has {shown(piece)}: each piece must be a list of token ids")
         buffer += piece

@@ -284,9 +284,5 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _check_prompt(prompt_BN: Tensor) -> None:
-    if not isinstance(prompt_BN, Tensor):
-        raise ValueError(
-            f"the prompt is a {type(prompt_BN).__name__}, not a tensor (rows, tokens); call generate once per length"
-        )
     if prompt_BN.dim() != 2 or 0 in prompt_BN.shape:
         raise ValueError(f"the prompt of shape {tuple(prompt_BN.shape)} must be (rows, tokens) with at least one token")

@@ -91,8 +91,6 @@ class StackOptions:
     experts: ExpertsSpec = None
 
     def __post_init__(self) -> None:
-        at_least_one(" layer", depth=self.depth)
-        at_least_one(feed_forward=self.feed_forward)
         at_least_one("; 1 is for none", short_convolution=self.short_convolution)
         at_least_one("; None is width / heads", head_width=self.head_width)
         if self.depth > DEEPEST:

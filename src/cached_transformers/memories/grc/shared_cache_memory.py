@@ -234,7 +234,7 @@ class PositionalConvolution(nn.Module):
         """Convolve the map of (height, width) `size` after the class tokens; None for a square."""
         cells = x_BND.shape[1] - self.prefix
         size = size or (int(cells**0.5), int(cells**0.5))
-        if size[0] * size[1] != cells:
+        if size[0] * size[1] != cells or not cells:
             raise ValueError(f"{cells} tokens are no map of {size[0]} x {size[1]}; pass size=(height, width)")
         image = x_BND[:, self.prefix :].transpose(1, 2).unflatten(2, size)
         out = self.convolution(image).flatten(2).transpose(1, 2)

@@ -128,8 +128,7 @@ class EncoderDecoder(StackModel):
             activation_dropout=activation_dropout,
         )
         stack = replace(stack, feed_forward_bias=stack.bias)
-        at_least_one(vocabulary=vocabulary, target_vocabulary=target_vocabulary)
-        at_least_one(max_length=max_length, decoder_depth=decoder_depth)
+        at_least_one(target_vocabulary=target_vocabulary, max_length=max_length, decoder_depth=decoder_depth)
         shares(output_dropout=output_dropout)
         shared = _sharing(shared_embeddings, vocabulary, target_vocabulary)
         self.vocabulary, self.max_length = vocabulary, max_length
