@@ -121,8 +121,9 @@ def check_argument(path: str, value: Any, expected: Any) -> Any:
     kinds = [get_origin(part) or part for part in (expected, *get_args(expected))]
     if not understood(expected) or any(kind in kinds for kind in (collections.abc.Iterable, *_MAPPINGS)):
         return value
-    numbers = any(kind in kinds for kind in (int, float, bool))
-    return check_type(path, python_number(value) if numbers else value, expected)
+    value = python_number(value) if any(kind in kinds for kind in (int, float, bool)) else value
+    check_type(path, value, expected)
+    return value
 
 
 def checked(target: Target) -> Target:
@@ -132,7 +133,7 @@ def checked(target: Target) -> Target:
         ValueError: an argument that does not fit (`check_argument`), by the decorated function.
     """
     if inspect.isclass(target):
-        target.__init__ = checked(target.__init__)  # type: ignore[misc]
+        target.__init__ = checked(target.__init__)  # type: ignore[method-assign, misc]
         return target
     names = list(inspect.signature(target).parameters)
 
@@ -144,7 +145,7 @@ def checked(target: Target) -> Target:
             value = check_argument(name, value, hints.get(name, Any))
             if isinstance(value, int) and ((value >= 2**31 and name != "seed") or (value < 1 and name in SIZES)):
                 raise ValueError(f"{name}={value} must be at least 1, and less than 2**31")
-            if isinstance(value, float) and abs(value) > 3e38:
+            if isinstance(value, float) and 3e38 < abs(value) < math.inf:
                 raise ValueError(f"{name}={value} is not a number of 32 bits")
             return value
 

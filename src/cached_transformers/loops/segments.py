@@ -233,7 +233,8 @@ class SegmentLoop(nn.Module):
         _check_shapes(inputs_BN, targets_BN, padding)
         if places is not None:
             check_places(places, inputs_BN)
-        self._check_reset(reset, *inputs_BN.shape[:2])
+        if reset is not None:
+            self._check_reset(reset, *inputs_BN.shape[:2])
         resets: list[Tensor | None] = [] if reset is None else list(reset.view(len(reset), -1).unbind(1))
         if documents is not None:
             if self.passes > 1:
@@ -254,9 +255,7 @@ class SegmentLoop(nn.Module):
         parts = cut(batch.inputs_BN.shape[1], self.segment_length)
         return [SegmentPiece(*(None if t is None else t[:, part] for t in batch)) for part in parts]  # type: ignore[arg-type]
 
-    def _check_reset(self, reset: Tensor | None, rows: int, tokens: int) -> None:
-        if reset is None:
-            return
+    def _check_reset(self, reset: Tensor, rows: int, tokens: int) -> None:
         shape = shape_of("reset", reset)
         if len(shape) not in (1, 2) or shape[0] != rows or reset.dtype != torch.bool:
             raise ValueError(f"reset of shape {shape} and {reset.dtype} must be bool, of {rows} rows")

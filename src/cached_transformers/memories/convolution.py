@@ -63,6 +63,8 @@ class ConvolutionControl(LayerMemory):
         if not self.sequence:
             return y_BND + self.convolution(query.x_BND, query.size)
         x_BND = query.x_BND
+        if not x_BND.shape[1]:
+            raise ValueError(f"inputs of shape {tuple(x_BND.shape)} have no tokens to convolve; leave the call out")
         if query.padding_BN is not None:  # a row must not depend on how far it is padded
             x_BND = x_BND.masked_fill(query.padding_BN[..., None], 0)
         return y_BND + self.convolution(x_BND.transpose(1, 2)).transpose(1, 2)

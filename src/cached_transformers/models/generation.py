@@ -83,7 +83,8 @@ def generate(
     """
     refuse_documents(documents, "generate continues each row after its last token, and a row is one text")
     choice = Choice(tokens, **options)
-    _check_prompt(prompt_BN)
+    if prompt_BN.dim() != 2 or 0 in prompt_BN.shape:
+        raise ValueError(f"the prompt of shape {tuple(prompt_BN.shape)} must be (rows, tokens) with at least one token")
     if segment_length is not None:
         at_least_one(segment_length=segment_length)
     model = as_language_model(model)
@@ -281,8 +282,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         for module, training in modes:  # parents first
             if module.training != training:
                 module.train(training)
-
-
-def _check_prompt(prompt_BN: Tensor) -> None:
-    if prompt_BN.dim() != 2 or 0 in prompt_BN.shape:
-        raise ValueError(f"the prompt of shape {tuple(prompt_BN.shape)} must be (rows, tokens) with at least one token")

@@ -257,7 +257,7 @@ class EncoderDecoder(StackModel):
         check_tokens("decoder_inputs", decoder_inputs_BT, self.target_vocabulary, self.max_length, what)
         shape, rows = shape_of("inputs", inputs_BN), len(decoder_inputs_BT)
         if shape[:1] != (rows,):
-            raise ValueError(f"inputs of shape {shape}, but {rows} rows of decoder_inputs; give a source for each row")
+            raise ValueError(f"{(*shape, 0)[0]} rows of inputs, but {rows} of decoder_inputs")
         if not 0 <= label_smoothing < 1 or (label_smoothing and targets is None):
             raise ValueError(f"label_smoothing={label_smoothing} must lie in [0, 1), and needs targets")
         if targets is not None:
