@@ -6,7 +6,7 @@ the documented shape, or with a ValueError or TypeError that names the option or
 
 from __future__ import annotations
 
-import inspect
+import math
 import os
 import resource
 import signal
@@ -39,26 +39,27 @@ SECONDS = 20
 ROOM = 1 << 30
 """Bytes that a case may take beyond what the process has when it begins."""
 V, D, H, N = 11, 8, 2, 6
+NAN, META = float("nan"), torch.tensor(2, device="meta")
 ODD: list[Any] = [
     0,
     -1,
     -3,
     2.5,
-    float("nan"),
+    NAN,
+    NAN,
     float("inf"),
-    float("-inf"),
+    -float("inf"),
     1e30,
+    10**12,
+    10**30,
     True,
     False,
     "3",
     "",
     "x",
-    None,
-    [],
-    {},
 ]
-ODD += [(1, 2), (), [None], 10**12, 10**30, object(), torch.tensor(2), torch.tensor([1.5, 2]), torch.tensor(0.5)]
-ODD += [np.int64(3), np.float32(0.5), np.bool_(True), np.float64("nan"), torch.tensor(2, device="meta"), {"name": "x"}]
+ODD += [None, [], {}, (1, 2), (), [None], {"name": "x"}, object(), torch.tensor([1.5, 2]), torch.tensor(0.5), META]
+ODD += [np.int64(3), np.float32(0.5), np.bool_(True), np.float64(NAN), torch.tensor(2)]
 SIZES = {"vocabulary": V, "width": D, "depth": 1, "heads": H, "feed_forward": 8}
 MODELS: dict[str, dict[str, Any]] = {
     "language_model": SIZES,
@@ -71,16 +72,16 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"num_heads": 2},
 }
 SMALL = {"depth": 2}
-FACTS = {"length": N, "size": (2, 3), "prefix": 0, "depth": 2, "index": 0, "causal": False, "norm": "pre"}
+FACTS = {"width": D, "heads": H, "length": N, "size": (2, 3), "prefix": 0, "depth": 2, "index": 0, "buckets": 4}
 
 
 class Call(NamedTuple):
-    """A call, the options that it varies, and the words of which an error must have one."""
+    """A call, and the words of which an error must have one; `kind`: "right", "huge" (may overflow), or "refused"."""
 
     told: str
     run: Callable[[], Any]
     words: list[str]
-    extreme: bool = False
+    kind: str
 
 
 class Odd(NamedTuple):
@@ -89,20 +90,12 @@ class Odd(NamedTuple):
     options: dict[str, Any]
     varied: dict[str, Any]
 
-    def __str__(self) -> str:
-        return f"{self.varied}"
-
-    @property
-    def words(self) -> list[str]:
-        """Names and values of the varied options."""
-        return [
-            w for name, value in self.varied.items() for w in (name, name.rstrip("s"), repr(value), str(value)) if w
-        ]
-
-    @property
-    def extreme(self) -> bool:
-        """True if numbers may overflow."""
-        return any(isinstance(v, float) and abs(v) > 100 for v in self.varied.values())
+    def call(self, told: str, run: Callable[[], Any], *words: str) -> Call:
+        """A call with these options."""
+        named = [word for name, value in self.varied.items() for word in (name, name.rstrip("s"), str(value))]
+        floats = [value for value in self.varied.values() if isinstance(value, float)]
+        kind = "refused" if any(map(math.isnan, floats)) else "huge" if any(abs(v) > 100 for v in floats) else "right"
+        return Call(f"{told} {self.varied}", run, [word for word in (*named, *words) if word], kind)
 
 
 def cases(count: int, seed: int) -> Iterator[str]:
@@ -154,46 +147,30 @@ def tried(call: Call) -> str | None:
     try:
         result = call.run()
     except (ValueError, TypeError) as error:
-        told = "".join(traceback.format_exception(error)[-3:])
-        return (
-            None
-            if any(word in str(error) for word in call.words if word)
-            else f"a message without {call.words}: {told}"
-        )
-    except (RuntimeError, NotImplementedError) as error:  # of another device: torch's own message names it
-        return None if "meta" in str(error) else traceback.format_exc()[-1200:]
-    except BaseException:
-        return traceback.format_exc()[-1200:]
-    numbers = [] if "meta" in call.told else [t for t in _tensors(result) if t.is_floating_point() and not t.is_meta]
-    if not call.extreme and not all(bool(t.isfinite().all()) for t in numbers):
+        named = any(word in str(error) for word in call.words)
+        return None if named else f"a message without {call.words}: {traceback.format_exc()[-600:]}"
+    except BaseException as error:  # of another device: torch's own message names it
+        return None if isinstance(error, RuntimeError) and "meta" in str(error) else traceback.format_exc()[-1200:]
+    if call.kind == "refused":
+        return "not-a-number was accepted"
+    results = [t for t in (result if isinstance(result, list) else [result]) if isinstance(t, Tensor)]
+    if call.kind == "right" and "meta" not in call.told and not all(bool(t.isfinite().all()) for t in results):
         return "results that are not finite"
     return None
 
 
-def _tensors(result: Any) -> Iterator[Tensor]:
-    """Outputs; a state may hold infinities."""
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, dict | list):
-        for item in result.values() if isinstance(result, dict) else result:
-            yield from _tensors(item)
-
-
 def odd(random: Random, factory: Any, needed: dict[str, Any] | None = None, skip: tuple[str, ...] = ()) -> Odd:
     """Options of a factory, one or two of them varied: fitting, or odd."""
-    hints, options = hints_of(factory), dict(needed or {})
-    known = [name for name in inspect.signature(factory).parameters if name not in skip and name in hints]
-    known = [name for name in known if name not in ("self", "options", "grc", "others", "pretrained")]
-    varied = {}
+    hints, varied = hints_of(factory), {}
+    known = [name for name in hints if name not in (*skip, "self", "options", "grc", "pretrained", "return")]
+    known = [name for name in known if factory is not StackOptions or name not in ("memory", "attention", "experts")]
     for name in random.sample(known, min(len(known), random.choice([0, 1, 1, 1, 2]))):
         if random.random() < 0.4:
             value = fitting(hints[name], random, words_of(factory), ["x"])
-            if isinstance(value, int) and not isinstance(value, bool) and value > 64:
-                value = 3
+            varied[name] = 3 if isinstance(value, int) and value > 64 else value
         else:
-            value = random.choice(ODD)
-        varied[name] = value
-    return Odd(options | varied, varied)
+            varied[name] = random.choice(ODD)
+    return Odd((needed or {}) | varied, varied)
 
 
 def tokens(random: Random, rows: int = 2, wrong: float = 0.5) -> tuple[Any, bool]:
@@ -202,14 +179,7 @@ def tokens(random: Random, rows: int = 2, wrong: float = 0.5) -> tuple[Any, bool
     if random.random() >= wrong:
         return right, True
     others = [right[:, :0], right[:0], right.float(), right + V, right - V, right[0], right[None], right.tolist(), None]
-    others += [
-        right.numpy(),
-        right.to("meta"),
-        right.bool(),
-        right.to(torch.int8),
-        right[0, 0],
-        "text",
-    ]
+    others += [right.numpy(), right.to("meta"), right.bool(), right.to(torch.int8), right[0, 0], "text"]
     return random.choice(others), False
 
 
@@ -238,23 +208,10 @@ def logits_of(model: nn.Module, inputs: Any) -> Tensor:
 
 def part(random: Random) -> Call:
     """A memory or an attention on its own."""
-    registry = random.choice([ct.MEMORIES, ct.ATTENTIONS])
-    entry: Registration[Any] = random.choice(list(registry))
-    facts = {key: value for key, value in FACTS.items() if key in entry.options and key != "length"}
-    needed = {"width": D, "heads": H, "length": N, "buckets": 4}
-    given = odd(
-        random,
-        entry.factory,
-        facts
-        | {key: needed[key] for key in needed if required(entry, key) or (key == "buckets" and key in entry.options)},
-        ("facts",),
-    )
-    return Call(f"{entry.name} {given}", lambda: entry.factory(**given.options), [*given.words, *entry.options])
-
-
-def required(entry: Registration[Any], key: str) -> bool:
-    """True if a part has an option without default."""
-    return key in entry.options and entry.options[key].default is inspect.Parameter.empty
+    entry: Registration[Any] = random.choice([*ct.MEMORIES, *ct.ATTENTIONS])
+    needed = {key: FACTS[key] for key in FACTS if key in entry.options}
+    given = odd(random, entry.factory, needed, ("facts",))
+    return given.call(entry.name, lambda: entry.factory(**given.options), *entry.options)
 
 
 def model_of(random: Random) -> Call:
@@ -262,13 +219,8 @@ def model_of(random: Random) -> Call:
     name = random.choice([*MODELS, *MEMORY_MODELS])
     given = odd(random, ct.MODELS.entry(name).factory, MODELS[name])
     inputs, right = inputs_of(random, name)
-    words = given.words + ([] if right else INPUTS)
-    return Call(
-        f"{name} {given} {told(inputs)}",
-        lambda: logits_of(ct.create_model(name, **given.options), inputs),
-        words + (["padding"] if not right else []),
-        given.extreme,
-    )
+    run = lambda: logits_of(ct.create_model(name, **given.options), inputs)  # noqa: E731
+    return given.call(f"{name} {told(inputs)}", run, *([] if right else INPUTS))
 
 
 def model_with_part(random: Random) -> Call:
@@ -287,7 +239,7 @@ def model_with_part(random: Random) -> Call:
         loss.backward()
         return [loss, *(p.grad for p in model.parameters() if p.grad is not None)]
 
-    return Call(f"{name} {entry.name} {given}", run, [*given.words, *entry.options, entry.name, kind], given.extreme)
+    return given.call(f"{name} {entry.name}", run, *entry.options, entry.name, kind)
 
 
 def host(random: Random) -> Call:
@@ -298,9 +250,8 @@ def host(random: Random) -> Call:
     given = odd(random, entry.factory, {}, registry.given)
     rows, length = random.choice([(2, N), (2, N), (2, N), (0, N), (2, 0)])
     inputs = HOST_INPUTS[name](rows, length)
-    lengths = (
-        {"segment_length": random.choice([4, 4, None, *ODD])} if change is ct.add_memory and name == "gpt2" else {}
-    )
+    reads = change is ct.add_memory and name == "gpt2"
+    lengths = {"segment_length": random.choice([4, 4, None, *ODD])} if reads else {}
 
     def run() -> Any:
         model = HOSTS[name]()
@@ -312,9 +263,9 @@ def host(random: Random) -> Call:
                 raise
             return None
 
-    words = [*given.words, *entry.options, entry.name, entry.factory.__name__, *lengths, "GPT2", "VisionTransformer"]
+    words = [*entry.options, entry.name, entry.factory.__name__, *lengths, "GPT2", "VisionTransformer"]
     words += INPUTS if 0 in (rows, length) else []
-    return Call(f"{change.__name__} {name} {entry.name} {given} {lengths} {rows, length}", run, words, given.extreme)
+    return given.call(f"{change.__name__} {name} {entry.name} {lengths} {rows, length}", run, *words)
 
 
 def fails_alone(name: str, inputs: Tensor) -> Exception | None:
@@ -341,20 +292,18 @@ def loop(random: Random) -> Call:
         found.backward()
         return found
 
-    words = [*given.words, *extra, *([] if right and also else INPUTS), *(["passes"] if memory is None else [])]
-    return Call(f"{kind.__name__} {memory} {given} {told(inputs)} {told(targets)} {list(extra)}", run, words)
+    words = [*extra, *([] if right and also else INPUTS)]
+    return given.call(f"{kind.__name__} {memory} {told(inputs)} {told(targets)} {list(extra)}", run, *words)
 
 
 def text(random: Random) -> Call:
     """Generation, a session, or a stream."""
     memory = random.choice([None, "grc_stream", {"name": "transformer_xl", "length": 4}])
     prompt, right = tokens(random, random.choice([1, 2]))
-    given = odd(random, Choice, {"tokens": 3}, ("generator",))
-    lengths = {"segment_length": random.choice([4, 4, 4, *ODD])}
-    pieces = random.choice(
-        [[[1, 2, 3, 4, 5, 6], [7]], [], [[]], [[1.5, 2.0]], [[1], [99]], None, 3, [3], prompt, [None]]
-    )
     kind = random.choice(["generate", "session", "stream", "stream"])
+    given = odd(random, Choice, {"tokens": 3}, ("generator",)) if kind != "stream" else Odd({}, {})
+    lengths = {"segment_length": random.choice([4, 4, 4, *ODD])}
+    pieces = random.choice([[[1, 2, 3, 4], [7]], [], [[]], [[1.5, 2.0]], [[1], [99]], None, 3, [3], prompt, [None]])
 
     def run() -> Any:
         model = ct.create_model("language_model", **SIZES, memory=memory)
@@ -366,9 +315,12 @@ def text(random: Random) -> Call:
         session.read(prompt)
         return session.generate(**given.options).scores
 
-    words = [*lengths, *(given.words if kind != "stream" else []), *([] if right and kind != "stream" else INPUTS)]
-    words += ["session", "read"] if kind == "session" else []
-    return Call(f"{kind} {memory} {given} {lengths} {told(pieces if kind == 'stream' else prompt)}", run, words)
+    words = [
+        *lengths,
+        *([] if right and kind != "stream" else INPUTS),
+        *(["session", "read"] if kind == "session" else []),
+    ]
+    return given.call(f"{kind} {memory} {lengths} {told(pieces if kind == 'stream' else prompt)}", run, *words)
 
 
 def small(random: Random) -> Call:
@@ -382,7 +334,7 @@ def small(random: Random) -> Call:
             return made(torch.rand(2, N, given.options["width"]))[0]
         return list(made)[:3] if isinstance(made, ct.Curriculum) else None
 
-    return Call(f"{factory.__name__} {given}", run, [*given.words, "size"], given.extreme)
+    return given.call(factory.__name__, run, "size")
 
 
 def resized(length: int, size: tuple[int, int] | None = None) -> Any:
