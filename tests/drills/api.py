@@ -92,7 +92,9 @@ class Odd(NamedTuple):
 
     def call(self, told: str, run: Callable[[], Any], *words: str) -> Call:
         """A call with these options."""
-        named = [word for name, value in self.varied.items() for word in (name, name.rstrip("s"), str(value))]
+        named = [
+            word for name, value in self.varied.items() for word in (name, name.rstrip("s"), repr(value), str(value))
+        ]
         floats = [value for value in self.varied.values() if isinstance(value, float)]
         kind = "refused" if any(map(math.isnan, floats)) else "huge" if any(abs(v) > 100 for v in floats) else "right"
         return Call(f"{told} {self.varied}", run, [word for word in (*named, *words) if word], kind)
