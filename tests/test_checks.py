@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cached_transformers import SegmentLoop, create_model, generate, read_stream
+from cached_transformers import SegmentLoop, add_memory, create_model, generate, read_stream, resize_caches
 from cached_transformers.checks import at_least_one
 from cached_transformers.models.session import Session
 
@@ -32,25 +32,16 @@ DOORS: dict[str, Callable[[Any], Any]] = {
     "vocabulary": lambda value: model(vocabulary=value),
     "short_convolution": lambda value: model(short_convolution=value),
     "batch_size": lambda value: model().init_state(value),
-}
-MORE: dict[str, Callable[[Any], Any]] = {
-    "read_stream": lambda value: next(read_stream(model(), [[1, 2, 3]], value)),
-    "Session": lambda value: Session(model(), segment_length=value),
+    "segment_length in a stream": lambda value: next(read_stream(model(), [[1, 2, 3]], value)),
+    "segment_length of a session": lambda value: Session(model(), segment_length=value),
 }
 
 
 @pytest.mark.parametrize("value", [2.5, math.nan, math.inf, True, "3"])
 @pytest.mark.parametrize("option", DOORS)
 def test_a_size_that_is_no_whole_number_is_refused_by_name(option: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"{option}={value!r} must be a whole number"):
+    with pytest.raises(ValueError, match=rf"{option.split()[0]}={value!r} must be a whole number"):
         DOORS[option](value)
-
-
-@pytest.mark.parametrize("value", [2.5, math.nan])
-@pytest.mark.parametrize("door", MORE)
-def test_segments_of_a_stream_have_a_whole_number_of_tokens(door: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"segment_length={value!r} must be a whole number"):
-        MORE[door](value)
 
 
 def test_whole_numbers_of_other_types_are_taken() -> None:
@@ -59,3 +50,30 @@ def test_whole_numbers_of_other_types_are_taken() -> None:
         at_least_one(" token", size=0)
     with pytest.raises(ValueError, match="size=1 must be at least 2"):
         at_least_one(least=2, size=1)
+
+
+INPUTS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
+    "inputs": (lambda ids: model()(ids), [None, [[1, 2]], TOKENS.numpy(), TOKENS[0], TOKENS.float(), TOKENS[:, :0]]),
+    "inputs of a loop": (lambda ids: SegmentLoop(model(), 2)(ids, TOKENS), [None, [[1, 2]], TOKENS[:0], TOKENS[:, :0]]),
+    "target": (lambda ids: SegmentLoop(model(), 2)(TOKENS, ids), [None, TOKENS + 11, TOKENS.float(), TOKENS[:, 1:]]),
+    "padding": (lambda pads: SegmentLoop(model(), 2)(TOKENS, TOKENS, padding=pads), [TOKENS, [[True] * 3]]),
+    "reset": (lambda rows: SegmentLoop(model(), 2)(TOKENS, TOKENS, reset=rows), [TOKENS[:, 0], [True], TOKENS > 3]),
+    "prompt": (lambda ids: generate(model(), ids, tokens=1), [None, [[1]], TOKENS[:, :0], TOKENS[:0], TOKENS[0]]),
+    "pieces": (lambda pieces: next(read_stream(model(), pieces, 2)), [None, [1, 2, 3], 3, ["text"]]),
+    "token": (lambda pieces: next(read_stream(model(), pieces, 2)), [[[0, 99]], [[99, 0]], [[0.5, 1.0]]]),
+}
+
+
+@pytest.mark.parametrize(("door", "value"), [(door, value) for door, (_, odd) in INPUTS.items() for value in odd])
+def test_odd_and_empty_inputs_are_refused_by_name(door: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=door.split()[0]):
+        INPUTS[door][0](value)
+
+
+def test_caches_have_at_least_one_slot() -> None:
+    host = add_memory(torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), "grc", length=3)
+    for length in (0, -1, 2.5):
+        with pytest.raises(ValueError, match=f"length={length}"):
+            resize_caches(host, length)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no shared cache"):
+        resize_caches(model(), 4)

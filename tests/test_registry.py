@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import re
+from typing import Any, Literal, get_origin
 
+import numpy as np
 import pytest
+import torch
 
+import cached_transformers
+from cached_transformers.annotations import SIZES, hints_of
 from cached_transformers.registry import ATTENTIONS, MEMORIES, Registry
 
 
@@ -107,3 +113,25 @@ def test_presets_are_options_that_their_parts_take(registry: Registry[Any]) -> N
         for name, options in entry.presets.items():
             assert registry.with_preset(entry.name, {"preset": name}) == dict(options)
             registry.check(entry.name, options, path="")
+
+
+WHOLE, REAL = [2.5, math.nan, True, "3"], [math.nan, math.inf, True, "3"]
+ODD: dict[Any, list[Any]] = {int: WHOLE, int | None: WHOLE, float: REAL, float | None: REAL, bool: [1, "yes"]}
+"""Annotations, and values that do not fit them."""
+
+
+@pytest.mark.parametrize("name", ["MEMORIES", "ATTENTIONS", "MODELS"])
+def test_a_constructor_refuses_values_that_do_not_fit_its_annotations(name: str) -> None:
+    for entry in getattr(cached_transformers, name):
+        for option, hint in hints_of(entry.factory).items():
+            odd = ["?"] if get_origin(hint) is Literal else ODD.get(hint, [])
+            for value in odd + ([0, -1, 10**12] if option in SIZES and odd is WHOLE else []):
+                with pytest.raises(ValueError, match=rf"{option}={re.escape(repr(value))}"):
+                    entry.factory(**{option: value})
+
+
+def test_numbers_of_numpy_and_torch_become_numbers_of_python() -> None:
+    memory = MEMORIES.entry("transformer_xl").factory(np.int64(8), torch.tensor(2), length=np.int32(4))
+    assert type(memory.length) is int and memory.length == 4
+    with pytest.raises(ValueError, match="length=tensor"):
+        MEMORIES.create("transformer_xl", 8, 2, length=torch.tensor(4, device="meta"))

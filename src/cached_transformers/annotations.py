@@ -1,13 +1,14 @@
-"""Type checks of options from recipes and command lines against annotations.
+"""Type checks of options against annotations: of recipes and command lines, and of calls (`checked`).
 
-An option whose annotation is not understood must be left out. Text is accepted for a `Path`, an integer for a `float`,
-and any list for another kind of list, since YAML has one kind of each. (OmegaConf checks dataclass fields only, not
-signatures of registered parts.)
+Text is accepted for a `Path`, an integer for a `float`, and any list for another kind of list, since YAML has one kind
+of each. A recipe must leave out an option whose annotation is not understood; a call may give it. (OmegaConf checks
+dataclass fields only, not signatures of registered parts.)
 """
 
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -17,12 +18,16 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
+Target = TypeVar("Target", bound=Callable[..., Any])
 LARGEST = 2**63 - 1
 """Integers must fit into 64-bit tensors."""
 _LISTS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+SIZES = {"width", "heads", "depth", "vocabulary", "classes", "channels", "patch_size", "feed_forward", "hidden"}
+SIZES |= {"experts", "bptt", "passes", "tokens", "beams", "top_k"}
+"""Options that are at least 1 in every signature."""
 _CALLABLES = (typing.Callable, collections.abc.Callable)
 _WORDS: dict[Any, str] = {
     int: "a whole number",
@@ -77,7 +82,8 @@ def fits(value: Any, expected: Any) -> bool:
 
 
 def _fits_items(value: Any, expected: Any) -> bool:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, collections.abc.Collection):
+    scalar = getattr(value, "shape", None) == ()
+    if scalar or isinstance(value, str | bytes | Mapping) or not isinstance(value, collections.abc.Collection):
         return False  # text is not a list of letters
     parts = get_args(expected)
     if get_origin(expected) is tuple and Ellipsis not in parts:
@@ -87,14 +93,66 @@ def _fits_items(value: Any, expected: Any) -> bool:
 
 def _is_one(value: Any, expected: type) -> bool:
     """Return True for an instance of a class, or its form in YAML."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if expected is int or (expected is float and whole):
-        return whole and abs(value) <= LARGEST
-    if expected is float:
-        return isinstance(value, float) and not math.isnan(value)
+    if expected in (int, float):
+        value = python_number(value)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return abs(value) <= LARGEST
+        return expected is float and isinstance(value, float) and math.isfinite(value)
+    if expected is bool:
+        value = python_number(value)
     if isinstance(value, str):
         return (expected is str or issubclass(expected, pathlib.PurePath)) and is_plain(value)
     return isinstance(value, expected)
+
+
+def python_number(value: Any) -> Any:
+    """Return the number in a scalar of numpy or torch, and any other value as it is."""
+    with contextlib.suppress(RuntimeError):  # a tensor without values
+        return value.item() if getattr(value, "shape", None) == () else value
+    return value
+
+
+def check_argument(path: str, value: Any, expected: Any) -> Any:
+    """Return an argument of a call, as `check_type`; scalars of numpy and torch become Python numbers.
+
+    An annotation that is not `understood` is not checked, an iterable is not read, and names of parts with their
+    options are checked when the part is built.
+    """
+    kinds = [get_origin(part) or part for part in (expected, *get_args(expected))]
+    if not understood(expected) or any(kind in kinds for kind in (collections.abc.Iterable, *_MAPPINGS)):
+        return value
+    value = python_number(value) if any(kind in kinds for kind in (int, float, bool)) else value
+    check_type(path, value, expected)
+    return value
+
+
+def checked(target: Target) -> Target:
+    """Check the arguments of a function, or of a class's constructor, against its annotations, as a decorator.
+
+    Raises:
+        ValueError: an argument that does not fit (`check_argument`), by the decorated function.
+    """
+    if inspect.isclass(target):
+        target.__init__ = checked(target.__init__)  # type: ignore[method-assign, misc]
+        return target
+    names = list(inspect.signature(target).parameters)
+
+    @functools.wraps(target)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        hints = hints_of(target)
+
+        def fitting(name: str, value: Any) -> Any:
+            value = check_argument(name, value, hints.get(name, Any))
+            if isinstance(value, int) and ((value >= 2**31 and name != "seed") or (value < 1 and name in SIZES)):
+                raise ValueError(f"{name}={value} must be at least 1, and less than 2**31")
+            if isinstance(value, float) and 3e38 < abs(value) < math.inf:
+                raise ValueError(f"{name}={value} is not a number of 32 bits")
+            return value
+
+        args = tuple(map(fitting, names, args)) + args[len(names) :]
+        return target(*args, **{name: fitting(name, value) for name, value in kwargs.items()})
+
+    return call  # type: ignore[return-value]
 
 
 def describe(expected: Any) -> str:
@@ -137,9 +195,13 @@ def hints_of(factory: Callable[..., Any]) -> dict[str, Any]:
     target: Any = factory
     if inspect.isclass(factory) and not dataclasses.is_dataclass(factory):
         target = factory.__init__  # type: ignore[misc]
+    written = {name: option.annotation for name, option in inspect.signature(factory).parameters.items()}
     try:
         found = typing.get_type_hints(target)
     except NameError:
         found = {}
-    written = {name: option.annotation for name, option in inspect.signature(factory).parameters.items()}
+        for name, annotation in written.items():
+            with contextlib.suppress(NameError):
+                one = types.SimpleNamespace(__annotations__={name: annotation}, __wrapped__=target)
+                found |= typing.get_type_hints(one)
     return {name: found.get(name, Any if a is inspect.Parameter.empty else a) for name, a in written.items()}

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from cached_transformers.annotations import python_number
+
 LARGEST_SIZE = 2**31 - 1
 """Larger sizes mean tensors of more than 8 GB per row."""
 
@@ -15,7 +17,8 @@ def at_least_one(way_out: str = "", *, least: int = 1, **sizes: int | None) -> N
     for name, size in sizes.items():
         if size is None:
             continue
-        if isinstance(size, bool) or not hasattr(size, "__index__"):
+        size = python_number(size)
+        if isinstance(size, bool) or not isinstance(size, int):
             raise ValueError(f"{name}={size!r} must be a whole number, at least {least}{way_out}")
         if not least <= size <= LARGEST_SIZE:
             rule = f"at least {least}{way_out}" if size < least else f"at most {LARGEST_SIZE}"

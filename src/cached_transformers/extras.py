@@ -37,14 +37,14 @@ def require(module: str, *, extra: str) -> ModuleType:
 
 @contextlib.contextmanager
 def refused_by(library: str, call: str) -> Iterator[None]:
-    """Raise unexpected errors of a library as `ValueError`.
+    """Raise errors of a library about its arguments as `ValueError` with the call.
 
     Args:
         call: the call of the library, e.g. "timm.create_model('vit_tiny_patch16_224', depth=-1)".
     """
     try:
         yield
-    except (ValueError, ImportError, OSError, MemoryError):
+    except (ImportError, OSError, MemoryError):
         raise
     except Exception as error:
         reason = " ".join(str(error).split())

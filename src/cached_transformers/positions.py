@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .annotations import checked
 from .linear_maps import input_dtype, matrix_of
 
 
@@ -465,6 +466,7 @@ def grid_positions(size: tuple[int, int], device: torch.device | str | None = No
     return torch.stack([rows, columns], -1)[None]
 
 
+@checked
 def make_positions(name: str, *, width: int, heads: int, length: int | None = None) -> Positions:
     """Build a scheme by name: "none", "learned", "sinusoidal", "rotary", "alibi" or "relative".
 

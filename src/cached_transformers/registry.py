@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
-from .annotations import check_type, hints_of, shown
+from .annotations import check_argument, check_type, checked, hints_of, shown
 from .docstrings import meanings, spelt_out
 
 T = TypeVar("T")
@@ -106,6 +106,8 @@ class Registry(Generic[T]):
     ) -> Callable[[F], F]:
         """Register a class or function under `name`, as a decorator; see `Registration` for the arguments.
 
+        Calls of it are `checked`.
+
         Raises:
             ValueError: the name is taken.
         """
@@ -113,6 +115,7 @@ class Registry(Generic[T]):
         def add(factory: F) -> F:
             if name in self._entries:
                 raise ValueError(f"{self.kind} {name!r} is registered already, by {self._entries[name].factory!r}")
+            factory = checked(factory)
             self._entries[name] = Registration(name, factory, paper, info, probe, self.given, presets or {})
             return factory
 
@@ -140,22 +143,22 @@ class Registry(Generic[T]):
         """Check options of a part before it is built.
 
         Args:
-            path: path of the options in a file or on a command line, for messages. If it is given, values are checked
-                against the annotations of the factory.
+            path: path of the options in a file or on a command line, for messages. If it is given, options that can
+                only be set in code are refused.
 
         Raises:
             ValueError: an unknown option (with a suggestion), one that the model sets, or a value of another type.
         """
         entry = self.entry(name)
         known = [option for option in entry.options if option not in self.given]
-        hints = {} if path is None else hints_of(entry.factory)
+        check, hints = check_argument if path is None else check_type, hints_of(entry.factory)
         for key, value in options.items():
             where = f"{path}.{key}" if path else str(key) if path is not None else f"{self.kind} {name!r}: {key}"
             if key in self.given:
                 raise ValueError(f"{where}={shown(value)} is set by the model; leave it out")
             if not isinstance(key, str) or (key not in entry.options and not entry.open_ended):
                 raise ValueError(unknown_name(f"option of {self.kind} {name!r}", key, known))
-            check_type(where, value, hints.get(key, Any))
+            check(where, value, hints.get(key, Any))
 
     def create(self, name: str, *args: Any, **kwargs: Any) -> T:
         """Build a part (ValueError: unknown name or option, or a missing option)."""

@@ -302,7 +302,7 @@ PROMPT = torch.zeros(1, 2, dtype=torch.long)
         ({"beams": 0}, "beams=0"),
         ({"segment_length": 0}, "segment_length=0"),
         ({"top_k": 0}, "top_k=0"),
-        ({"temperature": -1.0}, "temperature=-1.0 must be finite"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
         ({"temperature": math.inf}, "temperature=inf"),
         ({"temperature": math.nan}, "temperature=nan"),
         ({"top_p": 0.0}, r"top_p=0.0 must lie in \(0, 1\]"),
@@ -327,7 +327,7 @@ def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([[1, 2], [3]], "prompt_BN=list: "),
+        ([[1, 2], [3]], r"prompt_BN=\[\[1, 2\], \[3\]\]"),
         (PROMPT[0], r"prompt_BN=\(2,\): "),
         (PROMPT[:, :0], r"prompt_BN=\(\d, 0\): "),
         (PROMPT + V, "not in a vocabulary of 7"),

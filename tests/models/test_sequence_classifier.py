@@ -144,7 +144,7 @@ def test_memories_work_with_shared_queries_and_keys(memory: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"init": "lar"}, "unknown init 'lar'; did you mean 'lra'"),
+        ({"init": "lar"}, "init='lar' must be one of 'xavier', 'lra'"),
         ({"head_width": 0}, "head_width=0 must be at least 1; null takes feed_forward"),
         ({"activation": "swish"}, "activation='swish' must be one of gelu, gelu_tanh, relu"),
     ],

@@ -80,9 +80,9 @@ def check_sections(config: RunConfig) -> None:
     for key, registry in (("memory", MEMORIES), ("attention", ATTENTIONS)):
         part = config.model.get(key)
         if key == "memory" and isinstance(part, list):
-            memory_specs(part)
             for number, one in enumerate(part):
                 _check_part(f"model.memory[{number}]", _section(one), registry, given=None)
+            memory_specs(part)
         elif part is not None:
             _check_part(f"model.{key}", _section(part), registry, given=None)
 

@@ -34,9 +34,9 @@ def create_attention(attention: AttentionSpec, **facts: Any) -> Attention:
     Raises:
         ValueError: unknown name or option, a missing option, or the core's own constraints.
     """
+    if not isinstance(attention, str) and not (isinstance(attention, Mapping) and "name" in attention):
+        raise ValueError(f"attention={attention!r} must be a name, or have a 'name' beside its options")
     spec = {"name": attention} if isinstance(attention, str) else dict(attention)
-    if "name" not in spec:
-        raise ValueError(f"attention {attention!r} must be a name, or have a 'name' beside its options")
     name = spec.pop("name")
     # An attention without a model may get its sizes with its name.
     facts |= {key: spec.pop(key) for key in ATTENTIONS.given if key in spec and key not in facts}

@@ -133,7 +133,7 @@ class AxialAttention(PatternAttention):
 
     def _check_fits(self, tokens: int) -> None:
         if self.places is not None and tokens - self.prefix > self.places:
-            raise ValueError(f"{tokens - self.prefix} tokens do not fit the map of {self.places} places")
+            raise ValueError(f"{tokens - self.prefix} tokens do not fit the map's size, {self.places} places")
 
     def _axis(
         self, axis: str, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call, *, ordered: bool = True

@@ -40,7 +40,7 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.state import State
 
-from .parts.kernels import check_kernel, fla_scan, takes_fla
+from .parts.kernels import fla_scan, takes_fla
 from .parts.linearised import LinearisedAttention, elu_features, head_weights, hidden
 from .parts.scan import causal_scan
 from .parts.sizes import head_width
@@ -85,11 +85,8 @@ class DeltaNet(LinearisedAttention):
         kernel: Literal["plain", "fla"] = "plain",
     ) -> None:
         super().__init__(carry=carry)
-        check_kernel(kernel, "fla", auto=False)
         self.kernel = kernel
         size = head_width(width, heads)
-        if features not in ("dpfp", "elu", "silu"):
-            raise ValueError(f'features={features!r} must be "dpfp", "elu" or "silu"')
         if features != "dpfp" and order != 1:
             raise ValueError(f'order={order} is an option of features="dpfp", and has no meaning for {features!r}')
         if not 1 <= order < 2 * size:

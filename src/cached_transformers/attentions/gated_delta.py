@@ -58,7 +58,7 @@ from cached_transformers.state import State
 
 from .parts.building_blocks import wide
 from .parts.decay import DecayGate, InputDecay, check_half_life, fixed_log_decay
-from .parts.kernels import check_kernel, fla_scan, takes_fla
+from .parts.kernels import fla_scan, takes_fla
 from .parts.linearised import LinearisedAttention, head_weights, hidden
 from .parts.scan import causal_scan
 from .parts.sizes import head_width
@@ -168,19 +168,9 @@ class GatedDelta(LinearisedAttention):
         kernel: Literal["plain", "fla"] = "plain",
     ) -> None:
         super().__init__(carry=carry)
-        check_kernel(kernel, "fla", auto=False)
         size = head_width(width, heads)
         check_half_life(half_life)
         at_least_one(chunk=chunk, value_width=value_width)
-        words = {
-            "rule": (rule, ("delta", "sum")),
-            "decay": (decay, ("none", "scalar", "channel", "fixed")),
-            "features": (features, ("unit", "silu", "none")),
-            "output_gate": (output_gate, ("none", "swish", "sigmoid")),
-        }
-        for name, (word, known) in words.items():
-            if word not in known:
-                raise ValueError(f"{name}={word!r} must be one of {', '.join(known)}")
         if scale is not None and not 0 < scale < math.inf:
             raise ValueError(f"scale={scale} must be positive and finite; None is 1 / sqrt(E)")
         rank = size if decay_rank == "head" else decay_rank

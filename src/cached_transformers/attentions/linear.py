@@ -21,7 +21,7 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.state import State
 
-from .parts.kernels import LinearKernel, check_kernel, fla_scan, takes_fla
+from .parts.kernels import LinearKernel, fla_scan, takes_fla
 from .parts.linearised import LinearisedAttention, elu_features, hidden, quotient, with_ones
 from .parts.scan import causal_scan
 
@@ -52,7 +52,6 @@ class LinearAttention(LinearisedAttention):
         self, *, chunk: int = 64, epsilon: float = 0.0, carry: bool = False, kernel: LinearKernel = "plain"
     ) -> None:
         super().__init__(carry=carry)
-        check_kernel(kernel, "fla")
         self.kernel = kernel
         at_least_one(chunk=chunk)
         if epsilon < 0:

@@ -122,6 +122,7 @@ class MemoryCompressedAttention(PatternAttention):
         super().__init__(dropout=dropout)
         size = head_width(width, heads)
         at_least_one(" token a slot; 1 compresses nothing", rate=rate)
+        at_least_one("; None is width / heads", value_width=value_width)
         at_least_one(" tokens; 0 leaves the local branch out", least=0, local=local)
         if grouping not in ("heads", "full"):
             raise ValueError(f"grouping={grouping!r} must be 'heads' or 'full'")

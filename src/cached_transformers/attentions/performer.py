@@ -98,8 +98,6 @@ class PerformerAttention(LinearisedAttention):
         super().__init__(carry=carry)
         if features < 1 or (paired and features % 2):
             raise ValueError(f"features={features} must be at least 1, and even with paired=True")
-        if kernel not in ("softmax", "relu"):
-            raise ValueError(f'kernel={kernel!r} must be "softmax" or "relu"')
         if chunk < 1 or chunk & (chunk - 1):
             raise ValueError(f"chunk={chunk} must be a power of two: it is halved down to single tokens")
         if carry and redraw:

@@ -100,8 +100,6 @@ class RandomFeatureAttention(LinearisedAttention):
         for name, amount in {"temperature": temperature, "floor": floor}.items():
             if amount <= 0:
                 raise ValueError(f"{name}={amount} must be positive")
-        if kernel not in ("gaussian", "arccos"):
-            raise ValueError(f'kernel={kernel!r} must be "gaussian" or "arccos"')
         if pool is not None and pool < heads:
             raise ValueError(f"pool={pool} must hold at least one draw for each of heads={heads}, or be None")
         if carry and pool is not None:

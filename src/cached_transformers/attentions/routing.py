@@ -259,7 +259,7 @@ class RoutingAttention(PatternAttention):
     @torch.no_grad()
     def update_centroids(self) -> None:
         """Move the centroids to the inputs since the last move; call it after each step with update="manual"."""
-        if self.synchronise:
+        if self.synchronise and torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(self.sums_HCE)
             torch.distributed.all_reduce(self.counts_HC)
         moved = self.decay * self.centroids_HCE + (1 - self.decay) * F.normalize(self.sums_HCE, dim=-1)

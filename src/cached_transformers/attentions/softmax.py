@@ -22,7 +22,7 @@ from cached_transformers.registry import ATTENTIONS
 
 from .parts.building_blocks import product
 from .parts.flex import Everything, flex_attend, lengths_of, shown
-from .parts.kernels import FlexKernel, check_kernel, takes_flex
+from .parts.kernels import FlexKernel, takes_flex
 from .parts.keys import visible, with_context
 
 
@@ -48,7 +48,6 @@ class SoftmaxAttention(Attention):
 
     def __init__(self, *, dropout: float = 0.0, kernel: FlexKernel = "plain") -> None:
         super().__init__(dropout=dropout)
-        check_kernel(kernel, "flex")
         self.kernel = kernel
 
     def looks_up(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor) -> bool:

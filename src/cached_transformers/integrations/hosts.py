@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.capabilities import CORE_WORDS, OWN_WORDS, PLACE_WORDS, refuse_misfit
 from cached_transformers.interfaces.memory import LayerMemory, ModelMemory, Query
 from cached_transformers.registry import MEMORIES
@@ -188,6 +189,7 @@ class Site:
             ValueError: it is not set, and a memory needs it.
         """
         if "length" in self.settings:
+            at_least_one(length=self.settings["length"])
             return int(self.settings["length"])
         if not self.memory or not self.slots:
             return longest

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.annotations import shown
-from cached_transformers.checks import at_least_one
 from cached_transformers.extras import refused_by, require
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import OneMemory
 from cached_transformers.models.documents import read_documents
 from cached_transformers.models.generation import Generation, generate
+from cached_transformers.models.inputs import check_tokens
 from cached_transformers.models.segments import begun
 from cached_transformers.registry import MODELS
 from cached_transformers.state import State
@@ -63,8 +63,7 @@ class TimmModel(nn.Module):
 
         if not timm.is_model(architecture):
             raise ValueError(f"architecture={architecture!r}: timm knows no such model; timm.list_models() lists them")
-        at_least_one(classes=classes)
-        with refused_by("timm", f"{architecture} with {shown(options)}"):
+        with refused_by("timm", f"architecture={architecture} with {shown(options)}"):
             self.model = timm.create_model(architecture, pretrained=pretrained, num_classes=classes, **options)
         if memory is not None:
             add_memory(self.model, memory)
@@ -147,8 +146,7 @@ class TransformersModel(nn.Module):
         else:
             if vocabulary is None:
                 raise ValueError("vocabulary=None: give the number of token ids, or the name of pretrained weights")
-            at_least_one(vocabulary=vocabulary)
-            with refused_by("transformers", f"{architecture} with {shown(options)}"):
+            with refused_by("transformers", f"architecture={architecture} with {shown(options)}"):
                 config = transformers.AutoConfig.for_model(architecture, vocab_size=vocabulary, **options)
                 self.model = transformers.AutoModelForCausalLM.from_config(config)
         self.vocabulary = int(self.model.config.vocab_size)
@@ -188,6 +186,7 @@ class TransformersModel(nn.Module):
             ValueError: a state of another model or number of rows; documents in a compiled call, or a document that
                 begins again.
         """
+        check_tokens("inputs", inputs_BN, self.model.config.vocab_size)
         state = begun(self, state, reset, inputs_BN.shape[0]) if self.remembers else ()
         if documents is not None:
             out = read_documents(self._read, documents, padding, (inputs_BN,), state, self.init_state)

@@ -47,8 +47,9 @@ def through_core(
         ValueError: the core cannot compute the call.
     """
     name, width = type(core).__name__, q_BHNE.shape[-1]
-    if q_BHNE.dim() != 4:
-        raise ValueError(f"attention {name} takes queries (rows, heads, tokens, width), not {tuple(q_BHNE.shape)}")
+    if q_BHNE.dim() != 4 or 0 in q_BHNE.shape:
+        shape = f"(rows, heads, tokens, width), at least one of each, not {tuple(q_BHNE.shape)}"
+        raise ValueError(f"attention {name} takes queries {shape}")
     kind = q_BHNE.device.type
     if torch.is_autocast_enabled(kind):  # as autocast does for scaled_dot_product_attention
         low = torch.get_autocast_dtype(kind)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from cached_transformers.annotations import checked
 from cached_transformers.interfaces.attention import Attention
 from cached_transformers.memories.grc.grc import GRC
 from cached_transformers.memories.grc.shared_cache_memory import cache_width
@@ -19,6 +20,7 @@ from .attention import SelfAttention
 from .reduction import SpatialReduction
 
 
+@checked
 class GRCAttention(SelfAttention):
     """Self-attention with a gated recurrent cache, as one drop-in layer: (B, N, D) -> (B, N, D).
 

@@ -57,7 +57,6 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, width: int, taps: int) -> None:
         super().__init__()
-        at_least_one(width=width)
         at_least_one("; leave the convolution out for 1", least=2, taps=taps)
         self.taps = taps
         self.weight_KD = nn.Parameter(torch.empty(taps, width))  # current token first

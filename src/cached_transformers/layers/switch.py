@@ -30,8 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.annotations import check_type, hints_of
-from cached_transformers.checks import at_least_one
+from cached_transformers.annotations import check_type, checked, hints_of
 from cached_transformers.memories.grc.shared_cache import in_backward
 from cached_transformers.registry import unknown_name
 
@@ -51,6 +50,7 @@ def count_dropped(counts: Tensor, dropped: Tensor, tokens: Tensor) -> None:
         counts.add_(torch.stack([dropped, tokens]))
 
 
+@checked
 class SwitchFeedForward(nn.Module):
     """norm -> router -> one of E feed-forward networks per token, times the router's probability.
 
@@ -91,7 +91,6 @@ class SwitchFeedForward(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        at_least_one(width=width, hidden=hidden, experts=experts)
         if activation not in ACTIVATIONS:
             raise ValueError(unknown_name("activation", activation, list(ACTIVATIONS)))
         for name, weight in {"balance_loss": balance_loss, "z_loss": z_loss}.items():
@@ -274,9 +273,9 @@ def _mean(x_TE: Tensor, valid_T: Tensor | None) -> Tensor:
 
 
 def _fraction(name: str, factor: float | None) -> Fraction | None:
-    """The factor as a ratio of small integers; None for None and infinity."""
-    if factor is None or factor == math.inf:
+    """The factor as a ratio of small integers; None for None."""
+    if factor is None:
         return None
-    if not factor >= 0:
-        raise ValueError(f"{name}={factor} must not be negative; null sets no limit")
+    if not 0 <= factor <= 1e6:
+        raise ValueError(f"{name}={factor} must not be negative, or above 1e6; null sets no limit")
     return Fraction(factor).limit_denominator(1000)

@@ -11,7 +11,10 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import overload
 
+from cached_transformers.annotations import checked
 
+
+@checked
 class Curriculum(Sequence[int]):
     """Number of segments of each training step.
 
@@ -79,6 +82,7 @@ class Curriculum(Sequence[int]):
         return (self[step] for step in range(len(self)))
 
 
+@checked
 class AdaptiveCurriculum:
     """A curriculum that moves to the next stage when the current one is solved, as in RMT's million-token training.
 

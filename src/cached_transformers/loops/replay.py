@@ -12,10 +12,8 @@ backpropagation through time, dropout included.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from cached_transformers.layers.stack import ModelOutput
@@ -42,20 +40,6 @@ class ReplayLoop(SegmentLoop):
         >>> loss, state = loop(tokens[:, :-1], tokens[:, 1:], state)
         >>> loss.backward()
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        segment_length: int,
-        bptt: int = 1,
-        passes: int = 1,
-        schedule: str = "segments",
-        scoring: Callable[..., ModelOutput] | None = None,
-        bptt_window: str = "blocks",
-    ) -> None:
-        if schedule != "segments":
-            raise ValueError(f"schedule={schedule!r}: ReplayLoop runs segments one after the other; take SegmentLoop")
-        super().__init__(model, segment_length, bptt, passes, scoring=scoring, bptt_window=bptt_window)
 
     def _segment(self, piece: SegmentPiece, state: State | None, reset_B: Tensor | None) -> ModelOutput:
         read = super()._segment

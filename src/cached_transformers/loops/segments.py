@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.annotations import checked
 from cached_transformers.checks import at_least_one
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.layers.token_loss import IGNORED
@@ -27,7 +28,7 @@ from cached_transformers.models.documents import (
     refuse_documents,
     resets_between,
 )
-from cached_transformers.models.inputs import check_places
+from cached_transformers.models.inputs import check_padding, check_places, check_targets, shape_of
 from cached_transformers.models.segments import (
     begun,
     cut,
@@ -52,6 +53,7 @@ class SegmentPiece(NamedTuple):
     documents_BN: Tensor | None = None
 
 
+@checked
 class SegmentLoop(nn.Module):
     """Run a model over the segments of a batch and return one loss (truncated backpropagation through time).
 
@@ -108,6 +110,8 @@ class SegmentLoop(nn.Module):
                     f"passes={passes} need a memory that spans the layers; take schedule='segments', or passes=1"
                 )
         check_schedule(schedule, model)
+        if schedule == "diagonal" and type(self)._segment is not SegmentLoop._segment:
+            raise ValueError(f"schedule='diagonal': {type(self).__name__} runs one segment at a time; take SegmentLoop")
         if schedule == "diagonal" and scoring is not None:
             raise ValueError("schedule='diagonal' scores tokens itself; leave scoring out, or take 'segments'")
         if bptt_window not in WINDOWS:
@@ -154,6 +158,7 @@ class SegmentLoop(nn.Module):
                 document that begins twice in its row; documents with several passes, a model with one output per row, a
                 memory shared by all rows in training, or inside a segment of a diagonal schedule.
         """
+        _check_shapes(inputs_BN, targets_BN, padding)
         told = padding
         if documents is not None:
             documents, padding = told_documents(documents, padding, inputs_BN)
@@ -228,7 +233,8 @@ class SegmentLoop(nn.Module):
         _check_shapes(inputs_BN, targets_BN, padding)
         if places is not None:
             check_places(places, inputs_BN)
-        self._check_reset(reset, inputs_BN.shape[1])
+        if reset is not None:
+            self._check_reset(reset, *inputs_BN.shape[:2])
         resets: list[Tensor | None] = [] if reset is None else list(reset.view(len(reset), -1).unbind(1))
         if documents is not None:
             if self.passes > 1:
@@ -249,8 +255,11 @@ class SegmentLoop(nn.Module):
         parts = cut(batch.inputs_BN.shape[1], self.segment_length)
         return [SegmentPiece(*(None if t is None else t[:, part] for t in batch)) for part in parts]  # type: ignore[arg-type]
 
-    def _check_reset(self, reset: Tensor | None, tokens: int) -> None:
-        count = 1 if reset is None or reset.dim() == 1 else reset.shape[1]
+    def _check_reset(self, reset: Tensor, rows: int, tokens: int) -> None:
+        shape = shape_of("reset", reset)
+        if len(shape) not in (1, 2) or shape[0] != rows or reset.dtype != torch.bool:
+            raise ValueError(f"reset of shape {shape} and {reset.dtype} must be bool, of {rows} rows")
+        count = 1 if len(shape) == 1 else shape[1]
         most = 1 if self.passes > 1 else -(-tokens // self.segment_length)
         if count > most:
             raise ValueError(
@@ -310,6 +319,7 @@ def token_losses(
     if getattr(model, "scores_targets", False):
         return model(inputs_BN, state, padding=padding, targets=targets_BN, **start)
     logits_BNV, state, auxiliary = model(inputs_BN, state, padding=padding, **start)
+    check_targets(targets_BN, logits_BNV[..., 0], logits_BNV.shape[-1])
     wide = logits_BNV.to(torch.promote_types(logits_BNV.dtype, torch.float32))
     losses = F.cross_entropy(wide.flatten(0, 1), targets_BN.flatten(), ignore_index=IGNORED, reduction="none")
     return ModelOutput(losses.view_as(targets_BN), state, auxiliary)
@@ -349,13 +359,13 @@ def _refuse_inside(pieces: list[SegmentPiece]) -> None:
 
 
 def _check_shapes(inputs_BN: Tensor, targets_BN: Tensor, padding_BN: Tensor | None) -> None:
-    if inputs_BN.dim() not in (2, 5) or inputs_BN.shape[1] == 0:
+    shape = shape_of("inputs", inputs_BN)
+    if len(shape) not in (2, 5) or 0 in shape[:2]:
         raise ValueError(
-            f"inputs of shape {tuple(inputs_BN.shape)} must be (rows, tokens) with at least one token, or videos "
+            f"inputs of shape {shape} must be (rows, tokens) with at least one token, or videos "
             "(rows, frames, channels, height, width)"
         )
-    for name, other in {"targets": targets_BN, "padding": padding_BN}.items():
-        if other is not None and other.shape != inputs_BN.shape[:2]:
-            raise ValueError(
-                f"{name} of shape {tuple(other.shape)} must have the shape of the inputs, {tuple(inputs_BN.shape[:2])}"
-            )
+    if shape_of("targets", targets_BN) != shape[:2]:
+        raise ValueError(f"targets of shape {tuple(targets_BN.shape)} must have the shape of the inputs, {shape[:2]}")
+    if padding_BN is not None:
+        check_padding(padding_BN, targets_BN)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.annotations import checked, shown
 from cached_transformers.checks import at_least_one
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.layers.token_loss import perplexity
@@ -48,6 +49,7 @@ class Progress(NamedTuple):
         return self.nats / math.log(2) / max(size, 1)
 
 
+@checked
 def read_stream(
     model: nn.Module,
     pieces: Iterable[list[int]],
@@ -103,7 +105,9 @@ def read_stream(
 def _segments(pieces: Iterable[list[int]], length: int) -> Iterator[list[int]]:
     """The tokens of each segment and the next token, its last target."""
     buffer: list[int] = []
-    for piece in pieces:
+    for piece in pieces if isinstance(pieces, Iterable) else [pieces]:
+        if isinstance(piece, str) or not isinstance(piece, Iterable):
+            raise ValueError(f"pieces has {shown(piece)}: each piece must be a list of token ids")
         buffer += piece
         while len(buffer) > length:
             yield buffer[: length + 1]

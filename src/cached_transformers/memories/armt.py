@@ -30,7 +30,7 @@ from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
 
 from .parts.memory_tokens import carried_norm, check_tokens, surround, visible_round
-from .parts.options import GATES, NO_MEMORY, Gate, gated, one_of
+from .parts.options import NO_MEMORY, Gate, gated
 from .parts.recurrent import wrote
 
 own_word("slots_in_front", "slots that are read before each block, whose result replaces the block's tokens")
@@ -160,7 +160,7 @@ class ARMT(ModelMemory):
         at_least_one(NO_MEMORY, key_width=key_width, nu=nu, depth=depth)
         self.width, self.length, self.key_width, self.nu, self.depth = width, length, key_width, nu, depth
         self.correction, self.full = correction, causal and mask == "full"
-        self.write_gate: Gate = one_of("write_gate", write_gate, GATES)
+        self.write_gate: Gate = write_gate
         self.extra_tokens = length
         self.needs |= {"bias"} if self.full else set()
         self.initial_MD = nn.Parameter(torch.randn(length, width) / width**0.5)

@@ -23,7 +23,6 @@ from cached_transformers.registry import MEMORIES
 from .grc.shared_cache import SharedCache, Sync
 from .grc.shared_cache_memory import MemoryBranch, SharedCacheMemory, cache_width
 from .parts.interpolation import Interpolation
-from .parts.options import one_of
 
 
 class AttendedCache(SharedCache):
@@ -32,7 +31,7 @@ class AttendedCache(SharedCache):
     def __init__(
         self, width: int, length: int, heads: int, *, attend: Literal["mean", "sample"] = "mean", **others: Any
     ) -> None:
-        super().__init__(width, length, attend=one_of("attend", attend, ("mean", "sample")), **others)
+        super().__init__(width, length, attend=attend, **others)
         self.heads = heads
         self.query = nn.Linear(width, width)
         self.query_cache = nn.Linear(width, width, bias=False)
@@ -114,7 +113,6 @@ class AttentionCache(SharedCacheMemory):
         window: tuple[int, int] | None = None,
     ) -> None:
         c = cache_width(width, heads, ratio)
-        one_of("update", update, ("attention", "store"))
         if update == "store" and attend != "mean":
             raise ValueError(
                 f"attend={attend!r} reads the update of each row, and update='store' reads none before the next step; "

@@ -37,7 +37,7 @@ from cached_transformers.linear_maps import Weights
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State
 
-from .parts.options import GATES, NO_MEMORY, Gate, check_choices, check_heads, chosen_layers, gated
+from .parts.options import NO_MEMORY, Gate, check_heads, chosen_layers, gated
 from .parts.recurrent import shown, wrote
 
 EPSILON = 1e-6
@@ -157,7 +157,6 @@ class BlockRecurrent(LayerMemory):
         super().__init__()
         at_least_one(NO_MEMORY, length=length)
         at_least_one("; None is 4 times the width", feed_forward=feed_forward)
-        check_choices(gate=(gate, ("fixed", "lstm")), form=(form, ("skip", "dual", "single")), gates=(gates, GATES))
         _check(width, heads, gate_bias, initial_scale, initial_output)
         self.heads, self.form = heads, form
         chosen = chosen_layers("layers", layers, depth, 5 / 6)

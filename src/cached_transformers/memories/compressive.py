@@ -41,7 +41,6 @@ from .parts.fifo_store import (
     right_before,
     side_by_side,
 )
-from .parts.options import check_choices
 from .transformer_xl import TransformerXL
 
 
@@ -138,12 +137,6 @@ class Compressive(TransformerXL):
                 f"compressed={self.compressed} and eval_compressed={self.eval_compressed}: a model that compresses "
                 "needs slots both times; make both 0 or both at least 1"
             )
-        check_choices(
-            function=(function, tuple(FUNCTIONS)),
-            loss=(loss, (None, "attention", "autoencoding", "task")),
-            error=(self.error, ("norm", "mean_square")),
-            positions=(self.positions, ("slots", "age")),
-        )
         if loss is not None and (function not in LEARNED or self.compressed == 0):
             raise ValueError(
                 f"loss={loss!r} would train nothing with function={function!r} and compressed={self.compressed}; take "

@@ -29,10 +29,8 @@ from cached_transformers.interfaces.probing import Probing, one_segment
 from cached_transformers.registry import MEMORIES
 
 from .parts.fifo_store import Rows, best, kept
-from .parts.options import check_positive, one_of
+from .parts.options import check_positive
 from .transformer_xl import TransformerXL
-
-LOSSES = ("ramp", "mean")
 
 
 class OpenedSpans(NamedTuple):
@@ -116,7 +114,7 @@ class ExpireSpan(TransformerXL):
         self.ramp = max(1, length // 8) if ramp is None else ramp
         self.longest = length + 1 - self.ramp if longest is None else longest
         self.initial, self.divisor, self.evict = initial, divisor, evict
-        self.price, self.loss, self.noisy = price, one_of("loss", loss, LOSSES), noisy
+        self.price, self.loss, self.noisy = price, loss, noisy
         self._check(longest is None)
         if not price:
             self.needs = self.needs - {"own_loss"}

@@ -42,7 +42,7 @@ from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
 from .parts.fifo_store import Rows, empty_rows, push, right_before, side_by_side
-from .parts.options import NO_MEMORY, check_choices
+from .parts.options import NO_MEMORY
 from .parts.sliding import Window
 
 own_word("context_alone", "layers whose tokens attend the memory and nothing of their own segment")
@@ -136,11 +136,6 @@ class Feedback(ModelMemory):
     ) -> None:
         super().__init__()
         at_least_one(NO_MEMORY, length=length, depth=depth)
-        check_choices(
-            positions=(positions, ("learned", "relative", None)),
-            start=(start, ("empty", "zeros")),
-            keep=(keep, ("hidden", "kv")),
-        )
         if official_renorm and keep == "kv":
             raise ValueError("official_renorm=True normalises hidden states, which keep='kv' drops; take keep='hidden'")
         self.width, self.heads, self.length, self.shared_kv = width, heads, length, shared_kv

@@ -32,11 +32,10 @@ from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import refuse_narrow
 
-from .parts.options import check_heads, one_of
+from .parts.options import check_heads
 from .parts.recurrent import Answer, Asked, Recurrent, beside, shown, wide
 
 Update = Literal["linear", "delta", "exact"]
-UPDATES = ("linear", "delta", "exact")
 CHUNK = 64
 """C: of "exact"; changes the cost alone."""
 EPSILON = 1e-6
@@ -144,8 +143,8 @@ class Infini(Recurrent):
             )
         self.heads, self.head_width = heads, width // heads
         self.groups, self.key_width = heads, self.head_width
-        self.update: Update = one_of("update", update, UPDATES)
-        self.gated_first = one_of("first", first, ("bypass", "gated")) == "gated"
+        self.update: Update = update
+        self.gated_first = first == "gated"
         self.gate_H = nn.Parameter(torch.full((heads,), float(initial_gate)))
 
     def init_state(self, batch_size: int, like: Tensor) -> InfiniMatrix:

@@ -35,7 +35,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.state import map_state, refuse_narrow
 
 from .parts.fast_weights import slope, written
-from .parts.options import NO_MEMORY, check_positive, one_of
+from .parts.options import NO_MEMORY, check_positive
 from .parts.recurrent import shown, wide
 
 EPSILON = 1e-5
@@ -161,8 +161,8 @@ class LaCT(LayerMemory):
                 raise ValueError(f"{name}={parts} must divide width={width}: each has an equal part of the channels")
         check_positive(rate=rate)
         self.heads, self.nets, self.muon = heads, nets, muon
-        self.normed_when_read = one_of("keep", keep, ("rows", "sum")) == "sum"
-        self.bypass = one_of("first", first, ("bypass", "apply")) == "bypass"
+        self.normed_when_read = keep == "sum"
+        self.bypass = first == "bypass"
         k, f = width // nets, expansion * width // nets
         shapes = Nets((f, k), (k, f), (f, k))  # type: ignore[arg-type]
         self.initial = nn.ParameterList(torch.randn(nets, o, i) / i**0.5 for o, i in shapes)

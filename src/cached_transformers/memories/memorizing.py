@@ -28,7 +28,7 @@ from cached_transformers.state import State, may_change
 
 from .parts.nearest import nearest
 from .parts.neighbour_index import NeighbourIndex
-from .parts.options import NO_MEMORY, check_heads, chosen_layers, one_of
+from .parts.options import NO_MEMORY, check_heads, chosen_layers
 
 ALL = 2
 """A store of up to this many times the neighbours is read by one softmax over all of it: no gathering is faster."""
@@ -195,8 +195,6 @@ class Memorizing(LayerMemory):
         super().__init__()
         at_least_one(NO_MEMORY, length=length, eval_length=eval_length, k=k)
         check_heads(width, heads)
-        one_of("empty", empty, ("bypass", "zero"))
-        one_of("store", store, ("exact", "faiss"))
         if joint and empty == "zero":
             raise ValueError("joint=True has no zeros to mix in for an empty store; take empty='bypass'")
         if store == "exact" and faiss_index != "Flat":

@@ -35,11 +35,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State, may_change, refuse_narrow, reset
 
 from .parts.factory import create_memory, memory_spec
-from .parts.options import check_choices
 from .parts.recurrent import Recurrent, mix, wide, wrote
-
-READS = ("residual", "gated", "soup", "sparse")
-STARTS = ("checkpoint", "restart")
 
 
 class CachedStates(NamedTuple):
@@ -147,7 +143,6 @@ class MemoryCaching(LayerMemory):
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        check_choices(read=(read, READS), start=(start, STARTS))
         at_least_one(topk=topk)
         if slots < 0:
             raise ValueError(f"slots={slots} must not be negative; slots=0 keeps no snapshot")

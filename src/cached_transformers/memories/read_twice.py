@@ -31,7 +31,6 @@ from cached_transformers.registry import MEMORIES
 
 from .memformer import SlotAttention
 from .parts.fifo_store import Rows, empty_rows, push, recalled
-from .parts.options import one_of
 
 
 class SideAttention(SlotAttention):
@@ -181,13 +180,8 @@ class ReadTwice(ModelMemory):
     ) -> None:
         super().__init__()
         at_least_one(slots=slots, every=every, top_k=top_k, clip=clip, block_length=block_length)
-        one_of("summary", summary, ("cls", "ends", "mean"))
-        one_of("after", after, ("none", "tanh", "place"))
-        one_of("attention", attention, ("side", "joint"))
         scope = scope or ("earlier" if causal else "document")
-        one_of("scope", scope, ("document", "others", "earlier"))
         first_read = first_read or ("running" if scope == "earlier" else "plain")
-        one_of("first_read", first_read, ("plain", "running"))
         if first_read == "running" and scope != "earlier":
             raise ValueError(
                 f"first_read='running' meets earlier blocks alone, scope={scope!r} wants others too; take "

@@ -24,10 +24,7 @@ from cached_transformers.interfaces.probing import Probing, whole_episode
 from cached_transformers.registry import MEMORIES
 
 from .parts.fifo_store import Pairs, Rows, best, kept, right_before, side_by_side
-from .parts.options import one_of
 from .transformer_xl import TransformerXL
-
-PLACES = ("stream", "cache")
 
 
 @MEMORIES.register(
@@ -71,7 +68,7 @@ class TOVA(TransformerXL):
         keep: Literal["hidden", "kv"] = "hidden",
     ) -> None:
         super().__init__(width, heads, length, eval_length=eval_length, relative=relative, keep=keep)
-        self.places = one_of("places", places, PLACES)
+        self.places = places
 
     def open(self, state: Rows | Pairs, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
         context = super().open(state, first_B1P, project_kv)

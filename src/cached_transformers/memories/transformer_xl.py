@@ -20,8 +20,8 @@ from cached_transformers.interfaces.probing import Probing, one_segment, whole_e
 from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
-from .parts.fifo_store import KEEP, Pairs, Rows, empty_pairs, empty_rows, push_either, read_store
-from .parts.options import NO_MEMORY, one_of
+from .parts.fifo_store import Pairs, Rows, empty_pairs, empty_rows, push_either, read_store
+from .parts.options import NO_MEMORY
 
 
 @MEMORIES.register(
@@ -75,7 +75,6 @@ class TransformerXL(LayerMemory):
         at_least_one(" slot" + NO_MEMORY, length=length, eval_length=eval_length)
         if clamp is not None and not relative:
             raise ValueError(f"clamp={clamp} limits relative distances; take relative=True, or clamp=None")
-        one_of("keep", keep, KEEP)
         self.width, self.heads, self.relative, self.clamp, self.keep = width, heads, relative, clamp, keep
         if keep == "kv":
             self.needs = self.needs | {"stored_kv"}

@@ -40,7 +40,7 @@ from cached_transformers.registry import MEMORIES
 
 from .parts import fast_weights
 from .parts.fast_weights import FastMemory, FastState, FastWeights, Learned, Soup, Step
-from .parts.options import NO_MEMORY, check_heads, check_positive, one_of
+from .parts.options import NO_MEMORY, check_heads, check_positive
 from .parts.recurrent import Answer, Asked, shown, wide
 
 RATES = {"linear": 1.0, "mlp": 0.1}
@@ -188,10 +188,10 @@ class TTT(FastMemory):
         channels: int | None = None,
     ) -> None:
         super().__init__()
-        at_least_one(NO_MEMORY, heads=heads, mini_batch=mini_batch, channels=channels)
+        at_least_one(NO_MEMORY, heads=heads, mini_batch=mini_batch)
         check_heads(width, heads)
         size = width // heads
-        rate = RATES[one_of("model", model, tuple(RATES))] if rate is None else rate
+        rate = RATES[model] if rate is None else rate
         if not 0 <= rate < math.inf:
             raise ValueError(f"rate={rate} must be at least 0 and finite; 0 learns nothing")
         check_positive(limit=limit)

@@ -58,8 +58,7 @@ class AdaptiveEmbedding(nn.Module):
                 f"cutoffs={list(cutoffs)} must ascend between 0 and vocabulary={vocabulary}, both excluded"
             )
         widest = width if embedding_width is None else embedding_width
-        if widest < 1:
-            raise ValueError(f"embedding_width={embedding_width} must be at least 1 channel, or null for width={width}")
+        at_least_one(f" channel, or null for width={width}", embedding_width=embedding_width)
         at_least_one(" (1: all clusters have one width)", div_value=div_value)
         self.widths = [widest // div_value**i for i in range(len(cutoffs) + 1)]
         if self.widths[-1] < 1:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.annotations import checked
 from cached_transformers.checks import at_least_one
 from cached_transformers.state import State, reorder, reset, seal
 
@@ -51,6 +52,7 @@ class Generation(NamedTuple):
     lengths: Tensor
 
 
+@checked
 @torch.no_grad()
 def generate(
     model: nn.Module,
@@ -82,9 +84,8 @@ def generate(
     """
     refuse_documents(documents, "generate continues each row after its last token, and a row is one text")
     choice = Choice(tokens, **options)
-    if not isinstance(prompt_BN, Tensor) or prompt_BN.dim() != 2 or 0 in prompt_BN.shape:
-        found = tuple(prompt_BN.shape) if isinstance(prompt_BN, Tensor) else type(prompt_BN).__name__
-        raise ValueError(f"prompt_BN={found}: it needs (rows, tokens) of at least one token; call once per length")
+    if prompt_BN.dim() != 2 or 0 in prompt_BN.shape:
+        raise ValueError(f"prompt_BN={tuple(prompt_BN.shape)}: it needs (rows, tokens) with at least one token")
     if segment_length is not None:
         at_least_one(segment_length=segment_length)
     model = as_language_model(model)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.attentions import AttentionSpec
-from cached_transformers.checks import at_least_one, shares
+from cached_transformers.checks import shares
 from cached_transformers.layers.block import Block
 from cached_transformers.layers.incremental_decoding import StackDecoder, is_watched, passed_by, why_in_one_piece
 from cached_transformers.layers.stack import ModelOutput, StackState
@@ -109,7 +109,6 @@ class LanguageModel(StackModel):
             experts=experts,
             kv_heads=kv_heads,
         )
-        at_least_one(vocabulary=vocabulary)
         shares(output_dropout=output_dropout)
         self.vocabulary = vocabulary
         adaptive = cutoffs is not None or embedding_width is not None

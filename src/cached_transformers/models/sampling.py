@@ -5,7 +5,6 @@ Legend: B rows, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypedDict
@@ -13,7 +12,8 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from cached_transformers.checks import at_least_one, comparing_lengths
+from cached_transformers.annotations import checked
+from cached_transformers.checks import comparing_lengths
 
 
 class ChoiceKeywords(TypedDict, total=False):
@@ -29,6 +29,7 @@ class ChoiceKeywords(TypedDict, total=False):
     each: Callable[[Tensor], object] | None
 
 
+@checked
 @dataclass(frozen=True)
 class Choice:
     """Sampling options of a generated text.
@@ -60,10 +61,9 @@ class Choice:
     each: Callable[[Tensor], object] | None = None
 
     def __post_init__(self) -> None:
-        at_least_one(tokens=self.tokens, beams=self.beams, top_k=self.top_k)
         temperature, top_p, beams = self.temperature, self.top_p, self.beams
-        if not 0 <= temperature < math.inf:
-            raise ValueError(f"temperature={temperature} must be finite and not negative; 0 takes the likeliest token")
+        if temperature < 1e-30 and temperature != 0:
+            raise ValueError(f"temperature={temperature} must be at least 1e-30, or 0, which takes the likeliest token")
         if top_p is not None and not 0 < top_p <= 1:
             raise ValueError(f"top_p={top_p} must lie in (0, 1]: it is a probability")
         limits = {name: value for name, value in {"top_k": self.top_k, "top_p": top_p}.items() if value is not None}

@@ -24,7 +24,7 @@ from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import ModelOutput, StackState
 from cached_transformers.memories import MemorySpec
 from cached_transformers.positions import LearnedPositions, Positions, make_positions
-from cached_transformers.registry import MODELS, unknown_name
+from cached_transformers.registry import MODELS
 
 from .documents import check_suits
 from .initial_weights import initialise
@@ -103,13 +103,9 @@ class SequenceClassifier(StackModel):
             reversible=reversible,
             short_convolution=short_convolution,
         )
-        if init not in ("xavier", "lra"):
-            raise ValueError(unknown_name("init", init, ["xavier", "lra"]))
-        if pool not in ("class_token", "last"):
-            raise ValueError(unknown_name("pool", pool, ["class_token", "last"]))
         if pool == "last" and (init == "lra" or head_width is not None):
             raise ValueError(f"pool='last' has its own head; leave out init={init!r} and head_width={head_width}")
-        at_least_one(vocabulary=vocabulary, classes=classes, max_length=max_length)
+        at_least_one(max_length=max_length)
         at_least_one("; null takes feed_forward", head_width=head_width)
         self.vocabulary, self.max_length, self.pool = vocabulary, max_length, pool
         self.embedding = nn.Embedding(vocabulary, width)
@@ -197,7 +193,7 @@ class SequenceClassifier(StackModel):
         targets: None = None,
     ) -> None:
         """Check the arguments of `forward`, and refuse targets of tokens (ValueError)."""
-        check_tokens("a sequence", inputs_BN, self.vocabulary, self.max_length)
+        check_tokens("inputs", inputs_BN, self.vocabulary, self.max_length)
         self.check_state(state, inputs_BN.shape[0])
         if padding is not None:
             check_padding(padding, inputs_BN)

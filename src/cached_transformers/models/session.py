@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.annotations import checked
 from cached_transformers.checks import at_least_one
 from cached_transformers.state import State, Stored, load, save
 from cached_transformers.state.packing import Packing
@@ -38,6 +39,7 @@ class Mark(NamedTuple):
     tokens: int
 
 
+@checked
 class Session:
     """One growing text.
 

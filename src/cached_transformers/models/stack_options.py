@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from cached_transformers.annotations import checked
 from cached_transformers.attentions import AttentionSpec
 from cached_transformers.checks import at_least_one, shares
 from cached_transformers.layers.switch import ExpertsSpec
 from cached_transformers.memories import MemorySpec
+from cached_transformers.memories.parts.options import check_positive
 from cached_transformers.registry import unknown_name
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
@@ -25,6 +27,7 @@ DEEPEST = 4096
 """Most layers; the deepest transformers have 1,000."""
 
 
+@checked
 @dataclass(frozen=True)
 class StackOptions:
     """Options of a stack.
@@ -88,15 +91,13 @@ class StackOptions:
     experts: ExpertsSpec = None
 
     def __post_init__(self) -> None:
-        at_least_one(" layer", depth=self.depth)
-        at_least_one(feed_forward=self.feed_forward)
         at_least_one("; 1 is for none", short_convolution=self.short_convolution)
         at_least_one("; None is width / heads", head_width=self.head_width)
         if self.depth > DEEPEST:
             raise ValueError(f"depth={self.depth} must be at most {DEEPEST} layers")
-        if self.width < 1 or self.heads < 1 or (self.head_width is None and self.width % self.heads):
+        if self.head_width is None and self.width % self.heads:
             raise ValueError(f"width={self.width} must be a positive multiple of heads={self.heads}")
-        at_least_one(width=self.width)
+        check_positive(attention_scale=self.attention_scale)
         shares(dropout=self.dropout, attention_dropout=self.attention_dropout)
         shares(activation_dropout=self.activation_dropout, drop_path=self.drop_path)
         if not 0 <= self.norm_eps < math.inf:

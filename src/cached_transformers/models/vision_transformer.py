@@ -68,7 +68,7 @@ class VisionTransformer(StackModel):
             drop_path=drop_path,
             reversible=reversible,
         )
-        at_least_one(image_size=image_size, patch_size=patch_size, channels=channels, classes=classes)
+        at_least_one(image_size=image_size)
         if image_size % patch_size:
             raise ValueError(f"image_size={image_size} must be a multiple of patch_size={patch_size}")
         side = image_size // patch_size

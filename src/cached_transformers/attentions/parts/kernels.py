@@ -23,13 +23,6 @@ NARROWEST = 16
 """The least head width that FlexAttention's kernels take."""
 
 
-def check_kernel(kernel: str, name: str, *, auto: bool = True) -> None:
-    """Refuse (ValueError) a name other than "plain", that of the kernel, and "auto" where there is this choice."""
-    known = ("plain", name, "auto") if auto else ("plain", name)
-    if kernel not in known:
-        raise ValueError(f"kernel={kernel!r} must be one of {', '.join(known)}")
-
-
 def _takes(kernel: str, lacks: str | None) -> bool:
     """Decide whether to use the kernel; `lacks` names an obstacle.
 

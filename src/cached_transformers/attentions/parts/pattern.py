@@ -8,13 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cached_transformers.annotations import checked
 from cached_transformers.interfaces.attention import Attention, AttentionOutput, Call, sees_nothing
 
 from .building_blocks import attend, merge, out_of_blocks, pick_rows
 from .flex import Lengths, Rule, Shown, flex_attend, lengths_of, shown
-from .kernels import FlexKernel, check_kernel, takes_flex
+from .kernels import FlexKernel, takes_flex
 
 
+@checked
 class PatternAttention(Attention):
     """One softmax for each query over some of the keys. A subclass writes `pattern`, and `rule` where that is a
     function of places, by which texts are read token by token and FlexAttention computes the pattern.
@@ -35,7 +37,6 @@ class PatternAttention(Attention):
 
     def __init__(self, *, dropout: float = 0.0, kernel: FlexKernel = "plain") -> None:
         super().__init__(dropout=dropout)
-        check_kernel(kernel, "flex")
         self.kernel = kernel
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.integrations.build_memories import build_memories, refuse_second
 from cached_transformers.integrations.hosts import Host, Site, Stream
 from cached_transformers.integrations.memory_hooks import MemoryHook
@@ -57,8 +58,7 @@ def add_stream_memory(
             "leave it out"
         )
     least = 1 if stream.causal else 2  # each segment of an encoder begins with the row's first token
-    if segment_length is not None and segment_length < least:
-        raise ValueError(f"segment_length={segment_length} must be at least {least}, or None for one segment a call")
+    at_least_one(", or None for one segment a call", least=least, segment_length=segment_length)
     body = (_decoder if stream.causal else _encoder)(model, [site for site, _ in found])
     refuse_second(model, body, *(site.layer for site, _ in found))
     spanning, layers = build_memories(model, body, found, name, settings)

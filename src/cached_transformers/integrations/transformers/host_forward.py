@@ -153,8 +153,11 @@ class HostForward:
         return outer if outer is not None and outer.forward is self else ModelCall(self, state)
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of the body's forward by name."""
+        """The arguments of the body's forward by name (ValueError: inputs without a row or a token)."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        for name in ("input_ids", "inputs_embeds", "pixel_values"):
+            if 0 in getattr(given.get(name), "shape", ()):
+                raise ValueError(f"{name} of shape {tuple(given[name].shape)} has nothing to read; leave the call out")
         return {name: value for name, value in given.items() if value is not None}
 
     def refuse_inputs(self, new: dict[str, Tensor], given: dict[str, Any]) -> None:

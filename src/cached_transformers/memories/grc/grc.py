@@ -22,9 +22,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.annotations import checked
 from cached_transformers.linear_maps import matrix_of
 from cached_transformers.memories.parts.interpolation import Interpolation, coarser_map, nearest_map
-from cached_transformers.memories.parts.options import one_of
 from cached_transformers.registry import MEMORIES, unknown_name
 
 from .equations import Candidate, GateWeights, gate_update, mean_gate_update
@@ -74,7 +74,7 @@ class CacheGates(nn.Module):
     def __init__(self, width: int, *, candidate: Candidate = "norm", update_bias: float = 0.0) -> None:
         super().__init__()
         self.width = width
-        self.candidate: Candidate = one_of("candidate", candidate, ("norm", "tanh", "affine"))
+        self.candidate: Candidate = candidate
         self.from_tokens = nn.Linear(width, 3 * width)
         self.from_cache = nn.Linear(width, 3 * width, bias=False)
         self.norm = nn.LayerNorm(width) if candidate == "norm" else None
@@ -94,6 +94,7 @@ class CacheGates(nn.Module):
         return GateWeights(tokens, bias, matrix_of(self.from_cache)[0], norm)
 
 
+@checked
 class GatedRecurrentCache(SharedCache):
     """A shared cache updated by gates, in 4 B M C^2 + 2 M C^2 multiply-adds; options as of `CacheGates`, `SharedCache`.
 
@@ -111,7 +112,7 @@ class GatedRecurrentCache(SharedCache):
         attend: Literal["mean", "sample"] = "mean",
         **options: Any,
     ) -> None:
-        super().__init__(width, length, attend=one_of("attend", attend, ("mean", "sample")), **options)
+        super().__init__(width, length, attend=attend, **options)
         gates = CacheGates(width, candidate=candidate, update_bias=update_bias)
         self.candidate = gates.candidate
         self.from_tokens, self.from_cache, self.norm = gates.from_tokens, gates.from_cache, gates.norm
@@ -209,8 +210,6 @@ class GRC(SharedCacheMemory):
             initial_gate=initial_gate,
             positional_convolution=positional_convolution,
         )
-        one_of("source", chosen["source"], ("input", "output"))
-        one_of("mix", chosen["mix"], ("heads", "outputs"))
         slots: dict[str, Any] = {"interpolation": interpolation, "size": size, "prefix": prefix, "sync": sync}
         gates = {"candidate": chosen["candidate"], "update_bias": update_bias}
         reads = {"mix": chosen["mix"], "initial_gate": chosen["initial_gate"], "combine": combine, "window": window}

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cached_transformers.annotations import checked
 from cached_transformers.memories.parts.interpolation import Interpolation, check_size, interpolate
-from cached_transformers.memories.parts.options import one_of
 
 Sync = Literal["broadcast", "mean", "none"]
 Attend = Literal["mean", "sample", "stored"]
@@ -59,6 +59,7 @@ def propose_cache(proposal: Tensor, fresh: Tensor, new: Tensor, current: Tensor,
     fresh.fill_(True)
 
 
+@checked
 class SharedCache(nn.Module):
     """A buffer updated once per training step, which no training loop need know of; float32 in half-precision models.
 
@@ -87,14 +88,11 @@ class SharedCache(nn.Module):
         prefix: int = 0,
     ) -> None:
         super().__init__()
-        one_of("interpolation", interpolation, ("nearest", "linear", "area"))
-        if length < 1:
-            raise ValueError(f"cache length={length} must be at least 1 slot")
         check_size(length, size, prefix)
         self.width, self.length, self.size, self.prefix = width, length, size, prefix
         self.interpolation = interpolation
         self.attend = attend
-        self.sync = one_of("sync", sync, ("broadcast", "mean", "none"))
+        self.sync = sync
         self.held = False
         self.register_buffer("cache_MC", torch.zeros(length, width, dtype=_wide(torch.get_default_dtype())))
         self._set_pending(self.cache_MC)
@@ -260,9 +258,15 @@ def reset_caches(model: nn.Module) -> None:
         cache.reset_cache()
 
 
+@checked
 def resize_caches(model: nn.Module, length: int, size: tuple[int, int] | None = None) -> None:
-    """Interpolate every cache of `model` to `length` slots."""
-    for cache in caches(model):
+    """Interpolate every cache of `model` to `length` slots (ValueError: it has none, or a bad length)."""
+    found = list(caches(model))
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no shared cache; add_memory(model, 'grc') gives it one")
+    for cache in found:
+        check_size(length, size, cache.prefix)
+    for cache in found:
         cache.resize_cache(length, size)
 
 

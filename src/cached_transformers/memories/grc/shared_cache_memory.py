@@ -23,7 +23,6 @@ from cached_transformers.checks import shares
 from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import LayerMemory, Linear, ProjectKV, Query, Reading, Weights
 from cached_transformers.linear_maps import input_dtype, plain_weights
-from cached_transformers.memories.parts.options import one_of
 from cached_transformers.positions import RelativePositionBias2D, grid_positions
 from cached_transformers.state import State
 
@@ -78,7 +77,6 @@ class MemoryBranch(nn.Module):
         window: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
-        one_of("combine", combine, ("pad", "project"))
         if combine == "project" and mix == "outputs":
             raise ValueError("combine='project' needs mix='heads': after the output projections the widths are fixed")
         shares(dropout=dropout)
@@ -236,7 +234,7 @@ class PositionalConvolution(nn.Module):
         """Convolve the map of (height, width) `size` after the class tokens; None for a square."""
         cells = x_BND.shape[1] - self.prefix
         size = size or (int(cells**0.5), int(cells**0.5))
-        if size[0] * size[1] != cells:
+        if size[0] * size[1] != cells or not cells:
             raise ValueError(f"{cells} tokens are no map of {size[0]} x {size[1]}; pass size=(height, width)")
         image = x_BND[:, self.prefix :].transpose(1, 2).unflatten(2, size)
         out = self.convolution(image).flatten(2).transpose(1, 2)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing
-from cached_transformers.memories.parts.interpolation import Interpolation, interpolate
-from cached_transformers.memories.parts.options import CUT, GATES, Gate, one_of
+from cached_transformers.memories.parts.interpolation import Interpolation, check_size, interpolate
+from cached_transformers.memories.parts.options import CUT, Gate
 from cached_transformers.registry import MEMORIES
 
 from .equations import Candidate, gate_update
@@ -98,15 +98,13 @@ class StreamGRC(LayerMemory):
     ) -> None:
         super().__init__()
         c = cache_width(width, heads, ratio)
-        self.update_gate = one_of("update_gate", update_gate, GATES)
+        self.update_gate = update_gate
         if update_gate == "stretched" and not -CUT < update_bias < CUT:
             raise ValueError(
                 f"update_bias={update_bias} saturates the stretched update gate, which then learns nothing; take one "
                 f"between {-CUT:.2f} and {CUT:.2f}, e.g. -2, or update_gate='sigmoid'"
             )
-        one_of("interpolation", interpolation, ("nearest", "linear", "area"))
-        if length < 1:
-            raise ValueError(f"cache length={length} must be at least 1 slot")
+        check_size(length, None, 0)
         self.length, self.interpolation = length, interpolation
         self.gates = CacheGates(c, candidate=candidate, update_bias=update_bias)
         self.branch = MemoryBranch(

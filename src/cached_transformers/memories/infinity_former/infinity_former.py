@@ -35,7 +35,7 @@ from cached_transformers.interfaces.memory import (
 from cached_transformers.interfaces.probing import Probing
 from cached_transformers.linear_maps import matrix_of
 from cached_transformers.memories.parts.fifo_store import Rows, empty_rows, push
-from cached_transformers.memories.parts.options import NO_MEMORY, check_heads, check_positive, one_of
+from cached_transformers.memories.parts.options import NO_MEMORY, check_heads, check_positive
 from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
@@ -146,7 +146,7 @@ class InfinityFormer(LayerMemory):
         if kl_weight < 0:
             raise ValueError(f"kl_weight={kl_weight} must not be negative; 0 takes no auxiliary loss")
         check_heads(width, heads)
-        self.sampling = one_of("sampling", sampling, ("quantiles", "random", "uniform"))
+        self.sampling = sampling
         self.width, self.heads, self.relative, self.normalise = width, heads, relative, normalise
         self.length, self.chunk, self.samples, self.bins = length, chunk, samples, bins
         self.min_variance, self.kl_weight, self.prior_deviation = min_variance, kl_weight, prior_deviation

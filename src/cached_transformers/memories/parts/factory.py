@@ -51,6 +51,8 @@ def _name_and_options(memory: OneMemory) -> tuple[str, dict[str, Any]]:
     name = options.pop("name")
     options = MEMORIES.with_preset(name, options)
     MEMORIES.check(name, options)
+    if "channels" in options:
+        raise ValueError(f"memory {name!r}: channels={options['channels']!r} is set by the model; leave it out")
     return name, options
 
 

@@ -18,9 +18,6 @@ from cached_transformers.state import State
 
 own_word("stored_kv", "keys and values, with as many heads as the queries, to be stored instead of hidden states")
 
-KEEP = ("hidden", "kv")
-"""Values of `keep`, the contents of a state in evaluation; see `Pairs`."""
-
 
 def last_slots(count_B: Tensor, slots: int) -> Tensor:
     """(B, M) bool, the last `count_B` of the slots of each row: those that hold something."""

@@ -122,7 +122,8 @@ def _interpolate_valid(x_BNC: Tensor, length: int, mode: Interpolation, padding_
 
 
 def check_size(length: int, size: Sequence[int] | None, prefix: int) -> None:
-    """Refuse (ValueError) a length other than the size of the map and its class tokens."""
+    """Refuse (ValueError) a length below 1, or other than the size of the map and its class tokens."""
+    at_least_one(" slot", length=length)
     if size is not None and size[0] * size[1] + prefix != length:
         raise ValueError(f"cache length={length} must equal size {size[0]} x {size[1]} + prefix {prefix}")
 

@@ -44,7 +44,6 @@ def check_heads(width: int, heads: int) -> None:
 
 
 Gate = Literal["sigmoid", "stretched"]
-GATES = ("sigmoid", "stretched")
 STRETCH = 0.1
 """By how much a stretched gate reaches beyond 0 and 1 before it is cut."""
 CUT = math.log((1 + STRETCH) / STRETCH)

@@ -34,9 +34,7 @@ from cached_transformers.memories.parts.fast_weights import FastReading, FastWei
 from cached_transformers.memories.parts.recurrent import wide
 
 Activation = Literal["gelu", "silu"]
-ACTIVATIONS = ("gelu", "silu")
 Loss = Literal["l2", "huber", "lp"]
-LOSSES = ("l2", "huber", "lp")
 
 
 class Gates(NamedTuple):

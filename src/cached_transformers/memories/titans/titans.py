@@ -36,23 +36,19 @@ from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Rea
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.memories.parts.fast_weights import FastMemory, FastState, Learned, Soup
 from cached_transformers.memories.parts.options import (
-    GATES,
     NO_MEMORY,
     STRETCH,
     Gate,
-    check_choices,
     check_positive,
     gated,
 )
 from cached_transformers.memories.parts.recurrent import Answer, Asked, shown, wide
 from cached_transformers.registry import MEMORIES
 
-from .neural_memory import ACTIVATIONS, LOSSES, Activation, Gates, Loss, NeuralMemory
+from .neural_memory import Activation, Gates, Loss, NeuralMemory
 
 own_word("in_front", "a result per head, mixed with the layer's input before queries, keys and values are made of it")
 
-PLACES = ("gate", "context", "layer")
-MIXES = ("product", "sum", "alone")
 EPSILON = 1e-5
 """Epsilon of root mean squares."""
 LONG = {"gates": "stretched"}
@@ -143,13 +139,6 @@ class Titans(FastMemory):
         width = width if place == "gate" else channels  # as wide as the tensor that it mixes with or replaces
         mix = ("sum" if place == "layer" else "product") if mix is None else mix
         at_least_one(NO_MEMORY, nets=nets, layers=layers, expansion=expansion, chunk=chunk)
-        check_choices(
-            place=(place, PLACES),
-            mix=(mix, MIXES),
-            activation=(activation, ACTIVATIONS),
-            loss=(loss, LOSSES),
-            gates=(gates, GATES),
-        )
         if not 2 <= power < math.inf:
             raise ValueError(f"power={power} must be at least 2, which is loss='l2', and finite")
         _check(width, nets, place, persistent, momentum, bound=bound, limit=limit, rate=rate, half_life=half_life)

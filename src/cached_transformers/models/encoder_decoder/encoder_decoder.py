@@ -26,7 +26,7 @@ from cached_transformers.positions import BucketedPositions, Positions, make_pos
 from cached_transformers.registry import MODELS, unknown_name
 
 from ..documents import refuse_documents
-from ..inputs import check_padding, check_targets, check_tokens
+from ..inputs import check_padding, check_targets, check_tokens, shape_of
 from ..segments import remembers
 from ..stack_model import StackModel, acts_in_layers, embed_places, make_stack
 from ..stack_options import StackOptions
@@ -128,8 +128,7 @@ class EncoderDecoder(StackModel):
             activation_dropout=activation_dropout,
         )
         stack = replace(stack, feed_forward_bias=stack.bias)
-        at_least_one(vocabulary=vocabulary, target_vocabulary=target_vocabulary)
-        at_least_one(max_length=max_length, decoder_depth=decoder_depth)
+        at_least_one(target_vocabulary=target_vocabulary, max_length=max_length, decoder_depth=decoder_depth)
         shares(output_dropout=output_dropout)
         shared = _sharing(shared_embeddings, vocabulary, target_vocabulary)
         self.vocabulary, self.max_length = vocabulary, max_length
@@ -256,8 +255,9 @@ class EncoderDecoder(StackModel):
     ) -> None:
         what = "a token id of decoder_inputs"
         check_tokens("decoder_inputs", decoder_inputs_BT, self.target_vocabulary, self.max_length, what)
-        if len(inputs_BN) != len(decoder_inputs_BT):
-            raise ValueError(f"{len(inputs_BN)} rows of inputs, but {len(decoder_inputs_BT)} of decoder_inputs")
+        shape, rows = shape_of("inputs", inputs_BN), len(decoder_inputs_BT)
+        if shape[:1] != (rows,):
+            raise ValueError(f"{(*shape, 0)[0]} rows of inputs, but {rows} of decoder_inputs")
         if not 0 <= label_smoothing < 1 or (label_smoothing and targets is None):
             raise ValueError(f"label_smoothing={label_smoothing} must lie in [0, 1), and needs targets")
         if targets is not None:
