@@ -56,7 +56,7 @@ def test_map_keeps_the_types_of_the_tree() -> None:
 
 
 def test_map_over_trees_of_different_structure_fails() -> None:
-    with pytest.raises(ValueError, match=r"shorter|longer"):
+    with pytest.raises(ValueError, match="state=tuple of 1"):
         states.map_state(torch.add, tree(), tree()._replace(layers=(tree().layers[0],)))
 
 

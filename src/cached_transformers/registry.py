@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import json
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 STATED_BY_CLASS = ("needs", "can")
 """Facts that are attributes of the part's class."""
+UNTOLD = ("dropout", "index", "facts")
+"""Options that leave the meaning of a state as it is."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,16 @@ class Registration(Generic[T]):
     def open_ended(self) -> bool:
         """True if the factory accepts unknown keywords (`**kwargs`)."""
         return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(self.factory).parameters.values())
+
+    def recipe(self, chosen: Mapping[str, Any]) -> str:
+        """Return the name and the options that are not at their defaults, which give a state its meaning."""
+        differ = {k: v for k, v in chosen.items() if k not in UNTOLD and v != self.options[k].default}
+
+        def plain(value: Any) -> str:
+            return getattr(value, "__qualname__", type(value).__name__)
+
+        told = [f"{k}={json.dumps(v, sort_keys=True, default=plain)}" for k, v in sorted(differ.items())]
+        return f"{self.name}({', '.join(told)})"
 
     def facts(self) -> dict[str, Any]:
         """Return the facts of `cached list` and `cached explain`, in JSON types.

@@ -51,6 +51,7 @@ def create_attention(attention: AttentionSpec, **facts: Any) -> Attention:
             f"give it as {{'name': {name!r}, {missing[0]!r}: ...}}"
         )
     core: Attention = entry.factory(**given, **spec)
+    core.recipe = entry.recipe({**given, **spec})
     return core
 
 

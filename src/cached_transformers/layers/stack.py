@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.capabilities import CORE_WORDS, refuse_misfit
 from cached_transformers.interfaces.memory import Entry, LayerMemory, ModelMemory, Tokens, Trace
+from cached_transformers.memories.parts.composite import recipe_of
 from cached_transformers.memories.parts.late_gradients import late_gradients
-from cached_transformers.state import State, seal, used_again
+from cached_transformers.state import State, kind_of, seal, used_again
 
 from .block import Block
 from .bottleneck import BottleneckBlock
@@ -30,11 +31,13 @@ from .reversible import reversible
 
 
 class StackState(NamedTuple):
-    """State of a model: tokens read by each row, state of the model memory, state of each layer memory."""
+    """State of a model: tokens read by each row, state of the model memory, state of each layer memory, and a tensor
+    without elements that tells their options (`state.kind_of`)."""
 
     clock_B: Tensor
     model: State
     layers: State
+    kind_B0F: State = ()
 
 
 class ModelOutput(NamedTuple):
@@ -136,6 +139,9 @@ class Stack(nn.Module):
         self.activation_checkpointing = False
         self.reversible = reversible
         _check_blocks(self.model_memory, list(self.blocks))
+        cores = [block.attention.core for block in self.blocks if block.attention.core.carry]  # type: ignore[union-attr]
+        self.recipe = recipe_of([self.model_memory, *self.layer_memories(), *cores])
+        self.kind = kind_of(self.recipe)
         if reversible:
             _check_reversible(self.model_memory, list(self.blocks))
 
@@ -153,7 +159,8 @@ class Stack(nn.Module):
         # A wrapper around a block may expose only its attention.
         makers = (getattr(block, "init_state", None) or block.attention.init_state for block in self.blocks)  # type: ignore[union-attr]
         layers = tuple(make(batch_size, like) for make in makers)  # type: ignore[operator]
-        return seal(StackState(clock, self.model_memory.init_state(batch_size, like), layers))
+        kind_B0F = clock.new_empty(batch_size, 0, self.kind)
+        return seal(StackState(clock, self.model_memory.init_state(batch_size, like), layers, kind_B0F))
 
     def like(self) -> Tensor:
         """A tensor with the device and dtype of the weights: the first one, or its local shard."""
@@ -215,10 +222,10 @@ class Stack(nn.Module):
         tokens = self.placed(state, x_BND, positions_BNP=positions_BNP, padding_BN=padding_BN, inputs=inputs)
         runner = StackBlockRunner(self, state.layers, size)
         steps, model_state, loss = self.model_memory.run(state.model, tokens, runner)
-        after = seal(StackState(self.clock_after(state, tokens), model_state, tuple(runner.states)))
+        after = state._replace(clock_B=self.clock_after(state, tokens), model=model_state, layers=tuple(runner.states))
         outputs = [self.norm(x) for x in steps]
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-        return ModelOutput(out, after, runner.auxiliary_loss(loss, x_BND.new_zeros(())))
+        return ModelOutput(out, seal(after), runner.auxiliary_loss(loss, x_BND.new_zeros(())))
 
     def run(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a block, or several at once, with activation checkpointing if it is enabled."""

@@ -19,8 +19,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor, nn
 
 from cached_transformers.interfaces.memory import ModelMemory
-from cached_transformers.layers.stack import StackState
-from cached_transformers.state import State, detach, last_use, named_tensors
+from cached_transformers.state import KIND, State, detach, last_use, named_tensors
 from cached_transformers.state import reset as reset_rows
 
 
@@ -153,5 +152,5 @@ def model_memory(model: nn.Module, passes: int) -> ModelMemory:
 
 def remembers(state: State) -> bool:
     """Return whether a state holds more than clocks."""
-    held = (state.model, state.layers) if isinstance(state, StackState) else state
-    return any(True for _ in named_tensors(held))
+    held = [name for name, _ in named_tensors(state) if name not in ("clock_B", KIND)]
+    return bool(held)

@@ -8,11 +8,13 @@ from .donation import last_use, may_change, seal, used_again
 from .files import Stored, load, save
 from .fingerprint import fingerprint
 from .tree import (
+    KIND,
     State,
     check,
     detach,
     from_tensors,
     join,
+    kind_of,
     map_state,
     named_tensors,
     nbytes,
@@ -26,6 +28,7 @@ from .tree import (
 )
 
 __all__ = [
+    "KIND",
     "State",
     "Stored",
     "check",
@@ -33,6 +36,7 @@ __all__ = [
     "fingerprint",
     "from_tensors",
     "join",
+    "kind_of",
     "last_use",
     "load",
     "map_state",

@@ -90,4 +90,6 @@ def _create(
             f"memory {name!r} needs {', '.join(missing)}, which this model does not know; "
             f"give it as {{'name': {name!r}, {missing[0]!r}: ...}}"
         )
-    return entry.factory(width, heads, **taken, **options)  # type: ignore[no-any-return]
+    made: LayerMemory | ModelMemory = entry.factory(width, heads, **taken, **options)
+    made.recipe = entry.recipe({"width": width, "heads": heads, **taken, **options})
+    return made
