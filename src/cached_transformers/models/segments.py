@@ -136,7 +136,9 @@ def as_language_model(model: Any) -> Any:
 
 
 def begun(model: nn.Module, state: State | None, reset_B: Tensor | None, rows: int) -> State:
-    """The first state of rows: the given state, or a fresh one for none and for rows that are reset."""
+    """The first state of rows: the given state, checked where the model can, or a fresh one for none and for resets."""
+    if state is not None and hasattr(model, "check_state"):
+        model.check_state(state, rows)  # type: ignore[operator]
     if state is not None and reset_B is None:
         return state
     fresh = model.init_state(rows)  # type: ignore[operator]

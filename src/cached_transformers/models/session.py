@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one
-from cached_transformers.state import State, Stored, load, save
+from cached_transformers.state import State, Stored, check, check_weights, fingerprint, load, save
 from cached_transformers.state.packing import Packing
 
 from .generation import GeneratedText, Generation, continue_text, evaluating
@@ -31,11 +31,13 @@ class Mark(NamedTuple):
 
     Attributes:
         state: after the last full segment. open_1N: tokens of the partial segment. tokens: number of tokens in all.
+        made_by: fingerprint of the weights, if it was asked for.
     """
 
     state: State
     open_1N: Tensor
     tokens: int
+    made_by: str | None = None
 
 
 class Session:
@@ -125,12 +127,22 @@ class Session:
         self.read(found.tokens)
         return found
 
-    def mark(self) -> Mark:
-        """The current position. A mark copies nothing: states are never changed in place."""
-        return self._now
+    def mark(self, *, weights: bool = False) -> Mark:
+        """The current position. A mark copies nothing: states are never changed in place.
+
+        Args:
+            weights: take their fingerprint, too, so that `rewind` refuses the mark after they changed.
+        """
+        return self._now._replace(made_by=fingerprint(self.model) if weights else None)
 
     def rewind(self, mark: Mark) -> None:
-        """Return to a position of this text."""
+        """Return to a position of this text (ValueError: one of another memory, or of other weights)."""
+        if not isinstance(mark, Mark):
+            raise ValueError(f"mark={type(mark).__name__}: give a mark of this session")
+        with evaluating(self._reader):
+            check(mark.state, self._reader.init_state(1), 1)
+        if mark.made_by is not None:
+            check_weights(mark.made_by, self.model, "the mark")
         self._now = mark
 
     def fork(self) -> Session:
@@ -174,7 +186,7 @@ class Session:
 
     def _kept(self) -> State:
         """Contents of the file: tensors whose shapes do not depend on the position."""
-        state, open_1N, tokens = self._now
+        state, open_1N, tokens = self._now[:3]
         if self.segment_length is None:
             raise ValueError("segment_length=None: a model without memory has no state to save; save the tokens")
         open_1S = torch.zeros(1, self.segment_length, dtype=torch.long, device=open_1N.device)

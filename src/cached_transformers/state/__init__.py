@@ -6,7 +6,7 @@ with fewer bytes; `fingerprint.py` identifies the weights that made a state.
 
 from .donation import last_use, may_change, seal, used_again
 from .files import Stored, load, save
-from .fingerprint import fingerprint
+from .fingerprint import check_weights, fingerprint
 from .tree import (
     KIND,
     State,
@@ -32,6 +32,7 @@ __all__ = [
     "State",
     "Stored",
     "check",
+    "check_weights",
     "detach",
     "fingerprint",
     "from_tensors",

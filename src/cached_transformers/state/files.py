@@ -15,7 +15,7 @@ from torch import nn
 
 from cached_transformers.files import write_whole
 
-from .fingerprint import fingerprint
+from .fingerprint import check_weights, fingerprint
 from .packing import Packing, pack, unpack
 from .tree import State, from_tensors, named_tensors
 
@@ -49,7 +49,10 @@ def save(
         ValueError: a dtype that there is not, or numbers that do not fit into it.
         NotWritten: e.g. the disk is full; a file that was there before is untouched.
     """
-    tensors = {name: t.detach().contiguous().cpu().clone() for name, t in named_tensors(state)}
+    named = dict(named_tensors(state))
+    if absent := [name for name, t in named.items() if t.is_meta]:
+        raise ValueError(f"state: {absent[0]} is on the meta device, without values; save a state that a model made")
+    tensors = {name: t.detach().contiguous().cpu().clone() for name, t in named.items()}
     notes: dict[str, Any] = {}
     error = 0.0
     if dtype is not None:
@@ -93,11 +96,7 @@ def _check_model(path: str, found: str | None, model: nn.Module) -> None:
             f"{path} does not tell the weights that made it: it was saved without model=...; load it without, if you "
             "know that it is this model's"
         )
-    if found != fingerprint(model):
-        raise ValueError(
-            f"{path} was made with other weights than those of this {type(model).__name__}, to which it means nothing; "
-            "load those, or read the text again"
-        )
+    check_weights(found, model, path)
 
 
 def _notes(content: bytes) -> dict[str, Any]:

@@ -13,6 +13,15 @@ ROUND = ("_orig_mod.", "module.")
 """Prefixes of torch.compile and DDP before the names of wrapped modules."""
 
 
+def check_weights(made_by: str, model: nn.Module, source: str = "the state") -> None:
+    """Refuse (ValueError) a state that was made with other weights, by the `fingerprint` of those that made it."""
+    if made_by != fingerprint(model):
+        raise ValueError(
+            f"{source} was made with other weights than those of this {type(model).__name__}, to which it means "
+            "nothing; load those, or read the text again"
+        )
+
+
 @torch.no_grad()
 def fingerprint(model: nn.Module) -> str:
     """SHA-256 (hex) of the names, dtypes, shapes and values of a model's state dict, wherever they lie.

@@ -230,7 +230,9 @@ def from_tensors(stored: Mapping[str, Tensor], like: State, source: str) -> Stat
         found = stored[name]
         if (found.shape, found.dtype) != (t.shape, t.dtype):
             raise ValueError(
-                f"{source}: {name} is {tuple(found.shape)} {found.dtype}, this model expects {tuple(t.shape)} "
+                f"{source}: {other_kind(name)}"
+                if name.endswith(KIND)
+                else f"{source}: {name} is {tuple(found.shape)} {found.dtype}, this model expects {tuple(t.shape)} "
                 f"{t.dtype}; build the state with the same number of rows and the same memory settings"
             )
     names = iter(expected)
