@@ -11,7 +11,7 @@ Legend: B rows, F fingerprint of a memory's name, options and sizes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -21,6 +21,8 @@ State: TypeAlias = Any
 """A Tensor or a (named) tuple of states, which Python's types cannot say without losing those of the named tuples."""
 KIND = "kind_B0F"
 """Name of the tensor without elements whose size tells the memory that made a state: it costs no byte and no wait."""
+
+ONE_MODEL = "give states of one model in one mode"
 
 
 def kind_of(memory: str) -> int:
@@ -58,6 +60,11 @@ def named_tensors(state: State, prefix: str = "") -> Iterator[tuple[str, Tensor]
         yield from named_tensors(part, f"{prefix}.{name}" if prefix else str(name))
 
 
+def named(state: State) -> dict[str, Tensor]:
+    """The tensors by path."""
+    return dict(named_tensors(state))
+
+
 def detach(state: State) -> State:
     """Cut the graph: no gradient flows through the result into earlier segments."""
     return map_state(torch.Tensor.detach, state)
@@ -67,10 +74,11 @@ def reset(state: State, fresh: State, rows_B: Tensor) -> State:
     """Give the rows marked in `rows_B` (bool) the values of `fresh`; the others keep theirs, bit for bit.
 
     Raises:
-        ValueError: another dtype or number of rows; a state of another structure.
+        ValueError: marks of another dtype or number; a state of another structure or number of rows.
     """
-    _refuse_other(state, fresh, "fresh")
-    _check_rows("rows_B", rows_B, (torch.bool,), state)
+    if not torch.compiler.is_compiling():
+        _compare(named(fresh), named(state), "fresh", ONE_MODEL)
+        _check_rows("rows_B", rows_B, torch.bool, state)
 
     def choose(old: Tensor, new: Tensor) -> Tensor:
         return torch.where(rows_B.view(-1, *[1] * (old.dim() - 1)), new.to(old.dtype), old)
@@ -79,12 +87,9 @@ def reset(state: State, fresh: State, rows_B: Tensor) -> State:
 
 
 def reorder(state: State, index_B: Tensor) -> State:
-    """Rows in the order of `index_B` (long); rows may repeat or vanish, as in beam search.
-
-    Raises:
-        ValueError: another dtype, or a row that there is not.
-    """
-    _check_rows("index_B", index_B, (torch.long, torch.int), state)
+    """Rows in the order of `index_B` (long); rows may repeat or vanish, as in beam search (ValueError: no such row)."""
+    if not torch.compiler.is_compiling():
+        _check_rows("index_B", index_B, torch.long, state)
     return map_state(lambda t: t.index_select(0, index_B), state)
 
 
@@ -93,7 +98,7 @@ def join(states: Sequence[State]) -> State:
     if not isinstance(states, list | tuple) or not states:
         raise ValueError(f"states={type(states).__name__}: must be a list of at least one state")
     for place, other in enumerate(states[1:], 1):
-        _refuse_other(states[0], other, f"states[{place}]")
+        _compare(named(other), named(states[0]), f"states[{place}]", ONE_MODEL, first=1)
     return map_state(lambda *ts: torch.cat(ts), *states)
 
 
@@ -109,17 +114,14 @@ def to(state: State, device: torch.device | str) -> State:
     return map_state(lambda t: t.to(device), state)
 
 
-def refuse_narrow(state: State, what: str, name: str = "state") -> None:
+def refuse_narrow(state: State, what: str) -> None:
     """Raise a ValueError if a part of a state of sums is narrower than float32: it would lose `what`."""
-    if isinstance(state, Tensor):
-        if state.is_floating_point() and torch.finfo(state.dtype).bits < 32:
+    for name, t in named_tensors(state):
+        if t.is_floating_point() and torch.finfo(t.dtype).bits < 32:
             raise ValueError(
-                f"a state of {state.dtype} loses {what}: {name} of it; keep it in float32, as init_state makes it for "
+                f"a state of {t.dtype} loses {what}: {name} of it; keep it in float32, as init_state makes it for "
                 "every model"
             )
-        return
-    for part, child in zip(getattr(state, "_fields", range(len(state))), state, strict=True):
-        refuse_narrow(child, what, str(part))
 
 
 def nbytes(state: State) -> int:
@@ -132,33 +134,55 @@ def signature(state: State) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
     return [(name, tuple(t.shape), t.dtype) for name, t in named_tensors(state)]
 
 
-def _refuse_other(state: State, other: State, name: str) -> None:
-    """Refuse (ValueError) a state of other tensors or sizes; in compiled code torch does."""
-    if torch.compiler.is_compiling():
-        return
-    found, expected = ({name: tuple(t.shape[1:]) for name, t in named_tensors(s)} for s in (other, state))
-    if found != expected:
-        difference = _some(dict(found.items() ^ expected.items()))
-        raise ValueError(f"{name} is a state of another structure ({difference}); give states of one model in one mode")
-
-
-def _some(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names)[:4])
-
-
-def _check_rows(name: str, given_B: Tensor, dtypes: tuple[torch.dtype, ...], state: State) -> None:
-    """Refuse (ValueError) marks that are not one per row, or indices (on the CPU) of rows that there are not."""
-    if torch.compiler.is_compiling():
-        return
-    rows = next((len(t) for _, t in named_tensors(state) if t.dim()), None)
-    if not isinstance(given_B, Tensor) or given_B.dim() != 1 or given_B.dtype not in dtypes:
+def _check_rows(name: str, given_B: Tensor, dtype: torch.dtype, state: State) -> None:
+    """Refuse (ValueError) marks that are not one per row, or indices (read on the CPU) of rows that there are not."""
+    rows = next((len(t) for _, t in named_tensors(state)), None)
+    if not isinstance(given_B, Tensor) or given_B.dim() != 1 or given_B.dtype != dtype:
         found = f"{tuple(given_B.shape)} {given_B.dtype}" if isinstance(given_B, Tensor) else type(given_B).__name__
-        raise ValueError(f"{name}={found}: must be a tensor of one dimension and dtype {dtypes[0]}")
-    if given_B.dtype == torch.bool and rows not in (None, len(given_B)):
-        raise ValueError(f"{name} has {len(given_B)} rows, the state {rows}; give one mark per row")
-    indices = given_B.is_cpu and len(given_B) and given_B.dtype != torch.bool and rows is not None
-    if indices and not 0 <= int(given_B.min()) <= int(given_B.max()) < rows:  # type: ignore[operator]
-        raise ValueError(f"{name}={given_B.tolist()[:8]}: must lie in 0..{rows - 1}, the rows of the state")  # type: ignore[operator]
+        raise ValueError(f"{name}={found}: must be a tensor of one dimension and dtype {dtype}")
+    if rows is None or (dtype != torch.bool and not (given_B.is_cpu and len(given_B))):
+        return
+    if len(given_B) != rows if dtype == torch.bool else not 0 <= int(given_B.min()) <= int(given_B.max()) < rows:
+        raise ValueError(f"{name}={given_B.tolist()[:8]}: does not suit the {rows} rows of the state")
+
+
+def _compare(
+    have: Mapping[str, Tensor],
+    want: Mapping[str, Tensor],
+    what: str,
+    way_out: str,
+    *,
+    first: int = 0,
+    rows: int | None = None,
+    typed: bool = False,
+    placed: torch.device | None = None,
+) -> None:
+    """Refuse (ValueError) a state of other tensors, or of other sizes from dimension `first` on.
+
+    Args:
+        rows: number of rows. typed: refuse other dtypes, too. placed: the device; None for any.
+    """
+    if have.keys() != want.keys():
+        some = ", ".join(sorted(have.keys() ^ want.keys())[:4])
+        raise ValueError(f"{what}: these tensors are in one only: {some}; {way_out}")
+    for name, w in want.items():
+        t = have[name]
+        if rows is not None and t.shape[:1] != (rows,):
+            there = t.shape[0] if t.dim() else 0
+            raise ValueError(f"the state has {there} rows ({name}), the segment {rows}; give the state of these rows")
+        if (
+            t.dim() != w.dim()
+            or t.shape[first:] != w.shape[first:]
+            or (typed and t.dtype != w.dtype)
+            or (placed is not None and t.device != placed)
+        ):
+            if name.endswith(KIND):
+                raise ValueError(f"{what}: {name} tells another memory, options or sizes; {way_out}")
+            sizes = tuple(w.shape if rows is None else (rows, *w.shape[1:]))
+            raise ValueError(
+                f"{what}: {name} is {tuple(t.shape)} {t.dtype} on {t.device.type}, this model expects {sizes} "
+                f"{w.dtype}; {way_out}"
+            )
 
 
 def check(state: State, fresh: State, rows: int, *, memory: str = "", device: torch.device | None = None) -> None:
@@ -168,44 +192,17 @@ def check(state: State, fresh: State, rows: int, *, memory: str = "", device: to
     Other weights of the same model are not found; see `check_weights`.
 
     Args:
-        memory: description of the model's memory, for the message. device: of the state; None for that of `fresh`.
+        memory: description of the model's memory, for the message. device: of all its tensors; None for any.
 
     Raises:
         ValueError: the message names the first difference.
     """
-    found, expected = dict(named_tensors(state)), dict(named_tensors(fresh))
-    if found.keys() != expected.keys():
-        raise ValueError(
-            f"the state is that of another model, or of this one's other mode (training or evaluation, which may keep "
-            f"other things; begin with init_state in this mode, or see as_kept): these tensors are in one only: "
-            f"{_some(found.keys() ^ expected.keys())}"
-        )
-    for name, t in found.items():
-        want = expected[name]
-        place = want.device if device is None else device
-        if t.shape[:1] != (rows,):
-            raise ValueError(
-                f"the state has {t.shape[0] if t.dim() else 0} rows ({name}), the segment {rows}; rows keep their "
-                "place in a stream"
-            )
-        if t.dim() != want.dim() or t.shape[2:] != want.shape[2:]:
-            sizes = f"{tuple(t.shape)}, this model's is {(rows, *want.shape[1:])}"
-            raise ValueError(f"the state is that of another model: {other_kind(name, memory) or f'{name} is {sizes}'}")
-        if t.dtype != want.dtype or (t.device != place and place.type != "meta"):
-            raise ValueError(
-                f"the state's {name} is {t.dtype} on {t.device}, this model's {want.dtype} on {place}; make the state "
-                "after the model has its dtype and device, or convert it with state.map_state or state.to"
-            )
-
-
-def other_kind(name: str, memory: str = "") -> str:
-    """Return the message for a tensor that tells another memory; empty for other tensors."""
-    if not name.endswith(KIND):
-        return ""
-    return (
-        f"{name} tells another memory, or other options or sizes, than this model's {memory}; build the model with the "
-        "options that made the state, or begin with init_state"
+    way_out = (
+        f"begin with init_state in this mode (training or evaluation), take the options that made the state (here "
+        f"{memory or 'others'}), or convert it with state.map_state or as_kept"
     )
+    what = "the state is that of another model"
+    _compare(named(state), named(fresh), what, way_out, first=2, rows=rows, typed=True, placed=device)
 
 
 def summary(state: State) -> str:
@@ -220,20 +217,10 @@ def from_tensors(stored: Mapping[str, Tensor], like: State, source: str) -> Stat
     Raises:
         ValueError: they are of another structure; the message names `source` and the first difference.
     """
-    expected = dict(named_tensors(like))
+    expected = named(like)
     # Files of earlier versions do not tell the memory's options.
     stored = {**{name: t for name, t in expected.items() if name.endswith(KIND)}, **stored}
-    if stored.keys() != expected.keys():
-        difference = ", ".join(sorted(stored.keys() ^ expected.keys()))
-        raise ValueError(f"{source} holds the state of another model: these tensors are in one only: {difference}")
-    for name, t in expected.items():
-        found = stored[name]
-        if (found.shape, found.dtype) != (t.shape, t.dtype):
-            raise ValueError(
-                f"{source}: {other_kind(name)}"
-                if name.endswith(KIND)
-                else f"{source}: {name} is {tuple(found.shape)} {found.dtype}, this model expects {tuple(t.shape)} "
-                f"{t.dtype}; build the state with the same number of rows and the same memory settings"
-            )
+    way_out = "build the state with the same number of rows and the same memory settings"
+    _compare(stored, expected, f"{source} holds the state of another model", way_out, typed=True)
     names = iter(expected)
     return map_state(lambda t: stored[next(names)].to(t.device), like)
