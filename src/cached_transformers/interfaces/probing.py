@@ -16,8 +16,9 @@ Options = Callable[[int, int, int], Mapping[str, Any]]
 of the model."""
 
 
-def _defaults(segment: int, distance: int, depth: int) -> Mapping[str, Any]:
-    return {}
+def fixed(**options: Any) -> Options:
+    """The same options for every task."""
+    return lambda segment, distance, depth: options
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Probing:
         why: the reason for a missing bound, or another remark.
     """
 
-    within: Options = _defaults
+    within: Options = fixed()
     beyond: Options | None = None
     farther: Options | None = None
     passes: int = 1
@@ -44,11 +45,6 @@ class Probing:
     def far(self) -> Options:
         """The options of a probe by distance."""
         return self.farther or self.within
-
-
-def fixed(**options: Any) -> Options:
-    """The same options for every task."""
-    return lambda segment, distance, depth: options
 
 
 def whole_episode(segment: int, distance: int, depth: int) -> Mapping[str, Any]:

@@ -134,10 +134,6 @@ def _whole_store(segment: int, distance: int, depth: int) -> dict[str, int]:
     return {"length": length, "k": length, "layer": 1, **SHARP}
 
 
-def _short_store(segment: int, distance: int, depth: int) -> dict[str, int]:
-    return {**one_segment(segment, distance, depth), "k": segment, "layer": 1}
-
-
 @MEMORIES.register(
     "memorizing",
     paper="arXiv:2203.08913",
@@ -150,7 +146,7 @@ def _short_store(segment: int, distance: int, depth: int) -> dict[str, int]:
     reach="M tokens",
     gradient="none into the store; queries, scale and gate learn from it",
     without={"lse": "joint=False"},
-    probe=Probing(_whole_store, _short_store),
+    probe=Probing(_whole_store, lambda *task: {**one_segment(*task), "k": task[0], "layer": 1}),
     presets={"long": SHARP},
 )
 class Memorizing(LayerMemory):

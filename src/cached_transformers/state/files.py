@@ -80,39 +80,30 @@ def load(path: str | os.PathLike[str], like: State, *, model: nn.Module | None =
     content = Path(path).read_bytes()
     way = "begin the stream anew (remove the file, or name another), or take an older file"
     try:
-        _check_whole(content)
         notes = _notes(content)
         stored = unpack(safetensors.torch.load(content), notes.get("dtypes", {}))
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         raise ValueError(f"{path} is no whole state file: {error}; {way}") from error
     if model is not None:
-        _check_model(str(path), notes.get("fingerprint"), model)
+        if "fingerprint" not in notes:
+            raise ValueError(
+                f"{path} does not tell the weights that made it: it was saved without model=...; load it without, if "
+                "you know that it is this model's"
+            )
+        check_weights(notes["fingerprint"], model, str(path))
     return from_tensors(stored, like, str(path))
 
 
-def _check_model(path: str, found: str | None, model: nn.Module) -> None:
-    if found is None:
-        raise ValueError(
-            f"{path} does not tell the weights that made it: it was saved without model=...; load it without, if you "
-            "know that it is this model's"
-        )
-    check_weights(found, model, path)
-
-
 def _notes(content: bytes) -> dict[str, Any]:
-    """Metadata except format and checksum."""
-    tree = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    parts = (tree.get("__metadata__") or {}).get(KEY, "").split(" ", 2)
-    notes: dict[str, Any] = json.loads(parts[2]) if len(parts) == 3 else {}
-    return notes
+    """Metadata except format and checksum, of a state file without a changed bit; format 1 has none, and no checksum.
 
-
-def _check_whole(content: bytes) -> None:
-    """Refuse the content of a state file with a changed bit (ValueError); those of format 1 have no checksum."""
+    Raises:
+        ValueError: a changed bit, or a newer format.
+    """
     header = content[8 : 8 + int.from_bytes(content[:8], "little")]
     tree = json.loads(header)
     if not isinstance(tree, dict) or "__metadata__" not in tree:
-        return
+        return {}
     found = _MARK.search(header)
     if found is None:
         raise ValueError("it was written by something else, or is damaged")
@@ -124,3 +115,5 @@ def _check_whole(content: bytes) -> None:
     digest = hashlib.sha256(content[:begin] + b"0" * (end - begin) + content[end:]).hexdigest()
     if digest != found[2].decode():
         raise ValueError("its content does not match its checksum, so it is damaged")
+    parts = tree["__metadata__"][KEY].split(" ", 2)
+    return json.loads(parts[2]) if len(parts) == 3 else {}  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ dimension), 8 bits an element and one scale, `max |x| / 127` in float32.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -17,31 +17,17 @@ SCALE = "#scale"
 """After the name of a tensor: the scales of its vectors."""
 
 
-class Packed(NamedTuple):
-    """Contents of a file: tensors by name, their original dtypes, and their packing errors.
-
-    Attributes:
-        error: the largest relative error of a tensor, || x - x' || / || x ||.
-    """
-
-    tensors: dict[str, Tensor]
-    dtypes: dict[str, str]
-    error: float
-
-
-def pack(tensors: Mapping[str, Tensor], packing: Packing) -> Packed:
-    """Tensors in fewer bytes.
+def pack(tensors: Mapping[str, Tensor], packing: Packing) -> tuple[dict[str, Tensor], dict[str, str], float]:
+    """Tensors in fewer bytes, their original dtypes, and the largest relative error of a tensor, || x - x' || / || x ||.
 
     Raises:
         ValueError: another way to pack; numbers that are not finite, or too large for it.
     """
     if packing not in get_args(Packing):
         raise ValueError(f"dtype={packing!r} is no way to keep a state; take {', '.join(get_args(Packing))}, or None")
-    found = Packed({}, {}, 0.0)
-    error = 0.0
+    packed, dtypes, error = dict(tensors), {}, 0.0
     for name, t in tensors.items():
         if not t.is_floating_point() or t.numel() == 0:
-            found.tensors[name] = t
             continue
         if not bool(t.isfinite().all()):
             raise ValueError(
@@ -53,11 +39,11 @@ def pack(tensors: Mapping[str, Tensor], packing: Packing) -> Packed:
             raise ValueError(
                 f"{name} holds {t.abs().max().item():.3g}, too large for dtype={packing!r}; take 'bfloat16', or None"
             )
-        found.tensors.update({name + ending: part for ending, part in parts.items()})
-        found.dtypes[name] = str(t.dtype).removeprefix("torch.")
+        packed.update({name + ending: part for ending, part in parts.items()})
+        dtypes[name] = str(t.dtype).removeprefix("torch.")
         size = t.double().norm().item()
         error = max(error, (t.double() - again.double()).norm().item() / size if size else 0.0)
-    return found._replace(error=error)
+    return packed, dtypes, error
 
 
 def unpack(tensors: Mapping[str, Tensor], dtypes: Mapping[str, str]) -> dict[str, Tensor]:
