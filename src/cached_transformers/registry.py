@@ -63,15 +63,16 @@ class Registration(Generic[T]):
         """True if the factory accepts unknown keywords (`**kwargs`)."""
         return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(self.factory).parameters.values())
 
-    def recipe(self, chosen: Mapping[str, Any]) -> str:
-        """Return the name and the options that are not at their defaults, which give a state its meaning."""
-        differ = {k: v for k, v in chosen.items() if k not in UNTOLD and v != self.options[k].default}
-
-        def plain(value: Any) -> str:
-            return getattr(value, "__qualname__", type(value).__name__)
-
-        told = [f"{k}={json.dumps(v, sort_keys=True, default=plain)}" for k, v in sorted(differ.items())]
-        return f"{self.name}({', '.join(told)})"
+    def build(self, *sizes: int, **chosen: Any) -> T:
+        """Build a part with its `recipe`: name and options not at their defaults, which give its states a meaning."""
+        made: Any = self.factory(*sizes, **chosen)
+        given = {**dict(zip(self.options, sizes, strict=False)), **chosen}
+        differ = {
+            k: v for k, v in given.items() if k not in UNTOLD and v != getattr(self.options.get(k), "default", None)
+        }
+        told = json.dumps(differ, sort_keys=True, default=lambda v: getattr(v, "__qualname__", type(v).__name__))
+        made.recipe = f"{self.name} {told}"
+        return made
 
     def facts(self) -> dict[str, Any]:
         """Return the facts of `cached list` and `cached explain`, in JSON types.

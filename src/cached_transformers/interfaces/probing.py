@@ -34,7 +34,7 @@ class Probing:
         why: the reason for a missing bound, or another remark.
     """
 
-    within: Options = fixed()
+    within: Options = lambda *_: {}
     beyond: Options | None = None
     farther: Options | None = None
     passes: int = 1

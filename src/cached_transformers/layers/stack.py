@@ -31,8 +31,7 @@ from .reversible import reversible
 
 
 class StackState(NamedTuple):
-    """State of a model: tokens read by each row, state of the model memory, state of each layer memory, and a tensor
-    without elements that tells their options (`state.kind_of`)."""
+    """State of a model: tokens read by each row, states of the model and layer memories, and their `state.kind_of`."""
 
     clock_B: Tensor
     model: State
@@ -179,8 +178,7 @@ class Stack(nn.Module):
     @staticmethod
     def clock_after(state: StackState, tokens: Tokens) -> Tensor:
         """(B,): each row's clock after the tokens."""
-        padding_BN = tokens.padding_BN
-        return state.clock_B + (tokens.x_BND.shape[1] if padding_BN is None else (~padding_BN).sum(1))
+        return state.clock_B + (tokens.x_BND.shape[1] if tokens.padding_BN is None else (~tokens.padding_BN).sum(1))
 
     def placed(
         self,
@@ -251,8 +249,7 @@ def _check_blocks(memory: ModelMemory, blocks: list[Any]) -> None:
     for index, block in enumerate(blocks):
         core = block.attention.core
         needs = {word: name for word in memory.needs if word in CORE_WORDS}
-        way_out = "`cached list attentions` shows which can"
-        refuse_misfit(needs, core.can, core.title, way_out)
+        refuse_misfit(needs, core.can, core.title, "`cached list attentions` shows which can")
         if "own_weights" in memory.needs and block.memory_weights is None:
             raise ValueError(f"{name} has its own weights, which no block holds; give every Block memory_weights")
         if "memory_first" in memory.needs and not isinstance(block, BottleneckBlock):

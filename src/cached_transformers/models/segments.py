@@ -154,5 +154,4 @@ def model_memory(model: nn.Module, passes: int) -> ModelMemory:
 
 def remembers(state: State) -> bool:
     """Return whether a state holds more than clocks."""
-    held = [name for name, _ in named_tensors(state) if name not in ("clock_B", KIND)]
-    return bool(held)
+    return any(name not in ("clock_B", KIND) for name, _ in named_tensors(state))

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one
-from cached_transformers.state import State, Stored, check, check_weights, fingerprint, load, save
-from cached_transformers.state.packing import Packing
+from cached_transformers.state import Packing, State, Stored, check, check_weights, fingerprint, load, save
 
 from .generation import GeneratedText, Generation, continue_text, evaluating
 from .sampling import Choice, ChoiceKeywords
@@ -31,7 +30,7 @@ class Mark(NamedTuple):
 
     Attributes:
         state: after the last full segment. open_1N: tokens of the partial segment. tokens: number of tokens in all.
-        made_by: fingerprint of the weights, if it was asked for.
+        made_by: fingerprint of the weights, if asked for.
     """
 
     state: State
@@ -65,7 +64,10 @@ class Session:
     def __init__(self, model: nn.Module, segment_length: int | None = None) -> None:
         self.model = model
         self._reader: Any = as_language_model(model)
-        self.segment_length = segment_length if segment_length is not None else _length_of(model)
+        readers = (vars(module)["segment_reader"] for module in model.modules() if "segment_reader" in vars(module))
+        if segment_length is None:
+            segment_length = next((reader.segment_length for reader in readers), None)
+        self.segment_length = segment_length
         at_least_one(" token", segment_length=self.segment_length)
         with evaluating(self._reader):
             state = self._reader.init_state(1)
@@ -128,11 +130,7 @@ class Session:
         return found
 
     def mark(self, *, weights: bool = False) -> Mark:
-        """The current position. A mark copies nothing: states are never changed in place.
-
-        Args:
-            weights: take their fingerprint, too, so that `rewind` refuses the mark after they changed.
-        """
+        """The current position, which copies nothing; with `weights`, `rewind` refuses it once the weights changed."""
         return self._now._replace(made_by=fingerprint(self.model) if weights else None)
 
     def rewind(self, mark: Mark) -> None:
@@ -192,9 +190,3 @@ class Session:
         open_1S = torch.zeros(1, self.segment_length, dtype=torch.long, device=open_1N.device)
         open_1S[:, : open_1N.shape[1]] = open_1N
         return (state, open_1S, torch.tensor([open_1N.shape[1]]), torch.tensor([tokens]))
-
-
-def _length_of(model: nn.Module) -> int | None:
-    """The segment length of a host model, if it has one."""
-    readers = (vars(module)["segment_reader"] for module in model.modules() if "segment_reader" in vars(module))
-    return next((reader.segment_length for reader in readers), None)

@@ -47,10 +47,9 @@ def begin_with(model: nn.Module, state: State) -> InitialState:
     Raises:
         ValueError: the model has an initial state already, or carries no state; a state of another model.
     """
-    place = _place(model)
     check(state, _empty(model), 1)
     initial = InitialState(state, {name for name, t in named_tensors(state) if t.is_floating_point()})
-    place.add_module(PLACE, initial)
+    _place(model).add_module(PLACE, initial)
     return initial
 
 

@@ -1,12 +1,11 @@
 """State: the tensors that a model carries from one segment to the next, and every operation on them.
 
-`tree.py` has the tree and its operations; `donation.py` permits changes in place; `files.py` writes files, `packing.py`
-with fewer bytes; `fingerprint.py` identifies the weights that made a state.
+`tree.py` has the tree and its operations; `donation.py` permits changes in place; `files.py` writes files and
+identifies the weights that made a state.
 """
 
 from .donation import last_use, may_change, seal, used_again
-from .files import Stored, load, save
-from .fingerprint import check_weights, fingerprint
+from .files import Packing, Stored, check_weights, fingerprint, load, save
 from .tree import (
     KIND,
     State,
@@ -29,6 +28,7 @@ from .tree import (
 
 __all__ = [
     "KIND",
+    "Packing",
     "State",
     "Stored",
     "check",

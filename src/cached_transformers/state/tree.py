@@ -22,8 +22,6 @@ State: TypeAlias = Any
 KIND = "kind_B0F"
 """Name of the tensor without elements whose size tells the memory that made a state: it costs no byte and no wait."""
 
-ONE_MODEL = "give states of one model in one mode"
-
 
 def kind_of(memory: str) -> int:
     """F of a memory that is described by its name, options and sizes; its states hold an empty (B, 0, F) in int64."""
@@ -34,10 +32,7 @@ def _parts(state: State, like: State = None) -> State:
     """The children of a node (ValueError: it is no tuple, or not as long as `like`)."""
     if not isinstance(state, tuple) or (like is not None and len(state) != len(like)):
         found = f"tuple of {len(state)}" if isinstance(state, tuple) else type(state).__name__
-        raise ValueError(
-            f"state={found}: a state is a tensor or a (named) tuple of states; give that of init_state or of the last "
-            "segment"
-        )
+        raise ValueError(f"state={found}: a state is a tensor or a (named) tuple of states; give that of init_state")
     return state
 
 
@@ -71,13 +66,10 @@ def detach(state: State) -> State:
 
 
 def reset(state: State, fresh: State, rows_B: Tensor) -> State:
-    """Give the rows marked in `rows_B` (bool) the values of `fresh`; the others keep theirs, bit for bit.
-
-    Raises:
-        ValueError: marks of another dtype or number; a state of another structure or number of rows.
-    """
+    """Give the rows marked in `rows_B` (bool) the values of `fresh`; the others keep theirs, bit for bit (ValueError:
+    marks of another dtype or number; a state of another structure or number of rows)."""
     if not torch.compiler.is_compiling():
-        _compare(named(fresh), named(state), "fresh", ONE_MODEL)
+        _compare(named(fresh), named(state), "fresh")
         _check_rows("rows_B", rows_B, torch.bool, state)
 
     def choose(old: Tensor, new: Tensor) -> Tensor:
@@ -98,7 +90,7 @@ def join(states: Sequence[State]) -> State:
     if not isinstance(states, list | tuple) or not states:
         raise ValueError(f"states={type(states).__name__}: must be a list of at least one state")
     for place, other in enumerate(states[1:], 1):
-        _compare(named(other), named(states[0]), f"states[{place}]", ONE_MODEL, first=1)
+        _compare(named(other), named(states[0]), f"states[{place}]", first=1)
     return map_state(lambda *ts: torch.cat(ts), *states)
 
 
@@ -150,18 +142,15 @@ def _compare(
     have: Mapping[str, Tensor],
     want: Mapping[str, Tensor],
     what: str,
-    way_out: str,
+    way_out: str = "give states of one model in one mode",
     *,
     first: int = 0,
     rows: int | None = None,
     typed: bool = False,
     placed: torch.device | None = None,
 ) -> None:
-    """Refuse (ValueError) a state of other tensors, or of other sizes from dimension `first` on.
-
-    Args:
-        rows: number of rows. typed: refuse other dtypes, too. placed: the device; None for any.
-    """
+    """Refuse (ValueError) a state of other tensors, of other sizes from dimension `first` on, of other than `rows`
+    rows, of other dtypes if `typed`, or not on `placed`."""
     if have.keys() != want.keys():
         some = ", ".join(sorted(have.keys() ^ want.keys())[:4])
         raise ValueError(f"{what}: these tensors are in one only: {some}; {way_out}")
@@ -170,12 +159,8 @@ def _compare(
         if rows is not None and t.shape[:1] != (rows,):
             there = t.shape[0] if t.dim() else 0
             raise ValueError(f"the state has {there} rows ({name}), the segment {rows}; give the state of these rows")
-        if (
-            t.dim() != w.dim()
-            or t.shape[first:] != w.shape[first:]
-            or (typed and t.dtype != w.dtype)
-            or (placed is not None and t.device != placed)
-        ):
+        other = t.dim() != w.dim() or t.shape[first:] != w.shape[first:] or (typed and t.dtype != w.dtype)
+        if other or placed not in (None, t.device):
             if name.endswith(KIND):
                 raise ValueError(f"{what}: {name} tells another memory, options or sizes; {way_out}")
             sizes = tuple(w.shape if rows is None else (rows, *w.shape[1:]))
@@ -186,16 +171,13 @@ def _compare(
 
 
 def check(state: State, fresh: State, rows: int, *, memory: str = "", device: torch.device | None = None) -> None:
-    """Refuse a state that cannot be of the model that gives `fresh` (of any number of rows), or has not `rows` rows.
+    """Refuse (ValueError) a state that is not of the model that gives `fresh` (of any rows), or has not `rows` rows.
 
     The number of slots (the second dimension) may differ, in a memory that is longer in evaluation than in training.
     Other weights of the same model are not found; see `check_weights`.
 
     Args:
         memory: description of the model's memory, for the message. device: of all its tensors; None for any.
-
-    Raises:
-        ValueError: the message names the first difference.
     """
     way_out = (
         f"begin with init_state in this mode (training or evaluation), take the options that made the state (here "
@@ -212,11 +194,8 @@ def summary(state: State) -> str:
 
 
 def from_tensors(stored: Mapping[str, Tensor], like: State, source: str) -> State:
-    """The state in the structure of `like` whose tensors, by name, are `stored`: the inverse of `named_tensors`.
-
-    Raises:
-        ValueError: they are of another structure; the message names `source` and the first difference.
-    """
+    """The state in the structure of `like` whose tensors, by name, are `stored`: the inverse of `named_tensors`
+    (ValueError: of another structure; the message names `source` and the first difference)."""
     expected = named(like)
     # Files of earlier versions do not tell the memory's options.
     stored = {**{name: t for name, t in expected.items() if name.endswith(KIND)}, **stored}

@@ -10,7 +10,7 @@ Legend: B rows.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from cached_transformers.integrations.loop_wrappers import FramesModel
 from cached_transformers.integrations.memory_hooks import MemoryHook, refuse_forgetting, run_host
 from cached_transformers.integrations.memory_lookup import like_weights
 from cached_transformers.integrations.segment_context import SegmentContext
-from cached_transformers.layers.stack import ModelOutput
+from cached_transformers.layers.stack import ModelOutput, StackState
 from cached_transformers.memories.parts.composite import recipe_of
 from cached_transformers.state import State, kind_of, seal
 from cached_transformers.state import check as check_state
@@ -63,13 +63,6 @@ def _uninstall(model: nn.Module) -> None:
         del vars(model)[name]
 
 
-class FrameState(NamedTuple):
-    """State of each layer memory, and the tensor that tells their options (`state.kind_of`)."""
-
-    layers: State
-    kind_B0F: State
-
-
 class FrameForward:
     """The forward of a ViT whose layers carry a state."""
 
@@ -79,17 +72,13 @@ class FrameForward:
         self.recipe = recipe_of([hook.memory for hook in hooks])
         self.kind = kind_of(self.recipe)
 
-    def init_state(self, rows: int) -> FrameState:
-        """State of rows that have seen nothing.
-
-        Raises:
-            ValueError: less than one row.
-        """
+    def init_state(self, rows: int) -> StackState:
+        """State of rows that have seen nothing (ValueError: less than one row)."""
         if rows < 1:
             raise ValueError(f"rows={rows} must be at least 1")
         layers = tuple(hook.memory.init_state(rows, like_weights(hook.layer)) for hook in self.hooks)
-        kind_B0F = torch.empty(rows, 0, self.kind, dtype=torch.long, device=like_weights(self.hooks[0].layer).device)
-        return seal(FrameState(layers, kind_B0F))  # type: ignore[no-any-return]
+        clock_B = torch.zeros(rows, dtype=torch.long, device=like_weights(self.hooks[0].layer).device)
+        return seal(StackState(clock_B, (), layers, clock_B.new_empty(rows, 0, self.kind)))  # type: ignore[no-any-return]
 
     def forward(self, x: torch.Tensor, *args: Any, memory_state: State | None = None, **kwargs: Any) -> ModelOutput:
         """The model's forward of one frame of each row.
@@ -111,5 +100,5 @@ class FrameForward:
         state = self.init_state(len(x)) if memory_state is None else memory_state
         context = SegmentContext(state.layers)
         outputs = run_host(context, self.hooks, self.model, x)
-        after = state._replace(layers=tuple(context.states_after))
+        after = state._replace(clock_B=state.clock_B + 1, layers=tuple(context.states_after))
         return ModelOutput(outputs, seal(after), x.new_zeros(()))

@@ -121,11 +121,7 @@ class HostForward:
         return found
 
     def init_state(self, rows: int) -> StackState:
-        """State of rows that have read nothing.
-
-        Raises:
-            ValueError: less than one row.
-        """
+        """State of rows that have read nothing (ValueError: less than one row)."""
         if rows < 1:
             raise ValueError(f"rows={rows} must be at least 1")
         tuned = initial_state_of(self.body)

@@ -90,6 +90,4 @@ def _create(
             f"memory {name!r} needs {', '.join(missing)}, which this model does not know; "
             f"give it as {{'name': {name!r}, {missing[0]!r}: ...}}"
         )
-    made: LayerMemory | ModelMemory = entry.factory(width, heads, **taken, **options)
-    made.recipe = entry.recipe({"width": width, "heads": heads, **taken, **options})
-    return made
+    return entry.build(width, heads, **taken, **options)  # type: ignore[no-any-return]
