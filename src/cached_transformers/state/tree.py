@@ -157,8 +157,7 @@ def _compare(
     for name, w in want.items():
         t = have[name]
         if rows is not None and t.shape[:1] != (rows,):
-            there = t.shape[0] if t.dim() else 0
-            raise ValueError(f"the state has {there} rows ({name}), the segment {rows}; give the state of these rows")
+            raise ValueError(f"the state has {len(t) if t.dim() else 0} rows ({name}), the segment {rows}; give these")
         other = t.dim() != w.dim() or t.shape[first:] != w.shape[first:] or (typed and t.dtype != w.dtype)
         if other or placed not in (None, t.device):
             if name.endswith(KIND):
