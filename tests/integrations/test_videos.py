@@ -212,8 +212,6 @@ def test_calls_that_would_forget_are_refused() -> None:
             model(frame)
         with torch.no_grad():
             model(frame)
-        with pytest.raises(ValueError, match=r"the state has 3 rows"):
-            model(frame, memory_state=model.init_memory_state(3))
     with pytest.raises(
         ValueError, match=r"pixel_values of shape \(2, 3, 3, 16, 16\): give one frame a call.*SegmentLoop"
     ):

@@ -52,7 +52,9 @@ def test_a_memory_by_itself_names_what_would_be_lost(spec: Any) -> None:
     read_segment(memory, state, query, project)
     assert wide_ones(state)
     for name, wide in wide_ones(state).items():
-        message = rf"a state of torch.bfloat16 loses .*{name.rpartition('.')[2]} of it; keep it in float32, as init_state"
+        message = (
+            rf"a state of torch.bfloat16 loses .*{name.rpartition('.')[2]} of it; keep it in float32, as init_state"
+        )
         with pytest.raises(ValueError, match=message):
             read_segment(memory, narrowed(state, wide), query, project)
 

@@ -65,6 +65,13 @@ def test_one_prompt_many_questions(make: Callable[[], Any]) -> None:
         torch.testing.assert_close(answer.scores, whole.scores)
         found.rewind(mark)
         assert found.tokens == prompt.shape[1]
+    mark = found.mark(weights=True)
+    found.rewind(mark)
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    for other, message in ((mark, "the mark was made with other weights"), (session(ours("infini")).mark(), "model")):
+        with pytest.raises(ValueError, match=message):
+            found.rewind(other)
 
 
 def test_a_fork_goes_its_own_way() -> None:

@@ -138,7 +138,7 @@ class Stack(nn.Module):
         self.activation_checkpointing = False
         self.reversible = reversible
         _check_blocks(self.model_memory, list(self.blocks))
-        cores = [block.attention.core for block in self.blocks if block.attention.core.carry]  # type: ignore[union-attr]
+        cores: list[Any] = [b.attention.core for b in self.blocks if b.attention.core.carry]  # type: ignore[union-attr]
         self.recipe = recipe_of([self.model_memory, *self.layer_memories(), *cores])
         self.kind = kind_of(self.recipe)
         if reversible:

@@ -157,7 +157,7 @@ def _compare(
     for name, w in want.items():
         t = have[name]
         if rows is not None and t.shape[:1] != (rows,):
-            raise ValueError(f"the state has {len(t) if t.dim() else 0} rows ({name}), the segment {rows}; give these")
+            raise ValueError(f"the state has {len(t) if t.dim() else 0} rows ({name}), the segment {rows} of them")
         other = t.dim() != w.dim() or t.shape[first:] != w.shape[first:] or (typed and t.dtype != w.dtype)
         if other or placed not in (None, t.device):
             if name.endswith(KIND):
