@@ -150,7 +150,7 @@ def other_dtype(state: Tree) -> Tree:
         (lambda s: s._replace(nothing=s.clock_B), r"another model.*one only: nothing"),
         (
             other_rows,
-            r"layers\.1\.slots_BMD is \(3, 4, 2\) torch\.float32.*, this model expects \(5, 4, 2\).*same number of rows",
+            r"layers\.1\.slots_BMD is \(3, 4, 2\) torch\.float32.*expects \(5, 4, 2\).*same number of rows",
         ),
         (
             other_dtype,

@@ -158,8 +158,9 @@ def _compare(
         t = have[name]
         if rows is not None and t.shape[:1] != (rows,):
             raise ValueError(f"the state has {len(t) if t.dim() else 0} rows ({name}), the segment {rows} of them")
-        other = t.dim() != w.dim() or t.shape[first:] != w.shape[first:] or (typed and t.dtype != w.dtype)
-        if other or placed not in (None, t.device):
+        place = placed or w.device
+        other = typed and (t.dtype != w.dtype or (t.device != place and place.type != "meta"))
+        if other or t.dim() != w.dim() or t.shape[first:] != w.shape[first:]:
             if name.endswith(KIND):
                 raise ValueError(f"{what}: {name} tells another memory, options or sizes; {way_out}")
             sizes = tuple(w.shape if rows is None else (rows, *w.shape[1:]))
@@ -198,7 +199,8 @@ def from_tensors(stored: Mapping[str, Tensor], like: State, source: str) -> Stat
     expected = named(like)
     # Files of earlier versions do not tell the memory's options.
     stored = {**{name: t for name, t in expected.items() if name.endswith(KIND)}, **stored}
+    stored = {name: t.to(expected[name].device) if name in expected else t for name, t in stored.items()}
     way_out = "build the state with the same number of rows and the same memory settings"
     _compare(stored, expected, f"{source} holds the state of another model", way_out, typed=True)
     names = iter(expected)
-    return map_state(lambda t: stored[next(names)].to(t.device), like)
+    return map_state(lambda t: stored[next(names)], like)
