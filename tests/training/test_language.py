@@ -213,7 +213,7 @@ def test_a_run_in_parts_is_the_run_in_one(tmp_path, text, options):
 def test_a_state_of_another_memory_is_refused(tmp_path, text):
     trainer = fitted(tmp_path / "run", text)
     other = make(tmp_path / "other", text, "model.memory.length=5")
-    with pytest.raises(ValueError, match=r"the checkpoint: .* this model expects"):
+    with pytest.raises(ValueError, match=r"the checkpoint .* this model expects"):
         other.task.load_state_dict(trainer.task.state_dict())
 
 
