@@ -174,10 +174,8 @@ def check(state: State, fresh: State, rows: int, *, memory: str = "", device: to
     """Refuse (ValueError) a state that is not of the model that gives `fresh` (of any rows), or has not `rows` rows.
 
     The number of slots (the second dimension) may differ, in a memory that is longer in evaluation than in training.
-    Other weights of the same model are not found; see `check_weights`.
-
-    Args:
-        memory: description of the model's memory, for the message. device: of all its tensors; None for any.
+    Other weights of the same model are not found; see `check_weights`. `memory` describes the model's, for the message;
+    `device` is that of all tensors, None for those of `fresh`.
     """
     way_out = (
         f"begin with init_state in this mode (training or evaluation), take the options that made the state (here "
