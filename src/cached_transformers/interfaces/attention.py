@@ -83,13 +83,11 @@ class Attention(nn.Module):
         can: words of `CORE_WORDS`. An instance whose options change them sets its own.
         carry: whether a state is passed from segment to segment.
         steps_from: "keys", "state", or None for a core that reads only whole segments. An instance may set its own.
-        recipe: see `Memory`.
     """
 
     can: frozenset[str] = frozenset({"bidirectional"})
     carry: bool = False
     steps_from: StepsFrom = None
-    recipe: str = ""
 
     def __init__(self, *, dropout: float = 0.0) -> None:
         super().__init__()

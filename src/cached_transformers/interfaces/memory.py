@@ -174,11 +174,9 @@ class Memory(nn.Module):
 
     Attributes:
         needs: words of `capabilities.py`: on the class for its default options, on an instance for its own.
-        recipe: name and options, which tell its states from others; set where a registered memory is built.
     """
 
     needs: frozenset[str] = frozenset()
-    recipe: str = ""
 
     def position_scheme(self) -> Positions | None:
         """Return a new position scheme for a layer; None for the model's."""
