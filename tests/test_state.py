@@ -56,7 +56,7 @@ def test_map_keeps_the_types_of_the_tree() -> None:
 
 
 def test_map_over_trees_of_different_structure_fails() -> None:
-    with pytest.raises(ValueError, match=r"shorter|longer"):
+    with pytest.raises(ValueError, match="state=tuple of 1"):
         states.map_state(torch.add, tree(), tree()._replace(layers=(tree().layers[0],)))
 
 
@@ -150,11 +150,11 @@ def other_dtype(state: Tree) -> Tree:
         (lambda s: s._replace(nothing=s.clock_B), r"another model.*one only: nothing"),
         (
             other_rows,
-            r"layers\.1\.slots_BMD is \(3, 4, 2\) torch\.float32, this model expects \(5, 4, 2\).*same number of rows",
+            r"layers\.1\.slots_BMD is \(3, 4, 2\) torch\.float32.*expects \(5, 4, 2\).*same number of rows",
         ),
         (
             other_dtype,
-            r"layers\.1\.slots_BMD is \(3, 4, 2\) torch\.float32, this model expects \(3, 4, 2\) torch\.float16",
+            r"layers\.1\.slots_BMD is \(3, 4, 2\) torch\.float32.*, this model expects \(3, 4, 2\) torch\.float16",
         ),
     ],
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import json
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 STATED_BY_CLASS = ("needs", "can")
 """Facts that are attributes of the part's class."""
+UNTOLD = ("dropout", "index", "facts")
+"""Options that leave the meaning of a state as it is."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,17 @@ class Registration(Generic[T]):
     def open_ended(self) -> bool:
         """True if the factory accepts unknown keywords (`**kwargs`)."""
         return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(self.factory).parameters.values())
+
+    def build(self, *sizes: int, **chosen: Any) -> T:
+        """Build a part with its `recipe`: name and options not at their defaults, which give its states a meaning."""
+        made: Any = self.factory(*sizes, **chosen)
+        given = {**dict(zip(self.options, sizes, strict=False)), **chosen}
+        differ = {
+            k: v for k, v in given.items() if k not in UNTOLD and v != getattr(self.options.get(k), "default", None)
+        }
+        told = json.dumps(differ, sort_keys=True, default=lambda v: getattr(v, "__qualname__", type(v).__name__))
+        made.recipe = f"{self.name} {told}"
+        return made
 
     def facts(self) -> dict[str, Any]:
         """Return the facts of `cached list` and `cached explain`, in JSON types.

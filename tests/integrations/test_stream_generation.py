@@ -148,9 +148,6 @@ def test_one_segment_a_call_is_saved_and_loaded_as_such(tmp_path: Any) -> None:
 # ---- refusals
 
 CALLS: list[tuple[str, Any, str]] = [
-    ("rows", lambda m, i, s: m(i[:1], memory_state=s), "the state has 2 rows .*the segment 1"),
-    ("other", lambda m, i, s: m(i, memory_state=(s.model,)), "the state is that of another model"),
-    ("kind", lambda m, i, s: m(i, memory_state="state"), "state of type str must be"),
     ("attentions", lambda m, i, s: m(i, output_attentions=True), "output_attentions=True: .*remove_memory"),
     ("mask", lambda m, i, s: m(i, attention_mask=torch.ones(2, 1, 4, 4)), r"shape \(2, 1, 4, 4\): .*\(2, 4\)"),
     (

@@ -111,7 +111,7 @@ def differences(a: State, b: State) -> float:
     """The largest difference between two states of one structure."""
     pairs = list(zip(named_tensors(a), named_tensors(b), strict=True))
     assert pairs and all(x[0] == y[0] and x[1].shape == y[1].shape for x, y in pairs)
-    return max((x[1].double() - y[1].double()).abs().max().item() for x, y in pairs)
+    return max((x[1].double() - y[1].double()).abs().max().item() for x, y in pairs if x[1].numel())
 
 
 def awaken(model: Any, seed: int = 3) -> Any:

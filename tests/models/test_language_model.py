@@ -28,15 +28,7 @@ def tokens(rows: int = 2, n: int = 5) -> torch.Tensor:
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "reset": (lambda m: m(tokens(), reset=torch.zeros(3, dtype=torch.bool)), r"reset of shape \(3,\).*one per row"),
     "reset dtype": (lambda m: m(tokens(), reset=torch.zeros(2)), "dtype torch.float32 must be bool"),
-    "rows": (lambda m: m(tokens(), m.init_state(3)), "the state has 3 rows.*the segment 2"),
     "no rows": (lambda m: m.init_state(0), "batch_size=0"),
-    "depth": (lambda m: m(tokens(), build(depth=3).init_state(2)), "another model.*in one only: layers.2"),
-    "memory": (lambda m: m(tokens(), build(memory="grc_stream").init_state(2)), "another model.*in one only"),
-    "no memory": (lambda m: m(tokens(), build(memory=None).init_state(2)), "another model"),
-    "width": (lambda m: m(tokens(), build(width=32).init_state(2)), r"hidden_BMD is \(2, 4, 32\), this model's is"),
-    "dtype": (lambda m: m(tokens(), build().double().init_state(2)), "hidden_BMD is torch.float64, this model's"),
-    "an output": (lambda m: m(tokens(), m(tokens())), "another model"),
-    "a dict": (lambda m: m(tokens(), {"state": 1}), "type dict must be what init_state"),
 }
 
 
@@ -45,6 +37,25 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     call, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         call(build())
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "values"),
+    [
+        ("rmt", "length", (1, 10)),
+        ("memformer", "length", (1, 32)),
+        ("compressive", "rate", (2, 4)),
+        ("memorizing", "length", (8, 16)),
+        ("infini", "update", ("linear", "delta")),
+    ],
+)
+def test_a_state_of_other_options_is_refused(name: str, option: str, values: tuple[Any, Any]) -> None:
+    one, other = (build(memory={"name": name, option: value}) for value in values)
+    state = one(tokens()).state
+    with pytest.raises(ValueError, match=f" {name} "):
+        other(tokens(), state)
+    same = build(memory={"name": name, option: values[0]}, dropout=0.1)
+    assert states.signature(same(tokens(), state).state) == states.signature(state)
 
 
 def test_a_state_fits_a_model_that_never_made_one_and_one_whose_memory_is_longer_in_evaluation() -> None:

@@ -191,7 +191,7 @@ def test_the_rows_to_empty_are_a_share_and_a_function_of_seed_and_step():
 def test_a_state_of_another_memory_is_refused(tmp_path, text):
     trainer = fitted(tmp_path / "run", text)
     other = make(tmp_path / "other", text, "model.memory.length=5")
-    with pytest.raises(ValueError, match=r"the checkpoint: .* this model expects"):
+    with pytest.raises(ValueError, match=r"the checkpoint .* this model expects"):
         other.task.load_state_dict(trainer.task.state_dict())
 
 

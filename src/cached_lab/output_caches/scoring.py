@@ -22,9 +22,8 @@ from cached_lab.training.config import RunConfig
 from cached_lab.training.distributed import World
 from cached_lab.training.metrics import untouched
 from cached_transformers.layers.token_loss import IGNORED
-from cached_transformers.state import State, last_use
+from cached_transformers.state import State, fingerprint, last_use
 from cached_transformers.state import reset as reset_rows
-from cached_transformers.state.fingerprint import fingerprint
 
 from .hidden_states import hidden_states
 from .knn_lm import Datastore

@@ -50,7 +50,7 @@ def create_attention(attention: AttentionSpec, **facts: Any) -> Attention:
             f"attention {name!r} needs {', '.join(missing)}, which this model does not know; "
             f"give it as {{'name': {name!r}, {missing[0]!r}: ...}}"
         )
-    core: Attention = entry.factory(**given, **spec)
+    core: Attention = entry.build(**given, **spec)
     return core
 
 

@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from cached_transformers.interfaces.capabilities import CORE_WORDS, refuse_misfit
 from cached_transformers.interfaces.memory import Entry, LayerMemory, ModelMemory, Tokens, Trace
+from cached_transformers.memories.parts.composite import recipe_of
 from cached_transformers.memories.parts.late_gradients import late_gradients
 from cached_transformers.memories.parts.recurrent import shown
-from cached_transformers.state import State, seal, used_again
+from cached_transformers.state import State, kind_of, seal, used_again
 
 from .block import Block
 from .bottleneck import BottleneckBlock
@@ -31,11 +32,12 @@ from .short_convolution import begun
 
 
 class StackState(NamedTuple):
-    """State of a model: tokens read by each row, state of the model memory, state of each layer memory."""
+    """State of a model: tokens read by each row, states of the model and layer memories, and their `state.kind_of`."""
 
     clock_B: Tensor
     model: State
     layers: State
+    kind_B0F: State = ()
 
 
 class ModelOutput(NamedTuple):
@@ -136,6 +138,9 @@ class Stack(nn.Module):
         self.activation_checkpointing = False
         self.reversible = reversible
         _check_blocks(self.model_memory, list(self.blocks))
+        cores: list[Any] = [b.attention.core for b in self.blocks if b.attention.core.carry]  # type: ignore[union-attr]
+        self.recipe = recipe_of([self.model_memory, *self.layer_memories(), *cores])
+        self.kind = kind_of(self.recipe)
         if reversible:
             _check_reversible(self.model_memory, list(self.blocks))
 
@@ -153,7 +158,8 @@ class Stack(nn.Module):
         # A wrapper around a block may expose only its attention.
         makers = (getattr(block, "init_state", None) or block.attention.init_state for block in self.blocks)  # type: ignore[union-attr]
         layers = tuple(make(batch_size, like) for make in makers)  # type: ignore[operator]
-        return seal(StackState(clock, self.model_memory.init_state(batch_size, like), layers))
+        kind_B0F = clock.new_empty(batch_size, 0, self.kind)
+        return seal(StackState(clock, self.model_memory.init_state(batch_size, like), layers, kind_B0F))
 
     def like(self) -> Tensor:
         """A tensor with the device and dtype of the weights: the first one, or its local shard."""
@@ -172,8 +178,7 @@ class Stack(nn.Module):
     @staticmethod
     def clock_after(state: StackState, tokens: Tokens) -> Tensor:
         """(B,): each row's clock after the tokens."""
-        padding_BN = tokens.padding_BN
-        return state.clock_B + (tokens.x_BND.shape[1] if padding_BN is None else (~padding_BN).sum(1))
+        return state.clock_B + (tokens.x_BND.shape[1] if tokens.padding_BN is None else (~tokens.padding_BN).sum(1))
 
     def placed(
         self,
@@ -216,10 +221,10 @@ class Stack(nn.Module):
         tokens = self.placed(state, x_BND, positions_BNP=positions_BNP, padding_BN=padding_BN, inputs=inputs)
         runner = StackBlockRunner(self, begun(state.layers, state.clock_B), size)
         steps, model_state, loss = self.model_memory.run(state.model, tokens, runner)
-        after = seal(StackState(self.clock_after(state, tokens), model_state, tuple(runner.states)))
+        after = state._replace(clock_B=self.clock_after(state, tokens), model=model_state, layers=tuple(runner.states))
         outputs = [self.norm(x) for x in steps]
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-        return ModelOutput(out, after, runner.auxiliary_loss(loss, x_BND.new_zeros(())))
+        return ModelOutput(out, seal(after), runner.auxiliary_loss(loss, x_BND.new_zeros(())))
 
     def run(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a block, or several at once, with activation checkpointing if it is enabled."""
@@ -245,8 +250,7 @@ def _check_blocks(memory: ModelMemory, blocks: list[Any]) -> None:
     for index, block in enumerate(blocks):
         core = block.attention.core
         needs = {word: name for word in memory.needs if word in CORE_WORDS}
-        way_out = "`cached list attentions` shows which can"
-        refuse_misfit(needs, core.can, core.title, way_out)
+        refuse_misfit(needs, core.can, core.title, "`cached list attentions` shows which can")
         if "own_weights" in memory.needs and block.memory_weights is None:
             raise ValueError(f"{name} has its own weights, which no block holds; give every Block memory_weights")
         if "memory_first" in memory.needs and not isinstance(block, BottleneckBlock):

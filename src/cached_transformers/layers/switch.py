@@ -162,15 +162,12 @@ class SwitchFeedForward(nn.Module):
         # One more slot collects the tokens that are left out; no expert reads it.
         slot_T = torch.where(kept_T, chosen_T * places + place_T, last)
         buffer = h_TD.new_zeros(last + 1, self.width).index_copy(0, slot_T, h_TD)
-        out_ECD = self._run(buffer[:last].unflatten(0, (self.experts, places)))
+        x_ECD = buffer[:last].unflatten(0, (self.experts, places))
+        h_ECF = self.expert_dropout(self.activation(_batched(x_ECD, self.enter_EDF, self.enter_bias_EF)))
+        out_ECD = _batched(h_ECF, self.leave_EFD, self.leave_bias_ED)
         y_TD = out_ECD.flatten(0, 1).index_select(0, slot_T.clamp(max=last - 1))
         y_TD = torch.where(kept_T[:, None], y_TD * p_T[:, None].to(y_TD.dtype), 0)
         return self.dropout(y_TD.view_as(x_BND)), loss
-
-    def _run(self, x_ECD: Tensor) -> Tensor:
-        """Run each expert on its tokens."""
-        h_ECF = _batched(x_ECD, self.enter_EDF, self.enter_bias_EF)
-        return _batched(self.expert_dropout(self.activation(h_ECF)), self.leave_EFD, self.leave_bias_ED)
 
     def _limit(self, tokens: Any) -> Any:
         """ceil(tokens / E * factor) of a number or a tensor, in integer arithmetic."""

@@ -56,7 +56,7 @@ class _TokenLosses(torch.autograd.Function):
         kept_K = targets_K != ignored
         target_K1 = targets_K.where(kept_K, 0)[:, None]
         sums, losses = [], []
-        for logits, target_C1 in zip(_chunks(logits_KV), target_K1.split(_rows(logits_KV)), strict=True):
+        for logits, target_C1 in zip(logits_KV.split(_rows(logits_KV)), target_K1.split(_rows(logits_KV)), strict=True):
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
             sum_C1 = wide.logsumexp(-1, keepdim=True)
             expected = wide.gather(1, target_C1)
@@ -96,10 +96,6 @@ class _TokenLosses(torch.autograd.Function):
 
 def _rows(logits_KV: Tensor) -> int:
     return max(1, CHUNK // logits_KV.shape[1])
-
-
-def _chunks(logits_KV: Tensor) -> tuple[Tensor, ...]:
-    return logits_KV.split(_rows(logits_KV))
 
 
 def perplexity(nats: float) -> float:

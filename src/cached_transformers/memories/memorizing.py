@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
-from cached_transformers.interfaces.probing import Probing, one_segment, whole_episode
+from cached_transformers.interfaces.probing import Probing, one_segment
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State, may_change
 
@@ -128,16 +128,6 @@ def attend_all(q_BHNE: Tensor, state: NeighbourStore, neighbours: int, scale_H: 
     return weights_BHNM @ v_BHME, logits_BHNM.logsumexp(-1)
 
 
-def _whole_store(segment: int, distance: int, depth: int) -> dict[str, int]:
-    """All of the episode is in the store of the first layer, and nearly all of it is found."""
-    length = whole_episode(segment, distance, depth)["length"]
-    return {"length": length, "k": length, "layer": 1, **SHARP}
-
-
-def _short_store(segment: int, distance: int, depth: int) -> dict[str, int]:
-    return {**one_segment(segment, distance, depth), "k": segment, "layer": 1}
-
-
 @MEMORIES.register(
     "memorizing",
     paper="arXiv:2203.08913",
@@ -150,7 +140,10 @@ def _short_store(segment: int, distance: int, depth: int) -> dict[str, int]:
     reach="M tokens",
     gradient="none into the store; queries, scale and gate learn from it",
     without={"lse": "joint=False"},
-    probe=Probing(_whole_store, _short_store),
+    probe=Probing(
+        lambda n, distance, depth: dict.fromkeys(("length", "k"), (distance + 1) * n) | {"layer": 1, **SHARP},
+        lambda *task: {**one_segment(*task), "k": task[0], "layer": 1},
+    ),
     presets={"long": SHARP},
 )
 class Memorizing(LayerMemory):

@@ -29,7 +29,7 @@ from cached_transformers.state import State, reorder, reset, seal
 from .beam_search import search
 from .documents import refuse_documents
 from .sampling import Choice, ChoiceKeywords
-from .segments import as_language_model, cut, read_segments, remembers
+from .segments import as_language_model, begun, cut, read_segments, remembers
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -91,7 +91,7 @@ def generate(
     model = as_language_model(model)
     with evaluating(model):
         rows = prompt_BN.shape[0]
-        state = model.init_state(rows) if state is None else state  # type: ignore[operator]
+        state = begun(model, state, None, rows)
         if segment_length is None and remembers(state):
             raise ValueError(
                 "segment_length=None: a memory is written once per segment; give segment_length as in training"

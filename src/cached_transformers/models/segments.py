@@ -19,8 +19,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor, nn
 
 from cached_transformers.interfaces.memory import ModelMemory
-from cached_transformers.layers.stack import StackState
-from cached_transformers.state import State, detach, last_use, named_tensors
+from cached_transformers.state import KIND, State, detach, last_use, named_tensors
 from cached_transformers.state import reset as reset_rows
 
 
@@ -137,7 +136,9 @@ def as_language_model(model: Any) -> Any:
 
 
 def begun(model: nn.Module, state: State | None, reset_B: Tensor | None, rows: int) -> State:
-    """The first state of rows: the given state, or a fresh one for none and for rows that are reset."""
+    """The first state of rows: the given state, checked where the model can, or a fresh one for none and for resets."""
+    if state is not None and hasattr(model, "check_state"):
+        model.check_state(state, rows)  # type: ignore[operator]
     if state is not None and reset_B is None:
         return state
     fresh = model.init_state(rows)  # type: ignore[operator]
@@ -153,5 +154,4 @@ def model_memory(model: nn.Module, passes: int) -> ModelMemory:
 
 def remembers(state: State) -> bool:
     """Return whether a state holds more than clocks."""
-    held = (state.model, state.layers) if isinstance(state, StackState) else state
-    return any(True for _ in named_tensors(held))
+    return any(name not in ("clock_B", KIND) for name, _ in named_tensors(state))

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from cached_transformers.annotations import checked
 from cached_transformers.checks import at_least_one
-from cached_transformers.state import State, Stored, load, save
-from cached_transformers.state.packing import Packing
+from cached_transformers.state import Packing, State, Stored, check, check_weights, fingerprint, load, save
 
 from .generation import GeneratedText, Generation, continue_text, evaluating
 from .sampling import Choice, ChoiceKeywords
@@ -32,11 +31,13 @@ class Mark(NamedTuple):
 
     Attributes:
         state: after the last full segment. open_1N: tokens of the partial segment. tokens: number of tokens in all.
+        made_by: fingerprint of the weights, if asked for.
     """
 
     state: State
     open_1N: Tensor
     tokens: int
+    made_by: str | None = None
 
 
 @checked
@@ -65,7 +66,10 @@ class Session:
     def __init__(self, model: nn.Module, segment_length: int | None = None) -> None:
         self.model = model
         self._reader: Any = as_language_model(model)
-        self.segment_length = segment_length if segment_length is not None else _length_of(model)
+        readers = (vars(module)["segment_reader"] for module in model.modules() if "segment_reader" in vars(module))
+        if segment_length is None:
+            segment_length = next((reader.segment_length for reader in readers), None)
+        self.segment_length = segment_length
         at_least_one(" token", segment_length=self.segment_length)
         with evaluating(self._reader):
             state = self._reader.init_state(1)
@@ -127,12 +131,18 @@ class Session:
         self.read(found.tokens)
         return found
 
-    def mark(self) -> Mark:
-        """The current position. A mark copies nothing: states are never changed in place."""
-        return self._now
+    def mark(self, *, weights: bool = False) -> Mark:
+        """The current position, which copies nothing; with `weights`, `rewind` refuses it once the weights changed."""
+        return self._now._replace(made_by=fingerprint(self.model) if weights else None)
 
     def rewind(self, mark: Mark) -> None:
-        """Return to a position of this text."""
+        """Return to a position of this text (ValueError: one of another memory, or of other weights)."""
+        if not isinstance(mark, Mark):
+            raise ValueError(f"mark={type(mark).__name__}: give a mark of this session")
+        with evaluating(self._reader):
+            check(mark.state, self._reader.init_state(1), 1)
+        if mark.made_by is not None:
+            check_weights(mark.made_by, self.model, "the mark")
         self._now = mark
 
     def fork(self) -> Session:
@@ -176,15 +186,9 @@ class Session:
 
     def _kept(self) -> State:
         """Contents of the file: tensors whose shapes do not depend on the position."""
-        state, open_1N, tokens = self._now
+        state, open_1N, tokens = self._now[:3]
         if self.segment_length is None:
             raise ValueError("segment_length=None: a model without memory has no state to save; save the tokens")
         open_1S = torch.zeros(1, self.segment_length, dtype=torch.long, device=open_1N.device)
         open_1S[:, : open_1N.shape[1]] = open_1N
         return (state, open_1S, torch.tensor([open_1N.shape[1]]), torch.tensor([tokens]))
-
-
-def _length_of(model: nn.Module) -> int | None:
-    """The segment length of a host model, if it has one."""
-    readers = (vars(module)["segment_reader"] for module in model.modules() if "segment_reader" in vars(module))
-    return next((reader.segment_length for reader in readers), None)

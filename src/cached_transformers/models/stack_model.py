@@ -61,7 +61,8 @@ class StackModel(PublishedModel):
     def check_state(self, state: StackState | None, rows: int) -> None:
         """Refuse (ValueError) a state of another model or another number of rows; compiled code skips the check."""
         if state is not None and not torch.compiler.is_compiling():
-            check(state, self._layout(), rows)
+            layout, device = self._layout()
+            check(state, layout, rows, memory=self.stack.recipe, device=device)
 
     @torch.no_grad()
     def as_kept(self, state: StackState) -> StackState:
@@ -73,7 +74,9 @@ class StackModel(PublishedModel):
         """
         if self.training:
             raise ValueError("training=True: training keeps hidden states; call eval() first")
-        layers = zip(state.layers, self._layout().layers, self.stack.blocks, strict=True)
+        if not isinstance(state, StackState):
+            raise ValueError(f"state={type(state).__name__}: give a state of this model in training mode")
+        layers = zip(state.layers, self._layout()[0].layers, self.stack.blocks, strict=True)
         return state._replace(
             layers=tuple(
                 as_kept(part, layout, block.attention.project_kv)  # type: ignore[union-attr, arg-type]
@@ -81,8 +84,8 @@ class StackModel(PublishedModel):
             )
         )
 
-    def _layout(self) -> StackState:
-        """An initial state on the meta device."""
+    def _layout(self) -> tuple[StackState, torch.device | None]:
+        """An initial state on the meta device, and the device of states; None where weights do not tell it."""
         like = self.stack.like()
         known = self.__dict__.setdefault("_layouts", {})
         kind = like.dtype, self.training
@@ -92,8 +95,7 @@ class StackModel(PublishedModel):
             except (RuntimeError, NotImplementedError):  # a third-party memory may need values
                 empty = self.stack.init_state(1)
             known[kind] = map_state(lambda t: t.to("meta"), empty)
-        layout: StackState = known[kind]
-        return layout
+        return known[kind], like.device if isinstance(like, nn.Parameter) and not like.is_meta else None
 
     def set_activation_checkpointing(self, enabled: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""
@@ -148,7 +150,8 @@ def make_stack(
     for (name, _), made in zip(specs, first, strict=True):
         if causal and "bidirectional" in made.needs:
             raise ValueError(shows_the_future(name))  # depends on its options
-        _refuse_place(made, gives)
+        for word in sorted(made.needs & WHERE_GIVEN.keys()):
+            refuse_misfit({word: f"memory {type(made).__name__}"}, gives, "this model", f"take {WHERE_GIVEN[word]}")
     of_attention = dict(facts)  # segments include the memory's tokens
     if model_memory is not None and "length" in of_attention:
         of_attention["length"] += model_memory.extra_tokens
@@ -226,12 +229,6 @@ def feed_forward_of(options: StackOptions, index: int) -> nn.Module:
         activation_dropout=options.activation_dropout,
         bias=options.feed_forward_bias,
     )
-
-
-def _refuse_place(memory: LayerMemory | ModelMemory, gives: Collection[str]) -> None:
-    """Refuse (ValueError) a memory that needs inputs this model does not give."""
-    for word in sorted(memory.needs & WHERE_GIVEN.keys()):
-        refuse_misfit({word: f"memory {type(memory).__name__}"}, gives, "this model", f"take {WHERE_GIVEN[word]}")
 
 
 def acts_in_layers(stack: Stack) -> bool:

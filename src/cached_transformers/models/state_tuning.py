@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cached_transformers.layers.initial_state import PLACE, InitialState, initial_state_of
 from cached_transformers.layers.stack import Stack
-from cached_transformers.state import State, load, map_state, named_tensors, save
+from cached_transformers.state import State, check, load, map_state, named_tensors, save
 
 from .generation import evaluating
 from .segments import as_language_model, cut, read_segments
@@ -45,8 +45,9 @@ def begin_with(model: nn.Module, state: State) -> InitialState:
     """Make the state of one row the initial state, with all its floating-point tensors as parameters; freezes nothing.
 
     Raises:
-        ValueError: the model has an initial state already, or carries no state.
+        ValueError: the model has an initial state already, or carries no state; a state of another model.
     """
+    check(state, _empty(model), 1)
     initial = InitialState(state, {name for name, t in named_tensors(state) if t.is_floating_point()})
     _place(model).add_module(PLACE, initial)
     return initial

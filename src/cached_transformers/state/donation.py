@@ -69,17 +69,13 @@ def may_change(*tensors: Tensor) -> bool:
     if (
         promise is None
         or len({id(t) for t in tensors}) < len(tensors)
-        or not all(id(t) in promise.free and _plain(t) for t in tensors)
+        or any(id(t) not in promise.free or not t.is_contiguous() or t.requires_grad for t in tensors)
+        or any(t.is_inference() != torch.is_inference_mode_enabled() for t in tensors)
     ):
         return False
     for t in tensors:
         promise.written[id(t)] = promise.free.pop(id(t))
     return True
-
-
-def _plain(t: Tensor) -> bool:
-    """True if a write reaches each element once, and torch allows it here."""
-    return t.is_contiguous() and not t.requires_grad and t.is_inference() == torch.is_inference_mode_enabled()
 
 
 def seal(state: State) -> State:
@@ -89,8 +85,4 @@ def seal(state: State) -> State:
     """
     promise = None if torch.compiler.is_compiling() else _PROMISE.get()
     kept = {} if promise is None else promise.written
-
-    def copied(t: Tensor) -> Tensor:
-        return t if kept and id(t) in kept else t.clone(memory_format=torch.contiguous_format)
-
-    return map_state(copied, state)
+    return map_state(lambda t: t if kept and id(t) in kept else t.clone(memory_format=torch.contiguous_format), state)

@@ -5,11 +5,12 @@ list that grows: emptiness is a mask or a counter tensor, so that the structure 
 the same before and after every segment and one compiled graph serves them all. The first dimension of every tensor is
 the row of the batch.
 
-Legend: B rows.
+Legend: B rows, F fingerprint of a memory's name, options and sizes.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -18,13 +19,29 @@ from torch import Tensor
 
 State: TypeAlias = Any
 """A Tensor or a (named) tuple of states, which Python's types cannot say without losing those of the named tuples."""
+KIND = "kind_B0F"
+"""Name of the tensor without elements whose size tells the memory that made a state: it costs no byte and no wait."""
+
+
+def kind_of(memory: str) -> int:
+    """F of a memory that is described by its name, options and sizes; its states hold an empty (B, 0, F) in int64."""
+    return 1 + int.from_bytes(hashlib.sha256(memory.encode()).digest()[:4], "big") % (2**31 - 2)
+
+
+def _parts(state: State, like: State = None) -> State:
+    """The children of a node (ValueError: it is no tuple, or not as long as `like`)."""
+    if not isinstance(state, tuple) or (like is not None and len(state) != len(like)):
+        found = f"tuple of {len(state)}" if isinstance(state, tuple) else type(state).__name__
+        raise ValueError(f"state={found}: a state is a tensor or a (named) tuple of states; give that of init_state")
+    return state
 
 
 def map_state(fn: Callable[..., Tensor], state: State, *others: State) -> State:
     """Apply `fn` to each tensor of `state`, together with the tensors in the same place of `others`."""
     if isinstance(state, Tensor):
         return fn(state, *others)
-    children = [map_state(fn, *parts) for parts in zip(state, *others, strict=True)]
+    same = [_parts(other, state) for other in others]
+    children = [map_state(fn, *parts) for parts in zip(_parts(state), *same, strict=True)]
     return type(state)(*children) if hasattr(state, "_fields") else tuple(children)
 
 
@@ -33,9 +50,14 @@ def named_tensors(state: State, prefix: str = "") -> Iterator[tuple[str, Tensor]
     if isinstance(state, Tensor):
         yield prefix or "state", state
         return
-    names = getattr(state, "_fields", range(len(state)))
+    names = getattr(state, "_fields", range(len(_parts(state))))
     for name, part in zip(names, state, strict=True):
         yield from named_tensors(part, f"{prefix}.{name}" if prefix else str(name))
+
+
+def named(state: State) -> dict[str, Tensor]:
+    """The tensors by path."""
+    return dict(named_tensors(state))
 
 
 def detach(state: State) -> State:
@@ -44,7 +66,11 @@ def detach(state: State) -> State:
 
 
 def reset(state: State, fresh: State, rows_B: Tensor) -> State:
-    """Give the rows marked in `rows_B` (bool) the values of `fresh`; the others keep theirs, bit for bit."""
+    """Give the rows marked in `rows_B` (bool) the values of `fresh`; the others keep theirs, bit for bit (ValueError:
+    marks of another dtype or number; a state of another structure or number of rows)."""
+    if not torch.compiler.is_compiling():
+        _compare(named(fresh), named(state), "fresh")
+        _check_rows("rows_B", rows_B, torch.bool, state)
 
     def choose(old: Tensor, new: Tensor) -> Tensor:
         return torch.where(rows_B.view(-1, *[1] * (old.dim() - 1)), new.to(old.dtype), old)
@@ -53,17 +79,25 @@ def reset(state: State, fresh: State, rows_B: Tensor) -> State:
 
 
 def reorder(state: State, index_B: Tensor) -> State:
-    """Rows in the order of `index_B` (long); rows may repeat or vanish, as in beam search."""
+    """Rows in the order of `index_B` (long); rows may repeat or vanish, as in beam search (ValueError: no such row)."""
+    if not torch.compiler.is_compiling():
+        _check_rows("index_B", index_B, torch.long, state)
     return map_state(lambda t: t.index_select(0, index_B), state)
 
 
 def join(states: Sequence[State]) -> State:
-    """The rows of several states of one structure, one state after the other."""
+    """The rows of several states of one structure, one state after the other (ValueError: of another structure)."""
+    if not isinstance(states, list | tuple) or not states:
+        raise ValueError(f"states={type(states).__name__}: must be a list of at least one state")
+    for place, other in enumerate(states[1:], 1):
+        _compare(named(other), named(states[0]), f"states[{place}]", first=1)
     return map_state(lambda *ts: torch.cat(ts), *states)
 
 
 def repeat(state: State, times: int) -> State:
-    """Each row `times` times in a row, as for the beams of one sentence."""
+    """Each row `times` times in a row, as for the beams of one sentence (ValueError: less than once)."""
+    if not isinstance(times, int) or times < 1:
+        raise ValueError(f"times={times!r} must be a whole number, at least 1")
     return map_state(lambda t: t.repeat_interleave(times, 0), state)
 
 
@@ -72,17 +106,14 @@ def to(state: State, device: torch.device | str) -> State:
     return map_state(lambda t: t.to(device), state)
 
 
-def refuse_narrow(state: State, what: str, name: str = "state") -> None:
+def refuse_narrow(state: State, what: str) -> None:
     """Raise a ValueError if a part of a state of sums is narrower than float32: it would lose `what`."""
-    if isinstance(state, Tensor):
-        if state.is_floating_point() and torch.finfo(state.dtype).bits < 32:
+    for name, t in named_tensors(state):
+        if t.is_floating_point() and torch.finfo(t.dtype).bits < 32:
             raise ValueError(
-                f"a state of {state.dtype} loses {what}: {name} of it; keep it in float32, as init_state makes it for "
+                f"a state of {t.dtype} loses {what}: {name} of it; keep it in float32, as init_state makes it for "
                 "every model"
             )
-        return
-    for part, child in zip(getattr(state, "_fields", range(len(state))), state, strict=True):
-        refuse_narrow(child, what, str(part))
 
 
 def nbytes(state: State) -> int:
@@ -95,39 +126,63 @@ def signature(state: State) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
     return [(name, tuple(t.shape), t.dtype) for name, t in named_tensors(state)]
 
 
-def check(state: State, fresh: State, rows: int) -> None:
-    """Refuse a state that cannot be of the model that gives `fresh` (of any number of rows), or has not `rows` rows.
+def _check_rows(name: str, given_B: Tensor, dtype: torch.dtype, state: State) -> None:
+    """Refuse (ValueError) marks that are not one per row, or indices (read on the CPU) of rows that there are not."""
+    rows = next((len(t) for _, t in named_tensors(state)), None)
+    if not isinstance(given_B, Tensor) or given_B.dim() != 1 or given_B.dtype != dtype:
+        found = f"{tuple(given_B.shape)} {given_B.dtype}" if isinstance(given_B, Tensor) else type(given_B).__name__
+        raise ValueError(f"{name}={found}: must be a tensor of one dimension and dtype {dtype}")
+    if rows is None or (dtype != torch.bool and not (given_B.is_cpu and len(given_B))):
+        return
+    if len(given_B) != rows if dtype == torch.bool else not 0 <= int(given_B.min()) <= int(given_B.max()) < rows:
+        raise ValueError(f"{name}={given_B.tolist()[:8]}: does not suit the {rows} rows of the state")
 
-    The number of slots (the second dimension) may differ: a memory may be longer in evaluation than in training.
 
-    Raises:
-        ValueError: the message names the first difference.
+def _compare(
+    have: Mapping[str, Tensor],
+    want: Mapping[str, Tensor],
+    what: str,
+    way_out: str = "give states of one model in one mode",
+    *,
+    first: int = 0,
+    rows: int | None = None,
+    typed: bool = False,
+    placed: torch.device | None = None,
+) -> None:
+    """Refuse (ValueError) a state of other tensors, of other sizes from dimension `first` on, of other than `rows`
+    rows, of other dtypes if `typed`, or not on `placed`."""
+    if have.keys() != want.keys():
+        some = ", ".join(sorted(have.keys() ^ want.keys())[:4])
+        raise ValueError(f"{what}: these tensors are in one only: {some}; {way_out}")
+    for name, w in want.items():
+        t = have[name]
+        if rows is not None and t.shape[:1] != (rows,):
+            raise ValueError(f"the state has {len(t) if t.dim() else 0} rows ({name}), the segment {rows} of them")
+        place = placed or w.device
+        other = typed and (t.dtype != w.dtype or (t.device != place and place.type != "meta"))
+        if other or t.dim() != w.dim() or t.shape[first:] != w.shape[first:]:
+            if name.endswith(KIND):
+                raise ValueError(f"{what}: {name} tells another memory, options or sizes; {way_out}")
+            sizes = tuple(w.shape if rows is None else (rows, *w.shape[1:]))
+            raise ValueError(
+                f"{what}: {name} is {tuple(t.shape)} {t.dtype} on {t.device.type}, this model expects {sizes} "
+                f"{w.dtype}; {way_out}"
+            )
+
+
+def check(state: State, fresh: State, rows: int, *, memory: str = "", device: torch.device | None = None) -> None:
+    """Refuse (ValueError) a state that is not of the model that gives `fresh` (of any rows), or has not `rows` rows.
+
+    The number of slots (the second dimension) may differ, in a memory that is longer in evaluation than in training.
+    Other weights of the same model are not found; see `check_weights`. `memory` describes the model's, for the message;
+    `device` is that of all tensors, None for those of `fresh`.
     """
-    if not isinstance(state, Tensor | tuple):
-        raise ValueError(f"state of type {type(state).__name__} must be what init_state or the last segment gave")
-    found, expected = ({name: t for name, t in named_tensors(s)} for s in (state, fresh))
-    if found.keys() != expected.keys():
-        difference = ", ".join(sorted(found.keys() ^ expected.keys())[:4])
-        raise ValueError(
-            f"the state is that of another model, or of this one's other mode (training or evaluation, which may keep "
-            f"other things; begin with init_state in this mode, or see as_kept): these tensors are in one only: "
-            f"{difference}"
-        )
-    for name, t in found.items():
-        want = expected[name]
-        if t.shape[:1] != (rows,):
-            raise ValueError(
-                f"the state has {t.shape[0] if t.dim() else 0} rows ({name}), the segment {rows}; rows keep their "
-                "place in a stream"
-            )
-        if t.dim() != want.dim() or t.shape[2:] != want.shape[2:]:
-            sizes = f"{tuple(t.shape)}, this model's is {(rows, *want.shape[1:])}"
-            raise ValueError(f"the state is that of another model: {name} is {sizes}")
-        if t.dtype != want.dtype:
-            raise ValueError(
-                f"the state's {name} is {t.dtype}, this model's {want.dtype}; make the state after the model has its "
-                "dtype, or convert it with state.map_state"
-            )
+    way_out = (
+        f"begin with init_state in this mode (training or evaluation), take the options that made the state (here "
+        f"{memory or 'others'}), or convert it with state.map_state or as_kept"
+    )
+    what = "the state is that of another model"
+    _compare(named(state), named(fresh), what, way_out, first=2, rows=rows, typed=True, placed=device)
 
 
 def summary(state: State) -> str:
@@ -137,21 +192,13 @@ def summary(state: State) -> str:
 
 
 def from_tensors(stored: Mapping[str, Tensor], like: State, source: str) -> State:
-    """The state in the structure of `like` whose tensors, by name, are `stored`: the inverse of `named_tensors`.
-
-    Raises:
-        ValueError: they are of another structure; the message names `source` and the first difference.
-    """
-    expected = dict(named_tensors(like))
-    if stored.keys() != expected.keys():
-        difference = ", ".join(sorted(stored.keys() ^ expected.keys()))
-        raise ValueError(f"{source} holds the state of another model: these tensors are in one only: {difference}")
-    for name, t in expected.items():
-        found = stored[name]
-        if (found.shape, found.dtype) != (t.shape, t.dtype):
-            raise ValueError(
-                f"{source}: {name} is {tuple(found.shape)} {found.dtype}, this model expects {tuple(t.shape)} "
-                f"{t.dtype}; build the state with the same number of rows and the same memory settings"
-            )
+    """The state in the structure of `like` whose tensors, by name, are `stored`: the inverse of `named_tensors`
+    (ValueError: of another structure; the message names `source` and the first difference)."""
+    expected = named(like)
+    # Files of earlier versions do not tell the memory's options.
+    stored = {**{name: t for name, t in expected.items() if name.endswith(KIND)}, **stored}
+    stored = {name: t.to(expected[name].device) if name in expected else t for name, t in stored.items()}
+    way_out = "build the state with the same number of rows and the same memory settings"
+    _compare(stored, expected, f"{source} holds the state of another model", way_out, typed=True)
     names = iter(expected)
-    return map_state(lambda t: stored[next(names)].to(t.device), like)
+    return map_state(lambda t: stored[next(names)], like)

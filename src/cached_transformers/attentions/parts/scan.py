@@ -126,19 +126,14 @@ def _behind(g: Tensor) -> Tensor:
     return F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
 
 
-def _lost_between(g: Tensor) -> Tensor:
-    """(..., C, C): e to the sum of g after token j up to token i, for one g a token; 0 where j > i."""
-    size = g.shape[-2]
-    below = torch.ones(size, size, dtype=g.dtype, device=g.device).tril(-1)
-    return (g.clamp(min=LEAST) * below).cumsum(-2).exp().tril()
-
-
 def _pairs(lefts: tuple[Tensor, ...], k: Tensor, g: Tensor | None) -> tuple[Tensor, ...]:
     """(..., C, C) of each: sum_d left_id k_jd e^{(j, i]_d} for j <= i, and 0 for j > i."""
     if g is None:
         return tuple((left @ k.mT).tril() for left in lefts)
     if g.shape[-1] == 1:
-        lost = _lost_between(g)
+        # (..., C, C): e to the sum of g after token j up to token i; 0 where j > i
+        below = torch.ones(g.shape[-2], g.shape[-2], dtype=g.dtype, device=g.device).tril(-1)
+        lost = (g.clamp(min=LEAST) * below).cumsum(-2).exp().tril()
         return tuple((left @ k.mT) * lost for left in lefts)
     near = [(left * k).sum(-1)[..., None, None] for left in lefts]  # blocks of one token
     half, size = 1, k.shape[-2]

@@ -21,8 +21,9 @@ from cached_transformers.integrations.loop_wrappers import FramesModel
 from cached_transformers.integrations.memory_hooks import MemoryHook, refuse_forgetting, run_host
 from cached_transformers.integrations.memory_lookup import like_weights
 from cached_transformers.integrations.segment_context import SegmentContext
-from cached_transformers.layers.stack import ModelOutput
-from cached_transformers.state import State, seal
+from cached_transformers.layers.stack import ModelOutput, StackState
+from cached_transformers.memories.parts.composite import recipe_of
+from cached_transformers.state import State, kind_of, seal
 from cached_transformers.state import check as check_state
 
 
@@ -68,16 +69,16 @@ class FrameForward:
     def __init__(self, model: nn.Module, hooks: list[MemoryHook]) -> None:
         self.model: Any = model
         self.hooks = hooks
+        self.recipe = recipe_of([hook.memory for hook in hooks])
+        self.kind = kind_of(self.recipe)
 
-    def init_state(self, rows: int) -> State:
-        """State of rows that have seen nothing.
-
-        Raises:
-            ValueError: less than one row.
-        """
+    def init_state(self, rows: int) -> StackState:
+        """State of rows that have seen nothing (ValueError: less than one row)."""
         if rows < 1:
             raise ValueError(f"rows={rows} must be at least 1")
-        return seal(tuple(hook.memory.init_state(rows, like_weights(hook.layer)) for hook in self.hooks))
+        layers = tuple(hook.memory.init_state(rows, like_weights(hook.layer)) for hook in self.hooks)
+        clock_B = torch.zeros(rows, dtype=torch.long, device=like_weights(self.hooks[0].layer).device)
+        return seal(StackState(clock_B, (), layers, clock_B.new_empty(rows, 0, self.kind)))  # type: ignore[no-any-return]
 
     def forward(self, x: torch.Tensor, *args: Any, memory_state: State | None = None, **kwargs: Any) -> ModelOutput:
         """The model's forward of one frame of each row.
@@ -88,7 +89,7 @@ class FrameForward:
         if memory_state is None:
             refuse_forgetting(self.model)
         elif not torch.compiler.is_compiling():
-            check_state(memory_state, self.init_state(1), len(x))
+            check_state(memory_state, self.init_state(1), len(x), memory=self.recipe)
         if any(value is not None and value is not False for value in (*args, *kwargs.values())):
             raise ValueError("masks: beside a memory a frame is read whole; leave attn_mask and is_causal out")
         if getattr(self.model, "grad_checkpointing", False) and self.model.training:
@@ -97,6 +98,7 @@ class FrameForward:
                 "model.set_grad_checkpointing(False), and use ReplayLoop to save activations"
             )
         state = self.init_state(len(x)) if memory_state is None else memory_state
-        context = SegmentContext(state)
+        context = SegmentContext(state.layers)
         outputs = run_host(context, self.hooks, self.model, x)
-        return ModelOutput(outputs, seal(tuple(context.states_after)), x.new_zeros(()))
+        after = state._replace(clock_B=state.clock_B + 1, layers=tuple(context.states_after))
+        return ModelOutput(outputs, seal(after), x.new_zeros(()))

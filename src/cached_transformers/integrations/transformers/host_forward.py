@@ -34,8 +34,8 @@ from cached_transformers.interfaces.memory import (
 )
 from cached_transformers.layers.initial_state import initial_state_of
 from cached_transformers.layers.stack import StackState
-from cached_transformers.memories.parts.composite import members_of
-from cached_transformers.state import State, seal, used_again
+from cached_transformers.memories.parts.composite import members_of, recipe_of
+from cached_transformers.state import State, kind_of, seal, used_again
 from cached_transformers.state import check as check_state
 
 from .adapter_utils import parameter_names
@@ -78,6 +78,9 @@ class HostForward:
             if run is not None and not hasattr(run, "_torchdynamo_disable"):  # here, since it imports the compiler
                 setattr(type(self), name, torch.compiler.disable(run, recursive=whole))
         self.names = self.outside = parameter_names(body)
+        memories = recipe_of([*([self.memory] if spans else []), *(hook.memory for hook in hooks)])  # type: ignore[list-item]
+        self.recipe = f"{memories} in {getattr(self.body.config, 'num_hidden_layers', 0)} layers"
+        self.kind = kind_of(self.recipe)
 
     def uninstall(self) -> None:
         """Undo changes of the forward in the host."""
@@ -122,11 +125,7 @@ class HostForward:
         return found
 
     def init_state(self, rows: int) -> StackState:
-        """State of rows that have read nothing.
-
-        Raises:
-            ValueError: less than one row.
-        """
+        """State of rows that have read nothing (ValueError: less than one row)."""
         if rows < 1:
             raise ValueError(f"rows={rows} must be at least 1")
         tuned = initial_state_of(self.body)
@@ -137,12 +136,12 @@ class HostForward:
         model: State = () if memory is None else memory.init_state(rows, like)
         layers = tuple(hook.memory.init_state(rows, like_weights(self.body, hook.layer)) for hook in self.hooks)
         clock_B = torch.zeros(rows, dtype=torch.long, device=like.device)
-        return seal(StackState(clock_B, model, layers))  # type: ignore[no-any-return]
+        return seal(StackState(clock_B, model, layers, clock_B.new_empty(rows, 0, self.kind)))  # type: ignore[no-any-return]
 
     def checked_state(self, state: State | None, rows: int) -> StackState:
         """The given state, or that of rows that have read nothing (ValueError: it is not this model's)."""
         if state is not None and not torch.compiler.is_compiling():
-            check_state(state, self.init_state(1), rows)
+            check_state(state, self.init_state(1), rows, memory=self.recipe)
         return self.init_state(rows) if state is None else state
 
     def call_of(self, state: State | None) -> ModelCall:
@@ -231,7 +230,8 @@ class HostForward:
             keeps = context.kv_cache is not None and not context.varies and self._reads_alone(memory)
             cache.kv, cache.projected = (context.kv_cache, context.projected) if keeps else (None, None)
             cache.first = next(iter(segment.inputs.values())).shape[1]
-        return out, seal(StackState(state.clock_B + self.count(segment), model, layers))
+        after = state._replace(clock_B=state.clock_B + self.count(segment), model=model, layers=layers)
+        return out, seal(after)  # type: ignore[no-any-return]
 
     def _caches(self, config: Any) -> tuple[Any, list[SlotProjections] | None]:
         if self.checkpoints:

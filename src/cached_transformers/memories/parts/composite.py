@@ -10,6 +10,7 @@ Legend: B rows, N tokens, M slots, L = M + N, H heads, E head width, D model wid
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from cached_transformers.interfaces.memory import (
     Weights,
 )
 from cached_transformers.positions import Positions, alike
+from cached_transformers.registry import UNTOLD
 from cached_transformers.state import State, named_tensors
 
 
@@ -150,9 +152,21 @@ def stands_in_front(memory: LayerMemory) -> bool:
     return "in_front" in memory.needs
 
 
-def members_of(memory: LayerMemory) -> list[LayerMemory]:
+def members_of(memory: Any) -> list[Any]:
     """The memories of a layer, one by one."""
     return list(memory.members) if isinstance(memory, SideBySide) else [memory]
+
+
+def recipe_of(parts: Sequence[nn.Module]) -> str:
+    """Names, options and sizes of memories and attentions, which tell their states from others."""
+    told = [getattr(one, "recipe", "") or _settings(one) for part in parts for one in members_of(part)]
+    return "; ".join(f"{len(list(same))} x {recipe}" for recipe, same in groupby(told))
+
+
+def _settings(part: nn.Module) -> str:
+    """The plain attributes of a part that was built without its name."""
+    plain = {k: v for k, v in vars(part).items() if isinstance(v, int | float | str) and k not in (*UNTOLD, "training")}
+    return f"{type(part).__name__}({', '.join(f'{k}={v!r}' for k, v in sorted(plain.items()))})"
 
 
 def side_by_side(memories: Sequence[LayerMemory]) -> LayerMemory:

@@ -92,4 +92,4 @@ def _create(
             f"memory {name!r} needs {', '.join(missing)}, which this model does not know; "
             f"give it as {{'name': {name!r}, {missing[0]!r}: ...}}"
         )
-    return entry.factory(width, heads, **taken, **options)  # type: ignore[no-any-return]
+    return entry.build(width, heads, **taken, **options)  # type: ignore[no-any-return]
