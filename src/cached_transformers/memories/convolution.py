@@ -65,7 +65,7 @@ class ConvolutionControl(LayerMemory):
         if not self.sequence:
             return y_BND + self.convolution(query.x_BND, query.size)
         if not query.x_BND.shape[1]:
-            raise ValueError(f"inputs of shape {tuple(query.x_BND.shape)} have no tokens to convolve; leave the call out")
+            raise ValueError(f"inputs of shape {tuple(query.x_BND.shape)} have no token; leave the call out")
         padding_BN = torch.zeros_like(y_BND[..., 0], dtype=torch.bool) if query.padding_BN is None else query.padding_BN
         order_BN1 = padding_BN.long().argsort(dim=1, stable=True)[..., None]  # a row's tokens are neighbours
         x_BND = shown(query.x_BND, padding_BN).take_along_dim(order_BN1, 1)
