@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import pickle
 from pathlib import Path
@@ -69,35 +70,33 @@ def test_saved_and_loaded_it_computes_the_same(host: Architecture, tmp_path: Pat
 
 
 @architectures([BART, GPT2])
-def test_a_plain_load_of_it_fails_and_one_of_the_earlier_form_warns_of_what_it_drops(
-    host: Architecture, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("form", ["without a refusal", "not inside of another"])
+def test_folders_of_earlier_versions_load_without_a_report(
+    host: Architecture, form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    transformers = library("transformers")
-    model = host.with_memory()
-    model.save_pretrained(tmp_path / "new")
-    with pytest.raises(RuntimeError, match="mismatched"):
-        type(model).from_pretrained(tmp_path / "new")
-    type(model).save_pretrained(model, tmp_path)
+    model = awaken(host.with_memory())
+    model.save_pretrained(tmp_path)
+    file, call = tmp_path / "config.json", call_of(host)
+    written = json.loads(file.read_text())
+    earlier = {key: value for key, value in written.items() if key != "id2label"}
+    file.write_text(
+        json.dumps(earlier if "refusal" in form else {"model_type": written["host_type"], **written["host"]})
+    )
     said = logging.getLogger("transformers")
     said.addHandler(caplog.handler)
     try:
-        plain = type(model).from_pretrained(tmp_path)
-        report = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-        assert any("UNEXPECTED" in line and "memory.branch.gate_H" in line for line in report)
-        caplog.clear()
-        load_pretrained(str(tmp_path))
-        assert not [r for r in caplog.records if "UNEXPECTED" in r.getMessage()]
+        for load in (
+            load_pretrained,
+            library("transformers").AutoModelForPreTraining.from_pretrained,
+            type(model).from_pretrained,
+        ):
+            assert torch.equal(load(str(tmp_path))(**call).logits, model(**call).logits)
     finally:
         said.removeHandler(caplog.handler)
-    assert transformers.logging.get_verbosity() == logging.WARNING
-    # Saved again without its memory, the folder is no longer what its config says.
-    plain.save_pretrained(tmp_path / "again")
-    with pytest.raises(ValueError, match=r"holds no .*memory.* \(\d+ tensors are missing\).*add_memory"):
-        load_pretrained(str(tmp_path / "again"))
-    add_memory(plain, host.memory, **host.options)
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
-def test_loading_says_what_is_not_there_and_what_is_new(tmp_path: Path) -> None:
+def test_weights_that_are_not_there_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     GPT2.build().save_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match=r"from_pretrained.*add_memory"):
         load_pretrained(str(tmp_path / "plain"))
@@ -108,9 +107,20 @@ def test_loading_says_what_is_not_there_and_what_is_new(tmp_path: Path) -> None:
     body = load_pretrained(str(tmp_path / "with"), transformers.GPT2Model)  # the decoder alone, from its model's files
     ids = words(2, 7)
     torch.testing.assert_close(body(ids).last_hidden_state, model.transformer(ids).last_hidden_state)
-    with pytest.warns(UserWarning, match=r"score.weight: not stored, and newly initialised"):
+    said = logging.getLogger("transformers")
+    said.addHandler(caplog.handler)
+    try:
         classifier = load_pretrained(str(tmp_path / "with"), transformers.GPT2ForSequenceClassification)
-    assert classifier(ids).memory_state is not None
+    finally:
+        said.removeHandler(caplog.handler)
+    assert classifier(ids).memory_state is not None and "score.weight" in caplog.text and "memory" not in caplog.text
+    GPT2.build().save_pretrained(tmp_path / "with")
+    model.config.save_pretrained(tmp_path / "with")
+    for load in (load_pretrained, transformers.GPT2LMHeadModel.from_pretrained):
+        with pytest.raises(ValueError, match=r"holds no .*memory.* \(\d+ tensors are missing\).*add_memory"):
+            load(str(tmp_path / "with"))
+    host = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "with", config=GPT2.build().config)
+    add_memory(host, GPT2.memory, **GPT2.options)
 
 
 @architectures([*ENCODERS, LLAMA])
