@@ -10,15 +10,14 @@ import functools
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
@@ -58,7 +57,7 @@ def patch_models() -> None:
         try:
             return save(self, *args, **options)
         finally:
-            if record is not None:
+            if record:
                 note_memory(self, record)
 
     @functools.wraps(load)
@@ -124,8 +123,7 @@ def load_pretrained(name: str, cls: Any = None, **options: Any) -> Any:
         )
     if cls is None:
         saved = (getattr(config, "architectures", None) or ["?"])[0]
-        cls = getattr(transformers, saved, None)
-        if cls is None:
+        if (cls := getattr(transformers, saved, None)) is None:
             raise ValueError(f"{name} was saved by a class {saved}, which transformers does not have; give cls=...")
     return cls.from_pretrained(name, **options)
 
@@ -137,13 +135,14 @@ def _load_memories(model: Any, found: dict[str, Any], options: dict[str, Any]) -
         ValueError: a tensor is missing; or an error of `add_memory`.
     """
     name, hub = str(model.config.name_or_path), {key: options[key] for key in HUB if key in options}
-    parts = _recorded(model)
-    if name and not parts and any(re.search(OURS, key) for key in found["unexpected_keys"]):
-        saved = type(model.config).get_config_dict(name, **hub)[0]  # the given config is without the record
-        if record := saved.get(MODEL_TYPE):
-            setattr(model.config, MODEL_TYPE, record)
-            parts = [model]
-    if not parts:
+    given = options.get("config") or name
+    other = str(getattr(given, "name_or_path", given)) != name or any(
+        re.search(OURS, k) for k in found["unexpected_keys"]
+    )
+    if other and options.get("state_dict") is None and not _recorded(model):  # the config is another, or a part
+        with suppress(OSError):  # no config.json
+            note_memory(model, type(model.config).get_config_dict(name, **hub)[0].get(MODEL_TYPE))
+    if not (parts := _recorded(model)):
         return
     plain = set(model.state_dict())
     with ExitStack() as files:
@@ -157,21 +156,16 @@ def _load_memories(model: Any, found: dict[str, Any], options: dict[str, Any]) -
     if missing := sorted(names.keys() - read.keys()):
         raise ValueError(
             f"{name} names the memory {parts[0].config.cached_transformers['memory']['name']!r} in its config, but "
-            f"holds no {missing[0]} ({len(missing)} tensors are missing): {type(model).__name__} did not save it, or "
-            "saved it without the memory's weights; for a new memory delete config.cached_transformers, load the host "
-            "with config=config, and call add_memory"
+            f"holds no {missing[0]} ({len(missing)} tensors are missing) for {type(model).__name__}; for a new memory "
+            f"delete config.{MODEL_TYPE}, load the host with config=config, and call add_memory"
         )
     model.load_state_dict(read, strict=False)
-    ours = {s for spellings in names.values() for s in spellings}
-    found["unexpected_keys"] = type(found["unexpected_keys"])(
-        key for key in found["unexpected_keys"] if key not in ours
-    )
     model.eval()
+    kept = (key for key in found["unexpected_keys"] if not re.search(OURS, key))
+    found["unexpected_keys"] = type(found["unexpected_keys"])(kept)
 
 
-def _stored(
-    name: str, hub: dict[str, Any], options: dict[str, Any], files: ExitStack
-) -> dict[str, Callable[[], Tensor]]:
+def _stored(name: str, hub: dict[str, Any], options: dict[str, Any], files: ExitStack) -> dict[str, Any]:
     """Return a function for each stored tensor that reads it from the files, or from the given `state_dict`."""
     if (given := options.get("state_dict")) is not None:
         return {key: functools.partial(given.__getitem__, key) for key in given}
@@ -183,7 +177,7 @@ def _stored(
         index := utils.cached_file(name, f"model.safetensors.index{variant}.json", **quiet)
     ):
         names = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
-    stored: dict[str, Callable[[], Tensor]] = {}
+    stored: dict[str, Any] = {}
     for part in names:
         path = utils.cached_file(name, part, **quiet)
         if path is None:
@@ -196,14 +190,9 @@ def _stored(
 def _spellings(model: Any, key: str) -> tuple[str, ...]:
     """Names under which a weight may be stored: with the prefix of the model around the body, or without; and by the
     names of published checkpoints, to which `save_pretrained` goes back (ViT)."""
-    prefix, published = f"{model.base_model_prefix}.", _published(model, key)
-    return tuple(name for own in (key, published) for name in (own, prefix + own, own.removeprefix(prefix)))
-
-
-def _published(model: Any, key: str) -> str:
-    try:
+    prefix, published = f"{model.base_model_prefix}.", key
+    with suppress(ImportError):  # an older transformers saves by the names that its models have
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # this transformers saves by the names that its models have
-        return key
-    stored: dict[str, Tensor] = revert_weight_conversion(model, {key: torch.empty(0)})
-    return next(iter(stored))
+
+        published = next(iter(revert_weight_conversion(model, {key: torch.empty(0)})))
+    return tuple(name for own in (key, published) for name in (own, prefix + own, own.removeprefix(prefix)))
