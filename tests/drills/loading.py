@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import resource
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 FORMS = ("folder", "subfolder", "shards", "variant", "again", "config again", "earlier", "earliest")
 """The last two are configs of earlier versions, which transformers does not refuse without this package."""
+ROOM = 1 << 31
+"""Bytes of a model of default size, which must not be built."""
 
 
 def cases(count: int, seed: int) -> Iterator[str]:
@@ -217,9 +220,11 @@ def _refused(model: Any, folder: Path, random: Random, hub: dict[str, Any]) -> N
     kinds = [type(model.config), transformers.AutoConfig, *(getattr(transformers, auto) for auto in AUTO)]
     kinds += itertools.chain(*(_fitting(family.build().config).values() for family in HOSTS.values()))
     kind = random.choice([type(model), random.choice(kinds)])
-    made, error = _tried(partial(kind.from_pretrained, folder, **hub))
-    if error is None or "cached_transformers" not in str(error):
-        raise Failure(f"without the package, {kind.__name__}: expected an error that names it, found {error or made}")
+    room = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + ROOM
+    resource.setrlimit(resource.RLIMIT_AS, (room, room))
+    _, error = _tried(partial(kind.from_pretrained, folder, **hub))
+    if "cached_transformers" not in str(error):
+        raise Failure(f"without the package, {kind.__name__}: expected an error that names it, found {error!r}")
 
 
 DRILL = Drill(

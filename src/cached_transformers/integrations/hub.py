@@ -50,14 +50,8 @@ def patch_configs() -> None:
         if not records_memory(self):
             return write(self, json_file_path, use_diff)  # type: ignore[no-any-return]
         host = json.loads(self.to_json_string(use_diff))
-        kept = {key: host[key] for key in ("architectures", "dtype", "transformers_version") if key in host}
-        ours = {
-            "model_type": MODEL_TYPE,
-            **kept,
-            "id2label": REFUSAL,
-            "host_type": host.pop("model_type"),
-            "host": host,
-        }
+        ours = {"model_type": MODEL_TYPE, "id2label": REFUSAL, "host_type": host.pop("model_type"), "host": host}
+        ours |= {key: host[key] for key in ("architectures", "dtype", "transformers_version") if key in host}
         write_whole(Path(json_file_path), json.dumps(ours, indent=2).encode())
 
     @functools.wraps(read)
