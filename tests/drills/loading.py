@@ -28,7 +28,7 @@ from cached_transformers import add_memory, load_pretrained
 from .frame import Drill, Failure
 
 NAMES = ("gpt2", "llama", "qwen2", "mistral", "gemma3_text", "bert", "distilbert", "roberta", "t5", "bart", "vit")
-HOSTS = {family.name: family for family in families.ALL if family.name in (*NAMES, "clipvision")}
+HOSTS = {family.name: family for family in families.ALL if family.name in (*NAMES, "clipvision", "switchtransformers")}
 HEADS = ("CausalLM", "MaskedLM", "SequenceClassification", "TokenClassification", "Seq2SeqLM", "ImageClassification")
 AUTO = ("AutoModel", *(f"AutoModelFor{head}" for head in HEADS))
 TASKS = {"AutoModelForCausalLM": "text-generation", "AutoModelForMaskedLM": "fill-mask"}
@@ -235,6 +235,6 @@ DRILL = Drill(
     cases,
     attempt,
     count=600,
-    sample=10,
+    sample=16,
     prepare=prepare,
 )

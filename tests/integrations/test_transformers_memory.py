@@ -52,23 +52,6 @@ def test_the_memory_of_an_encoder_decoder_is_in_the_encoder_alone(host: Architec
     assert torch.equal(model(**given).logits, plain(**given).logits)
 
 
-@architectures(ALL)
-def test_saved_and_loaded_it_computes_the_same(host: Architecture, tmp_path: Path) -> None:
-    model = awaken(host.with_memory()).train()
-    model(**call_of(host)).loss.backward()
-    model.eval()
-    model.save_pretrained(tmp_path)
-    loaded = load_pretrained(str(tmp_path))
-    assert type(loaded) is type(model) and not loaded.training
-    assert loaded.config.cached_transformers == model.config.cached_transformers
-    call = call_of(host, seed=4)
-    assert torch.equal(loaded(**call).logits, model(**call).logits)
-    after = loaded.state_dict()
-    assert all(torch.equal(value, after[name]) for name, value in model.state_dict().items())
-    half = load_pretrained(str(tmp_path), dtype=torch.bfloat16)
-    assert half(**call).logits.dtype == torch.bfloat16
-
-
 @architectures([BART, GPT2])
 @pytest.mark.parametrize("form", ["without a refusal", "not inside of another"])
 def test_folders_of_earlier_versions_load_without_a_report(
