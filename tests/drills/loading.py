@@ -34,7 +34,7 @@ AUTO = ("AutoModel", *(f"AutoModelFor{head}" for head in HEADS))
 TASKS = {"AutoModelForCausalLM": "text-generation", "AutoModelForMaskedLM": "fill-mask"}
 OPTIONS: dict[str, tuple[Any, ...]] = {
     **{"attn_implementation": ("eager", "sdpa"), "dtype": (torch.bfloat16, torch.float32, "auto")},
-    **{"device_map": ("cpu",), "low_cpu_mem_usage": (True,), "output_loading_info": (True,)},
+    **{"device_map": ("cpu", "auto"), "low_cpu_mem_usage": (True,), "output_loading_info": (True,)},
     **{"num_labels": (2, 3), "output_hidden_states": (True,), "layer_norm_eps": (1e-3,), "rms_norm_eps": (1e-3,)},
     **{"use_cache": (False, True), "attention_dropout": (0.25,), "tie_word_embeddings": (False, True)},
 }

@@ -16,7 +16,17 @@ import launch
 import pytest
 import torch
 from integrations.hosts import library
-from integrations.transformers_hosts import BERT, GPT2, LLAMA, VOCABULARY, Architecture, awaken, call_of, words
+from integrations.transformers_hosts import (
+    BERT,
+    GPT2,
+    LLAMA,
+    VOCABULARY,
+    Architecture,
+    awaken,
+    byte_tokenizer,
+    call_of,
+    words,
+)
 
 from cached_transformers import add_memory, load_pretrained, remove_memory
 
@@ -97,17 +107,12 @@ def test_a_memory_in_a_part_of_a_model_is_loaded_there(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_of_the_folder_reads_its_prompt_in_segments(tmp_path: Path) -> None:
-    transformers, tokenizers = library("transformers"), library("tokenizers")
-    vocabulary = {f"w{i}": i for i in range(VOCABULARY)}
-    words_alone = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
-    words_alone.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words_alone, pad_token="w0").save_pretrained(tmp_path)
-    model = awaken(add_memory(GPT2.build(), "rmt", length=2, segment_length=4)).eval()
+    model = awaken(add_memory(GPT2.build(vocab_size=257), "rmt", length=2, segment_length=4)).eval()
     model.save_pretrained(tmp_path)
-    writer = transformers.pipeline("text-generation", model=str(tmp_path))
-    text = "w3 w1 w4 w1 w5 w9 w2"
-    said = writer(text, max_new_tokens=5, do_sample=False, return_tensors=True)[0]["generated_token_ids"]
-    prompt = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
+    byte_tokenizer().save_pretrained(tmp_path)
+    writer = library("transformers").pipeline("text-generation", model=str(tmp_path))
+    said = writer("a prompt", max_new_tokens=5, do_sample=False, return_tensors=True)[0]["generated_token_ids"]
+    prompt = torch.tensor([byte_tokenizer()("a prompt")["input_ids"]])
     expected = model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0)[0]
     assert said == expected.tolist()
     assert writer.model.init_memory_state(1) is not None

@@ -135,10 +135,8 @@ def _load_memories(model: Any, found: dict[str, Any], options: dict[str, Any]) -
         ValueError: a tensor is missing; or an error of `add_memory`.
     """
     name, hub = str(model.config.name_or_path), {key: options[key] for key in HUB if key in options}
-    given = options.get("config") or name
-    other = str(getattr(given, "name_or_path", given)) != name or any(
-        re.search(OURS, k) for k in found["unexpected_keys"]
-    )
+    given, unexpected = options.get("config") or name, found["unexpected_keys"] if found else ()  # Flax reports none
+    other = str(getattr(given, "name_or_path", given)) != name or any(re.search(OURS, key) for key in unexpected)
     if other and options.get("state_dict") is None and not _recorded(model):  # the config is another, or a part
         with suppress(OSError):  # no config.json
             note_memory(model, type(model.config).get_config_dict(name, **hub)[0].get(MODEL_TYPE))
@@ -161,8 +159,7 @@ def _load_memories(model: Any, found: dict[str, Any], options: dict[str, Any]) -
         )
     model.load_state_dict(read, strict=False)
     model.eval()
-    kept = (key for key in found["unexpected_keys"] if not re.search(OURS, key))
-    found["unexpected_keys"] = type(found["unexpected_keys"])(kept)
+    found["unexpected_keys"] = type(unexpected)(key for key in unexpected if not re.search(OURS, key))
 
 
 def _stored(name: str, hub: dict[str, Any], options: dict[str, Any], files: ExitStack) -> dict[str, Any]:
