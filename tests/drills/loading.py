@@ -234,7 +234,7 @@ DRILL = Drill(
     "package an error that names it",
     cases,
     attempt,
-    count=600,
+    count=450,
     sample=16,
     prepare=prepare,
 )

@@ -135,7 +135,8 @@ def _load_memories(model: Any, found: dict[str, Any], options: dict[str, Any]) -
         ValueError: a tensor is missing; or an error of `add_memory`.
     """
     name, hub = str(model.config.name_or_path), {key: options[key] for key in HUB if key in options}
-    given, unexpected = options.get("config") or name, found["unexpected_keys"] if found else ()  # Flax reports none
+    given = options.get("config") or name
+    unexpected: Any = found["unexpected_keys"] if found else ()  # Flax reports none
     other = str(getattr(given, "name_or_path", given)) != name or any(re.search(OURS, key) for key in unexpected)
     if other and options.get("state_dict") is None and not _recorded(model):  # the config is another, or a part
         with suppress(OSError):  # no config.json
