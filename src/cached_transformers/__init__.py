@@ -115,9 +115,8 @@ on_import(
     before=_later("torchvision_guard", "prepare_torchvision"),
     after=_later("torchvision_guard", "ensure_torchvision"),
 )
-_AUTO = "transformers.models.auto"
-on_import(f"{_AUTO}.configuration_auto", after=_later("integrations.transformers.load"))
-on_import(f"{_AUTO}.modeling_auto", after=_later("integrations.transformers.load", "register_models"))
+on_import("transformers.configuration_utils", after=_later("integrations.hub", "patch_configs"))
+on_import("transformers.modeling_utils", after=_later("integrations.transformers.load", "patch_models"))
 
 
 def __getattr__(name: str) -> Any:

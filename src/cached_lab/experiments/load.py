@@ -28,10 +28,7 @@ from .build import build_model, without_checkpoint
 
 
 def load_run(
-    folder: str | Path,
-    checkpoint: str = "best",
-    average: int | None = None,
-    memory: Mapping[str, Any] | None = None,
+    folder: str | Path, checkpoint: str = "best", average: int | None = None, memory: Mapping[str, Any] | None = None
 ) -> tuple[RunConfig, nn.Module, int]:
     """Return the configuration, the trained model and the step of a run folder.
 
@@ -58,8 +55,7 @@ def load_run(
     stored = read_checkpoint(path)
     refuse_exchanged(folder, stored)
     differing = differing_keys(with_defaults(stored.config), config_to_dict(config))
-    changed = [key for key in differing if key.startswith(("model.", "model:"))]
-    if changed:
+    if changed := [key for key in differing if key.startswith(("model.", "model:"))]:
         raise ValueError(
             f"{folder / CONFIG} describes another model than {path}; undo the change, or repeat the run's `cached "
             f"train`, which writes the file: {'; '.join(changed[:5])}"
@@ -121,7 +117,10 @@ def load_writer(
 def _tokenizer_beside(folder: Path) -> Any:
     """Load the transformers tokenizer in the folder of a model."""
     try:
-        return require("transformers", extra="language").AutoTokenizer.from_pretrained(str(folder))
+        found = require("transformers", extra="language").AutoTokenizer.from_pretrained(str(folder))
+        if len(found) <= len(found.all_special_tokens):  # without files, some classes are made without words
+            raise ValueError("it has special tokens only")
+        return found
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"{folder} has no tokenizer that transformers can read ({' '.join(str(error).split())}); save it with the "

@@ -1,13 +1,15 @@
-"""Save models of transformers with their memory: `save_pretrained` and `push_to_hub`. Imports nothing of transformers.
+"""Configs of transformers that record a memory, and their files. Importing this module imports nothing of transformers.
 
-The arguments of `add_memory` are noted in the model's config. `load_pretrained` loads the saved folder and, after
-`import cached_transformers`, transformers' Auto classes and pipelines do.
+`add_memory` records its arguments in the model's config. `save_pretrained` writes such a config inside one of type
+"cached_transformers", which transformers refuses without this package: Auto classes refuse the type, config classes the
+`id2label`, whose key is a message instead of a number. With this package, every class reads the host's own config with
+the record in it, also from files of the type without `id2label`, which earlier versions wrote.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -17,39 +19,46 @@ from torch import nn
 from cached_transformers.files import write_whole
 
 MODEL_TYPE = "cached_transformers"
+REFUSAL = {"this model has a memory: import cached_transformers, which loads it": 0}
+
+
+class Record(dict[str, Any]):
+    """The record of a model that has its memory; one that was read from a file is a plain dict."""
 
 
 def note_memory(model: nn.Module, record: dict[str, Any] | None) -> None:
-    """Note the arguments of `add_memory` in the config of a model of transformers, and let the model save them so that
-    it is not loaded without its memory by mistake; None undoes both."""
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_json_string"):
-        return
-    if record is not None:
-        config.cached_transformers = record
-        vars(model)["save_pretrained"] = functools.partial(save_pretrained, model)
-    elif "cached_transformers" in vars(config):
-        del config.cached_transformers
-        vars(model).pop("save_pretrained", None)
+    """Record the arguments of `add_memory` in the config of a model of transformers; None deletes all records."""
+    if record is None:
+        for module in model.modules():  # some have copies of the config
+            vars(getattr(module, "config", nn.Identity())).pop(MODEL_TYPE, None)
+    elif hasattr(config := getattr(model, "config", None), "to_json_string"):
+        setattr(config, MODEL_TYPE, Record(record))
 
 
-def save_pretrained(model: Any, save_directory: str | Path, *args: Any, **options: Any) -> Any:
-    """Drop-in replacement for `PreTrainedModel.save_pretrained`, which `push_to_hub` calls, too."""
-    call = inspect.signature(type(model).save_pretrained).bind(model, save_directory, *args, **options)
-    push = call.arguments.pop("push_to_hub", False)
-    found = type(model).save_pretrained(*call.args, **call.kwargs)
-    if call.arguments.get("is_main_process", True):
-        _wrap_config(Path(save_directory) / "config.json")
-        if push:
-            upload = {name: options[name] for name in ("token", "revision", "private") if name in options}
-            model.push_to_hub(options.get("repo_id", Path(save_directory).name), **upload)
-    return found
+def records_memory(config: Any) -> bool:
+    """Return True if a config, or one inside of it, records a memory."""
+    return f'"{MODEL_TYPE}": ' in config.to_json_string()
 
 
-def _wrap_config(path: Path) -> None:
-    """Put the host's config into one of type "cached_transformers". The host's type is moved out of its config, where
-    transformers would find it and load the host without its memory."""
-    host = json.loads(path.read_text(encoding="utf-8"))
-    kept = {key: host[key] for key in ("architectures", "dtype", "transformers_version") if key in host}
-    ours = {"model_type": MODEL_TYPE, **kept, "host_type": host.pop("model_type"), "host": host}
-    write_whole(path, json.dumps(ours, indent=2).encode())
+def patch_configs() -> None:
+    """Let the config classes of transformers write and read the files that this module's docstring describes."""
+    kind = importlib.import_module("transformers.configuration_utils").PretrainedConfig
+    write, read = kind.to_json_file, kind._dict_from_json_file.__func__
+
+    @functools.wraps(write)
+    def to_json_file(self: Any, json_file_path: Any, use_diff: bool = True) -> None:
+        if not records_memory(self):
+            return write(self, json_file_path, use_diff)  # type: ignore[no-any-return]
+        host = json.loads(self.to_json_string(use_diff))
+        ours = {"model_type": MODEL_TYPE, "id2label": REFUSAL, "host_type": host.pop("model_type"), "host": host}
+        ours |= {key: host[key] for key in ("architectures", "dtype", "transformers_version") if key in host}
+        write_whole(Path(json_file_path), json.dumps(ours, indent=2).encode())
+
+    @functools.wraps(read)
+    def _dict_from_json_file(cls: Any, json_file: Any) -> dict[str, Any]:
+        found: dict[str, Any] = read(cls, json_file)
+        if found.get("model_type") != MODEL_TYPE or "host" not in found:
+            return found
+        return {"model_type": found["host_type"], **found["host"]}
+
+    kind.to_json_file, kind._dict_from_json_file = to_json_file, classmethod(_dict_from_json_file)

@@ -1,108 +1,101 @@
-"""Load models of transformers with the memory they were saved with: `load_pretrained`, Auto classes and pipelines.
+"""Load models of transformers with the memory they were saved with, by any class of transformers or `load_pretrained`.
 
-`add_memory` notes its arguments in the config, and `save_pretrained` (`hub.py`) stores the memory's weights and caches
-among the model's own, and the config inside one of type "cached_transformers": without this package transformers
-refuses it by that name, and does not load the host without its memory.
-
-Importing this module registers the type with transformers.
+`save_pretrained` stores the memory's weights and caches among the model's own, and the arguments of `add_memory` in the
+config (`hub.py`). `from_pretrained` loads the host, adds the memory, and loads the memory's tensors.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
-import warnings
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
 
 from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
+from cached_transformers.integrations.hub import MODEL_TYPE, Record, note_memory, records_memory
 from cached_transformers.layers.initial_state import PLACE as INITIAL_STATE
 from cached_transformers.models.published import PublishedModel, is_ours
 from cached_transformers.models.state_tuning import begin_with
 
-try:
-    from transformers.configuration_utils import PretrainedConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
-except ImportError:  # of use only with transformers, but imported without it
-    PretrainedConfig = object
+OURS = rf"(^|\.)(memory|{INITIAL_STATE})\."
+"""Pattern of the names of a memory's tensors."""
+HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "proxies")
+_inside: ContextVar[bool] = ContextVar("inside", default=False)
 
 
-class CachedConfig(PretrainedConfig):  # type: ignore[misc]
-    """The config of a model with a memory.
+def patch_models() -> None:
+    """Let all model classes of transformers load, and make from a config, models with their memory."""
+    kind = importlib.import_module("transformers.modeling_utils").PreTrainedModel
+    initialise, save = kind.__init__, kind.save_pretrained
+    load, make = kind.from_pretrained.__func__, kind._from_config.__func__
 
-    Args:
-        host_type: its model type in transformers.
-        host: the host's own config, as it would be saved, with the arguments of `add_memory` in `cached_transformers`.
-    """
-
-    model_type = "cached_transformers"
-
-    def __init__(self, host_type: str = "", host: dict[str, Any] | None = None, **others: Any) -> None:
-        self.host_type, self.host = host_type, dict(host or {})
-        super().__init__(**others)
-
-    def host_config(self) -> Any:
-        """The host's config, of its own class.
-
-        Raises:
-            ValueError: transformers does not know the type of the host.
-        """
-        if self.host_type not in CONFIG_MAPPING:
+    @functools.wraps(initialise)
+    def __init__(self: Any, config: Any, *args: Any, **options: Any) -> None:
+        record = getattr(config, MODEL_TYPE, None)
+        if record and not isinstance(record, Record) and not _inside.get():
             raise ValueError(
-                f"host_type={self.host_type!r}: this transformers does not know the host of the model with a memory"
+                f"config.{MODEL_TYPE}={record}: {type(self).__name__}(config) builds the host without this memory; "
+                f"call {type(self).__name__}._from_config(config), or delete config.{MODEL_TYPE}"
             )
-        return CONFIG_MAPPING[self.host_type].from_dict(self.host)
+        initialise(self, config, *args, **options)
+        if record:  # transformers would report the memory's tensors as unexpected
+            self._keys_to_ignore_on_load_unexpected = [*(self._keys_to_ignore_on_load_unexpected or ()), OURS]
+
+    @functools.wraps(save)
+    def save_pretrained(self: Any, *args: Any, **options: Any) -> Any:
+        has_memory = any("uninstall_memory" in vars(module) for module in self.modules())
+        record = None if has_memory else vars(self.config).pop(MODEL_TYPE, None)  # the config of another model, too
+        try:
+            return save(self, *args, **options)
+        finally:
+            if record:
+                note_memory(self, record)
+
+    @functools.wraps(load)
+    def from_pretrained(cls: Any, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
+        with _outermost() as outermost:
+            model, found = load(cls, *args, output_loading_info=True, **options)
+        if outermost:
+            _load_memories(model, found, options)
+        return (model, found) if output_loading_info else model
+
+    @functools.wraps(make)
+    def _from_config(cls: Any, config: Any, **options: Any) -> Any:
+        with _outermost() as outermost:
+            model = make(cls, config, **options)
+        for part in _recorded(model) if outermost else ():
+            add_memory(part, **part.config.cached_transformers)
+        return model
+
+    kind.__init__, kind.save_pretrained = __init__, save_pretrained
+    kind.from_pretrained, kind._from_config = classmethod(from_pretrained), classmethod(_from_config)
 
 
-if PretrainedConfig is not object:
-    AutoConfig.register(CachedConfig.model_type, CachedConfig, exist_ok=True)
+@contextmanager
+def _outermost() -> Iterator[bool]:
+    """Give True outside of another such block: a model that is made inside of another gets its memory with it."""
+    outermost = not _inside.get()
+    token = _inside.set(True)
+    try:
+        yield outermost
+    finally:
+        _inside.reset(token)
 
 
-def register_models() -> None:
-    """Register `CachedConfig` with each of transformers' Auto classes."""
-    autos = importlib.import_module("transformers.models.auto.modeling_auto")
-    for auto in vars(autos).values():
-        if isinstance(auto, type) and getattr(auto, "_model_mapping", None) is not None and hasattr(auto, "register"):
-            auto.register(CachedConfig, _maker(auto), exist_ok=True)
-
-
-def _maker(auto: Any) -> type:
-    """The class that an Auto class calls; it returns the host, of the host's own class."""
-
-    class WithMemory:
-        config_class = CachedConfig
-
-        @classmethod
-        def from_pretrained(cls, name: str, *args: Any, config: CachedConfig, **options: Any) -> Any:
-            host = config.host_config()
-            return load_pretrained(name, _class_of(auto, host), config=host, **options)
-
-        @classmethod
-        def _from_config(cls, config: CachedConfig, **options: Any) -> Any:
-            host = config.host_config()
-            return add_memory(_class_of(auto, host)._from_config(host, **options), **host.cached_transformers)
-
-    return WithMemory
-
-
-def _class_of(auto: Any, host: Any) -> Any:
-    """The class that an Auto class has for a host; of several the one that was saved."""
-    if type(host) not in auto._model_mapping:
-        raise ValueError(
-            f"{auto.__name__} has no class for a host of type {host.model_type!r}; it was saved by a "
-            f"{', '.join(host.architectures or ['model'])}"
-        )
-    found = auto._model_mapping[type(host)]
-    if not isinstance(found, list | tuple):
-        return found
-    return next((kind for kind in found if kind.__name__ in (host.architectures or ())), found[0])
+def _recorded(module: Any) -> list[Any]:
+    """The model, or the models inside of it, whose config records a memory."""
+    if getattr(getattr(module, "config", None), MODEL_TYPE, None):
+        return [module]
+    return [part for child in module.children() for part in _recorded(child)]
 
 
 def load_pretrained(name: str, cls: Any = None, **options: Any) -> Any:
@@ -123,96 +116,81 @@ def load_pretrained(name: str, cls: Any = None, **options: Any) -> Any:
     if is_ours(Path(name)):
         return PublishedModel.from_pretrained(name)
     transformers = require("transformers", extra="language")
-    keys = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
-    hub: dict[str, Any] = {key: options[key] for key in keys if key in options}
-    config = options.get("config") or transformers.AutoConfig.from_pretrained(name, **hub)
-    if isinstance(config, CachedConfig):
-        config = config.host_config()
-    options["config"] = config
-    record = getattr(config, "cached_transformers", None)
-    if not record:
+    config = transformers.AutoConfig.from_pretrained(name, **{key: options[key] for key in HUB if key in options})
+    if not records_memory(config):
         raise ValueError(
             f"{name} was saved without a memory; load it by transformers' from_pretrained, and add one by add_memory"
         )
     if cls is None:
         saved = (getattr(config, "architectures", None) or ["?"])[0]
-        cls = getattr(transformers, saved, None)
-        if cls is None:
+        if (cls := getattr(transformers, saved, None)) is None:
             raise ValueError(f"{name} was saved by a class {saved}, which transformers does not have; give cls=...")
-    with _quiet(transformers):  # it would report our weights as unexpected
-        model, found = cls.from_pretrained(name, output_loading_info=True, **options)
+    return cls.from_pretrained(name, **options)
+
+
+def _load_memories(model: Any, found: dict[str, Any], options: dict[str, Any]) -> None:
+    """Add the memories that the config records to a loaded host, and load their tensors.
+
+    Raises:
+        ValueError: a tensor is missing; or an error of `add_memory`.
+    """
+    name, hub = str(model.config.name_or_path), {key: options[key] for key in HUB if key in options}
+    given = options.get("config") or name
+    unexpected: Any = found["unexpected_keys"] if found else ()  # Flax reports none
+    other = str(getattr(given, "name_or_path", given)) != name or any(re.search(OURS, key) for key in unexpected)
+    if other and options.get("state_dict") is None and not _recorded(model):  # the config is another, or a part
+        with suppress(OSError):  # no config.json
+            note_memory(model, type(model.config).get_config_dict(name, **hub)[0].get(MODEL_TYPE))
+    if not (parts := _recorded(model)):
+        return
     plain = set(model.state_dict())
-    add_memory(model, **record)
-    if any(f"{INITIAL_STATE}." in key for key in found["unexpected_keys"]):
-        begin_with(model, model.init_memory_state(1))  # of the shapes of the state to be loaded
-    wanted = set(model.state_dict()) - plain
-    stored = _read(transformers, name, model, wanted, hub)
-    missing = sorted(wanted - stored.keys())
-    if missing:
+    with ExitStack() as files:
+        stored = _stored(name, hub, options, files)
+        for part in parts:
+            add_memory(part, **part.config.cached_transformers)
+            if any(f"{INITIAL_STATE}." in key for key in stored):
+                begin_with(part, part.init_memory_state(1))  # of the shapes of the state to be loaded
+        names = {key: _spellings(model, key) for key in set(model.state_dict()) - plain}
+        read = {key: stored[s]() for key, spellings in names.items() for s in spellings if s in stored}
+    if missing := sorted(names.keys() - read.keys()):
         raise ValueError(
-            f"{name} names the memory {record['memory']['name']!r} in its config, but holds no {missing[0]} "
-            f"({len(missing)} tensors are missing): it was saved by a model whose memory was not loaded; load it by "
-            f"{cls.__name__}.from_pretrained and add a new one by add_memory"
+            f"{name} names the memory {parts[0].config.cached_transformers['memory']['name']!r} in its config, but "
+            f"holds no {missing[0]} ({len(missing)} tensors are missing) for {type(model).__name__}; for a new memory "
+            f"delete config.{MODEL_TYPE}, load the host with config=config, and call add_memory"
         )
-    model.load_state_dict(stored, strict=False)
-    _report(name, model, found, wanted)
-    return model.eval()
+    model.load_state_dict(read, strict=False)
+    model.eval()
+    found["unexpected_keys"] = type(unexpected)(key for key in unexpected if not re.search(OURS, key))
 
 
-def _report(name: str, model: Any, found: dict[str, Any], wanted: set[str]) -> None:
-    """Warn of the host's own weights, as transformers would."""
-    ours = {other for key in wanted for other in _spellings(model, key)}
-    for what, keys in (
-        ("not used by this model", set(found["unexpected_keys"]) - ours),
-        ("not stored, and newly initialised", set(found["missing_keys"])),
+def _stored(name: str, hub: dict[str, Any], options: dict[str, Any], files: ExitStack) -> dict[str, Any]:
+    """Return a function for each stored tensor that reads it from the files, or from the given `state_dict`."""
+    if (given := options.get("state_dict")) is not None:
+        return {key: functools.partial(given.__getitem__, key) for key in given}
+    utils = importlib.import_module("transformers.utils")
+    variant = f".{options['variant']}" if options.get("variant") else ""
+    quiet = {"_raise_exceptions_for_missing_entries": False, **hub}
+    names = [f"model{variant}.safetensors"]
+    if utils.cached_file(name, names[0], **quiet) is None and (
+        index := utils.cached_file(name, f"model.safetensors.index{variant}.json", **quiet)
     ):
-        if keys:
-            warnings.warn(f"{name}: {', '.join(sorted(keys))}: {what}", stacklevel=3)
+        names = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
+    stored: dict[str, Any] = {}
+    for part in names:
+        path = utils.cached_file(name, part, **quiet)
+        if path is None:
+            raise ValueError(f"{name} holds no {part}; memories are saved as safetensors, by save_pretrained(folder)")
+        file = files.enter_context(safe_open(path, framework="pt"))
+        stored |= {key: functools.partial(file.get_tensor, key) for key in file.keys()}  # noqa: SIM118
+    return stored
 
 
 def _spellings(model: Any, key: str) -> tuple[str, ...]:
     """Names under which a weight may be stored: with the prefix of the model around the body, or without; and by the
     names of published checkpoints, to which `save_pretrained` goes back (ViT)."""
-    prefix, published = f"{model.base_model_prefix}.", _published(model, key)
-    return tuple(name for own in (key, published) for name in (own, prefix + own, own.removeprefix(prefix)))
-
-
-def _published(model: Any, key: str) -> str:
-    try:
+    prefix, published = f"{model.base_model_prefix}.", key
+    with suppress(ImportError):  # an older transformers saves by the names that its models have
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # this transformers saves by the names that its models have
-        return key
-    stored: dict[str, Tensor] = revert_weight_conversion(model, {key: torch.empty(0)})
-    return next(iter(stored))
 
-
-def _read(transformers: Any, name: str, model: nn.Module, wanted: set[str], hub: dict[str, Any]) -> dict[str, Tensor]:
-    """The wanted tensors, by the names that the model has for them."""
-    cached_file = transformers.utils.cached_file
-    quiet = {"_raise_exceptions_for_missing_entries": False, **hub}
-    index = cached_file(name, "model.safetensors.index.json", **quiet)
-    names = ["model.safetensors"]
-    if index is not None:
-        names = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
-    stored: dict[str, Tensor] = {}
-    for part in names:
-        path = cached_file(name, part, **quiet)
-        if path is None:
-            raise ValueError(f"{name} holds no {part}; memories are saved as safetensors, by save_pretrained(folder)")
-        with safe_open(path, framework="pt") as file:
-            there = set(file.keys())
-            for key in wanted - stored.keys():
-                spelling = next((s for s in _spellings(model, key) if s in there), None)
-                if spelling is not None:
-                    stored[key] = file.get_tensor(spelling)
-    return stored
-
-
-@contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(before)
+        published = next(iter(revert_weight_conversion(model, {key: torch.empty(0)})))
+    return tuple(name for own in (key, published) for name in (own, prefix + own, own.removeprefix(prefix)))
