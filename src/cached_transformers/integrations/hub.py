@@ -16,6 +16,8 @@ from torch import nn
 
 from cached_transformers.files import write_whole
 
+from .peft_models import refuse_unsaved
+
 MODEL_TYPE = "cached_transformers"
 
 
@@ -37,9 +39,13 @@ def save_pretrained(model: Any, save_directory: str | Path, *args: Any, **option
     """Drop-in replacement for `PreTrainedModel.save_pretrained`, which `push_to_hub` calls, too."""
     call = inspect.signature(type(model).save_pretrained).bind(model, save_directory, *args, **options)
     push = call.arguments.pop("push_to_hub", False)
+    adapted = getattr(model, "_hf_peft_config_loaded", False)  # then transformers saves adapters, and no config
+    if adapted:
+        refuse_unsaved(model)
     found = type(model).save_pretrained(*call.args, **call.kwargs)
     if call.arguments.get("is_main_process", True):
-        _wrap_config(Path(save_directory) / "config.json")
+        if not adapted:
+            _wrap_config(Path(save_directory) / "config.json")
         if push:
             upload = {name: options[name] for name in ("token", "revision", "private") if name in options}
             model.push_to_hub(options.get("repo_id", Path(save_directory).name), **upload)

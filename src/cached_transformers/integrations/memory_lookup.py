@@ -57,6 +57,11 @@ class FreshMemory:
         copied.fresh = self.fresh
         return copied
 
+    def all_frozen(self, input_trains: bool) -> bool:
+        """True if the model trains, and none of its memories does."""
+        trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        return (input_trains or bool(trained)) and not any(".memory." in f".{name}" for name in trained)
+
 
 def zero_maps(memory: nn.Module) -> tuple[str, ...]:
     """First parts of the names of parameters beside a matrix of zeros, or in adapters around it: while the matrix is
@@ -68,6 +73,8 @@ def zero_maps(memory: nn.Module) -> tuple[str, ...]:
 def mark_fresh(model: nn.Module) -> None:
     """Mark all memories that a model was just given."""
     for holder in holders(model):
+        if not hasattr(holder.memory, "weight"):
+            holder.memory.weight = None  # PEFT, merging, copies the weight of each module that it saves
         if next(holder.memory.parameters(), None) is not None:
             holder.memory.fresh_memory = FreshMemory(model, zero_maps(holder.memory))
             holder.memory.register_load_state_dict_pre_hook(_loaded)
@@ -78,12 +85,14 @@ def _loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any)
         module.fresh_memory.fresh = False  # type: ignore[union-attr]
 
 
-def refuse_frozen(memory: nn.Module) -> None:
-    """Refuse to train a model around a memory that would remain as initialised.
+def refuse_frozen(memory: nn.Module, given: Tensor | None) -> None:
+    """Refuse to train a model around memories that would remain as initialised: that neither trained nor were loaded.
+
+    Of a model's memories at least one must train, and of one that trains a map that is zero; the rest may be frozen.
+    The model trains if a parameter does, or its input `given` needs a gradient, as a learned prompt of PEFT.
 
     Raises:
-        ValueError: the model trains, and of a memory that neither trained nor was loaded, no parameter trains, or no
-            map that is zero.
+        ValueError: the model trains, and its new memories do not.
     """
     mark: FreshMemory | None = vars(memory).get("fresh_memory")
     if mark is None or not memory.training or not torch.is_grad_enabled():
@@ -100,11 +109,14 @@ def refuse_frozen(memory: nn.Module) -> None:
                 "requires_grad of all its parameters, or load trained weights first"
             )
         mark.fresh = False
-    elif mark.fresh and any(parameter.requires_grad for parameter in mark.model.parameters()):
+    elif mark.fresh and mark.all_frozen(given is not None and given.requires_grad):
+        given_to = holders(mark.model)
+        names = [name or "the model" for name, m in mark.model.named_modules() if m in given_to]
         raise ValueError(
-            f"memory {type(memory).__name__} was just added, and its parameters are frozen (requires_grad=False), so "
-            "that it would remain as initialised; with PEFT, give the adapter's config modules_to_save=['memory'], or "
-            "add_memory the PeftModel; otherwise set requires_grad of its parameters, or load trained weights first"
+            f"memory {type(memory).__name__} was just added to {', '.join(names)}, and all its parameters are frozen "
+            "(requires_grad=False), so that it would remain as initialised; with PEFT, give the adapter's config "
+            "modules_to_save=['memory'], or add_memory the PeftModel; otherwise set requires_grad of its parameters, or "
+            "load trained weights first"
         )
 
 

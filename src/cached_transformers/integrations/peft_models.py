@@ -75,6 +75,22 @@ def take_from_adapters(model: Any) -> None:
         config.modules_to_save = names or None
 
 
+def refuse_unsaved(model: Any) -> None:
+    """Refuse to save only the adapters that `model.add_adapter` of transformers gave a model, if its memory trains
+    beside them.
+
+    Raises:
+        ValueError: a trained parameter of a memory is in no adapter.
+    """
+    saved = {t.data_ptr() for t in model.get_adapter_state_dict().values()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and f".{NAME}." in f".{name}" and parameter.data_ptr() not in saved:
+            raise ValueError(
+                f"save_pretrained would save only the adapter, without the trained {name}; give the adapter's config "
+                "modules_to_save=['memory'], or save model.state_dict()"
+            )
+
+
 def _is(module: nn.Module, where: str, name: str) -> bool:
     """Return True for a module of this class of PEFT, which may not be installed."""
     return any(kind.__module__ == where and kind.__qualname__ == name for kind in type(module).__mro__)

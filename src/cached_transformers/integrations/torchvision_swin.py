@@ -56,7 +56,7 @@ def _uninstall(layer: nn.Module) -> None:
 def _forward(layer: Any, x: Tensor) -> Tensor:
     """The layer's forward, (B, Y, X, D) -> (B, Y, X, D)."""
     memory: Any = memory_of(layer)
-    refuse_frozen(memory)
+    refuse_frozen(memory, x)
     images, height, width, _ = x.shape
     window = tuple(layer.window_size)
     fill = [-side % w for side, w in zip((height, width), window, strict=True)]

@@ -61,7 +61,7 @@ class DecoderForward(HostForward):
         Raises:
             ValueError: arguments that a memory cannot follow, or a state of another model or number of rows.
         """
-        call, given = self.call_of(memory_state), self.named(args, kwargs)
+        call, given = self.call_of(memory_state, kwargs.get("inputs_embeds")), self.named(args, kwargs)
         found = self.documents(given) if call.documents is None else call.documents
         as_tuple = given.pop("return_dict", None) is False
         if found is not None and found.plan is not None:

@@ -126,7 +126,13 @@ class SharedCache(nn.Module):
 
         Training proposes the update by `x_BNC` for the next step; evaluation discards it, if it makes one.
         """
-        if (self.training and not self.held) or self.sync == "none":
+        writes, transformed = self.training and not self.held, torch._C._are_functorch_transforms_active()
+        if writes and transformed:
+            raise ValueError(
+                "training=True inside vmap or grad of torch.func: each sample would write the cache that all share; "
+                "call eval() first, or compute the gradients inside `with hold_caches(model)`"
+            )
+        if writes or (self.sync == "none" and not transformed):
             self.commit()
         if not self.training and self.constant_in_evaluation:
             return self.cache_MC
@@ -144,7 +150,7 @@ class SharedCache(nn.Module):
         else:
             new_MC = self.mean_update(x_BNC, padding_BN, size, cache_MC)
             attended = new_MC if self.attend == "mean" else cache_MC
-        if self.training and not self.held:
+        if writes:
             propose_cache(self._proposal_MC, self._fresh, new_MC.detach(), cache_MC, self.sync)
         return attended
 

@@ -27,6 +27,7 @@ from cached_transformers.memories.parts.options import one_of
 from cached_transformers.positions import RelativePositionBias2D, grid_positions
 from cached_transformers.state import State
 
+from .equations import plain
 from .shared_cache import SharedCache
 
 own_word("token_map", "tokens that are a map of a height and a width")
@@ -294,7 +295,7 @@ class SharedCacheMemory(LayerMemory):
         return self.branch.blend(y_BHNE, self._output(y_BHNE, query, reading))
 
     def project(self, y_BHNE: Tensor, query: Query, reading: Reading, linear: Linear, weights: Weights) -> Tensor:
-        if self.mix == "outputs" or weights is None or torch.compiler.is_compiling():
+        if self.mix == "outputs" or weights is None or plain():
             y_BND = super().project(y_BHNE, query, reading, linear, weights)
         else:
             y_BND = self.branch.blend_and_project(y_BHNE, self._output(y_BHNE, query, reading), *weights)
@@ -321,10 +322,8 @@ class SharedCacheMemory(LayerMemory):
         folded = self._folded
         if folded is None or self.training or not self.cache.constant_in_evaluation:
             return None
-        if folded.stamp is None:
-            return folded
-        if torch.compiler.is_compiling():
-            return None
+        if folded.stamp is None or plain():
+            return folded if folded.stamp is None else None
         if folded.stamp != self._stamp():
             self._folded = None  # adapters merged later may leave weights with the same stamp
             return None
