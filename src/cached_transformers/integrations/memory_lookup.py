@@ -6,6 +6,7 @@ by its other methods.
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -45,16 +46,20 @@ class FreshMemory:
     """Marks a memory whose weights are as initialised, until it trains or is loaded.
 
     Args:
-        model: that has the memory. zero_maps: of its parameters (`zero_maps`).
+        model: that has the memory. memory: marked.
     """
 
-    def __init__(self, model: nn.Module, zero_maps: tuple[str, ...] = ()) -> None:
-        self.model, self.zero_maps, self.fresh = model, zero_maps, True
+    def __init__(self, model: nn.Module, memory: nn.Module) -> None:
+        self.model, self.fresh = model, True
+        self.names = frozenset(name for name, _ in memory.named_parameters())
+        matrices = [(name, p) for name, p in memory.named_parameters() if p.dim() > 1 and not p.is_meta]
+        self.zero_maps = tuple(_place(name) for name, p in matrices if not p.any())  # change no output while all zero
+        self.linear_maps = tuple(f"{name}." for name, m in memory.named_modules() if isinstance(m, nn.Linear))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FreshMemory:
         """A copy of only the memory still belongs to the same model."""
-        copied = FreshMemory(memo.get(id(self.model), self.model), self.zero_maps)
-        copied.fresh = self.fresh
+        copied = copy.copy(self)
+        copied.model = memo.get(id(self.model), self.model)
         return copied
 
     def all_frozen(self, input_trains: bool) -> bool:
@@ -62,12 +67,17 @@ class FreshMemory:
         trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         return (input_trains or bool(trained)) and not any(".memory." in f".{name}" for name in trained)
 
+    def frozen_maps(self, trained: list[str]) -> list[str]:
+        """First parts of names that lack a trained parameter: maps that are zero, if none of these trains; where only
+        adapters train, linear maps without one."""
+        own = any(name in self.names for name in trained)
+        frozen = [m for m in (self.zero_maps if own else self.linear_maps) if not any(n.startswith(m) for n in trained)]
+        return frozen if not own or len(frozen) == len(self.zero_maps) else []
 
-def zero_maps(memory: nn.Module) -> tuple[str, ...]:
-    """First parts of the names of parameters beside a matrix of zeros, or in adapters around it: while the matrix is
-    zero, the memory changes no output."""
-    zeros = [name for name, p in memory.named_parameters() if p.dim() > 1 and not p.is_meta and not p.any()]
-    return tuple(name.rpartition(".")[0] + "." if "." in name else name for name in zeros)
+
+def _place(name: str) -> str:
+    """First part of the names of a parameter's neighbours, and of adapters around it."""
+    return name.rpartition(".")[0] + "." if "." in name else name
 
 
 def mark_fresh(model: nn.Module) -> None:
@@ -76,7 +86,7 @@ def mark_fresh(model: nn.Module) -> None:
         if not hasattr(holder.memory, "weight"):
             holder.memory.weight = None  # PEFT, merging, copies the weight of each module that it saves
         if next(holder.memory.parameters(), None) is not None:
-            holder.memory.fresh_memory = FreshMemory(model, zero_maps(holder.memory))
+            holder.memory.fresh_memory = FreshMemory(model, holder.memory)
             holder.memory.register_load_state_dict_pre_hook(_loaded)
 
 
@@ -88,8 +98,8 @@ def _loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any)
 def refuse_frozen(memory: nn.Module, given: Tensor | None) -> None:
     """Refuse to train a model around memories that would remain as initialised: that neither trained nor were loaded.
 
-    Of a model's memories at least one must train, and of one that trains a map that is zero; the rest may be frozen.
-    The model trains if a parameter does, or its input `given` needs a gradient, as a learned prompt of PEFT.
+    At least one memory of the model must train; of a memory that trains, a map that is zero, and every linear map if
+    only adapters train it. The model trains if a parameter does, or its input `given` needs a gradient (prompt tuning).
 
     Raises:
         ValueError: the model trains, and its new memories do not.
@@ -99,14 +109,13 @@ def refuse_frozen(memory: nn.Module, given: Tensor | None) -> None:
         return
     trained = [name for name, parameter in memory.named_parameters() if parameter.requires_grad]
     if trained:
-        # `fresh` changes, and would have code compiled again: it is tested last.
-        if mark.zero_maps and not any(name.startswith(mark.zero_maps) for name in trained) and mark.fresh:
-            zero = mark.zero_maps[0].rstrip(".")
+        frozen = mark.frozen_maps(trained)
+        if frozen and mark.fresh:  # `fresh` changes, and would have code compiled again: it is tested last
             raise ValueError(
-                f"memory {type(memory).__name__} was just added; its {trained[0]} is trained, but {zero}, whose matrix "
-                "is zero, is frozen (requires_grad=False), so that nothing would be read; with PEFT, give the "
-                "adapter's config modules_to_save=['memory'], or target_modules that name both; otherwise set "
-                "requires_grad of all its parameters, or load trained weights first"
+                f"memory {type(memory).__name__} was just added; its {trained[0]} is trained, but its maps "
+                f"{', '.join(m[:-1] for m in frozen)} are frozen (requires_grad=False) as initialised; with PEFT, give the adapter's config "
+                "modules_to_save=['memory'], or target_modules that name both; otherwise set requires_grad of all its "
+                "parameters, or load trained weights first"
             )
         mark.fresh = False
     elif mark.fresh and mark.all_frozen(given is not None and given.requires_grad):
