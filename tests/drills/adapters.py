@@ -12,7 +12,7 @@ import copy
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -53,8 +53,7 @@ _LAYERS: dict[str, dict[str, Any]] = {
     "LilyConfig": {},
     "OSFConfig": {},
     "PeanutConfig": {},
-    "ShadowConfig": {},
-    "SupertuningConfig": {},
+    "SupertuningConfig": {"sparsity": 0.5},
     "TinyLoraConfig": {},
     "UniLoraConfig": {},
 }
@@ -73,8 +72,6 @@ METHODS: dict[str, dict[str, Any]] = {
     **{name: {**_PROMPT, **options} for name, options in _LEARNED.items()},
 }
 PROMPTS = (*_LEARNED, "CPTConfig")
-REFUSED = {"PrefixTuningConfig": "prefix tuning", "ShadowConfig": "Shadow"}
-"""Methods that no memory with segments takes, and a word of the message."""
 UNWRITTEN = ("TrainableTokensConfig", "AdaptionPromptConfig")
 """Methods without `modules_to_save`."""
 STEPS = 2
@@ -82,8 +79,9 @@ STEPS = 2
 
 def cases(count: int, seed: int) -> Iterator[str]:
     """Methods that the installed PEFT has, with the memories and orders that they know, in random order."""
-    import cached_transformers  # noqa: F401  (mends a torchvision that PEFT could not import)
     import peft
+
+    import cached_transformers  # noqa: F401  (mends a torchvision that PEFT could not import)
 
     every = [
         f"{method}/{memory}/{order}/{seed}"
@@ -91,7 +89,7 @@ def cases(count: int, seed: int) -> Iterator[str]:
         if hasattr(peft, method.split()[0])
         and not (memory == "grc" and "task_type" in METHODS[method])
         and not (order == "saved" and method in UNWRITTEN)
-        and not (order == "native" and (method in UNWRITTEN or "task_type" in METHODS[method]))
+        and not (order == "native" and (method in UNWRITTEN or "task_type" in METHODS[method] or "dora" in method))
         and not (order == "frozen" and (memory == "transformer_xl" or method == "LoraConfig all"))
     ]
     Random(seed).shuffle(every)
@@ -100,13 +98,13 @@ def cases(count: int, seed: int) -> Iterator[str]:
 
 def prepare(shared: Path) -> None:
     """Import the heavy packages."""
-    import torch
-
-    import cached_transformers
     import peft  # noqa: F401
+    import torch
     import transformers
     from integrations import transformers_hosts
     from transformers import BertForMaskedLM, LlamaForCausalLM  # noqa: F401
+
+    import cached_transformers
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -138,6 +136,7 @@ class Trial:
         self.prompts = 2 if method in PROMPTS else 0
         length = 13 if self.prompts else random.randint(11, 16)  # the prompt and the text are whole segments
         self.ids = words(2, length, random.randint(0, 99))
+        self.ids[:, 0] = 3  # a token that is trained
         self.extra = {}
         if method in ("PolyConfig", "MultitaskPromptTuningConfig"):
             self.extra = {"task_ids": torch.tensor([0, 1])}
@@ -151,17 +150,30 @@ class Trial:
             before = {name: p.detach().clone() for name, p in model.named_parameters()}
             for _ in range(STEPS):
                 self.step(model)
-        except ValueError as refusal:
-            self.check_refusal(refusal)
+        except Exception as refusal:
+            if not self.fails_without(type(refusal), self.step):
+                self.check_refusal(refusal)
             return
         if self.order == "frozen" or (self.order == "after" and self.method in UNWRITTEN):
             raise Failure("expected a refusal of the frozen or unsaved memory, found a training")
         self.check_trained(model, before)
         with torch.no_grad():
             wanted = self.logits(model.eval())
-            actions = [self.generate, self.copy, self.pickle, self.narrow, self.quantise, self.load]
-            for action in self.random.sample(actions[self.host.name == "bert" :], 3):
-                action(model, wanted, folder)
+            actions = [self.copy, self.pickle, self.narrow]
+            if self.memory != "grc":
+                actions.append(self.generate)
+            if (
+                self.memory != "grc" or self.order != "loaded"
+            ):  # of a cache without `modules_to_save` PEFT saves nothing
+                actions.append(self.load)
+            for action in self.random.sample(actions, 2):
+                try:
+                    action(model, wanted, folder)
+                except Exception as error:
+                    if isinstance(error, Failure) or not self.fails_without(
+                        type(error), lambda plain, run=action: run(plain, self.logits(plain.eval()), folder)
+                    ):
+                        raise
             if self.order != "native" and hasattr(model, "merge_and_unload"):
                 self.merge(model, wanted, folder)
 
@@ -176,7 +188,9 @@ class Trial:
             torch.manual_seed(1)
             add_memory(model, **self.options)
         if self.order == "loaded":
-            state = {n: t + 0.1 if "memory" in n and t.is_floating_point() else t for n, t in model.state_dict().items()}
+            state = {
+                n: t + 0.1 if "memory" in n and t.is_floating_point() else t for n, t in model.state_dict().items()
+            }
             model.load_state_dict(state)
         return model
 
@@ -186,13 +200,13 @@ class Trial:
         given = dict(MEMORIES[self.memory])
         return {"memory": given.pop("name"), **given}
 
-    def config(self) -> Any:
+    def config(self, memory: bool = True) -> Any:
         import peft
 
         options = dict(METHODS[self.method])
         if self.method not in PROMPTS:
-            options.setdefault("target_modules", ["q_proj", "v_proj", "query", "value"])
-        if self.order in ("saved", "native"):
+            options.setdefault("target_modules", ["q_proj", "v_proj", "self.query", "self.value"])
+        if memory and self.order in ("saved", "native"):
             options["modules_to_save"] = ["memory"]
         cls = getattr(peft, self.method.split()[0])
         save = options.pop("modules_to_save", None) if self.prompts else None  # no option of prompts, but an attribute
@@ -201,20 +215,20 @@ class Trial:
             config.modules_to_save = save
         return config
 
-    def make(self) -> Any:
+    def make(self, memory: bool = True) -> Any:
         """The model with memory and adapter."""
         import peft
         import torch
 
         from cached_transformers import add_memory
 
-        model = self.base()
+        model = self.base() if memory else self.host.build()
         torch.manual_seed(2)
         if self.order == "native":
-            model.add_adapter(self.config())
+            model.add_adapter(self.config(memory))
             return model
-        model = peft.get_peft_model(model, self.config())
-        return add_memory(model, **self.options) if self.order == "after" else model
+        model = peft.get_peft_model(model, self.config(memory))
+        return add_memory(model, **self.options) if memory and self.order == "after" else model
 
     def logits(self, model: Any, ids: Any = None) -> Any:
         return model(input_ids=self.ids if ids is None else ids, **self.extra).logits
@@ -228,12 +242,20 @@ class Trial:
             for p in model.parameters():
                 p -= 0 if p.grad is None else 0.05 * p.grad.sign()
 
-    def check_refusal(self, refusal: ValueError) -> None:
-        word = REFUSED.get(self.method)
-        words = [word] if word is not None and self.memory != "grc" else []
-        if self.order == "frozen":
-            words.append("modules_to_save")
-        if self.order == "after" and self.method in UNWRITTEN:
+    def fails_without(self, kind: type, action: Callable[[Any], None]) -> bool:
+        """True if the method raises an error of this kind on the host without a memory, too."""
+        try:
+            action(self.make(memory=False))
+        except kind:
+            return True
+        return False
+
+    def check_refusal(self, refusal: Exception) -> None:
+        """Raise Failure unless it is our refusal, with its reason."""
+        if not isinstance(refusal, ValueError):
+            raise refusal
+        words = ["prefix tuning"] if self.method == "PrefixTuningConfig" else []
+        if self.order == "frozen" or (self.order == "after" and self.method in UNWRITTEN):
             words.append("modules_to_save")
         if not any(word in str(refusal) for word in words):
             raise Failure(f"expected a method that works, or one of {words} in the message, found: {refusal}")
@@ -246,12 +268,13 @@ class Trial:
         changed = {name for name, p in after.items() if not torch.equal(p, before[name])}
         of_memory = {name for name in after if ".memory." in f".{name}" and "original_module" not in name}
         if self.order == "loaded":
-            plain = {name for name in changed & of_memory if self.method != "LoraConfig all"}
+            own = tuple(self.base().state_dict())
+            plain = {name for name in changed & of_memory if name.endswith(own)}
             if plain:
                 raise Failure(f"expected a memory as it was loaded, found changed {sorted(plain)}")
         elif of_memory and not changed & of_memory:
             raise Failure(f"expected a memory that trains, found unchanged {sorted(of_memory)}")
-        if not changed - of_memory and self.method != "LoraConfig all":
+        if not changed - of_memory:
             raise Failure("expected an adapter that trains, found none changed")
 
     def equal(self, what: str, found: Any, wanted: Any, tolerance: float) -> None:
@@ -287,14 +310,6 @@ class Trial:
             raise Failure(f"bfloat16: found {half.dtype}")
         self.equal("bfloat16", half.float(), wanted, 0.2)
 
-    def quantise(self, model: Any, wanted: Any, folder: Path) -> None:
-        import torch
-        from torch.ao.quantization import quantize_dynamic
-
-        merged = self.host.build() if self.order == "native" else model
-        quantised = quantize_dynamic(copy.deepcopy(model), {torch.nn.Linear}, dtype=torch.qint8)
-        self.equal("quantize_dynamic", self.logits(quantised), wanted, 0.2)
-
     def load(self, model: Any, wanted: Any, folder: Path) -> None:
         """Save the adapter, and load it into the host with the memory."""
         import peft
@@ -309,26 +324,30 @@ class Trial:
             add_memory(base, **self.options)
         if self.order == "native":
             base.load_adapter(str(folder / "adapter"))
-            self.equal("load_adapter", self.logits(base.eval()), wanted, 0)
+            self.equal("load_adapter", self.logits(base.eval()), wanted, 1e-6)
         base = self.base() if self.order == "native" else base
         loaded = peft.PeftModel.from_pretrained(base, folder / "adapter").eval()
-        self.equal("PeftModel.from_pretrained", self.logits(loaded), wanted, 0)
+        self.equal("PeftModel.from_pretrained", self.logits(loaded), wanted, 1e-6)
 
     def merge(self, model: Any, wanted: Any, folder: Path) -> None:
-        """Merge, where the method merges without a memory; save, and load."""
-        import peft
+        """Merge, where the method merges without a memory; then save and load, or quantise."""
+        import torch
+        from torch.ao.quantization import quantize_dynamic
 
         from cached_transformers import load_pretrained
 
-        plain = peft.get_peft_model(self.host.build(), self.config())
         try:
-            plain.merge_and_unload()
+            self.make(memory=False).merge_and_unload()
         except (NotImplementedError, ValueError, AttributeError):
             return
         merged = model.merge_and_unload()
         self.equal("merge_and_unload", self.logits(merged.eval()), wanted, 1e-4)
-        merged.save_pretrained(folder / "merged")
-        self.equal("load_pretrained", self.logits(load_pretrained(str(folder / "merged"))), wanted, 1e-4)
+        if self.random.random() < 0.5:
+            quantised = quantize_dynamic(copy.deepcopy(merged), {torch.nn.Linear}, dtype=torch.qint8)
+            self.equal("quantize_dynamic", self.logits(quantised), wanted, 0.2)
+        elif self.method != "LNTuningConfig":  # which leaves the copies of modules in the model
+            merged.save_pretrained(folder / "merged")
+            self.equal("load_pretrained", self.logits(load_pretrained(str(folder / "merged"))), wanted, 1e-4)
 
 
 DRILL = Drill(

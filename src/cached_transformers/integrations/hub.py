@@ -40,8 +40,7 @@ def save_pretrained(model: Any, save_directory: str | Path, *args: Any, **option
     call = inspect.signature(type(model).save_pretrained).bind(model, save_directory, *args, **options)
     push = call.arguments.pop("push_to_hub", False)
     adapted = getattr(model, "_hf_peft_config_loaded", False)  # then transformers saves adapters, and no config
-    if adapted:
-        refuse_unsaved(model)
+    refuse_unsaved(model, adapted)
     found = type(model).save_pretrained(*call.args, **call.kwargs)
     if call.arguments.get("is_main_process", True):
         if not adapted:

@@ -17,6 +17,10 @@ from torch import Tensor, nn
 from cached_transformers.interfaces.memory import LayerMemory, ModelMemory
 
 Result = TypeVar("Result")
+WAY_OUT = (
+    "with PEFT, give the adapter's config modules_to_save=['memory'], or add_memory the PeftModel; otherwise set "
+    "requires_grad of its parameters, or load trained weights first"
+)
 
 
 def memory_of(holder: Any) -> LayerMemory | ModelMemory:
@@ -112,10 +116,8 @@ def refuse_frozen(memory: nn.Module, given: Tensor | None) -> None:
         frozen = mark.frozen_maps(trained)
         if frozen and mark.fresh:  # `fresh` changes, and would have code compiled again: it is tested last
             raise ValueError(
-                f"memory {type(memory).__name__} was just added; its {trained[0]} is trained, but its maps "
-                f"{', '.join(m[:-1] for m in frozen)} are frozen (requires_grad=False) as initialised; with PEFT, give the adapter's config "
-                "modules_to_save=['memory'], or target_modules that name both; otherwise set requires_grad of all its "
-                "parameters, or load trained weights first"
+                f"memory {type(memory).__name__} was just added; its {trained[0]} is trained, but "
+                f"{', '.join(m[:-1] for m in frozen)} are frozen (requires_grad=False) as initialised; {WAY_OUT}"
             )
         mark.fresh = False
     elif mark.fresh and mark.all_frozen(given is not None and given.requires_grad):
@@ -123,9 +125,7 @@ def refuse_frozen(memory: nn.Module, given: Tensor | None) -> None:
         names = [name or "the model" for name, m in mark.model.named_modules() if m in given_to]
         raise ValueError(
             f"memory {type(memory).__name__} was just added to {', '.join(names)}, and all its parameters are frozen "
-            "(requires_grad=False), so that it would remain as initialised; with PEFT, give the adapter's config "
-            "modules_to_save=['memory'], or add_memory the PeftModel; otherwise set requires_grad of its parameters, or "
-            "load trained weights first"
+            f"(requires_grad=False), so that it would remain as initialised; {WAY_OUT}"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from .memory_lookup import holders
+from .memory_lookup import holders, memory_of
 
 NAME = "memory"
 """Name of a memory among the children of its layer, and in `modules_to_save`."""
@@ -75,20 +75,25 @@ def take_from_adapters(model: Any) -> None:
         config.modules_to_save = names or None
 
 
-def refuse_unsaved(model: Any) -> None:
-    """Refuse to save only the adapters that `model.add_adapter` of transformers gave a model, if its memory trains
-    beside them.
+def refuse_unsaved(model: Any, adapted: bool) -> None:
+    """Refuse a `save_pretrained` of a host that would lose the memory which trained.
+
+    Args:
+        adapted: only the adapters are saved, which `model.add_adapter` of transformers gave the model.
 
     Raises:
-        ValueError: a trained parameter of a memory is in no adapter.
+        ValueError: a memory trains beside the adapters; or the memory is among the copies of a PeftModel.
     """
-    saved = {t.data_ptr() for t in model.get_adapter_state_dict().values()}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and f".{NAME}." in f".{name}" and parameter.data_ptr() not in saved:
-            raise ValueError(
-                f"save_pretrained would save only the adapter, without the trained {name}; give the adapter's config "
-                "modules_to_save=['memory'], or save model.state_dict()"
-            )
+    if adapted:
+        saved = {t.data_ptr() for t in model.get_adapter_state_dict().values()}
+        memories = [(n, p) for n, p in model.named_parameters() if f".{NAME}." in f".{n}" and p.requires_grad]
+        lost = [name for name, parameter in memories if parameter.data_ptr() not in saved]
+        way_out = "give the adapter's config modules_to_save=['memory'], or save model.state_dict()"
+    else:
+        lost = [type(h.memory).__name__ for h in holders(model) if memory_of(h) is not h.memory]
+        way_out = "save the PeftModel, or merge its adapters first by a method that takes them out of the model"
+    if lost:
+        raise ValueError(f"save_pretrained would not save the memory that trained ({lost[0]}); {way_out}")
 
 
 def _is(module: nn.Module, where: str, name: str) -> bool:

@@ -233,8 +233,8 @@ class DecoderForward(HostForward):
                 )
             if cache.get_seq_length():
                 raise ValueError(
-                    "past_key_values were not made by this model with its memory, as those of prefix tuning; pass those of "
-                    "its last output, or none"
+                    "past_key_values were not made by this model with its memory (prefix tuning makes some, too); pass "
+                    "those of its last output, or none"
                 )
         return MemoryCache(state, self.checked_state(state, rows), self.state_after)
 
