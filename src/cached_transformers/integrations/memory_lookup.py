@@ -55,10 +55,7 @@ class FreshMemory:
 
     def __init__(self, model: nn.Module, memory: nn.Module) -> None:
         self.model, self.fresh = model, True
-        self.names = frozenset(name for name, _ in memory.named_parameters())
-        matrices = [(name, p) for name, p in memory.named_parameters() if p.dim() > 1 and not p.is_meta]
-        self.zero_maps = tuple(_place(name) for name, p in matrices if not p.any())  # change no output while all zero
-        self.linear_maps = tuple(f"{name}." for name, m in memory.named_modules() if isinstance(m, nn.Linear))
+        self.maps = tuple(f"{name}." for name, m in memory.named_modules() if isinstance(m, nn.Linear))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FreshMemory:
         """A copy of only the memory still belongs to the same model."""
@@ -70,18 +67,6 @@ class FreshMemory:
         """True if the model trains, and none of its memories does."""
         trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         return (input_trains or bool(trained)) and not any(".memory." in f".{name}" for name in trained)
-
-    def frozen_maps(self, trained: list[str]) -> list[str]:
-        """First parts of names that lack a trained parameter: maps that are zero, if none of these trains; where only
-        adapters train, linear maps without one."""
-        own = any(name in self.names for name in trained)
-        frozen = [m for m in (self.zero_maps if own else self.linear_maps) if not any(n.startswith(m) for n in trained)]
-        return frozen if not own or len(frozen) == len(self.zero_maps) else []
-
-
-def _place(name: str) -> str:
-    """First part of the names of a parameter's neighbours, and of adapters around it."""
-    return name.rpartition(".")[0] + "." if "." in name else name
 
 
 def mark_fresh(model: nn.Module) -> None:
@@ -102,8 +87,8 @@ def _loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any)
 def refuse_frozen(memory: nn.Module, given: Tensor | None) -> None:
     """Refuse to train a model around memories that would remain as initialised: that neither trained nor were loaded.
 
-    At least one memory of the model must train; of a memory that trains, a map that is zero, and every linear map if
-    only adapters train it. The model trains if a parameter does, or its input `given` needs a gradient (prompt tuning).
+    One memory of the model must train, and each linear map of a memory that trains, by itself or by an adapter. A model
+    trains if a parameter of it does, or if its input `given` needs a gradient, as with prompt tuning.
 
     Raises:
         ValueError: the model trains, and its new memories do not.
@@ -113,7 +98,7 @@ def refuse_frozen(memory: nn.Module, given: Tensor | None) -> None:
         return
     trained = [name for name, parameter in memory.named_parameters() if parameter.requires_grad]
     if trained:
-        frozen = mark.frozen_maps(trained)
+        frozen = [m for m in mark.maps if not any(name.startswith(m) for name in trained)]
         if frozen and mark.fresh:  # `fresh` changes, and would have code compiled again: it is tested last
             raise ValueError(
                 f"memory {type(memory).__name__} was just added; its {trained[0]} is trained, but "

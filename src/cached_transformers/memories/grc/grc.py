@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from cached_transformers.linear_maps import matrix_of

@@ -62,6 +62,8 @@ def propose_cache(proposal: Tensor, fresh: Tensor, new: Tensor, current: Tensor,
 class SharedCache(nn.Module):
     """A buffer updated once per training step, which no training loop need know of; float32 in half-precision models.
 
+    `AveragedModel`, and timm's `ModelEmaV3` with exclude_buffers=True, copy it; without, `ModelEmaV3` averages it, too.
+
     Args:
         width: C, channels of the cache. length: M, slots.
         attend: what rows read in training: the batch "mean" of the update (Algorithm 1), each row ("sample") its own
@@ -92,10 +94,8 @@ class SharedCache(nn.Module):
             raise ValueError(f"cache length={length} must be at least 1 slot")
         check_size(length, size, prefix)
         self.width, self.length, self.size, self.prefix = width, length, size, prefix
-        self.interpolation = interpolation
-        self.attend = attend
+        self.interpolation, self.attend, self.held = interpolation, attend, False
         self.sync = one_of("sync", sync, ("broadcast", "mean", "none"))
-        self.held = False
         self.register_buffer("cache_MC", torch.zeros(length, width, dtype=_wide(torch.get_default_dtype())))
         self._set_pending(self.cache_MC)
 
@@ -113,8 +113,7 @@ class SharedCache(nn.Module):
         self, x_BNC: Tensor, padding_BN: Tensor | None, size: tuple[int, int] | None, cache_MC: Tensor
     ) -> Tensor:
         """(M, C): mean over rows of `update` by these tokens; rows that are all padding take no part."""
-        weight_B = None if padding_BN is None else (~padding_BN).any(1)
-        return cache_MC + row_mean(self.update(self.slots(x_BNC, padding_BN, size), cache_MC) - cache_MC, weight_B)
+        return cache_MC + row_mean(self.update(self.slots(x_BNC, padding_BN, size), cache_MC) - cache_MC, padding_BN)
 
     @property
     def constant_in_evaluation(self) -> bool:
@@ -144,9 +143,8 @@ class SharedCache(nn.Module):
         # A copy: the next commit overwrites the buffer, and a graph that awaits its backward must not see that.
         cache_MC = self.cache_MC.clone() if self.training else self.cache_MC
         if self.attend == "sample":
-            weight_B = None if padding_BN is None else (~padding_BN).any(1)
             attended = self.update(self.slots(x_BNC, padding_BN, size), cache_MC)
-            new_MC = cache_MC + row_mean(attended - cache_MC, weight_B) if self.training else cache_MC
+            new_MC = cache_MC + row_mean(attended - cache_MC, padding_BN) if self.training else cache_MC
         else:
             new_MC = self.mean_update(x_BNC, padding_BN, size, cache_MC)
             attended = new_MC if self.attend == "mean" else cache_MC
@@ -237,11 +235,11 @@ class SharedCache(nn.Module):
         self._fresh.zero_()
 
 
-def row_mean(x_BMC: Tensor, weight_B: Tensor | None) -> Tensor:
-    """Mean over rows; with `weight_B` (bool) over the marked rows only, zeros if none is marked."""
-    if weight_B is None:
+def row_mean(x_BMC: Tensor, padding_BN: Tensor | None) -> Tensor:
+    """Mean over rows, except rows that are all padding; zeros if all are."""
+    if padding_BN is None:
         return x_BMC.mean(0)
-    weight = weight_B.to(x_BMC.dtype)
+    weight = (~padding_BN).any(1).to(x_BMC.dtype)
     return torch.einsum("b,bmc->mc", weight / weight.sum().clamp(min=1), x_BMC)
 
 

@@ -338,9 +338,8 @@ class SharedCacheMemory(LayerMemory):
 
     def _sources(self) -> list[Tensor]:
         """All tensors from which keys and values are computed."""
-        reduction = self.branch.reduction
-        more = list(reduction.parameters()) if reduction is not None else []
-        return [self.cache.cache_MC, *self.branch.key_value.parameters(), *more]
+        reduction = self.branch.reduction or nn.Identity()
+        return [self.cache.cache_MC, *self.branch.key_value.parameters(), *reduction.parameters()]
 
     def _stamp(self) -> list[tuple[int, int]]:
         """Address and version of the sources."""
@@ -350,10 +349,8 @@ class SharedCacheMemory(LayerMemory):
         """True if keys and values depend only on plain tensors, which have a version to watch."""
         reduction = self.branch.reduction or nn.Identity()
         known = all(type(m).__module__.startswith(("torch.nn.", "cached_transformers.")) for m in reduction.modules())
-        if not known or plain_weights(self.branch.key_value) is None:
-            return False
         usable = (type(t) in (Tensor, nn.Parameter) and not t.is_meta and not t.is_inference() for t in self._sources())
-        return all(usable)
+        return known and plain_weights(self.branch.key_value) is not None and all(usable)
 
     def fold(self) -> SharedCacheMemory:
         """Make keys and values of the stored cache constants, until `unfold` or `train`; for inference and export.
@@ -388,9 +385,8 @@ class SharedCacheMemory(LayerMemory):
     def close_gate(self) -> None:
         with torch.no_grad():
             self.branch.gate_H.fill_(-torch.inf)
-            if self.convolution is not None:
-                self.convolution.convolution.weight.zero_()
-                self.convolution.convolution.bias.zero_()  # type: ignore[union-attr]
+            for parameter in () if self.convolution is None else self.convolution.parameters():
+                parameter.zero_()
 
     def mixing_ratio(self) -> Tensor:
         """sigmoid(lambda), (H,): the share of the memory in each head; reports call any method of this name."""
