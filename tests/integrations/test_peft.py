@@ -187,6 +187,16 @@ def test_merged_and_unmerged_encoders_are_equal(
         assert (changed - run(host.build().eval())).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("method", ["IA3Config", "VeraConfig"])
+def test_other_methods_merge_beside_a_saved_memory(method: str) -> None:
+    options = {"feedforward_modules": []} if method == "IA3Config" else {"r": 2}
+    config = getattr(peft, method)(target_modules=["q_proj"], modules_to_save=["memory"], **options)
+    model = peft.get_peft_model(stream(LLAMA, "rmt"), config).train()
+    steps(model, logits)
+    merged = assert_merges(model, logits)
+    assert not any("modules_to_save" in name for name, _ in merged.named_modules())
+
+
 # ---- adapters in the memory itself
 
 
@@ -258,6 +268,29 @@ def test_a_new_memory_in_a_frozen_encoder_is_refused(host: hosts.Host) -> None:
     host.run(model, given)
 
 
+@hosts.hosts([hosts.VIT, hosts.BERT_SDPA])
+def test_a_layer_may_be_frozen_with_its_memory(host: hosts.Host) -> None:
+    model, given = host.with_memory().train(), host.given()
+    layers = [m for name, m in model.named_modules() if name.endswith(("blocks.0", "layer.0", "embeddings"))]
+    assert layers
+    for layer in layers:
+        layer.requires_grad_(False)
+    host.run(model, given).square().mean().backward()
+    assert any(p.grad is not None and p.grad.any() for p in named(model, "memory.").values())
+    model = host.with_memory().train()
+    for name, p in model.named_parameters():
+        p.requires_grad_("memory." not in name)
+    with pytest.raises(ValueError, match=r"added to .*\.0\.att.*\.1\.att.*requires_grad"):
+        host.run(model, given)
+
+
+def test_adapters_that_name_a_map_of_a_new_memory_by_chance_are_refused() -> None:
+    """The usual names of BERT's projections are a memory's, too."""
+    model = adapted(BERT.with_memory(), ["query", "value"], save=False)
+    with pytest.raises(ValueError, match=r"branch\.query\.lora_A.*branch\.key_value"):
+        logits(model)
+
+
 def test_a_loaded_memory_may_be_frozen(tmp_path: Path) -> None:
     stream(GPT2, "rmt").save_pretrained(tmp_path / "whole")
     model = adapted(load_pretrained(str(tmp_path / "whole")), ["c_attn"], save=False)
@@ -265,6 +298,47 @@ def test_a_loaded_memory_may_be_frozen(tmp_path: Path) -> None:
     saved = adapted(stream(GPT2, "rmt"), ["c_attn"])
     saved.save_pretrained(tmp_path / "adapter")
     logits(peft.PeftModel.from_pretrained(stream(GPT2, "rmt"), tmp_path / "adapter").merge_and_unload().train())
+
+
+# ---- adapters of transformers' own
+
+
+def with_own_adapter(save: bool = True) -> Any:
+    model = stream(LLAMA, "rmt")
+    torch.manual_seed(5)
+    model.add_adapter(lora(["q_proj"], save))
+    return model.train()
+
+
+def test_an_adapter_of_transformers_saves_the_memory(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+    transformers, model = library("transformers"), with_own_adapter()
+    options = {"max_steps": 2, "save_steps": 2, "learning_rate": 0.1, "report_to": [], "use_cpu": True}
+    rows = [{"input_ids": row, "labels": row} for row in IDS]
+    arguments = transformers.TrainingArguments(str(tmp_path), disable_tqdm=True, **options)
+    transformers.Trainer(model, arguments, train_dataset=rows).train()
+    model.save_pretrained(tmp_path / "saved")
+    with torch.no_grad():
+        trained = logits(model.eval())
+        assert (trained - logits(stream(LLAMA, "rmt"))).abs().max() > 1e-3
+        for folder in ("saved", "checkpoint-2"):
+            loaded = stream(LLAMA, "rmt")
+            loaded.load_adapter(str(tmp_path / folder))
+            near(logits(loaded), trained)
+
+
+def test_a_memory_that_no_adapter_saves_is_refused(tmp_path: Path) -> None:
+    model = with_own_adapter(save=False)
+    with pytest.raises(ValueError, match=r"modules_to_save=\['memory'\]"):
+        logits(model)
+    for p in named(model, "memory.").values():
+        p.requires_grad_()
+    logits(model)
+    for unsaved, way_out in ((model, "modules_to_save"), (adapted(stream(LLAMA, "rmt"), ["q_proj"]), "PeftModel")):
+        host = unsaved.get_base_model() if hasattr(unsaved, "get_base_model") else unsaved
+        with pytest.raises(ValueError, match=way_out):
+            host.save_pretrained(tmp_path / "lost")
+        assert not (tmp_path / "lost").exists()
 
 
 # ---- adapters first
@@ -285,22 +359,33 @@ def test_adapters_without_modules_to_save_are_refused() -> None:
     refuse(peft.get_peft_model(GPT2.build(), config), "TrainableTokensConfig, which has no modules_to_save", "rmt")
 
 
+def prompt(kind: str = "PromptTuningConfig") -> Any:
+    torch.manual_seed(5)
+    return getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=2)
+
+
 def test_a_learned_prompt_beside_a_memory(tmp_path: Path) -> None:
-    """An adapter that changes no layer; its tokens stand in front of the text."""
-
-    def with_prompt() -> Any:
-        torch.manual_seed(5)
-        return peft.get_peft_model(GPT2.build(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-
-    model = add_memory(with_prompt(), "rmt", length=2, segment_length=4)
+    """An adapter that changes no layer; its tokens are before the text."""
+    options: dict[str, Any] = {"length": 2, "segment_length": 4}
+    model = add_memory(peft.get_peft_model(GPT2.build(), prompt()), "rmt", **options)
     steps(model.train(), logits)
     copies = named(model, "memory.modules_to_save.default")
     assert copies and all(p.grad is not None and p.grad.any() for p in copies.values())
     with torch.no_grad():
         trained = logits(model.eval())
         model.save_pretrained(tmp_path)
-        base = add_memory(GPT2.build(), "rmt", length=2, segment_length=4)
+        base = add_memory(GPT2.build(), "rmt", **options)
         assert torch.equal(logits(peft.PeftModel.from_pretrained(base, tmp_path)), trained)
+
+
+@streams
+def test_a_learned_prompt_beside_a_frozen_memory_is_refused(memory: str) -> None:
+    """The prompt is outside of the model that has the memory, where nothing trains."""
+    model = peft.get_peft_model(stream(GPT2, memory), prompt()).train()
+    with pytest.raises(ValueError, match=r"modules_to_save=\['memory'\]"):
+        logits(model)
+    with pytest.raises(ValueError, match="past_key_values.*prefix tuning"):
+        logits(peft.get_peft_model(stream(GPT2, memory), prompt("PrefixTuningConfig")).eval())
 
 
 @architectures(DECODERS)
