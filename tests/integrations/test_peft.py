@@ -384,7 +384,7 @@ def test_a_learned_prompt_beside_a_frozen_memory_is_refused(memory: str) -> None
     model = peft.get_peft_model(stream(GPT2, memory), prompt()).train()
     with pytest.raises(ValueError, match=r"modules_to_save=\['memory'\]"):
         logits(model)
-    with pytest.raises(ValueError, match="past_key_values.*prefix tuning"):
+    with pytest.raises(ValueError, match=r"past_key_values.*prefix tuning"):
         logits(peft.get_peft_model(stream(GPT2, memory), prompt("PrefixTuningConfig")).eval())
 
 
