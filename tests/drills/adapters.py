@@ -229,6 +229,8 @@ class Trial:
                 raise Failure(f"expected a memory as it was loaded, found changed {sorted(own)}")
         elif 2 * len(unchanged := of_memory - changed) > len(of_memory):
             raise Failure(f"expected a memory that trains, found unchanged {sorted(unchanged)}")
+        if kept := {name for name in changed if "original_module" in name}:
+            raise Failure(f"expected the memory beside its copies as it was, found changed {sorted(kept)}")
         if not changed - of_memory:
             raise Failure("expected an adapter that trains, found none changed")
 

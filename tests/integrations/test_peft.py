@@ -76,31 +76,6 @@ def near(a: Tensor, b: Tensor) -> None:
 
 
 @architectures(DECODERS)
-@streams
-def test_a_copy_of_the_memory_trains_travels_and_is_merged(host: Architecture, memory: str, tmp_path: Path) -> None:
-    model = adapted(stream(host, memory), QKV[host] + OUT[host])
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    steps(model, logits)
-    copies = named(model, "memory.modules_to_save.default")
-    assert copies.keys() == {
-        name.replace("original_module", "modules_to_save.default") for name in named(model, "l_mod")
-    }
-    for name, p in {**copies, **named(model, "lora_")}.items():
-        assert p.grad is not None and p.grad.any() and not torch.equal(p, before[name]), name
-    assert all(torch.equal(p, before[name]) for name, p in named(model, "original_module").items())
-    model.eval()
-    with torch.no_grad():
-        trained = logits(model)
-        with model.disable_adapter():
-            assert torch.equal(logits(model), logits(stream(host, memory)))
-        assert (trained - logits(stream(host, memory))).abs().max() > 1e-3
-        model.save_pretrained(tmp_path)
-        loaded = peft.PeftModel.from_pretrained(stream(host, memory), tmp_path)
-        assert torch.equal(logits(loaded), trained)
-        near(logits(loaded.merge_and_unload()), trained)
-
-
-@architectures(DECODERS)
 def test_two_adapters_have_memories_of_their_own(host: Architecture) -> None:
     model = adapted(stream(host, "grc_stream"), OUT[host])
     steps(model, logits)
@@ -134,18 +109,6 @@ def assert_merges(model: Any, run: Callable[[Any], Tensor]) -> nn.Module:
         merged: nn.Module = model.merge_and_unload()
         near(run(merged), beside)
     return merged
-
-
-WHERE = {"out": lambda host: OUT[host], "qkv": lambda host: QKV[host], "all": lambda host: "all-linear"}
-
-
-@architectures(DECODERS)
-@pytest.mark.parametrize("where", list(WHERE))
-@pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
-def test_merged_and_unmerged_decoders_are_equal(host: Architecture, where: str, memory: str) -> None:
-    model = adapted(stream(host, memory), WHERE[where](host))
-    steps(model, logits)
-    assert_merges(model, logits)
 
 
 VIT_PARTS = {"out": ["attn.proj"], "qkv": ["qkv"], "all": r".*\.(qkv|proj|fc1|fc2|query|key_value|from_\w+|projection)"}
@@ -198,20 +161,6 @@ def test_other_methods_merge_beside_a_saved_memory(method: str) -> None:
 
 
 # ---- adapters in the memory itself
-
-
-@architectures(DECODERS)
-@streams
-def test_adapters_on_all_linear_layers_of_a_decoder_all_train(host: Architecture, memory: str) -> None:
-    model = stream(host, memory)
-    model.load_state_dict(model.state_dict())  # as one that is trained already
-    model = adapted(model, "all-linear", save=False)
-    adapters = named(model, "lora_")
-    assert any("memory" in name for name in adapters) == (memory == "grc_stream")  # the others have no linear layers
-    steps(model, logits)
-    for name, p in adapters.items():
-        assert p.grad is not None and p.grad.any(), name
-    assert_merges(model, logits)
 
 
 def test_a_folded_cache_is_none_of_an_adapter_s() -> None:
@@ -359,57 +308,13 @@ def test_adapters_without_modules_to_save_are_refused() -> None:
     refuse(peft.get_peft_model(GPT2.build(), config), "TrainableTokensConfig, which has no modules_to_save", "rmt")
 
 
-def prompt(kind: str = "PromptTuningConfig") -> Any:
-    torch.manual_seed(5)
-    return getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=2)
-
-
-def test_a_learned_prompt_beside_a_memory(tmp_path: Path) -> None:
-    """An adapter that changes no layer; its tokens are before the text."""
-    options: dict[str, Any] = {"length": 2, "segment_length": 4}
-    model = add_memory(peft.get_peft_model(GPT2.build(), prompt()), "rmt", **options)
-    steps(model.train(), logits)
-    copies = named(model, "memory.modules_to_save.default")
-    assert copies and all(p.grad is not None and p.grad.any() for p in copies.values())
-    with torch.no_grad():
-        trained = logits(model.eval())
-        model.save_pretrained(tmp_path)
-        base = add_memory(GPT2.build(), "rmt", **options)
-        assert torch.equal(logits(peft.PeftModel.from_pretrained(base, tmp_path)), trained)
-
-
 @streams
-def test_a_learned_prompt_beside_a_frozen_memory_is_refused(memory: str) -> None:
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_a_learned_prompt_beside_a_frozen_memory_is_refused(memory: str, kind: str) -> None:
     """The prompt is outside of the model that has the memory, where nothing trains."""
-    model = peft.get_peft_model(stream(GPT2, memory), prompt()).train()
-    with pytest.raises(ValueError, match=r"modules_to_save=\['memory'\]"):
-        logits(model)
-    with pytest.raises(ValueError, match=r"past_key_values.*prefix tuning"):
-        logits(peft.get_peft_model(stream(GPT2, memory), prompt("PrefixTuningConfig")).eval())
-
-
-@architectures(DECODERS)
-@pytest.mark.parametrize("memory", ["grc_stream", "rmt"])
-def test_a_memory_for_a_model_with_adapters(host: Architecture, memory: str, tmp_path: Path) -> None:
-    model = adapted(host.build(), QKV[host] + OUT[host], save=False)
-    torch.manual_seed(1)
-    options = {"name": "grc_stream", "length": 4} if memory == "grc_stream" else {"name": "rmt", "length": 3}
-    assert add_memory(model, options, segment_length=5) is model
-    copies = named(model, "memory.modules_to_save.default")
-    assert copies and all(p.requires_grad for p in copies.values())
-    assert not any(p.requires_grad for p in named(model, "original_module").values())
-    steps(model, logits)
-    assert all(p.grad is not None and p.grad.any() for p in copies.values())
-    model.eval()
-    with torch.no_grad():
-        trained = logits(model)
-        model.save_pretrained(tmp_path / "adapter")
-        base = add_memory(host.build(), options, segment_length=5)
-        assert torch.equal(logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapter")), trained)
-        merged = model.merge_and_unload()
-        near(logits(merged), trained)
-        merged.save_pretrained(tmp_path / "merged")
-        near(logits(load_pretrained(str(tmp_path / "merged"))), trained)
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ValueError, match=r"modules_to_save=\['memory'\]|past_key_values.*prefix tuning"):
+        logits(peft.get_peft_model(stream(GPT2, memory), config).train())
 
 
 @hosts.hosts([hosts.VIT, hosts.BERT_SDPA, hosts.ENCODER])
