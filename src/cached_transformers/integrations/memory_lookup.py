@@ -47,26 +47,18 @@ def holders(model: nn.Module) -> list[Any]:
 
 
 class FreshMemory:
-    """Marks a memory whose weights are as initialised, until it trains or is loaded.
-
-    Args:
-        model: that has the memory. memory: marked.
-    """
+    """Marks a memory of a model, whose weights are as initialised until it trains or is loaded."""
 
     def __init__(self, model: nn.Module, memory: nn.Module) -> None:
         self.model, self.fresh = model, True
-        self.maps = tuple(f"{name}." for name, m in memory.named_modules() if isinstance(m, nn.Linear))
+        linear = {n: m for n, m in memory.named_modules() if isinstance(m, nn.Linear) and m.weight.requires_grad}
+        self.maps = tuple(f"{name}." for name in linear)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FreshMemory:
         """A copy of only the memory still belongs to the same model."""
         copied = copy.copy(self)
         copied.model = memo.get(id(self.model), self.model)
         return copied
-
-    def all_frozen(self, input_trains: bool) -> bool:
-        """True if the model trains, and none of its memories does."""
-        trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-        return (input_trains or bool(trained)) and not any(".memory." in f".{name}" for name in trained)
 
 
 def mark_fresh(model: nn.Module) -> None:
@@ -96,18 +88,22 @@ def refuse_frozen(memory: nn.Module, given: Tensor | None) -> None:
     mark: FreshMemory | None = vars(memory).get("fresh_memory")
     if mark is None or not memory.training or not torch.is_grad_enabled():
         return
+    if not (torch.compiler.is_compiling() or mark.fresh):  # `fresh` changes, and would have code compiled again
+        return
     trained = [name for name, parameter in memory.named_parameters() if parameter.requires_grad]
     if trained:
         frozen = [m for m in mark.maps if not any(name.startswith(m) for name in trained)]
-        if frozen and mark.fresh:  # `fresh` changes, and would have code compiled again: it is tested last
+        if frozen and mark.fresh:
             raise ValueError(
                 f"memory {type(memory).__name__} was just added; its {trained[0]} is trained, but "
                 f"{', '.join(m[:-1] for m in frozen)} are frozen (requires_grad=False) as initialised; {WAY_OUT}"
             )
         mark.fresh = False
-    elif mark.fresh and mark.all_frozen(given is not None and given.requires_grad):
-        given_to = holders(mark.model)
-        names = [name or "the model" for name, m in mark.model.named_modules() if m in given_to]
+        return
+    trained = [name for name, parameter in mark.model.named_parameters() if parameter.requires_grad]
+    trains = trained or (given is not None and given.requires_grad)
+    if trains and mark.fresh and not any(".memory." in f".{name}" for name in trained):
+        names = [name or "the model" for name, m in mark.model.named_modules() if m in holders(mark.model)]
         raise ValueError(
             f"memory {type(memory).__name__} was just added to {', '.join(names)}, and all its parameters are frozen "
             f"(requires_grad=False), so that it would remain as initialised; {WAY_OUT}"
