@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from grc.small_vit import cached_layer, equal, gradients, images, kinds, settled, small_vit, step, stored
-from torch import Tensor
+from torch import Tensor, func
 
 from cached_transformers import hold_caches, reset_caches, shuffle_caches
 from cached_transformers.memories.grc.equations import gate_update
@@ -287,3 +287,30 @@ def test_shuffle_keeps_the_values_and_moves_them() -> None:
     shuffle_caches(twin, torch.Generator().manual_seed(3))
     assert equal(stored(twin), after)
     assert equal(settled(model), after)  # nothing pending undoes it
+
+
+# ---- gradients per sample
+
+
+@kinds
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("mode", ["held", "eval"])
+def test_gradients_per_sample_are_those_of_batches_of_one(options: dict[str, Any], mode: str) -> None:
+    model, x_BCHW = small_vit(**options), images(3)
+    step(model, images(0)), step(model, images(1))
+
+    def loss(params: dict[str, Tensor], image_CHW: Tensor) -> Tensor:
+        return func.functional_call(model, params, (image_CHW[None],)).outputs.square().mean()
+
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    per_sample = func.vmap(func.grad(loss), in_dims=(None, 0))
+    for call in (lambda: per_sample(params, x_BCHW), lambda: func.grad(loss)(params, x_BCHW[0])):
+        with pytest.raises(ValueError, match=r"training=True.*eval\(\).*hold_caches"):
+            call()
+    before = settled(model)
+    with hold_caches(model.train(mode == "held")):
+        found = per_sample(params, x_BCHW)
+        for row, image_CHW in enumerate(x_BCHW):
+            for (name, _), wanted in zip(model.named_parameters(), step(model, image_CHW[None], rate=0), strict=True):
+                torch.testing.assert_close(found[name][row], wanted, rtol=1e-5, atol=1e-6)
+    assert equal(settled(model), before)

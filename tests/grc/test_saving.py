@@ -82,18 +82,19 @@ def timm_utils() -> Any:
     return pytest.importorskip("timm.utils")
 
 
-@pytest.mark.parametrize("kind", ["ModelEmaV2", "ModelEmaV3"])
-def test_timm_averages_caches_with_the_weights(timm_utils: Any, kind: str) -> None:
-    """timm averages every float of the state dict; the caches are in it from the start, so no two are mixed up."""
+@pytest.mark.parametrize(("kind", "copied"), [("ModelEmaV2", False), ("ModelEmaV3", False), ("ModelEmaV3", True)])
+def test_timm_averages_caches_with_the_weights(timm_utils: Any, kind: str, copied: bool) -> None:
+    """timm averages every float of the state dict, or copies buffers; no two of them are mixed up."""
     model = small_vit()
     step(model, images(0))
-    ema = getattr(timm_utils, kind)(model, decay=0.75)
+    ema = getattr(timm_utils, kind)(model, decay=0.75, **({"exclude_buffers": True} if copied else {}))
     expected = {k: v.clone() for k, v in model.state_dict().items()}
     for index in range(1, 4):
         step(model, images(index))
-        ema.update(model)
         live = model.state_dict()
-        expected = {k: 0.75 * v + 0.25 * live[k] for k, v in expected.items()}
+        ema.update(model)
+        parts = {k: 1 if copied and "cache_MC" in k else 0.25 for k in live}
+        expected = {k: (1 - parts[k]) * v + parts[k] * live[k] for k, v in expected.items()}
     assert not ema.module.training
     ema.module.eval()
     for name, value in ema.module.state_dict().items():

@@ -76,31 +76,6 @@ def near(a: Tensor, b: Tensor) -> None:
 
 
 @architectures(DECODERS)
-@streams
-def test_a_copy_of_the_memory_trains_travels_and_is_merged(host: Architecture, memory: str, tmp_path: Path) -> None:
-    model = adapted(stream(host, memory), QKV[host] + OUT[host])
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    steps(model, logits)
-    copies = named(model, "memory.modules_to_save.default")
-    assert copies.keys() == {
-        name.replace("original_module", "modules_to_save.default") for name in named(model, "l_mod")
-    }
-    for name, p in {**copies, **named(model, "lora_")}.items():
-        assert p.grad is not None and p.grad.any() and not torch.equal(p, before[name]), name
-    assert all(torch.equal(p, before[name]) for name, p in named(model, "original_module").items())
-    model.eval()
-    with torch.no_grad():
-        trained = logits(model)
-        with model.disable_adapter():
-            assert torch.equal(logits(model), logits(stream(host, memory)))
-        assert (trained - logits(stream(host, memory))).abs().max() > 1e-3
-        model.save_pretrained(tmp_path)
-        loaded = peft.PeftModel.from_pretrained(stream(host, memory), tmp_path)
-        assert torch.equal(logits(loaded), trained)
-        near(logits(loaded.merge_and_unload()), trained)
-
-
-@architectures(DECODERS)
 def test_two_adapters_have_memories_of_their_own(host: Architecture) -> None:
     model = adapted(stream(host, "grc_stream"), OUT[host])
     steps(model, logits)
@@ -134,18 +109,6 @@ def assert_merges(model: Any, run: Callable[[Any], Tensor]) -> nn.Module:
         merged: nn.Module = model.merge_and_unload()
         near(run(merged), beside)
     return merged
-
-
-WHERE = {"out": lambda host: OUT[host], "qkv": lambda host: QKV[host], "all": lambda host: "all-linear"}
-
-
-@architectures(DECODERS)
-@pytest.mark.parametrize("where", list(WHERE))
-@pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
-def test_merged_and_unmerged_decoders_are_equal(host: Architecture, where: str, memory: str) -> None:
-    model = adapted(stream(host, memory), WHERE[where](host))
-    steps(model, logits)
-    assert_merges(model, logits)
 
 
 VIT_PARTS = {"out": ["attn.proj"], "qkv": ["qkv"], "all": r".*\.(qkv|proj|fc1|fc2|query|key_value|from_\w+|projection)"}
@@ -187,21 +150,17 @@ def test_merged_and_unmerged_encoders_are_equal(
         assert (changed - run(host.build().eval())).abs().max() > 1e-4
 
 
-# ---- adapters in the memory itself
-
-
-@architectures(DECODERS)
-@streams
-def test_adapters_on_all_linear_layers_of_a_decoder_all_train(host: Architecture, memory: str) -> None:
-    model = stream(host, memory)
-    model.load_state_dict(model.state_dict())  # as one that is trained already
-    model = adapted(model, "all-linear", save=False)
-    adapters = named(model, "lora_")
-    assert any("memory" in name for name in adapters) == (memory == "grc_stream")  # the others have no linear layers
+@pytest.mark.parametrize("method", ["IA3Config", "VeraConfig"])
+def test_other_methods_merge_beside_a_saved_memory(method: str) -> None:
+    options = {"feedforward_modules": []} if method == "IA3Config" else {"r": 2}
+    config = getattr(peft, method)(target_modules=["q_proj"], modules_to_save=["memory"], **options)
+    model = peft.get_peft_model(stream(LLAMA, "rmt"), config).train()
     steps(model, logits)
-    for name, p in adapters.items():
-        assert p.grad is not None and p.grad.any(), name
-    assert_merges(model, logits)
+    merged = assert_merges(model, logits)
+    assert not any("modules_to_save" in name for name, _ in merged.named_modules())
+
+
+# ---- adapters in the memory itself
 
 
 def test_a_folded_cache_is_none_of_an_adapter_s() -> None:
@@ -249,13 +208,36 @@ def test_a_new_memory_in_a_frozen_encoder_is_refused(host: hosts.Host) -> None:
     host.run(model, given)  # nothing at all trains
     next(p for name, p in model.named_parameters() if "memory" not in name).requires_grad_()
     for other in (model, copy.deepcopy(model)):
-        with pytest.raises(ValueError, match="memory GRC was just added, and its parameters are frozen"):
+        with pytest.raises(ValueError, match="memory GRC was just added"):
             host.run(other, given)
     model.load_state_dict({name: t for name, t in model.state_dict().items() if "memory" not in name}, strict=False)
     with pytest.raises(ValueError, match="just added"):  # it was not loaded
         host.run(model, given)
     model.load_state_dict(model.state_dict())
     host.run(model, given)
+
+
+@hosts.hosts([hosts.VIT, hosts.BERT_SDPA])
+def test_a_layer_may_be_frozen_with_its_memory(host: hosts.Host) -> None:
+    model, given = host.with_memory().train(), host.given()
+    layers = [m for name, m in model.named_modules() if name.endswith(("blocks.0", "layer.0", "embeddings"))]
+    assert layers
+    for layer in layers:
+        layer.requires_grad_(False)
+    host.run(model, given).square().mean().backward()
+    assert any(p.grad is not None and p.grad.any() for p in named(model, "memory.").values())
+    model = host.with_memory().train()
+    for name, p in model.named_parameters():
+        p.requires_grad_("memory." not in name)
+    with pytest.raises(ValueError, match=r"added to .*\.0\.att.*\.1\.att.*requires_grad"):
+        host.run(model, given)
+
+
+def test_adapters_that_name_a_map_of_a_new_memory_by_chance_are_refused() -> None:
+    """The usual names of BERT's projections are a memory's, too."""
+    model = adapted(BERT.with_memory(), ["query", "value"], save=False)
+    with pytest.raises(ValueError, match=r"branch\.query\.lora_A.*branch\.key_value"):
+        logits(model)
 
 
 def test_a_loaded_memory_may_be_frozen(tmp_path: Path) -> None:
@@ -265,6 +247,47 @@ def test_a_loaded_memory_may_be_frozen(tmp_path: Path) -> None:
     saved = adapted(stream(GPT2, "rmt"), ["c_attn"])
     saved.save_pretrained(tmp_path / "adapter")
     logits(peft.PeftModel.from_pretrained(stream(GPT2, "rmt"), tmp_path / "adapter").merge_and_unload().train())
+
+
+# ---- adapters of transformers' own
+
+
+def with_own_adapter(save: bool = True) -> Any:
+    model = stream(LLAMA, "rmt")
+    torch.manual_seed(5)
+    model.add_adapter(lora(["q_proj"], save))
+    return model.train()
+
+
+def test_an_adapter_of_transformers_saves_the_memory(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+    transformers, model = library("transformers"), with_own_adapter()
+    options = {"max_steps": 2, "save_steps": 2, "learning_rate": 0.1, "report_to": [], "use_cpu": True}
+    rows = [{"input_ids": row, "labels": row} for row in IDS]
+    arguments = transformers.TrainingArguments(str(tmp_path), disable_tqdm=True, **options)
+    transformers.Trainer(model, arguments, train_dataset=rows).train()
+    model.save_pretrained(tmp_path / "saved")
+    with torch.no_grad():
+        trained = logits(model.eval())
+        assert (trained - logits(stream(LLAMA, "rmt"))).abs().max() > 1e-3
+        for folder in ("saved", "checkpoint-2"):
+            loaded = stream(LLAMA, "rmt")
+            loaded.load_adapter(str(tmp_path / folder))
+            near(logits(loaded), trained)
+
+
+def test_a_memory_that_no_adapter_saves_is_refused(tmp_path: Path) -> None:
+    model = with_own_adapter(save=False)
+    with pytest.raises(ValueError, match=r"modules_to_save=\['memory'\]"):
+        logits(model)
+    for p in named(model, "memory.").values():
+        p.requires_grad_()
+    logits(model)
+    for unsaved, way_out in ((model, "modules_to_save"), (adapted(stream(LLAMA, "rmt"), ["q_proj"]), "PeftModel")):
+        host = unsaved.get_base_model() if hasattr(unsaved, "get_base_model") else unsaved
+        with pytest.raises(ValueError, match=way_out):
+            host.save_pretrained(tmp_path / "lost")
+        assert not (tmp_path / "lost").exists()
 
 
 # ---- adapters first
@@ -285,46 +308,13 @@ def test_adapters_without_modules_to_save_are_refused() -> None:
     refuse(peft.get_peft_model(GPT2.build(), config), "TrainableTokensConfig, which has no modules_to_save", "rmt")
 
 
-def test_a_learned_prompt_beside_a_memory(tmp_path: Path) -> None:
-    """An adapter that changes no layer; its tokens stand in front of the text."""
-
-    def with_prompt() -> Any:
-        torch.manual_seed(5)
-        return peft.get_peft_model(GPT2.build(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-
-    model = add_memory(with_prompt(), "rmt", length=2, segment_length=4)
-    steps(model.train(), logits)
-    copies = named(model, "memory.modules_to_save.default")
-    assert copies and all(p.grad is not None and p.grad.any() for p in copies.values())
-    with torch.no_grad():
-        trained = logits(model.eval())
-        model.save_pretrained(tmp_path)
-        base = add_memory(GPT2.build(), "rmt", length=2, segment_length=4)
-        assert torch.equal(logits(peft.PeftModel.from_pretrained(base, tmp_path)), trained)
-
-
-@architectures(DECODERS)
-@pytest.mark.parametrize("memory", ["grc_stream", "rmt"])
-def test_a_memory_for_a_model_with_adapters(host: Architecture, memory: str, tmp_path: Path) -> None:
-    model = adapted(host.build(), QKV[host] + OUT[host], save=False)
-    torch.manual_seed(1)
-    options = {"name": "grc_stream", "length": 4} if memory == "grc_stream" else {"name": "rmt", "length": 3}
-    assert add_memory(model, options, segment_length=5) is model
-    copies = named(model, "memory.modules_to_save.default")
-    assert copies and all(p.requires_grad for p in copies.values())
-    assert not any(p.requires_grad for p in named(model, "original_module").values())
-    steps(model, logits)
-    assert all(p.grad is not None and p.grad.any() for p in copies.values())
-    model.eval()
-    with torch.no_grad():
-        trained = logits(model)
-        model.save_pretrained(tmp_path / "adapter")
-        base = add_memory(host.build(), options, segment_length=5)
-        assert torch.equal(logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapter")), trained)
-        merged = model.merge_and_unload()
-        near(logits(merged), trained)
-        merged.save_pretrained(tmp_path / "merged")
-        near(logits(load_pretrained(str(tmp_path / "merged"))), trained)
+@streams
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_a_learned_prompt_beside_a_frozen_memory_is_refused(memory: str, kind: str) -> None:
+    """The prompt is outside of the model that has the memory, where nothing trains."""
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ValueError, match=r"modules_to_save=\['memory'\]|past_key_values.*prefix tuning"):
+        logits(peft.get_peft_model(stream(GPT2, memory), config).train())
 
 
 @hosts.hosts([hosts.VIT, hosts.BERT_SDPA, hosts.ENCODER])

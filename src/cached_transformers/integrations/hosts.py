@@ -227,14 +227,6 @@ def register_left(*classes: str) -> None:
     register_adapter(*classes)(lambda site: None)
 
 
-def _adapter(layer: nn.Module) -> Adapter | None:
-    for kind in type(layer).__mro__:
-        found = _ADAPTERS.get(f"{kind.__module__}.{kind.__qualname__}")
-        if found is not None:
-            return found
-    return None
-
-
 def sites(
     model: nn.Module, settings: dict[str, Any], memory: bool = True, slots: bool = True
 ) -> list[tuple[Site, Host]]:
@@ -245,7 +237,8 @@ def sites(
     for name, layer in model.named_modules():
         if any(not outer or name == outer or name.startswith(outer + ".") for outer in described):
             continue
-        adapter = _adapter(layer)
+        kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(layer).__mro__)
+        adapter = next((_ADAPTERS[kind] for kind in kinds if kind in _ADAPTERS), None)
         if adapter is not None:
             described.append(name)
             site = Site(model, name, layer, settings, memory, slots)

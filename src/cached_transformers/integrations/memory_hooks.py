@@ -96,7 +96,7 @@ class MemoryHook:
 
     def enter_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Ask the memory, where it is read before the layer attends; its projection will do the rest."""
-        refuse_frozen(self.memory)
+        refuse_frozen(self.memory, args[0] if args else kwargs.get("hidden_states"))
         for module in self.tracked:
             module.follow()
         if self.number is None:

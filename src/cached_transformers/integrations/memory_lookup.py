@@ -6,6 +6,7 @@ by its other methods.
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -16,6 +17,10 @@ from torch import Tensor, nn
 from cached_transformers.interfaces.memory import LayerMemory, ModelMemory
 
 Result = TypeVar("Result")
+WAY_OUT = (
+    "with PEFT, give the adapter's config modules_to_save=['memory'], or add_memory the PeftModel; otherwise set "
+    "requires_grad of its parameters, or load trained weights first"
+)
 
 
 def memory_of(holder: Any) -> LayerMemory | ModelMemory:
@@ -42,34 +47,27 @@ def holders(model: nn.Module) -> list[Any]:
 
 
 class FreshMemory:
-    """Marks a memory whose weights are as initialised, until it trains or is loaded.
+    """Marks a memory of a model, whose weights are as initialised until it trains or is loaded."""
 
-    Args:
-        model: that has the memory. zero_maps: of its parameters (`zero_maps`).
-    """
-
-    def __init__(self, model: nn.Module, zero_maps: tuple[str, ...] = ()) -> None:
-        self.model, self.zero_maps, self.fresh = model, zero_maps, True
+    def __init__(self, model: nn.Module, memory: nn.Module) -> None:
+        self.model, self.fresh = model, True
+        linear = {n: m for n, m in memory.named_modules() if isinstance(m, nn.Linear) and m.weight.requires_grad}
+        self.maps = tuple(f"{name}." for name in linear)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FreshMemory:
         """A copy of only the memory still belongs to the same model."""
-        copied = FreshMemory(memo.get(id(self.model), self.model), self.zero_maps)
-        copied.fresh = self.fresh
+        copied = copy.copy(self)
+        copied.model = memo.get(id(self.model), self.model)
         return copied
-
-
-def zero_maps(memory: nn.Module) -> tuple[str, ...]:
-    """First parts of the names of parameters beside a matrix of zeros, or in adapters around it: while the matrix is
-    zero, the memory changes no output."""
-    zeros = [name for name, p in memory.named_parameters() if p.dim() > 1 and not p.is_meta and not p.any()]
-    return tuple(name.rpartition(".")[0] + "." if "." in name else name for name in zeros)
 
 
 def mark_fresh(model: nn.Module) -> None:
     """Mark all memories that a model was just given."""
     for holder in holders(model):
+        if not hasattr(holder.memory, "weight"):
+            holder.memory.weight = None  # PEFT, merging, copies the weight of each module that it saves
         if next(holder.memory.parameters(), None) is not None:
-            holder.memory.fresh_memory = FreshMemory(model, zero_maps(holder.memory))
+            holder.memory.fresh_memory = FreshMemory(model, holder.memory)
             holder.memory.register_load_state_dict_pre_hook(_loaded)
 
 
@@ -78,33 +76,37 @@ def _loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any)
         module.fresh_memory.fresh = False  # type: ignore[union-attr]
 
 
-def refuse_frozen(memory: nn.Module) -> None:
-    """Refuse to train a model around a memory that would remain as initialised.
+def refuse_frozen(memory: nn.Module, given: Tensor | None) -> None:
+    """Refuse to train a model around memories that would remain as initialised: that neither trained nor were loaded.
+
+    One memory of the model must train, and each linear map of a memory that trains, by itself or by an adapter. A model
+    trains if a parameter of it does, or if its input `given` needs a gradient, as with prompt tuning.
 
     Raises:
-        ValueError: the model trains, and of a memory that neither trained nor was loaded, no parameter trains, or no
-            map that is zero.
+        ValueError: the model trains, and its new memories do not.
     """
     mark: FreshMemory | None = vars(memory).get("fresh_memory")
     if mark is None or not memory.training or not torch.is_grad_enabled():
         return
+    if not (torch.compiler.is_compiling() or mark.fresh):  # `fresh` changes, and would have code compiled again
+        return
     trained = [name for name, parameter in memory.named_parameters() if parameter.requires_grad]
     if trained:
-        # `fresh` changes, and would have code compiled again: it is tested last.
-        if mark.zero_maps and not any(name.startswith(mark.zero_maps) for name in trained) and mark.fresh:
-            zero = mark.zero_maps[0].rstrip(".")
+        frozen = [m for m in mark.maps if not any(name.startswith(m) for name in trained)]
+        if frozen and mark.fresh:
             raise ValueError(
-                f"memory {type(memory).__name__} was just added; its {trained[0]} is trained, but {zero}, whose matrix "
-                "is zero, is frozen (requires_grad=False), so that nothing would be read; with PEFT, give the "
-                "adapter's config modules_to_save=['memory'], or target_modules that name both; otherwise set "
-                "requires_grad of all its parameters, or load trained weights first"
+                f"memory {type(memory).__name__} was just added; its {trained[0]} is trained, but "
+                f"{', '.join(m[:-1] for m in frozen)} are frozen (requires_grad=False) as initialised; {WAY_OUT}"
             )
         mark.fresh = False
-    elif mark.fresh and any(parameter.requires_grad for parameter in mark.model.parameters()):
+        return
+    trained = [name for name, parameter in mark.model.named_parameters() if parameter.requires_grad]
+    trains = trained or (given is not None and given.requires_grad)
+    if trains and mark.fresh and not any(".memory." in f".{name}" for name in trained):
+        names = [name or "the model" for name, m in mark.model.named_modules() if m in holders(mark.model)]
         raise ValueError(
-            f"memory {type(memory).__name__} was just added, and its parameters are frozen (requires_grad=False), so "
-            "that it would remain as initialised; with PEFT, give the adapter's config modules_to_save=['memory'], or "
-            "add_memory the PeftModel; otherwise set requires_grad of its parameters, or load trained weights first"
+            f"memory {type(memory).__name__} was just added to {', '.join(names)}, and all its parameters are frozen "
+            f"(requires_grad=False), so that it would remain as initialised; {WAY_OUT}"
         )
 
 

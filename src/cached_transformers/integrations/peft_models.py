@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from .memory_lookup import holders
+from .memory_lookup import holders, memory_of
 
 NAME = "memory"
 """Name of a memory among the children of its layer, and in `modules_to_save`."""
@@ -68,11 +68,24 @@ def inside_of(model: Any) -> nn.Module:
 
 def take_from_adapters(model: Any) -> None:
     """Undo `give_to_adapters` in the adapters' configs."""
-    if not _is(model, "peft.peft_model", "PeftModel"):
-        return
-    for config in model.peft_config.values():
+    for config in getattr(model, "peft_config", {}).values():
         names = [name for name in getattr(config, "modules_to_save", None) or () if name != NAME]
         config.modules_to_save = names or None
+
+
+def refuse_unsaved(model: Any, adapted: bool) -> None:
+    """Refuse (ValueError) to save a host without its trained memory: if the memory is one of a PeftModel's copies, or,
+    for an `adapted` host (by transformers' `add_adapter`), beside its adapters."""
+    if adapted:
+        saved = {t.data_ptr() for t in model.get_adapter_state_dict().values()}
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and ".memory." in f".{name}"]
+        lost = [name for name, parameter in trained if parameter.data_ptr() not in saved]
+        way_out = "give the adapter's config modules_to_save=['memory'], or save model.state_dict()"
+    else:
+        lost = [type(h.memory).__name__ for h in holders(model) if memory_of(h) is not h.memory]
+        way_out = "save the PeftModel, or merge first by a method that takes its adapters out of the model"
+    if lost:
+        raise ValueError(f"save_pretrained would not save the memory that trained ({lost[0]}); {way_out}")
 
 
 def _is(module: nn.Module, where: str, name: str) -> bool:

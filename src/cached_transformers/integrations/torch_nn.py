@@ -57,7 +57,7 @@ class HostedMultiheadAttention(nn.MultiheadAttention):
             raise ValueError(f"{what} serves self-attention: query, key and value must be the same tensor")
         if memory is not None:
             no_mask(attn_mask, is_causal)
-            refuse_frozen(memory)
+            refuse_frozen(memory, query)
         if is_causal and attn_mask is None:
             raise ValueError("is_causal=True is a hint about attn_mask, as in torch.nn; pass the mask, too")
         x_BND, batched = query, query.dim() == 3

@@ -56,7 +56,7 @@ def _uninstall(layer: nn.Module) -> None:
 def _forward(layer: Any, x: Tensor) -> Tensor:
     """The layer's forward, (B, Y, X, D) -> (B, Y, X, D)."""
     memory: Any = memory_of(layer)
-    refuse_frozen(memory)
+    refuse_frozen(memory, x)
     images, height, width, _ = x.shape
     window = tuple(layer.window_size)
     fill = [-side % w for side, w in zip((height, width), window, strict=True)]
@@ -76,7 +76,9 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
     query = Query(x_BND, q, size=window)
     reading = read_segment(memory, (), query, None)
     y_BND = memory.project(y_BHNE, query, reading, layer.proj, plain_weights(layer.proj))
-    y = _map(F.dropout(y_BND, layer.dropout, layer.training), sides, window)
+    y_BND = F.dropout(y_BND, layer.dropout, layer.training)
+    down, across = (side // w for side, w in zip(sides, window, strict=True))  # and the inverse of `_windows`
+    y = y_BND.unflatten(1, window).unflatten(0, (-1, down, across)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
     return y.roll(shift, (1, 2))[:, :height, :width].contiguous()
 
 
@@ -96,12 +98,6 @@ def _windows(x: Tensor, window: tuple[int, ...]) -> Tensor:
     """(B W, N, ...) of maps (B, Y, X, ...), whose sides are multiples of the window's."""
     x = x.unflatten(2, (-1, window[1])).unflatten(1, (-1, window[0])).transpose(2, 3)
     return x.flatten(3, 4).flatten(0, 2)
-
-
-def _map(x_BND: Tensor, sides: tuple[int, int], window: tuple[int, ...]) -> Tensor:
-    """The inverse of `_windows`."""
-    down, across = (side // w for side, w in zip(sides, window, strict=True))
-    return x_BND.unflatten(1, window).unflatten(0, (-1, down, across)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
 
 def _apart(sides: tuple[int, int], window: tuple[int, ...], shift: tuple[int, ...], device: torch.device) -> Tensor:

@@ -135,11 +135,7 @@ def pvt_v2_attention(site: Site) -> Host:
         reduction = _reduction(site)
     facts = _branch(layer, layer.q) | {"length": size[0] * size[1], "size": size, "reduction": reduction}
     attention = _attention(layer, *(("cross",) if layer.pool is not None or layer.sr is not None else ()))
-    return Host(layer.dim, layer.num_heads, layer.proj, _pvt_v2_query, facts, attention=attention)
-
-
-def _pvt_v2_query(x: Tensor, feat_size: Any) -> Query:
-    return Query(x, size=(int(feat_size[0]), int(feat_size[1])))
+    return Host(layer.dim, layer.num_heads, layer.proj, _pvt_query, facts, attention=attention)
 
 
 @register_adapter("cached_transformers.models.pvt.layers.SpatialReductionAttention")
@@ -164,8 +160,8 @@ def _pvt_size(site: Site) -> tuple[int, int]:
     return int(size[0]) // stride, int(size[1]) // stride
 
 
-def _pvt_query(x_BND: Tensor, size: tuple[int, int]) -> Query:
-    return Query(x_BND, size=size)
+def _pvt_query(x_BND: Tensor, size: Any) -> Query:
+    return Query(x_BND, size=(int(size[0]), int(size[1])))
 
 
 def _branch(layer: Any, query: Any) -> dict[str, Any]:

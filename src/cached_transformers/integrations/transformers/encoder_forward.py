@@ -86,7 +86,7 @@ class EncoderForward(HostForward):
             ValueError: arguments that a memory cannot follow, a state of another model or number of rows, or none where
                 images train a memory.
         """
-        call, given = self.call_of(memory_state), self.named(args, kwargs)
+        call, given = self.call_of(memory_state, kwargs.get("inputs_embeds")), self.named(args, kwargs)
         self._refuse(given)
         for entrance in self.entrance:
             entrance.follow()

@@ -144,10 +144,10 @@ class HostForward:
             check_state(state, self.init_state(1), rows, memory=self.recipe)
         return self.init_state(rows) if state is None else state
 
-    def call_of(self, state: State | None) -> ModelCall:
+    def call_of(self, state: State | None, embedded: Tensor | None) -> ModelCall:
         """The call of the model around the body, which got the state; a new one where the body itself is called."""
         if self.memory is not None:
-            refuse_frozen(self.memory)
+            refuse_frozen(self.memory, embedded)
         outer: ModelCall | None = running().model
         return outer if outer is not None and outer.forward is self else ModelCall(self, state)
 

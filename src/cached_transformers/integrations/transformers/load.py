@@ -22,6 +22,7 @@ from safetensors import safe_open
 from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.integrations.hub import MODEL_TYPE, Record, note_memory, records_memory
+from cached_transformers.integrations.peft_models import refuse_unsaved
 from cached_transformers.layers.initial_state import PLACE as INITIAL_STATE
 from cached_transformers.models.published import PublishedModel, is_ours
 from cached_transformers.models.state_tuning import begin_with
@@ -53,6 +54,8 @@ def patch_models() -> None:
     @functools.wraps(save)
     def save_pretrained(self: Any, *args: Any, **options: Any) -> Any:
         has_memory = any("uninstall_memory" in vars(module) for module in self.modules())
+        if has_memory:
+            refuse_unsaved(self, getattr(self, "_hf_peft_config_loaded", False))
         record = None if has_memory else vars(self.config).pop(MODEL_TYPE, None)  # the config of another model, too
         try:
             return save(self, *args, **options)

@@ -62,7 +62,7 @@ class DecoderForward(HostForward):
         Raises:
             ValueError: arguments that a memory cannot follow, or a state of another model or number of rows.
         """
-        call, given = self.call_of(memory_state), self.named(args, kwargs)
+        call, given = self.call_of(memory_state, kwargs.get("inputs_embeds")), self.named(args, kwargs)
         found = self.documents(given) if call.documents is None else call.documents
         as_tuple = given.pop("return_dict", None) is False
         if found is not None and found.plan is not None:
@@ -230,8 +230,8 @@ class DecoderForward(HostForward):
                 )
             if cache.get_seq_length():
                 raise ValueError(
-                    "past_key_values were not made by this model with its memory; pass those of its last output, or "
-                    "none"
+                    "past_key_values were not made by this model with its memory (prefix tuning makes some, too); pass "
+                    "those of its last output, or none"
                 )
         return MemoryCache(state, self.checked_state(state, rows), self.state_after)
 

@@ -82,6 +82,11 @@ def gate_update(
     return torch.lerp(cache.expand_as(c), c.to(cache.dtype), u.to(cache.dtype))
 
 
+def plain() -> bool:
+    """True where torch compiles, exports or transforms (`torch.func`) the code, which then uses public operators."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
 def mean_gate_update(
     s_BMC: Tensor,
     cache_MC: Tensor,
@@ -99,7 +104,7 @@ def mean_gate_update(
         share_B = s_BMC.new_full((s_BMC.shape[0],), 1 / s_BMC.shape[0], dtype=cache_MC.dtype)
     else:
         share_B = weight_B.to(cache_MC.dtype) / weight_B.sum().clamp(min=1)
-    if torch.compiler.is_compiling():  # the compiler decides by itself what to recompute
+    if plain():  # the compiler decides by itself what to recompute
         s_BMC = s_BMC if spread_BMN is None else spread_BMN @ s_BMC
         change = gate_update(s_BMC, cache_MC, weights, candidate) - cache_MC
         return cache_MC + torch.einsum("b,bmc->mc", share_B, change)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from cached_transformers.annotations import checked
@@ -27,7 +26,7 @@ from cached_transformers.linear_maps import matrix_of
 from cached_transformers.memories.parts.interpolation import Interpolation, coarser_map, nearest_map
 from cached_transformers.registry import MEMORIES, unknown_name
 
-from .equations import Candidate, GateWeights, gate_update, mean_gate_update
+from .equations import Candidate, GateWeights, gate_update, mean_gate_update, plain
 from .shared_cache import SharedCache, Sync
 from .shared_cache_memory import MemoryBranch, PositionalConvolution, SharedCacheMemory, cache_width
 
@@ -128,7 +127,7 @@ class GatedRecurrentCache(SharedCache):
         weight_B = None if padding_BN is None else (~padding_BN).any(1)
         few = 4 * x_BNC.shape[1] <= 3 * self.length  # for nearly as many, spreading the maps costs more than it saves
         spread_BMN = None
-        if few and self.interpolation == "nearest" and self.size is None and not torch.compiler.is_compiling():
+        if few and self.interpolation == "nearest" and self.size is None and not plain():
             spread_BMN = nearest_map(x_BNC, self.length, padding_BN)
             if padding_BN is not None:
                 x_BNC = x_BNC.masked_fill(padding_BN[..., None], 0)  # a NaN would survive a factor of 0

@@ -63,6 +63,8 @@ def propose_cache(proposal: Tensor, fresh: Tensor, new: Tensor, current: Tensor,
 class SharedCache(nn.Module):
     """A buffer updated once per training step, which no training loop need know of; float32 in half-precision models.
 
+    `AveragedModel`, and timm's `ModelEmaV3` with exclude_buffers=True, copy it; without, `ModelEmaV3` averages it, too.
+
     Args:
         width: C, channels of the cache. length: M, slots.
         attend: what rows read in training: the batch "mean" of the update (Algorithm 1), each row ("sample") its own
@@ -90,10 +92,7 @@ class SharedCache(nn.Module):
         super().__init__()
         check_size(length, size, prefix)
         self.width, self.length, self.size, self.prefix = width, length, size, prefix
-        self.interpolation = interpolation
-        self.attend = attend
-        self.sync = sync
-        self.held = False
+        self.interpolation, self.attend, self.sync, self.held = interpolation, attend, sync, False
         self.register_buffer("cache_MC", torch.zeros(length, width, dtype=_wide(torch.get_default_dtype())))
         self._set_pending(self.cache_MC)
 
@@ -111,8 +110,7 @@ class SharedCache(nn.Module):
         self, x_BNC: Tensor, padding_BN: Tensor | None, size: tuple[int, int] | None, cache_MC: Tensor
     ) -> Tensor:
         """(M, C): mean over rows of `update` by these tokens; rows that are all padding take no part."""
-        weight_B = None if padding_BN is None else (~padding_BN).any(1)
-        return cache_MC + row_mean(self.update(self.slots(x_BNC, padding_BN, size), cache_MC) - cache_MC, weight_B)
+        return cache_MC + row_mean(self.update(self.slots(x_BNC, padding_BN, size), cache_MC) - cache_MC, padding_BN)
 
     @property
     def constant_in_evaluation(self) -> bool:
@@ -124,7 +122,13 @@ class SharedCache(nn.Module):
 
         Training proposes the update by `x_BNC` for the next step; evaluation discards it, if it makes one.
         """
-        if (self.training and not self.held) or self.sync == "none":
+        writes, transformed = self.training and not self.held, torch._C._are_functorch_transforms_active()
+        if writes and transformed:
+            raise ValueError(
+                "training=True inside vmap or grad of torch.func: each sample would write the cache that all share; "
+                "call eval() first, or compute the gradients inside `with hold_caches(model)`"
+            )
+        if writes or (self.sync == "none" and not transformed):
             self.commit()
         if not self.training and self.constant_in_evaluation:
             return self.cache_MC
@@ -136,13 +140,12 @@ class SharedCache(nn.Module):
         # A copy: the next commit overwrites the buffer, and a graph that awaits its backward must not see that.
         cache_MC = self.cache_MC.clone() if self.training else self.cache_MC
         if self.attend == "sample":
-            weight_B = None if padding_BN is None else (~padding_BN).any(1)
             attended = self.update(self.slots(x_BNC, padding_BN, size), cache_MC)
-            new_MC = cache_MC + row_mean(attended - cache_MC, weight_B) if self.training else cache_MC
+            new_MC = cache_MC + row_mean(attended - cache_MC, padding_BN) if self.training else cache_MC
         else:
             new_MC = self.mean_update(x_BNC, padding_BN, size, cache_MC)
             attended = new_MC if self.attend == "mean" else cache_MC
-        if self.training and not self.held:
+        if writes:
             propose_cache(self._proposal_MC, self._fresh, new_MC.detach(), cache_MC, self.sync)
         return attended
 
@@ -229,11 +232,11 @@ class SharedCache(nn.Module):
         self._fresh.zero_()
 
 
-def row_mean(x_BMC: Tensor, weight_B: Tensor | None) -> Tensor:
-    """Mean over rows; with `weight_B` (bool) over the marked rows only, zeros if none is marked."""
-    if weight_B is None:
+def row_mean(x_BMC: Tensor, padding_BN: Tensor | None) -> Tensor:
+    """Mean over rows, except rows that are all padding; zeros if all are."""
+    if padding_BN is None:
         return x_BMC.mean(0)
-    weight = weight_B.to(x_BMC.dtype)
+    weight = (~padding_BN).any(1).to(x_BMC.dtype)
     return torch.einsum("b,bmc->mc", weight / weight.sum().clamp(min=1), x_BMC)
 
 

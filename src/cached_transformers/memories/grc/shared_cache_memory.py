@@ -26,6 +26,7 @@ from cached_transformers.linear_maps import input_dtype, plain_weights
 from cached_transformers.positions import RelativePositionBias2D, grid_positions
 from cached_transformers.state import State
 
+from .equations import plain
 from .shared_cache import SharedCache
 
 own_word("token_map", "tokens that are a map of a height and a width")
@@ -292,7 +293,7 @@ class SharedCacheMemory(LayerMemory):
         return self.branch.blend(y_BHNE, self._output(y_BHNE, query, reading))
 
     def project(self, y_BHNE: Tensor, query: Query, reading: Reading, linear: Linear, weights: Weights) -> Tensor:
-        if self.mix == "outputs" or weights is None or torch.compiler.is_compiling():
+        if self.mix == "outputs" or weights is None or plain():
             y_BND = super().project(y_BHNE, query, reading, linear, weights)
         else:
             y_BND = self.branch.blend_and_project(y_BHNE, self._output(y_BHNE, query, reading), *weights)
@@ -319,10 +320,8 @@ class SharedCacheMemory(LayerMemory):
         folded = self._folded
         if folded is None or self.training or not self.cache.constant_in_evaluation:
             return None
-        if folded.stamp is None:
-            return folded
-        if torch.compiler.is_compiling():
-            return None
+        if folded.stamp is None or plain():
+            return folded if folded.stamp is None else None
         if folded.stamp != self._stamp():
             self._folded = None  # adapters merged later may leave weights with the same stamp
             return None
@@ -337,9 +336,8 @@ class SharedCacheMemory(LayerMemory):
 
     def _sources(self) -> list[Tensor]:
         """All tensors from which keys and values are computed."""
-        reduction = self.branch.reduction
-        more = list(reduction.parameters()) if reduction is not None else []
-        return [self.cache.cache_MC, *self.branch.key_value.parameters(), *more]
+        reduction = self.branch.reduction or nn.Identity()
+        return [self.cache.cache_MC, *self.branch.key_value.parameters(), *reduction.parameters()]
 
     def _stamp(self) -> list[tuple[int, int]]:
         """Address and version of the sources."""
@@ -349,10 +347,8 @@ class SharedCacheMemory(LayerMemory):
         """True if keys and values depend only on plain tensors, which have a version to watch."""
         reduction = self.branch.reduction or nn.Identity()
         known = all(type(m).__module__.startswith(("torch.nn.", "cached_transformers.")) for m in reduction.modules())
-        if not known or plain_weights(self.branch.key_value) is None:
-            return False
         usable = (type(t) in (Tensor, nn.Parameter) and not t.is_meta and not t.is_inference() for t in self._sources())
-        return all(usable)
+        return known and plain_weights(self.branch.key_value) is not None and all(usable)
 
     def fold(self) -> SharedCacheMemory:
         """Make keys and values of the stored cache constants, until `unfold` or `train`; for inference and export.
@@ -387,9 +383,8 @@ class SharedCacheMemory(LayerMemory):
     def close_gate(self) -> None:
         with torch.no_grad():
             self.branch.gate_H.fill_(-torch.inf)
-            if self.convolution is not None:
-                self.convolution.convolution.weight.zero_()
-                self.convolution.convolution.bias.zero_()  # type: ignore[union-attr]
+            for parameter in () if self.convolution is None else self.convolution.parameters():
+                parameter.zero_()
 
     def mixing_ratio(self) -> Tensor:
         """sigmoid(lambda), (H,): the share of the memory in each head; reports call any method of this name."""
