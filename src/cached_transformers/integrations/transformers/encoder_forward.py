@@ -137,6 +137,7 @@ class EncoderForward(HostForward):
             inputs = {name: _in_order(t, order_BM) for name, t in inputs.items()}
             padding_BM = _in_order(padding_BM, order_BM)
         segments = [_segment(inputs, padding_BM, part) for part in self._parts(total)]
+        self.note_step(state, segments)
         answers = self.read(segments, self.checked_state(state, rows), given)
         return _joined([out for out, _ in answers], segments, order_BM, mask), answers[-1][1]
 

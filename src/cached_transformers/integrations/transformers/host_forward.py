@@ -35,10 +35,11 @@ from cached_transformers.interfaces.memory import (
 from cached_transformers.layers.initial_state import initial_state_of
 from cached_transformers.layers.stack import StackState
 from cached_transformers.memories.parts.composite import members_of
+from cached_transformers.models.untrained import OneSegmentSteps
 from cached_transformers.state import State, seal, used_again
 from cached_transformers.state import check as check_state
 
-from .adapter_utils import parameter_names
+from .adapter_utils import parameter_names, refuse_misspelt
 from .memory_cache import DynamicCache, MemoryCache, SlotProjections
 from .row_segments import Segment, joined, narrowed, stream_positions
 
@@ -73,6 +74,7 @@ class HostForward:
     def __init__(self, body: nn.Module, hooks: list[MemoryHook], spans: bool, segment_length: int | None) -> None:
         self.body: Any = body
         self.hooks, self.spans, self.segment_length = hooks, spans, segment_length
+        self.steps = OneSegmentSteps()
         for name, whole in (("_read_apart", False), ("_read_documents", False), ("_told", True)):
             run = getattr(type(self), name, None)
             if run is not None and not hasattr(run, "_torchdynamo_disable"):  # here, since it imports the compiler
@@ -141,6 +143,11 @@ class HostForward:
             check_state(state, self.init_state(1), rows)
         return self.init_state(rows) if state is None else state
 
+    def note_step(self, state: State | None, segments: list[Segment]) -> None:
+        """Warn of training whose calls read one segment each and carry no state."""
+        alone = state is None and len(segments) == 1 and initial_state_of(self.body) is None
+        self.steps.step(self.body, self.segment_length, next(iter(segments[0].inputs.values())).shape[1], alone)
+
     def call_of(self, state: State | None) -> ModelCall:
         """The call of the model around the body, which got the state; a new one where the body itself is called."""
         if self.memory is not None:
@@ -151,6 +158,7 @@ class HostForward:
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the body's forward by name."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        refuse_misspelt(given)
         return {name: value for name, value in given.items() if value is not None}
 
     def refuse_inputs(self, new: dict[str, Tensor], given: dict[str, Any]) -> None:
