@@ -15,7 +15,7 @@ channels, S queries; K keys.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +32,11 @@ from .parts.fifo_store import (
     Rows,
     empty_pairs,
     empty_rows,
-    keys_values,
     lined_up,
     push,
     push_out,
     push_pairs,
-    refuse_training,
+    read_store,
     right_before,
     side_by_side,
 )
@@ -91,7 +90,7 @@ class Compressive(TransformerXL):
         error: "norm" of the difference for each row (the paper), or its "mean_square", of the losses with a target.
         positions: "slots": a slot is one step long, whatever it holds. "age": it has the position of the middle of its
             group.
-        relative, clamp, eval_length, keep: see `TransformerXL`; `keep` is of the compressed slots.
+        relative, clamp, eval_length, keep, sinks: see `TransformerXL`; `keep` is of the compressed slots.
         eval_compressed: slots of states made in evaluation mode; as in training when None.
     """
 
@@ -114,8 +113,10 @@ class Compressive(TransformerXL):
         eval_length: int | None = None,
         eval_compressed: int | None = None,
         keep: Literal["hidden", "kv"] = "hidden",
+        sinks: int = 0,
     ) -> None:
-        super().__init__(width, heads, length, eval_length=eval_length, relative=relative, clamp=clamp, keep=keep)
+        kept = {"eval_length": eval_length, "keep": keep, "sinks": sinks}
+        super().__init__(width, heads, length, relative=relative, clamp=clamp, **kept)  # type: ignore[arg-type]
         self.rate, self.compressed, self.positions, self.error = rate, compressed, positions, error
         self.eval_compressed = compressed if eval_compressed is None else eval_compressed
         self._check(function, loss)
@@ -154,34 +155,31 @@ class Compressive(TransformerXL):
         if function == "dilated" and self.rate == 1:
             raise ValueError("function='dilated' needs rate of at least 2, got rate=1; take function='conv'")
 
-    def init_state(self, batch_size: int, like: Tensor) -> CompressiveState:
+    def init_state(self, batch_size: int, like: Tensor) -> Any:
         length, slots = self._slots(), self.compressed if self.training else self.eval_compressed
         waiting = self.rate - 1 if slots else 0
         empty = empty_pairs if self.keep == "kv" and not self.training else empty_rows
-        return CompressiveState(
-            empty(batch_size, slots, self.width, like), empty_rows(batch_size, length + waiting, self.width, like)
-        )
+        recent = empty_rows(batch_size, length + waiting, self.width, like)
+        return self.beside_sinks(CompressiveState(empty(batch_size, slots, self.width, like), recent), batch_size, like)
 
-    def open(self, state: CompressiveState, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
+    def open(self, state: Any, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
         assert project_kv is not None and first_B1P is not None
-        if isinstance(state.compressed, Pairs):
-            refuse_training(self.training, type(self).__name__)
-            recent_BMW = side_by_side(*project_kv(state.recent.clean_BMD))
-            recent = state.recent._replace(hidden_BMD=recent_BMW.to(state.compressed.pairs_BMW.dtype))
-            pairs_BMW, positions_BMP, valid_BM = lined_up(state.compressed, recent)
-            k_BHME, v_BHME = keys_values(pairs_BMW, self.heads)
-        else:
-            hidden_BMD, positions_BMP, valid_BM = lined_up(*state)
-            k_BHME, v_BHME = project_kv(hidden_BMD)
-        if self.positions == "slots":
-            positions_BMP = right_before(first_B1P, k_BHME.shape[2])
+        compressed, recent = state.recent if self.sinks else state
+        if isinstance(compressed, Pairs):
+            recent_BMW = side_by_side(*project_kv(recent.clean_BMD))
+            recent = Pairs(recent_BMW.to(compressed.pairs_BMW.dtype), *recent[1:])
         run = self.positions == "slots"
-        return Context(k_BHME, v_BHME, positions_BMP, valid_BM, consecutive=run, clean=True)
+        rows = lined_up(compressed, recent)
+        if self.sinks:
+            rows = lined_up(state.sinks, rows)
+        k_BHME, v_BHME, _ = read_store(rows, self, self.heads, project_kv)
+        places_BMP = right_before(first_B1P, k_BHME.shape[2]) if run else rows.positions_BMP
+        return Context(k_BHME, v_BHME, places_BMP, rows.valid_BM, consecutive=run, clean=True)
 
     def read(self, opened: Context, query: Query, project_kv: ProjectKV | None) -> Reading:
         return Reading(opened, carry=project_kv)
 
-    def write(self, state: CompressiveState, trace: Trace) -> tuple[CompressiveState, Tensor | None]:
+    def store(self, state: CompressiveState, trace: Trace) -> tuple[CompressiveState, Tensor | None]:
         compressed, recent = state
         x_BND, positions_BNP, padding_BN = trace.x_BND.detach(), trace.query.positions_BNP, trace.query.padding_BN
         assert positions_BNP is not None

@@ -7,7 +7,7 @@ dimensions (rows, or rows and heads), C channels.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -118,8 +118,8 @@ def read_store(
     return *keys_values(state.pairs_BMW, heads), False
 
 
-def lined_up(older: Rows | Pairs, newer: Rows | Pairs) -> tuple[Tensor, Tensor, Tensor]:
-    """Contents, positions and validity of all slots of two stores, oldest first, with the empty ones in front."""
+def lined_up(older: Rows | Pairs, newer: Rows | Pairs) -> Any:
+    """Two stores as one, of the newer's kind, with its empty slots before all others."""
     first, second = Rows(*older), Rows(*newer)
     slots, gap_B1 = second.hidden_BMD.shape[1], second.hidden_BMD.shape[1] - second.count_B[:, None]
     total = first.hidden_BMD.shape[1] + slots
@@ -130,7 +130,8 @@ def lined_up(older: Rows | Pairs, newer: Rows | Pairs) -> tuple[Tensor, Tensor, 
     positions_BMP = torch.cat([first.positions_BMP, second.positions_BMP], 1)
     valid_BM = place_M >= total - (first.count_B + second.count_B)[:, None]
     hidden_BMD = torch.where(valid_BM[..., None], hidden_BMD.gather(1, index_BM.expand_as(hidden_BMD)), 0)
-    return hidden_BMD, positions_BMP.gather(1, index_BM.expand_as(positions_BMP)), valid_BM
+    positions_BMP = positions_BMP.gather(1, index_BM.expand_as(positions_BMP))
+    return type(newer)(hidden_BMD, positions_BMP, first.count_B + second.count_B)
 
 
 def as_kept(state: State, layout: State, project_kv: ProjectKV) -> State:

@@ -1,0 +1,79 @@
+"""Attention sinks: the first tokens of each row's stream, kept for good beside a store of later ones.
+
+A softmax has to put its weight somewhere, and pretrained decoders put it on the first tokens: without these they break
+(Xiao et al. 2023, arXiv:2309.17453). The sinks are read at the places right before the store's oldest slot, so that no
+distance is one that training did not have.
+
+Legend: B rows, N tokens, M slots, P position channels, H heads, L slots and tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cached_transformers.interfaces.memory import LayerMemory, Trace
+
+from .fifo_store import Pairs, Rows, empty_pairs, empty_rows, lined_up, push_either, right_before
+
+
+class SinksState(NamedTuple):
+    """The first S inputs of the layer, or their keys and values, and the store of the later ones."""
+
+    sinks: Rows | Pairs
+    recent: Any
+
+
+def placed(older: Rows | Pairs, newer: Rows | Pairs, first_B1P: Tensor) -> Any:
+    """Two stores as one, whose slots are right before the segment."""
+    rows = lined_up(older, newer)
+    return rows._replace(positions_BMP=right_before(first_B1P, rows.positions_BMP.shape[1]))
+
+
+class KeepsSinks(LayerMemory):
+    """A memory with a store, which may keep the first `sinks` tokens beside it."""
+
+    keep = "hidden"
+    channels = 1
+    """Number of stored positions of a slot."""
+    width: int
+    sinks: int = 0
+
+    def set_sinks(self, sinks: int) -> None:
+        """Keep as many tokens (ValueError: below 0)."""
+        if sinks < 0:
+            raise ValueError(f"sinks={sinks} must be a number of tokens, or 0 to keep none; e.g. 4")
+        self.sinks = sinks
+
+    def beside_sinks(self, store: Any, batch_size: int, like: Tensor) -> Any:
+        """The state before the first segment, of the store's."""
+        empty = empty_pairs if self.keep == "kv" and not self.training else empty_rows
+        return (
+            SinksState(empty(batch_size, self.sinks, self.width, like, self.channels), store) if self.sinks else store
+        )
+
+    def push(self, rows: Any, trace: Trace) -> Any:
+        """Store what the memory keeps of each token."""
+        return push_either(rows, trace.x_BND, trace.query, trace.query.padding_BN)
+
+    def store(self, state: Any, trace: Trace) -> tuple[Any, Tensor | None]:
+        """`write` of the store."""
+        return self.push(state, trace), None
+
+    def write(self, state: Any, trace: Trace) -> tuple[Any, Tensor | None]:
+        if not isinstance(state, SinksState):
+            return self.store(state, trace)
+        padding_BN, weights_BHNL = trace.query.padding_BN, trace.weights_BHNL
+        if padding_BN is None:
+            padding_BN = torch.zeros_like(trace.x_BND[..., 0], dtype=torch.bool)
+        later_BN = state.sinks.count_B[:, None] + (~padding_BN).cumsum(1) > self.sinks
+        first, later = (
+            trace._replace(query=trace.query._replace(padding_BN=padding_BN | left_out_BN))
+            for left_out_BN in (later_BN, ~later_BN)
+        )
+        if weights_BHNL is not None:
+            later = later._replace(weights_BHNL=weights_BHNL[..., self.sinks :])
+        recent, loss = self.store(state.recent, later)
+        return SinksState(self.push(state.sinks, first), recent), loss
