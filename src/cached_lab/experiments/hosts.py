@@ -45,13 +45,14 @@ def tiny(host: str) -> nn.Module:
         timm = require("timm", extra="vision")
         return timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=32, depth=2, num_heads=4)  # type: ignore[no-any-return]
     transformers = require("transformers", extra="transformers")
-    try:
-        return transformers.AutoModel.from_config(transformers.AutoConfig.for_model(host, **SMALL))  # type: ignore[no-any-return]
-    except Exception as error:  # each config refuses sizes in its own way
-        known = ", ".join([*OURS, "torch.nn", "timm"])
-        raise ValueError(
-            f"host={host!r} must be {known} or a model_type of transformers ({str(error)[:99]})"
-        ) from error
+    for left_out in (None, "head_dim"):  # which a few configs compute
+        sizes = {size: value for size, value in SMALL.items() if size != left_out}
+        try:
+            return transformers.AutoModel.from_config(transformers.AutoConfig.for_model(host, **sizes))  # type: ignore[no-any-return]
+        except Exception as error:  # each config refuses sizes in its own way
+            refusal = str(error)[:99]
+    known = ", ".join([*OURS, "torch.nn", "timm"])
+    raise ValueError(f"host={host!r} must be {known} or a model_type of transformers ({refusal})")
 
 
 class Taken(NamedTuple):
