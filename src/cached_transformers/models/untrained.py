@@ -37,9 +37,7 @@ class OneSegmentSteps:
         if alone and first:
             kinds = (LayerMemory, ModelMemory)
             own = {p for module in model.modules() if isinstance(module, kinds) for p in module.parameters()}
-            learning = [p for p in model.parameters() if p.requires_grad]
-            self.done = bool(own) and own.isdisjoint(learning)
-            self.hooks = [p.register_hook(partial(self._got, p in own)) for p in learning]
+            self.hooks = [p.register_hook(partial(self._got, p in own)) for p in model.parameters() if p.requires_grad]
         elif alone and self.reached and not self.trained:  # sharded parameters call no hook
             warnings.warn(
                 f"segment_length={segment_length}: rows of {tokens} tokens are one segment, and the memory is written "
