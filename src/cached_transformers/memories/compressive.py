@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
-from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.memory import Context, ProjectKV, Trace
 from cached_transformers.interfaces.probing import Probing, one_segment
 from cached_transformers.registry import MEMORIES
 
@@ -30,12 +30,11 @@ from .parts.compression import FUNCTIONS, LEARNED
 from .parts.fifo_store import (
     Pairs,
     Rows,
-    empty_pairs,
     empty_rows,
     lined_up,
     push,
+    push_made,
     push_out,
-    push_pairs,
     read_store,
     right_before,
     side_by_side,
@@ -158,9 +157,8 @@ class Compressive(TransformerXL):
     def init_state(self, batch_size: int, like: Tensor) -> Any:
         length, slots = self._slots(), self.compressed if self.training else self.eval_compressed
         waiting = self.rate - 1 if slots else 0
-        empty = empty_pairs if self.keep == "kv" and not self.training else empty_rows
         recent = empty_rows(batch_size, length + waiting, self.width, like)
-        return self.beside_sinks(CompressiveState(empty(batch_size, slots, self.width, like), recent), batch_size, like)
+        return self.beside_sinks(CompressiveState(self.empty(slots, batch_size, like), recent), batch_size, like)
 
     def open(self, state: Any, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
         assert project_kv is not None and first_B1P is not None
@@ -175,9 +173,6 @@ class Compressive(TransformerXL):
         k_BHME, v_BHME, _ = read_store(rows, self, self.heads, project_kv)
         places_BMP = right_before(first_B1P, k_BHME.shape[2]) if run else rows.positions_BMP
         return Context(k_BHME, v_BHME, places_BMP, rows.valid_BM, consecutive=run, clean=True)
-
-    def read(self, opened: Context, query: Query, project_kv: ProjectKV | None) -> Reading:
-        return Reading(opened, carry=project_kv)
 
     def store(self, state: CompressiveState, trace: Trace) -> tuple[CompressiveState, Tensor | None]:
         compressed, recent = state
@@ -207,10 +202,7 @@ class Compressive(TransformerXL):
         self, compressed: Rows | Pairs, hidden_BGD: Tensor, places_BGP: Tensor, empty_BG: Tensor, trace: Trace
     ) -> Rows | Pairs:
         """The compressed slots, and new ones after them."""
-        if isinstance(compressed, Pairs):
-            k_BHGE, v_BHGE = trace.reading.carry(hidden_BGD)
-            return push_pairs(compressed, k_BHGE, v_BHGE, places_BGP, empty_BG)
-        return push(compressed, hidden_BGD, places_BGP, empty_BG)
+        return push_made(compressed, hidden_BGD, trace, places_BGP, empty_BG)
 
     def _keep_most_used(self, state: CompressiveState, gone: Gone, trace: Trace) -> Rows | Pairs:
         """The compressed slots with one in `rate` of what left, in the order of time."""

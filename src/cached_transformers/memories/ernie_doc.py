@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one
-from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.memory import Context, ProjectKV, Trace
 from cached_transformers.interfaces.probing import Probing, whole_episode
 from cached_transformers.positions import KeptScheme, Positions
 from cached_transformers.registry import MEMORIES
 
-from .parts.fifo_store import Pairs, Rows, push, push_pairs
+from .parts.fifo_store import Pairs, Rows, push_made
 from .transformer_xl import TransformerXL
 
 
@@ -209,13 +209,7 @@ class ErnieDoc(TransformerXL):
         others_BMP = first_B1P[..., 1:].expand(-1, slots_BM1.shape[1], -1)
         return context._replace(positions_BMP=torch.cat([placed_BM1, others_BMP], -1))
 
-    def read(self, opened: Context, query: Query, project_kv: ProjectKV | None) -> Reading:
-        return Reading(opened, carry=project_kv)
-
     def push(self, rows: Rows | Pairs, trace: Trace) -> Rows | Pairs:
-        query, y_BND = trace.query, trace.y_BND.detach()
+        query = trace.query
         assert query.positions_BNP is not None
-        positions_BN1 = query.positions_BNP[..., :1]
-        if isinstance(rows, Pairs):
-            return push_pairs(rows, *trace.reading.carry(y_BND), positions_BN1, query.padding_BN)
-        return push(rows, y_BND, positions_BN1, query.padding_BN)
+        return push_made(rows, trace.y_BND.detach(), trace, query.positions_BNP[..., :1], query.padding_BN)

@@ -50,11 +50,6 @@ class Noted(NamedTuple):
     loss: Tensor
 
 
-def _whole_episode(segment: int, distance: int, depth: int) -> dict[str, float]:
-    """Room for spans of two episodes, which begin at one: all of it is seen at first, and may be forgotten."""
-    return {"length": 2 * (distance + 1) * segment, "initial": 0.5}
-
-
 @MEMORIES.register(
     "expire_span",
     paper="arXiv:2105.06548",
@@ -69,7 +64,8 @@ def _whole_episode(segment: int, distance: int, depth: int) -> dict[str, float]:
     gradient="none into the memory; spans learn from tokens on their ramp, projections from keys and values",
     exact_when="length and every span >= tokens seen",
     without={"own_loss": "price=0"},
-    probe=Probing(_whole_episode, one_segment),
+    # Room for spans of two episodes, which begin at one: all of it is seen at first, and may be forgotten.
+    probe=Probing(lambda segment, distance, depth: {"length": 2 * (distance + 1) * segment}, one_segment),
 )
 class ExpireSpan(TransformerXL):
     """Keys and values of the layer's inputs; each fades out at the end of a span that it predicts itself.

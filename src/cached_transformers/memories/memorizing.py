@@ -128,16 +128,6 @@ def attend_all(q_BHNE: Tensor, state: NeighbourStore, neighbours: int, scale_H: 
     return weights_BHNM @ v_BHME, logits_BHNM.logsumexp(-1)
 
 
-def _whole_store(segment: int, distance: int, depth: int) -> dict[str, int]:
-    """All of the episode is in the store of the first layer, and nearly all of it is found."""
-    length = whole_episode(segment, distance, depth)["length"]
-    return {"length": length, "k": length, "layer": 1, **SHARP}
-
-
-def _short_store(segment: int, distance: int, depth: int) -> dict[str, int]:
-    return {**one_segment(segment, distance, depth), "k": segment, "layer": 1}
-
-
 @MEMORIES.register(
     "memorizing",
     paper="arXiv:2203.08913",
@@ -150,7 +140,10 @@ def _short_store(segment: int, distance: int, depth: int) -> dict[str, int]:
     reach="M tokens",
     gradient="none into the store; queries, scale and gate learn from it",
     without={"lse": "joint=False"},
-    probe=Probing(_whole_store, _short_store),
+    probe=Probing(
+        lambda *given: {**dict.fromkeys(("length", "k"), whole_episode(*given)["length"]), "layer": 1, **SHARP},
+        lambda segment, *given: {**one_segment(segment, *given), "k": segment, "layer": 1},
+    ),
     presets={"long": SHARP},
 )
 class Memorizing(LayerMemory):

@@ -20,7 +20,7 @@ from cached_transformers.interfaces.probing import Probing, one_segment, whole_e
 from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
-from .parts.fifo_store import KEEP, Pairs, Rows, empty_pairs, empty_rows, read_store
+from .parts.fifo_store import KEEP, Pairs, Rows, read_store
 from .parts.options import NO_MEMORY, one_of
 from .parts.sinks import KeepsSinks, SinksState, placed
 
@@ -96,8 +96,7 @@ class TransformerXL(KeepsSinks):
         return self.length if self.training else self.eval_length
 
     def init_state(self, batch_size: int, like: Tensor) -> Any:
-        empty = empty_pairs if self.keep == "kv" and not self.training else empty_rows
-        return self.beside_sinks(empty(batch_size, self._slots(), self.width, like, self.channels), batch_size, like)
+        return self.beside_sinks(self.empty(self._slots(), batch_size, like), batch_size, like)
 
     def open(self, state: Any, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Any:
         assert project_kv is not None
@@ -108,7 +107,7 @@ class TransformerXL(KeepsSinks):
         return Context(k_BHME, v_BHME, state.positions_BMP, state.valid_BM, consecutive=True, clean=clean)
 
     def read(self, opened: Any, query: Query, project_kv: ProjectKV | None) -> Reading:
-        return Reading(opened)
+        return Reading(opened, carry=project_kv)
 
 
 class CacheBeforeTokens(TransformerXL):

@@ -37,16 +37,6 @@ from .store import CRTNState, choose, masked_softmax, pack, renew, stored, windo
 from .summaries import make_summary
 
 
-def _all_regions(segment: int, distance: int, depth: int) -> dict[str, int]:
-    regions = distance + 1
-    return {"segment": segment, "regions": regions, "topk": regions, "scale": True, "rescale": True}
-
-
-def _one_region(segment: int, distance: int, depth: int) -> dict[str, int]:
-    """A region of one segment reaches as far as a store of one (ValueError where the cue is nearer)."""
-    return {"segment": one_segment(segment, distance, depth)["length"], "regions": 1, "topk": 1}
-
-
 class OpenedRegions(NamedTuple):
     """Context of the layers during a segment, and the position of its first token."""
 
@@ -69,7 +59,12 @@ class OpenedRegions(NamedTuple):
     reach="regions x segment tokens, any of them at once",
     gradient="none into values; through alpha into keys, queries and the summary, as far as bptt reaches",
     without={"bias": "scope='previous'", "bidirectional": "scope='previous'"},
-    probe=Probing(_all_regions, _one_region),
+    probe=Probing(
+        lambda segment, distance, depth: {
+            **{"segment": segment, "regions": distance + 1, "topk": distance + 1, "scale": True, "rescale": True}
+        },
+        lambda *given: {"segment": one_segment(*given)["length"], "regions": 1, "topk": 1},
+    ),
 )
 class CRTN(ModelMemory):
     """Whole past segments under one key each; the best few are recalled in all layers, weighted by their match.

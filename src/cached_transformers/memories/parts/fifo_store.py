@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.interfaces.capabilities import own_word
-from cached_transformers.interfaces.memory import Context, ProjectKV, Query
+from cached_transformers.interfaces.memory import Context, ProjectKV, Trace
 from cached_transformers.state import State
 
 own_word("stored_kv", "keys and values, with as many heads as the queries, to be stored instead of hidden states")
@@ -81,20 +81,14 @@ def empty_pairs(batch_size: int, slots: int, width: int, like: Tensor, channels:
     return Pairs(*empty_rows(batch_size, slots, 2 * width, like, channels))
 
 
-def push_either(state: Rows | Pairs, x_BND: Tensor, query: Query, padding_BN: Tensor | None) -> Rows | Pairs:
-    """Push the layer's inputs, detached, or their keys and values, whichever the state holds."""
-    assert query.positions_BNP is not None
-    if not isinstance(state, Pairs):
-        return push(state, x_BND.detach(), query.positions_BNP, padding_BN)
-    assert query.k_BHNE is not None and query.v_BHNE is not None
-    return push_pairs(state, query.k_BHNE, query.v_BHNE, query.positions_BNP, padding_BN)
-
-
-def push_pairs(
-    pairs: Pairs, k_BHNE: Tensor, v_BHNE: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None
-) -> Pairs:
-    """Store keys and values, detached, after those that are there; see `push`."""
-    return Pairs(*push(Rows(*pairs), side_by_side(k_BHNE, v_BHNE).detach(), positions_BNP, padding_BN))
+def push_made(
+    rows: Rows | Pairs, hidden_BND: Tensor, trace: Trace, positions_BNP: Tensor, padding_BN: Tensor | None
+) -> Rows | Pairs:
+    """Push hidden states, or keys and values that the reading's `carry` makes of them."""
+    if not isinstance(rows, Pairs):
+        return push(rows, hidden_BND, positions_BNP, padding_BN)
+    pairs_BNW = side_by_side(*trace.reading.carry(hidden_BND)).detach()
+    return Pairs(*push(Rows(*rows), pairs_BNW, positions_BNP, padding_BN))
 
 
 def side_by_side(*made_BHME: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cached_transformers.interfaces.memory import LayerMemory, Trace
 
-from .fifo_store import Pairs, Rows, empty_pairs, empty_rows, lined_up, push_either, right_before
+from .fifo_store import Pairs, Rows, empty_pairs, empty_rows, lined_up, push, right_before, side_by_side
 
 
 class SinksState(NamedTuple):
@@ -47,16 +47,23 @@ class KeepsSinks(LayerMemory):
             raise ValueError(f"sinks={sinks} must be a number of tokens, or 0 to keep none; e.g. 4")
         self.sinks = sinks
 
+    def empty(self, slots: int, batch_size: int, like: Tensor) -> Any:
+        """A store that holds nothing: of keys and values in evaluation with keep='kv'."""
+        made = empty_pairs if self.keep == "kv" and not self.training else empty_rows
+        return made(batch_size, slots, self.width, like, self.channels)
+
     def beside_sinks(self, store: Any, batch_size: int, like: Tensor) -> Any:
         """The state before the first segment, of the store's."""
-        empty = empty_pairs if self.keep == "kv" and not self.training else empty_rows
-        return (
-            SinksState(empty(batch_size, self.sinks, self.width, like, self.channels), store) if self.sinks else store
-        )
+        return SinksState(self.empty(self.sinks, batch_size, like), store) if self.sinks else store
 
     def push(self, rows: Any, trace: Trace) -> Any:
-        """Store what the memory keeps of each token."""
-        return push_either(rows, trace.x_BND, trace.query, trace.query.padding_BN)
+        """Store the layer's inputs, detached, or their keys and values, whichever the rows hold."""
+        query, new_BNW = trace.query, trace.x_BND
+        assert query.positions_BNP is not None
+        if isinstance(rows, Pairs):
+            assert query.k_BHNE is not None and query.v_BHNE is not None
+            new_BNW = side_by_side(query.k_BHNE, query.v_BHNE)
+        return type(rows)(*push(Rows(*rows), new_BNW.detach(), query.positions_BNP, query.padding_BN))
 
     def store(self, state: Any, trace: Trace) -> tuple[Any, Tensor | None]:
         """`write` of the store."""
