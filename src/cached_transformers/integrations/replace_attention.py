@@ -137,7 +137,10 @@ def replace_attention(model: Model, attention: str | Mapping[str, Any], **option
             raise ValueError(f"{where}: {host.attention.refusal}")
         if host.attention.install is None and "forward" in vars(site.layer):
             raise ValueError(f"the forward of {where} was patched already; undo that first")
-        core = create_attention(settings, **_facts(host, index, len(found)))
+        facts = {"prefix": 0, **{name: value for name, value in host.facts.items() if value and name != "reduction"}}
+        facts |= {"dropout": host.attention.dropout, "causal": "causal" in host.attention.asks}
+        facts |= {"width": host.width, "heads": host.heads, "index": index, "depth": len(found)}
+        core = create_attention(settings, **facts)
         needs = {word: where for word in CORE_WORDS if word in host.attention.asks}
         refuse_misfit(needs, core.can, core.title, "`cached list attentions` shows which can")
         if "dropout" not in facts:
@@ -155,14 +158,6 @@ def replace_attention(model: Model, attention: str | Mapping[str, Any], **option
         layer.forward = layer.exchange.forward
     settle_nested_tensors(model)
     return model
-
-
-def _facts(host: Host, index: int, depth: int) -> dict[str, Any]:
-    """Options of an attention that the host knows."""
-    facts = {name: value for name, value in host.facts.items() if value and name != "reduction"}
-    facts.setdefault("prefix", 0)
-    layer = {"dropout": host.attention.dropout, "causal": "causal" in host.attention.asks}
-    return {**facts, **layer, "width": host.width, "heads": host.heads, "index": index, "depth": depth}
 
 
 def _refuse_dropout(where: str, dropout: float, core: Attention) -> None:

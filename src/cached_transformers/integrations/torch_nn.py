@@ -70,7 +70,9 @@ class HostedMultiheadAttention(nn.MultiheadAttention):
             t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for t in F.linear(x_BND, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
         )
-        padding_BN = _as_padding(key_padding_mask)
+        padding_BN = key_padding_mask
+        if padding_BN is not None and padding_BN.dtype != torch.bool:  # TransformerEncoderLayer makes it additive
+            padding_BN = padding_BN < 0
         if attn_mask is not None and attn_mask.dim() == 3:
             attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
         visible = ~attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
@@ -122,11 +124,6 @@ class HostedMultiheadAttention(nn.MultiheadAttention):
             logits = logits.masked_fill(hidden, -torch.inf)
         weights = logits.softmax(-1)
         return F.dropout(weights, dropout) @ v, weights
-
-
-def _as_padding(mask: Tensor | None) -> Tensor | None:
-    """Padding as bool; TransformerEncoderLayer turns its bool mask into an additive one."""
-    return mask if mask is None or mask.dtype == torch.bool else mask < 0
 
 
 def _no_fused_path(layer: nn.Module, args: Any) -> None:

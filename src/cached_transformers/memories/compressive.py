@@ -130,9 +130,8 @@ class Compressive(TransformerXL):
 
     def _check(self, function: str, loss: str | None) -> None:
         at_least_one(rate=self.rate)
-        for name, value in {"compressed": self.compressed, "eval_compressed": self.eval_compressed}.items():
-            if value < 0:
-                raise ValueError(f"{name}={value} must be a number of slots, or 0 for a plain Transformer-XL")
+        slots = {"compressed": self.compressed, "eval_compressed": self.eval_compressed}
+        at_least_one("; 0 is a plain Transformer-XL", least=0, **slots)
         if (self.compressed == 0) != (self.eval_compressed == 0):
             raise ValueError(
                 f"compressed={self.compressed} and eval_compressed={self.eval_compressed}: a model that compresses "

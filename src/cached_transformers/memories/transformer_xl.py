@@ -79,7 +79,8 @@ class TransformerXL(KeepsSinks):
             raise ValueError(f"clamp={clamp} limits relative distances; take relative=True, or clamp=None")
         if sinks and same_length:
             raise ValueError(f"sinks={sinks} lie outside the window of same_length=True; take one of the two")
-        self.set_sinks(sinks)
+        at_least_one("; 0 keeps none", least=0, sinks=sinks)
+        self.sinks = sinks
         one_of("keep", keep, KEEP)
         self.width, self.heads, self.relative, self.clamp, self.keep = width, heads, relative, clamp, keep
         if keep == "kv":
@@ -101,7 +102,6 @@ class TransformerXL(KeepsSinks):
     def open(self, state: Any, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Any:
         assert project_kv is not None
         if isinstance(state, SinksState):
-            assert first_B1P is not None
             state = placed(*state, first_B1P)
         k_BHME, v_BHME, clean = read_store(state, self, self.heads, project_kv)
         return Context(k_BHME, v_BHME, state.positions_BMP, state.valid_BM, consecutive=True, clean=clean)

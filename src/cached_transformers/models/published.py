@@ -93,7 +93,9 @@ class PublishedModel(nn.Module):
         content = (folder / WEIGHTS).read_bytes()
         if hashlib.sha256(content).hexdigest() != config["sha256"]:
             raise ValueError(f"{folder / WEIGHTS} does not match its checksum in {CONFIG}; fetch it again")
-        stored = _with_twins(safetensors.torch.load(content), model.state_dict())
+        stored, own = safetensors.torch.load(content), model.state_dict()
+        places = {_place_of(own[name]): t for name, t in stored.items() if name in own}  # of tied weights
+        stored |= {name: places[_place_of(t)] for name, t in own.items() if _place_of(t) in places}
         # Parameters have the model's dtype; caches may keep their own.
         model = model.to(next((stored[name].dtype for name, _ in model.named_parameters() if name in stored), None))
         model.load_state_dict(stored)
@@ -199,9 +201,3 @@ def _without_twins(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, t in state.items():
         first.setdefault(name if t.numel() == 0 else _place_of(t), name)
     return {name: state[name].detach().contiguous().cpu().clone() for name in first.values()}
-
-
-def _with_twins(stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Stored tensors under every name that shares them in the state dict `own` of a model."""
-    places = {_place_of(own[name]): t for name, t in stored.items() if name in own}
-    return dict(stored) | {name: places[_place_of(t)] for name, t in own.items() if _place_of(t) in places}

@@ -63,7 +63,9 @@ class Session:
     def __init__(self, model: nn.Module, segment_length: int | None = None) -> None:
         self.model = model
         self._reader: Any = as_language_model(model)
-        self.segment_length = segment_length if segment_length is not None else _length_of(model)
+        readers = (vars(module)["segment_reader"] for module in model.modules() if "segment_reader" in vars(module))
+        of_host = next((reader.segment_length for reader in readers), None)
+        self.segment_length = of_host if segment_length is None else segment_length
         at_least_one(" token", segment_length=self.segment_length)
         with evaluating(self._reader):
             state = self._reader.init_state(1)
@@ -180,9 +182,3 @@ class Session:
         open_1S = torch.zeros(1, self.segment_length, dtype=torch.long, device=open_1N.device)
         open_1S[:, : open_1N.shape[1]] = open_1N
         return (state, open_1S, torch.tensor([open_1N.shape[1]]), torch.tensor([tokens]))
-
-
-def _length_of(model: nn.Module) -> int | None:
-    """The segment length of a host model, if it has one."""
-    readers = (vars(module)["segment_reader"] for module in model.modules() if "segment_reader" in vars(module))
-    return next((reader.segment_length for reader in readers), None)

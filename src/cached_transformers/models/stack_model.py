@@ -148,7 +148,8 @@ def make_stack(
     for (name, _), made in zip(specs, first, strict=True):
         if causal and "bidirectional" in made.needs:
             raise ValueError(shows_the_future(name))  # depends on its options
-        _refuse_place(made, gives)
+        for word in sorted(made.needs & WHERE_GIVEN.keys()):
+            refuse_misfit({word: f"memory {type(made).__name__}"}, gives, "this model", f"take {WHERE_GIVEN[word]}")
     of_attention = dict(facts)  # segments include the memory's tokens
     if model_memory is not None and "length" in of_attention:
         of_attention["length"] += model_memory.extra_tokens
@@ -226,12 +227,6 @@ def feed_forward_of(options: StackOptions, index: int) -> nn.Module:
         activation_dropout=options.activation_dropout,
         bias=options.feed_forward_bias,
     )
-
-
-def _refuse_place(memory: LayerMemory | ModelMemory, gives: Collection[str]) -> None:
-    """Refuse (ValueError) a memory that needs inputs this model does not give."""
-    for word in sorted(memory.needs & WHERE_GIVEN.keys()):
-        refuse_misfit({word: f"memory {type(memory).__name__}"}, gives, "this model", f"take {WHERE_GIVEN[word]}")
 
 
 def acts_in_layers(stack: Stack) -> bool:

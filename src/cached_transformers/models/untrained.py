@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.interfaces.memory import LayerMemory, ModelMemory
+from cached_transformers.interfaces.memory import Memory
 
 
 class OneSegmentSteps:
@@ -19,9 +19,8 @@ class OneSegmentSteps:
     segment train there: hooks on the parameters tell the gradient of the first of the two steps.
     """
 
-    def __init__(self) -> None:
-        self.done = self.reached = self.trained = False
-        self.hooks: list[Any] | None = None
+    done = reached = trained = False
+    hooks: list[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "hooks": None}  # parameters are copied and pickled without theirs
@@ -30,19 +29,18 @@ class OneSegmentSteps:
         """Note a call of the model; `alone`: it reads one segment of `tokens` tokens, without a state."""
         if torch.compiler.is_compiling() or self.done or not (model.training and torch.is_grad_enabled()):
             return
-        first, hooks = self.hooks is None, self.hooks or ()
-        for hook in hooks:
+        first = self.hooks is None
+        for hook in self.hooks or ():
             hook.remove()
         self.done = not (alone and first)
         if alone and first:
-            kinds = (LayerMemory, ModelMemory)
-            own = {p for module in model.modules() if isinstance(module, kinds) for p in module.parameters()}
+            own = {p for module in model.modules() if isinstance(module, Memory) for p in module.parameters()}
             self.hooks = [p.register_hook(partial(self._got, p in own)) for p in model.parameters() if p.requires_grad]
         elif alone and self.reached and not self.trained:  # sharded parameters call no hook
             warnings.warn(
-                f"segment_length={segment_length}: rows of {tokens} tokens are one segment, and the memory is written "
-                "after it, so that these training steps neither read nor train the memory; take a segment_length below "
-                "the rows' length, or carry memory_state from call to call",
+                f"segment_length={segment_length}: rows of {tokens} tokens are one segment, after which the memory is "
+                "written, so that these steps neither read nor train it; take a segment_length below the rows' "
+                "length, or carry memory_state from call to call",
                 stacklevel=2,
             )
 

@@ -231,18 +231,14 @@ class HostForward:
                 out, layers, context = joined(blocks.outs), blocks.states, blocks.context
                 out["last_hidden_state"] = torch.cat(steps, 1)
         if cache is not None:
-            keeps = context.kv_cache is not None and not context.varies and self._reads_alone(memory)
+            members = [memory, *(member for hook in self.hooks for member in members_of(hook.memory))]
+            whole = any(needs_whole_segments(member) for member in members if member is not None)
+            keeps = context.kv_cache is not None and not context.varies and not whole
             cache.kv, cache.projected = (context.kv_cache, context.projected) if keeps else (None, None)
         return out, seal(StackState(state.clock_B + self.count(segment), model, layers))
 
     def _caches(self, config: Any) -> tuple[Any, list[SlotProjections]]:
         return DynamicCache(config=config), [SlotProjections() for _ in self.hooks]
-
-    def _reads_alone(self, memory: ModelMemory | None) -> bool:
-        """Return True if a token's reading of the memories depends on no other token of its segment."""
-        if memory is not None and needs_whole_segments(memory):
-            return False
-        return not any(needs_whole_segments(member) for hook in self.hooks for member in members_of(hook.memory))
 
 
 class HostBlockRunner:

@@ -137,7 +137,8 @@ class InfinityFormer(KeepsSinks):
         sinks: int = 0,
     ) -> None:
         super().__init__()
-        self.set_sinks(sinks)
+        at_least_one("; 0 keeps none", least=0, sinks=sinks)
+        self.sinks = sinks
         samples = basis if samples is None else samples
         at_least_one(NO_MEMORY, basis=basis, length=length, chunk=chunk, samples=samples, bins=bins)
         check_positive(ridge=ridge, min_variance=min_variance, prior_deviation=prior_deviation)
@@ -200,10 +201,7 @@ class InfinityFormer(KeepsSinks):
     def open(self, state: Any, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> InfinityOpened:
         assert project_kv is not None
         sinks, state = state if self.sinks else (None, state)
-        recent = state.recent
-        if sinks is not None:
-            assert first_B1P is not None
-            recent = placed(sinks, recent, first_B1P)
+        recent = state.recent if sinks is None else placed(sinks, state.recent, first_B1P)
         k_BHME, v_BHME = project_kv(recent.clean_BMD)
         context = Context(k_BHME, v_BHME, recent.positions_BMP, recent.valid_BM, consecutive=True, clean=True)
         with torch.autocast(recent.hidden_BMD.device.type, enabled=False):

@@ -53,7 +53,9 @@ def mapped(linear: Any, x: Tensor, first: int = 0, last: int | None = None) -> T
     """Apply a linear map to x (..., K); only its outputs first .. last, (..., last - first), if given."""
     if not torch.compiler.is_compiling() and _here.maps is not None and torch.is_grad_enabled():
         if linear not in _here.maps:
-            _here.maps[linear] = _late(linear, x)
+            plain = plain_weights(linear)
+            once = plain is not None and plain[0].requires_grad and not torch.is_autocast_enabled(x.device.type)
+            _here.maps[linear] = _LateMap(*plain) if plain is not None and once else None
         late = _here.maps[linear]
         if late is not None:
             part = None if first == 0 and last in (None, linear.out_features) else slice(first, last)
@@ -86,13 +88,6 @@ class _LateMap:
     def __init__(self, weight_OK: Tensor, bias_O: Tensor | None) -> None:
         self.rows = _Rows()
         self.weight_OK, self.bias_O = _Once.apply(self.rows, weight_OK, bias_O)
-
-
-def _late(linear: Any, x: Tensor) -> _LateMap | None:
-    plain = plain_weights(linear)
-    if plain is None or not plain[0].requires_grad or torch.is_autocast_enabled(x.device.type):
-        return None
-    return _LateMap(*plain)
 
 
 class _Once(torch.autograd.Function):

@@ -26,8 +26,9 @@ class SinksState(NamedTuple):
     recent: Any
 
 
-def placed(older: Rows | Pairs, newer: Rows | Pairs, first_B1P: Tensor) -> Any:
+def placed(older: Rows | Pairs, newer: Rows | Pairs, first_B1P: Tensor | None) -> Any:
     """Two stores as one, whose slots are right before the segment."""
+    assert first_B1P is not None
     rows = lined_up(older, newer)
     return rows._replace(positions_BMP=right_before(first_B1P, rows.positions_BMP.shape[1]))
 
@@ -40,12 +41,6 @@ class KeepsSinks(LayerMemory):
     """Number of stored positions of a slot."""
     width: int
     sinks: int = 0
-
-    def set_sinks(self, sinks: int) -> None:
-        """Keep as many tokens (ValueError: below 0)."""
-        if sinks < 0:
-            raise ValueError(f"sinks={sinks} must be a number of tokens, or 0 to keep none; e.g. 4")
-        self.sinks = sinks
 
     def empty(self, slots: int, batch_size: int, like: Tensor) -> Any:
         """A store that holds nothing: of keys and values in evaluation with keep='kv'."""
