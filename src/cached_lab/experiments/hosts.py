@@ -80,9 +80,9 @@ def answer_to(host: str, entry: Registration) -> Taken:
             return Taken(options, "")
         except ValueError as error:
             reason = str(error)
-        missing = re.search(r"needs (\w+), which this model does not know", reason)
-        way_out = re.search(r"(?:take|'grc',) (\w+)=('\w+'|[\d.]+|True|False)", reason)
-        name, value = (missing[1], "64") if missing else way_out.groups() if way_out else ("", "")
-        if name not in entry.options or name in options:
+        missing = re.findall(r"needs (\w+), which this model does not know", reason)
+        ways_out = re.findall(r"(?:take|'grc',|memory's) (\w+)=('\w+'|[\d.]+|True|False)", reason)
+        new = [(n, v) for n, v in [*((n, "64") for n in missing), *ways_out] if n in entry.options and n not in options]
+        if not new:
             return Taken(options, reason)
-        options[name] = literal_eval(value)
+        options[new[0][0]] = literal_eval(new[0][1])

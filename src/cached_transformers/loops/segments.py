@@ -189,7 +189,7 @@ class SegmentLoop(nn.Module):
         """
         pieces, resets = self._prepared(inputs_BN, targets_BN, reset, padding, places, documents)
         alone = state is None and len(pieces) == self.passes == 1 and inputs_BN.dim() == 2
-        if not alone or remembers(self.model.init_state(1)):
+        if not alone or remembers(self.model.init_state(1)):  # type: ignore[operator]
             self._steps.step(self.model, self.segment_length, inputs_BN.shape[1], alone)
         if self.passes > 1:
             state, resets = self._earlier_passes(pieces, state, reset), []
