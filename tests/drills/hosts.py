@@ -56,7 +56,8 @@ def attempt(case: str, folder: Path) -> None:
     if "length" in entry.options and carries:
         options["length"] = drawn.randint(1, 9)  # short: much is forgotten
     if memory == "infinity_former":
-        options |= {"chunk": 2, "basis": 4, "widths": (0.2,)}
+        options |= {"length": 1, "chunk": 2, "basis": 4, "widths": (0.2,)}  # read from the third segment on
+        options |= {"sinks": drawn.randint(0, 2)} if "kl_weight" in options else {}
     torch.manual_seed(int(seed))
     try:
         add_memory(model, {"name": memory, **options}, segment_length=segment if carries or answer.reason else None)
