@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -12,12 +13,14 @@ import pytest
 import standin
 import torch
 import yaml
+from integrations import families
 
 from cached_lab.cli import main as main_module
 from cached_lab.cli.main import main
 from cached_lab.training.checkpoint import Checkpoints
 from cached_lab.training.interruption import RunFailed
-from cached_transformers import __version__
+from cached_transformers import __version__, add_memory
+from cached_transformers.registry import MEMORIES
 
 
 @pytest.fixture
@@ -40,6 +43,25 @@ def test_without_arguments_it_prints_help_with_an_example_of_every_command(capsy
     status, out, _ = call(capsys)
     assert status == 0 and all(f"  cached {command} " in out for command in main_module.EXAMPLES)
     assert call(capsys, "--version") == (0, f"cached-transformers {__version__}\n", "")
+
+
+@pytest.mark.parametrize("host", ["llama", "gpt2", "bert", "vit", "t5"])
+def test_list_tells_which_memories_a_host_takes(capsys, host):
+    """Other models of the kind take the memories, with the options, that the table says."""
+    family = next(f for f in families.ALL if f.name == host)
+    _, out, _ = call(capsys, "list", "memories", "--host", host, "--json")
+    table = json.loads(out)
+    assert set(table) == set(MEMORIES.names())
+    for name, (options, reason) in ((name, row.values()) for name, row in table.items()):
+        with pytest.raises(ValueError) if reason else contextlib.nullcontext():
+            add_memory(family.build(), {"name": name, **options}, segment_length=None)
+    _, out, _ = call(capsys, "list", "--host", host)
+    assert out.count("\n") == len(table) and ("yes, with length=64" in out) == (host in ("bert", "t5"))
+    if host == "llama":
+        taken = {name for name, row in table.items() if not row["reason"]}
+        assert {"titans", "ttt", "lact", "memory_caching", "streaming_llm"} <= taken
+        assert "host='nothing'" in call(capsys, "list", "--host", "nothing")[2]
+        assert "--host=llama" in call(capsys, "list", "models", "--host", "llama")[2]
 
 
 def test_list_names_every_kind_and_json_is_complete(capsys):

@@ -13,18 +13,21 @@ PROJECT = Path(__file__).resolve().parents[2]
 FILES = [PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *sorted((PROJECT / "docs").rglob("*.md"))]
 TEXTS = {path.relative_to(PROJECT).as_posix(): path.read_text(encoding="utf-8") for path in FILES}
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+NOT_RUN = re.compile(r"<!-- not run: (.+?) -->\n+\Z")
 PROMPT = re.compile(r"^\$ (.*)$", re.MULTILINE)
 """In a block of text, where answers stand beside commands."""
 
 
 class Block(NamedTuple):
-    """A fenced block. number: of those in its language on its page, from 1 on. line: the first of its text."""
+    """A fenced block. number: of those in its language on its page, from 1 on. line: the first of its text.
+    not_run: reason of a comment `<!-- not run: reason -->` before it."""
 
     page: str
     language: str
     number: int
     line: int
     text: str
+    not_run: str = ""
 
     @property
     def name(self) -> str:
@@ -39,7 +42,9 @@ def blocks(*languages: str) -> Iterator[Block]:
             if (language := found.group(2)) in counts:
                 counts[language] += 1
                 line = text.count("\n", 0, found.start(3)) + 1
-                yield Block(page, language, counts[language], line, textwrap.dedent(found.group(3)))
+                mark = NOT_RUN.search(text, 0, found.start())
+                code = textwrap.dedent(found.group(3))
+                yield Block(page, language, counts[language], line, code, mark.group(1) if mark else "")
 
 
 def typed(text: str) -> Iterator[list[str]]:

@@ -18,21 +18,12 @@ from integrations.transformers_hosts import byte_tokenizer
 
 CONTINUED = "examples of this page go on from one another"
 """What a page says whose blocks share their names; any other block runs alone."""
-NOT_RUN = {
-    ("CONTRIBUTING.md", "class MyMemory"): "a form to be filled in; tests/contract/outside_memory.py is one that is",
-    ("docs/design/interfaces.md", "class LayerMemory"): "signatures; tests/packaging/test_seam.py compares them",
-    ("docs/transformers.md", "push_to_hub"): "sends a model to the Hub; tests/integrations/test_auto_classes.py",
-    ("docs/harness.md", "import lm_eval"): "not among what tests install; tests/harness/test_harness.py",
-    ("docs/training-elsewhere.md", "import lightning"): "not among what tests install; run below where it is there",
-}
-"""Blocks by page and by words that stand in them, and why they are not run with the others."""
 OURS = re.compile(r"^\s*(?:from|import) cached_(?:transformers|lab)", re.MULTILINE)
 OTHERS = re.compile(r"^\s*(?:from|import) (?:timm|torchvision|transformers|peft|accelerate|lightning)\b", re.MULTILINE)
 
 BLOCKS = list(blocks("python"))
-RUN = [b for b in BLOCKS if not any(page == b.page and words in b.text for page, words in NOT_RUN)]
-TOGETHER = [page for page, text in TEXTS.items() if CONTINUED in " ".join(text.split())]
-ALONE = [block for block in RUN if block.page not in TOGETHER]
+RUN = [block for block in BLOCKS if not block.not_run]
+PAGES = list(dict.fromkeys(block.page for block in RUN))
 
 
 @pytest.fixture
@@ -108,18 +99,15 @@ def run(block: Block, names: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("published")
-@pytest.mark.parametrize("block", ALONE, ids=lambda block: block.name)
-def test_a_block_runs_alone(block: Block) -> None:
-    run(block, {"__name__": "page"})
-
-
-@pytest.mark.usefixtures("published")
-@pytest.mark.parametrize("page", TOGETHER)
-def test_blocks_of_a_page_run_one_after_the_other(page: str) -> None:
-    names: dict[str, Any] = {"__name__": "page"}
+@pytest.mark.parametrize("page", PAGES)
+def test_the_blocks_of_a_page_run_from_top_to_bottom(page: str) -> None:
+    """In one process; with the names of the blocks before it where the page says so."""
+    goes_on = CONTINUED in " ".join(TEXTS[page].split())
     PREPARED.get(page, lambda: None)()
+    names: dict[str, Any] = {"__name__": "page"}
     for block in RUN:
         if block.page == page:
+            names = names if goes_on else {"__name__": "page"}
             run(block, names)
 
 
@@ -131,11 +119,9 @@ def test_the_block_for_lightning_runs_where_it_is_installed() -> None:
     run(block, {"__name__": "page"})
 
 
-def test_what_is_not_run_is_there_and_has_its_reason() -> None:
-    assert len(RUN) == len(BLOCKS) - len(NOT_RUN), "an entry of NOT_RUN is of no block, or of several"
-    assert set(PREPARED) <= set(TOGETHER)
-    tests = {path for why in NOT_RUN.values() for path in re.findall(r"tests/[\w/]+\.py", why)}
-    assert len(tests) == len(NOT_RUN) - 1 and [path for path in tests if not (PROJECT / path).is_file()] == []
+def test_few_blocks_are_not_run_and_each_names_the_test_that_does() -> None:
+    reasons = [block.not_run for block in BLOCKS if block.not_run]
+    assert len(reasons) <= 5 and [path for path in reasons if not (PROJECT / path).is_file()] == []
 
 
 def test_ours_is_imported_before_what_needs_torchvision() -> None:

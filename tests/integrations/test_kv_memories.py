@@ -157,7 +157,7 @@ def test_values_and_gradients_are_those_written_out(length: int) -> None:
     for memory in (True, False):
         model = family.build().double()
         if memory:
-            add_memory(model, "transformer_xl", length=length, segment_length=SEGMENT)
+            add_memory(model, "transformer_xl", length=length, sinks=0, segment_length=SEGMENT)
         logits = model(ids).logits if memory else by_hand(model, ids, length)
         (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
         found.append([logits.detach(), *(p.grad for p in model.parameters())])
@@ -185,8 +185,8 @@ def test_frozen_projections_pass_the_gradient_on() -> None:
 def test_a_memory_keeps_what_went_into_the_block_or_came_out_of_it() -> None:
     ids = words(tokens=2 * SEGMENT)
     for name, shift in (("transformer_xl", 0), ("ernie_doc", 1)):
-        out = LLAMA.with_memory({"name": name, "length": SEGMENT})(ids, output_hidden_states=True)
-        layer = LLAMA.with_memory({"name": name, "length": SEGMENT})(ids).memory_state.layers[0]
+        out = LLAMA.with_memory({"name": name, "length": SEGMENT, "sinks": 0})(ids, output_hidden_states=True)
+        layer = out.memory_state.layers[0]
         checks.equal(layer.hidden_BMD, out.hidden_states[shift][:, SEGMENT:], 1e-6)
         assert layer.positions_BMP[0, :, 0].tolist() == list(range(SEGMENT, 2 * SEGMENT))
         assert out.memory_state.clock_B.tolist() == [2 * SEGMENT] * 2
@@ -195,7 +195,7 @@ def test_a_memory_keeps_what_went_into_the_block_or_came_out_of_it() -> None:
 @torch.no_grad()
 def test_far_down_a_stream_it_is_as_near_the_start() -> None:
     """Where a slot stands counts from its segment: no angle of a large number is ever taken."""
-    model, ids = LLAMA.with_memory({"name": "transformer_xl", "length": 7}), words(tokens=TEXT)
+    model, ids = LLAMA.with_memory({"name": "transformer_xl", "length": 7, "sinks": 0}), words(tokens=TEXT)
     state, far = model(ids).memory_state, 10**12
     layers = tuple(rows._replace(positions_BMP=rows.positions_BMP + far) for rows in state.layers)
     moved = state._replace(clock_B=state.clock_B + far, layers=layers)
@@ -215,7 +215,7 @@ def test_places_that_begin_elsewhere_are_as_far_apart() -> None:
 
 @torch.no_grad()
 def test_a_segment_s_slots_are_projected_once() -> None:
-    model, seen = LLAMA.with_memory({"name": "transformer_xl", "length": 7}), []
+    model, seen = LLAMA.with_memory({"name": "transformer_xl", "length": 7, "sinks": 0}), []
     model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda m, args, out: seen.append(out.shape[1]))
     model.generate(words(tokens=SEGMENT + 1), max_new_tokens=SEGMENT - 1, do_sample=False, eos_token_id=None)
     # Two segments are read, the slots and then their tokens, and the open one grows token by token.
@@ -289,7 +289,7 @@ def test_copied_and_pickled_it_says_the_same() -> None:
 @pytest.mark.slow
 @torch.no_grad()
 def test_exported_it_computes_the_same() -> None:
-    model, ids = LLAMA.with_memory({"name": "transformer_xl", "length": 7}), words(tokens=SEGMENT)
+    model, ids = LLAMA.with_memory({"name": "transformer_xl", "length": 7, "sinks": 0}), words(tokens=SEGMENT)
     state = model.init_memory_state(2)
     program = torch.export.export(model, (ids,), {"memory_state": state, "use_cache": False}, strict=False)
     for seed in range(2):
@@ -347,7 +347,7 @@ def test_slots_that_nobody_would_attend_are_not_lost(
     monkeypatch.setattr(MEMORIES, "_entries", dict(MEMORIES._entries))
     MEMORIES.register("silent")(kind)
     with pytest.raises(ValueError, match=rf"memory {kind.__name__} offers a context .*add 'context' to its needs"):
-        LLAMA.with_memory({"name": "silent", **options})(words())
+        LLAMA.with_memory({"name": "silent", **({"sinks": 0} if kind is Silent else {}), **options})(words())
 
 
 # ---- refusals

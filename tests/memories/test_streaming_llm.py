@@ -122,14 +122,15 @@ def test_a_pretrained_decoder_has_it_at_once_and_is_what_it_was_while_all_fits()
     assert model(long).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["streaming_llm", "transformer_xl"])
 @torch.no_grad()
-def test_a_decoder_goes_on_from_places_in_the_cache() -> None:
+def test_a_decoder_goes_on_from_places_in_the_cache(name: str) -> None:
     """A twin: the last segment's logits are those of the host itself, reading sinks and recent tokens as one text.
 
     Of one layer, whose keys are of the tokens alone.
     """
     family = decoder("llama", "Llama", **GROUPED, num_hidden_layers=1)
-    plain, model, ids = family.build(), family.with_memory(streaming()), words(tokens=5 * SEGMENT)
+    plain, model, ids = family.build(), family.with_memory({**streaming(), "name": name}), words(tokens=5 * SEGMENT)
     begin = 4 * SEGMENT
     cache = torch.cat([ids[:, :S], ids[:, begin - R :]], 1)
     torch.testing.assert_close(model(ids).logits[:, begin:], plain(cache).logits[:, S + R :], rtol=0, atol=1e-5)

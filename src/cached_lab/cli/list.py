@@ -18,12 +18,15 @@ DESCRIPTION = re.compile(r"^description:.*(?:\n[ \t].*)*", re.MULTILINE)
 """One key of a recipe with its value; parsing all recipes takes longer than the rest of the command."""
 ARGUMENTS = (
     ("kind KIND?", (None, *KINDS), "one kind, with its facts (default: names of all kinds)"),
+    ("--host HOST", "", "memories that a model takes: llama, gpt2, bert, vit, t5, timm, torch.nn, language_model, ..."),
     ("--json", bool, "machine-readable output"),
 )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the list."""
+    if arguments.host:
+        return _print_host(arguments)
     rows = {kind: _rows(kind) for kind in ((arguments.kind,) if arguments.kind else KINDS)}
     if arguments.json:
         print(json.dumps(rows, indent=1))
@@ -47,6 +50,22 @@ def run(arguments: argparse.Namespace) -> int:
             table.add_row(row["name"], Text("\n".join([row["summary"], *facts])), row["paper"] or "")
         console.print(table)
     console.print("\n`cached list KIND` tells more, `cached explain NAME` everything")
+    return 0
+
+
+def _print_host(arguments: argparse.Namespace) -> int:
+    """Print the memories that a kind of model takes, and the reasons against the others."""
+    from cached_lab.experiments.hosts import memories_of
+
+    if arguments.kind not in (None, "memories"):
+        raise ValueError(f"--host={arguments.host} tells about memories, not {arguments.kind}; list memories")
+    found = memories_of(arguments.host)
+    if arguments.json:
+        print(json.dumps({name: answer._asdict() for name, answer in found.items()}, indent=1))
+        return 0
+    for name, (options, reason) in found.items():
+        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        print(f"{name:18}", f"no: {reason}" if reason else f"yes, with {given}" if given else "yes")
     return 0
 
 

@@ -17,6 +17,9 @@ from cached_transformers.registry import MEMORIES
 from .hosts import Host, Site, refuse_memory
 from .memory_hooks import SLOT_ATTENTIONS
 
+SINKS = 4
+"""First tokens of a text that stores keep in a decoder: pretrained ones break without them."""
+
 
 def spans_layers(name: str) -> bool:
     """Return True for a registered memory that is one for all layers, not one for each."""
@@ -50,6 +53,8 @@ def build_memories(
         # The number of slots of a shared cache means nothing to a memory with a state.
         facts = {name: fact for name, fact in host.facts.items() if name not in ("length", "size", "prefix")}
         facts = {"index": index, "depth": len(found), **facts}
+        if host.stream is not None and host.stream.causal and not settings.get("same_length"):
+            facts["sinks"] = SINKS
         layers.append(layer_memory(site, replace(host, facts=facts), name, settings))
     refuse_memory(name, model, [host for _, host in found], layers, spanning)
     return spanning, layers

@@ -71,9 +71,9 @@ def through_core(
     if mask is not None:
         way_out = "padding goes into the host's padding mask, and a causal mask of torch.nn needs is_causal=True"
         refuse_misfit({"bias": "the mask of this call"}, core.can, core.title, way_out)
-        mask = mask[(None,) * (4 - mask.dim())]
-        hidden = torch.zeros_like(mask, dtype=q_BHNE.dtype)
-        bias_BHNM = hidden.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask
+        bias_BHNM = mask[(None,) * (4 - mask.dim())]
+        if mask.dtype == torch.bool:
+            bias_BHNM = torch.zeros_like(bias_BHNM, dtype=q_BHNE.dtype).masked_fill(~bias_BHNM, -torch.inf)
     out = core(q_BHNE, k_BHME, v_BHMV, causal=causal, key_padding_mask=padding_BM, bias_BHNM=bias_BHNM, x_BND=x_BND)
     if out.auxiliary_loss is not None and core.training and out.auxiliary_loss.requires_grad:
         raise ValueError(

@@ -36,7 +36,9 @@ from cached_transformers.models.segments import (
     model_memory,
     read_earlier_passes,
     read_segments,
+    remembers,
 )
+from cached_transformers.models.untrained import OneSegmentSteps
 from cached_transformers.registry import unknown_name
 from cached_transformers.state import State, detach
 
@@ -122,6 +124,7 @@ class SegmentLoop(nn.Module):
         self.model, self.segment_length, self.bptt, self.passes = model, segment_length, bptt, passes
         self.schedule, self.scoring = schedule, token_losses if scoring is None else scoring
         self.auxiliary_loss = torch.zeros(())
+        self._steps = OneSegmentSteps()
 
     def forward(
         self,
@@ -190,6 +193,9 @@ class SegmentLoop(nn.Module):
         Arguments and errors as in `forward`.
         """
         pieces, resets = self._prepared(inputs_BN, targets_BN, reset, padding, places, documents)
+        alone = state is None and len(pieces) == self.passes == 1 and inputs_BN.dim() == 2
+        if not alone or remembers(self.model.init_state(1)):  # type: ignore[operator]
+            self._steps.step(self.model, self.segment_length, inputs_BN.shape[1], alone)
         if self.passes > 1:
             state, resets = self._earlier_passes(pieces, state, reset), []
         if self.schedule == "diagonal":

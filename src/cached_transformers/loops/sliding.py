@@ -59,7 +59,7 @@ def read_sliding(
     for index, piece in enumerate(pieces):
         into = _streams(index, window, total) if index else list(copies)
         segment = _SegmentGraph(into, _streams(index + 1, window, total), SHARED if index <= window else index)
-        before = None if state is None else map_state(_leaf, state)
+        before = None if state is None else map_state(lambda t: t.detach().requires_grad_(t.requires_grad), state)
         # Views of the leaves: hooks on module inputs refuse leaves in `torch.autograd.grad`.
         called_with = None if before is None else map_state(lambda t: t.view_as(t), before)
         output = read(piece, called_with, resets[index] if index < len(resets) else None)
@@ -72,10 +72,6 @@ def _streams(boundary: int, window: int, total: int) -> list[Stream]:
     """Streams whose gradient passes through the state before segment `boundary`."""
     own = range(max(boundary, window + 1), min(boundary + window, total))
     return [*([SHARED] if boundary <= min(window, total - 1) else []), *own]
-
-
-def _leaf(t: Tensor) -> Tensor:
-    return t.detach().requires_grad_(t.requires_grad)
 
 
 @dataclass

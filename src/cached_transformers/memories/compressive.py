@@ -15,14 +15,14 @@ channels, S queries; K keys.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
-from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.memory import Context, ProjectKV, Trace
 from cached_transformers.interfaces.probing import Probing, one_segment
 from cached_transformers.registry import MEMORIES
 
@@ -30,14 +30,12 @@ from .parts.compression import FUNCTIONS, LEARNED
 from .parts.fifo_store import (
     Pairs,
     Rows,
-    empty_pairs,
     empty_rows,
-    keys_values,
     lined_up,
     push,
+    push_made,
     push_out,
-    push_pairs,
-    refuse_training,
+    read_store,
     right_before,
     side_by_side,
 )
@@ -90,7 +88,7 @@ class Compressive(TransformerXL):
         error: "norm" of the difference for each row (the paper), or its "mean_square", of the losses with a target.
         positions: "slots": a slot is one step long, whatever it holds. "age": it has the position of the middle of its
             group.
-        relative, clamp, eval_length, keep: see `TransformerXL`; `keep` is of the compressed slots.
+        relative, clamp, eval_length, keep, sinks: see `TransformerXL`; `keep` is of the compressed slots.
         eval_compressed: slots of states made in evaluation mode; as in training when None.
     """
 
@@ -113,8 +111,10 @@ class Compressive(TransformerXL):
         eval_length: int | None = None,
         eval_compressed: int | None = None,
         keep: Literal["hidden", "kv"] = "hidden",
+        sinks: int = 0,
     ) -> None:
-        super().__init__(width, heads, length, eval_length=eval_length, relative=relative, clamp=clamp, keep=keep)
+        kept = {"eval_length": eval_length, "keep": keep, "sinks": sinks}
+        super().__init__(width, heads, length, relative=relative, clamp=clamp, **kept)  # type: ignore[arg-type]
         self.rate, self.compressed, self.positions, self.error = rate, compressed, positions, error
         self.eval_compressed = compressed if eval_compressed is None else eval_compressed
         self._check(function, loss)
@@ -129,9 +129,8 @@ class Compressive(TransformerXL):
 
     def _check(self, function: str, loss: str | None) -> None:
         at_least_one(rate=self.rate)
-        for name, value in {"compressed": self.compressed, "eval_compressed": self.eval_compressed}.items():
-            if value < 0:
-                raise ValueError(f"{name}={value} must be a number of slots, or 0 for a plain Transformer-XL")
+        slots = {"compressed": self.compressed, "eval_compressed": self.eval_compressed}
+        at_least_one("; 0 is a plain Transformer-XL", least=0, **slots)
         if (self.compressed == 0) != (self.eval_compressed == 0):
             raise ValueError(
                 f"compressed={self.compressed} and eval_compressed={self.eval_compressed}: a model that compresses "
@@ -147,34 +146,27 @@ class Compressive(TransformerXL):
         if function == "dilated" and self.rate == 1:
             raise ValueError("function='dilated' needs rate of at least 2, got rate=1; take function='conv'")
 
-    def init_state(self, batch_size: int, like: Tensor) -> CompressiveState:
+    def init_state(self, batch_size: int, like: Tensor) -> Any:
         length, slots = self._slots(), self.compressed if self.training else self.eval_compressed
         waiting = self.rate - 1 if slots else 0
-        empty = empty_pairs if self.keep == "kv" and not self.training else empty_rows
-        return CompressiveState(
-            empty(batch_size, slots, self.width, like), empty_rows(batch_size, length + waiting, self.width, like)
-        )
+        recent = empty_rows(batch_size, length + waiting, self.width, like)
+        return self.beside_sinks(CompressiveState(self.empty(slots, batch_size, like), recent), batch_size, like)
 
-    def open(self, state: CompressiveState, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
+    def open(self, state: Any, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
         assert project_kv is not None and first_B1P is not None
-        if isinstance(state.compressed, Pairs):
-            refuse_training(self.training, type(self).__name__)
-            recent_BMW = side_by_side(*project_kv(state.recent.clean_BMD))
-            recent = state.recent._replace(hidden_BMD=recent_BMW.to(state.compressed.pairs_BMW.dtype))
-            pairs_BMW, positions_BMP, valid_BM = lined_up(state.compressed, recent)
-            k_BHME, v_BHME = keys_values(pairs_BMW, self.heads)
-        else:
-            hidden_BMD, positions_BMP, valid_BM = lined_up(*state)
-            k_BHME, v_BHME = project_kv(hidden_BMD)
-        if self.positions == "slots":
-            positions_BMP = right_before(first_B1P, k_BHME.shape[2])
+        compressed, recent = state.recent if self.sinks else state
+        if isinstance(compressed, Pairs):
+            recent_BMW = side_by_side(*project_kv(recent.clean_BMD))
+            recent = Pairs(recent_BMW.to(compressed.pairs_BMW.dtype), *recent[1:])
         run = self.positions == "slots"
-        return Context(k_BHME, v_BHME, positions_BMP, valid_BM, consecutive=run, clean=True)
+        rows = lined_up(compressed, recent)
+        if self.sinks:
+            rows = lined_up(state.sinks, rows)
+        k_BHME, v_BHME, _ = read_store(rows, self, self.heads, project_kv)
+        places_BMP = right_before(first_B1P, k_BHME.shape[2]) if run else rows.positions_BMP
+        return Context(k_BHME, v_BHME, places_BMP, rows.valid_BM, consecutive=run, clean=True)
 
-    def read(self, opened: Context, query: Query, project_kv: ProjectKV | None) -> Reading:
-        return Reading(opened, carry=project_kv)
-
-    def write(self, state: CompressiveState, trace: Trace) -> tuple[CompressiveState, Tensor | None]:
+    def store(self, state: CompressiveState, trace: Trace) -> tuple[CompressiveState, Tensor | None]:
         compressed, recent = state
         x_BND, positions_BNP, padding_BN = trace.x_BND.detach(), trace.query.positions_BNP, trace.query.padding_BN
         assert positions_BNP is not None
@@ -202,10 +194,7 @@ class Compressive(TransformerXL):
         self, compressed: Rows | Pairs, hidden_BGD: Tensor, places_BGP: Tensor, empty_BG: Tensor, trace: Trace
     ) -> Rows | Pairs:
         """The compressed slots, and new ones after them."""
-        if isinstance(compressed, Pairs):
-            k_BHGE, v_BHGE = trace.reading.carry(hidden_BGD)
-            return push_pairs(compressed, k_BHGE, v_BHGE, places_BGP, empty_BG)
-        return push(compressed, hidden_BGD, places_BGP, empty_BG)
+        return push_made(compressed, hidden_BGD, trace, places_BGP, empty_BG)
 
     def _keep_most_used(self, state: CompressiveState, gone: Gone, trace: Trace) -> Rows | Pairs:
         """The compressed slots with one in `rate` of what left, in the order of time."""

@@ -13,18 +13,18 @@ Z distances that have a vector.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one
-from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.memory import Context, ProjectKV, Trace
 from cached_transformers.interfaces.probing import Probing, whole_episode
 from cached_transformers.positions import KeptScheme, Positions
 from cached_transformers.registry import MEMORIES
 
-from .parts.fifo_store import Pairs, Rows, push, push_pairs
+from .parts.fifo_store import Pairs, Rows, push_made
 from .transformer_xl import TransformerXL
 
 
@@ -154,7 +154,7 @@ class ErnieDoc(TransformerXL):
         length: M, slots.
         start: "empty": nothing is attended before something was stored; "zeros": M rows of zeros are, as in the
             release, and dilute the first segments.
-        relative, keep: see `TransformerXL`; keep="kv" with start="empty".
+        relative, keep, sinks: see `TransformerXL`; keep="kv" with start="empty".
         longest: T; own position scheme with a trained vector per distance, for segments of at most T tokens;
             D (2 T + M) parameters a layer.
     """
@@ -169,8 +169,9 @@ class ErnieDoc(TransformerXL):
         relative: bool = True,
         longest: int | None = None,
         keep: Literal["hidden", "kv"] = "hidden",
+        sinks: int = 0,
     ) -> None:
-        super().__init__(width, heads, length, relative=relative, keep=keep)
+        super().__init__(width, heads, length, relative=relative, keep=keep, sinks=sinks)
         if start not in ("empty", "zeros"):
             raise ValueError(f"start={start!r} must be 'empty' or 'zeros' (rows of zeros that are attended)")
         if longest is not None and (longest < 1 or not relative):
@@ -186,33 +187,29 @@ class ErnieDoc(TransformerXL):
             return super().position_scheme()
         return ErnieDocPositions(self.heads, self.width // self.heads, self.longest, self.length)
 
-    def init_state(self, batch_size: int, like: Tensor) -> Rows | Pairs:
-        rows = super().init_state(batch_size, like)
+    def init_state(self, batch_size: int, like: Tensor) -> Any:
+        state = super().init_state(batch_size, like)
         if self.start == "empty":
-            return rows
+            return state
+        rows = state.recent if self.sinks else state
         before_M1 = torch.arange(-self.length, 0, device=like.device)[:, None]
-        return rows._replace(
+        rows = rows._replace(
             positions_BMP=before_M1.repeat(batch_size, 1, 1), count_B=torch.full_like(rows.count_B, self.length)
         )
+        return state._replace(recent=rows) if self.sinks else rows
 
-    def open(self, state: Rows | Pairs, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
+    def open(self, state: Any, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
         context = super().open(state, first_B1P, project_kv)
         if first_B1P is None:
             return context
         # The newest slot is right before the first token, also where a model counts from 0 in each segment. Of further
         # channels (the task) the slots have the first token's.
-        placed_BM1 = context.positions_BMP - context.positions_BMP[:, -1:] + first_B1P[..., :1] - 1
-        others_BMP = first_B1P[..., 1:].expand(-1, self.length, -1)
+        slots_BM1 = context.positions_BMP[..., :1]
+        placed_BM1 = slots_BM1 - slots_BM1[:, -1:] + first_B1P[..., :1] - 1
+        others_BMP = first_B1P[..., 1:].expand(-1, slots_BM1.shape[1], -1)
         return context._replace(positions_BMP=torch.cat([placed_BM1, others_BMP], -1))
 
-    def read(self, opened: Context, query: Query, project_kv: ProjectKV | None) -> Reading:
-        return Reading(opened, carry=project_kv)
-
-    def write(self, state: Rows | Pairs, trace: Trace) -> tuple[Rows | Pairs, None]:
-        query, y_BND = trace.query, trace.y_BND.detach()
+    def push(self, rows: Rows | Pairs, trace: Trace) -> Rows | Pairs:
+        query = trace.query
         assert query.positions_BNP is not None
-        positions_BN1 = query.positions_BNP[..., :1]
-        if isinstance(state, Pairs):
-            k_BHNE, v_BHNE = trace.reading.carry(y_BND)
-            return push_pairs(state, k_BHNE, v_BHNE, positions_BN1, query.padding_BN), None
-        return push(state, y_BND, positions_BN1, query.padding_BN), None
+        return push_made(rows, trace.y_BND.detach(), trace, query.positions_BNP[..., :1], query.padding_BN)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import Context, ProjectKV, Trace
 from cached_transformers.interfaces.probing import Probing, one_segment
 from cached_transformers.registry import MEMORIES
@@ -75,8 +76,7 @@ class H2O(TransformerXL):
 
     def __init__(self, width: int, heads: int, length: int = 64, *, heavy: int = 64, relative: bool = True) -> None:
         super().__init__(width, heads, length, relative=relative)
-        if heavy < 0:
-            raise ValueError(f"heavy={heavy} must be a number of slots, or 0 for a window of length={length}")
+        at_least_one(f"; 0 is a window of length={length}", least=0, heavy=heavy)
         self.heavy = heavy
 
     def init_state(self, batch_size: int, like: Tensor) -> HeavyHitters:

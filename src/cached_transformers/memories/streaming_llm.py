@@ -13,34 +13,12 @@ Legend: B rows, N tokens, M = S + R slots, D model width, P position channels.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
-import torch
-from torch import Tensor
-
-from cached_transformers.interfaces.memory import Context, ProjectKV, Trace
 from cached_transformers.interfaces.probing import Probing, one_segment, whole_episode
 from cached_transformers.registry import MEMORIES
 
-from .parts.fifo_store import (
-    Pairs,
-    Rows,
-    empty_pairs,
-    empty_rows,
-    keys_values,
-    lined_up,
-    push_either,
-    refuse_training,
-    right_before,
-)
 from .transformer_xl import TransformerXL
-
-
-class SinksState(NamedTuple):
-    """The first S inputs of the layer, or their keys and values, and the last R that are not among them."""
-
-    sinks: Rows | Pairs
-    recent: Rows | Pairs
 
 
 @MEMORIES.register(
@@ -79,31 +57,4 @@ class StreamingLLM(TransformerXL):
         relative: bool = True,
         keep: Literal["hidden", "kv"] = "hidden",
     ) -> None:
-        super().__init__(width, heads, length, eval_length=eval_length, relative=relative, keep=keep)
-        if sinks < 0:
-            raise ValueError(f"sinks={sinks} must be a number of tokens, or 0 for a window without them; e.g. 4")
-        self.sinks = sinks
-
-    def init_state(self, batch_size: int, like: Tensor) -> Any:
-        empty = empty_pairs if self.keep == "kv" and not self.training else empty_rows
-        return SinksState(*(empty(batch_size, slots, self.width, like) for slots in (self.sinks, self._slots())))
-
-    def open(self, state: Any, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
-        assert project_kv is not None and first_B1P is not None
-        stored_BMW, _, valid_BM = lined_up(*state)
-        if isinstance(state.recent, Pairs):
-            refuse_training(self.training, type(self).__name__)
-            k_BHME, v_BHME = keys_values(stored_BMW, self.heads)
-        else:
-            k_BHME, v_BHME = project_kv(stored_BMW)
-        positions_BMP = right_before(first_B1P, valid_BM.shape[1])
-        return Context(k_BHME, v_BHME, positions_BMP, valid_BM, consecutive=True, clean=True)
-
-    def write(self, state: Any, trace: Trace) -> tuple[Any, None]:
-        padding_BN = trace.query.padding_BN
-        if padding_BN is None:
-            padding_BN = torch.zeros_like(trace.x_BND[..., 0], dtype=torch.bool)
-        later_BN = state.sinks.count_B[:, None] + (~padding_BN).cumsum(1) > self.sinks
-        left_out = (padding_BN | later_BN, padding_BN | ~later_BN)
-        pairs = zip(state, left_out, strict=True)
-        return SinksState(*(push_either(rows, trace.x_BND, trace.query, out_BN) for rows, out_BN in pairs)), None
+        super().__init__(width, heads, length, eval_length=eval_length, relative=relative, keep=keep, sinks=sinks)

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from cached_transformers.checks import at_least_one
-from cached_transformers.interfaces.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading
 from cached_transformers.interfaces.probing import Probing, one_segment, whole_episode
 from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
-from .parts.fifo_store import Pairs, Rows, empty_pairs, empty_rows, push_either, read_store
+from .parts.fifo_store import Pairs, Rows, read_store
 from .parts.options import NO_MEMORY
+from .parts.sinks import KeepsSinks, SinksState, placed
 
 
 @MEMORIES.register(
@@ -40,7 +41,7 @@ from .parts.options import NO_MEMORY
     without={"bias": "same_length=False", "stored_kv": "keep='hidden'"},
     probe=Probing(whole_episode, one_segment),
 )
-class TransformerXL(LayerMemory):
+class TransformerXL(KeepsSinks):
     """Keys and values of the last `length` inputs of the layer.
 
     Args:
@@ -53,11 +54,11 @@ class TransformerXL(LayerMemory):
         clamp: distances beyond it count as it.
         keep: what states made in evaluation mode hold: "hidden" states, as in training, whose keys and values are made
             again at each segment; or these ("kv"), made once, in twice the bytes. With other weights they mean nothing.
+        sinks: first tokens of a row's stream that stay for good, beside the last `length`; pretrained decoders break
+            without them. 4 in decoders of transformers.
     """
 
     needs = frozenset({"state", "context"})
-    channels = 1
-    """Number of stored positions of a slot."""
 
     def __init__(
         self,
@@ -70,11 +71,16 @@ class TransformerXL(LayerMemory):
         relative: bool = True,
         clamp: int | None = None,
         keep: Literal["hidden", "kv"] = "hidden",
+        sinks: int = 0,
     ) -> None:
         super().__init__()
         at_least_one(" slot" + NO_MEMORY, length=length, eval_length=eval_length)
         if clamp is not None and not relative:
             raise ValueError(f"clamp={clamp} limits relative distances; take relative=True, or clamp=None")
+        if sinks and same_length:
+            raise ValueError(f"sinks={sinks} lie outside the window of same_length=True; take one of the two")
+        at_least_one("; 0 keeps none", least=0, sinks=sinks)
+        self.sinks = sinks
         self.width, self.heads, self.relative, self.clamp, self.keep = width, heads, relative, clamp, keep
         if keep == "kv":
             self.needs = self.needs | {"stored_kv"}
@@ -90,19 +96,17 @@ class TransformerXL(LayerMemory):
         return self.length if self.training else self.eval_length
 
     def init_state(self, batch_size: int, like: Tensor) -> Any:
-        empty = empty_pairs if self.keep == "kv" and not self.training else empty_rows
-        return empty(batch_size, self._slots(), self.width, like, self.channels)
+        return self.beside_sinks(self.empty(self._slots(), batch_size, like), batch_size, like)
 
     def open(self, state: Any, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Any:
         assert project_kv is not None
+        if isinstance(state, SinksState):
+            state = placed(*state, first_B1P)
         k_BHME, v_BHME, clean = read_store(state, self, self.heads, project_kv)
         return Context(k_BHME, v_BHME, state.positions_BMP, state.valid_BM, consecutive=True, clean=clean)
 
     def read(self, opened: Any, query: Query, project_kv: ProjectKV | None) -> Reading:
-        return Reading(opened)
-
-    def write(self, state: Any, trace: Trace) -> tuple[Any, Tensor | None]:
-        return push_either(state, trace.x_BND, trace.query, trace.query.padding_BN), None
+        return Reading(opened, carry=project_kv)
 
 
 class CacheBeforeTokens(TransformerXL):

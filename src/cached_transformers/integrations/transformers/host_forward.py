@@ -35,10 +35,11 @@ from cached_transformers.interfaces.memory import (
 from cached_transformers.layers.initial_state import initial_state_of
 from cached_transformers.layers.stack import StackState
 from cached_transformers.memories.parts.composite import members_of, recipe_of
+from cached_transformers.models.untrained import OneSegmentSteps
 from cached_transformers.state import State, kind_of, seal, used_again
 from cached_transformers.state import check as check_state
 
-from .adapter_utils import parameter_names
+from .adapter_utils import parameter_names, refuse_misspelt
 from .memory_cache import DynamicCache, MemoryCache, SlotProjections
 from .row_segments import Segment, in_order, joined, mapped, narrowed, stream_positions
 
@@ -73,6 +74,7 @@ class HostForward:
     def __init__(self, body: nn.Module, hooks: list[MemoryHook], spans: bool, segment_length: int | None) -> None:
         self.body: Any = body
         self.hooks, self.spans, self.segment_length = hooks, spans, segment_length
+        self.steps = OneSegmentSteps()
         for name, whole in (("_read_apart", False), ("_read_documents", False), ("eagerly", True)):
             run = getattr(type(self), name, None)
             if run is not None and not hasattr(run, "_torchdynamo_disable"):  # here, since it imports the compiler
@@ -144,6 +146,11 @@ class HostForward:
             check_state(state, self.init_state(1), rows, memory=self.recipe)
         return self.init_state(rows) if state is None else state
 
+    def note_step(self, state: State | None, segments: list[Segment]) -> None:
+        """Warn of training whose calls read one segment each and carry no state."""
+        alone = state is None and len(segments) == 1 and initial_state_of(self.body) is None
+        self.steps.step(self.body, self.segment_length, next(iter(segments[0].inputs.values())).shape[1], alone)
+
     def call_of(self, state: State | None, embedded: Tensor | None) -> ModelCall:
         """The call of the model around the body, which got the state; a new one where the body itself is called."""
         if self.memory is not None:
@@ -154,6 +161,7 @@ class HostForward:
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the body's forward by name (ValueError: inputs without a row or a token)."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        refuse_misspelt(given)
         for name in ("input_ids", "inputs_embeds", "pixel_values"):
             if 0 in getattr(given.get(name), "shape", ()):
                 raise ValueError(f"{name} of shape {tuple(given[name].shape)} has nothing to read; leave the call out")
@@ -227,7 +235,9 @@ class HostForward:
                 out, layers, context = joined(blocks.outs), blocks.states, blocks.context
                 out["last_hidden_state"] = torch.cat(steps, 1)
         if cache is not None:
-            keeps = context.kv_cache is not None and not context.varies and self._reads_alone(memory)
+            members = [memory, *(member for hook in self.hooks for member in members_of(hook.memory))]
+            whole = any(needs_whole_segments(member) for member in members if member is not None)
+            keeps = context.kv_cache is not None and not context.varies and not whole
             cache.kv, cache.projected = (context.kv_cache, context.projected) if keeps else (None, None)
             cache.first = next(iter(segment.inputs.values())).shape[1]
         after = state._replace(clock_B=state.clock_B + self.count(segment), model=model, layers=layers)
@@ -242,12 +252,6 @@ class HostForward:
     def checkpoints(self) -> bool:
         """Return True if the host's blocks run again in the backward pass; they then take no KV cache."""
         return self.body.training and any(getattr(m, "gradient_checkpointing", False) for m in self.body.modules())
-
-    def _reads_alone(self, memory: ModelMemory | None) -> bool:
-        """Return True if a token's reading of the memories depends on no other token of its segment."""
-        if memory is not None and needs_whole_segments(memory):
-            return False
-        return not any(needs_whole_segments(member) for hook in self.hooks for member in members_of(hook.memory))
 
 
 class HostBlockRunner:

@@ -129,6 +129,7 @@ class DecoderForward(HostForward):
             refuse_packed(inputs["position_ids"], padding_BM, why)
         total = text.length + n
         segments = row_segments(inputs, self.segment_length, padding_BM, keeps, text.before)
+        self.note_step(state, segments)
         text.note(new, None if padding_BM is None else padding_BM[:, text.length :])
         if text.kv is not None and segments[0].end is None and not self.checkpoints:
             text.take(inputs, padding_BM, text.before)

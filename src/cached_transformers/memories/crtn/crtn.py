@@ -126,8 +126,7 @@ class CRTN(ModelMemory):
         at_least_one(NO_MEMORY, depth=depth, segment=segment, regions=regions, topk=topk)
         if topk > regions:
             raise ValueError(f"topk={topk} regions cannot be recalled of regions={regions}; take topk <= regions")
-        if short_memory < 0:
-            raise ValueError(f"short_memory={short_memory} is a number of segments, 0 for none")
+        at_least_one("; 0 is for none", least=0, short_memory=short_memory)
         check_positive(temperature=temperature)
         check_choices(
             query=(query, ("standard", "compute_first")),

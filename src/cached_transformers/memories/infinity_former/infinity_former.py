@@ -24,7 +24,6 @@ from torch.nn import functional as F
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import (
     Context,
-    LayerMemory,
     Linear,
     ProjectKV,
     Query,
@@ -36,6 +35,7 @@ from cached_transformers.interfaces.probing import Probing
 from cached_transformers.linear_maps import matrix_of
 from cached_transformers.memories.parts.fifo_store import Rows, empty_rows, push
 from cached_transformers.memories.parts.options import NO_MEMORY, check_heads, check_positive
+from cached_transformers.memories.parts.sinks import KeepsSinks, placed
 from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.registry import MEMORIES
 
@@ -85,7 +85,7 @@ class SignalRead(NamedTuple):
         lambda segment, distance, depth: {"length": segment, "chunk": segment, "basis": 16, "widths": (0.05, 0.1)}
     ),
 )
-class InfinityFormer(LayerMemory):
+class InfinityFormer(KeepsSinks):
     """A short memory of the last inputs, and before it the whole past as a continuous signal of fixed size.
 
     As soon as a row has `length + chunk` inputs in the short memory, its oldest `chunk` enter the signal. It is fitted
@@ -104,7 +104,7 @@ class InfinityFormer(LayerMemory):
             (of its part in the variance unless `prior_mean` is given); 0 for none. prior_deviation, prior_mean: of that
             density.
         normalise: whether inputs enter the signal with mean 0 and variance 1.
-        relative: see `TransformerXL`.
+        relative, sinks: see `TransformerXL`.
     """
 
     needs = frozenset({"state", "context", "head", "own_loss"})
@@ -134,8 +134,11 @@ class InfinityFormer(LayerMemory):
         prior_mean: float | None = None,
         normalise: bool = True,
         relative: bool = True,
+        sinks: int = 0,
     ) -> None:
         super().__init__()
+        at_least_one("; 0 keeps none", least=0, sinks=sinks)
+        self.sinks = sinks
         samples = basis if samples is None else samples
         at_least_one(NO_MEMORY, basis=basis, length=length, chunk=chunk, samples=samples, bins=bins)
         check_positive(ridge=ridge, min_variance=min_variance, prior_deviation=prior_deviation)
@@ -188,15 +191,17 @@ class InfinityFormer(LayerMemory):
     def position_scheme(self) -> Positions | None:
         return RelativePositions(self.heads, self.width // self.heads) if self.relative else None
 
-    def init_state(self, batch_size: int, like: Tensor) -> InfinityState:
+    def init_state(self, batch_size: int, like: Tensor) -> Any:
         recent = empty_rows(batch_size, self.length + self.chunk - 1, self.width, like)
         wide = torch.promote_types(like.dtype, torch.float32)
         coefficients_BCD = like.new_zeros(batch_size, len(self.centre_C), self.width, dtype=wide)
-        return InfinityState(recent, coefficients_BCD, torch.zeros_like(recent.count_B))
+        store = InfinityState(recent, coefficients_BCD, torch.zeros_like(recent.count_B))
+        return self.beside_sinks(store, batch_size, like)
 
-    def open(self, state: InfinityState, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> InfinityOpened:
+    def open(self, state: Any, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> InfinityOpened:
         assert project_kv is not None
-        recent = state.recent
+        sinks, state = state if self.sinks else (None, state)
+        recent = state.recent if sinks is None else placed(sinks, state.recent, first_B1P)
         k_BHME, v_BHME = project_kv(recent.clean_BMD)
         context = Context(k_BHME, v_BHME, recent.positions_BMP, recent.valid_BM, consecutive=True, clean=True)
         with torch.autocast(recent.hidden_BMD.device.type, enabled=False):
@@ -240,7 +245,7 @@ class InfinityFormer(LayerMemory):
         # Without a signal z is 0, and so is its projection.
         return y_BND + self.output(reading.output_BHNE.transpose(1, 2).flatten(2)).to(y_BND.dtype)
 
-    def write(self, state: InfinityState, trace: Trace) -> tuple[InfinityState, Tensor | None]:
+    def store(self, state: InfinityState, trace: Trace) -> tuple[InfinityState, Tensor | None]:
         attention: SignalRead = trace.reading.carry
         with torch.no_grad(), torch.autocast(trace.x_BND.device.type, enabled=False):
             after = self._store(state, trace, attention)

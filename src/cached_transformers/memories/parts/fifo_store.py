@@ -7,13 +7,13 @@ dimensions (rows, or rows and heads), C channels.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cached_transformers.interfaces.capabilities import own_word
-from cached_transformers.interfaces.memory import Context, ProjectKV, Query
+from cached_transformers.interfaces.memory import Context, ProjectKV, Trace
 from cached_transformers.state import State
 
 own_word("stored_kv", "keys and values, with as many heads as the queries, to be stored instead of hidden states")
@@ -78,20 +78,14 @@ def empty_pairs(batch_size: int, slots: int, width: int, like: Tensor, channels:
     return Pairs(*empty_rows(batch_size, slots, 2 * width, like, channels))
 
 
-def push_either(state: Rows | Pairs, x_BND: Tensor, query: Query, padding_BN: Tensor | None) -> Rows | Pairs:
-    """Push the layer's inputs, detached, or their keys and values, whichever the state holds."""
-    assert query.positions_BNP is not None
-    if not isinstance(state, Pairs):
-        return push(state, x_BND.detach(), query.positions_BNP, padding_BN)
-    assert query.k_BHNE is not None and query.v_BHNE is not None
-    return push_pairs(state, query.k_BHNE, query.v_BHNE, query.positions_BNP, padding_BN)
-
-
-def push_pairs(
-    pairs: Pairs, k_BHNE: Tensor, v_BHNE: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None
-) -> Pairs:
-    """Store keys and values, detached, after those that are there; see `push`."""
-    return Pairs(*push(Rows(*pairs), side_by_side(k_BHNE, v_BHNE).detach(), positions_BNP, padding_BN))
+def push_made(
+    rows: Rows | Pairs, hidden_BND: Tensor, trace: Trace, positions_BNP: Tensor, padding_BN: Tensor | None
+) -> Rows | Pairs:
+    """Push hidden states, or keys and values that the reading's `carry` makes of them."""
+    if not isinstance(rows, Pairs):
+        return push(rows, hidden_BND, positions_BNP, padding_BN)
+    pairs_BNW = side_by_side(*trace.reading.carry(hidden_BND)).detach()
+    return Pairs(*push(Rows(*rows), pairs_BNW, positions_BNP, padding_BN))
 
 
 def side_by_side(*made_BHME: Tensor) -> Tensor:
@@ -115,8 +109,8 @@ def read_store(
     return *keys_values(state.pairs_BMW, heads), False
 
 
-def lined_up(older: Rows | Pairs, newer: Rows | Pairs) -> tuple[Tensor, Tensor, Tensor]:
-    """Contents, positions and validity of all slots of two stores, oldest first, with the empty ones in front."""
+def lined_up(older: Rows | Pairs, newer: Rows | Pairs) -> Any:
+    """Two stores as one, of the newer's kind, with its empty slots before all others."""
     first, second = Rows(*older), Rows(*newer)
     slots, gap_B1 = second.hidden_BMD.shape[1], second.hidden_BMD.shape[1] - second.count_B[:, None]
     total = first.hidden_BMD.shape[1] + slots
@@ -127,7 +121,8 @@ def lined_up(older: Rows | Pairs, newer: Rows | Pairs) -> tuple[Tensor, Tensor, 
     positions_BMP = torch.cat([first.positions_BMP, second.positions_BMP], 1)
     valid_BM = place_M >= total - (first.count_B + second.count_B)[:, None]
     hidden_BMD = torch.where(valid_BM[..., None], hidden_BMD.gather(1, index_BM.expand_as(hidden_BMD)), 0)
-    return hidden_BMD, positions_BMP.gather(1, index_BM.expand_as(positions_BMP)), valid_BM
+    positions_BMP = positions_BMP.gather(1, index_BM.expand_as(positions_BMP))
+    return type(newer)(hidden_BMD, positions_BMP, first.count_B + second.count_B)
 
 
 def as_kept(state: State, layout: State, project_kv: ProjectKV) -> State:
