@@ -171,7 +171,7 @@ def _kind(value: Any) -> str:
     """Describe the type of a value that does not fit."""
     if isinstance(value, int) and abs(value) > LARGEST:
         return "one of more than 64 bits"
-    return "not-a-number" if isinstance(value, float) and math.isnan(value) else type(value).__name__
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else type(value).__name__
 
 
 def is_plain(text: str) -> bool:

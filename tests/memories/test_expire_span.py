@@ -22,6 +22,7 @@ from cached_transformers.interfaces.memory import Query, Reading, Trace
 from cached_transformers.memories.expire_span import ExpireSpan
 from cached_transformers.memories.parts.fifo_store import Rows, empty_rows
 from cached_transformers.models.language_model import LanguageModel
+from cached_transformers.state import map_state
 
 SPEC: dict[str, Any] = {"name": "expire_span", "length": 12, "longest": 9.3, "ramp": 3, "initial": 0.4}
 
@@ -197,7 +198,7 @@ def test_the_loss_leaves_padding_out_and_is_the_mean_of_rows() -> None:
     begin = run(model, text(2, 12), 4)[-1].state
 
     def loss(tokens_BN: Tensor, padding_BN: Tensor | None, rows: slice) -> Tensor:
-        cut = type(begin)(begin.clock_B[rows], begin.model, tuple(type(s)(*(t[rows] for t in s)) for s in begin.layers))
+        cut = map_state(lambda t: t[rows], begin)
         return model(tokens_BN, cut, padding=padding_BN).auxiliary_loss
 
     tokens_BN = text(2, 4, 3)
