@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from attentions.dense import padding_last
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -90,7 +91,7 @@ def test_the_core_is_its_loop_over_tokens(tokens: int, k: int, clip: int, types:
         sources = [torch.randn(B, H, tokens, size, dtype=torch.double, requires_grad=True) for size in (E, E, V)]
         got = core(*sources, causal=causal, key_padding_mask=padding).out_BHNV
         hidden = torch.zeros(B, tokens, dtype=torch.bool) if padding is None else padding
-        want = twin(core, *sources, hidden, causal=causal)
+        want = padding_last(lambda *given: twin(core, *given, causal=causal), sources, hidden)
         torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
         weight, wanted = torch.randn_like(want), [*sources, *core.parameters()]
         if not want.requires_grad:
