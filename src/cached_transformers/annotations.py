@@ -204,4 +204,5 @@ def hints_of(factory: Callable[..., Any]) -> dict[str, Any]:
             with contextlib.suppress(NameError):
                 one = types.SimpleNamespace(__annotations__={name: annotation}, __wrapped__=target)
                 found |= typing.get_type_hints(one)
-    return {name: found.get(name, Any if a is inspect.Parameter.empty else a) for name, a in written.items()}
+    hints = {name: found.get(name, annotation) for name, annotation in written.items()}
+    return {name: Any if hint is inspect.Parameter.empty else hint for name, hint in hints.items()}
