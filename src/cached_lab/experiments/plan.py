@@ -283,12 +283,12 @@ def optimizer_bytes(model: nn.Module, config: RunConfig, gpu: bool) -> tuple[int
     with Rehearsed(SLACK) as live:
         live.updating = True
         optimizer.step()  # creates the state
-        states = live.now()
+        before = live.now()
         live.restart()
         limit = math.inf if config.training.clip_norm is None else config.training.clip_norm
         nn.utils.clip_grad_norm_(model.parameters(), limit)
         optimizer.step()
-        return states, live.peak - states
+    return sum(t.nbytes for t in tree_leaves(dict(optimizer.state)) if isinstance(t, Tensor)), live.peak - before
 
 
 def bare_model(config: RunConfig) -> nn.Module:
