@@ -184,3 +184,10 @@ def test_refused() -> None:
     with pytest.raises(ValueError, match=r"reversible=True.*short_convolution"):
         LanguageModel(11, 16, 2, 2, 16, short_convolution=2, reversible=True)
     assert generate(build(), torch.zeros(1, 2, dtype=torch.long), tokens=3, segment_length=4).tokens.shape == (1, 3)
+
+
+def test_an_empty_state_that_is_not_finite_is_zeros() -> None:
+    model, ids = build().eval(), torch.randint(0, 11, (B, 4))
+    state = model.init_state(B)
+    layers = tuple(part._replace(recent_BTD=torch.full_like(part.recent_BTD, torch.nan)) for part in state.layers)
+    torch.testing.assert_close(model(ids, state._replace(layers=layers)).outputs, model(ids).outputs)
