@@ -137,8 +137,6 @@ class Infini(Recurrent):
     ) -> None:
         super().__init__()
         check_heads(width, heads)
-        if math.isnan(initial_gate):
-            raise ValueError(
                 f"initial_gate={initial_gate} must be a number, 0 for halves; -inf closes the gate for good"
             )
         self.heads, self.head_width = heads, width // heads
