@@ -97,7 +97,7 @@ def _is_one(value: Any, expected: type) -> bool:
         value = python_number(value)
         if isinstance(value, int) and not isinstance(value, bool):
             return abs(value) <= LARGEST
-        return expected is float and isinstance(value, float) and math.isfinite(value)
+        return expected is float and isinstance(value, float) and not math.isnan(value)
     if expected is bool:
         value = python_number(value)
     if isinstance(value, str):
@@ -115,11 +115,12 @@ def python_number(value: Any) -> Any:
 def check_argument(path: str, value: Any, expected: Any) -> Any:
     """Return an argument of a call, as `check_type`; scalars of numpy and torch become Python numbers.
 
-    An annotation that is not `understood` is not checked, an iterable is not read, and names of parts with their
-    options are checked when the part is built.
+    An annotation of None or one that is not `understood` is not checked, an iterable is not read, and names of parts
+    with their options are checked when the part is built.
     """
     kinds = [get_origin(part) or part for part in (expected, *get_args(expected))]
-    if not understood(expected) or any(kind in kinds for kind in (collections.abc.Iterable, *_MAPPINGS)):
+    unread = (type(None), collections.abc.Iterable, *_MAPPINGS)
+    if not understood(expected) or expected in unread or any(kind in kinds for kind in unread[1:]):
         return value
     value = python_number(value) if any(kind in kinds for kind in (int, float, bool)) else value
     check_type(path, value, expected)
@@ -142,11 +143,13 @@ def checked(target: Target) -> Target:
         hints = hints_of(target)
 
         def fitting(name: str, value: Any) -> Any:
-            value = check_argument(name, value, hints.get(name, Any))
+            if name not in hints:
+                return value
+            value = check_argument(name, value, hints[name])
             if isinstance(value, int) and ((value >= 2**31 and name != "seed") or (value < 1 and name in SIZES)):
                 raise ValueError(f"{name}={value} must be at least 1, and less than 2**31")
-            if isinstance(value, float) and 3e38 < abs(value) < math.inf:
-                raise ValueError(f"{name}={value} is not a number of 32 bits")
+            if isinstance(value, float) and abs(value) > 3e38 and (name, value) != ("initial_gate", -math.inf):
+                raise ValueError(f"{name}={value} must be finite, and a number of 32 bits")
             return value
 
         args = tuple(map(fitting, names, args)) + args[len(names) :]
@@ -204,5 +207,4 @@ def hints_of(factory: Callable[..., Any]) -> dict[str, Any]:
             with contextlib.suppress(NameError):
                 one = types.SimpleNamespace(__annotations__={name: annotation}, __wrapped__=target)
                 found |= typing.get_type_hints(one)
-    hints = {name: found.get(name, annotation) for name, annotation in written.items()}
-    return {name: Any if hint is inspect.Parameter.empty else hint for name, hint in hints.items()}
+    return {name: Any if a is inspect.Parameter.empty else found.get(name, a) for name, a in written.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -84,6 +85,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("gated_delta", {"decay": "fixed", "decay_gate": "safe"}, "decay_gate='safe'"),
     ("gated_delta", {"decay": "none", "decay_rank": 2}, "decay_rank=2.*decay='none'"),
     ("gated_delta", {"half_life": (64.0, 8.0)}, r"half_life=\(64.0, 8.0\)"),
+    ("gated_delta", {"half_life": (8.0, math.inf)}, r"half_life=\(8.0, inf\)"),
     ("gated_delta", {"half_life": (0.5, 8.0)}, r"half_life=\(0.5, 8.0\)"),
     ("gated_delta", {"features": "silu"}, "features='silu'.*rule=\"delta\""),
     ("gated_delta", {"rule": "sum", "negative_eigenvalues": True}, 'rule="sum"'),

@@ -222,7 +222,7 @@ def test_draws_are_those_of_the_recorded_results() -> None:
         ("niah", {"values": 4, "segment": 8}, "segment=8 must hold .*; take at least 9"),
         ("niah", {"keys": 4, "words": 4, "haystack": "needles"}, "words=4 must be at least 5"),
         ("niah", {"queries": 2}, "queries=2, keys=1"),
-        ("niah", {"haystack": "hay"}, "haystack='hay' must be one of line, words, needles"),
+        ("niah", {"haystack": "hay"}, "haystack='hay' must be one of .*line.*words.*needles"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(name: str, options: dict[str, Any], message: str) -> None:
@@ -267,7 +267,7 @@ def library(tmp_path: Path) -> dict[str, Path]:
     [
         ({"question": "qa2"}, FileNotFoundError, "en/qa2_"),
         ({"books": Path("nowhere")}, FileNotFoundError, r"txt\.xz"),
-        ({"question": "qa6"}, ValueError, "question='qa6' must be one of qa1, qa2"),
+        ({"question": "qa6"}, ValueError, "question='qa6' must be one of .*qa1.*qa2"),
         ({"segment": 3}, ValueError, "segment=3"),
         ({"facts": 1}, ValueError, "facts=1"),
     ],

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.capabilities import CORE_WORDS, refuse_misfit
 from cached_transformers.interfaces.memory import Entry, LayerMemory, ModelMemory, Tokens, Trace
 from cached_transformers.memories.parts.composite import recipe_of
@@ -132,6 +133,7 @@ class Stack(nn.Module):
         reversible: bool = False,
     ) -> None:
         super().__init__()
+        at_least_one(" layer", depth=depth)
         self.blocks = nn.ModuleList(make_block(i) for i in range(depth))
         self.model_memory = model_memory if model_memory is not None else ModelMemory()
         self.norm = norm if norm is not None else nn.LayerNorm(width, norm_eps) if width is not None else nn.Identity()

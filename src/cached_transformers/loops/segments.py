@@ -162,12 +162,11 @@ class SegmentLoop(nn.Module):
                 memory shared by all rows in training, or inside a segment of a diagonal schedule.
         """
         _check_shapes(inputs_BN, targets_BN, padding)
-        told = padding
         if documents is not None:
             documents, padding = told_documents(documents, padding, inputs_BN)
-            told = None  # the ids hold the padding, on the CPU
-        total = auxiliary = inputs_BN.new_zeros((), dtype=torch.float32)
+        told = padding if documents is None else None  # the ids hold the padding, on the CPU
         outs = list(self.read(inputs_BN, targets_BN, state, reset, told, places, documents))
+        total = auxiliary = inputs_BN.new_zeros((), dtype=torch.float32)
         for out in outs:
             total = total + out.outputs.sum()
             auxiliary = auxiliary + out.auxiliary_loss
@@ -239,9 +238,7 @@ class SegmentLoop(nn.Module):
         _check_shapes(inputs_BN, targets_BN, padding)
         if places is not None:
             check_places(places, inputs_BN)
-        if reset is not None:
-            self._check_reset(reset, *inputs_BN.shape[:2])
-        resets: list[Tensor | None] = [] if reset is None else list(reset.view(len(reset), -1).unbind(1))
+        resets: list[Tensor | None] = [] if reset is None else self._resets(reset, *inputs_BN.shape[:2])
         if documents is not None:
             if self.passes > 1:
                 refuse_documents(documents, f"passes={self.passes} begin again with all inputs of a row")
@@ -261,7 +258,7 @@ class SegmentLoop(nn.Module):
         parts = cut(batch.inputs_BN.shape[1], self.segment_length)
         return [SegmentPiece(*(None if t is None else t[:, part] for t in batch)) for part in parts]  # type: ignore[arg-type]
 
-    def _check_reset(self, reset: Tensor, rows: int, tokens: int) -> None:
+    def _resets(self, reset: Tensor, rows: int, tokens: int) -> list[Tensor | None]:
         shape = shape_of("reset", reset)
         if len(shape) not in (1, 2) or shape[0] != rows or reset.dtype != torch.bool:
             raise ValueError(f"reset of shape {shape} and {reset.dtype} must be bool, of {rows} rows")
@@ -272,6 +269,7 @@ class SegmentLoop(nn.Module):
                 f"resets at {count} segments of a batch of {tokens} tokens; passes={self.passes} over segments of "
                 f"{self.segment_length} tokens can have {most}"
             )
+        return list(reset.view(rows, -1).unbind(1))
 
     def _refuse_shards(self) -> None:
         """Refuse (ValueError) FSDP inside the loop, whose hooks scatter gradients at the first backward of a block."""

@@ -105,10 +105,10 @@ def read_stream(
 def _segments(pieces: Iterable[list[int]], length: int) -> Iterator[list[int]]:
     """The tokens of each segment and the next token, its last target."""
     buffer: list[int] = []
-    for piece in pieces if isinstance(pieces, Iterable) else [pieces]:
-        if isinstance(piece, str) or not isinstance(piece, Iterable):
+    for piece in [pieces] if getattr(pieces, "shape", 0) == () or not isinstance(pieces, Iterable) else pieces:
+        if isinstance(piece, str) or getattr(piece, "shape", 0) == () or not isinstance(piece, Iterable):
             raise ValueError(f"pieces has {shown(piece)}: each piece must be a list of token ids")
-        buffer += piece
+        buffer += piece  # type: ignore[arg-type]
         while len(buffer) > length:
             yield buffer[: length + 1]
             del buffer[:length]

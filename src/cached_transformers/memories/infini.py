@@ -21,7 +21,6 @@ Legend: B rows, N tokens, H heads, E head width (F a second one), D = H E model 
 
 from __future__ import annotations
 
-import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -137,10 +136,6 @@ class Infini(Recurrent):
     ) -> None:
         super().__init__()
         check_heads(width, heads)
-        if math.isnan(initial_gate):
-            raise ValueError(
-                f"initial_gate={initial_gate} must be a number, 0 for halves; -inf closes the gate for good"
-            )
         self.heads, self.head_width = heads, width // heads
         self.groups, self.key_width = heads, self.head_width
         self.update: Update = update

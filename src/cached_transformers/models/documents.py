@@ -37,6 +37,8 @@ from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.state import State, join, reorder
 from cached_transformers.state import reset as reset_rows
 
+from .inputs import shape_of
+
 PADDING = -1
 """Document id of padding; any negative number is padding."""
 
@@ -164,7 +166,7 @@ def document_ids_from_position_ids(position_ids_BN: Tensor, padding: Tensor | No
 
 def check_documents(documents: Tensor, rows: int, columns: int) -> None:
     """Refuse (ValueError) ids of another shape or dtype; `plan_documents` checks values."""
-    if tuple(documents.shape) != (rows, columns) or not _whole(documents):
+    if shape_of("documents", documents) != (rows, columns) or not _whole(documents):
         raise ValueError(
             f"documents of shape {tuple(documents.shape)} and dtype {documents.dtype} must be an id for each token, "
             f"{(rows, columns)}, whole numbers, negative at padding"

@@ -86,8 +86,7 @@ def generate(
     choice = Choice(tokens, **options)
     if prompt_BN.dim() != 2 or 0 in prompt_BN.shape:
         raise ValueError(f"prompt_BN={tuple(prompt_BN.shape)}: it needs (rows, tokens) with at least one token")
-    if segment_length is not None:
-        at_least_one(segment_length=segment_length)
+    at_least_one(segment_length=segment_length)
     model = as_language_model(model)
     with evaluating(model):
         rows = prompt_BN.shape[0]
