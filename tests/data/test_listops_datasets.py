@@ -201,7 +201,7 @@ class TestTSV:
             ("7\t7\r\n", "line 1: expected 'Source<TAB>Target'"),
             ("", "line 1: expected"),
             (HEADER, "line 1: expected .* and rows"),
-            ("\udcff\udcfe", "is not UTF-8"),
+            ("\udcff\udcfe", "UTF-16"),
         ],
     )
     def test_malformed_files_are_named_with_the_line(self, tmp_path, content, message):

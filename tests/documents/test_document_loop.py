@@ -147,7 +147,7 @@ def test_the_last_token_that_is_no_padding_answers() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pool": "first"}, "unknown pool 'first'"),
+        ({"pool": "first"}, "pool='first'"),
         ({"pool": "last", "init": "lra"}, "pool='last' .*init='lra'"),
         ({"pool": "last", "head_width": 4}, "pool='last' .*head_width=4"),
     ],

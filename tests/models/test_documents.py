@@ -265,7 +265,7 @@ def test_what_cannot_be_told_of_documents_says_so() -> None:
     pairs = create_model("encoder_decoder", vocabulary=VOCABULARY, max_length=16, **sizes)
     with pytest.raises(ValueError, match="EncoderDecoder"):
         pairs(inputs, inputs, documents=PACKED)
-    with pytest.raises(ValueError, match="generate continues each row"):
+    with pytest.raises(ValueError, match="documents"):
         generate(build(), inputs, tokens=1, segment_length=SEGMENT, documents=PACKED)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="passes=2"):
         SegmentLoop(build(), SEGMENT, passes=2)(inputs, targets, documents=PACKED)

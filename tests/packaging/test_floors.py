@@ -60,6 +60,7 @@ def test_no_module_of_ours_is_imported_by_a_string() -> None:
     ours = [
         f"{path.relative_to(PROJECT)}: {line.strip()}"
         for path in (PROJECT / "src").rglob("*.py")
+        if path.parts[-2:] != ("cli", "main.py")  # the commands beside it, below no other floor
         for line in path.read_text().splitlines()
         if "import_module(" in line and ("cached_transformers" in line or '"."' in line or "__package__" in line)
     ]

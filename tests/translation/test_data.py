@@ -168,7 +168,7 @@ def test_line_ends_and_marks_of_windows_do_not_count(tmp_path: Path) -> None:
     [
         ({"target": "fr"}, r"de-fr for split 'train': expected train.de.*; it has test.de, test.en"),
         ({"target": "de"}, "must be two languages"),
-        ({"target": None}, "data.target=None must be two languages"),
+        ({"target": None}, "target=None"),
         ({"test": "test2016"}, r"expected test2016.de; .*data.test=NAME"),
         ({"vocabulary_size": 100}, "vocabulary_size=100 must be at least 260"),
         ({"text_format": "mosess"}, "unknown data.text_format 'mosess'; did you mean 'moses'"),

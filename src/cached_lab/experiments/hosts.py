@@ -44,7 +44,7 @@ def tiny(host: str) -> nn.Module:
     if host == "timm":
         timm = require("timm", extra="vision")
         return timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=32, depth=2, num_heads=4)  # type: ignore[no-any-return]
-    transformers = require("transformers", extra="transformers")
+    transformers = require("transformers", extra="language")
     for left_out in (None, "head_dim"):  # which a few configs compute
         sizes = {size: value for size, value in SMALL.items() if size != left_out}
         try:
