@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cached_lab.experiments.probes.tasks import Latch
 from cached_transformers import add_memory
+from cached_transformers import state as states
 from cached_transformers.interfaces.memory import Query, Reading, Trace
 from cached_transformers.memories.expire_span import ExpireSpan
 from cached_transformers.memories.parts.fifo_store import Rows, empty_rows
@@ -180,7 +181,7 @@ def test_the_loss_leaves_padding_out_and_is_the_mean_of_rows() -> None:
     begin = run(model, text(2, 12), 4)[-1].state
 
     def loss(tokens_BN: Tensor, padding_BN: Tensor | None, rows: slice) -> Tensor:
-        cut = type(begin)(begin.clock_B[rows], begin.model, tuple(type(s)(*(t[rows] for t in s)) for s in begin.layers))
+        cut = states.map_state(lambda t: t[rows], begin)
         return model(tokens_BN, cut, padding=padding_BN).auxiliary_loss
 
     tokens_BN = text(2, 4, 3)

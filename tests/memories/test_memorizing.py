@@ -210,16 +210,16 @@ def test_faiss_gives_what_exact_search_gives() -> None:
     indexed.load_state_dict(exact.state_dict())
     twins = [copy.deepcopy(indexed), pickle.loads(pickle.dumps(indexed)), indexed]
     streams = torch.randint(0, 11, (2, 3, 48)).split(6, -1)  # two streams of three rows
-    given = [exact.init_state(3), exact.init_state(3)]
+    given, kind_B0F = [exact.init_state(3), exact.init_state(3)], indexed.init_state(3).kind_B0F
     for step, segments in enumerate(streams):
         for stream in range(2):
             if step == 3 and stream == 1:
                 given[1] = states.reset(given[1], exact.init_state(3), torch.tensor([False, True, False]))
             want = exact(segments[stream], given[stream])
-            got = twins[step % 3](segments[stream], given[stream])
+            got = twins[step % 3](segments[stream], given[stream]._replace(kind_B0F=kind_B0F))
             torch.testing.assert_close(got.outputs, want.outputs, rtol=0, atol=1e-5)
             given[stream] = want.state
-    indexed(streams[0][0], given[0]).outputs.square().mean().backward()
+    indexed(streams[0][0], given[0]._replace(kind_B0F=kind_B0F)).outputs.square().mean().backward()
     assert indexed.stack.blocks[0].attention.memory.scale_H.grad.abs().min() > 0
 
 
