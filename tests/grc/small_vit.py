@@ -33,18 +33,8 @@ def cached_layer(width: int, heads: int, length: int, *, name: str = "grc", **op
 def small_vit(*, depth: int = 2, **grc: Any) -> nn.Module:
     """The same weights at every call; `name` is that of the memory."""
     torch.manual_seed(0)
-    return create_model(
-        "vision_transformer",
-        image_size=8,
-        patch_size=4,
-        channels=1,
-        classes=3,
-        width=16,
-        depth=depth,
-        heads=2,
-        feed_forward=32,
-        memory={"name": "grc", **grc},
-    )
+    sizes = {"image_size": 8, "patch_size": 4, "channels": 1, "classes": 3, "width": 16, "heads": 2, "feed_forward": 32}
+    return create_model("vision_transformer", **sizes, depth=depth, memory={"name": "grc", **grc})
 
 
 def images(seed: int = 0, rows: int = 4) -> Tensor:
@@ -69,10 +59,10 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
 
 
-def step(model: nn.Module, x: Tensor, run: Any = None, rate: float = 0.1) -> list[Tensor]:
+def step(model: nn.Module, x: Tensor, rate: float = 0.1) -> list[Tensor]:
     """One step of plain SGD; returns the gradients."""
     model.zero_grad()
-    (model if run is None else run)(x).outputs.square().mean().backward()
+    model(x).outputs.square().mean().backward()
     found = gradients(model)
     with torch.no_grad():
         for parameter, grad in zip(model.parameters(), found, strict=True):

@@ -127,9 +127,6 @@ def test_another_precision_folds_anew(dtype: torch.dtype, explicit: bool) -> Non
     assert torch.equal(folded, unfolded)
 
 
-# ---- gradients in evaluation
-
-
 def test_frozen_weights_fold_and_the_input_still_gets_its_gradient() -> None:
     layer = Layer().eval().requires_grad_(False)
     x_BND = torch.randn(2, LENGTH, WIDTH, requires_grad=True)
@@ -152,9 +149,6 @@ def test_eval_inside_inference_mode_leaves_nothing_that_a_graph_cannot_hold() ->
     assert torch.equal(y_BND, expected) and x_BND.grad.abs().max() > 0
     layer.requires_grad_(True).train()(x_BND).sum().backward()
     assert layer.branch.key_value.weight.grad.abs().max() > 0
-
-
-# ---- compilation and export
 
 
 def used_inputs(exported: torch.export.ExportedProgram) -> set[str]:
@@ -203,9 +197,6 @@ def test_compiled_code_sees_changes_until_fold() -> None:
         torch.testing.assert_close(run(x_BND), changed, rtol=0, atol=1e-6)  # constants, as asked
         unfold(layer)
         assert (run(x_BND) - changed).abs().max() > 1e-5
-
-
-# ---- refusals
 
 
 def test_a_training_layer_is_not_folded() -> None:

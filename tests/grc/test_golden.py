@@ -64,16 +64,9 @@ class Attended:
 def test_paper(folder: Path, name: str) -> None:
     golden = Golden(folder / f"paper_r050_{name}.npz")
     meta = golden.meta
-    layer = GRCAttention(
-        meta["dim"],
-        meta["heads"],
-        meta["Tm"],
-        ratio=meta["ratio"],
-        variant="paper",
-        attend=meta["attend"],
-        combine={"pad": "pad", "vproj": "project"}[meta["combine"]],
-        interpolation=meta["mode"],
-    )
+    options = {name: meta[name] for name in ("ratio", "attend")} | {"interpolation": meta["mode"]}
+    options |= {"variant": "paper", "combine": {"pad": "pad", "vproj": "project"}[meta["combine"]]}
+    layer = GRCAttention(meta["dim"], meta["heads"], meta["Tm"], **options)
     places = paper_places(meta["dim"], int(meta["dim"] * meta["ratio"]))
     load(layer, golden, places)
     memory: GRC = layer.memory  # type: ignore[assignment]

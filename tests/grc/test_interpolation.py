@@ -46,14 +46,6 @@ def test_rule(mode: Interpolation, tokens: int, length: int) -> None:
     torch.testing.assert_close(interpolate(x_BNC, length, mode), expected, rtol=0, atol=1e-12)
 
 
-@modes
-def test_as_many_slots_as_tokens_change_nothing(mode: Interpolation) -> None:
-    x_BNC = torch.randn(2, 6, 3)
-    assert torch.equal(interpolate(x_BNC, 6, mode), x_BNC)
-    no_padding = torch.zeros(2, 6, dtype=torch.bool)
-    torch.testing.assert_close(interpolate(x_BNC, 6, mode, no_padding), x_BNC, rtol=0, atol=1e-6)
-
-
 PADDINGS = {
     "right": [[0, 0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1, 1]],
     "left": [[1, 1, 0, 0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 0]],
@@ -102,9 +94,6 @@ def test_long_padded_rows_keep_their_digits_in_half_precision(mode: Interpolatio
     torch.testing.assert_close(rough.float(), exact, rtol=0, atol=tolerance)
 
 
-# ---- maps
-
-
 @modes
 @pytest.mark.parametrize("prefix", [0, 1, 2])
 @pytest.mark.parametrize("size, to_size", [((4, 6), (2, 3)), ((3, 3), (5, 7)), ((6, 4), (3, 4))])
@@ -131,9 +120,6 @@ def test_a_turned_map_is_resized_and_not_reread() -> None:
     got = interpolate(x_BNC, 8, "nearest", size=(2, 4), to_size=(4, 2))
     assert got.flatten().tolist() == [0, 2, 0, 2, 4, 6, 4, 6]
     assert torch.equal(interpolate(x_BNC, 8, "nearest"), x_BNC)
-
-
-# ---- refusals
 
 
 def test_tokens_that_are_not_the_map_are_refused() -> None:

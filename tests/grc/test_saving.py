@@ -31,9 +31,6 @@ def assert_same_future(a: nn.Module, b: nn.Module) -> None:
         assert equal(settled(a), settled(b))
 
 
-# ---- checkpoints
-
-
 @kinds
 def test_a_checkpoint_in_mid_training_holds_the_pending_proposal(options: dict[str, Any]) -> None:
     model = small_vit(**options)
@@ -56,9 +53,6 @@ def test_saving_does_not_change_training(options: dict[str, Any]) -> None:
         step(model, images(index)), step(twin, images(index))
         model.state_dict()
     assert_same_future(model, twin)
-
-
-# ---- copies
 
 
 def test_a_stale_proposal_in_an_average_never_overwrites() -> None:
@@ -103,9 +97,6 @@ def test_timm_averages_caches_with_the_weights(timm_utils: Any, kind: str, copie
     fresh.load_state_dict(expected)
     with torch.no_grad():  # no keys and values of an older average
         torch.testing.assert_close(ema.module(images(5)).outputs, fresh(images(5)).outputs, rtol=0, atol=1e-6)
-
-
-# ---- another length
 
 
 def test_a_cache_of_another_length_is_refused_with_the_ways_out() -> None:
@@ -160,9 +151,6 @@ def test_resizing_in_evaluation_is_seen_at_once(name: str) -> None:
             resize_caches(layer, length)
             got = layer(x_BND).y_BND
             assert torch.equal(got, layer.eval()(x_BND).y_BND)
-
-
-# ---- models without storage
 
 
 def on_meta() -> nn.Module:

@@ -100,9 +100,6 @@ def test_two_training_steps_and_all_gradients(
         torch.testing.assert_close(layer.memory.cache.cache_MC, cache_MC, rtol=0, atol=1e-10)
 
 
-# ---- the mean update with a backward of its own
-
-
 class Inputs:
     """Random inputs of one update in float64."""
 
@@ -141,23 +138,12 @@ def test_mean_update_is_the_mean_of_row_updates(candidate: Candidate, weight: li
     agree([got], [expected], {str(i): t for i, t in enumerate(given.leaves)}, atol=1e-12, grads=1e-12, least=1e-3)
 
 
-@pytest.mark.parametrize("candidate", CANDIDATES)
-@pytest.mark.parametrize("weight", [None, [True, False, True]])
-def test_gradcheck(candidate: Candidate, weight: list[bool] | None) -> None:
-    given = Inputs(candidate)
-    weight_B = None if weight is None else torch.tensor(weight)
-    assert torch.autograd.gradcheck(lambda *leaves: given.mean(*leaves, weight_B=weight_B), given.leaves)
-
-
 def test_a_second_derivative_is_refused() -> None:
     given = Inputs("norm")
     loss = given.mean(*given.leaves).square().sum()
     (grad,) = torch.autograd.grad(loss, given.s_BMC, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
-
-
-# ---- limiting cases
 
 
 @pytest.mark.parametrize("combine", ["pad", "project"])

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +24,9 @@ from cached_transformers.memories.parts.composite import SideBySide
 
 VOCABULARY, WIDTH, HEADS, SEGMENT, ROWS = 11, 8, 2, 5, 3
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
+long_streams = pytest.mark.parametrize(
+    ("tokens", "seed"), [(4096, 0), *(pytest.param(65536, seed, marks=pytest.mark.slow) for seed in range(3))]
+)
 
 
 def wild(module: Any, scale: float = 0.3) -> Any:
@@ -120,6 +124,16 @@ def logit(scheme: Any, q_E: Tensor, k_E: Tensor, head: int, code_D: Tensor | Non
 def project(layer: Any, x_D: Tensor) -> list[tuple[Tensor, ...]]:
     """Query, key and value of one token, each as one vector a head."""
     return [part.chunk(HEADS) for part in layer.qkv(layer.norm(x_D)).chunk(3)]
+
+
+def attended(layer: Any, x_D: Tensor, seen: Sequence[Tensor], codes: Iterable[Tensor] | None = None) -> Tensor:
+    """One token's attention over others, head by head; without positions, or with the code of each distance."""
+    q, pairs, heads = project(layer, x_D)[0], [project(layer, t)[1:] for t in seen], []
+    given = [None] * len(pairs) if codes is None else list(codes)
+    for h in range(HEADS):
+        logits = [logit(layer.positions, q[h], k[h], h, code) for (k, _), code in zip(pairs, given, strict=True)]
+        heads.append(torch.stack(logits).softmax(0) @ torch.stack([v[h] for _, v in pairs]))
+    return layer.output(torch.cat(heads))  # type: ignore[no-any-return]
 
 
 def agree(

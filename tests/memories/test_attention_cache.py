@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from grc.test_twin import attend
 from integrations.hosts import Host, close_gates, hosts, stored, train
 from memories.harness import DOUBLE, HEADS, WIDTH, agree
 from torch import Tensor, nn
@@ -30,14 +31,6 @@ def make_layer(**options: Any) -> Any:
     for name, parameter in layer.named_parameters():
         nn.init.normal_(parameter, 1.0 if name.endswith("norm.weight") else 0.0, 0.5)
     return layer
-
-
-# ---- a slow twin
-
-
-def attend(q_E: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    weights = [torch.exp((q_E * k_E).sum() / math.sqrt(len(q_E))) for k_E in keys]
-    return sum(w * v_E for w, v_E in zip(weights, values, strict=True)) / sum(weights)
 
 
 def new_cache(cache: AttendedCache, s_MC: Tensor, known_MC: Tensor) -> Tensor:
@@ -99,9 +92,6 @@ def test_two_training_steps_and_all_gradients(update: str, attend_: str, ratio: 
         torch.testing.assert_close(layer.memory.cache.cache_MC, known_MC, rtol=0, atol=1e-10)
 
 
-# ---- limiting cases
-
-
 def after_steps(seed: int, steps: int, scale: float) -> Tensor:
     """The cache after some steps, of which only the first depends on the seed."""
     torch.manual_seed(0)
@@ -121,9 +111,6 @@ def test_the_cache_stays_bounded_whatever_the_tokens_are() -> None:
 def test_the_cache_keeps_what_older_steps_brought_and_forgets_it_by_and_by() -> None:
     early, late = ((after_steps(1, steps, 1.0) - after_steps(2, steps, 1.0)).abs().max() for steps in (3, 9))
     assert early > 1e-2 and early > 3 * late > 0
-
-
-# ---- models that others wrote
 
 
 @hosts()
@@ -151,8 +138,7 @@ def test_hosts_of_grc_are_hosts_of_this_cache(host: Host, options: dict[str, Any
     assert torch.equal(host.run(model, given), expected)
 
 
-# ---- proof that it remembers: some rows of a batch show a bit, which rows of the next step are asked for
-
+# Proof that it remembers: some rows of a batch show a bit, which rows of the next step are asked for.
 HIDDEN = 4  # tokens 2 and 3 show the bit, 4 hides it
 
 

@@ -1,4 +1,4 @@
-"""Block-Recurrent Transformer: a slow twin, what gates and cuts do to the states, and that it learns.
+"""Block-Recurrent Transformer: a slow twin, its gates, its layers, and hosts.
 
 Legend: B rows, N tokens, S states, H heads, E head width, D = H E.
 """
@@ -27,9 +27,6 @@ kinds = pytest.mark.parametrize(("gate", "form"), KINDS)
 def own_layer(**options: Any) -> Any:
     torch.manual_seed(0)
     return layer_of(BlockRecurrent(WIDTH, HEADS, S, feed_forward=5, **options))
-
-
-# ------------------------------------------------------------------------------------------------------- slow twin
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor) -> Tensor:
@@ -162,9 +159,6 @@ def test_beside_transformer_xl_it_is_the_paper_s_sliding_window() -> None:
     compare(layer, layer.memory.members[1], window=4)
 
 
-# ----------------------------------------------------------------------------------------------------- gates, limits
-
-
 @kinds
 @pytest.mark.parametrize("gates", ["sigmoid", "stretched"])
 def test_where_all_stays_and_nothing_comes_the_states_are_those_of_the_start(gate: Any, form: Any, gates: Any) -> None:
@@ -191,9 +185,6 @@ def test_where_gates_begin() -> None:
         fixed, lstm = (BlockRecurrent(WIDTH, HEADS, S, gate=g, gate_bias=bias) for g in ("fixed", "lstm"))  # type: ignore[arg-type]
         assert (fixed.gate.bias_D - bias).abs().max() < 0.6
         assert lstm.gate.linear.bias.tolist() == [1 + bias] * WIDTH + [-1] * WIDTH  # type: ignore[union-attr]
-
-
-# ------------------------------------------------------------------------------------------------------ in a model
 
 
 @pytest.mark.parametrize(

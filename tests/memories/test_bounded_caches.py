@@ -21,7 +21,6 @@ from cached_transformers import add_memory
 from cached_transformers.attentions.softmax import key_weights
 from cached_transformers.interfaces.memory import Query, Reading, Trace
 from cached_transformers.memories.h2o import H2O
-from cached_transformers.memories.parts.fifo_store import best, from_last
 from cached_transformers.memories.tova import TOVA
 from cached_transformers.models.language_model import LanguageModel
 
@@ -137,19 +136,6 @@ def test_the_twin(kind: str, segment: int) -> None:
     ours = joined(run(model, tokens_BN, segment))
     wanted = torch.stack([twin(model, row.tolist(), segment, SPECS[kind]) for row in tokens_BN])
     agree([ours], [wanted], model, grads=1e-9, least=None)
-
-
-def test_the_best_stand_in_the_order_of_time_behind_empty_slots() -> None:
-    score = torch.tensor([[9.0, 1, 5, 7, 3, 8]])
-    valid = torch.tensor([[False, True, True, True, False, True]])
-    index, real = best(score, valid, 3)
-    assert index.tolist() == [[2, 3, 5]] and real.all()
-    index, real = best(score, valid, 5)
-    assert index[0, 1:].tolist() == [1, 2, 3, 5] and real.tolist() == [[False, True, True, True, True]]
-    assert from_last(valid).tolist() == [[4, 4, 3, 2, 1, 1]]
-
-
-# ---- decoders of transformers
 
 
 def eager(family: Any, spec: dict[str, Any] | None = None, **sizes: Any) -> Any:

@@ -1,4 +1,4 @@
-"""ERNIE-Doc: recorded values of its maintained port, a twin in loops, reach, the second feed, and segment reordering.
+"""ERNIE-Doc: recorded values of its maintained port, a twin in loops, the second feed, and places of slots.
 
 Legend: B rows, N tokens, M slots, T longest segment.
 """
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from memories.harness import agree, build, same_states, sines
-from memories.xl_family import HEADS, WIDTH, Place, copying, joined, language_model, run, text, twin
+from memories.xl_family import WIDTH, Place, copying, joined, language_model, run, text, twin
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,9 +23,6 @@ from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import Stack
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.ernie_doc import ErnieDoc, ErnieDocPositions
-from cached_transformers.positions import RelativePositions
-
-# --- recorded values
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +119,6 @@ def test_the_recorded_document_without_its_padding(golden: Any, feed: str, steps
                 near(mems, wanted["mems"][:, row])
 
 
-# --- a twin in loops
-
-
 @pytest.mark.parametrize("options", [{}, {"start": "zeros"}, {"longest": 5}])
 def test_the_model_is_its_slow_twin(options: dict[str, Any]) -> None:
     length, segment, n = 3, 4, 11
@@ -182,57 +176,6 @@ def test_a_layer_that_sees_both_ways_with_tasks_is_its_formula() -> None:
                     torch.testing.assert_close(got[b, h, i, j], want / math.sqrt(e))
 
 
-# --- what is stored
-
-
-@pytest.mark.parametrize(("memory", "unlimited"), [("ernie_doc", True), ("transformer_xl", False)])
-def test_one_layer_with_two_slots_hears_of_the_first_token_for_ever(memory: str, unlimited: bool) -> None:
-    model, tokens = language_model({"name": memory, "length": 2}, 1), text(1, 24)
-    changed = tokens.clone()
-    changed[:, 0] = (changed[:, 0] + 1) % 13
-    difference = (joined(run(model, tokens, 4)) - joined(run(model, changed, 4))).abs().amax(-1)[0]
-    assert (difference[20:].max() > 1e-9) == unlimited
-    if not unlimited:
-        assert difference[6:].max() == 0
-
-
-# --- an encoder that sees both ways, and the second feed
-
-
-def encoder() -> Stack:
-    torch.manual_seed(4)
-
-    def block(_: int) -> Block:
-        layer = SelfAttention(
-            WIDTH, HEADS, memory=ErnieDoc(WIDTH, HEADS, 3), positions=RelativePositions(HEADS, WIDTH // HEADS)
-        )
-        return Block(layer, FeedForward(WIDTH, WIDTH), norms=(nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)))
-
-    return Stack(block, 2).double().eval()
-
-
-def fed(stack: Stack, segments: list[Tensor], feeds: int) -> list[Tensor]:
-    """The outputs of the last feed of a document; states carry on from one feed to the next."""
-    state: Any = None
-    for _ in range(feeds):
-        before, seen, outputs = state, [], []
-        for segment in segments:
-            out = stack(segment, state)
-            state = out.state
-            seen.append(state)
-            outputs.append(out.outputs)
-        state = stack.model_memory.next_pass(before, seen)
-    return outputs
-
-
-@pytest.mark.parametrize("feeds", [1, 2])
-def test_in_the_second_feed_every_segment_has_heard_of_all(feeds: int) -> None:
-    stack, segments = encoder(), list(torch.randn(3, 2, 4, WIDTH, dtype=torch.double))
-    changed = [*segments[:2], segments[2].flip(1)]
-    first, other = (fed(stack, s, feeds)[0] for s in (segments, changed))
-    assert ((first - other).abs().max() > 1e-6) == (feeds == 2)
-
-
 def test_the_loop_feeds_a_document_twice_and_learns_from_the_second_feed() -> None:
     """As two documents in a row of which the first has no targets; clock and positions go on."""
     model, tokens = language_model({"name": "ernie_doc", "length": 3}), text(2, 13)
@@ -262,9 +205,6 @@ def test_slots_stand_right_before_a_segment_whether_its_positions_go_on_or_begin
         torch.randn(2, 6, WIDTH).double(), state, positions_BNP=torch.arange(6)[None, :, None].expand(2, -1, -1)
     )
     assert offered[2].positions_BMP[..., 0].tolist() == [[-3, -2, -1]] * 2
-
-
-# --- messages, learning
 
 
 def test_trained_distances_say_what_they_cannot_do() -> None:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from cached_lab.experiments.probes.tasks import Latch
 from cached_transformers import add_memory
+from cached_transformers import state as states
 from cached_transformers.interfaces.memory import Query, Reading, Trace
 from cached_transformers.memories.expire_span import ExpireSpan
 from cached_transformers.memories.parts.fifo_store import Rows, empty_rows
 from cached_transformers.models.language_model import LanguageModel
-from cached_transformers.state import map_state
 
 SPEC: dict[str, Any] = {"name": "expire_span", "length": 12, "longest": 9.3, "ramp": 3, "initial": 0.4}
 
@@ -164,23 +164,6 @@ def test_a_short_ramp_is_exact_beside_a_long_span_in_half_precision() -> None:
     torch.testing.assert_close(share_N, 1 - torch.arange(1, 129) / 128, rtol=0, atol=1e-5)
 
 
-def test_spans_learn_only_where_something_stands_on_the_ramp() -> None:
-    tokens_BN = text(2, 20)
-
-    def gradients(changes: dict[str, Any], segments: int) -> list[Tensor]:
-        model = language_model({**SPEC, "length": 30, "longest": 17.3, "ramp": 2, "price": 1.0, **changes}, depth=1)
-        memory = memories_of(model)[0]
-        with torch.no_grad():
-            memory.weight_D.zero_()
-            memory.bias.zero_()  # 8.65 tokens
-        ours, loss = auxiliary(model, tokens_BN[:, : 4 * segments], 4)
-        (ours.square().sum() + loss).backward()
-        return [memory.weight_D.grad, memory.bias.grad]
-
-    assert all(float(grad.abs().max()) == 0 for grad in gradients({}, 2)), "all of it is younger than 8.65"
-    assert all(float(grad.abs().max()) > 1e-6 for grad in gradients({}, 3))
-
-
 def test_the_mean_span_has_a_price_for_every_token() -> None:
     spec = {**SPEC, "price": 0.5, "loss": "mean"}
     model, tokens_BN = language_model(spec, depth=1), text(2, 9)
@@ -198,7 +181,7 @@ def test_the_loss_leaves_padding_out_and_is_the_mean_of_rows() -> None:
     begin = run(model, text(2, 12), 4)[-1].state
 
     def loss(tokens_BN: Tensor, padding_BN: Tensor | None, rows: slice) -> Tensor:
-        cut = map_state(lambda t: t[rows], begin)
+        cut = states.map_state(lambda t: t[rows], begin)
         return model(tokens_BN, cut, padding=padding_BN).auxiliary_loss
 
     tokens_BN = text(2, 4, 3)
@@ -211,10 +194,8 @@ def test_the_loss_leaves_padding_out_and_is_the_mean_of_rows() -> None:
 
 def test_what_is_not_finite_does_not_stay() -> None:
     """And the row beside it does not notice."""
-    model, tokens_BN = language_model(SPEC), text(2, 16)
-    wanted = joined(run(model, tokens_BN, 4))
-    state = run(model, tokens_BN[:, :8], 4)[-1].state
-    memory, rows = memories_of(model)[0], state.layers[0]
+    model = language_model(SPEC)
+    memory, rows = memories_of(model)[0], run(model, text(2, 16)[:, :8], 4)[-1].state.layers[0]
     x_BND = torch.randn(2, 4, 12).double()
     x_BND[0, 2] = torch.nan
     positions_BNP = torch.arange(8, 12)[None, :, None].expand(2, -1, -1)
@@ -223,7 +204,6 @@ def test_what_is_not_finite_does_not_stay() -> None:
     after, _ = memory.write(rows, Trace(x_BND, x_BND, query, read))
     assert after.hidden_BMD.isfinite().all() and after.count_B.tolist()[1] >= after.count_B.tolist()[0]
     assert 10 not in after.positions_BMP[0, after.valid_BM[0], 0].tolist()
-    assert wanted.isfinite().all()
 
 
 def test_noise_cuts_spans_in_training_alone_and_drops_nothing() -> None:
@@ -261,9 +241,6 @@ def test_beside_another_memory_that_says_nothing_of_who_sees_whom() -> None:
         torch.testing.assert_close(
             joined(run(model, tokens_BN, 4)), joined(run(window, tokens_BN, 4)), rtol=0, atol=1e-12
         )
-
-
-# ---- decoders of transformers
 
 
 def small(family: Any, kind: str, **options: Any) -> Any:
@@ -307,8 +284,7 @@ def test_in_a_decoder_slots_fade_out_and_spans_learn(family: Any, kind: str) -> 
     assert names and all(float(dict(model.named_parameters())[name].grad.abs()) > 0 for name in names)
 
 
-# ---- what is worth keeping: a symbol among noise and other symbols, asked for 32 tokens later
-
+# What is worth keeping: a symbol among noise and other symbols, asked for 32 tokens later.
 TASK, DISTANCE = Latch(decoys=True), 7
 BEGINS: dict[str, Any] = {"name": "expire_span", "length": 64, "longest": 48, "ramp": 16, "initial": 0.4, "price": 0.1}
 """Spans begin at 19 tokens, so that what is older stands on the ramp, or just behind it."""

@@ -1,4 +1,4 @@
-"""Infini-attention: a slow twin, what cuts, repetitions and strange keys do to what is stored, and that it learns.
+"""Infini-attention: a slow twin, cuts, repeated pairs, strange keys, and hosts.
 
 Legend: B rows, N tokens, H heads, E head width (F a second one), D = H E.
 """
@@ -105,9 +105,6 @@ def test_it_is_its_slow_twin_with_gradients(update: Any, first: Any) -> None:
     assert gradients["x0"][1].abs().max() == 0  # a row of padding
 
 
-# ------------------------------------------------------------------------------------------------ what is stored
-
-
 def pairs(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     k, v = torch.randn(2, 1, 1, count, E, dtype=torch.float64, generator=generator)
@@ -155,9 +152,6 @@ def test_a_pair_that_is_written_twice() -> None:
     torch.testing.assert_close(recall(s, *stored(*twice, "exact", [2])), v / 2, rtol=0, atol=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------- numbers and padding
-
-
 @updates
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays_finite(update: str, dtype: torch.dtype) -> None:
@@ -186,9 +180,6 @@ def test_keys_of_which_nothing_is_left_give_zeros_and_no_nan(update: str) -> Non
     read = recall(sigma(q), *store(M, z, sigma(q), v, update))  # type: ignore[arg-type]
     read.sum().backward()
     assert not read.any() and q.grad is not None and bool(q.grad.isfinite().all())
-
-
-# ------------------------------------------------------------------------------------------- in models, and learning
 
 
 HOSTED = {"update": "exact", "initial_gate": -4.0}

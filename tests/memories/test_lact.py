@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memories.harness import HEADS, WIDTH, build, paddings, same_as_twin, segments, slowly, wild
+from memories.harness import HEADS, WIDTH, build, long_streams, paddings, same_as_twin, segments, slowly, wild
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,9 +24,6 @@ def layer(**options: Any) -> LaCT:
     """A memory whose parameters all differ from where they begin."""
     torch.manual_seed(0)
     return wild(LaCT(WIDTH, HEADS, **{"nets": 2, **options}))  # type: ignore[no-any-return]
-
-
-# The twin
 
 
 class SlowLaCT(LayerMemory):
@@ -155,9 +152,6 @@ def test_a_model_is_its_slow_twin_with_gradients(options: dict[str, Any], padded
     same_as_twin(model, slowly(model, SlowLaCT), segments(4), paddings(4) if padded else [None] * 4)
 
 
-# Golden values of the released function
-
-
 @pytest.mark.device
 @pytest.mark.parametrize("kept", ["out", "prenorm_out"])
 @pytest.mark.parametrize("tag", ["plain", "momentum", "muon", "muon_momentum"])
@@ -189,10 +183,7 @@ def test_newton_schulz_gives_recorded_values(shared: Path) -> None:
     assert torch.equal(newton_schulz(torch.zeros(3, 4)), torch.zeros(3, 4))
 
 
-# Stability
-
-
-def drive(tokens: int, dtype: torch.dtype, seed: int, segment: int = 256, **options: Any) -> None:
+def drive(tokens: int, dtype: torch.dtype, seed: int, segment: int, **options: Any) -> None:
     """Streams of three tokens again and again, of new ones, and both a thousand times as large; the largest rates."""
     torch.manual_seed(seed)
     memory = LaCT(WIDTH, HEADS, nets=2, **options).to(dtype).eval()
@@ -218,19 +209,14 @@ def drive(tokens: int, dtype: torch.dtype, seed: int, segment: int = 256, **opti
 HARD = [BOTH, {"keep": "sum", **BOTH}, {"momentum": True}, {"keep": "sum"}]
 
 
+@pytest.mark.parametrize("segment", [256, 64])
+@long_streams
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", HARD, ids=str)
-def test_repeated_inputs_of_any_size_leave_it_finite(options: dict[str, Any], dtype: torch.dtype) -> None:
-    drive(4096, dtype, 0, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", HARD, ids=str)
-def test_64k_of_them_leave_it_finite(options: dict[str, Any], dtype: torch.dtype, seed: int) -> None:
-    drive(65536, dtype, seed, **options)
-    drive(65536, dtype, seed, segment=64, **options)
+def test_repeated_inputs_of_any_size_leave_it_finite(
+    options: dict[str, Any], dtype: torch.dtype, tokens: int, seed: int, segment: int
+) -> None:
+    drive(tokens, dtype, seed, segment, **options)
 
 
 def test_nets_are_as_many_as_divide_the_width() -> None:

@@ -27,13 +27,7 @@ from cached_transformers.interfaces.attention import Attention
 from cached_transformers.interfaces.memory import LayerMemory, Query, Reading, Trace
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories import create_memory, memorizing
-from cached_transformers.memories.memorizing import (
-    Found,
-    Memorizing,
-    NeighbourStore,
-    nearest,
-    unit,
-)
+from cached_transformers.memories.memorizing import Found, Memorizing, NeighbourStore, nearest, unit
 from cached_transformers.memories.parts import nearest as search
 from cached_transformers.memories.parts.neighbour_index import Graph
 from cached_transformers.positions import RotaryPositions

@@ -40,9 +40,6 @@ def build(memory: Any) -> Any:
     return model.eval()
 
 
-# ---- a slow twin
-
-
 def twin(layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor], resets: list[bool]) -> list[Tensor]:
     """One row, token by token: the cache is attended with positions, what is stored without."""
     cache, knn = layer.memory.members  # type: ignore[union-attr]

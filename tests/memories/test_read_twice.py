@@ -46,9 +46,6 @@ def plain(model: Any) -> Any:
     return other
 
 
-# ---- a slow twin
-
-
 def side_twin(side: SideAttention, x_ND: Tensor, table: list[tuple[int, Tensor]], number: int) -> Tensor:
     """Token by token, head by head; `table` holds (number of the block, summary)."""
     out = []
@@ -154,9 +151,6 @@ def test_values_and_gradients_are_those_of_loops(options: dict[str, Any]) -> Non
     padding = torch.arange(BLOCKS * BLOCK) >= torch.tensor(lengths)[:, None]
     got = [row[:n] for row, n in zip(logits(model, inputs, padding=padding), lengths, strict=True)]
     agree(got, twin(model, inputs, lengths), model)
-
-
-# ---- what each read sees
 
 
 @pytest.mark.parametrize("options", [DOCUMENT, {"scope": "others"}, {"first_read": "plain"}])
@@ -293,9 +287,6 @@ def h_of(stack: Any, x_BND: Tensor) -> Tensor:
     return x_BND
 
 
-# ---- gradients
-
-
 def reached(model: Any, bptt: int, passes: int = 2) -> dict[int, list[int]]:
     """For the loss of each block in the last pass: the blocks of the first read that get a gradient, row 0."""
     inputs, found = tokens(), {}
@@ -324,18 +315,10 @@ def test_a_window_shorter_than_the_document_cuts_the_first_read_off() -> None:
     assert reached(build(DOCUMENT), bptt=BLOCKS - 1) == {0: [], 1: [], 2: []}
 
 
-# ---- the side attention by itself
-
-
-def side_inputs(top_k: int | None = None, clip: int | None = None) -> tuple[SideAttention, list[Tensor]]:
-    side = SideAttention(WIDTH, HEADS, top_k=top_k, clip=clip).double()
-    x, slots = torch.randn(ROWS, 5, WIDTH).double(), torch.randn(ROWS, 4, WIDTH).double()
-    valid = torch.tensor([[True, True, False, True], [False, False, False, False]])
-    return side, [x, slots, valid, torch.arange(4).expand(ROWS, -1)]
-
-
 def test_what_sees_nothing_reads_exactly_nothing() -> None:
-    side, (x, slots, valid, places) = side_inputs(clip=2)
+    side = SideAttention(WIDTH, HEADS, top_k=None, clip=2).double()
+    x, slots = torch.randn(ROWS, 5, WIDTH).double(), torch.randn(ROWS, 4, WIDTH).double()
+    valid, places = torch.tensor([[True, True, False, True], [False] * 4]), torch.arange(4).expand(ROWS, -1)
     y = side(x, slots, valid, places)
     assert y[0].abs().min() > 0 and y[1].abs().max() == 0
     nn.init.constant_(side.nothing_HE, 1e4)

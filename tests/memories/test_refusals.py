@@ -44,34 +44,37 @@ SIZES = {
     "armt": "length key_width nu",
     "attention_cache": "length ratio",
     "block_recurrent": "length feed_forward initial_scale",
-    "compressive": "length rate eval_length",
-    "crtn": "segment regions topk temperature key_width",
+    "compressive": "length rate eval_length compressed=-1",
+    "crtn": "segment regions topk temperature key_width short_memory=-1",
     "ernie_doc": "length longest",
-    "expire_span": "length ramp longest initial divisor",
+    "expire_span": "length ramp longest initial divisor price=-1.0",
     "feedback": "length",
     "grc": "length ratio stride",
-    "h2o": "length",
-    "infinity_former": "length chunk samples bins ridge prior_deviation contraction",
+    "h2o": "length heavy=-1",
+    "infinity_former": "length chunk samples bins ridge prior_deviation contraction min_variance=-1.0 kl_weight=-1.0",
     "lact": "nets expansion rate",
     "memformer": "length temperature",
     "memorizing": "length eval_length k layer initial_scale",
     "memory_caching": "topk",
-    "memory_transformer": "length",
+    "memory_transformer": "length cache=-1",
     "read_twice": "slots every top_k clip block_length",
-    "rmt": "length",
+    "rmt": "length cache=-1",
     "segatron": "length clamp",
-    "streaming_llm": "length",
+    "streaming_llm": "length sinks=-1",
     "titans": "nets layers chunk rate limit half_life momentum",
     "tova": "length",
     "transformer_xl": "length eval_length clamp",
-    "ttt": "mini_batch limit",
+    "ttt": "mini_batch limit rate=-1.0",
 }
+"""Sizes that must not be 0, and others with a negative value."""
 
 
 @pytest.mark.parametrize(("name", "option"), [(n, o) for n, options in SIZES.items() for o in options.split()])
 def test_a_size_of_nothing_is_named(name: str, option: str) -> None:
-    with pytest.raises(ValueError, match=f"{option}=0"):
-        build(name, **{option: 0})
+    option, _, negative = option.partition("=")
+    size = float(negative or 0) if "." in negative else int(negative or 0)
+    with pytest.raises(ValueError, match=f"{option}={size}"):
+        build(name, **{option: size})
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
@@ -81,7 +84,6 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("block_recurrent", {"layers": []}, r"layers=\[\]"),
     ("block_recurrent", {"layers": [1, 0]}, r"layers=\[1, 0\]"),
     ("block_recurrent", {"width": 10, "heads": 3}, "width=10.*heads=3"),
-    ("compressive", {"compressed": -1}, "compressed=-1"),
     ("compressive", {"compressed": 0, "eval_compressed": 4}, "compressed=0.*eval_compressed=4"),
     ("compressive", {"function": "mean", "loss": "attention"}, "loss='attention'.*function='mean'"),
     ("compressive", {"compressed": 0, "loss": "task"}, "compressed=0.*loss=None"),
@@ -90,7 +92,6 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("compressive", {"keep": "kv", "compressed": 0}, "keep='kv'.*compressed=0"),
     ("convolution", {"ratio": 0.2, "sequence": False}, "ratio=0.2.*width=8"),
     ("crtn", {"topk": 6}, "topk=6.*regions=5"),
-    ("crtn", {"short_memory": -1}, "short_memory=-1"),
     ("crtn", {"placed": "packed", "scope": "token"}, "scope='token'"),
     ("crtn", {"allow_leak": True}, "allow_leak=True.*scope='segment'"),
     ("crtn", {"summary": "last", "key_width": 4}, "key_width=4.*summary='last'"),
@@ -100,7 +101,6 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("expire_span", {"length": 8, "longest": 16, "ramp": 4}, "length=8.*length=19.*longest=5.*evict=True"),
     ("expire_span", {"length": 4, "ramp": 5}, "ramp=5.*length=4"),
     ("expire_span", {"initial": 1.0}, "initial=1.0"),
-    ("expire_span", {"price": -1.0}, "price=-1.0"),
     ("expire_span", {"relative": False, "clamp": 3}, "clamp=3"),
     ("feedback", {"keep": "kv", "official_renorm": True}, "official_renorm=True.*keep='hidden'"),
     ("grc", {"ratio": 0.1, "width": 16}, "heads=2.*width=16.*0.125, 0.25"),
@@ -110,20 +110,16 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("grc", {"stride": 2}, "stride=2"),
     ("grc", {"heads": 3}, "width=8.*heads=3"),
     ("grc_stream", {"update_gate": "stretched", "update_bias": -2.5}, "update_bias"),
-    ("h2o", {"heavy": -1}, "heavy=-1"),
     ("infini", {"width": 10, "heads": 3}, "width=10.*heads=3"),
     ("infinity_former", {"basis": 7, "widths": (0.1, 0.3)}, "basis=7.*2 widths"),
     ("infinity_former", {"basis": 2, "widths": (0.1, 0.3)}, "basis=2.*2 widths"),
     ("infinity_former", {"widths": (0.1, 0)}, r"widths=\(0.1, 0\)"),
-    ("infinity_former", {"min_variance": -1.0}, "min_variance=-1.0"),
-    ("infinity_former", {"kl_weight": -1.0}, "kl_weight=-1.0"),
     ("lact", {"nets": 3}, "nets=3.*width=8"),
     ("memorizing", {"layer": 5, "depth": 4, "index": 0}, "layer=5.*4"),
     ("memorizing", {"faiss_index": "HNSW32"}, "faiss_index='HNSW32'.*store='faiss'"),
     ("memorizing", {"store": "faiss", "faiss_index": "IVF"}, "faiss_index='IVF'"),
     ("memorizing", {"joint": True, "empty": "zero"}, "joint=True"),
     ("memory_transformer", {"place": "back"}, "place='back'.*place='front'"),
-    ("memory_transformer", {"cache": -1}, "cache=-1"),
     ("memory_transformer", {"bottleneck": True, "control": True, "causal": False}, "bottleneck=True with control=True"),
     ("memory_transformer", {"bottleneck": True, "cache": 4, "causal": False}, "bottleneck=True with cache=4"),
     ("memory_transformer", {"bottleneck": True, "place": "back", "causal": False}, "bottleneck=True with place='back'"),
@@ -133,7 +129,6 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("read_twice", {"new_layers": 1, "attention": "joint"}, "attention='joint'"),
     ("read_twice", {"layer": 2}, "layer=2"),
     ("read_twice", {"attention": "joint", "top_k": 3}, "top_k=3"),
-    ("rmt", {"cache": -1}, "cache=-1"),
     ("rmt", {"read_cache": True}, "read_cache=True"),
     ("segatron", {"sentence_ends": (3, -1)}, r"sentence_ends=\(3, -1\)"),
     ("segatron", {"paragraph_ends": (-2,)}, r"paragraph_ends=\(-2,\)"),
@@ -141,13 +136,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("segatron", {"widths": (5, 5, 2)}, r"widths=\(5, 5, 2\)"),
     ("segatron", {"shift": "official"}, "shift='exact'.*allow_leak=True"),
     ("segatron", {"allow_leak": True}, "allow_leak=True.*shift='official'"),
-    ("streaming_llm", {"sinks": -1}, "sinks=-1"),
     ("titans", {"nets": 3}, "nets=3.*width=8"),
     ("titans", {"persistent": 2, "place": "layer"}, "persistent=2.*place='context'"),
     ("titans", {"loss": "lp", "power": 1.0}, "power=1.0"),
     ("transformer_xl", {"clamp": 8, "relative": False}, "clamp=8.*relative=True"),
     ("transformer_xl", {"lenght": 4}, "'lenght'.*'length'"),
-    ("ttt", {"rate": -1.0}, "rate=-1.0"),
 ]
 
 

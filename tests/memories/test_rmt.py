@@ -1,4 +1,4 @@
-"""RMT: a slow twin, golden values, who sees whom, what is carried, and that it learns.
+"""RMT: a slow twin, golden values, and the memory of a bidirectional model.
 
 Legend: B rows, N tokens, M memory tokens, H heads, E head width, D model width.
 """
@@ -12,20 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memories.harness import (
-    HEADS,
-    SEGMENT,
-    VOCABULARY,
-    WIDTH,
-    agree,
-    build,
-    logit,
-    project,
-    recorded,
-    run,
-    segments,
-    sines,
-)
+from memories import harness
+from memories.harness import WIDTH, agree, attended, build, recorded, run, segments, sines
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -44,9 +32,6 @@ def rmt(**options: Any) -> dict[str, Any]:
 
 def tokens(count: int, seed: int = 0) -> tuple[Tensor, ...]:
     return segments(count, ROWS, seed=seed)
-
-
-# ---------------------------------------------------------------------------------------------------- slow twin
 
 
 def twin_sees(row: int, key: int, n: int, mask: str) -> bool:
@@ -87,23 +72,12 @@ def twin(
 def twin_block(
     block: Any, x: list[Tensor], places: list[int], stored: list[tuple[int, Tensor]], n: int, mask: str, reads: bool
 ) -> list[Tensor]:
-    attention = block.attention
-    made = [project(attention, t) for t in x]
-    kept = [(place, *project(attention, h)[1:]) for place, h in stored]
     result = []
     for i, t in enumerate(x):
-        in_segment = M <= i < M + n
-        keys = list(kept) if in_segment or reads else []
-        keys += [(places[j], *made[j][1:]) for j in range(len(x)) if twin_sees(i, j, n, mask)]
-        heads = []
-        for h in range(HEADS):
-            codes = [sines(places[i] - place, WIDTH) for place, *_ in keys]
-            scores = [
-                logit(attention.positions, made[i][0][h], k[h], h, code)
-                for code, (_, k, _) in zip(codes, keys, strict=True)
-            ]
-            heads.append(torch.stack(scores).softmax(0) @ torch.stack([v[h] for *_, v in keys]))
-        y = t + attention.output(torch.cat(heads))  # type: ignore[arg-type]
+        seen = list(stored) if M <= i < M + n or reads else []
+        seen += [(places[j], x[j]) for j in range(len(x)) if twin_sees(i, j, n, mask)]
+        codes = [sines(places[i] - place, WIDTH) for place, _ in seen]
+        y = t + attended(block.attention, t, [h for _, h in seen], codes)
         result.append(y + block.feed_forward(y))
     return result
 
@@ -128,15 +102,15 @@ def test_values_and_gradients_are_those_of_a_slow_twin(options: dict[str, Any]) 
     agree(got, twin(model, given, **options), model, grads=1e-9)
 
 
-# ------------------------------------------------------------------------------------------------ golden values
-
-
 def golden_model(weights: dict[str, Tensor], memory: Any) -> nn.Module:
     """Our model with the weights of the reference's: two post-norm layers, 2 heads of 4."""
     model = build(
         memory, norm="post", activation="relu", positions="relative", bias=False, scale_embedding=True, tied=False
     )
-    ours = {"embedding.weight": weights["word_emb.emb_layers.0.weight"], "head.weight": torch.zeros(VOCABULARY, WIDTH)}
+    ours = {
+        "embedding.weight": weights["word_emb.emb_layers.0.weight"],
+        "head.weight": torch.zeros(harness.VOCABULARY, WIDTH),
+    }
     if memory is not None and "mem_tokens" in weights and memory["name"] == "rmt":
         ours["stack.model_memory.initial_MD"] = weights["mem_tokens"][:, 0]
     pairs = {
@@ -246,9 +220,6 @@ def test_golden_released_code(shared: Path, tag: str, options: dict[str, Any]) -
     compare(model, file[f"{tag}/x"], file, tag, 5e-6, levels=bool(options))
 
 
-# ------------------------------------------------------------------------------------------ identities and rules
-
-
 @pytest.mark.parametrize("options", [{}, {"cache": 4}, {"cache": 4, "read_cache": True}], ids=str)
 def test_in_a_bidirectional_model_the_memory_is_in_front_only_and_carried(options: dict[str, Any]) -> None:
     made: dict[str, Any] = {"classes": 3, "max_length": 8, "positions": "rotary"}
@@ -257,7 +228,7 @@ def test_in_a_bidirectional_model_the_memory_is_in_front_only_and_carried(option
     model.stack.blocks[0].register_forward_pre_hook(lambda _m, given: lengths.append(given[0].shape[1]))  # type: ignore[index, union-attr, operator]
     first, second = tokens(2)
     state = model(first).state
-    assert lengths == [M + 1 + SEGMENT]
+    assert lengths == [M + 1 + harness.SEGMENT]
     told = model(second, state).outputs
     other = model(second, model(first.flip(0)).state).outputs
     assert (told - other).abs().max() > 1e-4

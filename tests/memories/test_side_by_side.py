@@ -63,9 +63,6 @@ def members(model: nn.Module) -> list[Any]:
     return [block.attention.memory for block in model.stack.blocks]  # type: ignore[union-attr, operator]
 
 
-# ---- limiting cases
-
-
 @pytest.mark.parametrize("order", [1, -1])
 def test_with_the_gate_of_one_closed_the_other_is_as_alone(order: int) -> None:
     both, alone = build([GRC, RELATIVE_XL][::order]), build(RELATIVE_XL)
@@ -76,9 +73,6 @@ def test_with_the_gate_of_one_closed_the_other_is_as_alone(order: int) -> None:
     inputs = segments()
     assert torch.equal(outputs(both, inputs), outputs(alone, inputs))
     assert type(both.stack.blocks[0].attention.positions) is RelativePositions  # type: ignore[union-attr]
-
-
-# ---- a slow twin of a layer
 
 
 def heads(t_ND: Tensor) -> Tensor:
@@ -126,9 +120,6 @@ def test_a_layer_against_a_slow_twin(order: int) -> None:
     by_row = [twin(layer, list(row), 8) for row in zip(*inputs, strict=True)]
     expected = [torch.stack(rows) for rows in zip(*by_row, strict=True)]
     harness.agree(found, expected, layer, least=1e-6)
-
-
-# ---- what passes between a layer and its memories
 
 
 def test_each_gets_its_weights_and_its_part_of_the_softmax() -> None:
@@ -185,9 +176,6 @@ def test_beside_a_memory_that_spans_the_layers() -> None:
     outputs(cached, inputs)
 
 
-# ---- refusals and recipes
-
-
 @pytest.mark.parametrize(
     ("memory", "message"),
     [
@@ -233,9 +221,6 @@ def test_a_recipe_may_list_several() -> None:
     tree["model"] = {"name": "language_model", "memory": ["grc_stream", {**XL, "length": "long"}]}
     with pytest.raises(ValueError, match=r"model.memory"):
         config_from_dict(tree)
-
-
-# ---- a memory round another one
 
 
 class Outer(LayerMemory):

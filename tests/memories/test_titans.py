@@ -99,19 +99,10 @@ def test_gates_of_zero_and_one_have_values_and_gradients() -> None:
     agree([learn(memory, inputs)[0]], [slow(memory, inputs)[0]], leaves, grads=1e-8, rtol=1e-8)
 
 
-def plain(value: float, tokens: int = N) -> Tensor:
-    return torch.full((B, G, tokens), value, **DOUBLE)
-
-
-def linear(inputs: list[Tensor], theta: float, alpha: float, eta: float) -> list[Tensor]:
-    n = inputs[0].shape[2]
-    return [*inputs[:3], plain(theta, n), plain(alpha, n), plain(1 - eta, n)]
-
-
 def test_an_odd_value_moves_weights_no_farther_than_the_bound() -> None:
-    inputs = given(1)
-    inputs[2] = inputs[2] * 1e6
-    steps = [learn(build(loss=loss), linear(inputs, 0.5, 0, 0))[1].sums_BGP.abs().max() for loss in ("l2", "huber")]
+    q, k, v, *_ = given(1)
+    gates = [torch.full((B, G, 1), value, **DOUBLE) for value in (0.5, 0, 1)]
+    steps = [learn(build(loss=loss), [q, k, v * 1e6, *gates])[1].sums_BGP.abs().max() for loss in ("l2", "huber")]
     assert steps[0] > 1e5 and steps[1] < 0.5 * K**0.5 + 1e-9
     small = given(1)
     small[2] = small[2] * 0.01

@@ -153,9 +153,6 @@ def test_the_recorded_masks(golden: Any, queries: int, held: int, slots: int) ->
         assert not seen[: slots - held].any()
 
 
-# --- a twin in loops
-
-
 @pytest.mark.parametrize("options", [{}, {"clamp": 3}, {"same_length": True}])
 def test_the_model_is_its_slow_twin(options: dict[str, Any]) -> None:
     length, segment, n = 5, 3, 11
@@ -176,9 +173,6 @@ def test_the_model_is_its_slow_twin(options: dict[str, Any]) -> None:
     agree([joined(run(model, tokens, segment))], [torch.stack(rows)], model, least=1e-6)
 
 
-# --- what the definition implies
-
-
 class Attached(TransformerXL):
     """Stores without detaching, so that the gradient shows what an output depends on."""
 
@@ -189,16 +183,7 @@ class Attached(TransformerXL):
 
 @pytest.mark.parametrize(
     ("slots", "depth", "same_length"),
-    [
-        (2, 1, False),
-        (3, 2, False),
-        (4, 2, False),
-        (5, 2, False),
-        (6, 2, False),
-        (8, 3, False),
-        (2, 3, False),
-        (5, 3, True),
-    ],
+    [*((*row, False) for row in ((2, 1), (3, 2), (4, 2), (5, 2), (6, 2), (8, 3), (2, 3))), (5, 3, True)],
 )
 def test_the_reach_is_that_of_the_formula(slots: int, depth: int, same_length: bool) -> None:
     segment, n = 4, 36

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from memories.harness import HEADS
+from memories.harness import HEADS, recorded
 from memories.ttt_twin import heads, passed
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,8 +17,7 @@ from cached_transformers.memories.ttt import TTT, InnerModel
 
 
 def golden(shared: Path, tag: str) -> dict[str, Tensor]:
-    arrays = np.load(shared / "golden/recurrent/ttt_layers.npz")
-    return {k.removeprefix(f"{tag}/"): torch.tensor(arrays[k]) for k in arrays if k.startswith(tag)}
+    return recorded(shared, "recurrent/ttt_layers", f"{tag}/")
 
 
 def as_released(given: dict[str, Tensor], model: str) -> TTT:
@@ -112,7 +110,7 @@ def test_the_layer_of_the_mamba_backbone_is_it_with_convolutions_and_a_gate_arou
 @pytest.mark.parametrize(("tag", "size"), [("mb1", 1), ("whole", 4)])
 def test_chunks_give_golden_values_of_another_rule(shared: Path, tag: str, size: int) -> None:
     """fla's reference: the rate of the token that reads counts for all gradients, and o + LN(o) is the output."""
-    given = {k: torch.tensor(v) for k, v in np.load(shared / "golden/recurrent/ttt_linear_core.npz").items()}
+    given = recorded(shared, "recurrent/ttt_linear_core")
     tokens = given[f"{tag}/out"].shape[1]
     inner = InnerModel(2, 8, model="linear", mini_batch=size, limit=1e6).double()
     with torch.no_grad():
@@ -130,6 +128,3 @@ def test_chunks_give_golden_values_of_another_rule(shared: Path, tag: str, size:
     state = inner.matrices(after.weights_BGP)[0]
     torch.testing.assert_close(state[..., :-1, :], given[f"{tag}/state"], rtol=0, atol=1e-12)
     torch.testing.assert_close(state[..., -1:, :], given[f"{tag}/bias"], rtol=0, atol=1e-12)
-
-
-# Limits

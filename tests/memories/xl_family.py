@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from memories import harness
-from memories.harness import build, logit, project
+from memories.harness import attended, build
 from memories.learning import accuracy, trained
 from torch import Tensor, nn
 
@@ -47,13 +47,7 @@ def joined(outs: list[ModelOutput]) -> Tensor:
 
 def one_token(block: Block, x: Tensor, place: Place, seen: Sequence[tuple[Tensor, Place]], code: Code) -> Tensor:
     """A pre-norm block's output for one token, given all it sees (itself included), one head and key at a time."""
-    layer: Any = block.attention
-    out = []
-    for h in range(layer.heads):
-        q, pairs = project(layer, x)[0][h], [(project(layer, hidden), there) for hidden, there in seen]
-        logits = [logit(layer.positions, q, kv[1][h], h, code(place, there)) for kv, there in pairs]
-        out.append(torch.stack(logits).softmax(0) @ torch.stack([kv[2][h] for kv, _ in pairs]))
-    y = x + layer.output(torch.cat(out))
+    y = x + attended(block.attention, x, [hidden for hidden, _ in seen], (code(place, there) for _, there in seen))
     return y + block.feed_forward(y)
 
 
