@@ -9,11 +9,7 @@ from torch import Tensor
 
 from cached_lab.cli.main import main
 from cached_lab.experiments.reports.figures import attention_patterns as patterns
-from cached_lab.experiments.reports.figures.attention_patterns import (
-    attention_weights,
-    describe,
-    pattern_figure,
-)
+from cached_lab.experiments.reports.figures.attention_patterns import attention_weights, describe, pattern_figure
 from cached_transformers.attentions import Attention, AttentionOutput, Call
 from cached_transformers.registry import ATTENTIONS
 
@@ -154,13 +150,8 @@ def test_explain_draws_an_attention(capsys: pytest.CaptureFixture[str], tmp_path
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (["grc", "--plot", "x.png"], "unknown attention 'grc'"),
-        (["star", "--plot", "x.xyz"], "'xyz' is not supported"),
-    ],
+    [(["grc", "--plot", "x.png"], "unknown attention 'grc'"), (["star", "--plot", "x.xyz"], "'xyz' is not supported")],
 )
-def test_explain_refuses_what_it_cannot_draw(
-    capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
+def test_explain_refuses_other_pictures(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
     status, out, err = call(capsys, "explain", *words)
     assert (status, out) == (2, "") and message in err

@@ -84,9 +84,7 @@ def test_each_way_of_treating_a_cache_does_what_it_says():
         take_caches(load(), model_of({"name": "grc", "ratio": 1.0}))
 
 
-@pytest.mark.parametrize(
-    "memory", [{"name": "grc", "variant": "released"}, {"name": "attention_cache", "update": "store"}]
-)
+@pytest.mark.parametrize("memory", [dict(name="grc", variant="released"), dict(name="attention_cache", update="store")])
 def test_only_what_makes_a_difference_is_asked(memory):
     """Rows that read their own update, or what was stored, do so in evaluation as in training."""
     model = model_of(memory)

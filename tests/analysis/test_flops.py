@@ -8,11 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cached_lab.experiments.costs.flops import (
-    count_flops,
-    count_parameters,
-    saved_activation_bytes,
-)
+from cached_lab.experiments.costs.flops import count_flops, count_parameters, saved_activation_bytes
 
 B, N, D, H, M = 2, 5, 16, 4, 3
 

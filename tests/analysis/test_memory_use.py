@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from training.small_language import CPU, fitted
+from training.small_language import CPU, fitted, own_cache  # noqa: F401
 
 from cached_lab.experiments.memory_use import (
     BLOCKS,
@@ -95,11 +95,6 @@ def test_nothing_is_claimed_of_one_unit_or_where_nothing_is_carried() -> None:
     use = memory_use(carry, shuffle, WORDS)
     assert use["verdict"] == "not shown" and "no segment follows another of its document" in use_sentence(use)
     assert memory_use(carry, shuffle, WORDS, shared=True)["verdict"] == "used", "a cache is read by all segments"
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
 
 
 def judged(folder: Path, repeats: int, *options: str) -> tuple[dict[str, Any], dict[str, SplitLosses], Any]:

@@ -157,11 +157,7 @@ def test_bad_folders_are_named(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=re.escape(str(tmp_path / "none"))):
             call(tmp_path / "none")
     run = make_run(tmp_path / "run")
-    for name, text in (
-        ("metrics.jsonl", '{"step": 1}\nnot json\n{"step": 2}\n'),
-        ("summary.json", "3"),
-        ("gates.json", ""),
-    ):
+    for name, text in (("metrics.jsonl", '{"step": 1}\nno\n{"step": 2}\n'), ("summary.json", "3"), ("gates.json", "")):
         kept = (run / name).read_text()
         (run / name).write_text(text)
         with pytest.raises(ValueError, match=re.escape(name)):
@@ -178,7 +174,7 @@ def test_bad_folders_are_named(tmp_path: Path) -> None:
 
 def test_numbers_as_text() -> None:
     assert [short_count(x) for x in (0, 950, 999.7, 1234, 9.999e5, 27_525_120, 4.6e9)] == [
-        *("0", "950", "1 k", "1.23 k", "1 M", "27.5 M", "4.6 G"),
+        *("0", "950", "1 k", "1.23 k", "1 M", "27.5 M", "4.6 G")
     ]
     assert [short_seconds(x) for x in (2e-5, 0.021, 1.5, 90, 7200)] == ["20 µs", "21 ms", "1.5 s", "1.5 min", "2 h"]
     assert [short_p(p) for p in (None, 1e-9, 0.05)] == ["\N{EN DASH}", "< 0.001", "0.050"]
@@ -216,11 +212,7 @@ def far_content(shares: dict[str, list[dict[int, float]]]) -> dict:
     memories = [name for name, (memory, _) in arms.items() if memory != "none"]
     content = {"command": "cached probe", "date": "2026-01-01", "environment": {}, "far": 10_000, "rows": 64}
     content |= {"memories": memories, "tasks": ["latch"], "seeds": len(next(iter(shares.values()))), "results": results}
-    return content | {
-        "course": {"nearest": 1, "farthest": 10},
-        "segments": {"latch": 16},
-        "asked": {"latch": "Which one?"},
-    }
+    return content | dict(course={"nearest": 1, "farthest": 10}, segments={"latch": 16}, asked={"latch": "Which one?"})
 
 
 FAR = {

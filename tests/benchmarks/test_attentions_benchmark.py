@@ -30,7 +30,7 @@ def test_the_command_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert row["mebibytes"]["64"] > 3 * 64 * 256 * 4 / 2**20
 
 
-def test_a_mechanism_is_left_out_where_its_memory_ends(
+def test_too_long_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(attentions.LONGEST, "sac", 16)

@@ -111,7 +111,6 @@ TRAIN = ["train", "{recipe}", "--out", "{run}"]
     ("words", "message"),
     [
         ([*TRAIN, "training.stesp=3"], "error: unknown key 'training.stesp'; did you mean 'training.steps'?"),
-        ([*TRAIN, "training.steps=x"], "error: training.steps='x' must be a whole number, not str"),
         ([*TRAIN, "--resume", "missing"], "error: missing is not a checkpoint: there is no such folder"),
         ([*TRAIN, "training.batch_size=64"], "error: training.batch_size=64 exceeds the 50 training rows"),
         ([*TRAIN, "--outt", "x"], "unknown option '--outt'; did you mean '--out'"),
@@ -195,11 +194,8 @@ for module, words in (("rich", ["list"]), ("scipy", ["reproduce", "table1"])):
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "Traceback" not in done.stderr
-    said = done.stderr.splitlines()
-    assert all(
-        module in line and "cached-transformers[lab]" in line
-        for module, line in zip(("rich", "scipy"), said, strict=True)
-    )
+    for module, line in zip(("rich", "scipy"), done.stderr.splitlines(), strict=True):
+        assert module in line and "cached-transformers[lab]" in line
 
 
 def test_the_environment_asks_for_tracebacks(capsys, monkeypatch):

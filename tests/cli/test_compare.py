@@ -29,17 +29,8 @@ from cached_lab.training.metrics import read_metrics
 from cached_transformers import create_model
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")
-TINY = [
-    "digits_vit_plain",
-    "model.width=16",
-    "model.depth=1",
-    "model.heads=2",
-    "model.feed_forward=16",
-    "training.steps=3",
-    "training.evaluate_every=3",
-    "training.tensorboard=false",
-    "schedule.warmup_steps=1",
-]
+TINY = ["digits_vit_plain", "model.width=16", "model.depth=1", "model.heads=2", "model.feed_forward=16"]
+TINY += ["training.steps=3", "training.evaluate_every=3", "training.tensorboard=false", "schedule.warmup_steps=1"]
 
 
 def test_seeds_are_a_number_or_a_list():
@@ -126,7 +117,6 @@ def test_digits_with_memory_and_both_controls(compared):
     assert "| control-flops |" in (out / "compare.md").read_text(encoding="utf-8")
     assert (out / "grc" / "seed_0" / "gates.json").is_file()
     assert not (out / "plain" / "seed_0" / "gates.json").exists()
-
     config, _, _ = load_run(out / "grc" / "seed_0")
     assert config.model["memory"] == "grc" and config.model["image_size"] == 8
 

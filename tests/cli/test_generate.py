@@ -73,9 +73,7 @@ def test_the_likeliest_text_is_that_of_reading_it_anew(run: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("count", [3, 7, 8])  # within a segment, at its end, one token after it
-def test_a_kept_text_goes_on_as_if_it_had_not_been_kept(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], count: int
-) -> None:
+def test_a_kept_text_goes_on(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], count: int) -> None:
     _, model, _ = load_run(run)
     writer = Writer(model, BYTES, SEGMENT)
     ids = [ord("\n"), *PROMPT.encode()]
@@ -85,7 +83,6 @@ def test_a_kept_text_goes_on_as_if_it_had_not_been_kept(
     again = Writer(model, BYTES, SEGMENT, tmp_path / "state")
     second = again.write("!", told.append, tokens=9, temperature=0.0).tokens[0].tolist()
     assert first == likeliest(model, ids, count) and second == likeliest(model, [*ids, *first, ord("!")], 9)
-
     words = [run, "--temperature", 0, "--save-state", tmp_path / "kept"]
     call(capsys, *words, "--prompt", PROMPT, "--tokens", count)
     kept, stored = load_file(tmp_path / "kept"), load_file(tmp_path / "state")
@@ -108,9 +105,7 @@ def test_samples_and_beams_are_those_of_generate(run: Path, capsys: pytest.Captu
     assert call(capsys, run, "--prompt", PROMPT, "--tokens", 6, "--beams", 3) == bytes_of(found) + "\n"
 
 
-def test_the_prompt_may_be_standard_input(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_may_be_stdin(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     words = [run, "--tokens", 12, "--temperature", 0]
     want = call(capsys, *words, "--prompt", PROMPT)
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT}\n"))
@@ -177,9 +172,7 @@ def test_a_state_of_something_else_is_refused(run: Path, tmp_path: Path, capsys:
     assert "is not a run folder" in refused(capsys, tmp_path / "elsewhere", "--prompt", "a")
 
 
-def test_a_model_of_ours_that_was_saved_alone_writes_as_its_run(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_saved_model_writes_as_its_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, model, _ = load_run(run)
     model.save_pretrained(tmp_path / "ours")
     words = ["--prompt", PROMPT, "--tokens", 12, "--temperature", 0]
@@ -189,9 +182,7 @@ def test_a_model_of_ours_that_was_saved_alone_writes_as_its_run(
     assert call(capsys, tmp_path / "ours", *words, "--segment-length", SEGMENT) == call(capsys, run, *words)
 
 
-def test_a_model_of_transformers_writes_what_its_own_generate_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_of_transformers_writes_as_its_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = library("transformers")
     torch.manual_seed(1)
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 257, "bos_token_id": 0, "eos_token_id": 0}

@@ -19,13 +19,7 @@ from cached_lab.experiments.reproductions import REPRODUCTIONS
 from cached_lab.experiments.reproductions.arms import arms, row_recipes
 from cached_lab.experiments.reproductions.base import pairs
 from cached_lab.experiments.reproductions.images import PAPER, SMALL
-from cached_lab.experiments.variants import (
-    Variant,
-    equal_operations,
-    feed_forward_option,
-    training_flops,
-    widened,
-)
+from cached_lab.experiments.variants import Variant, equal_operations, feed_forward_option, training_flops, widened
 from cached_lab.tasks.recipes import check_sections, load_config
 from cached_lab.training.config import RunConfig, config_hash, config_to_dict
 from cached_lab.yaml_tree import flatten
@@ -34,18 +28,9 @@ from cached_transformers.memories.grc.shared_cache_memory import PositionalConvo
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")
 TABLES = ("table1", "table2", "table10")
-FAST = [
-    "model.width=16",
-    "model.heads=2",
-    "model.feed_forward=32",
-    "model.depth=1",
-    "training.steps=2",
-    "training.batch_size=8",
-    "training.evaluate_every=2",
-    "training.evaluation_batch_size=30",
-    "training.tensorboard=false",
-    "schedule.warmup_steps=1",
-]
+FAST = ["model.width=16", "model.heads=2", "model.feed_forward=32", "model.depth=1", "training.steps=2"]
+FAST += ["training.batch_size=8", "training.evaluate_every=2", "training.evaluation_batch_size=30"]
+FAST += ["training.tensorboard=false", "schedule.warmup_steps=1"]
 FORMS = ("", "-released", "-paper", "-convolution", "-wider")
 
 
@@ -54,9 +39,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_cifar10(tmp_path_factory.mktemp("made") / "cifar10")
 
 
-def variants_of(
-    table: str, images: Path, chosen: str = "paper", *overrides: str
-) -> tuple[list[Variant], RunConfig, Any]:
+def variants_of(table: str, images: Path, chosen: str = "paper", *overrides: str) -> tuple[Any, ...]:
     entry = REPRODUCTIONS[table]
     recipe = load_config(entry.recipes["small"], [f"data.path={images}", *overrides])
     train = build_dataset(recipe, "train")
@@ -94,9 +77,7 @@ def test_rows_of_a_backbone_differ_in_what_they_are_compared_for_alone(rows_of_o
     own = {n: [m for m in model.modules() if isinstance(m, PositionalConvolution)] for n, model in models.items()}
     count = sum(p.numel() for m in own[convolution.name] for p in m.parameters())
     assert sizes[convolution.name] - sizes[plain.name] == count > 0
-    assert [m.convolution for m in own[released.name]].__repr__() == [
-        m.convolution for m in own[convolution.name]
-    ].__repr__()
+    assert str([m.convolution for m in own[released.name]]) == str([m.convolution for m in own[convolution.name]])
 
 
 def test_the_wider_control_costs_in_training_what_the_cached_row_costs(rows_of_one: Any, images: Path) -> None:
@@ -119,11 +100,8 @@ def test_the_same_rows_in_several_tables_are_the_same_runs(images: Path, monkeyp
         rows = [row.name for row in REPRODUCTIONS[table].rows("small") if "wider" not in row.name]
         for variant in variants_of(table, images, ",".join(rows))[0]:
             found.setdefault(config_hash(variant.config), set()).add(variant.name)
-    backbone = SMALL["pvt_v2"].name
-    shared = [
-        {f"{backbone}-released", f"{backbone}-r=0.5"},
-        {f"{backbone}-convolution", f"{backbone}-r=0.5-convolution"},
-    ]
+    pvt = SMALL["pvt_v2"].name
+    shared = [{f"{pvt}-released", f"{pvt}-r=0.5"}, {f"{pvt}-convolution", f"{pvt}-r=0.5-convolution"}]
     assert all(names in found.values() for names in shared)
     assert sorted(map(len, found.values()), reverse=True)[:3] == [2, 2, 1]
 
@@ -185,11 +163,9 @@ def test_a_table_from_images_to_report(images: Path, tmp_path: Path, capsys: pyt
     more = ["--memory", "carry,reset,shuffle,other,batch", "--other", theirs, "--batch-sizes", "4,8,256"]
     assert main(["evaluate", run, *more, "--json"]) == 0
     scores = json.loads(capsys.readouterr().out)["scores"]
-    assert {row["memory"]: row["accuracy"] for row in scores} == {
-        mode: found[1] for mode, found in result["cache_use"]["vit-paper"].items()
-    }
+    second = {mode: found[1] for mode, found in result["cache_use"]["vit-paper"].items()}
+    assert {row["memory"]: row["accuracy"] for row in scores} == second
     assert len({row["loss"] for row in scores[:4]}) == 4
-
     markdown = (out / "compare.md").read_text(encoding="utf-8")
     report = (out / "report.html").read_text(encoding="utf-8")
     for text in (printed, markdown):
@@ -307,9 +283,7 @@ def test_table_8_has_a_swin_of_equal_cost(tmp_path: Path) -> None:
     variants = {v.name: v for v in arms(entry, "small", entry.rows("small"), recipe, train)}
     assert list(variants) == [f"swin{form}" for form in ("", "-released", "-paper", "-convolution", "-wider")]
     costs = {name: variant.facts["training_flops"] for name, variant in variants.items()}
-    assert (
-        costs["swin-wider"] == pytest.approx(costs["swin-released"], rel=0.005) and costs["swin"] < costs["swin-wider"]
-    )
+    assert costs["swin"] < costs["swin-wider"] == pytest.approx(costs["swin-released"], rel=0.005)
     batch = train.collate([train[index] for index in range(4)])
     for variant in variants.values():
         output = build_model(variant.config)(batch.inputs).outputs

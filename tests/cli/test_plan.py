@@ -21,28 +21,21 @@ CLOSE = 0.02
 WORDS = "the quick brown fox jumps over the lazy dog while it rains\n"
 TEXT, PAIRS = ["data.path={folder}/text.txt"], ["data.path={folder}", "data.vocabulary_size=300", "data.max_length=64"]
 TRANSLATOR = [*PAIRS, "data.name=translation", "data.source=en", "data.target=de", "training.batch_tokens=null"]
+DOCUMENTS = ["training.curriculum=null", "training.solved=null", "training.batch_size=8"]
+SEGMENTS = [*TEXT, "model.memory={{name: rmt, length: 10}}", "training.segments=4", "training.bptt=2"]
 SLOW = pytest.mark.slow
+
 RUNS = [
     pytest.param("demo_text", [*TEXT, "training.accumulate=4"], id="accumulated"),
     pytest.param("digits_vit_grc", [], id="shared-cache"),
     pytest.param("demo_listops", [], id="rows-of-any-length"),
-    pytest.param(
-        "demo_text",
-        [*TEXT, "model.memory={{name: rmt, length: 10}}", "training.segments=4", "training.bptt=2"],
-        id="gradient-over-two-segments",
-        marks=SLOW,
-    ),
+    pytest.param("demo_text", SEGMENTS, id="gradient-over-two-segments", marks=SLOW),
     pytest.param("multi30k_en_de_grc", TRANSLATOR, id="translation", marks=SLOW),
     pytest.param("demo_listops", ["training.precision=bfloat16"], id="bfloat16", marks=SLOW),
     pytest.param("digits_vit_grc", ["training.activation_checkpointing=true"], id="checkpointed", marks=SLOW),
     pytest.param("digits_vit_grc", ["model.width=256", "training.ema_decay=0.99"], id="average", marks=SLOW),
     pytest.param("digits_vit_plain", ["optimizer.name=sgd", "model.width=256"], id="momentum", marks=SLOW),
-    pytest.param(
-        "rmt_documents",
-        ["training.curriculum=null", "training.solved=null", "training.batch_size=8"],
-        id="documents",
-        marks=SLOW,
-    ),
+    pytest.param("rmt_documents", DOCUMENTS, id="documents", marks=SLOW),
     pytest.param("demo_text", [*TEXT, "model.feed_forward=4096"], id="wide", marks=SLOW),
 ]
 
@@ -68,12 +61,10 @@ def test_the_plan_is_what_a_training_takes(name: str, changes: list[str], tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "memory", sorted({*MEMORIES.names()} - {"attention_cache", "convolution", "grc", "memorizing"})
-)
-def test_every_causal_memory_takes_what_is_planned(memory: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", sorted({*MEMORIES.names()} - {"attention_cache", "convolution", "grc", "memorizing"}))
+def test_every_causal_memory_takes_what_is_planned(name: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(WORDS * 2000)
-    overrides = [f"data.path={tmp_path}/text.txt", f"model.memory={{name: {memory}}}"]
+    overrides = [f"data.path={tmp_path}/text.txt", f"model.memory={{name: {name}}}"]
     peak, _ = measured("demo_text", overrides, tmp_path / "run")
     assert abs(planned("demo_text", overrides) / peak - 1) < CLOSE
 
@@ -157,9 +148,7 @@ def test_a_peak_with_slack_is_hardly_lower() -> None:
         (["demo_text", "model.cutoffs=[20,60]"], ["model.cutoffs=null"]),
     ],
 )
-def test_what_cannot_be_planned_is_refused(
-    words: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_plans_are_refused(words: list[str], said: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["data.path=x"] if words[0] == "demo_text" and not words[-1].startswith("data=") else []
     assert main(["plan", *words, *overrides]) == 2
     error: Any = capsys.readouterr().err

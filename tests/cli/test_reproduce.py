@@ -26,20 +26,9 @@ pytestmark = pytest.mark.usefixtures("no_run_reports")
 TABLE5 = REPRODUCTIONS["table5"]
 SMALL = {"vocabulary": 4000, "sentence_ends": (4, 365), "paragraph_ends": (1,)}
 LARGE = {"vocabulary": 267_735, "sentence_ends": (4, 365), "paragraph_ends": (1,)}
-TINY = [
-    "model.width=32",
-    "model.depth=2",
-    "model.heads=2",
-    "model.feed_forward=64",
-    "model.memory.length=8",
-    "training.steps=3",
-    "training.batch_size=2",
-    "training.segment_length=8",
-    "training.evaluate_every=3",
-    "training.evaluation_batch_size=2",
-    "training.tensorboard=false",
-    "schedule.warmup_steps=1",
-]
+TINY = ["model.width=32", "model.depth=2", "model.heads=2", "model.feed_forward=64", "model.memory.length=8"]
+TINY += ["training.steps=3", "training.batch_size=2", "training.segment_length=8", "training.evaluate_every=3"]
+TINY += ["training.evaluation_batch_size=2", "training.tensorboard=false", "schedule.warmup_steps=1"]
 
 
 @pytest.fixture
@@ -118,9 +107,8 @@ def test_rows_are_set_as_the_table_says() -> None:
     assert rows["segatron"].config.model["memory"]["sentence_ends"] == [4, 365]
     assert rows["rmt"].facts["protocol"] == "segment 64, state carried, length=10 cache=48"
     assert rows["segatron"].facts["protocol"] == "segment 64, state carried, length=48"
-    assert (
-        rows["grc_stream"].config.model["positions"] == "relative" and "positions" not in rows["segatron"].config.model
-    )
+    assert rows["grc_stream"].config.model["positions"] == "relative"
+    assert "positions" not in rows["segatron"].config.model
     recipe = load_config("table5_small")
     with pytest.raises(ValueError, match=r"model\.memory=None"):
         TABLE5.rows("small", "rmt")[0].config(with_memory(recipe, None))
@@ -172,9 +160,12 @@ def test_a_table_from_text_to_report(wikitext: Path, tmp_path: Path, capsys: pyt
         ("table5 --data {data} model.memory=rmt", "model.memory='rmt'"),
         ("table1", "CIFAR-10"),
         ("table1 --data {data} model.memory=convolution", "model.memory='convolution'"),
+        ("table4", "Multi30k En-De"),
+        ("table4 --data {data}", "'train'"),
         ("table6 --data folder", "--data folder"),
         ("table6 --rows transformer-grc model.memory=rmt", "model.memory='rmt'"),
         ("table9 --rows PVT-tiny", "did you mean 'PVT-Tiny'"),
+        ("table9 --rows ViT-S,ViT-S", "ViT-S,ViT-S"),
         ("table9 btach=1", "'btach'; did you mean 'batch'"),
         ("table9 batch=0", "batch=0"),
     ],

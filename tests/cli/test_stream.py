@@ -27,9 +27,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 @pytest.mark.parametrize("suffix", ["", ".xz", ".gz"])
-def test_pieces_are_the_tokens_of_the_text(
-    tmp_path: Path, tokenizer: Tokenizer, suffix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_are_tokens(tmp_path: Path, tokenizer: Tokenizer, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_reader, "BLOCK", 97)
     raw = TEXT.encode()
     path = tmp_path / f"text.txt{suffix}"
@@ -60,9 +58,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_on_bytes(tmp_path_factory.mktemp("stream"))
 
 
-def test_going_on_gives_the_numbers_of_an_uninterrupted_reading(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_going_on_gives_the_same_numbers(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     book, whole, parts = tmp_path / "book.txt", tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
     book.write_text(TEXT[:3000])
     size = len(TEXT[:3000].encode())

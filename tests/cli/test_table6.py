@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from training.small_language import own_cache  # noqa: F401
 
 from cached_lab.cli.main import main
 from cached_lab.experiments.build import build_dataset, build_model
@@ -27,22 +28,8 @@ TABLE6 = REPRODUCTIONS["table6"]
 BACKBONES = [n for n, section in table6.ATTENTIONS["small"].items() if section["name"] in ATTENTIONS]
 """Those whose attention is there."""
 FEW = ["data.train_size=300", "data.validation_size=50", "data.test_size=200"]
-TINY = [
-    *FEW,
-    "model.width=16",
-    "model.heads=2",
-    "model.feed_forward=64",
-    "training.steps=3",
-    "training.batch_size=8",
-    "training.evaluate_every=3",
-    "training.tensorboard=false",
-    "schedule.warmup_steps=1",
-]
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
+TINY = [*FEW, "model.width=16", "model.heads=2", "model.feed_forward=64", "training.steps=3", "training.batch_size=8"]
+TINY += ["training.evaluate_every=3", "training.tensorboard=false", "schedule.warmup_steps=1"]
 
 
 def rows_of(backbone: str) -> str:
@@ -76,9 +63,8 @@ def test_rows_differ_in_what_they_are_compared_for_alone(backbone: str) -> None:
     plain, grc, control = (flatten(config_to_dict(v.config)) for v in arms(TABLE6, "small", rows, recipe, train))
     assert {key for key in {**plain, **control} if plain.get(key) != control.get(key)} == {"model.feed_forward"}
     differing = {key for key in {**plain, **grc} if plain.get(key) != grc.get(key)}
-    assert {key for key in differing if key != "model.memory"} == {
-        f"model.memory.{option}" for option in ("name", "variant", "ratio", "bias")
-    }
+    options = {f"model.memory.{option}" for option in ("name", "variant", "ratio", "bias")}
+    assert differing - {"model.memory"} == options
     assert grc["model.memory.name"] == "grc" and plain["model.head_width"] == control["model.head_width"] == 128
 
 
@@ -127,7 +113,6 @@ def test_a_table_from_rows_to_report(tmp_path: Path, capsys: pytest.CaptureFixtu
     recipe = load_config("table6_small", TINY)
     train, test = (build_dataset(recipe, split).expressions() for split in ("train", "test"))
     assert result["baselines"] == root_operator_baselines(train, test)
-
     assert "paired differences" in printed and "baseline: root operator" in printed
 
 

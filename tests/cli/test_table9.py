@@ -24,9 +24,7 @@ def canned(batch: int, rounds: int, device: str, *, models: Sequence[str], image
     return [{"model": name, "case": case, **counts, **times} for name in models for case in CASES]
 
 
-def test_it_measures_what_was_chosen(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table9, "measure_throughput", canned)
     settings = ["batch=1", "rounds=1", "image_size=64"]
     assert main(["reproduce", "table9", "--rows", "PVT-Tiny", *settings, "--out", str(tmp_path)]) == 0
@@ -52,20 +50,3 @@ def test_the_sentence_beside_the_paper_has_the_measured_ratios() -> None:
 def test_its_models_are_those_of_the_benchmark() -> None:
     for models in ROWS.values():
         assert set(models) <= set(MODELS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rows", "PVT-tiny"], "did you mean 'PVT-Tiny'"),
-        (["--rows", "ViT-S,ViT-S"], "must be paper, all, or different names"),
-        (["btach=1"], "unknown setting of table9 'btach'; did you mean 'batch'"),
-        (["batch=0"], "batch must be a whole number from 1 on"),
-    ],
-)
-def test_bad_input_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert main(["reproduce", "table9", *arguments, "--out", str(tmp_path / "out")]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -67,11 +67,7 @@ def write_zip(path: Path, files: Files) -> Path:
     return path
 
 
-def class_folders(classes: int = 3, images: int = 4, prefix: str = "", kind: str = "PNG") -> dict[str, bytes]:
-    """`<prefix>class<c>/<i>.png` with different pixels each."""
+def class_folders(classes: int = 3, images: int = 4, kind: str = "PNG") -> dict[str, bytes]:
+    """`class<c>/<i>.png` with different pixels each."""
     suffix = {"PNG": "png", "JPEG": "jpg"}[kind]
-    return {
-        f"{prefix}class{c}/{i}.{suffix}": encoded(1000 * c + i, kind=kind)
-        for c in range(classes)
-        for i in range(images)
-    }
+    return {f"class{c}/{i}.{suffix}": encoded(1000 * c + i, kind=kind) for c in range(classes) for i in range(images)}

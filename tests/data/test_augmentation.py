@@ -28,7 +28,6 @@ def reseed() -> None:
 
 def test_it_is_what_timm_does():
     create_transform = require("timm.data", extra="vision").create_transform
-
     options = {"scale": [0.3, 0.9], "flip": 0.3, **DEIT}
     ours = training_transform(options, 16, MEAN, STD)
     theirs = create_transform(
@@ -45,7 +44,6 @@ def test_it_is_what_timm_does():
 
 def test_evaluation_sees_the_centre_as_timm_cuts_it(tmp_path):
     create_transform = require("timm.data", extra="vision").create_transform
-
     path = write_files(tmp_path, {f"{n}/0.png": encoded(size=(60, 40)) for n in "ab"})
     options = {"path": path, "image_size": 16, "validation_fraction": 0, "test_fraction": 0, "augment": False}
     usual = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -65,6 +63,7 @@ def test_items_are_functions_of_seed_epoch_and_index_with_any_number_of_workers(
     assert before[:2] == after[:2] and torch.equal(before[2], after[2])
     random.random(), np.random.rand(), torch.rand(3)
     assert torch.equal(rows[(0, 3)][0], first)
+    assert not torch.equal(SeededRows(data, seed=6)[(0, 3)][0], first)
     assert not torch.equal(rows[(1, 3)][0], first) and not torch.equal(rows[(0, 3, 1)][0], first)
     loaders = [training_batches(data, TrainingOrder(len(data), 6, seed=2, repeats=3), workers) for workers in (0, 2)]
     for _ in range(4):

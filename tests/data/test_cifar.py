@@ -120,16 +120,3 @@ def test_damage_is_named(folder):
     (folder / "test_batch.bin").unlink()
     with pytest.raises(FileNotFoundError, match=r"test_batch.*bin.xz"):
         CIFAR10("test", path=folder)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"split": "val"}, "unknown split 'val'"),
-        ({"validation_fraction": 1.5}, r"validation_fraction=1.5 must lie in \[0, 1\)"),
-        ({"split": "validation", "validation_fraction": 0}, "leaves split 'validation' empty"),
-    ],
-)
-def test_options(folder, options, message):
-    with pytest.raises(ValueError, match=message):
-        create_dataset("cifar10", **{"split": "train", "path": folder, **options})

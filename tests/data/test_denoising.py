@@ -48,9 +48,6 @@ def share(hundredth: int, size: int) -> int:
     return math.ceil(Fraction(hundredth, 100) * size)
 
 
-# ------------------------------------------------------------------------------------------------ BART
-
-
 def test_a_rate_is_what_is_written_and_not_its_binary_neighbour() -> None:
     assert [part_of(0.1, 30), part_of(0.07, 100), part_of(0.3, 10), part_of(0.3, 11)] == [3, 7, 3, 4]
     assert math.ceil(0.07 * 100) == 8  # what this is about
@@ -122,9 +119,7 @@ def test_infilling_of_whole_words_never_cuts_one(words: list[int], head: int, ra
 
 def test_spans_lie_anywhere_with_equal_chance() -> None:
     """One span of all the budget in 6 words: budget 2 of spans much longer on average is a single span, at 5 places."""
-    found = Counter(
-        tuple(infill_text(np.arange(6), 0.3, MASK, generator(seed), mean=50).tolist()) for seed in range(4000)
-    )
+    found = Counter(tuple(infill_text(np.arange(6), 0.3, MASK, generator(s), mean=50).tolist()) for s in range(4000))
     assert len(found) == 5
     assert all(count == pytest.approx(800, abs=4 * math.sqrt(640)) for count in found.values())
 
@@ -191,9 +186,6 @@ def test_no_noise_is_the_text(size: int, seed: int) -> None:
         rotate_document(tokens, g, rate=0.0),
     ):
         assert noised.tolist() == tokens.tolist() and noised.dtype == np.int64
-
-
-# -------------------------------------------------------------------------------------------------- T5
 
 
 def test_lengths_are_those_of_the_paper_and_the_original_code() -> None:

@@ -17,9 +17,7 @@ from cached_lab.tasks.pretraining.objectives import OBJECTIVES
 from cached_lab.training.loader import SeededRows
 from cached_transformers.layers.token_loss import IGNORED
 
-TEXT = "".join(
-    f"the {word} sat on mat number {index} . why ?\n" for index, word in enumerate(["cat", "dog", "owl"] * 200)
-)
+TEXT = "".join(f"the {word} sat on mat number {n} . why ?\n" for n, word in enumerate(["cat", "dog", "owl"] * 200))
 
 
 @pytest.fixture
@@ -172,7 +170,7 @@ def test_objectives_share_a_vocabulary_where_they_have_as_many_sentinels(text: P
         ({"objective": {"name": "bart", "permutations": 1}}, "did you mean 'permutation'"),
         ({"objective": {"rate": 0.1}}, "must have a name"),
         ({"objective": {"name": "bart", "infilling": 2.0}}, r"infilling=2.0 must lie in \[0, 1\]"),
-        ({"objective": {"name": "bart", "mean": 1e300}}, r"mean=1e\+300"),
+        ({"objective": {"name": "bart", "mean": 1e300}}, r"mean=1e\+300 "),
         ({"objective": {"name": "span_corruption", "mean": 0.5}}, "mean=0.5 must be at least 1"),
         ({"objective": "span_corruption", "sentinels": 2}, "set data.sentinels=3"),
         ({"sentinels": -1}, "sentinels=-1 must not be negative|sentinels=-1 do not suffice"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from data.pictures import class_folders, encoded, write_files, write_tar, write_zip
 
+from cached_lab.data import SPLITS
 from cached_lab.tasks.classification.images.class_folders import ImageNet, TinyImageNet, read_labels
 
 
@@ -24,15 +25,15 @@ def tiny(boxes: bool = True) -> dict[str, bytes]:
     return {**files, "val/val_annotations.txt": "\n".join(lines).encode()}
 
 
+SOLUTION = ["ImageId,PredictionString", "{3},n02 1 2 3 4 ", "{1},n03 1 2 3 4 n03 5 6 7 8", "{2},n01 8 1", "{4},n02"]
+
+
 class TestTinyImageNet:
     @pytest.mark.parametrize("prefix", ["", "tiny-imagenet-200/"])
     def test_the_official_layout(self, tmp_path, prefix):
         files = {f"{prefix}{name}": content for name, content in tiny().items()}
         path = write_zip(tmp_path / "tiny-imagenet-200.zip", files) if prefix else write_files(tmp_path, files)
-        splits = {
-            s: TinyImageNet(s, path=path, image_size=8, validation_fraction=0.25)
-            for s in ("train", "validation", "test")
-        }
+        splits = {s: TinyImageNet(s, path=path, image_size=8, validation_fraction=0.25) for s in SPLITS}
         assert {s: len(data) for s, data in splits.items()} == {"train": 9, "validation": 3, "test": 6}
         test = splits["test"]
         assert test.class_names == ["n01", "n02", "n03"]
@@ -75,19 +76,7 @@ class TestImageNet:
 
     @pytest.mark.parametrize(
         ("name", "lines"),
-        [
-            ("val.txt", ["{2}.JPEG 0", "{1}.JPEG 2", "{3}.JPEG 1", "{4}.JPEG 1"]),
-            (
-                "LOC_val_solution.csv",
-                [
-                    "ImageId,PredictionString",
-                    "{3},n02 1 2 3 4 ",
-                    "{1},n03 1 2 3 4 n03 5 6 7 8",
-                    "{2},n01 8 1",
-                    "{4},n02",
-                ],
-            ),
-        ],
+        [("val.txt", ["{2}.JPEG 0", "{1}.JPEG 2", "{3}.JPEG 1", "{4}.JPEG 1"]), ("LOC_val_solution.csv", SOLUTION)],
     )
     def test_lists_of_the_validation_images(self, root, name, lines):
         images = [f"ILSVRC2012_val_{i:08}" for i in range(5)]

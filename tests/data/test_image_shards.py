@@ -36,9 +36,7 @@ def test_images_and_labels_of_all_shards(folder):
     assert len(train) == 12 and train.labels.tolist() == LABELS * 2 and train.classes == 3
     image_CHW, label = train[7]
     assert image_CHW.shape == (3, 8, 8) and label == 0 and train.augment
-    validation, test = (
-        create_dataset("image_shards", split, path=folder, image_size=8) for split in ("validation", "test")
-    )
+    validation, test = (create_dataset("image_shards", s, path=folder, image_size=8) for s in ("validation", "test"))
     assert isinstance(validation, ImageShards) and isinstance(test, ImageShards)
     assert validation.labels.tolist() == test.labels.tolist() == [1, 2]  # nothing else is there to report on
     assert torch.equal(validation[1][0], test[1][0])

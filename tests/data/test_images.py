@@ -66,11 +66,7 @@ class TestDigits:
         def identity(pixels: np.ndarray, label: int) -> tuple[bytes, int]:
             return np.round(pixels).astype(np.uint8).tobytes(), int(label)
 
-        ours = [
-            identity(split.pixels(index)[0].numpy() * (16 / 255), split.labels[index])
-            for split in splits
-            for index in range(len(split))
-        ]
+        ours = [identity(s.pixels(i)[0].numpy() * (16 / 255), s.labels[i]) for s in splits for i in range(len(s))]
         digits = load_digits()
         assert sorted(ours) == sorted(map(identity, digits.images, digits.target))
         train, _, test = splits

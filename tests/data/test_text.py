@@ -23,20 +23,15 @@ VALID = " \n = Three = \n \n a zebra . \n"
 TEST = " \n = Four = \n \n b b b \n"
 
 
-def write_splits(
-    folder: Path, names: tuple[str, str, str] = ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens")
-):
+def write_splits(folder: Path, form: str = "wiki.{}.tokens"):
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in zip(names, (TRAIN, VALID, TEST), strict=True):
-        (folder / name).write_text(text, encoding="utf-8")
+    for split, text in zip(("train", "valid", "test"), (TRAIN, VALID, TEST), strict=True):
+        (folder / form.format(split)).write_text(text, encoding="utf-8")
     return folder
 
 
 def text_of(dataset) -> str:
     return dataset.tokenizer.decode(dataset.tokens.tolist())
-
-
-# ------------------------------------------------------------------------------------------------------- tokenizers
 
 
 def test_words_are_ranked_and_rare_ones_unknown(tmp_path):
@@ -86,9 +81,7 @@ def test_long_text_is_encoded_in_chunks_as_if_it_were_one(monkeypatch):
 @pytest.mark.parametrize("kind", ["word", "byte", "bpe"])
 def test_ends_of_sentences_and_paragraphs_are_told(tmp_path, kind):
     folder = write_splits(tmp_path)
-    data = create_dataset(
-        "wikitext2", "train", path=folder, tokenizer=kind, vocabulary_size=300 if kind == "bpe" else None
-    )
+    data = create_dataset("wikitext2", "train", path=folder, tokenizer=kind, vocabulary_size={"bpe": 300}.get(kind))
     told = data.describe()
     sentence, paragraph = ({data.tokenizer.decode([i]) for i in told[f"{n}_ends"]} for n in ("sentence", "paragraph"))
     assert {s.strip() for s in sentence} >= {".", "?"}
@@ -98,18 +91,13 @@ def test_ends_of_sentences_and_paragraphs_are_told(tmp_path, kind):
 
 
 def test_lines_of_the_penn_treebank_are_sentences(tmp_path):
-    data = create_dataset(
-        "ptb", "train", path=write_splits(tmp_path, ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt"))
-    )
+    data = create_dataset("ptb", "train", path=write_splits(tmp_path, "ptb.{}.txt"))
     assert data.describe()["sentence_ends"] == (1,) and data.describe()["paragraph_ends"] == ()
     assert len(data.starts) == 1
 
 
-# ------------------------------------------------------------------------------------------------ files and archives
-
-
 def packed(folder: Path, form: str) -> Path:
-    plain = write_splits(folder / "plain", ("train.txt", "valid.txt", "test.txt"))
+    plain = write_splits(folder / "plain", "{}.txt")
     target = folder / "packed"
     target.mkdir()
     if form in ("xz", "gz", "bz2"):
@@ -172,9 +160,6 @@ def test_ids_are_kept_by_content_and_options(tmp_path, cache):
     assert create_dataset("wikitext2", "train", path=folder).counts["tokens"] == 3
 
 
-# ----------------------------------------------------------------------------------------- documents and held-out text
-
-
 def test_articles_begin_at_titles_and_nothing_is_lost(tmp_path):
     data = create_dataset("wikitext2", "train", path=write_splits(tmp_path), tokenizer="byte")
     whole = data.tokens.tobytes().decode()
@@ -209,9 +194,6 @@ def test_folders_of_the_splits_are_taken_as_such(tmp_path):
     assert text_of(create_dataset("text", "train", path=tmp_path)) == "train\n"
 
 
-# -------------------------------------------------------------------------------------------------------- bookkeeping
-
-
 def test_counts_and_scores_do_not_depend_on_the_tokenizer(tmp_path):
     folder = write_splits(tmp_path)
     data = {
@@ -235,18 +217,12 @@ def test_the_unigram_baseline(tmp_path):
     assert test.baselines(train)["unigram"]["loss"] == pytest.approx(expected)
 
 
-# ------------------------------------------------------------------------------------------------------ shared corpora
-
-
 def test_wikitext_has_the_published_counts(shared):
     path = shared / "data" / "wikitext-2"
     sizes = {split: create_dataset("wikitext2", split, path=path) for split in ("validation", "test")}
     assert [len(d) for d in sizes.values()] == [217_646, 245_569]
     assert [len(d.starts) for d in sizes.values()] == [60, 60]
     assert sizes["test"].tokenizer.vocabulary == 33_278
-
-
-# -------------------------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(

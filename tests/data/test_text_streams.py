@@ -98,11 +98,7 @@ def test_a_document_begins_at_the_next_segment_of_a_step():
         [106, START, START, 108, 109, 110, 111, 112],
         [113, 114],
     ]
-    assert [batch.reset[0].tolist() for batch in batches] == [
-        [True, False, False, True],
-        [False, True, False, False],
-        [False],
-    ]
+    assert [batch.reset[0].int().tolist() for batch in batches] == [[1, 0, 0, 1], [0, 1, 0, 0], [0]]
 
 
 def test_packed_documents_follow_each_other_without_the_past():

@@ -14,9 +14,7 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 200, 60), "blue": (50, 60, 230)}
 SIZES = [(48, 64), (64, 48), (40, 72), (56, 56), (72, 40), (48, 64)]
 
 
-def tree(
-    count: int = 6, objects: int = 2, categories: int = 3, seed: int = 0
-) -> tuple[dict[str, Any], list[np.ndarray]]:
+def tree(count: int = 6, objects: int = 2, categories: int = 3, seed: int = 0) -> tuple[dict[str, Any], list[Any]]:
     """Annotations and pixels of `count` images; category ids are 5, 10, 15, ... in another order than their entries."""
     random = np.random.default_rng(seed)
     images, annotations, pictures = [], [], []
@@ -54,12 +52,7 @@ def shape(kind: int, box: tuple[int, int, int, int], size: tuple[int, int]) -> A
     return {"size": list(size), "counts": code["counts"].decode()}
 
 
-def write(
-    root: Path,
-    annotations: dict[str, Any],
-    pictures: list[np.ndarray],
-    name: str = "train2017",
-) -> Path:
+def write(root: Path, annotations: dict[str, Any], pictures: list[np.ndarray], name: str = "train2017") -> Path:
     """The data set as a folder; returns `root`."""
     (root / "annotations").mkdir(parents=True, exist_ok=True)
     (root / name).mkdir(exist_ok=True)

@@ -33,9 +33,6 @@ def changed(tmp_path, change, **options):
     return write(tmp_path, annotations, pictures)
 
 
-# ------------------------------------------------------------------------------------------------ places
-
-
 def packed(root, archive, *parts):
     """A zip of a data set, or of some folders of it."""
     with zipfile.ZipFile(archive, "w") as made:
@@ -106,9 +103,6 @@ def test_real_coco(shared):
             x, y, w, h = raw["bbox"]
             assert box.tolist() == pytest.approx([x, y, x + w, y + h], abs=1e-3)
             assert data.category_ids[label] == raw["category_id"]
-
-
-# ---------------------------------------------------------------------------------------------- learning
 
 
 def test_half_of_the_images_are_mirrored_with_what_is_in_them(tmp_path):
@@ -198,9 +192,6 @@ def test_some_images_alone(tmp_path):
     assert load(root, image_ids=[104, 101]).image_ids == [101, 104]
     with pytest.raises(ValueError, match=r"data\.image_ids"):
         load(root, image_ids=[101, 7])
-
-
-# ---------------------------------------------------------------------------------------------- refusals
 
 
 def having(kind, key, value, place=0):
@@ -313,9 +304,6 @@ def test_archives_are_read_by_several_processes(tmp_path):
     for _ in range(4):
         for left, right in zip(next(alone).inputs, next(shared).inputs, strict=True):
             assert torch.equal(left, right)
-
-
-# ------------------------------------------------------------------------------------------------ batches
 
 
 def test_batches_hold_images_of_one_kind_and_every_row_has_its_turn():

@@ -43,9 +43,6 @@ def summed(losses):
     return torch.stack(list(losses.values())).sum()
 
 
-# ------------------------------------------------------------------------------------------- in and out
-
-
 @pytest.mark.parametrize("name", ["mask_rcnn", "faster_rcnn", "retinanet"])
 def test_losses_in_training_and_detections_in_evaluation(name):
     model = small(name, **CACHES)
@@ -141,9 +138,6 @@ def test_padded_to_a_square_an_image_has_the_same_answers_in_every_batch():
         small("retinanet", pad_to_square=True, max_size=100)
 
 
-# ------------------------------------------------------------------------------------------------ memory
-
-
 def test_a_closed_memory_is_no_memory():
     """With closed gates the cached detector equals the plain one, in training and evaluation."""
     cached, plain = small(**CACHES), small()
@@ -191,9 +185,6 @@ def test_maps_are_interpolated_to_the_cache_in_two_dimensions():
     inner = grid[4:-4, 2:-2]  # patches overlap, and see the border
     assert first.size == (24, 8)
     assert inner.std(0).mean() > 20 * inner.std(1).mean()
-
-
-# ----------------------------------------------------------------------------------------------- weights
 
 
 def classifier(memory=None, name="pvt_v2_b0", classes=7, **options):

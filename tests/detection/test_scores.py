@@ -50,7 +50,6 @@ def test_it_equals_pycocotools_on_given_detections(shared, tmp_path):
         for kind, entries in to_results(answer, number, data.category_ids).items():
             results[kind] += entries
     ours = score(data.annotations.truth, results, data.image_ids)
-
     truth = COCO(str(tmp_path / "truth.json"))
     for kind, name in (("box", "bbox"), ("mask", "segm")):
         (tmp_path / "found.json").write_text(json.dumps(results[kind]), encoding="utf-8")

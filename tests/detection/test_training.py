@@ -26,12 +26,7 @@ from cached_lab.training.metrics import read_metrics
 from cached_lab.training.optim import OptimizerConfig, ScheduleConfig, learning_rate
 
 FEW = {"rpn_pre_nms_top_n_train": 60, "rpn_post_nms_top_n_train": 30, "box_batch_size_per_image": 16}
-FEW |= {
-    "rpn_post_nms_top_n_test": 20,
-    "rpn_pre_nms_top_n_test": 60,
-    "box_score_thresh": 0.0,
-    "box_detections_per_img": 10,
-}
+FEW |= dict(rpn_post_nms_top_n_test=20, rpn_pre_nms_top_n_test=60, box_score_thresh=0.0, box_detections_per_img=10)
 
 
 def recipe(data, name="mask_rcnn", steps=4, **training):
@@ -55,9 +50,6 @@ def trained(data, tmp_path_factory):
     """A run folder of four steps."""
     run = tmp_path_factory.mktemp("runs") / "made"
     return run, run_training(config_from_dict(recipe(data)), run)
-
-
-# -------------------------------------------------------------------------------------------------- runs
 
 
 def test_a_run_holds_losses_scores_classes_and_a_report(trained):
@@ -147,9 +139,6 @@ def test_two_processes_follow_the_curve_of_one(data, tmp_path):
             assert left.get(key) == pytest.approx(right.get(key), abs=1e-4)
 
 
-# ----------------------------------------------------------------------------------------------- refusals
-
-
 @pytest.mark.parametrize(
     ("name", "training", "change", "message"),
     [
@@ -179,9 +168,6 @@ def test_a_classifier_does_not_learn_boxes(data, tmp_path):
     tree["model"] = {"name": "timm", "architecture": "pvt_v2_b0"}
     with pytest.raises(ValueError, match=r"'timm'.*mask_rcnn.*faster_rcnn"):
         run_training(config_from_dict(tree), tmp_path / "run")
-
-
-# ------------------------------------------------------------------------------------------------- detect
 
 
 def test_detections_are_drawn_and_written_down(trained, data, tmp_path, capsys):
@@ -251,17 +237,10 @@ def test_a_run_that_began_with_a_classifier_needs_its_file_no_more(data, tmp_pat
     assert run_training(config_from_dict(tree), tmp_path / "run")["steps"] == 2
 
 
-# ------------------------------------------------------------------------------------------------ recipes
-
 PAPER = [f"coco_{name}_pvt_{size}" for name in ("mask_rcnn", "retinanet") for size in ("tiny", "small", "medium")]
 LITTLE = ["model.min_size=64", "model.max_size=96", "training.steps=2", "training.batch_size=2", "training.workers=0"]
-LITTLE += [
-    "model.fpn_channels=16",
-    "training.evaluate_every=2",
-    "training.log_every=1",
-    "training.tensorboard=false",
-    "training.device=cpu",
-]
+LITTLE += ["model.fpn_channels=16", "training.evaluate_every=2", "training.log_every=1"]
+LITTLE += ["training.tensorboard=false", "training.device=cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -271,9 +250,7 @@ def eighty(tmp_path_factory):
 
 
 @pytest.mark.usefixtures("no_run_reports")
-@pytest.mark.parametrize(
-    "name", [name if "tiny" in name else pytest.param(name, marks=pytest.mark.slow) for name in PAPER]
-)
+@pytest.mark.parametrize("name", [n if "tiny" in n else pytest.param(n, marks=pytest.mark.slow) for n in PAPER])
 def test_recipes_of_the_paper_take_two_steps(name, eighty, tmp_path):
     detector = [] if "retinanet" in name else [f"model.detector_options={json.dumps(FEW)}"]
     size = ["model.cache_image_size=[64,96]"]

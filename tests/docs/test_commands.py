@@ -40,11 +40,7 @@ NOT_RUN = {
 FAST = (["compare", "digits_vit_plain"], ["reproduce", "table5"])
 """Comparisons that are put together in a moment; others count the operations of many models."""
 HERE = [words for words in COMMANDS if not any(" ".join(words).startswith(begin) for begin in NOT_RUN)]
-OF_TEXT = [
-    words
-    for words in HERE
-    if words[1] != "compare" and any(w.startswith(("demo_text", "runs/demo_text")) for w in words)
-]
+OF_TEXT = [w for w in HERE if w[1] != "compare" and any(word.startswith(("demo_text", "runs/demo_text")) for word in w)]
 """What a page does with runs on a text, which it trains first."""
 OF_DIGITS = [words for words in HERE if words[1] in ("evaluate", "plot") and words not in OF_TEXT]
 
@@ -199,9 +195,7 @@ class Planned(Exception):
 
 
 @pytest.mark.parametrize("words", demo()[:-1], ids=lambda words: words[-1])
-def test_what_the_demo_would_train_can_be_built(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_demo_can_be_built(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its options are taken, and every training has its settings."""
 
     def planned(self: Trials, trials: list[Trial], *_: object) -> None:

@@ -27,12 +27,7 @@ MADE = {
     "info": {"title": "Made", "carries": "one | two", "purpose": ["old", "new"], "order": "N", "equation": "y = x"},
     "stated": {"can": ["bias", "bidirectional", "causal"]},
 }
-PLAIN = {
-    **MADE,
-    "name": "plain",
-    "paper": "github.com/a/b",
-    "info": {**MADE["info"], "carries": "nothing", "purpose": "old"},
-}
+PLAIN = MADE | dict(name="plain", paper="github.com/a/b", info=MADE["info"] | dict(carries="nothing", purpose="old"))
 FACTS = {"memories": [MADE, PLAIN], "attentions": [MADE]}
 
 
@@ -75,18 +70,9 @@ def test_a_part_without_a_section_gets_one_with_its_facts_and_its_picture() -> N
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "<!-- facts: table of models --><!-- /facts -->",
-            "a region of facts is called 'table of models'; take one of",
-        ),
-        (
-            "<!-- facts: memory gone --><!-- /facts -->",
-            "a region of facts about 'gone', which is not among the memories",
-        ),
-        (
-            "a\n<!-- facts: papers of memories -->9<!-- /facts --> b",
-            "begins a line, where Markdown would end the paragraph",
-        ),
+        ("<!-- facts: table of models --><!-- /facts -->", "'table of models'"),
+        ("<!-- facts: memory gone --><!-- /facts -->", "'gone'"),
+        ("a\n<!-- facts: papers of memories -->9<!-- /facts --> b", "begins a line"),
         ("<!-- facts: memory made -->", "1 begin and 0 end"),
     ],
 )

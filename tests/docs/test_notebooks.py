@@ -13,11 +13,7 @@ from docs.pages import PROJECT, TEXTS
 from integrations.hosts import library
 
 NOTEBOOKS = sorted((PROJECT / "docs" / "notebooks").glob("*.ipynb"))
-NEEDS = {
-    "gpt2_with_lora": ("transformers", "peft"),
-    "grc_in_timm": ("timm", "sklearn"),
-    "a_memory_of_your_own": ("transformers",),
-}
+NEEDS = {"gpt2_with_lora": "transformers peft", "grc_in_timm": "timm sklearn", "a_memory_of_your_own": "transformers"}
 SHOWN = {
     "gpt2_with_lora": (r"carried (100|[89]\d)%\nemptied [1-4]\d%", "the memory is what answers"),
     "grc_in_timm": (r"plain [6-9]\d\.\d%, with GRC [6-9]\d\.\d%", "both have learned"),
@@ -50,7 +46,7 @@ def test_every_notebook_is_linked_and_held_to_something() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_is_carried_out(path: Path) -> None:
-    for name in NEEDS.get(path.stem, ()):
+    for name in NEEDS.get(path.stem, "").split():
         library(name)
     printed = launch.python("-W", "ignore", PROJECT / "tools" / "notebooks.py", "--print", path)
     assert re.search(SHOWN[path.stem][0], printed), printed

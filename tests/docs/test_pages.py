@@ -30,21 +30,14 @@ PAGES = list(dict.fromkeys(block.page for block in RUN))
 def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty working folder; and small models of random weights in the place of those that would be fetched."""
     transformers = library("transformers")
+    bart = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
+    bart |= {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
     sizes: dict[str, Callable[[], Any]] = {
         "gpt2": lambda: transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=300),
         "meta-llama/Llama-3.2-1B": lambda: transformers.LlamaConfig(
             hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=300
         ),
-        "facebook/bart-base": lambda: transformers.BartConfig(
-            d_model=16,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=16,
-            decoder_ffn_dim=16,
-            vocab_size=300,
-        ),
+        "facebook/bart-base": lambda: transformers.BartConfig(**bart, vocab_size=300),
     }
     load = transformers.PreTrainedModel.from_pretrained.__func__
     load_tokenizer = transformers.AutoTokenizer.from_pretrained.__func__
@@ -63,7 +56,7 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def classifier_of_before() -> None:
+def old_classifier() -> None:
     """The file that docs/backbones.md loads as one that the reader has trained."""
     import timm
 
@@ -77,10 +70,7 @@ def a_book() -> None:
     Path("book.txt").write_text("It was the best of times, it was the worst of times.\n" * 40, encoding="utf-8")
 
 
-PREPARED: dict[str, Callable[[], None]] = {
-    "docs/backbones.md": classifier_of_before,
-    "docs/language-modelling.md": a_book,
-}
+PREPARED: dict[str, Callable[[], None]] = {"docs/backbones.md": old_classifier, "docs/language-modelling.md": a_book}
 """Pages that read files of the reader's, and what writes such files."""
 
 
@@ -139,12 +129,9 @@ FIRSTS = [block for block in RUN if block.number == 1 and "from_pretrained(" not
 
 
 @pytest.mark.parametrize(
-    "block",
-    [pytest.param(b, id=b.name, marks=[pytest.mark.slow] if b.page != "README.md" else []) for b in FIRSTS],
+    "block", [pytest.param(b, id=b.name, marks=[pytest.mark.slow] if b.page != "README.md" else []) for b in FIRSTS]
 )
-def test_the_first_block_runs_in_a_fresh_interpreter(
-    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_block_runs_in_a_new_process(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     PREPARED.get(block.page, lambda: None)()
     Path("block.py").write_text(block.text, encoding="utf-8")

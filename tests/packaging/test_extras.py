@@ -15,13 +15,8 @@ from cached_transformers import extras
 from cached_transformers.extras import require
 
 PROJECT = Path(__file__).resolve().parents[2]
-DISTRIBUTIONS = {
-    "PIL": "pillow",
-    "faiss": "faiss-cpu",
-    "huggingface_hub": "huggingface-hub",
-    "lm_eval": "lm-eval",
-    "sklearn": "scikit-learn",
-}
+DISTRIBUTIONS = {"PIL": "pillow", "faiss": "faiss-cpu", "sklearn": "scikit-learn"}
+DISTRIBUTIONS |= {"huggingface_hub": "huggingface-hub", "lm_eval": "lm-eval"}
 
 
 def project_table() -> dict[str, list[str]]:
@@ -30,9 +25,7 @@ def project_table() -> dict[str, list[str]]:
     section = re.search(r"^\[project\.optional-dependencies\]\n(.*?)^\[", text, re.M | re.S)
     assert section is not None
     uncommented = re.sub(r"^#.*$", "", section.group(1), flags=re.M)
-    return {
-        name: ast.literal_eval(value) for name, value in re.findall(r"^([\w-]+) = (\[.*?\])$", uncommented, re.M | re.S)
-    }
+    return {k: ast.literal_eval(v) for k, v in re.findall(r"^([\w-]+) = (\[.*?\])$", uncommented, re.M | re.S)}
 
 
 def installed_by(extra: str) -> set[str]:
@@ -114,12 +107,6 @@ def test_nested_extras_are_followed() -> None:
 def test_constraints_pin_every_named_dependency() -> None:
     lines = (PROJECT / "constraints.txt").read_text().lower().replace("_", "-").splitlines()
     pinned = {line.partition("==")[0] for line in lines if "==" in line}
-    named = {d for extra in project_table() for d in installed_by(extra)} | {
-        "torch",
-        "numpy",
-        "safetensors",
-        "pyyaml",
-        "rich",
-        "scipy",
-    }
+    core = {"torch", "numpy", "safetensors", "pyyaml", "rich", "scipy"}
+    named = core | {d for extra in project_table() for d in installed_by(extra)}
     assert named - pinned == set()

@@ -67,9 +67,8 @@ def test_an_example_runs_or_names_what_it_lacks(environment: Path, tmp_path: Pat
         assert re.fullmatch("ModuleNotFoundError: No module named '(timm|transformers)'", last), done.stderr
         pytest.skip(f"imports what comes with an extra: {last}")
     if "integrations.transformers" in block.text:
-        assert last == (
-            'ImportError: transformers is not installed; it comes with: pip install "cached-transformers[language]"'
-        )
+        assert last.startswith("ImportError: transformers is not installed; ")
+        assert last.endswith('pip install "cached-transformers[language]"')
     else:
         assert "GRCAttention" in block.text or "language_model" in block.text  # installed for the core only
         assert (done.returncode, done.stderr) == (0, "")
@@ -91,11 +90,6 @@ def test_an_example_runs_or_names_what_it_lacks(environment: Path, tmp_path: Pat
 def test_commands_answer(environment: Path, tmp_path: Path, words: list[str], status: int, answer: str) -> None:
     done = call(environment / "cached", *words, folder=tmp_path)
     assert done.returncode == status and answer in done.stdout + done.stderr, done.stderr
-
-
-def test_help_and_lists_do_without_torch(environment: Path) -> None:
-    program = "import sys; from cached_lab.cli.main import main; main(['list']); sys.exit('torch' in sys.modules)"
-    assert call(environment / "python", "-c", program).returncode == 0
 
 
 def test_a_language_model_trains_and_reads(environment: Path, tmp_path: Path) -> None:

@@ -43,17 +43,9 @@ def made(seeds: int = 1, **shares: tuple[dict[str, float], dict[str, float]]) ->
     for memory, by_task in shares.items():
         for task, far in zip(("latch", "copy"), by_task, strict=True):
             found += [result(memory, "far", task, seed, far) for seed in range(seeds)]
-    return {
-        "memories": list(shares),
-        "tasks": ["latch", "copy"],
-        "rows": 100,
-        "seeds": seeds,
-        "far": 800,
-        "segments": {"latch": 8, "copy": 4},
-        "course": {"nearest": 1, "farthest": 3},
-        "longest": {"latch": 100, "copy": 200},
-        "results": found,
-    }
+    kept = {"rows": 100, "seeds": seeds, "far": 800, "segments": {"latch": 8, "copy": 4}, "results": found}
+    kept |= {"course": {"nearest": 1, "farthest": 3}, "longest": {"latch": 100, "copy": 200}}
+    return {"memories": list(shares), "tasks": ["latch", "copy"], **kept}
 
 
 def test_memories_are_sorted_by_their_mean_then_by_far_ones_then_by_bytes_behind_those_without_one() -> None:
@@ -80,9 +72,8 @@ def test_a_memory_of_which_asking_ended_counts_as_a_guess() -> None:
     assert row["far"]["copy"]["tokens"] == 800 and row["far_mean"] == pytest.approx(0.5)
     cost = {"flops": 1500.0, "reading": {"median": 2.0, "low": 1.0, "high": 3.0}}
     costs = dict.fromkeys(("no memory", "whole text", "short"), cost | {"training": cost["reading"]})
-    shown = board_tables(
-        content | {"standings": standings(content), "costs": costs, "groups": groups(["latch", "copy"])}
-    )
+    content |= {"standings": standings(content), "costs": costs, "groups": groups(["latch", "copy"])}
+    shown = board_tables(content)
     assert [table.rows[-1][0] for table in shown] == ["short"] * 3 and len(shown[2].rows) == 2
     assert shown[2].rows[1][1:] == ["25.0 ~", "75.0 [65.7, 82.5]"]
     assert shown[1].columns == ["memory", "holding: latch, 24 tokens", "order: copy, 12 tokens"]
@@ -133,9 +124,7 @@ def test_a_long_segment_makes_the_texts_longer(tmp_path: Path) -> None:
     assert trials.far == 1200 and trials.distances(trials.all()[-1]) == [1, 2, 3]
 
 
-def test_costs_are_counted_of_the_task_and_compared_with_no_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_costs_are_counted_and_compared_with_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cached_lab.experiments.probes.trials.ProbeSizes", functools.partial(ProbeSizes, batch_size=4))
     trials = board_trials(["read_twice"], ["latch"], tmp_path, {})
     costs = measure_costs(trials, "latch", rounds=1)

@@ -132,12 +132,9 @@ def test_the_command_keeps_trainings_and_asks_the_rest_alone(
         and "report.html" in out
     )
     content = json.loads((folder / "far.json").read_text())
-    assert [(r["memory"], r["arm"]) for r in content["results"]] == [
-        ("none", "no memory"),
-        ("none", "whole text"),
-        ("rmt", "far"),
-    ]
-    assert list(content["results"][2]["far"]) == ["1", "2", "5"] and content["results"][2]["state_bytes"] > 500
+    results = content["results"]
+    assert [(r["memory"], r["arm"]) for r in results] == [("none", "no memory"), ("none", "whole text"), ("rmt", "far")]
+    assert list(results[2]["far"]) == ["1", "2", "5"] and results[2]["state_bytes"] > 500
     assert (folder / "report.html").read_text().count("<svg") == 1
     weights = folder / "latch/rmt/far_0.safetensors"
     stamp = weights.stat().st_mtime_ns
@@ -164,9 +161,7 @@ def test_more_texts_are_asked_anew_and_the_ceiling_is_trained_once_or_not_at_all
     assert not trials(6).missing()
 
 
-def test_a_long_text_is_read_by_a_compiled_model_which_answers_as_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_text_is_read_by_a_compiled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, made = torch.compile, []
 
     def compile_(model: torch.nn.Module, dynamic: bool) -> object:
@@ -193,9 +188,7 @@ def test_only_distances_of_the_task_are_asked(tmp_path: Path) -> None:
     assert asked == {"recall": [1, 2, 4, 5], "niah": [4, 5, 10, 20, 50, 100, 200, 250]}
 
 
-def test_a_training_that_is_cut_off_leaves_no_weights_beside_the_result_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_that_is_cut_off_leaves_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def trials(steps: int) -> FarTrials:
         return FarTrials(["rmt"], ["latch"], 1, 1, steps, tmp_path, course=Course(1, 1), far=4)
 
@@ -234,18 +227,14 @@ def test_tokens_are_held_up_to_the_first_that_are_not() -> None:
     assert held_tokens({"far": {"1": [0.5, 0.5]}}, 16) == 0
 
 
-def test_options_of_memories_are_set_by_their_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_memory_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     words = "probe rmt rmt.length=1 latch.classes=2 --tasks latch --train-distance ..1 --steps 4 --far 4"
     assert main(words.split()) == 0
     content = json.loads(Path("runs/probe/far.json").read_text())
     assert content["results"][2]["settings"]["course"]["nearest"] == 0 == PROBES.create("latch").shortest
-    assert (
-        content["results"][2]["settings"]["memory"] == {"name": "rmt", "length": 1}
-        and content["results"][0]["chance"] == 0.5
-    )
+    assert content["results"][2]["settings"]["memory"] == {"name": "rmt", "length": 1}
+    assert content["results"][0]["chance"] == 0.5
     for wrong, says in (("rmt.lenght=1", "did you mean 'length'"), ("rmt.length=x", "rmt.length='x'")):
         assert main(["probe", "rmt", wrong]) != 0
         assert says in capsys.readouterr().err

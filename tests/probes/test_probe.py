@@ -28,13 +28,8 @@ def test_a_memory_within_reach_solves_what_one_out_of_reach_and_none_do_not() ->
     chosen = setting("transformer_xl")
     assert chosen.beyond is not None
     sizes = ProbeSizes(steps=300)
-    near = probe(
-        task,
-        {"name": "transformer_xl", **chosen.within(task.segment, 3, sizes.depth)},
-        3,
-        sizes=sizes,
-        distances=(1, 3),
-    )
+    within = {"name": "transformer_xl", **chosen.within(task.segment, 3, sizes.depth)}
+    near = probe(task, within, 3, sizes=sizes, distances=(1, 3))
     as_long = dataclasses.replace(sizes, steps=near.steps)
     far = probe(task, {"name": "transformer_xl", **chosen.beyond(task.segment, 3, sizes.depth)}, 3, sizes=as_long)
     none = probe(task, None, 3, sizes=as_long)
@@ -102,9 +97,7 @@ QUICK_MODEL = ["model.width=8", "model.heads=1", "model.feed_forward=8", "model.
 COMMAND = ["probe", "transformer_xl", *QUICK_MODEL, "--tasks", "latch", "--steps", "20"]
 
 
-def test_the_command_writes_a_table_and_keeps_what_is_finished(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_a_table_and_keeps_trainings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(COMMAND) == 0
     first = capsys.readouterr().out
     assert "latch: transformer_xl, within reach, seed 0" in first and "report.html" in first
@@ -145,10 +138,8 @@ def test_options_of_a_task_are_kept_with_its_results(tmp_path: Path) -> None:
 
 def test_files_go_to_the_tasks_that_read_them() -> None:
     files = {"babi": "a", "books": "b"}
-    assert chosen_tasks("latch,babilong", files, ["babilong.question=qa2"]) == {
-        "latch": {},
-        "babilong": files | {"question": "qa2"},
-    }
+    chosen = chosen_tasks("latch,babilong", files, ["babilong.question=qa2"])
+    assert chosen == {"latch": {}, "babilong": files | {"question": "qa2"}}
     assert set(PROBES.names()) - set(chosen_tasks("all", {})) == {"babilong"}
     assert set(chosen_tasks("all", files)) == set(PROBES.names())
 

@@ -12,21 +12,18 @@ import torch
 from cached_lab.cli.main import main
 from cached_lab.experiments.probes import distances, protocol
 from cached_lab.experiments.probes.far_trials import FarTrials
+from cached_lab.experiments.probes.protocol import ProbeSizes
 from cached_lab.registries import PROBES
 
 RMT = {"name": "rmt", "length": 2}
-SIZES = protocol.ProbeSizes(
-    width=16, depth=1, heads=2, feed_forward=16, steps=60, check_every=20, batch_size=16, rows=128
-)
+SIZES = ProbeSizes(width=16, depth=1, heads=2, feed_forward=16, steps=60, check_every=20, batch_size=16, rows=128)
 
 
 def test_a_training_says_each_solved_distance_and_every_tenth_check(monkeypatch: pytest.MonkeyPatch) -> None:
     task, course, said = PROBES.create("latch"), distances.Course(1, 3, solved=0.2), list[str]()
     torch.manual_seed(0)
     trained = distances.train_by_distance(protocol.build_model(task, RMT, SIZES), task, course, SIZES, say=said.append)
-    solved = [
-        re.match(r"step +(\d+)/60  loss \d\.\d{4}  .* right at (\d) of 3 segments, solved", line) for line in said
-    ]
+    solved = [re.match(r"step +(\d+)/60  loss \d\.\d{4}  .* right at (\d) of 3 .*, solved", line) for line in said]
     assert {int(m[2]): int(m[1]) for m in solved if m} == trained.solved_at and trained.solved > 1
     monkeypatch.setattr(protocol, "LINES", 2)
     said.clear()

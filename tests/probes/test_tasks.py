@@ -222,7 +222,7 @@ def test_draws_are_those_of_the_recorded_results() -> None:
         ("niah", {"values": 4, "segment": 8}, "segment=8 must hold .*; take at least 9"),
         ("niah", {"keys": 4, "words": 4, "haystack": "needles"}, "words=4 must be at least 5"),
         ("niah", {"queries": 2}, "queries=2, keys=1"),
-        ("niah", {"haystack": "hay"}, "haystack='hay' must be one of .*line.*words.*needles"),
+        ("niah", {"haystack": "hay"}, "haystack='hay' must be one of .*words.*needles"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(name: str, options: dict[str, Any], message: str) -> None:
@@ -293,7 +293,6 @@ def test_a_training_is_asked_of_stories_that_it_did_not_draw(library: dict[str, 
     assert answers(task) == set("abcdefghi") and answers(task.part("valid")) == {"j"}
     assert answers(task.part("test")) == {"bathroom", "garden", "hallway"}
     assert task.part("test") is task.part("test") and task.part("test").vocabulary == task.vocabulary
-
     asked = list[tuple[str, int]]()
     task.part = lambda split: asked.append((split, 0)) or type(task).part(task, split)
     sizes = ProbeSizes(width=8, depth=1, heads=1, feed_forward=8, batch_size=2, steps=2, check_every=1, rows=2)
@@ -334,9 +333,7 @@ def test_the_ten_thousand_questions_are_taken_where_they_are_there(library: dict
 
 
 @pytest.mark.parametrize(("distance", "segment"), [(2, 16), (0, 40)])
-def test_babilong_puts_a_story_into_the_sentences_of_a_book(
-    distance: int, segment: int, library: dict[str, Path]
-) -> None:
+def test_babilong_puts_a_story_into_a_book(distance: int, segment: int, library: dict[str, Path]) -> None:
     """Without facts and question there are the book's sentences of ten words, unbroken, truncated only at the end.
 
     At distance 0 story and question share the segment; in shorter ones there is no such distance.

@@ -35,11 +35,9 @@ SIZES = {
     "imagenet22k_swin_tiny_grc_finetune": 28.3,
 }
 # Two steps of the whole would take long: the same architecture with fewer layers and, for PVTs, fewer pixels.
-SHALLOW = {
-    "deit_small": ["model.depth=2"],
-    "pvt_": ["model.depths=[1,1,1,1]", "data.image_size=112"],
-    "swin": ["model.depths=[1,1,1,1]"],
-}
+STAGES = ["model.depths=[1,1,1,1]"]
+SHALLOW = {"deit_small": ["model.depth=2"], "pvt_": [*STAGES, "data.image_size=112"], "swin": STAGES}
+
 # With so few layers PVT-Small is PVT-Tiny, and PVTv2-B3 is PVTv2-B4, setting for setting; the other two differ from
 # these in the drop path and the clipping of gradients, and each setting has one form. Swin on 22,000 classes has a
 # wider head, and finetuning images of 384 pixels.
@@ -87,10 +85,7 @@ def imagenet(tmp_path_factory):
     """A few images in the layouts of ImageNet-1k, one class packed, and of ImageNet-22k."""
     root = tmp_path_factory.mktemp("imagenet")
     names = [f"n{number:08}" for number in range(6)]
-    photo = {
-        name: {f"{name}_{i}.JPEG": encoded(10 * c + i, (48, 36), "JPEG") for i in range(4)}
-        for c, name in enumerate(names)
-    }
+    photo = {n: {f"{n}_{i}.JPEG": encoded(10 * c + i, (48, 36), "JPEG") for i in range(4)} for c, n in enumerate(names)}
     for c, name in enumerate(names):
         if c:
             write_files(root / "train" / name, photo[name])

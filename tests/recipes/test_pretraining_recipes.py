@@ -17,15 +17,8 @@ from cached_lab.training.metrics import read_metrics
 from cached_transformers import create_model
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")
-BART = {
-    "d_model": 768,
-    "encoder_layers": 6,
-    "decoder_layers": 6,
-    "encoder_attention_heads": 12,
-    "decoder_attention_heads": 12,
-    "encoder_ffn_dim": 3072,
-    "decoder_ffn_dim": 3072,
-}
+BART = dict(d_model=768, encoder_layers=6, encoder_attention_heads=12, encoder_ffn_dim=3072)
+BART |= dict(decoder_layers=6, decoder_attention_heads=12, decoder_ffn_dim=3072)
 T5 = {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_decoder_layers": 12, "num_heads": 12}
 SWITCH = {**T5, "num_experts": 8, "num_sparse_encoder_layers": 6, "num_sparse_decoder_layers": 6}
 # Recipe, transformers' classes and options, published number of parameters, and how many of them we do without: the
@@ -59,9 +52,8 @@ def test_vocabularies_of_the_published_recipes_have_room_for_the_special_ids(nam
     """The data's ids are as many as the model's, if its tokenizer gets as many as it asks for."""
     config = load_config(name)
     (tmp_path / "text.txt").write_text("some words of a text, again and again. " * 200, encoding="utf-8")
-    data = create_dataset(
-        split="train", **{**config.data, "path": tmp_path / "text.txt", "tokenizer": "word", "vocabulary_size": 5}
-    )
+    changes = {"path": tmp_path / "text.txt", "tokenizer": "word", "vocabulary_size": 5}
+    data = create_dataset(split="train", **{**config.data, **changes})
     special = data.describe()["vocabulary"] - 5  # type: ignore[operator]
     assert config.data["vocabulary_size"] + special == config.model["vocabulary"]
 
@@ -74,22 +66,10 @@ def quick(tmp_path: Path, *overrides: str) -> list[str]:
     folder.mkdir(exist_ok=True)
     for split, part in {"train": lines, "valid": lines[:40], "test": lines[40:80]}.items():
         (folder / f"wiki.{split}.tokens").write_text(" \n".join(part) + "\n", encoding="utf-8")
-    return [
-        f"data.path={folder}",
-        "data.tokenizer=word",
-        "data.vocabulary_size=null",
-        "model.width=16",
-        "model.heads=2",
-        "model.feed_forward=32",
-        "training.steps=2",
-        "training.batch_size=8",
-        "training.log_every=1",
-        "training.evaluate_every=2",
-        "training.tensorboard=false",
-        "training.device=cpu",
-        "schedule.warmup_steps=1",
-        *overrides,
-    ]
+    data = [f"data.path={folder}", "data.tokenizer=word", "data.vocabulary_size=null"]
+    model = ["model.width=16", "model.heads=2", "model.feed_forward=32", "schedule.warmup_steps=1"]
+    training = ["training.steps=2", "training.batch_size=8", "training.log_every=1", "training.evaluate_every=2"]
+    return [*data, *model, *training, "training.tensorboard=false", "training.device=cpu", *overrides]
 
 
 @pytest.mark.parametrize("memory", ["null", "grc"])

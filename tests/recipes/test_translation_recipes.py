@@ -20,17 +20,12 @@ from cached_lab.training.optim import learning_rate
 from cached_transformers import create_model
 
 NAMES = sorted(path.stem for path in recipes_folder().glob("*.yaml") if path.stem.startswith(("iwslt", "multi30k")))
-TRACKS = {f"iwslt14_{pair}" for pair in ("de_en", "es_en", "en_fr")} | {
-    f"iwslt15_{pair}" for pair in ("de_en", "en_vi", "cs_en")
-}
+TRACKS = {f"iwslt{pair}" for pair in ("14_de_en", "14_es_en", "14_en_fr", "15_de_en", "15_en_vi", "15_cs_en")}
+
 QUICK = ["training.steps=2", "training.evaluate_every=1", "training.log_every=1", "training.tensorboard=false"]
-FEW = [
-    "schedule.warmup_steps=1",
-    "training.batch_tokens=300",
-    "training.keep=2",
-    "training.average_last=2",
-    "training.device=cpu",
-]
+FEW = ["schedule.warmup_steps=1", "training.batch_tokens=300", "training.keep=2"]
+FEW += ["training.average_last=2", "training.device=cpu"]
+
 SMALL = ["data.vocabulary_size=280", "data.max_length=64", "model.depth=1", "model.width=32", "evaluation.tokens=4"]
 
 

@@ -27,9 +27,8 @@ BLOCKS = [block.text for block in blocks("python") if block.page == "docs/traini
 
 def losses_of(memory: str, policy: str, folder: Path) -> tuple[list[float], str]:
     transformers = require("transformers", extra="language")
-    config = transformers.LlamaConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=256
-    )
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+    config = transformers.LlamaConfig(**sizes, vocab_size=256)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
     add_memory(model, memory, segment_length=16, length=4)
@@ -39,19 +38,10 @@ def losses_of(memory: str, policy: str, folder: Path) -> tuple[list[float], str]
     options = found["sharded"] if SHARDED else {}
     if SHARDED and policy != "NO_WRAP":
         options["fsdp_config"] |= {"auto_wrap_policy": policy, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-    arguments = transformers.TrainingArguments(
-        str(folder / memory),
-        max_steps=3,
-        learning_rate=1e-3,
-        per_device_train_batch_size=8 // PROCESSES,
-        use_cpu=True,
-        logging_steps=1,
-        disable_tqdm=True,
-        save_strategy="no",
-        train_sampling_strategy="sequential",
-        report_to="none",
-        **options,
-    )
+    options |= dict(max_steps=3, learning_rate=1e-3, per_device_train_batch_size=8 // PROCESSES, use_cpu=True)
+    options |= dict(logging_steps=1, disable_tqdm=True, save_strategy="no", report_to="none")
+    options |= dict(train_sampling_strategy="sequential")
+    arguments = transformers.TrainingArguments(str(folder / memory), **options)
     trainer = transformers.Trainer(model, arguments, train_dataset=rows)
     trainer.train()
     seen = [line["loss"] for line in trainer.state.log_history if "loss" in line]

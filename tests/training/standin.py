@@ -88,19 +88,7 @@ class StandinMLP(nn.Module):
 
 def recipe(**training: object) -> dict[str, object]:
     """A recipe for the pair, as nested dictionaries."""
-    settings = {
-        "steps": 12,
-        "batch_size": 8,
-        "evaluate_every": 4,
-        "log_every": 2,
-        "tensorboard": False,
-        "device": "cpu",
-    }
-    return {
-        "name": "standin",
-        "data": {"name": "standin_rows"},
-        "model": {"name": "standin_mlp"},
-        "training": {**settings, **training},
-        "optimizer": {"learning_rate": 0.01},
-        "schedule": {"name": "cosine", "warmup_steps": 3},
-    }
+    settings = dict(steps=12, batch_size=8, evaluate_every=4, log_every=2, tensorboard=False, device="cpu")
+    tree: dict[str, object] = {"name": "standin", "data": {"name": "standin_rows"}, "model": {"name": "standin_mlp"}}
+    tree |= {"optimizer": {"learning_rate": 0.01}, "schedule": {"name": "cosine", "warmup_steps": 3}}
+    return tree | {"training": {**settings, **training}}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import random
 import shutil
 from pathlib import Path
@@ -109,10 +108,7 @@ def test_going_back_sets_later_checkpoints_aside(tmp_path):
     checkpoints.tidy(best=1)
     assert [p.name for p in checkpoints.paths()] == ["step_00000001"]
     assert checkpoints.named("best").name == checkpoints.named("last").name == "step_00000001"
-    assert sorted(p.name for p in tmp_path.glob("superseded*")) == [
-        "superseded_step_00000002_0",
-        "superseded_step_00000003_0",
-    ]
+    assert sorted(p.name for p in tmp_path.glob("superseded*")) == [f"superseded_step_0000000{n}_0" for n in (2, 3)]
 
 
 def test_random_states_come_back_through_a_file(tmp_path):
@@ -162,14 +158,6 @@ def test_every_flipped_bit_of_meta_json_is_found(tmp_path):
             read_checkpoint(path)
     (path / "meta.json").write_bytes(content)
     assert read_checkpoint(path).step == 7
-
-
-def test_an_edited_step_is_found(tmp_path):
-    path = save(Checkpoints(tmp_path), 24)
-    meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-    (path / "meta.json").write_text(json.dumps({**meta, "step": 20}, indent=1), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"step_00000024.*meta\.json.*20"):
-        read_checkpoint(path)
 
 
 def test_saving_a_step_again_loses_nothing_at_any_moment(tmp_path, monkeypatch):

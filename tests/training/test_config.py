@@ -54,9 +54,8 @@ def test_a_bare_name_opens_up_for_an_option():
 
 
 def test_a_memory_of_a_recipe_may_be_a_preset():
-    config = load_config(
-        "demo_text", ["model.memory.name=memorizing", "model.memory.preset=long", "model.memory.length=8"]
-    )
+    chosen = ["model.memory.name=memorizing", "model.memory.preset=long", "model.memory.length=8"]
+    config = load_config("demo_text", chosen)
     assert config.model["memory"] == {"name": "memorizing", "preset": "long", "length": 8}
     built = create_model(**{**config.model, "vocabulary": 5})
     assert {m.length for m in built.modules() if isinstance(m, Memorizing)} == {8}
@@ -77,7 +76,7 @@ def test_a_memory_of_a_recipe_may_be_a_preset():
         ("training.accumulate=3", ["training.batch_size=8", "training.accumulate=3"]),
         ("schedule.warmup_steps=-1", ["schedule.warmup_steps=-1", "not be negative"]),
         ("optimizer.betas=[0.9]", ["optimizer.betas=[0.9]", "tuple[float, float]"]),
-        ("optimizer.learning_rate=.inf", ["optimizer.learning_rate=inf", "a number"]),
+        ("optimizer.learning_rate=.inf", ["optimizer.learning_rate=inf"]),
         ("training=3", ["training=3 must be a mapping"]),
         ("model.widht=3", ["option of model 'standin_mlp' 'widht'", "did you mean 'width'"]),
         ("model.width=wide", ["model.width='wide'", "a whole number"]),
@@ -244,12 +243,10 @@ def test_what_the_model_gives_is_no_option(kind):
 def test_sizes_must_fit_those_of_the_data():
     with pytest.raises(ValueError, match=r"model\.classes=3.*'standin_rows'.*classes=4"):
         fill_from_data(build("model.classes=3"), {"classes": 4})
-    text = config_from_dict({**standin.recipe(), "model": {"name": "language_model", "vocabulary": 5}})
+    text = build("model={name: language_model, vocabulary: 5}")
     with pytest.raises(ValueError, match=r"model\.vocabulary=5.*vocabulary=9"):
         fill_from_data(text, {"vocabulary": 9})
-    images = config_from_dict(
-        {**standin.recipe(), "model": {"name": "vision_transformer", "patch_size": 2, "channels": 3}}
-    )
+    images = build("model={name: vision_transformer, patch_size: 2, channels: 3}")
     with pytest.raises(ValueError, match=r"model\.channels=3.*channels=1"):
         fill_from_data(images, {"image_size": 8, "channels": 1, "classes": 2})
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.nn import functional as F
 from training.small_language import CPU, fitted, made_text, make, own_cache  # noqa: F401
 
 from cached_lab.tasks.language.scores import evaluate_language, evaluation_streams, split_losses
@@ -40,7 +41,7 @@ def test_the_score_is_that_of_reading_the_split_from_beginning_to_end(tmp_path, 
             end = min(begin + 8, len(tokens) - 1)
             logits, state, _ = model(torch.tensor([tokens[begin:end]]), state)
             targets = torch.tensor(tokens[begin + 1 : end + 1])
-            losses += torch.nn.functional.cross_entropy(logits[0], targets, reduction="none").tolist()
+            losses += F.cross_entropy(logits[0], targets, reduction="none").tolist()
     assert len(losses) == len(trainer.task.validation)
     mean = sum(losses) / len(losses)
     assert values["loss"] == pytest.approx(mean, rel=1e-5)
@@ -50,9 +51,8 @@ def test_the_score_is_that_of_reading_the_split_from_beginning_to_end(tmp_path, 
         part = losses[place["from"] : place["to"] + 1]
         assert place["tokens"] == len(part) and place["loss"] == pytest.approx(sum(part) / len(part), rel=1e-4)
     one_row = dataclasses.replace(trainer.config.training, evaluation_batch_size=1)
-    found = split_losses(
-        trainer.model, trainer.task.validation, CPU, dataclasses.replace(trainer.config, training=one_row)
-    )
+    config = dataclasses.replace(trainer.config, training=one_row)
+    found = split_losses(trainer.model, trainer.task.validation, CPU, config)
     segments = [losses[at : at + 8] for at in range(0, len(losses), 8)]
     assert found.segments[0, 0].tolist() == pytest.approx([sum(part) for part in segments], rel=1e-4)
     assert found.segments[1, 0].tolist() == [len(part) for part in segments]
@@ -89,9 +89,7 @@ def test_memory_kept_emptied_and_exchanged(tmp_path, text):
             stop = min(at + 8, end)
             with torch.no_grad():
                 logits = model(torch.tensor([tokens[at:stop]])).outputs[0]
-            total += float(
-                torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[at + 1 : stop + 1]), reduction="sum")
-            )
+            total += float(F.cross_entropy(logits, torch.tensor(tokens[at + 1 : stop + 1]), reduction="sum"))
     assert reset == pytest.approx(total / (len(tokens) - 1), rel=1e-5)
     with pytest.raises(ValueError, match=r"training\.evaluation_batch_size"):
         evaluation(trainer, memory="shuffle", evaluation_batch_size=1)
@@ -109,13 +107,7 @@ READ_TWICE = 'model.memory={"name": "read_twice", "slots": 8}'
 @pytest.mark.parametrize("reset", ["never", "document"])
 def test_several_passes_are_scored_as_they_are_trained(tmp_path, text, reset):
     """Two passes have the same loss in training and evaluation, unlike one pass."""
-    options = [
-        "training.segments=3",
-        "training.bptt=3",
-        "training.passes=2",
-        "model.dropout=0.0",
-        f"data.reset={reset}",
-    ]
+    options = f"training.segments=3 training.bptt=3 training.passes=2 model.dropout=0.0 data.reset={reset}".split()
     trainer = make(tmp_path / "run", text, READ_TWICE, *options)
     with torch.no_grad():
         for parameter in trainer.model.parameters():
@@ -135,15 +127,10 @@ def test_several_passes_are_scored_as_they_are_trained(tmp_path, text, reset):
     assert abs(losses[1] - losses[2]) > 1e-3
 
 
-@pytest.mark.parametrize(
-    "memory",
-    [
-        "transformer_xl",
-        "ernie_doc",
-        {"name": "read_twice", "slots": 8, "scope": "document"},
-        {"name": "read_twice", "slots": 8, "scope": "others"},
-    ],
-)
+SCOPES = [{"name": "read_twice", "slots": 8, "scope": scope} for scope in ("document", "others")]
+
+
+@pytest.mark.parametrize("memory", ["transformer_xl", "ernie_doc", *SCOPES])
 def test_a_pass_that_has_read_the_answers_is_refused(tmp_path, text, memory):
     options = [f"model.memory={json.dumps(memory)}", "training.segments=2"]
     with pytest.raises(ValueError, match=r"training\.passes=2.*training\.passes=1"):

@@ -8,7 +8,7 @@ import pytest
 import standin
 import torch
 
-from cached_lab.training.loader import SeededRows, Share, TrainingOrder, evaluation_batches, training_batches
+from cached_lab.training.loader import Share, TrainingOrder, evaluation_batches
 
 
 def take(order: TrainingOrder, count: int) -> list[list[tuple[int, int]]]:
@@ -31,13 +31,10 @@ def test_starting_later_continues_the_same_order():
 
 def test_processes_and_pieces_together_take_the_rows_of_one_process():
     whole = take(TrainingOrder(20, 8, seed=1), 4)
-    for world_size, accumulate in ((2, 1), (1, 4), (2, 2)):
-        pieces = [
-            take(TrainingOrder(20, 8, 1, 0, Share(rank, world_size, accumulate)), 4 * accumulate)
-            for rank in range(world_size)
-        ]
+    for size, count in ((2, 1), (1, 4), (2, 2)):
+        pieces = [take(TrainingOrder(20, 8, 1, 0, Share(rank, size, count)), 4 * count) for rank in range(size)]
         for step in range(4):
-            parts = [p for mine in pieces for p in mine[step * accumulate : (step + 1) * accumulate]]
+            parts = [p for mine in pieces for p in mine[step * count : (step + 1) * count]]
             assert list(itertools.chain(*parts)) == whole[step]
 
 
@@ -46,26 +43,6 @@ def test_a_batch_that_does_not_fit_is_refused():
         TrainingOrder(20, 8, 0, share=Share(processes=3))
     with pytest.raises(ValueError, match="batch_size=8"):
         TrainingOrder(7, 8, 0)
-
-
-def test_augmentation_depends_on_seed_epoch_and_row_alone_and_spares_the_global_generator():
-    rows = SeededRows(standin.StandinRows("train"), seed=5)
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    first = rows[(0, 3)][0]
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.rand(7)
-    assert torch.equal(rows[(0, 3)][0], first)
-    assert not torch.equal(rows[(1, 3)][0], first)
-    assert not torch.equal(SeededRows(standin.StandinRows("train"), seed=6)[(0, 3)][0], first)
-
-
-def test_workers_deliver_the_same_batches():
-    data = standin.StandinRows("train")
-    batches = [training_batches(data, TrainingOrder(len(data), 8, seed=2), workers) for workers in (0, 2)]
-    for _ in range(8):
-        alone, together = (next(b) for b in batches)
-        assert torch.equal(alone.inputs, together.inputs) and torch.equal(alone.targets, together.targets)
 
 
 def test_evaluation_covers_every_row_once_for_uneven_shares():

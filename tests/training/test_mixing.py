@@ -80,7 +80,6 @@ def test_pieces_of_a_batch_are_mixed_as_the_batch_is():
 def test_smoothing_in_the_loss_is_smoothing_in_the_labels_as_timm_does_it():
     mixup_target = require("timm.data.mixup", extra="vision").mixup_target
     SoftTargetCrossEntropy = require("timm.loss", extra="vision").SoftTargetCrossEntropy
-
     logits = torch.randn(8, 5)
     targets = torch.arange(8) % 5
     ours = F.cross_entropy(logits, mixup_target(targets, 5, 0.3), label_smoothing=0.1)

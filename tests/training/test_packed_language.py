@@ -58,9 +58,8 @@ def test_a_split_scores_as_its_documents_alone(tmp_path, text):
 
 
 def test_a_step_trains_each_document_as_if_it_stood_alone(tmp_path, text):
-    trainer = make(
-        tmp_path / "run", text, *PACKED, "model.memory=null", "training.segments=1", "training.segment_length=24"
-    )
+    sizes = ("model.memory=null", "training.segments=1", "training.segment_length=24")
+    trainer = make(tmp_path / "run", text, *PACKED, *sizes)
     batch = next(trainer.task.batches(0))
     assert batch.told is not None and int((batch.told.diff() != 0).sum()) > 1
     runner, _ = trainer.task.runner()

@@ -9,7 +9,7 @@ import launch
 import pytest
 import torch
 import yaml
-from contract.contract_cases import STREAMS, Case
+from contract.contract_cases import CASES, STREAMS, Case
 from pipeline_cases import FEW, MESH, everything, seen, settings_of
 from same_run import in_two_processes
 from small_language import make, recipe, write_text
@@ -19,7 +19,6 @@ from cached_lab.training.checkpoint import Checkpoints
 from cached_lab.training.metrics import read_metrics
 from cached_lab.training.segment_pipeline import SegmentPipeline, share
 from cached_lab.training.settings import TrainingConfig
-from cached_transformers import create_model
 
 Seen = list[dict[str, Any]]
 
@@ -35,20 +34,18 @@ def compare(case: Case, found: Seen, lanes: int = 1) -> None:
         alone = seen(case, setting, None)
         for rank, of_rank in enumerate(found):
             lane, place = divmod(rank, len(found) // lanes)
-            together = of_rank[f"{case} {name}"]
-            for key in alone.keys() | together.keys():
-                if key not in together and key.startswith("state"):
+            here = of_rank[f"{case} {name}"]
+            for key in alone.keys() | here.keys():
+                if key not in here and key.startswith("state"):
                     assert place > 0 and setting.segments == 1, key  # this process read no segment
-                elif key not in together and key == "auxiliary":
+                elif key not in here and key == "auxiliary":
                     assert lanes > 1
-                elif key not in alone or key not in together:
-                    assert key.startswith("gradient") and not (alone | together)[key].any(), (name, key)
+                elif key not in alone or key not in here:
+                    assert key.startswith("gradient") and not (alone | here)[key].any(), (name, key)
                 else:
-                    expected = alone[key].chunk(lanes)[lane] if key.startswith("state") else alone[key]
+                    want = alone[key].chunk(lanes)[lane] if key.startswith("state") else alone[key]
                     text = f"{name}, process {rank}, {key}"
-                    torch.testing.assert_close(
-                        together[key], expected, rtol=0, atol=1e-9, msg=lambda m, t=text: f"{t}: {m}"
-                    )
+                    torch.testing.assert_close(here[key], want, rtol=0, atol=1e-9, msg=lambda m, t=text: f"{t}: {m}")
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)
@@ -85,9 +82,9 @@ def test_a_recipe_trains_in_a_pipeline_as_in_one_process(tmp_path: Path) -> None
     assert main([*train, str(tmp_path / "alone")]) == 0
     curves = [read_metrics(tmp_path / run / "metrics.jsonl") for run in ("alone", "two")]
     assert len(curves[0]) == len(curves[1]) == 16 + 1
-    for alone, together in zip(*curves, strict=True):
-        assert together["loss"] == pytest.approx(alone["loss"], abs=1e-5)
-        assert together.get("gradient_norm", 0) == pytest.approx(alone.get("gradient_norm", 0), rel=1e-4)
+    for alone, here in zip(*curves, strict=True):
+        assert here["loss"] == pytest.approx(alone["loss"], abs=1e-5)
+        assert here.get("gradient_norm", 0) == pytest.approx(alone.get("gradient_norm", 0), rel=1e-4)
     saved = [Checkpoints(tmp_path / run / "checkpoints").newest_valid()[0] for run in ("alone", "two")]
     assert saved[0] is not None and saved[1] is not None
     carried = [point.training["carried"] for point in saved]
@@ -100,13 +97,7 @@ def test_a_recipe_trains_in_a_pipeline_as_in_one_process(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"parallel": "fsdp"},
-        {"passes": 2},
-        {"compile": True},
-        {"bptt_window": "sliding", "bptt": 2},
-    ],
+    "options", [{"parallel": "fsdp"}, {"passes": 2}, {"compile": True}, {"bptt_window": "sliding", "bptt": 2}]
 )
 def test_what_does_not_go_with_a_pipeline_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"training\.pipeline=2 does not go with training\.\w+=.*pipeline=1"):
@@ -122,9 +113,7 @@ def test_a_pipeline_needs_segments_and_processes(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_refuses_a_cache_that_rows_share() -> None:
-    shared = create_model(
-        "vision_transformer", image_size=8, patch_size=4, classes=2, width=8, depth=1, heads=2, memory="grc"
-    )
+    shared = next(case for case in CASES if case.shared).build()
     with pytest.raises(ValueError, match="cache shared by all rows"):
         SegmentPipeline(shared, 4)
 

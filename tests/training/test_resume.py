@@ -137,13 +137,3 @@ def test_a_cut_configuration_never_falls_back_to_defaults(tmp_path, uninterrupte
             read_run_config(folder)
     assert main(command(folder)) == 0
     assert (folder / "config.yaml").read_text(encoding="utf-8") == "".join(lines)
-
-
-def test_a_run_that_is_killed_before_its_report_does_not_look_finished(tmp_path, monkeypatch):
-    def died(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("cached_lab.experiments.run.write_report", died)
-    folder = tmp_path / "run"
-    assert main(command(folder)) == 130
-    assert final(folder).step == STEPS and not (folder / "summary.json").exists()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 from drills import _small_data
-from training.small_language import recipe, write_text
+from training.small_language import own_cache, recipe, write_text  # noqa: F401
 
 from cached_lab.cli.main import main
 from cached_lab.data import samples
@@ -23,29 +23,20 @@ SOURCES = ("image_folder", "image_folder_gz", "image_shards_cls", "imagenet", "t
 """One for each way in which a data set gives samples."""
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.mark.parametrize("name", SOURCES)
 def test_data_are_known_again_elsewhere_and_told_from_others(tmp_path, monkeypatch, name):
     source = _small_data.SOURCES[name]
     source.make(tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    monkeypatch.setattr(
-        _small_data, "picture", lambda number, kind="PNG", made=_small_data.picture: made(number + 1, kind)
-    )
+    made = _small_data.picture
+    monkeypatch.setattr(_small_data, "picture", lambda number, kind="PNG": made(number + 1, kind))
     source.make(tmp_path / "c")
     for file in (tmp_path / "c").rglob("*"):
-        if file.suffix in (".txt", ".tsv", ".bin") and file.name not in ("val.txt", "words.txt", "val_annotations.txt"):
-            header, *lines = (
-                file.read_bytes().split(b"\n") if file.suffix != ".bin" else (b"", file.read_bytes()[:-3073])
-            )
-            if file.suffix == ".bin":
-                file.write_bytes(lines[0])
-            else:
-                file.write_bytes(b"\n".join([header, *lines[:-1][::-1], b""]))
+        if file.suffix in (".txt", ".tsv") and file.name not in ("val.txt", "words.txt", "val_annotations.txt"):
+            header, *lines = file.read_bytes().split(b"\n")
+            file.write_bytes(b"\n".join([header, *lines[:-1][::-1], b""]))
+        elif file.suffix == ".bin":
+            file.write_bytes(file.read_bytes()[:-3073])
         elif file.suffix == ".gz" and name == "denoising":
             file.write_bytes(_small_data.gzip.compress(_small_data.TEXT[::-1].encode()))
 

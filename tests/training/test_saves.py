@@ -17,13 +17,8 @@ from cached_lab.training.checkpoint import WEIGHTS, Checkpoints
 from cached_lab.training.interruption import RunFailed
 from cached_transformers.files import NotWritten
 
-ASYNC = (
-    "training.save=async",
-    "training.save_every=2",
-    "training.keep=9",
-    "training.ema_decay=0.9",
-    "training.log_every=2",
-)
+ASYNC = ["training.save=async", "training.save_every=2", "training.keep=9"]
+ASYNC += ["training.ema_decay=0.9", "training.log_every=2"]
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +53,7 @@ def test_the_files_are_those_of_a_run_that_waits(text: Path, tmp_path: Path, mon
         assert (path / WEIGHTS).read_bytes() == (other / WEIGHTS).read_bytes()
 
 
-def test_training_goes_on_meanwhile_and_the_next_save_waits(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_goes_on_and_the_next_save_waits(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(tmp_path, text, *ASYNC)
     met: list[tuple[int, int]] = []
     original = Checkpoints.save
@@ -81,7 +74,7 @@ def test_training_goes_on_meanwhile_and_the_next_save_waits(
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_an_error_is_raised_by_the_next_save_or_at_the_end(
+def test_an_error_reaches_the_next_save(
     last: bool, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make(tmp_path, text, *ASYNC)

@@ -12,24 +12,11 @@ import launch
 import pairs
 import pytest
 import safetensors.torch
+import sharded_runs as runs
 import torch
 import yaml
 from contract.contract_cases import STREAMS
 from same_run import assert_same_run, assert_same_tree, final, in_two_processes
-from sharded_runs import (
-    CARRIED,
-    LOOPS,
-    MEMORIES,
-    STREAM,
-    all_gradients,
-    fitted,
-    make,
-    of_memory,
-    stored,
-    stream_gradients,
-    train_all,
-    vision,
-)
 from small_language import recipe
 from torch import Tensor, nn
 
@@ -47,7 +34,7 @@ ALONE = World(torch.device("cpu"))
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder in which two processes trained and stored their results."""
     folder = tmp_path_factory.mktemp("sharding")
-    in_two_processes(train_all, folder)
+    in_two_processes(runs.train_all, folder)
     return folder
 
 
@@ -59,14 +46,12 @@ def seen(folder: Path) -> list[dict[str, Any]]:
 def close(found: dict[str, Tensor], expected: dict[str, Tensor], most: float = 1e-6) -> None:
     assert found.keys() == expected.keys()
     for name in found:
-        torch.testing.assert_close(
-            found[name], expected[name], rtol=0, atol=most, msg=lambda m, name=name: f"{name}: {m}"
-        )
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=most, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("memory", runs.MEMORIES)
 def test_two_processes_learn_what_one_learns(memory: str, folder: Path, tmp_path: Path) -> None:
-    fitted(tmp_path, folder / "text", ALONE, *of_memory(memory))
+    runs.fitted(tmp_path, folder / "text", ALONE, *runs.of_memory(memory))
     curves = [read_metrics(run / "metrics.jsonl") for run in (tmp_path, folder / memory)]
     assert len(curves[0]) == len(curves[1]) == 4
     for alone, together in zip(*curves, strict=True):
@@ -79,16 +64,16 @@ def test_two_processes_learn_what_one_learns(memory: str, folder: Path, tmp_path
         close(value, alone.training["optimizer"]["state"][name])
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", runs.LOOPS)
 def test_every_loop_gives_the_gradient_of_one_process(loop: str, seen: list[dict[str, Any]]) -> None:
-    alone = stream_gradients(STREAM, LOOPS[loop], None)
+    alone = runs.stream_gradients(runs.STREAM, runs.LOOPS[loop], None)
     for rank in range(2):
         close(seen[rank][loop], alone)
 
 
 def test_images_and_shared_caches(seen: list[dict[str, Any]]) -> None:
     """Rows that attend their own cache train as in one process; with the mean over a process' rows, as in DDP."""
-    alone = vision(None, attend="sample")
+    alone = runs.vision(None, attend="sample")
     assert max(t.abs().max() for name, t in alone.items() if name.endswith("cache_MC")) > 0
     for rank in range(2):
         close(seen[rank]["sample"], alone)
@@ -97,10 +82,10 @@ def test_images_and_shared_caches(seen: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 def test_every_stream_memory_has_the_gradient_of_one_process(tmp_path: Path) -> None:
-    found = launch.world(all_gradients, tmp_path)[0]
+    found = launch.world(runs.all_gradients, tmp_path)[0]
     assert [str(case) for case in STREAMS if isinstance(found[str(case)], str)] == [], "none is refused"
     for case in STREAMS:
-        close(found[str(case)], stream_gradients(case, LOOPS["blocks"], None))
+        close(found[str(case)], runs.stream_gradients(case, runs.LOOPS["blocks"], None))
 
 
 def test_each_process_has_its_share(seen: list[dict[str, Any]]) -> None:
@@ -118,20 +103,20 @@ def test_the_same_number_goes_on_to_the_bit(folder: Path) -> None:
 
 
 def test_one_process_goes_on_where_two_stopped(folder: Path, tmp_path: Path) -> None:
-    options = (*CARRIED, "training.precision=bfloat16", "model.memory.length=6", "training.steps=8")
+    options = (*runs.CARRIED, "training.precision=bfloat16", "model.memory.length=6", "training.steps=8")
     run = Path(shutil.copytree(folder / "whole", tmp_path / "run"))  # other tests look at where it stopped
     saved, _ = Checkpoints(run / "checkpoints").newest_valid()
     assert saved is not None and (saved.path / SHARDS).is_dir() and isinstance(saved.weights, dict)
-    trainer = make(run, folder / "text", ALONE, *options)
+    trainer = runs.make(run, folder / "text", ALONE, *options)
     trainer.resume("auto")
-    found = stored(trainer)
+    found = runs.stored(trainer)
     live, averaged = saved.training["live_weights"], saved.weights
     assert_same_tree({n: found[f"live/{n}"] for n in live}, live)
     assert_same_tree({n: found[f"average/{n}"] for n in averaged}, averaged)
     assert_same_tree(trainer.optimizer.state_dict(), saved.training["optimizer"])
     assert any(not torch.equal(live[n], averaged[n]) for n in live)
     assert_same_tree(trainer.task.state_dict(), saved.training["carried"])
-    again = make(run, folder / "text", ALONE, *options[:-1], "training.steps=9")
+    again = runs.make(run, folder / "text", ALONE, *options[:-1], "training.steps=9")
     again.resume("auto")
     again.fit()
     assert math.isfinite(again.latest["loss"])
@@ -139,10 +124,10 @@ def test_one_process_goes_on_where_two_stopped(folder: Path, tmp_path: Path) -> 
 
 def test_two_processes_go_on_where_one_stopped(folder: Path, seen: list[dict[str, Any]]) -> None:
     saved = read_checkpoint(folder / "begun_by_one" / "checkpoints" / "step_00000004")
-    trainer = make(folder / "begun_by_one", folder / "text", ALONE, *CARRIED, "training.steps=4")
+    trainer = runs.make(folder / "begun_by_one", folder / "text", ALONE, *runs.CARRIED, "training.steps=4")
     trainer.resume(str(saved.path))
     for rank in range(2):
-        assert_same_tree(seen[rank]["begun by one"], stored(trainer))
+        assert_same_tree(seen[rank]["begun by one"], runs.stored(trainer))
 
 
 def test_a_save_that_fails_in_one_process_fails_in_all_and_leaves_nothing(seen: list[dict[str, Any]]) -> None:
@@ -185,7 +170,7 @@ def test_blocks_are_what_lists_hold() -> None:
 @pytest.mark.usefixtures("no_run_reports")
 def test_a_run_of_two_processes_is_read_like_any_other(folder: Path, tmp_path: Path) -> None:
     """From `cached train` in two processes to `evaluate`, `generate` and `convert` of one."""
-    tree = recipe(folder / "text", *of_memory("rmt"), "training.metric=bits_per_byte")
+    tree = recipe(folder / "text", *runs.of_memory("rmt"), "training.metric=bits_per_byte")
     words = ["train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "run"), "training.parallel=fsdp"]
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     pairs.commands(words, tmp_path / "meeting")

@@ -22,7 +22,7 @@ from cached_transformers import state as states
 from cached_transformers.loops.replay import ReplayLoop
 from cached_transformers.loops.segments import SegmentLoop, token_losses
 
-TOTAL = 5
+TOTAL, WINDOWS = 5, ("blocks", "sliding")
 MEMORIES: list[Any] = [
     {"name": "rmt", "length": 2},
     {"name": "rmt", "length": 2, "cache": 3},
@@ -41,9 +41,7 @@ def everything(segments: int = TOTAL) -> dict[str, Tensor]:
     return {"padding": padding, "reset": reset}
 
 
-def twin(
-    model: Any, window: int, state: Any = None, padding: Tensor | None = None, reset: Tensor | None = None
-) -> dict[str, Tensor]:
+def twin(model: Any, window: int, state: Any = None, padding: Any = None, reset: Any = None) -> dict[str, Tensor]:
     """Return the loss of each segment separately, with the state before segment t - window as a constant."""
     model.zero_grad()
     inputs, targets = batch()
@@ -87,9 +85,7 @@ def test_it_is_the_sum_over_losses_of_truncated_gradients(memory: Any) -> None:
 def test_it_is_not_what_blocks_give() -> None:
     """The tests above can fail: the first segment of a block gets no gradient from later blocks."""
     model = build(MEMORIES[0])
-    blocks, sliding = (
-        gradients(SegmentLoop(model, SEGMENT, 2, bptt_window=w), *batch()) for w in ("blocks", "sliding")
-    )
+    blocks, sliding = (gradients(SegmentLoop(model, SEGMENT, 2, bptt_window=w), *batch()) for w in WINDOWS)
     assert blocks["loss"] == sliding["loss"]
     assert max((blocks[n] - sliding[n]).abs().max() for n, _ in model.named_parameters() if n in blocks) > 1e-3
 
@@ -98,9 +94,7 @@ def test_it_is_not_what_blocks_give() -> None:
 def test_without_reach_or_with_all_of_it_both_windows_are_one(memory: Any) -> None:
     model = build(memory)
     for bptt in (1, TOTAL, TOTAL + 3):
-        blocks, sliding = (
-            gradients(SegmentLoop(model, SEGMENT, bptt, bptt_window=w), *batch()) for w in ("blocks", "sliding")
-        )
+        blocks, sliding = (gradients(SegmentLoop(model, SEGMENT, bptt, bptt_window=w), *batch()) for w in WINDOWS)
         assert all(torch.equal(blocks[name], sliding[name]) for name in blocks | sliding)
 
 
@@ -202,7 +196,7 @@ def test_data_parallel_and_sharding_wrap_the_loop(tmp_path: Path) -> None:
 def test_without_gradient_it_is_the_plain_loop() -> None:
     model = build(MEMORIES[0]).eval()
     with torch.no_grad():
-        (a, _), (b, _) = (SegmentLoop(model, SEGMENT, 2, bptt_window=w)(*batch()) for w in ("blocks", "sliding"))
+        (a, _), (b, _) = (SegmentLoop(model, SEGMENT, 2, bptt_window=w)(*batch()) for w in WINDOWS)
     assert torch.equal(a, b)
 
 

@@ -60,9 +60,7 @@ def streamed(folder: Path, *overrides: str) -> tuple[str, ...]:
     return (data, *OPTIONS, *overrides)
 
 
-def twin(
-    documents: Iterator[str], rows: int, length: int, align: int, packed: bool, steps: int
-) -> list[list[list[tuple[Any, ...]]]]:
+def twin(documents: Iterator[str], rows: int, length: int, align: int, packed: bool, steps: int) -> list[Any]:
     """Slow twin, token by token: (input, target, reset, offset, document)."""
     left: list[list[int]] = [[] for _ in range(rows)]
     last, offset, number, count = [10] * rows, [0] * rows, [-1] * rows, -1
@@ -110,9 +108,7 @@ def test_rows_are_those_of_a_loop_over_tokens(folder: Path, align: int, packed: 
     assert all(len(row.tokens) < 100 for row in streams.rows)
 
 
-def test_a_run_that_was_killed_is_one_that_was_not(
-    library: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_goes_on(library: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = streamed(folder)
     fitted(tmp_path / "whole", tmp_path, *text)
     killed = make(tmp_path / "killed", tmp_path, *text)
@@ -152,9 +148,7 @@ def train_streamed(world: World, folder: Path, text: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_go_on_to_the_bit_and_learn_what_one_learns(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_learn_what_one_learns(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch.world(train_streamed, tmp_path, str(folder))
     killed, whole = (final(tmp_path / name) for name in ("killed", "whole"))
     assert killed.step == whole.step == 12

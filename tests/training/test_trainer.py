@@ -12,6 +12,7 @@ import pytest
 import standin
 import torch
 from rich.console import Console
+from same_run import assert_same_tree
 from small_language import trainer_of
 from torch import nn
 
@@ -50,12 +51,6 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
-def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys()
-    for name in left:
-        assert torch.equal(left[name], right[name]), name
-
-
 def metrics(folder: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if k != "seconds"} for line in read_metrics(folder / "metrics.jsonl")]
 
@@ -78,7 +73,7 @@ def test_metrics_and_checkpoints_are_those_asked_for(tmp_path):
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path):
     first, again = (weights(fitted(tmp_path / name)) for name in ("a", "b"))
-    assert_equal(first, again)
+    assert_same_tree(first, again)
     assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
     other = weights(fitted(tmp_path / "c", "training.seed=1"))
     assert not torch.equal(first["head.weight"], other["head.weight"])
@@ -89,7 +84,7 @@ def test_accumulation_and_workers_do_not_change_what_is_learned(tmp_path):
     whole = weights(fitted(tmp_path / "a", *options))
     pieces = weights(fitted(tmp_path / "b", *options, "training.accumulate=4"))
     workers = weights(fitted(tmp_path / "c", *options, "training.workers=1"))
-    assert_equal(whole, workers)
+    assert_same_tree(whole, workers)
     for name in whole:
         torch.testing.assert_close(whole[name], pieces[name], rtol=1e-4, atol=1e-5)
 
@@ -209,7 +204,7 @@ def test_going_back_to_a_named_checkpoint_repeats_the_run(tmp_path):
     trainer.resume(str(tmp_path / "checkpoints" / "step_00000004"))
     assert [line["step"] for line in metrics(tmp_path)][-1] == 12
     trainer.fit()
-    assert_equal(weights(trainer), final)
+    assert_same_tree(weights(trainer), final)
     assert metrics(tmp_path) == before
     assert len(list((tmp_path / "checkpoints").glob("superseded_*"))) == 2
 

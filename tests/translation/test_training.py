@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from translation.made import recipe, write_corpus
 
 from cached_lab.cli.main import main
-from cached_lab.experiments import run as run_module
 from cached_lab.experiments.build import build_dataset, build_model
 from cached_lab.experiments.load import load_run
 from cached_lab.experiments.run import run_training
@@ -30,10 +29,8 @@ from cached_lab.training.metrics import read_metrics
 from cached_lab.training.stored_weights import load_average
 from cached_transformers.layers.token_loss import IGNORED
 
-
-@pytest.fixture(autouse=True)
-def _without_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "write_report", lambda *_: None)
+pytestmark = pytest.mark.usefixtures("no_run_reports")
+ALONE = World(torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ def gradients(config: RunConfig, data: Any, world: World, step: int = 0) -> tupl
 def by_hand(config: RunConfig, data: Any, smoothing: float = 0.0, step: int = 0) -> tuple[dict[str, Tensor], float]:
     """Sentence by sentence, without padding: the mean over the target tokens of a step."""
     model = build_model(config).double()
-    rows = TranslationTask(config, model, data, data, World(torch.device("cpu"))).order.rows(step)
+    rows = TranslationTask(config, model, data, data, ALONE).order.rows(step)
     losses, tokens = torch.zeros((), dtype=torch.float64), 0
     for _, row in rows:
         source, read, said = data[row]
@@ -89,21 +86,18 @@ def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_step_is_the_mean_over_its_target_tokens(corpus: Path, accumulate: int, smoothing: float) -> None:
     config, data = prepared(corpus, accumulate=accumulate, label_smoothing=smoothing)
-    found, total = gradients(config, data, World(torch.device("cpu")))
+    found, total = gradients(config, data, ALONE)
     expected, loss = by_hand(config, data, smoothing)
     assert_equal(found, expected)
     assert float(total[0] / total[2]) == pytest.approx(loss, rel=1e-6)
-    rows = [
-        row
-        for _, row in TranslationTask(config, build_model(config), data, data, World(torch.device("cpu"))).order.rows(0)
-    ]
+    rows = [row for _, row in TranslationTask(config, build_model(config), data, data, ALONE).order.rows(0)]
     assert total[1:].tolist() == data.lengths[rows].sum(0).tolist()
 
 
 def test_pieces_without_rows_and_processes_change_nothing(corpus: Path) -> None:
     config, data = prepared(corpus)
     config = replace(config, training=replace(config.training, batch_tokens=int(data.lengths.max())))
-    world = World(torch.device("cpu"))
+    world = ALONE
     order = TranslationTask(config, build_model(config), data, data, world).order
     step = next(s for s in range(99) if len(order.rows(s)) == 2)
     expected, _ = by_hand(config, data, step=step)
@@ -118,7 +112,7 @@ def test_pieces_without_rows_and_processes_change_nothing(corpus: Path) -> None:
 
 def test_batches_of_rows_where_tokens_are_not_asked_for(corpus: Path) -> None:
     config, data = prepared(corpus, batch_tokens=None, batch_size=6, accumulate=2)
-    found, _ = gradients(config, data, World(torch.device("cpu")))
+    found, _ = gradients(config, data, ALONE)
     assert_equal(found, by_hand(config, data)[0])
 
 
@@ -142,15 +136,12 @@ def test_auxiliary_losses_weigh_by_tokens(corpus: Path) -> None:
     for accumulate in (1, 3):
         chosen = replace(config, training=replace(config.training, accumulate=accumulate))
         model = Extra()
-        task = TranslationTask(chosen, model, data, data, World(torch.device("cpu")))
+        task = TranslationTask(chosen, model, data, data, ALONE)
         total = torch.zeros(3, dtype=torch.float64)
         for piece in islice(task.batches(0), accumulate):
             total += task.backward(model, piece, torch.amp.GradScaler("cpu", enabled=False))
         assert float(model.weight.grad) == pytest.approx(4.0)  # d w^2 / d w, once
         assert float(total[0]) == 0
-
-
-# ------------------------------------------------------------------------------------------------ averages and scores
 
 
 def test_the_average_is_the_mean_of_the_weights_and_keeps_the_newest_cache(trained: Path) -> None:
@@ -183,14 +174,12 @@ def test_the_summary_says_what_evaluate_says(trained: Path, capsys: pytest.Captu
     assert low < test["bleu"] < high or test["bleu"] == pytest.approx(high)
     assert test["bleu_signature"].startswith("nrefs:1|bs:1000|seed:12345|case:mixed|eff:no|tok:13a|smooth:exp|version:")
     assert "tok:none" in test["tokenised_bleu_signature"] and "case:lc" in test["tokenised_bleu_signature"]
+    words = ["evaluate", str(trained), "--json", "--device", "cpu"]
     for options in ([], ["--average", "3"]):
-        assert main(["evaluate", str(trained), "--json", "--device", "cpu", *options]) == 0
+        assert main([*words, *options]) == 0
         row = json.loads(capsys.readouterr().out)["scores"][0]
         assert {key: row[key] for key in test if key != "step"} == {key: v for key, v in test.items() if key != "step"}
-    assert (
-        main(["evaluate", str(trained), "--json", "--device", "cpu", "--checkpoint", "last", "--split", "validation"])
-        == 0
-    )
+    assert main([*words, "--checkpoint", "last", "--split", "validation"]) == 0
     row = json.loads(capsys.readouterr().out)["scores"][0]
     assert row["loss"] == summary["final"]["loss"] and row["sentences"] == 20
     assert main(["evaluate", str(trained), "--device", "cpu", "--memory", "carry,reset"]) == 0
@@ -254,9 +243,6 @@ def test_the_made_language_is_learned(corpus: Path, tmp_path: Path, memory: str 
     assert summary["test"]["bleu"] > 50
 
 
-# ----------------------------------------------------------------------------------------------------------- refusals
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -295,9 +281,7 @@ def test_a_run_does_not_go_on_with_other_subwords(tmp_path: Path) -> None:
     assert main(["evaluate", str(tmp_path / "run"), "--device", "cpu"]) == 2
 
 
-def test_evaluate_refuses_what_a_run_has_not(
-    trained: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_refuses(trained: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_training(config_from_dict(recipe(corpus, steps=1, test="none")), tmp_path / "plain")
     for folder, options, message in (
         (tmp_path / "plain", ["--memory", "reset"], "has no cache to reset; take carry"),

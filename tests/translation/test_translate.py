@@ -98,10 +98,8 @@ def test_options_of_the_search(said) -> None:  # type: ignore[no-untyped-def]
     scored = said(text, "--scores")[1]
     assert [line.split("\t")[1] for line in scored.splitlines()] == said(text)[1].splitlines()
     assert all(float(line.split("\t")[0]) < 0 for line in scored.splitlines())
-    greedy = said(text, "--scores", "--beams", "1", "--length-penalty", "0")[1]
-    for one, many in zip(
-        greedy.splitlines(), said(text, "--scores", "--length-penalty", "0")[1].splitlines(), strict=True
-    ):
+    greedy, wide = (said(text, "--scores", "--length-penalty", "0", *more)[1] for more in (["--beams", "1"], []))
+    for one, many in zip(greedy.splitlines(), wide.splitlines(), strict=True):
         assert float(one.split("\t")[0]) <= float(many.split("\t")[0]) + 1e-3
     short = said(text, "--tokens", "1")[1]
     assert all(len(line) < 8 for line in short.splitlines()) and short.count("\n") == 2
@@ -134,9 +132,7 @@ def test_runs_of_other_models_are_refused(said, tmp_path: Path) -> None:  # type
     assert status == 2 and "is not a run folder" in error
 
 
-def test_a_reader_that_goes_away_ends_it_quietly(
-    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_closed_pipe_ends(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     read, write = os.pipe()
     os.close(read)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"der hund\n" * 5)))
