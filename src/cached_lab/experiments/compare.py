@@ -26,7 +26,7 @@ from cached_lab.training.interruption import RunFailed
 from cached_lab.training.run_lock import folder_lock
 from cached_transformers.files import json_text, write_whole
 
-from .cache_use import has_shared_cache, score_variant
+from .cache_use import score_variant
 from .reports.comparison_page import findings, write_compare_report, write_markdown
 from .reports.run_folder import read_comparison
 from .reports.terminal import show
@@ -70,7 +70,8 @@ class VariantComparison:
         self.metric = recipe.training.metric
         self.rows = rows if self.metric == "accuracy" else None
         self.split = "validation" if recipe.training.test == "none" else "test"
-        self.questioned = [v for v in variants if cache_use and has_shared_cache(v)]
+        shared = {entry.name for entry in MEMORIES if getattr(entry.factory, "shared", False) is True}
+        self.questioned = [v for v in variants if cache_use and shared & set(memory_name(v.config).split("+"))]
         self.cache_use: dict[str, dict[str, list[float]]] = {}
         self._finished: dict[str, dict[str, Any]] = {}
 
@@ -146,10 +147,6 @@ class VariantComparison:
         with tempfile.TemporaryDirectory() as scratch:
             work_off(missing, jobs, start, ended)
 
-    def folder_of(self, variant: Variant) -> Callable[[int], Path]:
-        """Return the function from seeds to run folders of a variant."""
-        return lambda seed: self.folder / variant.run_name(seed)
-
     def write(self, command: str) -> Path:
         """Write compare.json; returns its path."""
         values = self.values()
@@ -222,7 +219,7 @@ def carry_out(comparison: VariantComparison, jobs: int, command: str, console: C
     with folder_lock(comparison.folder):
         comparison.train_missing(jobs, console)
         for variant in comparison.questioned:  # scores in their folders are kept
-            about = (comparison.seeds, comparison.folder_of(variant), comparison.split, console)
+            about = (comparison.seeds, comparison.folder, comparison.split, console)
             modes = score_variant(variant, *about).items()
             comparison.cache_use[variant.name] = {mode: [r[comparison.metric] for r in rows] for mode, rows in modes}
         comparison.write(command)

@@ -138,10 +138,11 @@ class Trainer:
                 self.reporter.advance(self.step)
                 if self._due(settings.log_every):
                     self._log_training()
-                evaluated = self._due(settings.evaluate_every)
-                improved = self._evaluate() if evaluated else False
-                if improved or (evaluated if settings.save_every is None else self._due(settings.save_every)):
-                    self.save()
+                improved = self._due(settings.evaluate_every) and self._evaluate()
+                saving = settings.save_every or settings.evaluate_every
+                if improved or self._due(saving):
+                    regular = self.step % saving == 0 or (improved and self.step % settings.evaluate_every == 0)
+                    self.save(scheduled=regular or None)
                 self._stop_if_asked(stop)
         if self.writer.background:
             self.world.barrier()  # the other processes read the files of the first
@@ -292,7 +293,7 @@ class Trainer:
         if self.world.rank < len(training["rng"]):
             restore_rng(training["rng"][self.world.rank])
 
-    def save(self, scheduled: bool = True) -> None:
+    def save(self, scheduled: bool | None = True) -> None:
         """Write a checkpoint of this step. With `training.save=async`, training waits for the previous save only.
 
         Raises:
