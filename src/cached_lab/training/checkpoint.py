@@ -64,8 +64,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
-        self.folder = folder
-        self.keep = keep
+        self.folder, self.keep = folder, keep
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint of a step."""
@@ -259,8 +258,7 @@ def read_checkpoint(path: Path, whole: bool = True) -> Checkpoint:
 
 def stored_config(path: Path) -> dict[str, Any]:
     """Return the configuration in a step folder without reading its weights (ValueError: see `read_checkpoint`)."""
-    config: dict[str, Any] = _read_meta(path)["config"]
-    return config
+    return dict(_read_meta(path)["config"])
 
 
 def _read_meta(path: Path) -> dict[str, Any]:

@@ -78,19 +78,14 @@ class Trainer:
         self.checkpoints = Checkpoints(folder / "checkpoints", settings.keep)
         writers = World(world.device) if self.shards is None else world
         self.writer = CheckpointWriter(settings.save == "async", writers)
-        self.step = 0
-        self.skipped = 0
-        self.bad_in_a_row = 0
+        self.step = self._saved_step = self.skipped = self.bad_in_a_row = 0
         self.best: dict[str, Any] | None = None
         self.latest: dict[str, Any] | None = None
-        self.train_seconds = 0.0
+        self.train_seconds = self._gradient_norm = self._seconds_before = 0.0
         self._total = torch.zeros(self.task.width, dtype=torch.float64)
         self._tallies: dict[str, Tensor] = {}
-        self._gradient_norm = 0.0
-        self._seconds_before = 0.0
         self._started = time.perf_counter()
         self._metrics: MetricsFile | None = None
-        self._saved_step = 0
         self._starter = starter()
         # Each process has its own dropout masks; the first has those of a single process.
         seed_everything(settings.seed if world.main else mixed_seed(settings.seed, world.rank))

@@ -142,8 +142,7 @@ def measure_throughput(
 
 def throughput_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Write the rows as a Markdown table."""
-    head = ["model", "case", "parameters (M)"]
-    head += ["train FLOPs", "train step", "fastest", "train images/s"]
+    head = ["model", "case", "parameters (M)", "train FLOPs", "train step", "fastest", "train images/s"]
     head += ["inference FLOPs", "inference", "fastest", "inference images/s", "train peak", "inference peak"]
     cells = []
     for row in rows:

@@ -40,10 +40,9 @@ def measure_costs(trials: FarTrials, task: str, rounds: int = ROUNDS) -> dict[st
             name = trial.arm if trial.memory == "none" else trial.memory
             read, train, tokens = _cases(trial, trials.settings(trial), trials)
             flops[name], reading[name], training[name] = flops_of(read) / tokens, read, train
-        read_times, train_times = (compare(cases, NONE, rounds) for cases in (reading, training))
+        times = {"reading": compare(reading, NONE, rounds), "training": compare(training, NONE, rounds)}
     finally:
         torch.set_num_threads(threads)
-    times = {"reading": read_times, "training": train_times}
     return {
         name: {"flops": flops[name]} | {kind: dataclasses.asdict(ratios[name]) for kind, ratios in times.items()}
         for name in flops
