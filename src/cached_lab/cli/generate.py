@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 from .arguments import refuse_below_one, require_file, run_arguments
@@ -45,17 +44,22 @@ def run(arguments: argparse.Namespace) -> int:
 
     device = pick_device(arguments.device)
     about = (arguments.folder, arguments.checkpoint, arguments.segment_length, device)
-    writer, show = load_writer(*about, state=arguments.state), partial(print, end="", flush=True)
+    writer = load_writer(*about, state=arguments.state)
     names = ("tokens", "temperature", "top_k", "top_p", "beams", "length_penalty")
     options = {name: getattr(arguments, name) for name in names}
     generator = torch.Generator(device).manual_seed(arguments.seed)
     clock = time.perf_counter()
     pieces: list[str] = []
-    found = writer.write(prompt, show if sys.stdout.isatty() else pieces.append, generator=generator, **options)
+    found = writer.write(prompt, _print if sys.stdout.isatty() else pieces.append, generator=generator, **options)
     seconds = time.perf_counter() - clock
-    show("".join([*pieces, "\n"]))
+    _print("".join([*pieces, "\n"]))
     if arguments.save_state is not None:
         writer.session.save(arguments.save_state)
     count = int(found.lengths)
     print(f"{count:,} tokens, {count / seconds:,.0f} tokens/s", file=sys.stderr)
     return 0
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from cached_lab.experiments.probes.trials import Trials
 
-
 OPTIONS = (
     "options of tasks and memories (see `cached explain NAME`), and of the models: model.width, depth, heads, "
     "feed_forward, batch_size, learning_rate, check_every, rows"
