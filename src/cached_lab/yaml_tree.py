@@ -82,15 +82,12 @@ def parse_yaml(text: str, source: str) -> Any:
 
 def read_yaml(path: Any) -> Any:
     """Return the value of a YAML file (ValueError: see `parse_yaml`, or it is not UTF-8)."""
+    from cached_lab.data.archives import as_text  # here, since `data` imports numpy
+
     size = path.stat().st_size
     if size > 4 * LONGEST:  # at most 4 bytes per character
         raise ValueError(f"{path} has {size:,} bytes, at most {LONGEST:,} characters are read; is it a recipe?")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        where = f"byte {error.object[error.start]:#04x} at place {error.start}"
-        raise ValueError(f"{path} is not UTF-8 text: {where}; save it as UTF-8") from None
-    return parse_yaml(text, str(path))
+    return parse_yaml(as_text(path.read_bytes(), path), str(path))
 
 
 def _refused(why: str, node: Any) -> yaml.constructor.ConstructorError:

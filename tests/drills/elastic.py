@@ -92,7 +92,7 @@ class Doomed(Trainer):
         self.doom.steps(self.step + 1)
         super()._train_step(*arguments)
 
-    def save(self, scheduled: bool = True) -> None:
+    def save(self, scheduled: bool | None = True) -> None:
         """Report the save to the plan, and save."""
         self.doom.saves(self.step)
         super().save(scheduled)

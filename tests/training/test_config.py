@@ -266,10 +266,10 @@ def test_large_and_deep_yaml_is_refused_and_many_keys_are_read():
 def test_a_recipe_is_text(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_bytes("name: größe".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"r\.yaml.*0xf6"):
+    with pytest.raises(ValueError, match=r"r\.yaml.*byte 8"):
         load_config(path)
     path.write_bytes("name: x".encode("utf-16"))
-    with pytest.raises(ValueError, match=r"r\.yaml"):
+    with pytest.raises(ValueError, match=r"r\.yaml.*UTF-16"):
         load_config(path)
     with pytest.raises(ValueError, match="unknown recipe"):
         load_config(tmp_path)

@@ -78,8 +78,10 @@ def test_a_signal_at_any_stage_ends_the_command(stage, moment, tmp_path, undistu
 
 
 @pytest.mark.parametrize("step", range(1, 6))
-def test_a_checkpoint_off_schedule_is_neither_averaged_nor_kept(step, tmp_path, monkeypatch):
-    more = ["training.steps=6", "training.average_last=2", "training.test=last"]
+@pytest.mark.parametrize("extended", [False, True])
+def test_a_checkpoint_off_schedule_is_neither_averaged_nor_kept(extended, step, tmp_path, monkeypatch):
+    more = ["training.steps=6", "training.average_last=2", "training.test=last", "schedule.name=constant"]
+    more += ["schedule.warmup_steps=0", "training.metric=loss"]
     original, runs = Trainer._train_step, [tmp_path / name for name in ("run", "whole")]
 
     def struck(trainer, *arguments):
@@ -87,8 +89,13 @@ def test_a_checkpoint_off_schedule_is_neither_averaged_nor_kept(step, tmp_path, 
         if trainer.step == step:
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(Trainer, "_train_step", struck)
-    assert main([*words(runs[0]), *more]) == 128 + signal.SIGTERM
+    if extended:
+        monkeypatch.setattr(run_module, "check_average", lambda config: None)
+        monkeypatch.setattr(run_module, "_test", lambda *arguments: None)
+        assert main([*words(runs[0]), *more, f"training.steps={step}"]) == 0
+    else:
+        monkeypatch.setattr(Trainer, "_train_step", struck)
+        assert main([*words(runs[0]), *more]) == 128 + signal.SIGTERM
     monkeypatch.undo()
     assert [main([*words(run), *more]) for run in runs] == [0, 0]
     names = [[path.name for path in Checkpoints(run / "checkpoints").paths()] for run in runs]

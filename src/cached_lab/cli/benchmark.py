@@ -35,9 +35,7 @@ def add_parser(subparsers: Any) -> None:
         "example: cached benchmark grc --rounds 11 --threads 1 --output results/grc.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "benchmark", nargs="?", default="grc", metavar="name", help="one of the names below (default: grc)"
-    )
+    parser.add_argument("benchmark", nargs="?", default="grc", metavar="name", help="a name below (default: grc)")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="options of the benchmark")
     parser.set_defaults(run=run)
 

@@ -45,34 +45,26 @@ ARGUMENTS = (
 
 def run(arguments: argparse.Namespace) -> int:
     """Print one row of scores per treatment of the memory, or without and with a cache over outputs."""
+    from cached_lab.experiments.evaluate import Evaluation
     from cached_lab.experiments.load import read_run_config
-    from cached_lab.experiments.reports.run_page import output_cache_blocks
+    from cached_lab.experiments.reports.run_page import evaluation_blocks, output_cache_blocks
     from cached_lab.experiments.reports.terminal import open_console, show
+    from cached_lab.experiments.run_outputs import write_evaluation, write_report
     from cached_lab.output_caches.evaluation import cache_options, evaluate_output_cache
+    from cached_lab.training.progress import Reporter
 
-    folder = arguments.folder
+    folder, split, chosen = arguments.folder, arguments.split, arguments.memory.split(",")
     config = read_run_config(folder)
     if arguments.segment_length is not None:
         section = dataclasses.replace(config.evaluation, segment_length=arguments.segment_length)
         config = dataclasses.replace(config, evaluation=section)
-    if arguments.output_cache is None:
-        return _evaluate(arguments, config)
-    options = cache_options(arguments.output_cache, arguments.overrides)
-    about = (arguments.checkpoint, arguments.split, arguments.output_cache, options, arguments.device)
-    result = {"run": str(folder), **evaluate_output_cache(folder, config, *about)}
-    if not _printed_json(arguments, result):
-        show(open_console(), *output_cache_blocks(result))
-    return 0
-
-
-def _evaluate(arguments: argparse.Namespace, config: Any) -> int:
-    from cached_lab.experiments.evaluate import Evaluation
-    from cached_lab.experiments.reports.run_page import evaluation_blocks
-    from cached_lab.experiments.reports.terminal import open_console, show
-    from cached_lab.experiments.run_outputs import write_evaluation, write_report
-    from cached_lab.training.progress import Reporter
-
-    folder, split, chosen = arguments.folder, arguments.split, arguments.memory.split(",")
+    if arguments.output_cache is not None:
+        options = cache_options(arguments.output_cache, arguments.overrides)
+        asked = (arguments.checkpoint, split, arguments.output_cache, options, arguments.device)
+        scores = {"run": str(folder), **evaluate_output_cache(folder, config, *asked)}
+        if not _printed_json(arguments, scores):
+            show(open_console(), *output_cache_blocks(scores))
+        return 0
     memory = _memory(arguments.with_memory, arguments.overrides)
     for mode in chosen:
         if mode not in MEMORY_MODES:

@@ -55,11 +55,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print_host(arguments: argparse.Namespace) -> int:
     """Print the memories that a kind of model takes, and the reasons against the others."""
-    from cached_lab.experiments.hosts import memories_of
+    from cached_lab.experiments.hosts import answer_to
+    from cached_transformers.registry import MEMORIES
 
     if arguments.kind not in (None, "memories"):
         raise ValueError(f"--host={arguments.host} tells about memories, not {arguments.kind}; list memories")
-    found = memories_of(arguments.host)
+    found = {entry.name: answer_to(arguments.host, entry) for entry in MEMORIES}
     if arguments.json:
         print(json.dumps({name: answer._asdict() for name, answer in found.items()}, indent=1))
         return 0
@@ -81,23 +82,19 @@ def parts() -> dict[str, dict[str, dict[str, Any]]]:
 def _rows(kind: str) -> list[dict[str, Any]]:
     """Name, summary and paper of each part of a kind, and some of its facts."""
     if kind == "recipes":
-        return _recipes()
+        from cached_lab.yaml_tree import parse_yaml
+
+        rows = []
+        for path in sorted(recipes_folder().glob("*.yaml")):
+            found = DESCRIPTION.search(path.read_text(encoding="utf-8"))
+            tree = {} if found is None else parse_yaml(found.group(), str(path))
+            rows.append({"name": path.stem, "summary": tree.get("description", ""), "paper": None})
+        return rows
     facts = FACTS.get(kind, ())
     return [
         {key: part[key] for key in ("name", "summary", "paper")} | {fact: _fact(part, fact) for fact in facts}
         for _, part in sorted(parts()[kind].items())
     ]
-
-
-def _recipes() -> list[dict[str, Any]]:
-    from cached_lab.yaml_tree import parse_yaml
-
-    rows = []
-    for path in sorted(recipes_folder().glob("*.yaml")):
-        found = DESCRIPTION.search(path.read_text(encoding="utf-8"))
-        tree = {} if found is None else parse_yaml(found.group(), str(path))
-        rows.append({"name": path.stem, "summary": tree.get("description", ""), "paper": None})
-    return rows
 
 
 def _fact(part: dict[str, Any], fact: str) -> Any:

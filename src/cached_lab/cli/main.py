@@ -64,10 +64,9 @@ class CachedParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         head, _, names = message.partition("the following arguments are required: ")
-        lacking = [a for a in self._actions if a.required and a.nargs not in ("*", "?")] if not head and names else []
-        if told := [f"{a.metavar or a.dest} is missing: {a.help}" for a in lacking if a.metavar in names.split(", ")]:
-            message = "; ".join(told)
-        super().error(_shortened(message))
+        lacking = [a for a in self._actions if not head and a.required and a.metavar in names.split(", ")]
+        told = "; ".join(f"{a.metavar} is missing: {a.help}" for a in lacking if a.nargs not in ("*", "?"))
+        super().error(_shortened(told or message))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -27,7 +27,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Draw the figure, and print its path."""
     kind, folders = arguments.kind, arguments.folders
     if kind == "report":
-        return _write_reports(folders)
+        from cached_lab.experiments.reports.comparison_page import findings, write_compare_report
+        from cached_lab.experiments.reports.run_folder import find_comparisons, is_run
+        from cached_lab.experiments.reports.run_page import write_run_report
+        from cached_lab.experiments.reports.terminal import open_console, show
+
+        console = open_console()
+        for folder in folders:
+            path = (write_run_report if is_run(folder) else write_compare_report)(folder)
+            for comparison in [] if is_run(folder) else find_comparisons(folder):
+                show(console, *findings(comparison))
+            print(f"\nwritten: {path}")
+        return 0
     from cached_lab.experiments import paper_figures
     from cached_lab.experiments.reports.figures.style import save
 
@@ -40,19 +51,4 @@ def run(arguments: argparse.Namespace) -> int:
         draw = {"curves": paper_figures.curves, "fig1": paper_figures.figure_1, "fig5": paper_figures.figure_5}
         figure = draw[kind](folders, output)
     print(save(figure, output))
-    return 0
-
-
-def _write_reports(folders: list[Path]) -> int:
-    from cached_lab.experiments.reports.comparison_page import findings, write_compare_report
-    from cached_lab.experiments.reports.run_folder import find_comparisons, is_run
-    from cached_lab.experiments.reports.run_page import write_run_report
-    from cached_lab.experiments.reports.terminal import open_console, show
-
-    console = open_console()
-    for folder in folders:
-        path = (write_run_report if is_run(folder) else write_compare_report)(folder)
-        for comparison in [] if is_run(folder) else find_comparisons(folder):
-            show(console, *findings(comparison))
-        print(f"\nwritten: {path}")
     return 0

@@ -21,14 +21,12 @@ if TYPE_CHECKING:
 
     from cached_lab.experiments.probes.trials import Trials
 
-
+OPTIONS = (
+    "options of tasks and memories (see `cached explain NAME`), and of the models: model.width, depth, heads, "
+    "feed_forward, batch_size, learning_rate, check_every, rows"
+)
 PROBE_ARGUMENTS = (
-    (
-        "overrides NAME.option=value*",
-        str,
-        "options of tasks and memories (see `cached explain NAME`), and of the models: model.width, depth, heads, "
-        "feed_forward, batch_size, learning_rate, check_every, rows",
-    ),
+    ("overrides NAME.option=value*", str, OPTIONS),
     ("--jobs N", 1, "trainings at a time"),
     ("--babi PATH", Path, "bAbI's archive or folder, for the task 'babilong'"),
     ("--books FOLDER", Path, "folder of books, for the same task"),
@@ -85,9 +83,8 @@ def chosen(arguments: argparse.Namespace, tasks: str) -> tuple[list[str], list[s
     given: dict[str, list[str]] = {"memories": [], settings.MODEL: [], "tasks": []}
     for override in arguments.overrides:
         name = override.partition("=")[0].partition(".")[0]
-        given[settings.MODEL if name == settings.MODEL else "memories" if name in memories else "tasks"].append(
-            override
-        )
+        kind = settings.MODEL if name == settings.MODEL else "memories" if name in memories else "tasks"
+        given[kind].append(override)
     by_task = settings.chosen_tasks(tasks, files, given["tasks"])
     options = by_task | settings.options_of_memories(memories, given["memories"])
     return memories, list(by_task), options | settings.options_of_models(given[settings.MODEL])
@@ -112,12 +109,10 @@ def _trials(arguments: argparse.Namespace, memories: list[str], tasks: list[str]
     if arguments.train_distance is None:
         return Trials(memories, tasks, arguments.distance, *kept, taps or 1)
     nearest, farthest, through = _distances(arguments.train_distance)
-    begin = 1 if nearest is None else nearest
+    begin, near = (1, True) if nearest is None else (nearest, False)
     course = Course(begin, farthest, through=through, solved=arguments.solved, recall=arguments.recall)
     how = {"rows": arguments.rows, "compiled": arguments.compile, "ceiling": not arguments.no_ceiling}
-    return FarTrials(
-        memories, tasks, farthest, *kept, taps or 3, course, arguments.far, begin_near=nearest is None, **how
-    )
+    return FarTrials(memories, tasks, farthest, *kept, taps or 3, course, arguments.far, begin_near=near, **how)
 
 
 def _distances(text: str) -> tuple[int | None, int, tuple[int, ...]]:

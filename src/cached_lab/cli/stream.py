@@ -10,13 +10,8 @@ import argparse
 import resource
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .arguments import refuse_below_one, require_file, run_arguments
-
-if TYPE_CHECKING:
-    from cached_lab.tasks.language.text_reader import Lap
-
 
 ARGUMENTS = (
     *run_arguments(" of a language model", device="cpu"),
@@ -58,8 +53,13 @@ def _read(arguments: argparse.Namespace, path: Path) -> int:
     if reader.now is not None:
         print(f"continuing after token {reader.first:,} ({path})")
     bytewise = tokenizer.vocabulary == 256 and tokenizer.lossless
+    kind, mib = "bits per byte" if bytewise else "perplexity", 2**20 if sys.platform == "darwin" else 2**10
     for lap in reader.laps(arguments.every, arguments.tokens):
-        print(_line(lap, bytewise), flush=True)
+        parts = (lap.now, lap.now._replace(tokens=lap.tokens, nats=lap.nats))
+        whole, last = (part.bits_per_byte(part.tokens) if bytewise else part.perplexity for part in parts)
+        numbers = f"{kind} {whole:.4f}, of the last {lap.tokens:,} {last:.4f}  {lap.rate:,.0f} tokens/s"
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / mib
+        print(f"{lap.now.tokens:>12,} tokens  {numbers}  {resident:,.0f} MiB", flush=True)
     now = reader.now
     if now is None or now.tokens == reader.first:
         print(f"nothing new to read in {file}")
@@ -68,13 +68,3 @@ def _read(arguments: argparse.Namespace, path: Path) -> int:
     print(f"{now.tokens:,} tokens: loss {now.nats / now.tokens:.4f} nats, perplexity {now.perplexity:.3f}{size}")
     print(f"state: {path}")
     return 0
-
-
-def _line(lap: Lap, bytewise: bool) -> str:
-    """Scores of the whole text so far and of the last tokens, speed, and the memory of the process."""
-    kind = "bits per byte" if bytewise else "perplexity"
-    parts = (lap.now, lap.now._replace(tokens=lap.tokens, nats=lap.nats))
-    whole, last = (part.bits_per_byte(part.tokens) if bytewise else part.perplexity for part in parts)
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-    numbers = f"{kind} {whole:.4f}, of the last {lap.tokens:,} {last:.4f}"
-    return f"{lap.now.tokens:>12,} tokens  {numbers}  {lap.rate:,.0f} tokens/s  {resident:,.0f} MiB"

@@ -11,7 +11,6 @@ from .arguments import recipe_arguments
 if TYPE_CHECKING:
     from cached_lab.training.config import RunConfig
 
-
 ARGUMENTS = (
     *recipe_arguments("e.g. training.steps=100 model.memory.ratio=0.25"),
     ("--out FOLDER", Path, "run folder (default: runs/NAME)"),

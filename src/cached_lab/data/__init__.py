@@ -16,12 +16,4 @@ from .splits import SPLITS, stratified_split
 from .store import cache_folder
 from .text import TextDataset
 
-__all__ = [
-    "SPLITS",
-    "BadFile",
-    "Batch",
-    "LabelledDataset",
-    "TextDataset",
-    "cache_folder",
-    "stratified_split",
-]
+__all__ = ["SPLITS", "BadFile", "Batch", "LabelledDataset", "TextDataset", "cache_folder", "stratified_split"]

@@ -41,8 +41,6 @@ DAMAGE = (
 """Errors of the standard library for damaged or encrypted archives, circular links and absurd sizes."""
 OPENERS: dict[str, Callable[..., IO[bytes]]] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}  # type: ignore[dict-item]
 _TAR_OPENERS: dict[str, Callable[..., IO[bytes]]] = {**OPENERS, ".tgz": gzip.open}  # type: ignore[dict-item]
-
-
 UNPACKED = "CACHED_TRANSFORMERS_UNPACKED_GIB"
 """Environment variable: GiB that a file may have once it is unpacked, 8 by default."""
 
@@ -195,13 +193,13 @@ def refuse_utf16(content: bytes, name: object) -> None:
         raise ValueError(f"{name} is UTF-16, not UTF-8; convert it, e.g. with iconv -f utf-16 -t utf-8")
 
 
-def as_text(content: bytes, name: object) -> str:
-    """Decode UTF-8 (ValueError otherwise, with `name` in the message)."""
+def as_text(content: bytes, name: object, way: str = "fetch it again") -> str:
+    """Decode UTF-8 (ValueError otherwise, with `name` and a way out in the message)."""
     refuse_utf16(content, name)
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 (byte {error.start}); convert it, or fetch it again") from None
+        raise ValueError(f"{name} is not UTF-8 (byte {error.start}); convert it, or {way}") from None
 
 
 def read_at(path: Path, offset: int, size: int) -> bytes:
@@ -261,16 +259,16 @@ class _Zip:
     def __init__(self, path: Path) -> None:
         self.path, self._changed = path, refuse_special(path).st_mtime_ns
         with naming(path):
-            self._files = [info for info in self._opened().infolist() if not info.is_dir()]
+            listed = _open_zip(path, self._changed, os.getpid()).infolist()
+            self._files = [info for info in listed if not info.is_dir()]
         self.names = [info.filename for info in self._files]
-
-    def _opened(self) -> zipfile.ZipFile:
-        return _open_zip(self.path, self._changed, os.getpid())
 
     def read(self, place: int) -> bytes:
         name = f"{self.path}:{self.names[place]}"
-        with naming(name, "member"), self._opened().open(self._files[place]) as member:
-            return b"".join(bounded(member, name))
+        with naming(name, "member"):
+            archive = _open_zip(self.path, self._changed, os.getpid())
+            with archive.open(self._files[place]) as member:
+                return b"".join(bounded(member, name))
 
 
 @lru_cache(maxsize=8)

@@ -17,6 +17,8 @@ import numpy as np
 from cached_transformers.extras import require
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png"})
+DAMAGE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, KeyError, IndexError)
+"""Errors of Pillow's decoders."""
 
 
 class BadFile(ValueError):
@@ -66,8 +68,5 @@ def open_picture(content: bytes, name: object, channels: int = 3, *, upright: bo
                 return picture.convert("RGB" if channels == 3 else "L")
     except image_module.UnidentifiedImageError as error:
         raise BadFile(name, "it is of no image format that Pillow knows") from error
-    # Pillow's decoders raise all of these for damaged files.
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, KeyError, IndexError) as error:
-        raise BadFile(name, error) from error
-    except image_module.DecompressionBombError as error:
+    except (*DAMAGE, image_module.DecompressionBombError) as error:
         raise BadFile(name, error) from error

@@ -39,19 +39,16 @@ def load_or_build(kind: str, key: Mapping[str, object], build: Callable[[], Arra
     A damaged file is replaced, and a folder that cannot be written is no error; both give a RuntimeWarning.
     """
     path = entry_path(kind, key)
-    arrays = _read(path)
-    if arrays is None:
+    if (arrays := _read(path)) is None:
         arrays = build()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            buffer = io.BytesIO()
-            np.savez(buffer, allow_pickle=False, **arrays)
+            np.savez(buffer := io.BytesIO(), allow_pickle=False, **arrays)
             payload = buffer.getvalue()
             write_whole(path, _digest(path, payload) + b"\n" + payload)
         except OSError as error:
             way = "set CACHED_TRANSFORMERS_CACHE to a folder that can be written"
-            message = f"cannot keep generated data in {path.parent} ({error}); {way}"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            warnings.warn(f"cannot keep generated data in {path.parent} ({error}); {way}", RuntimeWarning, 2)
     return arrays
 
 
@@ -62,8 +59,7 @@ def _read(path: Path) -> Arrays | None:
         return None
     digest, _, payload = content.partition(b"\n")
     if digest != _digest(path, payload):
-        message = f"{path} is damaged (its checksum differs); generating its content again"
-        warnings.warn(message, RuntimeWarning, stacklevel=3)
+        warnings.warn(f"{path} is damaged (its checksum differs); generating its content again", RuntimeWarning, 3)
         return None
     with np.load(io.BytesIO(payload), allow_pickle=False) as archive:
         return {name: archive[name] for name in archive.files}

@@ -59,8 +59,7 @@ def train_byte_pairs(
     trained = library.Tokenizer(library.models.BPE())
     trained.pre_tokenizer = level(add_prefix_space=False)
     if split is not None:
-        parts = [split, level(add_prefix_space=False, use_regex=False)]
-        trained.pre_tokenizer = library.pre_tokenizers.Sequence(parts)
+        trained.pre_tokenizer = library.pre_tokenizers.Sequence([split, level(add_prefix_space=False, use_regex=False)])
     trained.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
         vocab_size=size,
@@ -70,8 +69,7 @@ def train_byte_pairs(
         show_progress=False,
     )
     trained.train_from_iterator(texts, trainer)
-    content: str = trained.to_str()
-    return content
+    return str(trained.to_str())
 
 
 class PairTokenizer:
@@ -90,8 +88,7 @@ class PairTokenizer:
     line_ends: tuple[int, ...] = (END,)
 
     def __init__(self, model: str) -> None:
-        self._json = model
-        self._model = trained_model(model)
+        self._json, self._model = model, trained_model(model)
         self.vocabulary: int = self._model.get_vocab_size()
 
     @classmethod

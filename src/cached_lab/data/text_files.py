@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
-from .archives import ARCHIVES, OPENERS, Listing, naming, read_file, refuse_utf16, unpacked
+from .archives import ARCHIVES, OPENERS, Listing, as_text, naming, read_file, refuse_utf16, unpacked
 from .splits import SPLIT_WORDS, named_split
 
 _TEXT = (".txt", ".tokens", ".text", ".raw")
@@ -100,14 +100,10 @@ def decoded(content: bytes, name: object, exact: bool = False) -> str:
     """
     if not content.strip():
         raise ValueError(f"{name} is empty; remove it, or fetch it again")
-    refuse_utf16(content, name)
     if exact:
+        refuse_utf16(content, name)
         return content.decode("utf-8", "surrogateescape")
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        way = "convert it, or read it with data.tokenizer=byte"
-        raise ValueError(f"{name} is not UTF-8 (byte {error.start}); {way}") from None
+    text = as_text(content, name, "read it with data.tokenizer=byte").removeprefix("\ufeff")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -132,8 +132,7 @@ class BytePairTokenizer:
     start, unknown, lossless, ends_document = 0, None, True, True
 
     def __init__(self, model: str) -> None:
-        self._json = model
-        self._model = trained_model(model)
+        self._json, self._model = model, trained_model(model)
         self.vocabulary = self._model.get_vocab_size()
         texts = [self._model.decode([index], skip_special_tokens=False) for index in range(self.vocabulary)]
         ends = tuple(f"{mark}{quote}" for mark in SENTENCE_MARKS for quote in ("", '"', "'", ")", "\u201d"))
@@ -230,10 +229,9 @@ def _loaded(tree: dict[str, Any]) -> Tokenizer:
         return SpecialTokens(_loaded(json.loads(tree["text"])), tree["sentinels"])
     if tree["kind"] == "word":
         words, punctuation = tree["words"], tree["punctuation"]
-        if not isinstance(punctuation, bool) or words[:2] != [UNKNOWN, END] or len(set(words)) != len(words):
+        known = words[:2] == [UNKNOWN, END] and all(isinstance(word, str) for word in words)
+        if not isinstance(punctuation, bool) or not known or len(set(words)) != len(words):
             raise ValueError(f"its words must be text, begin with {UNKNOWN} and {END}, and occur once each")
-        if not all(isinstance(word, str) for word in words):
-            raise ValueError("its words must be text")
         return WordTokenizer(words, punctuation)
     if tree["kind"] != "bpe":
         raise ValueError(f"kind={tree['kind']!r} is unknown")
@@ -260,8 +258,7 @@ def split_words(line: str, punctuation: bool) -> list[str]:
 
 def _chunks(text: str) -> Iterator[str]:
     """Pieces of bounded length, split at single line feeds, which no token crosses in either case."""
-    start = 0
-    boundary = re.compile(r"(?<=\S)\n(?=\S)")
+    start, boundary = 0, re.compile(r"(?<=\S)\n(?=\S)")
     while start < len(text):
         found = boundary.search(text, start + _CHUNK)
         end = found.end() if found else len(text)

@@ -27,10 +27,8 @@ from cached_lab.tasks.classification.scores import evaluate
 from cached_lab.training.config import RunConfig, config_hash
 from cached_lab.training.distributed import World, in_world
 from cached_transformers.files import json_text, write_whole
-from cached_transformers.memories import memory_specs
 from cached_transformers.memories.grc.shared_cache import caches, hold_caches, reset_caches, shuffle_caches
 from cached_transformers.memories.grc.shared_cache_memory import SharedCacheMemory
-from cached_transformers.registry import MEMORIES
 
 from .build import build_dataset
 from .load import load_run
@@ -55,6 +53,14 @@ def caches_updated_by_the_batch(model: nn.Module) -> Iterator[None]:
         finally:
             for layer, (attention, cache, folded) in zip(layers, before, strict=True):
                 layer.training, layer.cache.training, layer._folded = attention, cache, folded
+
+
+def treat_memory(model: nn.Module, mode: str, seed: int) -> None:
+    """Empty or shuffle the caches of a model, in place; leave them in other modes."""
+    if mode == "reset":
+        reset_caches(model)
+    elif mode == "shuffle":
+        shuffle_caches(model, torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
@@ -116,11 +122,8 @@ def score_cache_use(
     for mode in modes:
         model = load().to(world.device)
         scored: tuple[Any, ...] = (dataset, world, batch_size, workers)
-        if mode == "reset":
-            reset_caches(model)
-        elif mode == "shuffle":
-            shuffle_caches(model, torch.Generator().manual_seed(seed))
-        elif mode == "other" and other is not None:
+        treat_memory(model, mode, seed)
+        if mode == "other" and other is not None:
             take_caches(model, other.to(world.device))
         elif mode.startswith("batch "):
             size = int(mode.split()[1])
@@ -129,14 +132,8 @@ def score_cache_use(
     return rows
 
 
-def has_shared_cache(variant: Variant) -> bool:
-    """Return whether a memory of the variant is a cache that all rows share."""
-    names = [name for name, _ in memory_specs(variant.config.model.get("memory"))]
-    return any(getattr(MEMORIES.entry(name).factory, "shared", False) is True for name in names)
-
-
 def score_variant(
-    variant: Variant, seeds: Sequence[int], folder_of: Callable[[int], Path], split: str, console: Console
+    variant: Variant, seeds: Sequence[int], folder: Path, split: str, console: Console
 ) -> dict[str, list[dict[str, Any]]]:
     """Return scores by mode, in order of the seeds, of all runs of a variant; missing ones are measured.
 
@@ -145,14 +142,15 @@ def score_variant(
     by_mode: dict[str, list[dict[str, Any]]] = {}
     for index, seed in enumerate(seeds):
         following = seeds[(index + 1) % len(seeds)]
-        path, config = folder_of(seed) / FILE_NAME, variant.seeded(seed)
+        run, config = folder / variant.run_name(seed), variant.seeded(seed)
+        path = run / FILE_NAME
         checkpoint = "last" if config.training.test == "last" else "best"
         settings = {"config": config_hash(config), "checkpoint": checkpoint, "split": split}
         settings |= {"other": "none" if following == seed else f"seed {following}"}
         stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         if any(stored.get(key) != value for key, value in settings.items()):
-            other = None if following == seed else folder_of(following)
-            stored = settings | {"scores": _scores(config, folder_of(seed), checkpoint, split, other)}
+            other = None if following == seed else folder / variant.run_name(following)
+            stored = settings | {"scores": _scores(config, run, checkpoint, split, other)}
             write_whole(path, json_text(stored))
             console.print(f"{variant.name}, seed {seed}: scored by use of the cache", markup=False)
         for row in stored["scores"]:

@@ -10,13 +10,13 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from cached_lab.experiments.build import memory_name
 from cached_lab.experiments.environment import environment
 from cached_lab.experiments.load import read_run_config
 from cached_lab.experiments.run import run_training
@@ -25,8 +25,9 @@ from cached_lab.training.distributed import pick_device
 from cached_lab.training.interruption import RunFailed
 from cached_lab.training.run_lock import folder_lock
 from cached_transformers.files import json_text, write_whole
+from cached_transformers.registry import MEMORIES
 
-from .cache_use import has_shared_cache, score_variant
+from .cache_use import score_variant
 from .reports.comparison_page import findings, write_compare_report, write_markdown
 from .reports.run_folder import read_comparison
 from .reports.terminal import show
@@ -69,8 +70,9 @@ class VariantComparison:
         self.pairs = pairs or []
         self.metric = recipe.training.metric
         self.rows = rows if self.metric == "accuracy" else None
-        self.split = "validation" if recipe.training.test == "none" else "test"
-        self.questioned = [v for v in variants if cache_use and has_shared_cache(v)]
+        self.split, self._part = ("validation", "best") if recipe.training.test == "none" else ("test", "test")
+        shared = {entry.name for entry in MEMORIES if getattr(entry.factory, "shared", False) is True}
+        self.questioned = [v for v in variants if cache_use and shared & set(memory_name(v.config).split("+"))]
         self.cache_use: dict[str, dict[str, list[float]]] = {}
         self._finished: dict[str, dict[str, Any]] = {}
 
@@ -84,7 +86,7 @@ class VariantComparison:
             try:
                 summary = json.loads(path.read_text(encoding="utf-8"))
                 if same and summary["steps"] == variant.config.training.steps:
-                    float(summary["best" if self.split == "validation" else "test"][self.metric])
+                    float(summary[self._part][self.metric])
                     self._finished[name] = summary
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path} is damaged ({error!r}); remove it: the command writes it again") from error
@@ -96,8 +98,7 @@ class VariantComparison:
 
     def values(self) -> dict[str, list[float]]:
         """Return scores by variant, in order of the seeds."""
-        part = "best" if self.split == "validation" else "test"
-        return {v.name: [s[part][self.metric] for s in self.finished(v)] for v in self.variants}
+        return {v.name: [s[self._part][self.metric] for s in self.finished(v)] for v in self.variants}
 
     def train_missing(self, jobs: int, console: Console) -> None:
         """Train every missing run, seed by seed."""
@@ -109,10 +110,8 @@ class VariantComparison:
             facts = variant.facts
             for key, what in (("flops_ratio", "FLOPs"), ("parameters_ratio", "parameters")):
                 if key in facts:
-                    console.print(
-                        f"{variant.name}: feed_forward {facts['feed_forward']}, "
-                        f"{facts[key]:.4f} of the {what} of {facts['matched']}"
-                    )
+                    size = f"{facts[key]:.4f} of the {what} of {facts['matched']}"
+                    console.print(f"{variant.name}: feed_forward {facts['feed_forward']}, {size}")
         if jobs == 1:
             for variant, seed in missing:
                 folder = self.folder / variant.run_name(seed)
@@ -146,10 +145,6 @@ class VariantComparison:
         with tempfile.TemporaryDirectory() as scratch:
             work_off(missing, jobs, start, ended)
 
-    def folder_of(self, variant: Variant) -> Callable[[int], Path]:
-        """Return the function from seeds to run folders of a variant."""
-        return lambda seed: self.folder / variant.run_name(seed)
-
     def write(self, command: str) -> Path:
         """Write compare.json; returns its path."""
         values = self.values()
@@ -166,12 +161,9 @@ class VariantComparison:
             "variants": [self._row(variant) for variant in self.variants],
             "statistics": summarise(values, None if self.pairs else self.reference),
         }
-        if self.pairs:
-            result["pairs"] = summarise_pairs(values, self.pairs)
-        if self.rows is not None:
-            result["rows"] = self.rows
-        if self.cache_use:
-            result["cache_use"] = self.cache_use
+        result |= {"pairs": summarise_pairs(values, self.pairs)} if self.pairs else {}
+        result |= {} if self.rows is None else {"rows": self.rows}
+        result |= {"cache_use": self.cache_use} if self.cache_use else {}
         path = self.folder / "compare.json"
         write_whole(path, json_text(result))
         return path
@@ -222,7 +214,7 @@ def carry_out(comparison: VariantComparison, jobs: int, command: str, console: C
     with folder_lock(comparison.folder):
         comparison.train_missing(jobs, console)
         for variant in comparison.questioned:  # scores in their folders are kept
-            about = (comparison.seeds, comparison.folder_of(variant), comparison.split, console)
+            about = (comparison.seeds, comparison.folder, comparison.split, console)
             modes = score_variant(variant, *about).items()
             comparison.cache_use[variant.name] = {mode: [r[comparison.metric] for r in rows] for mode, rows in modes}
         comparison.write(command)

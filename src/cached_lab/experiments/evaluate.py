@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from cached_lab.experiments.build import build_dataset
@@ -26,10 +25,10 @@ from cached_lab.tasks.translation.task import evaluate_pairs
 from cached_lab.training.config import RunConfig
 from cached_lab.training.distributed import World, in_world
 from cached_lab.training.run_files import check_tokenizer
-from cached_transformers.memories.grc.shared_cache import caches, reset_caches, shuffle_caches
+from cached_transformers.memories.grc.shared_cache import caches
 from cached_transformers.models.segments import remembers
 
-from .cache_use import score_cache_use
+from .cache_use import score_cache_use, treat_memory
 from .memory_use import about_text, text_row
 from .statistics import with_intervals
 
@@ -86,7 +85,15 @@ class Evaluation:
         return in_world(device, self._score)
 
     def _score(self, processes: World) -> EvaluationScores:
-        dataset = self._dataset()
+        try:
+            dataset = build_dataset(self.config, self.split)
+        except (FileNotFoundError, ValueError) as error:
+            if self.split != "test" or self.config.training.test != "none":
+                raise
+            raise ValueError(
+                f"{self.folder} was trained with training.test=none, and has no test split to score: {error}; give "
+                "--split validation"
+            ) from error
         task = task_name(dataset)
         self._check(dataset, task)
         if task == "language":
@@ -100,7 +107,7 @@ class Evaluation:
             if task == "translation" and mode != "carry" and not has_caches(model):
                 raise ValueError(f"--memory {mode}: the model of {self.folder} has no cache to {mode}; take carry")
             if task != "documents" or has_caches(model):
-                treat_memory(model, mode, self.config)
+                treat_memory(model, mode, self.config.training.seed)
             if task == "documents":
                 rows += self._score_documents(model, dataset, mode, processes)
             elif task == "translation":
@@ -121,17 +128,6 @@ class Evaluation:
             length = {"segments": longest, "tokens": longest * dataset.segment_length}
             rows.append({"memory": mode, **length, **with_intervals(values)})
         return rows
-
-    def _dataset(self) -> Any:
-        try:
-            return build_dataset(self.config, self.split)
-        except (FileNotFoundError, ValueError) as error:
-            if self.split != "test" or self.config.training.test != "none":
-                raise
-            raise ValueError(
-                f"{self.folder} was trained with training.test=none, and has no test split to score: {error}; give "
-                "--split validation"
-            ) from error
 
     def _check(self, dataset: Any, task: str) -> None:
         """Refuse options that the data do not have (ValueError)."""
@@ -162,7 +158,7 @@ class Evaluation:
             model.to(processes.device)
             shared = has_caches(model)
             if shared:
-                treat_memory(model, mode, self.config)
+                treat_memory(model, mode, self.config.training.seed)
             section = dataclasses.replace(self.config.evaluation, memory=mode)  # type: ignore[arg-type]
             changed = dataclasses.replace(self.config, evaluation=section)
             losses[mode] = split_losses(model, dataset, processes, changed)
@@ -209,11 +205,3 @@ def fitted_baselines(config: RunConfig, dataset: Any) -> dict[str, float] | None
 def has_caches(model: nn.Module) -> bool:
     """Return whether the model has caches that all rows share."""
     return any(getattr(module, "shared", False) is True for module in model.modules())
-
-
-def treat_memory(model: nn.Module, mode: str, config: RunConfig) -> None:
-    """Keep, empty, or shuffle the caches of a model, in place; the shuffle depends only on `training.seed`."""
-    if mode == "reset":
-        reset_caches(model)
-    elif mode == "shuffle":
-        shuffle_caches(model, torch.Generator().manual_seed(config.training.seed))

@@ -12,7 +12,7 @@ import cached_transformers.integrations.models
 import cached_transformers.memories  # noqa: F401
 from cached_transformers import add_memory, create_model
 from cached_transformers.extras import require
-from cached_transformers.registry import MEMORIES, Registration
+from cached_transformers.registry import Registration
 
 TEXT = {"vocabulary": 16, "width": 32, "depth": 2, "heads": 4}
 OURS: dict[str, dict[str, Any]] = {
@@ -62,13 +62,8 @@ class Taken(NamedTuple):
     reason: str
 
 
-def memories_of(host: str) -> dict[str, Taken]:
-    """The answer to each memory. An option that a refusal names as the way out is tried, too."""
-    return {entry.name: answer_to(host, entry) for entry in MEMORIES}
-
-
 def answer_to(host: str, entry: Registration) -> Taken:
-    """The answer of a kind of model to one memory."""
+    """The answer of a kind of model to one memory. An option that a refusal names as the way out is tried, too."""
     options: dict[str, Any] = {}
     while True:
         memory, model = {"name": entry.name, **options}, None if host in OURS else tiny(host)
@@ -82,7 +77,9 @@ def answer_to(host: str, entry: Registration) -> Taken:
             reason = str(error)
         missing = re.findall(r"needs (\w+), which this model does not know", reason)
         ways_out = re.findall(r"(?:take|'grc',|memory's) (\w+)=('\w+'|[\d.]+|True|False)", reason)
-        new = [(n, v) for n, v in [*((n, "64") for n in missing), *ways_out] if n in entry.options and n not in options]
-        if not new:
+        for name, value in [*((n, "64") for n in missing), *ways_out]:
+            if name in entry.options and name not in options:
+                options[name] = literal_eval(value)
+                break
+        else:
             return Taken(options, reason)
-        options[new[0][0]] = literal_eval(new[0][1])

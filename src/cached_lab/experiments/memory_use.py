@@ -108,8 +108,7 @@ def about_text(
     """
     found: dict[str, Any] = {}
     if (unknown := dataset.tokenizer.unknown) is not None:
-        share = float((dataset.tokens == unknown).mean())
-        found["unknown"] = share
+        found["unknown"] = float((dataset.tokens == unknown).mean())
     if memory:
         both = {"carry", "shuffle"} <= losses.keys()
         found["use"] = memory_use(losses["carry"], losses["shuffle"], dataset, shared) if both else None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,24 +56,17 @@ def run_training(
     return in_world(config.training.device, work)
 
 
-@contextlib.contextmanager
-def main_first(processes: World) -> Iterator[None]:
-    """Let the main process go first, so that the other processes find its cache on disk."""
-    if not processes.main:
-        processes.barrier()
-    yield
-    if processes.main:
-        processes.barrier()
-
-
 def _train_test_report(
     config: RunConfig, folder: Path, resume: str, console: Console | None, variant: str | None, processes: World
 ) -> dict[str, Any]:
     label = config.name if variant is None else f"{variant}, seed {config.training.seed}"
     reporter = Reporter(label, config.training.steps, console if processes.main else None)
-    with main_first(processes):
-        train, validation = (build_dataset(config, split) for split in ("train", "validation"))
-        test = None if config.training.test == "none" else build_dataset(config, "test")
+    if not processes.main:  # the main process goes first; the other processes find its cache on disk
+        processes.barrier()
+    train, validation = (build_dataset(config, split) for split in ("train", "validation"))
+    test = None if config.training.test == "none" else build_dataset(config, "test")
+    if processes.main:
+        processes.barrier()
     splits = {"train": train, "validation": validation, "test": test}
     trainer = _prepare_trainer(fill_from_data(config, train.describe()), splits, folder, resume, processes, reporter)
     facts = trainer.task.facts()
@@ -94,7 +86,8 @@ def _train_test_report(
         if last is not None:
             summary["test_last"] = last
         if tested is not None:
-            write_files(folder, trainer.task.results())
+            for name, content in trainer.task.results().items():
+                write_whole(folder / name, content)
         if number := write_bad_files(folder, bad):
             summary["bad_files"] = number
             reporter.message(f"{number} files could not be used and were skipped: {folder / BAD_FILES}")
@@ -126,15 +119,9 @@ def _prepare_trainer(
         load_initial_weights(trainer.model, path, settings.new_head, say=reporter.message)
     if processes.main:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / CONFIG, config_to_yaml(config).encode())
-        write_files(folder, trainer.files)
+        for name, content in {CONFIG: config_to_yaml(config).encode(), **trainer.files}.items():
+            write_whole(folder / name, content)
     return trainer
-
-
-def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files of a task into the run folder."""
-    for name, content in files.items():
-        write_whole(folder / name, content)
 
 
 def check_average(config: RunConfig) -> None:

@@ -145,17 +145,12 @@ def summarise_pairs(
         rows with name and against (the pair), seeds (common to both), difference, p_value, p_adjusted (Holm over the
         pairs) and note, as in `summarise`.
     """
-    return _holm_adjusted(
-        [
-            {
-                "name": first,
-                "against": second,
-                **_paired(values_by_variant, first, second),
-                "seeds": min(len(values_by_variant[first]), len(values_by_variant[second])),
-            }
-            for first, second in pairs
-        ]
-    )
+    rows = []
+    for first, second in pairs:
+        tested = _paired(values_by_variant, first, second)
+        seeds = min(len(values_by_variant[name]) for name in (first, second))
+        rows.append({"name": first, "against": second, **tested, "seeds": seeds})
+    return _holm_adjusted(rows)
 
 
 def _paired(values_by_variant: Mapping[str, Sequence[float]], first: str, second: str) -> dict[str, Any]:

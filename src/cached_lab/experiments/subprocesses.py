@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from multiprocessing.connection import Connection
 from typing import IO, TypeVar
 
 from cached_lab.training.interruption import Stopped, stop_requests
@@ -39,11 +38,6 @@ def stop_after(wait: Callable[[], object]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def stop_with(line: Connection) -> None:
-    """In a child: send this process SIGTERM when the other end of a pipe is closed."""
-    stop_after(lambda: line.poll(None))
 
 
 def start_command(arguments: Iterable[str], log: IO[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -30,8 +30,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, background: bool, world: World) -> None:
-        self.background = background
-        self._world = world
+        self.background, self._world = background, world
         self._thread = ThreadPoolExecutor(1, "save") if background else None
         self._pending: Future[object] | None = None
         if background and world.size > 1:

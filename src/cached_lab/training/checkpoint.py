@@ -64,8 +64,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
-        self.folder = folder
-        self.keep = keep
+        self.folder, self.keep = folder, keep
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint of a step."""
@@ -76,15 +75,16 @@ class Checkpoints:
         found = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted((p for p in found if _step_of(p) is not None and p.is_dir()), key=lambda p: _step_of(p) or 0)
 
-    def scheduled(self) -> list[Path]:
-        """Return the step folders of scheduled saves, newest last; a damaged one counts."""
-
-        def off(path: Path) -> bool:
+    def scheduled(self, end: bool = True) -> list[Path]:
+        """Return the step folders of scheduled saves, newest last; a damaged one counts, the end if `end` is true."""
+        paths, chosen = self.paths(), []
+        for path in paths:
+            kind: bool | None = True
             with contextlib.suppress(ValueError):
-                return _read_meta(path).get("scheduled") is False
-            return False
-
-        return [path for path in self.paths() if not off(path)]
+                kind = _read_meta(path).get("scheduled", True)
+            if kind or (kind is None and end and path == paths[-1]):
+                chosen.append(path)
+        return chosen
 
     def save(
         self,
@@ -94,14 +94,15 @@ class Checkpoints:
         training: dict[str, Any],
         best: Mapping[str, Any] | None,
         world: World = ALONE,
-        scheduled: bool = True,
+        scheduled: bool | None = True,
     ) -> Path:
         """Write a checkpoint and remove surplus ones; every process of `world` must call this.
 
         Args:
             training: training state. With sharded tensors in it or in `weights`, each process writes its rows.
             best: JSON scores of the best step so far, with its "step".
-            scheduled: False for a checkpoint that the next save removes.
+            scheduled: False for a checkpoint that the next save removes; None for the end of training between two
+                scheduled saves, which counts as scheduled until a longer training saves again.
 
         Raises:
             NotWritten: a process could not write (e.g. the disk is full), or the best checkpoint has vanished; all
@@ -162,7 +163,7 @@ class Checkpoints:
                 (self.folder / name).unlink(missing_ok=True)
         shutil.rmtree(self.folder / _PARTIAL, ignore_errors=True)
         shutil.rmtree(self.folder / _SURPLUS, ignore_errors=True)
-        kept = {chosen, *paths[-1:], *self.scheduled()[-self.keep :]}
+        kept = {chosen, *paths[-1:], *self.scheduled(end=False)[-self.keep :]}
         for path in paths:
             if path not in kept:
                 path.rename(self.folder / _SURPLUS)  # first, so that a step folder is never incomplete
@@ -257,8 +258,7 @@ def read_checkpoint(path: Path, whole: bool = True) -> Checkpoint:
 
 def stored_config(path: Path) -> dict[str, Any]:
     """Return the configuration in a step folder without reading its weights (ValueError: see `read_checkpoint`)."""
-    config: dict[str, Any] = _read_meta(path)["config"]
-    return config
+    return dict(_read_meta(path)["config"])
 
 
 def _read_meta(path: Path) -> dict[str, Any]:

@@ -27,20 +27,8 @@ from .settings import EvaluationConfig, TrainingConfig
 
 D = TypeVar("D")
 
-MAY_DIFFER = (
-    "name",
-    "description",
-    "training.steps",
-    "training.log_every",
-    "training.save",
-    "training.save_every",
-    "training.keep",
-    "training.tensorboard",
-    "training.workers",
-    "training.device",
-    "training.parallel",
-    "training.pipeline",
-)
+_FREE = ("steps", "log_every", "save", "save_every", "keep", "tensorboard", "workers", "device", "parallel", "pipeline")
+MAY_DIFFER = ("name", "description", *(f"training.{option}" for option in _FREE))
 """Keys that may change when a run is resumed: they do not change what is learned by a step."""
 
 

@@ -162,9 +162,8 @@ def agreed_name(store: dist.Store, rank: int, size: int, patience: float = 1800.
         store.set(f"word_{rank}", own)
     while missing:
         if time.monotonic() > until:
-            raise RunFailed(
-                f"process {rank} of {size} waited {patience:.0f} s for process {min(missing)}: see torchrun"
-            )
+            waited = f"{patience:.0f} s for process {min(missing)}"
+            raise RunFailed(f"process {rank} of {size} waited {waited}: see torchrun")
         if rank:
             answer = value(f"answer_{rank}").split()
             if answer[:1] == [own]:

@@ -25,8 +25,7 @@ class Interrupted(Exception):
 
     def __init__(self, signal_number: int, step: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signal_number).name} at step {step}; a checkpoint was saved")
-        self.signal_number = signal_number
-        self.step = step
+        self.signal_number, self.step = signal_number, step
 
 
 class RunFailed(RuntimeError):

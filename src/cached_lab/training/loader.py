@@ -74,8 +74,7 @@ class SeededRows(TorchDataset[tuple[Tensor, int]]):
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset = dataset
-        self.seed = seed
+        self.dataset, self.seed = dataset, seed
         self.met: list[BadFile] = []
 
     def __getitem__(self, key: Key) -> tuple[Tensor, int]:
@@ -291,6 +290,5 @@ def evaluation_batches(
     """
     mine = range(rank, len(dataset), world_size)
     batches = [mine[begin : begin + batch_size] for begin in range(0, len(mine), batch_size)]
-    for batch in _loaded(dataset, dataset, batches, min(workers, len(batches)), pin_memory):
-        if batch is not None:
-            yield batch
+    found = _loaded(dataset, dataset, batches, min(workers, len(batches)), pin_memory)
+    yield from (batch for batch in found if batch is not None)

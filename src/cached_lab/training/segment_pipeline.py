@@ -68,9 +68,7 @@ class SegmentPipeline(SegmentLoop):
     ) -> None:
         super().__init__(model, segment_length, bptt, scoring=scoring)
         if any(True for _ in caches(self.model)):
-            raise ValueError(
-                "each process would write a cache shared by all rows on its own; use a memory with a state"
-            )
+            raise ValueError("a cache shared by all rows would differ in each process; use a memory with a state")
         self.messages = Messages(group)
 
     def forward(

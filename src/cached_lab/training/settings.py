@@ -137,7 +137,14 @@ class TrainingConfig:
             self._refuse("parallel='fsdp'", "parallel=ddp", precision=precision, compile=False)
         if self.pipeline > 1:
             self._refuse(f"pipeline={self.pipeline}", "pipeline=1", parallel="ddp", passes=1, compile=False, **window)
-        self._check_curriculum()
+        if self.curriculum is not None:
+            if self.solved is None:
+                way = "an accuracy that ends a stage"
+                raise ValueError(f"training.curriculum={list(self.curriculum)} needs training.solved, {way}")
+            try:
+                make_curriculum(self)
+            except ValueError as error:
+                raise ValueError(f"training.curriculum: {error}") from None
 
     def _refuse(self, option: str, way_out: str, **needed: object) -> None:
         """Refuse options that do not have the values that another option needs."""
@@ -148,18 +155,6 @@ class TrainingConfig:
                     f"training.{option} does not go with training.{name}={getattr(self, name)}; set "
                     f"training.{name}={shown}, or training.{way_out}"
                 )
-
-    def _check_curriculum(self) -> None:
-        if self.curriculum is None:
-            return
-        if self.solved is None:
-            raise ValueError(
-                f"training.curriculum={list(self.curriculum)} needs training.solved, an accuracy that ends a stage"
-            )
-        try:
-            make_curriculum(self)
-        except ValueError as error:
-            raise ValueError(f"training.curriculum: {error}") from None
 
     @property
     def evaluation_rows(self) -> int:

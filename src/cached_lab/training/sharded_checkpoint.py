@@ -59,9 +59,8 @@ def split_shards(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
     if not isinstance(tree, (dict, list)):
         return tree, {}
     found: dict[str, Tensor] = {}
-    pairs = list(tree.items() if isinstance(tree, dict) else enumerate(tree))
     rest = {}
-    for key, value in pairs:
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         rest[key], shards = split_shards(value, f"{path}/{key}")
         found |= shards
     return (rest if isinstance(tree, dict) else list(rest.values())), found

@@ -155,8 +155,7 @@ class ShardedLoop(nn.Module):
 
     def __init__(self, shards: Shards, loop: nn.Module) -> None:
         super().__init__()
-        self.loop = loop
-        self._shards = shards
+        self.loop, self._shards = loop, shards
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._shards._share_buffers()

@@ -78,19 +78,14 @@ class Trainer:
         self.checkpoints = Checkpoints(folder / "checkpoints", settings.keep)
         writers = World(world.device) if self.shards is None else world
         self.writer = CheckpointWriter(settings.save == "async", writers)
-        self.step = 0
-        self.skipped = 0
-        self.bad_in_a_row = 0
+        self.step = self._saved_step = self.skipped = self.bad_in_a_row = 0
         self.best: dict[str, Any] | None = None
         self.latest: dict[str, Any] | None = None
-        self.train_seconds = 0.0
+        self.train_seconds = self._gradient_norm = self._seconds_before = 0.0
         self._total = torch.zeros(self.task.width, dtype=torch.float64)
         self._tallies: dict[str, Tensor] = {}
-        self._gradient_norm = 0.0
-        self._seconds_before = 0.0
         self._started = time.perf_counter()
         self._metrics: MetricsFile | None = None
-        self._saved_step = 0
         self._starter = starter()
         # Each process has its own dropout masks; the first has those of a single process.
         seed_everything(settings.seed if world.main else mixed_seed(settings.seed, world.rank))
@@ -138,10 +133,11 @@ class Trainer:
                 self.reporter.advance(self.step)
                 if self._due(settings.log_every):
                     self._log_training()
-                evaluated = self._due(settings.evaluate_every)
-                improved = self._evaluate() if evaluated else False
-                if improved or (evaluated if settings.save_every is None else self._due(settings.save_every)):
-                    self.save()
+                improved = self._due(settings.evaluate_every) and self._evaluate()
+                saving = settings.save_every or settings.evaluate_every
+                if improved or self._due(saving):
+                    regular = self.step % saving == 0 or (improved and self.step % settings.evaluate_every == 0)
+                    self.save(scheduled=regular or None)
                 self._stop_if_asked(stop)
         if self.writer.background:
             self.world.barrier()  # the other processes read the files of the first
@@ -292,7 +288,7 @@ class Trainer:
         if self.world.rank < len(training["rng"]):
             restore_rng(training["rng"][self.world.rank])
 
-    def save(self, scheduled: bool = True) -> None:
+    def save(self, scheduled: bool | None = True) -> None:
         """Write a checkpoint of this step. With `training.save=async`, training waits for the previous save only.
 
         Raises:

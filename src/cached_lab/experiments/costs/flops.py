@@ -74,7 +74,8 @@ def saved_activation_bytes(fn: Callable[[], Any], *excluded: nn.Module | Tensor)
     Returns:
         bytes of whole storages, also for saved slices. Activations that backward recomputes do not count.
     """
-    left_out = {_storage_id(t) for item in excluded for t in _tensors(item)}
+    parts = ([item] if isinstance(item, Tensor) else [*item.parameters(), *item.buffers()] for item in excluded)
+    left_out = {_storage_id(t) for tensors in parts for t in tensors}
     alive: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
     def pack(tensor: Tensor) -> _Saved:
@@ -98,10 +99,6 @@ class _Saved:
 
 def _storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _tensors(item: nn.Module | Tensor) -> list[Tensor]:
-    return [item] if isinstance(item, Tensor) else [*item.parameters(), *item.buffers()]
 
 
 def _count(

@@ -54,10 +54,9 @@ def build_backbones(architecture: str, image_size: int) -> dict[str, nn.Module]:
     sized: dict[str, Any] = {} if "pvt_v2" in architecture else {"img_size": image_size}
     plain = TimmModel(architecture, **sized).model
     models = {case: copy.deepcopy(plain) for case in CASES}
-    for case, model in models.items():
-        options = CASES[case]
+    for case, options in CASES.items():
         if options is not None:
-            add_memory(model, "grc", **options, input_size=(image_size, image_size))
+            add_memory(models[case], "grc", **options, input_size=(image_size, image_size))
     return models
 
 
@@ -143,8 +142,7 @@ def measure_throughput(
 
 def throughput_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Write the rows as a Markdown table."""
-    head = ["model", "case", "parameters (M)"]
-    head += ["train FLOPs", "train step", "fastest", "train images/s"]
+    head = ["model", "case", "parameters (M)", "train FLOPs", "train step", "fastest", "train images/s"]
     head += ["inference FLOPs", "inference", "fastest", "inference images/s", "train peak", "inference peak"]
     cells = []
     for row in rows:

@@ -43,10 +43,9 @@ def measure_costs(trials: FarTrials, task: str, rounds: int = ROUNDS) -> dict[st
             flops[name], reading[name], training[name] = flops_of(read) / tokens, read, train
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "segment_length=")  # `WHOLE` reads one segment
-            read_times, train_times = (compare(cases, NONE, rounds) for cases in (reading, training))
+            times = {"reading": compare(reading, NONE, rounds), "training": compare(training, NONE, rounds)}
     finally:
         torch.set_num_threads(threads)
-    times = {"reading": read_times, "training": train_times}
     return {
         name: {"flops": flops[name]} | {kind: dataclasses.asdict(ratios[name]) for kind, ratios in times.items()}
         for name in flops

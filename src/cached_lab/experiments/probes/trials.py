@@ -13,13 +13,14 @@ import json
 import multiprocessing
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from cached_lab.experiments.environment import environment
-from cached_lab.experiments.subprocesses import stop_with
+from cached_lab.experiments.subprocesses import stop_after
 from cached_lab.registries import PROBES
 from cached_lab.training.run_lock import folder_lock
 from cached_transformers.files import json_text, write_whole
@@ -181,7 +182,7 @@ class Trials:
     ) -> Generator[tuple[Trial, Result], None, None]:
         context = multiprocessing.get_context("spawn")
         theirs, ours = context.Pipe(duplex=False)
-        with ProcessPoolExecutor(jobs, context, stop_with, (theirs,)) as pool:
+        with ProcessPoolExecutor(jobs, context, stop_after, (partial(theirs.poll, None),)) as pool:
             try:
                 running = {pool.submit(self.work, trial, plan): trial for trial, plan in settings.items()}
                 for future in as_completed(running):
@@ -193,10 +194,8 @@ class Trials:
 
     def content(self, command: str) -> Result:
         """Return all results and settings, as files and pages show them."""
-        results = []
-        for trial in self.all():
-            stored = json.loads((self.folder / trial.path).read_text(encoding="utf-8"))
-            results.append({**trial._asdict(), **stored})
+        texts = {trial: (self.folder / trial.path).read_text(encoding="utf-8") for trial in self.all()}
+        results = [{**trial._asdict(), **json.loads(text)} for trial, text in texts.items()]
         return {
             "command": command,
             "date": datetime.date.today().isoformat(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -47,12 +47,6 @@ def write_markdown(folder: Path) -> Path:
     return path
 
 
-def _cache_use(rows: Sequence[tuple[str, Rows]], metric: Metric, split: str) -> list[Block]:
-    """A table per variant, with a row for each change of the cache against "carry"."""
-    data = {"metric": metric.name, "split": split, "reference": "carry", "variants": []}
-    return [_variants(data, statistics, f"Use of the cache: {name}") for name, statistics in rows]
-
-
 def comparison_blocks(comparison: StoredComparison) -> list[Block]:
     """Findings, learning curves, costs and gates."""
     data, runs = comparison.data, comparison.runs()
@@ -77,18 +71,14 @@ def findings(comparison: StoredComparison) -> list[Block]:
     facts = {"command": data.get("command"), "date": data.get("date"), "seeds": ", ".join(map(str, data["seeds"]))}
     facts["environment"] = environment_text(data.get("environment"))
     found: list[Block] = [Heading(data["recipe"], 1), FactList(facts)]
-    found += _tables(data, comparison.statistics, comparison.pairs)
-    found.append(NOTES)
-    return found + _cache_use(comparison.cache_use, metric, data["split"])
-
-
-def _tables(data: Mapping[str, Any], statistics: Rows, pairs: Rows) -> list[Block]:
-    tables: list[Block] = [_variants(data, statistics, f"{data['split']} {data['metric']}")]
-    if pairs:
-        metric = Metric(data["metric"])
-        lines = [[_pair(row), *_difference_cells(row, metric), str(row["seeds"])] for row in pairs]
-        tables.append(ReportTable(("pair", "difference", *P_VALUES, "seeds"), lines, title="paired differences"))
-    return tables
+    found.append(_variants(data, comparison.statistics, f"{data['split']} {metric.name}"))
+    if comparison.pairs:
+        named = [(f"{row['name']} {MINUS} {row['against']}", row) for row in comparison.pairs]
+        lines = [[name, *_difference_cells(row, metric), str(row["seeds"])] for name, row in named]
+        found.append(ReportTable(("pair", "difference", *P_VALUES, "seeds"), lines, title="paired differences"))
+    changed = {"metric": metric.name, "split": data["split"], "reference": "carry", "variants": []}
+    uses = [_variants(changed, rows, f"Use of the cache: {name}") for name, rows in comparison.cache_use]
+    return [*found, NOTES, *uses]
 
 
 def _variants(data: Mapping[str, Any], statistics: Rows, title: str) -> ReportTable:
@@ -125,11 +115,6 @@ def _variants(data: Mapping[str, Any], statistics: Rows, title: str) -> ReportTa
     fillers = [""] * (len(columns) - 2)
     rows += [[f"baseline: {name}", metric.value(x), *fillers] for name, x in (data.get("baselines") or {}).items()]
     return ReportTable(list(columns), rows, title=title + (f", reference {data['reference']}" if tested else ""))
-
-
-def _pair(row: Mapping[str, Any]) -> str:
-    """The compared variants of a row of statistics: "a - b" for a pair, else the variant's name."""
-    return f"{row['name']} {MINUS} {row['against']}" if "against" in row else str(row["name"])
 
 
 def _with_interval(metric: Metric, row: Mapping[str, Any], signed: bool = False) -> str:

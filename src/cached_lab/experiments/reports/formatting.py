@@ -71,11 +71,6 @@ def short_p(p: float | None) -> str:
     return MISSING if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def unknown_words(share: float) -> str:
-    """The share of tokens that the vocabulary lacks, and its effect on the scores."""
-    return f"unknown words (<unk>): {share:.2%} of the tokens, which lowers the loss; compare with the same vocabulary"
-
-
 def counted(n: int, word: str) -> str:
     """`one seed`, `3 seeds`."""
     return f"one {word}" if n == 1 else f"{n} {word}s"

@@ -121,23 +121,18 @@ def _far_rows(content: Mapping[str, Any], task: str) -> dict[str, list[Mapping[s
 
 
 def _far_table(content: Mapping[str, Any]) -> ReportTable:
-    rows = [
-        [task, name, *_far_cells(name, trainings, content["segments"][task])]
-        for task in content["tasks"]
-        for name, trainings in _far_rows(content, task).items()
-    ]
+    rows = []
+    for task in content["tasks"]:
+        for name, trainings in _far_rows(content, task).items():
+            held = min(held_tokens(training, content["segments"][task]) for training in trainings)
+            size = "" if name in ("no memory", "whole text") else f"{trainings[0]['state_bytes']:,}"
+            rows.append([task, name, f"{min(t['solved'] for t in trainings)}", f"{held:,}", size])
     title = f"trained with {trained_segments(content)} from cue to question, asked up to {content['far']:,} tokens"
     notes = (
         f"A distance is held if {100 * ENOUGH:.0f} % of the answers are right; numbers are the least over seeds. Tests "
         "end where a memory is near a guess. Whole text: attention over everything, without a memory, of one seed."
     )
     return ReportTable(["task", "memory", *FAR_COLUMNS], rows, notes, title)
-
-
-def _far_cells(name: str, trainings: Rows, segment: int) -> list[str]:
-    held = min(held_tokens(training, segment) for training in trainings)
-    size = "" if name in ("no memory", "whole text") else f"{trainings[0]['state_bytes']:,}"
-    return [f"{min(t['solved'] for t in trainings)}", f"{held:,}", size]
 
 
 def _sentence(content: Mapping[str, Any], task: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from .blocks import Block, FactList, Heading, Picture, ReportTable, Rows
 from .figures.curves import Records, learning_curves
 from .figures.paper import head_shares
-from .formatting import MISSING, Metric, environment_text, short_count, short_seconds, unknown_words
+from .formatting import MISSING, Metric, environment_text, short_count, short_seconds
 from .page import write_page
 from .run_folder import Run, read_json, read_run
 
@@ -94,7 +94,9 @@ def evaluation_blocks(title: str, rows: Rows, about: Mapping[str, Any]) -> list[
     signatures = {name: value for name, value in rows[0].items() if name.endswith("_signature")}
     blocks += [f"{name.removesuffix('_signature')}: {value}" for name, value in signatures.items()]
     blocks += [f"baseline: {name}, accuracy {value:.2%}" for name, value in (about.get("baselines") or {}).items()]
-    blocks += [unknown_words(about["unknown"])] if "unknown" in about else []
+    if "unknown" in about:
+        share, way = f"{about['unknown']:.2%} of the tokens", "which lowers the loss; compare with the same vocabulary"
+        blocks.append(f"unknown words (<unk>): {share}, {way}")
     if "places" in rows[0]:
         blocks.append(place_table(rows))
     if "reset" in about:

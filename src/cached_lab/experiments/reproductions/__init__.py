@@ -9,13 +9,7 @@ from .table9 import SUMMARY
 
 __all__ = ["MEASURED", "REPRODUCTIONS", "Reproduction", "TableRow"]
 
-REPRODUCTIONS = {
-    **TABLES,
-    "table4": TABLE4,
-    "table4_iwslt14": TABLE4_IWSLT14,
-    "table5": TABLE5,
-    "table6": TABLE6,
-}
+REPRODUCTIONS = {**TABLES, "table4": TABLE4, "table4_iwslt14": TABLE4_IWSLT14, "table5": TABLE5, "table6": TABLE6}
 """Tables whose rows are trained and compared."""
 MEASURED = {"table9": SUMMARY}
 """Summaries of tables whose rows are timed."""

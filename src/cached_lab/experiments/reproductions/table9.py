@@ -23,8 +23,6 @@ from .base import chosen_rows
 
 PAPER = {"PVT-Tiny": ((313, 257), (930, 768))}
 """Images a second in training and in inference, plain and cached, in the paper's table."""
-
-
 SUMMARY = "images: throughput of backbones plain and with GRC, in training and in inference"
 SETTINGS = {
     "small": {"batch": 8, "rounds": 7, "image_size": 224},

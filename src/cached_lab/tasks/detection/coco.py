@@ -97,7 +97,9 @@ class CocoDetection:
             )
         self.masks = there and masks is not False
         if self.masks:
-            self.annotations.drop_unmasked()
+            for image, every in objects.items():  # an object without a usable segmentation has no mask to learn
+                objects[image] = [one for one in every if one["masked"]]
+                self.annotations.dropped += [one["id"] for one in every if not one["masked"]]
         if unknown := [number for number in image_ids or () if number not in images]:
             raise ValueError(f"data.image_ids={unknown[:5]}: not among the {len(images)} images of {source}")
         wanted = images if image_ids is None else set(image_ids)

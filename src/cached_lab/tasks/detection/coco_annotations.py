@@ -93,12 +93,6 @@ class Annotations:
             "segmentation": [[x1, y1, x2, y1, x2, y2, x1, y2]] if usable is None else usable,
         }
 
-    def drop_unmasked(self) -> None:
-        """Drop the objects without a usable segmentation, which have no mask to learn."""
-        for image, objects in self.objects.items():
-            self.objects[image] = [one for one in objects if one["masked"]]
-            self.dropped += [one["id"] for one in objects if not one["masked"]]
-
 
 def as_coco(tree: dict[str, Any]) -> Any:
     """Return a `pycocotools.coco.COCO` of images, annotations and categories, without its printing."""
