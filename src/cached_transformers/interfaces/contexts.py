@@ -23,7 +23,7 @@ def join(first: Context | None, second: Context | None) -> Context | None:
     if first.gather is not None and second.gather is not None:
         raise ValueError("two memories of one layer have values wider than a head; take one of them")
     rows, width = (max(a, b) for a, b in zip(*(c.v_BHME.shape[::3] for c in (first, second)), strict=True))
-    k_BHME, v_BHME, positions_BMP, valid_BM = (
+    joined = (
         torch.cat([t.expand(rows, *t.shape[1:]) for t in pair], dim)
         for pair, dim in (
             ((first.k_BHME, second.k_BHME), 2),
@@ -36,13 +36,7 @@ def join(first: Context | None, second: Context | None) -> Context | None:
     if first.visible_BHNM is not None or second.visible_BHNM is not None:
         visible = torch.cat(_same_masks(first, second), -1)
     return Context(
-        k_BHME,
-        v_BHME,
-        positions_BMP,
-        valid_BM,
-        visible_BHNM=visible,
-        gather=first.gather or second.gather,
-        clean=first.clean and second.clean,
+        *joined, visible_BHNM=visible, gather=first.gather or second.gather, clean=first.clean and second.clean
     )
 
 
