@@ -23,7 +23,7 @@ def join(first: Context | None, second: Context | None) -> Context | None:
     if first.gather is not None and second.gather is not None:
         raise ValueError("two memories of one layer have values wider than a head; take one of them")
     rows, width = (max(a, b) for a, b in zip(*(c.v_BHME.shape[::3] for c in (first, second)), strict=True))
-    joined = (
+    k_BHME, v_BHME, positions_BMP, valid_BM = (
         torch.cat([t.expand(rows, *t.shape[1:]) for t in pair], dim)
         for pair, dim in (
             ((first.k_BHME, second.k_BHME), 2),
@@ -35,9 +35,8 @@ def join(first: Context | None, second: Context | None) -> Context | None:
     visible = None
     if first.visible_BHNM is not None or second.visible_BHNM is not None:
         visible = torch.cat(_same_masks(first, second), -1)
-    return Context(
-        *joined, visible_BHNM=visible, gather=first.gather or second.gather, clean=first.clean and second.clean
-    )
+    gather, clean = first.gather or second.gather, first.clean and second.clean
+    return Context(k_BHME, v_BHME, positions_BMP, valid_BM, visible_BHNM=visible, gather=gather, clean=clean)
 
 
 def widened(v_BHNE: Tensor, width: int) -> Tensor:

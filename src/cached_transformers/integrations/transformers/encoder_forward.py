@@ -62,7 +62,7 @@ class EncoderForward(HostForward):
         self, body: nn.Module, hooks: list[MemoryHook], spans: bool, segment_length: int | None, stream: Stream
     ) -> None:
         super().__init__(body, hooks, spans, segment_length)
-        memories = [*([self.memory] if spans else []), *(hook.memory for hook in hooks)]
+        memories: list[Any] = [*([self.memory] if spans else []), *(hook.memory for hook in hooks)]
         self.cuts, self.remembers = stream.cuts, any("state" in memory.needs for memory in memories)
         self.loop_wrapper = None if self.cuts else FramesModel
         paths = {module: path for path, module in body.named_modules()}
