@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.layers.token_loss import IGNORED
-from cached_transformers.loops.segments import SegmentLoop, told_documents
+from cached_transformers.loops.segments import SegmentLoop, SegmentPiece, told_documents
 from cached_transformers.memories.grc.shared_cache import caches
 from cached_transformers.models.segments import read_segments
 from cached_transformers.state import State, detach, map_state, named_tensors
@@ -90,7 +90,7 @@ class SegmentPipeline(SegmentLoop):
         if documents is not None:
             documents, padding = told_documents(documents, padding, inputs_BN)
             told = None  # the ids contain it
-        pieces, resets = self._prepared(inputs_BN, targets_BN, reset, told, places, documents)
+        pieces, resets = self._prepared(SegmentPiece(inputs_BN, targets_BN, told, places, documents), reset)
         messages, rank = self.messages, self.messages.rank
         own, last = share(len(pieces), rank, messages.size), min(messages.size, len(pieces)) - 1
         # A sum over nothing, so that a process without segments takes part in the backward, too.

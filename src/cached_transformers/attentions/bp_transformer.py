@@ -43,15 +43,7 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.attention import AttentionOutput, Call
 from cached_transformers.registry import ATTENTIONS
 
-from .parts.building_blocks import (
-    into_blocks,
-    one_softmax,
-    out_of_blocks,
-    product,
-    wide,
-    with_neighbours,
-    zero_unseen,
-)
+from .parts.building_blocks import into_blocks, one_softmax, out_of_blocks, product, wide, with_neighbours, zero_unseen
 from .parts.pattern import PatternAttention
 from .parts.sizes import head_width
 

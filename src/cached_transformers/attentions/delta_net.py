@@ -113,13 +113,7 @@ class DeltaNet(LinearisedAttention):
         return like.new_zeros(rows, heads, count, value_width)
 
     def run(
-        self,
-        q_BHNF: Tensor,
-        k_BHNF: Tensor,
-        v_BHNV: Tensor,
-        state: State,
-        seen_BN: Tensor | None,
-        x_BND: Tensor | None,
+        self, q_BHNF: Tensor, k_BHNF: Tensor, v_BHNV: Tensor, state: State, seen_BN: Tensor | None, x_BND: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         beta_BHN1 = torch.sigmoid(head_weights(self.share, x_BND, "beta of delta_net"))[..., None]
         beta_BHN1 = hidden(beta_BHN1, seen_BN)

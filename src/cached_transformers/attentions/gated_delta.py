@@ -65,13 +65,7 @@ from .parts.sizes import head_width
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gated_deltanet": {"half_life": None, "output_norm": True, "output_gate": "swish"},
-    "kda": {
-        "decay": "channel",
-        "decay_rank": "head",
-        "half_life": None,
-        "output_norm": True,
-        "output_gate": "sigmoid",
-    },
+    "kda": {"decay": "channel", "decay_rank": "head", "half_life": None, "output_norm": True, "output_gate": "sigmoid"},
     "gla": {
         "rule": "sum",
         "decay": "channel",
@@ -216,13 +210,7 @@ class GatedDelta(LinearisedAttention):
         return like.new_zeros(rows, heads, width, value_width)
 
     def run(
-        self,
-        q_BHNF: Tensor,
-        k_BHNF: Tensor,
-        v_BHNV: Tensor,
-        state: State,
-        seen_BN: Tensor | None,
-        x_BND: Tensor | None,
+        self, q_BHNF: Tensor, k_BHNF: Tensor, v_BHNV: Tensor, state: State, seen_BN: Tensor | None, x_BND: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         beta_BHN1, log_decay_BHNG = None, None
         if self.share is not None:
@@ -261,13 +249,7 @@ class GatedDelta(LinearisedAttention):
 
 
 def _check_together(
-    rule: str,
-    decay: str,
-    gate: str,
-    rank: int | None,
-    step_length: bool,
-    negative_eigenvalues: bool,
-    features: str,
+    rule: str, decay: str, gate: str, rank: int | None, step_length: bool, negative_eigenvalues: bool, features: str
 ) -> None:
     """Refuse (ValueError) options that mean nothing together."""
     if rule == "delta" and features != "unit":

@@ -72,13 +72,7 @@ class LinearAttention(LinearisedAttention):
         return quotient(q_BHNF @ state, self.epsilon)
 
     def run(
-        self,
-        q_BHNF: Tensor,
-        k_BHNF: Tensor,
-        v_BHNV: Tensor,
-        state: State,
-        seen_BN: Tensor | None,
-        x_BND: Tensor | None,
+        self, q_BHNF: Tensor, k_BHNF: Tensor, v_BHNV: Tensor, state: State, seen_BN: Tensor | None, x_BND: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         k_BHNF, v_BHNV = hidden(k_BHNF, seen_BN), with_ones(v_BHNV)
         if takes_fla(self.kernel, q_BHNF):

@@ -96,9 +96,7 @@ class LinformerAttention(PatternAttention):
         projection_PGLS = self.projection()[:, :, :keys]
         k_BHSE = _project(k_BHNE, projection_PGLS[0])
         v_BHSV = _project(v_BHNV, projection_PGLS[-1])
-        return AttentionOutput(
-            *attend(q_BHNE, k_BHSE, v_BHSV, seen_B11S, dropout=self.drop, want_lse=call.want_lse),
-        )
+        return AttentionOutput(*attend(q_BHNE, k_BHSE, v_BHSV, seen_B11S, dropout=self.drop, want_lse=call.want_lse))
 
 
 def _project(t_BHNE: Tensor, projection_GNS: Tensor) -> Tensor:

@@ -33,13 +33,7 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.attention import AttentionOutput, Call
 from cached_transformers.registry import ATTENTIONS
 
-from .parts.building_blocks import (
-    attend,
-    block_places,
-    into_blocks,
-    seen_places,
-    with_neighbours,
-)
+from .parts.building_blocks import attend, block_places, into_blocks, seen_places, with_neighbours
 from .parts.pattern import PatternAttention, in_sequence
 from .parts.sizes import head_width
 

@@ -88,9 +88,7 @@ class InducedAttention(Attention):
         if self.induced_keys:
             extra_BHPE, summary_BHPT = summary_BHPT.tensor_split([k_BHNE.shape[3]], 3)
             keys_BHPE = keys_BHPE + extra_BHPE
-        return AttentionOutput(
-            F.scaled_dot_product_attention(q_BHNE, keys_BHPE, summary_BHPT, dropout_p=self.drop),
-        )
+        return AttentionOutput(F.scaled_dot_product_attention(q_BHNE, keys_BHPE, summary_BHPT, dropout_p=self.drop))
 
 
 class MAB(nn.Module):

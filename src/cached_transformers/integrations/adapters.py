@@ -23,16 +23,7 @@ from .memory_lookup import mark_fresh
 from .peft_models import give_to_adapters, host_of, inside_of, take_from_adapters
 from .torch_nn import settle_nested_tensors
 
-__all__ = [
-    "Host",
-    "HostAttention",
-    "Site",
-    "Stream",
-    "add_memory",
-    "register_adapter",
-    "remove_memory",
-    "sites",
-]
+__all__ = ["Host", "HostAttention", "Site", "Stream", "add_memory", "register_adapter", "remove_memory", "sites"]
 
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -146,16 +146,10 @@ class Site:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        name: str,
-        layer: nn.Module,
-        settings: dict[str, Any],
-        memory: bool = True,
-        slots: bool = True,
+        self, model: nn.Module, name: str, layer: Any, settings: dict[str, Any], memory: bool = True, slots: bool = True
     ) -> None:
-        self.model, self.name, self.settings, self.memory, self.slots = model, name, settings, memory, slots
-        self.layer: Any = layer  # its class is known only to its adapter
+        self.model, self.name, self.layer = model, name, layer  # whose class is known only to its adapter
+        self.settings, self.memory, self.slots = settings, memory, slots
 
     def refuse(self, why: str) -> None:
         """Raise ValueError if the layer is to get a memory."""
@@ -215,8 +209,7 @@ def register_adapter(*classes: str) -> Callable[[Adapter], Adapter]:
     """
 
     def add(adapter: Adapter) -> Adapter:
-        for name in classes:
-            _ADAPTERS[name] = adapter
+        _ADAPTERS.update(dict.fromkeys(classes, adapter))
         return adapter
 
     return add
@@ -266,11 +259,7 @@ def sites(
 
 
 def refuse_memory(
-    name: str,
-    model: nn.Module,
-    hosts: Sequence[Host],
-    layers: Sequence[LayerMemory],
-    spanning: ModelMemory | None = None,
+    name: str, model: nn.Module, hosts: list[Host], layers: Sequence[LayerMemory], spanning: ModelMemory | None = None
 ) -> None:
     """Compare the needs of a memory with the offers of each layer, and of the whole model where it spans them.
 

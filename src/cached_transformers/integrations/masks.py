@@ -27,11 +27,7 @@ MASKED = (
 
 
 def no_mask(mask: Tensor | None, is_causal: bool = False) -> None:
-    """Refuse an attention mask: a shared cache shows every token the whole segment, past any mask.
-
-    Raises:
-        ValueError: there is a mask, or the causal flag is set.
-    """
+    """Refuse (ValueError) a mask or causal flag: a shared cache shows every token the whole segment, past any mask."""
     if mask is not None or is_causal:
         raise ValueError(MASKED)
 

@@ -36,7 +36,8 @@ class MemoryHook:
     adapter around the projection sees the heads with the memory mixed in, and can be merged.
 
     Args:
-        number: place of the layer among those that have a memory with a state; None for a memory without one.
+        number: place of the layer among those that have a memory with a state; None for a memory without one, which
+            runs without a context.
     """
 
     attends_context = False
@@ -44,7 +45,8 @@ class MemoryHook:
 
     def __init__(self, site: Site, host: Host, number: int | None = None) -> None:
         assert host.projection is not None
-        self.layer, self.heads, self.make_query, self.number = site.layer, host.heads, host.query, number
+        self.layer, self.heads, self.make_query = site.layer, host.heads, host.query
+        self.number: Any = number
         self.projection = track(site, host.projection, forward=self.project)
         self.tracked = [self.projection]
         self.sources: list[TrackedModule] = []
@@ -85,7 +87,6 @@ class MemoryHook:
         context: SegmentContext | None = kwargs.get("segment_context", running().segment)
         if context is None:
             return None
-        assert self.number is not None
         given = args[0] if args else next(iter(kwargs.values()))
         context.inputs[self.number] = x_BND = context.read_slots(self.number, given)
         if context.slots is None:
@@ -157,7 +158,6 @@ class MemoryHook:
         memory, context, reading = self.memory, call.context, call.reading
         state: Any = ()
         if context is not None:
-            assert self.number is not None
             state = context.states[self.number]
             for place, source in enumerate(self.sources):
                 if place not in call.projected:
@@ -170,7 +170,7 @@ class MemoryHook:
                 raise ValueError(undeclared(memory))
         y_BHNE = y_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         y_BND = memory.project(y_BHNE, call.query, reading, linear, self.projection.weights())
-        if context is not None and self.number is not None:
+        if context is not None:
             call.reading = reading
             context.attended[self.number] = call
         return y_BND
@@ -182,11 +182,7 @@ class MemoryHook:
         return query._replace(q_BHNE=q_BHNE, k_BHNE=k_BHNE, v_BHNE=v_BHNE)
 
     def check_projected(self, root: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook of the innermost module that holds layer and projection.
-
-        Raises:
-            ValueError: the layer was called and its projection was not, or not through the hook.
-        """
+        """Refuse (ValueError) a layer's call without its projection; a forward hook of the module that holds both."""
         calls = running()
         if calls.attention is not None and calls.attention.hook is self:
             calls.attention = None
@@ -197,7 +193,6 @@ class MemoryHook:
         context = running().segment
         if context is None:
             return
-        assert self.number is not None
         call, x_BND = context.attended[self.number], context.inputs[self.number]
         context.attended[self.number] = context.inputs[self.number] = None  # keep no activation alive
         if call is None:
@@ -221,7 +216,6 @@ class MemoryHook:
 
     def check_written(self, context: SegmentContext) -> None:
         """Raise ValueError if the layer attended and its block did not return through the hook."""
-        assert self.number is not None
         if context.attended[self.number] is not None:
             context.attended[self.number] = None
             raise ValueError(self.passed_by(self.block))
@@ -255,11 +249,7 @@ def undeclared(memory: nn.Module, what: str = "a context", word: str = "context"
 
 
 def slot_attentions_of(memory: ModelMemory) -> Mapping[str, nn.Module]:
-    """The modules that read the memory's slots before blocks.
-
-    Raises:
-        ValueError: there are none, since the memory does not name the slots in its needs.
-    """
+    """The modules that read the memory's slots before blocks (ValueError: the memory's needs do not name the slots)."""
     found = memory._modules.get(SLOT_ATTENTIONS)
     if found is None:
         raise ValueError(undeclared(memory, "slots", "slots_in_front"))

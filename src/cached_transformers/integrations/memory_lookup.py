@@ -24,11 +24,8 @@ WAY_OUT = (
 
 
 def memory_of(holder: Any) -> LayerMemory | ModelMemory:
-    """The memory that a layer, or a decoder, has now; of the copies that PEFT keeps, the active one.
-
-    Raises:
-        ValueError: the call gives PEFT another adapter for each row.
-    """
+    """The memory that a layer, or a decoder, has now; of the copies that PEFT keeps, the active one (ValueError: the
+    call gives PEFT another adapter for each row)."""
     memory = holder.memory
     if isinstance(memory, LayerMemory | ModelMemory):
         return memory

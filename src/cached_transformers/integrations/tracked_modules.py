@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -24,13 +23,7 @@ class TrackedModule:
     """
 
     def __init__(
-        self,
-        root: nn.Module,
-        path: str,
-        *,
-        on_input: Callable[..., Any] | None = None,
-        on_output: Callable[[Any], None] | None = None,
-        forward: Callable[..., Any] | None = None,
+        self, root: nn.Module, path: str, *, on_input: Any = None, on_output: Any = None, forward: Any = None
     ) -> None:
         self.root, self.path = root, path
         self.on_input, self.on_output, self.replacement = on_input, on_output, forward
@@ -78,15 +71,12 @@ class TrackedModule:
                 self.module._forward_pre_hooks_with_kwargs.pop(key, None)
 
     def _output_hook(self, module: nn.Module, args: Any, output: Any) -> None:
-        assert self.on_output is not None
         self.on_output(output)
 
     def _input_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self.on_input is not None
         return self.on_input(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.replacement is not None
         return self.replacement(*args, **kwargs)
 
     def original(self, *args: Any, **kwargs: Any) -> Any:

@@ -35,15 +35,8 @@ def join(first: Context | None, second: Context | None) -> Context | None:
     visible = None
     if first.visible_BHNM is not None or second.visible_BHNM is not None:
         visible = torch.cat(_same_masks(first, second), -1)
-    return Context(
-        k_BHME,
-        v_BHME,
-        positions_BMP,
-        valid_BM,
-        visible_BHNM=visible,
-        gather=first.gather or second.gather,
-        clean=first.clean and second.clean,
-    )
+    gather, clean = first.gather or second.gather, first.clean and second.clean
+    return Context(k_BHME, v_BHME, positions_BMP, valid_BM, visible_BHNM=visible, gather=gather, clean=clean)
 
 
 def widened(v_BHNE: Tensor, width: int) -> Tensor:

@@ -24,15 +24,7 @@ from cached_transformers.attentions.softmax import log_sum_exp
 from cached_transformers.interfaces.attention import Attention
 from cached_transformers.interfaces.contexts import logits_of
 from cached_transformers.interfaces.incremental import advance, needs_whole_segments, open_segment
-from cached_transformers.interfaces.memory import (
-    Context,
-    LayerMemory,
-    Offer,
-    Query,
-    Reading,
-    Tokens,
-    Trace,
-)
+from cached_transformers.interfaces.memory import Context, LayerMemory, Offer, Query, Reading, Tokens, Trace
 from cached_transformers.linear_maps import plain_weights
 from cached_transformers.memories.parts.composite import SideBySide, members_of, stands_in_front
 from cached_transformers.positions import Positions, alike

@@ -63,11 +63,8 @@ class _Reversible(torch.autograd.Function):
     def forward(ctx: Any, sublayers: Sequence[Sublayer], x_BND: Tensor, *parameters: nn.Parameter) -> Any:
         kind = x_BND.device.type
         ctx.sublayers, ctx.parameters, ctx.random = sublayers, parameters, []
-        ctx.autocast = {
-            "device_type": kind,
-            "enabled": torch.is_autocast_enabled(kind),
-            "dtype": torch.get_autocast_dtype(kind),
-        }
+        ctx.autocast = {"device_type": kind, "enabled": torch.is_autocast_enabled(kind)}
+        ctx.autocast["dtype"] = torch.get_autocast_dtype(kind)
         a_BND, b_BND, loss = _forward(sublayers, x_BND, lambda: ctx.random.append(_random_state(x_BND.device)))
         ctx.save_for_backward(a_BND, b_BND)
         return a_BND.clone(), b_BND.clone(), loss  # saved tensors may not be outputs

@@ -191,7 +191,7 @@ class SegmentLoop(nn.Module):
 
         Arguments and errors as in `forward`.
         """
-        pieces, resets = self._prepared(inputs_BN, targets_BN, reset, padding, places, documents)
+        pieces, resets = self._prepared(SegmentPiece(inputs_BN, targets_BN, padding, places, documents), reset)
         alone = state is None and len(pieces) == self.passes == 1 and inputs_BN.dim() == 2
         if not alone or remembers(self.model.init_state(1)):  # type: ignore[operator]
             self._steps.step(self.model, self.segment_length, inputs_BN.shape[1], alone)
@@ -225,16 +225,9 @@ class SegmentLoop(nn.Module):
         next_pass = model_memory(self.model, self.passes).next_pass
         return read_earlier_passes(self._segment, pieces, state, next_pass, self.passes, self.bptt)
 
-    def _prepared(
-        self,
-        inputs_BN: Tensor,
-        targets_BN: Tensor,
-        reset: Tensor | None,
-        padding: Tensor | None,
-        places: Tensor | None,
-        documents: Tensor | None,
-    ) -> tuple[list[SegmentPiece], list[Tensor | None]]:
+    def _prepared(self, batch: SegmentPiece, reset: Tensor | None) -> tuple[list[SegmentPiece], list[Tensor | None]]:
         """The segments of a batch, and the rows to reset before the first of them."""
+        inputs_BN, targets_BN, padding, places, documents = batch
         _check_shapes(inputs_BN, targets_BN, padding)
         if places is not None:
             check_places(places, inputs_BN)
@@ -250,7 +243,7 @@ class SegmentLoop(nn.Module):
             for index, rows_B in enumerate(given):
                 found = resets[index]
                 resets[index] = rows_B if found is None or rows_B is None else rows_B | found
-        return self._pieces(SegmentPiece(inputs_BN, targets_BN, padding, places, documents)), resets
+        return self._pieces(batch._replace(padding_BN=padding, documents_BN=documents)), resets
 
     def _pieces(self, batch: SegmentPiece) -> list[SegmentPiece]:
         if batch.padding_BN is not None:

@@ -62,7 +62,7 @@ def generate(
     tokens: int,
     segment_length: int | None = None,
     places: Tensor | None = None,
-    documents: Any = None,
+    documents: Tensor | None = None,
     **options: Unpack[ChoiceKeywords],
 ) -> Generation:
     """Continue each row of a prompt, in evaluation mode and without gradients; the model's mode is restored.

@@ -91,24 +91,7 @@ class LanguageModel(StackModel):
         output_dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        stack = StackOptions(
-            width,
-            depth,
-            heads,
-            feed_forward,
-            memory=memory,
-            attention=attention,
-            positions=positions,
-            norm=norm,
-            activation=activation,
-            bias=bias,
-            dropout=dropout,
-            attention_dropout=attention_dropout,
-            reversible=reversible,
-            short_convolution=short_convolution,
-            experts=experts,
-            kv_heads=kv_heads,
-        )
+        stack = StackOptions.among(locals())
         shares(output_dropout=output_dropout)
         self.vocabulary = vocabulary
         adaptive = cutoffs is not None or embedding_width is not None

@@ -85,24 +85,7 @@ class SequenceClassifier(StackModel):
         init: Literal["xavier", "lra"] = "xavier",
     ) -> None:
         super().__init__()
-        stack = StackOptions(
-            width,
-            depth,
-            heads,
-            feed_forward,
-            memory=memory,
-            attention=attention,
-            positions=positions,
-            dropout=dropout,
-            attention_dropout=attention_dropout,
-            activation=activation,
-            norm_eps=norm_eps,
-            bias=bias,
-            shared_query_key=shared_query_key,
-            project_output=project_output,
-            reversible=reversible,
-            short_convolution=short_convolution,
-        )
+        stack = StackOptions.among({**locals(), "head_width": None})  # the name of another option here
         if pool == "last" and (init == "lra" or head_width is not None):
             raise ValueError(f"pool='last' has its own head; leave out init={init!r} and head_width={head_width}")
         at_least_one(max_length=max_length)

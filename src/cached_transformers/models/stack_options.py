@@ -2,14 +2,15 @@
 
 Each model names the options that it offers in its own signature and passes them on:
 
-    stack = StackOptions(width, depth, heads, feed_forward, memory=memory, dropout=dropout)
+    stack = StackOptions.among(locals())
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from torch import nn
 
@@ -106,6 +107,11 @@ class StackOptions:
             raise ValueError(f"norm={self.norm!r} must be 'pre' or 'post'")
         if self.norm_kind not in NORMS:
             raise ValueError(unknown_name("norm_kind", self.norm_kind, list(NORMS)))
+
+    @classmethod
+    def among(cls, given: Mapping[str, Any]) -> StackOptions:
+        """The options of a stack among a model's arguments, by name."""
+        return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
 
     @property
     def normed(self) -> bool:

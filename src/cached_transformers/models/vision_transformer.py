@@ -56,18 +56,7 @@ class VisionTransformer(StackModel):
         reversible: bool = False,
     ) -> None:
         super().__init__()
-        stack = StackOptions(
-            width,
-            depth,
-            heads,
-            feed_forward,
-            memory=memory,
-            attention=attention,
-            dropout=dropout,
-            attention_dropout=attention_dropout,
-            drop_path=drop_path,
-            reversible=reversible,
-        )
+        stack = StackOptions.among(locals())
         at_least_one(image_size=image_size)
         if image_size % patch_size:
             raise ValueError(f"image_size={image_size} must be a multiple of patch_size={patch_size}")

@@ -87,13 +87,7 @@ class LinearisedAttention(Attention):
         raise NotImplementedError("abstract: a mechanism writes read()")
 
     def run(
-        self,
-        q_BHNF: Tensor,
-        k_BHNF: Tensor,
-        v_BHNV: Tensor,
-        state: State,
-        seen_BN: Tensor | None,
-        x_BND: Tensor | None,
+        self, q_BHNF: Tensor, k_BHNF: Tensor, v_BHNV: Tensor, state: State, seen_BN: Tensor | None, x_BND: Tensor | None
     ) -> tuple[Tensor, State]:
         """Token by token (in effect): write its key, then read with its query. Tokens not seen leave the state."""
         raise NotImplementedError("abstract: a mechanism writes run()")
@@ -102,14 +96,7 @@ class LinearisedAttention(Attention):
         return self.init_step(rows, heads, key_width, value_width, like=like) if self.carry else ()
 
     def init_step(
-        self,
-        rows: int,
-        heads: int,
-        width: int,
-        value_width: int,
-        *,
-        like: Tensor,
-        context: Context | None = None,
+        self, rows: int, heads: int, width: int, value_width: int, *, like: Tensor, context: Context | None = None
     ) -> State:
         """The state before the first token.
 

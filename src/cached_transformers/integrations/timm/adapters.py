@@ -19,14 +19,21 @@ from cached_transformers.memories.parts.interpolation import coarser_reduction
 from .frames import add_frame_memory
 
 
-@register_adapter(
-    "timm.layers.attention.Attention",
-    "timm.models.vision_transformer.Attention",
-    "timm.models.beit.Attention",
-    "timm.models.cait.TalkingHeadAttn",
-    "timm.layers.attention.AttentionRope",
-    "timm.models.eva.EvaAttention",
+def in_timm(names: str) -> list[str]:
+    """Full names of classes of timm."""
+    return [f"timm.{name}" for name in names.split()]
+
+
+VITS = """
+    layers.attention.Attention layers.attention.AttentionRope models.vision_transformer.Attention
+    models.beit.Attention models.cait.TalkingHeadAttn models.eva.EvaAttention
+"""
+SWINS = (
+    "models.swin_transformer.WindowAttention models.swin_transformer_v2.WindowAttention models.davit.WindowAttention"
 )
+
+
+@register_adapter(*in_timm(VITS))
 def vit_attention(site: Site) -> Host:
     """ViT and DeiT, BEiT, CaiT, EVA-02 and DINOv3: class tokens and registers before the grid of patches, a slot for
     every token. Rotary positions and biases apply only to the layer's own attention."""
@@ -102,11 +109,7 @@ def _vit_query(grid: Grid | None, names: tuple[str, ...], x: Tensor, *others: An
     return Query(x, size=grid.of(x.shape[1]) if grid is not None else None)
 
 
-@register_adapter(
-    "timm.models.swin_transformer.WindowAttention",
-    "timm.models.swin_transformer_v2.WindowAttention",
-    "timm.models.davit.WindowAttention",
-)
+@register_adapter(*in_timm(SWINS))
 def swin_attention(site: Site) -> Host:
     """Swin and DaViT: rows are windows of all images, and the cache is one window; only the self branch sees the shift
     mask."""
@@ -216,21 +219,13 @@ def _refuse_width(site: Site, width: int, merged: int) -> None:
         )
 
 
-# Pooling by one query, and weights for channels or for places of a map, beside layers that attend or convolve.
-register_left(
-    "timm.layers.attention_pool.AttentionPoolLatent",
-    "timm.layers.attention_pool.AttentionPoolPrr",
-    "timm.layers.attention_pool2d.AttentionPool2d",
-    "timm.layers.attention_pool2d.RotAttentionPool2d",
-    "timm.layers.cbam.ChannelAttn",
-    "timm.layers.cbam.SpatialAttn",
-    "timm.layers.coord_attn.CoordAttn",
-    "timm.layers.coord_attn.EfficientLocalAttn",
-    "timm.layers.coord_attn.SimpleCoordAttn",
-    "timm.layers.coord_attn.StripAttn",
-    "timm.layers.selective_kernel.SelectiveKernelAttn",
-    "timm.layers.split_attn.SplitAttn",
-    "timm.models.cait.ClassAttn",
-    "timm.models.davit.ChannelAttention",
-    "timm.models.davit.ChannelAttentionV2",
-)
+LEFT = """
+    layers.attention_pool.AttentionPoolLatent layers.attention_pool.AttentionPoolPrr
+    layers.attention_pool2d.AttentionPool2d layers.attention_pool2d.RotAttentionPool2d layers.cbam.ChannelAttn
+    layers.cbam.SpatialAttn layers.coord_attn.CoordAttn layers.coord_attn.EfficientLocalAttn
+    layers.coord_attn.SimpleCoordAttn layers.coord_attn.StripAttn layers.selective_kernel.SelectiveKernelAttn
+    layers.split_attn.SplitAttn models.cait.ClassAttn models.davit.ChannelAttention
+    models.davit.ChannelAttentionV2
+"""
+"""Pooling by one query, and weights for channels or for places of a map, beside layers that attend or convolve."""
+register_left(*in_timm(LEFT))

@@ -30,11 +30,7 @@ from cached_transformers.state import check as check_state
 def add_frame_memory(
     model: nn.Module, found: list[tuple[Site, Host]], name: str, settings: dict[str, Any], **sizes: Any
 ) -> None:
-    """Give a model of timm a memory with a state, in place.
-
-    Raises:
-        ValueError: the memory or the model does not suit; there is a `segment_length`, which is for texts.
-    """
+    """Give timm's model a memory with a state, in place (ValueError: it does not suit, or has a `segment_length`)."""
     if (length := sizes.get("segment_length")) is not None:
         raise ValueError(f"segment_length={length} is for texts; {type(model).__name__} reads images; leave it out")
     layer_sites = [site for site, _ in found]
@@ -50,12 +46,8 @@ def add_frame_memory(
             hooks.append(MemoryHook(site, host, len(hooks)))
             hooks[-1].install(memory)
     forward = FrameForward(model, hooks)
-    vars(model).update(
-        forward=forward.forward,
-        init_memory_state=forward.init_state,
-        for_loops=functools.partial(FramesModel, model),
-        uninstall_memory=_uninstall,
-    )
+    vars(model)["for_loops"] = functools.partial(FramesModel, model)
+    vars(model).update(forward=forward.forward, init_memory_state=forward.init_state, uninstall_memory=_uninstall)
 
 
 def _uninstall(model: nn.Module) -> None:

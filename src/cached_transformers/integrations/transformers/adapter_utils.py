@@ -114,12 +114,7 @@ def stored(
 
 
 def turned(
-    rotate: Callable[..., tuple[Tensor, Tensor]],
-    layer: Any,
-    rotary: Any,
-    k_BGME: Tensor,
-    positions_BL: Tensor,
-    x_BND: Tensor,
+    rotate: Callable[..., Any], layer: Any, rotary: Any, k_BGME: Tensor, positions_BL: Tensor, x_BND: Tensor
 ) -> Tensor:
     """Keys rotated by the layer's own function, perhaps only in their first channels."""
     slots = k_BGME.shape[2]

@@ -87,10 +87,8 @@ def add_stream_memory(
             hooks[-1].install(memory)
     if spanning is not None:
         body.memory = spanning
-    if stream.causal:
-        install(model, DecoderForward(body, hooks, spanning is not None, segment_length))
-    else:
-        install(model, EncoderForward(body, hooks, spanning is not None, segment_length, stream, "state" in needs))
+    given = (body, hooks, spanning is not None, segment_length)
+    install(model, DecoderForward(*given) if stream.causal else EncoderForward(*given, stream))
 
 
 def _decoder(model: nn.Module, sites: list[Site]) -> Any:

@@ -89,7 +89,6 @@ class ContextHook(MemoryHook):
                 f"memory {type(self.memory).__name__} needs the weights of {type(layer).__name__}, which gave none; "
                 "call model.set_attn_implementation('eager')"
             )
-        assert self.number is not None
         context = running().segment
         call = None if context is None else context.attended[self.number]
         if call is None or call.mask is None:
@@ -124,7 +123,6 @@ class ContextHook(MemoryHook):
 
     def read_early(self, call: AttentionCall, context: SegmentContext, kwargs: dict[str, Any]) -> Reading | None:
         query, memory = call.query, self.memory
-        assert self.number is not None
         slots, project_kv = SlotProjections(), self.project_kv
         if context.projected is not None:
             slots = context.projected[self.number]
@@ -138,16 +136,11 @@ class ContextHook(MemoryHook):
         offered = offer(project_kv) if callable(offer) else offer
         attended = join(None if reading is None else reading.context, offered)
         if attended is not None or memory.window() is not None:
-            self._attend(attended, call, context, slots, kwargs)
+            self._attend(attended, call, slots, kwargs)
         return reading
 
     def _attend(
-        self,
-        attended: Context | None,
-        call: AttentionCall,
-        context: SegmentContext,
-        projected: SlotProjections,
-        kwargs: dict[str, Any],
+        self, attended: Context | None, call: AttentionCall, projected: SlotProjections, kwargs: dict[str, Any]
     ) -> None:
         """Change the layer's call: slots before its own keys, and a mask of both."""
         if "exchange" in vars(self.layer) and not isinstance(self.layer.core, SoftmaxAttention):
@@ -156,13 +149,13 @@ class ContextHook(MemoryHook):
                 f"{type(self.layer.core).__name__} that replaces the model's own cannot do; call "
                 "restore_attention(model), or replace_attention(model, 'softmax')"
             )
-        assert context.positions_BLP is not None
+        context: Any = call.context
         x_BND = call.query.x_BND
         own, n, window = kwargs.get(self.cache), x_BND.shape[1], self.memory.window()
         tokens_BL = context.positions_BLP[..., 0].to(x_BND.device)
         slots = None
         if attended is not None:
-            slots = self._prepend(attended, tokens_BL[:, -n:], call, context, projected, kwargs)
+            slots = self._prepend(attended, tokens_BL[:, -n:], call, projected, kwargs)
         keys = n if own is None else own.get_mask_sizes(n, self.layer.layer_idx)[0]
         mask = kwargs.get("attention_mask")
         if mask is None:  # the order of the tokens
@@ -172,21 +165,15 @@ class ContextHook(MemoryHook):
         kwargs["attention_mask"] = call.mask = mask if slots is None else _with_slots(mask, slots)
 
     def _prepend(
-        self,
-        attended: Context,
-        tokens_BN: Tensor,
-        call: AttentionCall,
-        context: SegmentContext,
-        projected: SlotProjections,
-        kwargs: dict[str, Any],
+        self, attended: Context, tokens_BN: Tensor, call: AttentionCall, made: SlotProjections, kwargs: dict[str, Any]
     ) -> SlotMask:
         """Give the layer the slots' keys and values, and return the mask of the slots."""
-        assert context.shift_B1 is not None
+        context: Any = call.context
         x_BND = call.query.x_BND
         rows, n = x_BND.shape[:2]
-        if projected.positions_BM is None:
-            projected.positions_BM = attended.positions_BMP[..., 0].expand(rows, -1)
-        slots_BM, valid_BM = projected.positions_BM, attended.valid_BM.expand(rows, -1)
+        if made.positions_BM is None:
+            made.positions_BM = attended.positions_BMP[..., 0].expand(rows, -1)
+        slots_BM, valid_BM = made.positions_BM, attended.valid_BM.expand(rows, -1)
         # A NaN in an empty slot would survive a mask on the logits.
         k, v = (torch.where(valid_BM[:, None, :, None], t, 0) for t in (attended.k_BHME, attended.v_BHME))
         places_BL = torch.cat([slots_BM, tokens_BN.expand(rows, -1)], 1) + context.shift_B1.to(x_BND.device)

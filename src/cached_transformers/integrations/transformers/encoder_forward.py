@@ -56,20 +56,14 @@ class EncoderForward(HostForward):
     Args:
         body, hooks, spans, segment_length: as for `HostForward`.
         stream: the adapter's description of the layers.
-        remembers: whether the memory carries a state.
     """
 
     def __init__(
-        self,
-        body: nn.Module,
-        hooks: list[MemoryHook],
-        spans: bool,
-        segment_length: int | None,
-        stream: Stream,
-        remembers: bool,
+        self, body: nn.Module, hooks: list[MemoryHook], spans: bool, segment_length: int | None, stream: Stream
     ) -> None:
         super().__init__(body, hooks, spans, segment_length)
-        self.cuts, self.remembers = stream.cuts, remembers
+        memories: list[Any] = [*([self.memory] if spans else []), *(hook.memory for hook in hooks)]
+        self.cuts, self.remembers = stream.cuts, any("state" in memory.needs for memory in memories)
         self.loop_wrapper = None if self.cuts else FramesModel
         paths = {module: path for path, module in body.named_modules()}
         self.entrance = [Entrance(body, paths[module]) for module in stream.entrance] if spans else []

@@ -24,6 +24,10 @@ from .adapter_utils import adapts, by_groups, config_of, first_of, in_blocks, so
 from .add_stateful_memory import add_stream_memory
 
 Split = Callable[..., Any]
+BERTS = """
+    bert.Bert bert_generation.BertGeneration camembert.Camembert electra.Electra ernie.Ernie roberta.Roberta
+    roberta_prelayernorm.RobertaPreLayerNorm xlm_roberta.XLMRoberta xlm_roberta_xl.XLMRobertaXL xmod.Xmod
+"""
 
 
 def text_stream(site: Site, sources: tuple[nn.Module, ...] = (), split: Split | None = None) -> Stream:
@@ -123,14 +127,7 @@ def encoder_host(
     return Host(width, heads, projection, query, facts, attention=attention, offers=offers, stream=stream)
 
 
-@adapts(
-    """
-    bert.Bert bert_generation.BertGeneration camembert.Camembert electra.Electra ernie.Ernie
-    megatron_bert.MegatronBert rembert.RemBert roberta.Roberta roberta_prelayernorm.RobertaPreLayerNorm
-    xlm_roberta.XLMRoberta xlm_roberta_xl.XLMRobertaXL xmod.Xmod
-    """,
-    "SelfAttention",
-)
+@adapts(f"{BERTS} megatron_bert.MegatronBert rembert.RemBert", "SelfAttention")
 def bert_attention(site: Site) -> Host:
     """BERT and its like as encoders; a module beside the attention projects the heads."""
     family, above = type(site.layer).__name__.removesuffix("SelfAttention"), site.parent()
@@ -305,13 +302,7 @@ def _pair(value: Any) -> tuple[int, int]:
     return (int(value), int(value)) if isinstance(value, int) else (int(value[0]), int(value[1]))
 
 
-@adapts(
-    """
-    bert.Bert bert_generation.BertGeneration camembert.Camembert electra.Electra ernie.Ernie roberta.Roberta
-    roberta_prelayernorm.RobertaPreLayerNorm xlm_roberta.XLMRoberta xlm_roberta_xl.XLMRobertaXL xmod.Xmod
-    """,
-    "CrossAttention",
-)
+@adapts(BERTS, "CrossAttention")
 @adapts("siglip.SiglipMultihead", "AttentionPoolingHead")
 def left_attention(site: Site) -> None:
     """Attention to another model's output, and one query that pools all tokens: they remain as they are."""

@@ -271,12 +271,7 @@ class HostBlockRunner:
     layers: Sequence[Projections] = ()
 
     def __init__(
-        self,
-        run: Callable[..., Any],
-        states: tuple[State, ...],
-        options: dict[str, Any],
-        shift_B1: Tensor,
-        depth: int,
+        self, run: Callable[..., Any], states: tuple[State, ...], options: dict[str, Any], shift_B1: Tensor, depth: int
     ) -> None:
         self.run, self.states, self.options, self.shift_B1, self.depth = run, states, options, shift_B1, depth
         self.kv_cache: Any = None

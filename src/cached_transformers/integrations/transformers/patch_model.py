@@ -58,11 +58,7 @@ def replace_forward(module: nn.Module, reader: HostForward, forward: Callable[..
 
 
 def model_forward(
-    place: tuple[Any, HostForward],
-    *args: Any,
-    memory_state: State | None = None,
-    return_dict: bool | None = None,
-    **kwargs: Any,
+    place: Any, *args: Any, memory_state: State | None = None, return_dict: bool | None = None, **kwargs: Any
 ) -> Any:
     """The forward of a model around its body; `place` is that model, and the body's forward."""
     model, body = place
@@ -113,7 +109,14 @@ def generate(
     refuse_told(given, why)
     if reader.documents({"input_ids": ids, "position_ids": given.get("position_ids")}) is not None:
         raise ValueError(f"position_ids begin again inside a prompt: {why} {WAY_OUT}")
-    setting = functools.partial(_setting, model, generation_config, given)
+
+    def setting(name: str) -> Any:
+        """A setting of the call, where None counts, of its config, or of the model's."""
+        if name in given:
+            return given[name]
+        value = getattr(generation_config, name, None)
+        return getattr(model.generation_config, name, None) if value is None else value
+
     for name in (*UNDONE, "dola_layers"):
         if setting(name):
             raise ValueError(f"{name}: a memory cannot forget tokens; generate greedily, by sampling or by beams")
@@ -203,17 +206,8 @@ def expand(
     return ids, kwargs
 
 
-def _setting(model: Any, config: Any, given: dict[str, Any], name: str) -> Any:
-    """A setting of generate: of the call, where None counts, of its config, or of the model's."""
-    if name in given:
-        return given[name]
-    value = getattr(config, name, None)
-    return getattr(model.generation_config, name, None) if value is None else value
-
-
-def install(model: nn.Module, forward: HostForward) -> None:
+def install(model: Any, forward: HostForward) -> None:
     """Replace the calls of a model and of its body, on these instances."""
-    ours: Any = model
     body: nn.Module = forward.body
     prepare_outputs(body, model)
     vars(body)["segment_reader"] = forward
@@ -227,8 +221,8 @@ def install(model: nn.Module, forward: HostForward) -> None:
     vars(model)["init_memory_state"] = forward.init_state
     if forward.loop_wrapper is not None:
         vars(model)["for_loops"] = functools.partial(forward.loop_wrapper, model=model)
-    ignored = [name for name in getattr(ours.config, "keys_to_ignore_at_inference", []) if name != OUTPUT]
-    ours.config.keys_to_ignore_at_inference = [*ignored, OUTPUT]  # Trainer would gather the state as a prediction
+    ignored = [name for name in getattr(model.config, "keys_to_ignore_at_inference", []) if name != OUTPUT]
+    model.config.keys_to_ignore_at_inference = [*ignored, OUTPUT]  # Trainer would gather the state as a prediction
     vars(body)["uninstall_memory"] = vars(model)["uninstall_memory"] = uninstall
 
 

@@ -191,14 +191,7 @@ def joined_segments(outs: list[Any], segments: list[Segment], columns: int) -> A
 
 
 def refuse_masks(mask: Any, rows: int, tokens: int, counted: str = "") -> None:
-    """Refuse a mask that is not one of padding.
-
-    Args:
-        counted: the tokens that it must cover, for the message.
-
-    Raises:
-        ValueError: its shape is not (rows, tokens).
-    """
+    """Refuse (ValueError) a mask that is not one of padding, (rows, tokens); `counted`: the tokens, for the message."""
     if not isinstance(mask, Tensor) or mask.shape != (rows, tokens):
         found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
         raise ValueError(

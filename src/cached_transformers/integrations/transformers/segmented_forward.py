@@ -143,18 +143,13 @@ class DecoderForward(HostForward):
         return out, text.state_after
 
     def _read_segments(
-        self,
-        text: MemoryCache,
-        inputs: dict[str, Tensor],
-        segments: list[Segment],
-        keeps: bool,
-        options: dict[str, Any],
+        self, text: MemoryCache, inputs: dict[str, Tensor], segments: list[Segment], keeps: bool, given: dict[str, Any]
     ) -> Any:
         """The host's output for all columns, each segment read from its first token on.
 
         A full segment is read as a whole, even if a KV cache holds its first tokens: it must be written.
         """
-        answers = self.read(segments, text.state, options, text if keeps else None)
+        answers = self.read(segments, text.state, given, text if keeps else None)
         outs, last, columns = [out for out, _ in answers], segments[-1], next(iter(inputs.values())).shape[1]
         if last.end is not None:
             text.close(answers[-1][1], last.end)

@@ -17,14 +17,8 @@ from torch import Tensor, nn
 from cached_transformers.interfaces.memory import LayerMemory, ModelMemory
 from cached_transformers.models.encoder_decoder import EncoderDecoder
 
-ACTIVATIONS = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
-}
+ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "silu": "silu", "swish": "silu"}
+ACTIVATIONS |= dict.fromkeys(("gelu_new", "gelu_pytorch_tanh"), "gelu_tanh")
 """transformers' names of activations, and those of this package."""
 
 BART_LAYER = {
@@ -80,13 +74,11 @@ def from_bart(model: Any, **options: Any) -> EncoderDecoder:
         "norm": "post",
         "embedding_norm": hasattr(body.encoder, "layernorm_embedding"),
         "activation": _activation(config.activation_function),
-        "scale_embedding": config.scale_embedding,
         "output_bias": bias is not None and bool(bias.any()),
-        "dropout": config.dropout,
-        "attention_dropout": config.attention_dropout,
-        "activation_dropout": config.activation_dropout,
         "init": config.init_std,
     }
+    alike = ("scale_embedding", "dropout", "attention_dropout", "activation_dropout")
+    known |= {name: getattr(config, name) for name in alike}
     return _build(model, body, known | options, _bart_weights)
 
 
@@ -114,21 +106,15 @@ def from_t5(model: Any, *, max_length: int = 512, **options: Any) -> EncoderDeco
         "heads": config.num_heads,
         "head_width": config.d_kv,
         "feed_forward": config.d_ff,
-        "positions": "bucketed",
         "buckets": config.relative_attention_num_buckets,
         "reach": config.relative_attention_max_distance,
-        "norm_kind": "rms",
         "norm_eps": config.layer_norm_epsilon,
         "activation": _activation(config.dense_act_fn, gated),
-        "bias": False,
-        "attention_scale": 1.0,
-        "scale_embedding": False,
-        "dropout": config.dropout_rate,
-        "attention_dropout": config.dropout_rate,
-        "activation_dropout": config.dropout_rate,
-        "output_dropout": config.dropout_rate,
-        "init": "t5",
     }
+    known |= {"positions": "bucketed", "norm_kind": "rms", "bias": False, "init": "t5"}
+    known |= {"attention_scale": 1.0, "scale_embedding": False}
+    dropouts = ("dropout", "attention_dropout", "activation_dropout", "output_dropout")
+    known |= dict.fromkeys(dropouts, config.dropout_rate)
     if type(model).__name__ in switch:
         if config.router_bias:
             raise ValueError("router_bias=True has no counterpart here, where routers have no bias")

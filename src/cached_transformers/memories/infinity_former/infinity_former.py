@@ -22,15 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
-from cached_transformers.interfaces.memory import (
-    Context,
-    Linear,
-    ProjectKV,
-    Query,
-    Reading,
-    Trace,
-    Weights,
-)
+from cached_transformers.interfaces.memory import Context, Linear, ProjectKV, Query, Reading, Trace, Weights
 from cached_transformers.interfaces.probing import Probing
 from cached_transformers.linear_maps import matrix_of
 from cached_transformers.memories.parts.fifo_store import Rows, empty_rows, push

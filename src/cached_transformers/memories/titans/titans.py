@@ -35,13 +35,7 @@ from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.memories.parts.fast_weights import FastMemory, FastState, Learned, Soup
-from cached_transformers.memories.parts.options import (
-    NO_MEMORY,
-    STRETCH,
-    Gate,
-    check_positive,
-    gated,
-)
+from cached_transformers.memories.parts.options import NO_MEMORY, STRETCH, Gate, check_positive, gated
 from cached_transformers.memories.parts.recurrent import Answer, Asked, shown, wide
 from cached_transformers.registry import MEMORIES
 

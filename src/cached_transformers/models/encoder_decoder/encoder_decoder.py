@@ -106,27 +106,7 @@ class EncoderDecoder(StackModel):
         init: str | float = "fairseq",
     ) -> None:
         super().__init__()
-        stack = StackOptions(
-            width,
-            depth,
-            heads,
-            feed_forward,
-            head_width=head_width,
-            memory=memory,
-            attention=attention,
-            positions=positions,
-            norm=norm,
-            norm_kind=norm_kind,
-            norm_eps=norm_eps,
-            final_norm=final_norm,
-            bias=bias,
-            attention_scale=attention_scale,
-            attention_dropout=attention_dropout,
-            experts=experts,
-            activation=activation,
-            dropout=dropout,
-            activation_dropout=activation_dropout,
-        )
+        stack = StackOptions.among(locals())
         stack = replace(stack, feed_forward_bias=stack.bias)
         at_least_one(target_vocabulary=target_vocabulary, max_length=max_length, decoder_depth=decoder_depth)
         shares(output_dropout=output_dropout)
