@@ -256,7 +256,6 @@ def test_data_parallel_and_sharding_wrap_the_loop(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", [XL, pytest.param(GRC, marks=pytest.mark.slow)], ids=str)
 def test_a_compiled_loop_is_one_graph(case: Case) -> None:
-    """The graph holds all diagonals of a batch of one shape."""
     torch._dynamo.reset()
     counters.clear()
     model = build(case, depth=2)

@@ -152,7 +152,6 @@ def test_no_output_depends_on_a_later_target(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_padding_changes_nothing(kind: str) -> None:
-    """A padded row equals the row by itself, with any padding on the left or right."""
     model = build(target_vocabulary=W, **KINDS[kind])
     inputs, targets = sources(), said()
     want = [model(inputs[i : i + 1, : LENGTHS[i]], targets[i : i + 1]).outputs[0] for i in range(ROWS)]
@@ -251,7 +250,6 @@ def test_targets_give_losses_and_all_weights_learn(kind: str) -> None:
 
 
 def test_targets_behind_the_end_take_no_experts_place() -> None:
-    """Losses, and the routers' own losses, do not depend on tokens after the ends of targets."""
     model = build(experts={"experts": 3, "every": 1, "capacity_factor": 1.0}).train()
     targets = said().masked_fill(torch.arange(T) >= torch.tensor([5, 2, 3])[:, None], IGNORED)
     outs = [model(sources(), said(1).masked_fill(targets == IGNORED, f), PADDING, targets=targets) for f in (0, 9)]
