@@ -347,13 +347,8 @@ CONTRACTS: dict[str, Contract] = {
     ),
     "compressive/dilated": Contract(
         options={
-            "length": 2,
-            "compressed": 3,
-            "rate": 3,
-            "function": "dilated",
-            "loss": "autoencoding",
-            "positions": "age",
-            "relative": False,
+            **{"length": 2, "compressed": 3, "rate": 3, "function": "dilated"},
+            **{"loss": "autoencoding", "positions": "age", "relative": False},
         },
         bytes_per_row=lambda d: (2 + 2 + 3) * (4 * d + 8) + 16,
         exact={"length": 64},

@@ -28,13 +28,8 @@ from cached_transformers.memories.grc.shared_cache import caches, commit_caches
 
 ROWS = 4
 SYNCS = ("mean", "broadcast", "none")
-SHARED = [
-    case
-    for case in CASES
-    if case.shared
-    and case.attention == "softmax"
-    and case.memory in ("grc", "attention_cache", "attention_cache/store")
-]
+KINDS = ("grc", "attention_cache", "attention_cache/store")
+SHARED = [case for case in CASES if case.shared and case.attention == "softmax" and case.memory in KINDS]
 WITH_OTHER_CORES = [case for case in CASES if case.shared and case.attention != "softmax"]
 
 

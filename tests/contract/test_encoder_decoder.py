@@ -25,17 +25,9 @@ LABELS += [name for name in MEMORIES.names() if name not in CONTRACTS]
 
 def build(memory: Any, attention: Any = "softmax") -> EncoderDecoder:
     torch.manual_seed(1)
-    model = EncoderDecoder(
-        VOCABULARY,
-        max_length=2 * SEGMENT,
-        width=WIDTH,
-        depth=DEPTH,
-        heads=HEADS,
-        feed_forward=2 * WIDTH,
-        memory=memory,
-        attention=attention,
-        dropout=0.0,
-    )
+    sizes: dict[str, Any] = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "feed_forward": 2 * WIDTH}
+    sizes |= {"max_length": 2 * SEGMENT, "dropout": 0.0}
+    model = EncoderDecoder(VOCABULARY, memory=memory, attention=attention, **sizes)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))

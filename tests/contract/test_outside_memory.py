@@ -12,7 +12,6 @@ from cached_lab.cli.main import main
 
 @pytest.mark.parametrize("delta", [False, True])
 def test_it_is_the_built_in_memory_of_the_same_equations(delta: bool) -> None:
-    """Which has a slow twin in tests/memories."""
     ours = build({"name": "infini", "update": "delta" if delta else "linear"})
     outside = build({"name": "outside_infini", "delta": delta})
     outside.load_state_dict(ours.state_dict())

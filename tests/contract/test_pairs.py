@@ -93,7 +93,6 @@ def read_on(case: Case, model: nn.Module) -> None:
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("attention", [*ATTENTIONS.names(), *ATTENTION_ROWS])
 def test_a_pair_reads_on_with_its_state_or_is_refused_when_built(attention: str, every: bool) -> None:
-    """Every combination, fitting or not, either works or is refused at once."""
     ran = Counter[bool]()
     for label, kind in places(attention, every):
         case = Case(label, attention, kind)

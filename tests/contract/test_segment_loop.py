@@ -39,8 +39,7 @@ def test_the_loss_is_that_of_the_segments_one_by_one(case: Case) -> None:
         loss, last = SegmentLoop(model, SEGMENT, bptt)(inputs, targets)
         torch.testing.assert_close(loss, want, rtol=0, atol=1e-6)
         assert loss.requires_grad and not any(t.requires_grad for _, t in states.named_tensors(last))
-        for (_, a), (_, b) in zip(states.named_tensors(last), states.named_tensors(state), strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+        torch.testing.assert_close(last, state, rtol=0, atol=1e-6)
 
 
 @cases(STREAMS)
@@ -56,8 +55,8 @@ def test_one_backward_gives_the_gradients_of_all_windows(case: Case) -> None:
     for window in (slice(0, 12), slice(12, tokens)):
         loss, state = loop(inputs[:, window], targets[:, window], state)
         (loss * (window.stop - window.start) / tokens).backward()
-    for (name, a), (_, b) in zip(together.named_parameters(), apart.named_parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+    one, other = ({name: p.grad for name, p in model.named_parameters()} for model in (together, apart))
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
 def test_tokens_that_take_no_part_are_neither_counted_nor_learnt() -> None:
@@ -76,19 +75,7 @@ def test_tokens_that_take_no_part_are_neither_counted_nor_learnt() -> None:
     assert nothing.item() == 0 and nothing.requires_grad
 
 
-def test_the_state_goes_in_and_marked_rows_begin_anew() -> None:
-    model = STREAM.build().eval()
-    loop = SegmentLoop(model, SEGMENT)
-    inputs, targets = batch(STREAM, 12)
-    _, state = loop(inputs, targets)
-    rows = torch.tensor([True, False, True])
-    got, _ = loop(inputs, targets, state, rows)
-    want, _ = loop(inputs, targets, states.reset(state, model.init_state(ROWS), rows))
-    carried, _ = loop(inputs, targets, state)
-    assert got == want != carried
-
-
-def test_rows_begin_anew_in_the_middle_of_a_batch() -> None:
+def test_the_state_goes_in_and_rows_begin_anew_in_the_middle_of_a_batch() -> None:
     model = STREAM.build().eval()
     inputs, targets = batch(STREAM, 3 * SEGMENT)
     before = SegmentLoop(model, SEGMENT)(inputs, targets)[1]
@@ -101,7 +88,8 @@ def test_rows_begin_anew_in_the_middle_of_a_batch() -> None:
         loss, state = SegmentLoop(model, SEGMENT)(part, wanted, state)
         want = want + loss / 3
     torch.testing.assert_close(got, want)
-    assert got != SegmentLoop(model, SEGMENT)(inputs, targets, before, rows_BS[:, 0])[0]
+    first, same = (SegmentLoop(model, SEGMENT)(inputs, targets, before, r)[0] for r in (rows_BS[:, 0], rows_BS[:, :1]))
+    assert got != first == same
 
 
 def test_resets_that_no_segment_begins_with_are_refused() -> None:
@@ -171,8 +159,7 @@ def test_a_memory_may_begin_a_pass_with_the_clock_and_the_layers_of_the_first(ca
     once, after = SegmentLoop(model, SEGMENT)(inputs, targets, *given)
     thrice, last = SegmentLoop(model, SEGMENT, passes=3)(inputs, targets, *given)
     assert once == thrice
-    for (_, a), (_, b) in zip(states.named_tensors(after.layers), states.named_tensors(last.layers), strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(after.layers, last.layers, rtol=0, atol=0)
     before = [0, 1, 1] if carried else [0, 0, 0]
     assert last.clock_B.tolist() == after.clock_B.tolist() == [15 * (n + 1) for n in before]
     assert last.model.tolist() == [9 + 3 * n for n in before] and after.model.tolist() == [3 + 3 * n for n in before]
@@ -193,8 +180,6 @@ def test_the_loss_of_a_half_precision_model_is_added_up_in_float32() -> None:
         (lambda m, x: SegmentLoop(m, 4, bptt=0), "bptt=0 must be at least 1"),
         (lambda m, x: SegmentLoop(m, 4, passes=-1), "passes=-1 must be at least 1"),
         (lambda m, x: SegmentLoop(nn.Linear(1, 1), 4, passes=2), "passes=2 needs a model with a stack"),
-        (lambda m, x: SegmentLoop(m, 4)(x[:, :0], x[:, :0]), r"inputs of shape \(3, 0\) must be .* at least one token"),
-        (lambda m, x: SegmentLoop(m, 4)(x, x[:, 1:]), r"targets of shape \(3, 14\) must have the shape of the inputs"),
         (lambda m, x: SegmentLoop(m, 4)(x, x, padding=x[:, 1:] > 0), r"padding of shape \(3, 14\) must have the shape"),
     ],
 )

@@ -35,12 +35,6 @@ def train(case: Case, model: nn.Module, steps: int = 2) -> list[dict[str, Tensor
     return record
 
 
-def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], atol: float = 1e-6) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
-
-
 @cases()
 def test_recomputing_activations_changes_neither_losses_nor_gradients_nor_caches(case: Case) -> None:
     kept, recomputed = case.build(dropout=0.1).double(), case.build(dropout=0.1).double()
@@ -50,9 +44,8 @@ def test_recomputing_activations_changes_neither_losses_nor_gradients_nor_caches
         model.stack.blocks[0].register_forward_pre_hook(  # type: ignore[index, union-attr, operator]
             lambda *_, model=model: calls.update({model: calls[model] + 1})
         )
-    for a, b in zip(train(case, kept), train(case, recomputed), strict=True):
-        assert_same(a, b, atol=1e-7)
-    assert_same(kept.state_dict(), recomputed.state_dict(), atol=1e-7)
+    torch.testing.assert_close(train(case, kept), train(case, recomputed), rtol=0, atol=1e-7)
+    torch.testing.assert_close(dict(kept.state_dict()), dict(recomputed.state_dict()), rtol=0, atol=1e-7)
     assert calls[kept] > 0 and (calls[recomputed] == 2 * calls[kept] or case.exempt("recomputes"))
 
 
@@ -72,8 +65,7 @@ def test_a_grc_layer_under_either_kind_of_checkpointing(variant: str, reentrant:
             seen += [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
         return [*seen, *(v.clone() for v in layer.state_dict().values())]
 
-    for a, b in zip(steps(False), steps(True), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    torch.testing.assert_close(steps(False), steps(True), rtol=0, atol=1e-6)
 
 
 @cases(rule="learns")
@@ -101,8 +93,8 @@ def test_a_closed_gate_is_the_plain_model(case: Case) -> None:
     plain.load_state_dict({k: v for k, v in model.state_dict().items() if k in plain.state_dict()})
     for training in (True, False):
         inputs = _cast(case.segments(3), torch.float64)
-        for a, b in zip(stream(model.train(training), inputs), stream(plain.train(training), inputs), strict=True):
-            torch.testing.assert_close(a.outputs, b.outputs, rtol=0, atol=1e-10)
+        found = [[out.outputs for out in stream(m.train(training), inputs)] for m in (model, plain)]
+        torch.testing.assert_close(*found, rtol=0, atol=1e-10)
 
 
 @cases(MAIN)
@@ -154,12 +146,10 @@ def test_a_copy_is_equal_and_independent(case: Case) -> None:
     twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     inputs = case.segments(2, seed=1)
     outs, *others = ([out.outputs for out in stream(m, inputs)] for m in (model, *twins))
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(outs, other, strict=True))
+    torch.testing.assert_close(others, [outs] * 2, rtol=0, atol=0)
     before = [{k: v.clone() for k, v in twin.state_dict().items()} for twin in twins]
     train(case, model, 1)
-    for twin, kept in zip(twins, before, strict=True):
-        assert all(torch.equal(v, kept[k]) for k, v in twin.state_dict().items())
+    torch.testing.assert_close([dict(twin.state_dict()) for twin in twins], before, rtol=0, atol=0)
     with torch.no_grad():
         told, *unaware = (next(stream(m.eval(), inputs[:1])).outputs for m in (model, *twins))
     assert not any(torch.equal(told, other) for other in unaware)

@@ -97,8 +97,7 @@ def test_replay_gives_the_same_loss_and_gradients(memory: str, passes: int) -> N
         logits_BK, auxiliary = DocumentLoop(model, LENGTH, SEGMENTS, passes, replay)(inputs_BN, padding_BN)
         (F.cross_entropy(logits_BK, torch.tensor([0, 2])) + auxiliary).backward()
         found.append([logits_BK, *(p.grad for p in model.parameters() if p.grad is not None)])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*found)
 
 
 def test_a_second_pass_hears_of_the_whole_document() -> None:

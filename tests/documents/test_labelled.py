@@ -50,9 +50,8 @@ def test_every_text_is_in_one_split_with_its_label(name: str, tmp_path: Path) ->
     found = [texts_of(read(path, split, tokenizer="byte")) for split in ("train", "validation", "test")]
     assert [len(part) for part in found] == [32, 4, 4]
     assert set.union(*found) == {*TEXTS}
-    assert all(
-        sorted(label for _, label in part) == ["a"] * (len(part) // 2) + ["b"] * (len(part) // 2) for part in found
-    )
+    for part in found:
+        assert sorted(label for _, label in part) == ["a"] * (len(part) // 2) + ["b"] * (len(part) // 2)
 
 
 @pytest.mark.parametrize("named", [("train", "test"), ("train", "valid", "test")])
@@ -60,9 +59,8 @@ def test_splits_that_are_named_are_kept_and_others_dealt_from_training(named: tu
     parts = {"train": TEXTS[:20], "test": TEXTS[20:30], "valid": TEXTS[30:]}
     for name in named:
         table(tmp_path / "d" / f"{name}.jsonl", parts[name])
-    train, validation, test = (
-        read(tmp_path / "d", split, tokenizer="byte") for split in ("train", "validation", "test")
-    )
+    splits = ("train", "validation", "test")
+    train, validation, test = (read(tmp_path / "d", split, tokenizer="byte") for split in splits)
     assert texts_of(test) == {*TEXTS[20:30]}
     if "valid" in named:
         assert texts_of(train) == {*TEXTS[:20]} and texts_of(validation) == {*TEXTS[30:]}
@@ -91,14 +89,7 @@ def test_a_model_is_made_for_them_and_its_tokenizer_is_kept(tmp_path: Path) -> N
     path = table(tmp_path / "a.jsonl")
     tree = {
         "data": {"name": "labelled_documents", "path": str(path), "segment_length": 4},
-        "model": {
-            "name": "sequence_classifier",
-            "width": 8,
-            "depth": 1,
-            "heads": 2,
-            "feed_forward": 8,
-            "memory": "rmt",
-        },
+        "model": {"name": "sequence_classifier", "width": 8, "depth": 1, "heads": 2, "memory": "rmt"},
         "training": {"batch_size": 4, "curriculum": [1, 2], "solved": 0.9},
     }
     config = config_from_dict(tree)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cli.made_text import TEXT, train_on_bytes
+from harness.test_scoring import alone
 from integrations.hosts import library
 from integrations.transformers_hosts import byte_tokenizer
 
@@ -63,21 +64,8 @@ def asked(kind: str, *arguments: Any) -> list[Any]:
     return [instance(kind, {}, one, index) for index, one in enumerate(arguments)]
 
 
-@torch.no_grad()
-def direct(model: Any, ids: list[int], first: int) -> float:
-    """The log-probability of a text from one place on, read segment by segment in one row."""
-    model.eval()
-    state, rows = model.init_state(1), []
-    for piece in torch.tensor([ids[:-1]]).split(SEGMENT, 1):
-        out = model(piece, state)
-        state = out.state
-        rows.append(out.outputs[0].log_softmax(-1))
-    logp = torch.cat(rows)
-    return sum(logp[place - 1, ids[place]].item() for place in range(first, len(ids)))
-
-
 def test_continuations_are_scored_behind_contexts_of_any_length(run: Path) -> None:
-    lm, model = cached(run, batch_size=3), load_run(run)[1].double()
+    lm, model = cached(run, batch_size=3), load_run(run)[1].double().eval()
     lm.model.double()
     pairs = [(CONTEXT, " winter"), (CONTEXT, " it"), ("It was", " spring and more"), ("", "naïve"), ("It was ", "so")]
     found = lm.loglikelihood(asked("loglikelihood", *pairs), disable_tqdm=True)
@@ -85,8 +73,9 @@ def test_continuations_are_scored_behind_contexts_of_any_length(run: Path) -> No
         spaces = len(context) - len(context.rstrip())  # the harness' rule: they belong to the continuation
         before = [ord("\n"), *context[: len(context) - spaces].encode()]
         ids = [ord("\n"), *(context + continuation).encode()]
-        assert logp == pytest.approx(direct(model, ids, len(before)), abs=1e-10) and greedy in (True, False)
-    forgetful = direct(model, [*CONTEXT[-SEGMENT:].encode(), *b" winter"], SEGMENT)
+        want, _ = alone(model, (ids, len(before)), SEGMENT)
+        assert logp == pytest.approx(want, abs=1e-10) and greedy in (True, False)
+    forgetful = alone(model, ([*CONTEXT[-SEGMENT:].encode(), *b" winter"], SEGMENT), SEGMENT)[0]
     assert abs(found[0][0] - forgetful) > 1e-4
 
 
@@ -107,9 +96,8 @@ def test_texts_are_those_of_generate_up_to_a_string(run: Path, host: Path) -> No
     want = bytes(generate(model, ids, tokens=20, temperature=0, segment_length=SEGMENT).tokens[0].tolist())
     text = want.decode(errors="replace")
     plain = {"until": [], "max_gen_toks": 20}
-    requests = asked(
-        "generate_until", (CONTEXT, plain), ("It", plain), (CONTEXT, {**plain, "until": [text[5]]}), ("is", plain)
-    )
+    prompts = [(CONTEXT, plain), ("It", plain), (CONTEXT, {**plain, "until": [text[5]]}), ("is", plain)]
+    requests = asked("generate_until", *prompts)
     found = lm.generate_until(requests, disable_tqdm=True)
     assert found[0] == text and found[2] == text.partition(text[5])[0] and len(found) == 4
     theirs = cached(host)
@@ -124,22 +112,15 @@ def test_texts_are_those_of_generate_up_to_a_string(run: Path, host: Path) -> No
 
 TASKS = {
     "made_choice": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{context}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{answer}}",
-        "metric_list": [{"metric": "acc"}],
+        **{"output_type": "multiple_choice", "doc_to_text": "{{context}}", "doc_to_choice": "{{choices}}"},
+        **{"doc_to_target": "{{answer}}", "metric_list": [{"metric": "acc"}]},
     },
     "made_rolling": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{context}}",
+        **{"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{context}}"},
         "metric_list": [{"metric": "bits_per_byte"}],
     },
     "made_writing": {
-        "output_type": "generate_until",
-        "doc_to_text": "{{context}}",
-        "doc_to_target": "{{target}}",
+        **{"output_type": "generate_until", "doc_to_text": "{{context}}", "doc_to_target": "{{target}}"},
         "generation_kwargs": {"until": ["\n"], "max_gen_toks": 6},
         "metric_list": [{"metric": "exact_match"}],
     },
@@ -175,7 +156,7 @@ def test_tasks_run_from_end_to_end(run: Path, tasks: Path, monkeypatch: pytest.M
     assert main() == 0
     [path] = out.rglob("results_*.json")
     results = json.loads(path.read_text())["results"]
-    nats = -direct(load_run(run)[1], [ord("\n"), *CONTEXT.encode()], 1)
+    nats = -alone(load_run(run)[1].eval(), ([ord("\n"), *CONTEXT.encode()], 1), SEGMENT)[0]
     assert results["made_choice"]["acc,none"] == 1.0 and results["made_writing"]["exact_match,none"] == 1.0
     bits = nats / math.log(2) / len(CONTEXT.encode())
     assert results["made_rolling"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)

@@ -175,9 +175,8 @@ def test_under_autocast_it_differs_by_rounding() -> None:
     model = build(XL).float()
     inputs, targets = batch(4 * SEGMENT)
     with torch.autocast("cpu", torch.bfloat16):
-        plain, diagonal = (
-            SegmentLoop(model, SEGMENT, schedule=s)(inputs, targets)[0] for s in ("segments", "diagonal")
-        )
+        loops = (SegmentLoop(model, SEGMENT, schedule=schedule) for schedule in ("segments", "diagonal"))
+        plain, diagonal = (loop(inputs, targets)[0] for loop in loops)
     assert abs(plain - diagonal) < 1e-2
 
 
@@ -201,16 +200,13 @@ def test_a_sequence_classifier_reads_pieces_of_a_text() -> None:
     model = create_model(
         "sequence_classifier",
         **{"vocabulary": VOCABULARY, "classes": 3, "max_length": SEGMENT, "width": 16, "depth": DEPTH, "heads": 2},
-        feed_forward=32,
-        memory={"name": "transformer_xl", "length": 4},
+        **{"feed_forward": 32, "memory": {"name": "transformer_xl", "length": 4}},
     ).double()
     inputs, _ = batch(4 * SEGMENT)
     pieces = [(part, None, None) for part in inputs.split(SEGMENT, 1)]
     diagonal = list(read_diagonally(model, pieces))
     plain = list(read_segments(lambda piece, state, _: model(piece[0], state), pieces, model.init_state(ROWS)))
-    for a, b in zip(plain, diagonal, strict=True):
-        torch.testing.assert_close(a.outputs, b.outputs, rtol=0, atol=1e-10)
-        states.map_state(lambda x, y: torch.testing.assert_close(x, y) or x, a.state, b.state)
+    torch.testing.assert_close(plain, diagonal, rtol=0, atol=1e-10)
     with pytest.raises(ValueError, match="logits of classes, not losses of tokens"):
         list(read_diagonally(model, [(inputs[:, :SEGMENT], inputs[:, :SEGMENT], None)]))
 
@@ -231,7 +227,7 @@ def test_a_stream_is_read_ahead_by_as_many_segments_as_there_are_layers() -> Non
         assert taken <= (index + DEPTH) * SEGMENT + 1 and torch.is_grad_enabled()
         want = plain[index]
         assert now[:5] == pytest.approx(want[:5], abs=1e-9)
-        states.map_state(lambda x, y: torch.testing.assert_close(x, y) or x, now.state, want.state)
+        torch.testing.assert_close(now.state, want.state)
         if index == 3:
             middle = now
     rest = list(read_stream(model, [text[middle.consumed :]], SEGMENT, start=middle, schedule="diagonal"))
@@ -260,7 +256,6 @@ def test_data_parallel_and_sharding_wrap_the_loop(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", [XL, pytest.param(GRC, marks=pytest.mark.slow)], ids=str)
 def test_a_compiled_loop_is_one_graph(case: Case) -> None:
-    """The graph holds all diagonals of a batch of one shape."""
     torch._dynamo.reset()
     counters.clear()
     model = build(case, depth=2)
@@ -268,11 +263,6 @@ def test_a_compiled_loop_is_one_graph(case: Case) -> None:
     compiled: Any = torch.compile(loop, fullgraph=True, backend="aot_eager" if case is GRC else "eager", dynamic=False)
     inputs, targets = batch(2 * SEGMENT)
     plain = seen(model, SegmentLoop(model, SEGMENT, 1), inputs, targets)
-    model.zero_grad()
-    loss, state = compiled(inputs, targets)
-    loss.backward()
+    assert_same(plain, seen(model, compiled, inputs, targets))
     assert counters["stats"]["unique_graphs"] == 1
-    found = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
-    auxiliary = {"auxiliary": plain["auxiliary"]}
-    assert_same(plain, {"loss": loss.detach(), **auxiliary, **dict(states.named_tensors(state)), **found})
     torch._dynamo.reset()

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from contract.contract_cases import ROWS, SEGMENT, VOCABULARY
+from contract.contract_cases import SEGMENT, VOCABULARY
+from models.test_diagonal import batch
 from torch import Tensor, nn
 
 from cached_transformers import create_model
@@ -22,51 +23,39 @@ from cached_transformers.models.language_model import LanguageModel
 SIZES: dict[str, Any] = {"vocabulary": VOCABULARY, "width": 16, "heads": 2, "feed_forward": 16}
 
 
-def batch(tokens: int) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, VOCABULARY, (ROWS, tokens + 1), generator=torch.Generator().manual_seed(3))
-    return text[:, :-1], text[:, 1:]
-
-
 def made(depth: int = 2, name: str = "language_model", **options: Any) -> Any:
     return create_model(name, **{**SIZES, "depth": depth, **options})
 
 
-def hooked() -> nn.Module:
+def classifier(**options: Any) -> Any:
+    return made(name="sequence_classifier", classes=2, max_length=8, **options)
+
+
+def hooked(path: str) -> nn.Module:
     model = made()
-    model.stack.register_forward_hook(lambda *_: None)
+    model.get_submodule(path).register_forward_hook(lambda *_: None)
     return model
 
 
-def one_watched() -> nn.Module:
+def with_feed_forward(kind: type[nn.Module]) -> nn.Module:
     model = made()
-    model.stack.blocks[1].feed_forward.register_forward_hook(lambda *_: None)
+    for block in model.stack.blocks:
+        block.feed_forward = kind()
     return model
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "model memory": (lambda: made(memory="rmt"), "memory RMT spans the layers"),
     "feedback": (lambda: made(memory="feedback"), "memory Feedback spans the layers"),
-    "shared": (
-        lambda: made(name="sequence_classifier", classes=2, max_length=8, memory="grc"),
-        "memory GRC is shared by all rows",
-    ),
-    "last token": (
-        lambda: made(name="sequence_classifier", classes=2, max_length=8, pool="last"),
-        "pool='last' is not offered",
-    ),
+    "shared": (lambda: classifier(memory="grc"), "memory GRC is shared by all rows"),
+    "last token": (lambda: classifier(pool="last"), "pool='last' is not offered"),
     "reversible": (lambda: made(reversible=True), "reversible=True computes activations again"),
     "one layer": (lambda: made(depth=1), "there is one layer"),
-    "unlike layers": (
-        lambda: made(name="language_model", depth=2, attention={"name": "sparse_transformer"}),
-        r"they differ in 'attention\.core\.index'",
-    ),
-    "other models": (
-        lambda: made(name="encoder_decoder", max_length=8),
-        "EncoderDecoder does not offer its parts",
-    ),
+    "unlike layers": (lambda: made(attention="sparse_transformer"), r"they differ in 'attention\.core\.index'"),
+    "other models": (lambda: made(name="encoder_decoder", max_length=8), "EncoderDecoder does not offer its parts"),
     "compiled": (lambda: torch.compile(made()), "would leave out its compiled forward"),
-    "hooks": (hooked, "would leave out the hooks on its own calls"),
-    "hooks inside": (one_watched, r"they differ in 'feed_forward\._forward_hooks'"),
+    "hooks": (lambda: hooked("stack"), "would leave out the hooks on its own calls"),
+    "hooks inside": (lambda: hooked("stack.blocks.1.feed_forward"), r"they differ in 'feed_forward\._forward_hooks'"),
 }
 
 
@@ -131,11 +120,8 @@ class Exchanging(nn.Module):
 
 
 def test_buffers_that_would_be_lost_are_refused() -> None:
-    model = made()
-    for block in model.stack.blocks:
-        block.feed_forward = Exchanging()
     with pytest.raises(ValueError, match=r"0,.*feed_forward\.count"):
-        SegmentLoop(model, SEGMENT, schedule="diagonal")(*batch(2 * SEGMENT))
+        SegmentLoop(with_feed_forward(Exchanging), SEGMENT, schedule="diagonal")(*batch(2 * SEGMENT))
 
 
 def test_other_errors_in_a_group_stay_what_they_are() -> None:
@@ -145,11 +131,8 @@ def test_other_errors_in_a_group_stay_what_they_are() -> None:
                 raise RuntimeError("out of luck")
             return x
 
-    model = made()
-    for block in model.stack.blocks:
-        block.feed_forward = Failing()
     with pytest.raises(RuntimeError, match="out of luck"):
-        SegmentLoop(model, SEGMENT, schedule="diagonal")(*batch(2 * SEGMENT))
+        SegmentLoop(with_feed_forward(Failing), SEGMENT, schedule="diagonal")(*batch(2 * SEGMENT))
 
 
 def test_what_makes_two_modules_unlike() -> None:
@@ -167,8 +150,3 @@ def test_what_makes_two_modules_unlike() -> None:
     assert difference(nn.Linear(2, 3), nn.Linear(2, 3, bias=False)) in ("_parameters", "bias")
     assert difference(nn.Linear(2, 3), nn.Linear(2, 4)) is not None
     assert difference(nn.GELU(), nn.ReLU()) == ""
-
-
-def test_the_output_is_that_of_a_model() -> None:
-    out = next(read_diagonally(made(), [(batch(SEGMENT)[0], None, None)]))
-    assert isinstance(out, ModelOutput) and out.outputs.shape == (ROWS, SEGMENT, VOCABULARY)

@@ -41,9 +41,6 @@ def said(seed: int = 0) -> Tensor:
     return torch.randint(W, (ROWS, T), generator=torch.Generator().manual_seed(100 + seed))
 
 
-# The twin: one sentence, one head, one token at a time.
-
-
 def twin_norm(x: Tensor, norm: nn.Module) -> Tensor:
     if isinstance(norm, nn.Identity):
         return x
@@ -78,13 +75,14 @@ def twin_embed(tokens: Tensor, table: Tensor) -> Tensor:
 
 
 def twin(model: EncoderDecoder, source: Tensor, target: Tensor) -> Tensor:
-    """Logits (T, W) of one sentence without padding."""
+    """Logits (T, W) of one sentence without padding, one head at a time."""
 
     def residual(x: Tensor, inner: nn.Module, outer: nn.Module, fn: Any) -> Tensor:
         return twin_norm(x + fn(twin_norm(x, inner)), outer)
 
     def feed_forward(h: Tensor, layer: Any) -> Tensor:
-        return layer.leave.weight @ torch.clamp(layer.enter.weight @ h + layer.enter.bias, min=0) + layer.leave.bias
+        inner = torch.clamp(h @ layer.enter.weight.T + layer.enter.bias, min=0)
+        return inner @ layer.leave.weight.T + layer.leave.bias
 
     def attend(h: Tensor, layer: Any, causal: bool) -> Tensor:
         q, k, v = (h @ w.T + b for w, b in zip(layer.qkv.weight.chunk(3), layer.qkv.bias.chunk(3), strict=True))
@@ -100,24 +98,14 @@ def twin(model: EncoderDecoder, source: Tensor, target: Tensor) -> Tensor:
     blocks: Any = model.stack.blocks
     for b in blocks:
         x = residual(x, b.attention.norm, b.attention_norm, lambda h, b=b: attend(h, b.attention, False))
-        x = residual(
-            x,
-            b.feed_forward.norm,
-            b.feed_forward_norm,
-            lambda h, b=b: torch.stack([feed_forward(row, b.feed_forward) for row in h]),
-        )
+        x = residual(x, b.feed_forward.norm, b.feed_forward_norm, lambda h, b=b: feed_forward(h, b.feed_forward))
     hidden = twin_norm(x, model.stack.norm)
     y = twin_embed(target, model.target_embedding.weight)
     blocks = model.decoder.blocks
     for b in blocks:
         y = residual(y, b.attention.norm, b.attention_norm, lambda h, b=b: attend(h, b.attention, True))
         y = residual(y, b.cross_attention.norm, b.cross_attention_norm, lambda h, b=b: cross(h, b.cross_attention))
-        y = residual(
-            y,
-            b.feed_forward.norm,
-            b.feed_forward_norm,
-            lambda h, b=b: torch.stack([feed_forward(row, b.feed_forward) for row in h]),
-        )
+        y = residual(y, b.feed_forward.norm, b.feed_forward_norm, lambda h, b=b: feed_forward(h, b.feed_forward))
     return twin_norm(y, model.decoder.norm) @ model.head.weight.T
 
 
@@ -130,11 +118,8 @@ def test_values_and_gradients_are_those_of_a_slow_twin(norm: str) -> None:
     near: dict[str, Any] = {"atol": 1e-6, "rtol": 1e-5}  # angles of positions are float32, whatever the model
     torch.testing.assert_close(out, want, **near)
     weight = torch.randn_like(out)
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    got = torch.autograd.grad((out * weight).sum(), parameters)
-    expected = torch.autograd.grad((want * weight).sum(), parameters)
-    for name, a, b in zip(names, got, expected, strict=True):
-        torch.testing.assert_close(a, b, **near, msg=lambda text, name=name: f"{name}: {text}")
+    got, expected = (torch.autograd.grad((y * weight).sum(), list(model.parameters())) for y in (out, want))
+    torch.testing.assert_close(got, expected, **near)
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -167,7 +152,6 @@ def test_no_output_depends_on_a_later_target(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_padding_changes_nothing(kind: str) -> None:
-    """A padded row equals the row by itself, with any padding on the left or right."""
     model = build(target_vocabulary=W, **KINDS[kind])
     inputs, targets = sources(), said()
     want = [model(inputs[i : i + 1, : LENGTHS[i]], targets[i : i + 1]).outputs[0] for i in range(ROWS)]
@@ -191,9 +175,8 @@ def test_a_cache_learns_of_valid_tokens_alone_and_has_64_slots() -> None:
         model.eval()
         found.append([cache.cache_MC.clone() for cache in caches(model)])
         model.train()
-    for a, b in zip(*found, strict=True):
-        assert a.abs().sum() > 0
-        torch.testing.assert_close(a, b)
+    assert all(cache.abs().sum() > 0 for cache in found[0])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize(
@@ -213,9 +196,6 @@ def test_a_stream_memory_carries_sentences_of_a_document_on(memory: dict[str, An
     torch.testing.assert_close(padded.outputs, on.outputs)
 
 
-# Losses
-
-
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("chunk", [30, 10**6])
@@ -231,16 +211,13 @@ def test_losses_and_gradients_are_those_of_cross_entropy(
     want = F.cross_entropy(head(h), targets, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing)
     got = token_losses(h, head, targets, smoothing, IGNORED)
     torch.testing.assert_close(got, want)
-    for a, b in zip(
+    torch.testing.assert_close(
         torch.autograd.grad((got * weight).sum(), (h, *head.parameters()), retain_graph=True),
         torch.autograd.grad((want * weight).sum(), (h, *head.parameters())),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b)
-    again = torch.autograd.grad(got.sum(), h)[0]  # the kept logits are as they were
-    torch.testing.assert_close(
-        again, torch.autograd.grad(token_losses(h, head, targets, smoothing, IGNORED).sum(), h)[0]
     )
+    fresh = token_losses(h, head, targets, smoothing, IGNORED)
+    again = (torch.autograd.grad(losses.sum(), h) for losses in (got, fresh))  # the kept logits are as they were
+    torch.testing.assert_close(*again)
 
 
 def test_losses_of_half_precision_are_float32_and_near() -> None:
@@ -273,16 +250,12 @@ def test_targets_give_losses_and_all_weights_learn(kind: str) -> None:
 
 
 def test_targets_behind_the_end_take_no_experts_place() -> None:
-    """Losses, and the routers' own losses, do not depend on tokens after the ends of targets."""
     model = build(experts={"experts": 3, "every": 1, "capacity_factor": 1.0}).train()
     targets = said().masked_fill(torch.arange(T) >= torch.tensor([5, 2, 3])[:, None], IGNORED)
     outs = [model(sources(), said(1).masked_fill(targets == IGNORED, f), PADDING, targets=targets) for f in (0, 9)]
     assert outs[0].auxiliary_loss > 0
     torch.testing.assert_close(outs[0].outputs, outs[1].outputs)
     torch.testing.assert_close(outs[0].auxiliary_loss, outs[1].auxiliary_loss)
-
-
-# Options
 
 
 def test_activation_checkpointing_gives_the_same_gradients() -> None:
@@ -293,8 +266,7 @@ def test_activation_checkpointing_gives_the_same_gradients() -> None:
         torch.manual_seed(3)
         model(sources(), said(), PADDING, targets=said(1)).outputs.sum().backward()
         gradients.append([p.grad for p in model.parameters()])
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*gradients)
 
 
 def test_embeddings_are_shared_as_told() -> None:
@@ -332,10 +304,7 @@ def test_buckets_are_t5s() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"heads": 3}, "width=8 must be a positive multiple of heads=3"),
         ({"positions": "bucket"}, "did you mean 'bucketed'"),
-        ({"norm": "mid"}, "norm='mid' must be 'pre' or 'post'"),
-        ({"norm_kind": "batch"}, "unknown norm_kind 'batch'"),
         ({"activation": "gated_relu6"}, "activation='gated_relu6' must be one of"),
         ({"shared_embeddings": "some"}, "unknown shared_embeddings 'some'"),
         ({"shared_embeddings": "all", "target_vocabulary": W}, "needs one vocabulary"),
@@ -343,7 +312,6 @@ def test_buckets_are_t5s() -> None:
         ({"init": 0.0}, "unknown init 0.0"),
         ({"buckets": 3, "positions": "bucketed"}, "buckets=3 must be at least 4 and even"),
         ({"head_width": 3, "memory": "grc"}, "head_width=3"),
-        ({"head_width": 0}, "head_width=0 must be at least 1"),
         ({"experts": {"experts": 2, "every": 3}}, "every=3 must lie between 1"),
     ],
 )
@@ -355,17 +323,12 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"inputs": torch.zeros(ROWS, 33, dtype=torch.long), "padding": None},
-            "inputs of 33 tokens, but max_length=32",
-        ),
+        ({"inputs": torch.zeros(ROWS, 33).long(), "padding": None}, "inputs of 33 tokens, but max_length=32"),
         ({"targets_in": torch.full((ROWS, T), -1)}, "a token id of decoder_inputs is not in a vocabulary"),
         ({"targets_in": torch.zeros(ROWS + 1, T, dtype=torch.long)}, "3 rows of inputs, but 4 of decoder_inputs"),
         ({"targets_in": torch.zeros(ROWS, 33, dtype=torch.long)}, "decoder_inputs of 33 tokens, but max_length=32"),
-        ({"targets": said()[:, 1:]}, "targets of shape .* must have the shape of decoder_inputs"),
         ({"label_smoothing": 0.1}, "label_smoothing=0.1 must lie in"),
         ({"targets": said(), "label_smoothing": 1.0}, "label_smoothing=1.0 must lie in"),
-        ({"state": ()}, "the state is that of another model"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:

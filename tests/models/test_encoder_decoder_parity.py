@@ -26,53 +26,26 @@ def close(got: Tensor, want: Tensor) -> None:
 def bart_like(kind: str, **options: Any) -> nn.Module:
     transformers = library("transformers")
     config, model = {
-        "bart": ("BartConfig", "BartForConditionalGeneration"),
-        "marian": ("MarianConfig", "MarianMTModel"),
+        "bart": (transformers.BartConfig, transformers.BartForConditionalGeneration),
+        "marian": (transformers.MarianConfig, transformers.MarianMTModel),
     }[kind]
-    return getattr(transformers, model)(
-        getattr(transformers, config)(
-            vocab_size=V,
-            d_model=D,
-            encoder_layers=2,
-            decoder_layers=3,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=24,
-            decoder_ffn_dim=24,
-            max_position_embeddings=40,
-            pad_token_id=PAD,
-            bos_token_id=3,
-            eos_token_id=END,
-            decoder_start_token_id=BEGIN,
-            forced_eos_token_id=None,
-            **options,
-        )
-    )
+    sizes = {"vocab_size": V, "d_model": D, "encoder_layers": 2, "decoder_layers": 3, "max_position_embeddings": 40}
+    sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+    sizes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 24)
+    tokens = {"pad_token_id": PAD, "bos_token_id": 3, "eos_token_id": END, "decoder_start_token_id": BEGIN}
+    return model(config(**sizes, **tokens, forced_eos_token_id=None, **options))
 
 
 def t5_like(kind: str, **options: Any) -> nn.Module:
     transformers = library("transformers")
     config, model = {
-        "t5": ("T5Config", "T5ForConditionalGeneration"),
-        "switch": ("SwitchTransformersConfig", "SwitchTransformersForConditionalGeneration"),
+        "t5": (transformers.T5Config, transformers.T5ForConditionalGeneration),
+        "switch": (transformers.SwitchTransformersConfig, transformers.SwitchTransformersForConditionalGeneration),
     }[kind]
-    return getattr(transformers, model)(
-        getattr(transformers, config)(
-            vocab_size=V,
-            d_model=D,
-            d_kv=5,
-            d_ff=24,
-            num_layers=4,
-            num_decoder_layers=2,
-            num_heads=3,
-            relative_attention_num_buckets=8,
-            relative_attention_max_distance=12,
-            pad_token_id=PAD,
-            eos_token_id=END,
-            decoder_start_token_id=BEGIN,
-            **options,
-        )
-    )
+    sizes = {"vocab_size": V, "d_model": D, "d_kv": 5, "d_ff": 24, "num_layers": 4, "num_decoder_layers": 2}
+    sizes |= {"num_heads": 3, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12}
+    tokens = {"pad_token_id": PAD, "eos_token_id": END, "decoder_start_token_id": BEGIN}
+    return model(config(**sizes, **tokens, **options))
 
 
 CASES = {
@@ -128,14 +101,9 @@ def test_outputs_are_equal_with_and_without_padding(pair: tuple[Any, EncoderDeco
     inputs, padding, decoder_inputs = batch(ours)
     assert not ours.training
     for mask in (None, padding):
-        want = theirs(
-            input_ids=inputs,
-            attention_mask=None if mask is None else (~mask).long(),
-            decoder_input_ids=decoder_inputs,
-            use_cache=False,
-        ).logits
-        got = ours(inputs, decoder_inputs, mask).outputs
-        close(got, want)
+        given = {"attention_mask": None if mask is None else (~mask).long(), "use_cache": False}
+        want = theirs(input_ids=inputs, decoder_input_ids=decoder_inputs, **given).logits
+        close(ours(inputs, decoder_inputs, mask).outputs, want)
 
 
 @torch.no_grad()
@@ -156,17 +124,9 @@ def test_texts_are_those_of_generate(pair: tuple[Any, EncoderDecoder], beams: in
     theirs, ours = pair
     inputs, padding, _ = batch(ours)
     searched: dict[str, Any] = {"early_stopping": True, "length_penalty": 0.7} if beams > 1 else {}
-    want = theirs.generate(
-        inputs,
-        attention_mask=(~padding).long(),
-        num_beams=beams,
-        do_sample=False,
-        max_new_tokens=12,
-        bad_words_ids=None,
-        return_dict_in_generate=True,
-        output_scores=True,
-        **searched,
-    )
+    searched |= {"num_beams": beams, "do_sample": False, "max_new_tokens": 12, "bad_words_ids": None}
+    told = {"return_dict_in_generate": True, "output_scores": True}
+    want = theirs.generate(inputs, attention_mask=(~padding).long(), **searched, **told)
     options: dict[str, Any] = {"begin": BEGIN, "end": END, "tokens": 12, "beams": beams, "length_penalty": 0.7}
     got = translate(ours, inputs, padding=padding, **options)
     for row, length in enumerate(got.length_B.tolist()):

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.ao.quantization import quantize_dynamic
 
 from cached_transformers import positions
-from cached_transformers import state as states
 from cached_transformers.interfaces.memory import (
     Context,
     Entry,
@@ -134,9 +133,7 @@ def compare(model: LanguageModel, segment: int | None = SEGMENT, steps: int = 17
         token = torch.multinomial(expected.exp(), 1)[:, 0]
         for text in texts:
             text.append(token)
-    after = [dict(states.named_tensors(text.after())) for text in texts]
-    for name, t in after[1].items():
-        torch.testing.assert_close(after[0][name], t, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(*(text.after() for text in texts), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("memory", SPECS, ids=name_of)
@@ -230,14 +227,13 @@ def test_without_segments_the_text_is_one() -> None:
     [{"name": "transformer_xl", "length": 64}, pytest.param({"name": "rmt", "length": 3}, marks=pytest.mark.slow)],
     ids=name_of,
 )
-def test_a_long_text_is_that_of_reading_again(memory: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_is_that_of_reading_again(memory: Spec) -> None:
     model, prompt = build(memory).float(), torch.randint(V, (1, 5))
     found = generate(model, prompt, tokens=2000, segment_length=64, temperature=0)
     again = generate(Whole(model), prompt, tokens=2000, segment_length=64, temperature=0)
     assert torch.equal(found.tokens, again.tokens)
     torch.testing.assert_close(found.scores, again.scores, rtol=1e-5, atol=1e-3)
-    for (name, t), (_, want) in zip(states.named_tensors(found.state), states.named_tensors(again.state), strict=True):
-        assert torch.equal(t, want), name  # it is written by one pass over the segment, as before
+    torch.testing.assert_close(found.state, again.state, rtol=0, atol=0)  # written by one pass over the segment
 
 
 class Whole(torch.nn.Module):
@@ -258,8 +254,7 @@ def test_beams_find_the_same_texts(memory: str) -> None:
     found, again = (generate(m, prompt, **options) for m in (model, Whole(model)))
     assert torch.equal(found.tokens, again.tokens) and torch.equal(found.lengths, again.lengths)
     torch.testing.assert_close(found.scores, again.scores, rtol=0, atol=1e-10)
-    for (name, t), (_, want) in zip(states.named_tensors(found.state), states.named_tensors(again.state), strict=True):
-        torch.testing.assert_close(t, want, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(found.state, again.state, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("memory", ["grc_stream", "infini", "memorizing"])
@@ -285,9 +280,6 @@ def test_an_empty_memory_is_read_by_no_token(memory: str, monkeypatch: pytest.Mo
 
 def test_bfloat16() -> None:
     compare(build({"name": "transformer_xl", "length": 7}).bfloat16(), tolerance=0.1)
-
-
-# ------------------------------------------------------------------------------------ what cannot, and who says so
 
 
 class Reads(LayerMemory):

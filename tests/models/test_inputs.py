@@ -127,9 +127,3 @@ def test_a_cache_is_not_updated_by_nothing() -> None:
 def test_options_out_of_range(part: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         vision(**part)(IMAGES)
-
-
-def test_deviations_and_shares_of_a_language_model() -> None:
-    for option, message in {"initial_std": "initial_std=-1", "output_dropout": "output_dropout=-1"}.items():
-        with pytest.raises(ValueError, match=message):
-            create_model("language_model", vocabulary=V, **STACK, **{option: -1})

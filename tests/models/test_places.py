@@ -125,9 +125,6 @@ def test_segatron_counts_sentences_in_a_classifier_and_its_class_token_ends_none
     assert state.layers[0].positions_BMP[0, -10:, 1].tolist() == [0, 0, 1, 1, 2, 2, 2, 3, 3, 4]
 
 
-# --- a memory's own scheme
-
-
 @pytest.mark.parametrize("kind", ["sequence_classifier", "encoder_decoder"])
 def test_a_memory_brings_its_scheme_unless_the_user_names_one(kind: str) -> None:
     def in_layers(model: Any) -> set[type]:
@@ -164,9 +161,6 @@ def test_embedded_places_of_a_classifier_go_on_and_those_of_sentences_and_images
     image = segments("vision_transformer", 1) * 2
     one, other = stream(frozen, "vision_transformer", image)
     assert torch.equal(one.outputs, other.outputs)
-
-
-# --- how long a stream may be
 
 
 def test_max_length_limits_a_segment_and_not_the_stream() -> None:

@@ -19,14 +19,8 @@ DEPTHS = {"tiny": (2, 2, 2, 2), "small": (3, 4, 6, 3), "medium": (3, 4, 18, 3), 
 PUBLISHED = {"tiny": (13.2e6, 1.9e9), "small": (24.5e6, 3.8e9), "medium": (44.2e6, 6.7e9), "large": (61.4e6, 9.8e9)}
 """Parameters and multiply-adds (arXiv:2102.12122, table 2 and the repository's list)."""
 
-SMALL: dict[str, Any] = {
-    "img_size": 64,
-    "embed_dims": (8, 16, 24, 32),
-    "num_heads": (1, 2, 3, 4),
-    "mlp_ratios": (2, 3, 2, 1),
-    "depths": (1, 2, 1, 1),
-    "num_classes": 5,
-}
+SMALL: dict[str, Any] = {"img_size": 64, "embed_dims": (8, 16, 24, 32), "num_heads": (1, 2, 3, 4), "num_classes": 5}
+SMALL |= {"mlp_ratios": (2, 3, 2, 1), "depths": (1, 2, 1, 1)}
 
 
 def small(**options: Any) -> PyramidVisionTransformer:
@@ -89,9 +83,8 @@ def test_names_shapes_and_number_of_parameters_are_the_published_ones(size: str)
 @pytest.mark.parametrize("size", DEPTHS)
 def test_multiply_adds_are_the_published_ones(size: str) -> None:
     """Counted, and by hand: the repository's get_flops.py adds the products 2 N R D to linear maps and convolutions."""
-    counted = count_flops(
-        PyramidVisionTransformer(depths=DEPTHS[size]), torch.zeros(1, 3, 224, 224), mode="train", shapes_only=True
-    )
+    model, images = PyramidVisionTransformer(depths=DEPTHS[size]), torch.zeros(1, 3, 224, 224)
+    counted = count_flops(model, images, mode="train", shapes_only=True)
     by_hand, channels = 512 * 1000, 3
     for stage, (d, f, r) in enumerate(zip((64, 128, 320, 512), (8, 8, 4, 4), (8, 4, 2, 1), strict=True)):
         cells = (56 >> stage) ** 2
@@ -102,9 +95,6 @@ def test_multiply_adds_are_the_published_ones(size: str) -> None:
         channels = d
     assert counted == 2 * by_hand
     assert round(counted / 2e9, 1) == PUBLISHED[size][1] / 1e9
-
-
-# ---- a twin
 
 
 def twin(model: PyramidVisionTransformer, x: Tensor) -> Tensor:
@@ -163,15 +153,8 @@ def test_outputs_and_gradients_are_those_of_the_twin(size: tuple[int, int], trai
     ours, theirs = model(images), twin(model, images)
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
     parameters = list(model.parameters())
-    for a, b in zip(
-        torch.autograd.grad((ours * weights).sum(), parameters),
-        torch.autograd.grad((theirs * weights).sum(), parameters),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
-
-
-# ---- feature maps
+    found = (torch.autograd.grad((y * weights).sum(), parameters) for y in (ours, theirs))
+    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-9)
 
 
 def test_feature_maps_are_the_stages_without_the_class_token() -> None:
@@ -216,9 +199,6 @@ def test_without_class_token_as_in_detection() -> None:
     torch.testing.assert_close(model(images), model.forward_features(images).mean(1))
 
 
-# ---- weights of other sizes
-
-
 def test_a_checkpoint_of_another_image_size_computes_the_same() -> None:
     """Positions interpolated when loading, or at each pass: the same model."""
     model, larger = disturbed(small()).eval(), small(img_size=(96, 160)).eval()
@@ -241,9 +221,6 @@ def test_positions_in_half_precision() -> None:
     whole = resize_positions(positions, (4, 4), (6, 5), prefix=1)
     assert half.dtype == torch.bfloat16 and half.shape == (1, 31, 8)
     torch.testing.assert_close(half.float(), whole, rtol=0.02, atol=0.02)
-
-
-# ---- timm's conventions
 
 
 def test_drop_path_grows_over_the_blocks_and_rests_in_evaluation() -> None:
@@ -274,10 +251,8 @@ def test_activation_checkpointing_computes_the_same_with_fewer_activations_kept(
         for m in (plain, model):
             m.zero_grad()
             m(images).square().sum().backward()
-    for (name, a), b in zip(plain.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, msg=lambda m, n=name: f"{n}: {m}")
-    for (name, a), b in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
-        assert torch.equal(a, b), name
+    torch.testing.assert_close(*([p.grad for p in m.parameters()] for m in (plain, model)))
+    torch.testing.assert_close(dict(plain.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
 
 
 def test_heads() -> None:

@@ -48,17 +48,9 @@ def places(golden: Golden) -> dict[str, Place]:
 
 def build(golden: Golden) -> PyramidVisionTransformer:
     meta = golden.meta
-    model = PyramidVisionTransformer(
-        meta["img"],
-        meta["patch"],
-        num_classes=meta["classes"],
-        embed_dims=meta["embed_dims"],
-        num_heads=meta["heads"],
-        mlp_ratios=meta["mlp_ratios"],
-        depths=meta["depths"],
-        sr_ratios=meta["sr_ratios"],
-        norm_eps=meta["ln_eps"],
-    )
+    names = {"img_size": "img", "patch_size": "patch", "num_classes": "classes", "num_heads": "heads"}
+    names |= {"norm_eps": "ln_eps", **{name: name for name in ("embed_dims", "mlp_ratios", "depths", "sr_ratios")}}
+    model = PyramidVisionTransformer(**{ours: meta[theirs] for ours, theirs in names.items()})
     add_memory(model, "grc", variant="released", ratio=meta["ratio"])
     return model
 

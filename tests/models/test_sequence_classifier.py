@@ -11,14 +11,8 @@ from torch import Tensor, nn
 from cached_transformers import create_model
 from cached_transformers.models.sequence_classifier import SequenceClassifier
 
-ARENA = {
-    "init": "lra",
-    "bias": False,
-    "activation": "gelu_tanh",
-    "norm_eps": 1e-6,
-    "dropout": 0.1,
-    "attention_dropout": 0.1,
-}
+ARENA = {"init": "lra", "bias": False, "activation": "gelu_tanh", "norm_eps": 1e-6}
+ARENA |= {"dropout": 0.1, "attention_dropout": 0.1}
 
 
 def classifier(**options: object) -> SequenceClassifier:
@@ -83,8 +77,7 @@ def test_it_is_the_classifier_of_the_long_range_arena() -> None:
     torch.testing.assert_close(logits_BK, expected_BK, rtol=0, atol=1e-10)
     own = torch.autograd.grad(logits_BK.sin().sum(), list(model.parameters()))
     slow = torch.autograd.grad(expected_BK.sin().sum(), list(model.parameters()))
-    for mine, theirs in zip(own, slow, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
+    torch.testing.assert_close(own, slow, rtol=0, atol=1e-10)
 
 
 def test_its_initial_weights_are_those_of_the_arena() -> None:
@@ -107,13 +100,11 @@ def test_its_initial_weights_are_those_of_the_arena() -> None:
 
 
 def test_the_options_leave_the_default_model_as_it_was() -> None:
-    model = classifier()
     torch.manual_seed(0)
     model = classifier()
     torch.manual_seed(0)
     same = classifier(activation="gelu", norm_eps=1e-5, bias=True, head_width=12, init="xavier")
-    for (name, mine), (_, theirs) in zip(model.named_parameters(), same.named_parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
+    torch.testing.assert_close(dict(model.named_parameters()), dict(same.named_parameters()), rtol=0, atol=0)
     assert model.head[0].out_features == 12 and model.stack.norm.eps == 1e-5
 
 

@@ -74,17 +74,6 @@ def test_one_prompt_many_questions(make: Callable[[], Any]) -> None:
             found.rewind(other)
 
 
-def test_a_fork_goes_its_own_way() -> None:
-    found = session(ours())
-    found.read(words(1, 7))
-    twin = found.fork()
-    twin.read(words(1, 9, 1))
-    assert (found.tokens, twin.tokens) == (7, 16)
-    found.read(words(1, 9, 1))
-    texts = [s.generate(tokens=3, temperature=0).tokens for s in (found, twin)]
-    assert torch.equal(*texts)
-
-
 @models
 def test_saved_it_goes_on_in_another_process(make: Callable[[], Any], tmp_path: Path) -> None:
     model = make()

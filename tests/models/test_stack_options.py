@@ -103,7 +103,3 @@ def test_defaults_are_those_of_the_object_unless_a_model_changes_them(name: str)
     for field in dataclasses.fields(StackOptions)[len(SIZES) :]:
         option = MODELS.entry(name).options.get(field.name)
         assert option is None or option.default == changed.get(field.name, field.default)
-
-
-def test_a_post_norm_stack_has_no_final_norm() -> None:
-    assert dataclasses.replace(StackOptions(**SMALL), norm="post").normed is False
