@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from integrations.hosts import (
-    BERT_EAGER,
     BERT_SDPA,
     HF_VIT,
     HOSTS,
@@ -211,9 +210,6 @@ def test_a_plain_loop_commits_each_proposal_once(host: Host) -> None:
         assert not any(torch.equal(a, b) for a, b in zip(stored(model), proposed, strict=True))
 
 
-# ---- variants
-
-
 @hosts(RELEASED_HOSTS)
 @pytest.mark.parametrize("memory", ["grc", "convolution"])
 def test_the_released_code_and_its_control(host: Host, memory: str) -> None:
@@ -245,13 +241,6 @@ def test_the_control_has_as_many_channels_a_group_as_the_released_convolution(ho
     ]
     assert shapes[0] == shapes[1] and shapes[0]
     assert not list(stored(control))
-
-
-@hosts([BERT_EAGER])
-def test_options_may_come_as_a_dict(host: Host) -> None:
-    a = add_memory(host.build(), {"name": "grc", "length": 4, "ratio": 0.25})
-    b = add_memory(host.build(), "grc", length=4, ratio=0.25)
-    assert [c.shape for c in stored(a)] == [c.shape for c in stored(b)] == [(4, 4), (4, 4)]
 
 
 @hosts()

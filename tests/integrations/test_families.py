@@ -152,6 +152,7 @@ def test_an_encoder_with_a_memory(family: Family, memory: str) -> None:
 def test_the_layers_of_albert_share_one_memory() -> None:
     model = NAMED["albert"].with_memory("grc")
     assert sum(name.endswith("memory") for name, _ in model.named_modules()) == 1
+    assert len(NAMED["albert"].with_memory(checks.STREAMS["grc_stream"]).init_memory_state(2).layers) == 1
 
 
 @families([family for family in ALL if family.refused and not family.name.startswith("timm")])

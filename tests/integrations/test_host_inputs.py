@@ -6,23 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.hosts import (
-    MHA,
-    MHA_TIME_FIRST,
-    PADDED,
-    PVT,
-    TOKENS,
-    Host,
-    close_gates,
-    hosts,
-    memories,
-    stored,
-)
+from integrations.hosts import MHA, MHA_TIME_FIRST, PADDED, TOKENS, Host, close_gates, hosts, memories, stored
 from torch import nn
 
 from cached_transformers import add_memory, remove_memory, reset_caches
-
-# ---- padding
 
 
 @hosts(PADDED)
@@ -37,19 +24,6 @@ def test_a_padded_row_is_the_trimmed_row(host: Host, training: bool) -> None:
         torch.testing.assert_close(a[:, :valid], b, rtol=0, atol=1e-5)
         for x, y in zip(stored(padded), stored(trimmed), strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=1e-5)
-
-
-@hosts(PADDED)
-def test_padding_is_not_what_the_tokens_say(host: Host) -> None:
-    """Only the mask makes padding: without it the same tokens give other caches."""
-    masked, unmasked = host.with_memory(), host.with_memory()
-    given = host.given()
-    host.run(masked, given)
-    host.run(unmasked, {k: v for k, v in given.items() if "mask" not in k})
-    assert all((a - b).abs().max() > 1e-4 for a, b in zip(stored(masked), stored(unmasked), strict=True))
-
-
-# ---- the fast paths of torch.nn
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -117,11 +91,3 @@ def test_a_decoder_keeps_its_attentions_and_the_encoder_gets_memories() -> None:
     changed[:, 4:] += 1
     reset_caches(model)
     torch.testing.assert_close(model(source, changed, tgt_mask=mask, tgt_is_causal=True)[:, :4], out[:, :4])
-
-
-# ---- other sizes of images
-
-
-def test_a_pyramid_without_input_size_takes_the_size_of_its_weights() -> None:
-    model = add_memory(PVT.build())
-    assert [c.shape[0] for c in stored(model)] == [56 * 56, 28 * 28, 14 * 14, 7 * 7]

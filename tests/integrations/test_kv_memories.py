@@ -13,7 +13,6 @@ import torch
 from drills import padding
 from integrations import family_checks as checks
 from integrations.families import EIGHT, GROUPED, PAD, SEGMENT, Family, decoder, families, words
-from integrations.hosts import library
 from torch import Tensor, nn
 
 from cached_transformers import add_memory, remove_memory, replace_attention
@@ -46,9 +45,6 @@ def left_padded() -> tuple[Tensor, Tensor]:
     ids, mask = words(tokens=TEXT), torch.ones(2, TEXT, dtype=torch.long)
     mask[0, : TEXT - 9] = mask[1, :1] = 0
     return ids.masked_fill(mask == 0, PAD), mask
-
-
-# ---- a memory of all that was read is the host
 
 
 @families(HOSTS)
@@ -114,9 +110,6 @@ def test_in_half_the_digits() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = LLAMA.with_memory(ALL)(words(tokens=TEXT)).logits
     assert found.isfinite().all()
-
-
-# ---- a slow twin
 
 
 def turned(t_BHNE: Tensor, places_N: Tensor) -> Tensor:
@@ -210,9 +203,6 @@ def test_places_that_begin_elsewhere_are_as_far_apart() -> None:
     checks.equal(found, model(ids, memory_state=state).logits, 1e-5)
 
 
-# ---- what others do to a host
-
-
 @torch.no_grad()
 def test_a_segment_s_slots_are_projected_once() -> None:
     model, seen = LLAMA.with_memory({"name": "transformer_xl", "length": 7, "sinks": 0}), []
@@ -261,18 +251,6 @@ def test_a_class_made_of_the_host_s_is_one_of_its_kind() -> None:
         layer.self_attn.__class__ = type("Mine", (type(layer.self_attn),), {"__module__": __name__})
     add_memory(model, ALL, segment_length=SEGMENT)
     checks.equal(model(words()).logits, plain(words()).logits, 1e-5)
-
-
-def test_adapters_of_peft_project_the_slots_too() -> None:
-    peft = library("peft")
-    config = peft.LoraConfig(target_modules=["k_proj", "v_proj"], init_lora_weights=False, r=2)
-    found = []
-    for memory in (True, False):
-        torch.manual_seed(2)
-        host = LLAMA.with_memory(ALL) if memory else LLAMA.build()
-        torch.manual_seed(3)
-        found.append(peft.get_peft_model(host, config).eval()(words(tokens=TEXT)).logits)
-    checks.equal(*found, 1e-5)
 
 
 @torch.no_grad()
@@ -348,9 +326,6 @@ def test_slots_that_nobody_would_attend_are_not_lost(
     MEMORIES.register("silent")(kind)
     with pytest.raises(ValueError, match=rf"memory {kind.__name__} offers a context .*add 'context' to its needs"):
         LLAMA.with_memory({"name": "silent", **({"sinks": 0} if kind is Silent else {}), **options})(words())
-
-
-# ---- refusals
 
 
 def test_heads_of_another_width_than_the_model_are_refused_where_they_are_mixed() -> None:

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from integrations.families import patches, timm_family
-from integrations.hosts import (
-    BERT_EAGER,
-    HF_VIT,
-    MHA,
-    SWIN,
-    VIT,
-    bert,
-    close_gates,
-    hosts,
-    library,
-    memories,
-    stored,
-)
+from integrations.hosts import BERT_EAGER, HF_VIT, MHA, SWIN, VIT, bert, close_gates, library, memories, stored
 from integrations.transformers_hosts import BART, BERT, GPT2, LLAMA, STREAMS, SWITCH, T5
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -98,9 +87,6 @@ def refuse(model: nn.Module, message: str, *args: Any, by: Callable[..., Any] = 
     assert fingerprint(model) == before
 
 
-# ---- adapters
-
-
 @pytest.mark.parametrize("kind", [PlainAttention, OtherAttention])
 @pytest.mark.usefixtures("registered")
 def test_an_adapter_of_one_s_own(kind: type[PlainAttention]) -> None:
@@ -142,9 +128,6 @@ def test_a_layer_may_be_left_out_by_its_adapter(registered: None) -> None:
     model = add_memory(PlainModel())
     assert [name for name, m in model.named_modules() if m in memories(model)] == ["first.memory"]
     assert model(torch.randn(2, 5, 16)).shape == (2, 5, 16)
-
-
-# ---- memories and options
 
 
 class MyMultihead(nn.MultiheadAttention):
@@ -270,16 +253,14 @@ def test_a_segment_may_take_all_positions_and_a_model_without_a_state_any() -> N
     add_memory(GPT2.build(), "memory_transformer", length=3)  # carries nothing, so that no length is missing
 
 
-@hosts([VIT, MHA, HF_VIT, BERT_EAGER])
-def test_adding_twice_is_refused(host: Any) -> None:
-    model = host.with_memory()
-    refuse(model, r"has a memory already; call remove_memory\(model\) first", "grc", **host.options)
-    before = [memory for memory in memories(model)]
-    host.run(model, host.given())
-    assert memories(model) == before
+TWICE = [*((host, "grc", "grc") for host in (VIT, MHA, HF_VIT, BERT_EAGER))]
+TWICE += [(host, *pair) for host in (GPT2, LLAMA) for pair in product(("grc_stream", "rmt"), repeat=2)]
 
 
-# ---- calls
+@pytest.mark.parametrize("host, first, second", TWICE, ids=str)
+def test_adding_twice_is_refused(host: Any, first: str, second: str) -> None:
+    options = host.options if first == "grc" else {"segment_length": 5}
+    refuse(host.with_memory(first, **options), r"memory already; call remove_memory\(model\)", second, **options)
 
 
 def causal(n: int) -> Tensor:

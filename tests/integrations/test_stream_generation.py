@@ -7,49 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.transformers_hosts import (
-    GPT2,
-    LLAMA,
-    SEGMENT,
-    STREAMS,
-    awaken,
-    differences,
-    stream,
-    words,
-)
+from integrations.transformers_hosts import GPT2, LLAMA, awaken, differences, stream, words
 from torch import Tensor
 
-from cached_transformers import add_memory, create_model, load_pretrained, remove_memory
-from cached_transformers.models.generation import generate
+from cached_transformers import add_memory, load_pretrained, remove_memory
 
 DynamicCache = pytest.importorskip("transformers").DynamicCache
-
-
-@pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
-@pytest.mark.parametrize("cached", [True, False])
-def test_generate_rolls_over_segments_as_our_generator_does(memory: str, cached: bool) -> None:
-    torch.manual_seed(0)
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "eos_token_id": None}
-    ours = create_model("transformers", vocabulary=30, architecture="gpt2", memory=STREAMS[memory], **sizes).eval()
-    theirs = copy.deepcopy(ours.model)
-    theirs.transformer.segment_reader.segment_length = SEGMENT
-    awaken(ours), awaken(theirs)
-    ids = words(2, 7)
-    with torch.no_grad():
-        state = ours(words(2, SEGMENT, 3)).state
-    expected = generate(ours, ids, state, tokens=12, temperature=0, segment_length=SEGMENT)
-    found = theirs.generate(
-        ids,
-        memory_state=state,
-        max_new_tokens=12,
-        do_sample=False,
-        use_cache=cached,
-        return_dict_in_generate=True,
-        attention_mask=torch.ones_like(ids),
-        pad_token_id=0,
-    )
-    assert torch.equal(found.sequences[:, 7:], expected.tokens)
-    assert differences(found.memory_state, expected.state) < 1e-4
 
 
 def test_without_segment_length_a_call_is_one_segment() -> None:
@@ -62,8 +25,6 @@ def test_without_segment_length_a_call_is_one_segment() -> None:
     )
     assert out.shape == (2, 22)
 
-
-# ---- texts that go on
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 GREEDY |= {"return_dict_in_generate": True}
@@ -133,9 +94,6 @@ def test_a_compiled_forward_generates_without_compiling_again() -> None:
     torch._dynamo.reset()
 
 
-# ---- segment_length
-
-
 def test_one_segment_a_call_is_saved_and_loaded_as_such(tmp_path: Any) -> None:
     model, ids = awaken(add_memory(GPT2.build(), "grc_stream", length=4, segment_length=None)), words(2, 20)
     model.save_pretrained(tmp_path)
@@ -144,8 +102,6 @@ def test_one_segment_a_call_is_saved_and_loaded_as_such(tmp_path: Any) -> None:
     assert again.transformer.segment_reader.segment_length is None
     assert remove_memory(again) is again
 
-
-# ---- refusals
 
 CALLS: list[tuple[str, Any, str]] = [
     ("attentions", lambda m, i, s: m(i, output_attentions=True), "output_attentions=True: .*remove_memory"),

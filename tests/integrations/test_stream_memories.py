@@ -27,8 +27,6 @@ from cached_transformers import SegmentLoop, add_memory, create_model
 from cached_transformers.memories.parts.interpolation import interpolate
 from cached_transformers.state import detach, map_state
 
-# ---- slow twins
-
 
 def heads(t_BND: Tensor, count: int) -> Tensor:
     return t_BND.unflatten(-1, (count, -1)).transpose(1, 2)
@@ -175,9 +173,6 @@ def test_rmt_is_the_host_between_memory_tokens(host: Architecture, mask: str, im
     torch.testing.assert_close(found.memory_state.model.tokens_BMD, carried, rtol=1e-4, atol=1e-5)
     found_hidden = model(ids, output_hidden_states=True).hidden_states
     torch.testing.assert_close(found_hidden[1], torch.cat(hidden, 1), rtol=1e-4, atol=1e-5)
-
-
-# ---- segments
 
 
 @architectures(DECODERS)
