@@ -255,16 +255,9 @@ def test_a_document_is_classified_by_a_fact_in_the_first_of_its_sixteen_segments
     """BERT alone, given the last segment, which is what it has positions for, stays at chance."""
     transformers = library("transformers")
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
-    config = transformers.BertConfig(
-        vocab_size=16,
-        max_position_embeddings=4,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=CLASSES,
-        initializer_range=0.2,
-        pad_token_id=15,
-        **sizes,
-    )
+    sizes |= {"vocab_size": 16, "max_position_embeddings": 4, "num_labels": CLASSES, "pad_token_id": 15}
+    more = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "initializer_range": 0.2}
+    config = transformers.BertConfig(**sizes, **more)
     scores = []
     for memory in (True, False):
         torch.manual_seed(0)

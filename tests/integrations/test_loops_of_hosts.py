@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.hosts import library
 from integrations.transformers_hosts import (
     BART,
     BERT,
@@ -100,7 +99,6 @@ def test_a_host_without_a_memory_is_refused_with_the_way_out(use: Any) -> None:
 
 
 def test_what_is_no_decoder_with_a_head_is_refused() -> None:
-    transformers = library("transformers")
     for model in (GPT2.build("GPT2Model"), BART.build(), BERT.build()):
         with pytest.raises(ValueError, match=rf"model={type(model).__name__} predicts no next tokens"):
             create_model("transformers", model=model)
@@ -110,4 +108,3 @@ def test_what_is_no_decoder_with_a_head_is_refused() -> None:
         create_model("transformers", model=GPT2.build(), n_embd=4)
     with pytest.raises(ValueError, match="leave out pretrained"):
         create_model("transformers", model=GPT2.build(), pretrained="gpt2")
-    assert transformers is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -25,11 +25,11 @@ from cached_transformers.interfaces.memory import Query
 class PlainAttention(nn.Module):
     """Self-attention as people write it."""
 
-    def __init__(self, dim: int = 16, heads: int = 2) -> None:
+    dim, heads = 16, 2
+
+    def __init__(self) -> None:
         super().__init__()
-        self.dim, self.heads = dim, heads
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.out = nn.Linear(dim, dim)
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
@@ -57,18 +57,14 @@ NAME = f"{PlainAttention.__module__}.{PlainAttention.__qualname__}"
 
 
 @pytest.fixture
-def registered() -> Iterator[None]:
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The example of register_adapter's docstring."""
-    before = dict(descriptions._ADAPTERS)
+    monkeypatch.setattr(descriptions, "_ADAPTERS", dict(descriptions._ADAPTERS))
 
     @register_adapter(NAME)
     def my_attention(site: descriptions.Site) -> Description:
         layer: Any = site.layer
         return Description(layer.dim, layer.heads, layer.out, lambda x: Query(x), facts={"length": site.length()})
-
-    yield
-    descriptions._ADAPTERS.clear()
-    descriptions._ADAPTERS.update(before)
 
 
 def fingerprint(model: nn.Module) -> Any:
@@ -171,10 +167,10 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, dict[str, Any], str]] = [
     (VIT.build, "grc", {"ratio": 0.01}, "ratio=0.01 .* 0 channels, which heads=2"),
     (VIT.build, "grc", {"variant": "released", "ratio": 0.375}, "width=32 into 12 groups"),
     (
-        lambda: nn.Sequential(nn.MultiheadAttention(16, 2), nn.MultiheadAttention(12, 6)),
+        lambda: nn.Sequential(MHA.build(), nn.MultiheadAttention(12, 6)),
         "grc",
         {**FOUR, "ratio": 0.75},
-        "ratio=0.75 .* 9 channels, which heads=6",
+        "ratio=0.75.*=6",
     ),
     (LLAMA.build, "grc_stream", {"ratio": 2}, r"ratio=2 must lie in \(0, 1\]"),
     (LLAMA.build, "grc_stream", {"input_size": (4, 4)}, r"input_size=\(4, 4\)"),

@@ -245,24 +245,20 @@ def test_a_projection_behind_its_layer_is_watched_too() -> None:
         hosts.BERT_SDPA.run(model, given)
 
 
-def test_a_projection_that_the_model_does_not_hold_is_refused() -> None:
+def test_a_projection_that_the_model_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from integrations import test_refusals as strangers
 
     from cached_transformers import register_adapter
     from cached_transformers.integrations import hosts as descriptions
     from cached_transformers.interfaces.memory import Query
 
-    before = dict(descriptions._ADAPTERS)
+    monkeypatch.setattr(descriptions, "_ADAPTERS", dict(descriptions._ADAPTERS))
 
     @register_adapter(strangers.NAME)
     def elsewhere(site: Any) -> Any:
         return descriptions.Host(16, 2, nn.Linear(16, 16), lambda x: Query(x), facts={"length": 4})
 
-    try:
-        strangers.refuse(strangers.PlainModel(), "its adapter names a Linear that is no part of the model")
-    finally:
-        descriptions._ADAPTERS.clear()
-        descriptions._ADAPTERS.update(before)
+    strangers.refuse(strangers.PlainModel(), "its adapter names a Linear that is no part of the model")
 
 
 def test_weights_are_used_without_a_call_where_nothing_stands_between() -> None:
