@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from integrations.cores import CORES
 
@@ -11,11 +9,8 @@ from cached_transformers import ATTENTIONS
 
 
 @pytest.fixture
-def cores() -> Iterator[None]:
+def cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cores of `cores.py` are registered, for one test."""
-    before = dict(ATTENTIONS._entries)
+    monkeypatch.setattr(ATTENTIONS, "_entries", dict(ATTENTIONS._entries))
     for name, kind in CORES.items():
         ATTENTIONS.register(name)(kind)
-    yield
-    ATTENTIONS._entries.clear()
-    ATTENTIONS._entries.update(before)

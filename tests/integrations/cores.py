@@ -86,30 +86,12 @@ class Selfish(Attention):
         return AttentionOutput(v_BHNV, None, v_BHNV.square().mean())
 
 
-class NeedsInput(Attention):
-    """Makes its values of the layer's input."""
-
-    def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
-        if call.x_BND is None:
-            raise ValueError("NeedsInput needs x_BND")
-        return AttentionOutput(call.x_BND.unflatten(-1, (q_BHNE.shape[1], -1)).transpose(1, 2))
-
-
-class Constant(Attention):
-    """Gives the values as they are."""
-
-    def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
-        return AttentionOutput(v_BHNV)
-
-
 CORES = {
-    "test_constant": Constant,
     "test_window": Window,
     "test_biased_window": BiasedWindow,
     "test_tempered": Tempered,
     "test_told": Told,
     "test_selfish": Selfish,
-    "test_needs_input": NeedsInput,
 }
 
 

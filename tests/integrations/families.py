@@ -101,9 +101,7 @@ def decoder(model_type: str, title: str, *, name: str = "", refused: str = "", *
     kind = "decoders"
     given = {"segment_length": SEGMENT}
     return Family(
-        *(name or model_type, title, kind, make, lambda: {"input_ids": words()}, given),
-        refused=refused,
-        carrying=given,
+        *(name or model_type, title, kind, make, lambda: {"input_ids": words()}, given), refused=refused, carrying=given
     )
 
 

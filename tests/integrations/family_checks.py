@@ -40,10 +40,7 @@ STREAMS: dict[str, dict[str, Any]] = {
 BESIDE = ("transformer_xl", "compressive", "ernie_doc", "infinity_former", "crtn")
 CAUSAL = {name: {**STREAMS[name], "mask": "causal"} for name in ("rmt", "memory_transformer")}
 """Those of them that are given to a model that takes no masks."""
-SHARED: dict[str, dict[str, Any]] = {
-    "grc": {"name": "grc"},
-    "attention_cache": {"name": "attention_cache"},
-}
+SHARED: dict[str, dict[str, Any]] = {"grc": {"name": "grc"}, "attention_cache": {"name": "attention_cache"}}
 """The memories that models take whose tokens see their whole segment."""
 BY_ROW = {name: STREAMS[name] for name in ("grc_stream", "rmt")}
 """Those with a state that such models are tried with."""
@@ -86,9 +83,6 @@ RECENT: dict[str, dict[str, Any]] = {
 
 def equal(found: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-
-
-# ---- of decoders
 
 
 def segments(model: Any, ids: Tensor) -> Tensor:
@@ -387,9 +381,6 @@ def compiles(family: Family, memory: dict[str, Any]) -> None:
         equal(out.logits, wanted)
 
 
-# ---- of models whose tokens see their whole segment
-
-
 def by_row(family: Family, model: Any, given: dict[str, Any] | None = None) -> Tensor:
     """The output behind a state: of a text, that of all its segments; of images, that of the third frame."""
     torch.manual_seed(5)
@@ -447,9 +438,6 @@ def shared_compiles(family: Family, memory: dict[str, Any]) -> None:
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", dynamic=False)
     equal(answer(family, compiled), expected)
-
-
-# ---- of both
 
 
 class SeenByAttention(torch.overrides.TorchFunctionMode):

@@ -17,6 +17,7 @@ from cached_transformers.models.pvt import PyramidVisionTransformer
 from cached_transformers.torchvision_guard import ensure_torchvision
 
 ROWS, TOKENS = 3, 6
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 
 
 def library(name: str) -> Any:
@@ -125,14 +126,7 @@ def transformers_vit(implementation: str) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         transformers = library("transformers")
         config = transformers.ViTConfig(
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=32,
-            image_size=16,
-            patch_size=4,
-            num_labels=5,
-            attn_implementation=implementation,
+            **SIZES, image_size=16, patch_size=4, num_labels=5, attn_implementation=implementation
         )
         return transformers.ViTForImageClassification(config)  # type: ignore[no-any-return]
 
@@ -146,17 +140,9 @@ def pixels() -> dict[str, Any]:
 def bert(implementation: str, dropout: float = 0.0) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         transformers = library("transformers")
-        config = transformers.BertConfig(
-            vocab_size=20,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=32,
-            max_position_embeddings=16,
-            attn_implementation=implementation,
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
-        )
+        dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+        sizes = {**SIZES, "vocab_size": 20, "max_position_embeddings": 16, **dropouts}
+        config = transformers.BertConfig(**sizes, attn_implementation=implementation)
         return transformers.BertModel(config, add_pooling_layer=False)  # type: ignore[no-any-return]
 
     return make
@@ -197,23 +183,8 @@ BERT_EAGER = transformers_host("bert_eager", bert("eager"), words, lambda y: y.l
 BERT_SDPA = transformers_host("bert_sdpa", bert("sdpa"), words, lambda y: y.last_hidden_state, **_LENGTH)
 BERT_DROPOUT = transformers_host("bert_dropout", bert("sdpa", 0.1), words, lambda y: y.last_hidden_state, **_LENGTH)
 
-HOSTS = [
-    VIT,
-    DISTILLED,
-    SWIN,
-    PVT,
-    PVT_LINEAR,
-    PVT_V1,
-    ENCODER,
-    ENCODER_PADDED,
-    ENCODER_PRENORM,
-    MHA,
-    MHA_TIME_FIRST,
-    HF_VIT,
-    BERT_EAGER,
-    BERT_SDPA,
-    BERT_DROPOUT,
-]
+HOSTS = [VIT, DISTILLED, SWIN, PVT, PVT_LINEAR, PVT_V1, ENCODER, ENCODER_PADDED, ENCODER_PRENORM, MHA, MHA_TIME_FIRST]
+HOSTS += [HF_VIT, BERT_EAGER, BERT_SDPA, BERT_DROPOUT]
 PADDED = [ENCODER_PADDED, ENCODER_PRENORM, BERT_EAGER, BERT_SDPA]
 
 

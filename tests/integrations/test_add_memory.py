@@ -3,31 +3,52 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from integrations.hosts import (
-    BERT_EAGER,
     BERT_SDPA,
     HF_VIT,
     HOSTS,
+    MHA,
     MHA_TIME_FIRST,
+    PADDED,
     PVT,
     PVT_LINEAR,
     SWIN,
+    TOKENS,
     VIT,
     Host,
     close_gates,
     hosts,
+    library,
     memories,
     stored,
     train,
 )
-from torch import Tensor
+from integrations.transformers_hosts import (
+    BERT,
+    DECODERS,
+    ENCODERS,
+    GPT2,
+    SEGMENT,
+    SEQ2SEQ,
+    STREAMS,
+    T5,
+    Architecture,
+    architectures,
+    awaken,
+    call_of,
+    words,
+)
+from torch import Tensor, nn
 
-from cached_transformers import add_memory, remove_memory, reset_caches
+from cached_transformers import add_memory, load_pretrained, remove_memory, reset_caches
 from cached_transformers.memories.grc.shared_cache import commit_caches
 
 
@@ -211,9 +232,6 @@ def test_a_plain_loop_commits_each_proposal_once(host: Host) -> None:
         assert not any(torch.equal(a, b) for a, b in zip(stored(model), proposed, strict=True))
 
 
-# ---- variants
-
-
 @hosts(RELEASED_HOSTS)
 @pytest.mark.parametrize("memory", ["grc", "convolution"])
 def test_the_released_code_and_its_control(host: Host, memory: str) -> None:
@@ -247,13 +265,6 @@ def test_the_control_has_as_many_channels_a_group_as_the_released_convolution(ho
     assert not list(stored(control))
 
 
-@hosts([BERT_EAGER])
-def test_options_may_come_as_a_dict(host: Host) -> None:
-    a = add_memory(host.build(), {"name": "grc", "length": 4, "ratio": 0.25})
-    b = add_memory(host.build(), "grc", length=4, ratio=0.25)
-    assert [c.shape for c in stored(a)] == [c.shape for c in stored(b)] == [(4, 4), (4, 4)]
-
-
 @hosts()
 def test_half_precision_hosts_get_half_precision_memories_with_float32_caches(host: Host) -> None:
     model = host.build().to(torch.bfloat16)
@@ -263,3 +274,162 @@ def test_half_precision_hosts_get_half_precision_memories_with_float32_caches(ho
     assert out.dtype == torch.bfloat16 and out.isfinite().all()
     commit_caches(model)
     assert all(c.dtype == torch.float32 and c.any() for c in stored(model))
+
+
+@hosts(PADDED)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_padded_row_is_the_trimmed_row(host: Host, training: bool) -> None:
+    padded, trimmed = host.with_memory(), host.with_memory()
+    for row in range(3):
+        given = {k: v[row : row + 1] for k, v in host.given(row).items()}
+        valid = TOKENS - [0, 2, 3][row]
+        short = {k: v[:, :valid] for k, v in given.items()}
+        a, b = (host.run(m.train(training), g) for m, g in ((padded, given), (trimmed, short)))
+        torch.testing.assert_close(a[:, :valid], b, rtol=0, atol=1e-5)
+        for x, y in zip(stored(padded), stored(trimmed), strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_fused_path_of_the_encoder_does_not_skip_the_memory(padded: bool, grad: bool) -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = add_memory(nn.TransformerEncoder(layer, 2), length=4)  # nested tensors are on by default
+    x_BND, padding_BN = torch.randn(2, 5, 16), torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1]]).bool()
+    mask = {"src_key_padding_mask": padding_BN} if padded else {}
+    model(x_BND, **mask)
+    model.eval()
+    with torch.set_grad_enabled(grad):
+        before = model(x_BND, **mask)
+        reset_caches(model)
+        after = model(x_BND, **mask)
+    assert before.shape == (2, 5, 16) and ((before - after).abs().amax(-1) > 1e-5).all()
+
+
+def test_removing_gives_the_encoder_its_nested_tensors_back() -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+    assert model.use_nested_tensor
+    assert not add_memory(model, length=4).use_nested_tensor
+    assert remove_memory(model).use_nested_tensor
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("need_weights, average", [(False, True), (True, True), (True, False)])
+def test_a_bare_attention_answers_in_the_shape_of_its_call(
+    batch_first: bool, batched: bool, need_weights: bool, average: bool
+) -> None:
+    plain = (MHA if batch_first else MHA_TIME_FIRST).build()
+    model = add_memory((MHA if batch_first else MHA_TIME_FIRST).build(), length=4)
+    x = torch.randn(5, 16) if not batched else torch.randn(3, 5, 16) if batch_first else torch.randn(5, 3, 16)
+    keep = torch.zeros(5, dtype=torch.bool) if not batched else torch.zeros(3, 5, dtype=torch.bool)
+    keep[..., -1] = True
+    call: dict[str, Any] = {"need_weights": need_weights, "average_attn_weights": average, "key_padding_mask": keep}
+    y, weights = model(x, x, x, **call)
+    expected, expected_weights = plain(x, x, x, **call)
+    assert y.shape == x.shape and (y - expected).abs().max() > 1e-4
+    assert (weights is None) == (not need_weights)
+    if need_weights:  # those of the self branch
+        torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-6)
+    close_gates(model)
+    torch.testing.assert_close(model(x, x, x, **call)[0], expected, rtol=0, atol=1e-6)
+
+
+def test_time_first_and_batch_first_are_the_same_memory() -> None:
+    a, b = MHA.with_memory(), MHA_TIME_FIRST.with_memory()
+    for seed in range(2):
+        x = MHA.given(seed)["query"]
+        x_t = x.transpose(0, 1)
+        torch.testing.assert_close(a(x, x, x)[0], b(x_t, x_t, x_t)[0].transpose(0, 1), rtol=0, atol=1e-6)
+    assert all(torch.allclose(p, q) for p, q in zip(stored(a), stored(b), strict=True))
+
+
+def test_a_decoder_keeps_its_attentions_and_the_encoder_gets_memories() -> None:
+    model = nn.Transformer(16, 2, 1, 2, 32, dropout=0.0, batch_first=True)
+    add_memory(model, length=4)
+    assert [name for name, m in model.named_modules() if m in memories(model)] == ["encoder.layers.0.self_attn.memory"]
+    source, target = torch.randn(2, 5, 16), torch.randn(2, 6, 16)
+    mask = nn.Transformer.generate_square_subsequent_mask(6)
+    out = model(source, target, tgt_mask=mask, tgt_is_causal=True)
+    changed = target.clone()
+    changed[:, 4:] += 1
+    reset_caches(model)
+    torch.testing.assert_close(model(source, changed, tgt_mask=mask, tgt_is_causal=True)[:, :4], out[:, :4])
+
+
+ALL = [*ENCODERS, *DECODERS]
+
+
+@architectures(SEQ2SEQ)
+def test_the_memory_of_an_encoder_decoder_is_in_the_encoder_alone(host: Architecture) -> None:
+    model = host.with_memory()
+    where = [name for name, module in model.named_modules() if name.endswith(".memory")]
+    assert len(where) == 2 and all("encoder" in name and "decoder" not in name for name in where)
+    plain = host.build()
+    ids, decoder_ids = words(2, 6), words(2, 5, 1)
+    hidden = torch.randn(2, 6, 16)
+    encoded = library("transformers").modeling_outputs.MoEModelOutput(last_hidden_state=hidden)
+    given = {"encoder_outputs": encoded, "decoder_input_ids": decoder_ids, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(model(**given).logits, plain(**given).logits)
+
+
+def test_weights_that_are_not_there_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    GPT2.build().save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"from_pretrained.*add_memory"):
+        load_pretrained(str(tmp_path / "plain"))
+    transformers = library("transformers")
+    model = awaken(GPT2.with_memory())
+    model.save_pretrained(tmp_path / "with", max_shard_size="10KB")
+    assert len(list((tmp_path / "with").glob("*.safetensors"))) > 1
+    body = load_pretrained(str(tmp_path / "with"), transformers.GPT2Model)  # the decoder alone, from its model's files
+    ids = words(2, 7)
+    torch.testing.assert_close(body(ids).last_hidden_state, model.transformer(ids).last_hidden_state)
+    said = logging.getLogger("transformers")
+    said.addHandler(caplog.handler)
+    try:
+        classifier = load_pretrained(str(tmp_path / "with"), transformers.GPT2ForSequenceClassification)
+    finally:
+        said.removeHandler(caplog.handler)
+    assert classifier(ids).memory_state is not None and "score.weight" in caplog.text and "memory" not in caplog.text
+    GPT2.build().save_pretrained(tmp_path / "with")
+    model.config.save_pretrained(tmp_path / "with")
+    for load in (load_pretrained, transformers.GPT2LMHeadModel.from_pretrained):
+        with pytest.raises(ValueError, match=r"holds no .*memory.* \(\d+ tensors are missing\).*add_memory"):
+            load(str(tmp_path / "with"))
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "with")
+    del config.cached_transformers
+    host = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "with", config=config)
+    add_memory(host, GPT2.memory, **GPT2.options)
+
+
+@pytest.mark.parametrize(
+    ("host", "memory"), [*((host, None) for host in ALL), *((host, "rmt") for host in (*DECODERS, BERT))], ids=str
+)
+def test_removing_restores_outputs_keys_code_and_config(host: Architecture, memory: str | None) -> None:
+    plain = host.build()
+    model = host.with_memory() if memory is None else host.with_memory(STREAMS[memory], segment_length=SEGMENT)
+    call = call_of(host)
+    model.train()(**call).loss.backward()
+    model.eval()
+    assert remove_memory(model) is model
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert torch.equal(model(**call).logits, plain(**call).logits)
+    assert model.config.to_dict() == plain.config.to_dict()
+    for a, b in zip(model.modules(), plain.modules(), strict=True):
+        assert vars(a).keys() == vars(b).keys()
+        assert len(a._forward_pre_hooks) == len(b._forward_pre_hooks) and len(a._forward_hooks) == len(b._forward_hooks)
+    with pytest.raises(ValueError, match=r"no memory that could be removed"):
+        remove_memory(model)
+    add_memory(model, host.memory, **host.options)
+
+
+def test_a_t5_whose_heads_are_wider_than_its_model() -> None:
+    wide = Architecture("wide", T5.cls, T5.config, {**T5.sizes, "d_kv": 20})
+    model = wide.with_memory("grc", length=4, ratio=0.25)
+    close_gates(model)
+    call = call_of(wide)
+    assert torch.equal(model(**call).logits, wide.build()(**call).logits)
+    with pytest.raises(ValueError, match=r"16.*40.*ratio=0.4"):
+        wide.with_memory("grc", length=4)
+    with pytest.raises(ValueError, match="mix='outputs'"):
+        wide.with_memory("grc", length=4, ratio=0.25, mix="outputs")

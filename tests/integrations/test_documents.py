@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,7 @@ from integrations.hosts import close_gates, library
 from integrations.transformers_hosts import awaken, differences
 from torch import Tensor, nn
 
-from cached_transformers import (
-    SegmentLoop,
-    add_memory,
-    generate,
-    load_pretrained,
-    read_stream,
-    remove_memory,
-)
+from cached_transformers import SegmentLoop, add_memory, generate, read_stream
 
 RMT = {"name": "rmt", "length": 3}
 CACHE = {"name": "grc_stream", "length": 4}
@@ -65,9 +57,6 @@ def unequal(lengths: list[int], total: int, side: str) -> tuple[list[Tensor], di
         place = slice(total - row.shape[1], total) if left else slice(0, row.shape[1])
         ids[index, place], mask[index, place] = row[0], 1
     return rows, {"input_ids": ids, "attention_mask": mask}
-
-
-# ---- what is computed
 
 
 def rmt_twin(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,28 +182,6 @@ def test_a_cache_of_rows_has_its_own_number_of_slots() -> None:
     assert model.init_memory_state(2).layers[0].cache_BMC.shape[1] == 64  # not one for each of the 64 positions
 
 
-def test_the_layers_of_albert_share_one_state() -> None:
-    model = add_memory(NAMED["albert"].build(), CACHE, segment_length=SEGMENT)
-    assert len(model.init_memory_state(2).layers) == 1
-
-
-# ---- what it is used with
-
-
-@some
-def test_saved_loaded_copied_and_taken_away(memory: Any, tmp_path: Path) -> None:
-    model, ids, plain = bert(memory), words(2, 12), NAMED["bert"].build()
-    model.save_pretrained(tmp_path)
-    auto = library("transformers").AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    for again in (load_pretrained(str(tmp_path)), auto, copy.deepcopy(model)):
-        assert torch.equal(again(ids).logits, model(ids).logits)
-    names = list(model.state_dict())
-    assert torch.equal(remove_memory(model)(ids).logits, plain(ids).logits)
-    assert (
-        "forward" not in vars(model.bert.embeddings) and list(model.state_dict()) == list(plain.state_dict()) != names
-    )
-
-
 @pytest.mark.slow
 @some
 def test_compiled_with_padding_on_either_side(memory: Any) -> None:
@@ -270,8 +237,6 @@ def test_states_of_others_are_refused() -> None:
         model(ids, memory_state=model.init_memory_state(3))
 
 
-# ---- what it is for
-
 CLASSES, NOISE = 4, 8
 
 
@@ -290,16 +255,9 @@ def test_a_document_is_classified_by_a_fact_in_the_first_of_its_sixteen_segments
     """BERT alone, given the last segment, which is what it has positions for, stays at chance."""
     transformers = library("transformers")
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
-    config = transformers.BertConfig(
-        vocab_size=16,
-        max_position_embeddings=4,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=CLASSES,
-        initializer_range=0.2,
-        pad_token_id=15,
-        **sizes,
-    )
+    sizes |= {"vocab_size": 16, "max_position_embeddings": 4, "num_labels": CLASSES, "pad_token_id": 15}
+    more = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "initializer_range": 0.2}
+    config = transformers.BertConfig(**sizes, **more)
     scores = []
     for memory in (True, False):
         torch.manual_seed(0)

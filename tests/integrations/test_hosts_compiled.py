@@ -134,8 +134,6 @@ def test_exported_is_eager(host: Host) -> None:
         assert_near(host.run(folded, given), expected)
 
 
-# ---- another attention
-
 QUICK = [(VIT, "grc", {}), (BERT_SDPA, None, {}), (MHA_VALUES, "grc", {})]
 MORE = [
     (host, memory, {})
@@ -170,9 +168,6 @@ def test_another_attention_is_one_graph_and_is_exported(
         expected = host.run(model.eval(), given)
         for strict in (False, True) if (host, memory, options) in MORE else (False,):
             assert_near(host.run(torch.export.export(model, (), given, strict=strict).module(), given), expected)
-
-
-# ---- the model by name
 
 
 def test_timm_models_by_name() -> None:

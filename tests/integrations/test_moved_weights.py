@@ -28,9 +28,6 @@ from cached_transformers.state import named_tensors
 some = pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
 
 
-# ---- accelerate
-
-
 @architectures(DECODERS)
 @some
 @torch.no_grad()
@@ -70,9 +67,6 @@ def test_an_offloaded_encoder_keeps_its_shared_memory() -> None:
         torch.testing.assert_close(model(x), expected)
 
 
-# ---- torch.compile
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["grc_stream", "rmt"])
 def test_compiled_there_is_one_graph_for_all_segments(memory: str) -> None:
@@ -93,8 +87,6 @@ def test_torch_compile_does_not_trace_into_what_reads_segments() -> None:
     stream(GPT2, "rmt")
     assert DecoderForward._read_apart._torchdynamo_disable_recursive is False
 
-
-# ---- FSDP
 
 Batch = tuple[Tensor, ...]
 

@@ -112,10 +112,16 @@ def given(model: Any) -> Any:
         return model(words(len(IDS), SEGMENT + 2, 5)).memory_state
 
 
+WRITTEN_OUT = Architecture(
+    "eager", LLAMA.cls, LLAMA.config, {**LLAMA.sizes, "num_key_value_heads": 4, "attn_implementation": "eager"}
+)
+"""For memories that ask for the weights of attention, or keep keys: heads that share none."""
 MEMORIES: dict[str, tuple[Architecture, dict[str, Any]]] = {
     **{f"{memory}/{host}": (host, spec) for memory, spec in STREAMS.items() for host in DECODERS},
     **{name: (GPT2 if "gpt2" in name else LLAMA, spec) for name, spec in RECENT.items()},
     **{f"{name}/kv": (LLAMA, spec) for name, spec in KINDS.items()},
+    **{name: (WRITTEN_OUT, {"name": name, "length": 4}) for name in ("tova", "h2o")},
+    "streaming_llm of keys": (WRITTEN_OUT, {"name": "streaming_llm", "length": 6, "sinks": 2, "keep": "kv"}),
 }
 
 
@@ -123,21 +129,6 @@ MEMORIES: dict[str, tuple[Architecture, dict[str, Any]]] = {
 def test_packed_rows_are_separate_rows(case: str) -> None:
     host, memory = MEMORIES[case]
     model = awaken(host.with_memory(memory, segment_length=SEGMENT))
-    same(model, given(model), document_ids=IDS)
-
-
-OWN_ATTENTION: dict[str, dict[str, Any]] = {
-    "tova": {"name": "tova", "length": 4},
-    "h2o": {"name": "h2o", "length": 4},
-    "streaming_llm of keys": {"name": "streaming_llm", "length": 6, "sinks": 2, "keep": "kv"},
-}
-"""Memories that ask for the weights of attention, or keep keys: heads that share none, written out."""
-
-
-@pytest.mark.parametrize("name", list(OWN_ATTENTION))
-def test_memories_that_keep_keys_or_ask_for_weights(name: str) -> None:
-    host = LLAMA.build(num_key_value_heads=4, attn_implementation="eager")
-    model = add_memory(host, OWN_ATTENTION[name], segment_length=SEGMENT)
     same(model, given(model), document_ids=IDS)
 
 
@@ -159,8 +150,6 @@ def test_every_document_begins_with_the_state_that_was_tuned() -> None:
     torch.testing.assert_close([p.grad for p in tuned.parameters()], grads)
     assert grads and all(grad.abs().max() > 0 for grad in grads)
 
-
-# ---- who says where documents begin
 
 PLACES = torch.cat([torch.arange(7), torch.arange(1), torch.arange(5)])[None]
 BOUNDS = torch.tensor([0, 7, 8, 13])
@@ -211,9 +200,6 @@ def test_one_document_in_each_row_is_the_row() -> None:
     assert differences(a.past_key_values.memory_state, b.past_key_values.memory_state) < 1e-6
 
 
-# ---- losses
-
-
 def test_labels_ask_each_token_for_the_next_one_of_its_document() -> None:
     labels = torch.arange(100, 100 + IDS.numel()).view(IDS.shape)
     found, expected = labels_within(labels, IDS), torch.full_like(IDS, -100)
@@ -245,8 +231,6 @@ def test_a_head_that_answers_for_a_row_is_refused(head: str) -> None:
         model(words(1, 13), position_ids=PLACES)
 
 
-# ---- Trainer, loops, adapters, activation checkpointing
-
 TEXTS = [words(1, count, count)[0].tolist() for count in (7, 1, 5, 12, 3, 9, 6, 2)]
 
 
@@ -271,18 +255,9 @@ def test_flattened_batches_train_as_padded_ones(
     trained = []
     for collator in collators:
         model = awaken(stream(host, memory))
-        arguments = transformers.TrainingArguments(
-            str(tmp_path / "run"),
-            max_steps=2,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            learning_rate=1e-2,
-            optim="sgd",
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-        )
+        options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
+        options |= {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+        arguments = transformers.TrainingArguments(str(tmp_path / "run"), max_steps=2, optim="sgd", **options)
         rows = [{"input_ids": text} for text in TEXTS]
         trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, data_collator=collator)
         trainer.train()
@@ -309,20 +284,6 @@ def test_activation_checkpointing_changes_nothing(host: Architecture) -> None:
         out = model(TOKENS, labels=TOKENS, document_ids=IDS, memory_state=past)
         found.append((out.loss, gradients(model, out.loss)))
     torch.testing.assert_close(found[1], found[0])
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-def test_adapters_of_peft_read_packed_rows() -> None:
-    library("transformers")
-    peft = pytest.importorskip("peft", reason="PEFT is not installed")
-    torch.manual_seed(5)
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["memory"])
-    model = peft.get_peft_model(stream(LLAMA, "grc_stream"), config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0, 0.5)
-    same(model, given(model), document_ids=IDS)
 
 
 def piece_by_piece(model: Any, past: Any, targets: Tensor) -> tuple[Tensor, list[Any]]:
@@ -370,8 +331,6 @@ def test_a_host_by_name_is_told_of_documents(memory: Any) -> None:
     assert torch.equal(model(TOKENS, documents=IDS, last_only=True).outputs, whole.outputs[:, -1:])
 
 
-# ---- what is refused
-
 ONE = words(1, 13)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "keys and values": (
@@ -415,9 +374,6 @@ def test_encoders_refuse_it_with_the_reason(name: str) -> None:
     told = {"document_ids": NUMBERS, "cu_seq_lens_q": BOUNDS, "seq_idx": NUMBERS}[name]
     with pytest.raises(ValueError, match=rf"{name}: an encoder .*one text a row; .*a row of its own"):
         model(ONE, **{name: told})
-
-
-# ---- compiled
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,9 +71,6 @@ def near(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-# ---- the memory among the modules to save
-
-
 @architectures(DECODERS)
 def test_two_adapters_have_memories_of_their_own(host: Architecture) -> None:
     model = adapted(stream(host, "grc_stream"), OUT[host])
@@ -93,9 +89,6 @@ def test_two_adapters_have_memories_of_their_own(host: Architecture) -> None:
             model.set_adapter(name)
             assert torch.equal(logits(model), results[name])
         near(logits(model.merge_and_unload()), results["second"])
-
-
-# ---- adapters behind the mix
 
 
 def assert_merges(model: Any, run: Callable[[Any], Tensor]) -> nn.Module:
@@ -150,19 +143,6 @@ def test_merged_and_unmerged_encoders_are_equal(
         assert (changed - run(host.build().eval())).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("method", ["IA3Config", "VeraConfig"])
-def test_other_methods_merge_beside_a_saved_memory(method: str) -> None:
-    options = {"feedforward_modules": []} if method == "IA3Config" else {"r": 2}
-    config = getattr(peft, method)(target_modules=["q_proj"], modules_to_save=["memory"], **options)
-    model = peft.get_peft_model(stream(LLAMA, "rmt"), config).train()
-    steps(model, logits)
-    merged = assert_merges(model, logits)
-    assert not any("modules_to_save" in name for name, _ in merged.named_modules())
-
-
-# ---- adapters in the memory itself
-
-
 def test_a_folded_cache_is_none_of_an_adapter_s() -> None:
     """In evaluation keys and values of a constant cache are kept, but not while an adapter may be switched off."""
     host, given = hosts.VIT, hosts.VIT.given()
@@ -178,9 +158,6 @@ def test_a_folded_cache_is_none_of_an_adapter_s() -> None:
         with model.disable_adapter():
             near(host.run(model, given), plain)
         near(host.run(model.merge_and_unload(), given), with_adapter)
-
-
-# ---- frozen memories
 
 
 @architectures(DECODERS)
@@ -249,9 +226,6 @@ def test_a_loaded_memory_may_be_frozen(tmp_path: Path) -> None:
     logits(peft.PeftModel.from_pretrained(stream(GPT2, "rmt"), tmp_path / "adapter").merge_and_unload().train())
 
 
-# ---- adapters of transformers' own
-
-
 def with_own_adapter(save: bool = True) -> Any:
     model = stream(LLAMA, "rmt")
     torch.manual_seed(5)
@@ -288,9 +262,6 @@ def test_a_memory_that_no_adapter_saves_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=way_out):
             host.save_pretrained(tmp_path / "lost")
         assert not (tmp_path / "lost").exists()
-
-
-# ---- adapters first
 
 
 def test_a_memory_beside_adapters_that_would_not_save_it_is_refused() -> None:
@@ -374,9 +345,6 @@ def test_a_refused_memory_leaves_a_model_with_adapters_as_it_was() -> None:
     assert model.peft_config["default"].modules_to_save is None
 
 
-# ---- adapters of several in one batch
-
-
 def test_rows_with_adapters_of_their_own() -> None:
     model = adapted(stream(GPT2, "rmt"), QKV[GPT2] + OUT[GPT2])
     with torch.no_grad(), pytest.raises(ValueError, match="adapter_names"):
@@ -390,18 +358,3 @@ def test_rows_with_adapters_of_their_own() -> None:
         near(both[:1], model(IDS[:1]).logits)
         with model.disable_adapter():
             near(both[1:], model(IDS[1:]).logits)
-
-
-# ---- the page
-
-
-def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other; what is merged, and what is quantised, has the memory of the page."""
-    pytest.importorskip("torch.ao.quantization", reason="this torch has no torch.ao.quantization any more")
-    monkeypatch.chdir(tmp_path)
-    page = Path(__file__).parents[2] / "docs" / "peft.md"
-    names: dict[str, Any] = {}
-    for example in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
-        exec(compile(example, page.name, "exec"), names)
-    for name in ("merged", "quantised", "model"):
-        assert names[name](IDS).memory_state.model.tokens_BMD.shape == (2, 4, 32)

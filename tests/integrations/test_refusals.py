@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from integrations.families import patches, timm_family
-from integrations.hosts import (
-    BERT_EAGER,
-    HF_VIT,
-    MHA,
-    SWIN,
-    VIT,
-    bert,
-    close_gates,
-    hosts,
-    library,
-    memories,
-    stored,
-)
+from integrations.hosts import BERT_EAGER, HF_VIT, MHA, SWIN, VIT, bert, close_gates, library, memories, stored
 from integrations.transformers_hosts import BART, BERT, GPT2, LLAMA, STREAMS, SWITCH, T5
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -36,11 +25,11 @@ from cached_transformers.interfaces.memory import Query
 class PlainAttention(nn.Module):
     """Self-attention as people write it."""
 
-    def __init__(self, dim: int = 16, heads: int = 2) -> None:
+    dim, heads = 16, 2
+
+    def __init__(self) -> None:
         super().__init__()
-        self.dim, self.heads = dim, heads
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.out = nn.Linear(dim, dim)
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
@@ -68,18 +57,14 @@ NAME = f"{PlainAttention.__module__}.{PlainAttention.__qualname__}"
 
 
 @pytest.fixture
-def registered() -> Iterator[None]:
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The example of register_adapter's docstring."""
-    before = dict(descriptions._ADAPTERS)
+    monkeypatch.setattr(descriptions, "_ADAPTERS", dict(descriptions._ADAPTERS))
 
     @register_adapter(NAME)
     def my_attention(site: descriptions.Site) -> Description:
         layer: Any = site.layer
         return Description(layer.dim, layer.heads, layer.out, lambda x: Query(x), facts={"length": site.length()})
-
-    yield
-    descriptions._ADAPTERS.clear()
-    descriptions._ADAPTERS.update(before)
 
 
 def fingerprint(model: nn.Module) -> Any:
@@ -96,9 +81,6 @@ def refuse(model: nn.Module, message: str, *args: Any, by: Callable[..., Any] = 
     with pytest.raises(ValueError, match=message):
         by(model, *args, **options)
     assert fingerprint(model) == before
-
-
-# ---- adapters
 
 
 @pytest.mark.parametrize("kind", [PlainAttention, OtherAttention])
@@ -144,9 +126,6 @@ def test_a_layer_may_be_left_out_by_its_adapter(registered: None) -> None:
     assert model(torch.randn(2, 5, 16)).shape == (2, 5, 16)
 
 
-# ---- memories and options
-
-
 class MyMultihead(nn.MultiheadAttention):
     """With code of its own, for all that is known."""
 
@@ -188,10 +167,10 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, dict[str, Any], str]] = [
     (VIT.build, "grc", {"ratio": 0.01}, "ratio=0.01 .* 0 channels, which heads=2"),
     (VIT.build, "grc", {"variant": "released", "ratio": 0.375}, "width=32 into 12 groups"),
     (
-        lambda: nn.Sequential(nn.MultiheadAttention(16, 2), nn.MultiheadAttention(12, 6)),
+        lambda: nn.Sequential(MHA.build(), nn.MultiheadAttention(12, 6)),
         "grc",
         {**FOUR, "ratio": 0.75},
-        "ratio=0.75 .* 9 channels, which heads=6",
+        "ratio=0.75.*=6",
     ),
     (LLAMA.build, "grc_stream", {"ratio": 2}, r"ratio=2 must lie in \(0, 1\]"),
     (LLAMA.build, "grc_stream", {"input_size": (4, 4)}, r"input_size=\(4, 4\)"),
@@ -270,16 +249,14 @@ def test_a_segment_may_take_all_positions_and_a_model_without_a_state_any() -> N
     add_memory(GPT2.build(), "memory_transformer", length=3)  # carries nothing, so that no length is missing
 
 
-@hosts([VIT, MHA, HF_VIT, BERT_EAGER])
-def test_adding_twice_is_refused(host: Any) -> None:
-    model = host.with_memory()
-    refuse(model, r"has a memory already; call remove_memory\(model\) first", "grc", **host.options)
-    before = [memory for memory in memories(model)]
-    host.run(model, host.given())
-    assert memories(model) == before
+TWICE = [*((host, "grc", "grc") for host in (VIT, MHA, HF_VIT, BERT_EAGER))]
+TWICE += [(host, *pair) for host in (GPT2, LLAMA) for pair in product(("grc_stream", "rmt"), repeat=2)]
 
 
-# ---- calls
+@pytest.mark.parametrize("host, first, second", TWICE, ids=str)
+def test_adding_twice_is_refused(host: Any, first: str, second: str) -> None:
+    options = host.options if first == "grc" else {"segment_length": 5}
+    refuse(host.with_memory(first, **options), r"memory already; call remove_memory\(model\)", second, **options)
 
 
 def causal(n: int) -> Tensor:

@@ -97,9 +97,6 @@ def assert_same_gradients(model: nn.Module, plain: nn.Module, atol: float = 1e-6
             torch.testing.assert_close(p.grad, wanted[name], rtol=1e-4, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
-# ---- values
-
-
 @hosts(REPLACED)
 @pytest.mark.parametrize("training", [True, False])
 def test_softmax_changes_nothing(host: Host, training: bool) -> None:
@@ -205,9 +202,6 @@ def test_the_core_gets_the_layer_s_input(host: Host) -> None:
     assert torch.equal(layer.core.x_BND, seen[0])  # type: ignore[union-attr]
 
 
-# ---- what stays, what is saved, how it is undone
-
-
 @hosts(REPLACED)
 def test_restoring_gives_back_outputs_keys_and_code(host: Host) -> None:
     plain, model = host.build(), replace_attention(host.build(), "softmax")
@@ -258,9 +252,6 @@ def test_a_copy_is_equal_and_goes_its_own_way(host: Host) -> None:
     with torch.no_grad():
         restore_attention(model)
         host.run(twin, given)
-
-
-# ---- beside a memory
 
 
 @hosts([*WINDOWED, SWIN])
@@ -339,9 +330,6 @@ def test_every_attention_serves_or_is_refused_when_replacing(host: Host, name: s
         restore_attention(remove_memory(model))
 
 
-# ---- precision, checkpointing
-
-
 @hosts([VIT, BERT_SDPA, ENCODER, MHA_VALUES, HF_VIT])
 def test_autocast(host: Host) -> None:
     plain, model = host.build(), windowed(host)
@@ -366,9 +354,6 @@ def test_activation_checkpointing_of_the_host(host: Host, reentrant: bool) -> No
     for m in (plain, model):
         host.run(m.train(), host.given(), 5).square().mean().backward()
     assert_same_gradients(model, plain)
-
-
-# ---- BART, T5, GPT-2, Llama
 
 
 @architectures([BART, T5, *DECODERS])

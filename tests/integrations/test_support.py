@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 USES = ("train", "generate", "beams", "save", "compile", "checkpointing", "LoRA", "DDP", "FSDP2")
 WRAPPED: dict[str, Callable[..., None]] = {
-    **{"LoRA": wrapped.adapts, "DDP": wrapped.replicated, "FSDP2": wrapped.cut_up},
+    **{"LoRA": wrapped.adapts, "DDP": wrapped.replicated, "FSDP2": wrapped.cut_up}
 }
 EACH = {"train": checks.trains, "save": checks.saves, "checkpointing": checks.checkpoints}
 TEXT = {"generate": checks.generates, "beams": checks.searches}

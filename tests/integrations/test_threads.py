@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ NAMED = {family.name: family for family in ALL}
 
 def in_turns(calls: list[Callable[[], Tensor]], modules: list[nn.Module]) -> list[list[Tensor]]:
     """The results of calls that each run on a thread of their own, which change at every module."""
-    barrier, found = threading.Barrier(len(calls)), [[] for _ in calls]  # type: list[Any]
+    barrier = threading.Barrier(len(calls))
 
     def meet(*_: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -30,19 +31,12 @@ def in_turns(calls: list[Callable[[], Tensor]], modules: list[nn.Module]) -> lis
     hooks = [module.register_forward_pre_hook(meet) for module in modules]
     hooks += [module.register_forward_hook(meet) for module in modules]
 
-    def run(number: int) -> None:
-        try:
-            with torch.no_grad():
-                found[number] = [calls[number]() for _ in range(ROUNDS)]
-        except BaseException:
-            barrier.abort()
-            raise
+    def run(call: Callable[[], Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            return [call() for _ in range(ROUNDS)]
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(calls)) as pool:
+        found = list(pool.map(run, calls))
     for hook in hooks:
         hook.remove()
     return found

@@ -195,19 +195,6 @@ def test_dropout_of_attention_and_missing_biases_hold_for_the_branch_too(timm: A
 
 
 @each
-def test_options_of_the_memory(timm: Any, host: str) -> None:
-    model = build(timm, host, memory_options={"variant": "released", "ratio": 1.0})
-    assert all(m.mix == "outputs" and m.convolution is not None for m in memories(model))
-    widths = [m.cache.width for m in memories(model)]
-    assert widths == [m.branch.cache for m in memories(model)] and max(widths) == 32
-    with pytest.raises(ValueError, match=r"'grc'.*'ration'.*'ratio'"):
-        build(timm, host, memory_options={"ration": 1.0})
-
-
-# ---- feature maps
-
-
-@each
 @cache
 def test_feature_maps_are_those_of_the_plain_model(timm: Any, host: str, cache: str) -> None:
     chosen = {"features_only": True, "out_indices": (0, 1)} if "pvt" not in host else {"features_only": True}
@@ -235,9 +222,6 @@ def test_pyramids_give_maps_for_detectors(timm: Any, host: str) -> None:
         sum(m.mean() for m in maps).backward()
     sizes = [c.size for c in caches(model)]
     assert sizes == [(16, 16), (8, 8), (4, 4), (2, 2), (2, 2)]
-
-
-# ---- weights
 
 
 def weights(model: nn.Module, path: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,9 +122,6 @@ def awaken(model: Any, seed: int = 3) -> Any:
             if "memory." in name:
                 parameter.normal_(0, 0.5)
     return model
-
-
-Make = Callable[..., Any]
 
 
 def by_hand(model: Any, ids: Tensor, state: Any = None) -> tuple[Tensor, Any]:
