@@ -204,4 +204,4 @@ def hints_of(factory: Callable[..., Any]) -> dict[str, Any]:
             with contextlib.suppress(NameError):
                 one = types.SimpleNamespace(__annotations__={name: annotation}, __wrapped__=target)
                 found |= typing.get_type_hints(one)
-    return {name: found.get(name, Any if a is inspect.Parameter.empty else a) for name, a in written.items()}
+    return {name: Any if a is inspect.Parameter.empty else found.get(name, a) for name, a in written.items()}
