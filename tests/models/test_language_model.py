@@ -40,6 +40,18 @@ def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
         call()
 
 
+OTHERWISE = [("rmt", "length", 1, 10), ("compressive", "rate", 2, 4), ("infini", "update", "linear", "delta")]
+
+
+@pytest.mark.parametrize(("name", "option", "value", "other"), OTHERWISE)
+def test_a_state_of_other_options_is_refused(name: str, option: str, value: Any, other: Any) -> None:
+    state = build(memory={"name": name, option: value})(tokens()).state
+    with pytest.raises(ValueError, match=f" {name} "):
+        build(memory={"name": name, option: other})(tokens(), state)
+    same = build(memory={"name": name, option: value}, dropout=0.1)
+    assert states.signature(same(tokens(), state).state) == states.signature(state)
+
+
 def test_a_state_fits_a_model_that_never_made_one_and_one_whose_memory_is_longer_in_evaluation() -> None:
     model = build(memory={**XL, "eval_length": 7})
     state = model(tokens()).state
