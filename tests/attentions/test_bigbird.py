@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attentions.agreement import agree
 from torch import Tensor
 
 from cached_lab.experiments.costs.flops import count_flops
@@ -80,12 +81,7 @@ def test_it_is_softmax_over_the_pattern(tokens: int, causal: bool, options: dict
         padding = torch.arange(tokens) >= torch.tensor(lengths)[:, None]
         given = inputs(tokens)
         got = core(*given, causal=causal, key_padding_mask=padding if padding.any() else None).out_BHNV
-        weight = torch.randn_like(got) * ~padding[:, None, :, None]
-        want = twin(core, *given, causal, lengths)
-        torch.testing.assert_close(got * weight, want * weight, rtol=0, atol=1e-10)
-        gradients = [torch.autograd.grad((out * weight).sum(), given) for out in (got, want)]
-        for a, b in zip(*gradients, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+        agree(got, twin(core, *given, causal, lengths), given, weight=~padding[:, None, :, None])
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attentions.agreement import agree_by_definition
 from attentions.cases import B, E, H, build
 from torch import Tensor
 from torch.nn import functional as F
@@ -105,29 +106,12 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("count", [1, 3, 9, 14])
 def test_values_and_gradients_are_those_of_the_definition(options: dict[str, Any], count: int) -> None:
     core = reformer(**options)
-    padding = torch.zeros(B, count, dtype=torch.bool)
-    padding[0, count // 2 :] = True
-    padding[1, : count // 3] = True
-    for causal in (False, True):
-        for mask in (None, padding):
-            q, v = tokens_of(count, E + 1)
-            want, want_lse = twin(core, q, v, causal=causal, padding=mask)
-            there = torch.ones(B, count, dtype=torch.bool) if mask is None else ~mask
-            weight = torch.randn(want.shape, dtype=torch.double) * there[:, None, :, None]
-            lse_weight = torch.randn(want_lse.shape, dtype=torch.double) * there[:, None]
-            call = {"causal": causal, "key_padding_mask": mask}
-            got = core(q, torch.randn_like(q), v, want_lse=True, **call)
-            plain = core(q, torch.randn_like(q), v, **call).out_BHNV
-            torch.testing.assert_close(plain * weight, want * weight, rtol=0, atol=1e-10)
-            torch.testing.assert_close(got.out_BHNV * weight, want * weight, rtol=0, atol=1e-10)
-            torch.testing.assert_close(got.lse_BHN * lse_weight, want_lse * lse_weight, rtol=0, atol=1e-10)
-            got_loss = (got.out_BHNV * weight).sum() + (got.lse_BHN * lse_weight).sum()
-            want_loss = (want * weight).sum() + (want_lse * lse_weight).sum()
-            if want_loss.requires_grad:
-                for a, b in zip(
-                    torch.autograd.grad(got_loss, [q, v]), torch.autograd.grad(want_loss, [q, v]), strict=True
-                ):
-                    torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+    q, v = tokens_of(count, E + 1)
+    agree_by_definition(
+        lambda given, **call: core(given["q"], torch.randn_like(q), given["v"], **call),
+        lambda given, **call: twin(core, given["q"], given["v"], **call),
+        {"q": q, "v": v},
+    )
 
 
 def test_the_published_causal_form_leaks_and_the_strict_one_does_not() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attentions.agreement import agree_by_definition
 from attentions.cases import B, E, H
 from torch import Tensor
 
@@ -134,36 +135,14 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("count", [1, 3, 8, 14])
 def test_values_and_gradients_are_those_of_the_definition(options: dict[str, Any], count: int) -> None:
     core = sinkhorn(**options)
-    want_lse = core.combine != "outputs"
-    padding = torch.zeros(B, count, dtype=torch.bool)
-    padding[0, count // 2 :] = True
-    padding[1, : count // 3] = True
-    for causal in (False, True)[: 1 if core.sortcut else 2]:
-        for mask in (None, padding):
-            given = tokens_of(count, E + 1)
-            want, lse = twin(core, given, causal=causal, padding=mask)
-            there = torch.ones(B, count, dtype=torch.bool) if mask is None else ~mask
-            weight = torch.randn(want.shape, dtype=torch.double) * there[:, None, :, None]
-            seen = there[:, None] & (lse > torch.finfo(lse.dtype).min)
-            lse_weight = torch.randn(lse.shape, dtype=torch.double) * seen
-            call = {"causal": causal, "key_padding_mask": mask}
-            got = run(core, given, **call, want_lse=want_lse)
-            torch.testing.assert_close(run(core, given, **call).out_BHNV * weight, want * weight, rtol=0, atol=1e-10)
-            torch.testing.assert_close(got.out_BHNV * weight, want * weight, rtol=0, atol=1e-10)
-            got_loss, want_loss = (got.out_BHNV * weight).sum(), (want * weight).sum()
-            if want_lse:
-                torch.testing.assert_close(got.lse_BHN[seen], lse[seen], rtol=0, atol=1e-10)
-                got_loss, want_loss = got_loss + (got.lse_BHN * lse_weight).sum(), want_loss + (lse * lse_weight).sum()
-            if want_loss.requires_grad:
-                sources = [*given.values(), *core.parameters()]
-                got_grads, want_grads = (
-                    torch.autograd.grad(t, sources, allow_unused=True) for t in (got_loss, want_loss)
-                )
-                for got_grad, want_grad in zip(got_grads, want_grads, strict=True):
-                    if got_grad is not None and want_grad is not None:
-                        torch.testing.assert_close(got_grad, want_grad, rtol=0, atol=1e-10)
-                    for one, other in ((got_grad, want_grad), (want_grad, got_grad)):
-                        assert one is not None or other is None or other.abs().max() < 1e-12
+    agree_by_definition(
+        lambda given, **call: run(core, given, **call),
+        lambda given, **call: twin(core, given, **call),
+        tokens_of(count, E + 1),
+        core.parameters(),
+        lse=core.combine != "outputs",
+        forms=(False,) if core.sortcut else (False, True),
+    )
 
 
 def test_a_causal_balance_depends_on_earlier_places_alone() -> None:
