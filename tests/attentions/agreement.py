@@ -46,6 +46,14 @@ def softmax_of(q_E: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     return (weights[:, None] * torch.stack(values)).sum(0) / weights.sum()
 
 
+def in_order(t: Tensor, index: Tensor) -> Tensor:
+    """Tokens of (B, H, N, E), (B, N) or (B, N, D) in the order of `index` (B, N), where there are as many."""
+    dim = 2 if t.dim() == 4 else 1
+    if t.shape[dim] != index.shape[1]:
+        return t
+    return torch.stack([row.index_select(dim - 1, i) for row, i in zip(t, index, strict=True)])
+
+
 def agree_by_definition(
     core: Callable[..., Any],
     twin: Callable[..., tuple[Tensor, Tensor]],
@@ -57,7 +65,7 @@ def agree_by_definition(
 ) -> None:
     """The core is its twin in values, log-sum-exps and gradients: causal and not, without and with padding.
 
-    The core is called with `given`, and the twin with it, causal= and padding=, for values and log-sum-exps.
+    Both get `given`; the twin returns values and log-sum-exps, of rows whose padding is moved after their tokens.
     """
     rows, _, count, _ = given["q"].shape
     halves, lowest = torch.zeros(rows, count, dtype=torch.bool), torch.finfo(torch.double).min
@@ -67,7 +75,11 @@ def agree_by_definition(
     for causal in forms:
         for padding in (None, halves):
             there = torch.ones_like(halves) if padding is None else ~padding
-            want, want_lse = twin(given, causal=causal, padding=padding)
+            order = (~there).long().argsort(dim=1, stable=True)
+            moved = {name: in_order(t, order) for name, t in given.items()}
+            found = twin(moved, causal=causal, padding=None if padding is None else in_order(padding, order))
+            want, want_lse = (in_order(t, order.argsort(1)) for t in (found[0], found[1][..., None]))
+            want_lse = want_lse[..., 0]
             for asked in {False, lse}:
                 got = core(given, causal=causal, key_padding_mask=padding, want_lse=asked)
                 agree(got.out_BHNV, want, sources, weight=there[:, None, :, None])

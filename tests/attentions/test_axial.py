@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from attentions.agreement import agree, inputs
-from attentions.dense import Rule, assert_is_pattern, mask_of, paddings, softmax_over
+from attentions.dense import Rule, assert_is_pattern, mask_of, padding_last, paddings, softmax_over, without_padding
 from torch import Tensor
 
 from cached_lab.experiments.costs.flops import count_flops
@@ -47,11 +47,11 @@ def two_steps(sources: list[Tensor], causal: bool, columns: int, prefix: int, pa
             return definition("row", i < prefix or j < prefix, columns, prefix)(h, i, j)
 
         whole = softmax_over(q, k, v, mask_of(rule, 2, tokens), padding)
-    mask = mask_of(definition("col", causal, columns, prefix), 2, tokens)
+    mask = without_padding(mask_of(definition("col", causal, columns, prefix), 2, tokens), padding)
     out = []
     for i in range(tokens):
         values = torch.cat([whole[:, :, :i], own[:, :, i : i + 1], whole[:, :, i + 1 :]], 2)
-        out.append(softmax_over(q[:, :, i : i + 1], k, values, mask[:, i : i + 1], padding))
+        out.append(softmax_over(q[:, :, i : i + 1], k, values, mask[..., i : i + 1, :]))
     return torch.cat(out, 2)
 
 
@@ -75,7 +75,9 @@ def test_two_axes_are_the_definition(mode: str, causal: bool, columns: int, pref
                 assert isinstance(want, Tensor)
                 there = torch.ones(2, tokens, dtype=torch.bool)
             else:
-                want = two_steps(sources, causal, columns, prefix, padding)
+                want = padding_last(
+                    lambda *given: two_steps(list(given[:3]), causal, columns, prefix, given[3]), sources, padding
+                )
                 there = torch.ones(2, tokens, dtype=torch.bool) if padding is None else ~padding
             got = core(*sources, causal=causal, key_padding_mask=padding).out_BHNV
             agree(got, want, sources, weight=there[:, None, :, None])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
 from attentions.agreement import agree, inputs, tail
+from attentions.dense import padding_last
 from torch import Tensor
 
 from cached_lab.experiments.costs.flops import count_flops
@@ -51,7 +53,7 @@ def test_loops_over_slots_and_places_give_the_same(sharing: str, padded: bool) -
         q, k, v = inputs(tokens, keys)
         padding = tail(2, keys) if padded else None
         got = core(q, k, v, key_padding_mask=padding).out_BHNV
-        agree(got, twin(core, q, k, v, padding), [q, k, v, *core.parameters()])
+        agree(got, padding_last(partial(twin, core), (q, k, v), padding), [q, k, v, *core.parameters()])
 
 
 def test_slots_and_a_memory_share_one_softmax() -> None:
