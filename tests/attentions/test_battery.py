@@ -61,21 +61,6 @@ def test_what_is_registered_is_told(name: str) -> None:
     assert {"order", "cost", "equation"} <= set(entry.info)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_any_length_gives_finite_results_and_gradients(name: str) -> None:
-    core = build(name).train()
-    for tokens in LENGTHS:
-        for causal in causal_forms(name):
-            given = {key: t.requires_grad_() for key, t in inputs(tokens).items()}
-            out = run(core, given, causal=causal)
-            assert out.out_BHNV.shape == (B, H, tokens, E) and out.out_BHNV.isfinite().all()
-            total = out.out_BHNV.square().sum() + (0 if out.auxiliary_loss is None else out.auxiliary_loss)
-            reached = [given["v"], *core.parameters()]
-            for gradient in torch.autograd.grad(total, [given["q"], given["k"], *reached], allow_unused=True):
-                assert gradient is None or gradient.isfinite().all()
-            core.zero_grad()
-
-
 @able("exact_padding", rule="padding")
 def test_a_padded_row_is_the_trimmed_row_whatever_the_padding_holds(name: str) -> None:
     core = build(name)
@@ -153,16 +138,17 @@ def test_a_padded_row_is_the_trimmed_row_where_tokens_are_equal(name: str) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_stay_finite_where_logits_are_large(name: str) -> None:
-    for tokens, padded, size in itertools.product((LONGEST, LONGEST - 1), (0, 5), (4, 8, 12, 60)):
+def test_any_length_and_large_logits_give_finite_results_and_gradients(name: str) -> None:
+    large = itertools.product((LONGEST, LONGEST - 1), (0, 5), (4, 8, 12, 60))
+    for tokens, padded, size in [*((tokens, 0, 1) for tokens in LENGTHS), *large]:
         padding = torch.arange(tokens).expand(B, -1) >= tokens - padded
         for causal in causal_forms(name):
             core = build(name).float().train()
             given = {key: (t * size).float().requires_grad_() for key, t in inputs(tokens).items()}
-            out = run(core, given, causal=causal, key_padding_mask=padding if padded else None).out_BHNV
-            assert out.isfinite().all()
-            sources = [*given.values(), *core.parameters()]
-            for gradient in torch.autograd.grad(out.square().mean(), sources, allow_unused=True):
+            out, _, loss, *_ = run(core, given, causal=causal, key_padding_mask=padding if padded else None)
+            assert out.shape == (B, H, tokens, E) and out.isfinite().all()
+            total = out.square().mean() + (0 if loss is None else loss)
+            for gradient in torch.autograd.grad(total, [*given.values(), *core.parameters()], allow_unused=True):
                 assert gradient is None or gradient.isfinite().all(), (tokens, padded, size)
 
 
@@ -339,6 +325,22 @@ def test_evaluation_repeats_itself_and_is_saved_whole(name: str) -> None:
     other = build(name, seed=9)
     other.load_state_dict(copy.deepcopy(core.state_dict()))
     torch.testing.assert_close(run(other, given).out_BHNV, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["clustered", "improved_clustered", "informer", "performer", "reformer"])
+def test_training_redraws_by_the_generator_and_leaves_what_is_saved(name: str) -> None:
+    core, given = build(name, redraw=True), inputs(LONGEST)
+
+    def out(seed: int) -> Tensor:
+        return run(core, given, generator=torch.Generator().manual_seed(seed)).out_BHNV
+
+    saved, fixed = copy.deepcopy(core.state_dict()), out(1)
+    assert torch.equal(fixed, out(2))
+    core.train()
+    first = out(1)
+    assert torch.equal(first, out(1)) and all((first - other).abs().max() > 1e-3 for other in (out(2), fixed))
+    assert all(torch.equal(t, saved[key]) for key, t in core.state_dict().items())
+    assert torch.equal(run(core.eval(), given).out_BHNV, fixed)
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from attentions.agreement import agree, inputs
-from attentions.dense import Rule, assert_is_pattern, mask_of, softmax_over
+from attentions.agreement import inputs
+from attentions.dense import Rule, assert_is_pattern
 
 from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions.image_transformer import ImageTransformerAttention
@@ -63,29 +63,21 @@ def test_along_the_sequence_it_is_the_definition(block: int, memory: int, prefix
 
 @pytest.mark.parametrize("order", ["raster", "blocks"])
 @pytest.mark.parametrize(
-    ("size", "block", "memory", "prefix"),
+    ("size", "block", "memory", "prefix", "lengths"),
     [
-        ((12, 2), (2, 2), (1, 0), 0),
-        ((5, 5), (2, 3), (1, 2), 1),
-        ((2, 13), (1, 2), (1, 1), 0),
-        ((6, 4), (9, 2), (0, 9), 0),
+        ((12, 2), (2, 2), (1, 0), 0, LENGTHS),
+        ((5, 5), (2, 3), (1, 2), 1, LENGTHS),
+        ((2, 13), (1, 2), (1, 1), 0, LENGTHS),
+        ((6, 4), (9, 2), (0, 9), 0, LENGTHS),
+        ((9, 8), (2, 4), (1, 1), 0, (72, 61)),
+        ((9, 8), (3, 2), (1, 1), 0, (72, 61)),
     ],
 )
-def test_on_the_map_it_is_the_definition(order: str, size: Any, block: Any, memory: Any, prefix: int) -> None:
+def test_on_the_map_it_is_the_definition(
+    order: str, size: Any, block: Any, memory: Any, prefix: int, lengths: Any
+) -> None:
     core = ImageTransformerAttention(block=block, memory=memory, size=size, order=order, prefix=prefix)
-    assert_is_pattern(core, lambda causal: on_map(causal, size, block, memory, order, prefix), LENGTHS)
-
-
-@pytest.mark.parametrize("order", ["raster", "blocks"])
-@pytest.mark.parametrize("block", [(2, 4), (3, 2)])
-def test_many_blocks_on_a_larger_map(order: str, block: tuple[int, int]) -> None:
-    size, memory = (9, 8), (1, 1)
-    core = ImageTransformerAttention(block=block, memory=memory, size=size, order=order)
-    for causal in (False, True):
-        for tokens in (72, 61):
-            sources = inputs(tokens)
-            want = softmax_over(*sources, mask_of(on_map(causal, size, block, memory, order), 2, tokens))
-            agree(core(*sources, causal=causal).out_BHNV, want, sources)
+    assert_is_pattern(core, lambda causal: on_map(causal, size, block, memory, order, prefix), lengths)
 
 
 @pytest.mark.parametrize("causal", [False, True])
