@@ -193,10 +193,7 @@ def test_noise_is_of_training_alone_and_chooses_evenly_among_equal_blocks() -> N
         ({}, 2 * 16 * 4 * (2 * E + 1) + 4 * 4 * 4 * (2 * E + 1) + 4 * 4 * E),
         ({"hard": True}, 2 * 16 * 4 * (2 * E + 1) + 4 * 4 * E),
         ({"sortcut": 2}, 2 * 4 * (16 + 4) * (2 * E + 1) + 4 * 4 * E),
-        (
-            {"sort_net": "mlp", "hidden": 5},
-            2 * 16 * 4 * (2 * E + 1) + 4 * 4 * 4 * (2 * E + 1) + 4 * 5 * (WIDTH + 4),
-        ),
+        ({"sort_net": "mlp", "hidden": 5}, 2 * 16 * 4 * (2 * E + 1) + 4 * 4 * 4 * (2 * E + 1) + 4 * 5 * (WIDTH + 4)),
     ],
     ids=str,
 )

@@ -200,10 +200,7 @@ class Seer(LayerMemory):
         ({"heads": 3}, r"width=8 must be a positive multiple of heads=3"),
         ({"heads": 0}, r"width=8 must be a positive multiple of heads=0"),
         ({"core": Bare(), "memory": Offer()}, r"memory Offer needs context .*which attention Bare does not give"),
-        (
-            {"core": Bare(), "causal": True},
-            r"a layer with causal=True needs causal .*attention Bare does not",
-        ),
+        ({"core": Bare(), "causal": True}, r"a layer with causal=True needs causal .*attention Bare does not"),
         ({"memory": Seer(), "causal": True}, r"memory Seer shows .* cannot serve a causal model.*memory='grc_stream'"),
     ],
 )
