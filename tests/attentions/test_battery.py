@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attentions.agreement import tail
+from attentions.agreement import agree, tail
 from attentions.cases import CASES, LENGTHS, LONGEST, B, Case, E, H, build
 from torch import Tensor
 
@@ -119,8 +119,7 @@ def test_nothing_that_padding_holds_reaches_another_token(name: str, held: float
                     of_token = of_token if of_token.dim() == 3 else of_token.transpose(1, 2)
                     gradients[index] = of_token[there]
             results.append((real, loss, gradients))
-        for got, want in zip(*results, strict=True):
-            torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+        torch.testing.assert_close(*results, rtol=0, atol=1e-12)
 
 
 @able("exact_padding", rule="ties")
@@ -237,11 +236,7 @@ def test_in_its_limit_it_is_softmax_attention(name: str) -> None:
         if "key_padding_mask" in call:
             there = ~padding
         sources = [given[key] for key in ("q", "k", "v")]
-        weight = torch.randn(B, H, 13, E, dtype=torch.double) * there[:, None, :, None]
-        torch.testing.assert_close(got.out_BHNV * weight, want.out_BHNV * weight, rtol=0, atol=1e-10, msg=str(call))
-        gradients = [torch.autograd.grad((o.out_BHNV * weight).sum(), sources) for o in (got, want)]
-        for a, b in zip(*gradients, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+        agree(got.out_BHNV, want.out_BHNV, sources, weight=there[:, None, :, None], where=str(call))
         if want_lse:
             some = there[:, None].expand(B, H, 13) & (want.lse_BHN > -1e300)
             torch.testing.assert_close(got.lse_BHN[some], want.lse_BHN[some], rtol=0, atol=1e-10)

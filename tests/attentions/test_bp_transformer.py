@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from attentions.agreement import agree, paddings, softmax_of
+from attentions.agreement import agree, inputs, paddings, softmax_of
 from attentions.dense import padding_last
 from torch import Tensor
 from torch.nn import functional as F
@@ -75,7 +75,7 @@ def test_the_core_is_its_loop_over_tokens(tokens: int, k: int, clip: int, types:
     torch.manual_seed(0)
     core = BPAttention(D, H, k=k, clip=clip, types=types).double()
     for padding in paddings(tokens):
-        sources = [torch.randn(B, H, tokens, size, dtype=torch.double, requires_grad=True) for size in (E, E, V)]
+        sources = inputs(tokens, width=E, values=V)
         got = core(*sources, causal=causal, key_padding_mask=padding if padding.any() else None).out_BHNV
         want = padding_last(lambda *given: twin(core, *given, causal=causal), sources, padding)
         agree(got, want, [*sources, *core.parameters()])

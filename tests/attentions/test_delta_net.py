@@ -114,8 +114,6 @@ def test_its_cost_is_the_formula_without_the_triangular_systems() -> None:
 def test_it_is_causal_alone_and_needs_the_input() -> None:
     core, given = core_of(), leaves(3)
     q, k, v = (given[name] for name in "qkv")
-    with pytest.raises(ValueError, match="this call needs bidirectional"):
-        core(q, k, v, x_BND=given["x"])
     with pytest.raises(ValueError, match=r"delta_net.*x_BND"):
         core(q, k, v, causal=True)
     with pytest.raises(ValueError, match="causal=False"):

@@ -161,8 +161,9 @@ def test_centroids_follow_what_is_near_them_and_the_loss_says_how_far_it_is(caus
     torch.testing.assert_close(core.centroids_HCE, want, rtol=0, atol=1e-10)
     want_loss = 0.5 * torch.stack(terms).mean()
     torch.testing.assert_close(loss, want_loss, rtol=0, atol=1e-10)
-    for a, b in zip(torch.autograd.grad(loss, [q, k]), torch.autograd.grad(want_loss, [q, k]), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, [q, k]), torch.autograd.grad(want_loss, [q, k]), rtol=0, atol=1e-10
+    )
 
 
 def test_evaluation_moves_nothing_and_has_no_loss() -> None:
@@ -206,8 +207,7 @@ def test_a_repetition_in_the_backward_pass_is_not_learned_twice(reentrant: bool)
         grads.append([t.grad.clone() for t in given])
         core.eval()
     torch.testing.assert_close(once.centroids_HCE, checked.centroids_HCE, rtol=0, atol=0)
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
 def test_centroids_find_clusters_that_are_there() -> None:

@@ -141,8 +141,7 @@ def test_the_policy_gradient_is_on_average_that_of_the_expected_reward() -> None
     for s in range(8):
         core.log_p_B = log_p[s : s + 1]
         total = total - log_p[s].detach().exp() * helper(core, reward[s : s + 1])
-    for a, b in zip(torch.autograd.grad(total, parameters), want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(total, parameters), want, rtol=0, atol=1e-12)
     assert helper.baseline == 0.3
 
 
@@ -200,8 +199,7 @@ def test_straight_through_changes_no_output_and_trains_an_edge_like_its_logit() 
     (slope,) = torch.autograd.grad((attend_edges(q, k, v, edges, added_BCNA=logits)[0] * weight).sum(), logits)
     parameters = list(core.parameters())
     want = torch.autograd.grad((edges.log_p_BCNA * slope).sum(), parameters)
-    for a, b in zip(torch.autograd.grad((out * weight).sum(), parameters), want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+    torch.testing.assert_close(torch.autograd.grad((out * weight).sum(), parameters), want, rtol=0, atol=1e-10)
 
 
 def test_given_edges_are_a_mask() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attentions.agreement import agree, paddings, softmax_of
+from attentions.agreement import agree, inputs, paddings, softmax_of
 from torch import Tensor
 
 from cached_lab.experiments.costs.flops import count_flops
@@ -50,12 +50,6 @@ def twin(core: StarAttention, q: Tensor, k: Tensor, v: Tensor, padding: Tensor, 
     return out
 
 
-def given(tokens: int) -> list[Tensor]:
-    torch.manual_seed(tokens)
-    shapes = [(B, H, tokens, size) for size in (E, E, V)]
-    return [torch.randn(shape, dtype=torch.double, requires_grad=True) for shape in shapes]
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("options", [{}, {"radius": 3}, {"radius": 0, "embedding": False}, {"relay": False}])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 9])
@@ -64,7 +58,7 @@ def test_the_core_is_its_loop_over_tokens(tokens: int, options: dict[str, Any], 
     if core.relay_HE is not None:
         torch.nn.init.normal_(core.relay_HE)
     for padding in paddings(tokens):
-        q, k, v = given(tokens)
+        q, k, v = inputs(tokens, width=E, values=V)
         got = core(q, k, v, causal=causal, key_padding_mask=padding if padding.any() else None).out_BHNV
         got = got * ~padding[:, None, :, None]
         want = twin(core, q, k, v, padding, causal=causal)
