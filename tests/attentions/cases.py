@@ -81,10 +81,7 @@ CASES: dict[str, Case] = {
     "sac": Case(
         {"edges": 3, "hidden": 5, "clip": 3, "learn": "straight_through"},
         exact={"edges": 24, "hidden": 5},
-        exempt={
-            "ties": "a product of matrices scores equal tokens apart by a rounding, by their place",
-            **CHOOSES,
-        },
+        exempt={"ties": "a product of matrices scores equal tokens apart by a rounding, by their place", **CHOOSES},
     ),
     "set_transformer": Case({"points": 4}),
     "sinkhorn": Case({"block": 4}, {"block": 12}, {"lse": "sorted keys are means of keys; own test"}),

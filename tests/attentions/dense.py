@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
+from attentions.agreement import agree, in_order, inputs
 from torch import Tensor
 
 from cached_transformers.attentions import Attention
@@ -28,14 +29,6 @@ def without_padding(mask: Tensor, padding: Tensor | None) -> Tensor:
     return torch.stack([mask[:, p][:, :, p] for p in place]) & ~padding[:, None, None]
 
 
-def in_order(t: Tensor, index: Tensor) -> Tensor:
-    """Tokens of (B, H, N, E), (B, N) or (B, N, D) in the order of `index` (B, N), where there are as many."""
-    dim = 2 if t.dim() == 4 else 1
-    if t.shape[dim] != index.shape[1]:
-        return t
-    return torch.stack([row.index_select(dim - 1, i) for row, i in zip(t, index, strict=True)])
-
-
 def padding_last(twin: Callable[..., Tensor], sources: Iterable[Tensor], padding: Tensor | None) -> Tensor:
     """The result of a twin for rows whose padding is moved after their tokens, in the rows' own order."""
     if padding is None:
@@ -53,13 +46,6 @@ def softmax_over(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, padding: Tensor 
     return torch.where(total > 0, weights / torch.where(total > 0, total, 1), 0) @ v
 
 
-def draw(tokens: int, *, rows: int = 2, heads: int = 2, width: int = 6, value: int = 5, seed: int = 0) -> list[Tensor]:
-    """q, k, v (values narrower than keys) with gradients, float64."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(rows, heads, tokens, size) for size in (width, width, value)]
-    return [torch.randn(shape, dtype=torch.double, generator=generator).requires_grad_() for shape in shapes]
-
-
 def paddings(tokens: int) -> Iterable[Tensor | None]:
     """None, and a mask that differs from row to row."""
     yield None
@@ -70,28 +56,20 @@ def paddings(tokens: int) -> Iterable[Tensor | None]:
         yield padding
 
 
-def assert_same(got: Tensor, want: Tensor, sources: list[Tensor], atol: float = 1e-10) -> None:
-    """Values, and gradients of a random weighting of them."""
-    torch.testing.assert_close(got, want, rtol=0, atol=atol)
-    weight = torch.randn(want.shape, dtype=want.dtype, generator=torch.Generator().manual_seed(7))
-    for a, b in zip(*(torch.autograd.grad((t * weight).sum(), sources) for t in (got, want)), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=atol)
-
-
 def assert_is_pattern(core: Attention, rule: Callable[[bool], Rule], lengths: Iterable[int], heads: int = 2) -> None:
     """The core against the rule for its causal and its other form: values, gradients, log-sum-exp, with padding."""
     for tokens in lengths:
         for causal in (False, True):
             of_places = mask_of(rule(causal), heads, tokens)
             for padding in paddings(tokens):
-                sources = draw(tokens, heads=heads)
+                sources = inputs(tokens, heads=heads)
                 mask = of_places if padding is None else of_places & ~padding[:, None, None]
                 if not getattr(core, "on_map", False):
                     mask = without_padding(of_places, padding)
                 for want_lse in (False, True):
                     want = softmax_over(*sources, mask)
                     got = core(*sources, causal=causal, key_padding_mask=padding, want_lse=want_lse)
-                    assert_same(got.out_BHNV, want, sources)
+                    agree(got.out_BHNV, want, sources)
                 q, k, _ = sources
                 logits = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
                 lse = logits.logsumexp(-1).clamp(min=torch.finfo(torch.double).min)

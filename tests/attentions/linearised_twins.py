@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from attentions.agreement import agree
 from attentions.cases import B, E, H
 from torch import Tensor
 
@@ -70,17 +71,4 @@ def compare(core: Attention, twin: Twin, *, forms: tuple[bool, ...] = (False, Tr
                 got = core(q, k, v, x_BND=x, key_padding_mask=~seen if padded else None, **shared).out_BHNV
                 want = twin(q, k, v, x=x, seen=seen, **shared)
                 where = f"{tokens} tokens, causal={causal}, slots={slots}, padded={padded}"
-                close(got, want, where, **tolerance)
-                sources = [*given.values(), *core.parameters()]
-                weight = torch.randn_like(got)
-                gradients = [torch.autograd.grad((t * weight).sum(), sources, allow_unused=True) for t in (got, want)]
-                for a, b in zip(*gradients, strict=True):
-                    if a is None or b is None:
-                        assert (a is None or not a.any()) and (b is None or not b.any()), where
-                    else:
-                        close(a, b, where, **tolerance)
-
-
-def close(got: Tensor, want: Tensor, where: str, *, atol: float = 1e-10) -> None:
-    """Equal up to `atol`, with the case in the message."""
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=atol, msg=lambda text: f"{where}: {text}")
+                agree(got, want, [*given.values(), *core.parameters()], where=where, **tolerance)

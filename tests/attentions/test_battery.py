@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attentions.agreement import tail
+from attentions.agreement import agree, tail
 from attentions.cases import CASES, LENGTHS, LONGEST, B, Case, E, H, build
 from torch import Tensor
 
@@ -59,21 +59,6 @@ def test_what_is_registered_is_told(name: str) -> None:
     entry = ATTENTIONS.entry(name)
     assert entry.paper and entry.summary.endswith(".")
     assert {"order", "cost", "equation"} <= set(entry.info)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_any_length_gives_finite_results_and_gradients(name: str) -> None:
-    core = build(name).train()
-    for tokens in LENGTHS:
-        for causal in causal_forms(name):
-            given = {key: t.requires_grad_() for key, t in inputs(tokens).items()}
-            out = run(core, given, causal=causal)
-            assert out.out_BHNV.shape == (B, H, tokens, E) and out.out_BHNV.isfinite().all()
-            total = out.out_BHNV.square().sum() + (0 if out.auxiliary_loss is None else out.auxiliary_loss)
-            reached = [given["v"], *core.parameters()]
-            for gradient in torch.autograd.grad(total, [given["q"], given["k"], *reached], allow_unused=True):
-                assert gradient is None or gradient.isfinite().all()
-            core.zero_grad()
 
 
 @able("exact_padding", rule="padding")
@@ -134,8 +119,7 @@ def test_nothing_that_padding_holds_reaches_another_token(name: str, held: float
                     of_token = of_token if of_token.dim() == 3 else of_token.transpose(1, 2)
                     gradients[index] = of_token[there]
             results.append((real, loss, gradients))
-        for got, want in zip(*results, strict=True):
-            torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+        torch.testing.assert_close(*results, rtol=0, atol=1e-12)
 
 
 @able("exact_padding", rule="ties")
@@ -153,16 +137,17 @@ def test_a_padded_row_is_the_trimmed_row_where_tokens_are_equal(name: str) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_stay_finite_where_logits_are_large(name: str) -> None:
-    for tokens, padded, size in itertools.product((LONGEST, LONGEST - 1), (0, 5), (4, 8, 12, 60)):
+def test_any_length_and_large_logits_give_finite_results_and_gradients(name: str) -> None:
+    large = itertools.product((LONGEST, LONGEST - 1), (0, 5), (4, 8, 12, 60))
+    for tokens, padded, size in [*((tokens, 0, 1) for tokens in LENGTHS), *large]:
         padding = torch.arange(tokens).expand(B, -1) >= tokens - padded
         for causal in causal_forms(name):
             core = build(name).float().train()
             given = {key: (t * size).float().requires_grad_() for key, t in inputs(tokens).items()}
-            out = run(core, given, causal=causal, key_padding_mask=padding if padded else None).out_BHNV
-            assert out.isfinite().all()
-            sources = [*given.values(), *core.parameters()]
-            for gradient in torch.autograd.grad(out.square().mean(), sources, allow_unused=True):
+            out, _, loss, *_ = run(core, given, causal=causal, key_padding_mask=padding if padded else None)
+            assert out.shape == (B, H, tokens, E) and out.isfinite().all()
+            total = out.square().mean() + (0 if loss is None else loss)
+            for gradient in torch.autograd.grad(total, [*given.values(), *core.parameters()], allow_unused=True):
                 assert gradient is None or gradient.isfinite().all(), (tokens, padded, size)
 
 
@@ -251,11 +236,7 @@ def test_in_its_limit_it_is_softmax_attention(name: str) -> None:
         if "key_padding_mask" in call:
             there = ~padding
         sources = [given[key] for key in ("q", "k", "v")]
-        weight = torch.randn(B, H, 13, E, dtype=torch.double) * there[:, None, :, None]
-        torch.testing.assert_close(got.out_BHNV * weight, want.out_BHNV * weight, rtol=0, atol=1e-10, msg=str(call))
-        gradients = [torch.autograd.grad((o.out_BHNV * weight).sum(), sources) for o in (got, want)]
-        for a, b in zip(*gradients, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+        agree(got.out_BHNV, want.out_BHNV, sources, weight=there[:, None, :, None], where=str(call))
         if want_lse:
             some = there[:, None].expand(B, H, 13) & (want.lse_BHN > -1e300)
             torch.testing.assert_close(got.lse_BHN[some], want.lse_BHN[some], rtol=0, atol=1e-10)
@@ -339,6 +320,22 @@ def test_evaluation_repeats_itself_and_is_saved_whole(name: str) -> None:
     other = build(name, seed=9)
     other.load_state_dict(copy.deepcopy(core.state_dict()))
     torch.testing.assert_close(run(other, given).out_BHNV, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["clustered", "improved_clustered", "informer", "performer", "reformer"])
+def test_training_redraws_by_the_generator_and_leaves_what_is_saved(name: str) -> None:
+    core, given = build(name, redraw=True), inputs(LONGEST)
+
+    def out(seed: int) -> Tensor:
+        return run(core, given, generator=torch.Generator().manual_seed(seed)).out_BHNV
+
+    saved, fixed = copy.deepcopy(core.state_dict()), out(1)
+    assert torch.equal(fixed, out(2))
+    core.train()
+    first = out(1)
+    assert torch.equal(first, out(1)) and all((first - other).abs().max() > 1e-3 for other in (out(2), fixed))
+    assert all(torch.equal(t, saved[key]) for key, t in core.state_dict().items())
+    assert torch.equal(run(core.eval(), given).out_BHNV, fixed)
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attentions.agreement import agree, inputs
 from torch import Tensor
 
 from cached_lab.experiments.costs.flops import count_flops
@@ -66,11 +67,6 @@ def twin(core: BigBird, q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: 
     return torch.stack(rows)
 
 
-def inputs(tokens: int) -> list[Tensor]:
-    torch.manual_seed(1)
-    return [torch.randn(B, H, tokens, width, dtype=torch.double, requires_grad=True) for width in (E, E, V)]
-
-
 @pytest.mark.parametrize("options", [{}, {"random": 2, "index": 3}, {"random": 0}, {"window": 5, "random": 1}])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 17, 24, 37])
@@ -78,14 +74,9 @@ def test_it_is_softmax_over_the_pattern(tokens: int, causal: bool, options: dict
     core = BigBird(H, block=W, **{"random": 1, **options}).double()
     for lengths in ([tokens, tokens], [tokens, max(1, tokens - 7)], [max(1, tokens - 13), tokens]):
         padding = torch.arange(tokens) >= torch.tensor(lengths)[:, None]
-        given = inputs(tokens)
+        given = inputs(tokens, width=E, values=V)
         got = core(*given, causal=causal, key_padding_mask=padding if padding.any() else None).out_BHNV
-        weight = torch.randn_like(got) * ~padding[:, None, :, None]
-        want = twin(core, *given, causal, lengths)
-        torch.testing.assert_close(got * weight, want * weight, rtol=0, atol=1e-10)
-        gradients = [torch.autograd.grad((out * weight).sum(), given) for out in (got, want)]
-        for a, b in zip(*gradients, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+        agree(got, twin(core, *given, causal, lengths), given, weight=~padding[:, None, :, None])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -95,7 +86,7 @@ def test_few_blocks_see_all_and_the_table_says_the_same(
 ) -> None:
     """Up to r + 4 blocks (causal: r + 3) the pattern is full; the path of the table gives it as well."""
     core, blocks = BigBird(H, block=W, random=random), -(-tokens // W)
-    given = inputs(tokens)
+    given = inputs(tokens, width=E, values=V)
     full = visible(core, tokens, causal)
     allowed = torch.ones_like(full).tril() if causal else torch.ones_like(full)
     assert core.sees_all(blocks, causal) == bool((full == allowed).all())

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from attentions.agreement import agree, inputs, paddings, softmax_of
 from attentions.dense import padding_last
 from torch import Tensor
 from torch.nn import functional as F
@@ -50,11 +51,6 @@ def mean_of(t_NE: Tensor, span: Span, there: Tensor) -> Tensor | None:
     return torch.stack(some).mean(0) if some else None
 
 
-def softmax_of(q_E: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    weights = torch.stack([(q_E @ k_E / math.sqrt(len(q_E))).exp() for k_E in keys])
-    return (weights[:, None] * torch.stack(values)).sum(0) / weights.sum()
-
-
 def twin(core: BPAttention, q: Tensor, k: Tensor, v: Tensor, padding: Tensor, *, causal: bool) -> Tensor:
     """The core, token by token."""
     tokens = q.shape[2]
@@ -72,15 +68,6 @@ def twin(core: BPAttention, q: Tensor, k: Tensor, v: Tensor, padding: Tensor, *,
     return torch.stack(rows).view(B, H, tokens, V)
 
 
-def paddings(tokens: int) -> list[Tensor | None]:
-    """None, at the end, and anywhere."""
-    end = torch.zeros(B, tokens, dtype=torch.bool)
-    end[0, tokens - tokens // 3 :] = True
-    anywhere = torch.rand(B, tokens) < 0.4
-    anywhere[1, : tokens // 2] = True
-    return [None, end, anywhere]
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("k", "clip", "types"), [(1, 5, True), (2, 1, True), (3, 0, False)])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 8, 13])
@@ -88,18 +75,10 @@ def test_the_core_is_its_loop_over_tokens(tokens: int, k: int, clip: int, types:
     torch.manual_seed(0)
     core = BPAttention(D, H, k=k, clip=clip, types=types).double()
     for padding in paddings(tokens):
-        sources = [torch.randn(B, H, tokens, size, dtype=torch.double, requires_grad=True) for size in (E, E, V)]
-        got = core(*sources, causal=causal, key_padding_mask=padding).out_BHNV
-        hidden = torch.zeros(B, tokens, dtype=torch.bool) if padding is None else padding
-        want = padding_last(lambda *given: twin(core, *given, causal=causal), sources, hidden)
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
-        weight, wanted = torch.randn_like(want), [*sources, *core.parameters()]
-        if not want.requires_grad:
-            continue
-        gradients = [torch.autograd.grad((o * weight).sum(), wanted, allow_unused=True) for o in (got, want)]
-        for source, a, b in zip(wanted, *gradients, strict=True):
-            a, b = (torch.zeros_like(source) if g is None else g for g in (a, b))
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+        sources = inputs(tokens, width=E, values=V)
+        got = core(*sources, causal=causal, key_padding_mask=padding if padding.any() else None).out_BHNV
+        want = padding_last(lambda *given: twin(core, *given, causal=causal), sources, padding)
+        agree(got, want, [*sources, *core.parameters()])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -239,17 +218,13 @@ def test_the_layer_is_attention_over_its_graph(tokens: int, k: int, causal: bool
     torch.manual_seed(0)
     layer = BPLayer(D, H, 7, k=k, clip=9).double()
     for padding in paddings(tokens):
-        hidden = torch.zeros(B, tokens, dtype=torch.bool) if padding is None else padding
         nodes = torch.randn_like(BPLayer.first_nodes(torch.zeros(B, tokens, D).double())).requires_grad_()
-        want = layer_twin(layer, nodes, tokens, hidden, causal=causal)
-        got = torch.where(want == 0, 0, layer(nodes, tokens, causal=causal, padding_BN=padding))
-        keep = ~hidden  # a token of padding asks, but nobody reads what it becomes
+        want = layer_twin(layer, nodes, tokens, padding, causal=causal)
+        mask = padding if padding.any() else None
+        got = torch.where(want == 0, 0, layer(nodes, tokens, causal=causal, padding_BN=mask))
+        keep = ~padding  # a token of padding asks, but nobody reads what it becomes
         keep = F.pad(keep, (0, nodes.shape[1] - tokens), value=True)[..., None]
-        torch.testing.assert_close(got * keep, want * keep, rtol=0, atol=1e-10)
-        weight, wanted = torch.randn_like(want) * keep, [nodes, *layer.parameters()]
-        gradients = [torch.autograd.grad((o * weight).sum(), wanted) for o in (got, want)]
-        for a, b in zip(*gradients, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+        agree(got, want, [nodes, *layer.parameters()], weight=keep)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -94,12 +94,7 @@ def test_it_is_the_delta_rule_of_transformers(chunked: bool) -> None:
     active = [F.silu(t).transpose(1, 2) for t in (q, k)]
     beta = torch.sigmoid(core.share(x))
     want, last = rule(
-        *active,
-        v.transpose(1, 2),
-        torch.zeros_like(beta),
-        beta,
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
+        *active, v.transpose(1, 2), torch.zeros_like(beta), beta, output_final_state=True, use_qk_l2norm_in_kernel=True
     )
     out, state = core.scan(q, k, v, core.init_step(B, H, E, V, like=q), x_BND=x)
     torch.testing.assert_close(out, want.transpose(1, 2) * E**0.5, rtol=0, atol=2e-5)
@@ -119,8 +114,6 @@ def test_its_cost_is_the_formula_without_the_triangular_systems() -> None:
 def test_it_is_causal_alone_and_needs_the_input() -> None:
     core, given = core_of(), leaves(3)
     q, k, v = (given[name] for name in "qkv")
-    with pytest.raises(ValueError, match="this call needs bidirectional"):
-        core(q, k, v, x_BND=given["x"])
     with pytest.raises(ValueError, match=r"delta_net.*x_BND"):
         core(q, k, v, causal=True)
     with pytest.raises(ValueError, match="causal=False"):

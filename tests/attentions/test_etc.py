@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attentions.agreement import agree
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -71,14 +72,9 @@ def test_the_core_is_softmax_over_labelled_keys(tokens: int, causal: bool, optio
         got = core(q, k, v, causal=causal, key_padding_mask=mask, want_lse=True)
         rows = [core_twin(core, *(t[b, :, :n] for t in (q, k, v)), causal) for b, n in enumerate(lengths)]
         want = torch.stack([F.pad(out, (0, 0, 0, tokens - n)) for (out, _), n in zip(rows, lengths, strict=True)])
-        weight = torch.randn_like(want) * ~padding[:, None, :, None]
-        torch.testing.assert_close(got.out_BHNV * weight, want * weight, rtol=0, atol=1e-10)
+        agree(got.out_BHNV, want, [q, k, v, *core.parameters()], weight=~padding[:, None, :, None])
         for b, n in enumerate(lengths):
             torch.testing.assert_close(got.lse_BHN[b, :, :n], rows[b][1], rtol=0, atol=1e-10)
-        sources = [q, k, v, *core.parameters()]
-        gradients = [torch.autograd.grad((o * weight).sum(), sources) for o in (got.out_BHNV, want)]
-        for a, b_ in zip(*gradients, strict=True):
-            torch.testing.assert_close(a, b_, rtol=0, atol=1e-10)
 
 
 def layer_twin(layer: ETCLayer, x: Tensor, g: Tensor, segment: list[int]) -> tuple[Tensor, Tensor]:
@@ -122,16 +118,9 @@ def test_the_layer_is_one_dense_attention(tokens: int, count: int, radius: int, 
         )
         got = layer(x, g, segment_BN=segment, padding_BN=padding, padding_BG=padding_g)
         rows = [layer_twin(layer, x[b, :n], g[b, :m], segment[b].tolist()) for b, (n, m) in enumerate(lengths)]
-        total, want_total = torch.zeros(()), torch.zeros(())
         for part in range(2):
             for b, pair in enumerate(lengths):
-                ours, theirs = got[part][b, : pair[part]], rows[b][part]
-                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
-                weight = torch.randn_like(ours)
-                total, want_total = total + (ours * weight).sum(), want_total + (theirs * weight).sum()
-        sources = [x, g, *layer.parameters()]
-        for a, b_ in zip(*(torch.autograd.grad(t, sources) for t in (total, want_total)), strict=True):
-            torch.testing.assert_close(a, b_, rtol=0, atol=1e-9)
+                agree(got[part][b, : pair[part]], rows[b][part], [x, g, *layer.parameters()])
 
 
 def test_labels_start_at_the_scale_of_keys() -> None:

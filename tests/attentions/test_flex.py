@@ -121,8 +121,7 @@ def results(spec: dict[str, Any], kernel: str, tokens: int, device: str = "cpu",
 
 
 def agree(got: list[Tensor], want: list[Tensor], tolerance: float = 1e-5) -> None:
-    for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.usefixtures("anywhere")

@@ -336,8 +336,7 @@ def test_a_carried_state_is_one_compiled_graph(preset: str | None) -> None:
         outs.append(torch.cat(parts, 2))
     torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
     gradients = [torch.autograd.grad(out.square().sum(), [given["k"], *core.parameters()]) for out in outs]
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-11)
     torch._dynamo.reset()
 
 

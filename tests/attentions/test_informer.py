@@ -157,16 +157,6 @@ def test_the_causal_form_leaks_and_is_refused_unless_asked_for() -> None:
     assert leak > 0.1  # louder later queries push earlier ones out of the choice
 
 
-def test_new_samples_in_training_come_from_the_generator() -> None:
-    core = make(redraw=True)
-    q, k, _ = (t.detach() for t in inputs(200))
-    draw = [core.choose(q, k, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
-    assert torch.equal(*draw)
-    core.train()
-    draws = [core.choose(q, k, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
-    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
-
-
 @pytest.mark.parametrize("sampling", ["shared", "own"])
 def test_cost(sampling: str) -> None:
     for queries, keys in ((24, 24), (20, 60)):

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from attentions.dense import Rule, assert_is_pattern, assert_same, draw, mask_of, softmax_over
+from attentions.agreement import agree, inputs
+from attentions.dense import Rule, assert_is_pattern, mask_of, softmax_over
 from torch import Tensor
 
 from cached_lab.experiments.costs.flops import count_flops
@@ -49,7 +50,7 @@ def test_global_tokens_look_with_projections_of_their_own(tokens: int, causal: b
     core = LongformerAttention(
         window=4, prefix=1, global_tokens=(6,), global_projections=True, width=12, heads=2
     ).double()
-    q, k, v = draw(tokens, value=6)
+    q, k, v = inputs(tokens, values=6)
     x = torch.randn(2, tokens, 12, dtype=torch.double, requires_grad=True)
     padding = torch.zeros(2, tokens, dtype=torch.bool)
     padding[0, -2:] = padded
@@ -66,7 +67,7 @@ def test_global_tokens_look_with_projections_of_their_own(tokens: int, causal: b
     is_global = torch.tensor([place in (0, 6) for place in range(tokens)])[:, None]
     want = torch.where(is_global, wide, near)
     got = core(q, k, v, x_BND=x, causal=causal, key_padding_mask=padding).out_BHNV
-    assert_same(got, want, [q, k, v, x, *core.parameters()])
+    agree(got, want, [q, k, v, x, *core.parameters()])
 
 
 def test_windows_and_dilations_of_layers() -> None:
@@ -77,7 +78,7 @@ def test_windows_and_dilations_of_layers() -> None:
 
 
 def test_dropout_drops_in_training_alone() -> None:
-    core, sources = LongformerAttention(window=4, prefix=1, dropout=0.5), draw(13)
+    core, sources = LongformerAttention(window=4, prefix=1, dropout=0.5), inputs(13)
     torch.manual_seed(0)
     first, second = (core(*sources).out_BHNV for _ in range(2))
     assert (first != second).any()
@@ -91,22 +92,22 @@ def test_cost(causal: bool, tokens: int, dilation: Any, places: int) -> None:
     rows, heads, e, v, w = 2, 2, 6, 5, 8
     core = LongformerAttention(window=w, dilation=dilation, prefix=places)
     a_head = tokens * (1.5 * w + 2 * places) * (e + v)
-    assert count_flops(core, *draw(tokens), causal=causal) == 2 * rows * heads * a_head
+    assert count_flops(core, *inputs(tokens), causal=causal) == 2 * rows * heads * a_head
 
 
 def test_a_short_sequence_costs_no_more_than_softmax_attention() -> None:
     for tokens in (1, 5, 16, 17, 20):
-        assert count_flops(LongformerAttention(window=32), *draw(tokens)) == 2 * 2 * 2 * tokens**2 * 11
+        assert count_flops(LongformerAttention(window=32), *inputs(tokens)) == 2 * 2 * 2 * tokens**2 * 11
 
 
 def test_bad_calls() -> None:
     with pytest.raises(ValueError, match="one for each of the 2 heads"):
-        LongformerAttention(window=2, dilation=(1, 2, 3))(*draw(5))
+        LongformerAttention(window=2, dilation=(1, 2, 3))(*inputs(5))
     core = LongformerAttention(window=2, prefix=1, global_projections=True, width=12, heads=2)
     with pytest.raises(ValueError, match="needs the layer's input"):
-        core(*draw(5, value=6))
+        core(*inputs(5, values=6))
     with pytest.raises(ValueError, match="values as wide as the keys"):
-        core(*draw(5), x_BND=torch.zeros(2, 5, 12))
+        core(*inputs(5), x_BND=torch.zeros(2, 5, 12))
 
 
 @pytest.mark.parametrize("places", [(), (0,), (0, 1, 17)])

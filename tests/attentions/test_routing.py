@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attentions.agreement import agree, agree_by_definition
 from attentions.cases import B, E, H
 from torch import Tensor
 from torch.nn import functional as F
@@ -84,31 +85,12 @@ OPTIONS: list[dict[str, Any]] = [{}, {"combine": "mean"}, {"allow_leak": True}, 
 @pytest.mark.parametrize("count", [1, 3, 9, 14])
 def test_values_and_gradients_are_those_of_the_definition(options: dict[str, Any], count: int) -> None:
     core = routing(**options)
-    want_lse = core.combine == "softmax"
-    padding = torch.zeros(B, count, dtype=torch.bool)
-    padding[0, count // 2 :] = True
-    padding[1, : count // 3] = True
-    for causal in (False, True):
-        for mask in (None, padding):
-            q, k, v = tokens_of(count, E + 1)
-            want, lse = twin(core, q, k, v, causal=causal, padding=mask)
-            there = torch.ones(B, count, dtype=torch.bool) if mask is None else ~mask
-            weight = torch.randn(want.shape, dtype=torch.double) * there[:, None, :, None]
-            seen = there[:, None] & (lse > torch.finfo(lse.dtype).min)
-            lse_weight = torch.randn(lse.shape, dtype=torch.double) * seen
-            call = {"causal": causal, "key_padding_mask": mask}
-            got = core(q, k, v, **call, want_lse=want_lse)
-            torch.testing.assert_close(core(q, k, v, **call).out_BHNV * weight, want * weight, rtol=0, atol=1e-10)
-            torch.testing.assert_close(got.out_BHNV * weight, want * weight, rtol=0, atol=1e-10)
-            got_loss, want_loss = (got.out_BHNV * weight).sum(), (want * weight).sum()
-            if want_lse:
-                torch.testing.assert_close(got.lse_BHN[seen], lse[seen], rtol=0, atol=1e-10)
-                assert (got.lse_BHN[there[:, None] & ~seen] == torch.finfo(lse.dtype).min).all()
-                got_loss, want_loss = got_loss + (got.lse_BHN * lse_weight).sum(), want_loss + (lse * lse_weight).sum()
-            if want_loss.requires_grad:
-                got_grads, want_grads = (torch.autograd.grad(t, [q, k, v]) for t in (got_loss, want_loss))
-                for a, b in zip(got_grads, want_grads, strict=True):
-                    torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+    agree_by_definition(
+        lambda given, **call: core(*given.values(), **call),
+        lambda given, **call: twin(core, *given.values(), **call),
+        dict(zip("qkv", tokens_of(count, E + 1), strict=True)),
+        lse=core.combine == "softmax",
+    )
 
 
 def test_the_published_causal_form_leaks_and_the_strict_one_does_not() -> None:
@@ -178,9 +160,7 @@ def test_centroids_follow_what_is_near_them_and_the_loss_says_how_far_it_is(caus
     core.eval()
     torch.testing.assert_close(core.centroids_HCE, want, rtol=0, atol=1e-10)
     want_loss = 0.5 * torch.stack(terms).mean()
-    torch.testing.assert_close(loss, want_loss, rtol=0, atol=1e-10)
-    for a, b in zip(torch.autograd.grad(loss, [q, k]), torch.autograd.grad(want_loss, [q, k]), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+    agree(loss, want_loss, [q, k])
 
 
 def test_evaluation_moves_nothing_and_has_no_loss() -> None:
@@ -224,8 +204,7 @@ def test_a_repetition_in_the_backward_pass_is_not_learned_twice(reentrant: bool)
         grads.append([t.grad.clone() for t in given])
         core.eval()
     torch.testing.assert_close(once.centroids_HCE, checked.centroids_HCE, rtol=0, atol=0)
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
 def test_centroids_find_clusters_that_are_there() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from attentions.agreement import agree
 from torch import Tensor
 
 from cached_lab.experiments.costs.flops import count_flops
@@ -75,9 +76,7 @@ def test_evaluation_is_softmax_over_the_most_probable_edges(tokens: int, causal:
         logits = (q @ k.mT / math.sqrt(E)).masked_fill(~seen, -torch.inf)
         want = torch.where(seen.any(-1, keepdim=True), logits.softmax(-1), 0) @ v
         torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
-        weight = torch.randn_like(got) * ~padding[:, None, :, None]
-        for a, b_ in zip(*(torch.autograd.grad((o * weight).sum(), (q, k, v)) for o in (got, want)), strict=True):
-            torch.testing.assert_close(a, b_, rtol=0, atol=1e-10)
+        agree(got, want, (q, k, v), weight=~padding[:, None, :, None])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -98,12 +97,7 @@ def test_what_is_told_of_a_choice_is_its_log_probability(causal: bool) -> None:
             told += chosen(core.predictor, x[b, : lengths[b]], i, h, count, causal, given)[1]
         told += [torch.zeros((), dtype=torch.double)] * (3 - count)
     want = torch.stack(told).view_as(edges.log_p_BCNA)
-    torch.testing.assert_close(edges.log_p_BCNA, want, rtol=0, atol=1e-10)
-    weight = torch.randn_like(want)
-    parameters = list(core.parameters())
-    totals = ((t * weight).sum() for t in (edges.log_p_BCNA, want))
-    for a, b_ in zip(*(torch.autograd.grad(total, parameters) for total in totals), strict=True):
-        torch.testing.assert_close(a, b_, rtol=0, atol=1e-10)
+    agree(edges.log_p_BCNA, want, core.parameters())
 
 
 def sequences(tokens: int, count: int) -> Tensor:
@@ -147,8 +141,7 @@ def test_the_policy_gradient_is_on_average_that_of_the_expected_reward() -> None
     for s in range(8):
         core.log_p_B = log_p[s : s + 1]
         total = total - log_p[s].detach().exp() * helper(core, reward[s : s + 1])
-    for a, b in zip(torch.autograd.grad(total, parameters), want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(total, parameters), want, rtol=0, atol=1e-12)
     assert helper.baseline == 0.3
 
 
@@ -206,8 +199,7 @@ def test_straight_through_changes_no_output_and_trains_an_edge_like_its_logit() 
     (slope,) = torch.autograd.grad((attend_edges(q, k, v, edges, added_BCNA=logits)[0] * weight).sum(), logits)
     parameters = list(core.parameters())
     want = torch.autograd.grad((edges.log_p_BCNA * slope).sum(), parameters)
-    for a, b in zip(torch.autograd.grad((out * weight).sum(), parameters), want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+    torch.testing.assert_close(torch.autograd.grad((out * weight).sum(), parameters), want, rtol=0, atol=1e-10)
 
 
 def test_given_edges_are_a_mask() -> None:

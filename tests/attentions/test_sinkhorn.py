@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from attentions.agreement import agree_by_definition
 from attentions.cases import B, E, H
-from attentions.dense import in_order
 from torch import Tensor
 
 from cached_lab.experiments.costs.flops import count_flops
@@ -135,40 +135,14 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("count", [1, 3, 8, 14])
 def test_values_and_gradients_are_those_of_the_definition(options: dict[str, Any], count: int) -> None:
     core = sinkhorn(**options)
-    want_lse = core.combine != "outputs"
-    padding = torch.zeros(B, count, dtype=torch.bool)
-    padding[0, count // 2 :] = True
-    padding[1, : count // 3] = True
-    for causal in (False, True)[: 1 if core.sortcut else 2]:
-        for mask in (None, padding):
-            given = tokens_of(count, E + 1)
-            order = torch.arange(count).expand(B, -1) if mask is None else mask.long().argsort(dim=1, stable=True)
-            moved = {name: in_order(t, order) for name, t in given.items()}
-            found = twin(core, moved, causal=causal, padding=None if mask is None else in_order(mask, order))
-            want, lse = (in_order(t, order.argsort(1)) for t in (found[0], found[1][..., None]))
-            lse = lse[..., 0]
-            there = torch.ones(B, count, dtype=torch.bool) if mask is None else ~mask
-            weight = torch.randn(want.shape, dtype=torch.double) * there[:, None, :, None]
-            seen = there[:, None] & (lse > torch.finfo(lse.dtype).min)
-            lse_weight = torch.randn(lse.shape, dtype=torch.double) * seen
-            call = {"causal": causal, "key_padding_mask": mask}
-            got = run(core, given, **call, want_lse=want_lse)
-            torch.testing.assert_close(run(core, given, **call).out_BHNV * weight, want * weight, rtol=0, atol=1e-10)
-            torch.testing.assert_close(got.out_BHNV * weight, want * weight, rtol=0, atol=1e-10)
-            got_loss, want_loss = (got.out_BHNV * weight).sum(), (want * weight).sum()
-            if want_lse:
-                torch.testing.assert_close(got.lse_BHN[seen], lse[seen], rtol=0, atol=1e-10)
-                got_loss, want_loss = got_loss + (got.lse_BHN * lse_weight).sum(), want_loss + (lse * lse_weight).sum()
-            if want_loss.requires_grad:
-                sources = [*given.values(), *core.parameters()]
-                got_grads, want_grads = (
-                    torch.autograd.grad(t, sources, allow_unused=True) for t in (got_loss, want_loss)
-                )
-                for got_grad, want_grad in zip(got_grads, want_grads, strict=True):
-                    if got_grad is not None and want_grad is not None:
-                        torch.testing.assert_close(got_grad, want_grad, rtol=0, atol=1e-10)
-                    for one, other in ((got_grad, want_grad), (want_grad, got_grad)):
-                        assert one is not None or other is None or other.abs().max() < 1e-12
+    agree_by_definition(
+        lambda given, **call: run(core, given, **call),
+        lambda given, **call: twin(core, given, **call),
+        tokens_of(count, E + 1),
+        core.parameters(),
+        lse=core.combine != "outputs",
+        forms=(False,) if core.sortcut else (False, True),
+    )
 
 
 def test_a_causal_balance_depends_on_earlier_places_alone() -> None:
@@ -219,10 +193,7 @@ def test_noise_is_of_training_alone_and_chooses_evenly_among_equal_blocks() -> N
         ({}, 2 * 16 * 4 * (2 * E + 1) + 4 * 4 * 4 * (2 * E + 1) + 4 * 4 * E),
         ({"hard": True}, 2 * 16 * 4 * (2 * E + 1) + 4 * 4 * E),
         ({"sortcut": 2}, 2 * 4 * (16 + 4) * (2 * E + 1) + 4 * 4 * E),
-        (
-            {"sort_net": "mlp", "hidden": 5},
-            2 * 16 * 4 * (2 * E + 1) + 4 * 4 * 4 * (2 * E + 1) + 4 * 5 * (WIDTH + 4),
-        ),
+        ({"sort_net": "mlp", "hidden": 5}, 2 * 16 * 4 * (2 * E + 1) + 4 * 4 * 4 * (2 * E + 1) + 4 * 5 * (WIDTH + 4)),
     ],
     ids=str,
 )

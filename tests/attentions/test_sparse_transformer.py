@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attentions.dense import Rule, assert_is_pattern, draw
+from attentions.agreement import inputs
+from attentions.dense import Rule, assert_is_pattern
 
 from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions.sparse_transformer import SparseTransformerAttention
@@ -85,7 +86,7 @@ def test_heads_take_summary_tokens_of_their_own(
 def test_everything_is_reached_in_two_steps(kind: str, causal: bool) -> None:
     """Where the values of one layer are the weights of the one before."""
     core = SparseTransformerAttention(stride=5, pattern=kind, summary=1)
-    q, k, _ = draw(25)
+    q, k, _ = inputs(25)
     first = core(q, k, torch.eye(25, dtype=torch.double).expand(2, 2, 25, 25), causal=causal).out_BHNV
     second = core(q, k, first, causal=causal).out_BHNV
     # A fixed pattern passes everything to the summary tokens, which are the last ones of their blocks.
@@ -111,4 +112,4 @@ def test_cost(causal: bool) -> None:
     ]
     for options, count in keys:
         core = SparseTransformerAttention(**options)  # type: ignore[arg-type]
-        assert count_flops(core, *draw(tokens), causal=causal) == 2 * 2 * 2 * tokens * count * 11
+        assert count_flops(core, *inputs(tokens), causal=causal) == 2 * 2 * 2 * tokens * count * 11

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attentions.agreement import agree, inputs, paddings, softmax_of
 from torch import Tensor
 
 from cached_lab.experiments.costs.flops import count_flops
@@ -14,12 +15,6 @@ from cached_transformers.attentions.star import StarAttention, StarLayer, prefix
 
 B, H, E, V = 2, 2, 5, 3
 D = H * E
-
-
-def softmax_of(q_E: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """One query over a list of keys, by the formula."""
-    weights = torch.stack([(q_E @ k_E / math.sqrt(len(q_E))).exp() for k_E in keys])
-    return (weights[:, None] * torch.stack(values)).sum(0) / weights.sum()
 
 
 def neighbours(place: int, there: list[int], radius: int, causal: bool) -> list[int]:
@@ -55,21 +50,6 @@ def twin(core: StarAttention, q: Tensor, k: Tensor, v: Tensor, padding: Tensor, 
     return out
 
 
-def given(tokens: int) -> list[Tensor]:
-    torch.manual_seed(tokens)
-    shapes = [(B, H, tokens, size) for size in (E, E, V)]
-    return [torch.randn(shape, dtype=torch.double, requires_grad=True) for shape in shapes]
-
-
-def paddings(tokens: int) -> list[Tensor]:
-    """None, at the end, and anywhere: in front and between, too."""
-    none, end = torch.zeros(2, B, tokens, dtype=torch.bool)
-    end[0, tokens - tokens // 3 :] = True
-    anywhere = torch.rand(B, tokens) < 0.4
-    anywhere[1, : tokens // 2] = True
-    return [none, end, anywhere]
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("options", [{}, {"radius": 3}, {"radius": 0, "embedding": False}, {"relay": False}])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 9])
@@ -78,19 +58,11 @@ def test_the_core_is_its_loop_over_tokens(tokens: int, options: dict[str, Any], 
     if core.relay_HE is not None:
         torch.nn.init.normal_(core.relay_HE)
     for padding in paddings(tokens):
-        q, k, v = given(tokens)
+        q, k, v = inputs(tokens, width=E, values=V)
         got = core(q, k, v, causal=causal, key_padding_mask=padding if padding.any() else None).out_BHNV
         got = got * ~padding[:, None, :, None]
         want = twin(core, q, k, v, padding, causal=causal)
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
-        if padding.all():
-            continue
-        weight, sources = torch.randn_like(want), [q, k, v, *core.parameters()]
-        gradients = [torch.autograd.grad((o * weight).sum(), sources, allow_unused=True) for o in (got, want)]
-        for a, b in zip(*gradients, strict=True):
-            nothing = torch.zeros(())
-            a, b = (nothing if g is None else g for g in (a, b))
-            torch.testing.assert_close(a.expand_as(b), b.expand_as(a), rtol=0, atol=1e-10, check_dtype=False)
+        agree(got, want, [q, k, v, *core.parameters()])
 
 
 def test_a_prefix_survives_logits_that_differ_by_hundreds() -> None:
@@ -177,36 +149,17 @@ def test_the_layer_is_its_loop_over_tokens(tokens: int, causal: bool) -> None:
         want = layer_twin(layer, x, embedded, relay, padding)
         keep = ~padding[..., None]
         seen = keep if causal else keep.any(1, keepdim=True)
-        torch.testing.assert_close(got[0], want[0], rtol=0, atol=1e-10)
-        torch.testing.assert_close(got[1] * seen, want[1] * seen, rtol=0, atol=1e-10)
-        weights = [torch.randn_like(t) for t in want]
         sources = [x, embedded, relay, *layer.parameters()]
-        gradients = [
-            torch.autograd.grad((a * weights[0]).sum() + (b * seen * weights[1]).sum(), sources) for a, b in (got, want)
-        ]
-        for a, b in zip(*gradients, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+        agree(got[0], want[0], sources)
+        agree(got[1], want[1], sources, weight=seen)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_layers_carry_the_relay_and_ignore_padding(causal: bool) -> None:
-    torch.manual_seed(0)
-    layers = [StarLayer(D, H, causal=causal).double() for _ in range(3)]
-
-    def run(x: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        out, relay = x, StarLayer.first_relay(x, padding, causal=causal)
-        for layer in layers:
-            out, relay = layer(out, x, relay, padding)
-        return out, relay
-
+def test_the_first_relay_is_the_mean_of_the_tokens_that_are_there(causal: bool) -> None:
     x = torch.randn(B, 9, D, dtype=torch.double)
-    padding = torch.zeros(B, 9, dtype=torch.bool)
-    padding[0, 6:] = True
-    padded, trimmed = run(x, padding), run(x[:1, :6])
-    last = slice(5, 6) if causal else slice(None)
-    torch.testing.assert_close(padded[0][:1, :6], trimmed[0], rtol=0, atol=1e-10)
-    torch.testing.assert_close(padded[1][:1, last], trimmed[1][:, last], rtol=0, atol=1e-10)
     torch.testing.assert_close(StarLayer.first_relay(x)[:, 0], x.mean(1))
-    changed = torch.cat([x[:, :5], torch.randn(B, 4, D).double()], 1)
-    moved = (run(changed)[0] - run(x)[0])[:, :5].abs().max()
-    assert moved < 1e-12 if causal else moved > 1e-3
+    for padding in paddings(9):
+        relay = StarLayer.first_relay(x, padding, causal=causal)
+        for b, i in (~padding).nonzero().tolist():
+            there = [j for j in range(9) if not padding[b, j] and (j <= i or not causal)]
+            torch.testing.assert_close(relay[b, i if causal else 0], x[b, there].mean(0), rtol=0, atol=1e-12)

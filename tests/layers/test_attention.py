@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from attentions.agreement import agree
 from torch import Tensor, nn
 
 from cached_transformers.interfaces.attention import Attention, AttentionOutput
@@ -123,11 +124,7 @@ def test_the_layer_is_its_slow_twin(causal: bool, padded: bool, offered: bool, s
     want = twin(layer, x, positions_BN, rotary=scheme == "rotary", slopes=slopes, padding_BN=padding)
     # The angles are float32 whatever the model's precision.
     tolerance = 1e-5 if scheme == "rotary" else 1e-10
-    torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
-    sources = [x, *layer.parameters()]
-    weight = torch.randn_like(got)
-    for a, b in zip(*(torch.autograd.grad((y * weight).sum(), sources) for y in (got, want)), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=tolerance * 10)
+    agree(got, want, [x, *layer.parameters()], atol=tolerance)
 
 
 @pytest.mark.parametrize("scheme", [Positions, lambda: ALiBiPositions(HEADS)])
@@ -203,10 +200,7 @@ class Seer(LayerMemory):
         ({"heads": 3}, r"width=8 must be a positive multiple of heads=3"),
         ({"heads": 0}, r"width=8 must be a positive multiple of heads=0"),
         ({"core": Bare(), "memory": Offer()}, r"memory Offer needs context .*which attention Bare does not give"),
-        (
-            {"core": Bare(), "causal": True},
-            r"a layer with causal=True needs causal .*attention Bare does not",
-        ),
+        ({"core": Bare(), "causal": True}, r"a layer with causal=True needs causal .*attention Bare does not"),
         ({"memory": Seer(), "causal": True}, r"memory Seer shows .* cannot serve a causal model.*memory='grc_stream'"),
     ],
 )

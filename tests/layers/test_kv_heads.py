@@ -81,11 +81,6 @@ def test_tokens_are_written_one_by_one_as_with_all_heads() -> None:
     assert torch.equal(*written)
 
 
-def test_fewer_weights_are_trained() -> None:
-    layer = SelfAttention(WIDTH, HEADS, kv_heads=1)
-    assert layer.qkv.out_features == WIDTH + 2 * WIDTH // HEADS
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -73,8 +73,7 @@ def test_values_and_gradients_are_those_of_two_streams(case: str, padded: bool) 
         commit_caches(stack)
         got.append([*results, *(cache.cache_MC for cache in caches(stack)), *stack.buffers()])
     assert len(got[0]) == len(got[1])
-    for a, b in zip(*got, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+    torch.testing.assert_close(*got, rtol=0, atol=1e-10)
 
 
 def test_what_is_kept_does_not_grow_with_depth() -> None:

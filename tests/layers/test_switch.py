@@ -237,9 +237,6 @@ def test_the_evaluation_result_depends_on_no_neighbour_without_a_limit() -> None
     torch.testing.assert_close(whole, single)
 
 
-# ------------------------------------------------------------------------------------------------ in models
-
-
 def test_a_language_model_with_experts_adds_their_losses_and_learns() -> None:
     torch.manual_seed(0)
     model = LanguageModel(20, width=16, depth=4, heads=2, feed_forward=32, experts={"experts": 4, "balance_loss": 0.1})
@@ -329,9 +326,6 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -
 def test_experts_that_no_stack_can_have_are_refused(experts: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make_feed_forward(experts, D, F, index=0, depth=2)
-
-
-# -------------------------------------------------------------------------------------------- transformers
 
 
 def modeling() -> Any:

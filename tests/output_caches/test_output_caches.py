@@ -103,9 +103,6 @@ def test_hidden_states_that_are_no_numbers_are_not_kept() -> None:
     assert cache(fresh.logits, fresh.h, fresh.next, state).log_probabilities.isfinite().all()
 
 
-# ---------------------------------------------------------------------------------------------------- kNN-LM
-
-
 def knn(text: Text, entries: int = 40, dtype: torch.dtype = torch.float32, **options: Any) -> KNNLM:
     return KNNLM(Datastore(torch.randn(entries, D).to(dtype), torch.randint(0, 4, (entries,))), **options)
 
@@ -183,9 +180,6 @@ def test_segments_that_do_not_fit_are_refused() -> None:
         cache(text.logits, text.h, text.next + 9)
     with pytest.raises(ValueError, match="must have the shape of the logits"):
         cache(text.logits, text.h, text.next[:, 1:])
-
-
-# --------------------------------------------------------------------------------------------- hidden states
 
 
 def keep(read: list[Tensor], _: torch.nn.Module, given: tuple[Tensor, ...]) -> None:

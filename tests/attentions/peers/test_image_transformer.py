@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attentions.dense import draw
+from attentions.agreement import inputs
 
 from cached_transformers.attentions.image_transformer import ImageTransformerAttention
 from cached_transformers.attentions.longformer import LongformerAttention
@@ -23,7 +23,7 @@ def peer(**options: Any) -> Any:
 @pytest.mark.parametrize("back", [1, 2])
 @pytest.mark.parametrize("padded", [False, True])
 def test_blocks_that_look_back(tokens: int, back: int, padded: bool) -> None:
-    q, k, v = (t.detach() for t in draw(tokens, value=6))
+    q, k, v = (t.detach() for t in inputs(tokens, values=6))
     padding = torch.zeros(2, tokens, dtype=torch.bool)
     padding[0, -2:] = padded
     want = peer(window_size=4, look_backward=back, look_forward=0, exact_windowsize=False)(q, k, v, mask=~padding)
@@ -34,7 +34,7 @@ def test_blocks_that_look_back(tokens: int, back: int, padded: bool) -> None:
 
 @pytest.mark.parametrize("back", [1, 2])
 def test_its_exact_windows_are_those_of_longformer(back: int) -> None:
-    q, k, v = (t.detach() for t in draw(29, value=6))
+    q, k, v = (t.detach() for t in inputs(29, values=6))
     want = peer(window_size=4, look_backward=back, look_forward=0, exact_windowsize=True)(q, k, v)
     got = LongformerAttention(window=4 * back)(q, k, v, causal=True).out_BHNV
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
 
+from cached_transformers.attentions.linear import LinearAttention
 from cached_transformers.attentions.performer import PerformerAttention
 
 pytestmark = pytest.mark.peers
@@ -26,6 +28,17 @@ def test_generalised_attention_is_the_same() -> None:
         want = other(q, k, v)
         # Its causal form adds 1e-6 to the sum of the keys.
         torch.testing.assert_close(core(q, k, v, causal=causal).out_BHNV, want, rtol=0, atol=1e-5 if causal else 1e-10)
+
+
+def test_sums_of_linear_attention_over_all_keys_and_over_those_so_far_are_the_same() -> None:
+    peer = pytest.importorskip("performer_pytorch.performer_pytorch")
+    q, k, v = torch.randn(3, 2, 2, 130, 16).double()
+    features = F.elu(q) + 1, F.elu(k) + 1
+    core = LinearAttention(chunk=32)
+    torch.testing.assert_close(core(q, k, v).out_BHNV, peer.linear_attention(*features, v), rtol=0, atol=1e-12)
+    # Its causal form adds 1e-6 to the sum of the keys.
+    want = peer.causal_linear_attention_noncuda(*features, v)
+    torch.testing.assert_close(core(q, k, v, causal=True).out_BHNV, want, rtol=0, atol=2e-5)
 
 
 def test_with_nothing_added_its_features_give_the_same_attention() -> None:
