@@ -202,5 +202,5 @@ def test_an_unknown_timm_model_is_refused() -> None:
     library("timm")
     with pytest.raises(ValueError, match="architecture='vit_smal_patch16_224'"):
         create_model("timm", architecture="vit_smal_patch16_224")
-    with pytest.raises(ValueError, match=r"ratio=inf.*0,"):
+    with pytest.raises(ValueError, match=r"ratio=inf"):
         create_model("timm", architecture="pvt_v2_b0", memory={"name": "grc", "ratio": math.inf})
