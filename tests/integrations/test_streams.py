@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from integrations import family_checks as checks
 from integrations.families import DECODERS, Family
 from integrations.test_outside_memories import NAMES as OUTSIDE
+from integrations.test_outside_memories import registered  # noqa: F401  (a fixture for every test)
 from integrations.transformers_hosts import STREAMS
-
-from cached_transformers.registry import MEMORIES
 
 HOSTS = {family.name: family for family in DECODERS}
 Case = tuple[Family, dict[str, Any]]
@@ -26,14 +25,6 @@ OTHERS: dict[str, Case] = {
 }
 NOISY = "armt/llama"
 """The noise on its weights leaves no gradient for some."""
-
-
-@pytest.fixture(autouse=True)
-def _outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(MEMORIES, "_entries", dict(MEMORIES._entries))
-    for name, kind in OUTSIDE.items():
-        MEMORIES.register(name)(kind)
-    yield
 
 
 def each(check: Callable[..., None], cases: dict[str, Case]) -> list[Any]:
