@@ -82,12 +82,15 @@ def parse_yaml(text: str, source: str) -> Any:
 
 def read_yaml(path: Any) -> Any:
     """Return the value of a YAML file (ValueError: see `parse_yaml`, or it is not UTF-8)."""
-    from cached_lab.data.archives import as_text  # here, since `data` imports numpy
-
     size = path.stat().st_size
     if size > 4 * LONGEST:  # at most 4 bytes per character
         raise ValueError(f"{path} has {size:,} bytes, at most {LONGEST:,} characters are read; is it a recipe?")
-    return parse_yaml(as_text(path.read_bytes(), path), str(path))
+    content = path.read_bytes()
+    try:
+        return parse_yaml(content.decode("utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        found = "UTF-16, not UTF-8" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else f"not UTF-8 (byte {error.start})"
+        raise ValueError(f"{path} is {found}; convert it") from None
 
 
 def _refused(why: str, node: Any) -> yaml.constructor.ConstructorError:

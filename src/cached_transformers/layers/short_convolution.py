@@ -34,13 +34,11 @@ class ShiftedState(NamedTuple):
 def begun(layers: Iterable[State], clock_B: Tensor) -> tuple[State, ...]:
     """The states of layers, with finite last inputs in rows that have read nothing."""
 
-    def of_layer(state: State) -> State:
-        if not isinstance(state, ShiftedState):
-            return state
+    def of_layer(state: ShiftedState) -> State:
         empty_BTD = (clock_B == 0)[:, None, None] & ~state.recent_BTD.isfinite()
         return state._replace(recent_BTD=state.recent_BTD.masked_fill(empty_BTD, 0))
 
-    return tuple(map(of_layer, layers))
+    return tuple(of_layer(state) if isinstance(state, ShiftedState) else state for state in layers)
 
 
 class ShortConvolution(nn.Module):

@@ -137,8 +137,7 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(make_block(i) for i in range(depth))
         self.model_memory = model_memory if model_memory is not None else ModelMemory()
         self.norm = norm if norm is not None else nn.LayerNorm(width, norm_eps) if width is not None else nn.Identity()
-        self.activation_checkpointing = False
-        self.reversible = reversible
+        self.activation_checkpointing, self.reversible = False, reversible
         _check_blocks(self.model_memory, list(self.blocks))
         cores: list[Any] = [b.attention.core for b in self.blocks if b.attention.core.carry]  # type: ignore[union-attr]
         self.recipe = recipe_of([self.model_memory, *self.layer_memories(), *cores])

@@ -6,7 +6,6 @@ All models of a board are timed on the same episodes in one process, in turn, wi
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -41,9 +40,7 @@ def measure_costs(trials: FarTrials, task: str, rounds: int = ROUNDS) -> dict[st
             name = trial.arm if trial.memory == "none" else trial.memory
             read, train, tokens = _cases(trial, trials.settings(trial), trials)
             flops[name], reading[name], training[name] = flops_of(read) / tokens, read, train
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "segment_length=")  # `WHOLE` reads one segment
-            times = {"reading": compare(reading, NONE, rounds), "training": compare(training, NONE, rounds)}
+        times = {"reading": compare(reading, NONE, rounds), "training": compare(training, NONE, rounds)}
     finally:
         torch.set_num_threads(threads)
     return {

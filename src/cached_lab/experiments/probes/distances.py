@@ -138,7 +138,9 @@ def loop_of(model: nn.Module, task: ProbeTask, course: Course, passes: int = 1, 
     length = (course.farthest + 1) * task.segment // pieces
     kind = SegmentLoop if pieces < REPLAYED else ReplayLoop
     scoring = ReconstructionLoss(course.recall) if course.recall else None
-    return kind(model, length, pieces, passes, scoring=scoring)
+    loop = kind(model, length, pieces, passes, scoring=scoring)
+    loop._steps.done = whole  # one segment, on purpose: no warning
+    return loop
 
 
 def _rate(step: int, falls_from: int, settling: int, warm: int) -> float:

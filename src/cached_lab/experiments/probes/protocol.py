@@ -9,7 +9,6 @@ Legend: B rows, N tokens of a piece.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -140,9 +139,7 @@ def train(
 def training_step(loop: SegmentLoop, optimizer: torch.optim.Optimizer, episode: Episode) -> Tensor:
     """Take one optimizer step on a batch, and return its loss."""
     optimizer.zero_grad()
-    with warnings.catch_warnings():  # controls read an episode as one segment
-        warnings.filterwarnings("ignore", "segment_length=")
-        loss = loop(*episode)[0]
+    loss = loop(*episode)[0]
     loss.backward()
     nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
     optimizer.step()
