@@ -139,7 +139,7 @@ def loop_of(model: nn.Module, task: ProbeTask, course: Course, passes: int = 1, 
     kind = SegmentLoop if pieces < REPLAYED else ReplayLoop
     scoring = ReconstructionLoss(course.recall) if course.recall else None
     loop = kind(model, length, pieces, passes, scoring=scoring)
-    loop._steps.done = whole  # one segment, on purpose: no warning
+    loop._steps.done = True  # some episodes are one segment, on purpose: no warning
     return loop
 
 
