@@ -358,3 +358,16 @@ def test_rows_with_adapters_of_their_own() -> None:
         near(both[:1], model(IDS[:1]).logits)
         with model.disable_adapter():
             near(both[1:], model(IDS[1:]).logits)
+
+
+def test_a_norm_of_a_memory_takes_no_adapter() -> None:
+    """LN tuning by the name `norm` adapts a memory's own norm, unless the memory is saved as a whole."""
+    for memory in ("rmt", "grc_stream"):
+        model = awaken(add_memory(LLAMA.build(), memory, segment_length=5))
+        model.load_state_dict(model.state_dict())
+        tuned = peft.get_peft_model(model, peft.LNTuningConfig(target_modules=["norm"]))
+        if memory == "rmt":
+            assert torch.isfinite(tuned(IDS).logits).all()
+            continue
+        with pytest.raises(ValueError, match=r"gates\.norm.*modules_to_save"):
+            tuned(IDS)

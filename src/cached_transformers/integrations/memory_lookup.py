@@ -127,9 +127,21 @@ def like_weights(module: nn.Module, place: nn.Module | None = None) -> Tensor:
 
 
 def with_weights(memory: nn.Module, call: Callable[..., Result], *args: Any) -> Result:
-    """The call's result, with the memory's weights loaded during the call."""
+    """The call's result, with the memory's weights loaded during the call (ValueError: adapters around its norms)."""
     if torch.compiler.is_compiling():
         return call(*args)
+    try:
+        return _with_loaded(memory, call, *args)
+    except AttributeError as error:
+        wrapped = {name: m for name, m in memory.named_modules() if hasattr(m, "get_base_layer")}
+        for name, module in wrapped.items():
+            if not isinstance(module.get_base_layer(), nn.Linear):
+                way_out = "leave it out of the adapter's target_modules, or give modules_to_save=['memory']"
+                raise ValueError(f"{name}: the memory cannot read a {type(module).__name__}; {way_out}") from error
+        raise
+
+
+def _with_loaded(memory: nn.Module, call: Callable[..., Result], *args: Any) -> Result:
     hooks: list[tuple[Any, Any]] = [(m, m._hf_hook) for m in memory.modules() if hasattr(m, "_hf_hook")]
     if not hooks:
         return call(*args)

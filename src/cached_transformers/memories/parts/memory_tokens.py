@@ -5,6 +5,8 @@ Legend: B rows, N tokens, F memory tokens in front, K after, L = F + N + K, D mo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -27,9 +29,17 @@ def check_cache(cache: int) -> None:
         raise ValueError(f"cache={cache} must be a number of tokens, or 0 for no cache")
 
 
-def carried_norm(norm: str, width: int) -> nn.Module:
-    """Norm for what leaves the last layer and comes back: blocks with norms after the sums have applied one already."""
-    return nn.LayerNorm(width) if one_of("norm", norm, ("pre", "post")) == "pre" else nn.Identity()
+def carried_norm(norm: str, width: int) -> Callable[[Tensor], Tensor]:
+    """Norm for what leaves the last layer and comes back: blocks with norms after the sums have applied one already.
+
+    Without one it is no module, which adapters for modules named `norm` would take for theirs.
+    """
+    return nn.LayerNorm(width) if one_of("norm", norm, ("pre", "post")) == "pre" else as_it_is
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    """Return the tensor."""
+    return x
 
 
 def surround(tokens: Tokens, front_BFD: Tensor | None, back_BKD: Tensor | None = None) -> Tokens:
