@@ -12,7 +12,7 @@ import resource
 import signal
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from cached_transformers.positions import make_positions
 from cached_transformers.registry import Registration
 
 from ._fuzz_values import fitting, words_of
-from .frame import Drill, Failure
+from .frame import Drill, Failure, numbered
 
 TOGETHER = 25
 """Calls of a case."""
@@ -98,11 +98,6 @@ class Odd(NamedTuple):
         floats = [value for value in self.varied.values() if isinstance(value, float)]
         kind = "refused" if any(map(math.isnan, floats)) else "huge" if any(abs(v) > 100 for v in floats) else "right"
         return Call(f"{told} {self.varied}", run, [word for word in (*named, *words) if word], kind)
-
-
-def cases(count: int, seed: int) -> Iterator[str]:
-    """Names of `count` cases."""
-    return (f"{seed}/{number}" for number in range(count))
 
 
 def prepare(shared: Path) -> None:
@@ -371,7 +366,7 @@ DRILL = Drill(
     f"{TOGETHER} calls a case of every registered memory, attention and model, and of hosts, loops, generation, "
     "sessions, streams and positions, with right, odd and wrong options and inputs, empty ones too: finite results of "
     f"the documented shape, or a ValueError or TypeError that names the option, within {SECONDS} seconds and 1 GiB",
-    cases,
+    numbered,
     attempt,
     count=80,
     sample=2,

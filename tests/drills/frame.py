@@ -78,6 +78,11 @@ class Outcome(NamedTuple):
         return "\n".join(lines)
 
 
+def numbered(count: int, seed: int) -> Iterator[str]:
+    """Names of `count` cases: seed/number."""
+    return (f"{seed}/{number}" for number in range(count))
+
+
 def carry_out(drill: Drill, cases: Iterable[str], jobs: int = 1, say: Callable[[str], None] | None = None) -> Outcome:
     """Try cases, `jobs` at a time."""
     started = time.perf_counter()

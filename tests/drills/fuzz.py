@@ -18,7 +18,6 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from cached_lab.registries import LISTED
 from cached_transformers.extras import require
 
 from ._fuzz_grammar import Grammar, Input, tree_of
-from .frame import Drill, Failure, in_child
+from .frame import Drill, Failure, in_child, numbered
 
 TOGETHER = 25
 """Inputs of a case."""
@@ -47,11 +46,6 @@ class Reached(BaseException):
 
 class Hung(BaseException):
     """An input took too long."""
-
-
-def cases(count: int, seed: int) -> Iterator[str]:
-    """Names of `count` cases."""
-    return (f"{seed}/{number}" for number in range(count))
 
 
 def prepare(shared: Path) -> None:
@@ -234,7 +228,7 @@ DRILL = Drill(
     f"{TOGETHER} command lines and recipes a case, from a grammar of all options of all commands and parts, right, "
     "wrong, damaged, misspelt, or without the option that they belong to: exit status 0, 1 or 2 within 60 seconds, a "
     "message that names the mistake, no traceback, nothing written elsewhere",
-    cases,
+    numbered,
     attempt,
     count=200,
     sample=1,

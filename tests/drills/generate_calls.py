@@ -11,7 +11,6 @@ import contextlib
 import copy
 import threading
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from cached_transformers.state import map_state, named_tensors
 
-from .frame import Drill, Failure
+from .frame import Drill, Failure, numbered
 
 NEAR = 1e-4
 """Scores this close may be told apart by rounding."""
@@ -36,11 +35,6 @@ REFUSED: dict[str, Any] = {
     "cache_implementation": "static",
     "output_attentions": True,
 }
-
-
-def cases(count: int, seed: int) -> Iterator[str]:
-    """Names of `count` cases."""
-    return (f"{seed}/{number}" for number in range(count))
 
 
 def prepare(shared: Path) -> None:
@@ -224,7 +218,7 @@ DRILL = Drill(
     "`generate` of ten hosts by memories, segments, padded rows, prompts as ids or embeddings, caches of earlier "
     "calls, greedy, sampled and by beams: the tokens and the state of a plain loop over whole texts, or a message that "
     "names the option",
-    cases,
+    numbered,
     attempt,
     count=150,
     sample=6,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .frame import Drill, Failure
+from .frame import Drill, Failure, numbered
 
 DECODERS = ("gpt2", "llama")
 STREAMS = ("grc_stream", "memorizing", "rmt", "armt", "transformer_xl", "compressive")
@@ -29,11 +29,6 @@ FIXED = ("BERT_SDPA", "HF_VIT", "VIT", "ENCODER", "MHA")
 OWN = {"vocabulary": 24, "width": 16, "heads": 2, "depth": 2}
 ROUNDS = 2
 Call = Callable[[], list[Tensor]]
-
-
-def cases(count: int, seed: int) -> Iterator[str]:
-    """Names of `count` cases."""
-    return (f"{seed}/{number}" for number in range(count))
 
 
 def prepare(shared: Path) -> None:
@@ -185,7 +180,7 @@ DRILL = Drill(
     "two to four threads that change every few instructions call one model: decoders, encoders and image models of "
     "transformers, timm, torch.nn and this package, forwards with states, `generate` and training with checkpointing: "
     "the result of each call by itself, and the mode of before",
-    cases,
+    numbered,
     attempt,
     count=150,
     sample=6,
