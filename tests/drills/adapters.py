@@ -53,6 +53,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "LoraConfig rslora": {"r": 2, "use_rslora": True},
     "LoraConfig all": {"r": 2, "target_modules": "all-linear"},
     "LNTuningConfig": {"target_modules": ["LayerNorm", "input_layernorm", "ln_1"]},
+    "LNTuningConfig norm": {"target_modules": ["LayerNorm", "input_layernorm", "ln_1", "norm"]},
     "AdaLoraConfig": {"total_step": 10, "init_r": 3, "target_r": 2, "tinit": 1, "tfinal": 1},
     "RandLoraConfig": {"r": 2, "randlora_alpha": 4},  # its default, 640, leaves NaN after such steps
     "IA3Config": {"feedforward_modules": []},
@@ -124,8 +125,7 @@ class Trial:
         other = method in PROMPTS or method.startswith(("Lora", "IA3", "LN"))  # methods that need no linear layers
         other &= memory != "transformer_xl"
         self.host: Any = BERT if memory == "grc" else random.choice([LLAMA, GPT2]) if other else LLAMA
-        length = 13 if method in PROMPTS else random.randint(11, 16)  # a prompt and its text are whole segments
-        self.ids = words(2, length, random.randint(0, 99))
+        self.ids = words(2, random.randint(11, 16), random.randint(0, 99))
         self.ids[:, 0] = 3  # a token that is trained
         self.tasks = {"task_ids": torch.tensor([0, 1])} if method in TASKS else {}
 
@@ -218,6 +218,8 @@ class Trial:
         words = ["prefix tuning"] if self.method == "PrefixTuningConfig" else []
         if self.order == "frozen" or (self.order == "after" and self.method in UNSAVED):
             words.append("modules_to_save")
+        if self.method == "LNTuningConfig norm":  # a memory's own norm is none that it can read through an adapter
+            words.append("the memory cannot read")
         if not any(word in str(error) for word in words):
             raise Failure(f"expected a method that works, or one of {words} in the message, found: {error}")
 
@@ -256,7 +258,9 @@ class Trial:
         self.equal("torch.save", self.logits(torch.load(self.folder / "model.pt", weights_only=False)), wanted)
 
     def narrow(self, model: Any, wanted: Tensor) -> None:
-        self.equal("bfloat16", self.logits(copy.deepcopy(model).bfloat16()), wanted, 0.2)
+        self.equal(
+            "bfloat16", self.logits(copy.deepcopy(model).bfloat16()), wanted, 0.2 * max(1.0, float(wanted.abs().max()))
+        )
 
     def disable(self, model: Any, wanted: Tensor) -> None:
         """Without its adapter the model is as before, except for a cache, which no adapter holds."""
@@ -290,8 +294,8 @@ class Trial:
         self.equal("merge_and_unload", self.logits(merged), wanted, 1e-4)
         if self.random.random() < 0.5:
             quantised = quantize_dynamic(copy.deepcopy(merged), {nn.Linear}, dtype=torch.qint8)
-            self.equal("quantize_dynamic", self.logits(quantised), wanted, 0.2)
-        elif self.method != "LNTuningConfig":  # which leaves the copies of modules in the model
+            self.equal("quantize_dynamic", self.logits(quantised), wanted, 0.3)
+        elif not self.method.startswith("LNTuningConfig"):  # which leaves the copies of modules in the model
             merged.save_pretrained(self.folder / "merged")
             self.equal("load_pretrained", self.logits(load_pretrained(str(self.folder / "merged"))), wanted, 1e-4)
 
