@@ -258,9 +258,8 @@ class Trial:
         self.equal("torch.save", self.logits(torch.load(self.folder / "model.pt", weights_only=False)), wanted)
 
     def narrow(self, model: Any, wanted: Tensor) -> None:
-        self.equal(
-            "bfloat16", self.logits(copy.deepcopy(model).bfloat16()), wanted, 0.2 * max(1.0, float(wanted.abs().max()))
-        )
+        tolerance = 1.0 if self.memory == "memorizing" else 0.2  # rounding may recall another token
+        self.equal("bfloat16", self.logits(copy.deepcopy(model).bfloat16()), wanted, tolerance)
 
     def disable(self, model: Any, wanted: Tensor) -> None:
         """Without its adapter the model is as before, except for a cache, which no adapter holds."""

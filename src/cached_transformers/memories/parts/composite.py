@@ -159,7 +159,7 @@ def members_of(memory: Any) -> list[Any]:
 
 def recipe_of(parts: Sequence[nn.Module]) -> str:
     """Names, options and sizes of memories and attentions, which tell their states from others."""
-    members = (one for part in parts for one in members_of(part) if type(one) not in (LayerMemory, ModelMemory))
+    members = (one for part in parts for one in members_of(part) if type(one) is not ModelMemory)
     told = [getattr(one, "recipe", "") or _settings(one) for one in members]
     return "; ".join(f"{len(list(same))} x {recipe}" for recipe, same in groupby(told))
 
