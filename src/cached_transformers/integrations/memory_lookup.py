@@ -30,10 +30,7 @@ def memory_of(holder: Any) -> LayerMemory | ModelMemory:
     if isinstance(memory, LayerMemory | ModelMemory):
         return memory
     if any("adapter_names" in getattr(hook, "keywords", {}) for hook in memory._forward_pre_hooks.values()):
-        raise ValueError(
-            "adapter_names: the rows of one call share the memory of the active adapter; call the model once for each "
-            "adapter, after set_adapter"
-        )
+        raise ValueError("adapter_names: rows share the active adapter's memory; call the model once for each adapter")
     active: LayerMemory | ModelMemory = memory.init_state.__self__  # a wrapper passes such names on
     return active
 
@@ -133,9 +130,8 @@ def with_weights(memory: nn.Module, call: Callable[..., Result], *args: Any) -> 
     try:
         return _with_loaded(memory, call, *args)
     except AttributeError as error:
-        wrapped = {name: m for name, m in memory.named_modules() if hasattr(m, "get_base_layer")}
-        for name, module in wrapped.items():
-            if not isinstance(module.get_base_layer(), nn.Linear):
+        for name, module in memory.named_modules():
+            if hasattr(module, "get_base_layer") and not isinstance(module.get_base_layer(), nn.Linear):
                 way_out = "leave it out of the adapter's target_modules, or give modules_to_save=['memory']"
                 raise ValueError(f"{name}: the memory cannot read a {type(module).__name__}; {way_out}") from error
         raise
