@@ -222,7 +222,7 @@ def test_the_layer_is_attention_over_its_graph(tokens: int, k: int, causal: bool
         want = layer_twin(layer, nodes, tokens, padding, causal=causal)
         mask = padding if padding.any() else None
         got = torch.where(want == 0, 0, layer(nodes, tokens, causal=causal, padding_BN=mask))
-        keep = ~padding  # a token of padding asks, but nobody reads what it becomes
+        keep = ~padding  # outputs at padding are not read
         keep = F.pad(keep, (0, nodes.shape[1] - tokens), value=True)[..., None]
         agree(got, want, [nodes, *layer.parameters()], weight=keep)
 

@@ -135,7 +135,7 @@ def test_the_runs_that_it_would_compare_can_be_built(words: list[str], monkeypat
 def test_a_text_is_trained_on_read_and_gone_on_with(
     page: str, reader: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("It was the best of times."))  # what a page redirects
+    monkeypatch.setattr("sys.stdin", io.StringIO("It was the best of times."))  # as a page redirects it
     lines = [words for at, words in commands("cached") if at == page and words in OF_TEXT]
     assert [words[1] for words in lines][:3] == ["train", "stream", "generate"]
     for words in lines:

@@ -23,7 +23,7 @@ except ImportError:  # of use only with models of transformers, but imported wit
     Cache = DynamicCache = object
 
 EMBEDDED, PADDED = -1, -2
-"""Stand in `read_BT` for tokens that were given as embeddings, and for padding."""
+"""Values in `read_BT` of tokens that were given as embeddings, and of padding."""
 
 
 class SlotProjections:

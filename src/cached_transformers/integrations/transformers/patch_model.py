@@ -155,7 +155,7 @@ def state_after(
     fed padding afterwards, and beams were reordered.
 
     Args:
-        text: read before, of which this is a copy. prompt: ids (B, N) or embeddings (B, N, D) that follow.
+        text: a copy of the text read so far. prompt: ids (B, N) or embeddings (B, N, D) that follow.
         given, setting: arguments of generate, and its settings by name.
     """
     (rows, total), columns, device = new_BT.shape, prompt.shape[1], new_BT.device
