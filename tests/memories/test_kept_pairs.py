@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.transformers_hosts import DECODERS
+from integrations.families import EIGHT, GROUPED, decoder, words
 from memories import harness
 from torch import Tensor
 
-from cached_transformers import Session, generate, read_stream, tune_initial_state
+from cached_transformers import Session, add_memory, generate, read_stream, tune_initial_state
 from cached_transformers import state as states
 from cached_transformers.memories.parts.fifo_store import Pairs
 from cached_transformers.models.segments import read_segments
@@ -119,6 +119,17 @@ def test_what_does_not_fit_is_refused() -> None:
     for name in ("transformer_xl", "segatron", "ernie_doc", "compressive"):
         with pytest.raises(ValueError, match="keep='none'"):
             build({"name": name}, "none")
-    host = next(host for host in DECODERS if host.name == "llama")
-    with pytest.raises(ValueError, match=r"stored_kv.*keep='hidden'"):
-        host.with_memory({"name": "transformer_xl", "relative": False, "keep": "kv"})
+
+
+@pytest.mark.parametrize("family", [decoder("llama", "Llama", **GROUPED), decoder("qwen3", "Qwen3", **EIGHT)])
+@pytest.mark.parametrize("name", ["transformer_xl", "streaming_llm", "ernie_doc", "compressive"])
+def test_a_decoder_with_grouped_keys_stores_each_once(family: Any, name: str) -> None:
+    spec = {"name": name, "length": 3, "sinks": 2} | ({"function": "mean"} if name == "compressive" else {})
+    found = []
+    for keep in ("hidden", "kv"):
+        model = add_memory(family.build().eval(), {**spec, "keep": keep}, segment_length=4)
+        found.append(model(words(tokens=22)))
+    torch.testing.assert_close(found[1].logits, found[0].logits, rtol=0, atol=1e-6)
+    heads, width = model.config.num_key_value_heads, model.config.head_dim
+    pairs = [t for path, t in states.named_tensors(found[1].memory_state) if path.endswith("pairs_BMW")]
+    assert pairs and all(t.shape[-1] == 2 * heads * width for t in pairs)

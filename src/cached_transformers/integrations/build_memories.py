@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cached_transformers.interfaces.memory import LayerMemory, ModelMemory
+from cached_transformers.interfaces.memory import LayerMemory, Memory, ModelMemory
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.grc.grc import CacheGates
 from cached_transformers.memories.grc.shared_cache import SharedCache
@@ -84,7 +84,15 @@ def layer_memory(site: Site, host: Host, name: str, settings: dict[str, Any]) ->
             raise ValueError(f"{layer}; a cache of {slots[0].width} channels needs more; take ratio={ratio} or less")
         if getattr(memory, "mix", "heads") == "outputs":
             raise ValueError(f"{layer}; mix='outputs' (variant='released') needs as many of both, take mix='heads'")
+    give_key_shape(memory, host)
     return _settled(memory, site)
+
+
+def give_key_shape(memory: nn.Module, host: Host) -> None:
+    """Tell a memory, and those that it holds, about the layer's heads of keys."""
+    for module in memory.modules():
+        if isinstance(module, Memory):
+            module.key_shape = host.key_shape
 
 
 def _settled(memory: LayerMemory, site: Site) -> LayerMemory:
@@ -108,6 +116,7 @@ def _spanning(body: Any, found: list[tuple[Site, Host]], name: str, settings: di
     facts["relative"] = host.facts.get("relative")
     memory = create_memory({"name": name, **settings}, host.channels or host.width, host.heads, **facts)
     assert isinstance(memory, ModelMemory)
+    give_key_shape(memory, host)
     if "slots_in_front" in memory.needs:
         made = {str(index): memory.slot_attention(index) for index in range(len(found))}
         readers = {index: module for index, module in made.items() if module is not None}

@@ -120,6 +120,7 @@ class Host:
         watch: a module of the model, and its forward pre-hook that records something for `query`.
         channels: of the layer's input, where they are not D.
         stream: of a layer that can carry a state.
+        key_shape: number and width of its heads of keys, where they are not those of the queries.
     """
 
     width: int
@@ -135,6 +136,7 @@ class Host:
     watch: tuple[nn.Module, Callable[..., None]] | None = None
     channels: int | None = None
     stream: Stream | None = None
+    key_shape: tuple[int, int] | None = None
 
 
 class Site:

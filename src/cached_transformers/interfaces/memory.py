@@ -184,9 +184,11 @@ class Memory(nn.Module):
 
     Attributes:
         needs: words of `capabilities.py`: on the class for its default options, on an instance for its own.
+        key_shape: number and width of the layer's heads of keys, (G, E), set by a host; None for those of the queries.
     """
 
     needs: frozenset[str] = frozenset()
+    key_shape: tuple[int, int] | None = None
 
     def position_scheme(self) -> Positions | None:
         """Return a new position scheme for a layer; None for the model's."""

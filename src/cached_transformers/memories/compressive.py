@@ -162,7 +162,7 @@ class Compressive(TransformerXL):
         rows = lined_up(compressed, recent)
         if self.sinks:
             rows = lined_up(state.sinks, rows)
-        k_BHME, v_BHME, _ = read_store(rows, self, self.heads, project_kv)
+        k_BHME, v_BHME, _ = read_store(rows, self, self.stored_heads[0], project_kv)
         places_BMP = right_before(first_B1P, k_BHME.shape[2]) if run else rows.positions_BMP
         return Context(k_BHME, v_BHME, places_BMP, rows.valid_BM, consecutive=run, clean=True)
 

@@ -23,7 +23,7 @@ from cached_transformers.interfaces.memory import Context, ProjectKV, Trace
 from cached_transformers.interfaces.probing import Probing, whole_episode
 from cached_transformers.registry import MEMORIES
 
-from .parts.fifo_store import Pairs, Rows, best, kept, right_before, side_by_side
+from .parts.fifo_store import Pairs, Rows, best, kept, right_before, side_by_side, stored_pair
 from .transformer_xl import TransformerXL
 
 
@@ -82,8 +82,7 @@ class TOVA(TransformerXL):
         assert weights_BHNL is not None and query.positions_BNP is not None
         new_BNW = trace.x_BND.detach()
         if isinstance(state, Pairs):
-            assert query.k_BHNE is not None and query.v_BHNE is not None
-            new_BNW = side_by_side(query.k_BHNE, query.v_BHNE).detach()
+            new_BNW = side_by_side(*stored_pair(query, self.stored_heads[0]))
         rows, n = new_BNW.shape[:2]
         real_BN = query.padding_BN
         real_BN = torch.ones_like(new_BNW[..., 0], dtype=torch.bool) if real_BN is None else ~real_BN

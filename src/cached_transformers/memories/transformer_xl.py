@@ -102,7 +102,7 @@ class TransformerXL(KeepsSinks):
         assert project_kv is not None
         if isinstance(state, SinksState):
             state = placed(*state, first_B1P)
-        k_BHME, v_BHME, clean = read_store(state, self, self.heads, project_kv)
+        k_BHME, v_BHME, clean = read_store(state, self, self.stored_heads[0], project_kv)
         return Context(k_BHME, v_BHME, state.positions_BMP, state.valid_BM, consecutive=True, clean=clean)
 
     def read(self, opened: Any, query: Query, project_kv: ProjectKV | None) -> Reading:

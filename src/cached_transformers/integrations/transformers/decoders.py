@@ -81,12 +81,6 @@ def causal_host(
         lacks |= dict.fromkeys(("context", "weights", "stored_kv"), why)
     elif masked:
         attends = {"context", "stored_kv", *(["weights"] if kind == "eager" else [])}
-    if groups not in (None, heads):
-        attends.discard("stored_kv")
-        lacks["stored_kv"] = f"its {heads} heads of queries share {groups} of keys"
-    elif merged != width:
-        attends.discard("stored_kv")
-        lacks["stored_kv"] = f"its heads together are {merged} wide, its inputs {width}"
     kinds, window = getattr(config, "layer_types", None), None
     if kinds is None or kinds[layer.layer_idx] == "sliding_attention":
         window = getattr(layer, "sliding_window", getattr(config, "sliding_window", None))
@@ -112,6 +106,7 @@ def causal_host(
             window=None if window is None else int(window),
             stored=None if isinstance(beside, str) else beside,
         ),
+        key_shape=(groups or heads, merged // heads),
     )
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.interfaces.capabilities import own_word
-from cached_transformers.interfaces.memory import Context, ProjectKV, Trace
+from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Trace
 from cached_transformers.state import State
 
-own_word("stored_kv", "keys and values, with as many heads as the queries, to be stored instead of hidden states")
+own_word("stored_kv", "keys and values, to be stored instead of hidden states")
 
 
 def last_slots(count_B: Tensor, slots: int) -> Tensor:
@@ -91,6 +91,13 @@ def push_made(
 def side_by_side(*made_BHME: Tensor) -> Tensor:
     """(B, M, W): the keys of all heads, then the values, and so on."""
     return torch.cat([t.transpose(1, 2).flatten(2) for t in made_BHME], -1)
+
+
+def stored_pair(query: Query, groups: int) -> tuple[Tensor, Tensor]:
+    """Keys and values (B, G, N, E) of the segment's tokens, without the repetition for every query head; detached."""
+    assert query.k_BHNE is not None and query.v_BHNE is not None
+    k_BGNE, v_BGNE = (t[:, :: t.shape[1] // groups].detach() for t in (query.k_BHNE, query.v_BHNE))
+    return k_BGNE, v_BGNE
 
 
 def keys_values(pairs_BMW: Tensor, heads: int) -> tuple[Tensor, Tensor]:

@@ -4,11 +4,13 @@ A softmax has to put its weight somewhere, and pretrained decoders put it on the
 (Xiao et al. 2023, arXiv:2309.17453). The sinks are read at the places right before the store's oldest slot, so that no
 distance is one that training did not have.
 
-Legend: B rows, N tokens, M slots, P position channels, H heads, L slots and tokens.
+Legend: B rows, N tokens, M slots, P position channels, H heads, G heads of keys, E head width,
+L slots and tokens.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from cached_transformers.interfaces.memory import LayerMemory, Trace
 
-from .fifo_store import Pairs, Rows, empty_pairs, empty_rows, lined_up, push, right_before, side_by_side
+from .fifo_store import Pairs, Rows, empty_pairs, empty_rows, lined_up, push, right_before, side_by_side, stored_pair
 
 
 class SinksState(NamedTuple):
@@ -40,12 +42,19 @@ class KeepsSinks(LayerMemory):
     channels = 1
     """Number of stored positions of a slot."""
     width: int
+    heads: int
     sinks: int = 0
 
     def empty(self, slots: int, batch_size: int, like: Tensor) -> Any:
         """A store that holds nothing: of keys and values in evaluation with keep='kv'."""
-        made = empty_pairs if self.keep == "kv" and not self.training else empty_rows
-        return made(batch_size, slots, self.width, like, self.channels)
+        if self.keep == "kv" and not self.training:
+            return empty_pairs(batch_size, slots, math.prod(self.stored_heads), like, self.channels)
+        return empty_rows(batch_size, slots, self.width, like, self.channels)
+
+    @property
+    def stored_heads(self) -> tuple[int, int]:
+        """(G, E): number and width of the layer's heads of keys."""
+        return self.key_shape or (self.heads, self.width // self.heads)
 
     def beside_sinks(self, store: Any, batch_size: int, like: Tensor) -> Any:
         """The state before the first segment, of the store's."""
@@ -56,8 +65,7 @@ class KeepsSinks(LayerMemory):
         query, new_BNW = trace.query, trace.x_BND
         assert query.positions_BNP is not None
         if isinstance(rows, Pairs):
-            assert query.k_BHNE is not None and query.v_BHNE is not None
-            new_BNW = side_by_side(query.k_BHNE, query.v_BHNE)
+            new_BNW = side_by_side(*stored_pair(query, self.stored_heads[0]))
         return type(rows)(*push(Rows(*rows), new_BNW.detach(), query.positions_BNP, query.padding_BN))
 
     def store(self, state: Any, trace: Trace) -> tuple[Any, Tensor | None]:
