@@ -59,7 +59,7 @@ def test_the_recorded_steps(shared: Path, name: str) -> None:
         assert kept == [[place for place in row if place >= 0] for row in recorded.tolist()]
         if name == "h2o":
             real = torch.tensor(golden["h2o/scores"][step])[:, : int(valid_M.sum())]
-            torch.testing.assert_close(state.scores_BHM[0][:, valid_M], real, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(state.scores_BGM[0][:, valid_M], real, rtol=1e-10, atol=1e-12)
         else:
             assert state.positions_BMP[0, valid_M, 0].tolist() == kept[0]
 
