@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .integrations.adapters import add_memory, register_adapter, remove_memory
     from .integrations.models import create_model
     from .integrations.replace_attention import replace_attention, restore_attention
+    from .integrations.transformers.export import export_cache
     from .integrations.transformers.load import load_pretrained
     from .layers.grc_attention import GRCAttention
     from .loops.curriculum import Curriculum
@@ -37,6 +38,7 @@ _NAMES = {
     "integrations.adapters": ("add_memory", "register_adapter", "remove_memory"),
     "integrations.models": ("create_model",),
     "integrations.replace_attention": ("replace_attention", "restore_attention"),
+    "integrations.transformers.export": ("export_cache",),
     "integrations.transformers.load": ("load_pretrained",),
     "layers.grc_attention": ("GRCAttention",),
     "loops.curriculum": ("Curriculum",),
@@ -80,6 +82,7 @@ __all__ = [
     "commit_caches",
     "create_memory",
     "create_model",
+    "export_cache",
     "fold",
     "generate",
     "hold_caches",
