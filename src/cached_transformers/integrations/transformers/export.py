@@ -43,8 +43,8 @@ def export_cache(model: nn.Module, memory_state: State) -> Any:
         >>> plain(question, past_key_values=cache).logits  # as model(question, memory_state=state).logits
     """
     forward: Any = next((vars(m)["segment_reader"] for m in model.modules() if "segment_reader" in vars(m)), None)
-    if forward is None or any(not hook.attends_context for hook in forward.hooks):
-        raise ValueError(f"{type(model).__name__} has no memory whose slots its layers attend; call add_memory first")
+    if forward is None:
+        raise ValueError(f"{type(model).__name__} has no memory with a state; call add_memory first")
     spanning = [] if forward.memory is None else [forward.memory]
     for memory in [*spanning, *(hook.memory for hook in forward.hooks)]:
         if more := memory.needs - ONLY_SLOTS:
