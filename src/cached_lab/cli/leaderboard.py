@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from .arguments import command_line, refuse_below_one, refuse_too_many_seeds
-from .probe import PROBE_ARGUMENTS, chosen, train_missing
+from .probe import PROBE_ARGUMENTS, chosen, controls, train_missing
 
 ARGUMENTS = (
     *PROBE_ARGUMENTS,
@@ -36,7 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     page = arguments.page or arguments.out / "leaderboard.md"
     refuse_page(page)
     memories, tasks, options = chosen(arguments, arguments.tasks or ",".join(TASKS))
-    trials = board_trials(memories, tasks, arguments.out, options, seeds=arguments.seeds, steps=arguments.steps)
+    how: dict[str, Any] = {"seeds": arguments.seeds, "steps": arguments.steps, "controls": controls(arguments.control)}
+    trials = board_trials(memories, tasks, arguments.out, options, **how)
     console = open_console()
     train_missing(trials, arguments.jobs, console)
     content = write_leaderboard(trials, command_line())

@@ -14,6 +14,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cached_transformers.registry import unknown_name
+
 from .arguments import command_line, refuse_below_one, refuse_too_many_seeds
 
 if TYPE_CHECKING:
@@ -25,8 +27,13 @@ OPTIONS = (
     "options of tasks and memories (see `cached explain NAME`), and of the models: model.width, depth, heads, "
     "feed_forward, batch_size, learning_rate, check_every, rows"
 )
+CONTROL = (
+    "whole: attention over the whole text (by distance and on the leaderboard always trained), the bar of efficiency; "
+    "window: for each memory a window whose state has as many bytes"
+)
 PROBE_ARGUMENTS = (
     ("overrides NAME.option=value*", str, OPTIONS),
+    ("--control A,B,...", "", CONTROL),
     ("--jobs N", 1, "trainings at a time"),
     ("--babi PATH", Path, "bAbI's archive or folder, for the task 'babilong'"),
     ("--books FOLDER", Path, "folder of books, for the same task"),
@@ -90,6 +97,17 @@ def chosen(arguments: argparse.Namespace, tasks: str) -> tuple[list[str], list[s
     return memories, list(by_task), options | settings.options_of_models(given[settings.MODEL])
 
 
+def controls(text: str) -> list[str]:
+    """Return the controls in `--control` (ValueError for an unknown one)."""
+    from cached_lab.experiments.probes.trials import CONTROLS
+
+    found = [name for name in text.split(",") if name]
+    for name in found:
+        if name not in CONTROLS:
+            raise ValueError(f"--control: {unknown_name('control', name, list(CONTROLS))}")
+    return found
+
+
 def train_missing(trials: Trials, jobs: int, console: Console) -> None:
     """Train and test the missing models, and show the progress."""
     missing = trials.missing()
@@ -105,13 +123,16 @@ def _trials(arguments: argparse.Namespace, memories: list[str], tasks: list[str]
     from cached_lab.experiments.probes.far_trials import FarTrials
     from cached_lab.experiments.probes.trials import Trials
 
+    how: dict[str, Any] = {"controls": controls(arguments.control)}
     taps, kept = arguments.short_convolution, (arguments.seeds, arguments.steps, arguments.out, options)
     if arguments.train_distance is None:
-        return Trials(memories, tasks, arguments.distance, *kept, taps or 1)
+        return Trials(memories, tasks, arguments.distance, *kept, taps or 1, **how)
+    if arguments.no_ceiling and "whole" in how["controls"]:
+        raise ValueError("--no-ceiling and --control whole contradict each other; leave out one of them")
     nearest, farthest, through = _distances(arguments.train_distance)
     begin, near = (1, True) if nearest is None else (nearest, False)
     course = Course(begin, farthest, through=through, solved=arguments.solved, recall=arguments.recall)
-    how = {"rows": arguments.rows, "compiled": arguments.compile, "ceiling": not arguments.no_ceiling}
+    how |= {"rows": arguments.rows, "compiled": arguments.compile, "ceiling": not arguments.no_ceiling}
     return FarTrials(memories, tasks, farthest, *kept, taps or 3, course, arguments.far, begin_near=near, **how)
 
 

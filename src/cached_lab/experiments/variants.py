@@ -15,7 +15,13 @@ from typing import Any
 
 import torch
 
-from cached_lab.experiments.build import build_dataset, build_model, refuse_what_cannot_be_built, with_memory
+from cached_lab.experiments.build import (
+    build_dataset,
+    build_model,
+    refuse_what_cannot_be_built,
+    with_memory,
+    without_checkpoint,
+)
 from cached_lab.tasks.kinds import baselines, example_inputs, model_arguments, task_name
 from cached_lab.tasks.recipes import check_sections, fill_from_data
 from cached_lab.training.config import RunConfig
@@ -23,8 +29,9 @@ from cached_lab.yaml_tree import parse_yaml
 from cached_transformers.registry import MODELS, unknown_name
 
 from .costs.flops import count_flops, count_parameters
+from .efficiency import window_of
 
-CONTROLS = ("conv", "flops", "parameters", "longer")
+CONTROLS = ("conv", "flops", "parameters", "longer", "window", "whole")
 TOLERANCE = 0.005
 """Relative difference up to which sizes count as equal."""
 FEED_FORWARD = ("feed_forward", "mlp_ratio", "mlp_ratios")
@@ -88,7 +95,7 @@ def prepare(
     for control in wanted:
         if control not in CONTROLS:
             raise ValueError(f"--control: {unknown_name('control', control, list(CONTROLS))}")
-    every = [*names, *(f"control-{control}" for control in wanted)]
+    every = [*names, *(f"control-{control}" for control in wanted), *(f"control-window-{name}" for name in names)]
     if against and against not in every:
         unknown = unknown_name("variant of this comparison", against, every)
         raise ValueError(f"--against: {unknown}; name one of them, or add it by --with or --control")
@@ -115,6 +122,10 @@ def prepare(
         variants.append(wider("parameters", plain, named, parameters_of))
     if "longer" in wanted:
         variants.append(longer(plain, train))
+    if "window" in wanted:
+        variants += windows([variant for variant in named if variant.name in names])
+    if "whole" in wanted:
+        variants.append(whole(plain, train, scored))
     return variants, baselines(recipe, train, scored)
 
 
@@ -147,6 +158,57 @@ def longer(plain: RunConfig, dataset: Any) -> Variant:
     if evaluation.segment_length:
         evaluation = dataclasses.replace(evaluation, segment_length=2 * evaluation.segment_length)
     return Variant("control-longer", dataclasses.replace(plain, training=changed, evaluation=evaluation))
+
+
+def windows(variants: list[Variant]) -> list[Variant]:
+    """Return a variant with a window of as many bytes for each variant whose memory is none.
+
+    Raises:
+        ValueError: a state is smaller than one slot of a window, or there is no memory but windows.
+    """
+
+    def build(config: RunConfig, memory: Any) -> Any:
+        with torch.device("cpu" if config.model.get("pretrained") else "meta"):
+            return MODELS.create(**without_checkpoint(with_memory(config, memory)).model)
+
+    found = []
+    for variant in variants:
+        config, memory = variant.config, variant.config.model.get("memory")
+        try:
+            window = memory and window_of(memory, functools.partial(build, config))
+        except ValueError as error:
+            raise ValueError(f"--control window, variant {variant.name}: {error}; leave out one of them") from None
+        if window:
+            facts = {"slots": window["length"], "matched": variant.name}
+            found.append(Variant(f"control-window-{variant.name}", with_memory(config, window), facts))
+    if not found:
+        names = ",".join(variant.name for variant in variants)
+        raise ValueError(f"--control window: --with {names} has no memory but windows; add one, or leave it out")
+    return found
+
+
+def whole(plain: RunConfig, train: Any, scored: Any) -> Variant:
+    """Read each document in one segment, in training and evaluation.
+
+    Raises:
+        ValueError: the data are no documents, or change with the length of segments.
+    """
+    if task_name(train) != "documents":
+        raise ValueError(
+            f"--control whole is for documents, which data {plain.data['name']!r} are not: a stream of text has no "
+            "whole; take longer"
+        )
+    length = train.segment_length * max(d.segments for d in (train, scored, build_dataset(plain, "validation")))
+    config = dataclasses.replace(plain, data={**plain.data, "segment_length": length, "segments": 1})
+    same = build_dataset(config, scored.split)
+    if not all(torch.equal(scored.document(i)[0], same.document(i)[0]) for i in range(min(8, len(same)))):
+        raise ValueError(
+            f"--control whole: data {plain.data['name']!r} depend on data.segment_length: other documents would be "
+            "read; leave it out"
+        )
+    model = {**config.model, **({"max_length": length} if "max_length" in config.model else {})}
+    training = dataclasses.replace(config.training, curriculum=None, passes=1)
+    return Variant("control-whole", dataclasses.replace(config, model=model, training=training))
 
 
 def equal_parameters(variants: list[Variant], deciding: int) -> list[Variant]:

@@ -101,6 +101,7 @@ def evaluation_blocks(title: str, rows: Rows, about: Mapping[str, Any]) -> list[
         blocks.append(place_table(rows))
     if "reset" in about:
         blocks.append(f"reset: an empty memory; trained on: {'yes' if about['reset']['trained_on'] else 'no'}")
+    blocks += [about["efficiency"]] if "efficiency" in about else []
     if "use" in about:
         unasked = "whether the memory is used: --memory carry,shuffle"
         blocks.append(unasked if about["use"] is None else use_sentence(about["use"]))
