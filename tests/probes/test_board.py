@@ -178,6 +178,24 @@ def test_the_command_keeps_what_is_there_and_writes_between_the_marks(
     assert "3 finished trainings kept, 0 to do" in capsys.readouterr().out and weights.stat().st_mtime_ns == stamp
 
 
+def test_windows_are_rows_of_the_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cached_lab.experiments.leaderboard.boards.ROWS", 16)
+    assert main([*COMMAND.format("rmt,memory_transformer").split(), "--control", "window"]) == 0
+    content = json.loads(Path("runs/leaderboard/leaderboard.json").read_text())
+    rows = {row["name"]: row for row in content["standings"]}
+    assert {*rows} == {"no memory", "whole text", "rmt", "window of rmt", "memory_transformer"} == {*content["costs"]}
+    assert rows["window of rmt"]["state_bytes"][1] <= rows["rmt"]["state_bytes"][0]
+    near = {name: row["near_mean"] for name, row in rows.items()}
+    gain = near["whole text"] - near["no memory"]
+    shares = [(share - near["no memory"]) / gain if gain > 0 else None for share in near.values()]
+    assert [row["efficiency"] for row in rows.values()] == pytest.approx(shares)
+    assert (
+        "No window of memory_transformer" in capsys.readouterr().out
+        and "| window of rmt |" in Path("board.md").read_text()
+    )
+
+
 def made_plain(content: dict[str, Any]) -> dict[str, Any]:
     """The same content from an unnamed machine, and from trainings without a commit."""
     results = [{key: value for key, value in r.items() if key != "environment"} for r in content["results"]]

@@ -14,8 +14,6 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cached_transformers.registry import unknown_name
-
 from .arguments import command_line, refuse_below_one, refuse_too_many_seeds
 
 if TYPE_CHECKING:
@@ -97,17 +95,6 @@ def chosen(arguments: argparse.Namespace, tasks: str) -> tuple[list[str], list[s
     return memories, list(by_task), options | settings.options_of_models(given[settings.MODEL])
 
 
-def controls(text: str) -> list[str]:
-    """Return the controls in `--control` (ValueError for an unknown one)."""
-    from cached_lab.experiments.probes.trials import CONTROLS
-
-    found = [name for name in text.split(",") if name]
-    for name in found:
-        if name not in CONTROLS:
-            raise ValueError(f"--control: {unknown_name('control', name, list(CONTROLS))}")
-    return found
-
-
 def train_missing(trials: Trials, jobs: int, console: Console) -> None:
     """Train and test the missing models, and show the progress."""
     missing = trials.missing()
@@ -121,9 +108,10 @@ def train_missing(trials: Trials, jobs: int, console: Console) -> None:
 def _trials(arguments: argparse.Namespace, memories: list[str], tasks: list[str], options: dict[str, Any]) -> Trials:
     from cached_lab.experiments.probes.distances import Course
     from cached_lab.experiments.probes.far_trials import FarTrials
-    from cached_lab.experiments.probes.trials import Trials
+    from cached_lab.experiments.probes.trials import CONTROLS, Trials
+    from cached_lab.experiments.variants import chosen_controls
 
-    how: dict[str, Any] = {"controls": controls(arguments.control)}
+    how: dict[str, Any] = {"controls": chosen_controls(arguments.control, CONTROLS)}
     taps, kept = arguments.short_convolution, (arguments.seeds, arguments.steps, arguments.out, options)
     if arguments.train_distance is None:
         return Trials(memories, tasks, arguments.distance, *kept, taps or 1, **how)

@@ -38,10 +38,7 @@ from .statistics import summarise, summarise_pairs, wilson_interval
 from .subprocesses import start_command, work_off
 from .variants import Variant
 
-NO_BAR = {
-    "documents": "No efficiency: it needs the variant plain, and --control whole, which reads each document at once.",
-    "language": "No efficiency: no variant was trained on the whole of a stream of text.",
-}
+NO_BAR = "No efficiency: it needs the variant plain, and --control whole, which reads each document at once."
 
 
 class VariantComparison:
@@ -186,7 +183,7 @@ class VariantComparison:
         shares = efficiencies(self.metric, scores, "plain", "control-whole")
         for row in rows:
             row["efficiency"] = shares[row["name"]]
-        return {"efficiency": NOTE if {"plain", "control-whole"} <= scores.keys() else NO_BAR[task]}
+        return {"efficiency": NOTE if {"plain", "control-whole"} <= scores.keys() else NO_BAR}
 
     def rows_interval(self, values: list[float], summaries: list[dict[str, Any]]) -> tuple[float, float] | None:
         """Return the interval due to the scored rows, common to all seeds.

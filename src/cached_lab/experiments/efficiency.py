@@ -58,14 +58,18 @@ def efficiencies(
 def probe_rows(content: Mapping[str, Any], task: str) -> dict[str, list[Mapping[str, Any]]]:
     """Return the trainings of a task in probe.json or far.json, one per seed, by name: the arms without a memory, each
     memory within its reach, and its window."""
-    arms, arm = {name: ("none", name) for name in (NONE, WHOLE)}, "far" if "far" in content else "within reach"
+    found: dict[str, list[Mapping[str, Any]]] = {NONE: [], WHOLE: []}
     for memory in content["memories"]:
-        arms |= {memory: (memory, arm), f"{WINDOW} of {memory}": (memory, WINDOW)}
-    by_arm = {
-        name: [r for r in content["results"] if (r["task"], r["memory"], r["arm"]) == (task, *arm)]
-        for name, arm in arms.items()
-    }
-    return {name: found for name, found in by_arm.items() if found}
+        found |= {memory: [], f"{WINDOW} of {memory}": []}
+    for result in content["results"]:
+        if result["task"] == task and result["arm"] != "out of reach":
+            found[row_name(result["memory"], result["arm"])].append(result)
+    return {name: trainings for name, trainings in found.items() if trainings}
+
+
+def row_name(memory: str, arm: str) -> str:
+    """Return the name of a training in tables."""
+    return arm if memory == "none" else f"{WINDOW} of {memory}" if arm == WINDOW else memory
 
 
 def probe_scores(content: Mapping[str, Any], trainings: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -99,14 +103,10 @@ def window_of(memory: Any, build: Callable[[Any], Any], **options: Any) -> dict[
     def window(length: int) -> dict[str, Any]:
         return {"name": "streaming_llm", "sinks": 0, **options, "length": length}
 
-    most, one, two = (_state_bytes(m) for m in (model, *(build(window(length)).eval() for length in (1, 2))))
+    most, one, two = (
+        nbytes(m.init_state(1)) if hasattr(m, "init_state") else 0
+        for m in (model, *(build(window(length)).eval() for length in (1, 2)))
+    )
     if most < one:
-        raise ValueError(
-            f"memory={memory!r}: its state of {most:,} bytes is smaller than a window of one slot ({one:,})"
-        )
+        raise ValueError(f"memory={memory!r}: its state of {most:,} bytes is below the {one:,} of a window of one slot")
     return window(1 + (most - one) // (two - one))
-
-
-def _state_bytes(model: Any) -> int:
-    """Return the bytes of a row's state; 0 for a model that carries none."""
-    return nbytes(model.init_state(1)) if hasattr(model, "init_state") else 0

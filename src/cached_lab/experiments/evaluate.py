@@ -194,26 +194,19 @@ class Evaluation:
             return load_run(self.folder, self.checkpoint, memory=memory)[1]
 
         found: dict[str, dict[str, Any] | None] = {NONE: None}
-        remarks: list[str] = []
         try:
-            if (window := window_of(self.memory, build, relative=False)) is not None:
-                found[f"{WINDOW} of {window['length']} tokens"] = window
+            window = window_of(self.memory, build, relative=False)
         except ValueError as error:
-            remarks.append(f"no {WINDOW}: {error}")
+            return found, f"efficiency {MISSING}: {error}"
+        found |= {f"{WINDOW} of {window['length']} tokens": window} if window else {}
         streams = evaluation_streams(dataset, self.config)
         tokens = streams.steps * streams.length
         tokens = tokens if dataset.reset == "never" else min(tokens, int(streams.lengths.max()))
         host = getattr(getattr(model, "model", None), "config", None)
         most = min(WHOLE_TEXT, getattr(host, "max_position_embeddings", WHOLE_TEXT))
-        try:
-            if tokens > most:
-                raise ValueError(f"a row has {tokens:,} tokens, and the {WHOLE} is read up to {most:,}")
-            build(whole := {"name": "streaming_llm", "sinks": 0, "relative": False, "length": tokens})
-            found[WHOLE] = whole
-            remarks.append(NOTE)
-        except ValueError as error:
-            remarks.append(f"efficiency {MISSING}: {error}")
-        return found, "; ".join(remarks)
+        if tokens > most:
+            return found, f"efficiency {MISSING}: a row has {tokens:,} tokens, and the {WHOLE} is read up to {most:,}"
+        return {**found, WHOLE: {"name": "streaming_llm", "sinks": 0, "relative": False, "length": tokens}}, NOTE
 
     def _score_shared(self, dataset: Any, processes: World) -> EvaluationScores:
         """Score a classifier, whose memory is a cache shared by all rows."""

@@ -9,19 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from cached_lab.experiments.build import (
-    build_dataset,
-    build_model,
-    refuse_what_cannot_be_built,
-    with_memory,
-    without_checkpoint,
-)
+from cached_lab.experiments.build import build_dataset, build_model, refuse_what_cannot_be_built, with_memory
 from cached_lab.tasks.kinds import baselines, example_inputs, model_arguments, task_name
 from cached_lab.tasks.recipes import check_sections, fill_from_data
 from cached_lab.training.config import RunConfig
@@ -91,14 +85,7 @@ def prepare(
     """
     if len(set(names)) < len(names):
         raise ValueError(f"--with {','.join(names)} names a variant twice")
-    wanted = [control for control in controls.split(",") if control]
-    for control in wanted:
-        if control not in CONTROLS:
-            raise ValueError(f"--control: {unknown_name('control', control, list(CONTROLS))}")
-    every = [*names, *(f"control-{control}" for control in wanted), *(f"control-window-{name}" for name in names)]
-    if against and against not in every:
-        unknown = unknown_name("variant of this comparison", against, every)
-        raise ValueError(f"--against: {unknown}; name one of them, or add it by --with or --control")
+    wanted = chosen_controls(controls, CONTROLS)
     for name in names:  # before the data are built, which may take long
         check_sections(with_memory(recipe, parse_variant(name)))
     train = build_dataset(recipe, "train")
@@ -126,7 +113,19 @@ def prepare(
         variants += windows([variant for variant in named if variant.name in names])
     if "whole" in wanted:
         variants.append(whole(plain, train, scored))
+    if against and against not in (every := [variant.name for variant in variants]):
+        unknown = unknown_name("variant of this comparison", against, every)
+        raise ValueError(f"--against: {unknown}; name one of them, or add it by --with or --control")
     return variants, baselines(recipe, train, scored)
+
+
+def chosen_controls(text: str, known: Sequence[str]) -> list[str]:
+    """Parse `--control`: names separated by commas, or none (ValueError: an unknown one)."""
+    wanted = [control for control in text.split(",") if control]
+    for control in wanted:
+        if control not in known:
+            raise ValueError(f"--control: {unknown_name('control', control, list(known))}")
+    return wanted
 
 
 def wider(what: str, plain: RunConfig, variants: list[Variant], cost: Callable[[RunConfig], int]) -> Variant:
@@ -166,24 +165,17 @@ def windows(variants: list[Variant]) -> list[Variant]:
     Raises:
         ValueError: a state is smaller than one slot of a window, or there is no memory but windows.
     """
-
-    def build(config: RunConfig, memory: Any) -> Any:
-        with torch.device("cpu" if config.model.get("pretrained") else "meta"):
-            return MODELS.create(**without_checkpoint(with_memory(config, memory)).model)
-
     found = []
-    for variant in variants:
-        config, memory = variant.config, variant.config.model.get("memory")
+    for name, config in ((variant.name, variant.config) for variant in variants):
+        memory = config.model.get("memory")
         try:
-            window = memory and window_of(memory, functools.partial(build, config))
+            window = memory and window_of(memory, lambda m, c=config: refuse_what_cannot_be_built(with_memory(c, m)))
         except ValueError as error:
-            raise ValueError(f"--control window, variant {variant.name}: {error}; leave out one of them") from None
+            raise ValueError(f"--control window, variant {name}: {error}; leave out one of them") from None
         if window:
-            facts = {"slots": window["length"], "matched": variant.name}
-            found.append(Variant(f"control-window-{variant.name}", with_memory(config, window), facts))
+            found.append(Variant(f"control-window-{name}", with_memory(config, window), {"matched": name}))
     if not found:
-        names = ",".join(variant.name for variant in variants)
-        raise ValueError(f"--control window: --with {names} has no memory but windows; add one, or leave it out")
+        raise ValueError("--control window: no memory of --with is other than a window; add one, or leave it out")
     return found
 
 
@@ -193,22 +185,18 @@ def whole(plain: RunConfig, train: Any, scored: Any) -> Variant:
     Raises:
         ValueError: the data are no documents, or change with the length of segments.
     """
-    if task_name(train) != "documents":
-        raise ValueError(
-            f"--control whole is for documents, which data {plain.data['name']!r} are not: a stream of text has no "
-            "whole; take longer"
-        )
-    length = train.segment_length * max(d.segments for d in (train, scored, build_dataset(plain, "validation")))
-    config = dataclasses.replace(plain, data={**plain.data, "segment_length": length, "segments": 1})
-    same = build_dataset(config, scored.split)
-    if not all(torch.equal(scored.document(i)[0], same.document(i)[0]) for i in range(min(8, len(same)))):
-        raise ValueError(
-            f"--control whole: data {plain.data['name']!r} depend on data.segment_length: other documents would be "
-            "read; leave it out"
-        )
-    model = {**config.model, **({"max_length": length} if "max_length" in config.model else {})}
-    training = dataclasses.replace(config.training, curriculum=None, passes=1)
-    return Variant("control-whole", dataclasses.replace(config, model=model, training=training))
+    if task_name(train) == "documents":
+        length = train.segment_length * max(d.segments for d in (train, scored, build_dataset(plain, "validation")))
+        config = dataclasses.replace(plain, data={**plain.data, "segment_length": length, "segments": 1})
+        same = build_dataset(config, scored.split)
+        if all(torch.equal(scored.document(i)[0], same.document(i)[0]) for i in range(min(8, len(same)))):
+            model = {**config.model, **({"max_length": length} if "max_length" in config.model else {})}
+            training = dataclasses.replace(config.training, curriculum=None, passes=1)
+            return Variant("control-whole", dataclasses.replace(config, model=model, training=training))
+    raise ValueError(
+        f"--control whole: data {plain.data['name']!r} must be documents that stay the same when data.segment_length "
+        "changes; leave it out"
+    )
 
 
 def equal_parameters(variants: list[Variant], deciding: int) -> list[Variant]:

@@ -13,7 +13,7 @@ import torch
 
 from cached_lab.experiments.costs.flops import flops_of
 from cached_lab.experiments.costs.timing import compare, training_step
-from cached_lab.experiments.efficiency import NONE, WHOLE
+from cached_lab.experiments.efficiency import NONE, WHOLE, row_name
 from cached_lab.experiments.probes.distances import loop_of
 from cached_lab.experiments.probes.far_trials import FarTrials
 from cached_lab.experiments.probes.protocol import ProbeSizes, build_model
@@ -39,7 +39,7 @@ def measure_costs(trials: FarTrials, task: str, rounds: int = ROUNDS) -> dict[st
     torch.set_num_threads(1)
     try:
         for trial in arms:
-            name = trial.row
+            name = row_name(trial.memory, trial.arm)
             read, train, tokens = _cases(trial, trials.settings(trial), trials)
             flops[name], reading[name], training[name] = flops_of(read) / tokens, read, train
         times = {"reading": compare(reading, NONE, rounds), "training": compare(training, NONE, rounds)}

@@ -63,23 +63,20 @@ def standings(content: Mapping[str, Any]) -> list[dict[str, Any]]:
     names = [name for name in next(iter(by_task.values())) if all(name in rows for rows in by_task.values())]
     rows = {name: _row(content, name, {task: found[name] for task, found in by_task.items()}) for name in names}
     shares = efficiencies("accuracy", {name: row["near_mean"] for name, row in rows.items()})
-    none, whole, *memories = ({**rows[name], "efficiency": share} for name, share in shares.items())
-    return [
-        none,
-        whole,
-        *sorted(memories, key=lambda row: (-row["near_mean"], -row["far_mean"], row["state_bytes"][1])),
-    ]
+    none, whole, *others = ({**rows[name], "efficiency": share} for name, share in shares.items())
+    others.sort(key=lambda row: (-row["near_mean"], -row["far_mean"], row["state_bytes"][1]))
+    return [none, whole, *others]
 
 
 def _row(content: Mapping[str, Any], name: str, by_task: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     farthest = content["course"]["farthest"]
-    near, far, all_of_them = {}, {}, []
+    near, far = {}, {}
+    all_of_them = [training for found in by_task.values() for training in found]
     for task, found in by_task.items():
         segment = content["segments"][task]
         near[task] = _share(found, farthest, segment)
         if name != WHOLE:
             far[task] = _share(found, content["longest"][task], segment)
-        all_of_them += found
     return {
         "name": name,
         "near": near,

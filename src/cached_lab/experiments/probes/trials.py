@@ -51,13 +51,6 @@ class Trial(NamedTuple):
         return f"{self.task}/{name}/{self.arm.replace(' ', '_')}_{self.seed}.json"
 
     @property
-    def row(self) -> str:
-        """Name in tables, as of `probe_rows`."""
-        return (
-            self.arm if self.memory == "none" else f"{WINDOW} of {self.memory}" if self.arm == WINDOW else self.memory
-        )
-
-    @property
     def name(self) -> str:
         """Name for people."""
         arm = "" if self.arm == "far" else f", {self.arm}"

@@ -50,17 +50,11 @@ def probe_blocks(path: Path) -> list[Block]:
     return [*blocks, FactList(about | {"environment": environment_text(content["environment"])})]
 
 
-def _select(content: Mapping[str, Any], task: str, memory: str, arm: str) -> list[Mapping[str, Any]]:
-    """The trainings of one task, memory and arm."""
-    return [r for r in content["results"] if (r["task"], r["memory"], r["arm"]) == (task, memory, arm)]
-
-
 def _picture(content: Mapping[str, Any], task: str) -> Picture:
-    curves = {}
-    for memory, arm in [("none", "no memory"), *((m, "within reach") for m in content["memories"])]:
-        if found := _select(content, task, memory, arm):
-            by_distance = {int(d): [r["distances"][d] for r in found] for d in found[0]["distances"]}
-            curves["no memory" if memory == "none" else memory] = by_distance
+    curves = {
+        name: {int(d): [r["distances"][d] for r in found] for d in found[0]["distances"]}
+        for name, found in probe_rows(content, task).items()
+    }
     chance, trained = next(r["chance"] for r in content["results"] if r["task"] == task), content["distance"]
     figure = answers_by_distance(curves, chance, trained, "segments between cue and question")
     return Picture(figure, f"{task}: trained at a distance of {trained} segments, tested at others.")
@@ -74,7 +68,7 @@ def _table(content: Mapping[str, Any]) -> ReportTable:
     for name in dict.fromkeys(name for by_name in found.values() for name in by_name):
         cells = [name]
         for task in content["tasks"]:
-            beyond = _select(content, task, name, REACHES[1])
+            beyond = [r for r in content["results"] if (r["task"], r["memory"], r["arm"]) == (task, name, REACHES[1])]
             cells += [_cell(found[task].get(name, ())), _cell(beyond), share_text(shares[task].get(name))]
         rows.append(cells)
     bar = NOTE if any(WHOLE in by_name for by_name in found.values()) else f"{NO_WHOLE}--control whole trains one."
