@@ -80,9 +80,9 @@ def documents(folder: Path) -> list[str]:
     lines = [json.dumps({"text": text, "label": label}) for text, label in texts]
     (folder / "a.jsonl").write_text("\n".join(lines))
     model = {"name": "sequence_classifier", "width": 8, "depth": 1, "heads": 2, "feed_forward": 8}
-    training = {"steps": 40, "batch_size": 8, "evaluate_every": 20, "tensorboard": False, "curriculum": [1, 2]}
+    training = {"steps": 40, "batch_size": 8, "evaluate_every": 20, "tensorboard": False, "metric": "accuracy"}
     data = {"name": "labelled_documents", "path": str(folder / "a.jsonl"), "segment_length": 4}
-    tree = {"data": data, "model": model, "training": {**training, "solved": 0.1, "metric": "accuracy"}}
+    tree = {"data": data, "model": model, "training": training}
     (folder / "recipe.yaml").write_text(yaml.safe_dump({**tree, "optimizer": {"learning_rate": 0.01}}))
     return ["compare", str(folder / "recipe.yaml"), "--seeds", "1"]
 
@@ -102,8 +102,9 @@ def test_memories_are_compared_with_windows_and_the_whole_of_a_document(tmp_path
     for name, share in zip(score, shown, strict=True):
         assert rows[name]["efficiency"] == pytest.approx((score[name] - score["plain"]) / gain)
         assert share in next(line for line in printed.splitlines() if line.startswith(f" {name} ")).split()
-    recipe = load_config(words[1])
+    recipe = load_config(words[1], ["training.curriculum=[1,2]", "training.solved=0.5"])
     whole = prepare(recipe, ["plain"], "whole")[0][-1].config
+    assert whole.training.curriculum is None and whole.model["max_length"] == whole.data["segment_length"]
     for split in ("train", "validation", "test"):
         assert build_dataset(whole, split).segments == 1
     assert main([*words, "--with", "plain,rmt:length=4", "--out", str(out)]) == 0

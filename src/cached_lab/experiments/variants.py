@@ -165,11 +165,15 @@ def windows(variants: list[Variant]) -> list[Variant]:
     Raises:
         ValueError: a state is smaller than one slot of a window, or there is no memory but windows.
     """
+
+    def build(config: RunConfig, memory: Any) -> torch.nn.Module:
+        return refuse_what_cannot_be_built(with_memory(config, memory))
+
     found = []
     for name, config in ((variant.name, variant.config) for variant in variants):
         memory = config.model.get("memory")
         try:
-            window = memory and window_of(memory, lambda m, c=config: refuse_what_cannot_be_built(with_memory(c, m)))
+            window = memory and window_of(memory, functools.partial(build, config))
         except ValueError as error:
             raise ValueError(f"--control window, variant {name}: {error}; leave out one of them") from None
         if window:
