@@ -14,6 +14,7 @@ from cached_lab.experiments.efficiency import efficiencies, efficiency, window_o
 from cached_lab.experiments.probes.settings import stream_memories
 from cached_lab.experiments.reports.blocks import ReportTable
 from cached_lab.experiments.reports.probe_page import probe_tables
+from cached_lab.experiments.reports.run_page import score_table
 from cached_transformers import create_model
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import nbytes
@@ -33,6 +34,8 @@ def test_efficiency_is_the_share_of_the_gain_of_the_whole_text() -> None:
 )
 def test_a_whole_text_that_gains_nothing_gives_no_number(metric: str, without: float, whole: float) -> None:
     assert efficiency(metric, 0.7, without, whole) is None
+    table = score_table("", [{"memory": "a", "loss": 1.0, "efficiency": None}], "memory")
+    assert (*table.columns,) == ("memory", "loss (nats)", "efficiency") and table.rows[0][-1] == "\N{EN DASH}"
     assert efficiencies(metric, {"no memory": without, "a": 0.7}) == {"no memory": None, "a": None}
 
 
