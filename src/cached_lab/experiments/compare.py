@@ -38,7 +38,10 @@ from .statistics import summarise, summarise_pairs, wilson_interval
 from .subprocesses import start_command, work_off
 from .variants import Variant
 
-NO_BAR = "No efficiency: it needs the variant plain, and --control whole, which reads each document at once."
+NO_BAR = (
+    "No efficiency: it needs the variant plain, and --control whole, which reads each document at once; a stream of "
+    "text has no such variant."
+)
 
 
 class VariantComparison:

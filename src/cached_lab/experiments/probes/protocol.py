@@ -124,7 +124,7 @@ def train(
         whole: as in `probe`.
     """
     length, pieces = (task.segment * (distance + 1), 1) if whole else (task.segment, distance + 1)
-    loop = SegmentLoop(model, length, bptt or pieces, passes)
+    loop = SegmentLoop(model, length, pieces if bptt is None else bptt, passes)
     loop._steps.done |= whole  # one segment, on purpose: no warning
     optimizer = torch.optim.AdamW(model.parameters(), sizes.learning_rate, weight_decay=0.01)
     generator = Generator().manual_seed(seed)
