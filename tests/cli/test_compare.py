@@ -74,6 +74,57 @@ def test_controls_of_texts_have_as_many_parameters_or_longer_segments(tmp_path):
         prepare(odd, ["plain"], "longer")
 
 
+def documents(folder: Path) -> list[str]:
+    """A recipe of labelled documents, as words of the command."""
+    texts = [(f"{'good' if i % 2 else 'bad'} {'word ' * (3 + i % 9)}{i}", "ab"[i % 2]) for i in range(80)]
+    lines = [json.dumps({"text": text, "label": label}) for text, label in texts]
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    model = {"name": "sequence_classifier", "width": 8, "depth": 1, "heads": 2, "feed_forward": 8}
+    training = {"steps": 40, "batch_size": 8, "evaluate_every": 20, "tensorboard": False, "metric": "accuracy"}
+    data = {"name": "labelled_documents", "path": str(folder / "a.jsonl"), "segment_length": 4}
+    tree = {"data": data, "model": model, "training": training}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({**tree, "optimizer": {"learning_rate": 0.01}}))
+    return ["compare", str(folder / "recipe.yaml"), "--seeds", "1"]
+
+
+def test_memories_are_compared_with_windows_and_the_whole_of_a_document(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
+    words, out = documents(tmp_path), tmp_path / "out"
+    names = "plain,rmt:length=4,transformer_xl:length=8"
+    assert main([*words, "--with", names, "--control", "window,whole", "--out", str(out)]) == 0
+    printed, result = capsys.readouterr().out, json.loads((out / "compare.json").read_text())
+    rows = {row["name"]: row for row in result["variants"]}
+    assert list(rows) == [*names.split(","), "control-window-rmt:length=4", "control-whole"]
+    score = {name: row["values"][0] for name, row in rows.items()}
+    gain = score["control-whole"] - score["plain"]
+    assert gain > 0 and "Efficiency:" in printed and "Efficiency:" in (out / "report.html").read_text()
+    shown = [f"{(value - score['plain']) / gain:.3f}".replace("-", "\N{MINUS SIGN}") for value in score.values()]
+    for name, share in zip(score, shown, strict=True):
+        assert rows[name]["efficiency"] == pytest.approx((score[name] - score["plain"]) / gain)
+        assert share in next(line for line in printed.splitlines() if line.startswith(f" {name} ")).split()
+    recipe = load_config(words[1], ["training.curriculum=[1,2]", "training.solved=0.5"])
+    whole = prepare(recipe, ["plain"], "whole")[0][-1].config
+    assert whole.training.curriculum is None and whole.model["max_length"] == whole.data["segment_length"]
+    for split in ("train", "validation", "test"):
+        assert build_dataset(whole, split).segments == 1
+    assert main([*words, "--with", "plain,rmt:length=4", "--out", str(out)]) == 0
+    assert "--control whole" in capsys.readouterr().out, "why there is no number"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "controls", "message"),
+    [
+        ("rmt_documents", "whole", "'planted_documents' must be documents that stay the same"),
+        ("digits_vit_plain", "whole", "must be documents"),
+        ("digits_vit_plain", "window", "add one, or leave it out"),
+        ("digits_vit_grc", "window", "variant grc: .* of a window"),
+    ],
+)
+def test_controls_that_the_data_or_the_memories_do_not_have_are_refused(recipe, controls, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(load_config(recipe), ["plain", *(["grc"] if recipe.endswith("_grc") else [])], controls)
+
+
 @pytest.mark.parametrize(("test", "split"), [("none", "validation"), ("best", "test"), ("both", "test")])
 def test_baselines_are_of_the_rows_that_are_scored(test, split, tmp_path, monkeypatch):
     monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path))

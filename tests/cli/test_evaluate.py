@@ -50,6 +50,29 @@ def test_a_window_of_a_segment_is_that_of_transformer_xl(trained: Path, capsys: 
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-5)
 
 
+def test_a_memory_is_scored_beside_none_a_window_and_the_whole_text(trained: Path, capsys, monkeypatch) -> None:
+    result = evaluated(trained, capsys, "--with-memory", "tova", "tova.length=12", "--memory", "carry,reset")
+    scores = {row["memory"]: row for row in result["scores"]}
+    loss = {name: row["loss"] for name, row in scores.items()}
+    assert list(loss) == ["carry", "reset", "no memory", "window of 12 tokens", "whole text"]
+    window = ("--with-memory", "streaming_llm", "streaming_llm.length=12", "streaming_llm.sinks=0")
+    alone = {"no memory": (), "window of 12 tokens": window, "whole text": ("--segment-length", "1000")}
+    for name, words in alone.items():  # the whole text is attention over all that a row reads, as one segment
+        assert evaluated(trained, capsys, *words)["scores"][0]["loss"] == pytest.approx(loss[name], rel=1e-5)
+    gain = loss["no memory"] - loss["whole text"]
+    assert gain > 0 and "Efficiency" in result["efficiency"]
+    for name, row in scores.items():
+        assert row["efficiency"] == pytest.approx((loss["no memory"] - loss[name]) / gain, abs=1e-6)
+    all_of_it = evaluated(trained, capsys, "--with-memory", "h2o", "h2o.length=500")["scores"]
+    assert all_of_it[0]["efficiency"] == pytest.approx(1, abs=1e-3)
+    own = evaluated(trained, capsys, *window)["scores"]
+    assert [row["memory"] for row in own] == ["carry", "no memory", "whole text"]
+    monkeypatch.setattr("cached_lab.experiments.evaluate.WHOLE_TEXT", 50)
+    assert main(["evaluate", str(trained), "--with-memory", "tova", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "window of" in printed and "whole text  " not in printed and "is read up to 50" in printed
+
+
 @pytest.mark.parametrize(
     ("words", "messages"),
     [
@@ -66,7 +89,9 @@ def test_unfit_memories_are_refused(trained: Path, capsys, words: list[str], mes
 
 
 def test_a_model_that_has_a_memory_keeps_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "was trained with the memory" in refused(train_on_bytes(tmp_path), capsys, "--with-memory", "tova")
+    run = train_on_bytes(tmp_path)
+    assert "was trained with the memory" in refused(run, capsys, "--with-memory", "tova")
+    assert "trained on the whole text" in evaluated(run, capsys)["efficiency"], "why there is no number"
 
 
 def test_a_split_that_is_absent_is_refused_with_the_one_that_is_there(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def result(memory: str, arm: str, task: str, seed: int, far: dict[str, float]) -
 def made(seeds: int = 1, **shares: tuple[dict[str, float], dict[str, float]]) -> dict[str, Any]:
     """Results on two tasks: for each memory its answers by distance on both."""
     found = [
-        result("none", arm, task, seed, {"3": 0.5} if arm == "whole text" else {"3": 0.5, "100": 0.2, "200": 0.2})
+        result("none", arm, task, seed, {"3": 1.0} if arm == "whole text" else {"3": 0.5, "100": 0.2, "200": 0.2})
         for arm in ("no memory", "whole text")
         for task in ("latch", "copy")
         for seed in range(seeds)
@@ -77,8 +77,9 @@ def test_a_memory_of_which_asking_ended_counts_as_a_guess() -> None:
     assert [table.rows[-1][0] for table in shown] == ["short"] * 3 and len(shown[2].rows) == 2
     assert shown[2].rows[1][1:] == ["25.0 ~", "75.0 [65.7, 82.5]"]
     assert shown[1].columns == ["memory", "holding: latch, 24 tokens", "order: copy, 12 tokens"]
-    assert shown[0].rows[-1][1:5] == ["95.0", "50.0", "2 of 2", "4"]
-    assert shown[0].rows[-1][6:] == ["1.5 k", "2.00 (1.00-3.00)", "2.00 (1.00-3.00)"]
+    assert shown[0].rows[-1][1:6] == ["95.0", "0.900", "50.0", "2 of 2", "4"]
+    assert [line[2] for line in shown[0].rows] == ["0.000", "1.000", "0.900"]
+    assert shown[0].rows[-1][7:] == ["1.5 k", "2.00 (1.00-3.00)", "2.00 (1.00-3.00)"]
 
 
 def test_intervals_are_over_rows_of_one_seed_and_over_several_seeds() -> None:
@@ -175,6 +176,24 @@ def test_the_command_keeps_what_is_there_and_writes_between_the_marks(
     stamp = weights.stat().st_mtime_ns
     assert main(COMMAND.format(mine).split()) == 0
     assert "3 finished trainings kept, 0 to do" in capsys.readouterr().out and weights.stat().st_mtime_ns == stamp
+
+
+def test_windows_are_rows_of_the_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cached_lab.experiments.leaderboard.boards.ROWS", 16)
+    assert main([*COMMAND.format("rmt,memory_transformer").split(), "--control", "window"]) == 0
+    content = json.loads(Path("runs/leaderboard/leaderboard.json").read_text())
+    rows = {row["name"]: row for row in content["standings"]}
+    assert {*rows} == {"no memory", "whole text", "rmt", "window of rmt", "memory_transformer"} == {*content["costs"]}
+    assert rows["window of rmt"]["state_bytes"][1] <= rows["rmt"]["state_bytes"][0]
+    near = {name: row["near_mean"] for name, row in rows.items()}
+    gain = near["whole text"] - near["no memory"]
+    shares = [(share - near["no memory"]) / gain if gain > 0 else None for share in near.values()]
+    assert [row["efficiency"] for row in rows.values()] == pytest.approx(shares)
+    assert (
+        "No window of memory_transformer" in capsys.readouterr().out
+        and "| window of rmt |" in Path("board.md").read_text()
+    )
 
 
 def made_plain(content: dict[str, Any]) -> dict[str, Any]:

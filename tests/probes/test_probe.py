@@ -112,6 +112,22 @@ def test_the_command_writes_a_table_and_keeps_trainings(folder: Path, capsys: py
     assert (folder / "latch/no_memory/no_memory_0.json").stat().st_mtime_ns == stamp
 
 
+def test_controls_give_an_efficiency_and_a_window(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["probe", "rmt,transformer_xl", *QUICK_MODEL, "model.check_every=20", "--tasks", "latch", "--steps", "60"]
+    assert main([*words, "--control", "whole,window"]) == 0
+    printed, content = capsys.readouterr().out, json.loads((folder / "probe.json").read_text())
+    right = {r["arm"]: r["accuracy"] for r in content["results"] if r["memory"] in ("none", "rmt")}
+    assert list(right) == ["no memory", "whole text", "within reach", "window"]
+    assert "No window of transformer_xl" in printed
+    window = next(r for r in content["results"] if r["arm"] == "window")["settings"]["memory"]
+    assert window["name"] == "streaming_llm" and window["sinks"] == 0 and window["length"] >= 1
+    assert right["whole text"] > right["no memory"], "the whole text is read at once"
+    share = (right["within reach"] - right["no memory"]) / (right["whole text"] - right["no memory"])
+    assert content["efficiency"]["latch"]["rmt"] == pytest.approx(share)
+    line = next(line for line in printed.splitlines() if line.startswith(" rmt "))
+    assert f"{share:.3f}".replace("-", "\N{MINUS SIGN}") in line
+
+
 def test_a_memory_from_outside_the_package_is_probed_as_it_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MEMORIES, "_entries", dict(MEMORIES._entries))
     asked = []
@@ -160,6 +176,8 @@ def test_files_go_to_the_tasks_that_read_them() -> None:
         ("rmt model.check_evry=3 --tasks latch", "did you mean 'check_every'?"),
         ("rmt model.check_every=0 --tasks latch", "model.check_every=0 must be a number above 0"),
         ("rmt rmt=3 --tasks latch", "rmt=3 sets no option; write rmt.option=value"),
+        ("rmt --control windw", "unknown control 'windw'; did you mean 'window'?"),
+        ("rmt --train-distance 1..2 --no-ceiling --control whole", "--no-ceiling and --control whole"),
         ("rmt --train-distance far", "--train-distance 'far' must be A..B or ..B"),
         ("rmt --train-distance 1,2,", "segments from cue to question, e.g. 1..7, or stages, e.g. 1,2,3,5"),
         ("rmt --train-distance 1..3 --short-convolution 0", "--short-convolution 0 must be at least 1"),

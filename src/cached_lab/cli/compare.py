@@ -9,7 +9,8 @@ from .arguments import command_line, recipe_arguments, refuse_below_one, refuse_
 
 CONTROL = (
     "conv: no memory but its positional convolution; flops, parameters: no memory, feed-forward widened to the count "
-    "of the largest variant; longer: no memory, segments twice as long"
+    "of the largest variant; longer: no memory, segments twice as long; window: for each memory a window whose state "
+    "has as many bytes; whole: no memory, each document in one segment, the bar of efficiency"
 )
 ARGUMENTS = (
     *recipe_arguments("changes to the recipe, for all variants"),

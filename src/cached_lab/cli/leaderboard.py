@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from .arguments import command_line, refuse_below_one, refuse_too_many_seeds
 from .probe import PROBE_ARGUMENTS, chosen, train_missing
@@ -28,15 +29,19 @@ def run(arguments: argparse.Namespace) -> int:
     """Train the missing models, print the tables, and write leaderboard.json and the page."""
     from cached_lab.experiments.leaderboard.boards import TASKS, board_trials
     from cached_lab.experiments.leaderboard.standings import FILE, write_leaderboard
+    from cached_lab.experiments.probes.trials import CONTROLS
     from cached_lab.experiments.reports.board_page import board_tables, refuse_page, write_board_page
     from cached_lab.experiments.reports.terminal import open_console, show
+    from cached_lab.experiments.variants import chosen_controls
 
     refuse_below_one(arguments, "seeds", "steps", "jobs")
     refuse_too_many_seeds(arguments.seeds or 1)
     page = arguments.page or arguments.out / "leaderboard.md"
     refuse_page(page)
     memories, tasks, options = chosen(arguments, arguments.tasks or ",".join(TASKS))
-    trials = board_trials(memories, tasks, arguments.out, options, seeds=arguments.seeds, steps=arguments.steps)
+    how: dict[str, Any] = {"seeds": arguments.seeds, "steps": arguments.steps}
+    how["controls"] = chosen_controls(arguments.control, CONTROLS)
+    trials = board_trials(memories, tasks, arguments.out, options, **how)
     console = open_console()
     train_missing(trials, arguments.jobs, console)
     content = write_leaderboard(trials, command_line())

@@ -25,8 +25,13 @@ OPTIONS = (
     "options of tasks and memories (see `cached explain NAME`), and of the models: model.width, depth, heads, "
     "feed_forward, batch_size, learning_rate, check_every, rows"
 )
+CONTROL = (
+    "whole: attention over the whole text (by distance and on the leaderboard always trained), the bar of efficiency; "
+    "window: for each memory a window whose state has as many bytes"
+)
 PROBE_ARGUMENTS = (
     ("overrides NAME.option=value*", str, OPTIONS),
+    ("--control A,B,...", "", CONTROL),
     ("--jobs N", 1, "trainings at a time"),
     ("--babi PATH", Path, "bAbI's archive or folder, for the task 'babilong'"),
     ("--books FOLDER", Path, "folder of books, for the same task"),
@@ -103,15 +108,19 @@ def train_missing(trials: Trials, jobs: int, console: Console) -> None:
 def _trials(arguments: argparse.Namespace, memories: list[str], tasks: list[str], options: dict[str, Any]) -> Trials:
     from cached_lab.experiments.probes.distances import Course
     from cached_lab.experiments.probes.far_trials import FarTrials
-    from cached_lab.experiments.probes.trials import Trials
+    from cached_lab.experiments.probes.trials import CONTROLS, Trials
+    from cached_lab.experiments.variants import chosen_controls
 
+    how: dict[str, Any] = {"controls": chosen_controls(arguments.control, CONTROLS)}
     taps, kept = arguments.short_convolution, (arguments.seeds, arguments.steps, arguments.out, options)
     if arguments.train_distance is None:
-        return Trials(memories, tasks, arguments.distance, *kept, taps or 1)
+        return Trials(memories, tasks, arguments.distance, *kept, taps or 1, **how)
+    if arguments.no_ceiling and "whole" in how["controls"]:
+        raise ValueError("--no-ceiling and --control whole contradict each other; leave out one of them")
     nearest, farthest, through = _distances(arguments.train_distance)
     begin, near = (1, True) if nearest is None else (nearest, False)
     course = Course(begin, farthest, through=through, solved=arguments.solved, recall=arguments.recall)
-    how = {"rows": arguments.rows, "compiled": arguments.compile, "ceiling": not arguments.no_ceiling}
+    how |= {"rows": arguments.rows, "compiled": arguments.compile, "ceiling": not arguments.no_ceiling}
     return FarTrials(memories, tasks, farthest, *kept, taps or 3, course, arguments.far, begin_near=near, **how)
 
 

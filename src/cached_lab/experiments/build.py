@@ -77,11 +77,11 @@ def filled(config: RunConfig) -> RunConfig:
     return fill_from_data(config, build_dataset(config, "train").describe())
 
 
-def refuse_what_cannot_be_built(config: RunConfig) -> None:
-    """Build the model on the meta device, or with its published weights, which set its sizes; discard it.
+def refuse_what_cannot_be_built(config: RunConfig) -> nn.Module:
+    """Build the model on the meta device, or with its published weights, which set its sizes.
 
     Raises:
         ValueError: an option does not fit.
     """
     with torch.device("cpu" if config.model.get("pretrained") else "meta"):
-        MODELS.create(**without_checkpoint(config).model)
+        return MODELS.create(**without_checkpoint(config).model)

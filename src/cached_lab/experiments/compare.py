@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from itertools import takewhile
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +21,7 @@ from cached_lab.experiments.build import memory_name
 from cached_lab.experiments.environment import environment
 from cached_lab.experiments.load import read_run_config
 from cached_lab.experiments.run import run_training
+from cached_lab.registries import DATASETS
 from cached_lab.training.config import RunConfig, config_hash, config_to_yaml
 from cached_lab.training.distributed import pick_device
 from cached_lab.training.interruption import RunFailed
@@ -28,12 +30,18 @@ from cached_transformers.files import json_text, write_whole
 from cached_transformers.registry import MEMORIES
 
 from .cache_use import score_variant
+from .efficiency import NOTE, efficiencies
 from .reports.comparison_page import findings, write_compare_report, write_markdown
 from .reports.run_folder import read_comparison
 from .reports.terminal import show
 from .statistics import summarise, summarise_pairs, wilson_interval
 from .subprocesses import start_command, work_off
 from .variants import Variant
+
+NO_BAR = (
+    "No efficiency: it needs the variant plain, and --control whole, which reads each document at once; a stream of "
+    "text has no such variant."
+)
 
 
 class VariantComparison:
@@ -161,12 +169,24 @@ class VariantComparison:
             "variants": [self._row(variant) for variant in self.variants],
             "statistics": summarise(values, None if self.pairs else self.reference),
         }
+        result |= self._efficiency(result["variants"])
         result |= {"pairs": summarise_pairs(values, self.pairs)} if self.pairs else {}
         result |= {} if self.rows is None else {"rows": self.rows}
         result |= {"cache_use": self.cache_use} if self.cache_use else {}
         path = self.folder / "compare.json"
         write_whole(path, json_text(result))
         return path
+
+    def _efficiency(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """Add efficiencies to the rows of variants; returns the remark on them, for text and documents."""
+        task = getattr(DATASETS.entry(self.recipe.data["name"]).factory, "task", "")
+        if task not in ("documents", "language"):
+            return {}
+        scores = {row["name"]: mean(row["values"]) for row in rows}
+        shares = efficiencies(self.metric, scores, "plain", "control-whole")
+        for row in rows:
+            row["efficiency"] = shares[row["name"]]
+        return {"efficiency": NOTE if {"plain", "control-whole"} <= scores.keys() else NO_BAR}
 
     def rows_interval(self, values: list[float], summaries: list[dict[str, Any]]) -> tuple[float, float] | None:
         """Return the interval due to the scored rows, common to all seeds.

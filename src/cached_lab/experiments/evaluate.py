@@ -2,7 +2,9 @@
 
 The modes show if the model uses its memory: emptying an unused memory costs nothing. For text and documents the memory
 is emptied before each segment, or exchanged between rows; for text the cost becomes a verdict (`memory_use.py`), and
-documents can be longer than in training. Modes of a cache that all rows share are in `cache_use.py`.
+documents can be longer than in training. Beside a memory without weights the same model is scored without one, with a
+window of as many bytes, and with the whole text, which gives an efficiency (`efficiency.py`). Modes of a cache that all
+rows share are in `cache_use.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from cached_lab.experiments.load import load_run, read_categories
 from cached_lab.tasks.detection.task import check_categories, evaluate_detector
 from cached_lab.tasks.documents.scores import evaluate_documents
 from cached_lab.tasks.kinds import baselines, task_name
-from cached_lab.tasks.language.scores import SplitLosses, split_losses
+from cached_lab.tasks.language.scores import SplitLosses, evaluation_streams, split_losses
 from cached_lab.tasks.translation.task import evaluate_pairs
 from cached_lab.training.config import RunConfig
 from cached_lab.training.distributed import World, in_world
@@ -29,11 +31,19 @@ from cached_transformers.memories.grc.shared_cache import caches
 from cached_transformers.models.segments import remembers
 
 from .cache_use import score_cache_use, treat_memory
+from .efficiency import NONE, NOTE, WHOLE, WINDOW, efficiencies, window_of
 from .memory_use import about_text, text_row
+from .reports.formatting import MISSING
 from .statistics import with_intervals
 
 OF_SHARED_CACHES = ("other", "batch")
 """Modes that only a cache shared by all rows has."""
+WHOLE_TEXT = 8192
+"""Tokens up to which attention over the whole text is scored; its work grows with their square."""
+NO_TWIN = (
+    f"efficiency {MISSING}: the model was trained with its memory in segments, and only a twin trained on the {WHOLE} "
+    "is a fair bar; `cached probe`, or `cached compare --control whole` for documents, trains one"
+)
 ScoreRow = dict[str, Any]
 
 
@@ -45,7 +55,7 @@ class EvaluationScores:
         rows: {"memory": mode, score: value}; for text those of `text_row`; for documents a row for each largest number
             of "segments".
         baselines: scores of simple guessers, if the data have any.
-        about: for text, facts of `about_text`.
+        about: for text, facts of `about_text`; "efficiency": a remark on it.
     """
 
     rows: list[ScoreRow]
@@ -159,12 +169,44 @@ class Evaluation:
             shared = has_caches(model)
             if shared:
                 treat_memory(model, mode, self.config.training.seed)
-            section = dataclasses.replace(self.config.evaluation, memory=mode)  # type: ignore[arg-type]
-            changed = dataclasses.replace(self.config, evaluation=section)
-            losses[mode] = split_losses(model, dataset, processes, changed)
+            losses[mode] = split_losses(model, dataset, processes, self._treated(mode))
         memory = shared or remembers(model.init_state(1))  # type: ignore[operator]
+        about = about_text(losses, dataset, self.config, memory, shared)
+        controls, remark = ({}, NO_TWIN if memory else "") if self.memory is None else self._controls(model, dataset)
+        for name, spec in controls.items():
+            model = load_run(self.folder, self.checkpoint, memory=spec)[1].to(processes.device)
+            losses[name] = split_losses(model, dataset, processes, self._treated("carry"))
         rows = [{"memory": mode, **text_row(found, dataset)} for mode, found in losses.items()]
-        return EvaluationScores(rows, step, about=about_text(losses, dataset, self.config, memory, shared))
+        if controls:
+            shares = efficiencies("loss", {row["memory"]: row["loss"] for row in rows})
+            rows = [row | {"efficiency": shares[row["memory"]]} for row in rows]
+        return EvaluationScores(rows, step, about=about | ({"efficiency": remark} if remark else {}))
+
+    def _treated(self, mode: str) -> RunConfig:
+        """Return the configuration of a memory mode of text."""
+        section = dataclasses.replace(self.config.evaluation, memory=mode)  # type: ignore[arg-type]
+        return dataclasses.replace(self.config, evaluation=section)
+
+    def _controls(self, model: nn.Module, dataset: Any) -> tuple[dict[str, dict[str, Any] | None], str]:
+        """Return memories without weights that show the worth of `self.memory`, by name, and a remark on efficiency."""
+
+        def build(memory: Mapping[str, Any]) -> nn.Module:
+            return load_run(self.folder, self.checkpoint, memory=memory)[1]
+
+        found: dict[str, dict[str, Any] | None] = {NONE: None}
+        try:
+            window = window_of(self.memory, build, relative=False)
+        except ValueError as error:
+            return found, f"efficiency {MISSING}: {error}"
+        found |= {f"{WINDOW} of {window['length']} tokens": window} if window else {}
+        streams = evaluation_streams(dataset, self.config)
+        tokens = streams.steps * streams.length
+        tokens = tokens if dataset.reset == "never" else min(tokens, int(streams.lengths.max()))
+        host = getattr(getattr(model, "model", None), "config", None)
+        most = min(WHOLE_TEXT, getattr(host, "max_position_embeddings", WHOLE_TEXT))
+        if tokens > most:
+            return found, f"efficiency {MISSING}: a row has {tokens:,} tokens, and the {WHOLE} is read up to {most:,}"
+        return {**found, WHOLE: {"name": "streaming_llm", "sinks": 0, "relative": False, "length": tokens}}, NOTE
 
     def _score_shared(self, dataset: Any, processes: World) -> EvaluationScores:
         """Score a classifier, whose memory is a cache shared by all rows."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,9 @@ from cached_lab.yaml_tree import parse_yaml
 from cached_transformers.registry import MODELS, unknown_name
 
 from .costs.flops import count_flops, count_parameters
+from .efficiency import window_of
 
-CONTROLS = ("conv", "flops", "parameters", "longer")
+CONTROLS = ("conv", "flops", "parameters", "longer", "window", "whole")
 TOLERANCE = 0.005
 """Relative difference up to which sizes count as equal."""
 FEED_FORWARD = ("feed_forward", "mlp_ratio", "mlp_ratios")
@@ -84,14 +85,7 @@ def prepare(
     """
     if len(set(names)) < len(names):
         raise ValueError(f"--with {','.join(names)} names a variant twice")
-    wanted = [control for control in controls.split(",") if control]
-    for control in wanted:
-        if control not in CONTROLS:
-            raise ValueError(f"--control: {unknown_name('control', control, list(CONTROLS))}")
-    every = [*names, *(f"control-{control}" for control in wanted)]
-    if against and against not in every:
-        unknown = unknown_name("variant of this comparison", against, every)
-        raise ValueError(f"--against: {unknown}; name one of them, or add it by --with or --control")
+    wanted = chosen_controls(controls, CONTROLS)
     for name in names:  # before the data are built, which may take long
         check_sections(with_memory(recipe, parse_variant(name)))
     train = build_dataset(recipe, "train")
@@ -115,7 +109,23 @@ def prepare(
         variants.append(wider("parameters", plain, named, parameters_of))
     if "longer" in wanted:
         variants.append(longer(plain, train))
+    if "window" in wanted:
+        variants += windows([variant for variant in named if variant.name in names])
+    if "whole" in wanted:
+        variants.append(whole(plain, train, scored))
+    if against and against not in (every := [variant.name for variant in variants]):
+        unknown = unknown_name("variant of this comparison", against, every)
+        raise ValueError(f"--against: {unknown}; name one of them, or add it by --with or --control")
     return variants, baselines(recipe, train, scored)
+
+
+def chosen_controls(text: str, known: Sequence[str]) -> list[str]:
+    """Parse `--control`: names separated by commas, or none (ValueError: an unknown one)."""
+    wanted = [control for control in text.split(",") if control]
+    for control in wanted:
+        if control not in known:
+            raise ValueError(f"--control: {unknown_name('control', control, list(known))}")
+    return wanted
 
 
 def wider(what: str, plain: RunConfig, variants: list[Variant], cost: Callable[[RunConfig], int]) -> Variant:
@@ -147,6 +157,50 @@ def longer(plain: RunConfig, dataset: Any) -> Variant:
     if evaluation.segment_length:
         evaluation = dataclasses.replace(evaluation, segment_length=2 * evaluation.segment_length)
     return Variant("control-longer", dataclasses.replace(plain, training=changed, evaluation=evaluation))
+
+
+def windows(variants: list[Variant]) -> list[Variant]:
+    """Return a variant with a window of as many bytes for each variant whose memory is none.
+
+    Raises:
+        ValueError: a state is smaller than one slot of a window, or there is no memory but windows.
+    """
+
+    def build(config: RunConfig, memory: Any) -> torch.nn.Module:
+        return refuse_what_cannot_be_built(with_memory(config, memory))
+
+    found = []
+    for name, config in ((variant.name, variant.config) for variant in variants):
+        memory = config.model.get("memory")
+        try:
+            window = memory and window_of(memory, functools.partial(build, config))
+        except ValueError as error:
+            raise ValueError(f"--control window, variant {name}: {error}; leave out one of them") from None
+        if window:
+            found.append(Variant(f"control-window-{name}", with_memory(config, window), {"matched": name}))
+    if not found:
+        raise ValueError("--control window: no memory of --with is other than a window; add one, or leave it out")
+    return found
+
+
+def whole(plain: RunConfig, train: Any, scored: Any) -> Variant:
+    """Read each document in one segment, in training and evaluation.
+
+    Raises:
+        ValueError: the data are no documents, or change with the length of segments.
+    """
+    if task_name(train) == "documents":
+        length = train.segment_length * max(d.segments for d in (train, scored, build_dataset(plain, "validation")))
+        config = dataclasses.replace(plain, data={**plain.data, "segment_length": length, "segments": 1})
+        same = build_dataset(config, scored.split)
+        if all(torch.equal(scored.document(i)[0], same.document(i)[0]) for i in range(min(8, len(same)))):
+            model = {**config.model, **({"max_length": length} if "max_length" in config.model else {})}
+            training = dataclasses.replace(config.training, curriculum=None, passes=1)
+            return Variant("control-whole", dataclasses.replace(config, model=model, training=training))
+    raise ValueError(
+        f"--control whole: data {plain.data['name']!r} must be documents that stay the same when data.segment_length "
+        "changes; leave it out"
+    )
 
 
 def equal_parameters(variants: list[Variant], deciding: int) -> list[Variant]:

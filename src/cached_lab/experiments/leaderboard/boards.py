@@ -38,6 +38,7 @@ def board_trials(
     *,
     seeds: int | None = None,
     steps: int | None = None,
+    controls: Sequence[str] = (),
 ) -> FarTrials:
     """Return the trainings of these memories and tasks; `options` override those of the board."""
     own = {**TASKS, MODEL: SIZES}
@@ -55,4 +56,5 @@ def board_trials(
         begin_near=True,
         far=max([FAR, *(FARTHEST * PROBES.create(task, **merged[task]).segment for task in tasks)]),
         rows=ROWS,
+        controls=controls,
     )

@@ -13,8 +13,9 @@ import torch
 
 from cached_lab.experiments.costs.flops import flops_of
 from cached_lab.experiments.costs.timing import compare, training_step
+from cached_lab.experiments.efficiency import NONE, WHOLE, row_name
 from cached_lab.experiments.probes.distances import loop_of
-from cached_lab.experiments.probes.far_trials import NONE, WHOLE, FarTrials
+from cached_lab.experiments.probes.far_trials import FarTrials
 from cached_lab.experiments.probes.protocol import ProbeSizes, build_model
 from cached_lab.experiments.probes.trials import Trial
 from cached_lab.registries import PROBES
@@ -31,13 +32,14 @@ def measure_costs(trials: FarTrials, task: str, rounds: int = ROUNDS) -> dict[st
         the time of inference, and of a training step, over that of the model without a memory (`Ratio` as a mapping).
     """
     arms = [Trial(task, "none", arm, 0) for arm in (NONE, WHOLE)]
-    arms += [Trial(task, memory, "far", 0) for memory in trials.memories]
+    for memory in trials.memories:
+        arms += [Trial(task, memory, "far", 0), *trials.windows(task, memory, 0)]
     flops, reading, training = {}, {}, {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for trial in arms:
-            name = trial.arm if trial.memory == "none" else trial.memory
+            name = row_name(trial.memory, trial.arm)
             read, train, tokens = _cases(trial, trials.settings(trial), trials)
             flops[name], reading[name], training[name] = flops_of(read) / tokens, read, train
         times = {"reading": compare(reading, NONE, rounds), "training": compare(training, NONE, rounds)}

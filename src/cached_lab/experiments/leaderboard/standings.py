@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any
 
+from cached_lab.experiments.efficiency import NONE, WHOLE, efficiencies, probe_rows
 from cached_lab.experiments.environment import machine
-from cached_lab.experiments.probes.far_trials import NONE, WHOLE, FarTrials
+from cached_lab.experiments.probes.far_trials import FarTrials
 from cached_lab.experiments.probes.trials import Trial
 from cached_lab.experiments.statistics import mean_interval, wilson_interval
 from cached_lab.registries import PROBES
@@ -49,31 +50,35 @@ def groups(tasks: Sequence[str]) -> dict[str, list[str]]:
 def standings(content: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each memory, the best first, after the two arms without a memory.
 
-    Memories are sorted by their mean over tasks at the farthest trained distance, then on the longest text, then by
-    fewest bytes.
+    Memories, and windows of those that have one in every task, are sorted by their mean over tasks at the farthest
+    trained distance, then on the longest text, then by fewest bytes.
 
     Returns:
         rows with name; near and far, by task {mean, low, high}, "tokens" from cue to question, and "ended", the number
         of trainings that were at chance earlier (far is empty for the whole text); near_mean and far_mean over tasks;
-        solved and trainings; and [least, greatest] parameters and state_bytes over tasks (None without a memory).
+        efficiency, of near_mean; solved and trainings; and [least, greatest] parameters and state_bytes over tasks
+        (None without a memory).
     """
-    arms = [_row(content, "none", arm) for arm in (NONE, WHOLE)]
-    rows = [_row(content, memory, "far") for memory in content["memories"]]
-    return [*arms, *sorted(rows, key=lambda row: (-row["near_mean"], -row["far_mean"], row["state_bytes"][1]))]
+    by_task = {task: probe_rows(content, task) for task in content["tasks"]}
+    names = [name for name in next(iter(by_task.values())) if all(name in rows for rows in by_task.values())]
+    rows = {name: _row(content, name, {task: found[name] for task, found in by_task.items()}) for name in names}
+    shares = efficiencies("accuracy", {name: row["near_mean"] for name, row in rows.items()})
+    none, whole, *others = ({**rows[name], "efficiency": share} for name, share in shares.items())
+    others.sort(key=lambda row: (-row["near_mean"], -row["far_mean"], row["state_bytes"][1]))
+    return [none, whole, *others]
 
 
-def _row(content: Mapping[str, Any], memory: str, arm: str) -> dict[str, Any]:
+def _row(content: Mapping[str, Any], name: str, by_task: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     farthest = content["course"]["farthest"]
-    near, far, all_of_them = {}, {}, []
-    for task in content["tasks"]:
-        found = [r for r in content["results"] if (r["task"], r["memory"], r["arm"]) == (task, memory, arm)]
+    near, far = {}, {}
+    all_of_them = [training for found in by_task.values() for training in found]
+    for task, found in by_task.items():
         segment = content["segments"][task]
         near[task] = _share(found, farthest, segment)
-        if arm != WHOLE:
+        if name != WHOLE:
             far[task] = _share(found, content["longest"][task], segment)
-        all_of_them += found
     return {
-        "name": arm if memory == "none" else memory,
+        "name": name,
         "near": near,
         "far": far,
         "near_mean": mean(share["mean"] for share in near.values()),
@@ -81,7 +86,9 @@ def _row(content: Mapping[str, Any], memory: str, arm: str) -> dict[str, Any]:
         "solved": sum(r["solved"] >= farthest for r in all_of_them),
         "trainings": len(all_of_them),
         "parameters": [f(r["parameters"] for r in all_of_them) for f in (min, max)],
-        "state_bytes": None if memory == "none" else [f(r["state_bytes"] for r in all_of_them) for f in (min, max)],
+        "state_bytes": None
+        if name in (NONE, WHOLE)
+        else [f(r["state_bytes"] for r in all_of_them) for f in (min, max)],
     }
 
 

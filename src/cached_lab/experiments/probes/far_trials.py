@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import safetensors.torch
 import torch
 
+from cached_lab.experiments.efficiency import NONE, WHOLE, WINDOW
 from cached_lab.experiments.environment import environment
 from cached_lab.registries import PROBES
 from cached_transformers.files import json_text, write_whole
@@ -27,8 +28,6 @@ from .protocol import ProbeSizes, build_model, score
 from .settings import setting
 from .trials import Result, Trial, Trials
 
-NONE, WHOLE = "no memory", "whole text"
-"""The arms without a memory: each segment separately, and attention over everything."""
 NEAR_A_GUESS = 0.25
 """Share of the accuracy above chance below which a memory is asked about no farther distance."""
 LONG = 10_000
@@ -60,7 +59,8 @@ class FarTrials(Trials):
         for seed, task in itertools.product(range(self.seeds), self.tasks):
             arms = (NONE, WHOLE) if self.ceiling and not seed else (NONE,)
             trials += [Trial(task, "none", arm, seed) for arm in arms]
-            trials += [Trial(task, memory, "far", seed) for memory in self.memories]
+            for memory in self.memories:
+                trials += [Trial(task, memory, "far", seed), *self.windows(task, memory, seed)]
         return trials
 
     def missing(self) -> list[Trial]:
@@ -75,7 +75,7 @@ class FarTrials(Trials):
         return [distance for distance in sorted({*asked, min(farthest, asked[-1])}) if task.has(distance)]
 
     def settings(self, trial: Trial) -> dict[str, Any]:
-        task, far = self.task(trial.task), setting(trial.memory).far if trial.arm == "far" else None
+        task, far = self.task(trial.task), setting(trial.memory).far if trial.arm in ("far", WINDOW) else None
         course = dataclasses.replace(self.course, nearest=task.shortest) if self.begin_near else self.course
         for distance in (course.nearest, course.farthest):
             task.segments(distance)

@@ -79,6 +79,7 @@ def probe(
     seed: int = 0,
     sizes: ProbeSizes | None = None,
     passes: int = 1,
+    whole: bool = False,
     distances: Sequence[int] = (),
     say: Say = silent,
 ) -> ProbeOutcome:
@@ -88,7 +89,7 @@ def probe(
 
     Args:
         distance: segments between cue and question in training.
-        passes: readings of each episode (for memories that read twice).
+        passes: readings of each episode (for memories that read twice). whole: read each episode as one segment.
         distances: further distances to measure.
         say: receives lines of progress.
     """
@@ -96,10 +97,10 @@ def probe(
     started = time.perf_counter()
     torch.manual_seed(seed)
     model = build_model(task, memory, sizes)
-    accuracy, steps = train(model, task, distance, sizes, seed=seed, passes=passes, say=say)
+    accuracy, steps = train(model, task, distance, sizes, seed=seed, passes=passes, whole=whole, say=say)
     asked = task.part("test")
-    by_distance = {d: score(model, asked, d, sizes.rows, passes).accuracy for d in distances}
-    exact = score(model, asked, distance, sizes.rows, passes).exact
+    by_distance = {d: score(model, asked, d, sizes.rows, passes, whole=whole).accuracy for d in distances}
+    exact = score(model, asked, distance, sizes.rows, passes, whole=whole).exact
     parameters = sum(p.numel() for p in model.parameters())
     return ProbeOutcome(accuracy, steps, time.perf_counter() - started, parameters, by_distance, exact)
 
@@ -113,21 +114,25 @@ def train(
     seed: int = 0,
     passes: int = 1,
     bptt: int | None = None,
+    whole: bool = False,
     say: Say = silent,
 ) -> tuple[float, int]:
     """Train a model at one distance, until its accuracy is enough or the steps are over; return both.
 
     Args:
         seed: of the episodes. say: as in `probe`. bptt: segments that a gradient may cross; None for all.
+        whole: as in `probe`.
     """
-    loop = SegmentLoop(model, task.segment, distance + 1 if bptt is None else bptt, passes)
+    length, pieces = (task.segment * (distance + 1), 1) if whole else (task.segment, distance + 1)
+    loop = SegmentLoop(model, length, pieces if bptt is None else bptt, passes)
+    loop._steps.done |= whole  # one segment, on purpose: no warning
     optimizer = torch.optim.AdamW(model.parameters(), sizes.learning_rate, weight_decay=0.01)
     generator = Generator().manual_seed(seed)
     accuracy, step = 0.0, 0
     for step in range(1, sizes.steps + 1):
         loss = training_step(loop, optimizer, task.draw(sizes.batch_size, distance, generator))
         if step % sizes.check_every == 0 or step == sizes.steps:
-            accuracy = score(model, task.part("valid"), distance, sizes.rows, passes).accuracy
+            accuracy = score(model, task.part("valid"), distance, sizes.rows, passes, whole=whole).accuracy
             solved = accuracy >= sizes.enough
             if solved or step % (LINES * sizes.check_every) == 0:
                 say(f"step {step:>5}/{sizes.steps}  loss {loss.item():.4f}  {100 * accuracy:.1f} % right")

@@ -6,6 +6,7 @@ an interruption, and a changed setting repeats its trainings.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import itertools
@@ -19,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from cached_lab.experiments.efficiency import NONE, WHOLE, WINDOW, probe_efficiencies, window_of
 from cached_lab.experiments.environment import environment
 from cached_lab.experiments.subprocesses import stop_after
 from cached_lab.registries import PROBES
@@ -26,11 +28,12 @@ from cached_lab.training.run_lock import folder_lock
 from cached_transformers.files import json_text, write_whole
 from cached_transformers.interfaces.probing import Options
 
-from .protocol import ProbeSizes, probe
+from .protocol import ProbeSizes, build_model, probe
 from .settings import MODEL, setting
 from .tasks import ProbeTask
 
 Result = dict[str, Any]
+CONTROLS = ("whole", "window")
 
 
 class Trial(NamedTuple):
@@ -72,6 +75,8 @@ class Trials:
         steps: the most of a training. options: of tasks and memories, by their names; those of a memory override its
             registration, and those of "model" are fields of `ProbeSizes`, the same for all.
         taps: of the short convolution before attention, the same for all; 1 for none.
+        controls: "whole", attention over the whole text, of one seed; "window", for each memory that is none a window
+            of at most as many bytes.
         file: name of the file with all results.
     """
 
@@ -83,18 +88,28 @@ class Trials:
     folder: Path
     options: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     taps: int = 1
+    controls: Sequence[str] = dataclasses.field(default=(), kw_only=True)
     file: ClassVar[str] = "probe.json"
 
     def all(self) -> list[Trial]:
         """Return every training, seed by seed and task by task."""
         trials = []
         for seed, task in itertools.product(range(self.seeds), self.tasks):
-            trials.append(Trial(task, "none", "no memory", seed))
+            trials.append(Trial(task, "none", NONE, seed))
+            trials += [Trial(task, "none", WHOLE, seed)] if "whole" in self.controls and not seed else []
             for memory in self.memories:
                 trials.append(Trial(task, memory, "within reach", seed))
                 if setting(memory).beyond is not None and self.taps == 1:  # taps reach beyond the bound
                     trials.append(Trial(task, memory, "out of reach", seed))
+                trials += self.windows(task, memory, seed)
         return trials
+
+    def windows(self, task: str, memory: str, seed: int) -> list[Trial]:
+        """Return the window of a memory, if it is asked for, a slot has room, and the memory is no window itself."""
+        trial = Trial(task, memory, WINDOW, seed)
+        with contextlib.suppress(ValueError):  # the memory's own trial raises those of its options
+            return [trial] if "window" in self.controls and self.settings(trial)["memory"] is not None else []
+        return []
 
     def missing(self) -> list[Trial]:
         """Return the trainings without a result of their settings."""
@@ -116,7 +131,7 @@ class Trials:
         options = None
         if trial.memory != "none":
             chosen = setting(trial.memory)
-            options = chosen.within if trial.arm == "within reach" else chosen.beyond
+            options = chosen.beyond if trial.arm == "out of reach" else chosen.within
         return self._settings(trial, options, distance=self.distance)
 
     def _settings(self, trial: Trial, options: Options | None, **more: Any) -> dict[str, Any]:
@@ -127,7 +142,10 @@ class Trials:
             chosen, segment = setting(trial.memory), self.task(trial.task).segment
             passes = chosen.passes
             spec = {"name": trial.memory, **options(segment, self.distance, sizes.depth), **self._options(trial.memory)}
-            if chosen.learning_rate is not None and "learning_rate" not in self._options(MODEL):
+            if trial.arm == WINDOW:
+                task, plain = self.task(trial.task), sizes
+                spec, passes = window_of(spec, lambda memory: build_model(task, memory, plain)), 1
+            elif chosen.learning_rate is not None and "learning_rate" not in self._options(MODEL):
                 sizes = dataclasses.replace(sizes, learning_rate=chosen.learning_rate)
         settings = {"task": self._options(trial.task), "memory": spec, "passes": passes, **more}
         read: dict[str, Any] = json.loads(json.dumps({**settings, "sizes": dataclasses.asdict(sizes)}))
@@ -152,6 +170,7 @@ class Trials:
             seed=trial.seed,
             sizes=ProbeSizes(**settings["sizes"]),
             passes=settings["passes"],
+            whole=trial.arm == WHOLE,
             distances=[other for other in range(1, 2 * distance + 1) if task.has(other)],
             say=trial.say,
         )
@@ -204,6 +223,7 @@ class Trials:
             "tasks": list(self.tasks),
             "seeds": self.seeds,
             "distance": self.distance,
+            "controls": list(self.controls),
             "notes": {memory: setting(memory).why for memory in self.memories if setting(memory).why},
             "results": results,
         }
@@ -211,5 +231,6 @@ class Trials:
     def write(self, command: str) -> Result:
         """Write the file with all results, and return its content."""
         result = self.content(command)
+        result["efficiency"] = probe_efficiencies(result)
         write_whole(self.folder / self.file, json_text(result))
         return result

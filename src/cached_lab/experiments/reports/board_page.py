@@ -6,16 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cached_lab.experiments.efficiency import NOTE
 from cached_transformers.files import write_whole
 
 from .blocks import FactList, ReportTable
-from .formatting import MISSING, counted, short_count
+from .formatting import MISSING, counted, share_text, short_count
 from .markdown import around, to_markdown, write_between
-from .probe_page import trained_segments
+from .probe_page import trained_segments, windows_note
 
 MARKS = ("<!-- leaderboard: made by `cached leaderboard` -->", "<!-- leaderboard end -->")
 """The command replaces the text between them."""
-COLUMNS = ["memory", "near, mean", "far, mean", "solved", "state, bytes", "parameters"]
+COLUMNS = ["memory", "near, mean", "efficiency, near", "far, mean", "solved", "state, bytes", "parameters"]
 COLUMNS += ["FLOPs a token", "reading, no memory = 1", "training, no memory = 1"]
 
 
@@ -27,6 +28,7 @@ def board_tables(content: Mapping[str, Any]) -> list[ReportTable]:
         [
             row["name"],
             _percent(row["near_mean"]),
+            share_text(row.get("efficiency")),
             _percent(row["far_mean"]),
             f"{row['solved']} of {row['trainings']}",
             MISSING if row["state_bytes"] is None else _range(row["state_bytes"]),
@@ -36,7 +38,7 @@ def board_tables(content: Mapping[str, Any]) -> list[ReportTable]:
         ]
         for row in standings
     ]
-    tables = [ReportTable(COLUMNS, overall, title="Standings")]
+    tables = [ReportTable(COLUMNS, overall, f"{NOTE}{windows_note(content)}", "Standings")]
     places = {"near": "Near: right answers at the farthest trained distance, %"}
     places["far"] = "Far: right answers in the longest texts, %"
     for where, title in places.items():

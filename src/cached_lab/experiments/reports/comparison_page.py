@@ -11,7 +11,7 @@ from cached_transformers.files import write_whole
 
 from .blocks import Block, FactList, Heading, Picture, ReportTable, Rows
 from .figures.paper import FormPoint, accuracy_against_flops
-from .formatting import MINUS, Metric, environment_text, short_count, short_p, short_seconds
+from .formatting import MINUS, Metric, environment_text, share_text, short_count, short_p, short_seconds
 from .markdown import to_markdown
 from .page import write_page
 from .probe_page import probe_blocks
@@ -78,7 +78,7 @@ def findings(comparison: StoredComparison) -> list[Block]:
         found.append(ReportTable(("pair", "difference", *P_VALUES, "seeds"), lines, title="paired differences"))
     changed = {"metric": metric.name, "split": data["split"], "reference": "carry", "variants": []}
     uses = [_variants(changed, rows, f"Use of the cache: {name}") for name, rows in comparison.cache_use]
-    return [*found, NOTES, *uses]
+    return [*found, f"{NOTES} {data.get('efficiency', '')}".rstrip(), *uses]
 
 
 def _variants(data: Mapping[str, Any], statistics: Rows, title: str) -> ReportTable:
@@ -98,6 +98,8 @@ def _variants(data: Mapping[str, Any], statistics: Rows, title: str) -> ReportTa
         heads = (f"difference to {data['reference']}", *P_VALUES)
         cells = zip(*(_difference_cells(row, metric) for row in statistics), strict=True)
         columns |= {head: list(column) for head, column in zip(heads, cells, strict=True)}
+    if any("efficiency" in v for v in variants):
+        columns["efficiency"] = [share_text(v.get("efficiency")) for v in variants]
     columns["seeds"] = [str(row["seeds"]) for row in statistics]
     optional: dict[str, tuple[str, Callable[[Any], str]]] = {
         "interval by rows": ("rows_interval", lambda ends: metric.interval(*ends)),

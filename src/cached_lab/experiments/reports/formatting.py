@@ -46,6 +46,11 @@ class Metric(NamedTuple):
         return f"[{write(low, unit=False)}, {write(high, unit=False)}]"
 
 
+def share_text(x: float | None) -> str:
+    """A share of 1 that may be negative, such as an efficiency; an en dash for None."""
+    return MISSING if x is None else f"{x:.3f}".replace("-", MINUS)
+
+
 def short_count(x: float | None) -> str:
     """A count with three significant digits and k, M, G, T or P."""
     if x is None:

@@ -8,15 +8,18 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from cached_lab.experiments.efficiency import NONE, NOTE, WHOLE, WINDOW, probe_efficiencies, probe_rows, probe_scores
+
 from .blocks import Block, FactList, Heading, Picture, ReportTable, Rows
 from .figures.curves import answers_by_distance
-from .formatting import environment_text
+from .formatting import environment_text, share_text
 from .page import write_page
 
 REACHES = ("within reach", "out of reach")
 ENOUGH = 0.99
 """Share of right answers at which a distance counts as held."""
-FAR_COLUMNS = ("trained to, segments", "held, tokens", "state, bytes")
+FAR_COLUMNS = ("right, %", "efficiency", "trained to, segments", "held, tokens", "state, bytes")
+NO_WHOLE = f"No efficiency: no model read the {WHOLE}; "
 PROBE_NOTE = (
     "Share of right answers in per cent on new episodes. Within reach: the options let the memory span the distance. "
     "Out of reach: they do not, by its theory; empty if it knows no bound. Without a memory the model can only guess."
@@ -47,31 +50,29 @@ def probe_blocks(path: Path) -> list[Block]:
     return [*blocks, FactList(about | {"environment": environment_text(content["environment"])})]
 
 
-def _select(content: Mapping[str, Any], task: str, memory: str, arm: str) -> list[Mapping[str, Any]]:
-    """The trainings of one task, memory and arm."""
-    return [r for r in content["results"] if (r["task"], r["memory"], r["arm"]) == (task, memory, arm)]
-
-
 def _picture(content: Mapping[str, Any], task: str) -> Picture:
-    curves = {}
-    for memory, arm in [("none", "no memory"), *((m, "within reach") for m in content["memories"])]:
-        if found := _select(content, task, memory, arm):
-            by_distance = {int(d): [r["distances"][d] for r in found] for d in found[0]["distances"]}
-            curves["no memory" if memory == "none" else memory] = by_distance
+    curves = {
+        name: {int(d): [r["distances"][d] for r in found] for d in found[0]["distances"]}
+        for name, found in probe_rows(content, task).items()
+    }
     chance, trained = next(r["chance"] for r in content["results"] if r["task"] == task), content["distance"]
     figure = answers_by_distance(curves, chance, trained, "segments between cue and question")
     return Picture(figure, f"{task}: trained at a distance of {trained} segments, tested at others.")
 
 
 def _table(content: Mapping[str, Any]) -> ReportTable:
-    """A row for no memory, counted as "within reach", and one per memory; two columns per task."""
-    columns = [f"{task}, {arm}" for task in content["tasks"] for arm in REACHES]
-    arms = {"none": ("no memory", "")} | {memory: REACHES for memory in content["memories"]}
+    """A row per arm without a memory, memory and window, of "within reach"; three columns per task."""
+    columns = [f"{task}, {head}" for task in content["tasks"] for head in (*REACHES, "efficiency")]
+    found, shares = {task: probe_rows(content, task) for task in content["tasks"]}, probe_efficiencies(content)
     rows = []
-    for memory, names in arms.items():
-        found = [_select(content, task, memory, arm) for task in content["tasks"] for arm in names]
-        rows.append(["no memory" if memory == "none" else memory, *map(_cell, found)])
-    notes = " ".join(f"{name}: {note}." for name, note in content["notes"].items())
+    for name in dict.fromkeys(name for by_name in found.values() for name in by_name):
+        cells = [name]
+        for task in content["tasks"]:
+            beyond = [r for r in content["results"] if (r["task"], r["memory"], r["arm"]) == (task, name, REACHES[1])]
+            cells += [_cell(found[task].get(name, ())), _cell(beyond), share_text(shares[task].get(name))]
+        rows.append(cells)
+    bar = NOTE if any(WHOLE in by_name for by_name in found.values()) else f"{NO_WHOLE}--control whole trains one."
+    notes = " ".join([bar, *(f"{name}: {note}." for name, note in content["notes"].items())]) + windows_note(content)
     title = f"right answers in per cent, {content['distance']} segments after the cue"
     return ReportTable(["memory", *columns], rows, notes, title)
 
@@ -82,6 +83,15 @@ def _cell(trainings: Rows) -> str:
     accuracy, exact, steps = (mean(r[key] for r in trainings) for key in ("accuracy", "exact", "steps"))
     whole = f", whole episodes {100 * exact:.1f}" if exact != accuracy else ""
     return f"{100 * accuracy:.1f}{whole} ({steps:.0f} steps)"
+
+
+def windows_note(content: Mapping[str, Any]) -> str:
+    """The memories without a window in every task, if windows were asked for."""
+    by_task = [probe_rows(content, task) for task in content["tasks"]]
+    lacking = [m for m in content["memories"] if not all(f"{WINDOW} of {m}" in rows for rows in by_task)]
+    if "window" not in content.get("controls", ()) or not lacking:
+        return ""
+    return f" No window of {', '.join(lacking)}: itself one, or of a state smaller than one slot."
 
 
 def trained_segments(content: Mapping[str, Any]) -> str:
@@ -101,7 +111,7 @@ def held_tokens(training: Mapping[str, Any], segment: int) -> int:
 
 
 def _far_picture(content: Mapping[str, Any], task: str) -> Picture:
-    rows, segment = _far_rows(content, task), content["segments"][task]
+    rows, segment = probe_rows(content, task), content["segments"][task]
     lines = {}
     for name, trainings in rows.items():
         common = set.intersection(*(set(t["far"]) for t in trainings))
@@ -112,32 +122,27 @@ def _far_picture(content: Mapping[str, Any], task: str) -> Picture:
     return Picture(figure, caption)
 
 
-def _far_rows(content: Mapping[str, Any], task: str) -> dict[str, list[Mapping[str, Any]]]:
-    """The trainings, one per seed, of no memory, of attention over the whole text, and of every memory."""
-    arms = {"no memory": ("none", "no memory"), "whole text": ("none", "whole text")}
-    arms |= {memory: (memory, "far") for memory in content["memories"]}
-    found = {name: _select(content, task, *arm) for name, arm in arms.items()}
-    return {name: trainings for name, trainings in found.items() if trainings}
-
-
 def _far_table(content: Mapping[str, Any]) -> ReportTable:
-    rows = []
+    rows, shares = [], probe_efficiencies(content)
     for task in content["tasks"]:
-        for name, trainings in _far_rows(content, task).items():
+        for name, trainings in probe_rows(content, task).items():
+            cells = [f"{100 * mean(probe_scores(content, trainings)):.1f}", share_text(shares[task][name])]
             held = min(held_tokens(training, content["segments"][task]) for training in trainings)
-            size = "" if name in ("no memory", "whole text") else f"{trainings[0]['state_bytes']:,}"
-            rows.append([task, name, f"{min(t['solved'] for t in trainings)}", f"{held:,}", size])
+            size = "" if name in (NONE, WHOLE) else f"{trainings[0]['state_bytes']:,}"
+            rows.append([task, name, *cells, f"{min(t['solved'] for t in trainings)}", f"{held:,}", size])
+    whole = any(result["arm"] == WHOLE for result in content["results"])
     title = f"trained with {trained_segments(content)} from cue to question, asked up to {content['far']:,} tokens"
     notes = (
         f"A distance is held if {100 * ENOUGH:.0f} % of the answers are right; numbers are the least over seeds. Tests "
-        "end where a memory is near a guess. Whole text: attention over everything, without a memory, of one seed."
-    )
+        "end where a memory is near a guess. Whole text: attention over everything, without a memory, of one seed. "
+        f"Right: at the farthest trained distance. {NOTE if whole else f'{NO_WHOLE}leave out --no-ceiling.'}"
+    ) + windows_note(content)
     return ReportTable(["task", "memory", *FAR_COLUMNS], rows, notes, title)
 
 
 def _sentence(content: Mapping[str, Any], task: str) -> str:
     """Answers of the memories, and of the model without a memory, at the longest tested distance."""
-    rows = _far_rows(content, task)
+    rows = probe_rows(content, task)
     farthest = max(int(d) for memory in content["memories"] for t in rows[memory] for d in t["far"])
     shares = {name: found for name, trainings in rows.items() if (found := _shares(trainings, farthest))}
     best = sorted(set(shares) & set(content["memories"]), key=lambda name: -mean(shares[name]))

@@ -101,6 +101,7 @@ def evaluation_blocks(title: str, rows: Rows, about: Mapping[str, Any]) -> list[
         blocks.append(place_table(rows))
     if "reset" in about:
         blocks.append(f"reset: an empty memory; trained on: {'yes' if about['reset']['trained_on'] else 'no'}")
+    blocks += [about["efficiency"]] if "efficiency" in about else []
     if "use" in about:
         unasked = "whether the memory is used: --memory carry,shuffle"
         blocks.append(unasked if about["use"] is None else use_sentence(about["use"]))
@@ -170,8 +171,8 @@ def score_table(title: str, rows: Rows, first: str) -> ReportTable:
         cells = [[row[first], kind, *(_shown(row, f"{kind}_{part}") for part in PRECISIONS)] for row, kind in kinds]
         heads = [f"AP{part[2:].replace('_', ' ')}" for part in PRECISIONS]
         return ReportTable([first, "kind", *heads], cells, title=f"{title}: Average precision")
-    numbers = [name for row in rows for name, value in row.items() if isinstance(value, int | float) and name != first]
-    columns = list(dict.fromkeys(numbers))
+    pairs = [(name, value) for row in rows for name, value in row.items() if name != first]
+    columns = list(dict.fromkeys(n for n, value in pairs if isinstance(value, int | float) or n == "efficiency"))
     heads = ["loss (nats)" if name == "loss" else name.replace("_", " ") for name in columns]
     cells = [[row[first], *(_shown(row, column) for column in columns)] for row in rows]
     return ReportTable([first.replace("_", " "), *heads], cells, title=title)
