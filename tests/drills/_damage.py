@@ -6,6 +6,7 @@ Everything follows from the generator that is given, so that a damage can be mad
 from __future__ import annotations
 
 import bz2
+import contextlib
 import gzip
 import io
 import json
@@ -247,5 +248,6 @@ def damage_file(file: Path, random: Random, beside: list[Path]) -> str:
     if kind < 0.99:
         os.mkfifo(file)
         return "a pipe"
-    shutil.copytree(file.parent, file.with_name(f"{file.name}.copied")) if len(beside) < 9 else file.touch()
+    with contextlib.suppress(shutil.Error):  # a pipe, or a link to nothing, is not copied
+        shutil.copytree(file.parent, file.with_name(f"{file.name}.copied")) if len(beside) < 9 else file.touch()
     return "a copy of its folder"
