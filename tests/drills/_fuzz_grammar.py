@@ -255,7 +255,7 @@ class Grammar:
             known = {action.dest: action for action in self.commands[name]._actions}
             action = known[rng.choice(options.split())]
             value = {int: "7", float: "0.25", type(None): "x"}.get(action.type, "x")
-            words = [action.option_strings[0], *([] if action.nargs == 0 else [value])]
+            words = [*action.option_strings[:1], *([] if action.nargs == 0 else [value])]
             if word == "None":
                 words += [known[other].option_strings[0], (known[other].choices or ["1..2"])[0]]
         wanted = [a for a in self.commands[name]._actions if not a.option_strings and a.nargs not in ("*", "?")]
