@@ -145,7 +145,7 @@ class Grammar:
             tree["data"]["objective"], more = self.part(OBJECTIVES, rng, wrong)
             changes += [(f"data.objective.{key}", value) for key, value in more]
         touched += [key.strip() for key, _ in changes] + [str(value) for _, value in changes if isinstance(value, str)]
-        touched += [f"{tree['model'].get(k)}" for k in ("memory", "attention")]
+        touched += [str(tree["model"][key]) for key in ("memory", "attention") if key in tree["model"]]
         return self.written(tree, changes, touched, rng, "options")
 
     def part(self, registry: Registry[Any], rng: random.Random, wrong: float) -> tuple[Any, list[tuple[str, Any]]]:
