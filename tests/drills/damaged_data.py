@@ -206,7 +206,7 @@ DRILL = Drill(
     f"({BATCH} inputs a case)",
     cases=cases,
     attempt=attempt,
-    count=20 * len({source.dataset for source in _small_data.SOURCES.values()}),
+    count=10 * len({source.dataset for source in _small_data.SOURCES.values()}),
     sample=3,
     prepare=prepare,
     limit=300.0,  # of a batch; each input has its own

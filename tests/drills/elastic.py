@@ -282,7 +282,7 @@ DRILL = Drill(
     "and resumptions, and both are restarted: the run equals the undisturbed run, and loses no more than a save",
     cases=_cases,
     attempt=_attempt,
-    count=40,
+    count=20,
     sample=1,
     prepare=lambda shared: _runs.import_all(),
     limit=300.0,

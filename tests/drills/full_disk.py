@@ -65,7 +65,7 @@ DRILL = Drill(
     "disk: exit status 1, a message that names the file, and the next run ends as the undisturbed one",
     cases=_cases,
     attempt=_attempt,
-    count=220,
+    count=110,
     sample=1,
     prepare=_commands.prepare,
     limit=400.0,

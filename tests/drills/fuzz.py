@@ -231,7 +231,7 @@ DRILL = Drill(
     "message that names the mistake, no traceback, nothing written elsewhere",
     numbered,
     attempt,
-    count=200,
+    count=100,
     sample=1,
     prepare=prepare,
     limit=400.0,

@@ -81,7 +81,7 @@ DRILL = Drill(
     "last, scores and files",
     cases=_cases,
     attempt=_attempt,
-    count=100_000,
+    count=480,
     sample=6,
     prepare=_commands.prepare,
 )

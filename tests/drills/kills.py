@@ -98,7 +98,7 @@ DRILL = Drill(
     "each, and are carried out again: they end as the undisturbed ones, and the exit status is the signal's",
     cases=_cases,
     attempt=_attempt,
-    count=210,
+    count=120,
     sample=2,
     prepare=_commands.prepare,
     limit=400.0,

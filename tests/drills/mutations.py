@@ -284,7 +284,7 @@ DRILL = Drill(
     "edited, gone or longer: the command that reads it ends as with the undamaged one, or with a message that names it",
     cases=cases,
     attempt=attempt,
-    count=500,
+    count=250,
     sample=4,
     prepare=prepare,
 )
