@@ -19,10 +19,11 @@ from cached_lab.cli.arguments import NEEDS
 from cached_lab.registries import DATASETS, OBJECTIVES
 from cached_lab.resources import recipes_folder
 from cached_lab.training.config import RunConfig
+from cached_transformers.annotations import hints_of
 from cached_transformers.registry import ATTENTIONS, MEMORIES, MODELS, Registry
 
 from . import _damage
-from ._fuzz_values import OTHER, REAL, TRICKS, WHOLE, Text, as_yaml, drawn, fitting, hints, words_of
+from ._fuzz_values import OTHER, REAL, TRICKS, WHOLE, Text, as_yaml, drawn, fitting, words_of
 
 STACK = {"width": 8, "depth": 1, "heads": 2, "feed_forward": 8}
 TRAINING = {"steps": 1, "batch_size": 4, "evaluate_every": 1, "log_every": 1, "tensorboard": False, "device": "cpu"}
@@ -151,7 +152,7 @@ class Grammar:
     def part(self, registry: Registry[Any], rng: random.Random, wrong: float) -> tuple[Any, list[tuple[str, Any]]]:
         """A name, and options of that part."""
         entry = registry.entry(rng.choice(registry.names()))
-        known = hints(entry.factory)
+        known = hints_of(entry.factory)
         words = words_of(entry.factory)
         names = [name for name in entry.options if wrong or name not in ("width", "heads", "depth", "index", "facts")]
         names = [name for name in names if wrong or name not in ("causal", "norm")]
@@ -164,7 +165,7 @@ class Grammar:
         section = rng.choice(["data", "model", "model", "training", "training", "optimizer", "schedule", "evaluation"])
         if section in ("data", "model"):
             entry = (DATASETS if section == "data" else MODELS).entry(tree[section]["name"])
-            known, words, name = hints(entry.factory), words_of(entry.factory), rng.choice(list(entry.options))
+            known, words, name = hints_of(entry.factory), words_of(entry.factory), rng.choice(list(entry.options))
             if wrong == 0 and name in ("split", "path", "image_size", "channels", "source", "target"):
                 name = next(n for n in entry.options if n not in DROPPED)
         else:
@@ -198,7 +199,7 @@ class Grammar:
     def source(self, rng: random.Random) -> dict[str, Any]:
         """Any data source with the options that it needs, on data that are its own, another's, or none."""
         entry = DATASETS.entry(rng.choice(DATASETS.names()))
-        known, words = hints(entry.factory), words_of(entry.factory)
+        known, words = hints_of(entry.factory), words_of(entry.factory)
         needed = [name for name, p in entry.options.items() if p.default is p.empty and name not in DROPPED]
         small = self.bases["lists"]["data"] if entry.name == "listops" else {}  # by default it makes 100,000
         found = {name: fitting(known.get(name, Any), rng, words, self.paths) for name in needed}

@@ -8,7 +8,6 @@ import pathlib
 import random
 import re
 import types
-import typing
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import yaml
@@ -82,9 +81,3 @@ def as_yaml(value: Any) -> str:
     if isinstance(value, Text):
         return value.yaml
     return yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True).removesuffix("...\n").strip()
-
-
-def hints(factory: Any) -> dict[str, Any]:
-    """Return the resolved annotations of a factory."""
-    target = factory.__init__ if inspect.isclass(factory) and not hasattr(factory, "__dataclass_fields__") else factory
-    return {**typing.get_type_hints(target)}
