@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 from integrations import family_checks as checks
-from integrations.families import GROUPED, SEGMENT, decoder, encoder, words
+from integrations.families import ALL, GROUPED, SEGMENT, decoder, encoder, words
 from integrations.hosts import library
 from memories.harness import build
 
-from cached_transformers import SegmentLoop
+from cached_transformers import SegmentLoop, remove_memory
 from cached_transformers.state import detach
 
+SHARED = [family for family in ALL if family.name in ("bert", "vit", "deberta", "t5")]
 LLAMA, BERT = decoder("llama", "Llama", **GROUPED), encoder("Bert", "BERT", "ForTokenClassification")
 UNTRAINED = {name: name not in ("rmt", "memory_transformer") for name in checks.STREAMS}
 """Memories that a text of one segment does not train; the others are read in it."""
@@ -90,3 +91,15 @@ def test_a_misspelt_state_is_refused(family: Any) -> None:
     if family is LLAMA:
         with pytest.raises(ValueError, match="memory_sate"):
             model.generate(words(), memory_sate=model.init_memory_state(2), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("family", SHARED, ids=str)
+@pytest.mark.parametrize("keyword", ["memory_sate", "memory_state"])
+def test_a_shared_memory_swallows_no_state(family: Any, keyword: str) -> None:
+    model, given = family.with_memory({"name": "grc"}).eval(), family.given()
+    body = {name: t for name, t in given.items() if name != "labels"}
+    copies = [(copied, given) for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))]
+    for called, inputs in ((model, given), (model.base_model, body), *copies):
+        with pytest.raises((ValueError, TypeError), match=keyword):
+            called(**inputs, **{keyword: ()})
+    remove_memory(model)(**given, **{keyword: ()})

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.integrations.memory_hooks import MemoryHook, no_loss
+from cached_transformers.integrations.memory_hooks import MemoryHook, no_loss, refuse_misspelt
 from cached_transformers.integrations.memory_lookup import like_weights, memory_of, refuse_frozen, with_weights
 from cached_transformers.integrations.segment_context import ModelCall, SegmentContext, running
 from cached_transformers.interfaces.incremental import needs_whole_segments
@@ -39,7 +39,7 @@ from cached_transformers.models.untrained import OneSegmentSteps
 from cached_transformers.state import State, kind_of, seal, used_again
 from cached_transformers.state import check as check_state
 
-from .adapter_utils import parameter_names, refuse_misspelt
+from .adapter_utils import parameter_names
 from .memory_cache import DynamicCache, MemoryCache, SlotProjections
 from .row_segments import Segment, in_order, joined, mapped, narrowed, stream_positions
 
@@ -161,7 +161,7 @@ class HostForward:
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the body's forward by name (ValueError: inputs without a row or a token)."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        refuse_misspelt(given)
+        refuse_misspelt(self.body, args, given)
         for name in ("input_ids", "inputs_embeds", "pixel_values"):
             if 0 in getattr(given.get(name), "shape", ()):
                 raise ValueError(f"{name} of shape {tuple(given[name].shape)} has nothing to read; leave the call out")
