@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from integrations import family_checks as checks
 from integrations.families import ALL, GROUPED, SEGMENT, decoder, encoder, words
 from integrations.hosts import library
@@ -60,6 +61,19 @@ def test_steps_that_reach_the_memory_do_not_warn(family: Any) -> None:
     assert told(lambda: alone.eval()(short)) == 0
     alone.train()
     assert told(lambda: alone(short).logits.sum().backward()) == 1
+
+
+@pytest.mark.parametrize("longest", [SEGMENT, SEGMENT + 1])
+def test_packed_documents_of_one_segment_warn_once(longest: int) -> None:
+    lengths = torch.tensor([3, longest, 2])
+    ids, numbers = words(2, int(lengths.sum())), torch.arange(3).repeat_interleave(lengths).expand(2, -1)
+    places = torch.cat([torch.arange(length) for length in lengths.tolist()])[None]
+    for told_by in ({"document_ids": numbers}, {"position_ids": places}):
+        model = LLAMA.with_memory(checks.STREAMS["grc_stream"]).train()
+        assert told(lambda: model(ids, **told_by).logits.sum().backward()) == (longest == SEGMENT)  # noqa: B023
+    state = model.init_memory_state(2)
+    carried = LLAMA.with_memory(checks.STREAMS["grc_stream"]).train()
+    assert told(lambda: carried(ids, memory_state=state, document_ids=numbers).logits.sum().backward()) == 0
 
 
 def test_trainer_with_short_rows_warns_once(tmp_path: Path) -> None:

@@ -75,10 +75,10 @@ class HostForward:
         self.body: Any = body
         self.hooks, self.spans, self.segment_length = hooks, spans, segment_length
         self.steps = OneSegmentSteps()
-        for name, whole in (("_read_apart", False), ("_read_documents", False), ("eagerly", True)):
+        for name in ("_read_apart", "_read_rows_apart", "_read_documents", "eagerly"):
             run = getattr(type(self), name, None)
             if run is not None and not hasattr(run, "_torchdynamo_disable"):  # here, since it imports the compiler
-                setattr(type(self), name, torch.compiler.disable(run, recursive=whole))
+                setattr(type(self), name, torch.compiler.disable(run, recursive=name == "eagerly"))
         self.names = self.outside = parameter_names(body)
         memories = recipe_of([*([self.memory] if spans else []), *(hook.memory for hook in hooks)])  # type: ignore[list-item]
         self.recipe = f"{memories} in {getattr(self.body.config, 'num_hidden_layers', 0)} layers"
@@ -146,10 +146,10 @@ class HostForward:
             check_state(state, self.init_state(1), rows, memory=self.recipe)
         return self.init_state(rows) if state is None else state
 
-    def note_step(self, state: State | None, segments: list[Segment]) -> None:
+    def note_step(self, state: State | None, tokens: int, segments: int) -> None:
         """Warn of training whose calls read one segment each and carry no state."""
-        alone = state is None and len(segments) == 1 and initial_state_of(self.body) is None
-        self.steps.step(self.body, self.segment_length, next(iter(segments[0].inputs.values())).shape[1], alone)
+        alone = state is None and segments == 1 and initial_state_of(self.body) is None
+        self.steps.step(self.body, self.segment_length, tokens, alone)
 
     def call_of(self, state: State | None, embedded: Tensor | None) -> ModelCall:
         """The call of the model around the body, which got the state; a new one where the body itself is called."""
