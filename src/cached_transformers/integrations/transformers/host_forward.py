@@ -190,7 +190,7 @@ class HostForward:
         return self._read_each(segments, state, options, cache)
 
     def _read_each(
-        self, segments: list[Segment], state: StackState, options: dict[str, Any], cache: MemoryCache | None
+        self, segments: list[Segment], state: StackState, options: dict[str, Any], cache: MemoryCache | None = None
     ) -> list[tuple[Any, StackState]]:
         answers = []
         for segment in segments:
@@ -323,17 +323,11 @@ def entry_context(
 ) -> SegmentContext:
     """The context of the tokens first..end of an entry."""
     tokens = entry.tokens
-    return SegmentContext(
-        states,
-        tokens.positions_BNP[:, :end],
-        shift_B1 + _front(entry),
-        None if tokens.padding_BN is None else tokens.padding_BN[:, first:end],
-        writes=writes,
-        segment=entry.segment,
-        offers=entry.contexts,
-        slots=entry.slots,
-        traced=first == 0,  # a partial segment that continues leaves none
-    )
+    padding_BN = None if tokens.padding_BN is None else tokens.padding_BN[:, first:end]
+    places = tokens.positions_BNP[:, :end], shift_B1 + _front(entry), padding_BN
+    given: dict[str, Any] = {"segment": entry.segment, "offers": entry.contexts, "slots": entry.slots}
+    traced = first == 0  # a partial segment that continues leaves none
+    return SegmentContext(states, *places, writes=writes, traced=traced, **given)
 
 
 def entry_inputs(entry: Entry, first: int, end: int, shift_B1: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:

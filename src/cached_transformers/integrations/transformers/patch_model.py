@@ -24,10 +24,7 @@ from .host_forward import OUTPUT, HostForward, is_exporting, prepare_outputs, wi
 from .memory_cache import Cache, MemoryCache
 from .packed_rows import WAY_OUT, refuse_pooled, refuse_told, score_within
 
-ATTACHED = (
-    *("forward", "segment_reader", "generate", "_expand_inputs_for_generation", "init_memory_state"),
-    "for_loops",
-)
+ATTACHED = ("forward", "segment_reader", "generate", "_expand_inputs_for_generation", "init_memory_state", "for_loops")
 """Attributes of the instance, which hide those of its class."""
 UNDONE = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "penalty_alpha")
 """Settings of generate with which it reads tokens that the text may then not have."""

@@ -268,17 +268,9 @@ class DecoderForward(HostForward):
             raise ValueError(undeclared(self.memory))
         # As a keyword, too, which reaches the layer where a third-party wrapper checkpoints the block.
         keyword = {"segment_context": context} if self.hooks else {}
+        kv_cache, call = context.kv_cache, {**inputs, "attention_mask": mask, "return_dict": True, **keyword, **options}
         return run_host(
-            context,
-            self.hooks,
-            self.body,
-            **inputs,
-            attention_mask=mask,
-            past_key_values=context.kv_cache,
-            use_cache=context.kv_cache is not None,
-            return_dict=True,
-            **keyword,
-            **options,
+            context, self.hooks, self.body, past_key_values=kv_cache, use_cache=kv_cache is not None, **call
         )
 
 
