@@ -234,7 +234,7 @@ class RehearsedStep:
         self.shards = gpus if parallel == "fsdp" else 1
         self.model = bare_model(config)
         self.states, self.update = optimizer_bytes(self.model, config, gpu)
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode, self.live = FakeTensorMode(allow_non_fake_inputs=True), Rehearsed()
         with self.mode:
             without_values(self.model)
 
@@ -250,13 +250,16 @@ class RehearsedStep:
         with self.mode, _explained(self.config):
             step, inputs = training_step(self.config, self.shape, model, rows)
             trained = [p for p in model.parameters() if p.requires_grad]
-            live = Rehearsed()
+            live = self.live
+            for parameter in trained:
+                parameter.grad = None
+            tables = live.now  # made by an earlier forward, and activations of this one too
             with GpuForms() if self.gpu else contextlib.nullcontext(), live:
                 put_back = remember_buffers(model)
-                copies = live.now
-                for parameter in trained:
-                    parameter.grad = torch.empty_like(parameter) if held else None
-                before = live.now
+                copies = live.now - tables
+                for parameter in trained if held else ():
+                    parameter.grad = torch.empty_like(parameter)
+                before = live.now - tables
                 live.restart(before + room)
                 try:
                     loss, carried = step()
