@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -204,7 +205,7 @@ class GpuForms(TorchFunctionMode):
     """
 
     def __enter__(self) -> Any:
-        self._large, equations.LARGE = equations.LARGE, math.inf
+        self._large, equations.LARGE = equations.LARGE, sys.maxsize
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -234,9 +235,6 @@ class RehearsedStep:
         self.shards = gpus if parallel == "fsdp" else 1
         self.model = bare_model(config)
         self.states, self.update = optimizer_bytes(self.model, config, gpu)
-        self.mode, self.live = FakeTensorMode(allow_non_fake_inputs=True), Rehearsed()
-        with self.mode:
-            without_values(self.model)
 
     def parts(self, rows: int, pieces: int = 1, room: float = math.inf) -> dict[str, int]:
         """Count the bytes with `pieces` micro-batches of `rows` rows.
@@ -245,31 +243,27 @@ class RehearsedStep:
             NoRoom: forward or backward takes more than `room` bytes.
             ValueError: the model depends on values of tensors.
         """
-        model, shards = self.model, self.shards
+        shards = self.shards
         held = pieces > 1 or shards > 1
-        with self.mode, _explained(self.config):
+        # A new model each time: a forward leaves tables in it that the next forward would not count.
+        bare = bare_model(self.config)
+        with FakeTensorMode(allow_non_fake_inputs=True), _explained(self.config):
+            model = without_values(bare)
             step, inputs = training_step(self.config, self.shape, model, rows)
             trained = [p for p in model.parameters() if p.requires_grad]
-            live = self.live
-            for parameter in trained:
-                parameter.grad = None
-            tables = live.now  # made by an earlier forward, and activations of this one too
-            with GpuForms() if self.gpu else contextlib.nullcontext(), live:
-                put_back = remember_buffers(model)
-                copies = live.now - tables
+            with GpuForms() if self.gpu else contextlib.nullcontext(), Rehearsed() as live:
+                keep = remember_buffers(model)
+                copies = live.now
                 for parameter in trained if held else ():
                     parameter.grad = torch.empty_like(parameter)
-                before = live.now - tables
+                before = live.now
                 live.restart(before + room)
-                try:
-                    loss, carried = step()
-                    forward, activations = live.peak - before, live.now - before
-                    live.restart(before + room)
-                    loss.backward()
-                    backward = live.peak - before
-                finally:
-                    live.restart()
-                    put_back()
+                loss, carried = step()
+                forward, activations = live.peak - before, live.now - before
+                live.restart(before + room)
+                loss.backward()
+                backward = live.peak - before
+            del keep
         state = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tree_leaves(carried)}
         buffers = sum(b.nbytes for b in model.buffers())
         weights, gradients = sum(p.nbytes for p in model.parameters()), sum(p.nbytes for p in trained)
