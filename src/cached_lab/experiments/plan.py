@@ -198,10 +198,9 @@ class Rehearsed(LiveBytes):
 
 
 class GpuForms(TorchFunctionMode):
-    """Let a CPU take the forms of a GPU.
+    """Let a CPU compute as a GPU: GRC in one block, and `scaled_dot_product_attention` without dropout.
 
-    GRC updates all rows at once. `scaled_dot_product_attention` is without dropout, because GPU kernels store only its
-    seed: with dropout, torch on a CPU would use the form that stores whole attention matrices.
+    GPU kernels store only the seed of dropout; a CPU would store whole attention matrices.
     """
 
     def __enter__(self) -> Any:
@@ -228,9 +227,7 @@ class RehearsedStep:
         gpu: use the GPU forms of optimiser, attention and memory.
     """
 
-    def __init__(
-        self, config: RunConfig, shape: RowShape, *, gpus: int = 1, parallel: str = "ddp", gpu: bool = True
-    ) -> None:
+    def __init__(self, config: RunConfig, shape: RowShape, gpus: int = 1, parallel: str = "ddp", gpu: bool = True):
         self.config, self.shape, self.gpu, self.ddp = config, shape, gpu, parallel == "ddp" and gpus > 1
         self.shards = gpus if parallel == "fsdp" else 1
         self.model = bare_model(config)
@@ -243,8 +240,7 @@ class RehearsedStep:
             NoRoom: forward or backward takes more than `room` bytes.
             ValueError: the model depends on values of tensors.
         """
-        shards = self.shards
-        held = pieces > 1 or shards > 1
+        held = pieces > 1 or self.shards > 1
         # A new model each time: a forward leaves tables in it that the next forward would not count.
         bare = bare_model(self.config)
         with FakeTensorMode(allow_non_fake_inputs=True), _explained(self.config):
@@ -252,7 +248,7 @@ class RehearsedStep:
             step, inputs = training_step(self.config, self.shape, model, rows)
             trained = [p for p in model.parameters() if p.requires_grad]
             with GpuForms() if self.gpu else contextlib.nullcontext(), Rehearsed() as live:
-                keep = remember_buffers(model)
+                _keep = remember_buffers(model)
                 copies = live.now
                 for parameter in trained if held else ():
                     parameter.grad = torch.empty_like(parameter)
@@ -263,25 +259,24 @@ class RehearsedStep:
                 live.restart(before + room)
                 loss.backward()
                 backward = live.peak - before
-            del keep
         state = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tree_leaves(carried)}
         buffers = sum(b.nbytes for b in model.buffers())
         weights, gradients = sum(p.nbytes for p in model.parameters()), sum(p.nbytes for p in trained)
         update = self.update + sum(state.values()) + (0 if held else gradients)
         average = 0 if self.config.training.ema_decay is None else weights + buffers
         return {
-            "weights": weights // shards,
-            "optimiser": self.states // shards,
-            "average of the weights": average // shards,
+            "weights": weights // self.shards,
+            "optimiser": self.states // self.shards,
+            "average of the weights": average // self.shards,
             "buffers, and copies of them": buffers + copies,
-            "gradients of earlier pieces" if shards == 1 else "gradients": gradients // shards if held else 0,
+            "gradients of earlier pieces" if self.shards == 1 else "gradients": gradients // self.shards if held else 0,
             "buckets of DDP": gradients if self.ddp else 0,
             # One layer is computed while the next is gathered.
-            "gathered by FSDP": 2 * _largest_unit(model) if shards > 1 else 0,
+            "gathered by FSDP": 2 * _largest_unit(model) if self.shards > 1 else 0,
             "states of the rows": sum(state.values()) * (2 * pieces - 1),
             "inputs": sum(t.nbytes for t in inputs),
             "activations": activations,
-            "gradients and temporaries at the peak": max(forward, backward, update // shards) - activations,
+            "gradients and temporaries at the peak": max(forward, backward, update // self.shards) - activations,
         }
 
 

@@ -44,8 +44,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    leaves = [tree] if isinstance(tree, torch.Tensor) else tree_leaves(tree)
-    return [t.untyped_storage() for t in leaves if isinstance(t, torch.Tensor)]
+    return [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
 def peak_bytes(call: Callable[[], object], device: str) -> int:
