@@ -33,7 +33,7 @@ def update(candidate: Candidate, dtype: torch.dtype, marked: bool) -> list[Tenso
 def test_blocks_add_up(monkeypatch: pytest.MonkeyPatch, candidate: Candidate, block: int, marked: bool) -> None:
     """Blocks of one slot, of some, of one row, of two and a rest, of three and a rest."""
     whole = update(candidate, torch.float64, marked)
-    monkeypatch.setattr(equations, "_LARGE", 0)
+    monkeypatch.setattr(equations, "LARGE", 0)
     monkeypatch.setattr(equations, "_BLOCK", block)
     blocks = list(equations._blocks(torch.zeros(B, M, C)))
     assert len(blocks) == {1: B * M, 3 * C: B * 3, M * C: B, 2 * M * C: 3, 3 * M * C + 1: 2}[block]
@@ -44,7 +44,7 @@ def test_blocks_add_up(monkeypatch: pytest.MonkeyPatch, candidate: Candidate, bl
 def test_half_precision_loses_no_digits_to_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = update("norm", torch.float64, False)
     whole = update("norm", torch.bfloat16, False)
-    monkeypatch.setattr(equations, "_LARGE", 0)
+    monkeypatch.setattr(equations, "LARGE", 0)
     monkeypatch.setattr(equations, "_BLOCK", C)
     for a, b, c in zip(update("norm", torch.bfloat16, False), whole, exact, strict=True):
         scale = c.abs().max()

@@ -148,7 +148,7 @@ def test_fewer_tokens_than_slots_are_mapped_before_they_are_spread(
 ) -> None:
     """Values and gradients are those of spreading first, at once and by blocks, with any values in the padding."""
     monkeypatch.setattr(equations, "_BLOCK", block)
-    monkeypatch.setattr(equations, "_LARGE", 1 << 19 if block > 48 else 10)
+    monkeypatch.setattr(equations, "LARGE", 1 << 19 if block > 48 else 10)
     cache = GatedRecurrentCache(6, 16).double()
     x_BNC = torch.randn(4, 5, 6, dtype=torch.float64)
     dirty_BNC = x_BNC if padding is None else x_BNC.masked_fill(padding[..., None], torch.nan)
