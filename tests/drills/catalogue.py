@@ -1,4 +1,4 @@
-"""All drills of this folder: every module that has a `DRILL` or, where one file serves several, `DRILLS`."""
+"""All drills of this folder: every module that has a `SUMMARY`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import importlib
 import pkgutil
 from pathlib import Path
 
-from .frame import Drill
+from .frame import Drill, numbered
 
 
 def drills() -> list[Drill]:
-    """Drills in order of their names."""
+    """Drills in order of their names, each from the names of its module."""
     found: list[Drill] = []
     for file in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if not file.name.startswith("_") and not file.name.startswith("test_"):
-            module = importlib.import_module(f"{__package__}.{file.name}")
-            found += [module.DRILL] if hasattr(module, "DRILL") else getattr(module, "DRILLS", [])
+        if not file.name.startswith(("_", "test_")):
+            own = vars(importlib.import_module(f"{__package__}.{file.name}"))
+            if "SUMMARY" in own:
+                what = own["SUMMARY"], own.get("cases", numbered), own["attempt"], own["COUNT"], own["SAMPLE"]
+                found.append(Drill(file.name, *what, own.get("prepare"), own.get("LIMIT", 60.0)))
     return sorted(found, key=lambda drill: drill.name)

@@ -36,7 +36,7 @@ from cached_lab.training.trainer import Trainer
 from cached_transformers.files import lives, write_whole
 
 from . import _runs
-from .frame import Drill, Failure
+from .frame import Failure
 
 SIZE = 2
 KINDS = {"step": 10, "save": 7, "resume": 2, "start": 1}
@@ -266,24 +266,19 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _cases(count: int, seed: int) -> Iterator[str]:
+def cases(count: int, seed: int) -> Iterator[str]:
     ways = [(parallel, save) for save in ("async", "sync") for parallel in ("ddp", "fsdp")]
     return ("/".join([*ways[number % len(ways)], str(seed + number // len(ways))]) for number in range(count))
 
 
-def _attempt(case: str, folder: Path) -> None:
+def attempt(case: str, folder: Path) -> None:
     parallel, save, seed = case.split("/")
     drill(folder, 2, 12, 3, int(seed), parallel=parallel, save=save)
 
 
-DRILL = Drill(
-    name="elastic",
-    summary="of two processes that train together one is killed at each of two starts, between and inside steps, saves "
-    "and resumptions, and both are restarted: the run equals the undisturbed run, and loses no more than a save",
-    cases=_cases,
-    attempt=_attempt,
-    count=40,
-    sample=1,
-    prepare=lambda shared: _runs.import_all(),
-    limit=300.0,
+SUMMARY = (
+    "of two processes that train together one is killed at each of two starts, between and inside steps, saves "
+    "and resumptions, and both are restarted: the run equals the undisturbed run, and loses no more than a save"
 )
+COUNT, SAMPLE, LIMIT = 40, 1, 300.0
+prepare = _runs.import_all
