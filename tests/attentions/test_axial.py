@@ -10,7 +10,6 @@ from attentions.agreement import agree, inputs
 from attentions.dense import Rule, assert_is_pattern, mask_of, padding_last, paddings, softmax_over, without_padding
 from torch import Tensor
 
-from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import create_attention
 from cached_transformers.attentions.axial import AxialAttention
 from cached_transformers.interfaces.memory import Context
@@ -137,16 +136,6 @@ def test_the_map_is_found_from_what_the_model_knows() -> None:
     ):
         core = create_attention("axial", **known, width=12, heads=2)
         assert isinstance(core, AxialAttention) and core.columns == columns
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_cost(causal: bool) -> None:
-    rows, columns = 6, 16
-    keys = {"row": columns, "col": rows, "sum": rows + columns}
-    keys["sequential"] = rows + columns * (2 if causal else 1)
-    for mode, count in keys.items():
-        core = AxialAttention(mode=mode, columns=columns)
-        assert count_flops(core, *inputs(96), causal=causal) == 2 * 2 * 2 * 96 * count * 11
 
 
 def test_a_sequence_longer_than_the_map_is_refused() -> None:

@@ -10,7 +10,6 @@ import torch
 from attentions.agreement import agree, inputs, tail
 from torch import Tensor
 
-from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import SoftmaxAttention, create_attention
 from cached_transformers.attentions.clustered import ClusteredAttention
 from cached_transformers.attentions.parts.hamming import lloyd
@@ -173,12 +172,3 @@ def test_a_bit_differs_as_often_as_the_angle_says() -> None:
 def test_new_planes_through_the_origin_tell_no_lengths() -> None:
     q, flat = torch.randn(1, 1, 50, 6).double(), make("clustered", redraw=True, hash_bias=False).train()
     assert torch.equal(*(flat.assign(t, None, torch.Generator().manual_seed(1)) for t in (q, 5 * q)))
-
-
-@pytest.mark.parametrize(("queries", "keys"), [(24, 24), (20, 9)])
-def test_cost(queries: int, keys: int) -> None:
-    q, k, v = inputs(queries, keys)
-    cost = queries * 8 * 6 + (2 * 10 - 1) * queries * 4 * 8 + queries * 4 * 6 + 4 * keys * (6 + 5)
-    assert count_flops(make("clustered"), q, k, v) == 2 * 2 * 2 * cost
-    slots = queries + 4 * math.ceil(queries / 4)
-    assert count_flops(make("improved_clustered"), q, k, v) == 2 * 2 * 2 * (cost + slots * 3 * (6 + 5))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from attentions.test_scan import Recorded
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import create_attention
 from cached_transformers.attentions.gated_delta import PUBLISHED, GatedDelta
 from cached_transformers.extras import require
@@ -338,21 +336,6 @@ def test_a_carried_state_is_one_compiled_graph(preset: str | None) -> None:
     gradients = [torch.autograd.grad(out.square().sum(), [given["k"], *core.parameters()]) for out in outs]
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-11)
     torch._dynamo.reset()
-
-
-def test_its_cost_is_the_formula_without_the_triangular_systems() -> None:
-    n, e, v, chunk, rank = 32, 8, 6, 8, 3
-    q, k = torch.randn(2, 1, 1, n, e)
-    values, x = torch.randn(1, 1, n, v), torch.randn(1, n, e)
-    rules: dict[str, tuple[int, int, int]] = {"delta": (2, 3, e), "sum": (1, 2, 0)}
-    decays: dict[str, dict[str, Any]] = {"none": {}, "fixed": {}, "scalar": {}, "channel": {"decay_rank": rank}}
-    for (rule, (products, states, beta)), (decay, more) in itertools.product(rules.items(), decays.items()):
-        for gate in ("none", "swish"):
-            core = GatedDelta(e, 1, rule=rule, decay=decay, chunk=chunk, value_width=v, output_gate=gate, **more)  # type: ignore[arg-type]
-            pairs = (chunk - 1) * e / 2 if decay == "channel" else chunk * e
-            maps = {"scalar": e, "channel": rank * (e + e)}.get(decay, 0) + (0 if gate == "none" else e * v)
-            want = n * (products * pairs + chunk * v + states * e * v + beta + maps)
-            assert count_flops(core, q, k, values, causal=True, x_BND=x) == 2 * want, (rule, decay, gate)
 
 
 def test_what_the_call_lacks_is_named() -> None:

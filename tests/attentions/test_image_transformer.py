@@ -8,7 +8,6 @@ import pytest
 from attentions.agreement import inputs
 from attentions.dense import Rule, assert_is_pattern
 
-from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions.image_transformer import ImageTransformerAttention
 
 LENGTHS = (1, 3, 8, 13, 24)
@@ -78,18 +77,6 @@ def test_on_the_map_it_is_the_definition(
 ) -> None:
     core = ImageTransformerAttention(block=block, memory=memory, size=size, order=order, prefix=prefix)
     assert_is_pattern(core, lambda causal: on_map(causal, size, block, memory, order, prefix), lengths)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_cost(causal: bool) -> None:
-    flat = ImageTransformerAttention(block=8, memory=12)
-    keys = 8 + 12 * (1 if causal else 2)
-    assert count_flops(flat, *inputs(96), causal=causal) == 2 * 2 * 2 * 96 * keys * 11
-    flat = ImageTransformerAttention(block=8, memory=12, prefix=3)
-    assert count_flops(flat, *inputs(99)) == 2 * 2 * 2 * (96 * (8 + 24 + 3) + 3 * 99) * 11
-    mapped = ImageTransformerAttention(block=(2, 4), memory=(2, 1), size=(10, 8))
-    keys = (2 + 2 * (1 if causal else 2)) * (4 + 2)
-    assert count_flops(mapped, *inputs(80), causal=causal) == 2 * 2 * 2 * 80 * keys * 11
 
 
 def test_a_sequence_longer_than_the_map_is_refused() -> None:

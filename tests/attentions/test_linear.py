@@ -8,10 +8,8 @@ from attentions.linearised_twins import average, compare, keys_and_mask, leaves
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions.linear import LinearAttention
 from cached_transformers.attentions.parts.linearised import elu_features
-from cached_transformers.interfaces.memory import Context
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 1e-6])
@@ -43,17 +41,3 @@ def test_keys_alike_are_averaged_and_queries_may_differ_in_number() -> None:
     k = given["k"][:, :, :1].expand(-1, -1, 8, -1)
     out = LinearAttention()(given["q"][:, :, :3], k, given["v"]).out_BHNV
     torch.testing.assert_close(out, given["v"].mean(2, keepdim=True).expand(-1, -1, 3, -1), rtol=0, atol=1e-12)
-
-
-def test_its_cost_is_the_formula() -> None:
-    n, e, v, slots, chunk = 32, 8, 6, 5, 8
-    q, k = torch.randn(2, 1, 1, n, e)
-    values = torch.randn(1, 1, n, v)
-    context = Context(
-        torch.randn(1, 1, slots, e), torch.randn(1, 1, slots, v), torch.zeros(1, slots, 1), torch.ones(1, slots).bool()
-    )
-    core = LinearAttention(chunk=chunk)
-    assert count_flops(core, q, k, values) == 2 * 2 * n * e * (v + 1)
-    assert count_flops(core, q, k, values, context=context) == 2 * (2 * n + slots) * e * (v + 1)
-    causal = n * (chunk * (e + v + 1) + 2 * e * (v + 1))
-    assert count_flops(core, q, k, values, causal=True) == 2 * causal

@@ -12,7 +12,6 @@ from attentions.agreement import agree, inputs, tail
 from attentions.dense import padding_last
 from torch import Tensor
 
-from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers import create_model
 from cached_transformers.attentions import create_attention
 from cached_transformers.attentions.linformer import LinformerAttention, share_layers
@@ -79,13 +78,6 @@ def test_new_projections_keep_squared_lengths_in_the_mean() -> None:
     assert core.projection_PGLS is not None
     lengths = torch.einsum("pgls,l->pgs", core.projection_PGLS, torch.full((256,), 1 / 16.0).double()).square().sum(-1)
     assert (lengths - 1).abs().max() < 0.6  # 4 sums of 64 squares: a standard deviation of 0.18 each
-
-
-@pytest.mark.parametrize("sharing", SHARING)
-@pytest.mark.parametrize(("queries", "keys"), [(24, 24), (5, 17)])
-def test_cost(sharing: str, queries: int, keys: int) -> None:
-    q, k, v = inputs(queries, keys)
-    assert count_flops(make(sharing=sharing), q, k, v) == 2 * 2 * 2 * 4 * (queries + keys) * (6 + 5)
 
 
 def test_layers_share_one_projection() -> None:

@@ -10,7 +10,6 @@ from attentions.agreement import agree, inputs
 from attentions.dense import Rule, assert_is_pattern, mask_of, softmax_over
 from torch import Tensor
 
-from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions.longformer import LongformerAttention
 from cached_transformers.torchvision_guard import ensure_torchvision
 
@@ -84,20 +83,6 @@ def test_dropout_drops_in_training_alone() -> None:
     assert (first != second).any()
     core.eval()
     assert torch.equal(core(*sources).out_BHNV, core(*sources).out_BHNV)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("tokens", "dilation", "places"), [(96, 1, 0), (96, 1, 3), (96, (1, 2), 0), (96, 2, 2)])
-def test_cost(causal: bool, tokens: int, dilation: Any, places: int) -> None:
-    rows, heads, e, v, w = 2, 2, 6, 5, 8
-    core = LongformerAttention(window=w, dilation=dilation, prefix=places)
-    a_head = tokens * (1.5 * w + 2 * places) * (e + v)
-    assert count_flops(core, *inputs(tokens), causal=causal) == 2 * rows * heads * a_head
-
-
-def test_a_short_sequence_costs_no_more_than_softmax_attention() -> None:
-    for tokens in (1, 5, 16, 17, 20):
-        assert count_flops(LongformerAttention(window=32), *inputs(tokens)) == 2 * 2 * 2 * tokens**2 * 11
 
 
 def test_bad_calls() -> None:

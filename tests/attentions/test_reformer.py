@@ -12,7 +12,6 @@ from attentions.cases import B, E, H, build
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions.reformer import ReformerAttention, usual_buckets
 from cached_transformers.interfaces.memory import Context
 
@@ -150,16 +149,6 @@ def test_vectors_meet_as_often_as_their_angle_says() -> None:
         placed = core._sort(q, torch.ones(1, 2, dtype=torch.bool), None)
         met = sum(int(place.bucket_BHN[0, 0, 0] == place.bucket_BHN[0, 0, 1]) for place in placed) / core.rounds
         assert abs(met - (1 - angle / math.pi)) < 4 * 0.5 / math.sqrt(core.rounds)
-
-
-@pytest.mark.parametrize("want_lse", [False, True])
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_the_cost_is_the_formula(rounds: int, want_lse: bool) -> None:
-    core = reformer(rounds=rounds, buckets=[4, 8])
-    for count, filled, keys in ((16, 16, 8), (14, 16, 8), (3, 3, 3)):
-        q, v = tokens_of(count, E + 1)
-        cost = rounds * filled * (E * (4 + 8) // 2 + keys * (E + E + 1))
-        assert count_flops(core, q, q, v, want_lse=want_lse) == 2 * B * H * cost
 
 
 def test_keys_are_not_read_and_can_be_checked() -> None:

@@ -12,9 +12,7 @@ from attentions.linearised_twins import V, compare, keys_and_mask, leaves
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions.rfa import RandomFeatureAttention
-from cached_transformers.interfaces.memory import Context
 
 
 def core_of(seed: int = 0, **options: Any) -> RandomFeatureAttention:
@@ -142,22 +140,6 @@ def test_training_takes_other_draws_of_the_pool() -> None:
     core.train()
     first, again, other = (core(q, k, v, generator=torch.Generator().manual_seed(s)).out_BHNV for s in (1, 1, 3))
     assert torch.equal(first, again) and not torch.equal(first, other) and not torch.equal(first, fixed)
-
-
-def test_its_cost_is_the_formula() -> None:
-    n, e, v, r, chunk, slots = 32, 8, 6, 12, 8, 5
-    q, k = torch.randn(2, 1, 1, n, e)
-    values = torch.randn(1, 1, n, v)
-    slot = torch.randn(1, 1, slots, e), torch.randn(1, 1, slots, v)
-    context = Context(*slot, torch.zeros(1, slots, 1), torch.ones(1, slots, dtype=torch.bool))
-    core = RandomFeatureAttention(e, 1, features=r, chunk=chunk)
-    plain = 2 * n * r * e + 2 * n * 2 * r * (v + 1)
-    assert count_flops(core, q, k, values) == 2 * plain
-    assert count_flops(core, q, k, values, context=context) == 2 * (plain + slots * (r * e + 2 * r * (v + 1)))
-    gated = RandomFeatureAttention(e, 1, features=r, chunk=chunk, gate=True)
-    causal = 2 * n * r * e + n * (chunk * (2 * r + v + 1) + 2 * 2 * r * (v + 1))
-    assert count_flops(core, q, k, values, causal=True) == 2 * causal
-    assert count_flops(gated, q, k, values, causal=True, x_BND=torch.randn(1, n, e)) == 2 * (causal + n * e)
 
 
 def test_calls_that_it_cannot_serve_are_refused() -> None:

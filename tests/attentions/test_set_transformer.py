@@ -124,13 +124,6 @@ def test_a_row_of_nothing_is_finite_in_the_blocks() -> None:
         assert out.isfinite().all() and all(p.grad is None or p.grad.isfinite().all() for p in block.parameters())
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(9, 9), (4, 7)])
-def test_cost_of_the_core(queries: int, keys: int) -> None:
-    q, k, v = inputs(queries, keys)
-    assert count_flops(make(), q, k, v) == 2 * 2 * 2 * 3 * (queries + keys) * (6 + 5)
-    assert count_flops(make(induced_keys=True), q, k, v) == 2 * 2 * 2 * 3 * ((queries + keys) * (6 + 5) + keys * 6)
-
-
 def test_cost_of_the_blocks() -> None:
     def block_cost(n: int, m: int, a: int, c: int, rows_of_x: int = 2) -> int:
         return 2 * (6 * rows_of_x * n * a + 2 * 6 * (2 * m * c + n * 6 + 2 * n * m))

@@ -12,7 +12,6 @@ from attentions.agreement import agree_by_definition
 from attentions.cases import B, E, H
 from torch import Tensor
 
-from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions.sinkhorn import SinkhornAttention, balance
 
 WIDTH = H * E
@@ -185,32 +184,6 @@ def test_noise_is_of_training_alone_and_chooses_evenly_among_equal_blocks() -> N
     assert (shares - want).abs().max() < 5 * math.sqrt(0.2 * 0.8 / (rows * H))
     core.noise = False
     torch.testing.assert_close(run(core, given).out_BHNV, run(core.eval(), given).out_BHNV, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("options", "cost"),
-    [
-        ({}, 2 * 16 * 4 * (2 * E + 1) + 4 * 4 * 4 * (2 * E + 1) + 4 * 4 * E),
-        ({"hard": True}, 2 * 16 * 4 * (2 * E + 1) + 4 * 4 * E),
-        ({"sortcut": 2}, 2 * 4 * (16 + 4) * (2 * E + 1) + 4 * 4 * E),
-        ({"sort_net": "mlp", "hidden": 5}, 2 * 16 * 4 * (2 * E + 1) + 4 * 4 * 4 * (2 * E + 1) + 4 * 5 * (WIDTH + 4)),
-    ],
-    ids=str,
-)
-def test_the_cost_is_the_formula(options: dict[str, Any], cost: int) -> None:
-    core, given = sinkhorn(**options), tokens_of(16, E + 1)
-    padding = torch.zeros(B, 16, dtype=torch.bool)
-
-    def counted(**call: Any) -> int:
-        return count_flops(core, given["q"], given["k"], given["v"], x_BND=given["x"], **call)
-
-    assert counted() == 2 * B * H * cost
-    keys = core.sortcut or 2
-    more = keys * 16 * 4 + (core.sortcut or 4) * 4 * 4
-    assert counted(key_padding_mask=padding) == 2 * B * H * (cost + more)
-    if core.sortcut is None:
-        short = tokens_of(3, E + 1)
-        assert count_flops(core, short["q"], short["k"], short["v"], x_BND=short["x"]) == 2 * B * H * 9 * (2 * E + 1)
 
 
 def test_calls_that_an_option_cannot_serve_are_told() -> None:

@@ -7,7 +7,6 @@ import torch
 from attentions.agreement import inputs
 from attentions.dense import Rule, assert_is_pattern
 
-from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions.sparse_transformer import SparseTransformerAttention
 
 LENGTHS = (1, 3, 4, 8, 13, 24)
@@ -93,23 +92,3 @@ def test_everything_is_reached_in_two_steps(kind: str, causal: bool) -> None:
     all_pairs = torch.ones(25, 25, dtype=torch.bool)
     assert torch.equal(second[0, 0] > 0, all_pairs.tril() if causal else all_pairs)
     assert ((first[0, 0] > 0).sum(-1) <= 9 + 5).all()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_cost(causal: bool) -> None:
-    tokens, stride, summary = 96, 8, 2
-    ends = 1 if causal else 2
-    strided = {"stride": stride, "pattern": "strided"}
-    fixed = {"stride": stride, "pattern": "fixed", "summary": summary}
-    near_keys, far_keys = stride // 2 + ends * (stride - 1), tokens // stride
-    keys = [
-        (strided, near_keys + far_keys),
-        ({**strided, "combine": "layers"}, near_keys),
-        ({**strided, "combine": "layers", "index": 1}, far_keys),
-        ({**strided, "combine": "heads"}, (near_keys + far_keys) / 2),
-        (fixed, stride + far_keys * summary),
-        ({**fixed, "slices": 4}, stride + far_keys * summary),
-    ]
-    for options, count in keys:
-        core = SparseTransformerAttention(**options)  # type: ignore[arg-type]
-        assert count_flops(core, *inputs(tokens), causal=causal) == 2 * 2 * 2 * tokens * count * 11

@@ -10,7 +10,6 @@ import torch
 from attentions.agreement import agree, inputs, paddings, softmax_of
 from torch import Tensor
 
-from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions.star import StarAttention, StarLayer, prefix_attend
 
 B, H, E, V = 2, 2, 5, 3
@@ -88,20 +87,6 @@ def test_the_prefix_of_many_chunks_is_a_softmax() -> None:
     seen = torch.ones(150, 150, dtype=torch.bool).tril() & ~padding[:, None, None]
     want = torch.where(seen, logits, -torch.inf).softmax(-1).nan_to_num() @ v
     torch.testing.assert_close(out, want, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("options", [{}, {"radius": 4}, {"relay": False}])
-def test_cost(options: dict[str, Any]) -> None:
-    n, core = 192, StarAttention(D, H, **options)
-    q, k, v = torch.randn(B, H, n, E), torch.randn(B, H, n, E), torch.randn(B, H, n, V)
-    relay = core.relay_HE is not None
-    keys = 2 * core.radius + 2 + relay
-    want = n * (keys * (E + V) + relay * (2 * E + V))
-    assert count_flops(core, q, k, v) == 2 * B * H * want
-    chunk = 64
-    scan = E + chunk + (chunk + 2) * (E + V)
-    want = n * ((core.radius + 2 + relay) * (E + V) + relay * scan)
-    assert count_flops(core, q, k, v, causal=True) == 2 * B * H * want
 
 
 def layer_twin(layer: StarLayer, x: Tensor, embedded: Tensor, relay: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,10 +27,6 @@ def tokens(count: int) -> tuple[Tensor, ...]:
     return ids.unbind(0)
 
 
-def memory_of(model: Any) -> CRTN:
-    return model.stack.model_memory
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {"rescale": True, "temperature": 0.5},
     "second softmax": {"renormalise": "softmax", "scale": True, "summary": "mlp"},
