@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refuses
 
 from cached_transformers import SegmentLoop, add_memory, create_model, generate, read_stream, resize_caches
 from cached_transformers.checks import at_least_one
@@ -40,16 +41,13 @@ DOORS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("value", [2.5, math.nan, math.inf, True, "3"])
 @pytest.mark.parametrize("option", DOORS)
 def test_a_size_that_is_no_whole_number_is_refused_by_name(option: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"{option.split()[0]}={value!r} must be a whole number"):
-        DOORS[option](value)
+    refuses(rf"{option.split()[0]}={value!r} must be a whole number", DOORS[option], value)
 
 
 def test_whole_numbers_of_other_types_are_taken() -> None:
     at_least_one(size=torch.tensor(3).numpy()[()], other=torch.tensor(2), missing=None)  # numpy.int64
-    with pytest.raises(ValueError, match="size=0 must be at least 1 token"):
-        at_least_one(" token", size=0)
-    with pytest.raises(ValueError, match="size=1 must be at least 2"):
-        at_least_one(least=2, size=1)
+    refuses("size=0 must be at least 1 token", at_least_one, " token", size=0)
+    refuses("size=1 must be at least 2", at_least_one, least=2, size=1)
 
 
 INPUTS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
@@ -66,8 +64,7 @@ INPUTS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
 
 @pytest.mark.parametrize(("door", "value"), [(door, value) for door, (_, odd) in INPUTS.items() for value in odd])
 def test_odd_and_empty_inputs_are_refused_by_name(door: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=door.split()[0]):
-        INPUTS[door][0](value)
+    refuses(door.split()[0], INPUTS[door][0], value)
 
 
 def test_caches_have_at_least_one_slot() -> None:
@@ -75,5 +72,4 @@ def test_caches_have_at_least_one_slot() -> None:
     for length in (0, -1, 2.5):
         with pytest.raises(ValueError, match=f"length={length}"):
             resize_caches(host, length)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no shared cache"):
-        resize_caches(model(), 4)
+    refuses("no shared cache", resize_caches, model(), 4)

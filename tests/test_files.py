@@ -7,6 +7,7 @@ import platform
 from pathlib import Path
 
 import pytest
+from refusals import refuses
 
 from cached_lab.training.metrics import MetricsFile
 from cached_transformers.files import NotWritten, write_whole
@@ -38,8 +39,7 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) 
 
 
 def test_a_vanished_folder_is_named_and_is_no_missing_input(tmp_path: Path) -> None:
-    with pytest.raises(NotWritten, match=r"gone/report\.html"):
-        write_whole(tmp_path / "gone" / "report.html", b"page")
+    refuses(r"gone/report\.html", write_whole, tmp_path / "gone" / "report.html", b"page", error=NotWritten)
     assert not issubclass(NotWritten, FileNotFoundError)
 
 
@@ -52,5 +52,4 @@ def test_a_full_disk_names_the_metrics_and_says_what_is_safe(tmp_path: Path) -> 
     with pytest.raises(NotWritten, match=r"metrics\.jsonl") as error:
         metrics.write({"step": 1})
     assert "checkpoints are untouched, and the same command goes on" in str(error.value)
-    with pytest.raises(NotWritten, match=r"metrics\.jsonl"):
-        metrics.close()
+    refuses(r"metrics\.jsonl", metrics.close, error=NotWritten)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attentions.cases import CASES
+from refusals import refuses
 from torch import Tensor
 
 from cached_lab.cli.main import main
@@ -96,14 +97,10 @@ def test_where_channels_mix_the_size_of_a_weight_is_measured() -> None:
 
 
 def test_wrong_sizes_and_forms_are_refused(signed: str) -> None:
-    with pytest.raises(ValueError, match="tokens=0"):
-        attention_weights("softmax", 0)
-    with pytest.raises(ValueError, match="draws=0"):
-        attention_weights("softmax", 4, draws=0)
-    with pytest.raises(ValueError, match=r"needs causal \(.*\), which attention \w+ does not give"):
-        attention_weights(signed, 4, causal=True)
-    with pytest.raises(ValueError, match=r"'star'.*'radios'"):
-        attention_weights({"name": "star", "radios": 2}, 4)
+    refuses("tokens=0", attention_weights, "softmax", 0)
+    refuses("draws=0", attention_weights, "softmax", 4, draws=0)
+    refuses(r"needs causal \(.*\), which attention \w+ does not give", attention_weights, signed, 4, causal=True)
+    refuses(r"'star'.*'radios'", attention_weights, {"name": "star", "radios": 2}, 4)
 
 
 def test_the_figure_holds_the_weights_side_by_side(signed: str) -> None:

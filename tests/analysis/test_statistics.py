@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import scipy.stats
+from refusals import refuses
 
 from cached_lab.experiments.statistics import (
     holm,
@@ -116,8 +117,7 @@ def test_pairs_are_compared_each_with_its_own() -> None:
     ],
 )
 def test_bad_input(call, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
+    refuses(message, call)
 
 
 def test_a_ratio_of_equal_units_is_a_mean():
@@ -140,5 +140,4 @@ def test_a_ratio_weighs_units_by_their_size():
 
 @pytest.mark.parametrize(("sums", "counts"), [([1.0, 2.0], [1]), ([1.0, 2.0], [1, 0])])
 def test_a_unit_without_values_is_refused(sums, counts):
-    with pytest.raises(ValueError, match="each of 2 sums needs a count above 0"):
-        ratio_interval(sums, counts)
+    refuses("each of 2 sums needs a count above 0", ratio_interval, sums, counts)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from attentions.agreement import agree, inputs
 from attentions.dense import Rule, assert_is_pattern, mask_of, padding_last, paddings, softmax_over, without_padding
+from refusals import refuses
 from torch import Tensor
 
 from cached_transformers.attentions import create_attention
@@ -119,8 +120,7 @@ def test_two_softmaxes_are_finite_in_half_precision(mode: str, causal: bool) -> 
 @pytest.mark.parametrize("mode", ["sum", "sequential"])
 def test_two_softmaxes_take_no_context_and_have_no_log_sum_exp(mode: str) -> None:
     core, (q, k, v) = AxialAttention(mode=mode, columns=4), inputs(8, values=6)
-    with pytest.raises(ValueError, match="needs lse"):
-        core(q, k, v, want_lse=True)
+    refuses("needs lse", core, q, k, v, want_lse=True)
     with pytest.raises(ValueError, match="needs context"):
         core(q, k, v, context=Context(k, v, torch.zeros(2, 8, 1), torch.ones(2, 8, dtype=torch.bool)))
 
@@ -139,5 +139,4 @@ def test_the_map_is_found_from_what_the_model_knows() -> None:
 
 
 def test_a_sequence_longer_than_the_map_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"13.*12"):
-        AxialAttention(size=(3, 4), prefix=1)(*inputs(14))
+    refuses(r"13.*12", AxialAttention(size=(3, 4), prefix=1), *inputs(14))

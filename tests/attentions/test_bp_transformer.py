@@ -72,7 +72,6 @@ def twin(core: BPAttention, q: Tensor, k: Tensor, v: Tensor, padding: Tensor, *,
 @pytest.mark.parametrize(("k", "clip", "types"), [(1, 5, True), (2, 1, True), (3, 0, False)])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 8, 13])
 def test_the_core_is_its_loop_over_tokens(tokens: int, k: int, clip: int, types: bool, causal: bool) -> None:
-    torch.manual_seed(0)
     core = BPAttention(D, H, k=k, clip=clip, types=types).double()
     for padding in paddings(tokens):
         sources = inputs(tokens, width=E, values=V)
@@ -152,7 +151,6 @@ def test_cost(n: int, k: int, causal: bool) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_blocks_and_their_neighbours_hold_all_that_is_seen(causal: bool) -> None:
     """At lengths whose levels are cut into blocks: the same as a dense mask over the means of all spans."""
-    torch.manual_seed(0)
     for tokens, k in [(40, 1), (77, 2), (131, 3)]:
         core = BPAttention(D, H, k=k).double()
         q, keys = torch.randn(2, B, H, tokens, E, dtype=torch.double)
@@ -215,7 +213,6 @@ def layer_twin(layer: BPLayer, nodes: Tensor, tokens: int, padding: Tensor, *, c
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("tokens", "k"), [(1, 1), (2, 1), (6, 1), (8, 2), (13, 2)])
 def test_the_layer_is_attention_over_its_graph(tokens: int, k: int, causal: bool) -> None:
-    torch.manual_seed(0)
     layer = BPLayer(D, H, 7, k=k, clip=9).double()
     for padding in paddings(tokens):
         nodes = torch.randn_like(BPLayer.first_nodes(torch.zeros(B, tokens, D).double())).requires_grad_()
@@ -229,7 +226,6 @@ def test_the_layer_is_attention_over_its_graph(tokens: int, k: int, causal: bool
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_layers_carry_the_spans_and_ignore_padding(causal: bool) -> None:
-    torch.manual_seed(0)
     layers = [BPLayer(D, H, 7, k=1).double() for _ in range(3)]
 
     def run(x: Tensor, padding: Tensor | None = None) -> Tensor:

@@ -9,7 +9,6 @@ from cached_transformers.attentions.parts import building_blocks as blocks
 
 
 def test_two_parts_of_the_keys_make_one_softmax() -> None:
-    torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 2, 7, 6, dtype=torch.double)
     mask = torch.rand(7, 7) < 0.4
     mask[2] = False

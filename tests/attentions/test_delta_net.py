@@ -8,6 +8,7 @@ import pytest
 import torch
 from attentions.cases import B, E, H
 from attentions.linearised_twins import V, compare, leaves
+from refusals import refuses
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -103,9 +104,7 @@ def test_it_is_the_delta_rule_of_transformers(chunked: bool) -> None:
 def test_it_is_causal_alone_and_needs_the_input() -> None:
     core, given = core_of(), leaves(3)
     q, k, v = (given[name] for name in "qkv")
-    with pytest.raises(ValueError, match=r"delta_net.*x_BND"):
-        core(q, k, v, causal=True)
-    with pytest.raises(ValueError, match="causal=False"):
-        SelfAttention(H * E, H, core=core)
+    refuses(r"delta_net.*x_BND", core, q, k, v, causal=True)
+    refuses("causal=False", SelfAttention, H * E, H, core=core)
     layer = SelfAttention(H * E, H, core=core, causal=True).double()
     assert layer(given["x"]).y_BND.isfinite().all() and "only causal" in in_words(DeltaNet.can)

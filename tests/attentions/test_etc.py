@@ -124,7 +124,6 @@ def test_the_layer_is_one_dense_attention(tokens: int, count: int, radius: int, 
 
 
 def test_labels_start_at_the_scale_of_keys() -> None:
-    torch.manual_seed(0)
     labels = Labels(8, 64, 12, between=True)
     values = torch.cat([p.flatten() for p in labels.parameters()])
     assert abs(values).max() <= 1 and 0.42 < values.std() < 0.46 and abs(values.mean()) < 0.02

@@ -9,6 +9,7 @@ import torch
 from attentions.agreement import agree
 from attentions.cases import B, E, H, build
 from attentions.linearised_twins import V, leaves
+from refusals import refuses
 
 from cached_transformers.attentions.gated_delta import PUBLISHED
 from cached_transformers.attentions.parts.linearised import LinearisedAttention
@@ -147,16 +148,12 @@ def test_what_a_carried_state_excludes_is_refused(name: str) -> None:
     core, given = build(name, carry=True), leaves(4)
     q, k, v, x = (given[key] for key in ("q", "k", "v", "x"))
     assert core.can == {"causal", "exact_padding"}
-    with pytest.raises(ValueError, match=r"this call needs bidirectional .* \(its options take away"):
-        core(q, k, v, x_BND=x)
-    with pytest.raises(ValueError, match="this call needs context"):
-        core(q, k, v, x_BND=x, causal=True, context=some_context())
+    refuses(r"this call needs bidirectional .* \(its options take away", core, q, k, v, x_BND=x)
+    refuses("this call needs context", core, q, k, v, x_BND=x, causal=True, context=some_context())
     state = core.init_state(B, H, E, V, like=q)
     for other in (build(name), build("softmax")):
         assert other.init_state(B, H, E, V, like=q) == ()
-        with pytest.raises(ValueError, match="carries no state from segment to segment"):
-            other(q, k, v, x_BND=x, causal=True, state=state)
+        refuses("carries no state from segment to segment", other, q, k, v, x_BND=x, causal=True, state=state)
     changing: dict[str, dict[str, Any]] = {"performer": {"redraw": True}, "rfa": {"pool": 3}}
     if name in changing:
-        with pytest.raises(ValueError, match="carry=True"):
-            build(name, carry=True, **changing[name])
+        refuses("carry=True", build, name, carry=True, **changing[name])

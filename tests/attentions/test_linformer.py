@@ -10,6 +10,7 @@ import pytest
 import torch
 from attentions.agreement import agree, inputs, tail
 from attentions.dense import padding_last
+from refusals import refuses
 from torch import Tensor
 
 from cached_transformers import create_model
@@ -105,10 +106,8 @@ def test_layers_share_one_projection() -> None:
     torch.testing.assert_close(twin(tokens), shared(tokens))
     torch.testing.assert_close(alike(tokens), shared(tokens))
     twin.load_state_dict(shared.state_dict())
-    with pytest.raises(ValueError, match="'keys_values'"):
-        share_layers(model("heads"))
-    with pytest.raises(ValueError, match="no linformer layer"):
-        share_layers(torch.nn.Linear(2, 2))
+    refuses("'keys_values'", share_layers, model("heads"))
+    refuses("no linformer layer", share_layers, torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"24,.*24,"):
         options = {"sharing": "keys_values"}
         share_layers(torch.nn.ModuleList([make(**options), make(slots=5, **options)]))
@@ -125,7 +124,5 @@ def test_tokens_of_a_memory_have_places_too(memory: str, more: int) -> None:
 
 
 def test_inputs_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"25.*length=24"):
-        make()(*inputs(25))
-    with pytest.raises(ValueError, match=r"3.*heads=2"):
-        make(sharing="none")(*inputs(4, heads=3))
+    refuses(r"25.*length=24", make(), *inputs(25))
+    refuses(r"3.*heads=2", make(sharing="none"), *inputs(4, heads=3))

@@ -78,7 +78,6 @@ def test_a_key_that_is_far_larger_does_not_wipe_out_those_before() -> None:
 
 
 def test_directions_are_uniform_orthogonal_and_as_long_as_gaussian_ones() -> None:
-    torch.manual_seed(0)
     count, width = 4000, 8
     w = random_directions(count * width - 3, width, True, None, None)
     assert w.shape == (count * width - 3, width)
@@ -102,7 +101,6 @@ def estimates(q: Tensor, k: Tensor, draws: int, *, orthogonal: bool = True, pair
 
 
 def test_the_estimate_of_the_kernel_is_unbiased_and_orthogonality_helps() -> None:
-    torch.manual_seed(0)
     q, k = torch.randn(2, 8, dtype=torch.double) * 0.3
     want = float((q @ k / math.sqrt(8)).exp())
     spread = {}
@@ -120,7 +118,6 @@ def test_the_estimate_of_the_kernel_is_unbiased_and_orthogonality_helps() -> Non
 
 
 def test_without_the_signs_the_estimate_would_be_biased() -> None:
-    torch.manual_seed(0)
     width, draws = 8, 20_000
     q, k = (
         torch.tensor([-0.8, 0.2, -0.1, 0.3, 0.1, 0, 0, 0]).double(),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from attentions.agreement import agree_by_definition
 from attentions.cases import B, E, H
+from refusals import refuses
 from torch import Tensor
 
 from cached_transformers.attentions.sinkhorn import SinkhornAttention, balance
@@ -169,7 +170,6 @@ def test_hard_has_the_gradient_of_the_soft_matrix_in_training() -> None:
 
 def test_noise_is_of_training_alone_and_chooses_evenly_among_equal_blocks() -> None:
     """Queries of 0 score all blocks alike: each of the 5 others comes to stand beside a block as often."""
-    torch.manual_seed(0)
     core = sinkhorn(block=1, hard=True, iterations=1).train()
     rows, blocks = 2000, 6
     q = torch.zeros(rows, H, blocks, E, dtype=torch.double)
@@ -188,11 +188,7 @@ def test_noise_is_of_training_alone_and_chooses_evenly_among_equal_blocks() -> N
 
 def test_calls_that_an_option_cannot_serve_are_told() -> None:
     given = tokens_of(14)
-    with pytest.raises(ValueError, match="SinkhornAttention"):
-        run(sinkhorn(sortcut=1), given, causal=True)
-    with pytest.raises(ValueError, match="SinkhornAttention"):
-        run(sinkhorn(combine="outputs"), given, want_lse=True)
-    with pytest.raises(ValueError, match="4 blocks of 4 tokens are more than the 2"):
-        run(sinkhorn(sort_net="mlp", length=8), given)
-    with pytest.raises(ValueError, match=r"x_BND.*sort_net='scores'"):
-        sinkhorn(sort_net="mlp")(given["q"], given["k"], given["v"])
+    refuses("SinkhornAttention", run, sinkhorn(sortcut=1), given, causal=True)
+    refuses("SinkhornAttention", run, sinkhorn(combine="outputs"), given, want_lse=True)
+    refuses("4 blocks of 4 tokens are more than the 2", run, sinkhorn(sort_net="mlp", length=8), given)
+    refuses(r"x_BND.*sort_net='scores'", sinkhorn(sort_net="mlp"), given["q"], given["k"], given["v"])

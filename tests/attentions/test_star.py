@@ -65,7 +65,6 @@ def test_the_core_is_its_loop_over_tokens(tokens: int, options: dict[str, Any], 
 
 
 def test_a_prefix_survives_logits_that_differ_by_hundreds() -> None:
-    torch.manual_seed(0)
     k = torch.randn(1, 1, 200, 4)
     k[..., 0] = torch.linspace(-400, 400, 200).roll(60)
     query, values = torch.tensor([2.0, 0.5, 0.5, 0.5])[None, None, None], torch.randn(1, 1, 200, 3)
@@ -78,7 +77,6 @@ def test_a_prefix_survives_logits_that_differ_by_hundreds() -> None:
 
 
 def test_the_prefix_of_many_chunks_is_a_softmax() -> None:
-    torch.manual_seed(0)
     query, k, v = (torch.randn(B, H, n, E, dtype=torch.double) for n in (1, 150, 150))
     padding = torch.rand(B, 150) < 0.3
     padding[0, :70] = True
@@ -123,7 +121,6 @@ def layer_twin(layer: StarLayer, x: Tensor, embedded: Tensor, relay: Tensor, pad
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 7])
 def test_the_layer_is_its_loop_over_tokens(tokens: int, causal: bool) -> None:
-    torch.manual_seed(0)
     layer = StarLayer(D, H, causal=causal).double()
     if layer.query_HE is not None:
         torch.nn.init.normal_(layer.query_HE)

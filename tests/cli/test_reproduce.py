@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refuses
 
 from cached_lab.cli.main import main
 from cached_lab.experiments.build import build_model, with_memory
@@ -110,8 +111,7 @@ def test_rows_are_set_as_the_table_says() -> None:
     assert rows["grc_stream"].config.model["positions"] == "relative"
     assert "positions" not in rows["segatron"].config.model
     recipe = load_config("table5_small")
-    with pytest.raises(ValueError, match=r"model\.memory=None"):
-        TABLE5.rows("small", "rmt")[0].config(with_memory(recipe, None))
+    refuses(r"model\.memory=None", TABLE5.rows("small", "rmt")[0].config, with_memory(recipe, None))
 
 
 def test_a_row_that_cannot_have_the_size_of_the_others_is_refused() -> None:
@@ -119,8 +119,7 @@ def test_a_row_that_cannot_have_the_size_of_the_others_is_refused() -> None:
     recipe = dataclasses.replace(recipe, model={**recipe.model, "vocabulary": 100})
     big = {"name": "crtn", "segment": 64, "regions": 1, "topk": 1}
     variants = [Variant(name, with_memory(recipe, memory)) for name, memory in (("plain", None), ("big", big))]
-    with pytest.raises(ValueError, match=r"big has \d+ parameters with feed_forward=1, not \d+"):
-        equal_parameters(variants, deciding=1)
+    refuses(r"big has \d+ parameters with feed_forward=1, not \d+", equal_parameters, variants, deciding=1)
 
 
 def test_a_table_from_text_to_report(wikitext: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

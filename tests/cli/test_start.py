@@ -8,6 +8,7 @@ import sys
 from typing import Literal
 
 import pytest
+from refusals import refuses
 
 from cached_lab import resources
 from cached_lab.cli.main import EXAMPLES, main
@@ -59,8 +60,7 @@ def test_the_file_of_facts_is_current() -> None:
 
 def test_without_the_file_the_message_says_what_to_do(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(resources, "_PACKAGE", tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"facts\.json"):
-        resources.read_facts()
+    refuses(r"facts\.json", resources.read_facts, error=FileNotFoundError)
 
 
 @pytest.fixture
@@ -155,6 +155,5 @@ def test_every_option_of_every_part_has_a_meaning(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(("name", "meant"), [("trian", "train"), ("explian", "explain")])
 def test_a_command_with_a_slip_is_understood(name: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([name])
+    refuses("2", main, [name], error=SystemExit)
     assert f"did you mean {meant!r}?" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from refusals import refuses
 from torch import nn
 
 from cached_lab.data.dataset import LabelledDataset
@@ -50,8 +51,7 @@ def test_a_label_that_is_none_is_named(tmp_path, label, why):
             info = tarfile.TarInfo(name)
             info.size = len(content)
             made.addfile(info, io.BytesIO(content))
-    with pytest.raises(ValueError, match=rf"train.tar:0\.(cls|png).*{why}"):
-        create_dataset("image_shards", "train", path=tmp_path, image_size=8)
+    refuses(rf"train.tar:0\.(cls|png).*{why}", create_dataset, "image_shards", "train", path=tmp_path, image_size=8)
 
 
 def test_labels_beyond_the_classes_are_refused():
@@ -75,34 +75,27 @@ FOREIGN = {
 
 @pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
 def test_a_foreign_tokenizer_is_named(tmp_path, content):
-    with pytest.raises(ValueError, match=r"tokenizer.json"):
-        load_tokenizer(content, "RUN/tokenizer.json")
+    refuses(r"tokenizer.json", load_tokenizer, content, "RUN/tokenizer.json")
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"tokenizer.json"):
-        read_pair_file(path)
+    refuses(r"tokenizer.json", read_pair_file, path)
 
 
 def test_a_stream_is_of_a_language_model_and_its_own_tokenizer(tmp_path):
     path, model = tmp_path / "tokenizer.json", nn.Linear(1, 1)
     path.write_bytes(PairTokenizer.train(["a b"], 261, "raw").dump())
-    with pytest.raises(ValueError, match=r"is a run on pairs of texts.*cached translate"):
-        read_tokenizer(path, model)
+    refuses(r"is a run on pairs of texts.*cached translate", read_tokenizer, path, model)
     path.write_bytes(SpecialTokens(ByteTokenizer()).dump())
-    with pytest.raises(ValueError, match="is a run on pairs of texts"):
-        read_tokenizer(path, model)
+    refuses("is a run on pairs of texts", read_tokenizer, path, model)
     model.init_state, model.vocabulary = lambda rows: torch.zeros(rows), 3
     path.write_bytes(WordTokenizer(["<unk>", "<eos>", "a", "b"], False).dump())
-    with pytest.raises(ValueError, match="has 4 ids, the model 3: it is of another run"):
-        read_tokenizer(path, model)
+    refuses("has 4 ids, the model 3: it is of another run", read_tokenizer, path, model)
     path.unlink()
-    with pytest.raises(ValueError, match="is not a run of a language model on text"):
-        read_tokenizer(path, model)
+    refuses("is not a run of a language model on text", read_tokenizer, path, model)
 
 
 @pytest.mark.parametrize("line", ["[1]", '{"loss": 1}', '{"step": "x", "split": "train"}', "\udcff", "[" * 9000])
 def test_a_foreign_line_of_the_metrics_is_named(tmp_path: Path, line: str):
     path, good = tmp_path / "metrics.jsonl", json.dumps({"step": 1, "split": "train"})
     path.write_text(f"{good}\n{line}\n{good}\n", encoding="utf-8", errors="surrogateescape")
-    with pytest.raises(ValueError, match=r"metrics.jsonl"):
-        read_metrics(path)
+    refuses(r"metrics.jsonl", read_metrics, path)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from data.pictures import class_folders, encoded, write_files, write_tar, write_zip
+from refusals import refuses
 
 from cached_lab.data import SPLITS
 from cached_lab.tasks.classification.images.class_folders import ImageNet, TinyImageNet, read_labels
@@ -45,15 +46,12 @@ class TestTinyImageNet:
     def test_annotations_and_files_must_agree(self, tmp_path):
         files = tiny()
         write_files(tmp_path, {**files, "val/images/val_6.JPEG": encoded(1)})
-        with pytest.raises(ValueError, match=r"1.*val_6"):
-            TinyImageNet("test", path=tmp_path)
+        refuses(r"1.*val_6", TinyImageNet, "test", path=tmp_path)
         (tmp_path / "val/images/val_6.JPEG").unlink()
         (tmp_path / "val/images/val_0.JPEG").unlink()
-        with pytest.raises(ValueError, match=r"1.*val_0"):
-            TinyImageNet("test", path=tmp_path)
+        refuses(r"1.*val_0", TinyImageNet, "test", path=tmp_path)
         write_files(tmp_path, {"val/val_annotations.txt": b"val_1.JPEG\tn77"})
-        with pytest.raises(ValueError, match="line 1: 'n77'"):
-            TinyImageNet("test", path=tmp_path)
+        refuses("line 1: 'n77'", TinyImageNet, "test", path=tmp_path)
 
     def test_the_shared_pack(self, shared):
         path = shared / "data" / "tiny-imagenet-32"
@@ -95,18 +93,15 @@ class TestImageNet:
         for file in (root / "val").iterdir():
             file.rename(root / file.name)
         write_files(root / "val", class_folders(3, 2))
-        with pytest.raises(ValueError, match=r"val has classes that .*train has not: class0"):
-            ImageNet("test", path=root)
+        refuses(r"val has classes that .*train has not: class0", ImageNet, "test", path=root)
         for c in range(3):
             (root / "val" / f"class{c}").rename(root / "val" / f"n0{c + 1}")
         assert ImageNet("test", path=root, image_size=8).labels.tolist() == [0, 0, 1, 1, 2, 2]
 
     def test_what_is_missing_is_named(self, root, tmp_path_factory):
-        with pytest.raises(FileNotFoundError, match=r"val has no class folders; .*val.txt"):
-            ImageNet("test", path=root)
+        refuses(r"val has no class folders; .*val.txt", ImageNet, "test", path=root, error=FileNotFoundError)
         empty = tmp_path_factory.mktemp("empty")
-        with pytest.raises(FileNotFoundError, match=r"folders train/ \(of <wnid>/ or <wnid>.tar\)"):
-            ImageNet("train", path=empty)
+        refuses(r"folders train/ \(of <wnid>/ or <wnid>.tar\)", ImageNet, "train", path=empty, error=FileNotFoundError)
 
     @pytest.mark.parametrize(
         ("text", "message"),
@@ -118,8 +113,7 @@ class TestImageNet:
         ],
     )
     def test_lists_that_do_not_fit(self, tmp_path, text, message):
-        with pytest.raises(ValueError, match=message):
-            read_labels(text.encode(), tmp_path / "list.txt", ["a.JPEG", "b.JPEG"], ["n01", "n02"])
+        refuses(message, read_labels, text.encode(), tmp_path / "list.txt", ["a.JPEG", "b.JPEG"], ["n01", "n02"])
 
 
 def test_a_tar_of_the_validation_images(tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from data.pictures import encoded, write_tar
+from refusals import refuses
 
 from cached_lab.data import BadFile
 from cached_lab.data.image_files import open_picture
@@ -61,21 +62,17 @@ class TestBadShards:
         files = examples()
         del files["000001.cls"], files["000004.jpg"]
         write_tar(tmp_path / "train-0.tar", files)
-        with pytest.raises(ValueError, match=r"2.*000001.*000004"):
-            ImageShards("train", path=tmp_path)
+        refuses(r"2.*000001.*000004", ImageShards, "train", path=tmp_path)
 
     def test_labels_that_are_none(self, tmp_path):
         write_tar(tmp_path / "train-0.tar", {**examples(), "000003.cls": b"cat"})
-        with pytest.raises(ValueError, match=r"0.*000003.*'cat'"):
-            ImageShards("train", path=tmp_path)
+        refuses(r"0.*000003.*'cat'", ImageShards, "train", path=tmp_path)
 
     def test_labels_out_of_range(self, folder):
-        with pytest.raises(ValueError, match=r"000000.*data.classes"):
-            ImageShards("train", path=folder, classes=2)
+        refuses(r"000000.*data.classes", ImageShards, "train", path=folder, classes=2)
 
     def test_classes_without_an_image(self, folder):
-        with pytest.raises(ValueError, match="1 of its classes have no image: class 3"):
-            ImageShards("train", path=folder, classes=4)
+        refuses("1 of its classes have no image: class 3", ImageShards, "train", path=folder, classes=4)
         with pytest.warns(RuntimeWarning, match="1 of its classes have no image: class 3"):
             assert ImageShards("train", path=folder, classes=4, bad_files="skip").classes == 4
 
@@ -86,18 +83,15 @@ class TestBadShards:
             data[2]
 
     def test_no_shards(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match=r"no \.tar for training"):
-            ImageShards("train", path=tmp_path)
+        refuses(r"no \.tar for training", ImageShards, "train", path=tmp_path, error=FileNotFoundError)
         write_tar(tmp_path / "val-0.tar", examples())
-        with pytest.raises(FileNotFoundError, match=r"no \.tar for training"):
-            ImageShards("test", path=tmp_path)
+        refuses(r"no \.tar for training", ImageShards, "test", path=tmp_path, error=FileNotFoundError)
 
     def test_a_split_without_shards_is_dealt_by_its_share(self, tmp_path):
         write_tar(tmp_path / "train-0.tar", examples())
         options = {"path": tmp_path, "validation_fraction": 0.5, "test_fraction": 0.0}
         assert [len(ImageShards(split, **options)) for split in ("train", "validation")] == [3, 3]
-        with pytest.raises(ValueError, match=r"data.test_fraction=0.1"):
-            ImageShards("test", **options)
+        refuses(r"data.test_fraction=0.1", ImageShards, "test", **options)
         write_tar(tmp_path / "test-0.tar", examples(50))
         assert [len(ImageShards(split, **options)) for split in ("train", "validation", "test")] == [3, 3, 6]
         assert len(ImageShards("validation", path=tmp_path)) == 6

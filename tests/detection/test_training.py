@@ -12,6 +12,7 @@ import yaml
 from made import folder
 from PIL import Image
 from pycocotools import mask as codes
+from refusals import refuses
 
 from cached_lab.cli.main import main
 from cached_lab.experiments.load import load_run
@@ -152,22 +153,19 @@ def test_two_processes_follow_the_curve_of_one(data, tmp_path):
 def test_settings_that_do_not_suit(data, tmp_path, name, training, change, message):
     tree = recipe(data, name, **training)
     tree["data"] |= change
-    with pytest.raises(ValueError, match=message):
-        run_training(config_from_dict(tree), tmp_path / "run")
+    refuses(message, run_training, config_from_dict(tree), tmp_path / "run")
 
 
 def test_other_categories_than_in_training_are_refused(data):
     dataset = create_dataset("coco", split="validation", path=data)
     for names in (["crimson", "green", "blue"], ["green", "red", "blue"]):
-        with pytest.raises(ValueError, match=r"instances_val2017\.json has other categories"):
-            check_categories(names, dataset)
+        refuses(r"instances_val2017\.json has other categories", check_categories, names, dataset)
 
 
 def test_a_classifier_does_not_learn_boxes(data, tmp_path):
     tree = recipe(data)
     tree["model"] = {"name": "timm", "architecture": "pvt_v2_b0"}
-    with pytest.raises(ValueError, match=r"'timm'.*mask_rcnn.*faster_rcnn"):
-        run_training(config_from_dict(tree), tmp_path / "run")
+    refuses(r"'timm'.*mask_rcnn.*faster_rcnn", run_training, config_from_dict(tree), tmp_path / "run")
 
 
 def test_detections_are_drawn_and_written_down(trained, data, tmp_path, capsys):
@@ -280,5 +278,4 @@ def test_a_schedule_of_steps_says_when():
         ({"decay_steps": (3, 2)}, r"schedule\.decay_steps=\[3, 2\] must grow"),
         ({"decay_steps": (2,), "decay_factor": 0.0}, r"decay_factor=0\.0 must lie in \(0, 1\]"),
     ):
-        with pytest.raises(ValueError, match=message):
-            ScheduleConfig("step", **options)
+        refuses(message, ScheduleConfig, "step", **options)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refuses
 from training.same_run import final
 from training.small_language import CPU
 
@@ -150,22 +151,19 @@ def test_two_passes_with_the_reordering_head_train(tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(overrides: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        task_of(*overrides)
+    refuses(message, task_of, *overrides)
 
 
 @pytest.mark.parametrize("option", ["curriculum=[1,2]", "replay=true"])
 def test_settings_of_documents_are_refused_elsewhere(option: str) -> None:
     extra = ["training.solved=0.5"] if option.startswith("curriculum") else []
-    with pytest.raises(ValueError, match="'digits'"):
-        made(load_config("demo_digits", [f"training.{option}", *extra]))
+    refuses("'digits'", made, load_config("demo_digits", [f"training.{option}", *extra]))
 
 
 def test_lengths_are_refused_for_other_data(tmp_path: Path) -> None:
     config = load_config("demo_digits")
     evaluation = Evaluation(tmp_path, config, "best", "test", ["carry"], segments=[1, 2])
-    with pytest.raises(ValueError, match=r"1,2.*'digits'"):
-        evaluation.score("cpu")
+    refuses(r"1,2.*'digits'", evaluation.score, "cpu")
 
 
 def learned(memory: Any, tmp_path: Path) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refuses
 from training.small_language import CPU
 
 from cached_lab.experiments.build import build_dataset, build_model
@@ -121,14 +122,11 @@ _AB = '{"text": "x", "label": "a"}\n{"text": "y", "label": "b"}\n'
 def test_what_cannot_be_read_is_refused(name: str, content: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / name
     file.write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
-        read(file, "validation" if "leaves" in message else "train")
+    refuses(message, read, file, "validation" if "leaves" in message else "train")
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        read(tmp_path / "nowhere")
+    refuses("nowhere", read, tmp_path / "nowhere", error=FileNotFoundError)
     table(tmp_path / "d" / "train.jsonl")
     table(tmp_path / "d" / "test.jsonl", [("text", "c")])
-    with pytest.raises(ValueError, match=r"'test'.*'c'"):
-        read(tmp_path / "d", "test")
+    refuses(r"'test'.*'c'", read, tmp_path / "d", "test")

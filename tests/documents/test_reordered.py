@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import refuses
 
 from cached_lab.tasks import create_dataset
 from cached_lab.tasks.documents.reordered import COUNTS, ReorderedDocuments, orders, reorder
@@ -49,8 +50,7 @@ def test_a_text_is_cut_into_documents_whose_pieces_come_back(tmp_path: Path) -> 
         short_N, _ = data.document(index, 2)
         assert sorted(short_N.tolist()) == np.sort(text.tokens[32 * index : 32 * index + 16]).tolist()
     assert len(data.document(0, 99)[0]) == 32, "a text has no more than the data ask for"
-    with pytest.raises(ValueError, match=r"70.*data.segments=9"):
-        reordered("validation", path=tmp_path, tokenizer="byte", segments=9)
+    refuses(r"70.*data.segments=9", reordered, "validation", path=tmp_path, tokenizer="byte", segments=9)
 
 
 def test_a_document_depends_on_its_arguments_alone_and_training_goes_on_to_others() -> None:
@@ -69,8 +69,7 @@ def test_a_document_depends_on_its_arguments_alone_and_training_goes_on_to_other
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        reordered(**options)
+    refuses(message, reordered, **options)
 
 
 def test_the_classes_are_all_permutations_of_up_to_m_pieces() -> None:

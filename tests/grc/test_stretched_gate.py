@@ -45,7 +45,6 @@ def one_slot(s: Tensor, slot: Tensor, weights: GateWeights) -> Tensor:
 
 
 def test_an_update_is_that_of_a_slow_twin() -> None:
-    torch.manual_seed(0)
     rows, slots, width = 2, 3, 4
     leaves = [
         (2 * torch.randn(*shape, dtype=torch.float64)).requires_grad_()
@@ -64,7 +63,6 @@ def test_an_update_is_that_of_a_slow_twin() -> None:
 @pytest.mark.parametrize("update_gate", ["sigmoid", "stretched"])
 def test_what_a_closed_gate_keeps_is_kept_to_the_last_bit(update_gate: str) -> None:
     """Left at -4 by all the text, a sigmoid wears off a fiftieth with every segment, and the stretched gate nothing."""
-    torch.manual_seed(0)
     memory = {"name": "grc_stream", "length": 4, "ratio": 1.0, "update_gate": update_gate}
     model = create_model(
         "language_model", vocabulary=5, width=8, depth=1, heads=2, feed_forward=8, memory=memory

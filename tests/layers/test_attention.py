@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attentions.agreement import agree
+from refusals import refuses
 from torch import Tensor, nn
 
 from cached_transformers.interfaces.attention import Attention, AttentionOutput
@@ -205,8 +206,7 @@ class Seer(LayerMemory):
     ],
 )
 def test_pairs_that_exclude_each_other_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SelfAttention(WIDTH, options.pop("heads", HEADS), **options)
+    refuses(message, SelfAttention, WIDTH, options.pop("heads", HEADS), **options)
 
 
 @pytest.mark.parametrize(
@@ -315,10 +315,8 @@ def test_without_own_keys_tokens_attend_the_context_alone(scheme: str) -> None:
     ],
 )
 def test_layers_without_keys_need_what_makes_sense_of_it(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ContextAttention(WIDTH, HEADS, **options)
+    refuses(message, ContextAttention, WIDTH, HEADS, **options)
 
 
 def test_dropout_must_be_a_probability() -> None:
-    with pytest.raises(ValueError, match=r"dropout=1.0.*0,"):
-        Bare(dropout=1.0)
+    refuses(r"dropout=1.0.*0,", Bare, dropout=1.0)

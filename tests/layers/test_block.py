@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from refusals import refuses
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -238,8 +239,7 @@ def test_padding_does_not_move_the_clock() -> None:
 
 
 def test_a_stack_needs_a_layer() -> None:
-    with pytest.raises(ValueError, match="depth=0"):
-        Stack(lambda _: make_block(), 0)
+    refuses("depth=0", Stack, lambda _: make_block(), 0)
 
 
 class OffersContext(ModelMemory):
@@ -251,11 +251,9 @@ class Mixer(Attention):
 
 
 def test_a_model_memory_that_the_blocks_cannot_serve_is_refused() -> None:
-    with pytest.raises(ValueError, match="memory Spanning offers slots"):
-        Stack(lambda _: make_block(), 1, model_memory=Spanning())
+    refuses("memory Spanning offers slots", Stack, lambda _: make_block(), 1, model_memory=Spanning())
     mixing = lambda _: Block(SelfAttention(D, H, core=Mixer()), FeedForward(D, D))  # noqa: E731
-    with pytest.raises(ValueError, match="OffersContext"):
-        Stack(mixing, 1, model_memory=OffersContext())
+    refuses("OffersContext", Stack, mixing, 1, model_memory=OffersContext())
 
 
 def test_the_default_memories_change_nothing() -> None:
@@ -288,8 +286,7 @@ def test_drop_path_drops_whole_rows_and_keeps_the_mean() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+    refuses(message, make)
 
 
 def test_spatial_reduction_sees_each_cell_once() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models.test_incremental_decoding import compare
+from refusals import refuses
 from torch import Tensor, nn
 
 from cached_transformers.layers.short_convolution import ShiftedState, ShortConvolution
@@ -162,8 +163,7 @@ def test_a_wrapper_that_hides_what_a_block_carries_is_named() -> None:
 
     model = build({"name": "transformer_xl", "length": 4})
     model.stack.blocks[0] = Wrapped(model.stack.blocks[0])
-    with pytest.raises(ValueError, match="init_state"):
-        model(torch.zeros(1, 3, dtype=torch.long))
+    refuses("init_state", model, torch.zeros(1, 3, dtype=torch.long))
 
 
 def test_what_is_read_in_front_of_a_layer_is_asked_by_joined_tokens() -> None:
@@ -177,10 +177,8 @@ def test_what_is_read_in_front_of_a_layer_is_asked_by_joined_tokens() -> None:
 
 
 def test_refused() -> None:
-    with pytest.raises(ValueError, match="taps=1"):
-        ShortConvolution(4, 1)
-    with pytest.raises(ValueError, match="short_convolution=0"):
-        LanguageModel(11, 16, 2, 2, 16, short_convolution=0)
+    refuses("taps=1", ShortConvolution, 4, 1)
+    refuses("short_convolution=0", LanguageModel, 11, 16, 2, 2, 16, short_convolution=0)
     with pytest.raises(ValueError, match=r"reversible=True.*short_convolution"):
         LanguageModel(11, 16, 2, 2, 16, short_convolution=2, reversible=True)
     assert generate(build(), torch.zeros(1, 2, dtype=torch.long), tokens=3, segment_length=4).tokens.shape == (1, 3)

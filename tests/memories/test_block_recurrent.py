@@ -153,7 +153,6 @@ def test_it_is_its_slow_twin_with_gradients(gate: Any, form: Any, scale: float |
 
 
 def test_beside_transformer_xl_it_is_the_paper_s_sliding_window() -> None:
-    torch.manual_seed(0)
     xl = {"name": "transformer_xl", "length": 4, "relative": False}
     layer = layer_of(create_memory([xl, {"name": "block_recurrent", "length": S}], WIDTH, HEADS))  # type: ignore[arg-type]
     compare(layer, layer.memory.members[1], window=4)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from memories.harness import agree, inputs, logit, sines, wild
+from refusals import refuses
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -287,7 +288,5 @@ def test_layers_that_attend_their_segment_are_refused() -> None:
     def block(_: int) -> Block:
         return Block(SelfAttention(D, H, causal=True), FeedForward(D, D))
 
-    with pytest.raises(ValueError, match=r"memory Feedback .*make layer 0"):
-        Stack(block, 1, model_memory=Feedback(D, H))
-    with pytest.raises(ValueError, match="this layer has no keys and values"):
-        ContextAttention(D, H).project_kv(torch.zeros(1, 1, D))
+    refuses(r"memory Feedback .*make layer 0", Stack, block, 1, model_memory=Feedback(D, H))
+    refuses("this layer has no keys and values", ContextAttention(D, H).project_kv, torch.zeros(1, 1, D))

@@ -92,7 +92,6 @@ def twin(layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor], upd
 @updates
 @pytest.mark.parametrize("first", ["bypass", "gated"])
 def test_it_is_its_slow_twin_with_gradients(update: Any, first: Any) -> None:
-    torch.manual_seed(0)
     layer = layer_of(Infini(WIDTH, HEADS, update=update, first=first, initial_gate=0.4), 0.7)
     paddings = [torch.zeros(ROWS, n, dtype=torch.bool) for n in (5, 3, 4, 5)]
     paddings[0][1] = True  # this row's memory is empty for one segment more

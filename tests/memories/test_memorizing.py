@@ -18,6 +18,7 @@ import pytest
 import torch
 from memories.harness import HEADS, WIDTH, agree, inputs, layer_of, recorded, run_layer
 from memories.learning import LATCH, untrained
+from refusals import refuses
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -192,14 +193,12 @@ def test_a_core_without_log_sum_exp_cannot_share_its_softmax() -> None:
     with pytest.raises(ValueError, match=r"memory Memorizing needs lse .*, which attention Deaf does not give"):
         SelfAttention(WIDTH, HEADS, core=Deaf(), memory=Memorizing(WIDTH, HEADS, joint=True))
     SelfAttention(WIDTH, HEADS, core=Deaf(), memory=Memorizing(WIDTH, HEADS))
-    with pytest.raises(ValueError, match=r"needs lse \(.*\), which attention Deaf does not give"):
-        Deaf()(*torch.ones(3, 1, 1, 1, 1), want_lse=True)
+    refuses(r"needs lse \(.*\), which attention Deaf does not give", Deaf(), *torch.ones(3, 1, 1, 1, 1), want_lse=True)
 
 
 def test_faiss_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(ImportError, match=r"cached-transformers\[memory\]"):
-        Memorizing(WIDTH, HEADS, store="faiss")
+    refuses(r"cached-transformers\[memory\]", Memorizing, WIDTH, HEADS, store="faiss", error=ImportError)
 
 
 def test_faiss_gives_what_exact_search_gives() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from memories.harness import HEADS, WIDTH, agree, inputs, run_layer
 from memories.memory_caching_twin import slowly
+from refusals import refuses
 from torch import Tensor
 
 from cached_transformers.interfaces.memory import Query
@@ -208,8 +209,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("options", "message"), WRONG, ids=str)
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        create_memory({"name": "memory_caching", **options}, WIDTH, HEADS)
+    refuses(message, create_memory, {"name": "memory_caching", **options}, WIDTH, HEADS)
 
 
 def test_a_memory_of_yours_below_is_one_that_says_what_its_states_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,8 +217,7 @@ def test_a_memory_of_yours_below_is_one_that_says_what_its_states_answer(monkeyp
     MEMORIES.register("unmixed")(Unmixed)
     assert snapshot_memories() == ["infini", "titans", "ttt", "unmixed"]
     assert isinstance(MemoryCaching(WIDTH, HEADS, over="unmixed").over, Unmixed)
-    with pytest.raises(ValueError, match=r"read='soup'.*read='gated'"):
-        MemoryCaching(WIDTH, HEADS, over="unmixed", read="soup")
+    refuses(r"read='soup'.*read='gated'", MemoryCaching, WIDTH, HEADS, over="unmixed", read="soup")
 
 
 def test_what_the_model_says_reaches_the_memory_below_and_presets_hold_there() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refuses
 from torch import Tensor
 
 from cached_transformers import create_memory, create_model
@@ -55,8 +56,7 @@ def test_a_memory_by_itself_names_what_would_be_lost(spec: Any) -> None:
         message = (
             rf"a state of torch.bfloat16 loses .*{name.rpartition('.')[2]} of it; keep it in float32, as init_state"
         )
-        with pytest.raises(ValueError, match=message):
-            read_segment(memory, narrowed(state, wide), query, project)
+        refuses(message, read_segment, memory, narrowed(state, wide), query, project)
 
 
 @pytest.mark.parametrize("name", ["linear", "delta_net", "gated_delta", "performer", "rfa"])
@@ -69,8 +69,7 @@ def test_a_core_that_carries_sums_does_so_too(name: str) -> None:
         narrow = narrowed(state, wide)
         with pytest.raises(ValueError, match=r"state of torch.bfloat16 loses what attention \w+.* adds to its sums"):
             core(q, k, v, causal=True, x_BND=x, state=narrow)
-        with pytest.raises(ValueError, match="keep it in float32"):
-            core.scan(q, k, v, narrow, x_BND=x)
+        refuses("keep it in float32", core.scan, q, k, v, narrow, x_BND=x)
 
 
 @pytest.mark.parametrize("spec", [*MEMORIES, *IN_MODELS], ids=str)
@@ -82,5 +81,4 @@ def test_a_model_of_bfloat16_keeps_it_wide_and_refuses_another(spec: Any) -> Non
         state = model(ids).state
         assert wide_ones(state)
         for name, wide in wide_ones(state).items():
-            with pytest.raises(ValueError, match=rf"{name} is .*torch.bfloat16.*expects.*torch.float32"):
-                model(ids, narrowed(state, wide))
+            refuses(rf"{name} is .*torch.bfloat16.*expects.*torch.float32", model, ids, narrowed(state, wide))

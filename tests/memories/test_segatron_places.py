@@ -11,6 +11,7 @@ import pytest
 import torch
 from memories.harness import same_states
 from memories.xl_family import joined, language_model, run, text
+from refusals import refuses
 from torch import Tensor
 
 from cached_transformers import generate
@@ -135,19 +136,15 @@ def test_a_text_goes_on_from_the_numbers_of_its_prompt(options: dict[str, Any]) 
 def test_what_are_no_places_is_refused() -> None:
     model, tokens = language_model(SPEC), text(ROWS, SEGMENT)
     for wrong in (torch.zeros(ROWS, SEGMENT).long(), torch.zeros(ROWS, SEGMENT, 2)):
-        with pytest.raises(ValueError, match="must be two numbers per token"):
-            model(tokens, places=wrong)
-        with pytest.raises(ValueError, match="must be two numbers per token"):
-            SegmentLoop(model, SEGMENT)(tokens, tokens, places=wrong)
+        refuses("must be two numbers per token", model, tokens, places=wrong)
+        refuses("must be two numbers per token", SegmentLoop(model, SEGMENT), tokens, tokens, places=wrong)
     places = torch.zeros(ROWS, SEGMENT, 2).long()
     state = model(tokens, places=places + 6).state
     for leap in (2, -2):
         wrong = places + 6
         wrong[1, 2:, 1] += leap
-        with pytest.raises(ValueError, match="a number in places leaps"):
-            model(tokens, places=wrong)
-        with pytest.raises(ValueError, match="reset a row that begins anew"):
-            model(tokens, state, places=places + 6 + leap)
+        refuses("a number in places leaps", model, tokens, places=wrong)
+        refuses("reset a row that begins anew", model, tokens, state, places=places + 6 + leap)
     model(tokens, state, torch.ones(ROWS).bool(), places=places)
     with pytest.raises(ValueError, match="must be of the prompt"):
         generate(model, tokens, tokens=1, segment_length=SEGMENT, places=torch.zeros(ROWS, 2, 2).long())

@@ -11,6 +11,7 @@ import pytest
 import torch
 from integrations.families import GROUPED, decoder
 from memories.harness import HEADS, WIDTH, inputs, layer_of, run_layer
+from refusals import refuses
 from torch import Tensor
 
 from cached_transformers.interfaces.contexts import join
@@ -111,7 +112,5 @@ def test_decoders_keep_sinks_unless_told(name: str) -> None:
         assert [layer.self_attn.memory.sinks for layer in layers] == [sinks] * len(layers)
     if name == "transformer_xl":
         assert family.with_memory({**memory, "same_length": True}).model.layers[0].self_attn.memory.sinks == 0
-        with pytest.raises(ValueError, match=r"sinks=2.*same_length=True"):
-            create_memory({**memory, "same_length": True, "sinks": 2}, WIDTH, HEADS)
-    with pytest.raises(ValueError, match="sinks=-1"):
-        create_memory({**memory, "sinks": -1}, WIDTH, HEADS)
+        refuses(r"sinks=2.*same_length=True", create_memory, {**memory, "same_length": True, "sinks": 2}, WIDTH, HEADS)
+    refuses("sinks=-1", create_memory, {**memory, "sinks": -1}, WIDTH, HEADS)

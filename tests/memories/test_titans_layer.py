@@ -29,7 +29,6 @@ WINDOW: dict[str, Any] = {"name": "transformer_xl", "length": 4}
 
 @pytest.mark.parametrize("mix", ["sum", "product", "alone"])
 def test_queries_keys_and_values_are_made_of_what_it_gives(mix: Any) -> None:
-    torch.manual_seed(0)
     memory, norm = Titans(WIDTH, HEADS, place="layer", mix=mix, chunk=2, initial_share=0.75), nn.LayerNorm(WIDTH)
     layer = SelfAttention(WIDTH, HEADS, memory=memory, norm=norm, causal=True).double()
     plain = SelfAttention(WIDTH, HEADS, causal=True).double()

@@ -53,7 +53,6 @@ def test_it_learns_without_recorded_gradients_as_it_does_in_training(memory: dic
 
 def test_tokens_of_a_model_memory_read_and_write_nothing() -> None:
     """Those in front read what was there before the segment, those behind what is there when it ends."""
-    torch.manual_seed(0)
     memory = Titans(WIDTH, HEADS, chunk=2).double()
     x_BND = torch.randn(ROWS, 9, WIDTH, dtype=torch.float64)
     empty = memory.init_state(ROWS, x_BND)
@@ -78,7 +77,6 @@ def test_tokens_of_a_model_memory_read_and_write_nothing() -> None:
 
 @pytest.mark.parametrize("gates", ["sigmoid", "stretched"])
 def test_half_is_forgotten_after_its_half_life(gates: str) -> None:
-    torch.manual_seed(0)
     memory = Titans(WIDTH, HEADS, half_life=64, gates=gates).double()  # type: ignore[arg-type]
     nn.init.zeros_(memory.gate.weight)
     kept = 1 - memory._gates(torch.randn(1, 64, WIDTH, dtype=torch.float64), None).alpha_BGN
@@ -131,7 +129,6 @@ def test_repeated_inputs_of_any_size_leave_it_finite(options: dict[str, Any], dt
 @pytest.mark.parametrize("chunk", [1, 16])
 def test_a_matrix_with_the_largest_rate_learns_what_is_repeated_without_its_limit(chunk: int) -> None:
     """It does not only stay finite: its error goes to 0, so that no limit is what holds it."""
-    torch.manual_seed(0)
     memory = Titans(WIDTH, HEADS, chunk=chunk, limit=1e30).double()
     with torch.no_grad():
         memory.gate.weight.zero_()

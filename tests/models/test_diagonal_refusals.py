@@ -9,6 +9,7 @@ import pytest
 import torch
 from contract.contract_cases import SEGMENT, VOCABULARY
 from models.test_diagonal import batch
+from refusals import refuses
 from torch import Tensor, nn
 
 from cached_transformers import create_model
@@ -65,24 +66,19 @@ def test_what_crosses_the_layers_is_refused_by_name(kind: str) -> None:
     model = build_model()
     with pytest.raises(ValueError, match=f"schedule='diagonal'.*{message}.*(schedule='segments'|compile the loop)"):
         SegmentLoop(model, SEGMENT, schedule="diagonal")
-    with pytest.raises(ValueError, match=message):
-        next(read_stream(model, [[1, 2, 3]], SEGMENT, schedule="diagonal"))
+    refuses(message, next, read_stream(model, [[1, 2, 3]], SEGMENT, schedule="diagonal"))
 
 
 def test_other_loops_and_words_are_refused() -> None:
     model = made()
-    with pytest.raises(ValueError, match="'diagonals'"):
-        SegmentLoop(model, SEGMENT, schedule="diagonals")
-    with pytest.raises(ValueError, match=r"passes=2.*schedule='segments'.*passes=1"):
-        SegmentLoop(model, SEGMENT, passes=2, schedule="diagonal")
-    with pytest.raises(ValueError, match="ReplayLoop"):
-        ReplayLoop(model, SEGMENT, schedule="diagonal")
+    refuses("'diagonals'", SegmentLoop, model, SEGMENT, schedule="diagonals")
+    refuses(r"passes=2.*schedule='segments'.*passes=1", SegmentLoop, model, SEGMENT, passes=2, schedule="diagonal")
+    refuses("ReplayLoop", ReplayLoop, model, SEGMENT, schedule="diagonal")
     loop = SegmentLoop(model, SEGMENT, schedule="diagonal")
     model.stack.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="would leave out the hooks"):
         loop(*batch(SEGMENT))  # registered since
-    with pytest.raises(ValueError, match="targets of shape"):
-        next(read_diagonally(made(), [(batch(6)[0], batch(5)[1], None)]))
+    refuses("targets of shape", next, read_diagonally(made(), [(batch(6)[0], batch(5)[1], None)]))
 
 
 def test_a_stream_keeps_its_rows() -> None:

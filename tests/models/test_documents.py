@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refuses
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -229,8 +230,7 @@ def test_ids_of_bounds_and_of_places() -> None:
     ],
 )
 def test_what_are_no_documents_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+    refuses(message, make)
 
 
 def test_a_document_that_begins_again_in_another_segment_is_refused() -> None:
@@ -244,20 +244,15 @@ def test_what_cannot_be_told_of_documents_says_so() -> None:
     inputs, targets = text(PACKED)
     sizes = {"width": 8, "depth": 1, "heads": 2, "feed_forward": 16}
     classifier = create_model("sequence_classifier", vocabulary=VOCABULARY, classes=3, max_length=16, **sizes)
-    with pytest.raises(ValueError, match="SequenceClassifier"):
-        classifier(inputs, documents=PACKED)
-    with pytest.raises(ValueError, match="SequenceClassifier"):
-        SegmentLoop(classifier, SEGMENT)(inputs, targets, documents=PACKED)
+    refuses("SequenceClassifier", classifier, inputs, documents=PACKED)
+    refuses("SequenceClassifier", SegmentLoop(classifier, SEGMENT), inputs, targets, documents=PACKED)
     images = create_model("vision_transformer", image_size=8, patch_size=4, **sizes)
-    with pytest.raises(ValueError, match="VisionTransformer"):
-        images(torch.zeros(1, 3, 8, 8), documents=torch.zeros(1, 16))
+    refuses("VisionTransformer", images, torch.zeros(1, 3, 8, 8), documents=torch.zeros(1, 16))
     pairs = create_model("encoder_decoder", vocabulary=VOCABULARY, max_length=16, **sizes)
-    with pytest.raises(ValueError, match="EncoderDecoder"):
-        pairs(inputs, inputs, documents=PACKED)
+    refuses("EncoderDecoder", pairs, inputs, inputs, documents=PACKED)
     with pytest.raises(ValueError, match="documents"):
         generate(build(), inputs, tokens=1, segment_length=SEGMENT, documents=PACKED)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="passes=2"):
-        SegmentLoop(build(), SEGMENT, passes=2)(inputs, targets, documents=PACKED)
+    refuses("passes=2", SegmentLoop(build(), SEGMENT, passes=2), inputs, targets, documents=PACKED)
     with pytest.raises(ValueError, match=r"outputs of shape \(\d+, 3\) .* answers once for a row"):
         SegmentLoop(Once(), SEGMENT, scoring=lambda model, *_: model())(inputs, targets, documents=PACKED)
 
@@ -277,8 +272,7 @@ def test_a_memory_of_all_rows_is_refused_in_training_alone() -> None:
     model.stack.blocks[0].attention.memory.shared = True
     model.stack.blocks[0].attention.memory.train()
     inputs, _ = text(PACKED)
-    with pytest.raises(ValueError, match=r"documents: memory .* is one for all rows"):
-        model(inputs, documents=PACKED)
+    refuses(r"documents: memory .* is one for all rows", model, inputs, documents=PACKED)
     model.eval()(inputs, documents=PACKED)
 
 
@@ -290,8 +284,7 @@ def test_the_model_inside_may_be_compiled_and_the_loop_not() -> None:
         inside = torch.compile(model, backend="eager", dynamic=True)
         torch.testing.assert_close(SegmentLoop(inside, 8)(inputs, targets, documents=PACKED)[0], want)
     whole = torch.compile(model, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match="documents in a compiled call"):
-        whole(inputs, documents=PACKED)
+    refuses("documents in a compiled call", whole, inputs, documents=PACKED, error=Exception)
 
 
 def test_operations_are_counted_without_values() -> None:

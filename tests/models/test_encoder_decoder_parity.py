@@ -139,7 +139,6 @@ def test_texts_are_those_of_generate(pair: tuple[Any, EncoderDecoder], beams: in
 
 def test_memory_is_added_to_the_weights_of_others() -> None:
     """With the gate closed the model is the original; open, it is another, and learns."""
-    torch.manual_seed(0)
     theirs = stirred(bart_like("bart"))
     ours = from_bart(theirs, memory={"name": "grc", "length": 6}, dropout=0.0)
     inputs, padding, decoder_inputs = batch(ours)

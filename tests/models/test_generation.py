@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refuses
 from torch import Tensor, nn
 
 from cached_transformers import create_model
@@ -247,8 +248,7 @@ def test_no_gradient_and_every_module_keeps_its_mode(model: Any) -> None:
     assert seen and not any(seen)
     assert [module.training for module in model.modules()] == modes
     assert not found.scores.requires_grad and torch.is_grad_enabled()
-    with pytest.raises(ValueError, match="eos=7"):
-        model.generate(torch.zeros(1, 1, dtype=torch.long), tokens=2, segment_length=SEGMENT, eos=7)
+    refuses("eos=7", model.generate, torch.zeros(1, 1, dtype=torch.long), tokens=2, segment_length=SEGMENT, eos=7)
     assert [module.training for module in model.modules()] == modes, "the mode comes back after an error too"
 
 
@@ -280,7 +280,5 @@ PROMPT = torch.zeros(1, 2, dtype=torch.long)
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     model = build({"name": "transformer_xl", "length": 5})
-    with pytest.raises(ValueError, match=message):
-        model.generate(PROMPT, **{"tokens": 2, "segment_length": SEGMENT, **options})
-    with pytest.raises(ValueError, match="not in a vocabulary of 7"):
-        model.generate(PROMPT + V, tokens=2, segment_length=SEGMENT)
+    refuses(message, model.generate, PROMPT, **{"tokens": 2, "segment_length": SEGMENT, **options})
+    refuses("not in a vocabulary of 7", model.generate, PROMPT + V, tokens=2, segment_length=SEGMENT)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refuses
 from torch import Tensor, nn
 
 from cached_transformers import create_model
@@ -57,8 +58,7 @@ STRANGE_IDS: dict[str, tuple[Tensor, str]] = {
 def test_ids(make: Callable[[], nn.Module], strange: str) -> None:
     ids, message = STRANGE_IDS[strange]
     more = (torch.zeros(len(ids), N, dtype=torch.long),) if make is translation else ()
-    with pytest.raises(ValueError, match=message):
-        make()(ids, *more)
+    refuses(message, make(), ids, *more)
 
 
 @pytest.mark.parametrize("make", [classifier, language, translation])
@@ -66,8 +66,7 @@ def test_padding(make: Callable[[], nn.Module]) -> None:
     more = (IDS,) if make is translation else ()
     with pytest.raises(ValueError, match=r"padding of shape \(2, 5\) must have the shape of the inputs, \(2, 6\)"):
         make()(IDS, *more, padding=torch.zeros(ROWS, N - 1, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"torch\.int64"):
-        make()(IDS, *more, padding=torch.zeros(ROWS, N, dtype=torch.long))
+    refuses(r"torch\.int64", make(), IDS, *more, padding=torch.zeros(ROWS, N, dtype=torch.long))
 
 
 @pytest.mark.parametrize("make", [language, translation])
@@ -79,8 +78,7 @@ def test_targets(make: Callable[[], nn.Module]) -> None:
         (IDS[:, 1:], r"targets of shape \(2, 5\)"),
         (IDS - 1, "a target is not in -100"),
     ):
-        with pytest.raises(ValueError, match=message):
-            make()(IDS, *more, targets=targets)
+        refuses(message, make(), IDS, *more, targets=targets)
 
 
 @pytest.mark.parametrize("make", [classifier, vision])
@@ -88,11 +86,9 @@ def test_a_carried_state(make: Callable[..., nn.Module]) -> None:
     model, inputs = make(memory="grc_stream"), IDS if make is classifier else IMAGES
     state = model(inputs).state
     model(inputs, state)
-    with pytest.raises(ValueError, match=r"the state has 2 rows .*, the segment 1"):
-        model(inputs[:1], state)
+    refuses(r"the state has 2 rows .*, the segment 1", model, inputs[:1], state)
     for other in ({"name": "grc_stream", "ratio": 1.0}, None):
-        with pytest.raises(ValueError, match="the state is that of another model"):
-            make(memory=other)(inputs, state)
+        refuses("the state is that of another model", make(memory=other), inputs, state)
 
 
 @pytest.mark.parametrize("make", [vision, pyramid])
@@ -103,15 +99,13 @@ def test_images(make: Callable[[], nn.Module]) -> None:
         (IMAGES[:, :1], "this model takes"),
         (IMAGES.to(torch.uint8), "dtype torch.uint8 must be floating"),
     ):
-        with pytest.raises(ValueError, match=message):
-            make()(images)
+        refuses(message, make(), images)
 
 
 def test_a_cache_is_not_updated_by_nothing() -> None:
     cache = GatedRecurrentCache(4, 3)
     for rows, tokens in ((0, 5), (2, 0)):
-        with pytest.raises(ValueError, match=f"a batch of {rows} rows of {tokens} tokens has nothing to update"):
-            cache(torch.zeros(rows, tokens, 4))
+        refuses(f"a batch of {rows} rows of {tokens} tokens has nothing to update", cache, torch.zeros(rows, tokens, 4))
 
 
 @pytest.mark.parametrize(
@@ -125,5 +119,4 @@ def test_a_cache_is_not_updated_by_nothing() -> None:
     ],
 )
 def test_options_out_of_range(part: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        vision(**part)(IMAGES)
+    refuses(message, vision(**part), IMAGES)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from integrations.hosts import library
+from refusals import refuses
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -209,8 +210,7 @@ def test_a_checkpoint_of_another_image_size_computes_the_same() -> None:
 
 def test_positions_of_no_square_map_are_refused() -> None:
     oblong, model = small(img_size=(96, 32)), small()
-    with pytest.raises(ValueError, match=r"pos_embed1.*192.*16.*16"):
-        published_weights(oblong.state_dict(), model)
+    refuses(r"pos_embed1.*192.*16.*16", published_weights, oblong.state_dict(), model)
     same = small(img_size=(96, 32))
     same.load_state_dict(published_weights(oblong.state_dict(), same))
 
@@ -291,18 +291,14 @@ def test_layers_for_layer_wise_rates() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        small(**options)
+    refuses(message, small, **options)
 
 
 def test_images_too_small_are_refused_and_the_smallest_are_not() -> None:
     model = small()
-    with pytest.raises(ValueError, match=r"31.*64.*32.*32"):
-        model(torch.randn(1, 3, 31, 64))
-    with pytest.raises(ValueError, match="indices=5"):
-        model.forward_intermediates(torch.randn(1, 3, 64, 64), indices=5)
-    with pytest.raises(ValueError, match="output_fmt='NLC'"):
-        model.forward_intermediates(torch.randn(1, 3, 64, 64), output_fmt="NLC")
+    refuses(r"31.*64.*32.*32", model, torch.randn(1, 3, 31, 64))
+    refuses("indices=5", model.forward_intermediates, torch.randn(1, 3, 64, 64), indices=5)
+    refuses("output_fmt='NLC'", model.forward_intermediates, torch.randn(1, 3, 64, 64), output_fmt="NLC")
     assert model(torch.randn(1, 3, 32, 33)).shape == (1, 5)
 
 

@@ -100,7 +100,6 @@ def test_its_initial_weights_are_those_of_the_arena() -> None:
 
 
 def test_the_options_leave_the_default_model_as_it_was() -> None:
-    torch.manual_seed(0)
     model = classifier()
     torch.manual_seed(0)
     same = classifier(activation="gelu", norm_eps=1e-5, bias=True, head_width=12, init="xavier")
@@ -146,7 +145,6 @@ def test_bad_options(options: dict[str, object], message: str) -> None:
 
 
 def test_a_short_convolution_joins_neighbours_and_carries_the_last_of_them() -> None:
-    torch.manual_seed(0)
     model = classifier(short_convolution=3, memory={"name": "rmt", "length": 2}, positions="rotary").double().eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refuses
 
 from cached_lab.cli.main import main
 from cached_lab.tasks.recipes import load_config
@@ -46,7 +47,6 @@ def test_a_signature_names_every_option_once_with_default_and_type(
 
 
 def test_sizes_may_stand_without_their_names_and_options_reach_the_stack() -> None:
-    torch.manual_seed(0)
     model = LanguageModel(11, 16, 2, 2, 32, norm="post")
     torch.manual_seed(0)
     named = LanguageModel(vocabulary=11, width=16, depth=2, heads=2, feed_forward=32, norm="post")
@@ -57,13 +57,10 @@ def test_sizes_may_stand_without_their_names_and_options_reach_the_stack() -> No
 @pytest.mark.parametrize("name", NEEDED)
 def test_what_a_model_does_not_offer_is_refused(name: str) -> None:
     message = f"unknown option of model '{name}' 'dropuot'; did you mean 'dropout'"
-    with pytest.raises(ValueError, match=message):
-        create_model(name, **NEEDED[name], dropuot=0.1)
+    refuses(message, create_model, name, **NEEDED[name], dropuot=0.1)
     for option in {field.name for field in dataclasses.fields(StackOptions)} - MODELS.entry(name).options.keys():
-        with pytest.raises(ValueError, match=f"unknown option of model '{name}' '{option}'"):
-            create_model(name, **NEEDED[name], **{option: None})
-    with pytest.raises(TypeError, match="'feed_forward_bias'"):
-        MODELS.entry(name).factory(**NEEDED[name], feed_forward_bias=False)
+        refuses(f"unknown option of model '{name}' '{option}'", create_model, name, **NEEDED[name], **{option: None})
+    refuses("'feed_forward_bias'", MODELS.entry(name).factory, **NEEDED[name], feed_forward_bias=False, error=TypeError)
 
 
 @pytest.mark.parametrize("name", NEEDED)
@@ -75,8 +72,7 @@ def test_what_a_model_does_not_offer_is_refused(name: str) -> None:
     ],
 )
 def test_sizes_are_checked_alike_in_all_models(name: str, options: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        create_model(name, **{**NEEDED[name], **SMALL, **options})
+    refuses(message, create_model, name, **{**NEEDED[name], **SMALL, **options})
 
 
 @pytest.mark.parametrize(
@@ -88,13 +84,11 @@ def test_sizes_are_checked_alike_in_all_models(name: str, options: dict[str, int
     ],
 )
 def test_other_options_are_checked_too(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        StackOptions(**SMALL, **options)
+    refuses(message, StackOptions, **SMALL, **options)
 
 
 def test_a_recipe_is_checked_against_the_types() -> None:
-    with pytest.raises(ValueError, match=r"model\.norm=3"):
-        load_config("demo_text", ["model.norm=3"])
+    refuses(r"model\.norm=3", load_config, "demo_text", ["model.norm=3"])
 
 
 @pytest.mark.parametrize("name", NEEDED)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from integrations.hosts import library
+from refusals import refuses
 from torch import Tensor
 
 from cached_lab.output_caches import KNNLM, Datastore, NeuralCache, OutputCache, hidden_states, knn_lm
@@ -168,18 +169,14 @@ def test_reading_changes_nothing_and_knows_no_next_token() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+    refuses(message, make)
 
 
 def test_segments_that_do_not_fit_are_refused() -> None:
     text, cache = Text(), NeuralCache(4)
-    with pytest.raises(ValueError, match=r"hidden states of shape \(2, 22, 5\) must be"):
-        cache(text.logits, text.h[:, 1:], text.next)
-    with pytest.raises(ValueError, match=r"-100.*11"):
-        cache(text.logits, text.h, text.next + 9)
-    with pytest.raises(ValueError, match="must have the shape of the logits"):
-        cache(text.logits, text.h, text.next[:, 1:])
+    refuses(r"hidden states of shape \(2, 22, 5\) must be", cache, text.logits, text.h[:, 1:], text.next)
+    refuses(r"-100.*11", cache, text.logits, text.h, text.next + 9)
+    refuses("must have the shape of the logits", cache, text.logits, text.h, text.next[:, 1:])
 
 
 def keep(read: list[Tensor], _: torch.nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -225,23 +222,18 @@ def test_hidden_states_of_a_decoder_of_transformers() -> None:
     with torch.no_grad(), hidden_states(model) as seen:
         shown = model(ids, output_hidden_states=True).hidden_states[-1]
     assert torch.equal(seen.take(), shown)
-    with pytest.raises(ValueError, match="key='feed_forward'"):
-        hidden_states(model, "feed_forward").__enter__()
+    refuses("key='feed_forward'", hidden_states(model, "feed_forward").__enter__)
 
 
 def test_what_has_no_such_hidden_states_is_refused() -> None:
     model, ids = language_model(), torch.randint(0, V, (B, 6))
-    with pytest.raises(ValueError, match=r"key='middle'.*last_hidden.*feed_forward"):
-        hidden_states(model, "middle").__enter__()
-    with pytest.raises(ValueError, match="key='last_hidden'"):
-        hidden_states(torch.nn.Linear(2, 2)).__enter__()
+    refuses(r"key='middle'.*last_hidden.*feed_forward", hidden_states(model, "middle").__enter__)
+    refuses("key='last_hidden'", hidden_states(torch.nn.Linear(2, 2)).__enter__)
     with hidden_states(model) as seen, pytest.raises(ValueError, match="was not called since"):
         seen.take()
     with_tokens = language_model("rmt")
     with hidden_states(with_tokens, "feed_forward") as seen:
         with_tokens(ids)
-        with pytest.raises(ValueError, match="key='last_hidden'"):
-            seen.take(6)
+        refuses("key='last_hidden'", seen.take, 6)
     model.stack.blocks[-1].feed_forward = torch.nn.Linear(8, 8)
-    with pytest.raises(ValueError, match="key='last_hidden'"):
-        hidden_states(model, "feed_forward").__enter__()
+    refuses("key='last_hidden'", hidden_states(model, "feed_forward").__enter__)

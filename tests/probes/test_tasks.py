@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from probes.solvers import SOLVERS
+from refusals import refuses
 
 from cached_lab.experiments.probes.distances import Course, train_by_distance
 from cached_lab.experiments.probes.protocol import ProbeSizes, build_model, probe
@@ -226,8 +227,7 @@ def test_draws_are_those_of_the_recorded_results() -> None:
     ],
 )
 def test_options_that_do_not_fit_are_refused(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PROBES.create(name, **options)
+    refuses(message, PROBES.create, name, **options)
 
 
 @pytest.mark.parametrize(
@@ -241,8 +241,7 @@ def test_options_that_do_not_fit_are_refused(name: str, options: dict[str, Any],
 def test_distances_without_an_episode_are_refused(name: str, distance: int, message: str) -> None:
     task, generator = PROBES.create(name), torch.Generator()
     for way in (task.draw, task.stream):
-        with pytest.raises(ValueError, match=message):
-            way(1, distance, generator)
+        refuses(message, way, 1, distance, generator)
 
 
 @pytest.fixture
@@ -277,8 +276,7 @@ def test_stories_need_their_files_and_a_question_its_room(
 ) -> None:
     if "facts" in options:
         (library["babi"] / "en/qa1_single-supporting-fact_test.txt").write_text("")
-    with pytest.raises(error, match=message):
-        PROBES.create("babilong", **(library | options))
+    refuses(message, PROBES.create, "babilong", **library | options, error=error)
 
 
 def test_a_training_is_asked_of_stories_that_it_did_not_draw(library: dict[str, Path]) -> None:

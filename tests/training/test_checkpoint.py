@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from refusals import refuses
 
 from cached_lab.training import checkpoint as module
 from cached_lab.training.checkpoint import Checkpoints, capture_rng, read_checkpoint, restore_rng
@@ -64,20 +65,17 @@ def test_a_bad_checkpoint_is_refused_and_the_one_before_taken(tmp_path, name, da
     file.unlink()
     if damage is not None:
         file.write_bytes(damage(content))
-    with pytest.raises(ValueError, match=rf"step_00000002 {message}"):
-        read_checkpoint(tmp_path / "step_00000002")
+    refuses(rf"step_00000002 {message}", read_checkpoint, tmp_path / "step_00000002")
     found, problems = checkpoints.newest_valid()
     assert found is not None and found.step == 1
     assert len(problems) == 1 and "step_00000002" in problems[0]
     (tmp_path / "step_00000001" / "training.pt").unlink()
-    with pytest.raises(ValueError, match=r"no checkpoint in .* can be read"):
-        checkpoints.newest_valid()
+    refuses(r"no checkpoint in .* can be read", checkpoints.newest_valid)
 
 
 def test_no_checkpoint_is_not_an_error(tmp_path):
     assert Checkpoints(tmp_path / "none").newest_valid() == (None, [])
-    with pytest.raises(ValueError, match="there is no such folder"):
-        read_checkpoint(tmp_path / "none")
+    refuses("there is no such folder", read_checkpoint, tmp_path / "none")
 
 
 @pytest.mark.parametrize("failing", ["model.safetensors", "training.pt", "meta.json"])
@@ -131,8 +129,7 @@ def test_the_best_is_what_the_newest_step_folder_says_whatever_the_text_files_sa
     assert (tmp_path / "best").read_text(encoding="utf-8") == "step_00000002\n"
     assert (tmp_path / "last").read_text(encoding="utf-8") == "step_00000003\n"
     shutil.rmtree(tmp_path / "step_00000002")
-    with pytest.raises(ValueError, match="step_00000002 has vanished"):
-        checkpoints.named("best")
+    refuses("step_00000002 has vanished", checkpoints.named, "best")
 
 
 def test_what_a_user_puts_beside_checkpoints_stays(tmp_path):
@@ -154,8 +151,7 @@ def test_every_flipped_bit_of_meta_json_is_found(tmp_path):
         wrong = bytearray(content)
         wrong[place] ^= 1 << place % 8
         (path / "meta.json").write_bytes(wrong)
-        with pytest.raises(ValueError, match=r"step_00000007 (is damaged|is not a checkpoint|has checkpoint format)"):
-            read_checkpoint(path)
+        refuses(r"step_00000007 (is damaged|is not a checkpoint|has checkpoint format)", read_checkpoint, path)
     (path / "meta.json").write_bytes(content)
     assert read_checkpoint(path).step == 7
 

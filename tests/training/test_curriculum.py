@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from refusals import refuses
 
 from cached_transformers.loops.curriculum import AdaptiveCurriculum, Curriculum
 
@@ -48,10 +49,8 @@ def test_a_stage_lasts_until_it_is_solved() -> None:
 
 @pytest.mark.parametrize("solved", [0, 1.01])
 def test_an_accuracy_that_nothing_reaches_is_refused(solved: float) -> None:
-    with pytest.raises(ValueError, match=f"solved={solved} must be an accuracy above 0 and up to 1"):
-        AdaptiveCurriculum([1, 2], solved)
-    with pytest.raises(ValueError, match=r"stages=\[2, 1\]"):
-        AdaptiveCurriculum([2, 1], 0.5)
+    refuses(f"solved={solved} must be an accuracy above 0 and up to 1", AdaptiveCurriculum, [1, 2], solved)
+    refuses(r"stages=\[2, 1\]", AdaptiveCurriculum, [2, 1], 0.5)
 
 
 @pytest.mark.parametrize(
@@ -65,5 +64,4 @@ def test_an_accuracy_that_nothing_reaches_is_refused(solved: float) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Curriculum(*arguments)
+    refuses(message, Curriculum, *arguments)

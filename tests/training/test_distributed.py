@@ -10,6 +10,7 @@ import pytest
 import standin
 import torch
 import yaml
+from refusals import refuses
 
 from cached_lab.cli.main import main
 from cached_lab.training.checkpoint import Checkpoints
@@ -63,11 +64,9 @@ def test_an_environment_that_does_not_fit_is_refused_by_name(monkeypatch, given,
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=named):
-        in_world("cpu", lambda world: pytest.fail("the processes met"))
+    refuses(named, in_world, "cpu", lambda world: pytest.fail("the processes met"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what a machine without CUDA lacks")
 def test_a_missing_device_is_refused():
-    with pytest.raises(ValueError, match=r"training\.device=cpu"):
-        pick_device("cuda")
+    refuses(r"training\.device=cpu", pick_device, "cuda")

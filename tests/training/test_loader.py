@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import standin
 import torch
+from refusals import refuses
 
 from cached_lab.training.loader import Share, TrainingOrder, evaluation_batches
 
@@ -39,10 +39,8 @@ def test_processes_and_pieces_together_take_the_rows_of_one_process():
 
 
 def test_a_batch_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="batch_size=8"):
-        TrainingOrder(20, 8, 0, share=Share(processes=3))
-    with pytest.raises(ValueError, match="batch_size=8"):
-        TrainingOrder(7, 8, 0)
+    refuses("batch_size=8", TrainingOrder, 20, 8, 0, share=Share(processes=3))
+    refuses("batch_size=8", TrainingOrder, 7, 8, 0)
 
 
 def test_evaluation_covers_every_row_once_for_uneven_shares():

@@ -11,6 +11,7 @@ import torch
 import yaml
 from contract.contract_cases import CASES, STREAMS, Case
 from pipeline_cases import FEW, MESH, everything, seen, settings_of
+from refusals import refuses
 from same_run import in_two_processes
 from small_language import make, recipe, write_text
 
@@ -105,17 +106,14 @@ def test_what_does_not_go_with_a_pipeline_is_refused(options: dict[str, Any]) ->
 
 
 def test_a_pipeline_needs_segments_and_processes(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"pipeline=3.*training\.segments=2"):
-        TrainingConfig(pipeline=3, segments=2)
+    refuses(r"pipeline=3.*training\.segments=2", TrainingConfig, pipeline=3, segments=2)
     text = write_text(tmp_path / "text")
-    with pytest.raises(ValueError, match="pipeline=2"):
-        make(tmp_path, text, "training.pipeline=2")
+    refuses("pipeline=2", make, tmp_path, text, "training.pipeline=2")
 
 
 def test_a_pipeline_refuses_a_cache_that_rows_share() -> None:
     shared = next(case for case in CASES if case.shared).build()
-    with pytest.raises(ValueError, match="cache shared by all rows"):
-        SegmentPipeline(shared, 4)
+    refuses("cache shared by all rows", SegmentPipeline, shared, 4)
 
 
 @pytest.mark.parametrize(("segments", "processes"), [(1, 4), (5, 2), (7, 3), (8, 8), (0, 2)])

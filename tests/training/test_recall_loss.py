@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refuses
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -86,12 +87,8 @@ def test_with_one_segment_it_alone_teaches_the_writing() -> None:
 
 def test_refused_uses() -> None:
     for weight in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=r"weight="):
-            ReconstructionLoss(weight)
+        refuses(r"weight=", ReconstructionLoss, weight)
     inputs, targets, _ = batch()
-    with pytest.raises(ValueError, match="LanguageModel"):
-        SegmentLoop(build(None), SEGMENT, scoring=ReconstructionLoss(1.0))(inputs, targets)
-    with pytest.raises(ValueError, match=r"training\.recall=-1\.0"):
-        TrainingConfig(recall=-1.0)
-    with pytest.raises(ValueError, match=r"recall=-1\.0"):
-        Course(recall=-1.0)
+    refuses("LanguageModel", SegmentLoop(build(None), SEGMENT, scoring=ReconstructionLoss(1.0)), inputs, targets)
+    refuses(r"training\.recall=-1\.0", TrainingConfig, recall=-1.0)
+    refuses(r"recall=-1\.0", Course, recall=-1.0)

@@ -16,6 +16,7 @@ import sharded_runs as runs
 import torch
 import yaml
 from contract.contract_cases import STREAMS
+from refusals import refuses
 from same_run import assert_same_run, assert_same_tree, final, in_two_processes
 from small_language import recipe
 from torch import Tensor, nn
@@ -144,21 +145,18 @@ def test_a_changed_byte_in_a_share_is_found(folder: Path) -> None:
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
         for whole in (True, False):
-            with pytest.raises(ValueError, match=rf"is damaged: shards/{file.name} does not match its checksum"):
-                read_checkpoint(path, whole)
+            refuses(rf"is damaged: shards/{file.name} does not match its checksum", read_checkpoint, path, whole)
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
     (path / SHARDS / "00001.safetensors").rename(path / "away")
-    with pytest.raises(ValueError, match=r"00001.safetensors is missing or cannot be read"):
-        read_checkpoint(path)
+    refuses(r"00001.safetensors is missing or cannot be read", read_checkpoint, path)
     (path / "away").rename(path / SHARDS / "00001.safetensors")
     assert read_checkpoint(path).step == 6
 
 
 @pytest.mark.parametrize("option", [{"precision": "float16"}, {"compile": True}])
 def test_what_does_not_go_with_it_is_refused(option: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"training\.parallel='fsdp'"):
-        TrainingConfig(parallel="fsdp", **option)
+    refuses(r"training\.parallel='fsdp'", TrainingConfig, parallel="fsdp", **option)
 
 
 def test_blocks_are_what_lists_hold() -> None:

@@ -65,7 +65,6 @@ def test_dropped_tokens_are_logged_and_an_interruption_does_not_change_them(tmp_
 
 
 def test_compiled_code_counts_too() -> None:
-    torch.manual_seed(0)
     module = SwitchFeedForward(8, 16, 4, capacity_factor=0.5)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     x_BND = torch.randn(2, 6, 8)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import refuses
 from translation.made import write_corpus
 
 from cached_lab.data.subwords import BEGIN, END, PAD, PairTokenizer
@@ -136,15 +137,13 @@ def test_long_pairs(tmp_path: Path) -> None:
         test = build(tmp_path, "test", max_length=20)
     assert len(test) == 2 and len(test[1].source) == len(test[1].targets) == 20 and test[1].source[-1] == END
     assert test.texts.target[1] == many  # scores use the whole reference
-    with pytest.raises(ValueError, match=r"none of 2 pairs is left .*data.max_length=2"):
-        build(tmp_path, max_length=2)
+    refuses(r"none of 2 pairs is left .*data.max_length=2", build, tmp_path, max_length=2)
 
 
 def test_files_of_different_length_are_named_with_their_counts(corpus: Path, tmp_path: Path) -> None:
     folder = write_corpus(tmp_path / "short")
     write(folder, "train.en", "one line\n")
-    with pytest.raises(ValueError, match=r"train.de.*300.*train.en"):
-        build(folder)
+    refuses(r"train.de.*300.*train.en", build, folder)
 
 
 def test_wrong_encodings_are_named_by_file_and_line(tmp_path: Path) -> None:
@@ -152,8 +151,7 @@ def test_wrong_encodings_are_named_by_file_and_line(tmp_path: Path) -> None:
     content = lines(folder / "train.de")
     (folder / "train.de").write_bytes("\n".join([*content[:41], "groß", *content[42:]]).encode("latin1") + b"\n")
     first = next(number for number, line in enumerate(content, 1) if not line.isascii())
-    with pytest.raises(ValueError, match=rf"train.de, line {min(first, 42)} is not UTF-8 .*iconv"):
-        build(folder)
+    refuses(rf"train.de, line {min(first, 42)} is not UTF-8 .*iconv", build, folder)
 
 
 def test_line_ends_and_marks_of_windows_do_not_count(tmp_path: Path) -> None:
@@ -178,14 +176,12 @@ def test_line_ends_and_marks_of_windows_do_not_count(tmp_path: Path) -> None:
 )
 def test_bad_options(corpus: Path, change: dict[str, Any], message: str) -> None:
     options = {"path": corpus, **SIDES, **SMALL, **change}
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        create_dataset("translation", "test", **options)
+    refuses(message, create_dataset, "translation", "test", **options, error=(ValueError, FileNotFoundError))
 
 
 def test_a_table_without_a_second_column_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "train.tsv", "der hund\tthe dog\nkatze\n")
-    with pytest.raises(ValueError, match=r"train.tsv"):
-        build(tmp_path)
+    refuses(r"train.tsv", build, tmp_path)
 
 
 def test_multi30k_as_it_is_published(shared: Path) -> None:
