@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli.made_images import make_cifar10
+from cli.made import make_cifar10
 from PIL import Image
 from refusals import refuses
 

@@ -4,7 +4,7 @@ nets, state vectors.
 
 from __future__ import annotations
 
-from contract.contract_row import Contract
+from contract.contract_row import LEARNED, READS_ITS_OWN, Contract
 from contract.costs import (
     DEPTH,
     LAYERS,
@@ -23,7 +23,6 @@ from contract.costs import (
     titans_context,
     ttt,
 )
-from contract.reasons import LEARNED, READS_ITS_OWN
 
 RECURRENT: dict[str, Contract] = {
     "armt": Contract(

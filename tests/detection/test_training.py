@@ -1,4 +1,4 @@
-"""A detector is trained, resumed, evaluated and used through the same commands as every other model."""
+"""A detector is trained, resumed, evaluated and used by the same commands as every model, and learns by heart."""
 
 from __future__ import annotations
 
@@ -279,3 +279,12 @@ def test_a_schedule_of_steps_says_when():
         ({"decay_steps": (2,), "decay_factor": 0.0}, r"decay_factor=0\.0 must lie in \(0, 1\]"),
     ):
         refuses(message, ScheduleConfig, "step", **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, kinds", [("mask_rcnn", ("box", "mask")), ("retinanet", ("box",))])
+def test_a_detector_learns_six_images_by_heart(name, kinds, shared, tmp_path):
+    data = shared / "data" / "coco-mini"
+    overrides = [f"data.path={data}", "training.tensorboard=false", "training.device=cpu"]
+    summary = run_training(load_config(f"coco_overfit_{name}", overrides), tmp_path / "run")
+    assert all(summary["final"][f"{kind}_ap"] >= 0.8 for kind in kinds), summary["final"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli.made_text import TEXT, train_on_bytes
+from cli.made import TEXT, train_on_bytes
 from harness.test_scoring import alone
 from integrations.hosts import library
 from integrations.transformers_hosts import byte_tokenizer

@@ -1,13 +1,18 @@
-"""Schedules against hand-computed values, and which parameters decay."""
+"""Optimisers and schedules; curricula; the order of batches."""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from typing import Any
 
 import pytest
+import standin
 import torch
+from refusals import refuses
 from torch import nn
 
+from cached_lab.training.loader import Share, TrainingOrder, evaluation_batches
 from cached_lab.training.optim import (
     OptimizerConfig,
     ScheduleConfig,
@@ -16,6 +21,7 @@ from cached_lab.training.optim import (
     parameter_groups,
     warmup,
 )
+from cached_transformers.loops.curriculum import AdaptiveCurriculum, Curriculum
 
 
 def test_inverse_square_root_is_that_of_the_long_range_arena():
@@ -89,3 +95,97 @@ def test_optimisers_carry_their_options_and_refuse_a_frozen_model():
     assert build_optimizer(model, OptimizerConfig(name="sgd", momentum=0.7)).defaults["momentum"] == 0.7
     with pytest.raises(ValueError, match="no trainable parameter"):
         build_optimizer(model.requires_grad_(False), OptimizerConfig())
+
+
+def test_numbers_are_drawn_evenly_up_to_the_largest_of_the_stage() -> None:
+    curriculum = Curriculum([1, 2, 5], steps_each=[100, 2000, 5000])
+    drawn = list(curriculum)
+    assert len(drawn) == len(curriculum) == 7100
+    assert set(drawn[:100]) == {1}
+    for part, largest in ((drawn[100:2100], 2), (drawn[2100:], 5)):
+        counts = Counter(part)
+        assert set(counts) == set(range(1, largest + 1))
+        assert all(abs(n - len(part) / largest) < 0.15 * len(part) / largest for n in counts.values())
+
+
+def test_the_largest_number_every_time() -> None:
+    assert list(Curriculum([2, 3], steps_each=2, uniform=False)) == [2, 2, 3, 3]
+
+
+def test_a_step_depends_on_seed_and_step_alone() -> None:
+    first, again, other = (Curriculum([3, 7], 50, seed=seed) for seed in (1, 1, 2))
+    assert list(first) == list(again) != list(other)
+    assert [*first[:37], *first[37:]] == list(first), "training that is resumed goes on as it would have"
+    assert first[60] == list(first)[60] and first[-1] == list(first)[-1]
+    assert [first.largest(step) for step in (0, 49, 50, 99, 1000)] == [3, 3, 7, 7, 7]
+    with pytest.raises(IndexError, match=r"100.*100"):
+        first[100]
+
+
+def test_a_stage_lasts_until_it_is_solved() -> None:
+    curriculum = AdaptiveCurriculum([1, 3, 7], solved=0.9, seed=1)
+    found = []
+    for accuracy in (0.5, 0.9, 0.2, 0.95, 1.0, 1.0):
+        found.append((curriculum.largest(), curriculum.scored(accuracy)))
+    assert found == [(1, False), (1, True), (3, False), (3, True), (7, False), (7, False)]
+    same = Curriculum([7], 50, seed=1)
+    assert [curriculum.segments(step) for step in range(60)] == [same.segments(step) for step in range(60)]
+    assert [same.segments(step) for step in range(50)] == list(same)
+
+
+@pytest.mark.parametrize("solved", [0, 1.01])
+def test_an_accuracy_that_nothing_reaches_is_refused(solved: float) -> None:
+    refuses(f"solved={solved} must be an accuracy above 0 and up to 1", AdaptiveCurriculum, [1, 2], solved)
+    refuses(r"stages=\[2, 1\]", AdaptiveCurriculum, [2, 1], 0.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], 5), "at least one number of segments"),
+        (([0, 1], 5), r"stages=\[0, 1\] must be .* each at least 1"),
+        (([2, 2], 5), r"stages=\[2, 2\] must grow"),
+        (([1, 2], 0), "steps_each=0 must be at least 1"),
+        (([1, 2], [5]), r"steps_each=\[5\] must be .* one for each of 2 stages"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments: Any, message: str) -> None:
+    refuses(message, Curriculum, *arguments)
+
+
+def take(order: TrainingOrder, count: int) -> list[list[tuple[int, int]]]:
+    return list(itertools.islice(order, count))
+
+
+def test_an_epoch_holds_every_row_once_and_epochs_differ():
+    batches = take(TrainingOrder(12, 4, seed=3), 6)
+    first, second = (list(itertools.chain(*batches[i : i + 3])) for i in (0, 3))
+    assert sorted(index for _, index in first) == sorted(index for _, index in second) == list(range(12))
+    assert {epoch for epoch, _ in first} == {0} and {epoch for epoch, _ in second} == {1}
+    assert [index for _, index in first] != [index for _, index in second]
+
+
+def test_starting_later_continues_the_same_order():
+    whole = take(TrainingOrder(10, 3, seed=1), 9)
+    for start in range(9):
+        assert take(TrainingOrder(10, 3, seed=1, start=start), 9 - start) == whole[start:]
+
+
+def test_processes_and_pieces_together_take_the_rows_of_one_process():
+    whole = take(TrainingOrder(20, 8, seed=1), 4)
+    for size, count in ((2, 1), (1, 4), (2, 2)):
+        pieces = [take(TrainingOrder(20, 8, 1, 0, Share(rank, size, count)), 4 * count) for rank in range(size)]
+        for step in range(4):
+            parts = [p for mine in pieces for p in mine[step * count : (step + 1) * count]]
+            assert list(itertools.chain(*parts)) == whole[step]
+
+
+def test_a_batch_that_does_not_fit_is_refused():
+    refuses("batch_size=8", TrainingOrder, 20, 8, 0, share=Share(processes=3))
+    refuses("batch_size=8", TrainingOrder, 7, 8, 0)
+
+
+def test_evaluation_covers_every_row_once_for_uneven_shares():
+    data = standin.StandinRows("validation", size=11)
+    seen = [b.inputs for rank in range(3) for b in evaluation_batches(data, 2, rank, 3)]
+    assert sorted(torch.cat(seen)[:, 0].tolist()) == sorted(data.points[:, 0].tolist())
