@@ -54,10 +54,15 @@ def test_a_size_that_is_no_whole_number_is_refused_by_name(option: str, value: A
     refuses(rf"{option.split()[0]}={value!r} must be a whole number", DOORS[option], value)
 
 
-def test_whole_numbers_of_other_types_are_taken() -> None:
+def test_other_whole_numbers_are_taken_and_caches_have_a_slot() -> None:
     at_least_one(size=torch.tensor(3).numpy()[()], other=torch.tensor(2), missing=None)  # numpy.int64
     refuses("size=0 must be at least 1 token", at_least_one, " token", size=0)
     refuses("size=1 must be at least 2", at_least_one, least=2, size=1)
+    host = add_memory(torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), "grc", length=3)
+    for length in (0, -1, 2.5):
+        with pytest.raises(ValueError, match=f"length={length}"):
+            resize_caches(host, length)  # type: ignore[arg-type]
+    refuses("no shared cache", resize_caches, model(), 4)
 
 
 INPUTS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
@@ -75,14 +80,6 @@ INPUTS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
 @pytest.mark.parametrize(("door", "value"), [(door, value) for door, (_, odd) in INPUTS.items() for value in odd])
 def test_odd_and_empty_inputs_are_refused_by_name(door: str, value: Any) -> None:
     refuses(door.split()[0], INPUTS[door][0], value)
-
-
-def test_caches_have_at_least_one_slot() -> None:
-    host = add_memory(torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), "grc", length=3)
-    for length in (0, -1, 2.5):
-        with pytest.raises(ValueError, match=f"length={length}"):
-            resize_caches(host, length)  # type: ignore[arg-type]
-    refuses("no shared cache", resize_caches, model(), 4)
 
 
 def test_a_file_is_written_again_only_when_it_changes(tmp_path: Path) -> None:
@@ -149,10 +146,20 @@ def things() -> Registry[Any]:
     return registry
 
 
-def test_create_passes_arguments_on(things: Registry[Any]) -> None:
+def test_a_registry_creates_sorts_and_refuses(things: Registry[Any]) -> None:
     built = things.create("thing", 4, ratio=0.25)
     assert (built.width, built.ratio) == (4, 0.25)
     assert things.create("thing_open", extra=2) == (1, {"extra": 2})
+    assert things.register("another")(Thing) is Thing
+    assert things.names() == ["another", "thing", "thing_open"] == [entry.name for entry in things]
+    assert "thing" in things and "Thing" not in things and len(things) == 3
+    refuses(r"'thinh'.*'thing'.*thing_open", things.create, "thinh")
+    refuses(r"^unknown thing 'zebra' \(known: thing, thing_open\)$", things.entry, "zebra")
+    refuses("known: none", Registry("part").entry, "x")
+    refuses(r"'thing'.*'ration'.*'ratio'", things.create, "thing", ration=0.25)
+    things.check("thing_open", {"anything": 1})
+    refuses("'thing'", things.register("thing"), object)
+    assert things.entry("thing").factory is Thing
 
 
 def test_entries_describe_themselves(things: Registry[Any]) -> None:
@@ -163,28 +170,6 @@ def test_entries_describe_themselves(things: Registry[Any]) -> None:
     assert not entry.open_ended and things.entry("thing_open").open_ended
     assert list(things.entry("thing_open").options) == ["width"]
     assert things.entry("thing_open").summary == ""
-
-
-def test_names_are_sorted(things: Registry[Any]) -> None:
-    assert things.register("another")(Thing) is Thing
-    assert things.names() == ["another", "thing", "thing_open"] == [entry.name for entry in things]
-    assert "thing" in things and "Thing" not in things and len(things) == 3
-
-
-def test_an_unknown_name_is_refused_with_the_nearest(things: Registry[Any]) -> None:
-    refuses(r"'thinh'.*'thing'.*thing_open", things.create, "thinh")
-    refuses(r"^unknown thing 'zebra' \(known: thing, thing_open\)$", things.entry, "zebra")
-    refuses("known: none", Registry("part").entry, "x")
-
-
-def test_an_unknown_option_is_refused_before_anything_is_built(things: Registry[Any]) -> None:
-    refuses(r"'thing'.*'ration'.*'ratio'", things.create, "thing", ration=0.25)
-    things.check("thing_open", {"anything": 1})
-
-
-def test_a_name_is_given_once(things: Registry[Any]) -> None:
-    refuses("'thing'", things.register("thing"), object)
-    assert things.entry("thing").factory is Thing
 
 
 def test_a_preset_sets_options_that_the_caller_may_still_override() -> None:

@@ -42,34 +42,27 @@ def same(a: states.State, b: states.State) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def test_names_follow_the_fields_and_places() -> None:
+def test_names_and_types_are_those_of_the_tree() -> None:
     names = [name for name, _ in states.named_tensors(tree())]
     assert names == ["clock_B", *(f"layers.{i}.{field}" for i in (0, 1) for field in ("slots_BMD", "count_B"))]
     assert [name for name, _ in states.named_tensors(torch.zeros(2))] == ["state"]
-
-
-def test_map_keeps_the_types_of_the_tree() -> None:
     doubled = states.map_state(lambda t: t * 2, tree())
     assert isinstance(doubled, Tree) and isinstance(doubled.layers, tuple) and isinstance(doubled.layers[1], Leafy)
     assert doubled.nothing == () and doubled.clock_B.tolist() == [0, 2, 4]
-
-
-def test_map_over_trees_of_different_structure_fails() -> None:
     refuses("state=tuple of 1", states.map_state, torch.add, tree(), tree()._replace(layers=(tree().layers[0],)))
 
 
-def test_reset_takes_marked_rows_from_the_fresh_state_and_keeps_nan_out() -> None:
+def test_reset_takes_rows_in_their_dtype_and_detach_cuts() -> None:
     old, fresh = tree(), tree()
     old.layers[0].slots_BMD[1] = torch.nan
     result = states.reset(old, fresh, torch.tensor([False, True, False]))
     for got, before, new in zip(tensors(result), tensors(old), tensors(fresh), strict=True):
         assert torch.equal(got[1], new[1])
         assert torch.equal(got[::2], before[::2])
-
-
-def test_reset_keeps_the_dtype_of_the_state() -> None:
     old = states.map_state(lambda t: t.double() if t.is_floating_point() else t, tree())
     assert states.signature(states.reset(old, tree(), torch.tensor([True, False, True]))) == states.signature(old)
+    weight = torch.ones(2, requires_grad=True)
+    assert not any(t.requires_grad for t in tensors(states.detach((weight * 2, weight + 1))))
 
 
 @pytest.mark.parametrize("index", [[2, 1, 0], [0, 0, 2], [1]])
@@ -90,11 +83,6 @@ def test_seal_copies_into_the_canonical_layout_and_keeps_the_graph() -> None:
     state = tree()
     for a, b in zip(tensors(states.seal(state)), tensors(state), strict=True):
         assert torch.equal(a, b) and a.data_ptr() != b.data_ptr()
-
-
-def test_detach_cuts_the_graph() -> None:
-    weight = torch.ones(2, requires_grad=True)
-    assert not any(t.requires_grad for t in tensors(states.detach((weight * 2, weight + 1))))
 
 
 def test_sizes() -> None:

@@ -32,12 +32,9 @@ def close(values: object) -> object:
     return pytest.approx(values, rel=1e-10, abs=1e-10)
 
 
-def test_intervals_over_rows_are_those_of_before() -> None:
+def test_intervals_over_rows_and_of_equal_values() -> None:
     for (correct, rows), ends in WILSON.items():
         assert tuple(wilson_interval(correct, rows)) == close((correct / rows, *ends))
-
-
-def test_equal_values_have_an_interval_of_no_width() -> None:
     assert mean_interval([0.5, 0.5, 0.5]) == (0.5, 0.5, 0.5)
 
 
@@ -59,21 +56,18 @@ def test_paired_t_test(n: int) -> None:
     assert result.note is None
 
 
-def test_paired_t_test_where_it_is_undefined() -> None:
+def test_paired_t_test_where_it_is_undefined_and_holm() -> None:
     one = paired_t_test([0.9], [0.8])
     assert one.p_value is None and one.difference.low is None and "one seed" in str(one.note)
     assert paired_t_test([0.1, 0.2], [0.1, 0.2]).p_value == 1
     constant = paired_t_test([0.3, 0.4, 0.7], [0.2, 0.3, 0.6])  # differences equal up to rounding
     assert constant.p_value is None and "same difference" in str(constant.note)
-
-
-def test_holm() -> None:
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([None, 0.02, None, 0.6]) == [None, 0.04, None, 0.6]
     assert holm([]) == []
 
 
-def test_summarise() -> None:
+def test_summarise_whole_and_with_runs_to_come() -> None:
     values = {"plain": [0.90, 0.91, 0.92], "grc": [0.92, 0.92, 0.94], "xl": [0.90, 0.92, 0.91]}
     plain, grc, xl = summarise(values, "plain")
     assert plain["difference"] is None and plain["p_value"] is None and plain["p_adjusted"] is None
@@ -81,9 +75,6 @@ def test_summarise() -> None:
     assert grc["p_value"] == pytest.approx(scipy.stats.ttest_rel(values["grc"], values["plain"]).pvalue)
     assert grc["p_adjusted"] == pytest.approx(min(1, 2 * grc["p_value"])) and xl["p_adjusted"] >= xl["p_value"]
     assert grc["seeds"] == 3 and grc["low"] < grc["mean"] < grc["high"] and grc["note"] is None
-
-
-def test_summarise_with_one_seed_and_with_runs_to_come() -> None:
     plain, grc = summarise({"plain": [0.9], "grc": [0.95]}, "plain")
     assert grc["low"] is None and grc["p_value"] is None and grc["difference"]["low"] is None
     assert "one seed" in grc["note"] and "one seed" in plain["note"]
@@ -120,14 +111,11 @@ def test_bad_input(call, message: str) -> None:
     refuses(message, call)
 
 
-def test_a_ratio_of_equal_units_is_a_mean():
+def test_a_ratio_weighs_units_by_their_size_and_of_equal_ones_is_a_mean():
     values = GENERATOR.normal(size=9)
     assert ratio_interval(7 * values, [7] * 9) == pytest.approx(mean_interval(values))
     assert ratio_interval([3.0], [2]) == (1.5, None, None)
-
-
-def test_a_ratio_weighs_units_by_their_size():
-    """Twin: the bootstrap, which draws units whole."""
+    # Twin: the bootstrap, which draws units whole.
     counts = GENERATOR.integers(1, 40, size=60)
     sums = counts * 0.3 + GENERATOR.normal(size=60) * np.sqrt(counts)
     drawn = GENERATOR.integers(0, 60, size=(20_000, 60))

@@ -141,8 +141,11 @@ def test_the_map_is_found_from_what_the_model_knows() -> None:
         assert isinstance(core, AxialAttention) and core.columns == columns
 
 
-def test_a_sequence_longer_than_the_map_is_refused() -> None:
+def test_tokens_beyond_the_map_are_refused() -> None:
     refuses(r"13.*12", AxialAttention(size=(3, 4), prefix=1), *inputs(14))
+    core = ImageTransformerAttention(block=(2, 2), memory=(1, 1), size=(3, 4))
+    with pytest.raises(ValueError, match="13 tokens do not fit the map"):
+        core(*inputs(13))
 
 
 UNBLOCKED = (1, 3, 8, 13, 24)
@@ -212,12 +215,6 @@ def test_blocks_on_the_map_are_the_definition(
 ) -> None:
     core = ImageTransformerAttention(block=block, memory=memory, size=size, order=order, prefix=prefix)
     assert_is_pattern(core, lambda causal: on_map(causal, size, block, memory, order, prefix), lengths)
-
-
-def test_tokens_beyond_the_map_are_refused() -> None:
-    core = ImageTransformerAttention(block=(2, 2), memory=(1, 1), size=(3, 4))
-    with pytest.raises(ValueError, match="13 tokens do not fit the map"):
-        core(*inputs(13))
 
 
 def near(kind: str, stride: int, i: int, j: int) -> bool:

@@ -104,13 +104,10 @@ def test_a_token_sees_each_token_once_whatever_the_length(k: int, causal: bool) 
             assert len(levels) <= 2 + math.log2(tokens / k) and len(levels) <= tree_levels(tokens)
 
 
-def test_the_context_grows_with_the_logarithm() -> None:
+def test_the_context_grows_with_the_logarithm_and_is_summed_in_single() -> None:
     for tokens, k, most in [(64, 1, 12), (64, 2, 19), (64, 4, 27), (257, 4, 44), (4096, 4, 75)]:
         nearby = bp.reach(tokens, k, 5, causal=False, device=torch.device("cpu"))
         assert int(nearby.seen_NS.sum(1).max()) == most
-
-
-def test_half_precision_sums_its_spans_in_single() -> None:
     ones = torch.full((1, 1, 4096, 1), 1.0, dtype=torch.float16)
     means, _ = bp.span_means(ones, None, tree_levels(4096))
     assert all(t.dtype == torch.float16 and (t == 1).all() for t in means)

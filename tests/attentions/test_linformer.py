@@ -73,12 +73,14 @@ def test_slots_and_a_memory_share_one_softmax() -> None:
     agree(got.lse_BHN, logits.logsumexp(-1), [q, k])
 
 
-def test_new_projections_keep_squared_lengths_in_the_mean() -> None:
+def test_new_projections_keep_lengths_and_inputs_must_fit() -> None:
     """Entries of N(0, 1 / S): the squared length of a projected vector has the mean of the vector's own."""
     core = make(length=256, slots=64, sharing="none")
     assert core.projection_PGLS is not None
     lengths = torch.einsum("pgls,l->pgs", core.projection_PGLS, torch.full((256,), 1 / 16.0).double()).square().sum(-1)
     assert (lengths - 1).abs().max() < 0.6  # 4 sums of 64 squares: a standard deviation of 0.18 each
+    refuses(r"25.*length=24", make(), *inputs(25))
+    refuses(r"3.*heads=2", make(sharing="none"), *inputs(4, heads=3))
 
 
 def test_layers_share_one_projection() -> None:
@@ -121,8 +123,3 @@ def test_tokens_of_a_memory_have_places_too(memory: str, more: int) -> None:
     (core,) = (m for m in model.modules() if isinstance(m, LinformerAttention))
     assert core.length == 12 + 1 + more  # and the class token
     assert model(torch.randint(7, (2, 12))).outputs.isfinite().all()
-
-
-def test_inputs_that_do_not_fit() -> None:
-    refuses(r"25.*length=24", make(), *inputs(25))
-    refuses(r"3.*heads=2", make(sharing="none"), *inputs(4, heads=3))

@@ -69,11 +69,15 @@ def test_global_tokens_look_with_projections_of_their_own(tokens: int, causal: b
     agree(got, want, [q, k, v, x, *core.parameters()])
 
 
-def test_windows_and_dilations_of_layers() -> None:
+def test_windows_and_dilations_of_layers_and_bad_calls() -> None:
     windows, dilations = (2, 4, 8), ((1, 1), (1, 2), (1, 3))
     for index in range(3):
         core = LongformerAttention(window=windows, dilation=dilations, index=index)
         assert_is_pattern(core, lambda c, n=index: definition(c, windows[n], dilations[n]), [13])
+    refuses("one for each of the 2 heads", LongformerAttention(window=2, dilation=(1, 2, 3)), *inputs(5))
+    core = LongformerAttention(window=2, prefix=1, global_projections=True, width=12, heads=2)
+    refuses("needs the layer's input", core, *inputs(5, values=6))
+    refuses("values as wide as the keys", core, *inputs(5), x_BND=torch.zeros(2, 5, 12))
 
 
 def test_dropout_drops_in_training_alone() -> None:
@@ -83,13 +87,6 @@ def test_dropout_drops_in_training_alone() -> None:
     assert (first != second).any()
     core.eval()
     assert torch.equal(core(*sources).out_BHNV, core(*sources).out_BHNV)
-
-
-def test_bad_calls() -> None:
-    refuses("one for each of the 2 heads", LongformerAttention(window=2, dilation=(1, 2, 3)), *inputs(5))
-    core = LongformerAttention(window=2, prefix=1, global_projections=True, width=12, heads=2)
-    refuses("needs the layer's input", core, *inputs(5, values=6))
-    refuses("values as wide as the keys", core, *inputs(5), x_BND=torch.zeros(2, 5, 12))
 
 
 @pytest.mark.parametrize("places", [(), (0,), (0, 1, 17)])

@@ -142,7 +142,7 @@ def test_with_many_features_it_is_softmax_attention() -> None:
         assert errors[0] > 2 * errors[1] > 4 * errors[2] and errors[2] < 0.005
 
 
-def test_steps_keep_the_saved_features_in_training() -> None:
+def test_steps_keep_the_saved_features_and_keys_their_width() -> None:
     """All steps have to agree."""
     core, given = core_of(redraw=True).train(), leaves(8)
     q, k, v = (given[name] for name in "qkv")
@@ -151,9 +151,6 @@ def test_steps_keep_the_saved_features_in_training() -> None:
     torch.testing.assert_close(out, fixed, rtol=0, atol=1e-12)
     core.directions_FE.copy_(core.draw())
     assert (core(q, k, v, causal=True).out_BHNV - fixed).abs().max() > 1e-3
-
-
-def test_keys_of_another_width_are_refused() -> None:
     given = leaves(3)
     with pytest.raises(ValueError, match="keys of width 6: the random features were drawn for 4"):
         PerformerAttention(8, 2)(given["q"], given["k"], given["v"])

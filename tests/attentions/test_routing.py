@@ -102,15 +102,12 @@ def test_the_published_causal_form_leaks_and_the_strict_one_does_not() -> None:
         assert (moved.abs().max() > 0.1) == leak
 
 
-def test_some_queries_are_nowhere_among_the_nearest_and_the_causal_form_serves_all() -> None:
+def test_some_queries_are_nowhere_among_the_nearest_but_served() -> None:
     q, k, v = tokens_of(64)
     core = routing(clusters=8, window=8)
     alone = (core(q, k, v).out_BHNV == 0).all(-1).double().mean()
     assert 0.1 < alone < 0.6
     assert not (core(q, k, v, causal=True).out_BHNV == 0).all(-1).any()
-
-
-def test_a_context_serves_those_queries_too() -> None:
     q, k, v = tokens_of(64)
     core = routing(clusters=8, window=8)
     context = Context(*torch.randn(2, B, H, 5, E).double(), torch.zeros(B, 5, 1), torch.ones(B, 5, dtype=torch.bool))
@@ -243,12 +240,9 @@ def test_training_compiles_to_one_graph() -> None:
     torch._dynamo.reset()
 
 
-def test_sizes_come_from_the_length() -> None:
+def test_sizes_come_from_the_length_and_means_have_no_log_sum_exp() -> None:
     core = RoutingAttention(WIDTH, H, length=100)
     assert (core.clusters, core.window) == (10, 10)
     assert RoutingAttention(WIDTH, H, clusters=3, length=100).window == 34
-
-
-def test_a_mean_of_softmaxes_has_no_log_sum_exp() -> None:
     core, given = routing(combine="mean"), tokens_of(9)
     refuses("RoutingAttention", core, *given, want_lse=True)

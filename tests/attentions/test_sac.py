@@ -224,15 +224,12 @@ def test_given_edges_are_a_mask() -> None:
     assert torch.equal(mask, near.expand(B, H, 7, 7))
 
 
-def test_with_an_edge_to_each_token_it_is_exact_in_training_too() -> None:
+def test_it_is_exact_with_all_edges_and_can_be_copied_after_a_draw() -> None:
     core = make(edges=8).train()
     q, k, v, x = inputs(9)
     for causal in (False, True):
         want = SoftmaxAttention()(q, k, v, causal=causal).out_BHNV
         torch.testing.assert_close(core(q, k, v, x_BND=x, causal=causal).out_BHNV, want, rtol=0, atol=1e-10)
-
-
-def test_a_core_that_drew_can_be_copied_and_asks_for_the_layers_input() -> None:
     core = make()
     q, k, v, x = inputs(5)
     core(q, k, v, x_BND=x)

@@ -64,7 +64,7 @@ def test_the_core_is_its_loop_over_tokens(tokens: int, options: dict[str, Any], 
         agree(got, want, [q, k, v, *core.parameters()])
 
 
-def test_a_prefix_survives_logits_that_differ_by_hundreds() -> None:
+def test_a_prefix_of_many_chunks_is_a_softmax_and_survives_large_logits() -> None:
     k = torch.randn(1, 1, 200, 4)
     k[..., 0] = torch.linspace(-400, 400, 200).roll(60)
     query, values = torch.tensor([2.0, 0.5, 0.5, 0.5])[None, None, None], torch.randn(1, 1, 200, 3)
@@ -74,9 +74,6 @@ def test_a_prefix_survives_logits_that_differ_by_hundreds() -> None:
         torch.testing.assert_close(lse[0, 0, i].double(), logits[: i + 1].logsumexp(0), rtol=1e-6, atol=1e-5)
         want = logits[: i + 1].softmax(0) @ values[0, 0, : i + 1].double()
         torch.testing.assert_close(out[0, 0, i].double(), want, rtol=1e-4, atol=1e-4)
-
-
-def test_the_prefix_of_many_chunks_is_a_softmax() -> None:
     query, k, v = (torch.randn(B, H, n, E, dtype=torch.double) for n in (1, 150, 150))
     padding = torch.rand(B, 150) < 0.3
     padding[0, :70] = True

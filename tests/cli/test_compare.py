@@ -34,15 +34,12 @@ TINY = ["digits_vit_plain", "model.width=16", "model.depth=1", "model.heads=2", 
 TINY += ["training.steps=3", "training.evaluate_every=3", "training.tensorboard=false", "schedule.warmup_steps=1"]
 
 
-def test_seeds_are_a_number_or_a_list():
+def test_seeds_are_a_number_or_a_list_and_variants_have_options():
     assert parse_seeds("3") == [0, 1, 2]
     assert parse_seeds("0,5") == [0, 5]
     assert parse_seeds("4,") == [4]
     for text in ("0", "a", "1,1", "-1,2", "", "999999999999"):
         refuses("--seeds", parse_seeds, text)
-
-
-def test_a_variant_is_a_name_and_options():
     assert parse_variant("plain") is None
     assert parse_variant("grc") == "grc"
     assert parse_variant("grc:ratio=0.25:variant=released") == {"name": "grc", "ratio": 0.25, "variant": "released"}

@@ -60,11 +60,8 @@ def test_help_of_reproductions_names_every_table(capsys: pytest.CaptureFixture[s
     assert all(f"{name}: {summary}" in said for name, summary in MEASURED.items())
 
 
-def test_the_file_of_facts_is_current() -> None:
+def test_the_file_of_facts_is_current_and_its_absence_is_named(tmp_path, monkeypatch) -> None:
     assert resources.facts_file().read_text(encoding="utf-8") == as_text(), "run `make facts`"
-
-
-def test_without_the_file_the_message_says_what_to_do(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(resources, "_PACKAGE", tmp_path)
     refuses(r"facts\.json", resources.read_facts, error=FileNotFoundError)
 

@@ -156,7 +156,9 @@ def refused(trained: Path, capsys: pytest.CaptureFixture[str], *words: str) -> s
     return capsys.readouterr().err
 
 
-def test_windows_read_on_and_say_what_they_are(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_windows_read_on_and_one_of_a_segment_is_that_of_transformer_xl(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     losses = {"none": evaluated(trained, capsys)["scores"][0]["loss"]}
     for name in ("streaming_llm", "tova", "h2o", "transformer_xl"):
         result = evaluated(trained, capsys, "--with-memory", name, f"{name}.length=5")
@@ -164,10 +166,7 @@ def test_windows_read_on_and_say_what_they_are(trained: Path, capsys: pytest.Cap
         losses[name] = result["scores"][0]["loss"]
         assert len(result["scores"][0]["carried"]) > 3  # the loss by segments read before
     assert len(set(losses.values())) == len(losses), losses
-
-
-def test_a_window_of_a_segment_is_that_of_transformer_xl(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without sinks, StreamingLLM is a window: with rotary or no positions, Transformer-XL's of the same length."""
+    # Without sinks, StreamingLLM is a window: with rotary or no positions, Transformer-XL's of the same length.
     sizes = {"streaming_llm": ["streaming_llm.length=6", "streaming_llm.sinks=0"], "transformer_xl": []}
     sizes["transformer_xl"].append("transformer_xl.length=6")
     found = [evaluated(trained, capsys, "--with-memory", name, *more)["scores"][0] for name, more in sizes.items()]

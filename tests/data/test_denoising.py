@@ -48,9 +48,15 @@ def share(hundredth: int, size: int) -> int:
     return math.ceil(Fraction(hundredth, 100) * size)
 
 
-def test_a_rate_is_what_is_written_and_not_its_binary_neighbour() -> None:
+def test_rates_and_lengths_are_those_that_are_written() -> None:
     assert [part_of(0.1, 30), part_of(0.07, 100), part_of(0.3, 10), part_of(0.3, 11)] == [3, 7, 3, 4]
     assert math.ceil(0.07 * 100) == 8  # what this is about
+    for inputs, raw, targets in ((512, 568, 114), (1024, 1137, 229), (128, 141, 29)):
+        assert raw_length(inputs) == raw
+        assert corrupted_lengths(raw, 0.15, 3.0) == (inputs, targets)
+        assert corrupted_lengths(raw + 1, 0.15, 3.0)[0] > inputs
+    length = raw_length(64, 0.8, 8.0)  # most of the text is noise, so that the targets decide
+    assert max(corrupted_lengths(length, 0.8, 8.0)) <= 64 < max(corrupted_lengths(length + 1, 0.8, 8.0))
 
 
 @settings(max_examples=100, deadline=None)
@@ -78,11 +84,15 @@ def test_span_lengths_meet_the_budget_exactly(budget: int, mean: float, seed: in
     assert not budget or lengths[-1] > 0  # it ends as soon as the budget is met
 
 
-def test_span_lengths_are_poisson() -> None:
+def test_span_lengths_are_poisson_or_ever_shorter() -> None:
     lengths = span_lengths(100_000, 3.0, generator())[:-1]
     for length in range(7):
         expected = math.exp(-3) * 3**length / math.factorial(length)
         assert np.mean(lengths == length) == pytest.approx(expected, abs=4 * math.sqrt(expected / len(lengths)))
+    noised = infill_text(np.arange(20), 0.25, MASK, generator(), mean=1e-3)
+    assert (noised != MASK).sum() == 15 and (noised == MASK).sum() > 500
+    bounded = infill_text(np.arange(20), 0.25, MASK, generator(), mean=1e-3, longest=20)
+    assert (bounded != MASK).sum() == 15 and len(bounded) == 20  # 5 spans of one word, and no place for insertions
 
 
 @settings(max_examples=200, deadline=None)
@@ -117,18 +127,16 @@ def test_infilling_of_whole_words_never_cuts_one(words: list[int], head: int, ra
     assert kept[:head] == list(range(head))
 
 
-def test_spans_lie_anywhere_with_equal_chance() -> None:
+def test_spans_rotations_and_partitions_have_equal_chances() -> None:
     """One span of all the budget in 6 words: budget 2 of spans much longer on average is a single span, at 5 places."""
     found = Counter(tuple(infill_text(np.arange(6), 0.3, MASK, generator(s), mean=50).tolist()) for s in range(4000))
     assert len(found) == 5
     assert all(count == pytest.approx(800, abs=4 * math.sqrt(640)) for count in found.values())
-
-
-def test_ever_shorter_spans_are_single_words_among_ever_more_insertions() -> None:
-    noised = infill_text(np.arange(20), 0.25, MASK, generator(), mean=1e-3)
-    assert (noised != MASK).sum() == 15 and (noised == MASK).sum() > 500
-    bounded = infill_text(np.arange(20), 0.25, MASK, generator(), mean=1e-3, longest=20)
-    assert (bounded != MASK).sum() == 15 and len(bounded) == 20  # 5 spans of one word, and no place for insertions
+    found = Counter(int(rotate_document(np.arange(5), generator(seed))[0]) for seed in range(4000))
+    assert len(found) == 5 and all(count == pytest.approx(800, abs=4 * math.sqrt(640)) for count in found.values())
+    found = Counter(tuple(partition(5, 3, generator(seed)).tolist()) for seed in range(6000))
+    assert set(found) == {p for p in itertools.product(range(1, 4), repeat=3) if sum(p) == 5}
+    assert all(count == pytest.approx(1000, abs=4 * math.sqrt(840)) for count in found.values())
 
 
 @settings(max_examples=100, deadline=None)
@@ -168,11 +176,6 @@ def test_rotation_is_undone_by_turning_back_to_the_first_token(size: int, seed: 
     assert np.roll(noised, -first).tolist() == list(range(size))
 
 
-def test_rotation_begins_anywhere_with_equal_chance() -> None:
-    found = Counter(int(rotate_document(np.arange(5), generator(seed))[0]) for seed in range(4000))
-    assert len(found) == 5 and all(count == pytest.approx(800, abs=4 * math.sqrt(640)) for count in found.values())
-
-
 @settings(max_examples=30, deadline=None)
 @given(sizes, seeds)
 def test_no_noise_is_the_text(size: int, seed: int) -> None:
@@ -186,15 +189,6 @@ def test_no_noise_is_the_text(size: int, seed: int) -> None:
         rotate_document(tokens, g, rate=0.0),
     ):
         assert noised.tolist() == tokens.tolist() and noised.dtype == np.int64
-
-
-def test_lengths_are_those_of_the_paper_and_the_original_code() -> None:
-    for inputs, raw, targets in ((512, 568, 114), (1024, 1137, 229), (128, 141, 29)):
-        assert raw_length(inputs) == raw
-        assert corrupted_lengths(raw, 0.15, 3.0) == (inputs, targets)
-        assert corrupted_lengths(raw + 1, 0.15, 3.0)[0] > inputs
-    length = raw_length(64, 0.8, 8.0)  # most of the text is noise, so that the targets decide
-    assert max(corrupted_lengths(length, 0.8, 8.0)) <= 64 < max(corrupted_lengths(length + 1, 0.8, 8.0))
 
 
 @settings(max_examples=200, deadline=None)
@@ -214,12 +208,6 @@ def test_spans_are_restored_and_counted_exactly(size: int, rate: int, mean: floa
     # No span is empty, on either side.
     for side in (inputs.tolist(), targets.tolist()):
         assert all(not (a < 0 and b < 0) for a, b in itertools.pairwise(side[:-1]))
-
-
-def test_partitions_are_uniform() -> None:
-    found = Counter(tuple(partition(5, 3, generator(seed)).tolist()) for seed in range(6000))
-    assert set(found) == {p for p in itertools.product(range(1, 4), repeat=3) if sum(p) == 5}
-    assert all(count == pytest.approx(1000, abs=4 * math.sqrt(840)) for count in found.values())
 
 
 def test_the_generator_alone_decides() -> None:

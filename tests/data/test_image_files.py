@@ -25,9 +25,11 @@ def opened(content: bytes, channels: int = 3) -> np.ndarray:
     return np.asarray(open_picture(content, "file", channels))
 
 
-def test_grey_becomes_three_equal_channels():
+def test_grey_is_three_channels_and_unknown_ranges_are_refused():
     pixels = opened(saved(Image.fromarray(RAMP)))
     assert pixels.shape == (8, 8, 3) and all(np.array_equal(pixels[..., c], RAMP) for c in range(3))
+    with pytest.raises(BadFile, match="floating-point numbers, whose range is not known"):
+        open_picture(saved(Image.fromarray(RAMP.astype(np.float32)), "TIFF"), "x.tif")
 
 
 def test_sixteen_bits_are_scaled_not_cut_off():
@@ -74,11 +76,6 @@ def test_files_that_cannot_be_read_are_named(content, reason):
     assert reason in str(found.value) and "data.bad_files=skip" in str(found.value)
     again = pickle.loads(pickle.dumps(found.value))
     assert (again.file, again.reason, str(again)) == (found.value.file, found.value.reason, str(found.value))
-
-
-def test_pixels_of_unknown_range_are_refused():
-    with pytest.raises(BadFile, match="floating-point numbers, whose range is not known"):
-        open_picture(saved(Image.fromarray(RAMP.astype(np.float32)), "TIFF"), "x.tif")
 
 
 LABELS = [2, 0, 1, 1, 0, 2]

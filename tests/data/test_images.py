@@ -36,7 +36,7 @@ def flat(tmp_path: Path) -> Path:
     return tmp_path / "flat"
 
 
-def test_shares_are_equal_in_every_class_and_the_seed_decides():
+def test_shares_are_equal_in_every_class_and_majority_needs_labels():
     labels = np.array([0] * 40 + [1] * 20 + [2] * 100)
     parts = stratified_split(labels, {"validation": 0.1, "test": 0.2}, seed=3)
     counts = {name: np.bincount(labels[rows]).tolist() for name, rows in parts.items()}
@@ -44,6 +44,8 @@ def test_shares_are_equal_in_every_class_and_the_seed_decides():
     assert sorted(np.concatenate(list(parts.values()))) == list(range(160))
     one, same, other = (stratified_split(labels, {"test": 0.2}, seed)["test"].tolist() for seed in (0, 0, 1))
     assert one == same != other
+    empty = LabelledDataset("nothing", "test", np.array([], dtype=int), classes=2)
+    refuses("at least one label on each side", empty.baselines, empty)
 
 
 OPTIONS = [("seed", "zero"), ("augment", "yes"), ("augmentation", 3), ("validation_fraction", "half")]
@@ -197,8 +199,3 @@ class TestImageFolder:
     )
     def test_bad_options(self, flat, options, message):
         refuses(message, create_dataset, "image_folder", **{"split": "train", "path": flat, **options})
-
-
-def test_majority_needs_labels():
-    empty = LabelledDataset("nothing", "test", np.array([], dtype=int), classes=2)
-    refuses("at least one label on each side", empty.baselines, empty)

@@ -147,15 +147,12 @@ def test_a_step_is_a_function_of_its_number_and_rows_of_processes_fit_together()
         assert all(part.tokens == whole.tokens for part in parts)
 
 
-def test_the_last_step_is_cut_to_whole_segments():
+def test_the_last_step_is_cut_and_more_rows_than_text_are_refused():
     tokens, starts = corpus(2 * 21)
     last = epoch(Streams(tokens, starts, START, 2, 8, unit=4))[-1]
     assert last.inputs.shape == (2, 8) and last.tokens == 10
     last = epoch(Streams(tokens[:36], starts, START, 2, 8, unit=4))[-1]
     assert last.inputs.shape == (2, 4) and last.tokens == 4
-
-
-def test_more_rows_than_there_is_text_are_refused():
     tokens, starts = corpus(5, 5)
     with pytest.raises(ValueError, match=r"11.*10"):
         Streams(tokens, starts, START, 11, 2)
@@ -228,16 +225,13 @@ def test_it_goes_on_from_every_place(window: int) -> None:
         assert next(dealer) == whole[taken]
 
 
-def test_going_on_reads_the_window_again_and_no_more() -> None:
+def test_going_on_reads_the_window_again_or_is_refused() -> None:
     dealer = Dealer(Lists([[f"{s}.{i}" for i in range(50)] for s in range(4)]), window=10, seed=0)
     state = [next(dealer) and dealer.state() for _ in range(75)][-1]
     data = Lists([[f"{s}.{i}" for i in range(50)] for s in range(4)])
     other = Dealer(data, window=10, seed=0)
     other.go_on(state)
     assert len(data.opened) == 1 and data.opened[0][1] == 20 and len(other._held) == 10
-
-
-def test_what_cannot_be_dealt_is_refused() -> None:
     refuses(r"list . and 1 other shards hold no item", next, Dealer(Lists([[], []])))
     dealer = Dealer(Lists(), window=4, seed=0)
     next(dealer)

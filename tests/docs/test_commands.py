@@ -26,7 +26,7 @@ NOT_RUN = {
     "cached evaluate runs/rmt_million_tokens": "needs a trained run; tests/documents/test_document_training.py",
     "cached evaluate runs/coco": "needs a trained detector; tests/detection/test_training.py",
     "cached evaluate runs/multi30k": "needs a trained translator; tests/translation/test_training.py",
-    "cached evaluate RUN": "needs two trained runs; tests/analysis/test_cache_use.py",
+    "cached evaluate RUN": "needs two trained runs; tests/analysis/test_memory_use.py",
     "cached leaderboard": "trains for minutes; tests/probes/test_board.py",
     "cached plan imagenet": "rehearses for a minute; tests/cli/test_plan.py",
     "cached plot fig1": "needs a finished comparison; tests/analysis/test_paper_figures.py",

@@ -74,13 +74,17 @@ def test_labels_are_even_and_guessing_gives_a_sixth(split: str) -> None:
     assert data.baselines(planted()) == {"majority class": pytest.approx(1 / 6)}
 
 
-def test_a_document_depends_on_its_arguments_alone_and_training_goes_on_to_others() -> None:
+def test_documents_depend_on_their_arguments_alone() -> None:
     data, again = planted(), planted()
     same = torch.equal
     assert same(data[5][0], again[5][0]) and same(data[5][0], data.document(5, data.segments)[0])
     others = [data[6], data.document(5, epoch=1), planted(seed=1)[5], planted(split="test")[5]]
     assert not any(same(data[5][0], other) for other, _ in others)
     assert data.document(5, epoch=1)[1] == data[5][1]
+    data, again = reordered(), reordered()
+    assert torch.equal(data[3][0], again[3][0]) and data.labels.tolist() == [data[i][1] for i in range(60)]
+    others = (data.document(3, epoch=1), data[4], reordered(seed=1)[3])
+    assert not any(torch.equal(data[3][0], other) for other, _ in others)
 
 
 def test_it_is_a_data_set() -> None:
@@ -149,13 +153,6 @@ def test_a_text_is_cut_into_documents_whose_pieces_come_back(tmp_path: Path) -> 
         assert sorted(short_N.tolist()) == np.sort(text.tokens[32 * index : 32 * index + 16]).tolist()
     assert len(data.document(0, 99)[0]) == 32, "a text has no more than the data ask for"
     refuses(r"70.*data.segments=9", reordered, "validation", path=tmp_path, tokenizer="byte", segments=9)
-
-
-def test_a_reordered_document_depends_on_its_arguments_alone() -> None:
-    data, again = reordered(), reordered()
-    assert torch.equal(data[3][0], again[3][0]) and data.labels.tolist() == [data[i][1] for i in range(60)]
-    others = (data.document(3, epoch=1), data[4], reordered(seed=1)[3])
-    assert not any(torch.equal(data[3][0], other) for other, _ in others)
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,12 @@ def named(**options: object) -> StabilityCase:
     return StabilityCase("titans", options, _titans)
 
 
-def test_limits_hold_a_rate_that_is_too_large() -> None:
+def test_limits_hold_a_large_rate_and_shares_grow_where_nothing_decays() -> None:
     held = measure(named(rate=1000.0), 1024, 1, torch.float32)
     assert len(held) == len(PLACES) + 1 and all(math.isfinite(size) for size in held) and max(held) == held[-1]
     broken = measure(named(rate=1000.0, limit=1e30), 1024, 1, torch.float32)
     assert broken[-1] == math.inf, "without the limit the same rate diverges, and that is said"
-
-
-def test_shares_of_two_grow_where_nothing_decays_and_shares_of_one_do_not() -> None:
-    """A reflection keeps the norm of a state, so that its updates add up like a random walk."""
+    # A reflection keeps the norm of a state, so that its updates add up like a random walk.
     cases = {bool(case.options.get("negative_eigenvalues")): case for case in CASES if case.name == "gated_delta"}
     grown, kept = (measure(cases[negative], 4096, 1, torch.float32) for negative in (True, False))
     assert grown[3] > 1.5 * grown[1] and kept[3] < 1.5 * kept[1]

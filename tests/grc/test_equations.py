@@ -94,7 +94,7 @@ def test_blocks_add_up(monkeypatch: pytest.MonkeyPatch, candidate: Candidate, bl
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_half_precision_loses_no_digits_to_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_lose_no_digits_and_little_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = update("norm", torch.float64, False)
     whole = update("norm", torch.bfloat16, False)
     monkeypatch.setattr(equations, "_LARGE", 0)
@@ -102,9 +102,6 @@ def test_half_precision_loses_no_digits_to_blocks(monkeypatch: pytest.MonkeyPatc
     for a, b, c in zip(update("norm", torch.bfloat16, False), whole, exact, strict=True):
         scale = c.abs().max()
         assert a.dtype == b.dtype and (a - c).abs().max() <= 2 * (b - c).abs().max() + 0.01 * scale
-
-
-def test_little_is_one_block() -> None:
     assert list(equations._blocks(torch.zeros(B, M, C))) == [(slice(0, B), slice(0, M))]
 
 
@@ -135,17 +132,14 @@ def test_keys_are_reduced_so_much_less(stride: int, reduces: bool) -> None:
     assert all(p.grad is not None for p in layer.parameters())
 
 
-def test_a_length_of_the_users_is_no_map() -> None:
-    sizes = {"image_size": 8, "patch_size": 2, "width": 16, "depth": 1, "heads": 2, "feed_forward": 16}
-    model = create_model("vision_transformer", memory={"name": "grc", "length": 7}, **sizes)
-    assert [(cache.length, cache.size) for cache in caches(model)] == [(7, None)]
-    model(torch.randn(2, 3, 8, 8))
-
-
-def test_hosts_tell_their_maps() -> None:
+def test_hosts_tell_their_maps_and_a_length_is_none() -> None:
     library("timm")
     import timm
 
     model = add_memory(timm.create_model("pvt_v2_b0"), "grc", stride=2, interpolation="area", input_size=(64, 64))
     assert sorted({cache.length for cache in caches(model)}) == [1, 4, 16, 64]
     model.train()(torch.randn(1, 3, 64, 64)).sum().backward()
+    sizes = {"image_size": 8, "patch_size": 2, "width": 16, "depth": 1, "heads": 2, "feed_forward": 16}
+    model = create_model("vision_transformer", memory={"name": "grc", "length": 7}, **sizes)
+    assert [(cache.length, cache.size) for cache in caches(model)] == [(7, None)]
+    model(torch.randn(2, 3, 8, 8))

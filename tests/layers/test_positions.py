@@ -42,11 +42,19 @@ def test_rotary_logits_depend_on_the_difference_of_positions_alone() -> None:
     torch.testing.assert_close(logit(0, 0), q @ k.mT, rtol=0, atol=0)
 
 
-def test_rotary_angles() -> None:
+def test_values_of_rotary_sinusoidal_learned_and_no_positions() -> None:
     scheme = RotaryPositions(4)
     t = torch.tensor([1.0, 0.0, 1.0, 0.0])[None, None, None]
     want = [math.cos(3), math.sin(3), math.cos(0.03), math.sin(0.03)]
     torch.testing.assert_close(scheme.rotate(t, places(3)).flatten(), torch.tensor(want))
+    got = SinusoidalPositions(6).embed(places(0, 7))
+    want = [[0, 1] * 3, [f(7 * 10000 ** (-i / 6)) for i in (0, 2, 4) for f in (math.sin, math.cos)]]
+    torch.testing.assert_close(got[0], torch.tensor(want), rtol=0, atol=1e-6)
+    scheme = LearnedPositions(6, 4)
+    assert torch.equal(scheme.embed(places(5, 0)), scheme.weight[[5, 0]][None])
+    scheme, t = Positions(), torch.randn(1, 1, 2, 4)
+    assert scheme.embed(places(1, 2)) is None and scheme.bias(torch.zeros(1), places(1), places(2)) is None
+    assert scheme.rotate(t, places(1, 2)) is t
 
 
 @pytest.mark.parametrize("position", [257, 1001, 30001])
@@ -60,12 +68,6 @@ def test_positions_stay_exact_in_half_precision_models(position: int) -> None:
     torch.testing.assert_close(half.float(), exact, rtol=0, atol=0.05)
     sinusoidal = SinusoidalPositions(8)
     assert torch.equal(sinusoidal.bfloat16().embed(places(position)), SinusoidalPositions(8).embed(places(position)))
-
-
-def test_sinusoidal_values() -> None:
-    got = SinusoidalPositions(6).embed(places(0, 7))
-    want = [[0, 1] * 3, [f(7 * 10000 ** (-i / 6)) for i in (0, 2, 4) for f in (math.sin, math.cos)]]
-    torch.testing.assert_close(got[0], torch.tensor(want), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -96,17 +98,6 @@ def test_relative_bias_has_one_entry_per_offset() -> None:
             row = (y - v + 1) * 5 + (x - u + 2)
             assert bias[0, :, i, j].tolist() == [row, 100 + row]
     assert len(bias[0, 0].unique()) == 15
-
-
-def test_learned_positions_are_rows_of_the_table() -> None:
-    scheme = LearnedPositions(6, 4)
-    assert torch.equal(scheme.embed(places(5, 0)), scheme.weight[[5, 0]][None])
-
-
-def test_the_base_scheme_does_nothing() -> None:
-    scheme, t = Positions(), torch.randn(1, 1, 2, 4)
-    assert scheme.embed(places(1, 2)) is None and scheme.bias(torch.zeros(1), places(1), places(2)) is None
-    assert scheme.rotate(t, places(1, 2)) is t
 
 
 def test_schemes_by_name() -> None:

@@ -69,7 +69,7 @@ def test_values_and_gradients(causal: bool, padded: bool, context: bool, biased:
     agree(lse[some], logits[some].logsumexp(-1), sources)
 
 
-def test_a_context_of_one_row_serves_all() -> None:
+def test_a_context_of_one_row_other_numbers_of_keys_and_dropout() -> None:
     q, k, v = torch.randn(3, B, H, N, E, dtype=torch.double)
     one = Context(*torch.randn(2, 1, H, M, E).double(), torch.zeros(1, M, 1), torch.tensor([[True, False, True]]))
     each = Context(*(t.expand(B, *t.shape[1:]) for t in one[:4]))
@@ -77,15 +77,9 @@ def test_a_context_of_one_row_serves_all() -> None:
     for causal in (False, True):
         a, b = (core(q, k, v, causal=causal, context=c).out_BHNV for c in (one, each))
         assert torch.equal(a, b)
-
-
-def test_queries_and_keys_may_differ_in_number() -> None:
     q, k, v = (torch.randn(B, H, n, E, dtype=torch.double) for n in (N, 2, 2))
     want = formula(q, k, v, None, torch.ones(B, N, 2, dtype=torch.bool))
     torch.testing.assert_close(SoftmaxAttention()(q, k, v).out_BHNV, want, rtol=0, atol=1e-10)
-
-
-def test_dropout_acts_in_training_only() -> None:
     q, k, v = torch.randn(3, B, H, N, E)
     core, plain = SoftmaxAttention(dropout=0.5), SoftmaxAttention()
     assert not torch.allclose(core(q, k, v).out_BHNV, plain(q, k, v).out_BHNV)

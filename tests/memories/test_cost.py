@@ -52,13 +52,16 @@ def test_a_token_costs_what_the_formula_says(label: str) -> None:
     assert counted == pytest.approx(cost.formula(), rel=1e-9)
 
 
-def test_the_loss_of_a_compression_costs_what_the_formula_says() -> None:
+def test_a_compression_costs_what_its_formula_says_and_each_memory_has_one() -> None:
     rate = 2
     options = {"length": M, "compressed": 6, "rate": rate}
     trained, evaluated = (
         per_token(language_model({"name": "compressive", **options}, RELATIVE), mode=mode) for mode in ("train", "eval")
     )
     assert trained - evaluated == pytest.approx(LAYERS * (2 * D * D + 2 * N * D) * (1 + 1 / rate), rel=1e-9)
+    known = {label.partition("/")[0] for label in (*COSTS, *IMAGE_COSTS)}
+    ours = {entry.name for entry in MEMORIES if entry.factory.__module__.startswith("cached_transformers.")}
+    assert known >= ours >= {"grc", "rmt"}
 
 
 @pytest.mark.parametrize("label", IMAGE_COSTS)
@@ -73,12 +76,6 @@ def test_an_image_costs_what_the_formula_says(label: str) -> None:
     for mode, formula in zip(("train", "eval"), formulas, strict=True):
         counted = per_row({"name": label.partition("/")[0], **options}, mode) - per_row(None, mode)
         assert counted == pytest.approx(formula, rel=1e-9), mode
-
-
-def test_each_memory_has_a_formula() -> None:
-    known = {label.partition("/")[0] for label in (*COSTS, *IMAGE_COSTS)}
-    ours = {entry.name for entry in MEMORIES if entry.factory.__module__.startswith("cached_transformers.")}
-    assert known >= ours >= {"grc", "rmt"}
 
 
 WIDTH, HEADS, ROWS, SEGMENT = 8, 2, 2, 4

@@ -212,14 +212,11 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
     refuses(message, create_memory, {"name": "memory_caching", **options}, WIDTH, HEADS)
 
 
-def test_a_memory_of_yours_below_is_one_that_says_what_its_states_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_of_yours_below_answers_and_hears_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MEMORIES, "_entries", dict(MEMORIES._entries))
     MEMORIES.register("unmixed")(Unmixed)
     assert snapshot_memories() == ["infini", "titans", "ttt", "unmixed"]
     assert isinstance(MemoryCaching(WIDTH, HEADS, over="unmixed").over, Unmixed)
     refuses(r"read='soup'.*read='gated'", MemoryCaching, WIDTH, HEADS, over="unmixed", read="soup")
-
-
-def test_what_the_model_says_reaches_the_memory_below_and_presets_hold_there() -> None:
     memory: Any = create_memory(caching({"name": "titans", "preset": "long"}), WIDTH, HEADS, causal=False)
     assert memory.over.gates == "stretched" and memory.over.causal is False

@@ -202,7 +202,7 @@ def test_a_bottleneck_is_its_slow_twin(norm: str) -> None:
     )
 
 
-def test_attention_grows_with_the_segment_as_the_segment_does() -> None:
+def test_what_a_bottleneck_costs_and_refuses() -> None:
     stack = bottleneck_of().float()
 
     def flops(n: int) -> int:
@@ -211,9 +211,6 @@ def test_attention_grows_with_the_segment_as_the_segment_does() -> None:
         return counter.get_total_flops()
 
     assert flops(400) - flops(300) == flops(300) - flops(200) > 0
-
-
-def test_a_causal_model_and_a_core_without_other_keys_are_refused() -> None:
     with pytest.raises(ValueError, match="bottleneck=True"):
         create_model("language_model", vocabulary=9, width=WIDTH, depth=1, heads=HEADS, feed_forward=8, memory=SPEC)
     with pytest.raises(ValueError, match="needs cross"):

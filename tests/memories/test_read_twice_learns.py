@@ -67,11 +67,8 @@ def heard(memory: dict[str, Any] | None, passes: int) -> float:
     return (answers[0] - answers[1]).abs().max().item()
 
 
-def test_a_question_is_answered_from_the_last_block() -> None:
+def test_a_question_is_answered_from_the_last_block_and_not_without_a_memory() -> None:
     assert answered(DOCUMENT, passes=2) > 0.95
-
-
-def test_the_task_cannot_be_solved_without_a_memory() -> None:
     assert answered(None, 1, steps=200) < 1 / VALUES + 0.05
 
 

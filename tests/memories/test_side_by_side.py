@@ -198,12 +198,9 @@ def test_what_does_not_fit_is_refused_when_it_is_built(memory: Any, message: str
     refuses(message, build, memory)
 
 
-def test_a_core_that_one_of_them_cannot_use_is_refused_by_that_name() -> None:
+def test_cores_and_places_that_cannot_take_several_say_so() -> None:
     with pytest.raises(ValueError, match="memory Memorizing needs lse"):
         build([GRC, {"name": "memorizing", "layer": 1, "joint": True}], attention="linear")
-
-
-def test_places_that_take_one_memory_say_so() -> None:
     with pytest.raises(ValueError, match=r"memory=\[grc_stream, transformer_xl\]"):
         add_memory(nn.TransformerEncoderLayer(WIDTH, HEADS), [GRC, XL])  # type: ignore[arg-type]
     refuses("RMT spans the layers, and a list with it is for", create_memory, [GRC, "rmt"], WIDTH, HEADS)

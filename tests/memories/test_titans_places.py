@@ -207,10 +207,12 @@ def test_cuts_at_multiples_of_its_chunk_change_nothing(cut: int) -> None:
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-9)
 
 
-def test_kept_keys_of_another_memory_would_differ_between_training_and_evaluation() -> None:
+def test_kept_keys_and_hosts_with_projections_of_their_own() -> None:
     for order in (1, -1):
         with pytest.raises(ValueError, match=r"TransformerXL.*'hidden'"):
             build([{**WINDOW, "keep": "kv"}, MAL][::order])
+    with pytest.raises(ValueError, match=r"'titans'.*in_front.*place='gate'"):
+        add_memory(LLAMA.build(), {"name": "titans", "place": "layer"}, segment_length=8)
 
 
 class Doubling(LayerMemory):
@@ -248,8 +250,3 @@ def test_a_memory_of_yours_stands_there_with_one_word_and_generates(monkeypatch:
     with pytest.warns(ReadsAgain, match="memory Doubling"):
         found = model.generate(prompt, tokens=8, temperature=0, segment_length=SEGMENT)
     assert torch.equal(found.tokens, plain.generate(prompt, tokens=8, temperature=0, segment_length=SEGMENT).tokens)
-
-
-def test_a_host_whose_projections_are_its_own_takes_it_behind_attention_alone() -> None:
-    with pytest.raises(ValueError, match=r"'titans'.*in_front.*place='gate'"):
-        add_memory(LLAMA.build(), {"name": "titans", "place": "layer"}, segment_length=8)

@@ -180,16 +180,13 @@ def test_under_autocast_it_differs_by_rounding() -> None:
     assert abs(plain - diagonal) < 1e-2
 
 
-def test_buffers_may_be_read() -> None:
+def test_buffers_may_be_read_and_the_initial_state_is_trained() -> None:
     """Statistics are written only in training; without gradient, tensors have no version counter."""
     model = build(next(case for case in LAYERED if case.attention == "routing")).eval()
     inputs, targets = batch(4 * SEGMENT)
     plain, loop = (SegmentLoop(model, SEGMENT, schedule=s) for s in ("segments", "diagonal"))
     with torch.inference_mode():
         torch.testing.assert_close(plain(inputs, targets)[0], loop(inputs, targets)[0], rtol=0, atol=1e-10)
-
-
-def test_the_initial_state_is_trained() -> None:
     model = build(GRC)
     tune_initial_state(model, batch(2 * SEGMENT)[0][:1], segment_length=SEGMENT)
     plain = both(model, everything(4))

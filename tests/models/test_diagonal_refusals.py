@@ -81,11 +81,13 @@ def test_other_loops_and_words_are_refused() -> None:
     refuses("targets of shape", next, read_diagonally(made(), [(batch(6)[0], batch(5)[1], None)]))
 
 
-def test_a_stream_keeps_its_rows() -> None:
+def test_a_stream_keeps_its_rows_and_buffers_are_not_lost() -> None:
     inputs, _ = batch(2 * SEGMENT)
     first, second = inputs.split(SEGMENT, 1)
     with pytest.raises(ValueError, match=r"the state has 3 rows .*, the segment 2"):
         list(read_diagonally(made(), [(first, None, None), (second[:2], None, None)]))
+    with pytest.raises(ValueError, match=r"0,.*feed_forward\.count"):
+        SegmentLoop(with_feed_forward(Exchanging), SEGMENT, schedule="diagonal")(*batch(2 * SEGMENT))
 
 
 def test_a_forward_that_is_not_made_of_the_parts_is_refused() -> None:
@@ -113,11 +115,6 @@ class Exchanging(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.count = self.count + x.mean()
         return x
-
-
-def test_buffers_that_would_be_lost_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"0,.*feed_forward\.count"):
-        SegmentLoop(with_feed_forward(Exchanging), SEGMENT, schedule="diagonal")(*batch(2 * SEGMENT))
 
 
 def test_other_errors_in_a_group_stay_what_they_are() -> None:

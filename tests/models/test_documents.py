@@ -117,7 +117,7 @@ def test_a_row_goes_on_with_its_state_unless_it_is_reset() -> None:
     assert got != loop(inputs, targets, before, reset)[0]
 
 
-def test_a_row_without_a_token_keeps_its_state() -> None:
+def test_a_row_without_a_token_and_values_of_padding_change_nothing() -> None:
     model = build().eval()
     inputs, _ = text(PACKED)
     before = model(inputs[:, :5]).state
@@ -126,9 +126,6 @@ def test_a_row_without_a_token_keeps_its_state() -> None:
     torch.testing.assert_close(kept, was, rtol=0, atol=0)
     assert not torch.equal(found.state.model[0][0], before.model[0][0])
     assert (found.outputs[1] == 0).all()
-
-
-def test_what_stands_in_padding_changes_nothing() -> None:
     model = build().eval()
     inputs, targets = text(PACKED)
     other = torch.where(PACKED < 0, (inputs + 3) % VOCABULARY, inputs)
@@ -267,13 +264,17 @@ class Once(nn.Module):
         return ModelOutput(torch.zeros(4, 3), torch.zeros(4), torch.zeros(()))
 
 
-def test_a_memory_of_all_rows_is_refused_in_training_alone() -> None:
+def test_a_memory_of_all_rows_is_refused_in_training_and_operations_are_counted() -> None:
     model = build()
     model.stack.blocks[0].attention.memory.shared = True
     model.stack.blocks[0].attention.memory.train()
     inputs, _ = text(PACKED)
     refuses(r"documents: memory .* is one for all rows", model, inputs, documents=PACKED)
     model.eval()(inputs, documents=PACKED)
+    model = build()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = torch.zeros(2, 6, dtype=torch.long)
+        assert model(inputs, documents=inputs).outputs.shape == (2, 6, VOCABULARY)
 
 
 def test_the_model_inside_may_be_compiled_and_the_loop_not() -> None:
@@ -285,13 +286,6 @@ def test_the_model_inside_may_be_compiled_and_the_loop_not() -> None:
         torch.testing.assert_close(SegmentLoop(inside, 8)(inputs, targets, documents=PACKED)[0], want)
     whole = torch.compile(model, backend="eager", fullgraph=True)
     refuses("documents in a compiled call", whole, inputs, documents=PACKED, error=Exception)
-
-
-def test_operations_are_counted_without_values() -> None:
-    model = build()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        inputs = torch.zeros(2, 6, dtype=torch.long)
-        assert model(inputs, documents=inputs).outputs.shape == (2, 6, VOCABULARY)
 
 
 @pytest.mark.parametrize("kind", [SegmentLoop, ReplayLoop])

@@ -280,17 +280,14 @@ def test_embeddings_are_shared_as_told() -> None:
     assert model(sources(), said()).outputs.shape == (ROWS, T, W)
 
 
-def test_default_sizes_are_those_of_the_iwslt_models() -> None:
+def test_default_sizes_are_of_iwslt_and_buckets_are_t5s() -> None:
     """fairseq's transformer_iwslt_de_en with one dictionary of 10,000 types has 36.7 million parameters."""
     with torch.device("meta"):
         model = EncoderDecoder(10_000)
     blocks = 6 * (4 * 512 * 512 + 2 * 512 * 1024) + 6 * (8 * 512 * 512 + 2 * 512 * 1024)
     vectors = 6 * (4 * 512 + 1024 + 512 + 4 * 512) + 6 * (8 * 512 + 1024 + 512 + 6 * 512) + 4 * 512
     assert sum(p.numel() for p in model.parameters()) == 10_000 * 512 + blocks + vectors
-
-
-def test_buckets_are_t5s() -> None:
-    """Values that were checked against the published function."""
+    # Values that were checked against the published function.
     both, causal = BucketedPositions(1), BucketedPositions(1, causal=True)
     distance = torch.tensor([0, 7, 8, 11, 12, 15, 16, 23, 32, 46, 64, 90, 91, 1000])
     want = [0, 7, 8, 8, 9, 9, 10, 11, 12, 13, 14, 14, 15, 15]

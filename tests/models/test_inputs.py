@@ -109,12 +109,6 @@ def test_images(make: Callable[[], nn.Module]) -> None:
         refuses(message, make(), images)
 
 
-def test_a_cache_is_not_updated_by_nothing() -> None:
-    cache = GatedRecurrentCache(4, 3)
-    for rows, tokens in ((0, 5), (2, 0)):
-        refuses(f"a batch of {rows} rows of {tokens} tokens has nothing to update", cache, torch.zeros(rows, tokens, 4))
-
-
 @pytest.mark.parametrize(
     ("part", "message"),
     [
@@ -126,7 +120,7 @@ def test_a_cache_is_not_updated_by_nothing() -> None:
     ],
 )
 def test_options_out_of_range(part: dict[str, Any], message: str) -> None:
-    refuses(message, vision(**part), IMAGES)
+    refuses(message, lambda: vision(**part)(IMAGES))
 
 
 SIZES = ("width", "depth", "heads", "feed_forward")
@@ -158,12 +152,16 @@ def test_a_signature_names_every_option_once_with_default_and_type(
     assert "  memory: MemorySpec = None" in lines and "  attention: AttentionSpec = 'softmax'" in lines
 
 
-def test_sizes_may_stand_without_their_names_and_options_reach_the_stack() -> None:
+def test_sizes_and_options_reach_the_stack_and_recipes_are_checked() -> None:
     model = LanguageModel(11, 16, 2, 2, 32, norm="post")
     torch.manual_seed(0)
     named = LanguageModel(vocabulary=11, width=16, depth=2, heads=2, feed_forward=32, norm="post")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), named.parameters(), strict=True))
     assert isinstance(model.stack.norm, torch.nn.Identity)
+    refuses(r"model\.norm=3", load_config, "demo_text", ["model.norm=3"])
+    cache = GatedRecurrentCache(4, 3)
+    for rows, tokens in ((0, 5), (2, 0)):
+        refuses(f"a batch of {rows} rows of {tokens} tokens has nothing to update", cache, torch.zeros(rows, tokens, 4))
 
 
 @pytest.mark.parametrize("name", NEEDED)
@@ -197,10 +195,6 @@ def test_sizes_are_checked_alike_in_all_models(name: str, options: dict[str, int
 )
 def test_other_options_are_checked_too(options: dict[str, Any], message: str) -> None:
     refuses(message, StackOptions, **SMALL, **options)
-
-
-def test_a_recipe_is_checked_against_the_types() -> None:
-    refuses(r"model\.norm=3", load_config, "demo_text", ["model.norm=3"])
 
 
 @pytest.mark.parametrize("name", NEEDED)

@@ -51,16 +51,13 @@ def test_a_state_of_other_options_is_refused(name: str, option: str, value: Any,
     assert states.signature(same(tokens(), state).state) == states.signature(state)
 
 
-def test_a_state_fits_a_model_that_never_made_one_and_one_whose_memory_is_longer_in_evaluation() -> None:
+def test_a_state_fits_other_models_but_not_of_another_dtype() -> None:
     model = build(memory={**XL, "eval_length": 7})
     state = model(tokens()).state
     fresh = build(memory={**XL, "eval_length": 7}).eval()
     fresh.load_state_dict(model.state_dict())
     out = fresh(tokens(), state)
     assert states.signature(out.state) == states.signature(state)
-
-
-def test_a_model_cast_to_another_dtype_expects_states_of_that() -> None:
     model = build()
     state = model(tokens()).state
     model.double()

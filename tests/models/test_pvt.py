@@ -200,22 +200,16 @@ def test_without_class_token_as_in_detection() -> None:
     torch.testing.assert_close(model(images), model.forward_features(images).mean(1))
 
 
-def test_a_checkpoint_of_another_image_size_computes_the_same() -> None:
+def test_positions_of_other_sizes_no_square_map_and_half_precision() -> None:
     """Positions interpolated when loading, or at each pass: the same model."""
     model, larger = disturbed(small()).eval(), small(img_size=(96, 160)).eval()
     larger.load_state_dict(published_weights({"model": model.state_dict()}, larger))
     images = torch.randn(2, 3, 96, 160)
     torch.testing.assert_close(larger(images), model(images))
-
-
-def test_positions_of_no_square_map_are_refused() -> None:
     oblong, model = small(img_size=(96, 32)), small()
     refuses(r"pos_embed1.*192.*16.*16", published_weights, oblong.state_dict(), model)
     same = small(img_size=(96, 32))
     same.load_state_dict(published_weights(oblong.state_dict(), same))
-
-
-def test_positions_in_half_precision() -> None:
     positions = torch.randn(1, 17, 8)
     half = resize_positions(positions.bfloat16(), (4, 4), (6, 5), prefix=1)
     whole = resize_positions(positions, (4, 4), (6, 5), prefix=1)
@@ -294,15 +288,12 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
     refuses(message, small, **options)
 
 
-def test_images_too_small_are_refused_and_the_smallest_are_not() -> None:
+def test_images_too_small_are_refused_and_biases_may_be_absent() -> None:
     model = small()
     refuses(r"31.*64.*32.*32", model, torch.randn(1, 3, 31, 64))
     refuses("indices=5", model.forward_intermediates, torch.randn(1, 3, 64, 64), indices=5)
     refuses("output_fmt='NLC'", model.forward_intermediates, torch.randn(1, 3, 64, 64), output_fmt="NLC")
     assert model(torch.randn(1, 3, 32, 33)).shape == (1, 5)
-
-
-def test_attention_without_biases() -> None:
     layer = SpatialReductionAttention(8, 2, sr_ratio=2, qkv_bias=False)
     assert layer.q.bias is None and layer.kv.bias is None
     assert layer(torch.randn(2, 16, 8), (4, 4)).shape == (2, 16, 8)

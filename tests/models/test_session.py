@@ -92,18 +92,7 @@ def test_saved_it_goes_on_in_another_process(make: Callable[[], Any], tmp_path: 
         torch.testing.assert_close(a, b, rtol=0, atol=max(b.abs().flatten().tolist(), default=0) / 100)
 
 
-def test_of_other_weights_or_segments_it_is_refused(tmp_path: Path) -> None:
-    model = ours()
-    found = session(model)
-    found.read(words(1, 9))
-    found.save(tmp_path / "a")
-    refuses("here 7", Session.load, model, tmp_path / "a", 7)
-    with torch.no_grad():
-        next(model.parameters())[0, 0] += 1e-6
-    refuses("LanguageModel", Session.load, model, tmp_path / "a", LENGTH)
-
-
-def test_bad_input() -> None:
+def test_what_does_not_fit_a_session_is_refused(tmp_path: Path) -> None:
     model = ours()
     refuses("give segment_length", Session, model)
     refuses("segment_length=0", Session, model, 0)
@@ -112,6 +101,14 @@ def test_bad_input() -> None:
     refuses(r"one text, \(1, tokens\), not \(2, 3\)", found.read, words(2, 3))
     found.read(words(1, 0))
     assert found.tokens == 0
+    model = ours()
+    found = session(model)
+    found.read(words(1, 9))
+    found.save(tmp_path / "a")
+    refuses("here 7", Session.load, model, tmp_path / "a", 7)
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += 1e-6
+    refuses("LanguageModel", Session.load, model, tmp_path / "a", LENGTH)
 
 
 def test_without_memory_all_is_one_segment(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_enough_beams_find_the_best_of_all_targets(penalty: float) -> None:
         assert rank == pytest.approx(max(ranks[row]), abs=1e-4)
 
 
-def test_a_row_is_translated_as_if_it_were_alone() -> None:
+def test_a_row_is_translated_alone_and_a_source_may_be_padding() -> None:
     model = build(target_vocabulary=W)
     options: dict[str, Any] = {"begin": BEGIN, "end": END, "beams": 3}
     together = translate(model, sources(), padding=PADDING, **options)
@@ -90,10 +90,7 @@ def test_a_row_is_translated_as_if_it_were_alone() -> None:
         torch.testing.assert_close(alone.score_B[0], together.score_B[row])
     assert len(set(together.length_B.tolist())) > 1  # they were done at different steps
     assert (together.tokens_BT[torch.arange(together.tokens_BT.shape[1]) >= together.length_B[:, None]] == END).all()
-
-
-def test_a_source_of_padding_alone_is_no_obstacle() -> None:
-    """An empty line, which has no token to attend."""
+    # An empty line, which has no token to attend.
     padding = PADDING.clone()
     padding[1] = True
     for kind in ("pre", "t5", "grc"):

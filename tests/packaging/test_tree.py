@@ -65,13 +65,14 @@ def test_no_tracked_file_names_a_path_of_one_machine() -> None:
     assert found == []
 
 
-def test_public_names_exist() -> None:
+def test_public_names_exist_and_the_package_is_typed() -> None:
     names = [m.name for m in pkgutil.walk_packages(cached_transformers.__path__, "cached_transformers.")]
     modules = [importlib.import_module(n) for n in ["cached_transformers", *names] if not n.endswith("__main__")]
     missing = [f"{m.__name__}.{name}" for m in modules for name in getattr(m, "__all__", ()) if not hasattr(m, name)]
     assert missing == []
     repeated = [m.__name__ for m in modules if len(set(getattr(m, "__all__", ()))) != len(getattr(m, "__all__", ()))]
     assert repeated == []
+    assert (Path(cached_transformers.__file__).parent / "py.typed").is_file()
 
 
 ROOMS = [
@@ -95,10 +96,6 @@ def test_what_others_register_is_not_exported(monkeypatch: pytest.MonkeyPatch) -
     MEMORIES.register("of_a_user")(type("OfAUser", (), {}))
     found = MEMORIES.import_files(memories.__name__, memories.__path__)
     assert "OfAUser" not in found and found["TransformerXL"] is MEMORIES.entry("transformer_xl").factory
-
-
-def test_package_is_marked_as_typed() -> None:
-    assert (Path(cached_transformers.__file__).parent / "py.typed").is_file()
 
 
 def test_source_tree_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,15 +29,12 @@ QUICK = ProbeSizes(width=16, depth=1, heads=2, feed_forward=16, steps=60, check_
 RMT = {"name": "rmt", "length": 2}
 
 
-def test_a_curriculum_goes_on_by_half_as_far_again() -> None:
+def test_a_curriculum_grows_by_half_or_by_its_stages() -> None:
     assert Course(1, 7).stages == [1, 2, 3, 4, 6, 7]
     assert Course(3, 20).stages == [3, 4, 6, 9, 13, 19, 20]
     assert Course(4, 4).stages == [4]
     for wrong, said in (((3, 2), r"distances 3\.\.2"), ((0, 0), r"distances 0\.\.0"), ((1, 3, 95.0), r"solved=95\.0")):
         refuses(said, Course, *wrong)
-
-
-def test_a_curriculum_goes_through_the_stages_that_it_is_told() -> None:
     paper = Course(1, 50, through=(1, 2, 3, 5, 10, 20, 50))
     assert paper.stages == [1, 2, 3, 5, 10, 20, 50]
     assert Course(**json.loads(json.dumps(dataclasses.asdict(paper)))) == paper
@@ -48,14 +45,11 @@ def test_a_curriculum_goes_through_the_stages_that_it_is_told() -> None:
     assert list(easy.solved_at) == [1, 2, 5]
 
 
-def test_the_ladder_ends_where_the_text_does() -> None:
+def test_the_ladder_ends_with_the_text_and_the_rate_falls() -> None:
     assert ladder(16, 16_000) == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
     assert ladder(16, 1_200) == [1, 2, 5, 10, 20, 50, 75]
     assert ladder(16, 10) == [1]
     assert ladder(16, 1_000_000)[9:] == [1000, 10_000, 62_500]
-
-
-def test_the_rate_rises_stays_and_falls() -> None:
     rates = [_rate(step, falls_from=60, settling=40, warm=10) for step in range(100)]
     assert rates[0] == 0.1 and rates[9:61] == [1.0] * 52
     assert all(a > b for a, b in itertools.pairwise(rates[60:])) and rates[-1] < 0.01
@@ -201,15 +195,6 @@ def test_a_training_that_is_cut_off_leaves_no_weights(tmp_path: Path, monkeypatc
     assert len(trials(4).missing()) == 1  # the trial whose weights were overwritten
 
 
-def test_asking_ends_where_a_memory_is_near_a_guess(tmp_path: Path) -> None:
-    trials = FarTrials(["rmt"], ["latch"], 2, 1, 8, tmp_path, course=Course(1, 2), far=4000)
-    results = dict(trials.train(trials.missing(), jobs=1))
-    [answers] = [result["far"] for trial, result in results.items() if trial.memory == "rmt"]
-    assert list(answers) == ["1", "2", "5"] and trials.missing() == []
-    [alone] = [result["far"] for trial, result in results.items() if trial.arm == "no memory"]
-    assert list(map(int, alone)) == ladder(4, 4000), "what carries nothing costs nothing to ask"
-
-
 @pytest.mark.parametrize("taps", [1, 3])
 def test_segments_in_which_nothing_is_asked_change_no_answer_of_what_reads_each_alone(taps: int) -> None:
     task = PROBES.create("mqar", segment=32)
@@ -222,10 +207,16 @@ def test_segments_in_which_nothing_is_asked_change_no_answer_of_what_reads_each_
     assert score(model, task, 7, 64, stateless=True) == whole and len(read) == 9
 
 
-def test_tokens_are_held_up_to_the_first_that_are_not() -> None:
+def test_tokens_are_held_to_the_first_that_are_not_and_asking_ends_there(tmp_path: Path) -> None:
     answers = {"1": [1.0, 1.0], "10": [0.995, 0.99], "2": [1.0, 1.0], "20": [0.98, 0.9], "50": [1.0, 1.0]}
     assert held_tokens({"far": answers}, 16) == 160
     assert held_tokens({"far": {"1": [0.5, 0.5]}}, 16) == 0
+    trials = FarTrials(["rmt"], ["latch"], 2, 1, 8, tmp_path, course=Course(1, 2), far=4000)
+    results = dict(trials.train(trials.missing(), jobs=1))
+    [answers] = [result["far"] for trial, result in results.items() if trial.memory == "rmt"]
+    assert list(answers) == ["1", "2", "5"] and trials.missing() == []
+    [alone] = [result["far"] for trial, result in results.items() if trial.arm == "no memory"]
+    assert list(map(int, alone)) == ladder(4, 4000), "what carries nothing costs nothing to ask"
 
 
 def test_memory_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,10 +60,6 @@ def asked(episode: Episode) -> Iterator[tuple[list[int], list[tuple[int, int]]]]
         yield inputs, [(place, target) for place, target in enumerate(targets) if target != IGNORED]
 
 
-def test_every_task_has_a_solver() -> None:
-    assert {*SOLVERS, "babilong"} == set(PROBES.names())
-
-
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_the_answers_are_those_that_the_episode_tells(case: str) -> None:
     task, solver = made(case), SOLVERS[case.partition("/")[0]]
@@ -152,14 +148,18 @@ def test_noise_is_the_same_drawn_at_once_and_in_pieces(name: str, monkeypatch: p
         assert torch.equal(draw(task, 20, rows=3).inputs_BN, whole.inputs_BN)
 
 
-def test_places_and_keys_are_drawn_without_repetition_and_evenly() -> None:
+def test_places_keys_and_decoys_are_drawn_evenly() -> None:
     drawn_BK = distinct(20_000, 3, 5, torch.Generator().manual_seed(0))
     assert all(len(set(row)) == 3 for row in drawn_BK.tolist())
     counts = Counter(map(tuple, drawn_BK.tolist()))
     assert len(counts) == 60 and max(counts.values()) < 20_000 / 60 * 1.25 and min(counts.values()) > 20_000 / 60 * 0.75
+    task = PROBES.create("latch", decoys=True)
+    middle = draw(task, 4).inputs_BN[:, task.segment : -task.segment]
+    assert ((middle >= 4) & (middle < 8)).sum(1).eq(3).all()
+    assert {*SOLVERS, "babilong"} == set(PROBES.names())
 
 
-def test_questions_of_mqar_follow_the_power_law() -> None:
+def test_mqar_has_the_papers_form_and_power_law() -> None:
     """The first follows the law, the second the law without the first."""
     a, slots = 0.3, 6
     drawn_BQ = power_law_slots(40_000, 2, slots, a, torch.Generator().manual_seed(0))
@@ -169,10 +169,7 @@ def test_questions_of_mqar_follow_the_power_law() -> None:
     for column, expected in ((0, law), (1, left)):
         found = drawn_BQ[:, column].bincount(minlength=slots) / 40_000
         assert torch.allclose(found.double(), torch.as_tensor(expected), atol=0.01)
-
-
-def test_mqar_has_the_papers_form() -> None:
-    """Pairs first, then each key once at the first token of a slot, its value the target there, blanks elsewhere."""
+    # Pairs first, then each key once at the first token of a slot, its value the target there, blanks elsewhere.
     task = PROBES.create("mqar", vocabulary=8192, pairs=8, segment=128, spread=0.01)
     inputs_BN, targets_BN = draw(task, 0, rows=300)
     assert (inputs_BN[:, 0:16:2] < 4096).all() and (inputs_BN[:, 1:16:2] >= 4096).all()
@@ -181,12 +178,6 @@ def test_mqar_has_the_papers_form() -> None:
     assert (inputs_BN[:, 16:][~asked_BN[:, 16:]] == 0).all()
     early = asked_BN[:, 16:72].sum() / asked_BN.sum()
     assert early > 0.6, "questions come early"
-
-
-def test_one_decoy_stands_in_each_segment_between() -> None:
-    task = PROBES.create("latch", decoys=True)
-    middle = draw(task, 4).inputs_BN[:, task.segment : -task.segment]
-    assert ((middle >= 4) & (middle < 8)).sum(1).eq(3).all()
 
 
 RECORDED = {

@@ -51,8 +51,9 @@ ALIKE = (
 )
 
 
-def test_there_is_one_for_every_row():
+def test_there_is_one_for_every_row_and_two_for_every_track() -> None:
     assert set(NAMES) == set(SIZES)
+    assert set(TRACKED) == {f"{track}_{kind}" for track in (*TRACKS, "multi30k_en_de") for kind in ("plain", "grc")}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -145,10 +146,6 @@ FEW += ["training.average_last=2", "training.device=cpu"]
 SMALL = ["data.vocabulary_size=280", "data.max_length=64", "model.depth=1", "model.width=32", "evaluation.tokens=4"]
 
 
-def test_every_track_has_both() -> None:
-    assert set(TRACKED) == {f"{track}_{kind}" for track in (*TRACKS, "multi30k_en_de") for kind in ("plain", "grc")}
-
-
 @pytest.mark.parametrize("name", [n for n in TRACKED if n.endswith("_grc")])
 def test_the_two_differ_in_the_memory_alone(name: str) -> None:
     grc, plain = load_config(name), load_config(name.replace("_grc", "_plain"))
@@ -170,7 +167,7 @@ def test_the_tracks_have_the_settings_of_the_paper(name: str) -> None:
     assert rates == pytest.approx([1.5e-4, 1.5e-3, 7.5e-4], rel=1e-3)
 
 
-def test_the_plain_model_has_the_size_of_transformer_iwslt_de_en() -> None:
+def test_plain_translators_have_the_published_sizes() -> None:
     config = load_config("iwslt14_de_en_plain")
     with torch.device("meta"):
         model = create_model(**config.model, vocabulary=10_000)
@@ -180,9 +177,6 @@ def test_the_plain_model_has_the_size_of_transformer_iwslt_de_en() -> None:
     encoder = 6 * (attention + feed_forward + 4 * width) + 2 * width
     decoder = 6 * (2 * attention + feed_forward + 6 * width) + 2 * width
     assert count_parameters(model) == encoder + decoder + 10_000 * width
-
-
-def test_transformer_tiny_is_that_of_its_paper() -> None:
     model = load_config("multi30k_en_de_plain").model
     assert [model[key] for key in ("width", "depth", "heads", "feed_forward")] == [128, 4, 4, 256]
 

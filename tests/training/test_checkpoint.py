@@ -33,14 +33,6 @@ def save(checkpoints: Checkpoints, step: int, best: int | None = None):
     return checkpoints.save(step, CONFIG, weights, training, None if best is None else {"step": best})
 
 
-def test_what_is_saved_is_read_back(tmp_path):
-    path = save(Checkpoints(tmp_path / "checkpoints"), 7)
-    stored = read_checkpoint(path)
-    assert (stored.step, stored.config) == (7, CONFIG)
-    assert torch.equal(stored.weights["w"], torch.full((3, 2), 7.0))
-    assert stored.training["numbers"] == [7, 0.5]
-
-
 def test_tied_weights_are_saved(tmp_path):
     shared = torch.ones(2, 2)
     path = Checkpoints(tmp_path).save(1, CONFIG, {"a": shared, "b": shared.t()}, {}, None)
@@ -82,9 +74,14 @@ def test_a_bad_checkpoint_is_refused_and_the_one_before_taken(tmp_path, name, da
     refuses(r"no checkpoint in .* can be read", checkpoints.newest_valid)
 
 
-def test_no_checkpoint_is_not_an_error(tmp_path):
+def test_what_is_saved_is_read_back_and_nothing_is_no_error(tmp_path):
     assert Checkpoints(tmp_path / "none").newest_valid() == (None, [])
     refuses("there is no such folder", read_checkpoint, tmp_path / "none")
+    path = save(Checkpoints(tmp_path / "checkpoints"), 7)
+    stored = read_checkpoint(path)
+    assert (stored.step, stored.config) == (7, CONFIG)
+    assert torch.equal(stored.weights["w"], torch.full((3, 2), 7.0))
+    assert stored.training["numbers"] == [7, 0.5]
 
 
 @pytest.mark.parametrize("failing", ["model.safetensors", "training.pt", "meta.json"])

@@ -43,15 +43,14 @@ def test_yaml_round_trip_keeps_the_configuration(tmp_path):
     assert config_hash(again) == config_hash(config)
 
 
-def test_overrides_are_typed_as_yaml():
+def test_overrides_are_typed_names_open_up_and_dumps_are_plain():
     config = build("training.steps=7", "optimizer.learning_rate=1e-4", "training.tensorboard=true")
     assert (config.training.steps, config.optimizer.learning_rate, config.training.tensorboard) == (7, 1e-4, True)
-
-
-def test_a_bare_name_opens_up_for_an_option():
     tree = {"model": {"memory": "grc"}}
     apply_override(tree, "model.memory.ratio=0.25")
     assert tree == {"model": {"memory": {"name": "grc", "ratio": 0.25}}}
+    assert yaml.safe_load(config_to_yaml(build()))["training"]["batch_size"] == 8
+    assert parse_yaml("2024-01-01", "x") == "2024-01-01"
 
 
 def test_a_memory_of_a_recipe_may_be_a_preset():
@@ -111,11 +110,16 @@ def test_missing_section_and_broken_yaml_are_named(tmp_path):
     refuses(r"'digits_vit_grcc'.*'digits_vit_grc'", load_config, "digits_vit_grcc")
 
 
-def test_the_model_learns_from_the_data_only_what_the_recipe_leaves_out():
+def test_sizes_are_of_the_data_and_fit_them():
     described = {"classes": 4, "image_size": 8}
     assert fill_from_data(build(), described).model == {"name": "standin_mlp", "classes": 4}
     assert fill_from_data(build("model.classes=9"), described).model["classes"] == 9
     refuses("'standin_rows'", fill_from_data, build(), {})
+    refuses(r"model\.classes=3.*'standin_rows'.*classes=4", fill_from_data, build("model.classes=3"), {"classes": 4})
+    text = build("model={name: language_model, vocabulary: 5}")
+    refuses(r"model\.vocabulary=5.*vocabulary=9", fill_from_data, text, {"vocabulary": 9})
+    images = build("model={name: vision_transformer, patch_size: 2, channels: 3}")
+    refuses(r"model\.channels=3.*channels=1", fill_from_data, images, {"image_size": 8, "channels": 1, "classes": 2})
 
 
 def test_a_memory_learns_from_the_data_where_sentences_end():
@@ -138,10 +142,6 @@ def test_keys_that_may_differ_between_resumptions_do_not_change_the_hash():
     other = build("optimizer.learning_rate=0.5")
     assert config_hash(old) != config_hash(other)
     assert differing_keys(config_to_dict(old), config_to_dict(other)) == ["optimizer.learning_rate: 0.01 -> 0.5"]
-
-
-def test_dumped_yaml_is_plain():
-    assert yaml.safe_load(config_to_yaml(build()))["training"]["batch_size"] == 8
 
 
 @pytest.mark.parametrize("registry", LISTED.values(), ids=lambda registry: registry.kind)
@@ -201,10 +201,6 @@ def test_a_path_is_text(name, path):
     refuses(r"data\.path", build, f"data={{name: {name}, path: {path}}}")
 
 
-def test_a_date_is_text_as_the_name_of_a_folder():
-    assert parse_yaml("2024-01-01", "x") == "2024-01-01"
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -229,14 +225,6 @@ def test_what_the_model_gives_is_no_option(kind):
             tree = {**standin.recipe(), "model": {"name": "language_model", kind: {"name": entry.name, option: 2}}}
             refuses(rf"model\.{kind}\.{option}=2 is set by the model", config_from_dict, tree)
         assert not {line.partition(":")[0] for line in entry.facts()["options"]} & {*registry.given}
-
-
-def test_sizes_must_fit_those_of_the_data():
-    refuses(r"model\.classes=3.*'standin_rows'.*classes=4", fill_from_data, build("model.classes=3"), {"classes": 4})
-    text = build("model={name: language_model, vocabulary: 5}")
-    refuses(r"model\.vocabulary=5.*vocabulary=9", fill_from_data, text, {"vocabulary": 9})
-    images = build("model={name: vision_transformer, patch_size: 2, channels: 3}")
-    refuses(r"model\.channels=3.*channels=1", fill_from_data, images, {"image_size": 8, "channels": 1, "classes": 2})
 
 
 def test_large_and_deep_yaml_is_refused_and_many_keys_are_read():

@@ -132,14 +132,11 @@ def test_a_process_that_does_not_come_is_named(rank: int, missing: int) -> None:
         agreed_name(torch.distributed.HashStore(), rank, 2, 0.02)
 
 
-def test_the_drill_draws_moments_that_each_start_reaches() -> None:
+def test_the_drill_draws_reachable_moments_and_sees_a_bit() -> None:
     kills = elastic.draw(200, 100, 5, seed=0)
     assert [kill.step for kill in kills] == sorted(kill.step for kill in kills) and kills[-1].step <= 90
     assert {kill.kind for kill in kills} == set(elastic.KINDS) and {kill.rank for kill in kills} == {0, 1}
     assert kills == elastic.draw(200, 100, 5, seed=0) != elastic.draw(200, 100, 5, seed=1)
-
-
-def test_the_drill_sees_a_bit() -> None:
     tree = {"w": torch.tensor([0.0, 1.0]), "seconds": 1.0, "n": [1, (2, "x")]}
     _runs._same_tree("t", tree, {**tree, "w": tree["w"].clone(), "seconds": 2.0})
     for other in ({**tree, "w": torch.tensor([-0.0, 1.0])}, {**tree, "n": [1, (2, "y")]}, {"w": tree["w"]}):

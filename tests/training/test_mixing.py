@@ -87,12 +87,17 @@ def test_smoothing_in_the_loss_is_smoothing_in_the_labels_as_timm_does_it():
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
 
 
-def test_scores_of_shares_take_the_largest():
+def test_scores_of_shares_and_odd_pieces():
     logits = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]])
     shares = torch.tensor([[0.6, 0.4, 0.0], [0.7, 0.3, 0.0]])
     loss, correct, rows = sums(logits, shares, 3).tolist()
     assert (correct, rows) == (1, 2)
     assert loss == pytest.approx(-(shares * logits.log_softmax(-1)).sum().item(), rel=1e-6)
+    with pytest.raises(ValueError, match="leaves 3 rows; make it even"):
+        make_mixing(TrainingConfig(mixup=0.5, batch_size=6, accumulate=2), 5, 1)
+    assert make_mixing(TrainingConfig(), 5, 1) is None
+    with pytest.raises(ValueError, match="mix images; set both to 0 for other data"):
+        mixed(Batch(torch.zeros(4, 7, dtype=torch.long), torch.zeros(4, dtype=torch.long), None), mixup=1.0)
 
 
 def test_top_five_counts_where_there_are_more_than_ten_classes():
@@ -115,11 +120,3 @@ def test_a_model_may_have_room_for_more_classes_than_the_data(tmp_path, mixup):
     tree = {"name": "room", "data": {"name": "digits"}, "model": model, "training": training}
     summary = run_training(config_from_dict(tree), tmp_path / "run")
     assert "top5_accuracy" not in summary["test"] and 0 <= summary["test"]["accuracy"] <= 1
-
-
-def test_odd_pieces_and_other_data_are_refused():
-    with pytest.raises(ValueError, match="leaves 3 rows; make it even"):
-        make_mixing(TrainingConfig(mixup=0.5, batch_size=6, accumulate=2), 5, 1)
-    assert make_mixing(TrainingConfig(), 5, 1) is None
-    with pytest.raises(ValueError, match="mix images; set both to 0 for other data"):
-        mixed(Batch(torch.zeros(4, 7, dtype=torch.long), torch.zeros(4, dtype=torch.long), None), mixup=1.0)

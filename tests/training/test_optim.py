@@ -24,20 +24,19 @@ from cached_lab.training.optim import (
 from cached_transformers.loops.curriculum import AdaptiveCurriculum, Curriculum
 
 
-def test_inverse_square_root_is_that_of_the_long_range_arena():
+def test_rates_rise_and_fall_as_their_schedule_says():
     optimizer, schedule = OptimizerConfig(learning_rate=0.05), ScheduleConfig("inverse_sqrt", warmup_steps=1000)
     rates = {t: learning_rate(optimizer, schedule, t, 5000) for t in (1, 500, 1000, 2000, 5000)}
     expected = {1: 1.5811e-6, 500: 7.9057e-4, 1000: 1.5811e-3, 2000: 1.1180e-3, 5000: 7.0711e-4}
     assert rates == pytest.approx(expected, rel=1e-4)
-
-
-def test_cosine_rises_linearly_and_ends_at_its_floor():
     optimizer, schedule = OptimizerConfig(learning_rate=2.0), ScheduleConfig("cosine", 10, final_ratio=0.1)
     rates = [learning_rate(optimizer, schedule, t, 110) for t in range(1, 111)]
     assert rates[:10] == pytest.approx([0.2 * t for t in range(1, 11)])
     assert rates[59] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
     assert rates[-1] == pytest.approx(0.2)
     assert all(a > b for a, b in itertools.pairwise(rates[9:]))
+    rates = {learning_rate(OptimizerConfig(learning_rate=3.0), ScheduleConfig("constant"), t, 9) for t in range(1, 10)}
+    assert rates == {3.0}
 
 
 @pytest.mark.parametrize(("steps", "growth"), [(20, 2), (50, 5), (3, 1), (1, 1)])
@@ -49,11 +48,6 @@ def test_a_recipe_may_be_tried_for_fewer_steps_than_it_warms_up(steps, growth):
     assert rates[growth - 1 :] == sorted(rates[growth - 1 :], reverse=True) and (steps == 1 or rates[-1] == 0)
     assert warmup(schedule, steps) == growth and warmup(schedule, 51) == 50
     assert warmup(ScheduleConfig("constant", 50), steps) == 50
-
-
-def test_constant_without_warmup_is_constant():
-    rates = {learning_rate(OptimizerConfig(learning_rate=3.0), ScheduleConfig("constant"), t, 9) for t in range(1, 10)}
-    assert rates == {3.0}
 
 
 class Parts(nn.Module):
@@ -72,7 +66,7 @@ class Parts(nn.Module):
         return {"positions"}
 
 
-def test_only_matrices_decay():
+def test_matrices_decay_or_all():
     model = Parts()
     names = {id(p): n for n, p in model.named_parameters()}
     decay, keep = parameter_groups(model, 0.3)
@@ -80,9 +74,6 @@ def test_only_matrices_decay():
     kept = {names[id(p)] for p in keep["params"]}
     assert kept == {"gate", "token", "positions", "linear.bias", "norm.weight", "norm.bias"}
     assert (decay["weight_decay"], keep["weight_decay"]) == (0.3, 0.0)
-
-
-def test_all_decay_where_that_is_asked():
     decay, keep = build_optimizer(Parts(), OptimizerConfig(weight_decay=0.1, decay="all")).param_groups
     assert (len(decay["params"]), decay["weight_decay"]) == (7, 0.1) and not keep["params"]
 
@@ -97,7 +88,7 @@ def test_optimisers_carry_their_options_and_refuse_a_frozen_model():
         build_optimizer(model.requires_grad_(False), OptimizerConfig())
 
 
-def test_numbers_are_drawn_evenly_up_to_the_largest_of_the_stage() -> None:
+def test_numbers_are_drawn_evenly_or_are_the_largest() -> None:
     curriculum = Curriculum([1, 2, 5], steps_each=[100, 2000, 5000])
     drawn = list(curriculum)
     assert len(drawn) == len(curriculum) == 7100
@@ -106,9 +97,6 @@ def test_numbers_are_drawn_evenly_up_to_the_largest_of_the_stage() -> None:
         counts = Counter(part)
         assert set(counts) == set(range(1, largest + 1))
         assert all(abs(n - len(part) / largest) < 0.15 * len(part) / largest for n in counts.values())
-
-
-def test_the_largest_number_every_time() -> None:
     assert list(Curriculum([2, 3], steps_each=2, uniform=False)) == [2, 2, 3, 3]
 
 
@@ -157,15 +145,12 @@ def take(order: TrainingOrder, count: int) -> list[list[tuple[int, int]]]:
     return list(itertools.islice(order, count))
 
 
-def test_an_epoch_holds_every_row_once_and_epochs_differ():
+def test_an_epoch_holds_every_row_once_and_may_start_later():
     batches = take(TrainingOrder(12, 4, seed=3), 6)
     first, second = (list(itertools.chain(*batches[i : i + 3])) for i in (0, 3))
     assert sorted(index for _, index in first) == sorted(index for _, index in second) == list(range(12))
     assert {epoch for epoch, _ in first} == {0} and {epoch for epoch, _ in second} == {1}
     assert [index for _, index in first] != [index for _, index in second]
-
-
-def test_starting_later_continues_the_same_order():
     whole = take(TrainingOrder(10, 3, seed=1), 9)
     for start in range(9):
         assert take(TrainingOrder(10, 3, seed=1, start=start), 9 - start) == whole[start:]
@@ -180,12 +165,9 @@ def test_processes_and_pieces_together_take_the_rows_of_one_process():
             assert list(itertools.chain(*parts)) == whole[step]
 
 
-def test_a_batch_that_does_not_fit_is_refused():
-    refuses("batch_size=8", TrainingOrder, 20, 8, 0, share=Share(processes=3))
-    refuses("batch_size=8", TrainingOrder, 7, 8, 0)
-
-
-def test_evaluation_covers_every_row_once_for_uneven_shares():
+def test_evaluation_covers_every_row_once_and_large_batches_are_refused():
     data = standin.StandinRows("validation", size=11)
     seen = [b.inputs for rank in range(3) for b in evaluation_batches(data, 2, rank, 3)]
     assert sorted(torch.cat(seen)[:, 0].tolist()) == sorted(data.points[:, 0].tolist())
+    refuses("batch_size=8", TrainingOrder, 20, 8, 0, share=Share(processes=3))
+    refuses("batch_size=8", TrainingOrder, 7, 8, 0)

@@ -105,13 +105,10 @@ def test_what_does_not_go_with_a_pipeline_is_refused(options: dict[str, Any]) ->
         TrainingConfig(pipeline=2, segments=2, **options)
 
 
-def test_a_pipeline_needs_segments_and_processes(tmp_path: Path) -> None:
+def test_a_pipeline_needs_segments_processes_and_caches_of_rows(tmp_path: Path) -> None:
     refuses(r"pipeline=3.*training\.segments=2", TrainingConfig, pipeline=3, segments=2)
     text = write_text(tmp_path / "text")
     refuses("pipeline=2", make, tmp_path, text, "training.pipeline=2")
-
-
-def test_a_pipeline_refuses_a_cache_that_rows_share() -> None:
     shared = next(case for case in CASES if case.shared).build()
     refuses("cache shared by all rows", SegmentPipeline, shared, 4)
 

@@ -68,15 +68,12 @@ def test_the_loss_is_that_of_the_text_and_of_saying_it_again(memory: str, kind: 
         torch.testing.assert_close(parameter.grad, b, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_without_gradient_there_is_none_of_it() -> None:
+def test_it_needs_a_gradient_and_teaches_one_segment() -> None:
     model, scoring = build(), ReconstructionLoss(WEIGHT)
     with torch.no_grad():
         plain, told = (SegmentLoop(model, SEGMENT, scoring=s)(*batch()[:2])[0] for s in (None, scoring))
     assert torch.equal(plain, told)
-
-
-def test_with_one_segment_it_alone_teaches_the_writing() -> None:
-    """The text's own loss never hears of a memory that is not read again."""
+    # The text's own loss never hears of a memory that is not read again.
     model, (inputs, targets, _) = build(), batch()
     for scoring, taught in ((None, False), (ReconstructionLoss(WEIGHT), True)):
         model.zero_grad()

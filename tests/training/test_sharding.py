@@ -72,13 +72,20 @@ def test_every_loop_gives_the_gradient_of_one_process(loop: str, seen: list[dict
         close(seen[rank][loop], alone)
 
 
-def test_images_and_shared_caches(seen: list[dict[str, Any]]) -> None:
+def test_caches_shares_and_failing_saves_of_processes(seen: list[dict[str, Any]]) -> None:
     """Rows that attend their own cache train as in one process; with the mean over a process' rows, as in DDP."""
     alone = runs.vision(None, attend="sample")
     assert max(t.abs().max() for name, t in alone.items() if name.endswith("cache_MC")) > 0
     for rank in range(2):
         close(seen[rank]["sample"], alone)
         close(seen[rank]["mean"], seen[rank]["replicated"])
+    assert all(found["cut"] for found in seen)
+    assert seen[0]["share"] + seen[1]["share"] == seen[0]["all"]
+    assert seen[0]["share"] < 0.6 * seen[0]["all"]
+    for rank in range(2):
+        said = seen[rank]["failing"][0]
+        assert "step_00000009 could not be written (No space left on device)" in said and "untouched" in said
+    assert ".partial" not in seen[0]["failing"] and "step_00000008" in seen[0]["failing"]
 
 
 @pytest.mark.slow
@@ -87,12 +94,6 @@ def test_every_stream_memory_has_the_gradient_of_one_process(tmp_path: Path) -> 
     assert [str(case) for case in STREAMS if isinstance(found[str(case)], str)] == [], "none is refused"
     for case in STREAMS:
         close(found[str(case)], runs.stream_gradients(case, runs.LOOPS["blocks"], None))
-
-
-def test_each_process_has_its_share(seen: list[dict[str, Any]]) -> None:
-    assert all(found["cut"] for found in seen)
-    assert seen[0]["share"] + seen[1]["share"] == seen[0]["all"]
-    assert seen[0]["share"] < 0.6 * seen[0]["all"]
 
 
 def test_the_same_number_goes_on_to_the_bit(folder: Path) -> None:
@@ -129,13 +130,6 @@ def test_two_processes_go_on_where_one_stopped(folder: Path, seen: list[dict[str
     trainer.resume(str(saved.path))
     for rank in range(2):
         assert_same_tree(seen[rank]["begun by one"], runs.stored(trainer))
-
-
-def test_a_save_that_fails_in_one_process_fails_in_all_and_leaves_nothing(seen: list[dict[str, Any]]) -> None:
-    for rank in range(2):
-        said = seen[rank]["failing"][0]
-        assert "step_00000009 could not be written (No space left on device)" in said and "untouched" in said
-    assert ".partial" not in seen[0]["failing"] and "step_00000008" in seen[0]["failing"]
 
 
 def test_a_changed_byte_in_a_share_is_found(folder: Path) -> None:

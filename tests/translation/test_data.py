@@ -91,10 +91,15 @@ def test_every_layout_gives_the_same_pairs(kind: str, corpus: Path, tmp_path: Pa
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_several_files_make_a_split(corpus: Path) -> None:
+def test_several_files_make_a_split_and_tokens_are_kept(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = build(corpus, train=["train", "val"])
     assert len(data) == 320
     assert data.tokenizer.decode(data[300].targets) == lines(corpus / "val.en")[0]
+    first = build(corpus)
+    monkeypatch.setattr(PairTokenizer, "train", None)
+    monkeypatch.setattr(ParallelText, "parallel", None)
+    second = build(corpus)
+    assert np.array_equal(first.lengths, second.lengths) and torch.equal(first[5].source, second[5].source)
 
 
 def test_the_vocabulary_is_of_the_training_side(corpus: Path, tmp_path: Path) -> None:
@@ -104,14 +109,6 @@ def test_the_vocabulary_is_of_the_training_side(corpus: Path, tmp_path: Path) ->
     assert build(same, "validation").tokenizer.dump() == first.tokenizer.dump()
     (same / "train.de").write_text("ganz anderer text\n" * 300, encoding="utf-8")
     assert build(same, "validation").tokenizer.dump() != first.tokenizer.dump()
-
-
-def test_the_tokens_are_kept_on_disk(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = build(corpus)
-    monkeypatch.setattr(PairTokenizer, "train", None)
-    monkeypatch.setattr(ParallelText, "parallel", None)
-    second = build(corpus)
-    assert np.array_equal(first.lengths, second.lengths) and torch.equal(first[5].source, second[5].source)
 
 
 def test_empty_lines_are_dropped_in_training_and_kept_in_evaluation(tmp_path: Path) -> None:

@@ -33,12 +33,9 @@ def test_any_text_comes_back(form: str, text: str) -> None:
     assert TRAINED[form].decode([*ids, end, *ids]) == text  # tokens after the end are no text
 
 
-def test_words_keep_their_tokens_anywhere() -> None:
+def test_words_and_moses_tokens_are_kept() -> None:
     first, second = TRAINED["raw"].encode_batch(["man", "a man"])
     assert second[-len(first) :] == first
-
-
-def test_moses_tokens_are_kept_together() -> None:
     raw, moses = (PairTokenizer.train(["don &apos;t"] * 9, 300, form) for form in ("raw", "moses"))
     assert len(moses.encode("&apos;t")) == 2 < len(raw.encode("&apos;t"))  # GPT-2's words part at punctuation
 
@@ -70,11 +67,13 @@ def test_each_pair_once_an_epoch_and_no_batch_beyond_its_tokens(tokens: int) -> 
         assert {e for step in range(order.batches) for e, _ in order.rows(epoch * order.batches + step)} == {epoch}
 
 
-def test_no_batch_could_take_the_next_pair() -> None:
+def test_no_batch_could_take_another_pair_and_large_ones_are_refused() -> None:
     order = TokenOrder(LENGTHS, 100, seed=3)
     batches = sorted(taken(order), key=lambda batch: LENGTHS[batch].max(1).min())
     for batch, following in pairwise(batches):
         assert (len(batch) + 1) * max(LENGTHS[batch].max(), LENGTHS[following].max(1).min()) > 100
+    with pytest.raises(ValueError, match=r"batch_tokens=28.*29"):
+        TokenOrder(LENGTHS, 28, seed=0)
 
 
 def test_the_order_is_a_function_of_seed_and_epoch() -> None:
@@ -107,8 +106,3 @@ def test_pieces_divide_a_step(world: int, accumulate: int) -> None:
                     found += rows
         assert sorted(found) == sorted(whole.rows(step))
     assert (alone > 0) is (world * accumulate > 2)
-
-
-def test_a_pair_that_fits_no_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"batch_tokens=28.*29"):
-        TokenOrder(LENGTHS, 28, seed=0)
