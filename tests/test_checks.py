@@ -13,7 +13,7 @@ from typing import Any, Literal, get_origin
 import numpy as np
 import pytest
 import torch
-from refusals import refuses
+from common import refuses
 
 import cached_transformers
 from cached_lab.training.metrics import MetricsFile

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import stirred
 from torch import Tensor, nn
 
 from cached_transformers import Session, create_model
@@ -25,10 +26,7 @@ def build(memory: Any = STORE) -> Any:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "feed_forward": 16}
     model = create_model("language_model", vocabulary=VOCABULARY, memory=memory, **sizes)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model.eval()
+    return stirred(model.eval(), 0.2)
 
 
 def words(count: int, rows: int = 1) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import safetensors.torch
 import torch
-from refusals import refuses
+from common import refuses
 from torch import Tensor
 
 from cached_transformers import state as states

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from attentions.cases import CASES
-from refusals import refuses
+from common import refuses
 from torch import Tensor
 
 from cached_lab.cli.main import main

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from refusals import refuses
+from common import refuses
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from analysis.folders import VALUES, make_comparison, make_run
-from refusals import refuses
+from common import refuses
 
 from cached_lab.cli.main import main
 from cached_lab.experiments.reports.blocks import FactList, Heading, ReportTable

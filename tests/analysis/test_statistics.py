@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import scipy.stats
-from refusals import refuses
+from common import refuses
 
 from cached_lab.experiments.statistics import (
     holm,

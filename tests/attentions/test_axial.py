@@ -9,7 +9,7 @@ import pytest
 import torch
 from attentions.agreement import agree, inputs
 from attentions.dense import Rule, assert_is_pattern, mask_of, padding_last, paddings, softmax_over, without_padding
-from refusals import refuses
+from common import refuses
 from torch import Tensor
 
 from cached_transformers.attentions import create_attention

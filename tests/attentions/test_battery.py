@@ -10,7 +10,7 @@ import pytest
 import torch
 from attentions.agreement import agree, tail
 from attentions.cases import CASES, LENGTHS, LONGEST, B, Case, E, H, build
-from refusals import refuses
+from common import refuses
 from torch import Tensor
 
 from cached_transformers.attentions import Attention, SoftmaxAttention

@@ -11,7 +11,7 @@ import torch
 from attentions.cases import B, E, H
 from attentions.linearised_twins import V, compare, leaves
 from attentions.test_scan import Recorded
-from refusals import refuses
+from common import refuses
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -9,7 +9,7 @@ import torch
 from attentions.agreement import agree
 from attentions.cases import B, E, H, build
 from attentions.linearised_twins import V, average, compare, keys_and_mask, leaves
-from refusals import refuses
+from common import refuses
 from torch import Tensor
 from torch.nn import functional as F
 

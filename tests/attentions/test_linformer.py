@@ -10,7 +10,7 @@ import pytest
 import torch
 from attentions.agreement import agree, inputs, tail
 from attentions.dense import padding_last
-from refusals import refuses
+from common import refuses
 from torch import Tensor
 
 from cached_transformers import create_model

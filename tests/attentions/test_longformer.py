@@ -8,7 +8,7 @@ import pytest
 import torch
 from attentions.agreement import agree, inputs
 from attentions.dense import Rule, assert_is_pattern, mask_of, softmax_over
-from refusals import refuses
+from common import refuses
 from torch import Tensor
 
 from cached_transformers.attentions.longformer import LongformerAttention

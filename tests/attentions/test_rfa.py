@@ -9,7 +9,7 @@ import pytest
 import torch
 from attentions.cases import B, E, H
 from attentions.linearised_twins import V, compare, keys_and_mask, leaves
-from refusals import refuses
+from common import refuses
 from torch import Tensor
 from torch.nn import functional as F
 

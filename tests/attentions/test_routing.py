@@ -9,7 +9,7 @@ import pytest
 import torch
 from attentions.agreement import agree, agree_by_definition
 from attentions.cases import B, E, H
-from refusals import refuses
+from common import refuses
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attentions.agreement import agree
-from refusals import refuses
+from common import refuses
 from torch import Tensor
 
 from cached_lab.experiments.costs.flops import count_flops

@@ -10,7 +10,7 @@ import pytest
 import torch
 from attentions.agreement import agree_by_definition
 from attentions.cases import B, E, H
-from refusals import refuses
+from common import refuses
 from torch import Tensor
 
 from cached_transformers.attentions.sinkhorn import SinkhornAttention, balance

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import standin
 import yaml
-from refusals import refuses
+from common import refuses
 from rich.console import Console
 from scipy import stats
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from cli.made import make_cifar10
+from common import refuses
 from PIL import Image
-from refusals import refuses
 
 from cached_lab.cli.main import main
 from cached_lab.experiments.build import build_dataset, build_model

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import refuses
+from common import refuses
 
 from cached_lab.cli.main import main
 from cached_lab.experiments.build import build_model, with_memory

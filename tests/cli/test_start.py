@@ -9,8 +9,8 @@ from typing import Literal
 
 import pytest
 import torch
+from common import refuses
 from contract.contract_cases import CASES, Case
-from refusals import refuses
 
 from cached_lab import resources
 from cached_lab.cli.main import EXAMPLES, main

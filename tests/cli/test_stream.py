@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cli.made import TEXT, train_on_bytes
-from refusals import refuses
+from common import refuses
 from safetensors.torch import load_file
 
 from cached_lab.cli.main import main

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import stirred
 from contract.contract_cases import (
     CONTRACTS,
     DEPTH,
@@ -112,10 +113,7 @@ def build(memory: Any, attention: Any = "softmax") -> EncoderDecoder:
     sizes: dict[str, Any] = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "feed_forward": 2 * WIDTH}
     sizes |= {"max_length": 2 * SEGMENT, "dropout": 0.0}
     model = EncoderDecoder(VOCABULARY, memory=memory, attention=attention, **sizes)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
+    return stirred(model, 0.2)
 
 
 def sentences(seed: int) -> torch.Tensor:

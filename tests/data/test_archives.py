@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from common import refuses
 from data.pictures import class_folders, encoded, write_files, write_tar, write_tar_xz, write_zip
-from refusals import refuses
 from torch import nn
 
 from cached_lab.data import BadFile, archives

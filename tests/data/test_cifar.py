@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from common import refuses
 from data.pictures import class_folders, encoded, write_files, write_tar
 from PIL import Image
-from refusals import refuses
 
 from cached_lab.tasks import create_dataset
 from cached_lab.tasks.classification.images.augmentation import training_transform

@@ -8,9 +8,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from common import refuses
 from data.pictures import class_folders, encoded, saved, write_files, write_tar, write_zip
 from PIL import Image
-from refusals import refuses
 
 from cached_lab.data import SPLITS, BadFile
 from cached_lab.data.image_files import open_picture

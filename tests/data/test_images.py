@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from refusals import refuses
+from common import refuses
 
 from cached_lab.data import SPLITS, stratified_split
 from cached_lab.data.dataset import LabelledDataset

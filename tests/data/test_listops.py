@@ -10,8 +10,8 @@ from itertools import chain, islice
 from statistics import mean
 
 import pytest
+from common import refuses
 from data.listops_oracle import evaluate, to_tokens
-from refusals import refuses
 
 from cached_lab.tasks.classification.listops.expressions import (
     VOCABULARY,

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from common import refuses
 from data.listops_oracle import evaluate, to_tokens
-from refusals import refuses
 
 from cached_lab.data import LabelledDataset, store
 from cached_lab.tasks import create_dataset

@@ -9,9 +9,9 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from common import refuses
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusals import refuses
 
 from cached_lab.tasks.language.shard_order import Dealer, as_tensor, from_tensor
 from cached_lab.tasks.language.streams import Streams

@@ -11,10 +11,10 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+from common import refuses
 from made import folder, tree, write
 from PIL import Image
 from pycocotools import mask as codes
-from refusals import refuses
 
 from cached_lab.data import BadFile
 from cached_lab.tasks import create_dataset

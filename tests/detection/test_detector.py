@@ -7,7 +7,7 @@ import copy
 import pytest
 import safetensors.torch
 import torch
-from refusals import refuses
+from common import refuses
 from torch import nn
 
 from cached_lab.tasks.detection.detector import load_backbone, make_body

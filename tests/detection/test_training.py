@@ -9,10 +9,10 @@ import pairs
 import pytest
 import torch
 import yaml
+from common import refuses
 from made import folder
 from PIL import Image
 from pycocotools import mask as codes
-from refusals import refuses
 
 from cached_lab.cli.main import main
 from cached_lab.experiments.load import load_run

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import refuses
+from common import refuses
 from training.same_run import final
 from training.small_language import CPU
 

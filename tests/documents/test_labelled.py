@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import refuses
+from common import refuses
 from training.small_language import CPU
 
 from cached_lab.experiments.build import build_dataset, build_model

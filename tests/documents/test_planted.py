@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refusals import refuses
+from common import refuses
 
 from cached_lab.data.dataset import LabelledDataset
 from cached_lab.tasks import create_dataset

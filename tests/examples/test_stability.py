@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from common import stirred
 
 from examples import glimpses
 from examples.stability import CASES, PLACES, StabilityCase, _titans, main, measure
@@ -68,9 +69,7 @@ def test_a_memory_tells_the_last_frame_what_the_others_showed() -> None:
     images = torch.rand(3, 1, 8, 8)
     torch.manual_seed(0)
     model = glimpses.create_model("vision_transformer", **glimpses.SIZES, memory="grc_stream").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    stirred(model, 0.1)
     changed = images.clone()
     changed[:, :, :4, :4] += 1  # one quarter, which only some rows have in their last frame
     order = [torch.Generator().manual_seed(1) for _ in range(4)]

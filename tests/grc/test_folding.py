@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from grc.small_vit import cached_layer
-from refusals import refuses
 from torch import Tensor, nn
 
 from cached_transformers import fold, reset_caches, unfold

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from cli.made import TEXT, train_on_bytes
+from common import refuses, stirred
 from harness.test_scoring import alone
 from integrations.hosts import library
 from integrations.transformers_hosts import byte_tokenizer
-from refusals import refuses
 
 from cached_lab.experiments import harness
 from cached_lab.experiments.build import build_dataset
@@ -48,9 +48,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 257, "bos_token_id": 0, "eos_token_id": 0}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
     add_memory(model, "rmt", length=2, segment_length=SEGMENT).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
+    stirred(model, 0.3)
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from integrations.transformers_hosts import GPT2, awaken, stream
-from refusals import refuses
 
 from cached_lab.experiments.harness.batches import ScoredText, TextScore, ended_text, generate_until, log_probabilities
 from cached_lab.tasks.language.completion import Words

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attentions.agreement import agree
-from refusals import refuses
+from common import refuses, stirred
 from torch import Tensor, nn
 
 from cached_transformers.interfaces.attention import Attention, AttentionOutput
@@ -48,10 +48,7 @@ def make(
 ) -> SelfAttention:
     torch.manual_seed(3)
     layer = kind(WIDTH, HEADS, positions=positions, norm=nn.LayerNorm(WIDTH), **options).double()
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.add_(0.3 * torch.randn_like(p))
-    return layer
+    return stirred(layer, 0.3)
 
 
 def rotated(vector: Tensor, position: float) -> Tensor:

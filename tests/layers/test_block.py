@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from refusals import refuses
+from common import refuses
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from models.test_incremental_decoding import compare
-from refusals import refuses
 from torch import Tensor, nn
 
 from cached_transformers.layers.short_convolution import ShiftedState, ShortConvolution

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from integrations.hosts import library
-from refusals import refuses
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

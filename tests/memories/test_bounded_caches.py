@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common import refuses
 from integrations.families import EIGHT, GROUPED, PAD, decoder, words
 from memories.harness import agree, logit, project, sines
 from memories.xl_family import joined, language_model, run, text
-from refusals import refuses
 from torch import Tensor
 
 from cached_transformers import add_memory

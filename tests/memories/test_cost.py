@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from contract.contracts import CONTRACTS
 from contract.costs import LAYERS, RELATIVE, B, D, F, H, M, N
-from refusals import refuses
 from torch import Tensor, nn
 
 from cached_lab.experiments.costs.flops import count_flops

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common import refuses
 from memories.harness import agree, build, same_states, sines
 from memories.xl_family import WIDTH, Place, copying, joined, language_model, run, text, twin
-from refusals import refuses
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common import refuses
 from memories.harness import agree, inputs, logit, sines, wild
-from refusals import refuses
 from torch import Tensor, nn
 from torch.nn import functional as F
 

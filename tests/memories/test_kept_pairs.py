@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from integrations.transformers_hosts import DECODERS
 from memories import harness
-from refusals import refuses
 from torch import Tensor
 
 from cached_transformers import Session, generate, read_stream, tune_initial_state

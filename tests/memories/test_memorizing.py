@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common import refuses
 from memories.harness import HEADS, WIDTH, agree, inputs, layer_of, recorded, run_layer
 from memories.learning import LATCH, untrained
-from refusals import refuses
 from torch import Tensor
 from torch.nn import functional as F
 

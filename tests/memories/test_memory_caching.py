@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common import refuses
 from memories.harness import HEADS, WIDTH, agree, inputs, run_layer
 from memories.memory_caching_twin import slowly
-from refusals import refuses
 from torch import Tensor
 
 from cached_transformers.interfaces.memory import Query

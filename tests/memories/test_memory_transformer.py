@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from memories import harness
 from memories.harness import HEADS, WIDTH, agree, attended, logit, project, segments, wild
-from refusals import refuses
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from memories.harness import agree, same_states, sines
 from memories.xl_family import HEADS, WIDTH, Place, copying, joined, language_model, run, text, twin
-from refusals import refuses
 from torch import Tensor
 
 from cached_transformers import generate

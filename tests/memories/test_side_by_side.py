@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from memories import harness
-from refusals import refuses
 from torch import Tensor, nn
 from torch.nn import functional as F
 

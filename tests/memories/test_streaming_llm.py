@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common import refuses
 from integrations.families import GROUPED, SEGMENT, decoder, words
 from memories.harness import HEADS, WIDTH, agree, inputs, layer_of, run_layer, sines
 from memories.xl_family import joined, language_model, one_token, run, text
-from refusals import refuses
 from torch import Tensor, nn
 
 from cached_transformers import add_memory

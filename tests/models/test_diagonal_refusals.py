@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from contract.contract_cases import SEGMENT, VOCABULARY
 from models.test_diagonal import batch
-from refusals import refuses
 from torch import Tensor, nn
 
 from cached_transformers import create_model

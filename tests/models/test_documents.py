@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import refuses
+from common import refuses, stirred
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -41,10 +41,7 @@ def build(memory: Any = RMT, **options: Any) -> nn.Module:
     torch.manual_seed(1)
     sizes = {"vocabulary": VOCABULARY, "width": 8, "depth": 2, "heads": 2, "feed_forward": 16, "positions": "rotary"}
     model = create_model("language_model", memory=memory, **{**sizes, **options}).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
+    return stirred(model, 0.2)
 
 
 def text(documents_BN: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import refuses
+from common import refuses, stirred
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -28,10 +28,7 @@ def build(seed: int = 0, **options: Any) -> EncoderDecoder:
     sizes: dict[str, Any] = {"vocabulary": V, "max_length": 32, "width": D, "depth": 2, "heads": H, "feed_forward": 12}
     model = create_model("encoder_decoder", **{**sizes, "dropout": 0.0, **options})
     assert isinstance(model, EncoderDecoder)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model.eval()
+    return stirred(model.eval(), 0.2)
 
 
 def sources(seed: int = 0) -> Tensor:

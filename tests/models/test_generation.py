@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import refuses
+from common import refuses, stirred
 from torch import Tensor, nn
 
 from cached_transformers import create_model
@@ -32,10 +32,7 @@ def build(memory: Any = None, **options: Any) -> Any:
     torch.manual_seed(3)
     sizes = {"vocabulary": V, "width": 16, "depth": 2, "heads": 2, "feed_forward": 16, "tied": False}
     model = create_model("language_model", **{**sizes, "memory": memory, **options}).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.5 * torch.randn_like(parameter))
-    return model
+    return stirred(model, 0.5)
 
 
 @pytest.fixture(params=MEMORIES.values(), ids=MEMORIES)

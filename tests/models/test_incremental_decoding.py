@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attentions.cases import CASES
+from common import stirred
 from contract.contract_cases import attention_spec
 from contract.contracts import CONTRACTS
 from torch import Tensor
@@ -90,10 +91,7 @@ AGAIN = {"bp_transformer", "etc", "memory_compressed", "reformer", "routing", "s
 def build(memory: Spec = None, attention: Spec = "softmax", **options: Any) -> LanguageModel:
     torch.manual_seed(3)
     model = LanguageModel(V, 16, 2, 2, 16, memory=memory, attention=attention, **options).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return stirred(model, 0.1)
 
 
 def name_of(spec: Spec) -> str:

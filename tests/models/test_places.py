@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import refuses
+from common import refuses
 from torch import Tensor, nn
 
 from cached_transformers import create_model

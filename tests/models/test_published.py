@@ -12,8 +12,8 @@ import pytest
 import safetensors.torch
 import torch
 import yaml
+from common import refuses
 from models.test_session import words
-from refusals import refuses
 
 from cached_lab.resources import recipes_folder
 from cached_transformers import create_model, load_pretrained, tune_initial_state

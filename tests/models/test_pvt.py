@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses, stirred
 from integrations.hosts import library
-from refusals import refuses
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from cached_lab.experiments.costs.flops import count_flops
@@ -26,14 +26,6 @@ SMALL |= {"mlp_ratios": (2, 3, 2, 1), "depths": (1, 2, 1, 1)}
 
 def small(**options: Any) -> PyramidVisionTransformer:
     return PyramidVisionTransformer(**{**SMALL, **options})
-
-
-def disturbed(model: nn.Module) -> nn.Module:
-    """Random values instead of zero biases and unit norms, which would hide mistakes."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
 
 
 def published_shapes(depths: tuple[int, ...], side: int = 224, classes: int = 1000) -> dict[str, tuple[int, ...]]:
@@ -148,7 +140,7 @@ def twin(model: PyramidVisionTransformer, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("training", [True, False])
 def test_outputs_and_gradients_are_those_of_the_twin(size: tuple[int, int], training: bool) -> None:
     """32 x 128 has as many patches as 64 x 64, and needs other positions all the same."""
-    model = disturbed(small()).double().train(training)
+    model = stirred(small(), 0.3).double().train(training)
     images = torch.randn(2, 3, *size, dtype=torch.float64)
     weights = torch.randn(2, 5, dtype=torch.float64)
     ours, theirs = model(images), twin(model, images)
@@ -159,7 +151,7 @@ def test_outputs_and_gradients_are_those_of_the_twin(size: tuple[int, int], trai
 
 
 def test_feature_maps_are_the_stages_without_the_class_token() -> None:
-    model = disturbed(small()).eval()
+    model = stirred(small(), 0.3).eval()
     images = torch.randn(2, 3, 96, 64)
     tokens, maps = model.forward_intermediates(images)
     assert [tuple(m.shape) for m in maps] == [(2, 8, 24, 16), (2, 16, 12, 8), (2, 24, 6, 4), (2, 32, 3, 2)]
@@ -176,7 +168,7 @@ def test_feature_maps_are_the_stages_without_the_class_token() -> None:
 
 
 def test_pruning_keeps_the_maps_and_drops_what_they_do_not_need() -> None:
-    model = disturbed(small()).eval()
+    model = stirred(small(), 0.3).eval()
     images = torch.randn(2, 3, 64, 64)
     expected = model.forward_intermediates(images, intermediates_only=True)
     assert model.prune_intermediate_layers([0, 2], prune_norm=True) == [0, 2]
@@ -188,7 +180,7 @@ def test_pruning_keeps_the_maps_and_drops_what_they_do_not_need() -> None:
 
 def test_without_class_token_as_in_detection() -> None:
     """The last map then has attention only among cells, and a classification checkpoint loads."""
-    whole, model = disturbed(small()), small(class_token=False, num_classes=0)
+    whole, model = stirred(small(), 0.3), small(class_token=False, num_classes=0)
     weights = published_weights(whole.state_dict(), model)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not missing and sorted(unexpected) == ["head.bias", "head.weight"]
@@ -202,7 +194,7 @@ def test_without_class_token_as_in_detection() -> None:
 
 def test_positions_of_other_sizes_no_square_map_and_half_precision() -> None:
     """Positions interpolated when loading, or at each pass: the same model."""
-    model, larger = disturbed(small()).eval(), small(img_size=(96, 160)).eval()
+    model, larger = stirred(small(), 0.3).eval(), small(img_size=(96, 160)).eval()
     larger.load_state_dict(published_weights({"model": model.state_dict()}, larger))
     images = torch.randn(2, 3, 96, 160)
     torch.testing.assert_close(larger(images), model(images))
@@ -218,7 +210,7 @@ def test_positions_of_other_sizes_no_square_map_and_half_precision() -> None:
 
 
 def test_drop_path_grows_over_the_blocks_and_rests_in_evaluation() -> None:
-    model = disturbed(small(drop_path_rate=0.4))
+    model = stirred(small(drop_path_rate=0.4), 0.3)
     rates = [b.drop_path.rate for i in range(1, 5) for b in getattr(model, f"block{i}")]
     assert rates == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
     block, x = model.block4[0], torch.randn(64, 5, 32)
@@ -250,7 +242,7 @@ def test_activation_checkpointing_computes_the_same_with_fewer_activations_kept(
 
 
 def test_heads() -> None:
-    model = disturbed(small()).eval()
+    model = stirred(small(), 0.3).eval()
     images = torch.randn(2, 3, 64, 64)
     tokens = model.forward_features(images)
     assert torch.equal(model.forward_head(tokens, pre_logits=True), tokens[:, 0])

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from common import refuses
 from integrations.transformers_hosts import GPT2, SEGMENT, awaken, stream, words
-from refusals import refuses
 from torch import Tensor
 
 from cached_transformers import Session, create_model, generate

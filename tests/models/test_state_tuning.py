@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from integrations.hosts import library
 from integrations.transformers_hosts import GPT2, SEGMENT, awaken, stream, words
 from models.test_session import ours, theirs
-from refusals import refuses
 
 from cached_transformers import (
     SegmentLoop,

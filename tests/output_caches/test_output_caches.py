@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from integrations.hosts import library
-from refusals import refuses
 from torch import Tensor
 
 from cached_lab.output_caches import KNNLM, Datastore, NeuralCache, OutputCache, hidden_states, knn_lm

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from probes.solvers import SOLVERS
-from refusals import refuses
 
 from cached_lab.experiments.probes.distances import Course, train_by_distance
 from cached_lab.experiments.probes.protocol import ProbeSizes, build_model, probe

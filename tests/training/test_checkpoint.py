@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refusals import refuses
+from common import refuses
 from same_run import assert_same_run
 from small_language import STEPS, fitted, make, write_text
 

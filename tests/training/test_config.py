@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import pytest
 import standin
 import yaml
-from refusals import refuses
+from common import refuses
 from torch import nn
 
 from cached_lab.registries import DATASETS, LISTED

@@ -17,9 +17,9 @@ import pytest
 import standin
 import torch
 import yaml
+from common import refuses
 from drills import _runs, elastic
 from drills.frame import Failure
-from refusals import refuses
 from same_run import final
 from small_language import recipe, write_text
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from common import refuses
 from data.pictures import class_folders, write_files, write_tar
-from refusals import refuses
 
 from cached_lab.cli.main import main
 from cached_lab.data.image_files import BadFile

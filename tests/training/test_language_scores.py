@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from refusals import refuses
+from common import refuses, stirred
 from torch.nn import functional as F
 from training.small_language import CPU, fitted, made_text, make, own_cache, write_text  # noqa: F401
 
@@ -112,9 +112,7 @@ def test_several_passes_are_scored_as_they_are_trained(tmp_path, text, reset):
     """Two passes have the same loss in training and evaluation, unlike one pass."""
     options = f"training.segments=3 training.bptt=3 training.passes=2 model.dropout=0.0 data.reset={reset}".split()
     trainer = make(tmp_path / "run", text, READ_TWICE, *options)
-    with torch.no_grad():
-        for parameter in trainer.model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
+    stirred(trainer.model, 0.3)
     model = trainer.model.eval()
     streams = evaluation_streams(trainer.task.validation, trainer.config)
     losses = {}

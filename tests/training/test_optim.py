@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import standin
 import torch
-from refusals import refuses
+from common import refuses
 from torch import nn
 
 from cached_lab.training.loader import Share, TrainingOrder, evaluation_batches

@@ -9,9 +9,9 @@ from typing import Any
 import launch
 import pytest
 import torch
+from common import refuses
 from docs.pages import blocks
 from integrations.hosts import library
-from refusals import refuses
 from torch import nn
 
 from cached_transformers import CarriedState, SegmentLoop, create_model

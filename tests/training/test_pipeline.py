@@ -9,9 +9,9 @@ import launch
 import pytest
 import torch
 import yaml
+from common import refuses
 from contract.contract_cases import CASES, STREAMS, Case
 from pipeline_cases import FEW, MESH, everything, seen, settings_of
-from refusals import refuses
 from same_run import in_two_processes
 from small_language import make, recipe, write_text
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import refuses
+from common import refuses
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -8,8 +8,8 @@ import shutil
 import numpy as np
 import pytest
 import yaml
+from common import refuses
 from drills import _small_data
-from refusals import refuses
 from training.small_language import own_cache, recipe, write_text  # noqa: F401
 
 from cached_lab.cli.main import main

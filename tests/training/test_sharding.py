@@ -15,8 +15,8 @@ import safetensors.torch
 import sharded_runs as runs
 import torch
 import yaml
+from common import refuses
 from contract.contract_cases import STREAMS
-from refusals import refuses
 from same_run import assert_same_run, assert_same_tree, final, in_two_processes
 from small_language import recipe
 from torch import Tensor, nn

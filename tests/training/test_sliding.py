@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from common import refuses
 from loop_cases import ROWS, SEGMENT, VOCABULARY, assert_equal, batch, build, gradients, gradients_of
-from refusals import refuses
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode

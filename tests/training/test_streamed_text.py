@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import sharded_runs
 import torch
+from common import refuses
 from data import streaming_library
 from data.streaming_library import write_shards
-from refusals import refuses
 from training.same_run import assert_same_run, assert_same_tree, final, train_until_killed
 from training.small_language import fitted, make
 

@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 import standin
 import torch
-from refusals import refuses
+from common import refuses
 from rich.console import Console
 from same_run import assert_same_tree
 from small_language import trainer_of

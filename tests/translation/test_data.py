@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refusals import refuses
+from common import refuses
 from translation.made import write_corpus
 
 from cached_lab.data.subwords import BEGIN, END, PAD, PairTokenizer

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from refusals import refuses
+from common import refuses
 from torch import Tensor
 from torch.nn import functional as F
 from translation.made import recipe, write_corpus
