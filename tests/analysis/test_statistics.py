@@ -28,13 +28,9 @@ WILSON = {
 }
 
 
-def close(values: object) -> object:
-    return pytest.approx(values, rel=1e-10, abs=1e-10)
-
-
 def test_intervals_over_rows_and_of_equal_values() -> None:
     for (correct, rows), ends in WILSON.items():
-        assert tuple(wilson_interval(correct, rows)) == close((correct / rows, *ends))
+        assert tuple(wilson_interval(correct, rows)) == pytest.approx((correct / rows, *ends), rel=1e-10, abs=1e-10)
     assert mean_interval([0.5, 0.5, 0.5]) == (0.5, 0.5, 0.5)
 
 

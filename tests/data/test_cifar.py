@@ -128,12 +128,6 @@ PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3),
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
 
-def reseed() -> None:
-    random.seed(3)
-    np.random.seed(3)
-    torch.manual_seed(3)
-
-
 def test_it_is_what_timm_does():
     create_transform = require("timm.data", extra="vision").create_transform
     options = {"scale": [0.3, 0.9], "flip": 0.3, **DEIT}
@@ -143,7 +137,7 @@ def test_it_is_what_timm_does():
         mean=MEAN, std=STD, re_prob=0.25, re_mode="pixel", color_jitter=None,
     )  # fmt: skip
     for transform in (ours, theirs):
-        reseed()
+        random.seed(3), np.random.seed(3), torch.manual_seed(3)
         made = torch.stack([transform(PICTURE) for _ in range(20)])
         if transform is ours:
             first = made

@@ -23,11 +23,6 @@ Vector = tuple[Tensor, int]
 """What one slot holds, and where it stands."""
 
 
-def make_layer(**options: Any) -> Any:
-    memory = Compressive(D, H, **options)
-    return layer_of(memory, 0.3, positions=memory.position_scheme(), norm=nn.LayerNorm(D))
-
-
 class TwinRow:
     """One row, one vector at a time, in lists."""
 
@@ -143,7 +138,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_it_is_its_slow_twin(name: str, padded: bool) -> None:
-    layer = make_layer(**{"length": 4, "compressed": 3, "rate": 3, **OPTIONS[name]})
+    memory = Compressive(D, H, **{"length": 4, "compressed": 3, "rate": 3, **OPTIONS[name]})
+    layer = layer_of(memory, 0.3, positions=memory.position_scheme(), norm=nn.LayerNorm(D))
     lengths, compressed, expected = (5, 1, 7, 2, 9), 0, torch.zeros(())
     xs = [x.requires_grad_() for x in inputs(*lengths)]
     hidden = [torch.zeros(2, n, dtype=torch.bool) for n in lengths]

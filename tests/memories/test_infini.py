@@ -23,14 +23,8 @@ ROWS, E = 2, 4
 updates = pytest.mark.parametrize("update", ["linear", "delta", "exact"])
 
 
-def lifted(x: float | Tensor) -> Tensor:
-    """elu + 1 of one number."""
-    x = torch.as_tensor(x)
-    return x + 1 if x > 0 else x.exp()
-
-
 def features(t_E: Tensor) -> Tensor:
-    return torch.stack([lifted(c) for c in t_E])
+    return torch.stack([c + 1 if c > 0 else c.exp() for c in t_E])
 
 
 class Head:

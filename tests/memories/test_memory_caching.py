@@ -53,11 +53,6 @@ def caching(over: Any, **options: Any) -> dict[str, Any]:
     return {"name": "memory_caching", "over": over, **options}
 
 
-def close(a: list[Tensor], b: list[Tensor], tolerance: float = 1e-10) -> None:
-    for one, other in zip(a, b, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
-
-
 class Golden:
     """Recorded values over the gated delta rule: its states by a loop over tokens, and what is asked of them."""
 
@@ -162,7 +157,7 @@ def test_a_soup_of_matrices_is_gated_and_one_of_nets_is_not(start: str) -> None:
         if "layers" in over or over is MLP:
             assert (soup[-1] - gated[-1]).abs().max() > 1e-3
         else:
-            close(soup, gated)
+            torch.testing.assert_close(soup, gated, rtol=0, atol=1e-10)
 
 
 @over_each

@@ -173,17 +173,14 @@ def test_held_out_documents_are_never_trained_on(library: str, tmp_path: Path) -
     }
     texts = {split: set(hub_stream._once(data.documents)) for split, data in splits.items() if split == "train"}
     held = {split: documents_of(splits[split]) for split in ("validation", "test")}
-    everything = [text for text in hub_stream._once(streamed_rows(folder))]
+    rows = HubShards(hub_stream._splits(str(folder), None)["train"], "text", "made")
+    everything = list(hub_stream._once(rows))
     assert len(everything) == len(set(everything)) == 246
     assert texts["train"] | held["validation"] | held["test"] == set(everything)
     assert len(texts["train"]) + len(held["validation"]) + len(held["test"]) == 246
     assert min(len(held["validation"]), len(held["test"])) > 8
     few = create_dataset("huggingface_stream", "test", dataset=str(folder), held_fraction=0.1, held_out=3)
     assert documents_of(few) < held["test"] and len(few.starts) == 3
-
-
-def streamed_rows(folder: Path) -> HubShards:
-    return HubShards(hub_stream._splits(str(folder), None)["train"], "text", "made")
 
 
 def documents_of(data: Any) -> set[str]:
