@@ -1,17 +1,14 @@
-"""A layer memory and a model memory in one stack; and a memory in a file outside the package."""
+"""A layer memory and a model memory in one stack: each does its part, and the rules of state hold for both together."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import contract.outside_memory  # noqa: F401  (registers it)
 import pytest
 import torch
 from contract.contract_cases import HEADS, ROWS, SEGMENT, WIDTH
-from memories.harness import build, paddings, run, segments
 from torch import Tensor, nn
 
-from cached_lab.cli.main import main
 from cached_transformers import state as states
 from cached_transformers.interfaces.memory import LayerMemory, ModelMemory
 from cached_transformers.layers.attention import SelfAttention
@@ -43,7 +40,7 @@ def make(layer: type[LayerMemory] | None, spanning: type[ModelMemory] | None) ->
     return Stack(block, 2, model_memory=memory, width=WIDTH).eval()
 
 
-def outputs_of(stack: Stack, segments: list[Tensor]) -> list[Any]:
+def run(stack: Stack, segments: list[Tensor]) -> list[Any]:
     state, outs = stack.init_state(ROWS), []
     for segment in segments:
         outs.append(stack(segment, state))
@@ -57,31 +54,11 @@ def test_two_memories_in_one_stack(layer: type[LayerMemory], spanning: type[Mode
     segments = list(torch.randn(4, ROWS, SEGMENT, WIDTH))
     changed = [segments[0].flip(0), *segments[1:]]
     stack = make(layer, spanning)
-    outs, others = outputs_of(stack, segments), outputs_of(stack, changed)
+    outs, others = run(stack, segments), run(stack, changed)
     assert all(states.signature(out.state) == states.signature(stack.init_state(ROWS)) for out in outs)
     last, other = outs[0].state, others[0].state
     parts = {"both": other, "layers": last._replace(layers=other.layers), "model": last._replace(model=other.model)}
     for name, state in parts.items():  # what either memory holds reaches the next segment's outputs
         assert (stack(segments[1], state).outputs - outs[1].outputs).abs().max() > 1e-4, name
     late = [*segments[:3], torch.cat([segments[3][:, :2], segments[0][:, 2:]], 1)]
-    torch.testing.assert_close(outputs_of(stack, late)[3].outputs[:, :2], outs[3].outputs[:, :2], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("delta", [False, True])
-def test_it_is_the_built_in_memory_of_the_same_equations(delta: bool) -> None:
-    ours = build({"name": "infini", "update": "delta" if delta else "linear"})
-    outside = build({"name": "outside_infini", "delta": delta})
-    outside.load_state_dict(ours.state_dict())
-    given = segments(4), None, paddings(4)
-    for hidden, got, want in zip(paddings(4), run(outside, *given), run(ours, *given), strict=True):
-        torch.testing.assert_close(got.outputs[~hidden], want.outputs[~hidden], rtol=0, atol=1e-10)
-
-
-def test_it_is_listed_and_explained_as_the_built_in_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "memories"]) == 0
-    assert "outside_infini" in capsys.readouterr().out
-    assert main(["explain", "outside_infini"]) == 0
-    said = capsys.readouterr().out
-    for line in ("outside_infini (memory)", "A matrix per head", "arXiv:2404.07143", "M' = M + s(K)^T V"):
-        assert line in said
-    assert "delta: bool = False" in said and "initial_gate: float = 0.0" in said
+    torch.testing.assert_close(run(stack, late)[3].outputs[:, :2], outs[3].outputs[:, :2], rtol=0, atol=1e-6)

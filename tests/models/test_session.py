@@ -1,19 +1,17 @@
-"""Sessions: texts read and continued step by step, with our models and hosts; segments."""
+"""Sessions: texts read and continued step by step, with our models and hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from common import refuses
 from integrations.transformers_hosts import GPT2, SEGMENT, awaken, stream, words
-from torch import Tensor
 
 from cached_transformers import Session, create_model, generate
-from cached_transformers.models.segments import cut, read_earlier_passes, read_segments
 from cached_transformers.state import named_tensors
 
 LENGTH = SEGMENT
@@ -92,15 +90,7 @@ def test_saved_it_goes_on_in_another_process(make: Callable[[], Any], tmp_path: 
         torch.testing.assert_close(a, b, rtol=0, atol=max(b.abs().flatten().tolist(), default=0) / 100)
 
 
-def test_what_does_not_fit_a_session_is_refused(tmp_path: Path) -> None:
-    model = ours()
-    refuses("give segment_length", Session, model)
-    refuses("segment_length=0", Session, model, 0)
-    found = session(model)
-    refuses("nothing was read yet", found.generate, tokens=1)
-    refuses(r"one text, \(1, tokens\), not \(2, 3\)", found.read, words(2, 3))
-    found.read(words(1, 0))
-    assert found.tokens == 0
+def test_of_other_weights_or_segments_it_is_refused(tmp_path: Path) -> None:
     model = ours()
     found = session(model)
     found.read(words(1, 9))
@@ -111,6 +101,17 @@ def test_what_does_not_fit_a_session_is_refused(tmp_path: Path) -> None:
     refuses("LanguageModel", Session.load, model, tmp_path / "a", LENGTH)
 
 
+def test_bad_input() -> None:
+    model = ours()
+    refuses("give segment_length", Session, model)
+    refuses("segment_length=0", Session, model, 0)
+    found = session(model)
+    refuses("nothing was read yet", found.generate, tokens=1)
+    refuses(r"one text, \(1, tokens\), not \(2, 3\)", found.read, words(2, 3))
+    found.read(words(1, 0))
+    assert found.tokens == 0
+
+
 def test_without_memory_all_is_one_segment(tmp_path: Path) -> None:
     model, text = ours(None), words(1, 9)
     found = Session(model)
@@ -119,69 +120,3 @@ def test_without_memory_all_is_one_segment(tmp_path: Path) -> None:
     expected = generate(model, text, tokens=3, temperature=0).tokens
     assert torch.equal(found.generate(tokens=3, temperature=0).tokens, expected)
     refuses(r"segment_length=None.*save the tokens", found.save, tmp_path / "a")
-
-
-class Out(NamedTuple):
-    value: Tensor
-    state: Tensor
-
-
-@pytest.mark.parametrize(("length", "filled"), [(None, 0), (1, 0), (4, 0), (4, 1), (4, 3), (20, 0), (20, 3)])
-@pytest.mark.parametrize("tokens", [1, 4, 11, 12])
-def test_all_tokens_are_in_segments_and_an_open_one_is_filled(tokens: int, length: int | None, filled: int) -> None:
-    parts = [range(tokens)[part] for part in cut(tokens, length, filled)]
-    assert [token for part in parts for token in part] == list(range(tokens))
-    if length is None:
-        assert len(parts) == 1
-        return
-    sizes = [len(part) for part in parts]
-    assert sizes[0] == min(length - filled, tokens) and all(size == length for size in sizes[1:-1])
-    assert 0 < sizes[-1] <= length
-
-
-def test_nothing_is_read_before_it_is_asked_for() -> None:
-    """An endless stream can be read, and the caller may stop."""
-    drawn: list[int] = []
-
-    def stream() -> Iterator[int]:
-        number = 0
-        while True:
-            number += 1
-            drawn.append(number)
-            yield number
-
-    outs = read_segments(lambda n, state, reset: Out(n, (0 if state is None else state) + n), stream(), None)
-    assert drawn == []
-    assert [next(outs).state for _ in range(3)] == [1, 3, 6] and drawn == [1, 2, 3]
-
-
-@pytest.mark.parametrize(("bptt", "reached"), [(None, 3), (1, 1), (2, 1), (3, 3)])
-def test_the_gradient_crosses_so_many_segments(bptt: int | None, reached: int) -> None:
-    weights = [torch.ones(1, requires_grad=True) for _ in range(3)]
-    outs = list(read_segments(lambda w, state, reset: Out(w, state + w), weights, torch.zeros(1), bptt=bptt))
-    outs[-1].state.backward()
-    assert outs[-1].state == 3 and sum(w.grad is not None for w in weights) == reached
-
-
-def test_rows_begin_anew_with_the_first_segments_alone() -> None:
-    met: list[object] = []
-    resets = [torch.tensor([True]), None]
-    list(read_segments(lambda n, state, reset: Out(met.append(reset), n), range(4), None, resets))
-    assert met == [resets[0], None, None, None]
-
-
-@pytest.mark.parametrize(("bptt", "cut_off"), [(None, False), (3, False), (2, True)])
-def test_a_pass_begins_with_what_is_made_of_the_last_one(bptt: int | None, cut_off: bool) -> None:
-    weight, calls = torch.ones(1, requires_grad=True), []
-
-    def next_pass(before: Tensor, after: list[Tensor]) -> Tensor:
-        calls.append((before.item(), [state.item() for state in after]))
-        return before + 10 * after[-1]
-
-    start = torch.zeros(1)
-    state = read_earlier_passes(
-        lambda n, state, reset: Out(n, state + n * weight), [1, 2, 3], start, next_pass, 3, bptt=bptt
-    )
-    assert calls == [(0, [1, 3, 6]), (60, [61, 63, 66])] and state == 720
-    assert state.requires_grad is not cut_off
-    assert read_earlier_passes(lambda *piece: pytest.fail("nothing is read"), [1], start, next_pass, 1) is start

@@ -1,0 +1,82 @@
+"""`cached evaluate`: a split that is absent, and --with-memory, a memory without weights for a trained model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli.made import train_on_bytes
+
+from cached_lab.cli.main import main
+from cached_lab.experiments.evaluate import Evaluation
+from cached_lab.tasks.recipes import config_from_dict
+
+pytestmark = pytest.mark.usefixtures("no_run_reports")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, no_run_reports: None) -> Path:
+    """A run without a memory, which has hardly trained."""
+    return train_on_bytes(tmp_path_factory.mktemp("trained"), "model.memory=null", "training.steps=20")
+
+
+def evaluated(trained: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["evaluate", str(trained), *words, "--json", "--device", "cpu"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(trained: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["evaluate", str(trained), *words, "--device", "cpu"]) != 0
+    return capsys.readouterr().err
+
+
+def test_windows_read_on_and_say_what_they_are(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = {"none": evaluated(trained, capsys)["scores"][0]["loss"]}
+    for name in ("streaming_llm", "tova", "h2o", "transformer_xl"):
+        result = evaluated(trained, capsys, "--with-memory", name, f"{name}.length=5")
+        assert result["memory"] == {"name": name, "relative": False, "length": 5}
+        losses[name] = result["scores"][0]["loss"]
+        assert len(result["scores"][0]["carried"]) > 3  # the loss by segments read before
+    assert len(set(losses.values())) == len(losses), losses
+
+
+def test_a_window_of_a_segment_is_that_of_transformer_xl(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without sinks, StreamingLLM is a window: with rotary or no positions, Transformer-XL's of the same length."""
+    sizes = {"streaming_llm": ["streaming_llm.length=6", "streaming_llm.sinks=0"], "transformer_xl": []}
+    sizes["transformer_xl"].append("transformer_xl.length=6")
+    found = [evaluated(trained, capsys, "--with-memory", name, *more)["scores"][0] for name, more in sizes.items()]
+    assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        (["--with-memory", "rmt"], ["memory 'rmt' has weights", "streaming_llm, tova, h2o"]),
+        (["--with-memory", "no_such"], ["no_such"]),
+        (["tova.length=5"], ["--output-cache or --with-memory"]),
+        (["--with-memory", "tova", "tova.size=5"], ["unknown option of memory 'tova' 'size'"]),
+        (["--with-memory", "tova", "--output-cache", "neural"], ["--with-memory"]),
+    ],
+)
+def test_unfit_memories_are_refused(trained: Path, capsys, words: list[str], messages: list[str]) -> None:
+    said = refused(trained, capsys, *words)
+    assert all(message in said for message in messages)
+
+
+def test_a_model_that_has_a_memory_keeps_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "was trained with the memory" in refused(train_on_bytes(tmp_path), capsys, "--with-memory", "tova")
+
+
+def test_a_split_that_is_absent_is_refused_with_the_one_that_is_there(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        (tmp_path / "images" / split / "a").mkdir(parents=True)
+    tree = {
+        "name": "run",
+        "data": {"name": "image_folder", "path": str(tmp_path / "images"), "image_size": 8},
+        "model": {"name": "vision_transformer", "patch_size": 4, "width": 8, "depth": 1, "heads": 1},
+        "training": {"steps": 1, "batch_size": 1, "test": "none"},
+    }
+    with pytest.raises(ValueError, match=r"training.test=none"):
+        Evaluation(tmp_path, config_from_dict(tree), "best", "test", ["carry"]).score("cpu")
