@@ -4,7 +4,6 @@ gradients of eager."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,14 +30,7 @@ COMPILED = [
 ]
 LIKE_OTHERS = [H.ENCODER_PRENORM, H.MHA_TIME_FIRST, H.BERT_EAGER]
 assert set(COMPILED) < set(H.HOSTS)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def compiled(model: nn.Module, backend: str = "aot_eager") -> Any:

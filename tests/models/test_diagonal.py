@@ -251,10 +251,9 @@ def test_data_parallel_and_sharding_wrap_the_loop(tmp_path: Path) -> None:
     in_group(run, "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("case", [XL, pytest.param(GRC, marks=pytest.mark.slow)], ids=str)
 def test_a_compiled_loop_is_one_graph(case: Case) -> None:
-    torch._dynamo.reset()
-    counters.clear()
     model = build(case, depth=2)
     loop = SegmentLoop(model, SEGMENT, 1, schedule="diagonal")
     compiled: Any = torch.compile(loop, fullgraph=True, backend="aot_eager" if case is GRC else "eager", dynamic=False)
@@ -262,4 +261,3 @@ def test_a_compiled_loop_is_one_graph(case: Case) -> None:
     plain = seen(model, SegmentLoop(model, SEGMENT, 1), inputs, targets)
     assert_same(plain, seen(model, compiled, inputs, targets))
     assert counters["stats"]["unique_graphs"] == 1
-    torch._dynamo.reset()

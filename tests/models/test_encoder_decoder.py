@@ -330,9 +330,9 @@ def test_inputs_that_do_not_fit_are_refused(change: dict[str, Any], message: str
     refuses("batch_size=0", build().init_state, 0)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_training_is_one_graph() -> None:
     model, reference = (build(depth=1).train() for _ in range(2))
-    torch._dynamo.reset()
     run = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
     given: dict[str, Any] = {"padding": PADDING, "targets": said(1), "label_smoothing": 0.1}
     for step in range(2):
@@ -341,4 +341,3 @@ def test_training_is_one_graph() -> None:
     out.outputs.sum().backward()
     want.outputs.sum().backward()
     torch.testing.assert_close(model.embedding.weight.grad, reference.embedding.weight.grad)
-    torch._dynamo.reset()

@@ -12,42 +12,36 @@ import torch
 from common import refuses
 from torch import nn
 
+from cached_lab.training import optim
 from cached_lab.training.loader import Share, TrainingOrder, evaluation_batches
-from cached_lab.training.optim import (
-    OptimizerConfig,
-    ScheduleConfig,
-    build_optimizer,
-    learning_rate,
-    parameter_groups,
-    warmup,
-)
 from cached_transformers.loops.curriculum import AdaptiveCurriculum, Curriculum
 
 
 def test_rates_rise_and_fall_as_their_schedule_says():
-    optimizer, schedule = OptimizerConfig(learning_rate=0.05), ScheduleConfig("inverse_sqrt", warmup_steps=1000)
-    rates = {t: learning_rate(optimizer, schedule, t, 5000) for t in (1, 500, 1000, 2000, 5000)}
+    optimizer = optim.OptimizerConfig(learning_rate=0.05)
+    schedule = optim.ScheduleConfig("inverse_sqrt", warmup_steps=1000)
+    rates = {t: optim.learning_rate(optimizer, schedule, t, 5000) for t in (1, 500, 1000, 2000, 5000)}
     expected = {1: 1.5811e-6, 500: 7.9057e-4, 1000: 1.5811e-3, 2000: 1.1180e-3, 5000: 7.0711e-4}
     assert rates == pytest.approx(expected, rel=1e-4)
-    optimizer, schedule = OptimizerConfig(learning_rate=2.0), ScheduleConfig("cosine", 10, final_ratio=0.1)
-    rates = [learning_rate(optimizer, schedule, t, 110) for t in range(1, 111)]
+    optimizer, schedule = optim.OptimizerConfig(learning_rate=2.0), optim.ScheduleConfig("cosine", 10, final_ratio=0.1)
+    rates = [optim.learning_rate(optimizer, schedule, t, 110) for t in range(1, 111)]
     assert rates[:10] == pytest.approx([0.2 * t for t in range(1, 11)])
     assert rates[59] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
     assert rates[-1] == pytest.approx(0.2)
     assert all(a > b for a, b in itertools.pairwise(rates[9:]))
-    rates = {learning_rate(OptimizerConfig(learning_rate=3.0), ScheduleConfig("constant"), t, 9) for t in range(1, 10)}
-    assert rates == {3.0}
+    optimizer, schedule = optim.OptimizerConfig(learning_rate=3.0), optim.ScheduleConfig("constant")
+    assert {optim.learning_rate(optimizer, schedule, t, 9) for t in range(1, 10)} == {3.0}
 
 
 @pytest.mark.parametrize(("steps", "growth"), [(20, 2), (50, 5), (3, 1), (1, 1)])
 def test_a_recipe_may_be_tried_for_fewer_steps_than_it_warms_up(steps, growth):
     """The rate reaches its peak after a tenth of the steps and falls; one step more than the warm-up is as written."""
-    optimizer, schedule = OptimizerConfig(learning_rate=2.0), ScheduleConfig("cosine", 50)
-    rates = [learning_rate(optimizer, schedule, t, steps) for t in range(1, steps + 1)]
+    optimizer, schedule = optim.OptimizerConfig(learning_rate=2.0), optim.ScheduleConfig("cosine", 50)
+    rates = [optim.learning_rate(optimizer, schedule, t, steps) for t in range(1, steps + 1)]
     assert rates[:growth] == pytest.approx([2.0 * t / growth for t in range(1, growth + 1)])
     assert rates[growth - 1 :] == sorted(rates[growth - 1 :], reverse=True) and (steps == 1 or rates[-1] == 0)
-    assert warmup(schedule, steps) == growth and warmup(schedule, 51) == 50
-    assert warmup(ScheduleConfig("constant", 50), steps) == 50
+    assert optim.warmup(schedule, steps) == growth and optim.warmup(schedule, 51) == 50
+    assert optim.warmup(optim.ScheduleConfig("constant", 50), steps) == 50
 
 
 class Parts(nn.Module):
@@ -69,23 +63,23 @@ class Parts(nn.Module):
 def test_matrices_decay_or_all():
     model = Parts()
     names = {id(p): n for n, p in model.named_parameters()}
-    decay, keep = parameter_groups(model, 0.3)
+    decay, keep = optim.parameter_groups(model, 0.3)
     assert [names[id(p)] for p in decay["params"]] == ["linear.weight"]
     kept = {names[id(p)] for p in keep["params"]}
     assert kept == {"gate", "token", "positions", "linear.bias", "norm.weight", "norm.bias"}
     assert (decay["weight_decay"], keep["weight_decay"]) == (0.3, 0.0)
-    decay, keep = build_optimizer(Parts(), OptimizerConfig(weight_decay=0.1, decay="all")).param_groups
+    decay, keep = optim.build_optimizer(Parts(), optim.OptimizerConfig(weight_decay=0.1, decay="all")).param_groups
     assert (len(decay["params"]), decay["weight_decay"]) == (7, 0.1) and not keep["params"]
 
 
 def test_optimisers_carry_their_options_and_refuse_a_frozen_model():
     model = Parts()
-    adamw = build_optimizer(model, OptimizerConfig(betas=(0.8, 0.98), eps=1e-9))
+    adamw = optim.build_optimizer(model, optim.OptimizerConfig(betas=(0.8, 0.98), eps=1e-9))
     assert isinstance(adamw, torch.optim.AdamW)
     assert adamw.defaults["betas"] == (0.8, 0.98) and adamw.defaults["eps"] == 1e-9
-    assert build_optimizer(model, OptimizerConfig(name="sgd", momentum=0.7)).defaults["momentum"] == 0.7
+    assert optim.build_optimizer(model, optim.OptimizerConfig(name="sgd", momentum=0.7)).defaults["momentum"] == 0.7
     with pytest.raises(ValueError, match="no trainable parameter"):
-        build_optimizer(model.requires_grad_(False), OptimizerConfig())
+        optim.build_optimizer(model.requires_grad_(False), optim.OptimizerConfig())
 
 
 def test_numbers_are_drawn_evenly_or_are_the_largest() -> None:
