@@ -82,7 +82,7 @@ def test_odd_and_empty_inputs_are_refused_by_name(door: str, value: Any) -> None
     refuses(door.split()[0], INPUTS[door][0], value)
 
 
-def test_a_file_is_written_again_only_when_it_changes(tmp_path: Path) -> None:
+def test_a_file_is_written_when_it_changes_and_a_vanished_folder_named(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     write_whole(path, b"one")
     first = path.stat().st_ino, path.stat().st_mtime_ns
@@ -91,6 +91,8 @@ def test_a_file_is_written_again_only_when_it_changes(tmp_path: Path) -> None:
     write_whole(path, iter([b"t", b"wo"]))
     assert path.read_bytes() == b"two"
     assert os.listdir(tmp_path) == ["config.yaml"]
+    refuses(r"gone/report\.html", write_whole, tmp_path / "gone" / "report.html", b"page", error=NotWritten)
+    assert not issubclass(NotWritten, FileNotFoundError)
 
 
 def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
@@ -105,11 +107,6 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) 
         file.touch()
     write_whole(path, b"{}")
     assert sorted(tmp_path.iterdir()) == sorted([path, *kept])
-
-
-def test_a_vanished_folder_is_named_and_is_no_missing_input(tmp_path: Path) -> None:
-    refuses(r"gone/report\.html", write_whole, tmp_path / "gone" / "report.html", b"page", error=NotWritten)
-    assert not issubclass(NotWritten, FileNotFoundError)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
@@ -162,7 +159,7 @@ def test_a_registry_creates_sorts_and_refuses(things: Registry[Any]) -> None:
     assert things.entry("thing").factory is Thing
 
 
-def test_entries_describe_themselves(things: Registry[Any]) -> None:
+def test_entries_describe_themselves_and_take_numbers_of_numpy(things: Registry[Any]) -> None:
     entry = things.entry("thing")
     assert (entry.summary, entry.paper) == ("A thing with a size.", "arXiv:0000.00000")
     assert dict(entry.info) == {"state": "none"}
@@ -170,6 +167,9 @@ def test_entries_describe_themselves(things: Registry[Any]) -> None:
     assert not entry.open_ended and things.entry("thing_open").open_ended
     assert list(things.entry("thing_open").options) == ["width"]
     assert things.entry("thing_open").summary == ""
+    memory = MEMORIES.entry("transformer_xl").factory(np.int64(8), torch.tensor(2), length=np.int32(4))
+    assert type(memory.length) is int and memory.length == 4
+    refuses("length=tensor", MEMORIES.create, "transformer_xl", 8, 2, length=torch.tensor(4, device="meta"))
 
 
 def test_a_preset_sets_options_that_the_caller_may_still_override() -> None:
@@ -210,9 +210,3 @@ def test_a_constructor_refuses_values_that_do_not_fit_its_annotations(name: str)
             odd = ["?"] if get_origin(hint) is Literal else ODD.get(hint, [])
             for value in odd + ([0, -1, 10**12] if option in SIZES and odd is WHOLE else []):
                 refuses(rf"{option}={re.escape(repr(value))}", entry.factory, **{option: value})
-
-
-def test_numbers_of_numpy_and_torch_become_numbers_of_python() -> None:
-    memory = MEMORIES.entry("transformer_xl").factory(np.int64(8), torch.tensor(2), length=np.int32(4))
-    assert type(memory.length) is int and memory.length == 4
-    refuses("length=tensor", MEMORIES.create, "transformer_xl", 8, 2, length=torch.tensor(4, device="meta"))

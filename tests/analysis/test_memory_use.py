@@ -55,13 +55,21 @@ def made(seed: int, documents: int, rows: int, segments: int, more: float = 0.0)
     return SplitLosses(pad, pad[:, :4], pad.clone(), torch.stack([by_document, sizes]), by_segment)
 
 
-def test_documents_are_paired_where_there_are_many() -> None:
+def test_documents_are_paired_and_one_unit_claims_nothing() -> None:
     carry, shuffle = (made(seed, DOCUMENTS + 1, 2, 3) for seed in range(2))
     carry.documents[:, 4] = shuffle.documents[:, 4] = 0  # of a document without tokens nothing is known
     over, sums_U, counts_U = paired_units(carry, shuffle)
     kept = [d for d in range(DOCUMENTS + 1) if d != 4]
     assert over == "documents" and counts_U.tolist() == [d + 1 for d in kept]
     assert sums_U.tolist() == [float(shuffle.documents[0, d] - carry.documents[0, d]) for d in kept]
+    use = memory_use(made(1, 1, 1, 1), made(2, 1, 1, 1, 3.0), WORDS)
+    assert use["verdict"] == "not shown" and use["nats"][1:] == [None, None] and use["units"] == 1
+    assert use_sentence(use).endswith("a single one of blocks of consecutive segments gives no interval")
+    carry, shuffle = made(1, 1, 4, 50), made(2, 1, 4, 50, 3.0)
+    carry.carried[:, 1:] = 0
+    use = memory_use(carry, shuffle, WORDS)
+    assert use["verdict"] == "not shown" and "no segment follows another of its document" in use_sentence(use)
+    assert memory_use(carry, shuffle, WORDS, shared=True)["verdict"] == "used", "a cache is read by all segments"
 
 
 @pytest.mark.parametrize(("rows", "segments"), [(1, 100), (3, 40), (40, 6), (2, 5)])
@@ -97,17 +105,6 @@ def test_the_verdict_says_where_the_interval_lies(more: float, verdict: str, beg
     assert use["nats"] == list(twin) and use["verdict"] == verdict and "bits_per_byte" not in use
     assert abs(use["nats"][0] - more) < 0.03
     assert use_sentence(use).startswith(begins) and "over 32 blocks of consecutive segments" in use_sentence(use)
-
-
-def test_nothing_is_claimed_of_one_unit_or_where_nothing_is_carried() -> None:
-    use = memory_use(made(1, 1, 1, 1), made(2, 1, 1, 1, 3.0), WORDS)
-    assert use["verdict"] == "not shown" and use["nats"][1:] == [None, None] and use["units"] == 1
-    assert use_sentence(use).endswith("a single one of blocks of consecutive segments gives no interval")
-    carry, shuffle = made(1, 1, 4, 50), made(2, 1, 4, 50, 3.0)
-    carry.carried[:, 1:] = 0
-    use = memory_use(carry, shuffle, WORDS)
-    assert use["verdict"] == "not shown" and "no segment follows another of its document" in use_sentence(use)
-    assert memory_use(carry, shuffle, WORDS, shared=True)["verdict"] == "used", "a cache is read by all segments"
 
 
 def judged(folder: Path, repeats: int, *options: str) -> tuple[dict[str, Any], dict[str, SplitLosses], Any]:

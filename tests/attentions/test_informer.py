@@ -108,13 +108,22 @@ def test_keys_of_a_memory_are_sampled_averaged_and_attended(causal: bool) -> Non
     agree(got, want, [q, k, v], weight=(~padding).double()[:, None, :, None])
 
 
-def test_sizes_of_choice_and_sample() -> None:
+def test_as_many_queries_are_chosen_as_told_those_far_from_uniform() -> None:
     core = make(factor=5)
     assert [core.share(n) for n in (1, 2, 4, 96, 256, 1024, 2048)] == [1, 2, 4, 25, 30, 35, 40]
     counts = torch.tensor([0, 1, 2, 3, 7, 8, 20, 21, 54, 55, 1096, 1097, 162754, 162755, 10**9])
     assert core._shares(counts).tolist() == [share(5, n) for n in counts.tolist()]
     assert [core.share(n) for n in counts.tolist()[1:]] == [share(5, n) for n in counts.tolist()[1:]]
     assert len(core.jitter_U) == 5 * len(POWERS) and math.exp(len(POWERS)) > 2**31
+    # Half the queries have no direction: their attention is uniform, and the mean of the values is what they get.
+    q, k, v = (t.detach() for t in inputs(64))
+    sharp = torch.rand(2, 2, 64, 1) < 0.1
+    q = torch.where(sharp, 3 * q, 1e-3 * q)
+    core = make(factor=4)
+    chosen = torch.zeros(2, 2, 64, dtype=torch.bool).scatter(2, core.choose(q, k), True)
+    assert chosen[sharp[..., 0]].all()
+    exact = SoftmaxAttention()(q, k, v).out_BHNV
+    assert (core(q, k, v).out_BHNV - exact).abs().max() < 5e-3
 
 
 def test_a_sample_is_spread_over_the_keys_and_one_of_all_keys_is_all() -> None:
@@ -129,18 +138,6 @@ def test_a_sample_is_spread_over_the_keys_and_one_of_all_keys_is_all() -> None:
     # Over many queries each key is as likely as any other: 20000 draws from 50 keys, 400 each.
     index, _, _ = make(factor=1, sampling="own")._sample(torch.ones(1, 5000, dtype=torch.bool), 50, None, None)
     assert (torch.bincount(index.flatten(), minlength=50) - 400).abs().max() < 100
-
-
-def test_the_queries_chosen_are_those_far_from_uniform() -> None:
-    """Half the queries have no direction: their attention is uniform, and the mean of the values is what they get."""
-    q, k, v = (t.detach() for t in inputs(64))
-    sharp = torch.rand(2, 2, 64, 1) < 0.1
-    q = torch.where(sharp, 3 * q, 1e-3 * q)
-    core = make(factor=4)
-    chosen = torch.zeros(2, 2, 64, dtype=torch.bool).scatter(2, core.choose(q, k), True)
-    assert chosen[sharp[..., 0]].all()
-    exact = SoftmaxAttention()(q, k, v).out_BHNV
-    assert (core(q, k, v).out_BHNV - exact).abs().max() < 5e-3
 
 
 def test_the_causal_form_leaks_and_is_refused_unless_asked_for() -> None:

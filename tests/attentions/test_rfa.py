@@ -112,7 +112,7 @@ def test_the_arccosine_kernel_is_what_it_tends_to() -> None:
     assert ((of_q @ of_k.mT - want).abs() < 0.04).all()
 
 
-def test_a_normaliser_near_zero_stays_away_from_it() -> None:
+def test_a_normaliser_near_zero_and_calls_that_it_cannot_serve() -> None:
     """One frequency: the kernel of one key is cos(w (q - k)), which passes through 0."""
     core = RandomFeatureAttention(1, 1, features=1, floor=0.01).double()
     core.frequencies_PRE.fill_(math.pi / 4)
@@ -122,6 +122,12 @@ def test_a_normaliser_near_zero_stays_away_from_it() -> None:
     assert float(core(q, k, v).out_BHNV.detach()) == pytest.approx(0.02, rel=1e-3)
     core.frequencies_PRE.fill_(math.pi / 4 + 0.1)  # cos = -0.2: a negative normaliser is as good as any
     assert float(core(q, k, v).out_BHNV.detach()) == pytest.approx(1.0)
+    given = leaves(3)
+    q, k, v = (given[name] for name in "qkv")
+    gated = core_of(gate=True)
+    refuses("this call needs bidirectional", gated, q, k, v, x_BND=given["x"])
+    refuses("x_BND", gated, q, k, v, causal=True)
+    refuses("2 heads of width 6: the random features are of 4 heads of width 3", RandomFeatureAttention(12, 4), q, k, v)
 
 
 def test_training_takes_other_draws_of_the_pool() -> None:
@@ -139,12 +145,3 @@ def test_training_takes_other_draws_of_the_pool() -> None:
     core.train()
     first, again, other = (core(q, k, v, generator=torch.Generator().manual_seed(s)).out_BHNV for s in (1, 1, 3))
     assert torch.equal(first, again) and not torch.equal(first, other) and not torch.equal(first, fixed)
-
-
-def test_calls_that_it_cannot_serve_are_refused() -> None:
-    given = leaves(3)
-    q, k, v = (given[name] for name in "qkv")
-    gated = core_of(gate=True)
-    refuses("this call needs bidirectional", gated, q, k, v, x_BND=given["x"])
-    refuses("x_BND", gated, q, k, v, causal=True)
-    refuses("2 heads of width 6: the random features are of 4 heads of width 3", RandomFeatureAttention(12, 4), q, k, v)

@@ -145,7 +145,7 @@ def test_values_and_gradients_are_those_of_the_definition(options: dict[str, Any
     )
 
 
-def test_a_causal_balance_depends_on_earlier_places_alone() -> None:
+def test_a_causal_balance_depends_on_earlier_places_and_calls_must_fit() -> None:
     scores = torch.randn(1, 1, 6, 6, dtype=torch.double, generator=torch.Generator().manual_seed(0))
     later = torch.cat([scores[:, :, :4], scores[:, :, 4:] + 5], 2)
     allowed = torch.ones(6, 6, dtype=torch.bool).tril(-1)
@@ -153,6 +153,11 @@ def test_a_causal_balance_depends_on_earlier_places_alone() -> None:
         r, s = (balance(t.clone(), allowed, 5, causal=causal)[:, :, :4] for t in (scores, later))
         assert ((r - s).abs().max() < 1e-12) == causal
     assert (r[:, :, 0] == 0).all()
+    given = tokens_of(14)
+    refuses("SinkhornAttention", run, sinkhorn(sortcut=1), given, causal=True)
+    refuses("SinkhornAttention", run, sinkhorn(combine="outputs"), given, want_lse=True)
+    refuses("4 blocks of 4 tokens are more than the 2", run, sinkhorn(sort_net="mlp", length=8), given)
+    refuses(r"x_BND.*sort_net='scores'", sinkhorn(sort_net="mlp"), given["q"], given["k"], given["v"])
 
 
 def test_hard_has_the_gradient_of_the_soft_matrix_in_training() -> None:
@@ -184,11 +189,3 @@ def test_noise_is_of_training_alone_and_chooses_evenly_among_equal_blocks() -> N
     assert (shares - want).abs().max() < 5 * math.sqrt(0.2 * 0.8 / (rows * H))
     core.noise = False
     torch.testing.assert_close(run(core, given).out_BHNV, run(core.eval(), given).out_BHNV, rtol=0, atol=1e-12)
-
-
-def test_calls_that_an_option_cannot_serve_are_told() -> None:
-    given = tokens_of(14)
-    refuses("SinkhornAttention", run, sinkhorn(sortcut=1), given, causal=True)
-    refuses("SinkhornAttention", run, sinkhorn(combine="outputs"), given, want_lse=True)
-    refuses("4 blocks of 4 tokens are more than the 2", run, sinkhorn(sort_net="mlp", length=8), given)
-    refuses(r"x_BND.*sort_net='scores'", sinkhorn(sort_net="mlp"), given["q"], given["k"], given["v"])

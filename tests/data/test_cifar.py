@@ -144,7 +144,7 @@ def test_it_is_what_timm_does():
     assert torch.equal(first, made) and first.shape == (20, 3, 16, 16)
 
 
-def test_evaluation_sees_the_centre_as_timm_cuts_it(tmp_path):
+def test_evaluation_sees_the_centre_and_grey_has_no_colours(tmp_path):
     create_transform = require("timm.data", extra="vision").create_transform
     path = write_files(tmp_path, {f"{n}/0.png": encoded(size=(60, 40)) for n in "ab"})
     options = {"path": path, "image_size": 16, "validation_fraction": 0, "test_fraction": 0, "augment": False}
@@ -153,6 +153,8 @@ def test_evaluation_sees_the_centre_as_timm_cuts_it(tmp_path):
     image = Image.open(path / "a" / "0.png")
     ours = ImageFolder("train", crop_ratio=0.8, **options)[0][0]
     assert torch.allclose(ours, theirs(image), atol=1e-6)
+    refuses("channels=1", training_transform, {"auto_augment": "rand-m9"}, 16, (0.5,), (0.5,))
+    assert training_transform({"erase": 1.0}, 16, (0.5,), (0.5,))(PICTURE.convert("L")).shape == (1, 16, 16)
 
 
 def test_items_are_functions_of_seed_epoch_and_index_with_any_number_of_workers(tmp_path):
@@ -189,8 +191,3 @@ def test_items_are_functions_of_seed_epoch_and_index_with_any_number_of_workers(
 )
 def test_bad_options(options, message):
     refuses(message, training_transform, options, 16, MEAN, STD)
-
-
-def test_colours_of_grey_images_cannot_change():
-    refuses("channels=1", training_transform, {"auto_augment": "rand-m9"}, 16, (0.5,), (0.5,))
-    assert training_transform({"erase": 1.0}, 16, (0.5,), (0.5,))(PICTURE.convert("L")).shape == (1, 16, 16)

@@ -251,7 +251,7 @@ def test_a_code_that_leaves_the_image_never_reaches_pycocotools(tmp_path, spoile
     data.annotations.truth.annToMask(data.annotations.truth.anns[1])
 
 
-def test_run_length_codes_are_read_as_pycocotools_reads_them():
+def test_codes_and_images_are_read_as_pycocotools_and_annotators_did():
     random = np.random.default_rng(0)
     for share in (0.0, 0.02, 0.5, 1.0):
         mask = (random.random((37, 300)) < share).astype(np.uint8)
@@ -260,6 +260,14 @@ def test_run_length_codes_are_read_as_pycocotools_reads_them():
         edges = np.flatnonzero(np.diff(flat))
         wanted = np.diff(np.concatenate([[0], edges, [mask.size]]))
         assert np.array_equal(coco_annotations._uncompressed(code), wanted)
+    picture = Image.fromarray(np.arange(32, dtype=np.uint8).reshape(4, 8))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", exif=exif)
+    assert decode_rgb(buffer.getvalue(), "x", (4, 8)).shape == (4, 8, 3)
+    refuses(r"\(4, 8\).*\(8, 4\)", decode_rgb, buffer.getvalue(), "x", (8, 4), error=BadFile)
+    assert decode_rgb(buffer.getvalue(), "x").shape == (8, 4, 3)
 
 
 def test_missing_and_damaged_files_are_named(tmp_path):
@@ -275,17 +283,6 @@ def test_missing_and_damaged_files_are_named(tmp_path):
     for name in ("001", "004"):
         (root / "train2017" / f"{name}.png").unlink()
     refuses(r"2.*001.*004", load, root)
-
-
-def test_an_image_is_taken_as_its_annotations_see_it():
-    picture = Image.fromarray(np.arange(32, dtype=np.uint8).reshape(4, 8))
-    exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees
-    buffer = io.BytesIO()
-    picture.save(buffer, "PNG", exif=exif)
-    assert decode_rgb(buffer.getvalue(), "x", (4, 8)).shape == (4, 8, 3)
-    refuses(r"\(4, 8\).*\(8, 4\)", decode_rgb, buffer.getvalue(), "x", (8, 4), error=BadFile)
-    assert decode_rgb(buffer.getvalue(), "x").shape == (8, 4, 3)
 
 
 def test_archives_are_read_by_several_processes(tmp_path):

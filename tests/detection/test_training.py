@@ -156,13 +156,10 @@ def test_settings_that_do_not_suit(data, tmp_path, name, training, change, messa
     refuses(message, run_training, config_from_dict(tree), tmp_path / "run")
 
 
-def test_other_categories_than_in_training_are_refused(data):
+def test_other_categories_and_classifiers_are_refused(data, tmp_path):
     dataset = create_dataset("coco", split="validation", path=data)
     for names in (["crimson", "green", "blue"], ["green", "red", "blue"]):
         refuses(r"instances_val2017\.json has other categories", check_categories, names, dataset)
-
-
-def test_a_classifier_does_not_learn_boxes(data, tmp_path):
     tree = recipe(data)
     tree["model"] = {"name": "timm", "architecture": "pvt_v2_b0"}
     refuses(r"'timm'.*mask_rcnn.*faster_rcnn", run_training, config_from_dict(tree), tmp_path / "run")

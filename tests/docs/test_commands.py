@@ -163,16 +163,6 @@ def test_memories_are_probed(words: list[str], capsys: pytest.CaptureFixture[str
     assert all(name in printed for name in words[2].split(","))
 
 
-def test_targets_of_make_exist() -> None:
-    makefile = (PROJECT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
-    called = [words for program in (commands("make"), mentioned("make")) for _, words in program]
-    named = {word for words in called for word in words[1:] if "=" not in word}
-    assert named and named - targets == set()
-    variables = {word.partition("=")[0] for words in called for word in words[1:] if "=" in word}
-    assert [name for name in variables if not re.search(rf"^{name} \?=", makefile, re.MULTILINE)] == []
-
-
 def demo() -> list[list[str]]:
     """The commands of `make demo`, as words."""
     makefile = (PROJECT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
@@ -224,8 +214,15 @@ def test_recipes_are_taken(block: Block, tmp_path: Path) -> None:
     assert load_config(str(recipe), []).data["name"] in block.text
 
 
-def test_programs_of_pages_are_ours_or_come_with_the_extras() -> None:
+def test_programs_and_targets_of_pages_exist() -> None:
     programs = {words[0] for block in blocks("bash", "console") for words in typed(block.text)}
     assert programs <= {"cached", "cd", "echo", "git", "make", "pip", "python", "sacrebleu", "torchrun"}
     modules = [w[w.index("-m") + 1] for name in ("python", "torchrun") for _, w in commands(name) if "-m" in w]
     assert [module for module in modules if importlib.util.find_spec(module) is None] == []
+    makefile = (PROJECT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    called = [words for program in (commands("make"), mentioned("make")) for _, words in program]
+    named = {word for words in called for word in words[1:] if "=" not in word}
+    assert named and named - targets == set()
+    variables = {word.partition("=")[0] for words in called for word in words[1:] if "=" in word}
+    assert [name for name in variables if not re.search(rf"^{name} \?=", makefile, re.MULTILINE)] == []

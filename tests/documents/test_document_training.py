@@ -62,7 +62,7 @@ def task_of(*overrides: str) -> DocumentClassification:
     return task
 
 
-def test_a_step_reads_as_many_segments_as_the_curriculum_draws() -> None:
+def test_a_curriculum_draws_segments_and_its_stages_end() -> None:
     task = task_of()
     lengths, batches = [], task.batches(0)
     for _ in range(60):
@@ -72,9 +72,6 @@ def test_a_step_reads_as_many_segments_as_the_curriculum_draws() -> None:
     assert [set(lengths[:20]), set(lengths[20:40]), set(lengths[40:])] == [{1}, {1, 2}, {1, 2, 3}]
     assert task.batches(41) is not batches and next(task.batches(41)).inputs.shape[1] // 8 == lengths[41]
     assert task_of("training.curriculum=null", "training.solved=null").curriculum is None
-
-
-def test_a_stage_ends_when_its_documents_are_answered_and_not_by_others() -> None:
     task = task_of("training.solved=0.9")
     for accuracy, stage in ((0.89, 0), (0.9, 1), (0.5, 1), (1.0, 2), (1.0, 2)):
         task.validated({"stage_accuracy": accuracy, "accuracy": 1.0})

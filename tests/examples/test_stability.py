@@ -40,7 +40,7 @@ def test_the_table_has_a_row_for_each_and_bad_numbers_are_refused(
         main(["--tokens", "100"])
 
 
-def test_every_frame_shows_one_quarter_and_all_of_them_the_digit() -> None:
+def test_frames_show_quarters_and_bad_input_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     images = torch.rand(50, 1, 8, 8) + 0.1
     videos = glimpses.glimpses(images, torch.Generator().manual_seed(0))
     assert videos.shape == (50, 4, 1, 8, 8)
@@ -48,6 +48,10 @@ def test_every_frame_shows_one_quarter_and_all_of_them_the_digit() -> None:
     seen = (videos[:, :, 0] > 0).unflatten(2, (2, 4)).unflatten(4, (2, 4)).any(5).any(3)  # rows, frames, quarters
     assert (seen.flatten(2).sum(2) == 1).all()
     assert len({tuple(row) for row in seen.flatten(2).int().argmax(2).tolist()}) > 10, "orders differ"
+    for arguments, message in ((["--with", "grcs"], "did you mean 'grc'"), (["--seeds", "0"], "at least 1")):
+        with pytest.raises(SystemExit):
+            glimpses.main(arguments)
+        assert message in capsys.readouterr().err
 
 
 def test_the_command_keeps_what_is_trained_with_other_seeds_and_steps(
@@ -83,10 +87,3 @@ def test_a_memory_tells_the_last_frame_what_the_others_showed() -> None:
     assert not last.all()
     assert ((asked[0] - asked[1]).abs().amax(1) > 1e-6).all(), "with a memory every frame counts"
     assert torch.equal((asked[2] - asked[3]).abs().amax(1) > 0, last), "without one only the last"
-
-
-def test_bad_input_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, message in ((["--with", "grcs"], "did you mean 'grc'"), (["--seeds", "0"], "at least 1")):
-        with pytest.raises(SystemExit):
-            glimpses.main(arguments)
-        assert message in capsys.readouterr().err

@@ -172,12 +172,21 @@ def outputs(model: Any, tokens_BN: Tensor, segment: int) -> tuple[Tensor, list[A
     return torch.cat([out.outputs for out in outs], 1), outs
 
 
-def test_without_compressed_slots_it_is_transformer_xl() -> None:
+def test_without_compressed_slots_and_in_evaluation() -> None:
     tokens = torch.randint(0, 11, (2, 31))
     xl = build({"name": "transformer_xl", "length": 7})
     ours = build({"name": "compressive", "length": 7, "compressed": 0, "rate": 4})
     ours.load_state_dict(xl.state_dict())
     assert torch.equal(outputs(ours, tokens, 5)[0], outputs(xl, tokens, 5)[0])
+    memory = Compressive(D, H, length=4, compressed=3, rate=2, eval_length=2, eval_compressed=9)
+    for training, sizes in ((True, (3, 5)), (False, (9, 3))):
+        memory.train(training)
+        state = memory.init_state(1, torch.zeros(1))
+        assert isinstance(state, CompressiveState)
+        assert tuple(rows.hidden_BMD.shape[1] for rows in state) == sizes
+    model, tokens = build({"name": "compressive", "length": 4, "compressed": 4}), torch.randint(0, 11, (2, 30))
+    assert max(out.auxiliary_loss for out in outputs(model, tokens, 6)[1]) > 0
+    assert max(out.auxiliary_loss for out in outputs(model.eval(), tokens, 6)[1]) == 0
 
 
 def identity(memory: Any) -> None:
@@ -224,15 +233,3 @@ def test_what_each_loss_trains(function: str, loss: str) -> None:
         return
     auxiliary.backward()
     assert all((value > 0) == (name in own) for name, value in trained_parts(model).items())
-
-
-def test_evaluation_has_sizes_of_its_own_and_no_loss() -> None:
-    memory = Compressive(D, H, length=4, compressed=3, rate=2, eval_length=2, eval_compressed=9)
-    for training, sizes in ((True, (3, 5)), (False, (9, 3))):
-        memory.train(training)
-        state = memory.init_state(1, torch.zeros(1))
-        assert isinstance(state, CompressiveState)
-        assert tuple(rows.hidden_BMD.shape[1] for rows in state) == sizes
-    model, tokens = build({"name": "compressive", "length": 4, "compressed": 4}), torch.randint(0, 11, (2, 30))
-    assert max(out.auxiliary_loss for out in outputs(model, tokens, 6)[1]) > 0
-    assert max(out.auxiliary_loss for out in outputs(model.eval(), tokens, 6)[1]) == 0

@@ -109,7 +109,7 @@ def test_distances_are_their_formulas(n: int, m: int, shift: str, clamp: int | N
             near(got[b, h, i, j], (q[b, h, i] + scheme.position_bias[h]) @ r / math.sqrt(e))
 
 
-def test_the_two_distances_agree_where_no_sentence_ends_and_only_there() -> None:
+def test_distances_agree_without_ends_and_token_ids_are_asked_for() -> None:
     tokens = text(2, 12)
     quiet = torch.where(torch.isin(tokens, torch.tensor([*SENTENCE_ENDS, *PARAGRAPH_ENDS])), 0, tokens)
     models = [language_model({**SPEC, "length": 6, **shift}) for shift in SHIFTS.values()]
@@ -117,6 +117,9 @@ def test_the_two_distances_agree_where_no_sentence_ends_and_only_there() -> None
     near(one, other)
     one, other = (joined(run(model, tokens, 4)) for model in models)
     assert (one - other).abs().max() > 0.01
+    stack: Stack = language_model({**SPEC, "length": 4}).stack
+    with pytest.raises(ValueError, match="inputs=token_ids"):
+        stack(torch.randn(1, 3, WIDTH, dtype=torch.double))
 
 
 @pytest.mark.parametrize(
@@ -124,12 +127,6 @@ def test_the_two_distances_agree_where_no_sentence_ends_and_only_there() -> None
 )
 def test_the_widths_of_the_paper(width: int, widths: tuple[int, ...]) -> None:
     assert paper_widths(width) == widths
-
-
-def test_without_token_ids_it_says_what_is_missing() -> None:
-    stack: Stack = language_model({**SPEC, "length": 4}).stack
-    with pytest.raises(ValueError, match="inputs=token_ids"):
-        stack(torch.randn(1, 3, WIDTH, dtype=torch.double))
 
 
 def test_it_learns_to_copy() -> None:

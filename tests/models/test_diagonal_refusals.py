@@ -69,7 +69,7 @@ def test_what_crosses_the_layers_is_refused_by_name(kind: str) -> None:
     refuses(message, next, read_stream(model, [[1, 2, 3]], SEGMENT, schedule="diagonal"))
 
 
-def test_other_loops_and_words_are_refused() -> None:
+def test_other_loops_are_refused_and_other_errors_stay() -> None:
     model = made()
     refuses("'diagonals'", SegmentLoop, model, SEGMENT, schedule="diagonals")
     refuses(r"passes=2.*schedule='segments'.*passes=1", SegmentLoop, model, SEGMENT, passes=2, schedule="diagonal")
@@ -79,6 +79,15 @@ def test_other_loops_and_words_are_refused() -> None:
     with pytest.raises(ValueError, match="would leave out the hooks"):
         loop(*batch(SEGMENT))  # registered since
     refuses("targets of shape", next, read_diagonally(made(), [(batch(6)[0], batch(5)[1], None)]))
+
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[1] == SEGMENT:
+                raise RuntimeError("out of luck")
+            return x
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        SegmentLoop(with_feed_forward(Failing), SEGMENT, schedule="diagonal")(*batch(2 * SEGMENT))
 
 
 def test_a_stream_keeps_its_rows_and_buffers_are_not_lost() -> None:
@@ -115,17 +124,6 @@ class Exchanging(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.count = self.count + x.mean()
         return x
-
-
-def test_other_errors_in_a_group_stay_what_they_are() -> None:
-    class Failing(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if x.shape[1] == SEGMENT:
-                raise RuntimeError("out of luck")
-            return x
-
-    with pytest.raises(RuntimeError, match="out of luck"):
-        SegmentLoop(with_feed_forward(Failing), SEGMENT, schedule="diagonal")(*batch(2 * SEGMENT))
 
 
 def test_what_makes_two_modules_unlike() -> None:

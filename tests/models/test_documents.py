@@ -198,13 +198,17 @@ def test_fewer_than_twice_the_tokens_are_computed(call: int, monkeypatch: pytest
         assert taken.sort().values.equal((packed >= 0).flatten().nonzero()[:, 0])
 
 
-def test_ids_of_bounds_and_of_places() -> None:
+def test_ids_of_bounds_and_places_and_documents_that_begin_again() -> None:
     bounds = torch.tensor([0, 3, 3, 5], dtype=torch.int32)
     assert from_bounds(bounds).tolist() == [[0, 0, 0, 2, 2]]
     assert from_bounds(bounds, 7).tolist() == [[0, 0, 0, 2, 2, -1, -1]]
     places = torch.tensor([[4, 5, 0, 1, 0, 0], [9, 0, 1, 9, 2, 0]])
     padding = torch.tensor([[0, 0, 0, 0, 0, 0], [1, 0, 0, 1, 0, 0]]).bool()
     assert from_places(places, padding).tolist() == [[0, 0, 1, 1, 2, 3], [-1, 0, 0, -1, 0, 1]]
+    laid = ids((5, 5, 5))
+    laid[0, 10:] = 0
+    with pytest.raises(ValueError, match=r"documents\[0, 10\] is 0, a document that has ended"):
+        SegmentLoop(build(), SEGMENT)(*text(laid), documents=laid)
 
 
 @pytest.mark.parametrize(
@@ -225,13 +229,6 @@ def test_ids_of_bounds_and_of_places() -> None:
 )
 def test_what_are_no_documents_is_refused(make: Any, message: str) -> None:
     refuses(message, make)
-
-
-def test_a_document_that_begins_again_in_another_segment_is_refused() -> None:
-    laid = ids((5, 5, 5))
-    laid[0, 10:] = 0
-    with pytest.raises(ValueError, match=r"documents\[0, 10\] is 0, a document that has ended"):
-        SegmentLoop(build(), SEGMENT)(*text(laid), documents=laid)
 
 
 def test_what_cannot_be_told_of_documents_says_so() -> None:

@@ -246,16 +246,13 @@ def test_targets_give_losses_and_all_weights_learn(kind: str) -> None:
     assert all("from_cache" in name for name in idle)
 
 
-def test_targets_behind_the_end_take_no_experts_place() -> None:
+def test_targets_behind_the_end_and_checkpoints_change_nothing() -> None:
     model = build(experts={"experts": 3, "every": 1, "capacity_factor": 1.0}).train()
     targets = said().masked_fill(torch.arange(T) >= torch.tensor([5, 2, 3])[:, None], IGNORED)
     outs = [model(sources(), said(1).masked_fill(targets == IGNORED, f), PADDING, targets=targets) for f in (0, 9)]
     assert outs[0].auxiliary_loss > 0
     torch.testing.assert_close(outs[0].outputs, outs[1].outputs)
     torch.testing.assert_close(outs[0].auxiliary_loss, outs[1].auxiliary_loss)
-
-
-def test_activation_checkpointing_gives_the_same_gradients() -> None:
     gradients = []
     for enabled in (False, True):
         model = build(memory="grc", dropout=0.1).train()

@@ -78,14 +78,11 @@ def test_embeddings_are_scaled_by_the_root_of_the_width(options: Any) -> None:
     torch.testing.assert_close(seen[1], seen[0] * 4.0)
 
 
-def test_what_is_read_last_can_be_asked_for_alone() -> None:
+def test_what_the_head_reads_may_be_the_last_and_dropped_out() -> None:
     for options in ({}, {"cutoffs": [4]}):
         model = build(**options)
         x = tokens()
         torch.testing.assert_close(model(x, last_only=True).outputs, model(x).outputs[:, -1:])
-
-
-def test_output_dropout_acts_on_what_the_head_reads_and_in_training_alone() -> None:
     model = build(output_dropout=0.5)
     seen: list[torch.Tensor] = []
     model.head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))

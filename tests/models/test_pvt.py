@@ -167,7 +167,7 @@ def test_feature_maps_are_the_stages_without_the_class_token() -> None:
     assert torch.equal(early.mT.unflatten(2, (12, 8)), maps[1]) and torch.equal(first[0], maps[0])
 
 
-def test_pruning_keeps_the_maps_and_drops_what_they_do_not_need() -> None:
+def test_pruning_keeps_the_maps_and_layers_have_their_rates() -> None:
     model = stirred(small(), 0.3).eval()
     images = torch.randn(2, 3, 64, 64)
     expected = model.forward_intermediates(images, intermediates_only=True)
@@ -176,6 +176,12 @@ def test_pruning_keeps_the_maps_and_drops_what_they_do_not_need() -> None:
     assert "cls_token" not in model.state_dict()
     maps = model.forward_intermediates(images, indices=[0, 2], intermediates_only=True)
     assert torch.equal(maps[0], expected[0]) and torch.equal(maps[1], expected[2])
+    model = small()
+    order = library("timm").models.group_parameters(model, model.group_matcher(), reverse=True)
+    assert order["cls_token"] == order["patch_embed1.proj.weight"] == order["pos_embed1"] == 0
+    inside = [order[f"block{s}.{i}.attn.q.weight"] for s, n in enumerate(SMALL["depths"], 1) for i in range(n)]
+    assert inside == sorted(set(inside)) and order["norm.weight"] == inside[-1]
+    assert order["patch_embed2.proj.weight"] == order["block2.0.attn.q.weight"]
 
 
 def test_without_class_token_as_in_detection() -> None:
@@ -253,15 +259,6 @@ def test_heads() -> None:
     assert torch.equal(model(images), tokens)
     assert small(num_classes=0)(images).shape == (2, 32)
     assert model.no_weight_decay() == {"cls_token"}
-
-
-def test_layers_for_layer_wise_rates() -> None:
-    model = small()
-    order = library("timm").models.group_parameters(model, model.group_matcher(), reverse=True)
-    assert order["cls_token"] == order["patch_embed1.proj.weight"] == order["pos_embed1"] == 0
-    inside = [order[f"block{s}.{i}.attn.q.weight"] for s, n in enumerate(SMALL["depths"], 1) for i in range(n)]
-    assert inside == sorted(set(inside)) and order["norm.weight"] == inside[-1]
-    assert order["patch_embed2.proj.weight"] == order["block2.0.attn.q.weight"]
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_mixup_is_one_mean_of_neighbours_and_of_their_labels():
         assert torch.allclose(made.targets[place], share * one_hot[row] + (1 - share) * one_hot[other], atol=1e-6)
 
 
-def test_cutmix_takes_a_box_of_the_neighbour_and_its_share_of_the_label():
+def test_cutmix_takes_a_box_by_seed_and_step():
     given = batch()
     made = mixed(given, cutmix=1.0, step=5)
     order = paired(8)
@@ -55,9 +55,6 @@ def test_cutmix_takes_a_box_of_the_neighbour_and_its_share_of_the_label():
     assert bool((own | theirs).all()) and 0 < int(theirs[0].sum()) < 36
     assert all(torch.equal(theirs[0], one) for one in theirs)
     assert float(made.targets[0, 0]) == pytest.approx(int(own[0].sum()) / 36)
-
-
-def test_it_is_a_function_of_seed_and_step_that_leaves_the_generators_alone():
     before = np.random.get_state()[1].tolist(), torch.get_rng_state()
     first = mixed(batch(), mixup=0.8, cutmix=1.0)
     assert np.random.get_state()[1].tolist() == before[0] and torch.equal(torch.get_rng_state(), before[1])
@@ -67,7 +64,7 @@ def test_it_is_a_function_of_seed_and_step_that_leaves_the_generators_alone():
     assert len(set(others)) > 8
 
 
-def test_pieces_of_a_batch_are_mixed_as_the_batch_is():
+def test_pieces_and_smoothing_are_those_of_the_batch_and_of_timm():
     whole = batch(8)
     together = mixed(whole, mixup=0.8)
     parts = [mixed(Batch(whole.inputs[a : a + 4], whole.targets[a : a + 4], None), mixup=0.8) for a in (0, 4)]
@@ -75,9 +72,6 @@ def test_pieces_of_a_batch_are_mixed_as_the_batch_is():
     apart = torch.cat([part.inputs for part in parts])
     for row in range(8):
         assert torch.equal(together.inputs[places[0].index(row)], apart[places[1].index(row)])
-
-
-def test_smoothing_in_the_loss_is_smoothing_in_the_labels_as_timm_does_it():
     mixup_target = require("timm.data.mixup", extra="vision").mixup_target
     SoftTargetCrossEntropy = require("timm.loss", extra="vision").SoftTargetCrossEntropy
     logits = torch.randn(8, 5)

@@ -94,7 +94,7 @@ def test_numbers_are_drawn_evenly_or_are_the_largest() -> None:
     assert list(Curriculum([2, 3], steps_each=2, uniform=False)) == [2, 2, 3, 3]
 
 
-def test_a_step_depends_on_seed_and_step_alone() -> None:
+def test_a_step_depends_on_seed_and_step_and_a_stage_on_its_score() -> None:
     first, again, other = (Curriculum([3, 7], 50, seed=seed) for seed in (1, 1, 2))
     assert list(first) == list(again) != list(other)
     assert [*first[:37], *first[37:]] == list(first), "training that is resumed goes on as it would have"
@@ -102,9 +102,6 @@ def test_a_step_depends_on_seed_and_step_alone() -> None:
     assert [first.largest(step) for step in (0, 49, 50, 99, 1000)] == [3, 3, 7, 7, 7]
     with pytest.raises(IndexError, match=r"100.*100"):
         first[100]
-
-
-def test_a_stage_lasts_until_it_is_solved() -> None:
     curriculum = AdaptiveCurriculum([1, 3, 7], solved=0.9, seed=1)
     found = []
     for accuracy in (0.5, 0.9, 0.2, 0.95, 1.0, 1.0):

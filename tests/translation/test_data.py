@@ -137,21 +137,20 @@ def test_long_pairs(tmp_path: Path) -> None:
     refuses(r"none of 2 pairs is left .*data.max_length=2", build, tmp_path, max_length=2)
 
 
-def test_files_of_different_length_are_named_with_their_counts(corpus: Path, tmp_path: Path) -> None:
+def test_files_of_different_length_and_short_tables_are_named(corpus: Path, tmp_path: Path) -> None:
     folder = write_corpus(tmp_path / "short")
     write(folder, "train.en", "one line\n")
     refuses(r"train.de.*300.*train.en", build, folder)
+    write(tmp_path, "train.tsv", "der hund\tthe dog\nkatze\n")
+    refuses(r"train.tsv", build, tmp_path)
 
 
-def test_wrong_encodings_are_named_by_file_and_line(tmp_path: Path) -> None:
+def test_encodings_marks_and_line_ends_are_named_or_do_not_count(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path / "latin")
     content = lines(folder / "train.de")
     (folder / "train.de").write_bytes("\n".join([*content[:41], "groß", *content[42:]]).encode("latin1") + b"\n")
     first = next(number for number, line in enumerate(content, 1) if not line.isascii())
     refuses(rf"train.de, line {min(first, 42)} is not UTF-8 .*iconv", build, folder)
-
-
-def test_line_ends_and_marks_of_windows_do_not_count(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path / "windows")
     (folder / "test.de").write_bytes("\ufeffder hund\r\n\u2028katze\r\n".encode())
     (folder / "test.en").write_bytes(b"the dog\r\ncat")
@@ -174,11 +173,6 @@ def test_line_ends_and_marks_of_windows_do_not_count(tmp_path: Path) -> None:
 def test_bad_options(corpus: Path, change: dict[str, Any], message: str) -> None:
     options = {"path": corpus, **SIDES, **SMALL, **change}
     refuses(message, create_dataset, "translation", "test", **options, error=(ValueError, FileNotFoundError))
-
-
-def test_a_table_without_a_second_column_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, "train.tsv", "der hund\tthe dog\nkatze\n")
-    refuses(r"train.tsv", build, tmp_path)
 
 
 def test_multi30k_as_it_is_published(shared: Path) -> None:
