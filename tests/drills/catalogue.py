@@ -34,10 +34,7 @@ def write_table(page: Path, outcomes: list[Outcome], seed: int) -> None:
 
 def table(outcomes: list[Outcome], seed: int) -> str:
     """Return one row per drill: action, cases run, passed and failed, seconds."""
-    lines = [
-        "| Drill | Action, and what must hold | Tried | Held | Failed | Seconds |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| Drill | Action, and what must hold | Tried | Held | Failed | Seconds |", "|---|---|---|---|---|---|"]
     for drill, results, seconds in outcomes:
         failed = sum(result.problem is not None for result in results)
         numbers = f"{len(results):,} | {len(results) - failed:,} | {failed:,} | {seconds:.0f}"

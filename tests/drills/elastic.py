@@ -207,18 +207,9 @@ def trained(folder: Path, name: str, restarts: int) -> None:
     """Train one of the two runs in two processes, forked and restarted by torchrun's launcher."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=SIZE,
-        run_id=name,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=restarts,
-        monitor_interval=0.05,
-        start_method="fork",
-        local_addr="localhost",
-    )
+    sizes = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": SIZE, "max_restarts": restarts}
+    meeting = {"run_id": name, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+    config = LaunchConfig(**sizes, **meeting, monitor_interval=0.05, start_method="fork")
     elastic_launch(config, work)(folder, name)
 
 

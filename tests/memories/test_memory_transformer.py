@@ -196,9 +196,7 @@ def test_a_bottleneck_is_its_slow_twin(norm: str) -> None:
     padding = torch.tensor([[False] * N, [True, False, False, True, False]])
     used = {name: p for name, p in stack.named_parameters() if p.requires_grad}
     agree(
-        [stack(x, padding_BN=padding).outputs[~padding]],
-        [narrow_twin(stack, x, padding)[~padding]],
-        {"x": x, **used},
+        [stack(x, padding_BN=padding).outputs[~padding]], [narrow_twin(stack, x, padding)[~padding]], {"x": x, **used}
     )
 
 

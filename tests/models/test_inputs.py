@@ -176,10 +176,7 @@ def test_what_a_model_does_not_offer_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", NEEDED)
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"heads": 3}, "width=8 must be a positive multiple of heads=3"),
-        ({"heads": 0}, "heads=0"),
-    ],
+    [({"heads": 3}, "width=8 must be a positive multiple of heads=3"), ({"heads": 0}, "heads=0")],
 )
 def test_sizes_are_checked_alike_in_all_models(name: str, options: dict[str, int], message: str) -> None:
     refuses(message, create_model, name, **{**NEEDED[name], **SMALL, **options})
