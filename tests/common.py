@@ -9,9 +9,9 @@ import pytest
 import torch
 
 
-def refuses(message: str, call: Callable[..., Any], /, *given: Any, error: Any = ValueError, **options: Any) -> None:
+def refuses(message: str, call: Callable[..., Any], /, *given: Any, raises: Any = ValueError, **options: Any) -> None:
     """Call, and expect an error of which a part matches the pattern `message`."""
-    with pytest.raises(error, match=message):
+    with pytest.raises(raises, match=message):
         call(*given, **options)
 
 

@@ -91,7 +91,7 @@ def test_a_file_is_written_when_it_changes_and_a_vanished_folder_named(tmp_path:
     write_whole(path, iter([b"t", b"wo"]))
     assert path.read_bytes() == b"two"
     assert os.listdir(tmp_path) == ["config.yaml"]
-    refuses(r"gone/report\.html", write_whole, tmp_path / "gone" / "report.html", b"page", error=NotWritten)
+    refuses(r"gone/report\.html", write_whole, tmp_path / "gone" / "report.html", b"page", raises=NotWritten)
     assert not issubclass(NotWritten, FileNotFoundError)
 
 
@@ -118,7 +118,7 @@ def test_a_full_disk_names_the_metrics_and_says_what_is_safe(tmp_path: Path) -> 
     with pytest.raises(NotWritten, match=r"metrics\.jsonl") as error:
         metrics.write({"step": 1})
     assert "checkpoints are untouched, and the same command goes on" in str(error.value)
-    refuses(r"metrics\.jsonl", metrics.close, error=NotWritten)
+    refuses(r"metrics\.jsonl", metrics.close, raises=NotWritten)
 
 
 class Thing:
@@ -147,9 +147,6 @@ def test_a_registry_creates_sorts_and_refuses(things: Registry[Any]) -> None:
     built = things.create("thing", 4, ratio=0.25)
     assert (built.width, built.ratio) == (4, 0.25)
     assert things.create("thing_open", extra=2) == (1, {"extra": 2})
-    assert things.register("another")(Thing) is Thing
-    assert things.names() == ["another", "thing", "thing_open"] == [entry.name for entry in things]
-    assert "thing" in things and "Thing" not in things and len(things) == 3
     refuses(r"'thinh'.*'thing'.*thing_open", things.create, "thinh")
     refuses(r"^unknown thing 'zebra' \(known: thing, thing_open\)$", things.entry, "zebra")
     refuses("known: none", Registry("part").entry, "x")
@@ -157,6 +154,9 @@ def test_a_registry_creates_sorts_and_refuses(things: Registry[Any]) -> None:
     things.check("thing_open", {"anything": 1})
     refuses("'thing'", things.register("thing"), object)
     assert things.entry("thing").factory is Thing
+    assert things.register("another")(Thing) is Thing
+    assert things.names() == ["another", "thing", "thing_open"] == [entry.name for entry in things]
+    assert "thing" in things and "Thing" not in things and len(things) == 3
 
 
 def test_entries_describe_themselves_and_take_numbers_of_numpy(things: Registry[Any]) -> None:

@@ -162,7 +162,7 @@ def test_a_failing_write_leaves_the_old_file_and_nothing_else(
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(os, function, fail)
-    refuses("No space", states.save, tree(), path, error=OSError)
+    refuses("No space", states.save, tree(), path, raises=OSError)
     monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     same(states.load(path, tree()), first)

@@ -135,7 +135,7 @@ def test_saved_bytes_by_hand() -> None:
     assert saved_activation_bytes(relu, linear, x) == saved_activation_bytes(lambda: [relu()], linear, x)
 
 
-def test_saved_bytes_of_shared_storage_slices_and_checkpoints() -> None:
+def test_saved_bytes_of_graphs_that_died_shared_storage_and_checkpoints() -> None:
     x = torch.randn(100, requires_grad=True)
     y = x.detach().clone()
     assert saved_activation_bytes(lambda: (x * y) * y, x) == 400 + 0
@@ -145,9 +145,6 @@ def test_saved_bytes_of_shared_storage_slices_and_checkpoints() -> None:
     plain = saved_activation_bytes(lambda: model(x), model, x)
     checkpointed = saved_activation_bytes(lambda: checkpoint(model, x, use_reentrant=False), model, x)
     assert plain == 4 * B * N * D * 4 and checkpointed == 0
-
-
-def test_graphs_that_died_are_not_counted() -> None:
     x = torch.randn(100, requires_grad=True)
 
     def fn() -> Tensor:

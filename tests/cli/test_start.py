@@ -63,7 +63,7 @@ def test_help_of_reproductions_names_every_table(capsys: pytest.CaptureFixture[s
 def test_the_file_of_facts_is_current_and_its_absence_is_named(tmp_path, monkeypatch) -> None:
     assert resources.facts_file().read_text(encoding="utf-8") == as_text(), "run `make facts`"
     monkeypatch.setattr(resources, "_PACKAGE", tmp_path)
-    refuses(r"facts\.json", resources.read_facts, error=FileNotFoundError)
+    refuses(r"facts\.json", resources.read_facts, raises=FileNotFoundError)
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_every_option_of_every_part_has_a_meaning(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(("name", "meant"), [("trian", "train"), ("explian", "explain")])
 def test_a_command_with_a_slip_is_understood(name: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    refuses("2", main, [name], error=SystemExit)
+    refuses("2", main, [name], raises=SystemExit)
     assert f"did you mean {meant!r}?" in capsys.readouterr().err
 
 

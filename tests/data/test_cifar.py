@@ -120,7 +120,7 @@ def test_damage_is_named(folder):
     (folder / "data_batch_1.bin.xz").write_bytes(lzma.compress(records(10).tobytes()))
     refuses("holds a batch twice", CIFAR10, "train", path=folder)
     (folder / "test_batch.bin").unlink()
-    refuses(r"test_batch.*bin.xz", CIFAR10, "test", path=folder, error=FileNotFoundError)
+    refuses(r"test_batch.*bin.xz", CIFAR10, "test", path=folder, raises=FileNotFoundError)
 
 
 DEIT = {"auto_augment": "rand-m9-mstd0.5-inc1", "erase": 0.25, "interpolation": "bicubic"}

@@ -148,9 +148,9 @@ class TestBadShards:
             data[2]
 
     def test_no_shards(self, tmp_path):
-        refuses(r"no \.tar for training", ImageShards, "train", path=tmp_path, error=FileNotFoundError)
+        refuses(r"no \.tar for training", ImageShards, "train", path=tmp_path, raises=FileNotFoundError)
         write_tar(tmp_path / "val-0.tar", examples())
-        refuses(r"no \.tar for training", ImageShards, "test", path=tmp_path, error=FileNotFoundError)
+        refuses(r"no \.tar for training", ImageShards, "test", path=tmp_path, raises=FileNotFoundError)
 
     def test_a_split_without_shards_is_dealt_by_its_share(self, tmp_path):
         write_tar(tmp_path / "train-0.tar", examples())
@@ -249,9 +249,9 @@ class TestImageNet:
         assert ImageNet("test", path=root, image_size=8).labels.tolist() == [0, 0, 1, 1, 2, 2]
 
     def test_what_is_missing_is_named(self, root, tmp_path_factory):
-        refuses(r"val has no class folders; .*val.txt", ImageNet, "test", path=root, error=FileNotFoundError)
+        refuses(r"val has no class folders; .*val.txt", ImageNet, "test", path=root, raises=FileNotFoundError)
         empty = tmp_path_factory.mktemp("empty")
-        refuses(r"folders train/ \(of <wnid>/ or <wnid>.tar\)", ImageNet, "train", path=empty, error=FileNotFoundError)
+        refuses(r"folders train/ \(of <wnid>/ or <wnid>.tar\)", ImageNet, "train", path=empty, raises=FileNotFoundError)
 
     @pytest.mark.parametrize(
         ("text", "message"),

@@ -135,7 +135,7 @@ class TestImageFolder:
         held_out = {splits["validation"].file(index) for index in range(2)}
         assert held_out.isdisjoint(splits["train"].file(index) for index in range(18))
         shutil.rmtree(tmp_path / "test")
-        refuses("'test'", ImageFolder, "test", path=tmp_path, error=FileNotFoundError)
+        refuses("'test'", ImageFolder, "test", path=tmp_path, raises=FileNotFoundError)
         for split in ("val", "valid"):
             paint(tmp_path / split / "a" / "0.png")
         refuses("'validation'", ImageFolder, "train", path=tmp_path)
@@ -182,7 +182,7 @@ class TestImageFolder:
         assert len({data[0][0].numpy().tobytes() for _ in range(20)}) == 1
 
     def test_missing_and_empty_folders(self, tmp_path):
-        refuses(r"nowhere does not exist", ImageFolder, "train", path=tmp_path / "nowhere", error=FileNotFoundError)
+        refuses(r"nowhere does not exist", ImageFolder, "train", path=tmp_path / "nowhere", raises=FileNotFoundError)
         (tmp_path / "root" / "cat").mkdir(parents=True)
         refuses("two or more classes; found cat", ImageFolder, "train", path=tmp_path / "root")
         (tmp_path / "root" / "dog").mkdir()

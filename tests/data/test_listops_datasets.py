@@ -136,7 +136,7 @@ class TestCache:
 
         monkeypatch.setattr(listops_datasets, "generate_trees", refuse)
         assert tokens_of(small("train")) == first
-        refuses("generated again", small, "train", seed=1, error=AssertionError)
+        refuses("generated again", small, "train", seed=1, raises=AssertionError)
 
     @pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
     def test_a_damaged_file_is_reported_and_replaced(self, cache, damage):
@@ -179,7 +179,7 @@ class TestTSV:
         ]
         assert dataset.describe()["max_length"] == 12
         refuses(r"basic_test.tsv.*max_length=5", create_dataset, "listops_tsv", "test", path=tmp_path, max_length=5)
-        refuses(r"'train'.*none", create_dataset, "listops_tsv", "train", path=tmp_path, error=FileNotFoundError)
+        refuses(r"'train'.*none", create_dataset, "listops_tsv", "train", path=tmp_path, raises=FileNotFoundError)
         (tmp_path / "test.tsv").touch()
         refuses(r"'test'.*basic_test.tsv.xz, test.tsv", create_dataset, "listops_tsv", "test", path=tmp_path)
 

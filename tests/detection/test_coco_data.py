@@ -71,11 +71,11 @@ def test_annotations_beside_the_images_are_found(tmp_path):
 
 def test_what_is_not_there_is_said(tmp_path):
     root = folder(tmp_path)
-    refuses(r"'train2014'.*annotations/instances", load, root, train="train2014", error=FileNotFoundError)
-    refuses(r"data\.test=null.*training\.test=none", load, root, "test", error=FileNotFoundError)
-    refuses("does not exist", load, tmp_path / "nowhere", error=FileNotFoundError)
+    refuses(r"'train2014'.*annotations/instances", load, root, train="train2014", raises=FileNotFoundError)
+    refuses(r"data\.test=null.*training\.test=none", load, root, "test", raises=FileNotFoundError)
+    refuses("does not exist", load, tmp_path / "nowhere", raises=FileNotFoundError)
     shutil.rmtree(root / "train2017")
-    refuses(r"6.*'train2017'.*000", load, root, error=FileNotFoundError)
+    refuses(r"6.*'train2017'.*000", load, root, raises=FileNotFoundError)
     (root / "annotations" / "instances_val2017.json").write_text("{", encoding="utf-8")
     refuses(r"instances_val2017\.json", load, root, "validation")
 
@@ -266,7 +266,7 @@ def test_codes_and_images_are_read_as_pycocotools_and_annotators_did():
     buffer = io.BytesIO()
     picture.save(buffer, "PNG", exif=exif)
     assert decode_rgb(buffer.getvalue(), "x", (4, 8)).shape == (4, 8, 3)
-    refuses(r"\(4, 8\).*\(8, 4\)", decode_rgb, buffer.getvalue(), "x", (8, 4), error=BadFile)
+    refuses(r"\(4, 8\).*\(8, 4\)", decode_rgb, buffer.getvalue(), "x", (8, 4), raises=BadFile)
     assert decode_rgb(buffer.getvalue(), "x").shape == (8, 4, 3)
 
 

@@ -42,7 +42,7 @@ def test_pages_are_current(page: str) -> None:
     assert text == TOOL.current(page, text, TOOL.registry_facts()), f"{page} is not current; run `make facts`"
 
 
-def test_a_table_keeps_its_order_and_new_rows_come_last() -> None:
+def test_a_table_keeps_its_order_and_counts_are_words() -> None:
     text = "a\n<!-- facts: table of memories -->| `plain` | old words |<!-- /facts -->\nb\n"
     filled = TOOL.fill(text, FACTS)
     rows = [line for line in filled.splitlines() if line.startswith("| `")]
@@ -51,9 +51,6 @@ def test_a_table_keeps_its_order_and_new_rows_come_last() -> None:
         r"| `made` | [Made](https://arxiv.org/abs/0000.00001) | one \| two |",
     ]
     assert filled.startswith("a\n") and filled.endswith("\nb\n") and TOOL.fill(filled, FACTS) == filled
-
-
-def test_purposes_and_counts() -> None:
     text = "<!-- facts: purposes of memories --><!-- /facts --> of <!-- facts: papers of memories -->9<!-- /facts -->."
     filled = TOOL.fill(text, FACTS)
     assert "| old | [made](#made), [plain](#plain) |\n| new | [made](#made) |" in filled

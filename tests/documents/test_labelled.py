@@ -84,7 +84,7 @@ def test_a_vocabulary_is_of_the_training_texts_and_absence_is_said(tmp_path: Pat
     train, test = read(path), read(path, "test")
     assert train.tokenizer.dump() == test.tokenizer.dump() == read(path).tokenizer.dump()  # type: ignore[attr-defined]
     assert train.vocabulary == 2 + len({word for tokens in texts_of(train) for word in tokens[0].split()})
-    refuses("nowhere", read, tmp_path / "nowhere", error=FileNotFoundError)
+    refuses("nowhere", read, tmp_path / "nowhere", raises=FileNotFoundError)
     table(tmp_path / "d" / "train.jsonl")
     table(tmp_path / "d" / "test.jsonl", [("text", "c")])
     refuses(r"'test'.*'c'", read, tmp_path / "d", "test")

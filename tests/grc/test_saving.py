@@ -158,7 +158,7 @@ def on_meta() -> nn.Module:
         return small_vit()
 
 
-def test_models_on_meta_and_hosts_without_memory_load() -> None:
+def test_models_on_meta_half_precision_and_hosts_without_memory_load() -> None:
     model, twin = on_meta(), small_vit()
     step(twin, images(0))
     model.to_empty(device="cpu")
@@ -169,9 +169,6 @@ def test_models_on_meta_and_hosts_without_memory_load() -> None:
     model = add_memory(host, "grc", length=4)
     result = model.load_state_dict(plain, strict=False)
     assert not result.unexpected_keys and all(".memory." in key for key in result.missing_keys)
-
-
-def test_an_adopted_half_precision_checkpoint_gives_float32_caches() -> None:
     model, twin = on_meta(), small_vit()
     step(twin, images(0))
     state = {name: value.bfloat16() for name, value in saved(twin).items()}

@@ -211,7 +211,7 @@ def test_who_sees_the_next_token_does_not_predict_it() -> None:
     model = bert(RMT, "BertForMaskedLM", None)
     for use in (lambda: generate(model, words(1, 3), tokens=2), lambda: list(read_stream(model, [[1, 2]], 5))):
         refuses(r"BertForMaskedLM", use)
-    refuses("BertForSequenceClassification", SegmentLoop(bert(RMT, segment_length=None), 4), words(2, 8), words(2, 8))
+    refuses("BertForSequenceClassification", SegmentLoop, bert(RMT, segment_length=None), 4)
 
 
 CALLS: list[tuple[dict[str, Any], str]] = [

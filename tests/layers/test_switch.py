@@ -112,18 +112,6 @@ def test_a_loop_over_the_tokens_gives_the_same_values_and_gradients(training: bo
     assert dropped > 0 or not training  # or the test would say nothing of what is dropped
 
 
-def test_no_capacity_no_tokens_and_all_padding_are_harmless() -> None:
-    module = made(capacity_factor=0.0)
-    y_BND, _ = module(tokens())
-    assert torch.equal(y_BND, torch.zeros(B, N, D))
-    assert module.tallies()["dropped_tokens"].tolist() == [B * N, B * N]
-    module = made()
-    y_BND, loss = module(tokens(), torch.ones(B, N, dtype=torch.bool))
-    assert not y_BND.any() and loss == 0
-    y_BND, loss = module(tokens()[:, :0])
-    assert y_BND.shape == (B, 0, D) and loss == 0
-
-
 def test_the_gate_trains_the_router() -> None:
     """Without the two losses the router's gradient comes only through p: p_e (1[e = chosen] - p) y/p."""
     module = made(balance_loss=0.0, z_loss=0.0, capacity_factor=None)
@@ -222,11 +210,20 @@ def test_counting_survives_checkpointing_copies_and_moves() -> None:
     assert not [name for name in module.state_dict() if "count" in name]
 
 
-def test_the_evaluation_result_depends_on_no_neighbour_without_a_limit() -> None:
+def test_the_result_depends_on_no_neighbour_nor_on_the_absence_of_tokens() -> None:
     module = made(evaluation_capacity_factor=None).eval()
     whole = module(tokens())[0]
     single = torch.cat([module(tokens()[:, place : place + 1])[0] for place in range(N)], 1)
     torch.testing.assert_close(whole, single)
+    module = made(capacity_factor=0.0)
+    y_BND, _ = module(tokens())
+    assert torch.equal(y_BND, torch.zeros(B, N, D))
+    assert module.tallies()["dropped_tokens"].tolist() == [B * N, B * N]
+    module = made()
+    y_BND, loss = module(tokens(), torch.ones(B, N, dtype=torch.bool))
+    assert not y_BND.any() and loss == 0
+    y_BND, loss = module(tokens()[:, :0])
+    assert y_BND.shape == (B, 0, D) and loss == 0
 
 
 def test_a_language_model_with_experts_adds_their_losses_and_learns() -> None:

@@ -188,7 +188,7 @@ def test_one_layer_has_the_store(depth: int, layer: int) -> None:
 
 def test_faiss_and_cores_that_it_cannot_use_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
-    refuses(r"cached-transformers\[memory\]", Memorizing, WIDTH, HEADS, store="faiss", error=ImportError)
+    refuses(r"cached-transformers\[memory\]", Memorizing, WIDTH, HEADS, store="faiss", raises=ImportError)
 
     class Deaf(Attention):
         can = frozenset({"causal", "bidirectional"})

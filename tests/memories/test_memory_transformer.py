@@ -153,7 +153,7 @@ def test_with_a_cache_it_is_rmt_that_never_writes(mask: str, positions: str) -> 
         torch.testing.assert_close(gradient, twin_gradient, rtol=0, atol=1e-9)
 
 
-def test_blocks_that_cannot_hold_its_weights_are_refused() -> None:
+def test_blocks_that_cannot_hold_its_weights_or_a_bottleneck_are_refused() -> None:
     def block(_: int) -> Block:
         return Block(SelfAttention(WIDTH, HEADS), FeedForward(WIDTH, WIDTH))
 
@@ -161,6 +161,18 @@ def test_blocks_that_cannot_hold_its_weights_are_refused() -> None:
     refuses("MemoryTransformer", Stack, block, 1, model_memory=memory)
     attention, forward = SelfAttention(WIDTH, HEADS, reduction=nn.Identity()), FeedForward(WIDTH, WIDTH)
     refuses("memory_weights", Block, attention, forward, memory_weights=MemoryWeights(attention, forward))
+    stack = bottleneck_of().float()
+
+    def flops(n: int) -> int:
+        with FlopCounterMode(display=False) as counter:
+            stack(torch.randn(1, n, WIDTH))
+        return counter.get_total_flops()
+
+    assert flops(400) - flops(300) == flops(300) - flops(200) > 0
+    with pytest.raises(ValueError, match="bottleneck=True"):
+        create_model("language_model", vocabulary=9, width=WIDTH, depth=1, heads=HEADS, feed_forward=8, memory=SPEC)
+    with pytest.raises(ValueError, match="needs cross"):
+        bottleneck_of(attention="bigbird")
 
 
 SPEC: dict[str, Any] = {"name": "memory_transformer", "length": M, "bottleneck": True}
@@ -198,18 +210,3 @@ def test_a_bottleneck_is_its_slow_twin(norm: str) -> None:
     agree(
         [stack(x, padding_BN=padding).outputs[~padding]], [narrow_twin(stack, x, padding)[~padding]], {"x": x, **used}
     )
-
-
-def test_what_a_bottleneck_costs_and_refuses() -> None:
-    stack = bottleneck_of().float()
-
-    def flops(n: int) -> int:
-        with FlopCounterMode(display=False) as counter:
-            stack(torch.randn(1, n, WIDTH))
-        return counter.get_total_flops()
-
-    assert flops(400) - flops(300) == flops(300) - flops(200) > 0
-    with pytest.raises(ValueError, match="bottleneck=True"):
-        create_model("language_model", vocabulary=9, width=WIDTH, depth=1, heads=HEADS, feed_forward=8, memory=SPEC)
-    with pytest.raises(ValueError, match="needs cross"):
-        bottleneck_of(attention="bigbird")

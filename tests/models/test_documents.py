@@ -279,7 +279,7 @@ def test_the_model_inside_may_be_compiled_and_the_loop_not() -> None:
         inside = torch.compile(model, backend="eager", dynamic=True)
         torch.testing.assert_close(SegmentLoop(inside, 8)(inputs, targets, documents=PACKED)[0], want)
     whole = torch.compile(model, backend="eager", fullgraph=True)
-    refuses("documents in a compiled call", whole, inputs, documents=PACKED, error=Exception)
+    refuses("documents in a compiled call", whole, inputs, documents=PACKED, raises=Exception)
 
 
 @pytest.mark.parametrize("kind", [SegmentLoop, ReplayLoop])

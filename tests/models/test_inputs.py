@@ -170,7 +170,9 @@ def test_what_a_model_does_not_offer_is_refused(name: str) -> None:
     refuses(message, create_model, name, **NEEDED[name], dropuot=0.1)
     for option in {field.name for field in dataclasses.fields(StackOptions)} - MODELS.entry(name).options.keys():
         refuses(f"unknown option of model '{name}' '{option}'", create_model, name, **NEEDED[name], **{option: None})
-    refuses("'feed_forward_bias'", MODELS.entry(name).factory, **NEEDED[name], feed_forward_bias=False, error=TypeError)
+    refuses(
+        "'feed_forward_bias'", MODELS.entry(name).factory, **NEEDED[name], feed_forward_bias=False, raises=TypeError
+    )
 
 
 @pytest.mark.parametrize("name", NEEDED)

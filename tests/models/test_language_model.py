@@ -128,7 +128,7 @@ def test_bad_tokens_are_found_without_breaking_the_graph() -> None:
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     x, state = tokens(), model.init_state(2)
     torch.testing.assert_close(compiled(x, state).outputs, model(x, state).outputs)
-    refuses("a token id is not in a vocabulary", compiled, x + V, state, error=RuntimeError)
+    refuses("a token id is not in a vocabulary", compiled, x + V, state, raises=RuntimeError)
 
 
 def test_every_parameter_of_an_adaptive_model_survives_a_save(tmp_path: Any) -> None:

@@ -120,7 +120,9 @@ def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", find)
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_missing_for_devices_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert needs.main("cpu") == 0
     without(monkeypatch, "pytest", "yaml", "timm")
     assert needs.main("cpu") == 1
@@ -128,9 +130,6 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     without(monkeypatch, "timm")
     assert needs.main("cpu") == 0
     assert capsys.readouterr().out == "timm is not installed: the tests of its models are skipped\n"
-
-
-def test_a_missing_gpu_and_an_old_pytest_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(needs, "version", lambda name: "7.4.0")
     old, gpu = needs.lacking("cuda")

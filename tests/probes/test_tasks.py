@@ -267,7 +267,7 @@ def test_stories_need_their_files_and_a_question_its_room(
 ) -> None:
     if "facts" in options:
         (library["babi"] / "en/qa1_single-supporting-fact_test.txt").write_text("")
-    refuses(message, PROBES.create, "babilong", **library | options, error=error)
+    refuses(message, PROBES.create, "babilong", **library | options, raises=error)
 
 
 def test_a_training_is_asked_of_stories_that_it_did_not_draw(library: dict[str, Path]) -> None:

@@ -96,12 +96,17 @@ def test_every_stream_memory_has_the_gradient_of_one_process(tmp_path: Path) -> 
         close(found[str(case)], runs.stream_gradients(case, runs.LOOPS["blocks"], None))
 
 
-def test_the_same_number_goes_on_to_the_bit(folder: Path) -> None:
+def test_two_processes_go_on_alike_and_where_one_stopped(folder: Path, seen: list[dict[str, Any]]) -> None:
     """Saved at once, or in the background."""
     assert_same_run(folder / "whole", folder / "parts", 8)
     shares = [final(folder / name).path / SHARDS for name in ("whole", "parts")]
     for file in sorted(shares[0].iterdir()):
         assert file.read_bytes() == (shares[1] / file.name).read_bytes()
+    saved = read_checkpoint(folder / "begun_by_one" / "checkpoints" / "step_00000004")
+    trainer = runs.make(folder / "begun_by_one", folder / "text", ALONE, *runs.CARRIED, "training.steps=4")
+    trainer.resume(str(saved.path))
+    for rank in range(2):
+        assert_same_tree(seen[rank]["begun by one"], runs.stored(trainer))
 
 
 def test_one_process_goes_on_where_two_stopped(folder: Path, tmp_path: Path) -> None:
@@ -122,14 +127,6 @@ def test_one_process_goes_on_where_two_stopped(folder: Path, tmp_path: Path) -> 
     again.resume("auto")
     again.fit()
     assert math.isfinite(again.latest["loss"])
-
-
-def test_two_processes_go_on_where_one_stopped(folder: Path, seen: list[dict[str, Any]]) -> None:
-    saved = read_checkpoint(folder / "begun_by_one" / "checkpoints" / "step_00000004")
-    trainer = runs.make(folder / "begun_by_one", folder / "text", ALONE, *runs.CARRIED, "training.steps=4")
-    trainer.resume(str(saved.path))
-    for rank in range(2):
-        assert_same_tree(seen[rank]["begun by one"], runs.stored(trainer))
 
 
 def test_a_changed_byte_in_a_share_is_found(folder: Path) -> None:

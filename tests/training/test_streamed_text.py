@@ -223,7 +223,7 @@ def test_without_a_network_or_the_library_the_message_says_what_to_do(monkeypatc
     monkeypatch.setitem(sys.modules, "datasets", module)
     refuses(r"data\.name=text", create_dataset, "huggingface_stream", "train", dataset="x/y")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    refuses("pip install", create_dataset, "huggingface_stream", "train", dataset="x/z", error=ImportError)
+    refuses("pip install", create_dataset, "huggingface_stream", "train", dataset="x/z", raises=ImportError)
 
 
 def test_a_damaged_file_is_named_when_its_turn_comes(library: str, folder: Path) -> None:

@@ -151,7 +151,7 @@ def test_a_poisoned_batch_is_skipped_and_counted(tmp_path):
 def test_too_many_bad_steps_in_a_row_end_the_run(tmp_path):
     trainer = make(tmp_path, "data.poison=0", "training.max_bad_steps=3")
     before = weights(trainer)
-    refuses(r"3.*max_bad_steps=3.*learning_rate", trainer.fit, error=RuntimeError)
+    refuses(r"3.*max_bad_steps=3.*learning_rate", trainer.fit, raises=RuntimeError)
     assert torch.equal(trainer.model.head.weight, before["head.weight"])
 
 

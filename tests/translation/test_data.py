@@ -138,11 +138,11 @@ def test_long_pairs(tmp_path: Path) -> None:
 
 
 def test_files_of_different_length_and_short_tables_are_named(corpus: Path, tmp_path: Path) -> None:
+    write(tmp_path, "train.tsv", "der hund\tthe dog\nkatze\n")
+    refuses(r"train.tsv", build, tmp_path)
     folder = write_corpus(tmp_path / "short")
     write(folder, "train.en", "one line\n")
     refuses(r"train.de.*300.*train.en", build, folder)
-    write(tmp_path, "train.tsv", "der hund\tthe dog\nkatze\n")
-    refuses(r"train.tsv", build, tmp_path)
 
 
 def test_encodings_marks_and_line_ends_are_named_or_do_not_count(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_encodings_marks_and_line_ends_are_named_or_do_not_count(tmp_path: Path)
 )
 def test_bad_options(corpus: Path, change: dict[str, Any], message: str) -> None:
     options = {"path": corpus, **SIDES, **SMALL, **change}
-    refuses(message, create_dataset, "translation", "test", **options, error=(ValueError, FileNotFoundError))
+    refuses(message, create_dataset, "translation", "test", **options, raises=(ValueError, FileNotFoundError))
 
 
 def test_multi30k_as_it_is_published(shared: Path) -> None:

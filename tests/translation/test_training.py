@@ -265,7 +265,7 @@ def test_what_does_not_suit_is_refused(corpus: Path, tmp_path: Path, change: str
     key, _, value = change.partition("=")
     section, _, option = key.partition(".")
     tree[section] = {**tree.get(section, {}), **({option: yaml.safe_load(value)} if option else yaml.safe_load(value))}
-    refuses(message, run_training, config_from_dict(tree), tmp_path / "run")
+    refuses(message, lambda: run_training(config_from_dict(tree), tmp_path / "run"))
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
