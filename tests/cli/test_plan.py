@@ -103,7 +103,7 @@ def test_the_largest_piece_that_fits_is_found() -> None:
     assert (begun.micro_batch, begun.accumulate) == (4, 4)
 
 
-def test_gpus_divide_rows_and_fsdp_divides_weights() -> None:
+def test_gpus_divide_rows_and_sizes_come_from_recipe_option_or_data() -> None:
     config = text_recipe("model.width=256")
     ddp, fsdp = (plan_training(config, gpus=4, parallel=parallel) for parallel in ("ddp", "fsdp"))
     weights = 4 * ddp.parameters
@@ -111,9 +111,6 @@ def test_gpus_divide_rows_and_fsdp_divides_weights() -> None:
     assert ddp.parts["weights"] == ddp.parts["buckets of DDP"] == weights and not ddp.parts["gathered by FSDP"]
     assert fsdp.parts["weights"] == fsdp.parts["gradients"] == weights // 4 and not fsdp.parts["buckets of DDP"]
     assert 0 < fsdp.parts["gathered by FSDP"] < 2 * weights
-
-
-def test_sizes_come_from_recipe_option_or_published_data() -> None:
     config = load_config("demo_listops", [])
     (whole, long, *_), (short, row, *_) = sized(config), sized(config, 20)
     assert (long.tokens, row.tokens) == (64, 20) and whole.model["max_length"] == short.model["max_length"]

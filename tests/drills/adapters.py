@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from cached_transformers import add_memory
 
-from .frame import Drill, Failure
+from .frame import Failure
 
 ORDERS = ("frozen", "saved", "after", "loaded", "native")
 TEXT: dict[str, Any] = {"length": 2, "segment_length": 5}
@@ -299,12 +299,5 @@ class Trial:
             self.equal("load_pretrained", self.logits(load_pretrained(str(self.folder / "merged"))), wanted, 1e-4)
 
 
-DRILL = Drill(
-    name="adapters",
-    summary="Methods of PEFT beside memories, added before and after: trained, saved, loaded, merged and copied",
-    cases=cases,
-    attempt=attempt,
-    count=320,
-    sample=6,
-    prepare=prepare,
-)
+SUMMARY = "Methods of PEFT beside memories, added before and after: trained, saved, loaded, merged and copied"
+COUNT, SAMPLE = 320, 6

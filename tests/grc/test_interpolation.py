@@ -122,18 +122,12 @@ def test_a_turned_map_is_resized_and_not_reread() -> None:
     assert torch.equal(interpolate(x_BNC, 8, "nearest"), x_BNC)
 
 
-def test_tokens_that_are_not_the_map_are_refused() -> None:
+def test_tokens_slots_prefix_and_padding_must_fit_the_map() -> None:
     with pytest.raises(ValueError, match=r"10 tokens are not a map of 3 x 4 after 1 class token"):
         interpolate(torch.randn(1, 10, 2), 4, size=(3, 4), to_size=(2, 2), prefix=1)
-
-
-def test_a_map_with_padding_is_refused_with_the_way_out() -> None:
     padding_BN = torch.zeros(1, 4, dtype=torch.bool)
     with pytest.raises(ValueError, match="takes no padding mask; build the cache without a map size"):
         interpolate(torch.randn(1, 4, 2), 4, "nearest", padding_BN, size=(2, 2), to_size=(2, 2))
-
-
-def test_prefix_and_slots_must_fit_the_map() -> None:
     with pytest.raises(ValueError, match="length=5"):
         GatedRecurrentCache(4, 5, size=(2, 2))
 
