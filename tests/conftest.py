@@ -62,6 +62,15 @@ def _seeded() -> None:
 
 
 @pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing is compiled before a test, and nothing that it compiled stays."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def double() -> Iterator[None]:
     """New tensors are float64."""
     before = torch.get_default_dtype()

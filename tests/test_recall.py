@@ -58,16 +58,10 @@ def remembering() -> nn.Module:
     return trained(Echo(), MEMORY, STEPS, distance=1, check_every=STEPS, **SIZES)
 
 
-def test_with_the_cache_repetitions_are_recalled_and_first_segments_are_not_foreseen(remembering: nn.Module) -> None:
+def test_only_the_state_recalls_repetitions(remembering: nn.Module) -> None:
     first, repeated = losses(remembering)
     assert repeated < 0.25 * CHANCE
     assert first > CHANCE - 0.02, f"{first} on random tokens: the model sees the future"
-
-
-def test_it_is_the_state_that_remembers(remembering: nn.Module) -> None:
     _, repeated = losses(remembering, forget=True)
     assert repeated > CHANCE - 0.02
-
-
-def test_without_a_memory_nothing_can_be_recalled() -> None:
     assert reach(Echo(), None, 1, **SIZES) == 0 < reach(Echo(), MEMORY, 1, **SIZES)

@@ -120,6 +120,7 @@ on_import(
 )
 on_import("transformers.configuration_utils", after=_later("integrations.hub", "patch_configs"))
 on_import("transformers.modeling_utils", after=_later("integrations.transformers.load", "patch_models"))
+on_import("peft.peft_model", after=_later("integrations.peft_models", "patch_adapters"))
 
 
 def __getattr__(name: str) -> Any:

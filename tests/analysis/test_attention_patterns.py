@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+from pathlib import Path
+
 import pytest
 import torch
 from attentions.cases import CASES
+from common import refuses
 from torch import Tensor
 
 from cached_lab.cli.main import main
 from cached_lab.experiments.reports.figures import attention_patterns as patterns
 from cached_lab.experiments.reports.figures.attention_patterns import attention_weights, describe, pattern_figure
-from cached_transformers.attentions import Attention, AttentionOutput, Call
+from cached_lab.yaml_tree import apply_override
+from cached_transformers.attentions import Attention, AttentionOutput, Call, create_attention
 from cached_transformers.registry import ATTENTIONS
 
 N = 12
@@ -96,14 +102,10 @@ def test_where_channels_mix_the_size_of_a_weight_is_measured() -> None:
 
 
 def test_wrong_sizes_and_forms_are_refused(signed: str) -> None:
-    with pytest.raises(ValueError, match="tokens=0"):
-        attention_weights("softmax", 0)
-    with pytest.raises(ValueError, match="draws=0"):
-        attention_weights("softmax", 4, draws=0)
-    with pytest.raises(ValueError, match=r"needs causal \(.*\), which attention \w+ does not give"):
-        attention_weights(signed, 4, causal=True)
-    with pytest.raises(ValueError, match=r"'star'.*'radios'"):
-        attention_weights({"name": "star", "radios": 2}, 4)
+    refuses("tokens=0", attention_weights, "softmax", 0)
+    refuses("draws=0", attention_weights, "softmax", 4, draws=0)
+    refuses(r"needs causal \(.*\), which attention \w+ does not give", attention_weights, signed, 4, causal=True)
+    refuses(r"'star'.*'radios'", attention_weights, {"name": "star", "radios": 2}, 4)
 
 
 def test_the_figure_holds_the_weights_side_by_side(signed: str) -> None:
@@ -155,3 +157,28 @@ def test_explain_draws_an_attention(capsys: pytest.CaptureFixture[str], tmp_path
 def test_explain_refuses_other_pictures(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
     status, out, err = call(capsys, "explain", *words)
     assert (status, out) == (2, "") and message in err
+
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = (DOCS / "attentions.md").read_text()
+
+
+def test_every_attention_has_a_section() -> None:
+    assert sorted(re.findall(r"^## (\w+)$", PAGE, re.MULTILINE)) == sorted(ATTENTIONS.names())
+
+
+@pytest.mark.parametrize("name", ATTENTIONS.names())
+def test_a_section_says_what_the_registry_says_and_how_its_picture_is_drawn(name: str) -> None:
+    section = PAGE.split(f"\n## {name}\n")[1].split("\n## ")[0]
+    info = ATTENTIONS.entry(name).info
+    for fact in ("equation", "order"):
+        assert str(info[fact]) in section, f"{fact} of {name} is not that of `cached explain {name}`"
+    command = shlex.split(re.findall(r"^cached explain .*$", section, re.MULTILINE)[0])
+    picture = f"images/attentions/{name}.png"
+    assert command[:3] == ["cached", "explain", name] and command[-2:] == ["--plot", f"docs/{picture}"]
+    assert f"]({picture})" in section and (DOCS / picture).is_file()
+    spec = {"name": name}
+    for part in command[3:-2]:
+        if "=" in part:
+            apply_override(spec, part)
+    create_attention(spec, width=128, heads=2, length=64, prefix=0, size=(8, 8), index=0, depth=1, causal=False)

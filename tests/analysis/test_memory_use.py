@@ -1,7 +1,8 @@
-"""The verdict on the use of a memory: paired losses, their interval, and two real runs."""
+"""The verdict on the use of a memory: paired losses, their interval, and two real runs; the use of shared caches."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -14,6 +15,13 @@ import pytest
 import torch
 from training.small_language import CPU, fitted, own_cache  # noqa: F401
 
+from cached_lab.experiments.cache_use import (
+    ShuffledDataset,
+    caches_updated_by_the_batch,
+    modes_of,
+    score_cache_use,
+    take_caches,
+)
 from cached_lab.experiments.memory_use import (
     BLOCKS,
     DOCUMENTS,
@@ -25,7 +33,12 @@ from cached_lab.experiments.memory_use import (
 )
 from cached_lab.experiments.reports.run_page import place_table, use_sentence
 from cached_lab.experiments.statistics import ratio_interval
+from cached_lab.tasks.classification.images.digits import Digits
+from cached_lab.tasks.classification.scores import evaluate
 from cached_lab.tasks.language.scores import BUCKETS, SplitLosses, split_losses
+from cached_lab.training.distributed import World
+from cached_transformers import create_model
+from cached_transformers.memories.grc.shared_cache import caches, commit_caches
 
 WORDS: Any = SimpleNamespace(tokenizer=SimpleNamespace(lossless=False))
 
@@ -42,13 +55,21 @@ def made(seed: int, documents: int, rows: int, segments: int, more: float = 0.0)
     return SplitLosses(pad, pad[:, :4], pad.clone(), torch.stack([by_document, sizes]), by_segment)
 
 
-def test_documents_are_paired_where_there_are_many() -> None:
+def test_documents_are_paired_and_one_unit_claims_nothing() -> None:
     carry, shuffle = (made(seed, DOCUMENTS + 1, 2, 3) for seed in range(2))
     carry.documents[:, 4] = shuffle.documents[:, 4] = 0  # of a document without tokens nothing is known
     over, sums_U, counts_U = paired_units(carry, shuffle)
     kept = [d for d in range(DOCUMENTS + 1) if d != 4]
     assert over == "documents" and counts_U.tolist() == [d + 1 for d in kept]
     assert sums_U.tolist() == [float(shuffle.documents[0, d] - carry.documents[0, d]) for d in kept]
+    use = memory_use(made(1, 1, 1, 1), made(2, 1, 1, 1, 3.0), WORDS)
+    assert use["verdict"] == "not shown" and use["nats"][1:] == [None, None] and use["units"] == 1
+    assert use_sentence(use).endswith("a single one of blocks of consecutive segments gives no interval")
+    carry, shuffle = made(1, 1, 4, 50), made(2, 1, 4, 50, 3.0)
+    carry.carried[:, 1:] = 0
+    use = memory_use(carry, shuffle, WORDS)
+    assert use["verdict"] == "not shown" and "no segment follows another of its document" in use_sentence(use)
+    assert memory_use(carry, shuffle, WORDS, shared=True)["verdict"] == "used", "a cache is read by all segments"
 
 
 @pytest.mark.parametrize(("rows", "segments"), [(1, 100), (3, 40), (40, 6), (2, 5)])
@@ -84,17 +105,6 @@ def test_the_verdict_says_where_the_interval_lies(more: float, verdict: str, beg
     assert use["nats"] == list(twin) and use["verdict"] == verdict and "bits_per_byte" not in use
     assert abs(use["nats"][0] - more) < 0.03
     assert use_sentence(use).startswith(begins) and "over 32 blocks of consecutive segments" in use_sentence(use)
-
-
-def test_nothing_is_claimed_of_one_unit_or_where_nothing_is_carried() -> None:
-    use = memory_use(made(1, 1, 1, 1), made(2, 1, 1, 1, 3.0), WORDS)
-    assert use["verdict"] == "not shown" and use["nats"][1:] == [None, None] and use["units"] == 1
-    assert use_sentence(use).endswith("a single one of blocks of consecutive segments gives no interval")
-    carry, shuffle = made(1, 1, 4, 50), made(2, 1, 4, 50, 3.0)
-    carry.carried[:, 1:] = 0
-    use = memory_use(carry, shuffle, WORDS)
-    assert use["verdict"] == "not shown" and "no segment follows another of its document" in use_sentence(use)
-    assert memory_use(carry, shuffle, WORDS, shared=True)["verdict"] == "used", "a cache is read by all segments"
 
 
 def judged(folder: Path, repeats: int, *options: str) -> tuple[dict[str, Any], dict[str, SplitLosses], Any]:
@@ -152,3 +162,84 @@ def test_a_document_begins_with_an_empty_memory_too(share: float) -> None:
     config: Any = SimpleNamespace(training=SimpleNamespace(reset_rows=share), data={"name": "books"})
     data: Any = SimpleNamespace(reset="document")
     assert emptied_in_training(data, config) == {"reset_rows": share, "documents": True, "trained_on": True}
+
+
+WORLD = World(torch.device("cpu"))
+
+
+def model_of(memory, seed=0):
+    torch.manual_seed(seed)
+    sizes = {"image_size": 8, "patch_size": 2, "channels": 1, "classes": 10}
+    model = create_model("vision_transformer", width=16, depth=2, heads=2, feed_forward=16, memory=memory, **sizes)
+    for _ in range(3):  # caches that hold something
+        model(torch.randn(5, 1, 8, 8))
+    commit_caches(model)
+    return model.eval()
+
+
+def values(model):
+    return [cache.cache_MC.clone() for cache in caches(model)]
+
+
+@pytest.mark.parametrize("memory", ["grc", {"name": "attention_cache"}, {"name": "grc", "dropout": 0.5}])
+def test_inside_evaluation_computes_what_training_computes(memory):
+    model, images = model_of(memory), torch.randn(6, 1, 8, 8)
+    before = values(model)
+    frozen = model(images).outputs
+    with caches_updated_by_the_batch(model), torch.no_grad():
+        found = model(images).outputs
+        part = model(images[:2]).outputs
+    twin = copy.deepcopy(model).train()
+    for module in twin.modules():
+        if hasattr(module, "dropout") and isinstance(module.dropout, float):
+            module.dropout = 0.0
+    assert torch.allclose(found, twin(images).outputs, atol=1e-6)
+    assert not torch.allclose(found, frozen, atol=1e-4)
+    assert not torch.allclose(found[:2], part, atol=1e-6)  # it depends on the rest of the batch
+    assert torch.equal(model(images).outputs, frozen) and not any(m.training for m in model.modules())
+    commit_caches(model)  # nothing was proposed
+    assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
+
+
+def test_each_way_of_treating_a_cache_does_what_it_says():
+    models = {seed: model_of("grc", seed) for seed in (0, 1)}
+    data = Digits("test")
+    modes = modes_of(models[0], 16, other=True)
+    assert modes == ["carry", "reset", "shuffle", "other", "batch 4", "batch 16", "batch 256"]
+
+    def load():
+        return copy.deepcopy(models[0])
+
+    rows = score_cache_use(load, data, modes, WORLD, 64, seed=3, other=models[1])
+    losses = {row["mode"]: row["loss"] for row in rows}
+    assert losses["carry"] == evaluate(models[0], data, WORLD, 64)["loss"]
+    emptied = load()
+    for cache in caches(emptied):
+        cache.cache_MC.zero_()
+    assert losses["reset"] == pytest.approx(evaluate(emptied, data, WORLD, 64)["loss"], abs=1e-7)
+    exchanged = load()
+    for cache, other in zip(caches(exchanged), caches(models[1]), strict=True):
+        cache.cache_MC.copy_(other.cache_MC)
+    assert losses["other"] == pytest.approx(evaluate(exchanged, data, WORLD, 64)["loss"], abs=1e-7)
+    assert len(set(losses.values())) == len(modes)
+    mixed = evaluate(load(), ShuffledDataset(data), WORLD, 16, inside=caches_updated_by_the_batch)
+    assert losses["batch 16"] == mixed["loss"]
+    with pytest.raises(ValueError, match=r"other run's caches are of \[\(17, 16\), .* this run's of \[\(17, 8\)"):
+        take_caches(load(), model_of({"name": "grc", "ratio": 1.0}))
+
+
+@pytest.mark.parametrize("memory", [dict(name="grc", variant="released"), dict(name="attention_cache", update="store")])
+def test_only_what_makes_a_difference_is_asked(memory):
+    """Rows that read their own update, or what was stored, do so in evaluation as in training."""
+    model = model_of(memory)
+    assert modes_of(model, 16, other=False) == ["carry", "reset", "shuffle"]
+    images = torch.randn(3, 1, 8, 8)
+    with caches_updated_by_the_batch(model), torch.no_grad():
+        assert torch.allclose(model(images).outputs[:1], model(images[:1]).outputs, atol=1e-6)
+
+
+def test_the_order_is_mixed_and_complete():
+    data = Digits("test")
+    mixed = ShuffledDataset(data)
+    assert sorted(mixed.order) == list(range(len(data))) != mixed.order
+    assert torch.equal(mixed[0][0], data[mixed.order[0]][0])

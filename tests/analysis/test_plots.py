@@ -19,12 +19,19 @@ def records(split: str, values: dict[int, float], metric: str = "accuracy") -> l
     return [{"step": step, "split": split, metric: value} for step, value in values.items()]
 
 
-def test_looks_are_stable_and_distinct() -> None:
+def test_looks_are_distinct_and_long_curves_averaged() -> None:
     names = ["grc", "plain", *(f"v{i}" for i in range(16))]
     result = looks(names, "plain")
     assert result["plain"].colour == REFERENCE and [result[n].colour for n in ("grc", "v0")] == SERIES[:2]
     assert len({(look.colour, str(look.dash)) for look in result.values()}) == len(names)
     assert all(looks(names[:n], "plain") == {k: result[k] for k in names[:n]} for n in range(len(names)))
+    values = {step: float(step) for step in range(1, 1201)} | {1201: float("nan")}
+    figure = curves.learning_curves({"grc": [records("train", values, "loss")]}, metric="loss")
+    (line,) = figure.axes[0].lines
+    assert len(line.get_xdata()) == curves.MAX_POINTS
+    assert line.get_xdata()[0] == pytest.approx(5.5) and line.get_ydata().tolist() == pytest.approx(line.get_xdata())
+    with pytest.raises(ValueError, match="no curve to draw"):
+        curves.learning_curves({"grc": [records("test", {1: 1.0})]})
 
 
 def test_learning_curves_show_mean_and_range_at_common_steps() -> None:
@@ -39,16 +46,6 @@ def test_learning_curves_show_mean_and_range_at_common_steps() -> None:
     assert corners.min() == 0.2 and corners.max() == 0.8
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["plain", "grc"]
     assert [plain.get_color(), grc.get_color()] == [REFERENCE, SERIES[0]]
-
-
-def test_long_curves_are_averaged_in_bins_and_gaps_skipped() -> None:
-    values = {step: float(step) for step in range(1, 1201)} | {1201: float("nan")}
-    figure = curves.learning_curves({"grc": [records("train", values, "loss")]}, metric="loss")
-    (line,) = figure.axes[0].lines
-    assert len(line.get_xdata()) == curves.MAX_POINTS
-    assert line.get_xdata()[0] == pytest.approx(5.5) and line.get_ydata().tolist() == pytest.approx(line.get_xdata())
-    with pytest.raises(ValueError, match="no curve to draw"):
-        curves.learning_curves({"grc": [records("test", {1: 1.0})]})
 
 
 def test_answers_by_distance_show_the_mean_and_range_of_seeds() -> None:

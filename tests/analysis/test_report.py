@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from analysis.folders import VALUES, make_comparison, make_run
+from common import refuses
 
 from cached_lab.cli.main import main
 from cached_lab.experiments.reports.blocks import FactList, Heading, ReportTable
@@ -108,8 +109,7 @@ def test_run_report(tmp_path: Path) -> None:
         assert expected in report.text
     before = (run / "report.html").read_bytes()
     (run / "gates.json").write_bytes(b"damaged")
-    with pytest.raises(ValueError, match=r"gates\.json"):
-        write_run_report(run)
+    refuses(r"gates\.json", write_run_report, run)
     assert (run / "report.html").read_bytes() == before and not list(run.glob(".*"))
 
 
@@ -154,20 +154,17 @@ def test_strings_of_users_are_escaped(tmp_path: Path) -> None:
 
 def test_bad_folders_are_named(tmp_path: Path) -> None:
     for call in (write_run_report, write_compare_report, read_comparison):
-        with pytest.raises(ValueError, match=re.escape(str(tmp_path / "none"))):
-            call(tmp_path / "none")
+        refuses(re.escape(str(tmp_path / "none")), call, tmp_path / "none")
     run = make_run(tmp_path / "run")
     for name, text in (("metrics.jsonl", '{"step": 1}\nno\n{"step": 2}\n'), ("summary.json", "3"), ("gates.json", "")):
         kept = (run / name).read_text()
         (run / name).write_text(text)
-        with pytest.raises(ValueError, match=re.escape(name)):
-            read_run(run)
+        refuses(re.escape(name), read_run, run)
         (run / name).write_text(kept)
     data = json.loads((make_comparison(tmp_path / "c", {"plain": [0.5]}) / "compare.json").read_text())
     for change in ({"reference": "x"}, {"variants": [{}]}):
         (tmp_path / "compare.json").write_text(json.dumps(data | change))
-        with pytest.raises(ValueError, match=re.escape(str(tmp_path / "compare.json"))):
-            read_comparison(tmp_path)
+        refuses(re.escape(str(tmp_path / "compare.json")), read_comparison, tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "split": "train", "loss": 1}\n{"step": 2, "spl')
     assert [record["step"] for record in read_run(tmp_path).records] == [1], "a line being written is skipped"
 

@@ -1,18 +1,21 @@
-"""Axial attention against the definition pair by pair, what its causal forms reach, its limits and its cost."""
+"""Attentions on maps and in strides against their definitions: axial, Image Transformer, Sparse Transformer."""
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from attentions.agreement import agree, inputs
 from attentions.dense import Rule, assert_is_pattern, mask_of, padding_last, paddings, softmax_over, without_padding
+from common import refuses
 from torch import Tensor
 
-from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import create_attention
 from cached_transformers.attentions.axial import AxialAttention
+from cached_transformers.attentions.image_transformer import ImageTransformerAttention
+from cached_transformers.attentions.sparse_transformer import SparseTransformerAttention
 from cached_transformers.interfaces.memory import Context
 
 LENGTHS = (1, 3, 4, 8, 13, 24)
@@ -120,8 +123,7 @@ def test_two_softmaxes_are_finite_in_half_precision(mode: str, causal: bool) -> 
 @pytest.mark.parametrize("mode", ["sum", "sequential"])
 def test_two_softmaxes_take_no_context_and_have_no_log_sum_exp(mode: str) -> None:
     core, (q, k, v) = AxialAttention(mode=mode, columns=4), inputs(8, values=6)
-    with pytest.raises(ValueError, match="needs lse"):
-        core(q, k, v, want_lse=True)
+    refuses("needs lse", core, q, k, v, want_lse=True)
     with pytest.raises(ValueError, match="needs context"):
         core(q, k, v, context=Context(k, v, torch.zeros(2, 8, 1), torch.ones(2, 8, dtype=torch.bool)))
 
@@ -139,16 +141,159 @@ def test_the_map_is_found_from_what_the_model_knows() -> None:
         assert isinstance(core, AxialAttention) and core.columns == columns
 
 
+def test_tokens_beyond_the_map_are_refused() -> None:
+    refuses(r"13.*12", AxialAttention(size=(3, 4), prefix=1), *inputs(14))
+    core = ImageTransformerAttention(block=(2, 2), memory=(1, 1), size=(3, 4))
+    with pytest.raises(ValueError, match="13 tokens do not fit the map"):
+        core(*inputs(13))
+
+
+UNBLOCKED = (1, 3, 8, 13, 24)
+
+
+def blocks_along(causal: bool, block: int, memory: int, prefix: int = 0) -> Rule:
+    def sees(h: int, i: int, j: int) -> bool:
+        if causal and j > i:
+            return False
+        if i < prefix or j < prefix:
+            return True
+        first = (i - prefix) // block * block
+        return first - memory <= j - prefix < first + block + (0 if causal else memory)
+
+    return sees
+
+
+def cells(size: tuple[int, int], block: tuple[int, int], order: str) -> list[tuple[int, int]]:
+    """(row, column) of each token of the sequence, by going through the map."""
+    raster = [(row, column) for row in range(size[0]) for column in range(size[1])]
+    if order == "raster":
+        return raster
+    return sorted(raster, key=lambda cell: (cell[0] // block[0], cell[1] // block[1], *cell))
+
+
+def on_map(
+    causal: bool, size: tuple[int, int], block: tuple[int, int], memory: tuple[int, int], order: str, prefix: int = 0
+) -> Rule:
+    cell = cells(size, block, order)
+
+    def sees(h: int, i: int, j: int) -> bool:
+        if causal and j > i:
+            return False
+        if i < prefix or j < prefix:
+            return True
+        (row, column), (other_row, other_column) = cell[i - prefix], cell[j - prefix]
+        top, left = row // block[0] * block[0], column // block[1] * block[1]
+        below = 0 if causal else memory[0]
+        return (
+            top - memory[0] <= other_row < top + block[0] + below
+            and left - memory[1] <= other_column < left + block[1] + memory[1]
+        )
+
+    return sees
+
+
+@pytest.mark.parametrize(("block", "memory", "prefix"), [(4, 4, 0), (4, 0, 0), (3, 5, 2), (1, 2, 1), (5, 1, 0)])
+def test_blocks_along_the_sequence_are_the_definition(block: int, memory: int, prefix: int) -> None:
+    core = ImageTransformerAttention(block=block, memory=memory, prefix=prefix)
+    assert_is_pattern(core, lambda causal: blocks_along(causal, block, memory, prefix), UNBLOCKED)
+
+
+@pytest.mark.parametrize("order", ["raster", "blocks"])
+@pytest.mark.parametrize(
+    ("size", "block", "memory", "prefix", "lengths"),
+    [
+        ((12, 2), (2, 2), (1, 0), 0, UNBLOCKED),
+        ((5, 5), (2, 3), (1, 2), 1, UNBLOCKED),
+        ((2, 13), (1, 2), (1, 1), 0, UNBLOCKED),
+        ((6, 4), (9, 2), (0, 9), 0, UNBLOCKED),
+        ((9, 8), (2, 4), (1, 1), 0, (72, 61)),
+        ((9, 8), (3, 2), (1, 1), 0, (72, 61)),
+    ],
+)
+def test_blocks_on_the_map_are_the_definition(
+    order: str, size: Any, block: Any, memory: Any, prefix: int, lengths: Any
+) -> None:
+    core = ImageTransformerAttention(block=block, memory=memory, size=size, order=order, prefix=prefix)
+    assert_is_pattern(core, lambda causal: on_map(causal, size, block, memory, order, prefix), lengths)
+
+
+def near(kind: str, stride: int, i: int, j: int) -> bool:
+    return abs(i - j) < stride if kind == "strided" else i // stride == j // stride
+
+
+def far(kind: str, stride: int, summary: int, i: int, j: int, part: int = 0) -> bool:
+    if kind == "strided":
+        return (i - j) % stride == 0
+    return stride - (part + 1) * summary <= j % stride < stride - part * summary
+
+
+def strided(
+    causal: bool,
+    kind: str,
+    stride: int,
+    summary: int,
+    combine: str,
+    *,
+    index: int = 0,
+    prefix: int = 0,
+    slices: int = 1,
+) -> Rule:
+    def sees(h: int, i: int, j: int) -> bool:
+        if causal and j > i:
+            return False
+        if i < prefix or j < prefix:
+            return True
+        i, j = i - prefix, j - prefix
+        if combine == "union":
+            return near(kind, stride, i, j) or far(kind, stride, summary, i, j, h % slices)
+        if (index if combine == "layers" else h) % 2 == 0:
+            return near(kind, stride, i, j)
+        return far(kind, stride, summary, i, j, (h if combine == "layers" else h // 2) % slices)
+
+    return sees
+
+
+@pytest.mark.parametrize("kind", ["strided", "fixed"])
+@pytest.mark.parametrize(("combine", "index"), [("union", 0), ("layers", 0), ("layers", 1), ("heads", 0)])
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_strides_are_the_definition(kind: str, combine: str, index: int, prefix: int) -> None:
+    for stride, summary in ((4, 2), (3, 1)):
+        core = SparseTransformerAttention(
+            stride=stride, pattern=kind, summary=summary, combine=combine, index=index, prefix=prefix
+        )
+        assert_is_pattern(
+            core,
+            lambda causal, s=stride, c=summary: strided(causal, kind, s, c, combine, index=index, prefix=prefix),
+            LENGTHS,
+        )
+
+
+@pytest.mark.parametrize("combine", ["union", "heads"])
+@pytest.mark.parametrize(("stride", "summary", "slices"), [(6, 2, 3), (5, 2, 2), (8, 1, 3)])
+@pytest.mark.parametrize("heads", [2, 5])
+def test_heads_take_summary_tokens_of_their_own(
+    combine: str, stride: int, summary: int, slices: int, heads: int
+) -> None:
+    core = SparseTransformerAttention(
+        stride=stride, pattern="fixed", summary=summary, slices=slices, combine=combine, heads=heads
+    )
+    assert_is_pattern(
+        core,
+        lambda causal: strided(causal, "fixed", stride, summary, combine, slices=slices),
+        (1, 3, 8, 13, 16),
+        heads=heads,
+    )
+
+
+@pytest.mark.parametrize("kind", ["strided", "fixed"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_cost(causal: bool) -> None:
-    rows, columns = 6, 16
-    keys = {"row": columns, "col": rows, "sum": rows + columns}
-    keys["sequential"] = rows + columns * (2 if causal else 1)
-    for mode, count in keys.items():
-        core = AxialAttention(mode=mode, columns=columns)
-        assert count_flops(core, *inputs(96), causal=causal) == 2 * 2 * 2 * 96 * count * 11
-
-
-def test_a_sequence_longer_than_the_map_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"13.*12"):
-        AxialAttention(size=(3, 4), prefix=1)(*inputs(14))
+def test_everything_is_reached_in_two_steps(kind: str, causal: bool) -> None:
+    """Where the values of one layer are the weights of the one before."""
+    core = SparseTransformerAttention(stride=5, pattern=kind, summary=1)
+    q, k, _ = inputs(25)
+    first = core(q, k, torch.eye(25, dtype=torch.double).expand(2, 2, 25, 25), causal=causal).out_BHNV
+    second = core(q, k, first, causal=causal).out_BHNV
+    # A fixed pattern passes everything to the summary tokens, which are the last ones of their blocks.
+    all_pairs = torch.ones(25, 25, dtype=torch.bool)
+    assert torch.equal(second[0, 0] > 0, all_pairs.tril() if causal else all_pairs)
+    assert ((first[0, 0] > 0).sum(-1) <= 9 + 5).all()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from attentions.agreement import agree, tail
 from attentions.cases import CASES, LENGTHS, LONGEST, B, Case, E, H, build
+from common import refuses
 from torch import Tensor
 
 from cached_transformers.attentions import Attention, SoftmaxAttention
@@ -206,8 +207,7 @@ def test_what_a_mechanism_cannot_do_is_refused(name: str) -> None:
     calls["bidirectional"] = {"causal": False}
     for word, call in calls.items():
         if word not in core.can:
-            with pytest.raises(ValueError, match=rf"call needs {word} \(.*\), which attention \w+.* does not give"):
-                run(core, given, **call)
+            refuses(rf"call needs {word} \(.*\), which attention \w+.* does not give", run, core, given, **call)
     if "cross" not in core.can:
         with pytest.raises(ValueError, match="this call needs cross"):
             core(given["q"][:, :, :5], given["k"], given["v"], x_BND=given["x"][:, :5], causal="causal" in core.can)
@@ -356,8 +356,7 @@ def test_one_graph_is_compiled(name: str, every: bool) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_under_a_closed_cache_it_is_itself(name: str) -> None:
     if "bidirectional" not in ATTENTIONS.entry(name).factory.can:
-        with pytest.raises(ValueError, match="causal=False"):
-            GRCAttention(H * E, H, 13, core=build(name))
+        refuses("causal=False", GRCAttention, H * E, H, 13, core=build(name))
         return
     torch.manual_seed(0)
     layer = GRCAttention(H * E, H, 13, core=build(name), initial_gate=-60.0).double()

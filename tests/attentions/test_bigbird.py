@@ -10,7 +10,6 @@ import torch
 from attentions.agreement import agree, inputs
 from torch import Tensor
 
-from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import SoftmaxAttention
 from cached_transformers.attentions.bigbird import BigBird
 from cached_transformers.extras import require
@@ -121,19 +120,6 @@ def test_blocks_are_drawn_evenly_and_otherwise_for_each_layer_head_and_block() -
     assert not torch.equal(tables[0], tables[1]) and not torch.equal(tables[0][0], tables[0][1])
     other = BigBird(heads, random=3, seed=1).draw(blocks, torch.full((1, 1, 1, 1), blocks - 1), False)[0][0]
     assert not torch.equal(tables[0], other)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_what_it_costs(causal: bool) -> None:
-    q, k, v = (torch.randn(B, H, 48, width) for width in (E, E, V))
-    for window, random in ((3, 3), (5, 0)):
-        core = BigBird(H, block=W, window=window, random=random)
-        products = W * (E + V) * (2 * 48 + 10 * (window + random + 2) * W)
-        if causal:
-            products = W * (E + V) * 12 * ((window + 1) // 2 + 1 + random) * W
-        assert count_flops(core, q, k, v, causal=causal) == 2 * B * H * products
-    few = BigBird(H, block=16, random=3)
-    assert count_flops(few, q, k, v, causal=causal) == count_flops(SoftmaxAttention(), q, k, v, causal=causal)
 
 
 def huggingface(tokens: int, training: bool) -> tuple[Any, Tensor, Tensor, list[Tensor]]:

@@ -72,7 +72,6 @@ def twin(core: BPAttention, q: Tensor, k: Tensor, v: Tensor, padding: Tensor, *,
 @pytest.mark.parametrize(("k", "clip", "types"), [(1, 5, True), (2, 1, True), (3, 0, False)])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 8, 13])
 def test_the_core_is_its_loop_over_tokens(tokens: int, k: int, clip: int, types: bool, causal: bool) -> None:
-    torch.manual_seed(0)
     core = BPAttention(D, H, k=k, clip=clip, types=types).double()
     for padding in paddings(tokens):
         sources = inputs(tokens, width=E, values=V)
@@ -105,13 +104,10 @@ def test_a_token_sees_each_token_once_whatever_the_length(k: int, causal: bool) 
             assert len(levels) <= 2 + math.log2(tokens / k) and len(levels) <= tree_levels(tokens)
 
 
-def test_the_context_grows_with_the_logarithm() -> None:
+def test_the_context_grows_with_the_logarithm_and_is_summed_in_single() -> None:
     for tokens, k, most in [(64, 1, 12), (64, 2, 19), (64, 4, 27), (257, 4, 44), (4096, 4, 75)]:
         nearby = bp.reach(tokens, k, 5, causal=False, device=torch.device("cpu"))
         assert int(nearby.seen_NS.sum(1).max()) == most
-
-
-def test_half_precision_sums_its_spans_in_single() -> None:
     ones = torch.full((1, 1, 4096, 1), 1.0, dtype=torch.float16)
     means, _ = bp.span_means(ones, None, tree_levels(4096))
     assert all(t.dtype == torch.float16 and (t == 1).all() for t in means)
@@ -152,7 +148,6 @@ def test_cost(n: int, k: int, causal: bool) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_blocks_and_their_neighbours_hold_all_that_is_seen(causal: bool) -> None:
     """At lengths whose levels are cut into blocks: the same as a dense mask over the means of all spans."""
-    torch.manual_seed(0)
     for tokens, k in [(40, 1), (77, 2), (131, 3)]:
         core = BPAttention(D, H, k=k).double()
         q, keys = torch.randn(2, B, H, tokens, E, dtype=torch.double)
@@ -215,7 +210,6 @@ def layer_twin(layer: BPLayer, nodes: Tensor, tokens: int, padding: Tensor, *, c
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("tokens", "k"), [(1, 1), (2, 1), (6, 1), (8, 2), (13, 2)])
 def test_the_layer_is_attention_over_its_graph(tokens: int, k: int, causal: bool) -> None:
-    torch.manual_seed(0)
     layer = BPLayer(D, H, 7, k=k, clip=9).double()
     for padding in paddings(tokens):
         nodes = torch.randn_like(BPLayer.first_nodes(torch.zeros(B, tokens, D).double())).requires_grad_()
@@ -229,7 +223,6 @@ def test_the_layer_is_attention_over_its_graph(tokens: int, k: int, causal: bool
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_layers_carry_the_spans_and_ignore_padding(causal: bool) -> None:
-    torch.manual_seed(0)
     layers = [BPLayer(D, H, 7, k=1).double() for _ in range(3)]
 
     def run(x: Tensor, padding: Tensor | None = None) -> Tensor:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from attentions.cases import B, E, H
 from attentions.linearised_twins import V, compare, leaves
+from common import refuses
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions.delta_net import DeltaNet
 from cached_transformers.extras import require
 from cached_transformers.interfaces.capabilities import in_words
@@ -101,22 +101,10 @@ def test_it_is_the_delta_rule_of_transformers(chunked: bool) -> None:
     torch.testing.assert_close(state, last, rtol=0, atol=2e-5)
 
 
-def test_its_cost_is_the_formula_without_the_triangular_systems() -> None:
-    n, e, v, chunk = 32, 8, 6, 8
-    q, k = torch.randn(2, 1, 1, n, e)
-    values, x = torch.randn(1, 1, n, v), torch.randn(1, n, e)
-    for options, f in (({}, 2 * e), ({"order": 2}, 4 * e), ({"features": "elu"}, e)):
-        core = DeltaNet(e, 1, chunk=chunk, **options)  # type: ignore[arg-type]
-        want = n * (chunk * (2 * f + v) + 3 * f * v) + n * e
-        assert count_flops(core, q, k, values, causal=True, x_BND=x) == 2 * want
-
-
 def test_it_is_causal_alone_and_needs_the_input() -> None:
     core, given = core_of(), leaves(3)
     q, k, v = (given[name] for name in "qkv")
-    with pytest.raises(ValueError, match=r"delta_net.*x_BND"):
-        core(q, k, v, causal=True)
-    with pytest.raises(ValueError, match="causal=False"):
-        SelfAttention(H * E, H, core=core)
+    refuses(r"delta_net.*x_BND", core, q, k, v, causal=True)
+    refuses("causal=False", SelfAttention, H * E, H, core=core)
     layer = SelfAttention(H * E, H, core=core, causal=True).double()
     assert layer(given["x"]).y_BND.isfinite().all() and "only causal" in in_words(DeltaNet.can)

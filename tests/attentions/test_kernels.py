@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -44,15 +45,11 @@ def test_auto_is_plain_without_a_gpu_and_what_is_asked_for_by_name_is_refused() 
     auto, plain = both(WINDOW, "auto", *given)
     assert torch.equal(auto.out_BHNV, plain.out_BHNV)
     flex = core(WINDOW, "flex")
-    with pytest.raises(ValueError, match="kernel='flex'"):
-        flex(*given)
+    refuses("kernel='flex'", flex, *given)
     dropping = create_attention({**WINDOW, "kernel": "flex", "dropout": 0.5}).train()
-    with pytest.raises(ValueError, match=r"has no dropout of the weights, here 0\.5"):
-        dropping(*inputs(150))
-    with pytest.raises(ValueError, match="kernel='flash'"):
-        core(WINDOW, "flash")
-    with pytest.raises(ValueError, match=r"mode='sum'.*kernel='flex'"):
-        core({"name": "axial", "mode": "sum", "columns": 4}, "flex")
+    refuses(r"has no dropout of the weights, here 0\.5", dropping, *inputs(150))
+    refuses("kernel='flash'", core, WINDOW, "flash")
+    refuses(r"mode='sum'.*kernel='flex'", core, {"name": "axial", "mode": "sum", "columns": 4}, "flex")
     assert core({"name": "axial", "mode": "sum", "columns": 4}, "auto").kernel == "plain"
 
 
@@ -61,22 +58,17 @@ def test_what_stands_in_the_way_of_a_kernel_is_named(monkeypatch: pytest.MonkeyP
         kinds = ((16, torch.float64), (8, torch.float32), (16, torch.bfloat16))
         wide, narrow, fine = (torch.empty(1, 2, 8, width, dtype=dtype, device="cuda") for width, dtype in kinds)
     given: Any = ((wide,) * 3, (narrow,) * 3)
-    with pytest.raises(ValueError, match="nothing wider than float32"):
-        kernels.takes_flex("flex", *given[0], 0.0)
-    with pytest.raises(ValueError, match="heads of at least 16 channels, not 8"):
-        kernels.takes_flex("flex", *given[1], 0.0)
-    with pytest.raises(ValueError, match=r"torch\.vmap.*schedule='diagonal'"):
-        torch.vmap(lambda t: kernels.takes_flex("flex", t, t, t, 0.0))(fine)
+    refuses("nothing wider than float32", kernels.takes_flex, "flex", *given[0], 0.0)
+    refuses("heads of at least 16 channels, not 8", kernels.takes_flex, "flex", *given[1], 0.0)
+    refuses(r"torch\.vmap.*schedule='diagonal'", torch.vmap(lambda t: kernels.takes_flex("flex", t, t, t, 0.0)), fine)
     some: Any = (fine,) * 3
     assert kernels.takes_flex("auto", *some, 0.0) and not kernels.takes_flex("auto", *given[0], 0.0)
     assert not kernels.takes_flex("plain", *some, 0.0)
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
     linear = core({"name": "linear"}, "fla")
-    with pytest.raises(ValueError, match=r'"cached-transformers\[kernels\]"'):
-        linear(*inputs(8), causal=True)
+    refuses(r'"cached-transformers\[kernels\]"', linear, *inputs(8), causal=True)
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
-    with pytest.raises(ValueError, match="runs on GPUs, not on cpu"):
-        linear(*inputs(8), causal=True)
+    refuses("runs on GPUs, not on cpu", linear, *inputs(8), causal=True)
     assert kernels.takes_fla("auto", some[0]) and not kernels.takes_fla("auto", given[0][0])
 
 

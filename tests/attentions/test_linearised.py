@@ -1,4 +1,4 @@
-"""What all linearised mechanisms share: the recurrent form is the causal pass, cut anywhere."""
+"""Linearised mechanisms: the recurrent form is the causal pass, cut anywhere; linear attention; parts of cores."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ import pytest
 import torch
 from attentions.agreement import agree
 from attentions.cases import B, E, H, build
-from attentions.linearised_twins import V, leaves
+from attentions.linearised_twins import V, average, compare, keys_and_mask, leaves
+from common import refuses
+from torch import Tensor
+from torch.nn import functional as F
 
 from cached_transformers.attentions.gated_delta import PUBLISHED
-from cached_transformers.attentions.parts.linearised import LinearisedAttention
+from cached_transformers.attentions.linear import LinearAttention
+from cached_transformers.attentions.parts import building_blocks as blocks
+from cached_transformers.attentions.parts.linearised import LinearisedAttention, elu_features
 from cached_transformers.interfaces.memory import Context
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.state import map_state, named_tensors, reorder, reset, signature
@@ -147,16 +152,66 @@ def test_what_a_carried_state_excludes_is_refused(name: str) -> None:
     core, given = build(name, carry=True), leaves(4)
     q, k, v, x = (given[key] for key in ("q", "k", "v", "x"))
     assert core.can == {"causal", "exact_padding"}
-    with pytest.raises(ValueError, match=r"this call needs bidirectional .* \(its options take away"):
-        core(q, k, v, x_BND=x)
-    with pytest.raises(ValueError, match="this call needs context"):
-        core(q, k, v, x_BND=x, causal=True, context=some_context())
+    refuses(r"this call needs bidirectional .* \(its options take away", core, q, k, v, x_BND=x)
+    refuses("this call needs context", core, q, k, v, x_BND=x, causal=True, context=some_context())
     state = core.init_state(B, H, E, V, like=q)
     for other in (build(name), build("softmax")):
         assert other.init_state(B, H, E, V, like=q) == ()
-        with pytest.raises(ValueError, match="carries no state from segment to segment"):
-            other(q, k, v, x_BND=x, causal=True, state=state)
+        refuses("carries no state from segment to segment", other, q, k, v, x_BND=x, causal=True, state=state)
     changing: dict[str, dict[str, Any]] = {"performer": {"redraw": True}, "rfa": {"pool": 3}}
     if name in changing:
-        with pytest.raises(ValueError, match="carry=True"):
-            build(name, carry=True, **changing[name])
+        refuses("carry=True", build, name, carry=True, **changing[name])
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-6])
+@pytest.mark.parametrize("chunk", [1, 4, 64])
+def test_it_is_its_quadratic_form(chunk: int, epsilon: float) -> None:
+    def twin(q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, causal: bool, seen: Tensor, context: object) -> Tensor:
+        keys, values, mask = keys_and_mask(k, v, causal, seen, context)  # type: ignore[arg-type]
+        weights = (F.elu(q) + 1) @ (F.elu(keys) + 1).mT
+        return average(weights, values, mask, epsilon)
+
+    compare(LinearAttention(chunk=chunk, epsilon=epsilon), twin)
+
+
+def test_small_features_keep_their_digits() -> None:
+    x = torch.tensor([-40.0, -20.0, -1.0, 0.0, 2.0])
+    torch.testing.assert_close(elu_features(x).double(), F.elu(x.double()).add(1), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(elu_features(x)[:2], x[:2].exp(), rtol=1e-6, atol=0)
+    assert (F.elu(x) + 1)[0] == 0  # the usual form
+
+    # Queries that see keys of tiny features alone still average their values; with the usual epsilon nothing is left.
+    q, v = torch.zeros(1, 1, 2, 4), torch.tensor([[1.0], [3.0]])[None, None]
+    k = torch.full((1, 1, 2, 4), -40.0)
+    assert LinearAttention()(q, k, v).out_BHNV.flatten().tolist() == [2.0, 2.0]
+    assert LinearAttention(epsilon=1e-6)(q, k, v).out_BHNV.abs().max() < 1e-8
+
+
+def test_keys_alike_are_averaged_and_queries_may_differ_in_number() -> None:
+    given = leaves(8)
+    k = given["k"][:, :, :1].expand(-1, -1, 8, -1)
+    out = LinearAttention()(given["q"][:, :, :3], k, given["v"]).out_BHNV
+    torch.testing.assert_close(out, given["v"].mean(2, keepdim=True).expand(-1, -1, 3, -1), rtol=0, atol=1e-12)
+
+
+def test_two_parts_of_the_keys_make_one_softmax() -> None:
+    q, k, v = torch.randn(3, 2, 2, 7, 6, dtype=torch.double)
+    mask = torch.rand(7, 7) < 0.4
+    mask[2] = False
+    first = torch.arange(7) < 3
+    whole, lse = blocks.attend(q, k, v, mask, want_lse=True)
+    parts = [blocks.attend(q, k, v, mask & part, want_lse=True) for part in (first, ~first)]
+    out, merged = blocks.merge(*parts[0], *parts[1])  # type: ignore[arg-type]
+    torch.testing.assert_close(out, whole, rtol=0, atol=1e-12)
+    assert lse is not None
+    some = mask.any(-1)
+    torch.testing.assert_close(merged[:, :, some], lse[:, :, some], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 3, 7, 20, 30])
+@pytest.mark.parametrize("kinds", [1, 2, 5, 1000])
+def test_of_equal_numbers_the_first_are_the_largest(count: int, kinds: int) -> None:
+    t = torch.randint(kinds, (3, 2, 30), generator=torch.Generator().manual_seed(count)).double()
+    t[0, 0, ::2] = -torch.inf
+    want = t.argsort(dim=-1, descending=True, stable=True)[..., :count]
+    assert torch.equal(blocks.largest(t, count), want)

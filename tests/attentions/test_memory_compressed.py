@@ -13,7 +13,6 @@ from attentions.dense import padding_last
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import create_attention, memory_compressed
 from cached_transformers.attentions.memory_compressed import Compression, MemoryCompressedAttention
 
@@ -110,20 +109,6 @@ def test_the_convolution_is_one_and_starts_as_the_mean(full: bool) -> None:
     kernel = weight.view(12, 2, 3, 6).transpose(2, 3).reshape(12, 12, 3) if full else weight.view(12, 3, 6).mT
     want = F.conv1d(t.transpose(2, 3).flatten(1, 2), kernel, compression.bias_GO.flatten(), 3, groups=groups)
     torch.testing.assert_close(compression(t), want.unflatten(1, (2, 6)).transpose(2, 3))
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_cost(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = inputs(12, 24)
-    slots_and_products = 24 * (36 + 25), 12 * 8 * (6 + 5)
-    assert count_flops(make(), q, k, v, causal=causal) == 2 * 2 * 2 * sum(slots_and_products)
-    full = 2 * slots_and_products[0] + slots_and_products[1]
-    assert count_flops(make(grouping="full"), q, k, v, causal=causal) == 2 * 2 * 2 * full
-    for window, block in ((4, 8), (12, 12)):
-        monkeypatch.setattr(memory_compressed, "BLOCK", 8)
-        q, k, v = inputs(24)
-        local = 24 * (36 + 25) + 24 * 8 * (6 + 5) + (2 if causal else 3) * block * 24 * (6 + 5)
-        assert count_flops(make(local=window), q, k, v, causal=causal) == 2 * 2 * 2 * local
 
 
 def test_channels_that_do_not_fit() -> None:

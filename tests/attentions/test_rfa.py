@@ -9,12 +9,11 @@ import pytest
 import torch
 from attentions.cases import B, E, H
 from attentions.linearised_twins import V, compare, keys_and_mask, leaves
+from common import refuses
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions.rfa import RandomFeatureAttention
-from cached_transformers.interfaces.memory import Context
 
 
 def core_of(seed: int = 0, **options: Any) -> RandomFeatureAttention:
@@ -92,7 +91,6 @@ def test_with_the_gate_it_is_the_recurrence(chunk: int) -> None:
 
 @pytest.mark.parametrize("temperature", [0.8, 1.0])
 def test_the_kernel_is_unbiased_and_many_features_are_softmax_attention(temperature: float) -> None:
-    torch.manual_seed(0)
     core = RandomFeatureAttention(H * E, H, features=40_000, temperature=temperature).double()
     given = {name: F.normalize(t.detach(), dim=-1) for name, t in leaves(9).items()}
     q, k, v = (given[name] for name in "qkv")
@@ -106,7 +104,6 @@ def test_the_kernel_is_unbiased_and_many_features_are_softmax_attention(temperat
 
 
 def test_the_arccosine_kernel_is_what_it_tends_to() -> None:
-    torch.manual_seed(0)
     core = RandomFeatureAttention(H * E, H, features=40_000, kernel="arccos").double()
     q, k = (F.normalize(leaves(9)[name].detach(), dim=-1) for name in "qk")
     angle = (q @ k.mT).clamp(-1, 1).acos()
@@ -115,7 +112,7 @@ def test_the_arccosine_kernel_is_what_it_tends_to() -> None:
     assert ((of_q @ of_k.mT - want).abs() < 0.04).all()
 
 
-def test_a_normaliser_near_zero_stays_away_from_it() -> None:
+def test_a_normaliser_near_zero_and_calls_that_it_cannot_serve() -> None:
     """One frequency: the kernel of one key is cos(w (q - k)), which passes through 0."""
     core = RandomFeatureAttention(1, 1, features=1, floor=0.01).double()
     core.frequencies_PRE.fill_(math.pi / 4)
@@ -125,6 +122,12 @@ def test_a_normaliser_near_zero_stays_away_from_it() -> None:
     assert float(core(q, k, v).out_BHNV.detach()) == pytest.approx(0.02, rel=1e-3)
     core.frequencies_PRE.fill_(math.pi / 4 + 0.1)  # cos = -0.2: a negative normaliser is as good as any
     assert float(core(q, k, v).out_BHNV.detach()) == pytest.approx(1.0)
+    given = leaves(3)
+    q, k, v = (given[name] for name in "qkv")
+    gated = core_of(gate=True)
+    refuses("this call needs bidirectional", gated, q, k, v, x_BND=given["x"])
+    refuses("x_BND", gated, q, k, v, causal=True)
+    refuses("2 heads of width 6: the random features are of 4 heads of width 3", RandomFeatureAttention(12, 4), q, k, v)
 
 
 def test_training_takes_other_draws_of_the_pool() -> None:
@@ -142,31 +145,3 @@ def test_training_takes_other_draws_of_the_pool() -> None:
     core.train()
     first, again, other = (core(q, k, v, generator=torch.Generator().manual_seed(s)).out_BHNV for s in (1, 1, 3))
     assert torch.equal(first, again) and not torch.equal(first, other) and not torch.equal(first, fixed)
-
-
-def test_its_cost_is_the_formula() -> None:
-    n, e, v, r, chunk, slots = 32, 8, 6, 12, 8, 5
-    q, k = torch.randn(2, 1, 1, n, e)
-    values = torch.randn(1, 1, n, v)
-    slot = torch.randn(1, 1, slots, e), torch.randn(1, 1, slots, v)
-    context = Context(*slot, torch.zeros(1, slots, 1), torch.ones(1, slots, dtype=torch.bool))
-    core = RandomFeatureAttention(e, 1, features=r, chunk=chunk)
-    plain = 2 * n * r * e + 2 * n * 2 * r * (v + 1)
-    assert count_flops(core, q, k, values) == 2 * plain
-    assert count_flops(core, q, k, values, context=context) == 2 * (plain + slots * (r * e + 2 * r * (v + 1)))
-    gated = RandomFeatureAttention(e, 1, features=r, chunk=chunk, gate=True)
-    causal = 2 * n * r * e + n * (chunk * (2 * r + v + 1) + 2 * 2 * r * (v + 1))
-    assert count_flops(core, q, k, values, causal=True) == 2 * causal
-    assert count_flops(gated, q, k, values, causal=True, x_BND=torch.randn(1, n, e)) == 2 * (causal + n * e)
-
-
-def test_calls_that_it_cannot_serve_are_refused() -> None:
-    given = leaves(3)
-    q, k, v = (given[name] for name in "qkv")
-    gated = core_of(gate=True)
-    with pytest.raises(ValueError, match="this call needs bidirectional"):
-        gated(q, k, v, x_BND=given["x"])
-    with pytest.raises(ValueError, match="x_BND"):
-        gated(q, k, v, causal=True)
-    with pytest.raises(ValueError, match="2 heads of width 6: the random features are of 4 heads of width 3"):
-        RandomFeatureAttention(12, 4)(q, k, v)

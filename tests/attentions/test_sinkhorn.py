@@ -10,9 +10,9 @@ import pytest
 import torch
 from attentions.agreement import agree_by_definition
 from attentions.cases import B, E, H
+from common import refuses
 from torch import Tensor
 
-from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions.sinkhorn import SinkhornAttention, balance
 
 WIDTH = H * E
@@ -145,7 +145,7 @@ def test_values_and_gradients_are_those_of_the_definition(options: dict[str, Any
     )
 
 
-def test_a_causal_balance_depends_on_earlier_places_alone() -> None:
+def test_a_causal_balance_depends_on_earlier_places_and_calls_must_fit() -> None:
     scores = torch.randn(1, 1, 6, 6, dtype=torch.double, generator=torch.Generator().manual_seed(0))
     later = torch.cat([scores[:, :, :4], scores[:, :, 4:] + 5], 2)
     allowed = torch.ones(6, 6, dtype=torch.bool).tril(-1)
@@ -153,6 +153,11 @@ def test_a_causal_balance_depends_on_earlier_places_alone() -> None:
         r, s = (balance(t.clone(), allowed, 5, causal=causal)[:, :, :4] for t in (scores, later))
         assert ((r - s).abs().max() < 1e-12) == causal
     assert (r[:, :, 0] == 0).all()
+    given = tokens_of(14)
+    refuses("SinkhornAttention", run, sinkhorn(sortcut=1), given, causal=True)
+    refuses("SinkhornAttention", run, sinkhorn(combine="outputs"), given, want_lse=True)
+    refuses("4 blocks of 4 tokens are more than the 2", run, sinkhorn(sort_net="mlp", length=8), given)
+    refuses(r"x_BND.*sort_net='scores'", sinkhorn(sort_net="mlp"), given["q"], given["k"], given["v"])
 
 
 def test_hard_has_the_gradient_of_the_soft_matrix_in_training() -> None:
@@ -170,7 +175,6 @@ def test_hard_has_the_gradient_of_the_soft_matrix_in_training() -> None:
 
 def test_noise_is_of_training_alone_and_chooses_evenly_among_equal_blocks() -> None:
     """Queries of 0 score all blocks alike: each of the 5 others comes to stand beside a block as often."""
-    torch.manual_seed(0)
     core = sinkhorn(block=1, hard=True, iterations=1).train()
     rows, blocks = 2000, 6
     q = torch.zeros(rows, H, blocks, E, dtype=torch.double)
@@ -185,41 +189,3 @@ def test_noise_is_of_training_alone_and_chooses_evenly_among_equal_blocks() -> N
     assert (shares - want).abs().max() < 5 * math.sqrt(0.2 * 0.8 / (rows * H))
     core.noise = False
     torch.testing.assert_close(run(core, given).out_BHNV, run(core.eval(), given).out_BHNV, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("options", "cost"),
-    [
-        ({}, 2 * 16 * 4 * (2 * E + 1) + 4 * 4 * 4 * (2 * E + 1) + 4 * 4 * E),
-        ({"hard": True}, 2 * 16 * 4 * (2 * E + 1) + 4 * 4 * E),
-        ({"sortcut": 2}, 2 * 4 * (16 + 4) * (2 * E + 1) + 4 * 4 * E),
-        ({"sort_net": "mlp", "hidden": 5}, 2 * 16 * 4 * (2 * E + 1) + 4 * 4 * 4 * (2 * E + 1) + 4 * 5 * (WIDTH + 4)),
-    ],
-    ids=str,
-)
-def test_the_cost_is_the_formula(options: dict[str, Any], cost: int) -> None:
-    core, given = sinkhorn(**options), tokens_of(16, E + 1)
-    padding = torch.zeros(B, 16, dtype=torch.bool)
-
-    def counted(**call: Any) -> int:
-        return count_flops(core, given["q"], given["k"], given["v"], x_BND=given["x"], **call)
-
-    assert counted() == 2 * B * H * cost
-    keys = core.sortcut or 2
-    more = keys * 16 * 4 + (core.sortcut or 4) * 4 * 4
-    assert counted(key_padding_mask=padding) == 2 * B * H * (cost + more)
-    if core.sortcut is None:
-        short = tokens_of(3, E + 1)
-        assert count_flops(core, short["q"], short["k"], short["v"], x_BND=short["x"]) == 2 * B * H * 9 * (2 * E + 1)
-
-
-def test_calls_that_an_option_cannot_serve_are_told() -> None:
-    given = tokens_of(14)
-    with pytest.raises(ValueError, match="SinkhornAttention"):
-        run(sinkhorn(sortcut=1), given, causal=True)
-    with pytest.raises(ValueError, match="SinkhornAttention"):
-        run(sinkhorn(combine="outputs"), given, want_lse=True)
-    with pytest.raises(ValueError, match="4 blocks of 4 tokens are more than the 2"):
-        run(sinkhorn(sort_net="mlp", length=8), given)
-    with pytest.raises(ValueError, match=r"x_BND.*sort_net='scores'"):
-        sinkhorn(sort_net="mlp")(given["q"], given["k"], given["v"])

@@ -10,7 +10,6 @@ import torch
 from attentions.agreement import agree, inputs, paddings, softmax_of
 from torch import Tensor
 
-from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions.star import StarAttention, StarLayer, prefix_attend
 
 B, H, E, V = 2, 2, 5, 3
@@ -65,8 +64,7 @@ def test_the_core_is_its_loop_over_tokens(tokens: int, options: dict[str, Any], 
         agree(got, want, [q, k, v, *core.parameters()])
 
 
-def test_a_prefix_survives_logits_that_differ_by_hundreds() -> None:
-    torch.manual_seed(0)
+def test_a_prefix_of_many_chunks_is_a_softmax_and_survives_large_logits() -> None:
     k = torch.randn(1, 1, 200, 4)
     k[..., 0] = torch.linspace(-400, 400, 200).roll(60)
     query, values = torch.tensor([2.0, 0.5, 0.5, 0.5])[None, None, None], torch.randn(1, 1, 200, 3)
@@ -76,10 +74,6 @@ def test_a_prefix_survives_logits_that_differ_by_hundreds() -> None:
         torch.testing.assert_close(lse[0, 0, i].double(), logits[: i + 1].logsumexp(0), rtol=1e-6, atol=1e-5)
         want = logits[: i + 1].softmax(0) @ values[0, 0, : i + 1].double()
         torch.testing.assert_close(out[0, 0, i].double(), want, rtol=1e-4, atol=1e-4)
-
-
-def test_the_prefix_of_many_chunks_is_a_softmax() -> None:
-    torch.manual_seed(0)
     query, k, v = (torch.randn(B, H, n, E, dtype=torch.double) for n in (1, 150, 150))
     padding = torch.rand(B, 150) < 0.3
     padding[0, :70] = True
@@ -88,20 +82,6 @@ def test_the_prefix_of_many_chunks_is_a_softmax() -> None:
     seen = torch.ones(150, 150, dtype=torch.bool).tril() & ~padding[:, None, None]
     want = torch.where(seen, logits, -torch.inf).softmax(-1).nan_to_num() @ v
     torch.testing.assert_close(out, want, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("options", [{}, {"radius": 4}, {"relay": False}])
-def test_cost(options: dict[str, Any]) -> None:
-    n, core = 192, StarAttention(D, H, **options)
-    q, k, v = torch.randn(B, H, n, E), torch.randn(B, H, n, E), torch.randn(B, H, n, V)
-    relay = core.relay_HE is not None
-    keys = 2 * core.radius + 2 + relay
-    want = n * (keys * (E + V) + relay * (2 * E + V))
-    assert count_flops(core, q, k, v) == 2 * B * H * want
-    chunk = 64
-    scan = E + chunk + (chunk + 2) * (E + V)
-    want = n * ((core.radius + 2 + relay) * (E + V) + relay * scan)
-    assert count_flops(core, q, k, v, causal=True) == 2 * B * H * want
 
 
 def layer_twin(layer: StarLayer, x: Tensor, embedded: Tensor, relay: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,7 +118,6 @@ def layer_twin(layer: StarLayer, x: Tensor, embedded: Tensor, relay: Tensor, pad
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 7])
 def test_the_layer_is_its_loop_over_tokens(tokens: int, causal: bool) -> None:
-    torch.manual_seed(0)
     layer = StarLayer(D, H, causal=causal).double()
     if layer.query_HE is not None:
         torch.nn.init.normal_(layer.query_HE)

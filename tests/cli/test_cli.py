@@ -39,10 +39,15 @@ def call(capsys, *arguments: str) -> tuple[int, str, str]:
     return status, out, err
 
 
-def test_without_arguments_it_prints_help_with_an_example_of_every_command(capsys):
+def test_help_and_explanations_show_examples_facts_and_options(capsys):
     status, out, _ = call(capsys)
     assert status == 0 and all(f"  cached {command} " in out for command in main_module.EXAMPLES)
     assert call(capsys, "--version") == (0, f"cached-transformers {__version__}\n", "")
+    status, out, _ = call(capsys, "explain", "grc")
+    parts = ("grc (memory)", "arXiv:2312.12742", "equations:", "state:", "cost:", "gradient:", "ratio: float = 0.5")
+    assert status == 0 and all(part in out for part in parts)
+    status, _, err = call(capsys, "explain", "gcr")
+    assert status == 2 and err.startswith("error: unknown name 'gcr'; did you mean 'grc'?")
 
 
 @pytest.mark.parametrize("host", ["llama", "gpt2", "bert", "vit", "t5"])
@@ -78,14 +83,6 @@ def test_list_names_every_kind_and_json_is_complete(capsys):
     _, out, _ = call(capsys, "list", "memories")
     assert "grc" in out and "digits_vit_grc" not in out
     assert "insertion: input" in out and "reach: layers x M tokens" in out and "cost: multiply-adds per row" in out
-
-
-def test_explain_shows_facts_and_options_with_defaults(capsys):
-    status, out, _ = call(capsys, "explain", "grc")
-    parts = ("grc (memory)", "arXiv:2312.12742", "equations:", "state:", "cost:", "gradient:", "ratio: float = 0.5")
-    assert status == 0 and all(part in out for part in parts)
-    status, _, err = call(capsys, "explain", "gcr")
-    assert status == 2 and err.startswith("error: unknown name 'gcr'; did you mean 'grc'?")
 
 
 def test_dry_run_prints_a_configuration_that_trains_the_same(capsys, recipe, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.made_text import train_on_bytes
+from cli.made import train_on_bytes
 
 from cached_lab.cli.main import main
 from cached_lab.experiments.evaluate import Evaluation

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from cli.made_text import TEXT, train_on_bytes
+from cli.made import TEXT, train_on_bytes
+from common import stirred
 from integrations.hosts import library
 from integrations.transformers_hosts import byte_tokenizer
 from safetensors.torch import load_file
@@ -188,9 +189,7 @@ def test_a_model_of_transformers_writes_as_its_generate(tmp_path: Path, capsys: 
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 257, "bos_token_id": 0, "eos_token_id": 0}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
     add_memory(model, "rmt", length=2, segment_length=SEGMENT).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
+    stirred(model, 0.3)
     model.save_pretrained(tmp_path / "host")
     words = [tmp_path / "host", "--prompt", PROMPT, "--tokens", 20, "--temperature", 0]
     assert "has no tokenizer that transformers can read" in refused(capsys, *words)

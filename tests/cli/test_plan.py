@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cli.measured_step import measured
 
 from cached_lab.cli.main import main
-from cached_lab.experiments.costs.live_bytes import LiveBytes, peak_bytes
-from cached_lab.experiments.plan import GIB, bare_model, plan_training, sized, step_bytes
+from cached_lab.experiments.costs.live_bytes import peak_bytes
+from cached_lab.experiments.plan import GIB, GpuForms, NoRoom, RehearsedStep, bare_model, plan_training, sized
 from cached_lab.tasks.recipes import load_config
 from cached_lab.training.config import RunConfig
+from cached_transformers.memories.grc import equations
 from cached_transformers.registry import MEMORIES, MODELS
 from cached_transformers.state import nbytes
 
@@ -44,7 +46,7 @@ def planned(name: str, overrides: list[str], length: int | None = None) -> int:
     """Return the bytes of a plan with the CPU form of the optimiser."""
     config, shape, rows, _ = sized(load_config(name, overrides), length)
     pieces = config.training.accumulate
-    return sum(step_bytes(config, shape, rows // pieces, pieces=pieces, gpu=False).values())
+    return sum(RehearsedStep(config, shape, gpu=False).parts(rows // pieces, pieces).values())
 
 
 @pytest.mark.parametrize(("name", "changes"), RUNS)
@@ -77,13 +79,13 @@ def test_weights_optimiser_average_and_states_are_counted_to_the_byte() -> None:
     config, shape, *_ = sized(load_config("demo_text", ["data.path=x", "training.ema_decay=0.9"]))
     parameters = list(bare_model(config).parameters())
     weights = 4 * sum(p.numel() for p in parameters)
-    found = step_bytes(config, shape, 4)
+    found = RehearsedStep(config, shape).parts(4)
     assert found["weights"] == weights and found["inputs"] == 2 * 4 * 64 * 8
     assert found["optimiser"] == 2 * weights + 4 * len(parameters)  # two means of each, and the step of each tensor
     assert found["average of the weights"] == weights + sum(b.nbytes for b in bare_model(config).buffers())
     assert found["states of the rows"] == nbytes(MODELS.create(**config.model).init_state(4))
     sgd = sized(load_config("demo_text", ["data.path=x", "optimizer.name=sgd"]))[0]
-    twice = step_bytes(sgd, shape, 8, pieces=2)
+    twice = RehearsedStep(sgd, shape).parts(8, 2)
     assert twice["optimiser"] == twice["gradients of earlier pieces"] == weights
     assert twice["states of the rows"] == 3 * 2 * found["states of the rows"]  # old and new; the piece's own is counted
     assert twice["activations"] > 1.9 * found["activations"]
@@ -101,7 +103,7 @@ def test_the_largest_piece_that_fits_is_found() -> None:
     assert (begun.micro_batch, begun.accumulate) == (4, 4)
 
 
-def test_gpus_divide_rows_and_fsdp_divides_weights() -> None:
+def test_gpus_divide_rows_and_sizes_come_from_recipe_option_or_data() -> None:
     config = text_recipe("model.width=256")
     ddp, fsdp = (plan_training(config, gpus=4, parallel=parallel) for parallel in ("ddp", "fsdp"))
     weights = 4 * ddp.parameters
@@ -109,9 +111,6 @@ def test_gpus_divide_rows_and_fsdp_divides_weights() -> None:
     assert ddp.parts["weights"] == ddp.parts["buckets of DDP"] == weights and not ddp.parts["gathered by FSDP"]
     assert fsdp.parts["weights"] == fsdp.parts["gradients"] == weights // 4 and not fsdp.parts["buckets of DDP"]
     assert 0 < fsdp.parts["gathered by FSDP"] < 2 * weights
-
-
-def test_sizes_come_from_recipe_option_or_published_data() -> None:
     config = load_config("demo_listops", [])
     (whole, long, *_), (short, row, *_) = sized(config), sized(config, 20)
     assert (long.tokens, row.tokens) == (64, 20) and whole.model["max_length"] == short.model["max_length"]
@@ -120,18 +119,33 @@ def test_sizes_come_from_recipe_option_or_published_data() -> None:
     assert (rows, shape.tokens, config.model["vocabulary"]) == (64, 64, 10_000)
 
 
-def test_a_peak_with_slack_is_hardly_lower() -> None:
-    import torch
+@pytest.mark.parametrize("name", ["demo_text", "digits_vit_grc", "multi30k_en_de_grc"])
+def test_the_search_for_pieces_rehearses_as_a_fresh_model_does(name: str) -> None:
+    overrides = {"demo_text": ["data.path=x"], "multi30k_en_de_grc": ["training.batch_tokens=512"]}
+    config, shape, rows, _ = sized(load_config(name, overrides.get(name, [])))
+    step = RehearsedStep(config, shape)
+    whole = step.parts(rows)
+    for fraction in (0.3, 0.7):  # amid forward, and later
+        with pytest.raises(NoRoom):
+            step.parts(rows, 2, int(fraction * whole["activations"]))
+    assert step.parts(rows // 2, 2) == RehearsedStep(config, shape).parts(rows // 2, 2)
+    assert step.parts(rows) == whole == RehearsedStep(config, shape).parts(rows)
 
+
+def test_grc_is_planned_in_the_blocks_of_a_gpu() -> None:
+    u = torch.zeros(1).expand(32, 1000, 512)
+    with GpuForms():
+        assert len(list(equations._blocks(u))) == 1
+    assert len(list(equations._blocks(u))) > 1
+
+
+def test_bytes_are_counted_from_allocation_to_release() -> None:
     def work() -> None:
-        kept = [torch.ones(100 + 7 * k) * 2 for k in range(50)]
+        kept = [torch.ones(1000) for _ in range(4)]
         del kept[::2]
-        kept += [torch.ones(300) for _ in range(20)]
+        kept += [torch.ones(500).view(5, 100) for _ in range(6)]
 
-    with LiveBytes(0.01) as rough:
-        work()
-    exact = peak_bytes(work, "cpu")
-    assert exact / 1.01 <= rough.peak <= exact
+    assert peak_bytes(work, "cpu") == 4 * (2 * 1000 + 6 * 500)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 
 from cached_lab.cli.main import main
 from cached_lab.experiments.build import build_model, with_memory
@@ -88,7 +89,7 @@ def test_rows_are_of_equal_size_and_differ_in_their_memory_alone(scale: str, dat
         }
 
 
-def test_the_largest_row_of_the_paper_keeps_its_width_whatever_is_added() -> None:
+def test_the_largest_row_keeps_its_width_and_one_that_cannot_is_refused() -> None:
     recipe = load_config("table5_small")
     paper, every = (table5("small", recipe, SMALL, chosen) for chosen in ("paper", "all"))
     assert every[: len(paper)] == paper
@@ -96,6 +97,11 @@ def test_the_largest_row_of_the_paper_keeps_its_width_whatever_is_added() -> Non
     assert min(widths[variant.name] for variant in paper) == recipe.model["feed_forward"] == widths["grc_stream"]
     assert widths["memformer"] < recipe.model["feed_forward"]
     assert table5("small", recipe, SMALL, "rmt,grc_stream") == paper[2:]
+    recipe = load_config("table5_small")
+    recipe = dataclasses.replace(recipe, model={**recipe.model, "vocabulary": 100})
+    big = {"name": "crtn", "segment": 64, "regions": 1, "topk": 1}
+    variants = [Variant(name, with_memory(recipe, memory)) for name, memory in (("plain", None), ("big", big))]
+    refuses(r"big has \d+ parameters with feed_forward=1, not \d+", equal_parameters, variants, deciding=1)
 
 
 def test_rows_are_set_as_the_table_says() -> None:
@@ -110,17 +116,7 @@ def test_rows_are_set_as_the_table_says() -> None:
     assert rows["grc_stream"].config.model["positions"] == "relative"
     assert "positions" not in rows["segatron"].config.model
     recipe = load_config("table5_small")
-    with pytest.raises(ValueError, match=r"model\.memory=None"):
-        TABLE5.rows("small", "rmt")[0].config(with_memory(recipe, None))
-
-
-def test_a_row_that_cannot_have_the_size_of_the_others_is_refused() -> None:
-    recipe = load_config("table5_small")
-    recipe = dataclasses.replace(recipe, model={**recipe.model, "vocabulary": 100})
-    big = {"name": "crtn", "segment": 64, "regions": 1, "topk": 1}
-    variants = [Variant(name, with_memory(recipe, memory)) for name, memory in (("plain", None), ("big", big))]
-    with pytest.raises(ValueError, match=r"big has \d+ parameters with feed_forward=1, not \d+"):
-        equal_parameters(variants, deciding=1)
+    refuses(r"model\.memory=None", TABLE5.rows("small", "rmt")[0].config, with_memory(recipe, None))
 
 
 def test_a_table_from_text_to_report(wikitext: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

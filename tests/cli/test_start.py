@@ -1,4 +1,4 @@
-"""Help, lists and explanations come from the file of facts, without importing torch."""
+"""Help and lists come from the file of facts, without torch; what is built and read before a training."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ import sys
 from typing import Literal
 
 import pytest
+import torch
+from common import refuses
+from contract.contract_cases import CASES, Case
 
 from cached_lab import resources
 from cached_lab.cli.main import EXAMPLES, main
+from cached_lab.experiments import build
+from cached_lab.experiments.build import filled, refuse_what_cannot_be_built
 from cached_lab.experiments.facts import as_text
 from cached_lab.registries import LISTED
+from cached_lab.tasks.recipes import load_config
 from cached_transformers.docstrings import meanings, spelt_out
-from cached_transformers.registry import MEMORIES
+from cached_transformers.registry import ATTENTIONS, MEMORIES
+from cached_transformers.torchvision_guard import ensure_torchvision
 
 PROGRAM = """
 import contextlib, io, sys
@@ -53,14 +60,10 @@ def test_help_of_reproductions_names_every_table(capsys: pytest.CaptureFixture[s
     assert all(f"{name}: {summary}" in said for name, summary in MEASURED.items())
 
 
-def test_the_file_of_facts_is_current() -> None:
+def test_the_file_of_facts_is_current_and_its_absence_is_named(tmp_path, monkeypatch) -> None:
     assert resources.facts_file().read_text(encoding="utf-8") == as_text(), "run `make facts`"
-
-
-def test_without_the_file_the_message_says_what_to_do(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(resources, "_PACKAGE", tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"facts\.json"):
-        resources.read_facts()
+    refuses(r"facts\.json", resources.read_facts, raises=FileNotFoundError)
 
 
 @pytest.fixture
@@ -155,6 +158,41 @@ def test_every_option_of_every_part_has_a_meaning(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(("name", "meant"), [("trian", "train"), ("explian", "explain")])
 def test_a_command_with_a_slip_is_understood(name: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([name])
+    refuses("2", main, [name], raises=SystemExit)
     assert f"did you mean {meant!r}?" in capsys.readouterr().err
+
+
+ALONE = [case for case in CASES if case.attention == "softmax"]
+ALONE += [Case("none", attention.name, "sequence_classifier") for attention in ATTENTIONS]
+
+
+@pytest.mark.parametrize("case", ALONE, ids=lambda case: f"{case.memory}-{case.attention}-{case.model}")
+def test_the_meta_device_takes_and_refuses_what_the_cpu_does(case: Case) -> None:
+    refused = []
+    for device in ("cpu", "meta"):
+        try:
+            with torch.device(device):
+                model = case.build()
+        except ValueError as error:
+            refused.append(str(error))
+        else:
+            assert {tensor.device.type for tensor in model.parameters()} == {device}
+    assert len(refused) in (0, 2) and len({*refused}) < 2
+
+
+def test_data_are_read_only_where_something_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "build_dataset", lambda *_: pytest.fail("the data were read"))
+    sizes = ["model.image_size=8", "model.channels=1", "model.classes=10"]
+    whole = load_config("digits_vit_plain", sizes)
+    assert filled(whole) is whole
+    refuse_what_cannot_be_built(whole)
+    for size in sizes:
+        with pytest.raises(pytest.fail.Exception, match="the data were read"):
+            filled(load_config("digits_vit_plain", [other for other in sizes if other != size]))
+
+
+def test_weights_to_begin_with_are_not_read(tmp_path) -> None:
+    ensure_torchvision()
+    pytest.importorskip("timm")
+    recipe = load_config("coco_mini_mask_rcnn", [f"model.checkpoint={tmp_path / 'absent'}", "model.classes=3"])
+    refuse_what_cannot_be_built(recipe)

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli.made_text import TEXT, train_on_bytes
+from cli.made import TEXT, train_on_bytes
+from common import refuses
 from safetensors.torch import load_file
 
 from cached_lab.cli.main import main
@@ -44,12 +45,10 @@ def test_what_cannot_be_read_in_pieces_is_refused(tmp_path: Path, monkeypatch: p
     words = train_tokenizer("word", [TEXT], None, False)
     path = tmp_path / "one_line.txt"
     path.write_text("word " * 1000)
-    with pytest.raises(ValueError, match=r"1,000.*data\.tokenizer=byte"):
-        list(text_reader.text_pieces(path, words))
+    refuses(r"1,000.*data\.tokenizer=byte", list, text_reader.text_pieces(path, words))
     broken = tmp_path / "broken.txt.xz"
     broken.write_bytes(lzma.compress(TEXT.encode())[:-20])
-    with pytest.raises(ValueError, match=r"broken\.txt\.xz"):
-        list(text_reader.text_pieces(broken, words))
+    refuses(r"broken\.txt\.xz", list, text_reader.text_pieces(broken, words))
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from attentions.cases import CASES as ATTENTION_CASES
 from attentions.cases import Case as AttentionCase
+from common import stirred
 from contract.contract_row import Contract
 from contract.contracts import CONTRACTS
 from contract.costs import DEPTH
@@ -100,10 +101,7 @@ class Case:
             memory=spec,
             **{**own, **{name: value for name, value in self.contract.model.items() if name in offered}, **model},
         )
-        with torch.no_grad():
-            for parameter in built.parameters():
-                parameter.add_(0.2 * torch.randn_like(parameter))
-        return built
+        return stirred(built, 0.2)
 
     def build_shallow(self) -> nn.Module:
         """The model with one layer where its layers are alike; two for the plain model and the two forms of GRC.

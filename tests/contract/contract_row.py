@@ -1,4 +1,4 @@
-"""Contract of one memory, a row of `CONTRACTS`."""
+"""Contract of one memory, a row of `CONTRACTS`; and reasons for exemptions that several rows have."""
 
 from __future__ import annotations
 
@@ -40,3 +40,12 @@ class Contract:
         """Return the value of the model's option `memory`, with `options` instead of the row's if given."""
         memory = {"name": name, **self.options, **(options or {})}
         return [memory, *self.beside] if self.beside else memory
+
+
+UNREAD = "only the class token is read, and the last layer's convolution reaches the patches alone"
+SHARED = "one cache for all rows: the state of a row is empty, and the cache is a buffer, tested as such"
+DROPPED = "what the last layer makes of the memory's tokens is dropped, so its output projection and feed-forward rest"
+NOTHING = "nothing crosses from one segment to the next"
+LEARNED = "the first segment reads learned vectors, which are part of the definition"
+READS_ITS_OWN = "a token reads what it and those before it wrote, in the first segment, too"
+FEEDBACK = {"empty": "a token attends the memory alone, not itself: without a memory there is no attention at all"}

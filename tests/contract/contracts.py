@@ -4,7 +4,7 @@ and of its cost, and the rules that it is exempt from, each with the reason.
 
 from __future__ import annotations
 
-from contract.contract_row import Contract
+from contract.contract_row import DROPPED, FEEDBACK, LEARNED, NOTHING, SHARED, UNREAD, Contract
 from contract.costs import (
     DEPTH,
     LAYERS,
@@ -30,7 +30,6 @@ from contract.costs import (
     side,
     window,
 )
-from contract.reasons import DROPPED, FEEDBACK, LEARNED, NOTHING, SHARED, UNREAD
 from contract.recurrent_contracts import RECURRENT
 
 CONTRACTS: dict[str, Contract] = {

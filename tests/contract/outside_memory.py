@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.registry import MEMORIES
@@ -74,7 +73,7 @@ class OutsideInfini(LayerMemory):
         if self.delta:
             answered_BHNE = self._answer(k_BHNE, matrix_BHEF, norm_BHE)
             v_BHNE = torch.where((state.tokens_B > 0)[:, None, None, None], v_BHNE - answered_BHNE, v_BHNE)
-        s_BHNE = (F.elu(k_BHNE.to(norm_BHE.dtype)) + 1) / self.head_width  # cancels in A_mem, and keeps the sums small
+        s_BHNE = self._features(k_BHNE.to(norm_BHE.dtype)) / self.head_width  # cancels in A_mem, and keeps sums small
         tokens = torch.full_like(state.tokens_B, k_BHNE.shape[2])
         if padding_BN is not None:
             hidden_B1N1, tokens = padding_BN[:, None, :, None], (~padding_BN).sum(1)
@@ -95,5 +94,9 @@ class OutsideInfini(LayerMemory):
 
     @staticmethod
     def _answer(asked_BHNE: Tensor, matrix_BHEF: Tensor, norm_BHE: Tensor) -> Tensor:
-        s_BHNE = F.elu(asked_BHNE.to(norm_BHE.dtype)) + 1
-        return (s_BHNE @ matrix_BHEF) / (s_BHNE @ norm_BHE[..., None])
+        s_BHNE = OutsideInfini._features(asked_BHNE.to(norm_BHE.dtype))
+        return (s_BHNE @ matrix_BHEF) / (s_BHNE @ norm_BHE[..., None]).clamp(min=1e-6)  # where all features are 0, 0
+
+    @staticmethod
+    def _features(x: Tensor) -> Tensor:
+        return torch.where(x > 0, x + 1, x.clamp(max=0).exp())  # elu(x) + 1, which would round to 0 below x = -17

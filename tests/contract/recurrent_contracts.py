@@ -4,7 +4,7 @@ nets, state vectors.
 
 from __future__ import annotations
 
-from contract.contract_row import Contract
+from contract.contract_row import LEARNED, READS_ITS_OWN, Contract
 from contract.costs import (
     DEPTH,
     LAYERS,
@@ -23,7 +23,6 @@ from contract.costs import (
     titans_context,
     ttt,
 )
-from contract.reasons import LEARNED, READS_ITS_OWN
 
 RECURRENT: dict[str, Contract] = {
     "armt": Contract(
@@ -37,8 +36,7 @@ RECURRENT: dict[str, Contract] = {
         model={"norm": "post", "positions": "relative"},
     ),
     "infini": Contract(
-        bytes_per_row=lambda d: 4 * (d * d // 2 + d) + 8,
-        cost=Cost({}, lambda: LAYERS * (2 * D * D / H + D)),
+        bytes_per_row=lambda d: 4 * (d * d // 2 + d) + 8, cost=Cost({}, lambda: LAYERS * (2 * D * D / H + D))
     ),
     "infini/delta": Contract(
         options={"update": "delta", "first": "gated"},
@@ -133,10 +131,7 @@ RECURRENT: dict[str, Contract] = {
         exempt={"empty": READS_ITS_OWN},
         cost=Cost({"model": "mlp"}, lambda: LAYERS * ttt(16, mlp=True)),
     ),
-    "lact": Contract(
-        bytes_per_row=lambda d: 12 * d * (d // 4) + 8,
-        cost=Cost({}, lambda: LAYERS * lact(4)),
-    ),
+    "lact": Contract(bytes_per_row=lambda d: 12 * d * (d // 4) + 8, cost=Cost({}, lambda: LAYERS * lact(4))),
     "lact/sum": Contract(
         options={"nets": 2, "expansion": 2, "momentum": True, "keep": "sum", "rate": 0.1},
         bytes_per_row=lambda d: 2 * 12 * d * d + 8,
@@ -186,8 +181,7 @@ RECURRENT: dict[str, Contract] = {
         bytes_per_row=lambda d: (2 * 2 + 2 * 2) * 4 * (d // 2) * (d // 2 + 1) + 8 + 2 * 4 * d + 8,
         exempt={"empty": READS_ITS_OWN},
         cost=Cost(
-            {"slots": K, "over": {"name": "ttt", "mini_batch": 3}},
-            lambda: LAYERS * (ttt(3) + caching(D * (D / H + 1))),
+            {"slots": K, "over": {"name": "ttt", "mini_batch": 3}}, lambda: LAYERS * (ttt(3) + caching(D * (D / H + 1)))
         ),
     ),
 }

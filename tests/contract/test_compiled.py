@@ -43,12 +43,11 @@ def variant(case: Case) -> bool:
     return "/" in case.memory or case.name not in CONTRACTS
 
 
-def in_evaluation(case: Case) -> bool:
-    """A case whose evaluation differs from training, or the first of its model."""
-    return case.name in ("none", "grc", "attention_cache", "transformer_xl", "memorizing", "titans", "feedback")
+DIFFERS = ("none", "grc", "attention_cache", "transformer_xl", "memorizing", "titans", "feedback")
+"""Memories whose evaluation differs from training, or the first of their model."""
 
 
-@cases([case for case in COMPILED if in_evaluation(case)], slow=variant)
+@cases([case for case in COMPILED if case.name in DIFFERS], slow=variant)
 def test_evaluation_is_one_graph_for_all_segments(case: Case) -> None:
     """No segment compiles again; that each memory can be captured is what exporting shows."""
     model, reference = case.build_shallow(), case.build_shallow()

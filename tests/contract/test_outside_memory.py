@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import contract.outside_memory  # noqa: F401  (registers it)
+from typing import Any
+
 import pytest
 import torch
+from contract.outside_memory import OutsideInfini
 from memories.harness import build, paddings, run, segments
 
 from cached_lab.cli.main import main
+from cached_transformers.interfaces.incremental import read_segment
+from cached_transformers.interfaces.memory import Query, Trace
+from cached_transformers.memories.infini import Infini
 
 
 @pytest.mark.parametrize("delta", [False, True])
@@ -18,6 +23,18 @@ def test_it_is_the_built_in_memory_of_the_same_equations(delta: bool) -> None:
     given = segments(4), None, paddings(4)
     for hidden, got, want in zip(paddings(4), run(outside, *given), run(ours, *given), strict=True):
         torch.testing.assert_close(got.outputs[~hidden], want.outputs[~hidden], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [OutsideInfini, Infini])
+def test_an_answer_without_a_like_key_is_finite(kind: Any) -> None:
+    """Far below zero (after RandLora's default scale, 640) all features of a query or key are 0, and 0 / 0 is NaN."""
+    memory, far = kind(8, 2), torch.full((1, 2, 3, 4), -200.0)
+    query = Query(far.transpose(1, 2).flatten(2), q_BHNE=far, k_BHNE=far, v_BHNE=far)
+    state = memory.init_state(1, far)
+    for _ in range(2):
+        reading = read_segment(memory, state, query, None)
+        assert memory.combine(far, query, reading).isfinite().all()
+        state = memory.write(state, Trace(query.x_BND, query.x_BND, query, reading))[0]
 
 
 def test_it_is_listed_and_explained_as_the_built_in_ones(capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,12 +92,17 @@ def test_the_state_goes_in_and_rows_begin_anew_in_the_middle_of_a_batch() -> Non
     assert got != first == same
 
 
-def test_resets_that_no_segment_begins_with_are_refused() -> None:
+def test_resets_must_begin_segments_and_losses_are_added_in_float32() -> None:
     inputs, targets = batch(PLAIN, 2 * SEGMENT)
     with pytest.raises(ValueError, match="resets at 3 segments of a batch of 12 tokens"):
         SegmentLoop(PLAIN.build(), SEGMENT)(inputs, targets, reset=torch.zeros(ROWS, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="passes=2"):
         SegmentLoop(Counter(), SEGMENT, passes=2)(inputs, targets, reset=torch.zeros(ROWS, 2, dtype=torch.bool))
+    inputs, targets = batch(PLAIN, 15)
+    exact = SegmentLoop(PLAIN.build(), SEGMENT)(inputs, targets)[0]
+    half = SegmentLoop(PLAIN.build().bfloat16(), SEGMENT)(inputs, targets)[0]
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, exact, rtol=0, atol=0.05)
 
 
 class Counter(nn.Module):
@@ -163,14 +168,6 @@ def test_a_memory_may_begin_a_pass_with_the_clock_and_the_layers_of_the_first(ca
     before = [0, 1, 1] if carried else [0, 0, 0]
     assert last.clock_B.tolist() == after.clock_B.tolist() == [15 * (n + 1) for n in before]
     assert last.model.tolist() == [9 + 3 * n for n in before] and after.model.tolist() == [3 + 3 * n for n in before]
-
-
-def test_the_loss_of_a_half_precision_model_is_added_up_in_float32() -> None:
-    inputs, targets = batch(PLAIN, 15)
-    exact = SegmentLoop(PLAIN.build(), SEGMENT)(inputs, targets)[0]
-    half = SegmentLoop(PLAIN.build().bfloat16(), SEGMENT)(inputs, targets)[0]
-    assert half.dtype == torch.float32
-    torch.testing.assert_close(half, exact, rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize(

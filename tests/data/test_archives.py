@@ -1,21 +1,36 @@
-"""Archives hold what folders hold, whatever their kind, and are indexed once."""
+"""Archives hold what folders hold, whatever their kind, and are indexed once; damaged texts, labels and tokenizers."""
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
+import json
+import lzma
 import os
 import tarfile
 import zipfile
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from common import refuses
 from data.pictures import class_folders, encoded, write_files, write_tar, write_tar_xz, write_zip
+from torch import nn
 
 from cached_lab.data import BadFile, archives
 from cached_lab.data.archives import Listing, Tar, identity, open_listing, plain_tar
+from cached_lab.data.dataset import LabelledDataset
 from cached_lab.data.store import entry_path
+from cached_lab.data.subwords import PairTokenizer
 from cached_lab.data.text_files import find_texts
+from cached_lab.data.tokenizers import ByteTokenizer, SpecialTokens, WordTokenizer, load_tokenizer
+from cached_lab.tasks import create_dataset
 from cached_lab.tasks.classification.images.class_folders import ImageFolder
+from cached_lab.tasks.language.text_reader import read_tokenizer, text_pieces
+from cached_lab.tasks.translation.lines import read_tokenizer as read_pair_file
+from cached_lab.training.metrics import read_metrics
 
 OPTIONS = {"image_size": 8, "validation_fraction": 0.25, "test_fraction": 0.25}
 
@@ -97,19 +112,16 @@ def test_members_that_are_no_files_are_passed_over_and_absurd_sizes_end(tmp_path
     content[148:156] = b"%06o\0 " % sum(content[:512])
     path.write_bytes(content)
     for read in (find_texts, Listing):
-        with pytest.raises(ValueError, match=r"a.tar.*-256"):
-            read(path)
+        refuses(r"a.tar.*-256", read, path)
 
 
 def test_a_pipe_is_not_waited_for(folder, tmp_path):
     (folder / "class0" / "0.png").unlink()
     for name in ("folder/class0/0.png", "a.zip", "a.tar.gz"):
         os.mkfifo(tmp_path / name)
-    with pytest.raises(ValueError, match=r"0.png is a folder, pipe or device, no file"):
-        Listing(folder).read("class0/0.png")
+    refuses(r"0.png is a folder, pipe or device, no file", Listing(folder).read, "class0/0.png")
     for name in ("a.zip", "a.tar.gz"):
-        with pytest.raises(ValueError, match=name):
-            Listing(tmp_path / name)
+        refuses(name, Listing, tmp_path / name)
 
 
 def test_a_part_of_a_listing_reads_by_its_own_names(folder, archive):
@@ -135,8 +147,7 @@ def test_every_way_of_zip_to_compress_is_read_and_damage_is_noticed(tmp_path, me
     damaged = bytearray(path.read_bytes())
     damaged[middle] ^= 0xFF
     path.write_bytes(bytes(damaged))
-    with pytest.raises(ValueError, match=r"a.zip.*x/a.bin"):
-        Listing(path).read("x/a.bin")
+    refuses(r"a.zip.*x/a.bin", Listing(path).read, "x/a.bin")
 
 
 def test_a_damaged_member_is_a_bad_file_as_any_other(tmp_path):
@@ -168,24 +179,96 @@ def test_tars_in_a_folder_open_as_folders(tmp_path):
 def test_damage_is_named(tmp_path):
     whole = write_tar(tmp_path / "a.tar", {"a/0.png": encoded(size=(40, 40))}).read_bytes()
     (tmp_path / "cut.tar").write_bytes(whole[:2000])
-    with pytest.raises(ValueError, match=r"cut.tar"):
-        Listing(tmp_path / "cut.tar")
+    refuses(r"cut.tar", Listing, tmp_path / "cut.tar")
     packed_tar = write_tar_xz(tmp_path / "b.tar.xz", {"x": bytes(range(256)) * 40})
     packed_tar.write_bytes(packed_tar.read_bytes()[:-40])
-    with pytest.raises(ValueError, match=r"b.tar.xz"):
-        Listing(packed_tar)
+    refuses(r"b.tar.xz", Listing, packed_tar)
     (tmp_path / "c.zip").write_bytes(b"PK nothing")
-    with pytest.raises(ValueError, match=r"c.zip"):
-        Listing(tmp_path / "c.zip")
+    refuses(r"c.zip", Listing, tmp_path / "c.zip")
     (tmp_path / "d.txt").write_text("text")
-    with pytest.raises(ValueError, match="neither a folder nor an archive"):
-        Listing(tmp_path / "d.txt")
+    refuses("neither a folder nor an archive", Listing, tmp_path / "d.txt")
 
 
 def test_classes_without_an_image_stop_the_run_or_keep_their_place(folder):
     (folder / "class1a").mkdir()
-    with pytest.raises(ValueError, match="1 of its classes have no image: class1a; add images"):
-        ImageFolder("train", path=folder, **OPTIONS)
+    refuses("1 of its classes have no image: class1a; add images", ImageFolder, "train", path=folder, **OPTIONS)
     with pytest.warns(RuntimeWarning, match="1 of its classes have no image: class1a; they keep their places"):
         data = ImageFolder("train", path=folder, bad_files="skip", **OPTIONS)
     assert data.class_names == ["class0", "class1", "class1a", "class2"] and set(data.labels) == {0, 1, 3}
+
+
+PACK = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
+
+
+@pytest.mark.parametrize("suffix", PACK)
+@pytest.mark.parametrize("damage", ["cut", "flipped", "foreign"])
+def test_a_damaged_packed_text_is_named(tmp_path, suffix, damage):
+    path = tmp_path / f"a.txt{suffix}"
+    content = bytearray(PACK[suffix](b"some words in a line\n" * 500))
+    if damage == "flipped":
+        content[len(content) // 2] ^= 0x10
+    path.write_bytes({"cut": content[:-20], "flipped": content, "foreign": b"no such archive"}[damage])
+    with pytest.raises(ValueError, match=rf"a.txt{suffix} cannot be read: .*; the file is damaged, fetch it again"):
+        create_dataset("text", "train", path=path)
+    with pytest.raises(ValueError, match=rf"a.txt{suffix} cannot be read: .*; the file is damaged, fetch it again"):
+        list(text_pieces(path, ByteTokenizer()))
+
+
+@pytest.mark.parametrize(
+    ("label", "why"),
+    [(b"9" * 20, "too large|out of bounds"), (b"1e999", "invalid literal"), (b"4" * 9, "must lie in 0..999999")],
+)
+def test_a_label_that_is_none_is_named(tmp_path, label, why):
+    with tarfile.open(tmp_path / "train.tar", "w") as made:
+        for name, content in (("0.png", b"x"), ("0.cls", label), ("1.png", b"x"), ("1.cls", b"0")):
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            made.addfile(info, io.BytesIO(content))
+    refuses(rf"train.tar:0\.(cls|png).*{why}", create_dataset, "image_shards", "train", path=tmp_path, image_size=8)
+
+
+def test_labels_beyond_the_classes_are_refused():
+    with pytest.raises(ValueError, match=r"labels reach from 0 to 3, and must lie in 0\.\.2"):
+        LabelledDataset("made", "train", np.array([0, 3, 1]), 3)
+
+
+FOREIGN = {
+    "empty": b"",
+    "no object": b"[1, 2]",
+    "no kind": b"{}",
+    "another kind": b'{"kind": "other"}',
+    "words that are numbers": b'{"kind": "word", "words": ["<unk>", "<eos>", 3], "punctuation": true}',
+    "a word twice": b'{"kind": "word", "words": ["<unk>", "<eos>", "a", "a"], "punctuation": true}',
+    "no model": b'{"kind": "bpe", "model": "{}"}',
+    "half a pair": b'{"kind": "pair", "model": 1}',
+    "deep": b"[" * 100_000,
+    "not UTF-8": b'{"kind": "\xff"}',
+}
+
+
+@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+def test_a_foreign_tokenizer_is_named(tmp_path, content):
+    refuses(r"tokenizer.json", load_tokenizer, content, "RUN/tokenizer.json")
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    refuses(r"tokenizer.json", read_pair_file, path)
+
+
+def test_a_stream_is_of_a_language_model_and_its_own_tokenizer(tmp_path):
+    path, model = tmp_path / "tokenizer.json", nn.Linear(1, 1)
+    path.write_bytes(PairTokenizer.train(["a b"], 261, "raw").dump())
+    refuses(r"is a run on pairs of texts.*cached translate", read_tokenizer, path, model)
+    path.write_bytes(SpecialTokens(ByteTokenizer()).dump())
+    refuses("is a run on pairs of texts", read_tokenizer, path, model)
+    model.init_state, model.vocabulary = lambda rows: torch.zeros(rows), 3
+    path.write_bytes(WordTokenizer(["<unk>", "<eos>", "a", "b"], False).dump())
+    refuses("has 4 ids, the model 3: it is of another run", read_tokenizer, path, model)
+    path.unlink()
+    refuses("is not a run of a language model on text", read_tokenizer, path, model)
+
+
+@pytest.mark.parametrize("line", ["[1]", '{"loss": 1}', '{"step": "x", "split": "train"}', "\udcff", "[" * 9000])
+def test_a_foreign_line_of_the_metrics_is_named(tmp_path: Path, line: str):
+    path, good = tmp_path / "metrics.jsonl", json.dumps({"step": 1, "split": "train"})
+    path.write_text(f"{good}\n{line}\n{good}\n", encoding="utf-8", errors="surrogateescape")
+    refuses(r"metrics.jsonl", read_metrics, path)

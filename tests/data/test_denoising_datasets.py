@@ -49,7 +49,7 @@ def test_special_ids_stand_behind_the_text_and_sentinels_count_down() -> None:
         assert again.decode([1, again.mask]) == tokenizer.decode([1, tokenizer.mask])
 
 
-def test_words_begin_with_blanks_in_byte_pairs() -> None:
+def test_words_begin_with_blanks_and_blocks_with_documents() -> None:
     pytest.importorskip("tokenizers")
     special = SpecialTokens(BytePairTokenizer.train([TEXT], 300))
     ids = special.encode("the cat sat")
@@ -58,9 +58,6 @@ def test_words_begin_with_blanks_in_byte_pairs() -> None:
         piece for piece in pieces if piece.startswith(" ")
     ]
     assert SpecialTokens(WordTokenizer.train(["a b"], None, False)).word_starts().all()
-
-
-def test_blocks_cover_the_text_and_begin_with_documents_where_told() -> None:
     assert blocks(np.array([0]), 11, 5).tolist() == [[0, 5], [5, 10]]  # a rest of one token is left out
     assert blocks(np.array([0, 7]), 12, 5).tolist() == [[0, 5], [5, 7], [7, 12]]
     assert blocks(np.array([0]), 1, 5).shape == (0, 2)

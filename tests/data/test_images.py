@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from common import refuses
 
 from cached_lab.data import SPLITS, stratified_split
 from cached_lab.data.dataset import LabelledDataset
@@ -35,7 +36,7 @@ def flat(tmp_path: Path) -> Path:
     return tmp_path / "flat"
 
 
-def test_shares_are_equal_in_every_class_and_the_seed_decides():
+def test_shares_are_equal_in_every_class_and_majority_needs_labels():
     labels = np.array([0] * 40 + [1] * 20 + [2] * 100)
     parts = stratified_split(labels, {"validation": 0.1, "test": 0.2}, seed=3)
     counts = {name: np.bincount(labels[rows]).tolist() for name, rows in parts.items()}
@@ -43,6 +44,8 @@ def test_shares_are_equal_in_every_class_and_the_seed_decides():
     assert sorted(np.concatenate(list(parts.values()))) == list(range(160))
     one, same, other = (stratified_split(labels, {"test": 0.2}, seed)["test"].tolist() for seed in (0, 0, 1))
     assert one == same != other
+    empty = LabelledDataset("nothing", "test", np.array([], dtype=int), classes=2)
+    refuses("at least one label on each side", empty.baselines, empty)
 
 
 OPTIONS = [("seed", "zero"), ("augment", "yes"), ("augmentation", 3), ("validation_fraction", "half")]
@@ -105,8 +108,7 @@ class TestDigits:
         ],
     )
     def test_bad_options(self, options, message):
-        with pytest.raises(ValueError, match=message):
-            create_dataset("digits", **{"split": "train", **options})
+        refuses(message, create_dataset, "digits", **{"split": "train", **options})
 
 
 class TestImageFolder:
@@ -126,20 +128,17 @@ class TestImageFolder:
         sizes = {s: len(ImageFolder(s, path=tmp_path, image_size=4)) for s in SPLITS}
         assert sizes == {"train": 20, "validation": 4, "test": 2}
         paint(tmp_path / "val" / "c" / "0.png")
-        with pytest.raises(ValueError, match=r"val has classes that .*train has not: c"):
-            ImageFolder("validation", path=tmp_path)
+        refuses(r"val has classes that .*train has not: c", ImageFolder, "validation", path=tmp_path)
         shutil.rmtree(tmp_path / "val")  # then validation is dealt from training
         splits = {s: ImageFolder(s, path=tmp_path, image_size=4) for s in SPLITS}
         assert {split: len(data) for split, data in splits.items()} == {"train": 18, "validation": 2, "test": 2}
         held_out = {splits["validation"].file(index) for index in range(2)}
         assert held_out.isdisjoint(splits["train"].file(index) for index in range(18))
         shutil.rmtree(tmp_path / "test")
-        with pytest.raises(FileNotFoundError, match="'test'"):
-            ImageFolder("test", path=tmp_path)
+        refuses("'test'", ImageFolder, "test", path=tmp_path, raises=FileNotFoundError)
         for split in ("val", "valid"):
             paint(tmp_path / split / "a" / "0.png")
-        with pytest.raises(ValueError, match="'validation'"):
-            ImageFolder("train", path=tmp_path)
+        refuses("'validation'", ImageFolder, "train", path=tmp_path)
 
     @pytest.fixture
     def first(self, flat):
@@ -183,15 +182,12 @@ class TestImageFolder:
         assert len({data[0][0].numpy().tobytes() for _ in range(20)}) == 1
 
     def test_missing_and_empty_folders(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match=r"nowhere does not exist"):
-            ImageFolder("train", path=tmp_path / "nowhere")
+        refuses(r"nowhere does not exist", ImageFolder, "train", path=tmp_path / "nowhere", raises=FileNotFoundError)
         (tmp_path / "root" / "cat").mkdir(parents=True)
-        with pytest.raises(ValueError, match="two or more classes; found cat"):
-            ImageFolder("train", path=tmp_path / "root")
+        refuses("two or more classes; found cat", ImageFolder, "train", path=tmp_path / "root")
         (tmp_path / "root" / "dog").mkdir()
         (tmp_path / "root" / "dog" / "note.txt").touch()
-        with pytest.raises(ValueError, match=r"root holds no image; expected files .jpeg, .jpg, .png"):
-            ImageFolder("train", path=tmp_path / "root")
+        refuses(r"root holds no image; expected files .jpeg, .jpg, .png", ImageFolder, "train", path=tmp_path / "root")
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -202,11 +198,4 @@ class TestImageFolder:
         ],
     )
     def test_bad_options(self, flat, options, message):
-        with pytest.raises(ValueError, match=message):
-            create_dataset("image_folder", **{"split": "train", "path": flat, **options})
-
-
-def test_majority_needs_labels():
-    empty = LabelledDataset("nothing", "test", np.array([], dtype=int), classes=2)
-    with pytest.raises(ValueError, match="at least one label on each side"):
-        empty.baselines(empty)
+        refuses(message, create_dataset, "image_folder", **{"split": "train", "path": flat, **options})

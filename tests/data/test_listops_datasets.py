@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from common import refuses
 from data.listops_oracle import evaluate, to_tokens
 
 from cached_lab.data import LabelledDataset, store
@@ -54,8 +55,7 @@ class TestSplits:
         needed = {key: small("train").describe()[key] for key in ("classes", "vocabulary", "max_length")}
         monkeypatch.setattr(listops_datasets, "islice", lambda stream, size: islice(stream, one(size)))
         assert needed.items() <= ListOps.foretell(**SMALL, train_size=10_000_000).items()
-        with pytest.raises(ValueError, match=r"train_size=10000001.*000,000"):
-            ListOps.foretell(**SMALL, train_size=10_000_001)
+        refuses(r"train_size=10000001.*000,000", ListOps.foretell, **SMALL, train_size=10_000_001)
 
 
 def one(size: int) -> int:
@@ -136,8 +136,7 @@ class TestCache:
 
         monkeypatch.setattr(listops_datasets, "generate_trees", refuse)
         assert tokens_of(small("train")) == first
-        with pytest.raises(AssertionError, match="generated again"):
-            small("train", seed=1)
+        refuses("generated again", small, "train", seed=1, raises=AssertionError)
 
     @pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
     def test_a_damaged_file_is_reported_and_replaced(self, cache, damage):
@@ -179,13 +178,10 @@ class TestTSV:
             ([14, 2, 11, 4, 5, 15, 9, 15], 2),
         ]
         assert dataset.describe()["max_length"] == 12
-        with pytest.raises(ValueError, match=r"basic_test.tsv.*max_length=5"):
-            create_dataset("listops_tsv", "test", path=tmp_path, max_length=5)
-        with pytest.raises(FileNotFoundError, match=r"'train'.*none"):
-            create_dataset("listops_tsv", "train", path=tmp_path)
+        refuses(r"basic_test.tsv.*max_length=5", create_dataset, "listops_tsv", "test", path=tmp_path, max_length=5)
+        refuses(r"'train'.*none", create_dataset, "listops_tsv", "train", path=tmp_path, raises=FileNotFoundError)
         (tmp_path / "test.tsv").touch()
-        with pytest.raises(ValueError, match=r"'test'.*basic_test.tsv.xz, test.tsv"):
-            create_dataset("listops_tsv", "test", path=tmp_path)
+        refuses(r"'test'.*basic_test.tsv.xz, test.tsv", create_dataset, "listops_tsv", "test", path=tmp_path)
 
     @pytest.mark.parametrize(
         ("content", "message"),
@@ -203,8 +199,7 @@ class TestTSV:
     )
     def test_malformed_files_are_named_with_the_line(self, tmp_path, content, message):
         (tmp_path / "basic_test.tsv").write_bytes(content.encode("utf-8", "surrogateescape"))
-        with pytest.raises(ValueError, match=f"basic_test.tsv.*{message}"):
-            create_dataset("listops_tsv", "test", path=tmp_path)
+        refuses(f"basic_test.tsv.*{message}", create_dataset, "listops_tsv", "test", path=tmp_path)
 
     def test_files_of_the_original_generator(self, shared):
         dataset = create_dataset("listops_tsv", "validation", path=shared / "data" / "lra-listops", pad_to="max")

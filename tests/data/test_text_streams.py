@@ -1,13 +1,19 @@
-"""Streams: every token once, in order, in its row; the ends of rows, documents and epochs."""
+"""Streams: every token once, in order, in its row; ends of rows, documents and epochs; the order of shards."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 import pytest
 import torch
+from common import refuses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cached_lab.tasks.language.shard_order import Dealer, as_tensor, from_tensor
 from cached_lab.tasks.language.streams import Streams
 
 START = 7
@@ -141,15 +147,12 @@ def test_a_step_is_a_function_of_its_number_and_rows_of_processes_fit_together()
         assert all(part.tokens == whole.tokens for part in parts)
 
 
-def test_the_last_step_is_cut_to_whole_segments():
+def test_the_last_step_is_cut_and_more_rows_than_text_are_refused():
     tokens, starts = corpus(2 * 21)
     last = epoch(Streams(tokens, starts, START, 2, 8, unit=4))[-1]
     assert last.inputs.shape == (2, 8) and last.tokens == 10
     last = epoch(Streams(tokens[:36], starts, START, 2, 8, unit=4))[-1]
     assert last.inputs.shape == (2, 4) and last.tokens == 4
-
-
-def test_more_rows_than_there_is_text_are_refused():
     tokens, starts = corpus(5, 5)
     with pytest.raises(ValueError, match=r"11.*10"):
         Streams(tokens, starts, START, 11, 2)
@@ -164,3 +167,75 @@ def test_targets_tell_their_document_and_their_place_in_it(align: int) -> None:
         valid = batch.targets != -100
         place = starts[batch.documents[valid].numpy()] + batch.positions[valid].numpy()
         assert tokens[place].tolist() == batch.targets[valid].tolist()
+
+
+SHARDS = [["a0", "a1", "a2"], [], ["c0"], ["d0", "d1", "d2", "d3", "d4"], ["e0", "e1"]]
+ALL = sorted(item for shard in SHARDS for item in shard)
+
+
+class Reader(Iterator[str]):
+    def __init__(self, items: list[str], at: int) -> None:
+        self.items, self.at = items, at
+
+    def __next__(self) -> str:
+        if self.at >= len(self.items):
+            raise StopIteration
+        self.at += 1
+        return self.items[self.at - 1]
+
+    def place(self) -> int:
+        return self.at
+
+
+class Lists:
+    """Shards in memory that record each opening."""
+
+    def __init__(self, shards: list[list[str]] = SHARDS) -> None:
+        self.shards, self.names = shards, [f"list {number}" for number in range(len(shards))]
+        self.opened: list[tuple[int, int]] = []
+
+    def read(self, shard: int, place: int | None = None) -> Reader:
+        self.opened.append((shard, place or 0))
+        return Reader(self.shards[shard], place or 0)
+
+
+@pytest.mark.parametrize(("window", "seed"), [(1, None), (1, 3), (4, 3), (100, 3)])
+def test_every_epoch_has_every_item_once(window: int, seed: int | None) -> None:
+    dealer = Dealer(Lists(), window=window, seed=seed)
+    epochs = [list(islice(dealer, len(ALL))) for _ in range(4)]
+    assert [sorted(epoch) for epoch in epochs] == [ALL] * 4 and dealer.given == 4 * len(ALL)
+    if seed is None:
+        assert epochs == [[item for shard in SHARDS for item in shard]] * 4
+    else:
+        assert epochs[0] != epochs[1] != epochs[2]
+        assert list(islice(Dealer(Lists(), window=window, seed=seed + 1), len(ALL))) != epochs[0]
+
+
+@pytest.mark.parametrize("window", [1, 4, 100])
+def test_it_goes_on_from_every_place(window: int) -> None:
+    whole = list(islice(Dealer(Lists(), window, 5), 40))
+    dealer = Dealer(Lists(), window, 5)
+    for taken in range(30):
+        state = json.loads(json.dumps(dealer.state()))
+        assert from_tensor(as_tensor(state)) == state
+        other = Dealer(Lists(), window, 5)
+        other.go_on(state)
+        assert other.state() == state and other.given == taken
+        assert list(islice(other, 40 - taken)) == whole[taken:]
+        assert next(dealer) == whole[taken]
+
+
+def test_going_on_reads_the_window_again_or_is_refused() -> None:
+    dealer = Dealer(Lists([[f"{s}.{i}" for i in range(50)] for s in range(4)]), window=10, seed=0)
+    state = [next(dealer) and dealer.state() for _ in range(75)][-1]
+    data = Lists([[f"{s}.{i}" for i in range(50)] for s in range(4)])
+    other = Dealer(data, window=10, seed=0)
+    other.go_on(state)
+    assert len(data.opened) == 1 and data.opened[0][1] == 20 and len(other._held) == 10
+    refuses(r"list . and 1 other shards hold no item", next, Dealer(Lists([[], []])))
+    dealer = Dealer(Lists(), window=4, seed=0)
+    next(dealer)
+    refuses(r"have 2 shards, and had 5", Dealer(Lists(SHARDS[:2]), window=4, seed=0).go_on, dealer.state())
+    list(islice(dealer, 3))  # the window is given out
+    with pytest.raises(ValueError, match=r"has fewer items than when"):
+        Dealer(Lists([[], [], ["c0"], [], []]), window=4, seed=0).go_on(dealer.state())

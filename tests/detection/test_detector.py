@@ -7,6 +7,7 @@ import copy
 import pytest
 import safetensors.torch
 import torch
+from common import refuses
 from torch import nn
 
 from cached_lab.tasks.detection.detector import load_backbone, make_body
@@ -62,8 +63,7 @@ def test_losses_in_training_and_detections_in_evaluation(name):
         assert (boxes >= 0).all() and (boxes[:, ::2] <= width).all() and (boxes[:, 1::2] <= height).all()
         if model.masks:
             assert found["masks"].shape == (len(boxes), 1, height, width)
-    with pytest.raises(ValueError, match="targets=None"):
-        model.train()(images)
+    refuses("targets=None", model.train(), images)
 
 
 @pytest.mark.parametrize(("name", "first"), [("mask_rcnn", 1), ("retinanet", 0)])
@@ -134,8 +134,7 @@ def test_padded_to_a_square_an_image_has_the_same_answers_in_every_batch():
     model.detector.transform.size_divisible = 32  # without: the second image is padded by the first
     with pytest.raises(AssertionError):
         torch.testing.assert_close(model(images)[1]["boxes"], model(images[1:])[0]["boxes"], atol=1e-3, rtol=1e-3)
-    with pytest.raises(ValueError, match=r"max_size=100 .* 32; take 128"):
-        small("retinanet", pad_to_square=True, max_size=100)
+    refuses(r"max_size=100 .* 32; take 128", small, "retinanet", pad_to_square=True, max_size=100)
 
 
 def test_a_closed_memory_is_no_memory():
@@ -223,24 +222,17 @@ def test_weights_of_a_classifier(tmp_path, form):
 def test_weights_that_do_not_fit_are_named(tmp_path):
     path = tmp_path / "weights.pth"
     torch.save(classifier().state_dict(), path)
-    with pytest.raises(ValueError, match=r"(?s)does not fit .*model\.memory.*Missing key.*stages\.0"):
-        small(**CACHES, checkpoint=str(path))
+    refuses(r"(?s)does not fit .*model\.memory.*Missing key.*stages\.0", small, **CACHES, checkpoint=str(path))
     torch.save(classifier(GRC).state_dict(), path)
-    with pytest.raises(ValueError, match=r"(?s)model\.memory.*Unexpected key.*stages"):
-        small(checkpoint=str(path))
+    refuses(r"(?s)model\.memory.*Unexpected key.*stages", small, checkpoint=str(path))
     torch.save(classifier(name="pvt_v2_b1").state_dict(), path)
-    with pytest.raises(ValueError, match=r"(?s)patch_embed\.proj\.weight.*64, 3, 7, 7.*32, 3"):
-        small(checkpoint=str(path))
+    refuses(r"(?s)patch_embed\.proj\.weight.*64, 3, 7, 7.*32, 3", small, checkpoint=str(path))
     path.write_bytes(b"no weights at all")
-    with pytest.raises(ValueError, match=r"weights\.pth"):
-        small(checkpoint=str(path))
+    refuses(r"weights\.pth", small, checkpoint=str(path))
     torch.save({"lr": 0.1}, path)
-    with pytest.raises(ValueError, match=r"model\.checkpoint=.*weights\.pth"):
-        small(checkpoint=str(path))
-    with pytest.raises(ValueError, match=r"nothing\.pth"):
-        small(checkpoint=str(tmp_path / "nothing.pth"))
-    with pytest.raises(ValueError, match=str(tmp_path)):
-        small(checkpoint=str(tmp_path))
+    refuses(r"model\.checkpoint=.*weights\.pth", small, checkpoint=str(path))
+    refuses(r"nothing\.pth", small, checkpoint=str(tmp_path / "nothing.pth"))
+    refuses(str(tmp_path), small, checkpoint=str(tmp_path))
 
 
 def test_published_pvt_weights_lose_their_class_token(tmp_path):
@@ -279,5 +271,4 @@ def test_recomputed_activations_give_the_same_gradients():
     ],
 )
 def test_refusals(options, message):
-    with pytest.raises(ValueError, match=message):
-        create_model("retinanet", **{"classes": 3, "backbone": "pvt_v2_b0", **SMALL, **options})
+    refuses(message, create_model, "retinanet", **{"classes": 3, "backbone": "pvt_v2_b0", **SMALL, **options})

@@ -1,4 +1,4 @@
-"""A detector is trained, resumed, evaluated and used through the same commands as every other model."""
+"""A detector is trained, resumed, evaluated and used by the same commands as every model, and learns by heart."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pairs
 import pytest
 import torch
 import yaml
+from common import refuses
 from made import folder
 from PIL import Image
 from pycocotools import mask as codes
@@ -152,22 +153,16 @@ def test_two_processes_follow_the_curve_of_one(data, tmp_path):
 def test_settings_that_do_not_suit(data, tmp_path, name, training, change, message):
     tree = recipe(data, name, **training)
     tree["data"] |= change
-    with pytest.raises(ValueError, match=message):
-        run_training(config_from_dict(tree), tmp_path / "run")
+    refuses(message, run_training, config_from_dict(tree), tmp_path / "run")
 
 
-def test_other_categories_than_in_training_are_refused(data):
+def test_other_categories_and_classifiers_are_refused(data, tmp_path):
     dataset = create_dataset("coco", split="validation", path=data)
     for names in (["crimson", "green", "blue"], ["green", "red", "blue"]):
-        with pytest.raises(ValueError, match=r"instances_val2017\.json has other categories"):
-            check_categories(names, dataset)
-
-
-def test_a_classifier_does_not_learn_boxes(data, tmp_path):
+        refuses(r"instances_val2017\.json has other categories", check_categories, names, dataset)
     tree = recipe(data)
     tree["model"] = {"name": "timm", "architecture": "pvt_v2_b0"}
-    with pytest.raises(ValueError, match=r"'timm'.*mask_rcnn.*faster_rcnn"):
-        run_training(config_from_dict(tree), tmp_path / "run")
+    refuses(r"'timm'.*mask_rcnn.*faster_rcnn", run_training, config_from_dict(tree), tmp_path / "run")
 
 
 def test_detections_are_drawn_and_written_down(trained, data, tmp_path, capsys):
@@ -280,5 +275,13 @@ def test_a_schedule_of_steps_says_when():
         ({"decay_steps": (3, 2)}, r"schedule\.decay_steps=\[3, 2\] must grow"),
         ({"decay_steps": (2,), "decay_factor": 0.0}, r"decay_factor=0\.0 must lie in \(0, 1\]"),
     ):
-        with pytest.raises(ValueError, match=message):
-            ScheduleConfig("step", **options)
+        refuses(message, ScheduleConfig, "step", **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, kinds", [("mask_rcnn", ("box", "mask")), ("retinanet", ("box",))])
+def test_a_detector_learns_six_images_by_heart(name, kinds, shared, tmp_path):
+    data = shared / "data" / "coco-mini"
+    overrides = [f"data.path={data}", "training.tensorboard=false", "training.device=cpu"]
+    summary = run_training(load_config(f"coco_overfit_{name}", overrides), tmp_path / "run")
+    assert all(summary["final"][f"{kind}_ap"] >= 0.8 for kind in kinds), summary["final"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cli.made_images import make_cifar10
+from cli.made import make_cifar10
 from detection import made as shapes
 from translation.made import write_corpus
 

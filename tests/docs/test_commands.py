@@ -26,7 +26,7 @@ NOT_RUN = {
     "cached evaluate runs/rmt_million_tokens": "needs a trained run; tests/documents/test_document_training.py",
     "cached evaluate runs/coco": "needs a trained detector; tests/detection/test_training.py",
     "cached evaluate runs/multi30k": "needs a trained translator; tests/translation/test_training.py",
-    "cached evaluate RUN": "needs two trained runs; tests/analysis/test_cache_use.py",
+    "cached evaluate RUN": "needs two trained runs; tests/analysis/test_memory_use.py",
     "cached leaderboard": "trains for minutes; tests/probes/test_board.py",
     "cached plan imagenet": "rehearses for a minute; tests/cli/test_plan.py",
     "cached plot fig1": "needs a finished comparison; tests/analysis/test_paper_figures.py",
@@ -163,16 +163,6 @@ def test_memories_are_probed(words: list[str], capsys: pytest.CaptureFixture[str
     assert all(name in printed for name in words[2].split(","))
 
 
-def test_targets_of_make_exist() -> None:
-    makefile = (PROJECT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
-    called = [words for program in (commands("make"), mentioned("make")) for _, words in program]
-    named = {word for words in called for word in words[1:] if "=" not in word}
-    assert named and named - targets == set()
-    variables = {word.partition("=")[0] for words in called for word in words[1:] if "=" in word}
-    assert [name for name in variables if not re.search(rf"^{name} \?=", makefile, re.MULTILINE)] == []
-
-
 def demo() -> list[list[str]]:
     """The commands of `make demo`, as words."""
     makefile = (PROJECT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
@@ -224,8 +214,15 @@ def test_recipes_are_taken(block: Block, tmp_path: Path) -> None:
     assert load_config(str(recipe), []).data["name"] in block.text
 
 
-def test_programs_of_pages_are_ours_or_come_with_the_extras() -> None:
+def test_programs_and_targets_of_pages_exist() -> None:
     programs = {words[0] for block in blocks("bash", "console") for words in typed(block.text)}
     assert programs <= {"cached", "cd", "echo", "git", "make", "pip", "python", "sacrebleu", "torchrun"}
     modules = [w[w.index("-m") + 1] for name in ("python", "torchrun") for _, w in commands(name) if "-m" in w]
     assert [module for module in modules if importlib.util.find_spec(module) is None] == []
+    makefile = (PROJECT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    called = [words for program in (commands("make"), mentioned("make")) for _, words in program]
+    named = {word for words in called for word in words[1:] if "=" not in word}
+    assert named and named - targets == set()
+    variables = {word.partition("=")[0] for words in called for word in words[1:] if "=" in word}
+    assert [name for name in variables if not re.search(rf"^{name} \?=", makefile, re.MULTILINE)] == []

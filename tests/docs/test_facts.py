@@ -1,14 +1,18 @@
-"""The tables of the README and the pages say what the registrations say."""
+"""Tables of the README and the pages say what the registrations say; notebooks show what they print."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import json
+import re
 from pathlib import Path
 from types import ModuleType
 
+import launch
 import pytest
-
-PROJECT = Path(__file__).parents[2]
+from docs.pages import PROJECT, TEXTS
+from integrations.hosts import library
 
 
 def _load(path: Path) -> ModuleType:
@@ -38,7 +42,7 @@ def test_pages_are_current(page: str) -> None:
     assert text == TOOL.current(page, text, TOOL.registry_facts()), f"{page} is not current; run `make facts`"
 
 
-def test_a_table_keeps_its_order_and_new_rows_come_last() -> None:
+def test_a_table_keeps_its_order_and_counts_are_words() -> None:
     text = "a\n<!-- facts: table of memories -->| `plain` | old words |<!-- /facts -->\nb\n"
     filled = TOOL.fill(text, FACTS)
     rows = [line for line in filled.splitlines() if line.startswith("| `")]
@@ -47,9 +51,6 @@ def test_a_table_keeps_its_order_and_new_rows_come_last() -> None:
         r"| `made` | [Made](https://arxiv.org/abs/0000.00001) | one \| two |",
     ]
     assert filled.startswith("a\n") and filled.endswith("\nb\n") and TOOL.fill(filled, FACTS) == filled
-
-
-def test_purposes_and_counts() -> None:
     text = "<!-- facts: purposes of memories --><!-- /facts --> of <!-- facts: papers of memories -->9<!-- /facts -->."
     filled = TOOL.fill(text, FACTS)
     assert "| old | [made](#made), [plain](#plain) |\n| new | [made](#made) |" in filled
@@ -79,3 +80,43 @@ def test_a_part_without_a_section_gets_one_with_its_facts_and_its_picture() -> N
 def test_what_cannot_be_filled_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TOOL.fill(text, FACTS)
+
+
+NOTEBOOKS = sorted((PROJECT / "docs" / "notebooks").glob("*.ipynb"))
+NEEDS = {"gpt2_with_lora": "transformers peft", "grc_in_timm": "timm sklearn", "a_memory_of_your_own": "transformers"}
+SHOWN = {
+    "gpt2_with_lora": (r"carried (100|[89]\d)%\nemptied [1-4]\d%", "the memory is what answers"),
+    "grc_in_timm": (r"plain [6-9]\d\.\d%, with GRC [6-9]\d\.\d%", "both have learned"),
+    "a_memory_of_your_own": (r"with it (100|9\d)%, emptied before each segment [1-4]\d%", "it solves the task"),
+    "inside_a_memory": (r"of the text: [1-4]\d%   of the exchanged state: (100|9\d)%", "answers follow the state"),
+}
+"""What each prints on any machine, as a pattern, and what that says."""
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_whole_and_shows_what_it_says(path: Path) -> None:
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)], "run `make notebooks`"
+    for cell in code:
+        ast.parse("".join(cell["source"]))
+    source = "\n".join("".join(cell["source"]) for cell in code)
+    ours = source.index("from cached_transformers")
+    assert all(found.start() > ours for found in re.finditer(r"^(import timm|from (transformers|peft))", source, re.M))
+    printed = "".join(line for cell in code for output in cell["outputs"] for line in output["text"])
+    assert re.search(SHOWN[path.stem][0], printed), SHOWN[path.stem][1]
+
+
+def test_every_notebook_is_linked_and_held_to_something() -> None:
+    assert {path.stem for path in NOTEBOOKS} == SHOWN.keys() >= NEEDS.keys()
+    assert [path.name for path in NOTEBOOKS if f"(notebooks/{path.name})" not in TEXTS["docs/index.md"]] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_carried_out(path: Path) -> None:
+    for name in NEEDS.get(path.stem, "").split():
+        library(name)
+    printed = launch.python("-W", "ignore", PROJECT / "tools" / "notebooks.py", "--print", path)
+    assert re.search(SHOWN[path.stem][0], printed), printed

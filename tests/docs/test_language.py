@@ -122,7 +122,7 @@ def test_no_construction_exceeds_its_ceiling(part: str) -> None:
     assert not exceeded, f"ceilings: {CEILINGS[part]}"
 
 
-def test_summaries_begin_with_an_imperative_or_a_noun() -> None:
+def test_summaries_and_constructions_are_held() -> None:
     found = [
         f"{file.relative_to(PROJECT)}: {text.strip().splitlines()[0]}"
         for file in python_files()
@@ -130,9 +130,6 @@ def test_summaries_begin_with_an_imperative_or_a_noun() -> None:
         if text.strip() and text.split()[0].strip("`'\",.").lower() in FIRST_WORDS
     ]
     assert len(found) <= SUMMARIES, "\n".join(found)
-
-
-def test_constructions_are_counted() -> None:
     text = "What is held stands behind the rows, of which nobody " + "knows " * 4 + "so many anew in the place of one"
     assert all(rate > 0 for rate in per_10_000_words(text).values())
     assert prose("a `what is` [b](what is)\n```\nwhat is\n```\n").split() == ["a", "[b"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -130,8 +131,7 @@ def test_evaluation_gives_the_same_and_can_empty_or_exchange_the_memory() -> Non
     same_BN = inputs_BN[:1].repeat(3, 1)
     torch.testing.assert_close(read("shuffle", same_BN, None), read("carry", same_BN, None))
     assert not torch.allclose(read("shuffle"), want_BK, atol=1e-4)
-    with pytest.raises(ValueError, match="--memory shuffle needs two rows or more"):
-        read("shuffle", inputs_BN[:1], None)
+    refuses("--memory shuffle needs two rows or more", read, "shuffle", inputs_BN[:1], None)
 
 
 def test_the_last_token_that_is_no_padding_answers() -> None:
@@ -152,5 +152,4 @@ def test_the_last_token_that_is_no_padding_answers() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        classifier(**options)
+    refuses(message, classifier, **options)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from training.same_run import final
 from training.small_language import CPU
 
@@ -61,7 +62,7 @@ def task_of(*overrides: str) -> DocumentClassification:
     return task
 
 
-def test_a_step_reads_as_many_segments_as_the_curriculum_draws() -> None:
+def test_a_curriculum_draws_segments_and_its_stages_end() -> None:
     task = task_of()
     lengths, batches = [], task.batches(0)
     for _ in range(60):
@@ -71,9 +72,6 @@ def test_a_step_reads_as_many_segments_as_the_curriculum_draws() -> None:
     assert [set(lengths[:20]), set(lengths[20:40]), set(lengths[40:])] == [{1}, {1, 2}, {1, 2, 3}]
     assert task.batches(41) is not batches and next(task.batches(41)).inputs.shape[1] // 8 == lengths[41]
     assert task_of("training.curriculum=null", "training.solved=null").curriculum is None
-
-
-def test_a_stage_ends_when_its_documents_are_answered_and_not_by_others() -> None:
     task = task_of("training.solved=0.9")
     for accuracy, stage in ((0.89, 0), (0.9, 1), (0.5, 1), (1.0, 2), (1.0, 2)):
         task.validated({"stage_accuracy": accuracy, "accuracy": 1.0})
@@ -150,22 +148,19 @@ def test_two_passes_with_the_reordering_head_train(tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(overrides: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        task_of(*overrides)
+    refuses(message, task_of, *overrides)
 
 
 @pytest.mark.parametrize("option", ["curriculum=[1,2]", "replay=true"])
 def test_settings_of_documents_are_refused_elsewhere(option: str) -> None:
     extra = ["training.solved=0.5"] if option.startswith("curriculum") else []
-    with pytest.raises(ValueError, match="'digits'"):
-        made(load_config("demo_digits", [f"training.{option}", *extra]))
+    refuses("'digits'", made, load_config("demo_digits", [f"training.{option}", *extra]))
 
 
 def test_lengths_are_refused_for_other_data(tmp_path: Path) -> None:
     config = load_config("demo_digits")
     evaluation = Evaluation(tmp_path, config, "best", "test", ["carry"], segments=[1, 2])
-    with pytest.raises(ValueError, match=r"1,2.*'digits'"):
-        evaluation.score("cpu")
+    refuses(r"1,2.*'digits'", evaluation.score, "cpu")
 
 
 def learned(memory: Any, tmp_path: Path) -> float:

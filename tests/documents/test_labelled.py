@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from training.small_language import CPU
 
 from cached_lab.experiments.build import build_dataset, build_model
@@ -78,11 +79,15 @@ def test_documents_are_cut_at_whole_segments(tmp_path: Path) -> None:
     assert short.segments == 1 and max(len(tokens) for tokens, _ in short) == 4
 
 
-def test_a_vocabulary_is_that_of_the_training_texts(tmp_path: Path) -> None:
+def test_a_vocabulary_is_of_the_training_texts_and_absence_is_said(tmp_path: Path) -> None:
     path = table(tmp_path / "a.jsonl")
     train, test = read(path), read(path, "test")
     assert train.tokenizer.dump() == test.tokenizer.dump() == read(path).tokenizer.dump()  # type: ignore[attr-defined]
     assert train.vocabulary == 2 + len({word for tokens in texts_of(train) for word in tokens[0].split()})
+    refuses("nowhere", read, tmp_path / "nowhere", raises=FileNotFoundError)
+    table(tmp_path / "d" / "train.jsonl")
+    table(tmp_path / "d" / "test.jsonl", [("text", "c")])
+    refuses(r"'test'.*'c'", read, tmp_path / "d", "test")
 
 
 def test_a_model_is_made_for_them_and_its_tokenizer_is_kept(tmp_path: Path) -> None:
@@ -121,14 +126,4 @@ _AB = '{"text": "x", "label": "a"}\n{"text": "y", "label": "b"}\n'
 def test_what_cannot_be_read_is_refused(name: str, content: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / name
     file.write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
-        read(file, "validation" if "leaves" in message else "train")
-
-
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        read(tmp_path / "nowhere")
-    table(tmp_path / "d" / "train.jsonl")
-    table(tmp_path / "d" / "test.jsonl", [("text", "c")])
-    with pytest.raises(ValueError, match=r"'test'.*'c'"):
-        read(tmp_path / "d", "test")
+    refuses(message, read, file, "validation" if "leaves" in message else "train")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from . import catalogue
 from .frame import Drill, Outcome, carry_out
-from .table import write_table
 
 
 def main() -> int:
@@ -32,7 +31,7 @@ def main() -> int:
         parser.error("--case repeats a case of one drill: name the drill")
     outcomes = [_carried_out(drill, arguments) for drill in chosen]
     if arguments.table is not None:
-        write_table(arguments.table, outcomes, arguments.seed)
+        catalogue.write_table(arguments.table, outcomes, arguments.seed)
     failed = sum(len(outcome.failed) for outcome in outcomes)
     print(f"{sum(len(outcome.results) for outcome in outcomes) - failed} passed, {failed} failed")
     return 1 if failed else 0

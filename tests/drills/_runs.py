@@ -64,7 +64,7 @@ def write_data(folder: Path) -> None:
         detection.made.folder(folder / "coco", count=2)
 
 
-def import_all() -> None:
+def import_all(shared: Path | None = None) -> None:
     """Import all modules of a run, so that forked processes have them, and use one thread."""
     torch.set_num_threads(1)
     for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.utils.flop_counter", "sklearn.datasets"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 import signal
 import traceback
 import warnings
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from integrations.transformers_hosts import GPT2
 from torch import Tensor, nn
 
 import cached_transformers as ct
@@ -31,7 +31,7 @@ from cached_transformers.positions import make_positions
 from cached_transformers.registry import Registration
 
 from ._fuzz_values import fitting, words_of
-from .frame import Drill, Failure, numbered
+from .frame import Failure, bound_memory, each
 
 TOGETHER = 25
 """Calls of a case."""
@@ -40,24 +40,7 @@ ROOM = 1 << 30
 """Bytes that a case may take beyond what the process has when it begins."""
 V, D, H, N = 11, 8, 2, 6
 NAN, META = float("nan"), torch.tensor(2, device="meta")
-ODD: list[Any] = [
-    0,
-    -1,
-    -3,
-    2.5,
-    NAN,
-    NAN,
-    float("inf"),
-    -float("inf"),
-    1e30,
-    10**12,
-    10**30,
-    True,
-    False,
-    "3",
-    "",
-    "x",
-]
+ODD: list[Any] = [0, -1, -3, 2.5, NAN, NAN, math.inf, -math.inf, 1e30, 10**12, 10**30, True, False, "3", "", "x"]
 ODD += [None, [], {}, (1, 2), (), [None], {"name": "x"}, object(), torch.tensor([1.5, 2]), torch.tensor(0.5), META]
 ODD += [np.int64(3), np.float32(0.5), np.bool_(True), np.float64(NAN), torch.tensor(2)]
 SIZES = {"vocabulary": V, "width": D, "depth": 1, "heads": H, "feed_forward": 8}
@@ -108,30 +91,26 @@ def prepare(shared: Path) -> None:
         warnings.simplefilter("ignore")
         for name in MODELS:
             ct.create_model(name, **MODELS[name])
-        gpt2()
+        GPT2.build()
 
 
 def attempt(case: str, folder: Path) -> None:
     """Make the calls of a case."""
-    seed, number, *place = case.split("/")
-    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + ROOM
-    resource.setrlimit(resource.RLIMIT_AS, (held, held))
+    bound_memory(ROOM)
     signal.signal(signal.SIGPROF, _too_long)
     warnings.simplefilter("ignore")
-    problems = []
-    for one in map(int, place) if place else range(TOGETHER):
-        name = f"{seed}/{number}/{one}"
-        random = Random(name)
-        torch.manual_seed(one)
-        call = random.choice(KINDS)(random)
-        print(name, call.told, flush=True)
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)
-        problem = tried(call)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        if problem:
-            problems.append(f"--case '{name}'\n{call.told}\n{problem}")
-    if problems:
-        raise Failure("\n\n".join(problems))
+    each(case, TOGETHER, _called)
+
+
+def _called(name: str) -> str | None:
+    random = Random(name)
+    torch.manual_seed(int(name.rpartition("/")[2]))
+    call = random.choice(KINDS)(random)
+    print(name, call.told, flush=True)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    problem = tried(call)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    return problem and f"{call.told}\n{problem}"
 
 
 def _too_long(number: int, frame: object) -> None:
@@ -331,17 +310,11 @@ def told(value: Any) -> str:
     return f"{tuple(value.shape)} {value.dtype} {value.device}" if isinstance(value, Tensor) else repr(value)[:60]
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(vocab_size=V, n_embd=D, n_layer=2, n_head=H, n_positions=32, attn_pdrop=0.0))
-
-
 INPUTS = ["inputs", "tokens", "token id", "prompt", "images", "pieces", "a target", "targets", "padding", "rows", "row"]
 IMAGES = {"vision_transformer": 8, "timm": 32}
 MEMORY_MODELS = ["language_model", "sequence_classifier", "vision_transformer"]
 HOSTS: dict[str, tuple[Callable[[], Any], Callable[[int, int], Tensor]]] = {
-    "gpt2": (gpt2, lambda rows, length: torch.ones(rows, length, dtype=torch.long)),
+    "gpt2": (GPT2.build, lambda rows, length: torch.ones(rows, length, dtype=torch.long)),
     "timm": (lambda: ct.create_model("timm", **MODELS["timm"]).model, lambda rows, _: torch.rand(rows, 3, 32, 32)),
     "torch": (
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(D, H, 8, 0.0, batch_first=True), 1),
@@ -361,15 +334,9 @@ SMALL_PARTS: list[tuple[Any, dict[str, Any]]] = [
 ]
 KINDS = [part, part, model_of, model_of, model_with_part, model_with_part, host, loop, text, small]
 
-DRILL = Drill(
-    "api",
+SUMMARY = (
     f"{TOGETHER} calls a case of every registered memory, attention and model, and of hosts, loops, generation, "
     "sessions, streams and positions, with right, odd and wrong options and inputs, empty ones too: finite results of "
-    f"the documented shape, or a ValueError or TypeError that names the option, within {SECONDS} seconds and 1 GiB",
-    numbered,
-    attempt,
-    count=80,
-    sample=2,
-    prepare=prepare,
-    limit=300.0,
+    f"the documented shape, or a ValueError or TypeError that names the option, within {SECONDS} seconds and 1 GiB"
 )
+COUNT, SAMPLE, LIMIT = 80, 2, 300.0

@@ -10,10 +10,8 @@ import faulthandler
 import io
 import json
 import os
-import resource
 import shutil
 import signal
-import sys
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -23,7 +21,7 @@ from random import Random
 from typing import Any
 
 from . import _damage, _small_data
-from .frame import Drill, Failure
+from .frame import Failure, bound_memory, each
 
 BATCH = 50
 BATCHES = 100
@@ -64,31 +62,25 @@ def prepare(shared: Path) -> None:
 
 def attempt(case: str, folder: Path) -> None:
     """Damage and read the inputs of a batch, or one of them."""
-    name, _, numbers = case.partition("/")
-    batch, _, one = numbers.partition("/")
     os.chdir(folder)
-    held = (
-        int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if sys.platform == "linux" else 0
-    )
-    if held:
-        resource.setrlimit(resource.RLIMIT_AS, (held + ROOM, held + ROOM))
+    bound_memory(ROOM)
     signal.signal(signal.SIGALRM, _too_long)
-    problems: list[str] = []
-    for number in [int(one)] if one else range(BATCH):
-        print(f"input {name}/{batch}/{number}", flush=True)
-        inside = folder / str(number)
+
+    def one(name: str) -> str | None:
+        print(f"input {name}", flush=True)
+        source, _, number = name.split("/")
         try:
             signal.alarm(SECONDS)
             faulthandler.dump_traceback_later(SECONDS + 5, exit=True)  # for code that no signal interrupts
-            _attempt_one(name, Random(f"{name}/{batch}/{number}"), inside)
+            _attempt_one(source, Random(name), folder / number)
         except Exception as error:
-            told = str(error) if isinstance(error, Failure) else traceback.format_exc()
-            problems.append(f"input {name}/{batch}/{number}: {told}")
+            return str(error) if isinstance(error, Failure) else traceback.format_exc()
         finally:
             signal.alarm(0)
-        shutil.rmtree(inside)
-    if problems:
-        raise Failure("\n".join(problems))
+        shutil.rmtree(folder / number)
+        return None
+
+    each(case, BATCH, one)
 
 
 def _too_long(number: int, frame: object) -> None:
@@ -199,15 +191,9 @@ def _detection(dataset: Any) -> None:
         score(dataset.annotations.truth, results if dataset.masks else {"box": results["box"]}, counted)
 
 
-DRILL = Drill(
-    name="damaged_data",
-    summary="inputs of every data source with flipped bits, cut, of other types, sizes, encodings and links: they are "
+SUMMARY = (
+    "inputs of every data source with flipped bits, cut, of other types, sizes, encodings and links: they are "
     "read, or refused with a message that names the file, within 30 s and 1 GiB, and nothing in them is run "
-    f"({BATCH} inputs a case)",
-    cases=cases,
-    attempt=attempt,
-    count=10 * len({source.dataset for source in _small_data.SOURCES.values()}),
-    sample=3,
-    prepare=prepare,
-    limit=300.0,  # of a batch; each input has its own
+    f"({BATCH} inputs a case)"
 )
+COUNT, SAMPLE, LIMIT = 10 * len({source.dataset for source in _small_data.SOURCES.values()}), 3, 300.0

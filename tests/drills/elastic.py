@@ -36,7 +36,7 @@ from cached_lab.training.trainer import Trainer
 from cached_transformers.files import lives, write_whole
 
 from . import _runs
-from .frame import Drill, Failure
+from .frame import Failure
 
 SIZE = 2
 KINDS = {"step": 10, "save": 7, "resume": 2, "start": 1}
@@ -207,18 +207,9 @@ def trained(folder: Path, name: str, restarts: int) -> None:
     """Train one of the two runs in two processes, forked and restarted by torchrun's launcher."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=SIZE,
-        run_id=name,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=restarts,
-        monitor_interval=0.05,
-        start_method="fork",
-        local_addr="localhost",
-    )
+    sizes = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": SIZE, "max_restarts": restarts}
+    meeting = {"run_id": name, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+    config = LaunchConfig(**sizes, **meeting, monitor_interval=0.05, start_method="fork")
     elastic_launch(config, work)(folder, name)
 
 
@@ -266,24 +257,19 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _cases(count: int, seed: int) -> Iterator[str]:
+def cases(count: int, seed: int) -> Iterator[str]:
     ways = [(parallel, save) for save in ("async", "sync") for parallel in ("ddp", "fsdp")]
     return ("/".join([*ways[number % len(ways)], str(seed + number // len(ways))]) for number in range(count))
 
 
-def _attempt(case: str, folder: Path) -> None:
+def attempt(case: str, folder: Path) -> None:
     parallel, save, seed = case.split("/")
     drill(folder, 2, 12, 3, int(seed), parallel=parallel, save=save)
 
 
-DRILL = Drill(
-    name="elastic",
-    summary="of two processes that train together one is killed at each of two starts, between and inside steps, saves "
-    "and resumptions, and both are restarted: the run equals the undisturbed run, and loses no more than a save",
-    cases=_cases,
-    attempt=_attempt,
-    count=20,
-    sample=1,
-    prepare=lambda shared: _runs.import_all(),
-    limit=300.0,
+SUMMARY = (
+    "of two processes that train together one is killed at each of two starts, between and inside steps, saves "
+    "and resumptions, and both are restarted: the run equals the undisturbed run, and loses no more than a save"
 )
+COUNT, SAMPLE, LIMIT = 20, 1, 300.0
+prepare = _runs.import_all

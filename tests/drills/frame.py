@@ -9,6 +9,7 @@ import contextlib
 import gc
 import hashlib
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -81,6 +82,19 @@ class Outcome(NamedTuple):
 def numbered(count: int, seed: int) -> Iterator[str]:
     """Names of `count` cases: seed/number."""
     return (f"{seed}/{number}" for number in range(count))
+
+
+def each(case: str, count: int, work: Callable[[str], str | None]) -> None:
+    """Work on `count` inputs of a case `a/b`, or on the one of `a/b/place`; raise Failure with what is wrong."""
+    names = [case] if case.count("/") == 2 else [f"{case}/{place}" for place in range(count)]
+    if problems := [f"--case '{name}'\n{problem}" for name in names if (problem := work(name))]:
+        raise Failure("\n\n".join(problems))
+
+
+def bound_memory(room: int) -> None:
+    """Let this process take `room` bytes beyond what it has."""
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + room
+    resource.setrlimit(resource.RLIMIT_AS, (held, held))
 
 
 def carry_out(drill: Drill, cases: Iterable[str], jobs: int = 1, say: Callable[[str], None] | None = None) -> Outcome:

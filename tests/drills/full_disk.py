@@ -12,13 +12,13 @@ from pathlib import Path
 
 from . import _commands
 from ._operations import Operations
-from .frame import Drill, Failure
+from .frame import Failure
 
 NAMES = ("language", "images", "translation", "compare", "stream")
 ERRORS = ("ENOSPC", "EIO")
 
 
-def _cases(count: int, seed: int) -> Iterator[str]:
+def cases(count: int, seed: int) -> Iterator[str]:
     """In turn the commands, each with its changes in an order that the seed draws; EIO follows ENOSPC."""
     chance = random.Random(seed)
     by_name = []
@@ -31,7 +31,7 @@ def _cases(count: int, seed: int) -> Iterator[str]:
     yield from [cases[place] for place in range(longest) for cases in by_name if place < len(cases)][:count]
 
 
-def _attempt(case: str, folder: Path) -> None:
+def attempt(case: str, folder: Path) -> None:
     kind, name, number = case.split("/")
     run, said = folder / "run", folder / "said"
     what = _commands.watched(name)[1][int(number)].what
@@ -59,14 +59,9 @@ def _attempt(case: str, folder: Path) -> None:
         raise Failure(f"{what!r}: {failure}") from None
 
 
-DRILL = Drill(
-    name="full_disk",
-    summary="each change of a file in a training, a comparison and a stream fails once, for want of room or a sound "
-    "disk: exit status 1, a message that names the file, and the next run ends as the undisturbed one",
-    cases=_cases,
-    attempt=_attempt,
-    count=110,
-    sample=1,
-    prepare=_commands.prepare,
-    limit=400.0,
+SUMMARY = (
+    "each change of a file in a training, a comparison and a stream fails once, for want of room or a sound "
+    "disk: exit status 1, a message that names the file, and the next run ends as the undisturbed one"
 )
+COUNT, SAMPLE, LIMIT = 110, 1, 400.0
+prepare = _commands.prepare

@@ -12,7 +12,6 @@ import io
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import sys
@@ -28,7 +27,7 @@ from cached_lab.registries import LISTED
 from cached_transformers.extras import require
 
 from ._fuzz_grammar import Grammar, Input, tree_of
-from .frame import Drill, Failure, in_child, numbered
+from .frame import Failure, bound_memory, each, in_child
 
 TOGETHER = 25
 """Inputs of a case."""
@@ -86,28 +85,23 @@ def _train(tree: dict[str, Any], folder: Path) -> None:
 
 def attempt(case: str, folder: Path) -> None:
     """Give the inputs of a case to the command."""
-    seed, number, *place = case.split("/")
-    room = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + GIBIBYTES * 2**30
-    resource.setrlimit(resource.RLIMIT_AS, (room, room))
+    bound_memory(GIBIBYTES * 2**30)
     _stop_long_work()
     outside = _watch_writes(folder.parent)
-    problems = []
-    for one in map(int, place) if place else range(TOGETHER):
-        name = f"{seed}/{number}/{one}"
-        given = _grammar[0].draw(name)
-        inside = folder / str(one)
+
+    def one(name: str) -> str | None:
+        given, inside = _grammar[0].draw(name), folder / name.rpartition("/")[2]
         inside.mkdir()
         problem = tried(given, inside)
         if outside:
             problem = f"{problem or ''}\nwritten or changed outside of its folder: {outside[:5]}"
             outside.clear()
-        if problem:
-            problems.append(f"--case '{name}'\n{given}\n{problem}")
         os.chdir(folder)
         shutil.rmtree(inside, ignore_errors=True)
         gc.collect()
-    if problems:
-        raise Failure("\n\n".join(problems))
+        return problem and f"{given}\n{problem}"
+
+    each(case, TOGETHER, one)
 
 
 def tried(given: Input, folder: Path) -> str | None:
@@ -224,15 +218,9 @@ def _watch_writes(root: Path) -> list[str]:
     return found
 
 
-DRILL = Drill(
-    "fuzz",
+SUMMARY = (
     f"{TOGETHER} command lines and recipes a case, from a grammar of all options of all commands and parts, right, "
     "wrong, damaged, misspelt, or without the option that they belong to: exit status 0, 1 or 2 within 60 seconds, a "
-    "message that names the mistake, no traceback, nothing written elsewhere",
-    numbered,
-    attempt,
-    count=100,
-    sample=1,
-    prepare=prepare,
-    limit=400.0,
+    "message that names the mistake, no traceback, nothing written elsewhere"
 )
+COUNT, SAMPLE, LIMIT = 100, 1, 400.0

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cached_transformers.state import map_state, named_tensors
 
-from .frame import Drill, Failure, numbered
+from .frame import Failure
 
 NEAR = 1e-4
 """Scores this close may be told apart by rounding."""
@@ -213,14 +213,9 @@ class Call:
                     raise Failure(f"{self.said}\nrow {row}: the state after it differs in {name}: {a} for {b}")
 
 
-DRILL = Drill(
-    "generate_calls",
+SUMMARY = (
     "`generate` of ten hosts by memories, segments, padded rows, prompts as ids or embeddings, caches of earlier "
     "calls, greedy, sampled and by beams: the tokens and the state of a plain loop over whole texts, or a message that "
-    "names the option",
-    numbered,
-    attempt,
-    count=150,
-    sample=6,
-    prepare=prepare,
+    "names the option"
 )
+COUNT, SAMPLE = 150, 6

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .frame import Drill, Failure
+from .frame import Failure
 
 _families: dict[str, Any] = {}
 
@@ -127,14 +127,9 @@ def _trains(model: Any, ids: torch.Tensor, segment: int) -> None:
             raise Failure(f"trained={trained} in {steps} steps of {text.shape[1]} tokens, found {told} warnings")
 
 
-DRILL = Drill(
-    "hosts",
+SUMMARY = (
     "a memory in a model of transformers: taken or refused as `cached list memories --host` says; a text in two calls "
     "is the text in one; training reaches the memory or a warning says so; a misspelt state is refused; removal "
-    "leaves the model itself",
-    cases,
-    attempt,
-    count=80,
-    sample=2,
-    prepare=prepare,
+    "leaves the model itself"
 )
+COUNT, SAMPLE = 80, 2

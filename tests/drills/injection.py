@@ -12,7 +12,7 @@ from pathlib import Path
 
 from . import _commands
 from ._operations import DIED, Operations
-from .frame import Drill, Failure
+from .frame import Failure
 
 KINDS = ("stream", "language", "text_memories", "translation", "detection", "compare")
 """Commands, the cheapest first. Trainings of other recipes write their files by the same steps; `kills` has all."""
@@ -20,7 +20,7 @@ TWICE = 8
 """For so many cases with one death there is one with two."""
 
 
-def _cases(count: int, seed: int) -> Iterator[str]:
+def cases(count: int, seed: int) -> Iterator[str]:
     """Return cases of each command in turn, in random order; a sample takes the first commands only."""
     chance = random.Random(seed)
     of_kind = {kind: _cases_of(kind, chance) for kind in KINDS[: max(3, count // 4)]}
@@ -45,7 +45,7 @@ def _cases_of(kind: str, chance: random.Random) -> list[str]:
     return [*once, *twice]
 
 
-def _attempt(case: str, folder: Path) -> None:
+def attempt(case: str, folder: Path) -> None:
     kind, number, moment, *second = case.split("/")
     reference, operations = _commands.watched(kind)
     run = folder / "run"
@@ -74,14 +74,10 @@ def _ended(kind: str, run: Path, folder: Path, number: int | None, inside: bool)
     return _commands.said(work, folder / "said")
 
 
-DRILL = Drill(
-    name="injection",
-    summary="trainings (texts, pairs, detection), a stream and a comparison are ended before and inside each of their "
+SUMMARY = (
+    "trainings (texts, pairs, detection), a stream and a comparison are ended before and inside each of their "
     "file operations, and carried out again: each ends as the uninterrupted one, in weights, caches, metrics, best, "
-    "last, scores and files",
-    cases=_cases,
-    attempt=_attempt,
-    count=480,
-    sample=6,
-    prepare=_commands.prepare,
+    "last, scores and files"
 )
+COUNT, SAMPLE = 480, 6
+prepare = _commands.prepare

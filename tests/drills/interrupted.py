@@ -25,14 +25,14 @@ from cached_lab.training.interruption import Interrupted, RunFailed
 from cached_lab.training.trainer import Trainer
 
 from . import _commands, _runs
-from .frame import Drill, Failure
+from .frame import Failure
 
 HOW = ("SIGTERM", "SIGINT", "error")
 KINDS = ("listops", "documents", "language", "images", "streams", "denoising", "translation", "pipeline", "detection")
 """Recipes, the cheapest first; a sample takes the first three."""
 
 
-def _cases(count: int, seed: int) -> Iterator[str]:
+def cases(count: int, seed: int) -> Iterator[str]:
     """Recipes in turn, each with all kinds and steps of an interruption in random order."""
     chance = random.Random(seed)
     kinds = [kind for kind in KINDS[: max(3, count // 4)] if kind != "detection" or kind in _runs.recipes()]
@@ -44,7 +44,7 @@ def _cases(count: int, seed: int) -> Iterator[str]:
         yield f"{kind}/{how}/{step}/{chance.randrange(1000)}"
 
 
-def _prepare(shared: Path) -> None:
+def prepare(shared: Path) -> None:
     _commands.prepare(shared)
     streaming_library.write_shards(shared / "data" / "shards", {"train": 9, "validation": 6})
     write_files(shared / "data" / "images", class_folders(classes=3, images=20))
@@ -92,7 +92,7 @@ def _config(kind: str, chance: random.Random) -> RunConfig:
     return config_from_dict(tree | {"data": options})
 
 
-def _attempt(case: str, folder: Path) -> None:
+def attempt(case: str, folder: Path) -> None:
     kind, how, step, _ = case.split("/")
     chance = random.Random(case)
     config = _config(kind, chance)
@@ -145,14 +145,9 @@ def _one(config: RunConfig, run: Path, how: str, step: int) -> None:
         Trainer._train_step = original  # type: ignore[method-assign]
 
 
-DRILL = Drill(
-    name="interrupted",
-    summary="runs of every kind of task are interrupted after any step by SIGTERM or SIGINT, or inside the next by an "
+SUMMARY = (
+    "runs of every kind of task are interrupted after any step by SIGTERM or SIGINT, or inside the next by an "
     "error, once or twice, and resumed, with averages and background saves on or off: weights, caches, metrics, best, "
-    "last, averages, scores and folders are those of the undisturbed run",
-    cases=_cases,
-    attempt=_attempt,
-    count=90,
-    sample=3,
-    prepare=_prepare,
+    "last, averages, scores and folders are those of the undisturbed run"
 )
+COUNT, SAMPLE = 90, 3

@@ -17,14 +17,14 @@ from pathlib import Path
 from cached_lab.cli import main as main_module
 
 from . import _commands
-from .frame import Drill, Failure, forked
+from .frame import Failure, forked
 
 DEATHS = 3
 """Times at most that a command of one case is ended."""
 KINDS = ("SIGKILL",) * 5 + ("SIGTERM", "SIGINT")
 
 
-def _cases(count: int, seed: int) -> Iterator[str]:
+def cases(count: int, seed: int) -> Iterator[str]:
     """In turn the commands; of seven cases of each, five are of SIGKILL."""
     names = _commands.names()
     return (
@@ -33,7 +33,7 @@ def _cases(count: int, seed: int) -> Iterator[str]:
     )
 
 
-def _attempt(case: str, folder: Path) -> None:
+def attempt(case: str, folder: Path) -> None:
     kind, name, _ = case.split("/")
     chance, number = random.Random(case), signal.Signals[kind]
     run, seconds = folder / "run", _commands.reference(name)[1]
@@ -92,14 +92,9 @@ def _listening(name: str, run: Path, writer: int) -> int:
     return _commands.carry_out(name, run)
 
 
-DRILL = Drill(
-    name="kills",
-    summary="trainings, a comparison and a stream get SIGKILL, SIGTERM or SIGINT at random moments, up to three times "
-    "each, and are carried out again: they end as the undisturbed ones, and the exit status is the signal's",
-    cases=_cases,
-    attempt=_attempt,
-    count=120,
-    sample=2,
-    prepare=_commands.prepare,
-    limit=400.0,
+SUMMARY = (
+    "trainings, a comparison and a stream get SIGKILL, SIGTERM or SIGINT at random moments, up to three times "
+    "each, and are carried out again: they end as the undisturbed ones, and the exit status is the signal's"
 )
+COUNT, SAMPLE, LIMIT = 120, 2, 400.0
+prepare = _commands.prepare

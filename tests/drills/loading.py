@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import resource
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch.utils import _pytree
 
 from cached_transformers import add_memory, load_pretrained
 
-from .frame import Drill, Failure
+from .frame import Failure, bound_memory
 
 NAMES = ("gpt2", "llama", "qwen2", "mistral", "gemma3_text", "bert", "distilbert", "roberta", "t5", "bart", "vit")
 HOSTS = {family.name: family for family in families.ALL if family.name in (*NAMES, "clipvision", "switchtransformers")}
@@ -223,21 +222,15 @@ def _refused(model: Any, folder: Path, random: Random, hub: dict[str, Any]) -> N
     kinds = [type(model.config), transformers.AutoConfig, *(getattr(transformers, auto) for auto in AUTO)]
     kinds += itertools.chain(*(_fitting(family.build().config).values() for family in HOSTS.values()))
     kind = random.choice([type(model), random.choice(kinds)])
-    room = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + ROOM
-    resource.setrlimit(resource.RLIMIT_AS, (room, room))
+    bound_memory(ROOM)
     _, error = _tried(partial(kind.from_pretrained, folder, **hub))
     if "cached_transformers" not in str(error):
         raise Failure(f"without the package, {kind.__name__}: expected an error that names it, found {error!r}")
 
 
-DRILL = Drill(
-    "loading",
+SUMMARY = (
     "a saved host with a memory, loaded by a random class, Auto class or pipeline, from a random layout with random "
     "options: the host's own config and weights as plain transformers loads them, with the memory; without this "
-    "package an error that names it",
-    cases,
-    attempt,
-    count=450,
-    sample=16,
-    prepare=prepare,
+    "package an error that names it"
 )
+COUNT, SAMPLE = 450, 16

@@ -22,7 +22,7 @@ from random import Random
 from typing import Any
 
 from . import _damage
-from .frame import Drill, Failure, in_child
+from .frame import Failure, in_child
 
 USERS = ("metrics.jsonl", "config.yaml")
 """Text files that people may edit: an edit that can still be read is theirs, and so are the numbers in it."""
@@ -278,13 +278,8 @@ def _hash(file: Path) -> str | None:
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
 
 
-DRILL = Drill(
-    name="mutations",
-    summary="a file of a run folder, of a stream's state or of the cache with a flipped bit, cut, emptied, exchanged, "
-    "edited, gone or longer: the command that reads it ends as with the undamaged one, or with a message that names it",
-    cases=cases,
-    attempt=attempt,
-    count=250,
-    sample=4,
-    prepare=prepare,
+SUMMARY = (
+    "a file of a run folder, of a stream's state or of the cache with a flipped bit, cut, emptied, exchanged, "
+    "edited, gone or longer: the command that reads it ends as with the undamaged one, or with a message that names it"
 )
+COUNT, SAMPLE = 250, 4

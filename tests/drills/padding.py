@@ -21,7 +21,7 @@ from cached_transformers import add_memory
 from cached_transformers import state as states
 from cached_transformers.registry import ATTENTIONS, MEMORIES
 
-from .frame import Drill, Failure
+from .frame import Failure
 
 ROWS, LONGEST, CALLS, TRIES = 3, 6, 3, 200
 """Rows of a batch, tokens of a row in a call, calls of a case, draws until one can be built."""
@@ -285,14 +285,9 @@ def _draw_host(random: Random) -> tuple[str, list[str], Any]:
     return f"{drawn}, {more}", [memory["name"]], lambda: host(*drawn, **more)
 
 
-DRILL = Drill(
-    "padding",
+SUMMARY = (
     "models of this package and of transformers, with windows too, memory, attention and layout of padding at random: "
     "outputs at tokens, states and gradients are those of each row alone, whatever padding holds, or the pair is "
-    "refused by name",
-    cases,
-    attempt,
-    count=300,
-    sample=8,
-    prepare=prepare,
+    "refused by name"
 )
+COUNT, SAMPLE = 300, 8

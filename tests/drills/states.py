@@ -24,7 +24,7 @@ from cached_transformers import state as states
 from cached_transformers.annotations import fits, hints_of, understood
 from cached_transformers.registry import MEMORIES
 
-from .frame import Drill, Failure
+from .frame import Failure
 
 ROWS, SEGMENT, VOCABULARY, TRIES = 2, 6, 11, 7
 KINDS = ("language_model", "encoder_decoder", "gpt2", "vit", "timm")
@@ -264,14 +264,9 @@ def _other_weights(made: Made, model: Any, state: Any, folder: Path) -> None:
     _refused(f"{made}: other weights", lambda: states.check_weights(made_by, model))
 
 
-DRILL = Drill(
-    "states",
+SUMMARY = (
     f"the state of one model given to {TRIES} others a case, with another option of its memory, other sizes, depth, "
     "memory or dropout, in five kinds of models; and damaged states, to models and to every operation: they are "
-    "refused by a message with the memory, the tensor or the argument, or mean the same",
-    cases,
-    attempt,
-    count=250,
-    sample=6,
-    prepare=prepare,
+    "refused by a message with the memory, the tensor or the argument, or mean the same"
 )
+COUNT, SAMPLE = 250, 6

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .frame import Drill, Failure, numbered
+from .frame import Failure
 
 DECODERS = ("gpt2", "llama")
 STREAMS = ("grc_stream", "memorizing", "rmt", "armt", "transformer_xl", "compressive")
@@ -175,14 +175,9 @@ def no_grad(call: Call) -> Call:
     return torch.no_grad()(call)
 
 
-DRILL = Drill(
-    "threads",
+SUMMARY = (
     "two to four threads that change every few instructions call one model: decoders, encoders and image models of "
     "transformers, timm, torch.nn and this package, forwards with states, `generate` and training with checkpointing: "
-    "the result of each call by itself, and the mode of before",
-    numbered,
-    attempt,
-    count=150,
-    sample=6,
-    prepare=prepare,
+    "the result of each call by itself, and the mode of before"
 )
+COUNT, SAMPLE = 150, 6

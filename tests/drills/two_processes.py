@@ -19,7 +19,7 @@ from cached_lab.tasks.recipes import config_from_dict
 from cached_lab.training.config import RunConfig, config_to_dict
 
 from . import _commands, _runs
-from .frame import Drill, Failure
+from .frame import Failure
 
 SYNCS = ("none", "mean", "broadcast")
 DEATHS = 2
@@ -49,11 +49,11 @@ def _reference(sync: str) -> tuple[Path, float]:
     return _commands.made_once(sync, make)
 
 
-def _cases(count: int, seed: int) -> Iterator[str]:
+def cases(count: int, seed: int) -> Iterator[str]:
     return (f"{SYNCS[number % len(SYNCS)]}/{seed + number // len(SYNCS)}" for number in range(count))
 
 
-def _attempt(case: str, folder: Path) -> None:
+def attempt(case: str, folder: Path) -> None:
     sync = case.partition("/")[0]
     chance = random.Random(case)
     run, deaths = folder / "run", []
@@ -77,13 +77,9 @@ def _attempt(case: str, folder: Path) -> None:
         raise Failure(f"killed {', then '.join(deaths)}: {failure}") from None
 
 
-DRILL = Drill(
-    name="two_processes",
-    summary="of two processes that train together one or both are killed at a random moment, twice, with each way of "
-    "sharing caches: the resumed run equals the undisturbed run",
-    cases=_cases,
-    attempt=_attempt,
-    count=30,
-    sample=1,
-    prepare=_commands.prepare,
+SUMMARY = (
+    "of two processes that train together one or both are killed at a random moment, twice, with each way of "
+    "sharing caches: the resumed run equals the undisturbed run"
 )
+COUNT, SAMPLE = 30, 1
+prepare = _commands.prepare

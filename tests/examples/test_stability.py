@@ -1,12 +1,16 @@
-"""`examples/stability.py`: it tells bounded states from growing and broken ones."""
+"""`examples/stability.py` tells bounded states from growing and broken ones; `examples/glimpses.py`."""
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from common import stirred
 
+from examples import glimpses
 from examples.stability import CASES, PLACES, StabilityCase, _titans, main, measure
 
 
@@ -14,15 +18,12 @@ def named(**options: object) -> StabilityCase:
     return StabilityCase("titans", options, _titans)
 
 
-def test_limits_hold_a_rate_that_is_too_large() -> None:
+def test_limits_hold_a_large_rate_and_shares_grow_where_nothing_decays() -> None:
     held = measure(named(rate=1000.0), 1024, 1, torch.float32)
     assert len(held) == len(PLACES) + 1 and all(math.isfinite(size) for size in held) and max(held) == held[-1]
     broken = measure(named(rate=1000.0, limit=1e30), 1024, 1, torch.float32)
     assert broken[-1] == math.inf, "without the limit the same rate diverges, and that is said"
-
-
-def test_shares_of_two_grow_where_nothing_decays_and_shares_of_one_do_not() -> None:
-    """A reflection keeps the norm of a state, so that its updates add up like a random walk."""
+    # A reflection keeps the norm of a state, so that its updates add up like a random walk.
     cases = {bool(case.options.get("negative_eigenvalues")): case for case in CASES if case.name == "gated_delta"}
     grown, kept = (measure(cases[negative], 4096, 1, torch.float32) for negative in (True, False))
     assert grown[3] > 1.5 * grown[1] and kept[3] < 1.5 * kept[1]
@@ -37,3 +38,52 @@ def test_the_table_has_a_row_for_each_and_bad_numbers_are_refused(
     assert "| `delta_net` | float32 |" in out and "| `delta_net` | bfloat16 |" in out and "after 512 tokens" in out
     with pytest.raises(ValueError, match="--tokens 100"):
         main(["--tokens", "100"])
+
+
+def test_frames_show_quarters_and_bad_input_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    images = torch.rand(50, 1, 8, 8) + 0.1
+    videos = glimpses.glimpses(images, torch.Generator().manual_seed(0))
+    assert videos.shape == (50, 4, 1, 8, 8)
+    assert torch.equal(videos.sum(1), images)
+    seen = (videos[:, :, 0] > 0).unflatten(2, (2, 4)).unflatten(4, (2, 4)).any(5).any(3)  # rows, frames, quarters
+    assert (seen.flatten(2).sum(2) == 1).all()
+    assert len({tuple(row) for row in seen.flatten(2).int().argmax(2).tolist()}) > 10, "orders differ"
+    for arguments, message in ((["--with", "grcs"], "did you mean 'grc'"), (["--seeds", "0"], "at least 1")):
+        with pytest.raises(SystemExit):
+            glimpses.main(arguments)
+        assert message in capsys.readouterr().err
+
+
+def test_the_command_keeps_what_is_trained_with_other_seeds_and_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--out", str(tmp_path), "--with", "grc_stream:length=4"]
+    said = []
+    for seeds, steps in ("11", "21", "12", "21"):
+        assert glimpses.main([*command, "--seeds", seeds, "--steps", steps]) == 0
+        said.append(capsys.readouterr().out)
+    assert "| grc_stream:length=4 |" in said[0] and said[1].count("seed 1") == 3 and "seed 0" not in said[1]
+    assert "seed" not in said[3], "nothing is trained again"
+    found = json.loads((tmp_path / "glimpses.json").read_text())["results"]
+    assert list(found) == ["none", "grc_stream:length=4", "the whole digit"]
+    assert [(run["seed"], run["steps"]) for run in found["none"]] == [(0, 1), (1, 1), (0, 2)]
+
+
+def test_a_memory_tells_the_last_frame_what_the_others_showed() -> None:
+    images = torch.rand(3, 1, 8, 8)
+    torch.manual_seed(0)
+    model = glimpses.create_model("vision_transformer", **glimpses.SIZES, memory="grc_stream").eval()
+    stirred(model, 0.1)
+    changed = images.clone()
+    changed[:, :, :4, :4] += 1  # one quarter, which only some rows have in their last frame
+    order = [torch.Generator().manual_seed(1) for _ in range(4)]
+    asked = [
+        glimpses.answer(model, x, arm, g)
+        for (x, arm), g in zip(
+            [(images, "grc_stream"), (changed, "grc_stream"), (images, "none"), (changed, "none")], order, strict=True
+        )
+    ]
+    last = glimpses.glimpses(images, torch.Generator().manual_seed(1))[:, -1, 0, :4, :4].flatten(1).any(1)
+    assert not last.all()
+    assert ((asked[0] - asked[1]).abs().amax(1) > 1e-6).all(), "with a memory every frame counts"
+    assert torch.equal((asked[2] - asked[3]).abs().amax(1) > 0, last), "without one only the last"

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from grc.small_vit import cached_layer
 from torch import Tensor, nn
 
 from cached_transformers import fold, reset_caches, unfold
 
 WIDTH, LENGTH = 16, 8
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Layer(nn.Module):
@@ -200,8 +195,7 @@ def test_compiled_code_sees_changes_until_fold() -> None:
 
 
 def test_a_training_layer_is_not_folded() -> None:
-    with pytest.raises(ValueError, match=r"cannot be folded: training=True; call eval\(\) first"):
-        fold(Layer())
+    refuses(r"cannot be folded: training=True; call eval\(\) first", fold, Layer())
 
 
 @pytest.mark.parametrize(
@@ -214,6 +208,5 @@ def test_a_training_layer_is_not_folded() -> None:
 )
 def test_gates_that_run_in_evaluation_are_not_folded(options: dict[str, Any]) -> None:
     layer = Layer(**options).eval()
-    with pytest.raises(ValueError, match="attend='sample'"):
-        fold(layer)
+    refuses("attend='sample'", fold, layer)
     assert use(layer, torch.randn(2, LENGTH, WIDTH))[1] == 1

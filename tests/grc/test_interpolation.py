@@ -122,18 +122,12 @@ def test_a_turned_map_is_resized_and_not_reread() -> None:
     assert torch.equal(interpolate(x_BNC, 8, "nearest"), x_BNC)
 
 
-def test_tokens_that_are_not_the_map_are_refused() -> None:
+def test_tokens_slots_prefix_and_padding_must_fit_the_map() -> None:
     with pytest.raises(ValueError, match=r"10 tokens are not a map of 3 x 4 after 1 class token"):
         interpolate(torch.randn(1, 10, 2), 4, size=(3, 4), to_size=(2, 2), prefix=1)
-
-
-def test_a_map_with_padding_is_refused_with_the_way_out() -> None:
     padding_BN = torch.zeros(1, 4, dtype=torch.bool)
     with pytest.raises(ValueError, match="takes no padding mask; build the cache without a map size"):
         interpolate(torch.randn(1, 4, 2), 4, "nearest", padding_BN, size=(2, 2), to_size=(2, 2))
-
-
-def test_prefix_and_slots_must_fit_the_map() -> None:
     with pytest.raises(ValueError, match="length=5"):
         GatedRecurrentCache(4, 5, size=(2, 2))
 
@@ -148,7 +142,7 @@ def test_fewer_tokens_than_slots_are_mapped_before_they_are_spread(
 ) -> None:
     """Values and gradients are those of spreading first, at once and by blocks, with any values in the padding."""
     monkeypatch.setattr(equations, "_BLOCK", block)
-    monkeypatch.setattr(equations, "_LARGE", 1 << 19 if block > 48 else 10)
+    monkeypatch.setattr(equations, "LARGE", 1 << 19 if block > 48 else 10)
     cache = GatedRecurrentCache(6, 16).double()
     x_BNC = torch.randn(4, 5, 6, dtype=torch.float64)
     dirty_BNC = x_BNC if padding is None else x_BNC.masked_fill(padding[..., None], torch.nan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,13 +26,6 @@ def compiled_blocks(model: Any) -> Any:
 
 def compiled_whole(model: Any) -> Any:
     return torch.compile(not_reentrant(model), backend="aot_eager", fullgraph=True)
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("fresh_compiler")

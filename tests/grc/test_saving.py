@@ -158,15 +158,17 @@ def on_meta() -> nn.Module:
         return small_vit()
 
 
-def test_a_model_built_on_the_meta_device_is_materialised() -> None:
+def test_models_on_meta_half_precision_and_hosts_without_memory_load() -> None:
     model, twin = on_meta(), small_vit()
     step(twin, images(0))
     model.to_empty(device="cpu")
     model.load_state_dict(saved(twin))
     assert_same_future(model, twin)
-
-
-def test_an_adopted_half_precision_checkpoint_gives_float32_caches() -> None:
+    host = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    plain = saved(host)
+    model = add_memory(host, "grc", length=4)
+    result = model.load_state_dict(plain, strict=False)
+    assert not result.unexpected_keys and all(".memory." in key for key in result.missing_keys)
     model, twin = on_meta(), small_vit()
     step(twin, images(0))
     state = {name: value.bfloat16() for name, value in saved(twin).items()}
@@ -175,11 +177,3 @@ def test_an_adopted_half_precision_checkpoint_gives_float32_caches() -> None:
     assert all(cache.dtype == torch.float32 for cache in settled(model))
     model(images(1).bfloat16())
     assert all(c.dtype == torch.float32 and c.isfinite().all() for c in settled(model))
-
-
-def test_a_host_checkpoint_without_memory_loads_beside_it() -> None:
-    host = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    plain = saved(host)
-    model = add_memory(host, "grc", length=4)
-    result = model.load_state_dict(plain, strict=False)
-    assert not result.unexpected_keys and all(".memory." in key for key in result.missing_keys)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from cli.made_text import TEXT, train_on_bytes
+from cli.made import TEXT, train_on_bytes
+from common import refuses, stirred
 from harness.test_scoring import alone
 from integrations.hosts import library
 from integrations.transformers_hosts import byte_tokenizer
@@ -47,9 +48,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 257, "bos_token_id": 0, "eos_token_id": 0}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
     add_memory(model, "rmt", length=2, segment_length=SEGMENT).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
+    stirred(model, 0.3)
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
@@ -106,8 +105,7 @@ def test_texts_are_those_of_generate_up_to_a_string(run: Path, host: Path) -> No
     expected = byte_tokenizer().decode(tokens[0, prompt.shape[1] :], skip_special_tokens=True)
     [told] = theirs.generate_until(asked("generate_until", (CONTEXT, {"until": [], "max_gen_toks": 12})), True)
     assert told == expected
-    with pytest.raises(ValueError, match="'num_beams'"):
-        lm.generate_until(asked("generate_until", (CONTEXT, {"num_beams": 3})), disable_tqdm=True)
+    refuses("'num_beams'", lm.generate_until, asked("generate_until", (CONTEXT, {"num_beams": 3})), disable_tqdm=True)
 
 
 TASKS = {
@@ -185,7 +183,5 @@ def test_the_device_that_the_harness_says_for_nobody_is_there_or_another_is_take
     assert lm.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert (lm.batch_size, lm.max_gen_toks, lm.tokenizer_name) == (2, 3, str(run))
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="no CUDA device"):
-            cached(run, device="cuda:0")
-    with pytest.raises(ValueError, match="batch_size='auto'"):
-        cached(run, batch_size="auto")
+        refuses("no CUDA device", cached, run, device="cuda:0")
+    refuses("batch_size='auto'", cached, run, batch_size="auto")

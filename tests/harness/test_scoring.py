@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from integrations.transformers_hosts import GPT2, awaken, stream
 
 from cached_lab.experiments.harness.batches import ScoredText, TextScore, ended_text, generate_until, log_probabilities
@@ -95,23 +96,18 @@ def test_a_store_of_everything_scores_as_the_whole_text_in_one_pass() -> None:
     assert whole[0] == pytest.approx(found[0], abs=1e-10)
 
 
-def test_the_likeliest_continuation_is_greedy_and_no_other_is() -> None:
+def test_only_the_likeliest_continuation_is_greedy_and_the_model_stays() -> None:
     model, context = ours("rmt"), texts()[0][0][: 5 * SEGMENT + 3]
     likely = generate(model, torch.tensor([context]), tokens=7, temperature=0, segment_length=SEGMENT)
     ids = likely.tokens[0].tolist()
     wrong = [*ids[:3], (ids[3] + 1) % VOCABULARY]
     found = dict(log_probabilities(model, [([*context, *end], len(context)) for end in (ids, wrong)], SEGMENT, 2))
     assert found[0] == (pytest.approx(float(likely.scores), abs=1e-10), True) and not found[1][1]
-
-
-def test_the_model_is_left_as_it_was_and_bad_input_is_refused() -> None:
     model = ours("rmt").train()
     list(log_probabilities(model, texts(), SEGMENT, 4))
     assert model.training
-    with pytest.raises(ValueError, match="first=0"):
-        list(log_probabilities(model, [([1, 2], 0)], SEGMENT, 4))
-    with pytest.raises(ValueError, match="segment_length=None"):
-        list(log_probabilities(model, texts(), None, 4))
+    refuses("first=0", list, log_probabilities(model, [([1, 2], 0)], SEGMENT, 4))
+    refuses("segment_length=None", list, log_probabilities(model, texts(), None, 4))
 
 
 @pytest.mark.parametrize("name", ["rmt", "host with rmt"])
@@ -130,7 +126,7 @@ def test_texts_are_written_as_generate_writes_them(name: str) -> None:
     assert generate_until(model, contexts.tolist(), end, SEGMENT, choice, []) == upto
 
 
-def test_writing_ends_as_soon_as_every_row_has_ended() -> None:
+def test_writing_ends_with_every_row_and_at_the_first_string() -> None:
     model = ours("rmt")
     steps: list[Any] = []
     context = torch.randint(0, 26, (1, 7), generator=torch.Generator().manual_seed(1))
@@ -139,9 +135,6 @@ def test_writing_ends_as_soon_as_every_row_has_ended() -> None:
     object.__setattr__(choice, "token", lambda logp: steps.append(logp) or logp.argmax(-1))
     text = generate_until(model, context.tolist(), WORDS, SEGMENT, choice, [want[2]])
     assert text == [want.partition(want[2])[0]] and len(steps) == len(text[0]) + 1
-
-
-def test_a_text_ends_at_the_first_of_several_strings_wherever_tokens_are_cut() -> None:
     spell = {0: "a", 1: "\n", 2: "\nQ", 3: ":b"}
     words = Words((), lambda text: [], lambda ids: "".join(spell[i] for i in ids), 9)
     assert ended_text(words, [0], [0, 2, 3, 0], ["Q:", "b"]) == ("a\n", True)

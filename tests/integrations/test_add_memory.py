@@ -11,41 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.hosts import (
-    BERT_SDPA,
-    HF_VIT,
-    HOSTS,
-    MHA,
-    MHA_TIME_FIRST,
-    PADDED,
-    PVT,
-    PVT_LINEAR,
-    SWIN,
-    TOKENS,
-    VIT,
-    Host,
-    close_gates,
-    hosts,
-    library,
-    memories,
-    stored,
-    train,
-)
-from integrations.transformers_hosts import (
-    BERT,
-    DECODERS,
-    ENCODERS,
-    GPT2,
-    SEGMENT,
-    SEQ2SEQ,
-    STREAMS,
-    T5,
-    Architecture,
-    architectures,
-    awaken,
-    call_of,
-    words,
-)
+from common import refuses
+from integrations import hosts as H
+from integrations import transformers_hosts as T
+from integrations.hosts import Host, close_gates, hosts, library, memories, stored, train
+from integrations.transformers_hosts import Architecture, architectures, awaken, call_of, words
 from torch import Tensor, nn
 
 from cached_transformers import add_memory, load_pretrained, remove_memory, reset_caches
@@ -58,11 +28,14 @@ def mapped(change: Callable[[Tensor], Tensor], given: dict[str, Tensor]) -> dict
     return {name: done[id(value)] for name, value in given.items()}
 
 
-IMAGES = [host for host in HOSTS if host.package == "timm" or host is HF_VIT]
-RELEASED_HOSTS = [host for host in IMAGES if host not in (SWIN, PVT_LINEAR)]
+IMAGES = [host for host in H.HOSTS if host.package == "timm" or host is H.HF_VIT]
+RELEASED_HOSTS = [host for host in IMAGES if host not in (H.SWIN, H.PVT_LINEAR)]
 
 
-CHECKPOINTED = [(host, False) for host in HOSTS if host.recompute is not None] + [(HF_VIT, True), (BERT_SDPA, True)]
+CHECKPOINTED = [(host, False) for host in H.HOSTS if host.recompute is not None] + [
+    (H.HF_VIT, True),
+    (H.BERT_SDPA, True),
+]
 
 
 @hosts()
@@ -120,7 +93,7 @@ def test_every_row_of_an_evaluation_is_the_row_alone(host: Host) -> None:
     train(host, model, 1)
     model.eval()
     given = host.given(1)
-    rows = 1 if host is MHA_TIME_FIRST else 0
+    rows = 1 if host is H.MHA_TIME_FIRST else 0
     with torch.no_grad():
         whole = host.run(model, given)
         parts = [host.run(model, mapped(lambda v, i=i: v.narrow(rows, i, 1), given)) for i in range(whole.shape[rows])]
@@ -141,8 +114,7 @@ def test_removing_restores_outputs_keys_and_code(host: Host) -> None:
     for a, b in zip(model.modules(), plain.modules(), strict=True):
         assert type(a) is type(b) and vars(a).keys() == vars(b).keys()
         assert len(a._forward_pre_hooks) == len(b._forward_pre_hooks) and len(a._forward_hooks) == len(b._forward_hooks)
-    with pytest.raises(ValueError, match="no memory that could be removed"):
-        remove_memory(model)
+    refuses("no memory that could be removed", remove_memory, model)
     add_memory(model, "grc", **host.options)  # and it can have another
 
 
@@ -245,7 +217,7 @@ def test_the_released_code_and_its_control(host: Host, memory: str) -> None:
     still = [n for n, p in model.named_parameters() if "memory." in n and torch.equal(p, before[n])]
     # The class token alone goes on from the last layer of a ViT, and the convolution skips it.
     last = [n for n, _ in model.named_parameters() if ".1." in n and "convolution" in n]
-    assert still == (last if host not in (PVT, PVT_LINEAR) else [])
+    assert still == (last if host not in (H.PVT, H.PVT_LINEAR) else [])
     remove_memory(model)
     fresh = host.build()
     add_memory(fresh, memory, **{**kept, **options})
@@ -254,7 +226,7 @@ def test_the_released_code_and_its_control(host: Host, memory: str) -> None:
     torch.testing.assert_close(host.run(fresh, given), host.run(plain, given), rtol=0, atol=1e-6)
 
 
-@hosts([VIT, PVT])
+@hosts([H.VIT, H.PVT])
 def test_the_control_has_as_many_channels_a_group_as_the_released_convolution(host: Host) -> None:
     released = add_memory(host.build(), "grc", variant="released", **host.options)
     control = add_memory(host.build(), "convolution")
@@ -276,13 +248,13 @@ def test_half_precision_hosts_get_half_precision_memories_with_float32_caches(ho
     assert all(c.dtype == torch.float32 and c.any() for c in stored(model))
 
 
-@hosts(PADDED)
+@hosts(H.PADDED)
 @pytest.mark.parametrize("training", [True, False])
 def test_a_padded_row_is_the_trimmed_row(host: Host, training: bool) -> None:
     padded, trimmed = host.with_memory(), host.with_memory()
     for row in range(3):
         given = {k: v[row : row + 1] for k, v in host.given(row).items()}
-        valid = TOKENS - [0, 2, 3][row]
+        valid = H.TOKENS - [0, 2, 3][row]
         short = {k: v[:, :valid] for k, v in given.items()}
         a, b = (host.run(m.train(training), g) for m, g in ((padded, given), (trimmed, short)))
         torch.testing.assert_close(a[:, :valid], b, rtol=0, atol=1e-5)
@@ -319,8 +291,8 @@ def test_removing_gives_the_encoder_its_nested_tensors_back() -> None:
 def test_a_bare_attention_answers_in_the_shape_of_its_call(
     batch_first: bool, batched: bool, need_weights: bool, average: bool
 ) -> None:
-    plain = (MHA if batch_first else MHA_TIME_FIRST).build()
-    model = add_memory((MHA if batch_first else MHA_TIME_FIRST).build(), length=4)
+    plain = (H.MHA if batch_first else H.MHA_TIME_FIRST).build()
+    model = add_memory((H.MHA if batch_first else H.MHA_TIME_FIRST).build(), length=4)
     x = torch.randn(5, 16) if not batched else torch.randn(3, 5, 16) if batch_first else torch.randn(5, 3, 16)
     keep = torch.zeros(5, dtype=torch.bool) if not batched else torch.zeros(3, 5, dtype=torch.bool)
     keep[..., -1] = True
@@ -336,9 +308,9 @@ def test_a_bare_attention_answers_in_the_shape_of_its_call(
 
 
 def test_time_first_and_batch_first_are_the_same_memory() -> None:
-    a, b = MHA.with_memory(), MHA_TIME_FIRST.with_memory()
+    a, b = H.MHA.with_memory(), H.MHA_TIME_FIRST.with_memory()
     for seed in range(2):
-        x = MHA.given(seed)["query"]
+        x = H.MHA.given(seed)["query"]
         x_t = x.transpose(0, 1)
         torch.testing.assert_close(a(x, x, x)[0], b(x_t, x_t, x_t)[0].transpose(0, 1), rtol=0, atol=1e-6)
     assert all(torch.allclose(p, q) for p, q in zip(stored(a), stored(b), strict=True))
@@ -357,10 +329,10 @@ def test_a_decoder_keeps_its_attentions_and_the_encoder_gets_memories() -> None:
     torch.testing.assert_close(model(source, changed, tgt_mask=mask, tgt_is_causal=True)[:, :4], out[:, :4])
 
 
-ALL = [*ENCODERS, *DECODERS]
+ALL = [*T.ENCODERS, *T.DECODERS]
 
 
-@architectures(SEQ2SEQ)
+@architectures(T.SEQ2SEQ)
 def test_the_memory_of_an_encoder_decoder_is_in_the_encoder_alone(host: Architecture) -> None:
     model = host.with_memory()
     where = [name for name, module in model.named_modules() if name.endswith(".memory")]
@@ -374,11 +346,10 @@ def test_the_memory_of_an_encoder_decoder_is_in_the_encoder_alone(host: Architec
 
 
 def test_weights_that_are_not_there_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    GPT2.build().save_pretrained(tmp_path / "plain")
-    with pytest.raises(ValueError, match=r"from_pretrained.*add_memory"):
-        load_pretrained(str(tmp_path / "plain"))
+    T.GPT2.build().save_pretrained(tmp_path / "plain")
+    refuses(r"from_pretrained.*add_memory", load_pretrained, str(tmp_path / "plain"))
     transformers = library("transformers")
-    model = awaken(GPT2.with_memory())
+    model = awaken(T.GPT2.with_memory())
     model.save_pretrained(tmp_path / "with", max_shard_size="10KB")
     assert len(list((tmp_path / "with").glob("*.safetensors"))) > 1
     body = load_pretrained(str(tmp_path / "with"), transformers.GPT2Model)  # the decoder alone, from its model's files
@@ -392,23 +363,22 @@ def test_weights_that_are_not_there_are_named(tmp_path: Path, caplog: pytest.Log
     finally:
         said.removeHandler(caplog.handler)
     assert classifier(ids).memory_state is not None and "score.weight" in caplog.text and "memory" not in caplog.text
-    GPT2.build().save_pretrained(tmp_path / "with")
+    T.GPT2.build().save_pretrained(tmp_path / "with")
     model.config.save_pretrained(tmp_path / "with")
     for load in (load_pretrained, transformers.GPT2LMHeadModel.from_pretrained):
-        with pytest.raises(ValueError, match=r"holds no .*memory.* \(\d+ tensors are missing\).*add_memory"):
-            load(str(tmp_path / "with"))
+        refuses(r"holds no .*memory.* \(\d+ tensors are missing\).*add_memory", load, str(tmp_path / "with"))
     config = transformers.AutoConfig.from_pretrained(tmp_path / "with")
     del config.cached_transformers
     host = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "with", config=config)
-    add_memory(host, GPT2.memory, **GPT2.options)
+    add_memory(host, T.GPT2.memory, **T.GPT2.options)
 
 
 @pytest.mark.parametrize(
-    ("host", "memory"), [*((host, None) for host in ALL), *((host, "rmt") for host in (*DECODERS, BERT))], ids=str
+    ("host", "memory"), [*((host, None) for host in ALL), *((host, "rmt") for host in (*T.DECODERS, T.BERT))], ids=str
 )
 def test_removing_restores_outputs_keys_code_and_config(host: Architecture, memory: str | None) -> None:
     plain = host.build()
-    model = host.with_memory() if memory is None else host.with_memory(STREAMS[memory], segment_length=SEGMENT)
+    model = host.with_memory() if memory is None else host.with_memory(T.STREAMS[memory], segment_length=T.SEGMENT)
     call = call_of(host)
     model.train()(**call).loss.backward()
     model.eval()
@@ -419,18 +389,15 @@ def test_removing_restores_outputs_keys_code_and_config(host: Architecture, memo
     for a, b in zip(model.modules(), plain.modules(), strict=True):
         assert vars(a).keys() == vars(b).keys()
         assert len(a._forward_pre_hooks) == len(b._forward_pre_hooks) and len(a._forward_hooks) == len(b._forward_hooks)
-    with pytest.raises(ValueError, match=r"no memory that could be removed"):
-        remove_memory(model)
+    refuses(r"no memory that could be removed", remove_memory, model)
     add_memory(model, host.memory, **host.options)
 
 
 def test_a_t5_whose_heads_are_wider_than_its_model() -> None:
-    wide = Architecture("wide", T5.cls, T5.config, {**T5.sizes, "d_kv": 20})
+    wide = Architecture("wide", T.T5.cls, T.T5.config, {**T.T5.sizes, "d_kv": 20})
     model = wide.with_memory("grc", length=4, ratio=0.25)
     close_gates(model)
     call = call_of(wide)
     assert torch.equal(model(**call).logits, wide.build()(**call).logits)
-    with pytest.raises(ValueError, match=r"16.*40.*ratio=0.4"):
-        wide.with_memory("grc", length=4)
-    with pytest.raises(ValueError, match="mix='outputs'"):
-        wide.with_memory("grc", length=4, ratio=0.25, mix="outputs")
+    refuses(r"16.*40.*ratio=0.4", wide.with_memory, "grc", length=4)
+    refuses("mix='outputs'", wide.with_memory, "grc", length=4, ratio=0.25, mix="outputs")

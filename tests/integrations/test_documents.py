@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from integrations.families import PAD, SEGMENT, VOCABULARY, encoder, words
 from integrations.hosts import close_gates, library
 from integrations.transformers_hosts import awaken, differences
@@ -209,10 +210,8 @@ def test_trainer_takes_rows_of_whole_documents(tmp_path: Path) -> None:
 def test_who_sees_the_next_token_does_not_predict_it() -> None:
     model = bert(RMT, "BertForMaskedLM", None)
     for use in (lambda: generate(model, words(1, 3), tokens=2), lambda: list(read_stream(model, [[1, 2]], 5))):
-        with pytest.raises(ValueError, match=r"BertForMaskedLM"):
-            use()
-    with pytest.raises(ValueError, match="BertForSequenceClassification"):
-        SegmentLoop(bert(RMT, segment_length=None), 4)(words(2, 8), words(2, 8))
+        refuses(r"BertForMaskedLM", use)
+    refuses("BertForSequenceClassification", SegmentLoop, bert(RMT, segment_length=None), 4)
 
 
 CALLS: list[tuple[dict[str, Any], str]] = [
@@ -225,16 +224,13 @@ CALLS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("given, message", CALLS, ids=[next(iter(call[0])) + str(i) for i, call in enumerate(CALLS)])
 def test_calls_that_a_memory_cannot_follow_are_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        bert(RMT)(words(2, 12), **given)
+    refuses(message, bert(RMT), words(2, 12), **given)
 
 
 def test_states_of_others_are_refused() -> None:
     model, ids = bert(RMT), words(2, 12)
-    with pytest.raises(ValueError, match="the state is that of another model"):
-        model(ids, memory_state=bert(CACHE).init_memory_state(2))
-    with pytest.raises(ValueError, match=r"the state has 3 rows .*, the segment 2"):
-        model(ids, memory_state=model.init_memory_state(3))
+    refuses("the state is that of another model", model, ids, memory_state=bert(CACHE).init_memory_state(2))
+    refuses(r"the state has 3 rows .*, the segment 2", model, ids, memory_state=model.init_memory_state(3))
 
 
 CLASSES, NOISE = 4, 8

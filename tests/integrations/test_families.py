@@ -1,15 +1,17 @@
-"""A sample of families through every check, each for something of its own; `test_support.py` takes all of them."""
+"""A sample of families through every check, each for something of its own; and every memory with a state."""
 
 from __future__ import annotations
 
 import copy
 import importlib.util
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from integrations import family_checks as checks
 from integrations.families import (
     ALL,
@@ -25,6 +27,9 @@ from integrations.families import (
     words,
 )
 from integrations.hosts import library
+from integrations.test_outside_memories import NAMES as OUTSIDE
+from integrations.test_outside_memories import registered  # noqa: F401  (a fixture for every test)
+from integrations.transformers_hosts import STREAMS
 
 from cached_transformers import add_memory
 from cached_transformers.integrations.hosts import _ADAPTERS
@@ -83,8 +88,7 @@ def test_what_was_stored_is_attended_as_if_it_stood_there(family: Family) -> Non
     """Keys and values are those that the layer makes itself, whatever its norms, its layout and its positions."""
     if family.name not in WITHOUT_STORED:
         return checks.remembers_all(family)
-    with pytest.raises(ValueError, match=rf"needs context .*{WITHOUT_STORED[family.name]}"):
-        family.with_memory(checks.STREAMS["transformer_xl"])
+    refuses(rf"needs context .*{WITHOUT_STORED[family.name]}", family.with_memory, checks.STREAMS["transformer_xl"])
 
 
 @pytest.mark.parametrize(
@@ -99,18 +103,15 @@ def test_a_decoder_that_attends_stored_states(name: str, memory: str) -> None:
 @pytest.mark.parametrize("name", ["bloom", "falcon_alibi"])
 def test_alibi_takes_no_masks_but_tokens_in_order(name: str) -> None:
     family = NAMED[name]
-    with pytest.raises(ValueError, match="'rmt'"):
-        family.with_memory("rmt")
+    refuses("'rmt'", family.with_memory, "rmt")
     checks.generates(family, checks.CAUSAL["rmt"])
     checks.checkpoints(family, checks.STREAMS["grc_stream"])
 
 
 def test_a_window_shorter_than_the_segment_is_not_lost_behind_a_mask() -> None:
     family = decoder("mistral", "Mistral", **GROUPED, sliding_window=4)
-    with pytest.raises(ValueError, match=r"4.*segment_length=2.*mask='causal'"):
-        family.with_memory({"name": "rmt", "length": 1})
-    with pytest.raises(ValueError, match=r"sliding window of 4 tokens; take the memory's mask='causal'"):
-        family.with_memory(checks.STREAMS["rmt"])
+    refuses(r"4.*segment_length=2.*mask='causal'", family.with_memory, {"name": "rmt", "length": 1})
+    refuses(r"sliding window of 4 tokens; take the memory's mask='causal'", family.with_memory, checks.STREAMS["rmt"])
     checks.generates(family, checks.CAUSAL["rmt"])
     checks.generates(family, checks.STREAMS["grc_stream"])
 
@@ -123,14 +124,12 @@ def test_a_layer_that_runs_again_outside_its_model_s_checkpoint_has_no_state() -
     kind = type(model.transformer.h[0])
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, kind))
     loss = model(words(), labels=words()).loss
-    with pytest.raises(ValueError, match="gradient_checkpointing_enable"):
-        loss.backward()
+    refuses("gradient_checkpointing_enable", loss.backward)
 
 
 def test_experts_are_not_balanced_over_segments() -> None:
     model = NAMED["mixtral"].with_memory(checks.STREAMS["grc_stream"])
-    with pytest.raises(ValueError, match="output_router_logits=True"):
-        model(words(), output_router_logits=True)
+    refuses("output_router_logits=True", model, words(), output_router_logits=True)
 
 
 CARRIED = [NAMED[name] for name in ("bert", "deberta", "xmod", "rembert", "vit", "dinov3vit")]
@@ -160,8 +159,7 @@ def test_what_cannot_be_is_refused_by_name(family: Family) -> None:
     model = family.build()
     before = copy.deepcopy(model.state_dict())
     for memory in ("grc", "grc_stream"):
-        with pytest.raises(ValueError, match=family.refused):
-            add_memory(model, memory, length=4)
+        refuses(family.refused, add_memory, model, memory, length=4)
     assert before.keys() == model.state_dict().keys()
     assert not any("uninstall_memory" in vars(module) for module in model.modules())
 
@@ -199,6 +197,55 @@ def test_every_class_that_an_adapter_names_is_there() -> None:
 
 def test_a_segment_ends_where_learned_positions_end() -> None:
     family = decoder("opt", "OPT", ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=8)
-    with pytest.raises(ValueError, match=r"segment_length=9.*ForCausalLM"):
-        family.with_memory(checks.STREAMS["grc_stream"], segment_length=9)
+    refuses(r"segment_length=9.*ForCausalLM", family.with_memory, checks.STREAMS["grc_stream"], segment_length=9)
     assert SEGMENT < 8
+
+
+HOSTS = {family.name: family for family in DECODERS}
+Case = tuple[Family, dict[str, Any]]
+FIRST: dict[str, Case] = {
+    f"{name}/{host}": (HOSTS[host], spec) for name, spec in STREAMS.items() for host in ("gpt2", "llama")
+}
+OTHERS: dict[str, Case] = {
+    **{name: (HOSTS[name.split("/")[1]], spec) for name, spec in checks.RECENT.items()},
+    **{f"{name}/kv": (HOSTS["llama"], spec) for name, spec in checks.KINDS.items()},
+    **{f"{name}/{host}": (HOSTS[host], {"name": name}) for name in OUTSIDE for host in ("gpt2", "llama")},
+    **{f"memory_transformer/{host}": (HOSTS[host], {"name": "memory_transformer"}) for host in ("gpt2", "llama")},
+}
+NOISY = "armt/llama"
+"""The noise on its weights leaves no gradient for some."""
+
+
+def each(check: Callable[..., None], cases: dict[str, Case]) -> list[Any]:
+    return [pytest.param(check, *case, id=f"{check.__name__}-{name}") for name, case in cases.items()]
+
+
+def some(*names: str) -> dict[str, Case]:
+    return {name: (FIRST | OTHERS)[name] for name in names}
+
+
+EVERY = FIRST | OTHERS
+ANY_PADDING = {name: case for name, case in EVERY.items() if not name.startswith("outside_t")}
+"""Those whose state at the end of a segment does not depend on the last column."""
+SAMPLE = some("grc_stream/gpt2", "memorizing/llama", "rmt/gpt2", "armt/llama/mask", "infinity_former/kv")
+PROPERTIES = [
+    *each(checks.carries, EVERY),
+    *each(checks.rows_alone, ANY_PADDING),
+    *each(checks.in_pieces, ANY_PADDING),
+    *each(checks.searches, EVERY),
+    *each(checks.saves, EVERY),
+    *each(checks.trains, {name: case for name, case in EVERY.items() if name != NOISY}),
+    *each(checks.plain_again, FIRST | SAMPLE),
+    *each(checks.moves_rows, FIRST | SAMPLE),
+    *each(checks.hears_no_later_token, FIRST | SAMPLE),
+    *each(checks.answers_alone, FIRST | SAMPLE),
+    *each(checks.answers_by_beams, SAMPLE),
+    *each(checks.answers_sampled, SAMPLE),
+    *each(checks.generates, some("armt/gpt2", "infinity_former/kv", "crtn/kv", "outside_twice/llama")),
+    *each(checks.checkpoints, some("armt/gpt2", "armt/llama", "crtn/kv", "compressive trained by the task/kv")),
+]
+
+
+@pytest.mark.parametrize("check, family, memory", PROPERTIES)
+def test_a_memory_with_a_state(check: Callable[..., None], family: Family, memory: dict[str, Any]) -> None:
+    check(family, memory)

@@ -4,48 +4,33 @@ gradients of eager."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from integrations.hosts import (
-    BERT_DROPOUT,
-    BERT_EAGER,
-    BERT_SDPA,
-    ENCODER_PADDED,
-    ENCODER_PRENORM,
-    HF_VIT,
-    HOSTS,
-    MHA,
-    MHA_TIME_FIRST,
-    MHA_VALUES,
-    PVT,
-    SWIN,
-    VIT,
-    Host,
-    hosts,
-    library,
-    memories,
-    stored,
-    train,
-)
+from common import refuses
+from integrations import hosts as H
+from integrations.hosts import Host, hosts, library, memories, stored, train
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from cached_transformers import add_memory, create_model, fold, replace_attention, reset_caches
 
-COMPILED = [VIT, SWIN, PVT, ENCODER_PADDED, ENCODER_PRENORM, MHA, MHA_TIME_FIRST, HF_VIT, BERT_EAGER, BERT_SDPA]
-LIKE_OTHERS = [ENCODER_PRENORM, MHA_TIME_FIRST, BERT_EAGER]
-assert set(COMPILED) < set(HOSTS)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+COMPILED = [
+    H.VIT,
+    H.SWIN,
+    H.PVT,
+    H.ENCODER_PADDED,
+    H.ENCODER_PRENORM,
+    H.MHA,
+    H.MHA_TIME_FIRST,
+    H.HF_VIT,
+    H.BERT_EAGER,
+    H.BERT_SDPA,
+]
+LIKE_OTHERS = [H.ENCODER_PRENORM, H.MHA_TIME_FIRST, H.BERT_EAGER]
+assert set(COMPILED) < set(H.HOSTS)
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def compiled(model: nn.Module, backend: str = "aot_eager") -> Any:
@@ -56,7 +41,7 @@ def assert_near(a: Tensor, b: Tensor, name: str = "output") -> None:
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda m: f"{name}: {m}")
 
 
-@hosts(COMPILED, slow=[*LIKE_OTHERS, ENCODER_PADDED, PVT, HF_VIT])
+@hosts(COMPILED, slow=[*LIKE_OTHERS, H.ENCODER_PADDED, H.PVT, H.HF_VIT])
 def test_evaluation_is_one_graph(host: Host) -> None:
     """Without the second half of compilation, which exporting goes through."""
     model = host.with_memory()
@@ -94,7 +79,7 @@ def same_steps(host: Host, model: Any, run: Any, plain: Any) -> None:
         assert counters["stats"]["unique_graphs"] == graphs
 
 
-@hosts(COMPILED, slow=[*LIKE_OTHERS, ENCODER_PADDED, PVT, HF_VIT, VIT])  # VIT trains compiled below
+@hosts(COMPILED, slow=[*LIKE_OTHERS, H.ENCODER_PADDED, H.PVT, H.HF_VIT, H.VIT])  # VIT trains compiled below
 def test_training_compiles_without_break_and_no_step_compiles_again(host: Host) -> None:
     model = host.with_memory()
     same_steps(host, model, compiled(model), host.with_memory())
@@ -103,7 +88,7 @@ def test_training_compiles_without_break_and_no_step_compiles_again(host: Host) 
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-@hosts([VIT, BERT_SDPA], slow=[BERT_SDPA])
+@hosts([H.VIT, H.BERT_SDPA], slow=[H.BERT_SDPA])
 def test_compiled_with_activation_checkpointing(host: Host) -> None:
     """With graph breaks: the hosts, and the hooks on their layers, keep the compiler from one graph here."""
     model = host.with_memory()
@@ -111,9 +96,9 @@ def test_compiled_with_activation_checkpointing(host: Host) -> None:
     same_steps(host, model, torch.compile(model, backend="aot_eager"), host.with_memory())
 
 
-@hosts([VIT, BERT_DROPOUT], slow=[BERT_DROPOUT])
+@hosts([H.VIT, H.BERT_DROPOUT], slow=[H.BERT_DROPOUT])
 def test_released_variant_and_dropout_compile_too(host: Host) -> None:
-    model = host.with_memory(variant="released") if host is VIT else host.with_memory()
+    model = host.with_memory(variant="released") if host is H.VIT else host.with_memory()
     losses = train(host, model, 4, run=compiled(model))
     assert losses[-1] < losses[0] and counters["stats"]["unique_graphs"] <= 3
     assert all(c.any() for c in stored(model))
@@ -134,13 +119,13 @@ def test_exported_is_eager(host: Host) -> None:
         assert_near(host.run(folded, given), expected)
 
 
-QUICK = [(VIT, "grc", {}), (BERT_SDPA, None, {}), (MHA_VALUES, "grc", {})]
+QUICK = [(H.VIT, "grc", {}), (H.BERT_SDPA, None, {}), (H.MHA_VALUES, "grc", {})]
 MORE = [
     (host, memory, {})
-    for host in (*(case[0] for case in QUICK), ENCODER_PADDED, HF_VIT, SWIN, PVT)
+    for host in (*(case[0] for case in QUICK), H.ENCODER_PADDED, H.HF_VIT, H.SWIN, H.PVT)
     for memory in (None, "grc")
 ]
-MORE += [(VIT, "attention_cache", {}), (VIT, "grc", {"variant": "released"}), (VIT, "convolution", {})]
+MORE += [(H.VIT, "attention_cache", {}), (H.VIT, "grc", {"variant": "released"}), (H.VIT, "convolution", {})]
 
 
 @pytest.mark.usefixtures("cores")
@@ -150,7 +135,7 @@ MORE += [(VIT, "attention_cache", {}), (VIT, "grc", {"variant": "released"}), (V
 def test_another_attention_is_one_graph_and_is_exported(
     host: Host, memory: str | None, options: dict[str, Any]
 ) -> None:
-    name = {SWIN: "test_biased_window", PVT: "test_tempered"}.get(host, "test_window")
+    name = {H.SWIN: "test_biased_window", H.PVT: "test_tempered"}.get(host, "test_window")
     model = replace_attention(host.build(), name)
     if memory is not None:
         add_memory(model, memory, **{**host.options, **options})
@@ -200,7 +185,5 @@ def test_a_timm_model_by_name_without_memory_is_timm_s() -> None:
 
 def test_an_unknown_timm_model_is_refused() -> None:
     library("timm")
-    with pytest.raises(ValueError, match="architecture='vit_smal_patch16_224'"):
-        create_model("timm", architecture="vit_smal_patch16_224")
-    with pytest.raises(ValueError, match="ratio=inf"):
-        create_model("timm", architecture="pvt_v2_b0", memory={"name": "grc", "ratio": math.inf})
+    refuses("architecture='vit_smal_patch16_224'", create_model, "timm", architecture="vit_smal_patch16_224")
+    refuses("ratio=inf", create_model, "timm", architecture="pvt_v2_b0", memory={"name": "grc", "ratio": math.inf})

@@ -6,19 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from integrations import transformers_hosts as T
 from integrations.families import ALL
 from integrations.hosts import library
-from integrations.transformers_hosts import (
-    DECODERS,
-    GPT2,
-    SEGMENT,
-    STREAMS,
-    Architecture,
-    architectures,
-    awaken,
-    stream,
-    words,
-)
+from integrations.transformers_hosts import Architecture, architectures, awaken, stream, words
 from integrations.wrapped_checks import one_process
 from torch import Tensor, nn
 
@@ -28,12 +19,12 @@ from cached_transformers.state import named_tensors
 some = pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
 
 
-@architectures(DECODERS)
+@architectures(T.DECODERS)
 @some
 @torch.no_grad()
 def test_offloaded_to_the_cpu_it_computes_the_same(host: Architecture, memory: str) -> None:
     accelerate = library("accelerate")
-    model, ids = awaken(stream(host, memory)), words(2, 3 * SEGMENT)
+    model, ids = awaken(stream(host, memory)), words(2, 3 * T.SEGMENT)
     expected, text = model(ids), model.generate(ids[:, :7], max_new_tokens=6, do_sample=False)
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     assert all(p.is_meta for p in model.parameters())
@@ -49,7 +40,7 @@ def test_offloaded_to_the_cpu_it_computes_the_same(host: Architecture, memory: s
 @torch.no_grad()
 def test_dispatched_to_disk_it_computes_the_same(tmp_path: Path) -> None:
     accelerate = library("accelerate")
-    model, ids = awaken(stream(GPT2, "rmt")), words(2, 3 * SEGMENT)
+    model, ids = awaken(stream(T.GPT2, "rmt")), words(2, 3 * T.SEGMENT)
     expected = model(ids).logits
     places = {name: "cpu" for name, _ in model.transformer.named_children()} | {"memory": "disk"}
     places = {f"transformer.{name}": place for name, place in places.items()} | {"lm_head": "cpu"}
@@ -73,10 +64,10 @@ def test_compiled_there_is_one_graph_for_all_segments(memory: str) -> None:
     from torch._dynamo.testing import CompileCounter
 
     torch._dynamo.reset()
-    model, counter = awaken(stream(GPT2, memory)), CompileCounter()
+    model, counter = awaken(stream(T.GPT2, memory)), CompileCounter()
     compiled, operations = torch.compile(model, backend=counter), []
     for segments in (3, 6, 12):
-        ids = words(2, segments * SEGMENT + 2)
+        ids = words(2, segments * T.SEGMENT + 2)
         found, expected = (m(ids, use_cache=False).logits for m in (compiled, model))
         torch.testing.assert_close(found, expected)
         operations.append(counter.op_count)
@@ -84,7 +75,7 @@ def test_compiled_there_is_one_graph_for_all_segments(memory: str) -> None:
 
 
 def test_torch_compile_does_not_trace_into_what_reads_segments() -> None:
-    stream(GPT2, "rmt")
+    stream(T.GPT2, "rmt")
     assert DecoderForward._read_apart._torchdynamo_disable_recursive is False
 
 
@@ -94,9 +85,9 @@ Batch = tuple[Tensor, ...]
 def made(name: str, memory: str) -> tuple[nn.Module, list[nn.Module], Batch]:
     """A model in training, its blocks and a batch of four rows."""
     family = next(family for family in ALL if family.name == name)
-    model = family.with_memory(STREAMS.get(memory, {"name": memory})).train()
+    model = family.with_memory(T.STREAMS.get(memory, {"name": memory})).train()
     if name == "gpt2":
-        return awaken(model), list(model.transformer.h), (words(4, 3 * SEGMENT),)
+        return awaken(model), list(model.transformer.h), (words(4, 3 * T.SEGMENT),)
     return model, list(model.blocks), (torch.randn(4, 3, 32, 32),)
 
 

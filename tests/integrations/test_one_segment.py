@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from integrations import family_checks as checks
-from integrations.families import GROUPED, SEGMENT, decoder, encoder, words
+from integrations.families import ALL, GROUPED, SEGMENT, decoder, encoder, words
 from integrations.hosts import library
 from memories.harness import build
 
-from cached_transformers import SegmentLoop
+from cached_transformers import SegmentLoop, remove_memory
 from cached_transformers.state import detach
 
+SHARED = [family for family in ALL if family.name in ("bert", "vit", "deberta", "t5")]
 LLAMA, BERT = decoder("llama", "Llama", **GROUPED), encoder("Bert", "BERT", "ForTokenClassification")
 UNTRAINED = {name: name not in ("rmt", "memory_transformer") for name in checks.STREAMS}
 """Memories that a text of one segment does not train; the others are read in it."""
@@ -61,6 +63,19 @@ def test_steps_that_reach_the_memory_do_not_warn(family: Any) -> None:
     assert told(lambda: alone(short).logits.sum().backward()) == 1
 
 
+@pytest.mark.parametrize("longest", [SEGMENT, SEGMENT + 1])
+def test_packed_documents_of_one_segment_warn_once(longest: int) -> None:
+    lengths = torch.tensor([3, longest, 2])
+    ids, numbers = words(2, int(lengths.sum())), torch.arange(3).repeat_interleave(lengths).expand(2, -1)
+    places = torch.cat([torch.arange(length) for length in lengths.tolist()])[None]
+    for told_by in ({"document_ids": numbers}, {"position_ids": places}):
+        model = LLAMA.with_memory(checks.STREAMS["grc_stream"]).train()
+        assert told(lambda: model(ids, **told_by).logits.sum().backward()) == (longest == SEGMENT)  # noqa: B023
+    state = model.init_memory_state(2)
+    carried = LLAMA.with_memory(checks.STREAMS["grc_stream"]).train()
+    assert told(lambda: carried(ids, memory_state=state, document_ids=numbers).logits.sum().backward()) == 0
+
+
 def test_trainer_with_short_rows_warns_once(tmp_path: Path) -> None:
     transformers = library("transformers")
     model, rows = LLAMA.with_memory(checks.STREAMS["grc_stream"]), [{"input_ids": w, "labels": w} for w in words(8, 4)]
@@ -90,3 +105,15 @@ def test_a_misspelt_state_is_refused(family: Any) -> None:
     if family is LLAMA:
         with pytest.raises(ValueError, match="memory_sate"):
             model.generate(words(), memory_sate=model.init_memory_state(2), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("family", SHARED, ids=str)
+@pytest.mark.parametrize("keyword", ["memory_sate", "memory_state"])
+def test_a_shared_memory_swallows_no_state(family: Any, keyword: str) -> None:
+    model, given = family.with_memory({"name": "grc"}).eval(), family.given()
+    body = {name: t for name, t in given.items() if name != "labels"}
+    copies = [(copied, given) for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))]
+    for called, inputs in ((model, given), (model.base_model, body), *copies):
+        with pytest.raises((ValueError, TypeError), match=keyword):
+            called(**inputs, **{keyword: ()})
+    remove_memory(model)(**given, **{keyword: ()})

@@ -8,20 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from contract.outside_memory import OutsideInfini
-from integrations.transformers_hosts import (
-    DECODERS,
-    GPT2,
-    LLAMA,
-    SEGMENT,
-    STREAMS,
-    Architecture,
-    architectures,
-    awaken,
-    differences,
-    stream,
-    words,
-)
+from integrations import transformers_hosts as T
+from integrations.transformers_hosts import Architecture, architectures, awaken, differences, stream, words
 from torch import Tensor, nn
 
 from cached_transformers import add_memory
@@ -109,10 +99,10 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_tokens(host: Architecture, name: str, **options: Any) -> Any:
-    return awaken(add_memory(host.build(), name, segment_length=SEGMENT, **options))
+    return awaken(add_memory(host.build(), name, segment_length=T.SEGMENT, **options))
 
 
-@architectures(DECODERS)
+@architectures(T.DECODERS)
 def test_tokens_round_a_segment_and_layers_with_a_memory_are_the_host_by_hand(host: Architecture) -> None:
     """The host's own code on the longer segment, with the layers' part by a second model that has that alone."""
     model = with_tokens(host, "outside_tokens")
@@ -120,9 +110,9 @@ def test_tokens_round_a_segment_and_layers_with_a_memory_are_the_host_by_hand(ho
     twin = add_memory(host.build(), "outside_infini", segment_length=None)
     state = {key: value for key, value in model.state_dict().items() if "vector_D" not in key}
     twin.load_state_dict(state)
-    vector_D, ids = model.base_model.memory.vector_D, words(2, 3 * SEGMENT)
+    vector_D, ids = model.base_model.memory.vector_D, words(2, 3 * T.SEGMENT)
     found, carried, expected, layers = model(ids), torch.zeros(2, 16), [], None
-    for piece in ids.split(SEGMENT, 1):
+    for piece in ids.split(T.SEGMENT, 1):
         one = vector_D.expand(2, 1, -1)
         x = torch.cat([carried[:, None] + one, one, twin.get_input_embeddings()(piece), -one], 1)
         sees = torch.ones(8, 8, dtype=torch.bool).tril()
@@ -137,41 +127,41 @@ def test_tokens_round_a_segment_and_layers_with_a_memory_are_the_host_by_hand(ho
     torch.testing.assert_close(found.memory_state.model[0], carried, rtol=1e-4, atol=1e-5)
     assert differences(found.memory_state.layers, layers) < 1e-3
     hidden = model(ids, output_hidden_states=True).hidden_states
-    assert [h.shape[1] for h in hidden] == [3 * SEGMENT] * 3
+    assert [h.shape[1] for h in hidden] == [3 * T.SEGMENT] * 3
 
 
 def surrounded(reader: Any, x: Tensor, mask: Tensor, layers: Any) -> tuple[Tensor, Any]:
     """The decoder's own forward on these tokens; the layer memories write what is between those of the memory."""
     places = torch.arange(x.shape[1])[None, :, None]
-    context = SegmentContext(layers, places, torch.zeros(1, 1, dtype=torch.long), segment=(FRONT, SEGMENT))
+    context = SegmentContext(layers, places, torch.zeros(1, 1, dtype=torch.long), segment=(FRONT, T.SEGMENT))
     out = run_host(context, reader.hooks, reader.body, inputs_embeds=x, attention_mask=mask, use_cache=False)
     return out.last_hidden_state, tuple(context.states_after)
 
 
-@architectures(DECODERS)
+@architectures(T.DECODERS)
 @pytest.mark.parametrize("name", list(NAMES))
 def test_padding_behind_a_row(host: Architecture, name: str) -> None:
-    model, ids, length = with_tokens(host, name), words(2, 3 * SEGMENT), SEGMENT + 2
+    model, ids, length = with_tokens(host, name), words(2, 3 * T.SEGMENT), T.SEGMENT + 2
     mask = torch.ones_like(ids)
     mask[1, length:] = 0
     alone, whole = model(ids[1:, :length]).logits, model(ids, attention_mask=mask, use_cache=False).logits
     torch.testing.assert_close(whole[1:, :length], alone, rtol=1e-4, atol=1e-5)
 
 
-@architectures(DECODERS)
+@architectures(T.DECODERS)
 def test_two_ways_through_the_blocks_are_not_one(host: Architecture) -> None:
     once, twice = (with_tokens(host, name) for name in NAMES)
     twice.load_state_dict(once.state_dict())
-    ids = words(2, SEGMENT)
+    ids = words(2, T.SEGMENT)
     assert (once(ids).logits - twice(ids).logits).abs().max() > 1e-4
 
 
-@architectures(DECODERS)
+@architectures(T.DECODERS)
 def test_a_memory_transformer_is_a_learned_prefix(host: Architecture) -> None:
     plain, model = host.build(), awaken(add_memory(host.build(), "memory_transformer", length=3))
-    ids = words(2, SEGMENT)
+    ids = words(2, T.SEGMENT)
     x = torch.cat([model.base_model.memory.initial_MD.expand(2, -1, -1), plain.get_input_embeddings()(ids)], 1)
-    sees = torch.ones(3 + SEGMENT, 3 + SEGMENT, dtype=torch.bool).tril()
+    sees = torch.ones(3 + T.SEGMENT, 3 + T.SEGMENT, dtype=torch.bool).tril()
     sees[:3, :3] = True
     mask = torch.zeros(2, 1, *sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)
     expected = plain(inputs_embeds=x, attention_mask=mask).logits[:, 3:]
@@ -189,22 +179,20 @@ def test_a_memory_transformer_is_a_learned_prefix(host: Architecture) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_when_it_is_added(name: str, options: dict[str, Any], message: str) -> None:
-    model = GPT2.build()
-    with pytest.raises(ValueError, match=message):
-        add_memory(model, name, **options)
-    assert add_memory(model, "grc_stream", segment_length=SEGMENT) is model  # nothing of it stayed
+    model = T.GPT2.build()
+    refuses(message, add_memory, model, name, **options)
+    assert add_memory(model, "grc_stream", segment_length=T.SEGMENT) is model  # nothing of it stayed
 
 
 @pytest.mark.parametrize("name, options", [("selfish", {}), ("outside_tokens", {"loss": 1.0})])
 def test_a_loss_of_the_memory_s_own_is_not_lost(name: str, options: dict[str, Any]) -> None:
-    model, ids = add_memory(GPT2.build(), name, segment_length=None, **options).train(), words(2, SEGMENT)
-    with pytest.raises(ValueError, match="is trained with an auxiliary loss"):
-        model(ids)
+    model, ids = add_memory(T.GPT2.build(), name, segment_length=None, **options).train(), words(2, T.SEGMENT)
+    refuses("is trained with an auxiliary loss", model, ids)
     model.eval()(ids)
 
 
-EXPORTS = [(GPT2, "grc_stream", True), (LLAMA, "grc_stream", False), (GPT2, "rmt", False)]
-MORE = [(host, memory, strict) for host in DECODERS for memory in STREAMS for strict in (False, True)]
+EXPORTS = [(T.GPT2, "grc_stream", True), (T.LLAMA, "grc_stream", False), (T.GPT2, "rmt", False)]
+MORE = [(host, memory, strict) for host in T.DECODERS for memory in T.STREAMS for strict in (False, True)]
 
 
 @pytest.mark.parametrize(
@@ -215,22 +203,22 @@ MORE = [(host, memory, strict) for host in DECODERS for memory in STREAMS for st
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @torch.no_grad()
 def test_exported_it_computes_the_same(host: Architecture, memory: str, strict: bool) -> None:
-    model, ids = awaken(stream(host, memory)), words(2, SEGMENT)
+    model, ids = awaken(stream(host, memory)), words(2, T.SEGMENT)
     state = model.init_memory_state(2)
     # No call goes before: classes of outputs that are made while a graph is traced would be unknown to it.
     program = torch.export.export(model, (ids,), {"memory_state": state, "use_cache": False}, strict=strict)
     run = program.module()
     for seed in range(3):
-        found, expected = (m(words(2, SEGMENT, seed), memory_state=state, use_cache=False) for m in (run, model))
+        found, expected = (m(words(2, T.SEGMENT, seed), memory_state=state, use_cache=False) for m in (run, model))
         torch.testing.assert_close(found.logits, expected.logits)
         assert differences(found.memory_state, expected.memory_state) < 1e-5
         state = expected.memory_state
 
 
 def test_an_output_with_a_state_is_the_host_s_and_can_be_pickled() -> None:
-    model, ids = stream(GPT2, "grc_stream"), words(2, SEGMENT)
+    model, ids = stream(T.GPT2, "grc_stream"), words(2, T.SEGMENT)
     out = model(ids)
-    assert isinstance(out, type(GPT2.build()(ids))) and list(out)[-1] == "memory_state"
+    assert isinstance(out, type(T.GPT2.build()(ids))) and list(out)[-1] == "memory_state"
     again = pickle.loads(pickle.dumps(out))
     assert type(again) is type(out) and torch.equal(again.logits, out.logits)
     assert differences(again.memory_state, out.memory_state) == 0

@@ -17,6 +17,8 @@ from integrations.transformers_hosts import (
     DECODERS,
     GPT2,
     LLAMA,
+    SEGMENT,
+    STREAMS,
     Architecture,
     architectures,
     awaken,
@@ -262,6 +264,32 @@ def test_a_memory_that_no_adapter_saves_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=way_out):
             host.save_pretrained(tmp_path / "lost")
         assert not (tmp_path / "lost").exists()
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_an_adapter_with_a_memory_is_not_loaded_without_it(remembers: bool, tmp_path: Path) -> None:
+    base, folder, plain = tmp_path / "base", tmp_path / "adapter", LLAMA.build
+    kind, auto = type(plain()), library("transformers").AutoModel
+    (stream(LLAMA, "rmt") if remembers else plain()).save_pretrained(base)
+
+    def loaded() -> Any:
+        if remembers:
+            return load_pretrained(str(base))
+        return add_memory(kind.from_pretrained(base), STREAMS["rmt"], segment_length=SEGMENT)
+
+    trained = adapted(loaded(), ["q_proj"])
+    trained.save_pretrained(folder)
+    calls: list[Callable[[], Any]] = [
+        lambda: auto.from_pretrained(folder),
+        lambda: kind.from_pretrained(folder),
+        lambda: plain().load_adapter(str(folder)),
+        lambda: peft.PeftModel.from_pretrained(plain(), folder),
+        lambda: adapted(plain(), ["q_proj"], save=False).load_adapter(folder, "second"),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"modules_to_save=\['memory'\].*load_pretrained.*add_memory"):
+            call()
+    near(logits(peft.PeftModel.from_pretrained(loaded(), folder)), logits(trained.eval()))
 
 
 def test_a_memory_beside_adapters_that_would_not_save_it_is_refused() -> None:

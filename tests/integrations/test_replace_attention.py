@@ -9,53 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from integrations import hosts as H
+from integrations import transformers_hosts as T
 from integrations.cores import Told, near
-from integrations.hosts import (
-    BERT_DROPOUT,
-    BERT_EAGER,
-    BERT_SDPA,
-    ENCODER,
-    ENCODER_PADDED,
-    ENCODER_PRENORM,
-    HF_VIT,
-    HOSTS,
-    MHA,
-    MHA_VALUES,
-    PVT,
-    PVT_LINEAR,
-    SWIN,
-    TOKENS,
-    VIT,
-    Host,
-    close_gates,
-    hosts,
-    memories,
-    padding,
-    stored,
-    train,
-)
-from integrations.transformers_hosts import (
-    BART,
-    DECODERS,
-    GPT2,
-    LLAMA,
-    T5,
-    Architecture,
-    architectures,
-    awaken,
-    call_of,
-    words,
-)
+from integrations.hosts import Host, close_gates, hosts, memories, padding, stored, train
+from integrations.transformers_hosts import Architecture, architectures, awaken, call_of, words
 from torch import Tensor, nn
 
 from cached_transformers import ATTENTIONS, add_memory, remove_memory, replace_attention, restore_attention
 
 pytestmark = pytest.mark.usefixtures("cores")
 
-REPLACED = [host for host in HOSTS if host is not BERT_EAGER]
-WINDOWED = [VIT, HF_VIT, BERT_SDPA, ENCODER, ENCODER_PADDED, ENCODER_PRENORM, MHA_VALUES]
-TEMPERED = [VIT, SWIN, PVT, PVT_LINEAR, HF_VIT, ENCODER, MHA_VALUES]
-PADDED = {BERT_SDPA, ENCODER_PADDED, ENCODER_PRENORM}
+REPLACED = [host for host in H.HOSTS if host is not H.BERT_EAGER]
+WINDOWED = [H.VIT, H.HF_VIT, H.BERT_SDPA, H.ENCODER, H.ENCODER_PADDED, H.ENCODER_PRENORM, H.MHA_VALUES]
+TEMPERED = [H.VIT, H.SWIN, H.PVT, H.PVT_LINEAR, H.HF_VIT, H.ENCODER, H.MHA_VALUES]
+PADDED = {H.BERT_SDPA, H.ENCODER_PADDED, H.ENCODER_PRENORM}
 
 
 def windowed(host: Host, radius: int = 1) -> Any:
@@ -64,12 +32,12 @@ def windowed(host: Host, radius: int = 1) -> Any:
 
 def masked(host: Host, model: Any, given: dict[str, Any], seed: int = 0) -> Tensor:
     """The plain host with an explicit mask of the window."""
-    if host is VIT:
+    if host is H.VIT:
         return host.run(model, {**given, "attn_mask": near(17)}, seed)
-    if host is BERT_SDPA:
-        keep = given["attention_mask"].bool()[:, None, None] & near(TOKENS)
+    if host is H.BERT_SDPA:
+        keep = given["attention_mask"].bool()[:, None, None] & near(H.TOKENS)
         return host.run(model, {**given, "attention_mask": keep}, seed)
-    if host is HF_VIT:
+    if host is H.HF_VIT:
         hooks = [
             layer.register_forward_pre_hook(lambda m, a, k: ((a[0], near(17)), {}), with_kwargs=True)
             for layer in model.modules()
@@ -79,7 +47,7 @@ def masked(host: Host, model: Any, given: dict[str, Any], seed: int = 0) -> Tens
         for hook in hooks:
             hook.remove()
         return out
-    return host.run(model, {**given, "attn_mask" if host is MHA_VALUES else "mask": ~near(TOKENS)}, seed)
+    return host.run(model, {**given, "attn_mask" if host is H.MHA_VALUES else "mask": ~near(H.TOKENS)}, seed)
 
 
 def valid(host: Host, y: Tensor) -> Tensor:
@@ -134,7 +102,7 @@ def test_a_window_is_the_host_with_a_mask_of_the_window(host: Host, training: bo
 
 
 def test_swin_hears_its_bias_and_its_shift_mask() -> None:
-    plain, model = SWIN.build(), replace_attention(SWIN.build(), "test_biased_window", radius=3)
+    plain, model = H.SWIN.build(), replace_attention(H.SWIN.build(), "test_biased_window", radius=3)
     layers = [m for m in plain.modules() if type(m).__name__ == "WindowAttention"]
     assert layers and not layers[0].fused_attn
     hidden = torch.zeros(1, 49, 49).masked_fill(~near(49, 3), -torch.inf)
@@ -145,8 +113,8 @@ def test_swin_hears_its_bias_and_its_shift_mask() -> None:
 
     for layer in layers:
         layer.register_forward_pre_hook(also, with_kwargs=True)
-    given = SWIN.given()
-    a, b = SWIN.run(model, given), SWIN.run(plain, given)
+    given = H.SWIN.given()
+    a, b = H.SWIN.run(model, given), H.SWIN.run(plain, given)
     torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     a.square().sum().backward()
     b.square().sum().backward()
@@ -165,7 +133,7 @@ def test_a_parameter_of_the_core_trains_and_cross_shapes_work(host: Host) -> Non
             elif "q_proj" in name or ".attn.q." in name:
                 p *= 2
     given = host.given()
-    if host is SWIN:  # the bias is not scaled
+    if host is H.SWIN:  # the bias is not scaled
         assert (host.run(model, given) - host.run(host.build(), given)).abs().max() > 1e-6
     torch.testing.assert_close(host.run(model, given), host.run(plain, given), rtol=0, atol=1e-5)
     before = {name: p.detach().clone() for name, p in model.named_parameters() if ".core." in f".{name}"}
@@ -180,17 +148,19 @@ def test_the_cores_are_told_what_the_host_knows() -> None:
         return [m.facts for m in model.modules() if isinstance(m, Told)]
 
     given = {"causal": False, "prefix": 1, "length": 17, "heads": 2, "width": 32, "depth": 2}
-    assert facts(replace_attention(VIT.build(), "test_told")) == [{**given, "size": (4, 4), "index": i} for i in (0, 1)]
-    [first, second] = facts(replace_attention(HF_VIT.build(), "test_told"))
+    assert facts(replace_attention(H.VIT.build(), "test_told")) == [
+        {**given, "size": (4, 4), "index": i} for i in (0, 1)
+    ]
+    [first, second] = facts(replace_attention(H.HF_VIT.build(), "test_told"))
     assert first == {**given, "width": 16, "size": (4, 4), "index": 0} and second["index"] == 1
-    [first, _] = facts(replace_attention(BERT_SDPA.build(), "test_told"))
+    [first, _] = facts(replace_attention(H.BERT_SDPA.build(), "test_told"))
     assert (first["length"], first["prefix"], first["size"]) == (16, 0, None)
-    [first] = facts(replace_attention(MHA.build(), "test_told", length=7))
+    [first] = facts(replace_attention(H.MHA.build(), "test_told", length=7))
     assert first["length"] == 7
-    assert facts(replace_attention(MHA.build(), "test_told"))[0]["length"] is None
+    assert facts(replace_attention(H.MHA.build(), "test_told"))[0]["length"] is None
 
 
-@hosts([VIT, HF_VIT, BERT_SDPA, MHA_VALUES])
+@hosts([H.VIT, H.HF_VIT, H.BERT_SDPA, H.MHA_VALUES])
 def test_the_core_gets_the_layer_s_input(host: Host) -> None:
     model = replace_attention(host.build(), "test_told")
     seen: list[Tensor] = []
@@ -239,7 +209,7 @@ def test_parameters_of_the_core_are_saved_under_the_layer(host: Host) -> None:
     assert torch.equal(host.run(other.eval(), given), host.run(model.eval(), given))
 
 
-@hosts([VIT, SWIN, PVT, ENCODER, MHA_VALUES, HF_VIT])
+@hosts([H.VIT, H.SWIN, H.PVT, H.ENCODER, H.MHA_VALUES, H.HF_VIT])
 def test_a_copy_is_equal_and_goes_its_own_way(host: Host) -> None:
     model = replace_attention(host.build(), "test_tempered")
     twin, other = pickle.loads(pickle.dumps(model)), copy.deepcopy(model)
@@ -254,9 +224,9 @@ def test_a_copy_is_equal_and_goes_its_own_way(host: Host) -> None:
         host.run(twin, given)
 
 
-@hosts([*WINDOWED, SWIN])
+@hosts([*WINDOWED, H.SWIN])
 def test_memory_and_attention_compose_in_either_order(host: Host) -> None:
-    name = "test_biased_window" if host is SWIN else "test_window"
+    name = "test_biased_window" if host is H.SWIN else "test_window"
     first = replace_attention(host.with_memory(), name)
     second = replace_attention(host.build(), name)
     torch.manual_seed(1)
@@ -306,11 +276,11 @@ MECHANISMS = ATTENTIONS.names()
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
-@hosts([VIT, ENCODER_PADDED, BERT_SDPA])
+@hosts([H.VIT, H.ENCODER_PADDED, H.BERT_SDPA])
 def test_every_attention_serves_or_is_refused_when_replacing(host: Host, name: str) -> None:
     options: dict[str, Any] = {"commitment": 0.0} if "commitment" in ATTENTIONS.entry(name).options else {}
-    if host is ENCODER_PADDED and "length" in ATTENTIONS.entry(name).options:
-        options["length"] = TOKENS
+    if host is H.ENCODER_PADDED and "length" in ATTENTIONS.entry(name).options:
+        options["length"] = H.TOKENS
     try:
         model = replace_attention(host.build(), name, **options)
     except ValueError as error:
@@ -330,7 +300,7 @@ def test_every_attention_serves_or_is_refused_when_replacing(host: Host, name: s
         restore_attention(remove_memory(model))
 
 
-@hosts([VIT, BERT_SDPA, ENCODER, MHA_VALUES, HF_VIT])
+@hosts([H.VIT, H.BERT_SDPA, H.ENCODER, H.MHA_VALUES, H.HF_VIT])
 def test_autocast(host: Host) -> None:
     plain, model = host.build(), windowed(host)
     given = host.given()
@@ -341,11 +311,11 @@ def test_autocast(host: Host) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-@hosts([VIT, BERT_SDPA, BERT_DROPOUT, HF_VIT])
+@hosts([H.VIT, H.BERT_SDPA, H.BERT_DROPOUT, H.HF_VIT])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_of_the_host(host: Host, reentrant: bool) -> None:
     plain, model = windowed(host), windowed(host)
-    if host is VIT:
+    if host is H.VIT:
         if reentrant:
             pytest.skip("timm checkpoints in the newer way")
         host.recompute(model)  # type: ignore[misc]
@@ -356,7 +326,7 @@ def test_activation_checkpointing_of_the_host(host: Host, reentrant: bool) -> No
     assert_same_gradients(model, plain)
 
 
-@architectures([BART, T5, *DECODERS])
+@architectures([T.BART, T.T5, *T.DECODERS])
 @pytest.mark.parametrize("memory", [False, True])
 def test_exact_attention_changes_no_text_model(host: Architecture, memory: bool) -> None:
     """Neither T5's bias and missing scale, nor Llama's shared keys and rotary positions, nor what a memory adds."""
@@ -367,15 +337,15 @@ def test_exact_attention_changes_no_text_model(host: Architecture, memory: bool)
     assert torch.equal(restore_attention(model)(**call).logits, plain(**call).logits)
 
 
-@architectures([BART, GPT2, LLAMA])
+@architectures([T.BART, T.GPT2, T.LLAMA])
 def test_a_window_is_heard(host: Architecture) -> None:
     """In an encoder-decoder the encoder alone has it; a decoder stays causal."""
     plain, model = host.build(), replace_attention(host.build(), {"name": "test_window", "radius": 1})
     ids = words(2, 8)
-    what = "logits" if host in DECODERS else "encoder_last_hidden_state"
+    what = "logits" if host in T.DECODERS else "encoder_last_hidden_state"
     assert (model(input_ids=ids)[what] - plain(input_ids=ids)[what]).abs().max() > 1e-5
     assert len([m for m in model.modules() if "core" in m._modules]) == 2
-    if host in DECODERS:
+    if host in T.DECODERS:
         changed = ids.clone()
         changed[:, 5:] = 4
         torch.testing.assert_close(model(changed).logits[:, :5], model(ids).logits[:, :5])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from integrations import hosts
 from integrations.hosts import library
 from integrations.transformers_hosts import DECODERS, GPT2, LLAMA, Architecture, architectures, awaken, stream, words
@@ -218,22 +219,19 @@ def test_a_layer_that_goes_past_its_projection_is_refused() -> None:
     layer = model.blocks[1].attn
     layer.proj.forward = lambda x: F.linear(x, layer.proj.weight, layer.proj.bias)
     said = r"the memory of Attention had no part in this forward: Attention.proj, a Linear, was not called as a module"
-    with pytest.raises(ValueError, match=said):
-        hosts.VIT.run(model, given)
+    refuses(said, hosts.VIT.run, model, given)
     del layer.proj.forward
     layer.proj = other(nn.Linear(32, 32))
     hosts.VIT.run(model, given)
     layer.forward = lambda x, **_: F.linear(x, layer.proj.weight)
-    with pytest.raises(ValueError, match="remove_memory"):
-        hosts.VIT.run(model, given)
+    refuses("remove_memory", hosts.VIT.run, model, given)
 
 
 def test_a_layer_that_goes_past_its_queries_is_refused() -> None:
     model = stream(LLAMA, "memorizing")
     for layer in decoder_layers(model):
         layer.forward = lambda hidden_states, o_proj=layer.o_proj, **_: (o_proj(hidden_states), None)
-    with pytest.raises(ValueError, match=r"LlamaAttention.q_proj"):
-        logits(model)
+    refuses(r"LlamaAttention.q_proj", logits, model)
 
 
 def test_a_projection_behind_its_layer_is_watched_too() -> None:
@@ -241,8 +239,7 @@ def test_a_projection_behind_its_layer_is_watched_too() -> None:
     model, given = hosts.BERT_SDPA.with_memory(), hosts.BERT_SDPA.given()
     output = model.encoder.layer[0].attention.output
     output.forward = lambda hidden, x: output.LayerNorm(hidden + x)
-    with pytest.raises(ValueError, match=r"BertSelfAttention.*BertAttention.output.dense"):
-        hosts.BERT_SDPA.run(model, given)
+    refuses(r"BertSelfAttention.*BertAttention.output.dense", hosts.BERT_SDPA.run, model, given)
 
 
 def test_a_projection_that_the_model_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,17 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
+from integrations import transformers_hosts as T
 from integrations.hosts import library
-from integrations.transformers_hosts import (
-    DECODERS,
-    LLAMA,
-    SEGMENT,
-    Architecture,
-    architectures,
-    awaken,
-    by_hand,
-    words,
-)
+from integrations.transformers_hosts import Architecture, architectures, awaken, by_hand, words
 from memories.test_armt import slow_read, slow_write
 from torch import Tensor, nn
 
@@ -36,7 +29,7 @@ ARMT: dict[str, Any] = {"name": "armt", "length": M, "key_width": 6}
 
 def armt(host: Architecture, wild: bool = True, **options: Any) -> Any:
     torch.manual_seed(1)
-    model = add_memory(host.build(), {**ARMT, **options}, segment_length=SEGMENT)
+    model = add_memory(host.build(), {**ARMT, **options}, segment_length=T.SEGMENT)
     return awaken(model) if wild else model
 
 
@@ -70,7 +63,7 @@ class Loops:
             [torch.zeros(FEATURES).double()] * depth,
             [],
         )
-        for piece in ids_N.split(SEGMENT):
+        for piece in ids_N.split(T.SEGMENT):
             self.made = []
             x_ND = torch.cat([self.plain.get_input_embeddings()(piece), self.memory.initial_MD])
             y_1ND = self.plain.base_model(inputs_embeds=x_ND[None], use_cache=False).last_hidden_state
@@ -81,9 +74,9 @@ class Loops:
         return torch.cat(parts)
 
 
-@architectures(DECODERS)
+@architectures(T.DECODERS)
 def test_values_and_gradients_are_those_of_loops(host: Architecture) -> None:
-    model, plain, ids = armt(host).double(), host.build().double(), words(2, 3 * SEGMENT + 2)
+    model, plain, ids = armt(host).double(), host.build().double(), words(2, 3 * T.SEGMENT + 2)
     twin, found = Loops(plain, model.base_model.memory), model(ids)
     assert isinstance(model.base_model.memory.norm, nn.LayerNorm), "no norm of the host's has seen what is stored"
     expected = torch.stack([twin(row) for row in ids])
@@ -91,8 +84,10 @@ def test_values_and_gradients_are_those_of_loops(host: Architecture) -> None:
     state = found.memory_state.model
     torch.testing.assert_close(state.values_BLKD[1], torch.stack([A.mT for A in twin.A]), rtol=0, atol=1e-4)
     torch.testing.assert_close(state.mass_BLK[1], torch.stack(twin.z), rtol=0, atol=1e-4)
-    alone = torch.cat([plain.base_model(piece).last_hidden_state for piece in ids[:, SEGMENT:].split(SEGMENT, 1)], 1)
-    assert (plain.lm_head(alone) - found.logits[:, SEGMENT:]).abs().max() > 0.01, "what is read shows"
+    alone = torch.cat(
+        [plain.base_model(piece).last_hidden_state for piece in ids[:, T.SEGMENT :].split(T.SEGMENT, 1)], 1
+    )
+    assert (plain.lm_head(alone) - found.logits[:, T.SEGMENT :]).abs().max() > 0.01, "what is read shows"
     weights, grads = torch.linspace(-1, 1, expected.numel()).view_as(expected), []
     for logits, of in ((found.logits, model), (expected, plain)):
         model.zero_grad()
@@ -104,20 +99,20 @@ def test_values_and_gradients_are_those_of_loops(host: Architecture) -> None:
         torch.testing.assert_close(grads[0][name] / scale, gradient / scale, rtol=0, atol=1e-3, msg=name)
 
 
-@architectures(DECODERS)
+@architectures(T.DECODERS)
 @torch.no_grad()
 def test_with_values_of_zero_it_is_the_host(host: Architecture) -> None:
     """As it is drawn: no token sees the memory tokens behind it, and nothing is read."""
-    model, plain, ids = armt(host, wild=False), host.build(), words(2, 3 * SEGMENT)
-    expected = torch.cat([plain(piece).logits for piece in ids.split(SEGMENT, 1)], 1)
+    model, plain, ids = armt(host, wild=False), host.build(), words(2, 3 * T.SEGMENT)
+    expected = torch.cat([plain(piece).logits for piece in ids.split(T.SEGMENT, 1)], 1)
     out = model(ids)
     assert torch.equal(out.logits, expected) and (out.memory_state.model.mass_BLK > 0).any()
     assert torch.equal(remove_memory(model)(ids).logits, plain(ids).logits)
 
 
-@architectures(DECODERS)
+@architectures(T.DECODERS)
 def test_associations_of_a_host_in_half_the_digits_are_float32(host: Architecture) -> None:
-    model, ids = armt(host), words(2, 3 * SEGMENT)
+    model, ids = armt(host), words(2, 3 * T.SEGMENT)
     expected = model(ids).logits
     out = model.bfloat16()(ids, labels=ids)
     assert out.logits.dtype == torch.bfloat16 and out.memory_state.model.values_BLKD.dtype == torch.float32
@@ -134,17 +129,14 @@ def lora(model: Any, targets: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_adapters_that_leave_a_part_of_it_untrained_are_refused() -> None:
-    ids = words(2, 3 * SEGMENT)
-    with pytest.raises(ValueError, match=r"memory ARMT was just added"):
-        lora(armt(LLAMA, wild=False), ["q_proj"])(ids)
-    with pytest.raises(ValueError, match=r"slot_attentions\.0\.query\.lora_A.*values\.0"):
-        lora(armt(LLAMA, wild=False), ["q_proj", "query"])(ids)
-    alone = armt(LLAMA, wild=False).train()
+    ids = words(2, 3 * T.SEGMENT)
+    refuses(r"memory ARMT was just added", lora(armt(T.LLAMA, wild=False), ["q_proj"]), ids)
+    refuses(r"slot_attentions\.0\.query\.lora_A.*values\.0", lora(armt(T.LLAMA, wild=False), ["q_proj", "query"]), ids)
+    alone = armt(T.LLAMA, wild=False).train()
     for name, parameter in alone.named_parameters():
         parameter.requires_grad_("memory.values" not in name)
-    with pytest.raises(ValueError, match=r"initial_MD.*values\.0"):
-        alone(ids)
-    lora(armt(LLAMA, wild=False), "all-linear")(ids)  # adapters of all of them train it
+    refuses(r"initial_MD.*values\.0", alone, ids)
+    lora(armt(T.LLAMA, wild=False), "all-linear")(ids)  # adapters of all of them train it
 
 
 class Adds(nn.Module):
@@ -210,14 +202,18 @@ def others(monkeypatch: pytest.MonkeyPatch) -> None:
         MEMORIES.register(kind.__name__.lower())(kind)
 
 
-@architectures(DECODERS)
+@architectures(T.DECODERS)
 @torch.no_grad()
 def test_a_memory_of_others_is_read_in_front_of_the_block_that_it_names(host: Architecture, others: None) -> None:
-    model, plain, ids = add_memory(host.build(), "carries", segment_length=SEGMENT), host.build(), words(2, 3 * SEGMENT)
+    model, plain, ids = (
+        add_memory(host.build(), "carries", segment_length=T.SEGMENT),
+        host.build(),
+        words(2, 3 * T.SEGMENT),
+    )
     carried: list[Tensor] = [torch.zeros(2, 16)]
     blocks_of(plain)[1].register_forward_pre_hook(lambda _, args: (args[0] + carried[-1][:, None], *args[1:]))
     expected = []
-    for piece in ids.split(SEGMENT, 1):
+    for piece in ids.split(T.SEGMENT, 1):
         hidden = plain.base_model(piece).last_hidden_state
         expected.append(plain.lm_head(hidden))
         carried.append(hidden.mean(1))
@@ -230,11 +226,8 @@ def test_what_is_no_reader_in_front_is_refused(others: None) -> None:
         ("carriesbehind", "of Behind, which does not say in_front=True"),
         ("carriesnowhere", "gives none"),
     ):
-        model = LLAMA.build()
-        with pytest.raises(ValueError, match=rf"needs slots to be read before blocks, .*{why}"):
-            add_memory(model, name, segment_length=SEGMENT)
+        model = T.LLAMA.build()
+        refuses(rf"needs slots to be read before blocks, .*{why}", add_memory, model, name, segment_length=T.SEGMENT)
         assert not any("uninstall_memory" in vars(module) for module in model.modules())
-    with pytest.raises(ValueError, match="'slots_in_front'"):
-        add_memory(LLAMA.build(), "silent", segment_length=SEGMENT)(words(2, 7))
-    with pytest.raises(ValueError, match=r"'memformer'.*docs/support.md"):
-        add_memory(LLAMA.build(), "memformer", segment_length=SEGMENT)
+    refuses("'slots_in_front'", add_memory(T.LLAMA.build(), "silent", segment_length=T.SEGMENT), words(2, 7))
+    refuses(r"'memformer'.*docs/support.md", add_memory, T.LLAMA.build(), "memformer", segment_length=T.SEGMENT)

@@ -96,6 +96,22 @@ def test_a_compiled_forward_generates_without_compiling_again() -> None:
     torch._dynamo.reset()
 
 
+def test_a_compiled_forward_without_a_cache_compiles_for_all_lengths() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter, model, ids, counts = CompileCounter(), awaken(stream(GPT2, "grc_stream")), words(2, 6), []
+    given = GREEDY | {"use_cache": False, "return_dict_in_generate": False}
+    calls = [given | {"max_new_tokens": tokens} for tokens in (11, 23)]
+    expected = [model.generate(ids, **call) for call in calls]
+    model.forward = torch.compile(model.forward, backend=counter)
+    for call, tokens in zip(calls, expected, strict=True):
+        assert torch.equal(model.generate(ids, **call), tokens)
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[1] <= 9
+    torch._dynamo.reset()
+
+
 CALLS: list[tuple[str, Any, str]] = [
     ("attentions", lambda m, i, s: m(i, output_attentions=True), "output_attentions=True: .*remove_memory"),
     ("mask", lambda m, i, s: m(i, attention_mask=torch.ones(2, 1, 4, 4)), r"shape \(2, 1, 4, 4\): .*\(2, 4\)"),

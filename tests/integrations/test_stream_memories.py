@@ -8,20 +8,8 @@ from typing import Any
 import pytest
 import torch
 from integrations import family_checks as checks
-from integrations.transformers_hosts import (
-    DECODERS,
-    GPT2,
-    LLAMA,
-    SEGMENT,
-    STREAMS,
-    Architecture,
-    architectures,
-    awaken,
-    differences,
-    stream,
-    streams,
-    words,
-)
+from integrations import transformers_hosts as T
+from integrations.transformers_hosts import Architecture, architectures, awaken, differences, stream, streams, words
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -43,7 +31,7 @@ class Layer:
     """The only layer of a host, step by step, with a place where something can be mixed into its heads."""
 
     def __init__(self, host: Architecture, model: Any) -> None:
-        self.gpt, self.model = host is GPT2, model
+        self.gpt, self.model = host is T.GPT2, model
         self.body = model.transformer if self.gpt else model.model
         self.block = self.body.h[0] if self.gpt else self.body.layers[0]
         self.attention = self.block.attn if self.gpt else self.block.self_attn
@@ -92,16 +80,16 @@ class Layer:
         return self.model.lm_head(self.body.norm(h))
 
 
-@architectures(DECODERS)
+@architectures(T.DECODERS)
 def test_grc_stream_is_the_gated_update_by_hand(host: Architecture) -> None:
-    model = awaken(add_memory(one_layer(host), "grc_stream", length=4, segment_length=SEGMENT))
+    model = awaken(add_memory(one_layer(host), "grc_stream", length=4, segment_length=T.SEGMENT))
     layer, slots = Layer(host, one_layer(host)), 4
     memory = Layer(host, model).attention.memory
     gates, branch = memory.gates, memory.branch
-    ids = words(2, 3 * SEGMENT)
+    ids = words(2, 3 * T.SEGMENT)
     found = model(ids).logits
     cache, source, expected, c = None, None, [], 8
-    for piece in ids.split(SEGMENT, 1):
+    for piece in ids.split(T.SEGMENT, 1):
         h, x = layer.inputs(piece)
         y = layer.attend(x)
         if source is not None:  # the update by the segment before is made now
@@ -125,16 +113,16 @@ def test_grc_stream_is_the_gated_update_by_hand(host: Architecture) -> None:
     torch.testing.assert_close(found, torch.cat(expected, 1), rtol=1e-4, atol=1e-5)
 
 
-@architectures(DECODERS)
+@architectures(T.DECODERS)
 def test_memorizing_is_a_softmax_over_all_earlier_keys(host: Architecture) -> None:
-    model = awaken(add_memory(one_layer(host), "memorizing", length=20, k=20, segment_length=SEGMENT))
+    model = awaken(add_memory(one_layer(host), "memorizing", length=20, k=20, segment_length=T.SEGMENT))
     layer = Layer(host, one_layer(host))
     memory = Layer(host, model).attention.memory
-    ids = words(2, 3 * SEGMENT)
+    ids = words(2, 3 * T.SEGMENT)
     found, expected = model(ids).logits, []
     keys: list[Tensor] = []
     values: list[Tensor] = []
-    for piece in ids.split(SEGMENT, 1):
+    for piece in ids.split(T.SEGMENT, 1):
         h, x = layer.inputs(piece)
         y = layer.attend(x)
         q, k, v = layer.qkv(x)
@@ -148,7 +136,7 @@ def test_memorizing_is_a_softmax_over_all_earlier_keys(host: Architecture) -> No
     torch.testing.assert_close(found, torch.cat(expected, 1), rtol=1e-4, atol=1e-5)
 
 
-@architectures(DECODERS)
+@architectures(T.DECODERS)
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_rmt_is_the_host_between_memory_tokens(host: Architecture, mask: str, implementation: str) -> None:
@@ -156,12 +144,12 @@ def test_rmt_is_the_host_between_memory_tokens(host: Architecture, mask: str, im
     plain.set_attn_implementation(implementation)
     model = host.build()
     model.set_attn_implementation(implementation)
-    awaken(add_memory(model, "rmt", length=3, mask=mask, segment_length=SEGMENT))
-    ids = words(2, 2 * SEGMENT + 2)
+    awaken(add_memory(model, "rmt", length=3, mask=mask, segment_length=T.SEGMENT))
+    ids = words(2, 2 * T.SEGMENT + 2)
     found = model(ids)
     m, expected, hidden = 3, [], []
     carried = model.base_model.memory.initial_MD.expand(2, -1, -1)
-    for piece in ids.split(SEGMENT, 1):
+    for piece in ids.split(T.SEGMENT, 1):
         x = torch.cat([carried, plain.get_input_embeddings()(piece), carried], 1)
         total = x.shape[1]
         sees = torch.ones(total, total, dtype=torch.bool).tril()
@@ -178,20 +166,20 @@ def test_rmt_is_the_host_between_memory_tokens(host: Architecture, mask: str, im
     torch.testing.assert_close(found_hidden[1], torch.cat(hidden, 1), rtol=1e-4, atol=1e-5)
 
 
-@architectures(DECODERS)
+@architectures(T.DECODERS)
 @streams
 def test_the_gradient_crosses_the_segments(host: Architecture, memory: str) -> None:
-    model, ids = awaken(stream(host, memory)).train(), words(2, 3 * SEGMENT)
+    model, ids = awaken(stream(host, memory)).train(), words(2, 3 * T.SEGMENT)
     embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
-    model(inputs_embeds=embeds).logits[:, 2 * SEGMENT :].square().mean().backward()
+    model(inputs_embeds=embeds).logits[:, 2 * T.SEGMENT :].square().mean().backward()
     assert embeds.grad is not None
-    crossed = embeds.grad[:, :SEGMENT].abs().max() > 1e-9
+    crossed = embeds.grad[:, : T.SEGMENT].abs().max() > 1e-9
     assert crossed == (memory != "memorizing")  # whose store stops it
     grads = []
     for cut in (False, True):
         model.zero_grad()
         state, loss = None, torch.zeros(())
-        for piece in ids.split(SEGMENT, 1):
+        for piece in ids.split(T.SEGMENT, 1):
             out = model(piece, labels=piece, memory_state=state)
             state = detach(out.memory_state) if cut else out.memory_state
             loss = loss + out.loss
@@ -202,25 +190,25 @@ def test_the_gradient_crosses_the_segments(host: Architecture, memory: str) -> N
     assert (memory == "memorizing") == all(torch.allclose(g, grads[1][n], atol=1e-8) for n, g in grads[0].items())
 
 
-@architectures(DECODERS)
+@architectures(T.DECODERS)
 def test_reentrant_checkpointing_is_refused(host: Architecture) -> None:
     model = stream(host, "grc_stream").train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     model.enable_input_require_grads()
     with pytest.raises(ValueError, match="use_reentrant=False"):
-        model(words(2, SEGMENT))
+        model(words(2, T.SEGMENT))
 
 
 @pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
 def test_a_segment_loop_trains_it(memory: str) -> None:
     torch.manual_seed(0)
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    model = create_model("transformers", vocabulary=30, architecture="gpt2", memory=STREAMS[memory], **sizes)
+    model = create_model("transformers", vocabulary=30, architecture="gpt2", memory=T.STREAMS[memory], **sizes)
     model.set_activation_checkpointing(memory != "memorizing")
-    loop = SegmentLoop(model, SEGMENT, bptt=2)
+    loop = SegmentLoop(model, T.SEGMENT, bptt=2)
     optimizer = torch.optim.AdamW(loop.parameters(), 3e-3)
-    ids, state, losses = words(3, 4 * SEGMENT + 1), None, []
-    padding = torch.zeros(3, 4 * SEGMENT, dtype=torch.bool)
+    ids, state, losses = words(3, 4 * T.SEGMENT + 1), None, []
+    padding = torch.zeros(3, 4 * T.SEGMENT, dtype=torch.bool)
     padding[2, -3:] = True
     for step in range(4):
         rows = torch.tensor([True, False, step == 2])
@@ -235,8 +223,8 @@ def test_a_segment_loop_trains_it(memory: str) -> None:
 
 def test_noise_on_weights_trains_every_parameter() -> None:
     """In five steps: the preset's noise leaves no gradient for some in one."""
-    model = add_memory(LLAMA.build(), checks.RECENT["armt/llama"], segment_length=SEGMENT)
-    ids, losses = words(2, 3 * SEGMENT), []
+    model = add_memory(T.LLAMA.build(), checks.RECENT["armt/llama"], segment_length=T.SEGMENT)
+    ids, losses = words(2, 3 * T.SEGMENT), []
     own = {name: p.detach().clone() for name, p in model.named_parameters() if "memory." in name}
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0)
     for _ in range(5):
@@ -267,17 +255,17 @@ WIDER = [
 def test_heads_that_are_wider_or_narrower_together_than_the_layers_input(memory: dict[str, Any], head_dim: int) -> None:
     """As in Qwen3 and Gemma: 4 heads of 8, or of 4, for 24 channels."""
     sizes = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": head_dim}
-    model, ids = LLAMA.build(**sizes), words(2, 3 * SEGMENT)
-    before = model(ids[:, :SEGMENT]).logits
-    add_memory(model, memory, segment_length=SEGMENT)
+    model, ids = T.LLAMA.build(**sizes), words(2, 3 * T.SEGMENT)
+    before = model(ids[:, : T.SEGMENT]).logits
+    add_memory(model, memory, segment_length=T.SEGMENT)
     outs = model(ids, labels=ids)
     outs.loss.backward()
     own = {name: p for name, p in model.named_parameters() if ".memory." in name}
     assert own and all(p.grad is not None and p.grad.isfinite().all() for p in own.values())
-    state = model(ids[:, :SEGMENT]).memory_state
-    later = model(ids[:, SEGMENT : 2 * SEGMENT], memory_state=state).logits
-    torch.testing.assert_close(later, outs.logits[:, SEGMENT : 2 * SEGMENT], rtol=0, atol=1e-4)
+    state = model(ids[:, : T.SEGMENT]).memory_state
+    later = model(ids[:, T.SEGMENT : 2 * T.SEGMENT], memory_state=state).logits
+    torch.testing.assert_close(later, outs.logits[:, T.SEGMENT : 2 * T.SEGMENT], rtol=0, atol=1e-4)
     for layer in model.modules():
         if isinstance(getattr(layer, "memory", None), LayerMemory):
             layer.memory.close_gate()
-    torch.testing.assert_close(model(ids[:, :SEGMENT]).logits, before, rtol=0, atol=1e-5)
+    torch.testing.assert_close(model(ids[:, : T.SEGMENT]).logits, before, rtol=0, atol=1e-5)

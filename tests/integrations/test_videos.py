@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from integrations.families import Family, patches, timm_family
 from integrations.hosts import close_gates, library
 from integrations.transformers_hosts import awaken, differences
@@ -139,8 +140,7 @@ def test_loops_read_videos(family: Family, memory: Any) -> None:
     short = watch(model, video[1:, :3])[1]  # of which the row without frames kept its state
     found = map_state(lambda t: t[1:], states[0])
     assert differences(found, short) < 1e-5
-    with pytest.raises(ValueError, match=r"inputs of shape \(2, 2\) are no videos"):
-        SegmentLoop(model, 2)(classes, classes)
+    refuses(r"inputs of shape \(2, 2\) are no videos", SegmentLoop(model, 2), classes, classes)
 
 
 def test_a_row_without_a_frame_keeps_its_state_though_that_is_given_up() -> None:
@@ -205,8 +205,7 @@ def test_calls_that_would_forget_are_refused() -> None:
     frame = frames()[:, 0]
     for family in (VIT, TIMM_VIT):
         model = made(family, CACHE).train()
-        with pytest.raises(ValueError, match=r"memory_state.*init_memory_state"):
-            model(frame)
+        refuses(r"memory_state.*init_memory_state", model, frame)
         with torch.no_grad():
             model(frame)
     with pytest.raises(
@@ -217,8 +216,7 @@ def test_calls_that_would_forget_are_refused() -> None:
     with pytest.raises(ValueError, match="masks: beside a memory a frame is read whole"):
         model(frame, is_causal=True, memory_state=model.init_memory_state(2))
     model.set_grad_checkpointing()
-    with pytest.raises(ValueError, match=r"grad_checkpointing.*set_grad_checkpointing"):
-        model(frame, memory_state=model.init_memory_state(2))
+    refuses(r"grad_checkpointing.*set_grad_checkpointing", model, frame, memory_state=model.init_memory_state(2))
     learned = add_memory(VIT.build(), "memory_transformer").train()
     assert learned(frame).logits.requires_grad  # which carries nothing that could be forgotten
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attentions.agreement import agree
+from common import refuses, stirred
 from torch import Tensor, nn
 
 from cached_transformers.interfaces.attention import Attention, AttentionOutput
@@ -47,10 +48,7 @@ def make(
 ) -> SelfAttention:
     torch.manual_seed(3)
     layer = kind(WIDTH, HEADS, positions=positions, norm=nn.LayerNorm(WIDTH), **options).double()
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.add_(0.3 * torch.randn_like(p))
-    return layer
+    return stirred(layer, 0.3)
 
 
 def rotated(vector: Tensor, position: float) -> Tensor:
@@ -138,16 +136,13 @@ def test_a_bias_is_added_to_that_of_the_positions(scheme: Any) -> None:
     torch.testing.assert_close(got, twin(layer, x, positions_BN, slopes=slopes, bias_BHNL=bias), rtol=0, atol=1e-10)
 
 
-def test_empty_slots_may_hold_anything() -> None:
+def test_contexts_of_both_memories_are_attended_and_empty_slots_are_not() -> None:
     memory = Offer()
     layer = make(RotaryPositions(E), memory=memory)
     x, places = torch.randn(ROWS, TOKENS, WIDTH).double(), torch.arange(TOKENS).expand(ROWS, -1)[..., None]
     before = layer(x, places).y_BND
     memory.hidden_BMD = torch.where(memory.valid_BM[..., None], memory.hidden_BMD, torch.nan)
     assert torch.equal(layer(x, places).y_BND, before)
-
-
-def test_the_contexts_of_both_memories_are_attended() -> None:
     memory, other = Offer(), Offer(seed=1, slots=2)
     layer = make(RotaryPositions(E), memory=memory)
     x, places = torch.randn(ROWS, TOKENS, WIDTH).double(), torch.arange(TOKENS).expand(ROWS, -1)[..., None]
@@ -205,8 +200,7 @@ class Seer(LayerMemory):
     ],
 )
 def test_pairs_that_exclude_each_other_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SelfAttention(WIDTH, options.pop("heads", HEADS), **options)
+    refuses(message, SelfAttention, WIDTH, options.pop("heads", HEADS), **options)
 
 
 @pytest.mark.parametrize(
@@ -226,9 +220,10 @@ def test_a_core_refuses_what_it_does_not_declare(word: str, call: dict[str, Any]
         Bare()(torch.randn(1, 1, 3, 4), k, k, **call)
 
 
-def test_a_core_without_causal_form_serves_where_none_is_needed() -> None:
+def test_a_core_without_causal_form_serves_and_dropout_is_a_probability() -> None:
     x = torch.randn(ROWS, TOKENS, WIDTH)
     assert SelfAttention(WIDTH, HEADS, core=Bare())(x).y_BND.shape == x.shape
+    refuses(r"dropout=1.0.*0,", Bare, dropout=1.0)
 
 
 def test_frozen_projections_pass_the_gradient_on_and_keep_none() -> None:
@@ -315,10 +310,4 @@ def test_without_own_keys_tokens_attend_the_context_alone(scheme: str) -> None:
     ],
 )
 def test_layers_without_keys_need_what_makes_sense_of_it(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ContextAttention(WIDTH, HEADS, **options)
-
-
-def test_dropout_must_be_a_probability() -> None:
-    with pytest.raises(ValueError, match=r"dropout=1.0.*0,"):
-        Bare(dropout=1.0)
+    refuses(message, ContextAttention, WIDTH, HEADS, **options)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from common import refuses
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -237,9 +238,11 @@ def test_padding_does_not_move_the_clock() -> None:
     ]
 
 
-def test_a_stack_needs_a_layer() -> None:
-    with pytest.raises(ValueError, match="depth=0"):
-        Stack(lambda _: make_block(), 0)
+def test_a_stack_needs_a_layer_and_blocks_that_serve_its_memory() -> None:
+    refuses("depth=0", Stack, lambda _: make_block(), 0)
+    refuses("memory Spanning offers slots", Stack, lambda _: make_block(), 1, model_memory=Spanning())
+    mixing = lambda _: Block(SelfAttention(D, H, core=Mixer()), FeedForward(D, D))  # noqa: E731
+    refuses("OffersContext", Stack, mixing, 1, model_memory=OffersContext())
 
 
 class OffersContext(ModelMemory):
@@ -248,14 +251,6 @@ class OffersContext(ModelMemory):
 
 class Mixer(Attention):
     """A core without any of the optional abilities."""
-
-
-def test_a_model_memory_that_the_blocks_cannot_serve_is_refused() -> None:
-    with pytest.raises(ValueError, match="memory Spanning offers slots"):
-        Stack(lambda _: make_block(), 1, model_memory=Spanning())
-    mixing = lambda _: Block(SelfAttention(D, H, core=Mixer()), FeedForward(D, D))  # noqa: E731
-    with pytest.raises(ValueError, match="OffersContext"):
-        Stack(mixing, 1, model_memory=OffersContext())
 
 
 def test_the_default_memories_change_nothing() -> None:
@@ -288,20 +283,16 @@ def test_drop_path_drops_whole_rows_and_keeps_the_mean() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+    refuses(message, make)
 
 
-def test_spatial_reduction_sees_each_cell_once() -> None:
+def test_reductions_see_each_cell_once_or_are_a_linear_map() -> None:
     layer, x = SpatialReduction(4, 2), torch.randn(2, 8, 4)
     got = layer(x, (2, 4))
     cells = [[0, 1, 4, 5], [2, 3, 6, 7]]
     weight = layer.convolution.weight.flatten(2)  # out, in, cell
     want = torch.stack([torch.einsum("bcd,edc->be", x[:, c], weight) + layer.convolution.bias for c in cells], 1)
     torch.testing.assert_close(got, F.layer_norm(want, (4,)), rtol=0, atol=1e-5)
-
-
-def test_pooled_reduction_of_a_map_of_its_own_size_is_a_linear_map() -> None:
     layer, x = PooledReduction(4, 2), torch.randn(2, 4, 4)
     linear = x @ layer.convolution.weight[..., 0, 0].T + layer.convolution.bias
     torch.testing.assert_close(layer(x, (2, 2)), F.gelu(F.layer_norm(linear, (4,))), rtol=0, atol=1e-5)

@@ -76,7 +76,7 @@ def test_values_and_gradients_are_those_of_two_streams(case: str, padded: bool) 
     torch.testing.assert_close(*got, rtol=0, atol=1e-10)
 
 
-def test_what_is_kept_does_not_grow_with_depth() -> None:
+def test_it_keeps_as_much_at_any_depth_and_is_compiled() -> None:
     x = torch.randn(3, 9, 16, dtype=torch.double, requires_grad=True)
     kept = {}
     for reversible in (True, False):
@@ -85,6 +85,13 @@ def test_what_is_kept_does_not_grow_with_depth() -> None:
             kept[reversible, depth] = saved_activation_bytes(lambda stack=stack: stack(x).outputs)
     assert kept[True, 8] == kept[True, 2] < kept[False, 2]
     assert kept[False, 8] > 3 * kept[False, 2]
+    stack, reference = (stack_of(True, attention="softmax") for _ in range(2))
+    x = torch.randn(3, 9, 16, dtype=torch.double)
+    for run in (torch.compile(stack, fullgraph=True, backend="aot_eager"), reference):
+        run(x).outputs.square().sum().backward()
+    for a, b in zip(stack.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-10)
+    torch._dynamo.reset()
 
 
 def test_mixed_precision_is_repeated_as_it_was() -> None:
@@ -114,16 +121,6 @@ def test_every_model_has_the_option(name: str) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(inputs).outputs, trained)
-
-
-def test_compiled_without_a_break() -> None:
-    stack, reference = (stack_of(True, attention="softmax") for _ in range(2))
-    x = torch.randn(3, 9, 16, dtype=torch.double)
-    for run in (torch.compile(stack, fullgraph=True, backend="aot_eager"), reference):
-        run(x).outputs.square().sum().backward()
-    for a, b in zip(stack.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-10)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from models.test_incremental_decoding import compare
 from torch import Tensor, nn
 
@@ -42,7 +43,7 @@ def slow(convolution: ShortConvolution, x_BND: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def test_equals_the_loop_in_values_and_gradients(convolution: ShortConvolution) -> None:
+def test_it_is_the_loop_and_leaves_tokens_around_a_segment(convolution: ShortConvolution) -> None:
     x = tokens().requires_grad_()
     expected = slow(convolution, x)
     mine, recent = convolution(x, convolution.init_state(B, x))
@@ -51,6 +52,11 @@ def test_equals_the_loop_in_values_and_gradients(convolution: ShortConvolution) 
     wanted = [x, convolution.weight_KD]
     gradients = [torch.autograd.grad(y.square().sum(), wanted, retain_graph=True) for y in (mine, expected)]
     torch.testing.assert_close(*gradients)
+    x, recent = tokens(), tokens(K - 1)
+    y, after = convolution(x, recent, segment=(2, 5))
+    inside, expected = convolution(x[:, 2:7], recent)
+    torch.testing.assert_close(y, torch.cat([x[:, :2], inside, x[:, 7:]], 1))
+    torch.testing.assert_close(after, expected)
 
 
 @pytest.mark.parametrize("sizes", [[N], [1] * N, [2, 1, 6], [5, 4], [1, 1, 7]])
@@ -65,14 +71,6 @@ def test_a_text_may_be_cut_anywhere(convolution: ShortConvolution, sizes: list[i
     gradient = torch.autograd.grad(parts[-1].sum(), x)[0]
     if sizes[-1] < N:
         assert bool((gradient[:, N - sizes[-1] - 1] != 0).all())
-
-
-def test_tokens_round_a_segment_stay_as_they_are(convolution: ShortConvolution) -> None:
-    x, recent = tokens(), tokens(K - 1)
-    y, after = convolution(x, recent, segment=(2, 5))
-    inside, expected = convolution(x[:, 2:7], recent)
-    torch.testing.assert_close(y, torch.cat([x[:, :2], inside, x[:, 7:]], 1))
-    torch.testing.assert_close(after, expected)
 
 
 def build(memory: Any = None, **options: Any) -> LanguageModel:
@@ -122,12 +120,17 @@ def test_the_diagonal_schedule_is_the_plain_one() -> None:
     torch.testing.assert_close(*results)
 
 
-def test_the_state_holds_what_is_carried_and_the_taps_are_trained() -> None:
+def test_it_is_one_graph_whose_state_is_carried_and_whose_taps_are_trained() -> None:
     model = build()
     out = model(torch.randint(0, 11, (2, 6)), model.init_state(2))
     assert all(isinstance(layer, ShiftedState) and layer.recent_BTD.shape == (2, 2, 16) for layer in out.state.layers)
     out.outputs.square().sum().backward()
     assert all(bool((block.short_convolution.weight_KD.grad != 0).all()) for block in model.stack.blocks)
+    model = build({"name": "transformer_xl", "length": 4}).eval()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    text = torch.randint(0, 11, (2, 5))
+    state = model(text).state
+    torch.testing.assert_close(compiled(text, state).outputs, model(text, state).outputs)
 
 
 def test_states_are_converted_and_models_reloaded_with_it(tmp_path: Path) -> None:
@@ -143,14 +146,6 @@ def test_states_are_converted_and_models_reloaded_with_it(tmp_path: Path) -> Non
     torch.testing.assert_close(again(text).outputs, kept(text).outputs)
 
 
-def test_one_graph() -> None:
-    model = build({"name": "transformer_xl", "length": 4}).eval()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    text = torch.randint(0, 11, (2, 5))
-    state = model(text).state
-    torch.testing.assert_close(compiled(text, state).outputs, model(text, state).outputs)
-
-
 def test_a_wrapper_that_hides_what_a_block_carries_is_named() -> None:
     class Wrapped(nn.Module):
         def __init__(self, block: nn.Module) -> None:
@@ -162,8 +157,7 @@ def test_a_wrapper_that_hides_what_a_block_carries_is_named() -> None:
 
     model = build({"name": "transformer_xl", "length": 4})
     model.stack.blocks[0] = Wrapped(model.stack.blocks[0])
-    with pytest.raises(ValueError, match="init_state"):
-        model(torch.zeros(1, 3, dtype=torch.long))
+    refuses("init_state", model, torch.zeros(1, 3, dtype=torch.long))
 
 
 def test_what_is_read_in_front_of_a_layer_is_asked_by_joined_tokens() -> None:
@@ -176,17 +170,12 @@ def test_what_is_read_in_front_of_a_layer_is_asked_by_joined_tokens() -> None:
     assert torch.equal(seen[-1], seen[-2]), "the convolution comes first"
 
 
-def test_refused() -> None:
-    with pytest.raises(ValueError, match="taps=1"):
-        ShortConvolution(4, 1)
-    with pytest.raises(ValueError, match="short_convolution=0"):
-        LanguageModel(11, 16, 2, 2, 16, short_convolution=0)
+def test_it_is_refused_and_an_empty_state_is_zeros() -> None:
+    refuses("taps=1", ShortConvolution, 4, 1)
+    refuses("short_convolution=0", LanguageModel, 11, 16, 2, 2, 16, short_convolution=0)
     with pytest.raises(ValueError, match=r"reversible=True.*short_convolution"):
         LanguageModel(11, 16, 2, 2, 16, short_convolution=2, reversible=True)
     assert generate(build(), torch.zeros(1, 2, dtype=torch.long), tokens=3, segment_length=4).tokens.shape == (1, 3)
-
-
-def test_an_empty_state_that_is_not_finite_is_zeros() -> None:
     model, ids = build().eval(), torch.randint(0, 11, (B, 4))
     state = model.init_state(B)
     layers = tuple(part._replace(recent_BTD=torch.full_like(part.recent_BTD, torch.nan)) for part in state.layers)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from integrations.hosts import library
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -111,13 +112,6 @@ def test_a_loop_over_the_tokens_gives_the_same_values_and_gradients(training: bo
     assert dropped > 0 or not training  # or the test would say nothing of what is dropped
 
 
-def test_no_capacity_is_no_update_and_drops_every_token() -> None:
-    module = made(capacity_factor=0.0)
-    y_BND, _ = module(tokens())
-    assert torch.equal(y_BND, torch.zeros(B, N, D))
-    assert module.tallies()["dropped_tokens"].tolist() == [B * N, B * N]
-
-
 def test_the_gate_trains_the_router() -> None:
     """Without the two losses the router's gradient comes only through p: p_e (1[e = chosen] - p) y/p."""
     module = made(balance_loss=0.0, z_loss=0.0, capacity_factor=None)
@@ -132,7 +126,7 @@ def test_the_gate_trains_the_router() -> None:
     assert grad_ED.abs().max() > 1e-3
 
 
-def test_the_losses_have_the_values_of_the_papers() -> None:
+def test_losses_and_initial_weights_are_those_of_the_papers() -> None:
     even = torch.full((16, 8), 1 / 8)
     assert balance_loss(even, torch.arange(16) % 8).item() == pytest.approx(1.0)
     collapsed = nn.functional.one_hot(torch.full((16,), 3), 8).float()
@@ -140,6 +134,11 @@ def test_the_losses_have_the_values_of_the_papers() -> None:
     assert z_loss(torch.zeros(16, 8)).item() == pytest.approx(math.log(8) ** 2)
     none = torch.zeros(16, dtype=torch.bool)
     assert balance_loss(even, torch.zeros(16, dtype=torch.long), none) == 0 and z_loss(torch.zeros(16, 8), none) == 0
+    module = SwitchFeedForward(64, 256, 16)
+    for weight, inputs in ((module.router_ED, 64), (module.enter_EDF, 64), (module.leave_EFD, 256)):
+        std = math.sqrt(0.1 / inputs)
+        assert weight.abs().max() <= 2 * std
+        assert weight.std().item() == pytest.approx(0.8796 * std, rel=0.05)  # cut off at two deviations
 
 
 def test_padding_takes_no_part() -> None:
@@ -156,14 +155,6 @@ def test_padding_takes_no_part() -> None:
     (x := tokens()).requires_grad_()
     module(x, padding_BN)[0].sum().backward()
     assert x.grad is not None and not x.grad[padding_BN].any()
-
-
-def test_all_padding_and_no_tokens_are_harmless() -> None:
-    module = made()
-    y_BND, loss = module(tokens(), torch.ones(B, N, dtype=torch.bool))
-    assert not y_BND.any() and loss == 0
-    y_BND, loss = module(tokens()[:, :0])
-    assert y_BND.shape == (B, 0, D) and loss == 0
 
 
 def test_the_router_computes_in_float32_under_autocast_and_in_half_precision() -> None:
@@ -188,15 +179,12 @@ def test_the_router_computes_in_float32_under_autocast_and_in_half_precision() -
     assert close.float().mean() > 0.9
 
 
-def test_jitter_moves_the_router_in_training_alone() -> None:
+def test_jitter_and_dropout_act_on_the_router_and_on_hidden_layers() -> None:
     module = made(jitter=0.5, capacity_factor=None)
     h_TD = tokens().flatten(0, 1)
     plain = (h_TD @ module.router_ED.T).softmax(-1).amax(-1)
     assert not torch.allclose(module.route(h_TD)[0], plain)
     torch.testing.assert_close(module.eval().route(h_TD)[0], plain)
-
-
-def test_expert_dropout_is_on_the_hidden_layer_of_the_experts() -> None:
     module = made(expert_dropout=0.99, capacity_factor=None)
     assert module.leave_bias_ED is not None
     y_TD = module(tokens(rows=1, length=200))[0][0]
@@ -204,14 +192,6 @@ def test_expert_dropout_is_on_the_hidden_layer_of_the_experts() -> None:
     biases_TD = p_T[:, None] * module.leave_bias_ED[chosen_T]
     assert (y_TD - biases_TD).abs().amax(1).lt(1e-5).float().mean() > 0.8  # .99^12 = .89 have nothing left but the bias
     assert made(dropout=0.25).expert_dropout.p == 0.25 and made(dropout=0.25, expert_dropout=0.4).dropout.p == 0.25
-
-
-def test_initial_weights_are_truncated_normal_of_the_papers_scale() -> None:
-    module = SwitchFeedForward(64, 256, 16)
-    for weight, inputs in ((module.router_ED, 64), (module.enter_EDF, 64), (module.leave_EFD, 256)):
-        std = math.sqrt(0.1 / inputs)
-        assert weight.abs().max() <= 2 * std
-        assert weight.std().item() == pytest.approx(0.8796 * std, rel=0.05)  # cut off at two deviations
 
 
 def test_counting_survives_checkpointing_copies_and_moves() -> None:
@@ -230,15 +210,23 @@ def test_counting_survives_checkpointing_copies_and_moves() -> None:
     assert not [name for name in module.state_dict() if "count" in name]
 
 
-def test_the_evaluation_result_depends_on_no_neighbour_without_a_limit() -> None:
+def test_the_result_depends_on_no_neighbour_nor_on_the_absence_of_tokens() -> None:
     module = made(evaluation_capacity_factor=None).eval()
     whole = module(tokens())[0]
     single = torch.cat([module(tokens()[:, place : place + 1])[0] for place in range(N)], 1)
     torch.testing.assert_close(whole, single)
+    module = made(capacity_factor=0.0)
+    y_BND, _ = module(tokens())
+    assert torch.equal(y_BND, torch.zeros(B, N, D))
+    assert module.tallies()["dropped_tokens"].tolist() == [B * N, B * N]
+    module = made()
+    y_BND, loss = module(tokens(), torch.ones(B, N, dtype=torch.bool))
+    assert not y_BND.any() and loss == 0
+    y_BND, loss = module(tokens()[:, :0])
+    assert y_BND.shape == (B, 0, D) and loss == 0
 
 
 def test_a_language_model_with_experts_adds_their_losses_and_learns() -> None:
-    torch.manual_seed(0)
     model = LanguageModel(20, width=16, depth=4, heads=2, feed_forward=32, experts={"experts": 4, "balance_loss": 0.1})
     kinds = [type(block.feed_forward).__name__ for block in model.stack.blocks]
     assert kinds == ["FeedForward", "SwitchFeedForward"] * 2
@@ -263,7 +251,6 @@ def test_a_language_model_with_experts_adds_their_losses_and_learns() -> None:
 @pytest.mark.parametrize("memory", [None, "grc_stream", "memory_transformer", "rmt"])
 def test_every_layer_may_have_experts_with_memories_of_all_kinds(memory: str | None) -> None:
     """Padding reaches the router, and memory tokens with weights of their own have experts of their own."""
-    torch.manual_seed(0)
     sizes: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "feed_forward": 32, "memory": memory}
     model = LanguageModel(20, **sizes, experts={"experts": 3, "every": 1})
     inputs = torch.randint(20, (2, 9))
@@ -278,7 +265,6 @@ def test_every_layer_may_have_experts_with_memories_of_all_kinds(memory: str | N
 
 
 def test_a_reversible_stack_has_the_losses_and_gradients_of_a_plain_graph() -> None:
-    torch.manual_seed(0)
     sizes: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "feed_forward": 32, "experts": 3}
     model = LanguageModel(20, **sizes, reversible=True)
     inputs = torch.randint(20, (2, 9))
@@ -311,8 +297,7 @@ def test_a_reversible_stack_has_the_losses_and_gradients_of_a_plain_graph() -> N
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        made(**options)
+    refuses(words, made, **options)
 
 
 @pytest.mark.parametrize(
@@ -324,8 +309,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -
     ],
 )
 def test_experts_that_no_stack_can_have_are_refused(experts: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        make_feed_forward(experts, D, F, index=0, depth=2)
+    refuses(words, make_feed_forward, experts, D, F, index=0, depth=2)
 
 
 def modeling() -> Any:

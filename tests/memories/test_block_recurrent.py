@@ -153,7 +153,6 @@ def test_it_is_its_slow_twin_with_gradients(gate: Any, form: Any, scale: float |
 
 
 def test_beside_transformer_xl_it_is_the_paper_s_sliding_window() -> None:
-    torch.manual_seed(0)
     xl = {"name": "transformer_xl", "length": 4, "relative": False}
     layer = layer_of(create_memory([xl, {"name": "block_recurrent", "length": S}], WIDTH, HEADS))  # type: ignore[arg-type]
     compare(layer, layer.memory.members[1], window=4)
@@ -180,11 +179,16 @@ def test_where_all_stays_and_nothing_comes_the_states_are_those_of_the_start(gat
     assert all(torch.equal(a, b) for a, b in zip(outs[1:], again, strict=True))
 
 
-def test_where_gates_begin() -> None:
+def test_where_gates_begin_and_other_hosts() -> None:
     for bias in (0.0, 3.0):
         fixed, lstm = (BlockRecurrent(WIDTH, HEADS, S, gate=g, gate_bias=bias) for g in ("fixed", "lstm"))  # type: ignore[arg-type]
         assert (fixed.gate.bias_D - bias).abs().max() < 0.6
         assert lstm.gate.linear.bias.tolist() == [1 + bias] * WIDTH + [-1] * WIDTH  # type: ignore[union-attr]
+    model, ids = add_memory(BERT.build(), "block_recurrent", length=S, segment_length=5).eval(), words(2, 10)
+    (other := ids.clone())[:, 2] += 1
+    assert (model(ids).logits - model(other).logits)[:, 5:].abs().max() > 1e-5
+    with pytest.raises(ValueError, match="'block_recurrent' needs state"):
+        add_memory(T5.build(), "block_recurrent", segment_length=5)
 
 
 @pytest.mark.parametrize(
@@ -250,11 +254,3 @@ def test_heads_need_not_be_as_wide_as_the_layer_s_input() -> None:
     ids = words(2, 15)
     (other := ids.clone())[:, 0] = (ids[:, 0] + 1) % 50
     assert (model(ids).logits[:, 10:] - model(other).logits[:, 10:]).abs().max() > 1e-5
-
-
-def test_other_hosts_take_it_or_say_why_not() -> None:
-    model, ids = add_memory(BERT.build(), "block_recurrent", length=S, segment_length=5).eval(), words(2, 10)
-    (other := ids.clone())[:, 2] += 1
-    assert (model(ids).logits - model(other).logits)[:, 5:].abs().max() > 1e-5
-    with pytest.raises(ValueError, match="'block_recurrent' needs state"):
-        add_memory(T5.build(), "block_recurrent", segment_length=5)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common import refuses
 from integrations.families import EIGHT, GROUPED, PAD, decoder, words
 from memories.harness import agree, logit, project, sines
 from memories.xl_family import joined, language_model, run, text
@@ -226,11 +227,8 @@ def test_with_room_for_all_a_decoder_is_the_host(family: Any, specs: list[dict[s
 
 def test_weights_that_a_decoder_does_not_give_are_asked_for() -> None:
     family = decoder("llama", "Llama", **GROUPED)
-    with pytest.raises(ValueError, match=r"'tova'.*attn_implementation='sdpa'.*'eager'"):
-        add_memory(family.build(), SPECS["tova"], segment_length=4)
+    refuses(r"'tova'.*attn_implementation='sdpa'.*'eager'", add_memory, family.build(), SPECS["tova"], segment_length=4)
     model = eager(family, SPECS["tova"], segment_length=4)
     model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match="LlamaAttention"):
-        model(words(tokens=8))
-    with pytest.raises(ValueError, match=r"'h2o'.*'eager'"):
-        add_memory(decoder("llama", "Llama").build(), "h2o", segment_length=4)
+    refuses("LlamaAttention", model, words(tokens=8))
+    refuses(r"'h2o'.*'eager'", add_memory, decoder("llama", "Llama").build(), "h2o", segment_length=4)

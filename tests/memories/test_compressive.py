@@ -23,11 +23,6 @@ Vector = tuple[Tensor, int]
 """What one slot holds, and where it stands."""
 
 
-def make_layer(**options: Any) -> Any:
-    memory = Compressive(D, H, **options)
-    return layer_of(memory, 0.3, positions=memory.position_scheme(), norm=nn.LayerNorm(D))
-
-
 class TwinRow:
     """One row, one vector at a time, in lists."""
 
@@ -143,7 +138,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_it_is_its_slow_twin(name: str, padded: bool) -> None:
-    layer = make_layer(**{"length": 4, "compressed": 3, "rate": 3, **OPTIONS[name]})
+    memory = Compressive(D, H, **{"length": 4, "compressed": 3, "rate": 3, **OPTIONS[name]})
+    layer = layer_of(memory, 0.3, positions=memory.position_scheme(), norm=nn.LayerNorm(D))
     lengths, compressed, expected = (5, 1, 7, 2, 9), 0, torch.zeros(())
     xs = [x.requires_grad_() for x in inputs(*lengths)]
     hidden = [torch.zeros(2, n, dtype=torch.bool) for n in lengths]
@@ -176,12 +172,21 @@ def outputs(model: Any, tokens_BN: Tensor, segment: int) -> tuple[Tensor, list[A
     return torch.cat([out.outputs for out in outs], 1), outs
 
 
-def test_without_compressed_slots_it_is_transformer_xl() -> None:
+def test_without_compressed_slots_and_in_evaluation() -> None:
     tokens = torch.randint(0, 11, (2, 31))
     xl = build({"name": "transformer_xl", "length": 7})
     ours = build({"name": "compressive", "length": 7, "compressed": 0, "rate": 4})
     ours.load_state_dict(xl.state_dict())
     assert torch.equal(outputs(ours, tokens, 5)[0], outputs(xl, tokens, 5)[0])
+    memory = Compressive(D, H, length=4, compressed=3, rate=2, eval_length=2, eval_compressed=9)
+    for training, sizes in ((True, (3, 5)), (False, (9, 3))):
+        memory.train(training)
+        state = memory.init_state(1, torch.zeros(1))
+        assert isinstance(state, CompressiveState)
+        assert tuple(rows.hidden_BMD.shape[1] for rows in state) == sizes
+    model, tokens = build({"name": "compressive", "length": 4, "compressed": 4}), torch.randint(0, 11, (2, 30))
+    assert max(out.auxiliary_loss for out in outputs(model, tokens, 6)[1]) > 0
+    assert max(out.auxiliary_loss for out in outputs(model.eval(), tokens, 6)[1]) == 0
 
 
 def identity(memory: Any) -> None:
@@ -228,15 +233,3 @@ def test_what_each_loss_trains(function: str, loss: str) -> None:
         return
     auxiliary.backward()
     assert all((value > 0) == (name in own) for name, value in trained_parts(model).items())
-
-
-def test_evaluation_has_sizes_of_its_own_and_no_loss() -> None:
-    memory = Compressive(D, H, length=4, compressed=3, rate=2, eval_length=2, eval_compressed=9)
-    for training, sizes in ((True, (3, 5)), (False, (9, 3))):
-        memory.train(training)
-        state = memory.init_state(1, torch.zeros(1))
-        assert isinstance(state, CompressiveState)
-        assert tuple(rows.hidden_BMD.shape[1] for rows in state) == sizes
-    model, tokens = build({"name": "compressive", "length": 4, "compressed": 4}), torch.randint(0, 11, (2, 30))
-    assert max(out.auxiliary_loss for out in outputs(model, tokens, 6)[1]) > 0
-    assert max(out.auxiliary_loss for out in outputs(model.eval(), tokens, 6)[1]) == 0

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common import refuses
 from memories.harness import agree, build, same_states, sines
 from memories.xl_family import WIDTH, Place, copying, joined, language_model, run, text, twin
 from torch import Tensor, nn
@@ -209,10 +210,8 @@ def test_slots_stand_right_before_a_segment_whether_its_positions_go_on_or_begin
 
 def test_trained_distances_say_what_they_cannot_do() -> None:
     model = language_model({"name": "ernie_doc", "length": 3, "longest": 4})
-    with pytest.raises(ValueError, match=r"5.*longest=4"):
-        model(text(1, 5))
-    with pytest.raises(ValueError, match="slots=0"):
-        ErnieDocPositions(2, 4, 6, 0)
+    refuses(r"5.*longest=4", model, text(1, 5))
+    refuses("slots=0", ErnieDocPositions, 2, 4, 6, 0)
     with pytest.raises(ValueError, match="tasks=2"):
         places = torch.zeros(1, 3, 1, dtype=torch.long)
         ErnieDocPositions(2, 4, 6, 3, tasks=2).bias(torch.zeros(1, 2, 3, 4), places, places)

@@ -155,16 +155,13 @@ def reading(memory: ExpireSpan, state: Rows, first: int, tokens: int, **given: A
     return memory.read(memory.open(state, positions_BNP[:, :1], lambda h, **_: (h[:, None], h[:, None])), query, None)
 
 
-def test_a_short_ramp_is_exact_beside_a_long_span_in_half_precision() -> None:
+def test_a_short_ramp_is_exact_and_spans_have_a_price() -> None:
     memory = ExpireSpan(6, 2, 4, longest=16384, ramp=128, evict=True).bfloat16()
     state = empty_rows(1, 4, 6, torch.zeros((), dtype=torch.bfloat16))
     state = state._replace(count_B=torch.ones(1, dtype=torch.long))
     share_N = reading(memory, state, 8192 + 1, 128).context.visible_BHNM[0, 0, :, -1]  # type: ignore[union-attr, index]
     assert share_N.dtype == torch.float32
     torch.testing.assert_close(share_N, 1 - torch.arange(1, 129) / 128, rtol=0, atol=1e-5)
-
-
-def test_the_mean_span_has_a_price_for_every_token() -> None:
     spec = {**SPEC, "price": 0.5, "loss": "mean"}
     model, tokens_BN = language_model(spec, depth=1), text(2, 9)
     _, loss = auxiliary(model, tokens_BN, 3)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common import refuses
 from memories.harness import agree, inputs, logit, sines, wild
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -250,12 +251,18 @@ def test_gradients_are_those_of_a_run_that_puts_off_and_shares_nothing(name: str
     torch.testing.assert_close(grads[2], grads[1], rtol=0, atol=1e-12)
 
 
-def test_with_the_authors_second_norm_the_cut_matters() -> None:
+def test_the_second_norm_matters_and_layers_attend_no_segment() -> None:
     x_BTD = torch.randn(2, 12, D, dtype=torch.float64)
     for norm, matters in (("pre", True), ("post", False)):
         stack = make(norm=norm, official_renorm=True)
         whole, *others = (in_segments(stack, x_BTD, cut) for cut in CUTS)
         assert all(((other - whole).abs().max() > 1e-3) == matters for other in others)
+
+    def block(_: int) -> Block:
+        return Block(SelfAttention(D, H, causal=True), FeedForward(D, D))
+
+    refuses(r"memory Feedback .*make layer 0", Stack, block, 1, model_memory=Feedback(D, H))
+    refuses("this layer has no keys and values", ContextAttention(D, H).project_kv, torch.zeros(1, 1, D))
 
 
 def test_an_empty_start_shows_nothing_and_zeros_are_attended() -> None:
@@ -281,13 +288,3 @@ def test_an_empty_start_shows_nothing_and_zeros_are_attended() -> None:
             torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
             got.sum().backward()
         assert all(p.grad is None or p.grad.isfinite().all() for p in stack.parameters())
-
-
-def test_layers_that_attend_their_segment_are_refused() -> None:
-    def block(_: int) -> Block:
-        return Block(SelfAttention(D, H, causal=True), FeedForward(D, D))
-
-    with pytest.raises(ValueError, match=r"memory Feedback .*make layer 0"):
-        Stack(block, 1, model_memory=Feedback(D, H))
-    with pytest.raises(ValueError, match="this layer has no keys and values"):
-        ContextAttention(D, H).project_kv(torch.zeros(1, 1, D))

@@ -237,7 +237,7 @@ def test_attention_draws_the_samples() -> None:
     assert abs(quantiles.std().item() - drawn.std().item()) < 0.01
 
 
-def test_random_sampling_trains_and_repeats_with_the_seed() -> None:
+def test_random_sampling_repeats_with_the_seed_and_the_signal_stays() -> None:
     layer = make(InfinityFormer(WIDTH, HEADS, 2, chunk=3, sampling="random", relative=False, **SMALL))
     inputs = [torch.randn(ROWS, 6, WIDTH).double() for _ in range(3)]
     told = []
@@ -247,10 +247,7 @@ def test_random_sampling_trains_and_repeats_with_the_seed() -> None:
     assert torch.equal(told[0], told[1]) and not torch.equal(told[0], told[2])
     even = make(InfinityFormer(WIDTH, HEADS, 2, chunk=3, sampling="uniform", relative=False, **SMALL))
     assert (run_layer(even, inputs, counted=True)[0][-1] - told[0]).abs().max() > 1e-4
-
-
-def test_the_signal_outlives_the_short_memory() -> None:
-    """The first segment reaches outputs 20 segments later; gradients stop at the segment."""
+    # The first segment reaches outputs 20 segments later; gradients stop at the segment.
     layer = make(InfinityFormer(WIDTH, HEADS, 2, chunk=2, relative=False, contraction=0.95, **SMALL))
     inputs = [torch.randn(ROWS, 4, WIDTH).double().requires_grad_() for _ in range(20)]
     outs, (*_, state), _ = run_layer(layer, inputs, counted=True)

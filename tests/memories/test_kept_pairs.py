@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from integrations.families import EIGHT, GROUPED, decoder, words
 from memories import harness
 from torch import Tensor
@@ -72,8 +73,7 @@ def test_a_state_of_the_other_mode_is_refused(memory: dict[str, Any]) -> None:
     model, tokens = build(memory, "kv"), segments(1)[0]
     trained, read = model.train().init_state(ROWS), model.eval().init_state(ROWS)
     for mode, state in ((False, trained), (True, read)):
-        with pytest.raises(ValueError, match="as_kept"):
-            model.train(mode)(tokens, state)
+        refuses("as_kept", model.train(mode), tokens, state)
     layer = model.stack.blocks[0].attention
     with pytest.raises(ValueError, match="from which its projections learn nothing"):
         layer.memory.open(read.layers[0], torch.zeros(1, 1, 8), layer.project_kv)
@@ -87,8 +87,7 @@ def test_what_training_left_is_converted(memory: dict[str, Any]) -> None:
         model = build(memory, keep)
         state = model(tokens[0]).state
         state = model(tokens[1], state).state
-        with pytest.raises(ValueError, match=r"training=True.* call eval\(\)"):
-            model.as_kept(state)
+        refuses(r"training=True.* call eval\(\)", model.as_kept, state)
         state = model.eval().as_kept(state)
         assert bool(pairs_of(state)) == (keep == "kv")
         with torch.no_grad():
@@ -117,8 +116,7 @@ def test_loops_begin_in_the_mode_in_which_they_read() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     for name in ("transformer_xl", "segatron", "ernie_doc", "compressive"):
-        with pytest.raises(ValueError, match="keep='none'"):
-            build({"name": name}, "none")
+        refuses("keep='none'", build, {"name": name}, "none")
 
 
 @pytest.mark.parametrize("family", [decoder("llama", "Llama", **GROUPED), decoder("qwen3", "Qwen3", **EIGHT)])

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common import refuses
 from memories.harness import HEADS, WIDTH, agree, inputs, layer_of, recorded, run_layer
 from memories.learning import LATCH, untrained
 from torch import Tensor
@@ -185,21 +186,17 @@ def test_one_layer_has_the_store(depth: int, layer: int) -> None:
         assert memory.here or (memory.init_state(1, torch.zeros(())) == () and not list(memory.parameters()))  # type: ignore[union-attr]
 
 
-def test_a_core_without_log_sum_exp_cannot_share_its_softmax() -> None:
+def test_faiss_and_cores_that_it_cannot_use_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    refuses(r"cached-transformers\[memory\]", Memorizing, WIDTH, HEADS, store="faiss", raises=ImportError)
+
     class Deaf(Attention):
         can = frozenset({"causal", "bidirectional"})
 
     with pytest.raises(ValueError, match=r"memory Memorizing needs lse .*, which attention Deaf does not give"):
         SelfAttention(WIDTH, HEADS, core=Deaf(), memory=Memorizing(WIDTH, HEADS, joint=True))
     SelfAttention(WIDTH, HEADS, core=Deaf(), memory=Memorizing(WIDTH, HEADS))
-    with pytest.raises(ValueError, match=r"needs lse \(.*\), which attention Deaf does not give"):
-        Deaf()(*torch.ones(3, 1, 1, 1, 1), want_lse=True)
-
-
-def test_faiss_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(ImportError, match=r"cached-transformers\[memory\]"):
-        Memorizing(WIDTH, HEADS, store="faiss")
+    refuses(r"needs lse \(.*\), which attention Deaf does not give", Deaf(), *torch.ones(3, 1, 1, 1, 1), want_lse=True)
 
 
 def test_faiss_gives_what_exact_search_gives() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common import refuses
 from memories.harness import HEADS, WIDTH, agree, inputs, run_layer
 from memories.memory_caching_twin import slowly
 from torch import Tensor
@@ -50,11 +51,6 @@ def layer_of(memory: Any, wild: float = 0.5) -> SelfAttention:
 
 def caching(over: Any, **options: Any) -> dict[str, Any]:
     return {"name": "memory_caching", "over": over, **options}
-
-
-def close(a: list[Tensor], b: list[Tensor], tolerance: float = 1e-10) -> None:
-    for one, other in zip(a, b, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
 
 
 class Golden:
@@ -161,7 +157,7 @@ def test_a_soup_of_matrices_is_gated_and_one_of_nets_is_not(start: str) -> None:
         if "layers" in over or over is MLP:
             assert (soup[-1] - gated[-1]).abs().max() > 1e-3
         else:
-            close(soup, gated)
+            torch.testing.assert_close(soup, gated, rtol=0, atol=1e-10)
 
 
 @over_each
@@ -208,19 +204,14 @@ WRONG = [
 
 @pytest.mark.parametrize(("options", "message"), WRONG, ids=str)
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        create_memory({"name": "memory_caching", **options}, WIDTH, HEADS)
+    refuses(message, create_memory, {"name": "memory_caching", **options}, WIDTH, HEADS)
 
 
-def test_a_memory_of_yours_below_is_one_that_says_what_its_states_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_of_yours_below_answers_and_hears_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MEMORIES, "_entries", dict(MEMORIES._entries))
     MEMORIES.register("unmixed")(Unmixed)
     assert snapshot_memories() == ["infini", "titans", "ttt", "unmixed"]
     assert isinstance(MemoryCaching(WIDTH, HEADS, over="unmixed").over, Unmixed)
-    with pytest.raises(ValueError, match=r"read='soup'.*read='gated'"):
-        MemoryCaching(WIDTH, HEADS, over="unmixed", read="soup")
-
-
-def test_what_the_model_says_reaches_the_memory_below_and_presets_hold_there() -> None:
+    refuses(r"read='soup'.*read='gated'", MemoryCaching, WIDTH, HEADS, over="unmixed", read="soup")
     memory: Any = create_memory(caching({"name": "titans", "preset": "long"}), WIDTH, HEADS, causal=False)
     assert memory.over.gates == "stretched" and memory.over.causal is False

@@ -1,7 +1,6 @@
-"""Memory Transformer: a slow twin, limiting cases, weights of its own, and both kinds of model.
+"""Memory Transformer: a slow twin, limiting cases, weights of its own, both kinds of model, bottleneck.
 
-Legend: B rows, N tokens, M memory tokens, D model width.
-"""
+Legend: B rows, N tokens, M memory tokens, D model width."""
 
 from __future__ import annotations
 
@@ -9,16 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from memories import harness
-from memories.harness import HEADS, WIDTH, agree, logit, project, segments
+from memories.harness import HEADS, WIDTH, agree, attended, logit, project, segments, wild
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
+from cached_transformers import create_model
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block, MemoryWeights
 from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import Stack
 from cached_transformers.memories.memory_transformer import MemoryTransformer
+from cached_transformers.models.stack_model import make_stack
+from cached_transformers.models.stack_options import StackOptions
 
 M, N, ROWS = 3, 5, 2
 
@@ -149,13 +153,60 @@ def test_with_a_cache_it_is_rmt_that_never_writes(mask: str, positions: str) -> 
         torch.testing.assert_close(gradient, twin_gradient, rtol=0, atol=1e-9)
 
 
-def test_blocks_that_cannot_hold_its_weights_are_refused() -> None:
+def test_blocks_that_cannot_hold_its_weights_or_a_bottleneck_are_refused() -> None:
     def block(_: int) -> Block:
         return Block(SelfAttention(WIDTH, HEADS), FeedForward(WIDTH, WIDTH))
 
     memory = MemoryTransformer(WIDTH, HEADS, control=True, causal=False)
-    with pytest.raises(ValueError, match="MemoryTransformer"):
-        Stack(block, 1, model_memory=memory)
+    refuses("MemoryTransformer", Stack, block, 1, model_memory=memory)
     attention, forward = SelfAttention(WIDTH, HEADS, reduction=nn.Identity()), FeedForward(WIDTH, WIDTH)
-    with pytest.raises(ValueError, match="memory_weights"):
-        Block(attention, forward, memory_weights=MemoryWeights(attention, forward))
+    refuses("memory_weights", Block, attention, forward, memory_weights=MemoryWeights(attention, forward))
+    stack = bottleneck_of().float()
+
+    def flops(n: int) -> int:
+        with FlopCounterMode(display=False) as counter:
+            stack(torch.randn(1, n, WIDTH))
+        return counter.get_total_flops()
+
+    assert flops(400) - flops(300) == flops(300) - flops(200) > 0
+    with pytest.raises(ValueError, match="bottleneck=True"):
+        create_model("language_model", vocabulary=9, width=WIDTH, depth=1, heads=HEADS, feed_forward=8, memory=SPEC)
+    with pytest.raises(ValueError, match="needs cross"):
+        bottleneck_of(attention="bigbird")
+
+
+SPEC: dict[str, Any] = {"name": "memory_transformer", "length": M, "bottleneck": True}
+
+
+def bottleneck_of(positions: str = "none", **options: Any) -> Any:
+    made = StackOptions(WIDTH, 2, HEADS, 16, memory=SPEC, **options)
+    return wild(make_stack(made, positions=positions)).eval()
+
+
+def token(block: Any, x_D: Tensor, seen: list[Tensor]) -> Tensor:
+    """One token through a block, which attends others by its own projections."""
+    y_D = block.attention_norm(x_D + attended(block.attention, x_D, seen))
+    return block.feed_forward_norm(y_D + block.feed_forward(y_D))  # type: ignore[no-any-return]
+
+
+def narrow_twin(stack: Any, x_BND: Tensor, padding_BN: Tensor) -> Tensor:
+    rows = []
+    for x_ND, padding_N in zip(x_BND, padding_BN, strict=True):
+        memory, tokens = list(stack.model_memory.initial_MD), list(x_ND)
+        for block in stack.blocks:
+            real = [t for t, pad in zip(tokens, padding_N, strict=True) if not pad]
+            memory = [token(block.memory_block, m, [*memory, *real]) for m in memory]
+            tokens = [token(block, t, memory) for t in tokens]
+        rows.append(torch.stack([stack.norm(t) for t in tokens]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_a_bottleneck_is_its_slow_twin(norm: str) -> None:
+    stack = bottleneck_of(norm=norm)
+    x = torch.randn(ROWS, N, WIDTH, dtype=torch.float64, requires_grad=True)
+    padding = torch.tensor([[False] * N, [True, False, False, True, False]])
+    used = {name: p for name, p in stack.named_parameters() if p.requires_grad}
+    agree(
+        [stack(x, padding_BN=padding).outputs[~padding]], [narrow_twin(stack, x, padding)[~padding]], {"x": x, **used}
+    )

@@ -20,7 +20,7 @@ CHOICES = {
     "rmt": "mask norm",
     "segatron": "shift",
 }
-"""Choices whose annotation does not list them; for others see `test_registry.py`."""
+"""Choices whose annotation does not list them; for others see `test_checks.py`."""
 
 
 def build(name: str, **options: Any) -> Any:

@@ -89,7 +89,7 @@ def test_it_is_its_slow_twin_with_gradients(options: dict[str, Any], chunk: int)
     agree(got, wanted, leaves, grads=1e-8, rtol=1e-8, least=1e-3)
 
 
-def test_gates_of_zero_and_one_have_values_and_gradients() -> None:
+def test_gates_at_their_ends_and_odd_values_stay_bounded() -> None:
     memory, inputs = build(layers=2), given()
     inputs[3][:, :, 2], inputs[3][:, :, 5] = 0, 0
     inputs[4][:, :, 3], inputs[4][:, :, 5], inputs[4][:, :, 6] = 1, 0, 1
@@ -97,9 +97,6 @@ def test_gates_of_zero_and_one_have_values_and_gradients() -> None:
     inputs = [t.requires_grad_() for t in inputs]
     leaves = {str(i): t for i, t in enumerate(inputs)}
     agree([learn(memory, inputs)[0]], [slow(memory, inputs)[0]], leaves, grads=1e-8, rtol=1e-8)
-
-
-def test_an_odd_value_moves_weights_no_farther_than_the_bound() -> None:
     q, k, v, *_ = given(1)
     gates = [torch.full((B, G, 1), value, **DOUBLE) for value in (0.5, 0, 1)]
     steps = [learn(build(loss=loss), [q, k, v * 1e6, *gates])[1].sums_BGP.abs().max() for loss in ("l2", "huber")]

@@ -204,14 +204,11 @@ def test_the_reach_is_that_of_the_formula(slots: int, depth: int, same_length: b
         assert touched.tolist() == wanted, f"output {t}"
 
 
-def test_evaluation_may_look_back_further() -> None:
+def test_evaluation_may_look_back_further_and_far_distances_are_exact() -> None:
     model, tokens = language_model({"name": "transformer_xl", "length": 3, "eval_length": 20}), text(2, 20)
     assert model.train().init_state(1).layers[0].hidden_BMD.shape[1] == 3
     model.eval()
     close(joined(run(model, tokens, 4)), model(tokens).outputs)
-
-
-def test_distances_far_out_in_a_stream_are_as_exact_as_near() -> None:
     model, tokens = language_model({"name": "transformer_xl", "length": 5}), text(1, 12)
     late = model.init_state(1)
     late = late._replace(clock_B=late.clock_B + 10**8)

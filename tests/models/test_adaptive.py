@@ -118,7 +118,7 @@ def test_all_words_together_have_probability_one_and_losses_are_their_entries(fo
     torch.testing.assert_close(softmax.losses(h_BND, targets), want, rtol=0, atol=1e-12)
 
 
-def test_clusters_without_a_target_still_have_gradients() -> None:
+def test_clusters_without_a_target_have_gradients_in_one_graph() -> None:
     """Data-parallel training waits for the gradient of every parameter."""
     _, softmax = build(FORMS["narrower"], tied=False, tied_projections=False)
     for softmax.sparse in (True, False):
@@ -127,10 +127,7 @@ def test_clusters_without_a_target_still_have_gradients() -> None:
         for name, parameter in softmax.named_parameters():
             assert parameter.grad is not None, name
         assert softmax.weights[3].grad.count_nonzero() == 0 and softmax.weights[0].grad.count_nonzero() > 0
-
-
-def test_one_compiled_graph_serves_all_targets() -> None:
-    """A graph takes the dense form by itself; its results equal the sparse form."""
+    # A graph takes the dense form by itself; its results equal the sparse form.
     _, softmax = build(FORMS["narrower"])
     compiled = torch.compile(softmax.losses, fullgraph=True, backend="aot_eager")
     for seed in range(3):
@@ -140,7 +137,7 @@ def test_one_compiled_graph_serves_all_targets() -> None:
             torch.testing.assert_close(compiled(h_BND, targets), softmax.losses(h_BND, targets), rtol=0, atol=1e-12)
 
 
-def test_what_is_tied_is_one_parameter() -> None:
+def test_what_is_tied_is_one_parameter_and_plain_models_score() -> None:
     embedding, softmax = build(FORMS["narrower"], tied_projections=[False, True, True, False])
     assert [a is b for a, b in zip(softmax.projections, embedding.projections, strict=True)] == [0, 1, 1, 0]
     assert all(a is b for a, b in zip(softmax.weights, embedding.weights, strict=True))
@@ -150,6 +147,14 @@ def test_what_is_tied_is_one_parameter() -> None:
     # With one width for all, the softmax may still have a projection for each cluster, or share the embedding's.
     embedding, softmax = build(FORMS["one width, projected"], tied_projections=[True, False, True, True])
     assert [p is embedding.projections[0] for p in softmax.projections] == [True, False, True, True]
+    model = language_model()
+    tokens = torch.randint(V, (2, 6))
+    targets = tokens[:, 1:].clone()
+    targets[1, 2] = -100
+    assert not model.scores_targets
+    want = token_losses(model, tokens[:, :-1], targets).outputs
+    torch.testing.assert_close(model(tokens[:, :-1], targets=targets).outputs, want, rtol=0, atol=0)
+    assert want[1, 2] == 0
 
 
 def test_initial_weights_have_the_deviations_asked_for() -> None:
@@ -207,14 +212,3 @@ def test_a_model_scores_its_targets_as_its_probabilities_say(tied: bool) -> None
     torch.testing.assert_close(state, last, rtol=0, atol=1e-6)
     loss.backward()
     assert all(p.grad is not None for p in model.parameters())
-
-
-def test_a_plain_model_scores_targets_when_asked() -> None:
-    model = language_model()
-    tokens = torch.randint(V, (2, 6))
-    targets = tokens[:, 1:].clone()
-    targets[1, 2] = -100
-    assert not model.scores_targets
-    want = token_losses(model, tokens[:, :-1], targets).outputs
-    torch.testing.assert_close(model(tokens[:, :-1], targets=targets).outputs, want, rtol=0, atol=0)
-    assert want[1, 2] == 0

@@ -180,16 +180,13 @@ def test_under_autocast_it_differs_by_rounding() -> None:
     assert abs(plain - diagonal) < 1e-2
 
 
-def test_buffers_may_be_read() -> None:
+def test_buffers_may_be_read_and_the_initial_state_is_trained() -> None:
     """Statistics are written only in training; without gradient, tensors have no version counter."""
     model = build(next(case for case in LAYERED if case.attention == "routing")).eval()
     inputs, targets = batch(4 * SEGMENT)
     plain, loop = (SegmentLoop(model, SEGMENT, schedule=s) for s in ("segments", "diagonal"))
     with torch.inference_mode():
         torch.testing.assert_close(plain(inputs, targets)[0], loop(inputs, targets)[0], rtol=0, atol=1e-10)
-
-
-def test_the_initial_state_is_trained() -> None:
     model = build(GRC)
     tune_initial_state(model, batch(2 * SEGMENT)[0][:1], segment_length=SEGMENT)
     plain = both(model, everything(4))
@@ -254,10 +251,9 @@ def test_data_parallel_and_sharding_wrap_the_loop(tmp_path: Path) -> None:
     in_group(run, "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("case", [XL, pytest.param(GRC, marks=pytest.mark.slow)], ids=str)
 def test_a_compiled_loop_is_one_graph(case: Case) -> None:
-    torch._dynamo.reset()
-    counters.clear()
     model = build(case, depth=2)
     loop = SegmentLoop(model, SEGMENT, 1, schedule="diagonal")
     compiled: Any = torch.compile(loop, fullgraph=True, backend="aot_eager" if case is GRC else "eager", dynamic=False)
@@ -265,4 +261,3 @@ def test_a_compiled_loop_is_one_graph(case: Case) -> None:
     plain = seen(model, SegmentLoop(model, SEGMENT, 1), inputs, targets)
     assert_same(plain, seen(model, compiled, inputs, targets))
     assert counters["stats"]["unique_graphs"] == 1
-    torch._dynamo.reset()

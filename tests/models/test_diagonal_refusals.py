@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from contract.contract_cases import SEGMENT, VOCABULARY
 from models.test_diagonal import batch
 from torch import Tensor, nn
@@ -65,31 +66,37 @@ def test_what_crosses_the_layers_is_refused_by_name(kind: str) -> None:
     model = build_model()
     with pytest.raises(ValueError, match=f"schedule='diagonal'.*{message}.*(schedule='segments'|compile the loop)"):
         SegmentLoop(model, SEGMENT, schedule="diagonal")
-    with pytest.raises(ValueError, match=message):
-        next(read_stream(model, [[1, 2, 3]], SEGMENT, schedule="diagonal"))
+    refuses(message, next, read_stream(model, [[1, 2, 3]], SEGMENT, schedule="diagonal"))
 
 
-def test_other_loops_and_words_are_refused() -> None:
+def test_other_loops_are_refused_and_other_errors_stay() -> None:
     model = made()
-    with pytest.raises(ValueError, match="'diagonals'"):
-        SegmentLoop(model, SEGMENT, schedule="diagonals")
-    with pytest.raises(ValueError, match=r"passes=2.*schedule='segments'.*passes=1"):
-        SegmentLoop(model, SEGMENT, passes=2, schedule="diagonal")
-    with pytest.raises(ValueError, match="ReplayLoop"):
-        ReplayLoop(model, SEGMENT, schedule="diagonal")
+    refuses("'diagonals'", SegmentLoop, model, SEGMENT, schedule="diagonals")
+    refuses(r"passes=2.*schedule='segments'.*passes=1", SegmentLoop, model, SEGMENT, passes=2, schedule="diagonal")
+    refuses("ReplayLoop", ReplayLoop, model, SEGMENT, schedule="diagonal")
     loop = SegmentLoop(model, SEGMENT, schedule="diagonal")
     model.stack.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="would leave out the hooks"):
         loop(*batch(SEGMENT))  # registered since
-    with pytest.raises(ValueError, match="targets of shape"):
-        next(read_diagonally(made(), [(batch(6)[0], batch(5)[1], None)]))
+    refuses("targets of shape", next, read_diagonally(made(), [(batch(6)[0], batch(5)[1], None)]))
+
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[1] == SEGMENT:
+                raise RuntimeError("out of luck")
+            return x
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        SegmentLoop(with_feed_forward(Failing), SEGMENT, schedule="diagonal")(*batch(2 * SEGMENT))
 
 
-def test_a_stream_keeps_its_rows() -> None:
+def test_a_stream_keeps_its_rows_and_buffers_are_not_lost() -> None:
     inputs, _ = batch(2 * SEGMENT)
     first, second = inputs.split(SEGMENT, 1)
     with pytest.raises(ValueError, match=r"the state has 3 rows .*, the segment 2"):
         list(read_diagonally(made(), [(first, None, None), (second[:2], None, None)]))
+    with pytest.raises(ValueError, match=r"0,.*feed_forward\.count"):
+        SegmentLoop(with_feed_forward(Exchanging), SEGMENT, schedule="diagonal")(*batch(2 * SEGMENT))
 
 
 def test_a_forward_that_is_not_made_of_the_parts_is_refused() -> None:
@@ -117,22 +124,6 @@ class Exchanging(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.count = self.count + x.mean()
         return x
-
-
-def test_buffers_that_would_be_lost_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"0,.*feed_forward\.count"):
-        SegmentLoop(with_feed_forward(Exchanging), SEGMENT, schedule="diagonal")(*batch(2 * SEGMENT))
-
-
-def test_other_errors_in_a_group_stay_what_they_are() -> None:
-    class Failing(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if x.shape[1] == SEGMENT:
-                raise RuntimeError("out of luck")
-            return x
-
-    with pytest.raises(RuntimeError, match="out of luck"):
-        SegmentLoop(with_feed_forward(Failing), SEGMENT, schedule="diagonal")(*batch(2 * SEGMENT))
 
 
 def test_what_makes_two_modules_unlike() -> None:

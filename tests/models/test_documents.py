@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses, stirred
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -40,10 +41,7 @@ def build(memory: Any = RMT, **options: Any) -> nn.Module:
     torch.manual_seed(1)
     sizes = {"vocabulary": VOCABULARY, "width": 8, "depth": 2, "heads": 2, "feed_forward": 16, "positions": "rotary"}
     model = create_model("language_model", memory=memory, **{**sizes, **options}).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
+    return stirred(model, 0.2)
 
 
 def text(documents_BN: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -116,7 +114,7 @@ def test_a_row_goes_on_with_its_state_unless_it_is_reset() -> None:
     assert got != loop(inputs, targets, before, reset)[0]
 
 
-def test_a_row_without_a_token_keeps_its_state() -> None:
+def test_a_row_without_a_token_and_values_of_padding_change_nothing() -> None:
     model = build().eval()
     inputs, _ = text(PACKED)
     before = model(inputs[:, :5]).state
@@ -125,9 +123,6 @@ def test_a_row_without_a_token_keeps_its_state() -> None:
     torch.testing.assert_close(kept, was, rtol=0, atol=0)
     assert not torch.equal(found.state.model[0][0], before.model[0][0])
     assert (found.outputs[1] == 0).all()
-
-
-def test_what_stands_in_padding_changes_nothing() -> None:
     model = build().eval()
     inputs, targets = text(PACKED)
     other = torch.where(PACKED < 0, (inputs + 3) % VOCABULARY, inputs)
@@ -203,13 +198,17 @@ def test_fewer_than_twice_the_tokens_are_computed(call: int, monkeypatch: pytest
         assert taken.sort().values.equal((packed >= 0).flatten().nonzero()[:, 0])
 
 
-def test_ids_of_bounds_and_of_places() -> None:
+def test_ids_of_bounds_and_places_and_documents_that_begin_again() -> None:
     bounds = torch.tensor([0, 3, 3, 5], dtype=torch.int32)
     assert from_bounds(bounds).tolist() == [[0, 0, 0, 2, 2]]
     assert from_bounds(bounds, 7).tolist() == [[0, 0, 0, 2, 2, -1, -1]]
     places = torch.tensor([[4, 5, 0, 1, 0, 0], [9, 0, 1, 9, 2, 0]])
     padding = torch.tensor([[0, 0, 0, 0, 0, 0], [1, 0, 0, 1, 0, 0]]).bool()
     assert from_places(places, padding).tolist() == [[0, 0, 1, 1, 2, 3], [-1, 0, 0, -1, 0, 1]]
+    laid = ids((5, 5, 5))
+    laid[0, 10:] = 0
+    with pytest.raises(ValueError, match=r"documents\[0, 10\] is 0, a document that has ended"):
+        SegmentLoop(build(), SEGMENT)(*text(laid), documents=laid)
 
 
 @pytest.mark.parametrize(
@@ -229,35 +228,22 @@ def test_ids_of_bounds_and_of_places() -> None:
     ],
 )
 def test_what_are_no_documents_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_a_document_that_begins_again_in_another_segment_is_refused() -> None:
-    laid = ids((5, 5, 5))
-    laid[0, 10:] = 0
-    with pytest.raises(ValueError, match=r"documents\[0, 10\] is 0, a document that has ended"):
-        SegmentLoop(build(), SEGMENT)(*text(laid), documents=laid)
+    refuses(message, make)
 
 
 def test_what_cannot_be_told_of_documents_says_so() -> None:
     inputs, targets = text(PACKED)
     sizes = {"width": 8, "depth": 1, "heads": 2, "feed_forward": 16}
     classifier = create_model("sequence_classifier", vocabulary=VOCABULARY, classes=3, max_length=16, **sizes)
-    with pytest.raises(ValueError, match="SequenceClassifier"):
-        classifier(inputs, documents=PACKED)
-    with pytest.raises(ValueError, match="SequenceClassifier"):
-        SegmentLoop(classifier, SEGMENT)(inputs, targets, documents=PACKED)
+    refuses("SequenceClassifier", classifier, inputs, documents=PACKED)
+    refuses("SequenceClassifier", SegmentLoop(classifier, SEGMENT), inputs, targets, documents=PACKED)
     images = create_model("vision_transformer", image_size=8, patch_size=4, **sizes)
-    with pytest.raises(ValueError, match="VisionTransformer"):
-        images(torch.zeros(1, 3, 8, 8), documents=torch.zeros(1, 16))
+    refuses("VisionTransformer", images, torch.zeros(1, 3, 8, 8), documents=torch.zeros(1, 16))
     pairs = create_model("encoder_decoder", vocabulary=VOCABULARY, max_length=16, **sizes)
-    with pytest.raises(ValueError, match="EncoderDecoder"):
-        pairs(inputs, inputs, documents=PACKED)
+    refuses("EncoderDecoder", pairs, inputs, inputs, documents=PACKED)
     with pytest.raises(ValueError, match="documents"):
         generate(build(), inputs, tokens=1, segment_length=SEGMENT, documents=PACKED)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="passes=2"):
-        SegmentLoop(build(), SEGMENT, passes=2)(inputs, targets, documents=PACKED)
+    refuses("passes=2", SegmentLoop(build(), SEGMENT, passes=2), inputs, targets, documents=PACKED)
     with pytest.raises(ValueError, match=r"outputs of shape \(\d+, 3\) .* answers once for a row"):
         SegmentLoop(Once(), SEGMENT, scoring=lambda model, *_: model())(inputs, targets, documents=PACKED)
 
@@ -272,14 +258,17 @@ class Once(nn.Module):
         return ModelOutput(torch.zeros(4, 3), torch.zeros(4), torch.zeros(()))
 
 
-def test_a_memory_of_all_rows_is_refused_in_training_alone() -> None:
+def test_a_memory_of_all_rows_is_refused_in_training_and_operations_are_counted() -> None:
     model = build()
     model.stack.blocks[0].attention.memory.shared = True
     model.stack.blocks[0].attention.memory.train()
     inputs, _ = text(PACKED)
-    with pytest.raises(ValueError, match=r"documents: memory .* is one for all rows"):
-        model(inputs, documents=PACKED)
+    refuses(r"documents: memory .* is one for all rows", model, inputs, documents=PACKED)
     model.eval()(inputs, documents=PACKED)
+    model = build()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = torch.zeros(2, 6, dtype=torch.long)
+        assert model(inputs, documents=inputs).outputs.shape == (2, 6, VOCABULARY)
 
 
 def test_the_model_inside_may_be_compiled_and_the_loop_not() -> None:
@@ -290,15 +279,7 @@ def test_the_model_inside_may_be_compiled_and_the_loop_not() -> None:
         inside = torch.compile(model, backend="eager", dynamic=True)
         torch.testing.assert_close(SegmentLoop(inside, 8)(inputs, targets, documents=PACKED)[0], want)
     whole = torch.compile(model, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match="documents in a compiled call"):
-        whole(inputs, documents=PACKED)
-
-
-def test_operations_are_counted_without_values() -> None:
-    model = build()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        inputs = torch.zeros(2, 6, dtype=torch.long)
-        assert model(inputs, documents=inputs).outputs.shape == (2, 6, VOCABULARY)
+    refuses("documents in a compiled call", whole, inputs, documents=PACKED, raises=Exception)
 
 
 @pytest.mark.parametrize("kind", [SegmentLoop, ReplayLoop])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses, stirred
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -27,10 +28,7 @@ def build(seed: int = 0, **options: Any) -> EncoderDecoder:
     sizes: dict[str, Any] = {"vocabulary": V, "max_length": 32, "width": D, "depth": 2, "heads": H, "feed_forward": 12}
     model = create_model("encoder_decoder", **{**sizes, "dropout": 0.0, **options})
     assert isinstance(model, EncoderDecoder)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model.eval()
+    return stirred(model.eval(), 0.2)
 
 
 def sources(seed: int = 0) -> Tensor:
@@ -221,7 +219,6 @@ def test_losses_and_gradients_are_those_of_cross_entropy(
 
 
 def test_losses_of_half_precision_are_float32_and_near() -> None:
-    torch.manual_seed(0)
     head, h, targets = nn.Linear(16, 50), torch.randn(40, 16), torch.randint(50, (40,))
     want = token_losses(h, head, targets, 0.1, IGNORED)
     for autocast in (False, True):
@@ -249,16 +246,13 @@ def test_targets_give_losses_and_all_weights_learn(kind: str) -> None:
     assert all("from_cache" in name for name in idle)
 
 
-def test_targets_behind_the_end_take_no_experts_place() -> None:
+def test_targets_behind_the_end_and_checkpoints_change_nothing() -> None:
     model = build(experts={"experts": 3, "every": 1, "capacity_factor": 1.0}).train()
     targets = said().masked_fill(torch.arange(T) >= torch.tensor([5, 2, 3])[:, None], IGNORED)
     outs = [model(sources(), said(1).masked_fill(targets == IGNORED, f), PADDING, targets=targets) for f in (0, 9)]
     assert outs[0].auxiliary_loss > 0
     torch.testing.assert_close(outs[0].outputs, outs[1].outputs)
     torch.testing.assert_close(outs[0].auxiliary_loss, outs[1].auxiliary_loss)
-
-
-def test_activation_checkpointing_gives_the_same_gradients() -> None:
     gradients = []
     for enabled in (False, True):
         model = build(memory="grc", dropout=0.1).train()
@@ -280,17 +274,14 @@ def test_embeddings_are_shared_as_told() -> None:
     assert model(sources(), said()).outputs.shape == (ROWS, T, W)
 
 
-def test_default_sizes_are_those_of_the_iwslt_models() -> None:
+def test_default_sizes_are_of_iwslt_and_buckets_are_t5s() -> None:
     """fairseq's transformer_iwslt_de_en with one dictionary of 10,000 types has 36.7 million parameters."""
     with torch.device("meta"):
         model = EncoderDecoder(10_000)
     blocks = 6 * (4 * 512 * 512 + 2 * 512 * 1024) + 6 * (8 * 512 * 512 + 2 * 512 * 1024)
     vectors = 6 * (4 * 512 + 1024 + 512 + 4 * 512) + 6 * (8 * 512 + 1024 + 512 + 6 * 512) + 4 * 512
     assert sum(p.numel() for p in model.parameters()) == 10_000 * 512 + blocks + vectors
-
-
-def test_buckets_are_t5s() -> None:
-    """Values that were checked against the published function."""
+    # Values that were checked against the published function.
     both, causal = BucketedPositions(1), BucketedPositions(1, causal=True)
     distance = torch.tensor([0, 7, 8, 11, 12, 15, 16, 23, 32, 46, 64, 90, 91, 1000])
     want = [0, 7, 8, 8, 9, 9, 10, 11, 12, 13, 14, 14, 15, 15]
@@ -316,8 +307,7 @@ def test_buckets_are_t5s() -> None:
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(**options)
+    refuses(message, build, **options)
 
 
 @pytest.mark.parametrize(
@@ -333,15 +323,13 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 )
 def test_inputs_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
     given = {"inputs": sources(), "targets_in": said(), "padding": PADDING, **change}
-    with pytest.raises(ValueError, match=message):
-        build()(given.pop("inputs"), given.pop("targets_in"), **given)
-    with pytest.raises(ValueError, match="batch_size=0"):
-        build().init_state(0)
+    refuses(message, build(), given.pop("inputs"), given.pop("targets_in"), **given)
+    refuses("batch_size=0", build().init_state, 0)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_training_is_one_graph() -> None:
     model, reference = (build(depth=1).train() for _ in range(2))
-    torch._dynamo.reset()
     run = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
     given: dict[str, Any] = {"padding": PADDING, "targets": said(1), "label_smoothing": 0.1}
     for step in range(2):
@@ -350,4 +338,3 @@ def test_training_is_one_graph() -> None:
     out.outputs.sum().backward()
     want.outputs.sum().backward()
     torch.testing.assert_close(model.embedding.weight.grad, reference.embedding.weight.grad)
-    torch._dynamo.reset()

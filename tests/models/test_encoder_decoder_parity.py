@@ -137,9 +137,8 @@ def test_texts_are_those_of_generate(pair: tuple[Any, EncoderDecoder], beams: in
         close(got.score_B / got.length_B**0.7, want.sequences_scores)
 
 
-def test_memory_is_added_to_the_weights_of_others() -> None:
+def test_memory_is_added_to_the_weights_of_others_with_their_dtype_and_mode() -> None:
     """With the gate closed the model is the original; open, it is another, and learns."""
-    torch.manual_seed(0)
     theirs = stirred(bart_like("bart"))
     ours = from_bart(theirs, memory={"name": "grc", "length": 6}, dropout=0.0)
     inputs, padding, decoder_inputs = batch(ours)
@@ -148,9 +147,6 @@ def test_memory_is_added_to_the_weights_of_others() -> None:
     for memory in ours.stack.layer_memories():
         memory.close_gate()
     close(ours(inputs, decoder_inputs, padding).outputs, want)
-
-
-def test_half_precision_and_mode_are_those_of_the_original() -> None:
     ours = from_t5(t5_like("t5").bfloat16().train())
     assert ours.training and {p.dtype for p in ours.parameters()} == {torch.bfloat16}
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attentions.cases import CASES
+from common import stirred
 from contract.contract_cases import attention_spec
 from contract.contracts import CONTRACTS
 from torch import Tensor
@@ -90,10 +91,7 @@ AGAIN = {"bp_transformer", "etc", "memory_compressed", "reformer", "routing", "s
 def build(memory: Spec = None, attention: Spec = "softmax", **options: Any) -> LanguageModel:
     torch.manual_seed(3)
     model = LanguageModel(V, 16, 2, 2, 16, memory=memory, attention=attention, **options).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return stirred(model, 0.1)
 
 
 def name_of(spec: Spec) -> str:
@@ -217,8 +215,9 @@ def test_every_kind_of_block(options: dict[str, Any]) -> None:
     compare(build({"name": "transformer_xl", "length": 7}, **options))
 
 
-def test_without_segments_the_text_is_one() -> None:
+def test_without_segments_and_in_bfloat16() -> None:
     compare(build(), segment=None, steps=40)
+    compare(build({"name": "transformer_xl", "length": 7}).bfloat16(), tolerance=0.1)
 
 
 @torch.no_grad()
@@ -276,10 +275,6 @@ def test_an_empty_memory_is_read_by_no_token(memory: str, monkeypatch: pytest.Mo
         counts.append(len(calls) - before)
     # The first prompt, tokens of an empty memory; the segment as a whole, before the token that opens the next one.
     assert counts == [1, *[0] * (SEGMENT - 3), 1, *[1] * 4]
-
-
-def test_bfloat16() -> None:
-    compare(build({"name": "transformer_xl", "length": 7}).bfloat16(), tolerance=0.1)
 
 
 class Reads(LayerMemory):
@@ -360,14 +355,11 @@ class NewContext(LayerMemory):
         return Reading(context)
 
 
-def test_a_broken_promise_is_an_error() -> None:
+def test_a_broken_promise_is_an_error_and_a_kept_one_silent() -> None:
     model = build(positions="none")
     model.stack.blocks[0].attention.memory = NewContext()  # type: ignore[union-attr, assignment]
     with pytest.raises(ValueError, match="NewContext"):
         generate(model, torch.zeros(1, 1, dtype=torch.long), tokens=3)
-
-
-def test_nothing_is_said_where_tokens_are_read_alone() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         generate(build({"name": "rmt", "length": 3}), torch.zeros(1, 1, dtype=torch.long), tokens=8, segment_length=4)

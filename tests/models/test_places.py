@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from torch import Tensor, nn
 
 from cached_transformers import create_model
@@ -117,12 +118,17 @@ def test_read_twice_tells_the_segments_of_a_classifier_apart() -> None:
     assert stream(model, kind, inputs, again)[-1].state.model.blocks_B.tolist() == [4] * ROWS
 
 
-def test_segatron_counts_sentences_in_a_classifier_and_its_class_token_ends_none() -> None:
+def test_a_classifier_counts_sentences_and_the_order_of_tokens() -> None:
     model = build("sequence_classifier", {"name": "segatron", "length": 12, "sentence_ends": (0, 3)})
     tokens = torch.tensor([[3, 1, 3, 1], [1, 1, 1, 1], [0, 0, 0, 0]])
     state = stream(model, "sequence_classifier", [tokens, tokens])[-1].state
     assert state.model.sentence_B.tolist() == [4, 0, 8]
     assert state.layers[0].positions_BMP[0, -10:, 1].tolist() == [0, 0, 1, 1, 2, 2, 2, 3, 3, 4]
+    model, kind = build("sequence_classifier", XL), "sequence_classifier"
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    one, other = (model(t).outputs for t in (tokens, tokens.flip(1)))
+    assert (one - other).abs().max() > 1e-4
+    assert stream(model, kind, [tokens])[0].outputs.equal(one)
 
 
 @pytest.mark.parametrize("kind", ["sequence_classifier", "encoder_decoder"])
@@ -140,14 +146,6 @@ def test_a_memory_brings_its_scheme_unless_the_user_names_one(kind: str) -> None
         assert type(model.decoder.positions) is SinusoidalPositions
 
 
-def test_in_the_default_classifier_the_order_of_the_tokens_still_counts() -> None:
-    model, kind = build("sequence_classifier", XL), "sequence_classifier"
-    tokens = torch.tensor([[1, 2, 3, 4]])
-    one, other = (model(t).outputs for t in (tokens, tokens.flip(1)))
-    assert (one - other).abs().max() > 1e-4
-    assert stream(model, kind, [tokens])[0].outputs.equal(one)
-
-
 def test_embedded_places_of_a_classifier_go_on_and_those_of_sentences_and_images_do_not() -> None:
     for kind in ("sequence_classifier", "encoder_decoder"):
         model = build(kind, {**XL, "relative": False})
@@ -163,15 +161,10 @@ def test_embedded_places_of_a_classifier_go_on_and_those_of_sentences_and_images
     assert torch.equal(one.outputs, other.outputs)
 
 
-def test_max_length_limits_a_segment_and_not_the_stream() -> None:
+def test_max_length_and_learned_positions_limit_a_segment() -> None:
     model, kind = build("sequence_classifier", XL), "sequence_classifier"
     assert stream(model, kind, segments(kind, 4))[-1].outputs.isfinite().all()
-    with pytest.raises(ValueError, match=r"7.*max_length=6"):
-        model(torch.zeros(1, 7, dtype=torch.long))
-
-
-def test_learned_positions_refuse_what_they_have_no_vector_for() -> None:
+    refuses(r"7.*max_length=6", model, torch.zeros(1, 7, dtype=torch.long))
     model, kind = build("sequence_classifier", XL, positions="learned", max_length=11), "sequence_classifier"
     state = stream(model, kind, segments(kind, 2))[-1].state
-    with pytest.raises(ValueError, match=r"12.*positions='learned'"):
-        stream(model, kind, segments(kind, 1), state)
+    refuses(r"12.*positions='learned'", stream, model, kind, segments(kind, 1), state)

@@ -1,4 +1,4 @@
-"""Our models in a folder and on the hub."""
+"""Our models in a folder and on the hub; models of published sizes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import yaml
+from common import refuses
 from models.test_session import words
 
+from cached_lab.resources import recipes_folder
 from cached_transformers import create_model, load_pretrained, tune_initial_state
 from cached_transformers.models import LanguageModel, SequenceClassifier, VisionTransformer
 from cached_transformers.models.published import PublishedModel
@@ -67,36 +70,30 @@ def test_copies_know_what_they_were_made_of(tmp_path: Path) -> None:
 def test_what_would_not_load_is_not_saved(tmp_path: Path) -> None:
     model = language_model()
     model.stack.blocks[0].attention.output = torch.nn.Linear(32, 32, bias=False)
-    with pytest.raises(ValueError, match=r"output.bias.*32,.*LanguageModel"):
-        model.save_pretrained(tmp_path / "a")
+    refuses(r"output.bias.*32,.*LanguageModel", model.save_pretrained, tmp_path / "a")
     model = language_model()
     tune_initial_state(model, words(1, 6), segment_length=3)
-    with pytest.raises(ValueError, match="save_initial_state"):
-        model.save_pretrained(tmp_path / "a")
+    refuses("save_initial_state", model.save_pretrained, tmp_path / "a")
     model = language_model()
     assert model.made_of is not None
     model.made_of["width"] = torch.zeros(1)
-    with pytest.raises(ValueError, match=r"width=tensor.*config.json"):
-        model.save_pretrained(tmp_path / "a")
+    refuses(r"width=tensor.*config.json", model.save_pretrained, tmp_path / "a")
 
     class Mine(LanguageModel):
         pass
 
-    with pytest.raises(ValueError, match="Mine is not registered"):
-        Mine(64, width=32, depth=1, heads=2).save_pretrained(tmp_path / "a")
+    refuses("Mine is not registered", Mine(64, width=32, depth=1, heads=2).save_pretrained, tmp_path / "a")
     assert not (tmp_path / "a").exists()
 
 
 def test_what_is_something_else_is_refused(tmp_path: Path) -> None:
     language_model().save_pretrained(tmp_path / "m")
-    with pytest.raises(ValueError, match=r"'language_model'.*SequenceClassifier"):
-        SequenceClassifier.from_pretrained(tmp_path / "m")
+    refuses(r"'language_model'.*SequenceClassifier", SequenceClassifier.from_pretrained, tmp_path / "m")
     weights = tmp_path / "m" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-3] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(ValueError, match="does not match its checksum"):
-        LanguageModel.from_pretrained(tmp_path / "m")
+    refuses("does not match its checksum", LanguageModel.from_pretrained, tmp_path / "m")
     config = tmp_path / "m" / "config.json"
     good = config.read_text()
     for bad, message in (
@@ -106,11 +103,9 @@ def test_what_is_something_else_is_refused(tmp_path: Path) -> None:
         (good.replace('"vocabulary"', '"vocabular"'), "vocabular"),
     ):
         config.write_text(bad)
-        with pytest.raises(ValueError, match=message):
-            LanguageModel.from_pretrained(tmp_path / "m")
+        refuses(message, LanguageModel.from_pretrained, tmp_path / "m")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"config\.json"):
-        LanguageModel.from_pretrained(tmp_path / "empty")
+    refuses(r"config\.json", LanguageModel.from_pretrained, tmp_path / "empty")
 
 
 def test_push_to_hub_uploads_what_was_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -134,3 +129,57 @@ def test_push_to_hub_uploads_what_was_saved(monkeypatch: pytest.MonkeyPatch, tmp
     language_model().save_pretrained(tmp_path / "m")
     monkeypatch.setattr(hub, "snapshot_download", lambda name, **options: str(tmp_path / "m"))
     assert isinstance(LanguageModel.from_pretrained("me/mine", revision="r"), LanguageModel)
+
+
+WORDS = 267_735
+"""Words of WikiText-103's training split, with <unk>, and the end of a line."""
+
+
+def build(recipe: str) -> Any:
+    section = yaml.safe_load((recipes_folder() / f"{recipe}.yaml").read_text(encoding="utf-8"))["model"]
+    with torch.device("meta"):
+        return create_model(**section, vocabulary=WORDS)
+
+
+def count(module: Any) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def layer(d: int, f: int) -> int:
+    """q, k, v, W_r, W_o without biases; two linear maps with; two norms."""
+    return 5 * d * d + 2 * d * f + f + d + 4 * d
+
+
+def test_transformer_xl_base_has_the_151107538_parameters_of_its_published_log() -> None:
+    model = build("lm_wikitext103_xl_base")
+    assert count(model) == 151_107_538
+    # That log counts the layers apart; it leaves out u and v, 2 x 410 numbers that all layers share.
+    assert count(model.stack) - 2 * 410 == 41_066_400 == 16 * layer(410, 2100)
+
+
+def test_transformer_xl_large_has_285_million_parameters() -> None:
+    """No exact number is published; this one follows from the sizes in the published script.
+
+    The 257M of the paper's table are neither all of them nor those of the layers; 16 layers would give 257.9M.
+    """
+    model = build("lm_wikitext103_xl_large")
+    sizes = {1024: 20_000, 256: 20_000, 64: 160_000, 16: WORDS - 200_000}
+    words = sum(width * words for width, words in sizes.items())
+    projections = sum(1024 * width for width in sizes)
+    softmax = WORDS + 3 * 1024 + 3 + 1024 * 1024  # biases, the clusters' own rows, the one projection that is not tied
+    layers = 18 * (layer(1024, 4096) + 2 * 1024)  # with u and v of each
+    assert count(model) == words + projections + softmax + layers == 285_205_322
+    assert layers == count(model.stack) == 245_569_536
+    assert words + projections + softmax + layers * 16 // 18 == 257_919_818
+
+
+@pytest.mark.parametrize("recipe", ["lm_wikitext103_xl_base", "lm_wikitext103_xl_large"])
+def test_the_width_of_a_head_and_what_is_tied(recipe: str) -> None:
+    model = build(recipe)
+    large = recipe.endswith("large")
+    assert model.stack.blocks[0].attention.positions.head_width == (64 if large else 41)
+    first, last = (model.stack.blocks[i].attention.positions for i in (0, -1))
+    assert (first.content_bias is last.content_bias) is not large
+    assert all(a is b for a, b in zip(model.head.weights, model.embedding.weights, strict=True))
+    tied = [a is b for a, b in zip(model.head.projections, model.embedding.projections, strict=True)]
+    assert tied == ([False, True, True, True] if large else [])

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses, stirred
 from integrations.hosts import library
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from cached_lab.experiments.costs.flops import count_flops
@@ -25,14 +26,6 @@ SMALL |= {"mlp_ratios": (2, 3, 2, 1), "depths": (1, 2, 1, 1)}
 
 def small(**options: Any) -> PyramidVisionTransformer:
     return PyramidVisionTransformer(**{**SMALL, **options})
-
-
-def disturbed(model: nn.Module) -> nn.Module:
-    """Random values instead of zero biases and unit norms, which would hide mistakes."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
 
 
 def published_shapes(depths: tuple[int, ...], side: int = 224, classes: int = 1000) -> dict[str, tuple[int, ...]]:
@@ -147,7 +140,7 @@ def twin(model: PyramidVisionTransformer, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("training", [True, False])
 def test_outputs_and_gradients_are_those_of_the_twin(size: tuple[int, int], training: bool) -> None:
     """32 x 128 has as many patches as 64 x 64, and needs other positions all the same."""
-    model = disturbed(small()).double().train(training)
+    model = stirred(small(), 0.3).double().train(training)
     images = torch.randn(2, 3, *size, dtype=torch.float64)
     weights = torch.randn(2, 5, dtype=torch.float64)
     ours, theirs = model(images), twin(model, images)
@@ -158,7 +151,7 @@ def test_outputs_and_gradients_are_those_of_the_twin(size: tuple[int, int], trai
 
 
 def test_feature_maps_are_the_stages_without_the_class_token() -> None:
-    model = disturbed(small()).eval()
+    model = stirred(small(), 0.3).eval()
     images = torch.randn(2, 3, 96, 64)
     tokens, maps = model.forward_intermediates(images)
     assert [tuple(m.shape) for m in maps] == [(2, 8, 24, 16), (2, 16, 12, 8), (2, 24, 6, 4), (2, 32, 3, 2)]
@@ -174,8 +167,8 @@ def test_feature_maps_are_the_stages_without_the_class_token() -> None:
     assert torch.equal(early.mT.unflatten(2, (12, 8)), maps[1]) and torch.equal(first[0], maps[0])
 
 
-def test_pruning_keeps_the_maps_and_drops_what_they_do_not_need() -> None:
-    model = disturbed(small()).eval()
+def test_pruning_keeps_the_maps_and_layers_have_their_rates() -> None:
+    model = stirred(small(), 0.3).eval()
     images = torch.randn(2, 3, 64, 64)
     expected = model.forward_intermediates(images, intermediates_only=True)
     assert model.prune_intermediate_layers([0, 2], prune_norm=True) == [0, 2]
@@ -183,11 +176,17 @@ def test_pruning_keeps_the_maps_and_drops_what_they_do_not_need() -> None:
     assert "cls_token" not in model.state_dict()
     maps = model.forward_intermediates(images, indices=[0, 2], intermediates_only=True)
     assert torch.equal(maps[0], expected[0]) and torch.equal(maps[1], expected[2])
+    model = small()
+    order = library("timm").models.group_parameters(model, model.group_matcher(), reverse=True)
+    assert order["cls_token"] == order["patch_embed1.proj.weight"] == order["pos_embed1"] == 0
+    inside = [order[f"block{s}.{i}.attn.q.weight"] for s, n in enumerate(SMALL["depths"], 1) for i in range(n)]
+    assert inside == sorted(set(inside)) and order["norm.weight"] == inside[-1]
+    assert order["patch_embed2.proj.weight"] == order["block2.0.attn.q.weight"]
 
 
 def test_without_class_token_as_in_detection() -> None:
     """The last map then has attention only among cells, and a classification checkpoint loads."""
-    whole, model = disturbed(small()), small(class_token=False, num_classes=0)
+    whole, model = stirred(small(), 0.3), small(class_token=False, num_classes=0)
     weights = published_weights(whole.state_dict(), model)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not missing and sorted(unexpected) == ["head.bias", "head.weight"]
@@ -199,23 +198,16 @@ def test_without_class_token_as_in_detection() -> None:
     torch.testing.assert_close(model(images), model.forward_features(images).mean(1))
 
 
-def test_a_checkpoint_of_another_image_size_computes_the_same() -> None:
+def test_positions_of_other_sizes_no_square_map_and_half_precision() -> None:
     """Positions interpolated when loading, or at each pass: the same model."""
-    model, larger = disturbed(small()).eval(), small(img_size=(96, 160)).eval()
+    model, larger = stirred(small(), 0.3).eval(), small(img_size=(96, 160)).eval()
     larger.load_state_dict(published_weights({"model": model.state_dict()}, larger))
     images = torch.randn(2, 3, 96, 160)
     torch.testing.assert_close(larger(images), model(images))
-
-
-def test_positions_of_no_square_map_are_refused() -> None:
     oblong, model = small(img_size=(96, 32)), small()
-    with pytest.raises(ValueError, match=r"pos_embed1.*192.*16.*16"):
-        published_weights(oblong.state_dict(), model)
+    refuses(r"pos_embed1.*192.*16.*16", published_weights, oblong.state_dict(), model)
     same = small(img_size=(96, 32))
     same.load_state_dict(published_weights(oblong.state_dict(), same))
-
-
-def test_positions_in_half_precision() -> None:
     positions = torch.randn(1, 17, 8)
     half = resize_positions(positions.bfloat16(), (4, 4), (6, 5), prefix=1)
     whole = resize_positions(positions, (4, 4), (6, 5), prefix=1)
@@ -224,7 +216,7 @@ def test_positions_in_half_precision() -> None:
 
 
 def test_drop_path_grows_over_the_blocks_and_rests_in_evaluation() -> None:
-    model = disturbed(small(drop_path_rate=0.4))
+    model = stirred(small(drop_path_rate=0.4), 0.3)
     rates = [b.drop_path.rate for i in range(1, 5) for b in getattr(model, f"block{i}")]
     assert rates == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
     block, x = model.block4[0], torch.randn(64, 5, 32)
@@ -256,7 +248,7 @@ def test_activation_checkpointing_computes_the_same_with_fewer_activations_kept(
 
 
 def test_heads() -> None:
-    model = disturbed(small()).eval()
+    model = stirred(small(), 0.3).eval()
     images = torch.randn(2, 3, 64, 64)
     tokens = model.forward_features(images)
     assert torch.equal(model.forward_head(tokens, pre_logits=True), tokens[:, 0])
@@ -267,15 +259,6 @@ def test_heads() -> None:
     assert torch.equal(model(images), tokens)
     assert small(num_classes=0)(images).shape == (2, 32)
     assert model.no_weight_decay() == {"cls_token"}
-
-
-def test_layers_for_layer_wise_rates() -> None:
-    model = small()
-    order = library("timm").models.group_parameters(model, model.group_matcher(), reverse=True)
-    assert order["cls_token"] == order["patch_embed1.proj.weight"] == order["pos_embed1"] == 0
-    inside = [order[f"block{s}.{i}.attn.q.weight"] for s, n in enumerate(SMALL["depths"], 1) for i in range(n)]
-    assert inside == sorted(set(inside)) and order["norm.weight"] == inside[-1]
-    assert order["patch_embed2.proj.weight"] == order["block2.0.attn.q.weight"]
 
 
 @pytest.mark.parametrize(
@@ -291,22 +274,15 @@ def test_layers_for_layer_wise_rates() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        small(**options)
+    refuses(message, small, **options)
 
 
-def test_images_too_small_are_refused_and_the_smallest_are_not() -> None:
+def test_images_too_small_are_refused_and_biases_may_be_absent() -> None:
     model = small()
-    with pytest.raises(ValueError, match=r"31.*64.*32.*32"):
-        model(torch.randn(1, 3, 31, 64))
-    with pytest.raises(ValueError, match="indices=5"):
-        model.forward_intermediates(torch.randn(1, 3, 64, 64), indices=5)
-    with pytest.raises(ValueError, match="output_fmt='NLC'"):
-        model.forward_intermediates(torch.randn(1, 3, 64, 64), output_fmt="NLC")
+    refuses(r"31.*64.*32.*32", model, torch.randn(1, 3, 31, 64))
+    refuses("indices=5", model.forward_intermediates, torch.randn(1, 3, 64, 64), indices=5)
+    refuses("output_fmt='NLC'", model.forward_intermediates, torch.randn(1, 3, 64, 64), output_fmt="NLC")
     assert model(torch.randn(1, 3, 32, 33)).shape == (1, 5)
-
-
-def test_attention_without_biases() -> None:
     layer = SpatialReductionAttention(8, 2, sr_ratio=2, qkv_bias=False)
     assert layer.q.bias is None and layer.kv.bias is None
     assert layer(torch.randn(2, 16, 8), (4, 4)).shape == (2, 16, 8)

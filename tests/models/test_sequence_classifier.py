@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from common import stirred
 from torch import Tensor, nn
 
 from cached_transformers import create_model
@@ -100,7 +101,6 @@ def test_its_initial_weights_are_those_of_the_arena() -> None:
 
 
 def test_the_options_leave_the_default_model_as_it_was() -> None:
-    torch.manual_seed(0)
     model = classifier()
     torch.manual_seed(0)
     same = classifier(activation="gelu", norm_eps=1e-5, bias=True, head_width=12, init="xavier")
@@ -146,11 +146,8 @@ def test_bad_options(options: dict[str, object], message: str) -> None:
 
 
 def test_a_short_convolution_joins_neighbours_and_carries_the_last_of_them() -> None:
-    torch.manual_seed(0)
     model = classifier(short_convolution=3, memory={"name": "rmt", "length": 2}, positions="rotary").double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+    stirred(model, 0.2)
     long, short = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[2, 6, 1]])
     padded = torch.cat([long, torch.nn.functional.pad(short, (0, 2))])
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from integrations.transformers_hosts import GPT2, SEGMENT, awaken, stream, words
 
 from cached_transformers import Session, create_model, generate
@@ -70,8 +71,7 @@ def test_one_prompt_many_questions(make: Callable[[], Any]) -> None:
     with torch.no_grad():
         next(model.parameters()).add_(1)
     for other, message in ((mark, "the mark was made with other weights"), (session(ours("infini")).mark(), "model")):
-        with pytest.raises(ValueError, match=message):
-            found.rewind(other)
+        refuses(message, found.rewind, other)
 
 
 @models
@@ -95,25 +95,19 @@ def test_of_other_weights_or_segments_it_is_refused(tmp_path: Path) -> None:
     found = session(model)
     found.read(words(1, 9))
     found.save(tmp_path / "a")
-    with pytest.raises(ValueError, match="here 7"):
-        Session.load(model, tmp_path / "a", 7)
+    refuses("here 7", Session.load, model, tmp_path / "a", 7)
     with torch.no_grad():
         next(model.parameters())[0, 0] += 1e-6
-    with pytest.raises(ValueError, match="LanguageModel"):
-        Session.load(model, tmp_path / "a", LENGTH)
+    refuses("LanguageModel", Session.load, model, tmp_path / "a", LENGTH)
 
 
 def test_bad_input() -> None:
     model = ours()
-    with pytest.raises(ValueError, match="give segment_length"):
-        Session(model)
-    with pytest.raises(ValueError, match="segment_length=0"):
-        Session(model, 0)
+    refuses("give segment_length", Session, model)
+    refuses("segment_length=0", Session, model, 0)
     found = session(model)
-    with pytest.raises(ValueError, match="nothing was read yet"):
-        found.generate(tokens=1)
-    with pytest.raises(ValueError, match=r"one text, \(1, tokens\), not \(2, 3\)"):
-        found.read(words(2, 3))
+    refuses("nothing was read yet", found.generate, tokens=1)
+    refuses(r"one text, \(1, tokens\), not \(2, 3\)", found.read, words(2, 3))
     found.read(words(1, 0))
     assert found.tokens == 0
 
@@ -125,5 +119,4 @@ def test_without_memory_all_is_one_segment(tmp_path: Path) -> None:
         found.read(piece)
     expected = generate(model, text, tokens=3, temperature=0).tokens
     assert torch.equal(found.generate(tokens=3, temperature=0).tokens, expected)
-    with pytest.raises(ValueError, match=r"segment_length=None.*save the tokens"):
-        found.save(tmp_path / "a")
+    refuses(r"segment_length=None.*save the tokens", found.save, tmp_path / "a")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from integrations.hosts import library
 from integrations.transformers_hosts import GPT2, SEGMENT, awaken, stream, words
 from models.test_session import ours, theirs
@@ -120,27 +121,21 @@ def _learned(tuned: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Linear carries no state"):
-        tune(torch.nn.Linear(2, 2))
+    refuses("Linear carries no state", tune, torch.nn.Linear(2, 2))
     model = ours("grc_stream")
-    with pytest.raises(ValueError, match="has no initial state of its own"):
-        save_initial_state(model, tmp_path / "a")
-    with pytest.raises(ValueError, match="one row of token ids"):
-        tune_initial_state(model, words(2, 3))
+    refuses("has no initial state of its own", save_initial_state, model, tmp_path / "a")
+    refuses("one row of token ids", tune_initial_state, model, words(2, 3))
     assert all(p.requires_grad for p in model.parameters())
     tune(model)
     assert initial_state_of(model.stack) is not None
-    with pytest.raises(ValueError, match="has an initial state already"):
-        tune(model)
+    refuses("has an initial state already", tune, model)
     save_initial_state(model, tmp_path / "a")
     other = ours("grc_stream")
     with torch.no_grad():
         other.head.weight[0] += 1
-    with pytest.raises(ValueError, match="other weights"):
-        load_initial_state(other, tmp_path / "a")
+    refuses("other weights", load_initial_state, other, tmp_path / "a")
     stranger = awaken(stream(GPT2, "grc_stream"))
-    with pytest.raises(ValueError, match=r"other weights"):
-        load_initial_state(stranger, tmp_path / "a")
+    refuses(r"other weights", load_initial_state, stranger, tmp_path / "a")
 
 
 def test_it_travels_with_a_host_and_goes_with_its_memory(tmp_path: Path) -> None:
@@ -174,5 +169,4 @@ def test_a_model_of_peft_is_read_with_its_adapters() -> None:
     expected = adapted.generate(input_ids=ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert torch.equal(session.generate(tokens=6, temperature=0).tokens, expected[:, ids.shape[1] :])
     prompted = peft.get_peft_model(theirs(), peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
-    with pytest.raises(ValueError, match="PeftModelForCausalLM"):
-        Session(prompted)
+    refuses("PeftModelForCausalLM", Session, prompted)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from models.rereading import translate_rereading
 from models.test_encoder_decoder import KINDS, LENGTHS, PADDING, ROWS, W, build, sources
 from torch import Tensor
 
 from cached_lab.tasks.translation.translate import Translation, translate
 from cached_transformers.layers import kv_cache
-from cached_transformers.models.encoder_decoder import EncoderDecoder
+from cached_transformers.models.encoder_decoder import Encoded, EncoderDecoder
 
 BEGIN, END = 0, 1
 
@@ -80,7 +80,7 @@ def test_enough_beams_find_the_best_of_all_targets(penalty: float) -> None:
         assert rank == pytest.approx(max(ranks[row]), abs=1e-4)
 
 
-def test_a_row_is_translated_as_if_it_were_alone() -> None:
+def test_a_row_is_translated_alone_and_a_source_may_be_padding() -> None:
     model = build(target_vocabulary=W)
     options: dict[str, Any] = {"begin": BEGIN, "end": END, "beams": 3}
     together = translate(model, sources(), padding=PADDING, **options)
@@ -90,10 +90,7 @@ def test_a_row_is_translated_as_if_it_were_alone() -> None:
         torch.testing.assert_close(alone.score_B[0], together.score_B[row])
     assert len(set(together.length_B.tolist())) > 1  # they were done at different steps
     assert (together.tokens_BT[torch.arange(together.tokens_BT.shape[1]) >= together.length_B[:, None]] == END).all()
-
-
-def test_a_source_of_padding_alone_is_no_obstacle() -> None:
-    """An empty line, which has no token to attend."""
+    # An empty line, which has no token to attend.
     padding = PADDING.clone()
     padding[1] = True
     for kind in ("pre", "t5", "grc"):
@@ -134,3 +131,31 @@ def test_state_goes_in_and_out_and_the_mode_stays() -> None:
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         translate(build(target_vocabulary=W), sources(), **{"begin": BEGIN, "end": END, "beams": 3, **options})
+
+
+class WholeTarget:
+    def __init__(self, model: EncoderDecoder, encoded: Encoded, first_B: Tensor) -> None:
+        self.model, self.encoded, self.tokens_BT = model, encoded, first_B[:, None]
+
+    def after(self) -> tuple[()]:
+        return ()
+
+    def read(self) -> Tensor:
+        return self.model.decode(self.tokens_BT, self.encoded, last_only=True)[:, 0].log_softmax(-1)
+
+    def append(self, token_B: Tensor) -> None:
+        self.tokens_BT = torch.cat([self.tokens_BT, token_B[:, None]], 1)
+
+    def multiply(self, times: int) -> None:
+        self.choose(torch.arange(len(self.tokens_BT)).repeat_interleave(times))
+
+    def choose(self, rows_B: Tensor) -> None:
+        hidden_BND, padding_BN = self.encoded.hidden_BND[rows_B], self.encoded.padding_BN
+        padding_BN = None if padding_BN is None else padding_BN[rows_B]
+        self.encoded = self.encoded._replace(hidden_BND=hidden_BND, padding_BN=padding_BN)
+        self.tokens_BT = self.tokens_BT[rows_B]
+
+
+def translate_rereading(model: EncoderDecoder, inputs_BN: Tensor, **options: Any) -> Translation:
+    with patch("cached_lab.tasks.translation.translate.CachedTarget", WholeTarget):
+        return translate(model, inputs_BN, **options)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli.made_text import train_on_bytes
+from cli.made import train_on_bytes
 
 from cached_lab.cli.main import main
 from cached_lab.experiments.build import build_dataset

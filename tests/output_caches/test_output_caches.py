@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from integrations.hosts import library
 from torch import Tensor
 
@@ -69,13 +70,10 @@ def test_it_is_a_loop_over_tokens_in_any_segments(size: int, theta: float, share
         torch.testing.assert_close(text.probabilities(cache, lengths), twin(text, size, theta, share))
 
 
-def test_lambda_0_is_the_model() -> None:
+def test_lambda_0_and_an_empty_cache_are_the_model() -> None:
     text = Text()
     for cache in (NeuralCache(9, lambda_=0.0), knn(text, k=3, lambda_=0.0)):
         assert torch.equal(cache(text.logits, text.h, text.next).log_probabilities, text.logits.log_softmax(-1))
-
-
-def test_an_empty_cache_is_none_whatever_stands_in_its_slots() -> None:
     text = Text(1)
     cache = NeuralCache(4, theta=2.0, lambda_=0.9)
     state = cache.init_state(B, text.h)
@@ -84,7 +82,7 @@ def test_an_empty_cache_is_none_whatever_stands_in_its_slots() -> None:
     assert torch.equal(found, text.logits.log_softmax(-1))
 
 
-def test_a_state_is_not_changed_and_keeps_its_form() -> None:
+def test_a_state_keeps_its_form_and_no_odd_numbers() -> None:
     text, cache = Text(), NeuralCache(6)
     first = cache(text.logits, text.h, text.next).state
     kept = states.map_state(torch.clone, first)
@@ -92,9 +90,6 @@ def test_a_state_is_not_changed_and_keeps_its_form() -> None:
     assert states.signature(first) == states.signature(second) == states.signature(cache.init_state(B, text.h))
     for (name, one), (_, other) in zip(states.named_tensors(first), states.named_tensors(kept), strict=True):
         assert torch.equal(one, other), name
-
-
-def test_hidden_states_that_are_no_numbers_are_not_kept() -> None:
     text, cache = Text(), NeuralCache(30, 0.5, 0.5)
     text.h[0, 5] = torch.nan
     state = cache(text.logits, text.h, text.next).state
@@ -135,24 +130,21 @@ def test_chunks_find_what_all_distances_say(k: int, chunk: int, monkeypatch: pyt
     assert torch.equal(places, want.indices)
 
 
-def test_distances_are_exact_far_from_the_origin() -> None:
+def test_distances_are_exact_and_reading_changes_nothing() -> None:
     """Norms of 2,000 and distances of about 10: a difference of squares would be rounded to .5 in float32."""
     store, queries = Datastore(torch.randn(500, D) + 1000, torch.zeros(500)), torch.randn(4, D) + 1000
     distances, places = store.nearest(queries, 20)
     exact = all_distances(store, queries).gather(1, places)
     torch.testing.assert_close(distances.double(), exact, rtol=1e-6, atol=0)
-
-
-def all_distances(store: Datastore, q_QD: Tensor) -> Tensor:
-    return (q_QD[:, None].double() - store.keys_SD.double()).square().sum(-1)
-
-
-def test_reading_changes_nothing_and_knows_no_next_token() -> None:
     text = Text()
     cache = knn(text, k=5)
     before, state = cache(text.logits, text.h, text.next)
     text.next = (text.next + 1) % V
     assert state == () and torch.equal(cache(text.logits, text.h, text.next).log_probabilities, before)
+
+
+def all_distances(store: Datastore, q_QD: Tensor) -> Tensor:
+    return (q_QD[:, None].double() - store.keys_SD.double()).square().sum(-1)
 
 
 @pytest.mark.parametrize(
@@ -168,18 +160,14 @@ def test_reading_changes_nothing_and_knows_no_next_token() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+    refuses(message, make)
 
 
 def test_segments_that_do_not_fit_are_refused() -> None:
     text, cache = Text(), NeuralCache(4)
-    with pytest.raises(ValueError, match=r"hidden states of shape \(2, 22, 5\) must be"):
-        cache(text.logits, text.h[:, 1:], text.next)
-    with pytest.raises(ValueError, match=r"-100.*11"):
-        cache(text.logits, text.h, text.next + 9)
-    with pytest.raises(ValueError, match="must have the shape of the logits"):
-        cache(text.logits, text.h, text.next[:, 1:])
+    refuses(r"hidden states of shape \(2, 22, 5\) must be", cache, text.logits, text.h[:, 1:], text.next)
+    refuses(r"-100.*11", cache, text.logits, text.h, text.next + 9)
+    refuses("must have the shape of the logits", cache, text.logits, text.h, text.next[:, 1:])
 
 
 def keep(read: list[Tensor], _: torch.nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -225,23 +213,18 @@ def test_hidden_states_of_a_decoder_of_transformers() -> None:
     with torch.no_grad(), hidden_states(model) as seen:
         shown = model(ids, output_hidden_states=True).hidden_states[-1]
     assert torch.equal(seen.take(), shown)
-    with pytest.raises(ValueError, match="key='feed_forward'"):
-        hidden_states(model, "feed_forward").__enter__()
+    refuses("key='feed_forward'", hidden_states(model, "feed_forward").__enter__)
 
 
 def test_what_has_no_such_hidden_states_is_refused() -> None:
     model, ids = language_model(), torch.randint(0, V, (B, 6))
-    with pytest.raises(ValueError, match=r"key='middle'.*last_hidden.*feed_forward"):
-        hidden_states(model, "middle").__enter__()
-    with pytest.raises(ValueError, match="key='last_hidden'"):
-        hidden_states(torch.nn.Linear(2, 2)).__enter__()
+    refuses(r"key='middle'.*last_hidden.*feed_forward", hidden_states(model, "middle").__enter__)
+    refuses("key='last_hidden'", hidden_states(torch.nn.Linear(2, 2)).__enter__)
     with hidden_states(model) as seen, pytest.raises(ValueError, match="was not called since"):
         seen.take()
     with_tokens = language_model("rmt")
     with hidden_states(with_tokens, "feed_forward") as seen:
         with_tokens(ids)
-        with pytest.raises(ValueError, match="key='last_hidden'"):
-            seen.take(6)
+        refuses("key='last_hidden'", seen.take, 6)
     model.stack.blocks[-1].feed_forward = torch.nn.Linear(8, 8)
-    with pytest.raises(ValueError, match="key='last_hidden'"):
-        hidden_states(model, "feed_forward").__enter__()
+    refuses("key='last_hidden'", hidden_states(model, "feed_forward").__enter__)

@@ -53,18 +53,12 @@ def uses() -> list[tuple[str, str, str]]:
     return found
 
 
-def test_returns_the_innermost_module() -> None:
+def test_require_gives_the_module_or_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert require("json.decoder", extra="plot") is sys.modules["json.decoder"]
-
-
-def test_absent_module_names_the_extra() -> None:
     expected = re.escape('surely_absent is not installed; it comes with: pip install "cached-transformers[vision]"')
     with pytest.raises(ImportError, match=expected) as caught:
         require("surely_absent.inner", extra="vision")
     assert caught.value.name == "surely_absent"
-
-
-def test_broken_dependency_keeps_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_dependency.py").write_text("import something_it_lacks\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="'something_it_lacks'"):
@@ -98,13 +92,10 @@ def test_pip_lines_of_the_pages_name_the_package_and_extras_that_exist() -> None
     assert len(lines) > 3 and None not in named and extras and extras - set(project_table()) == set()
 
 
-def test_nested_extras_are_followed() -> None:
+def test_nested_extras_are_followed_and_constraints_pin_each() -> None:
     lab = {"filelock", "pyyaml", "rich", "scipy"}
     assert lab | {"matplotlib", "tensorboard", "scikit-learn", "pillow"} == installed_by("demo")
     assert {"timm", "torchvision", "transformers", "matplotlib", "tensorboard", "scikit-learn"} <= installed_by("dev")
-
-
-def test_constraints_pin_every_named_dependency() -> None:
     lines = (PROJECT / "constraints.txt").read_text().lower().replace("_", "-").splitlines()
     pinned = {line.partition("==")[0] for line in lines if "==" in line}
     core = {"torch", "numpy", "safetensors", "pyyaml", "rich", "scipy"}

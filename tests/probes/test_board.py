@@ -98,14 +98,13 @@ def test_intervals_are_over_rows_of_one_seed_and_over_several_seeds() -> None:
     assert (row["solved"], row["trainings"]) == (3, 6)
 
 
-def test_every_task_says_what_it_asks_and_one_that_does_not_has_a_group() -> None:
+def test_tasks_say_what_they_ask_and_how_far(tmp_path: Path) -> None:
     assert [entry.name for entry in PROBES if "asks" not in entry.info] == []
     assert groups(["latch", "copy", "passkey"]) == {"holding": ["latch", "passkey"], "order": ["copy"]}
-
-
-def test_a_task_of_bounded_distance_is_far_where_it_ends(tmp_path: Path) -> None:
     trials = board_trials(["rmt"], ["recall"], tmp_path, {"recall": {"keys": 12}})
     assert trials.distances(trials.all()[-1]) == [1, 2, 3, 5, 10]
+    trials = board_trials(["rmt"], ["latch"], tmp_path, {"latch": {"segment": 400}})
+    assert trials.far == 1200 and trials.distances(trials.all()[-1]) == [1, 2, 3]
 
 
 def test_the_board_can_be_trained_with_every_memory(tmp_path: Path) -> None:
@@ -118,11 +117,6 @@ def test_the_board_can_be_trained_with_every_memory(tmp_path: Path) -> None:
     far = {"name": "infinity_former", **setting("infinity_former").far(8, FARTHEST, 2)}
     assert settings["latch", "infinity_former", "far"]["memory"] == json.loads(json.dumps(far))
     assert all(FARTHEST in trials.distances(trial) for trial in trials.all())
-
-
-def test_a_long_segment_makes_the_texts_longer(tmp_path: Path) -> None:
-    trials = board_trials(["rmt"], ["latch"], tmp_path, {"latch": {"segment": 400}})
-    assert trials.far == 1200 and trials.distances(trials.all()[-1]) == [1, 2, 3]
 
 
 def test_costs_are_counted_and_compared_with_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,21 @@
-"""Probes by distance: the course, the streams, and the stored files."""
+"""Probes by distance: the course, the streams, the stored files, and progress."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from torch import Tensor
 
 from cached_lab.cli.main import main
+from cached_lab.experiments.probes import distances, protocol
 from cached_lab.experiments.probes.distances import Course, _rate, ladder, train_by_distance
 from cached_lab.experiments.probes.far_trials import FarTrials
 from cached_lab.experiments.probes.protocol import Forgetful, ProbeSizes, build_model, score
@@ -26,35 +29,27 @@ QUICK = ProbeSizes(width=16, depth=1, heads=2, feed_forward=16, steps=60, check_
 RMT = {"name": "rmt", "length": 2}
 
 
-def test_a_curriculum_goes_on_by_half_as_far_again() -> None:
+def test_a_curriculum_grows_by_half_or_by_its_stages() -> None:
     assert Course(1, 7).stages == [1, 2, 3, 4, 6, 7]
     assert Course(3, 20).stages == [3, 4, 6, 9, 13, 19, 20]
     assert Course(4, 4).stages == [4]
     for wrong, said in (((3, 2), r"distances 3\.\.2"), ((0, 0), r"distances 0\.\.0"), ((1, 3, 95.0), r"solved=95\.0")):
-        with pytest.raises(ValueError, match=said):
-            Course(*wrong)
-
-
-def test_a_curriculum_goes_through_the_stages_that_it_is_told() -> None:
+        refuses(said, Course, *wrong)
     paper = Course(1, 50, through=(1, 2, 3, 5, 10, 20, 50))
     assert paper.stages == [1, 2, 3, 5, 10, 20, 50]
     assert Course(**json.loads(json.dumps(dataclasses.asdict(paper)))) == paper
     for stages in ((1, 3, 2, 5), (2, 5), (1, 4), (1, 1, 5)):
-        with pytest.raises(ValueError, match=r"must rise from 1 to 5"):
-            Course(1, 5, through=stages)
+        refuses(r"must rise from 1 to 5", Course, 1, 5, through=stages)
     task, model = PROBES.create("latch"), build_model(PROBES.create("latch"), RMT, QUICK)
     easy = train_by_distance(model, task, Course(1, 5, solved=0.01, through=(1, 2, 5)), QUICK)
     assert list(easy.solved_at) == [1, 2, 5]
 
 
-def test_the_ladder_ends_where_the_text_does() -> None:
+def test_the_ladder_ends_with_the_text_and_the_rate_falls() -> None:
     assert ladder(16, 16_000) == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
     assert ladder(16, 1_200) == [1, 2, 5, 10, 20, 50, 75]
     assert ladder(16, 10) == [1]
     assert ladder(16, 1_000_000)[9:] == [1000, 10_000, 62_500]
-
-
-def test_the_rate_rises_stays_and_falls() -> None:
     rates = [_rate(step, falls_from=60, settling=40, warm=10) for step in range(100)]
     assert rates[0] == 0.1 and rates[9:61] == [1.0] * 52
     assert all(a > b for a, b in itertools.pairwise(rates[60:])) and rates[-1] < 0.01
@@ -200,15 +195,6 @@ def test_a_training_that_is_cut_off_leaves_no_weights(tmp_path: Path, monkeypatc
     assert len(trials(4).missing()) == 1  # the trial whose weights were overwritten
 
 
-def test_asking_ends_where_a_memory_is_near_a_guess(tmp_path: Path) -> None:
-    trials = FarTrials(["rmt"], ["latch"], 2, 1, 8, tmp_path, course=Course(1, 2), far=4000)
-    results = dict(trials.train(trials.missing(), jobs=1))
-    [answers] = [result["far"] for trial, result in results.items() if trial.memory == "rmt"]
-    assert list(answers) == ["1", "2", "5"] and trials.missing() == []
-    [alone] = [result["far"] for trial, result in results.items() if trial.arm == "no memory"]
-    assert list(map(int, alone)) == ladder(4, 4000), "what carries nothing costs nothing to ask"
-
-
 @pytest.mark.parametrize("taps", [1, 3])
 def test_segments_in_which_nothing_is_asked_change_no_answer_of_what_reads_each_alone(taps: int) -> None:
     task = PROBES.create("mqar", segment=32)
@@ -221,10 +207,16 @@ def test_segments_in_which_nothing_is_asked_change_no_answer_of_what_reads_each_
     assert score(model, task, 7, 64, stateless=True) == whole and len(read) == 9
 
 
-def test_tokens_are_held_up_to_the_first_that_are_not() -> None:
+def test_tokens_are_held_to_the_first_that_are_not_and_asking_ends_there(tmp_path: Path) -> None:
     answers = {"1": [1.0, 1.0], "10": [0.995, 0.99], "2": [1.0, 1.0], "20": [0.98, 0.9], "50": [1.0, 1.0]}
     assert held_tokens({"far": answers}, 16) == 160
     assert held_tokens({"far": {"1": [0.5, 0.5]}}, 16) == 0
+    trials = FarTrials(["rmt"], ["latch"], 2, 1, 8, tmp_path, course=Course(1, 2), far=4000)
+    results = dict(trials.train(trials.missing(), jobs=1))
+    [answers] = [result["far"] for trial, result in results.items() if trial.memory == "rmt"]
+    assert list(answers) == ["1", "2", "5"] and trials.missing() == []
+    [alone] = [result["far"] for trial, result in results.items() if trial.arm == "no memory"]
+    assert list(map(int, alone)) == ladder(4, 4000), "what carries nothing costs nothing to ask"
 
 
 def test_memory_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,3 +232,43 @@ def test_memory_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         assert says in capsys.readouterr().err
     assert main(["probe", "rmt", "memformer.length=1"]) != 0
     assert "neither among the memories nor among the tasks" in capsys.readouterr().err
+
+
+SIZES = ProbeSizes(width=16, depth=1, heads=2, feed_forward=16, steps=60, check_every=20, batch_size=16, rows=128)
+
+
+def test_a_training_says_each_solved_distance_and_every_tenth_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, course, said = PROBES.create("latch"), distances.Course(1, 3, solved=0.2), list[str]()
+    torch.manual_seed(0)
+    trained = distances.train_by_distance(protocol.build_model(task, RMT, SIZES), task, course, SIZES, say=said.append)
+    solved = [re.match(r"step +(\d+)/60  loss \d\.\d{4}  .* right at (\d) of 3 .*, solved", line) for line in said]
+    assert {int(m[2]): int(m[1]) for m in solved if m} == trained.solved_at and trained.solved > 1
+    monkeypatch.setattr(protocol, "LINES", 2)
+    said.clear()
+    outcome = protocol.probe(task, RMT, 2, sizes=SIZES, say=said.append)
+    assert said[0].startswith("step    40/60  loss ") and len(said) == 1 + (outcome.accuracy >= SIZES.enough)
+
+
+SMALL = "rmt rmt.length=2 model.width=8 model.depth=1 model.heads=1 model.check_every=4 --tasks latch"
+WATCHED = ["probe", *SMALL.split(), *["--train-distance", "1..2", "--steps", "8", "--far", "20"]]
+
+
+def test_several_processes_say_and_find_what_one_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    said, found = [], []
+    for jobs in "12":
+        assert main([*WATCHED, "--no-ceiling", "--jobs", jobs, "--out", str(tmp_path / jobs)]) == 0
+        lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("latch: ")]
+        said.append(sorted(re.sub(r", \d+ s$", "", line) for line in lines))
+        content = json.loads((tmp_path / jobs / "far.json").read_text())
+        found.append([(r["memory"], r["accuracy"], r["far"]) for r in content["results"]])
+    assert said[0] == said[1] and found[0] == found[1] and [memory for memory, *_ in found[0]] == ["none", "rmt"]
+    assert "latch: rmt, seed 0: " in said[0][-1] and sum("tokens after the cue" in line for line in said[0]) >= 4
+
+
+@pytest.mark.slow
+def test_a_failure_in_a_process_ends_the_others_and_is_told(tmp_path: Path) -> None:
+    course = distances.Course(1, 1)
+    trials = FarTrials(["rmt"], ["latch"], 1, 1, 4, tmp_path, {"model": {"heads": 3}}, course=course, far=4)
+    with pytest.raises(ValueError, match="heads"):
+        list(trials.train(trials.missing(), jobs=2))
+    assert not list(tmp_path.rglob("*.json"))

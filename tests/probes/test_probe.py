@@ -140,7 +140,7 @@ def test_a_memory_from_outside_the_package_is_probed_as_it_says(folder: Path, mo
     assert not (folder / "latch/of_a_user/out_of_reach_0.json").exists()
 
 
-def test_options_of_a_task_are_kept_with_its_results(tmp_path: Path) -> None:
+def test_options_and_files_go_to_their_tasks(tmp_path: Path) -> None:
     tasks = chosen_tasks("recall,latch", {}, ["recall.keys=3", "latch.decoys=true"])
     assert tasks == {"recall": {"keys": 3}, "latch": {"decoys": True}}
     trials = Trials(["rmt"], list(tasks), 2, 1, 1, tmp_path, tasks)
@@ -150,9 +150,6 @@ def test_options_of_a_task_are_kept_with_its_results(tmp_path: Path) -> None:
     assert result["exact"] == result["accuracy"] and "% right (" in plain.sentence(result)
     assert len(trials.missing()) == len(trials.all()) - 1
     assert plain in dataclasses.replace(trials, options={"recall": {"keys": 4}}).missing()
-
-
-def test_files_go_to_the_tasks_that_read_them() -> None:
     files = {"babi": "a", "books": "b"}
     chosen = chosen_tasks("latch,babilong", files, ["babilong.question=qa2"])
     assert chosen == {"latch": {}, "babilong": files | {"question": "qa2"}}

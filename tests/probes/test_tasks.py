@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from probes.solvers import SOLVERS
 
 from cached_lab.experiments.probes.distances import Course, train_by_distance
@@ -57,10 +58,6 @@ def asked(episode: Episode) -> Iterator[tuple[list[int], list[tuple[int, int]]]]
     """The tokens of each row, and the places that are asked with their answers."""
     for inputs, targets in zip(episode.inputs_BN.tolist(), episode.targets_BN.tolist(), strict=True):
         yield inputs, [(place, target) for place, target in enumerate(targets) if target != IGNORED]
-
-
-def test_every_task_has_a_solver() -> None:
-    assert {*SOLVERS, "babilong"} == set(PROBES.names())
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
@@ -151,14 +148,18 @@ def test_noise_is_the_same_drawn_at_once_and_in_pieces(name: str, monkeypatch: p
         assert torch.equal(draw(task, 20, rows=3).inputs_BN, whole.inputs_BN)
 
 
-def test_places_and_keys_are_drawn_without_repetition_and_evenly() -> None:
+def test_places_keys_and_decoys_are_drawn_evenly() -> None:
     drawn_BK = distinct(20_000, 3, 5, torch.Generator().manual_seed(0))
     assert all(len(set(row)) == 3 for row in drawn_BK.tolist())
     counts = Counter(map(tuple, drawn_BK.tolist()))
     assert len(counts) == 60 and max(counts.values()) < 20_000 / 60 * 1.25 and min(counts.values()) > 20_000 / 60 * 0.75
+    task = PROBES.create("latch", decoys=True)
+    middle = draw(task, 4).inputs_BN[:, task.segment : -task.segment]
+    assert ((middle >= 4) & (middle < 8)).sum(1).eq(3).all()
+    assert {*SOLVERS, "babilong"} == set(PROBES.names())
 
 
-def test_questions_of_mqar_follow_the_power_law() -> None:
+def test_mqar_has_the_papers_form_and_power_law() -> None:
     """The first follows the law, the second the law without the first."""
     a, slots = 0.3, 6
     drawn_BQ = power_law_slots(40_000, 2, slots, a, torch.Generator().manual_seed(0))
@@ -168,10 +169,7 @@ def test_questions_of_mqar_follow_the_power_law() -> None:
     for column, expected in ((0, law), (1, left)):
         found = drawn_BQ[:, column].bincount(minlength=slots) / 40_000
         assert torch.allclose(found.double(), torch.as_tensor(expected), atol=0.01)
-
-
-def test_mqar_has_the_papers_form() -> None:
-    """Pairs first, then each key once at the first token of a slot, its value the target there, blanks elsewhere."""
+    # Pairs first, then each key once at the first token of a slot, its value the target there, blanks elsewhere.
     task = PROBES.create("mqar", vocabulary=8192, pairs=8, segment=128, spread=0.01)
     inputs_BN, targets_BN = draw(task, 0, rows=300)
     assert (inputs_BN[:, 0:16:2] < 4096).all() and (inputs_BN[:, 1:16:2] >= 4096).all()
@@ -180,12 +178,6 @@ def test_mqar_has_the_papers_form() -> None:
     assert (inputs_BN[:, 16:][~asked_BN[:, 16:]] == 0).all()
     early = asked_BN[:, 16:72].sum() / asked_BN.sum()
     assert early > 0.6, "questions come early"
-
-
-def test_one_decoy_stands_in_each_segment_between() -> None:
-    task = PROBES.create("latch", decoys=True)
-    middle = draw(task, 4).inputs_BN[:, task.segment : -task.segment]
-    assert ((middle >= 4) & (middle < 8)).sum(1).eq(3).all()
 
 
 RECORDED = {
@@ -226,8 +218,7 @@ def test_draws_are_those_of_the_recorded_results() -> None:
     ],
 )
 def test_options_that_do_not_fit_are_refused(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PROBES.create(name, **options)
+    refuses(message, PROBES.create, name, **options)
 
 
 @pytest.mark.parametrize(
@@ -241,8 +232,7 @@ def test_options_that_do_not_fit_are_refused(name: str, options: dict[str, Any],
 def test_distances_without_an_episode_are_refused(name: str, distance: int, message: str) -> None:
     task, generator = PROBES.create(name), torch.Generator()
     for way in (task.draw, task.stream):
-        with pytest.raises(ValueError, match=message):
-            way(1, distance, generator)
+        refuses(message, way, 1, distance, generator)
 
 
 @pytest.fixture
@@ -277,8 +267,7 @@ def test_stories_need_their_files_and_a_question_its_room(
 ) -> None:
     if "facts" in options:
         (library["babi"] / "en/qa1_single-supporting-fact_test.txt").write_text("")
-    with pytest.raises(error, match=message):
-        PROBES.create("babilong", **(library | options))
+    refuses(message, PROBES.create, "babilong", **library | options, raises=error)
 
 
 def test_a_training_is_asked_of_stories_that_it_did_not_draw(library: dict[str, Path]) -> None:

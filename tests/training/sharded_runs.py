@@ -34,7 +34,7 @@ LOOPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "replay": lambda model: ReplayLoop(model, SEGMENT, 2),
     "sliding": lambda model: SegmentLoop(model, SEGMENT, 2, bptt_window="sliding"),
     "diagonal": lambda model: SegmentLoop(model, SEGMENT, 2, schedule="diagonal"),
-    "checkpointing": lambda model: SegmentLoop(_recomputing(model), SEGMENT, 2),
+    "checkpointing": lambda model: SegmentLoop(model.set_activation_checkpointing() or model, SEGMENT, 2),
 }
 STREAM = next(c for c in STREAMS if c.memory == "transformer_xl" and c.attention == "softmax")
 
@@ -112,11 +112,6 @@ def failing_save(trainer: Trainer, folder: Path, world: World) -> list[str]:
 
 def _unwritable(folder: Path, tensors: Any, world: World) -> None:
     raise OSError(28, "No space left on device")
-
-
-def _recomputing(model: nn.Module) -> nn.Module:
-    model.set_activation_checkpointing()  # type: ignore[operator]
-    return model
 
 
 def all_gradients(world: World, folder: Path) -> dict[str, Any]:

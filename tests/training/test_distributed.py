@@ -1,20 +1,34 @@
-"""Two processes learn the same as one process, and write once."""
+"""Two processes learn the same as one process, and write once; and end together, by torchrun too."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
+import launch
 import pairs
 import pytest
 import standin
 import torch
 import yaml
+from common import refuses
+from drills import _runs, elastic
+from drills.frame import Failure
+from same_run import final
+from small_language import recipe, write_text
 
 from cached_lab.cli.main import main
 from cached_lab.training.checkpoint import Checkpoints
-from cached_lab.training.distributed import in_world, pick_device
+from cached_lab.training.distributed import agreed_name, in_world, pick_device
+from cached_lab.training.interruption import RunFailed
 from cached_lab.training.metrics import read_metrics
+from cached_transformers.files import lives
 
 
 def run(folder: Path, processes: int, *overrides: str) -> str:
@@ -63,11 +77,68 @@ def test_an_environment_that_does_not_fit_is_refused_by_name(monkeypatch, given,
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=named):
-        in_world("cpu", lambda world: pytest.fail("the processes met"))
+    refuses(named, in_world, "cpu", lambda world: pytest.fail("the processes met"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what a machine without CUDA lacks")
 def test_a_missing_device_is_refused():
-    with pytest.raises(ValueError, match=r"training\.device=cpu"):
-        pick_device("cuda")
+    refuses(r"training\.device=cpu", pick_device, "cuda")
+
+
+@pytest.mark.slow
+def test_processes_end_when_torchrun_is_killed_and_their_run_goes_on(tmp_path: Path) -> None:
+    write_text(tmp_path / "text")
+    tree = recipe(tmp_path / "text", "training.parallel=fsdp", "training.steps=100000", "training.save_every=50000")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    run = tmp_path / "run"
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words += ["-m", "cached_lab.cli.main", "train", str(tmp_path / "recipe.yaml"), "--out", str(run)]
+    words += ["training.evaluate_every=50000"]
+    environment = {**os.environ, "PYTHONPATH": str(launch.SOURCE), "OMP_NUM_THREADS": "1"}
+    torchrun = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while len(read_metrics(run / "metrics.jsonl")) < 3 and time.monotonic() < until:
+        time.sleep(0.05)
+    owner = json.loads((run / ".lock").read_text(encoding="utf-8"))["process"]
+    torchrun.send_signal(signal.SIGKILL)
+    torchrun.wait()
+    while lives(owner) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not lives(owner) and final(run).step >= 9
+    assert not (run / ".lock").exists()
+
+
+def test_a_name_is_agreed_on_whatever_earlier_processes_have_said() -> None:
+    store = torch.distributed.HashStore()
+    former: set[str] = set()
+    for _ in range(3):
+        found: list[str] = []
+        threads = [
+            threading.Thread(target=lambda rank=rank, found=found: found.append(agreed_name(store, rank, 3, 20.0)))
+            for rank in (2, 0, 1)
+        ]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.05)  # the first process then finds values of earlier processes
+        for thread in threads:
+            thread.join()
+        assert len(found) == 3 and len(set(found)) == 1 and not former & set(found)
+        former |= set(found)
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, 1), (1, 0)])
+def test_a_process_that_does_not_come_is_named(rank: int, missing: int) -> None:
+    with pytest.raises(RunFailed, match=rf"process {rank} of 2 waited 0 s for process {missing}"):
+        agreed_name(torch.distributed.HashStore(), rank, 2, 0.02)
+
+
+def test_the_drill_draws_reachable_moments_and_sees_a_bit() -> None:
+    kills = elastic.draw(200, 100, 5, seed=0)
+    assert [kill.step for kill in kills] == sorted(kill.step for kill in kills) and kills[-1].step <= 90
+    assert {kill.kind for kill in kills} == set(elastic.KINDS) and {kill.rank for kill in kills} == {0, 1}
+    assert kills == elastic.draw(200, 100, 5, seed=0) != elastic.draw(200, 100, 5, seed=1)
+    tree = {"w": torch.tensor([0.0, 1.0]), "seconds": 1.0, "n": [1, (2, "x")]}
+    _runs._same_tree("t", tree, {**tree, "w": tree["w"].clone(), "seconds": 2.0})
+    for other in ({**tree, "w": torch.tensor([-0.0, 1.0])}, {**tree, "n": [1, (2, "y")]}, {"w": tree["w"]}):
+        with pytest.raises(Failure, match="t"):
+            _runs._same_tree("t", tree, other)

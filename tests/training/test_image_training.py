@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from common import refuses
 from data.pictures import class_folders, write_files, write_tar
 
 from cached_lab.cli.main import main
@@ -59,7 +60,6 @@ def recipe(images: Path, data: dict[str, object] | None = None, model: dict[str,
 
 class TestAverage:
     def test_it_follows_the_formula_and_copies_caches(self):
-        torch.manual_seed(0)
         model = create_model(**MODEL, image_size=8, classes=3).train()
         average = WeightAverage(model, 0.9)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -104,8 +104,7 @@ class TestRepeats:
         assert [i for _, i, _ in batches[0][:2]] == [i for _, i in plain.rows(0)][:2]
 
     def test_batches_must_divide(self):
-        with pytest.raises(ValueError, match=r"batch_size=8.*training.repeats=3"):
-            TrainingOrder(20, 8, 0, repeats=3)
+        refuses(r"batch_size=8.*training.repeats=3", TrainingOrder, 20, 8, 0, repeats=3)
 
 
 class TestBadFiles:
@@ -210,18 +209,15 @@ class TestInitialWeights:
         with pytest.raises(ValueError, match=r"of another model \(unknown to this model: something \(1\); missing"):
             load_initial_weights(model, tmp_path / "other.pth")
         (tmp_path / "text.pth").write_text("hello")
-        with pytest.raises(ValueError, match=r"text.pth"):
-            load_initial_weights(model, tmp_path / "text.pth")
-        with pytest.raises(ValueError, match=r"nothing: there is no such file"):
-            load_initial_weights(model, tmp_path / "nothing")
+        refuses(r"text.pth", load_initial_weights, model, tmp_path / "text.pth")
+        refuses(r"nothing: there is no such file", load_initial_weights, model, tmp_path / "nothing")
 
 
 def test_single_images_train_no_memory_of_frames(images, tmp_path):
     require("timm", extra="vision")
     sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
     model = {"name": "timm", "architecture": "vit_tiny_patch16_224", "memory": "grc_stream", **sizes}
-    with pytest.raises(ValueError, match=r"model.memory='grc_stream'"):
-        run_training(recipe(images, model=model), tmp_path / "run")
+    refuses(r"model.memory='grc_stream'", run_training, recipe(images, model=model), tmp_path / "run")
     assert not list(tmp_path.glob("run/checkpoints/*"))
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from common import refuses, stirred
 from torch.nn import functional as F
 from training.small_language import CPU, fitted, made_text, make, own_cache  # noqa: F401
 
@@ -91,8 +92,7 @@ def test_memory_kept_emptied_and_exchanged(tmp_path, text):
                 logits = model(torch.tensor([tokens[at:stop]])).outputs[0]
             total += float(F.cross_entropy(logits, torch.tensor(tokens[at + 1 : stop + 1]), reduction="sum"))
     assert reset == pytest.approx(total / (len(tokens) - 1), rel=1e-5)
-    with pytest.raises(ValueError, match=r"training\.evaluation_batch_size"):
-        evaluation(trainer, memory="shuffle", evaluation_batch_size=1)
+    refuses(r"training\.evaluation_batch_size", evaluation, trainer, memory="shuffle", evaluation_batch_size=1)
 
 
 def test_a_longer_segment_gives_more_to_see(tmp_path, text):
@@ -109,10 +109,7 @@ def test_several_passes_are_scored_as_they_are_trained(tmp_path, text, reset):
     """Two passes have the same loss in training and evaluation, unlike one pass."""
     options = f"training.segments=3 training.bptt=3 training.passes=2 model.dropout=0.0 data.reset={reset}".split()
     trainer = make(tmp_path / "run", text, READ_TWICE, *options)
-    with torch.no_grad():
-        for parameter in trainer.model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    model = trainer.model.eval()
+    model = stirred(trainer.model, 0.3).eval()
     streams = evaluation_streams(trainer.task.validation, trainer.config)
     losses = {}
     for passes in (1, 2):
@@ -133,11 +130,9 @@ SCOPES = [{"name": "read_twice", "slots": 8, "scope": scope} for scope in ("docu
 @pytest.mark.parametrize("memory", ["transformer_xl", "ernie_doc", *SCOPES])
 def test_a_pass_that_has_read_the_answers_is_refused(tmp_path, text, memory):
     options = [f"model.memory={json.dumps(memory)}", "training.segments=2"]
-    with pytest.raises(ValueError, match=r"training\.passes=2.*training\.passes=1"):
-        make(tmp_path / "run", text, *options, "training.passes=2")
+    refuses(r"training\.passes=2.*training\.passes=1", make, tmp_path / "run", text, *options, "training.passes=2")
     trainer = make(tmp_path / "run", text, *options)
-    with pytest.raises(ValueError, match=r"training\.passes=2"):
-        evaluation(trainer, passes=2)
+    refuses(r"training\.passes=2", evaluation, trainer, passes=2)
 
 
 @pytest.mark.parametrize("memory", [READ_TWICE, "model.memory=null"])

@@ -46,7 +46,7 @@ def test_mixup_is_one_mean_of_neighbours_and_of_their_labels():
         assert torch.allclose(made.targets[place], share * one_hot[row] + (1 - share) * one_hot[other], atol=1e-6)
 
 
-def test_cutmix_takes_a_box_of_the_neighbour_and_its_share_of_the_label():
+def test_cutmix_takes_a_box_by_seed_and_step():
     given = batch()
     made = mixed(given, cutmix=1.0, step=5)
     order = paired(8)
@@ -55,9 +55,6 @@ def test_cutmix_takes_a_box_of_the_neighbour_and_its_share_of_the_label():
     assert bool((own | theirs).all()) and 0 < int(theirs[0].sum()) < 36
     assert all(torch.equal(theirs[0], one) for one in theirs)
     assert float(made.targets[0, 0]) == pytest.approx(int(own[0].sum()) / 36)
-
-
-def test_it_is_a_function_of_seed_and_step_that_leaves_the_generators_alone():
     before = np.random.get_state()[1].tolist(), torch.get_rng_state()
     first = mixed(batch(), mixup=0.8, cutmix=1.0)
     assert np.random.get_state()[1].tolist() == before[0] and torch.equal(torch.get_rng_state(), before[1])
@@ -67,7 +64,7 @@ def test_it_is_a_function_of_seed_and_step_that_leaves_the_generators_alone():
     assert len(set(others)) > 8
 
 
-def test_pieces_of_a_batch_are_mixed_as_the_batch_is():
+def test_pieces_and_smoothing_are_those_of_the_batch_and_of_timm():
     whole = batch(8)
     together = mixed(whole, mixup=0.8)
     parts = [mixed(Batch(whole.inputs[a : a + 4], whole.targets[a : a + 4], None), mixup=0.8) for a in (0, 4)]
@@ -75,9 +72,6 @@ def test_pieces_of_a_batch_are_mixed_as_the_batch_is():
     apart = torch.cat([part.inputs for part in parts])
     for row in range(8):
         assert torch.equal(together.inputs[places[0].index(row)], apart[places[1].index(row)])
-
-
-def test_smoothing_in_the_loss_is_smoothing_in_the_labels_as_timm_does_it():
     mixup_target = require("timm.data.mixup", extra="vision").mixup_target
     SoftTargetCrossEntropy = require("timm.loss", extra="vision").SoftTargetCrossEntropy
     logits = torch.randn(8, 5)
@@ -87,12 +81,17 @@ def test_smoothing_in_the_loss_is_smoothing_in_the_labels_as_timm_does_it():
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
 
 
-def test_scores_of_shares_take_the_largest():
+def test_scores_of_shares_and_odd_pieces():
     logits = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]])
     shares = torch.tensor([[0.6, 0.4, 0.0], [0.7, 0.3, 0.0]])
     loss, correct, rows = sums(logits, shares, 3).tolist()
     assert (correct, rows) == (1, 2)
     assert loss == pytest.approx(-(shares * logits.log_softmax(-1)).sum().item(), rel=1e-6)
+    with pytest.raises(ValueError, match="leaves 3 rows; make it even"):
+        make_mixing(TrainingConfig(mixup=0.5, batch_size=6, accumulate=2), 5, 1)
+    assert make_mixing(TrainingConfig(), 5, 1) is None
+    with pytest.raises(ValueError, match="mix images; set both to 0 for other data"):
+        mixed(Batch(torch.zeros(4, 7, dtype=torch.long), torch.zeros(4, dtype=torch.long), None), mixup=1.0)
 
 
 def test_top_five_counts_where_there_are_more_than_ten_classes():
@@ -115,11 +114,3 @@ def test_a_model_may_have_room_for_more_classes_than_the_data(tmp_path, mixup):
     tree = {"name": "room", "data": {"name": "digits"}, "model": model, "training": training}
     summary = run_training(config_from_dict(tree), tmp_path / "run")
     assert "top5_accuracy" not in summary["test"] and 0 <= summary["test"]["accuracy"] <= 1
-
-
-def test_odd_pieces_and_other_data_are_refused():
-    with pytest.raises(ValueError, match="leaves 3 rows; make it even"):
-        make_mixing(TrainingConfig(mixup=0.5, batch_size=6, accumulate=2), 5, 1)
-    assert make_mixing(TrainingConfig(), 5, 1) is None
-    with pytest.raises(ValueError, match="mix images; set both to 0 for other data"):
-        mixed(Batch(torch.zeros(4, 7, dtype=torch.long), torch.zeros(4, dtype=torch.long), None), mixup=1.0)

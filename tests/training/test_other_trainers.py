@@ -9,6 +9,7 @@ from typing import Any
 import launch
 import pytest
 import torch
+from common import refuses
 from docs.pages import blocks
 from integrations.hosts import library
 from torch import nn
@@ -94,8 +95,7 @@ def test_what_would_take_the_memory_away_from_trainer_is_refused(page: dict[str,
         ids = page["text"].view(4, -1)[:3, :64]
         trainer.compute_loss(page["model"].train(), {"input_ids": ids, "labels": ids})
     plain = page["GPT2LMHeadModel"](page["GPT2Config"](n_embd=32, n_layer=1, n_head=2, vocab_size=256))
-    with pytest.raises(ValueError, match="GPT2LMHeadModel"):
-        CarriedState(plain)
+    refuses("GPT2LMHeadModel", CarriedState, plain)
 
 
 def test_accelerate_goes_on_to_the_bit(page: dict[str, Any]) -> None:
@@ -151,5 +151,4 @@ def test_a_carried_state_is_what_it_was() -> None:
     assert loop(tokens[:, :-1], tokens[:, 1:], other.state)[0] == loop(tokens[:, :-1], tokens[:, 1:], carried.state)[0]
     with pytest.raises(ValueError, match="CarriedState"):
         CarriedState(create_model("language_model", **SIZES, memory="infini")).load_state_dict(carried.state_dict())
-    with pytest.raises(ValueError, match="LanguageModel"):
-        CarriedState(create_model("language_model", **SIZES))
+    refuses("LanguageModel", CarriedState, create_model("language_model", **SIZES))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from common import refuses
 from torch.nn import functional as F
 from training.small_language import CPU, fitted, make, own_cache, write_text  # noqa: F401
 
@@ -77,10 +78,8 @@ def test_a_step_trains_each_document_as_if_it_stood_alone(tmp_path, text):
 
 def test_what_does_not_go_with_packed_documents_is_refused(tmp_path, text):
     passes = ("model.memory={name: read_twice, scope: earlier}", "training.passes=2")
-    with pytest.raises(ValueError, match=r"data\.reset=packed with training\.passes=2"):
-        make(tmp_path / "run", text, *PACKED, *passes)
-    with pytest.raises(ValueError, match=r"'never'.*'document'.*'packed'"):
-        make(tmp_path / "run", text, "data.reset=pack")
+    refuses(r"data\.reset=packed with training\.passes=2", make, tmp_path / "run", text, *PACKED, *passes)
+    refuses(r"'never'.*'document'.*'packed'", make, tmp_path / "run", text, "data.reset=pack")
     trainer = make(tmp_path / "other", text, *PACKED)
     with pytest.raises(ValueError, match=r"data\.reset=packed"):
         next(read_split(trainer.model, trainer.task.validation, CPU, trainer.config, "last_hidden"))

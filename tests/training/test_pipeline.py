@@ -9,6 +9,7 @@ import launch
 import pytest
 import torch
 import yaml
+from common import refuses
 from contract.contract_cases import CASES, STREAMS, Case
 from pipeline_cases import FEW, MESH, everything, seen, settings_of
 from same_run import in_two_processes
@@ -104,18 +105,12 @@ def test_what_does_not_go_with_a_pipeline_is_refused(options: dict[str, Any]) ->
         TrainingConfig(pipeline=2, segments=2, **options)
 
 
-def test_a_pipeline_needs_segments_and_processes(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"pipeline=3.*training\.segments=2"):
-        TrainingConfig(pipeline=3, segments=2)
+def test_a_pipeline_needs_segments_processes_and_caches_of_rows(tmp_path: Path) -> None:
+    refuses(r"pipeline=3.*training\.segments=2", TrainingConfig, pipeline=3, segments=2)
     text = write_text(tmp_path / "text")
-    with pytest.raises(ValueError, match="pipeline=2"):
-        make(tmp_path, text, "training.pipeline=2")
-
-
-def test_a_pipeline_refuses_a_cache_that_rows_share() -> None:
+    refuses("pipeline=2", make, tmp_path, text, "training.pipeline=2")
     shared = next(case for case in CASES if case.shared).build()
-    with pytest.raises(ValueError, match="cache shared by all rows"):
-        SegmentPipeline(shared, 4)
+    refuses("cache shared by all rows", SegmentPipeline, shared, 4)
 
 
 @pytest.mark.parametrize(("segments", "processes"), [(1, 4), (5, 2), (7, 3), (8, 8), (0, 2)])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -67,15 +68,12 @@ def test_the_loss_is_that_of_the_text_and_of_saying_it_again(memory: str, kind: 
         torch.testing.assert_close(parameter.grad, b, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_without_gradient_there_is_none_of_it() -> None:
+def test_it_needs_a_gradient_and_teaches_one_segment() -> None:
     model, scoring = build(), ReconstructionLoss(WEIGHT)
     with torch.no_grad():
         plain, told = (SegmentLoop(model, SEGMENT, scoring=s)(*batch()[:2])[0] for s in (None, scoring))
     assert torch.equal(plain, told)
-
-
-def test_with_one_segment_it_alone_teaches_the_writing() -> None:
-    """The text's own loss never hears of a memory that is not read again."""
+    # The text's own loss never hears of a memory that is not read again.
     model, (inputs, targets, _) = build(), batch()
     for scoring, taught in ((None, False), (ReconstructionLoss(WEIGHT), True)):
         model.zero_grad()
@@ -86,12 +84,8 @@ def test_with_one_segment_it_alone_teaches_the_writing() -> None:
 
 def test_refused_uses() -> None:
     for weight in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=r"weight="):
-            ReconstructionLoss(weight)
+        refuses(r"weight=", ReconstructionLoss, weight)
     inputs, targets, _ = batch()
-    with pytest.raises(ValueError, match="LanguageModel"):
-        SegmentLoop(build(None), SEGMENT, scoring=ReconstructionLoss(1.0))(inputs, targets)
-    with pytest.raises(ValueError, match=r"training\.recall=-1\.0"):
-        TrainingConfig(recall=-1.0)
-    with pytest.raises(ValueError, match=r"recall=-1\.0"):
-        Course(recall=-1.0)
+    refuses("LanguageModel", SegmentLoop(build(None), SEGMENT, scoring=ReconstructionLoss(1.0)), inputs, targets)
+    refuses(r"training\.recall=-1\.0", TrainingConfig, recall=-1.0)
+    refuses(r"recall=-1\.0", Course, recall=-1.0)

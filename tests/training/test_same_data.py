@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import yaml
+from common import refuses
 from drills import _small_data
 from training.small_language import own_cache, recipe, write_text  # noqa: F401
 
@@ -124,21 +125,18 @@ def test_an_exchanged_tokenizer_or_model_is_refused(tmp_path, run):
     path = folder / "tokenizer.json"
     before = path.read_bytes()
     path.write_bytes(b'{"kind":  "byte"}')
-    with pytest.raises(ValueError, match=r"tokenizer.json"):
-        load_run(folder)
+    refuses(r"tokenizer.json", load_run, folder)
     path.write_bytes(before)
     config = folder / "config.yaml"
     text = config.read_text(encoding="utf-8")
     assert "length: 6\n" in text
     config.write_text(text.replace("length: 6\n", "length: 5\n"), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"config.yaml.*model.memory.length"):
-        load_run(folder)
+    refuses(r"config.yaml.*model.memory.length", load_run, folder)
 
 
 @pytest.mark.parametrize("content", ["", "3", '{"id": 1}', '[{"id": 1}]', '[{"id": "1", "name": "a"}]', "[" * 9000])
 def test_damaged_classes_of_a_detector_are_named(tmp_path, content):
     (tmp_path / "categories.json").write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"categories.json"):
-        read_categories(tmp_path)
+    refuses(r"categories.json", read_categories, tmp_path)
     (tmp_path / "categories.json").write_text(json.dumps([{"id": 1, "name": "a"}]), encoding="utf-8")
     assert read_categories(tmp_path) == [{"id": 1, "name": "a"}]

@@ -15,6 +15,7 @@ import safetensors.torch
 import sharded_runs as runs
 import torch
 import yaml
+from common import refuses
 from contract.contract_cases import STREAMS
 from same_run import assert_same_run, assert_same_tree, final, in_two_processes
 from small_language import recipe
@@ -71,13 +72,20 @@ def test_every_loop_gives_the_gradient_of_one_process(loop: str, seen: list[dict
         close(seen[rank][loop], alone)
 
 
-def test_images_and_shared_caches(seen: list[dict[str, Any]]) -> None:
+def test_caches_shares_and_failing_saves_of_processes(seen: list[dict[str, Any]]) -> None:
     """Rows that attend their own cache train as in one process; with the mean over a process' rows, as in DDP."""
     alone = runs.vision(None, attend="sample")
     assert max(t.abs().max() for name, t in alone.items() if name.endswith("cache_MC")) > 0
     for rank in range(2):
         close(seen[rank]["sample"], alone)
         close(seen[rank]["mean"], seen[rank]["replicated"])
+    assert all(found["cut"] for found in seen)
+    assert seen[0]["share"] + seen[1]["share"] == seen[0]["all"]
+    assert seen[0]["share"] < 0.6 * seen[0]["all"]
+    for rank in range(2):
+        said = seen[rank]["failing"][0]
+        assert "step_00000009 could not be written (No space left on device)" in said and "untouched" in said
+    assert ".partial" not in seen[0]["failing"] and "step_00000008" in seen[0]["failing"]
 
 
 @pytest.mark.slow
@@ -88,18 +96,17 @@ def test_every_stream_memory_has_the_gradient_of_one_process(tmp_path: Path) -> 
         close(found[str(case)], runs.stream_gradients(case, runs.LOOPS["blocks"], None))
 
 
-def test_each_process_has_its_share(seen: list[dict[str, Any]]) -> None:
-    assert all(found["cut"] for found in seen)
-    assert seen[0]["share"] + seen[1]["share"] == seen[0]["all"]
-    assert seen[0]["share"] < 0.6 * seen[0]["all"]
-
-
-def test_the_same_number_goes_on_to_the_bit(folder: Path) -> None:
+def test_two_processes_go_on_alike_and_where_one_stopped(folder: Path, seen: list[dict[str, Any]]) -> None:
     """Saved at once, or in the background."""
     assert_same_run(folder / "whole", folder / "parts", 8)
     shares = [final(folder / name).path / SHARDS for name in ("whole", "parts")]
     for file in sorted(shares[0].iterdir()):
         assert file.read_bytes() == (shares[1] / file.name).read_bytes()
+    saved = read_checkpoint(folder / "begun_by_one" / "checkpoints" / "step_00000004")
+    trainer = runs.make(folder / "begun_by_one", folder / "text", ALONE, *runs.CARRIED, "training.steps=4")
+    trainer.resume(str(saved.path))
+    for rank in range(2):
+        assert_same_tree(seen[rank]["begun by one"], runs.stored(trainer))
 
 
 def test_one_process_goes_on_where_two_stopped(folder: Path, tmp_path: Path) -> None:
@@ -122,21 +129,6 @@ def test_one_process_goes_on_where_two_stopped(folder: Path, tmp_path: Path) -> 
     assert math.isfinite(again.latest["loss"])
 
 
-def test_two_processes_go_on_where_one_stopped(folder: Path, seen: list[dict[str, Any]]) -> None:
-    saved = read_checkpoint(folder / "begun_by_one" / "checkpoints" / "step_00000004")
-    trainer = runs.make(folder / "begun_by_one", folder / "text", ALONE, *runs.CARRIED, "training.steps=4")
-    trainer.resume(str(saved.path))
-    for rank in range(2):
-        assert_same_tree(seen[rank]["begun by one"], runs.stored(trainer))
-
-
-def test_a_save_that_fails_in_one_process_fails_in_all_and_leaves_nothing(seen: list[dict[str, Any]]) -> None:
-    for rank in range(2):
-        said = seen[rank]["failing"][0]
-        assert "step_00000009 could not be written (No space left on device)" in said and "untouched" in said
-    assert ".partial" not in seen[0]["failing"] and "step_00000008" in seen[0]["failing"]
-
-
 def test_a_changed_byte_in_a_share_is_found(folder: Path) -> None:
     path = folder / "parts" / "checkpoints" / "step_00000006"
     for file in sorted((path / SHARDS).iterdir()):
@@ -144,21 +136,18 @@ def test_a_changed_byte_in_a_share_is_found(folder: Path) -> None:
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
         for whole in (True, False):
-            with pytest.raises(ValueError, match=rf"is damaged: shards/{file.name} does not match its checksum"):
-                read_checkpoint(path, whole)
+            refuses(rf"is damaged: shards/{file.name} does not match its checksum", read_checkpoint, path, whole)
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
     (path / SHARDS / "00001.safetensors").rename(path / "away")
-    with pytest.raises(ValueError, match=r"00001.safetensors is missing or cannot be read"):
-        read_checkpoint(path)
+    refuses(r"00001.safetensors is missing or cannot be read", read_checkpoint, path)
     (path / "away").rename(path / SHARDS / "00001.safetensors")
     assert read_checkpoint(path).step == 6
 
 
 @pytest.mark.parametrize("option", [{"precision": "float16"}, {"compile": True}])
 def test_what_does_not_go_with_it_is_refused(option: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"training\.parallel='fsdp'"):
-        TrainingConfig(parallel="fsdp", **option)
+    refuses(r"training\.parallel='fsdp'", TrainingConfig, parallel="fsdp", **option)
 
 
 def test_blocks_are_what_lists_hold() -> None:

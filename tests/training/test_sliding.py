@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from common import refuses
 from loop_cases import ROWS, SEGMENT, VOCABULARY, assert_equal, batch, build, gradients, gradients_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -82,12 +83,19 @@ def test_it_is_the_sum_over_losses_of_truncated_gradients(memory: Any) -> None:
     assert_equal(gradients(SegmentLoop(model, SEGMENT, 3, bptt_window="sliding"), *batch(), **more), want, 1e-10)
 
 
-def test_it_is_not_what_blocks_give() -> None:
+def test_it_is_neither_blocks_nor_without_gradient_nor_compiled() -> None:
     """The tests above can fail: the first segment of a block gets no gradient from later blocks."""
     model = build(MEMORIES[0])
     blocks, sliding = (gradients(SegmentLoop(model, SEGMENT, 2, bptt_window=w), *batch()) for w in WINDOWS)
     assert blocks["loss"] == sliding["loss"]
     assert max((blocks[n] - sliding[n]).abs().max() for n, _ in model.named_parameters() if n in blocks) > 1e-3
+    model = build(MEMORIES[0]).eval()
+    with torch.no_grad():
+        (a, _), (b, _) = (SegmentLoop(model, SEGMENT, 2, bptt_window=w)(*batch()) for w in WINDOWS)
+    assert torch.equal(a, b)
+    compiled: Any = torch.compile(build("rmt"), backend="eager")
+    refuses("a compiled model frees its graph", SegmentLoop, compiled, SEGMENT, 2, bptt_window="sliding")
+    SegmentLoop(compiled, SEGMENT, 1, bptt_window="sliding")
 
 
 @pytest.mark.parametrize("memory", MEMORIES[:2], ids=str)
@@ -187,17 +195,9 @@ def test_data_parallel_and_sharding_wrap_the_loop(tmp_path: Path) -> None:
         assert_equal({name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in found.items()}, alone)
         inside = build(MEMORIES[0])
         fully_shard(inside.stack.blocks[0])
-        with pytest.raises(ValueError, match=r"stack.blocks.0"):
-            SegmentLoop(inside, SEGMENT, 3, bptt_window="sliding")(*batch())
+        refuses(r"stack.blocks.0", SegmentLoop(inside, SEGMENT, 3, bptt_window="sliding"), *batch())
 
     in_group(run, "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
-
-
-def test_without_gradient_it_is_the_plain_loop() -> None:
-    model = build(MEMORIES[0]).eval()
-    with torch.no_grad():
-        (a, _), (b, _) = (SegmentLoop(model, SEGMENT, 2, bptt_window=w)(*batch()) for w in WINDOWS)
-    assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(
@@ -210,12 +210,4 @@ def test_without_gradient_it_is_the_plain_loop() -> None:
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
     memory = "grc_stream" if "schedule" in options else "rmt"
-    with pytest.raises(ValueError, match=message):
-        SegmentLoop(build(memory), SEGMENT, 2, **{"bptt_window": "sliding", **options})
-
-
-def test_a_compiled_model_is_refused() -> None:
-    compiled: Any = torch.compile(build("rmt"), backend="eager")
-    with pytest.raises(ValueError, match="a compiled model frees its graph"):
-        SegmentLoop(compiled, SEGMENT, 2, bptt_window="sliding")
-    SegmentLoop(compiled, SEGMENT, 1, bptt_window="sliding")
+    refuses(message, SegmentLoop, build(memory), SEGMENT, 2, **{"bptt_window": "sliding", **options})

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import sharded_runs
 import torch
+from common import refuses
 from data import streaming_library
 from data.streaming_library import write_shards
 from training.same_run import assert_same_run, assert_same_tree, final, train_until_killed
@@ -172,17 +173,14 @@ def test_held_out_documents_are_never_trained_on(library: str, tmp_path: Path) -
     }
     texts = {split: set(hub_stream._once(data.documents)) for split, data in splits.items() if split == "train"}
     held = {split: documents_of(splits[split]) for split in ("validation", "test")}
-    everything = [text for text in hub_stream._once(streamed_rows(folder))]
+    rows = HubShards(hub_stream._splits(str(folder), None)["train"], "text", "made")
+    everything = list(hub_stream._once(rows))
     assert len(everything) == len(set(everything)) == 246
     assert texts["train"] | held["validation"] | held["test"] == set(everything)
     assert len(texts["train"]) + len(held["validation"]) + len(held["test"]) == 246
     assert min(len(held["validation"]), len(held["test"])) > 8
     few = create_dataset("huggingface_stream", "test", dataset=str(folder), held_fraction=0.1, held_out=3)
     assert documents_of(few) < held["test"] and len(few.starts) == 3
-
-
-def streamed_rows(folder: Path) -> HubShards:
-    return HubShards(hub_stream._splits(str(folder), None)["train"], "text", "made")
 
 
 def documents_of(data: Any) -> set[str]:
@@ -213,8 +211,7 @@ def test_vocabularies_of_words(library: str, folder: Path) -> None:
 def test_bad_options_are_named(library: str, folder: Path, options: dict[str, Any], message: str) -> None:
     if library == "datasets" and "dataset" in options:
         pytest.skip("would look for it in the network")
-    with pytest.raises(ValueError, match=message):
-        create_dataset("huggingface_stream", "train", **{"dataset": str(folder), **options})
+    refuses(message, create_dataset, "huggingface_stream", "train", **{"dataset": str(folder), **options})
 
 
 def test_without_a_network_or_the_library_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,19 +221,16 @@ def test_without_a_network_or_the_library_the_message_says_what_to_do(monkeypatc
     module = ModuleType("datasets")
     module.load_dataset = offline  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", module)
-    with pytest.raises(ValueError, match=r"data\.name=text"):
-        create_dataset("huggingface_stream", "train", dataset="x/y")
+    refuses(r"data\.name=text", create_dataset, "huggingface_stream", "train", dataset="x/y")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match="pip install"):
-        create_dataset("huggingface_stream", "train", dataset="x/z")
+    refuses("pip install", create_dataset, "huggingface_stream", "train", dataset="x/z", raises=ImportError)
 
 
 def test_a_damaged_file_is_named_when_its_turn_comes(library: str, folder: Path) -> None:
     with (folder / "train-00002.jsonl").open("a", encoding="utf-8") as file:
         file.write("{broken")
     train = create_dataset("huggingface_stream", "train", dataset=str(folder))
-    with pytest.raises(ValueError, match=r"split train, shard 2 cannot be read: .*the same command goes on"):
-        list(hub_stream._once(train.documents))
+    refuses(r"split train, shard 2 cannot be read: .*the same command goes on", list, hub_stream._once(train.documents))
 
 
 def test_a_row_without_text_is_passed_over_and_one_of_another_kind_is_named(folder: Path) -> None:
@@ -244,14 +238,12 @@ def test_a_row_without_text_is_passed_over_and_one_of_another_kind_is_named(fold
     rows.files[0].write_text('{"text": null}\n{"text": "good"}\n{"text": 5}\n', encoding="utf-8")
     reader = HubShards(rows, "text", "made").read(0)
     assert next(reader) == "good"
-    with pytest.raises(ValueError, match=r"0.*'text'"):
-        next(reader)
+    refuses(r"0.*'text'", next, reader)
 
 
 def test_a_stream_is_not_scored_and_its_steps_are_consecutive(library: str, folder: Path, tmp_path: Path) -> None:
     trainer = make(tmp_path / "run", tmp_path, *streamed(folder))
-    with pytest.raises(ValueError, match=r"is read as a stream, which has no end"):
-        trainer.task.evaluate(trainer.model, trainer.task.data)
+    refuses(r"is read as a stream, which has no end", trainer.task.evaluate, trainer.model, trainer.task.data)
     with pytest.raises(RuntimeError, match="does not follow step"):
         trainer.task.streams.batch(0, slice(0, 2))
         trainer.task.streams.batch(2, slice(0, 2))

@@ -55,7 +55,7 @@ def test_every_token_but_the_first_is_predicted_once_however_the_text_is_cut(len
     assert last.bits_per_byte(length) == pytest.approx(last.nats / length * 1.4426950408889634)
 
 
-def test_reading_goes_on_with_identical_numbers() -> None:
+def test_reading_goes_on_with_identical_numbers_and_of_nothing_is_nothing() -> None:
     model, tokens = model_with(MEMORY), text(100)
     whole = list(read_stream(model, [tokens], SEGMENT))
     for stop in (0, 4, 10):
@@ -64,9 +64,6 @@ def test_reading_goes_on_with_identical_numbers() -> None:
         assert [r[:5] for r in rest] == [r[:5] for r in whole[stop + 1 :]]
         got, want = (dict(states.named_tensors(read[-1].state)) for read in (rest, whole))
         assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
-
-
-def test_nothing_to_predict_is_nothing_read() -> None:
     assert list(read_stream(model_with(None), [[], [3]], SEGMENT)) == []
     with pytest.raises(ValueError, match="segment_length=0"):
         next(read_stream(model_with(None), [[1, 2]], 0))

@@ -11,6 +11,7 @@ from typing import get_args
 import pytest
 import standin
 import torch
+from common import refuses
 from rich.console import Console
 from same_run import assert_same_tree
 from small_language import trainer_of
@@ -150,8 +151,7 @@ def test_a_poisoned_batch_is_skipped_and_counted(tmp_path):
 def test_too_many_bad_steps_in_a_row_end_the_run(tmp_path):
     trainer = make(tmp_path, "data.poison=0", "training.max_bad_steps=3")
     before = weights(trainer)
-    with pytest.raises(RuntimeError, match=r"3.*max_bad_steps=3.*learning_rate"):
-        trainer.fit()
+    refuses(r"3.*max_bad_steps=3.*learning_rate", trainer.fit, raises=RuntimeError)
     assert torch.equal(trainer.model.head.weight, before["head.weight"])
 
 
@@ -165,12 +165,9 @@ def test_clipping_bounds_the_step(tmp_path):
 
 
 def test_what_the_machine_or_model_cannot_do_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="precision='float16'"):
-        make(tmp_path, "training.precision=float16")
-    with pytest.raises(ValueError, match="StandinMLP"):
-        make(tmp_path, "training.activation_checkpointing=true")
-    with pytest.raises(ValueError, match="is no device"):
-        in_world("gpu", lambda processes: None)
+    refuses("precision='float16'", make, tmp_path, "training.precision=float16")
+    refuses("StandinMLP", make, tmp_path, "training.activation_checkpointing=true")
+    refuses("is no device", in_world, "gpu", lambda processes: None)
 
 
 @pytest.mark.parametrize("score", get_args(Score))
@@ -188,12 +185,9 @@ def test_resuming_into_another_configuration_lists_the_differences(tmp_path):
     assert "optimizer.learning_rate: 0.01 -> 0.5" in str(error.value)
     assert "training.seed: 0 -> 3" in str(error.value)
     assert "training.steps:" not in str(error.value)
-    with pytest.raises(ValueError, match="holds a run already"):
-        make(tmp_path).resume("never")
-    with pytest.raises(ValueError, match=r"training\.steps=4"):
-        make(tmp_path, "training.steps=4").resume("auto")
-    with pytest.raises(ValueError, match="is not a checkpoint"):
-        make(tmp_path).resume(str(tmp_path / "nowhere"))
+    refuses("holds a run already", make(tmp_path).resume, "never")
+    refuses(r"training\.steps=4", make(tmp_path, "training.steps=4").resume, "auto")
+    refuses("is not a checkpoint", make(tmp_path).resume, str(tmp_path / "nowhere"))
 
 
 def test_going_back_to_a_named_checkpoint_repeats_the_run(tmp_path):
@@ -238,8 +232,7 @@ def test_a_whole_run_leaves_a_complete_folder(tmp_path):
     assert stored["flops"] == 2 * (2 * 16 + 16 * 4)
     assert stored["variant"] == "plain" and stored["test"]["step"] == stored["best"]["step"]
     _, model, step = load_run(str(tmp_path / "run"), "best")
-    with pytest.raises(ValueError, match="elsewhere is not a run folder"):
-        load_run("elsewhere")
+    refuses("elsewhere is not a run folder", load_run, "elsewhere")
     values = evaluate(model, standin.StandinRows("test"), CPU, 8)
     assert step == stored["best"]["step"]
     assert values["loss"] == pytest.approx(stored["test"]["loss"], rel=1e-9)
@@ -281,5 +274,4 @@ def test_a_training_state_of_something_else_is_refused_by_message(tmp_path, trai
     trainer = make(tmp_path)
     state = trainer.model.state_dict()
     trainer.checkpoints.save(1, config_to_dict(trainer.config), state, training, None)
-    with pytest.raises(ValueError, match=rf"step_00000001 is not of this run: .*{message}"):
-        trainer.resume("auto")
+    refuses(rf"step_00000001 is not of this run: .*{message}", trainer.resume, "auto")

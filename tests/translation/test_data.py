@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common import refuses
 from translation.made import write_corpus
 
 from cached_lab.data.subwords import BEGIN, END, PAD, PairTokenizer
@@ -90,10 +91,15 @@ def test_every_layout_gives_the_same_pairs(kind: str, corpus: Path, tmp_path: Pa
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_several_files_make_a_split(corpus: Path) -> None:
+def test_several_files_make_a_split_and_tokens_are_kept(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = build(corpus, train=["train", "val"])
     assert len(data) == 320
     assert data.tokenizer.decode(data[300].targets) == lines(corpus / "val.en")[0]
+    first = build(corpus)
+    monkeypatch.setattr(PairTokenizer, "train", None)
+    monkeypatch.setattr(ParallelText, "parallel", None)
+    second = build(corpus)
+    assert np.array_equal(first.lengths, second.lengths) and torch.equal(first[5].source, second[5].source)
 
 
 def test_the_vocabulary_is_of_the_training_side(corpus: Path, tmp_path: Path) -> None:
@@ -103,14 +109,6 @@ def test_the_vocabulary_is_of_the_training_side(corpus: Path, tmp_path: Path) ->
     assert build(same, "validation").tokenizer.dump() == first.tokenizer.dump()
     (same / "train.de").write_text("ganz anderer text\n" * 300, encoding="utf-8")
     assert build(same, "validation").tokenizer.dump() != first.tokenizer.dump()
-
-
-def test_the_tokens_are_kept_on_disk(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = build(corpus)
-    monkeypatch.setattr(PairTokenizer, "train", None)
-    monkeypatch.setattr(ParallelText, "parallel", None)
-    second = build(corpus)
-    assert np.array_equal(first.lengths, second.lengths) and torch.equal(first[5].source, second[5].source)
 
 
 def test_empty_lines_are_dropped_in_training_and_kept_in_evaluation(tmp_path: Path) -> None:
@@ -136,27 +134,23 @@ def test_long_pairs(tmp_path: Path) -> None:
         test = build(tmp_path, "test", max_length=20)
     assert len(test) == 2 and len(test[1].source) == len(test[1].targets) == 20 and test[1].source[-1] == END
     assert test.texts.target[1] == many  # scores use the whole reference
-    with pytest.raises(ValueError, match=r"none of 2 pairs is left .*data.max_length=2"):
-        build(tmp_path, max_length=2)
+    refuses(r"none of 2 pairs is left .*data.max_length=2", build, tmp_path, max_length=2)
 
 
-def test_files_of_different_length_are_named_with_their_counts(corpus: Path, tmp_path: Path) -> None:
+def test_files_of_different_length_and_short_tables_are_named(corpus: Path, tmp_path: Path) -> None:
+    write(tmp_path, "train.tsv", "der hund\tthe dog\nkatze\n")
+    refuses(r"train.tsv", build, tmp_path)
     folder = write_corpus(tmp_path / "short")
     write(folder, "train.en", "one line\n")
-    with pytest.raises(ValueError, match=r"train.de.*300.*train.en"):
-        build(folder)
+    refuses(r"train.de.*300.*train.en", build, folder)
 
 
-def test_wrong_encodings_are_named_by_file_and_line(tmp_path: Path) -> None:
+def test_encodings_marks_and_line_ends_are_named_or_do_not_count(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path / "latin")
     content = lines(folder / "train.de")
     (folder / "train.de").write_bytes("\n".join([*content[:41], "groß", *content[42:]]).encode("latin1") + b"\n")
     first = next(number for number, line in enumerate(content, 1) if not line.isascii())
-    with pytest.raises(ValueError, match=rf"train.de, line {min(first, 42)} is not UTF-8 .*iconv"):
-        build(folder)
-
-
-def test_line_ends_and_marks_of_windows_do_not_count(tmp_path: Path) -> None:
+    refuses(rf"train.de, line {min(first, 42)} is not UTF-8 .*iconv", build, folder)
     folder = write_corpus(tmp_path / "windows")
     (folder / "test.de").write_bytes("\ufeffder hund\r\n\u2028katze\r\n".encode())
     (folder / "test.en").write_bytes(b"the dog\r\ncat")
@@ -178,14 +172,7 @@ def test_line_ends_and_marks_of_windows_do_not_count(tmp_path: Path) -> None:
 )
 def test_bad_options(corpus: Path, change: dict[str, Any], message: str) -> None:
     options = {"path": corpus, **SIDES, **SMALL, **change}
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        create_dataset("translation", "test", **options)
-
-
-def test_a_table_without_a_second_column_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, "train.tsv", "der hund\tthe dog\nkatze\n")
-    with pytest.raises(ValueError, match=r"train.tsv"):
-        build(tmp_path)
+    refuses(message, create_dataset, "translation", "test", **options, raises=(ValueError, FileNotFoundError))
 
 
 def test_multi30k_as_it_is_published(shared: Path) -> None:

@@ -46,24 +46,23 @@ def test_lines_keep_their_order_and_empty_ones_stay(said, trained: Path, corpus:
         assert said("\n".join(sources) + "\n", "--batch", batch)[1] == whole
 
 
-def test_long_lines_are_truncated_and_named(said) -> None:  # type: ignore[no-untyped-def]
+def test_lines_are_read_as_they_come_and_long_ones_truncated(said) -> None:  # type: ignore[no-untyped-def]
     _, plain, _ = said("der hund\n")
     status, found, error = said("der hund\n" + "groß " * 500 + "\nder hund\n")
     assert status == 0 and found.splitlines()[0] == found.splitlines()[2] == plain.strip() and found.count("\n") == 3
     assert "warning: line 2 has " in error and "the first 63 are translated" in error
-
-
-def test_lines_are_read_as_they_come() -> None:
     text = "a\r\n\u2028b\n" + "x" * 30
     assert [line.text for line in read_lines(io.BytesIO(text.encode()), "f")] == ["a", "\u2028b", "x" * 30]
     assert [line.number for line in read_lines(io.BytesIO(b"a\n\nb\n"), "f", skip=1)] == [2, 3]
 
 
-def test_what_was_translated_before_a_bad_line_is_there(said) -> None:  # type: ignore[no-untyped-def]
+def test_what_comes_before_a_bad_line_is_there_and_other_runs_are_refused(said, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     good = said("der hund\ndie katze\n")[1]
     status, found, error = said(b"der hund\ndie katze\n" + "groß\n".encode("latin1") + b"hund\n", "--batch", "9")
     assert status == 2 and found == good
     assert "standard input, line 3 is not UTF-8" in error
+    status, _, error = said("der hund\n", folder=tmp_path)
+    assert status == 2 and "is not a run folder" in error
 
 
 def test_an_output_goes_on_behind_its_whole_lines(said, corpus: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -125,11 +124,6 @@ def test_options_of_the_search(said) -> None:  # type: ignore[no-untyped-def]
 def test_bad_options(said, options: list[str], message: str) -> None:  # type: ignore[no-untyped-def]
     status, found, error = said("der hund\n", *options)
     assert (status, found) == (2, "") and message in error
-
-
-def test_runs_of_other_models_are_refused(said, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    status, _, error = said("der hund\n", folder=tmp_path)
-    assert status == 2 and "is not a run folder" in error
 
 
 def test_a_closed_pipe_ends(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

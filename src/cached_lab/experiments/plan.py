@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,11 +37,10 @@ from cached_lab.training.reconstruction_loss import ReconstructionLoss
 from cached_lab.training.trainer import enable_activation_checkpointing
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories import memory_specs
+from cached_transformers.memories.grc import equations
 from cached_transformers.registry import MEMORIES, MODELS
 
 GIB = 2**30
-SLACK = 0.002
-"""Relative error of peaks, so that storages are not checked at every operator."""
 KNOWN: dict[str, dict[str, int]] = {
     "wikitext103": {"vocabulary": 267_735},
     "wikitext2": {"vocabulary": 33_278},
@@ -115,13 +115,14 @@ def plan_training(
     mine = -(-rows // gpus)
     own = config.training.accumulate
     room, ways = (memory_gib - reserve_gib) * GIB, [own, *(n for n in range(own + 1, mine + 1) if mine % n == 0)]
+    step = RehearsedStep(config, shape, gpus=gpus, parallel=parallel)
     for pieces in ways:
         micro, most = -(-mine // pieces), math.inf if pieces == ways[-1] else room
         with contextlib.suppress(NoRoom):
-            parts = step_bytes(config, shape, micro, pieces=pieces, gpus=gpus, parallel=parallel, room=most)
+            parts = step.parts(micro, pieces, most)
             if fits := sum(parts.values()) <= room:
                 break
-    return TrainingPlan(count_parameters(bare_model(config)), rows, micro, pieces, fits, parts, assumed)
+    return TrainingPlan(count_parameters(step.model), rows, micro, pieces, fits, parts, assumed)
 
 
 def sized(config: RunConfig, length: int | None = None) -> tuple[RunConfig, RowShape, int, dict[str, int]]:
@@ -182,6 +183,8 @@ class Rehearsed(LiveBytes):
     updating, limit = False, math.inf
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # most calls
+            return func(*args)
         if func is torch.ops.aten._local_scalar_dense.default and self.updating:
             return 1.0
         out = super().__torch_dispatch__(func, types, args, kwargs)
@@ -191,14 +194,22 @@ class Rehearsed(LiveBytes):
 
     def restart(self, limit: float = math.inf) -> None:
         """Reset the peak, and limit it."""
-        self.peak, self.limit = self.now(), limit
+        self.peak, self.limit = self.now, limit
 
 
-class FusedDropout(TorchFunctionMode):
-    """Leave dropout out of `scaled_dot_product_attention`, whose GPU kernels store only its seed.
+class GpuForms(TorchFunctionMode):
+    """Let a CPU compute as a GPU: GRC in one block, and `scaled_dot_product_attention` without dropout.
 
-    With dropout, torch on a CPU would use the form that stores whole attention matrices.
+    GPU kernels store only the seed of dropout; a CPU would store whole attention matrices.
     """
+
+    def __enter__(self) -> Any:
+        self._large, equations.LARGE = equations.LARGE, sys.maxsize
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        equations.LARGE = self._large
+        super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -208,69 +219,65 @@ class FusedDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def step_bytes(
-    config: RunConfig,
-    shape: RowShape,
-    rows: int,
-    *,
-    pieces: int = 1,
-    gpus: int = 1,
-    parallel: str = "ddp",
-    gpu: bool = True,
-    room: float = math.inf,
-) -> dict[str, int]:
-    """Count the bytes of one process by kind, in a step of `pieces` micro-batches of `rows` rows.
+class RehearsedStep:
+    """Bytes of one process by kind, in a step of micro-batches.
 
     Args:
         config: with the options that data fill in.
-        gpu: use the GPU forms of optimiser and attention.
-        room: bytes that forward and backward may take.
-
-    Raises:
-        NoRoom: they take more.
-        ValueError: the model depends on values of tensors.
+        gpu: use the GPU forms of optimiser, attention and memory.
     """
-    shards = gpus if parallel == "fsdp" else 1
-    held = pieces > 1 or shards > 1
-    bare = bare_model(config)
-    states, update = optimizer_bytes(bare, config, gpu)
-    with FakeTensorMode(allow_non_fake_inputs=True), _explained(config):
-        model = without_values(bare)
-        step, inputs = training_step(config, shape, model, rows)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        live = Rehearsed(SLACK)
-        with FusedDropout() if gpu else contextlib.nullcontext(), live:
-            keep = remember_buffers(model)
-            copies = live.now()
-            for parameter in trained if held else ():
-                parameter.grad = torch.empty_like(parameter)
-            before = live.now()
-            live.restart(before + room)
-            loss, carried = step()
-            forward, activations = live.peak - before, live.now() - before
-            live.restart(before + room)
-            loss.backward()
-            backward = live.peak - before
-        del keep
+
+    def __init__(self, config: RunConfig, shape: RowShape, gpus: int = 1, parallel: str = "ddp", gpu: bool = True):
+        self.config, self.shape, self.gpu, self.ddp = config, shape, gpu, parallel == "ddp" and gpus > 1
+        self.shards = gpus if parallel == "fsdp" else 1
+        self.model = bare_model(config)
+        self.states, self.update = optimizer_bytes(self.model, config, gpu)
+
+    def parts(self, rows: int, pieces: int = 1, room: float = math.inf) -> dict[str, int]:
+        """Count the bytes with `pieces` micro-batches of `rows` rows.
+
+        Raises:
+            NoRoom: forward or backward takes more than `room` bytes.
+            ValueError: the model depends on values of tensors.
+        """
+        held = pieces > 1 or self.shards > 1
+        # A new model each time: a forward leaves tables in it that the next forward would not count.
+        bare = bare_model(self.config)
+        with FakeTensorMode(allow_non_fake_inputs=True), _explained(self.config):
+            model = without_values(bare)
+            step, inputs = training_step(self.config, self.shape, model, rows)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            with GpuForms() if self.gpu else contextlib.nullcontext(), Rehearsed() as live:
+                _keep = remember_buffers(model)
+                copies = live.now
+                for parameter in trained if held else ():
+                    parameter.grad = torch.empty_like(parameter)
+                before = live.now
+                live.restart(before + room)
+                loss, carried = step()
+                forward, activations = live.peak - before, live.now - before
+                live.restart(before + room)
+                loss.backward()
+                backward = live.peak - before
         state = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tree_leaves(carried)}
         buffers = sum(b.nbytes for b in model.buffers())
         weights, gradients = sum(p.nbytes for p in model.parameters()), sum(p.nbytes for p in trained)
-    update += sum(state.values()) + (0 if held else gradients)
-    average = 0 if config.training.ema_decay is None else weights + buffers
-    return {
-        "weights": weights // shards,
-        "optimiser": states // shards,
-        "average of the weights": average // shards,
-        "buffers, and copies of them": buffers + copies,
-        "gradients of earlier pieces" if shards == 1 else "gradients": gradients // shards if held else 0,
-        "buckets of DDP": gradients if parallel == "ddp" and gpus > 1 else 0,
-        # One layer is computed while the next is gathered.
-        "gathered by FSDP": 2 * _largest_unit(bare) if shards > 1 else 0,
-        "states of the rows": sum(state.values()) * (2 * pieces - 1),
-        "inputs": sum(t.nbytes for t in inputs),
-        "activations": activations,
-        "gradients and temporaries at the peak": max(forward, backward, update // shards) - activations,
-    }
+        update = self.update + sum(state.values()) + (0 if held else gradients)
+        average = 0 if self.config.training.ema_decay is None else weights + buffers
+        return {
+            "weights": weights // self.shards,
+            "optimiser": self.states // self.shards,
+            "average of the weights": average // self.shards,
+            "buffers, and copies of them": buffers + copies,
+            "gradients of earlier pieces" if self.shards == 1 else "gradients": gradients // self.shards if held else 0,
+            "buckets of DDP": gradients if self.ddp else 0,
+            # One layer is computed while the next is gathered.
+            "gathered by FSDP": 2 * _largest_unit(model) if self.shards > 1 else 0,
+            "states of the rows": sum(state.values()) * (2 * pieces - 1),
+            "inputs": sum(t.nbytes for t in inputs),
+            "activations": activations,
+            "gradients and temporaries at the peak": max(forward, backward, update // self.shards) - activations,
+        }
 
 
 def optimizer_bytes(model: nn.Module, config: RunConfig, gpu: bool) -> tuple[int, int]:
@@ -280,15 +287,15 @@ def optimizer_bytes(model: nn.Module, config: RunConfig, gpu: bool) -> tuple[int
         group["foreach"] = True  # all parameters at once, with temporaries as large as they are
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    with Rehearsed(SLACK) as live:
+    with Rehearsed() as live:
         live.updating = True
-        optimizer.step()  # creates the state
-        before = live.now()
-        live.restart()
         limit = math.inf if config.training.clip_norm is None else config.training.clip_norm
         nn.utils.clip_grad_norm_(model.parameters(), limit)
-        optimizer.step()
-    return sum(t.nbytes for t in tree_leaves(dict(optimizer.state)) if isinstance(t, Tensor)), live.peak - before
+        clipped = live.peak
+        live.restart()
+        optimizer.step()  # creates the state before its temporaries
+    temporaries = max(clipped, live.peak - live.now)
+    return sum(t.nbytes for t in tree_leaves(dict(optimizer.state)) if isinstance(t, Tensor)), temporaries
 
 
 def bare_model(config: RunConfig) -> nn.Module:

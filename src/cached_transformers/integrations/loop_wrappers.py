@@ -66,10 +66,7 @@ class FramesModel(nn.Module):
                 out = self.model(frames_BCHW, memory_state=state)
             if not isinstance(out, ModelOutput):  # of transformers
                 if getattr(out, "logits", None) is None:
-                    raise ValueError(
-                        f"{type(self.model).__name__} classifies nothing; give a model with a head, as "
-                        "ViTForImageClassification"
-                    )
+                    raise ValueError(f"{type(self.model).__name__} classifies nothing; give a model with a head")
                 out = ModelOutput(out.logits, out.memory_state, out.logits.new_zeros(()))
             answers.append(out.outputs)
             state = out.state if padding is None else replace_rows(out.state, state, padding[:, index])

@@ -9,7 +9,8 @@ Legend: B rows, N tokens, L tokens of the partial segment up to here, H heads, E
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -256,6 +257,14 @@ def slot_attentions_of(memory: ModelMemory) -> Mapping[str, nn.Module]:
     return found  # type: ignore[return-value]
 
 
+def refuse_misspelt(model: nn.Module, args: Any, given: Iterable[str]) -> None:
+    """Raise ValueError for a keyword that looks like ours, which `**kwargs` of a host would swallow; a forward pre-hook
+    where no forward of ours is called."""
+    for name in given:
+        if name.startswith("memory_"):
+            raise ValueError(f"{name}: {type(model).__name__} has no such keyword; only a state is given, memory_state")
+
+
 def install(site: Site, host: Host, memory: LayerMemory) -> None:
     """Give a layer a memory that all rows share."""
     if host.install is not None:
@@ -266,6 +275,10 @@ def install(site: Site, host: Host, memory: LayerMemory) -> None:
         return
     hook = MemoryHook(site, host)
     hook.install(memory)
+    for model in {site.model, getattr(site.model, "base_model", site.model)}:
+        last = list(inspect.signature(type(model).forward).parameters.values())[-1]
+        if last.kind is last.VAR_KEYWORD and refuse_misspelt not in model._forward_pre_hooks.values():
+            hook.handles.append(model.register_forward_pre_hook(refuse_misspelt, with_kwargs=True))
     if host.watch is not None:
         module, watch = host.watch
         hook.handles.append(module.register_forward_pre_hook(watch))

@@ -6,7 +6,9 @@ A memory that is added later becomes one of these.
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -86,6 +88,30 @@ def refuse_unsaved(model: Any, adapted: bool) -> None:
         way_out = "save the PeftModel, or merge first by a method that takes its adapters out of the model"
     if lost:
         raise ValueError(f"save_pretrained would not save the memory that trained ({lost[0]}); {way_out}")
+
+
+def load_with_memory(load: Callable[..., Any]) -> Callable[..., Any]:
+    """A class's `load_adapter`, with a ValueError where the model lacks the memory that the adapter saved."""
+
+    @functools.wraps(load)
+    def load_adapter(self: Any, *args: Any, **options: Any) -> Any:
+        result, names = load(self, *args, **options), {name.rpartition(".")[2] for name, _ in self.named_modules()}
+        for config in self.peft_config.values():
+            if NAME in (getattr(config, "modules_to_save", None) or ()) and NAME not in names:
+                raise ValueError(
+                    f"modules_to_save={config.modules_to_save}: the adapter has a memory, {type(self).__name__} none; "
+                    "load the base by load_pretrained, or by from_pretrained and add_memory with the same options, "
+                    "then call PeftModel.from_pretrained(base, folder)"
+                )
+        return result
+
+    return load_adapter
+
+
+def patch_adapters() -> None:
+    """Let PEFT load no adapter without the memory that it saved."""
+    kind = importlib.import_module("peft.peft_model").PeftModel
+    kind.load_adapter = load_with_memory(kind.load_adapter)
 
 
 def _is(module: nn.Module, where: str, name: str) -> bool:

@@ -38,8 +38,8 @@ class OneSegmentSteps:
             self.hooks = [p.register_hook(partial(self._got, p in own)) for p in model.parameters() if p.requires_grad]
         elif alone and self.reached and not self.trained:  # sharded parameters call no hook
             warnings.warn(
-                f"segment_length={segment_length}: rows of {tokens} tokens are one segment, after which the memory is "
-                "written, so that these steps neither read nor train it; take a segment_length below the rows' "
+                f"segment_length={segment_length}: texts of {tokens} tokens are one segment, after which the memory is "
+                "written, so that these steps neither read nor train it; take a segment_length below the texts' "
                 "length, or carry memory_state from call to call",
                 stacklevel=2,
             )

@@ -62,15 +62,9 @@ def register_models() -> None:
 
 
 def _create_pvt(models: Any, name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    model: nn.Module = models.build_model_with_cfg(
-        PyramidVisionTransformer,
-        name,
-        pretrained,
-        pretrained_filter_fn=published_weights,
-        feature_cfg={"out_indices": kwargs.pop("out_indices", (0, 1, 2, 3)), "feature_cls": "getter"},
-        **{"depths": PVT[name], **kwargs},
-    )
-    return model
+    features = {"out_indices": kwargs.pop("out_indices", (0, 1, 2, 3)), "feature_cls": "getter"}
+    options = {"pretrained_filter_fn": published_weights, "feature_cfg": features, "depths": PVT[name], **kwargs}
+    return models.build_model_with_cfg(PyramidVisionTransformer, name, pretrained, **options)  # type: ignore[no-any-return]
 
 
 def _create_cached(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -49,13 +49,6 @@ def first_of(thing: Any, *names: str) -> Any:
 def parameter_names(module: nn.Module) -> list[str]:
     """Parameters of the forward of the module's class, in order."""
     return [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
-
-
-def refuse_misspelt(given: Iterable[str]) -> None:
-    """Raise ValueError for a keyword that looks like ours, which `**kwargs` of a host would swallow."""
-    for name in given:
-        if name.startswith("memory_"):
-            raise ValueError(f"{name}: a model with a memory has no such keyword; the state is memory_state")
 
 
 def softmax_of(site: Site, *, causal: bool = False, bias: bool = False) -> HostAttention:

@@ -76,7 +76,7 @@ def add_stream_memory(
             f"would neither read nor train it; give add_memory segment_length={tokens}, or fewer tokens than your rows "
             "have, or segment_length=None for one segment a call, between which you carry memory_state yourself"
         )
-    _refuse_window(name, model, found, spanning, segment_length, extra)
+    _refuse_window(name, title, found, spanning, segment_length, extra)
     windows = any(memory.window() is not None for memory in layers)
     kind = ContextHook if windows or needs & {"context"} else MemoryHook
     everywhere = needs & {"context", "layer_traces", "slots_in_front"}
@@ -124,12 +124,7 @@ def _encoder(model: nn.Module, sites: list[Site]) -> Any:
 
 
 def _refuse_window(
-    name: str,
-    model: nn.Module,
-    found: list[tuple[Site, Host]],
-    spanning: ModelMemory | None,
-    segment_length: int | None,
-    extra: int,
+    name: str, title: str, found: list[tuple[Site, Host]], spanning: ModelMemory | None, length: int | None, extra: int
 ) -> None:
     """Raise ValueError if the memory's attention mask would replace a sliding window that hides tokens."""
     window = min((h.stream.window for _, h in found if h.stream and h.stream.window), default=None)
@@ -137,11 +132,11 @@ def _refuse_window(
         return
     if "context" in spanning.needs and "tokens_round" not in spanning.needs:
         return  # its mask is one of slots, beside the window
-    if segment_length is None or segment_length + extra > window:
+    if length is None or length + extra > window:
         shorter = f"take segment_length={window - extra} or less, from which it hides nothing, or " * (window > extra)
         raise ValueError(
-            f"memory {name!r} gives an attention mask, which would replace {type(model).__name__}'s sliding window of "
-            f"{window} tokens; {shorter or 'take '}the memory's mask='causal'"
+            f"memory {name!r} gives an attention mask, which would replace {title}'s sliding window of {window} "
+            f"tokens; {shorter or 'take '}the memory's mask='causal'"
         )
 
 

@@ -85,29 +85,18 @@ def causal_host(
     if kinds is None or kinds[layer.layer_idx] == "sliding_attention":
         window = getattr(layer, "sliding_window", getattr(config, "sliding_window", None))
     index = getattr(layer, "layer_idx", getattr(layer, "layer_id", None))
-    return Host(
-        merged,
-        heads,
-        projection,
-        Query,
-        {"index": index, "depth": config.num_hidden_layers, "relative": False},
-        attention=softmax_of(site, causal=True),
-        offers=BY_TOKEN | attends | (frozenset({"bias"}) if attends else frozenset()),
-        lacks=lacks,
-        channels=width,
-        stream=Stream(
-            add_stream_memory,
-            site.parent() if block is None else block,
-            sources,
-            split,
-            between,
-            longest=int(config.max_position_embeddings) if ends else None,
-            offers=SPANNING | attends | (frozenset({"bias"}) if masked and masks else frozenset()),
-            window=None if window is None else int(window),
-            stored=None if isinstance(beside, str) else beside,
-        ),
-        key_shape=(groups or heads, merged // heads),
+    stream = Stream(
+        *(add_stream_memory, site.parent() if block is None else block, sources, split, between),
+        longest=int(config.max_position_embeddings) if ends else None,
+        offers=SPANNING | attends | (frozenset({"bias"}) if masked and masks else frozenset()),
+        window=None if window is None else int(window),
+        stored=None if isinstance(beside, str) else beside,
     )
+    facts = {"index": index, "depth": config.num_hidden_layers, "relative": False}
+    offers = BY_TOKEN | attends | (frozenset({"bias"}) if attends else frozenset())
+    more: dict[str, Any] = {"offers": offers, "lacks": lacks, "channels": width, "stream": stream}
+    more["key_shape"] = (groups or heads, merged // heads)
+    return Host(merged, heads, projection, Query, facts, attention=softmax_of(site, causal=True), **more)
 
 
 def _by_heads(t: Tensor, head_width: int, heads_first: bool) -> Tensor:
@@ -151,17 +140,13 @@ def _separate(
     chains = ((layer.q_proj, q_norm), (layer.k_proj, k_norm), (layer.v_proj, None))
     # A norm of all heads together (OLMo 2) gets the projection's output as it is.
     together = heads > 1 and getattr(getattr(q_norm, "weight", None), "shape", None) == (heads * head_width,)
-    return causal_host(
-        site,
-        first_of(layer, "o_proj", "out_proj", "dense"),
-        tuple((projection,) if norm is None else (projection, norm) for projection, norm in chains),
-        partial(_split, head_width, norms_heads_first, getattr(config, "clip_qkv", None)),
-        head_width=head_width,
-        groups=int(getattr(config, "num_key_value_heads", None) or heads),
-        between=None if together else partial(_with_heads, head_width, norms_heads_first),
-        beside=stored(site) if beside is None else beside,
-        **more,
-    )
+    more["groups"] = int(getattr(config, "num_key_value_heads", None) or heads)
+    more["between"] = None if together else partial(_with_heads, head_width, norms_heads_first)
+    more["beside"] = stored(site) if beside is None else beside
+    sources = tuple((projection,) if norm is None else (projection, norm) for projection, norm in chains)
+    split = partial(_split, head_width, norms_heads_first, getattr(config, "clip_qkv", None))
+    projection = first_of(layer, "o_proj", "out_proj", "dense")
+    return causal_host(site, projection, sources, split, head_width=head_width, **more)
 
 
 @adapts(

@@ -132,7 +132,7 @@ class EncoderForward(HostForward):
             padding_BM = in_order(padding_BM, order_BM)
             inputs = finite_padding(inputs, padding_BM)
         segments = [_segment(inputs, padding_BM, part) for part in self._parts(total)]
-        self.note_step(state, segments)
+        self.note_step(state, total, len(segments))
         answers = self.read(segments, self.checked_state(state, rows), given)
         return _joined([out for out, _ in answers], segments, order_BM, mask), answers[-1][1]
 

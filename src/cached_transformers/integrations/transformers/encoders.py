@@ -47,16 +47,9 @@ def text_stream(site: Site, sources: tuple[nn.Module, ...] = (), split: Split | 
 def _stream(
     site: Site, entrance: tuple[nn.Module, ...], sources: tuple[nn.Module, ...], split: Split, **more: Any
 ) -> Stream:
-    return Stream(
-        add=add_stream_memory,
-        block=site.block(),
-        sources=tuple((module,) for module in sources),
-        split=split,
-        offers=frozenset({"state", "tokens_round"} if entrance else ()),
-        causal=False,
-        entrance=entrance,
-        **more,
-    )
+    offers: frozenset[str] = frozenset({"state", "tokens_round"} if entrance else ())
+    more |= {"offers": offers, "causal": False, "entrance": entrance}
+    return Stream(add_stream_memory, site.block(), tuple((module,) for module in sources), split, **more)
 
 
 def _separate(site: Site) -> tuple[tuple[nn.Module, ...], Split]:

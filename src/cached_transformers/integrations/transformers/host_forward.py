@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.integrations.memory_hooks import MemoryHook, no_loss
+from cached_transformers.integrations.memory_hooks import MemoryHook, no_loss, refuse_misspelt
 from cached_transformers.integrations.memory_lookup import like_weights, memory_of, refuse_frozen, with_weights
 from cached_transformers.integrations.segment_context import ModelCall, SegmentContext, running
 from cached_transformers.interfaces.incremental import needs_whole_segments
@@ -39,7 +39,7 @@ from cached_transformers.models.untrained import OneSegmentSteps
 from cached_transformers.state import State, kind_of, seal, used_again
 from cached_transformers.state import check as check_state
 
-from .adapter_utils import parameter_names, refuse_misspelt
+from .adapter_utils import parameter_names
 from .memory_cache import DynamicCache, MemoryCache, SlotProjections
 from .row_segments import Segment, in_order, joined, mapped, narrowed, stream_positions
 
@@ -75,10 +75,10 @@ class HostForward:
         self.body: Any = body
         self.hooks, self.spans, self.segment_length = hooks, spans, segment_length
         self.steps = OneSegmentSteps()
-        for name, whole in (("_read_apart", False), ("_read_documents", False), ("eagerly", True)):
+        for name in ("_read_apart", "_read_rows_apart", "_read_documents", "eagerly"):
             run = getattr(type(self), name, None)
             if run is not None and not hasattr(run, "_torchdynamo_disable"):  # here, since it imports the compiler
-                setattr(type(self), name, torch.compiler.disable(run, recursive=whole))
+                setattr(type(self), name, torch.compiler.disable(run, recursive=name == "eagerly"))
         self.names = self.outside = parameter_names(body)
         memories = recipe_of([*([self.memory] if spans else []), *(hook.memory for hook in hooks)])  # type: ignore[list-item]
         self.recipe = f"{memories} in {getattr(self.body.config, 'num_hidden_layers', 0)} layers"
@@ -146,10 +146,10 @@ class HostForward:
             check_state(state, self.init_state(1), rows, memory=self.recipe)
         return self.init_state(rows) if state is None else state
 
-    def note_step(self, state: State | None, segments: list[Segment]) -> None:
+    def note_step(self, state: State | None, tokens: int, segments: int) -> None:
         """Warn of training whose calls read one segment each and carry no state."""
-        alone = state is None and len(segments) == 1 and initial_state_of(self.body) is None
-        self.steps.step(self.body, self.segment_length, next(iter(segments[0].inputs.values())).shape[1], alone)
+        alone = state is None and segments == 1 and initial_state_of(self.body) is None
+        self.steps.step(self.body, self.segment_length, tokens, alone)
 
     def call_of(self, state: State | None, embedded: Tensor | None) -> ModelCall:
         """The call of the model around the body, which got the state; a new one where the body itself is called."""
@@ -161,7 +161,7 @@ class HostForward:
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the body's forward by name (ValueError: inputs without a row or a token)."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        refuse_misspelt(given)
+        refuse_misspelt(self.body, args, given)
         for name in ("input_ids", "inputs_embeds", "pixel_values"):
             if 0 in getattr(given.get(name), "shape", ()):
                 raise ValueError(f"{name} of shape {tuple(given[name].shape)} has nothing to read; leave the call out")
@@ -190,7 +190,7 @@ class HostForward:
         return self._read_each(segments, state, options, cache)
 
     def _read_each(
-        self, segments: list[Segment], state: StackState, options: dict[str, Any], cache: MemoryCache | None
+        self, segments: list[Segment], state: StackState, options: dict[str, Any], cache: MemoryCache | None = None
     ) -> list[tuple[Any, StackState]]:
         answers = []
         for segment in segments:
@@ -323,17 +323,11 @@ def entry_context(
 ) -> SegmentContext:
     """The context of the tokens first..end of an entry."""
     tokens = entry.tokens
-    return SegmentContext(
-        states,
-        tokens.positions_BNP[:, :end],
-        shift_B1 + _front(entry),
-        None if tokens.padding_BN is None else tokens.padding_BN[:, first:end],
-        writes=writes,
-        segment=entry.segment,
-        offers=entry.contexts,
-        slots=entry.slots,
-        traced=first == 0,  # a partial segment that continues leaves none
-    )
+    padding_BN = None if tokens.padding_BN is None else tokens.padding_BN[:, first:end]
+    places = tokens.positions_BNP[:, :end], shift_B1 + _front(entry), padding_BN
+    given: dict[str, Any] = {"segment": entry.segment, "offers": entry.contexts, "slots": entry.slots}
+    traced = first == 0  # a partial segment that continues leaves none
+    return SegmentContext(states, *places, writes=writes, traced=traced, **given)
 
 
 def entry_inputs(entry: Entry, first: int, end: int, shift_B1: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.integrations.hub import MODEL_TYPE, Record, note_memory, records_memory
-from cached_transformers.integrations.peft_models import refuse_unsaved
+from cached_transformers.integrations.peft_models import load_with_memory, refuse_unsaved
 from cached_transformers.layers.initial_state import PLACE as INITIAL_STATE
 from cached_transformers.models.published import PublishedModel, is_ours
 from cached_transformers.models.state_tuning import begin_with
@@ -80,6 +80,7 @@ def patch_models() -> None:
         return model
 
     kind.__init__, kind.save_pretrained = __init__, save_pretrained
+    kind.load_adapter = load_with_memory(kind.load_adapter)
     kind.from_pretrained, kind._from_config = classmethod(from_pretrained), classmethod(_from_config)
 
 

@@ -14,19 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.integrations.memory_hooks import refuse_misspelt
 from cached_transformers.integrations.segment_context import ModelCall, release_checkpoints, running
 from cached_transformers.layers.initial_state import PLACE as INITIAL_STATE
 from cached_transformers.state import State, repeat
 
-from .adapter_utils import parameter_names, refuse_misspelt
+from .adapter_utils import parameter_names
 from .host_forward import OUTPUT, HostForward, is_exporting, prepare_outputs, with_state
 from .memory_cache import Cache, MemoryCache
 from .packed_rows import WAY_OUT, refuse_pooled, refuse_told, score_within
 
-ATTACHED = (
-    *("forward", "segment_reader", "generate", "_expand_inputs_for_generation", "init_memory_state"),
-    "for_loops",
-)
+ATTACHED = ("forward", "segment_reader", "generate", "_expand_inputs_for_generation", "init_memory_state", "for_loops")
 """Attributes of the instance, which hide those of its class."""
 UNDONE = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "penalty_alpha")
 """Settings of generate with which it reads tokens that the text may then not have."""
@@ -63,7 +61,7 @@ def model_forward(
     """The forward of a model around its body; `place` is that model, and the body's forward."""
     model, body = place
     given = {**dict(zip(body.outside, args, strict=False)), **kwargs}
-    refuse_misspelt(given)
+    refuse_misspelt(model, args, given)
     documents = body.documents(given)
     if documents is not None:
         args, kwargs = (), given

@@ -12,6 +12,7 @@ Legend: B rows, M columns of the partial segments and of a call, N tokens of a s
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class DecoderForward(HostForward):
             out, after = self._read_documents(given, found.plan, call.state)
         else:
             given = given if found is None else found.with_mask(given)
-            out, after = self._read_rows(given, call.state)
+            out, after = (self._read_rows_apart if self._apart(given) else self._read_rows)(given, call.state)
         return returned(out, after, call, as_tuple)
 
     def documents(self, given: dict[str, Any]) -> PackedDocuments | None:
@@ -106,50 +107,66 @@ class DecoderForward(HostForward):
 
         def read(tokens: dict[str, Tensor], padding_BN: Tensor | None, before: State) -> tuple[Any, State | None]:
             mask = {} if padding_BN is None else {"attention_mask": (~padding_BN).long()}
-            return self._read_rows({**given, **tokens, **mask, "use_cache": False}, before)
+            return self._read_rows({**given, **tokens, **mask, "use_cache": False}, before, noted=True)
 
+        longest = plan.groups[0].places_Pn.shape[1]
+        self.note_step(state, longest, -(-longest // (self.segment_length or longest)))
         out, after = read_packed(read, new, plan, self.checked_state(state, rows), self.init_state)
         return out, seal(after)
 
-    def _read_rows(self, given: dict[str, Any], state: State | None) -> tuple[Any, State | None]:
+    def _apart(self, given: dict[str, Any]) -> bool:
+        """Return True for several segments in a compiled call: a graph of all would serve one number of tokens."""
+        if self.segment_length is None or not torch.compiler.is_compiling() or is_exporting():
+            return False
+        first = given.get("input_ids", given.get("inputs_embeds"))
+        return first is not None and first.shape[1] > self.segment_length
+
+    def _read_rows(self, given: dict[str, Any], state: State | None, noted: bool = False) -> tuple[Any, State | None]:
         """The host's output for rows of one text each, and the state after it, where it is known already."""
+        prepare, read, join = self._prepare, self.read, self._join
+        if not torch.compiler.is_compiling():  # perhaps `_read_rows_apart`, of which only `read_segment` is a graph
+            prepare, read, join = partial(self.eagerly, prepare), self._read_apart, partial(self.eagerly, join)
+        text, inputs, padding_BM, segments, n, keeps = prepare(given, state)
+        if not noted:
+            self.note_step(state, text.length + n, len(segments))
+        cache = given.pop("past_key_values", None)
+        if text.kv is not None and segments[0].end is None and not self.checkpoints:
+            text.take(inputs, padding_BM, text.before)
+            text.state_after = None  # computed on demand
+            out = self._read_next(text, n, given)
+        else:
+            out = join(text, inputs, segments, read(segments, text.state, given, text if keeps else None), n)
+        if keeps:
+            out["past_key_values"] = text if cache is None or cache is text else text.replace(cache)
+        return out, text.state_after
+
+    _read_rows_apart = _read_rows
+
+    def _prepare(self, given: dict[str, Any], state: State | None) -> tuple[Any, ...]:
+        """The text, which notes the call's tokens; all inputs of its partial segment and the call; their padding; their
+        segments; the number of the call's columns; whether to keep a cache."""
         new = {name: given.pop(name) for name in COLUMNS if name in given}
         self._refuse(new, given)
         first = new.get("input_ids", new.get("inputs_embeds"))
         assert first is not None
         rows, n = first.shape[:2]
         new = {name: t.expand(rows, *t.shape[1:]) for name, t in new.items()}
-        cache = given.pop("past_key_values", None)
-        text = self.text_of(cache, state, rows)
+        text = self.text_of(given.get("past_key_values"), state, rows)
         padding_BM = _padding(given.pop("attention_mask", None), text, rows, n)
         keeps = self._keeps(given.pop("use_cache", None))
         inputs = text.with_new(new, padding_BM, self.embed_ids)
         if "position_ids" in new:
             why = f"position_ids begin again inside a row: {NO_CACHE if text.tokens else COMPILED} {WAY_OUT}"
             refuse_packed(inputs["position_ids"], padding_BM, why)
-        total = text.length + n
         segments = row_segments(inputs, self.segment_length, padding_BM, keeps, text.before)
-        self.note_step(state, segments)
         text.note(new, None if padding_BM is None else padding_BM[:, text.length :])
-        if text.kv is not None and segments[0].end is None and not self.checkpoints:
-            text.take(inputs, padding_BM, text.before)
-            text.state_after = None  # computed on demand
-            out = self._read_next(text, n, given)
-        else:
-            out = self._read_segments(text, inputs, segments, keeps, given)
-            out = out if total == n else narrowed(out, total - n, n)
-        if keeps:
-            out["past_key_values"] = text if cache is None or cache is text else text.replace(cache)
-        return out, text.state_after
+        return text, inputs, padding_BM, segments, n, keeps
 
-    def _read_segments(
-        self, text: MemoryCache, inputs: dict[str, Tensor], segments: list[Segment], keeps: bool, given: dict[str, Any]
-    ) -> Any:
-        """The host's output for all columns, each segment read from its first token on.
+    def _join(self, text: MemoryCache, inputs: dict[str, Tensor], segments: list[Segment], answers: Any, n: int) -> Any:
+        """The host's output for the last `n` columns, of the answers for all segments; the text keeps the partial one.
 
         A full segment is read as a whole, even if a KV cache holds its first tokens: it must be written.
         """
-        answers = self.read(segments, text.state, given, text if keeps else None)
         outs, last, columns = [out for out, _ in answers], segments[-1], next(iter(inputs.values())).shape[1]
         if last.end is not None:
             text.close(answers[-1][1], last.end)
@@ -158,7 +175,8 @@ class DecoderForward(HostForward):
             text.take(inputs, last.padding_BN, last.before)
             text.state = answers[-2][1] if len(answers) > 1 else text.state
             text.state_after = answers[-1][1]
-        return joined_segments(outs, segments, columns)
+        out = joined_segments(outs, segments, columns)
+        return out if columns == n else narrowed(out, columns - n, n)
 
     def _read_next(self, text: MemoryCache, n: int, options: dict[str, Any]) -> Any:
         """The last `n` tokens, after those in the KV cache; no memory is written."""
@@ -250,17 +268,9 @@ class DecoderForward(HostForward):
             raise ValueError(undeclared(self.memory))
         # As a keyword, too, which reaches the layer where a third-party wrapper checkpoints the block.
         keyword = {"segment_context": context} if self.hooks else {}
+        kv_cache, call = context.kv_cache, {**inputs, "attention_mask": mask, "return_dict": True, **keyword, **options}
         return run_host(
-            context,
-            self.hooks,
-            self.body,
-            **inputs,
-            attention_mask=mask,
-            past_key_values=context.kv_cache,
-            use_cache=context.kv_cache is not None,
-            return_dict=True,
-            **keyword,
-            **options,
+            context, self.hooks, self.body, past_key_values=kv_cache, use_cache=kv_cache is not None, **call
         )
 
 

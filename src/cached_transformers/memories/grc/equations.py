@@ -215,15 +215,15 @@ class _MeanGateUpdate(torch.autograd.Function):
             return ds_BMC, dw_tokens.to(dtype), dbias.to(dtype), dw_cache, *dnorm, None, None, None, None, None
 
 
-# A CPU works in blocks of _BLOCK numbers above _LARGE numbers, so that the gates stay in its cache. Measured; one
+# A CPU works in blocks of _BLOCK numbers above LARGE numbers, so that the gates stay in its cache. Measured; one
 # product of everything is faster below.
-_LARGE, _BLOCK = 1 << 19, 1 << 17
+LARGE, _BLOCK = 1 << 19, 1 << 17
 
 
 def _blocks(s_BMC: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield blocks of rows and slots: everything at once; for large inputs on a CPU some rows, or part of one row."""
     rows, slots, width = s_BMC.shape
-    if s_BMC.device.type != "cpu" or rows * slots * width <= _LARGE:
+    if s_BMC.device.type != "cpu" or rows * slots * width <= LARGE:
         yield slice(0, rows), slice(0, slots)
         return
     together = max(_BLOCK // (slots * width), 1)
