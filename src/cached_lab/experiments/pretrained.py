@@ -80,8 +80,8 @@ def remember(model: Any, name: str | Path, memory: Mapping[str, Any] | None, len
     """
     own = records_memory(model.config)
     if own == (memory is not None):
-        problem = "it has a memory; leave out" if own else "it was saved without a memory; give"
-        raise ValueError(f"model={name}: {problem} --with-memory {memory['name'] if memory else 'streaming_llm'}")
+        way = "it has a memory; give none" if own else "it has no memory; give one, or save it after add_memory"
+        raise ValueError(f"model={name}: {way} (cached generate --with-memory {memory['name'] if memory else 'NAME'})")
     if memory is not None:
         if "weights" in MEMORIES.entry(memory["name"]).factory.needs:
             model.set_attn_implementation("eager")
