@@ -27,7 +27,7 @@ from cached_transformers.integrations.models import TransformersModel
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(library("huggingface_hub").constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(library("huggingface_hub.constants"), "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "cache" / "models"
 

@@ -83,7 +83,7 @@ def remember(model: Any, name: str | Path, memory: Mapping[str, Any] | None, len
         way = "it has a memory; give none" if own else "it has no memory; give one, or save it after add_memory"
         raise ValueError(f"model={name}: {way} (cached generate --with-memory {memory['name'] if memory else 'NAME'})")
     if memory is not None:
-        if "weights" in MEMORIES.entry(memory["name"]).factory.needs:
+        if "weights" in getattr(MEMORIES.entry(memory["name"]).factory, "needs", ()):  # an option of the host
             model.set_attn_implementation("eager")
         plain = {*model.state_dict()}
         add_memory(model, dict(memory), segment_length=length)
