@@ -116,6 +116,7 @@ def test_a_family_s_checkpoint(checkpoint: Checkpoint, tmp_path: Path) -> None:
     for memory in checkpoint.memories:
         remembers(checkpoint, memory, tmp_path / memory)
     if folder := os.environ.get("SUPPORT_CELLS"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / f"{checkpoint.name.replace('/', '-')}.tried").touch()
 
 

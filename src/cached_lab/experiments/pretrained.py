@@ -5,12 +5,13 @@ A name of `cached fetch` means its folder in the cache; a folder of that name in
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import importlib.util
 import os
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -40,27 +41,22 @@ def resolve_model(name: str | Path) -> tuple[Any, Any]:
         ImportError: a GGUF file, and gguf or accelerate is not installed.
     """
     place, options = located(str(name))
-    transformers = require("transformers", extra="language")
-    try:
-        config = transformers.AutoConfig.from_pretrained(place, **_file(options))
-        if not options:
-            _refuse_too_large(name, _bytes_of(config))
+    auto = require("transformers", extra="language")
+    with _explained(name):
+        config = auto.AutoConfig.from_pretrained(place, **_safe(options))
+        size = 0 if options else _bytes_of(config)  # a GGUF file was checked before
+    _refuse_too_large(name, size)
+    with _explained(name):
         if records_memory(config):
             return load_pretrained(place), _tokenizer(place, name, {})
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(place, output_loading_info=True, **options)
-    except (OSError, ValueError, KeyError, NotImplementedError, RuntimeError) as error:
-        if str(error).startswith(f"model={name}"):
-            raise
-        raise ValueError(
-            f"model={name}: transformers cannot load it ({_line(error)}); give a folder of save_pretrained, a model of "
-            f"the hub, a GGUF file, or a name of `cached fetch` ({', '.join(PACKAGES)})"
-        ) from error
+        options |= _safe(options)
+        model, found = auto.AutoModelForCausalLM.from_pretrained(place, output_loading_info=True, **options)
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
             f"model={name}: it has no weights for {missing[0]} ({len(missing)} are missing) of "
             f"{type(model).__name__}; give a model that was trained to predict the next token"
         )
-    if options:  # the weights are plain from here on, and can be saved
+    if "gguf_file" in options:  # the weights are plain from here on, and can be saved
         model.hf_quantizer = None
         for written in ("quantization_config", "_model_name_or_path"):
             vars(model.config).pop(written, None)
@@ -120,9 +116,7 @@ def located(name: str) -> tuple[str, dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"model={name}: no such file; give the path of a GGUF file on this machine")
     refuse_special(path)
-    for needed in ("gguf", "accelerate"):
-        if importlib.util.find_spec(needed) is None:
-            raise ImportError(f"model={name}: {needed} is not installed; GGUF files need: pip install gguf accelerate")
+    require_gguf(name)
     with naming(f"model={name}", "file"):
         weights = sum(int(tensor.n_elements) for tensor in importlib.import_module("gguf").GGUFReader(path).tensors)
     _refuse_too_large(name, 4 * weights)
@@ -130,6 +124,13 @@ def located(name: str) -> tuple[str, dict[str, Any]]:
     if kind := getattr(require("transformers", extra="language"), "GgufConfig", None):
         options["quantization_config"] = kind(dequantize=True)
     return str(path.parent), options
+
+
+def require_gguf(name: str) -> None:
+    """Require the packages for a GGUF file (ImportError with the pip command)."""
+    for needed in ("gguf", "accelerate"):
+        if importlib.util.find_spec(needed) is None:
+            raise ImportError(f"model={name}: {needed} is not installed; GGUF files need: pip install gguf accelerate")
 
 
 def _refuse_too_large(name: str | Path, size: int) -> None:
@@ -153,26 +154,43 @@ def available_memory() -> int:
     """Return the bytes of memory that are free, or can be freed at once; where the system hides them, all bytes."""
     try:
         told = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"))
-    except OSError:
+    except OSError:  # no Linux
         told = None
     return int(told[1]) << 10 if told else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _tokenizer(place: str, name: str | Path, options: dict[str, Any]) -> Any:
     try:
-        found = require("transformers", extra="language").AutoTokenizer.from_pretrained(place, **_file(options))
+        found = require("transformers", extra="language").AutoTokenizer.from_pretrained(place, **_safe(options))
         if len(found) <= len(found.all_special_tokens):  # without files, some classes are made without words
             raise ValueError("it has special tokens only")
         return found
-    except (OSError, ValueError, KeyError) as error:
+    except ImportError:
+        raise
+    except Exception as error:  # tokenizers raises no narrower class
         raise ValueError(
             f"model={name}: it has no tokenizer that transformers can read ({_line(error)}); save it with the model: "
             f"tokenizer.save_pretrained({place!r})"
         ) from None
 
 
-def _file(options: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in options.items() if key == "gguf_file"}
+@contextlib.contextmanager
+def _explained(name: str | Path) -> Iterator[None]:
+    """Turn errors of transformers and safetensors into a ValueError with the way out."""
+    try:
+        yield
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"model={name}: transformers cannot load it ({_line(error)}); give a folder of save_pretrained, a model of "
+            f"the hub, a GGUF file, or a name of `cached fetch` ({', '.join(PACKAGES)})"
+        ) from error
+
+
+def _safe(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of every `from_pretrained`; transformers would ask a terminal about code in a model."""
+    return {"trust_remote_code": False, **{key: value for key, value in options.items() if key == "gguf_file"}}
 
 
 def _line(error: Exception) -> str:
