@@ -61,7 +61,7 @@ def test_a_wrong_mapping_is_loud(mistake: str, monkeypatch: pytest.MonkeyPatch) 
 def test_its_tokenizer_is_its_own(golden: Any) -> None:
     _, own = golden.load_pretrained("en")
     _, tokenizer = glass()
-    text = TEXT + "  two blanks\n\n\n a▁b aaaa <bos> cafe\u0301 \u00fc 日本 — ‘what’"
+    text = TEXT + "  two blanks , a mark .\n\n\n a▁b aaaa <bos> cafe\u0301 \u00fc 日本 — ‘what’"
     ids = tokenizer(text)["input_ids"]
     assert ids == own.encode(text)
     assert tokenizer.decode(ids).replace("<unk>", "⁇") == own.decode(ids)

@@ -45,11 +45,9 @@ def llama_weights(arrays: Mapping[str, np.ndarray], head_width: int) -> dict[str
     for name in arrays:
         if name.startswith("blocks."):
             _, layer, inner = name.split(".", 2)
-            matrix = arrays[name].T
-            turned = inner in ("attn.W_Q", "attn.W_K")
-            found[f"model.layers.{layer}.{_TABLES[inner]}.weight"] = (
-                half_order(matrix, head_width) if turned else matrix
-            )
+            rotated = inner in ("attn.W_Q", "attn.W_K")
+            weight = half_order(arrays[name].T, head_width) if rotated else arrays[name].T
+            found[f"model.layers.{layer}.{_TABLES[inner]}.weight"] = weight
     return {name: torch.tensor(np.ascontiguousarray(a, dtype=np.float32)) for name, a in found.items()}
 
 

@@ -56,10 +56,6 @@ def resolve_model(name: str | Path) -> tuple[Any, Any]:
             f"model={name}: it has no weights for {missing[0]} ({len(missing)} are missing) of "
             f"{type(model).__name__}; give a model that was trained to predict the next token"
         )
-    if "gguf_file" in options:  # the weights are plain from here on, and can be saved
-        model.hf_quantizer = None
-        for written in ("quantization_config", "_model_name_or_path"):
-            vars(model.config).pop(written, None)
     return model, _tokenizer(place, name, options)
 
 
