@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from integrations import family_checks as checks
 from integrations import wrapped_checks as wrapped
+from integrations.checkpoints import CHECKPOINTS, Checkpoint, remembers
 from integrations.families import ALL, Family, families
 
 pytestmark = pytest.mark.slow
@@ -30,6 +31,8 @@ TEXT = {"generate": checks.generates, "beams": checks.searches}
 DECODER: dict[str, Callable[..., None]] = {**EACH, **TEXT, "compile": checks.compiles}
 SHARED: dict[str, Callable[..., None]] = {**EACH, **WRAPPED, "compile": checks.shared_compiles}
 PAIR = SHARED | TEXT
+CHECKPOINT = "real checkpoint"
+"""The column of trained models in which closed gates changed nothing, a step trained the memory, and it was saved."""
 SAID = {
     wrapped.FRAMES: "by SegmentLoop",
     "does not support activation checkpointing": "not in transformers",
@@ -108,6 +111,22 @@ def test_a_family(family: Family) -> None:
     found(family, {"memories": "; ".join([", ".join(names), *why])} | cells)
 
 
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
+def test_a_family_s_checkpoint(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    for memory in checkpoint.memories:
+        remembers(checkpoint, memory, tmp_path / memory)
+    if folder := os.environ.get("SUPPORT_CELLS"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / f"{checkpoint.name.replace('/', '-')}.tried").touch()
+
+
+def checkpoints(family: Family, page: str) -> str:
+    """Those that were tried, now or, where a package is not installed, when the page was written."""
+    tried = {file.stem for file in Path(os.environ.get("SUPPORT_CELLS", "nowhere")).glob("*.tried")}
+    of_it = [checkpoint.name for checkpoint in CHECKPOINTS if checkpoint.family == family.name]
+    return ", ".join(name for name in of_it if name.replace("/", "-") in tried or name in page)
+
+
 def test_the_table_is_what_was_found() -> None:
     """Runs behind the others; with SUPPORT_TABLE=write it is written."""
     missing = {family.name for family in ALL} - set(all_found())
@@ -116,15 +135,15 @@ def test_the_table_is_what_was_found() -> None:
         pytest.skip("not all families were tried in this process")
     assert not missing
     page = PAGE.read_text(encoding="utf-8")
-    written = re.sub(r"(?s)(<!-- support -->\n).*?(<!-- end -->)", lambda m: m[1] + table(rows()) + m[2], page)
+    written = re.sub(r"(?s)(<!-- support -->\n).*?(<!-- end -->)", lambda m: m[1] + table(rows(page)) + m[2], page)
     if writes:
         PAGE.write_text(written, encoding="utf-8")
     assert page == written or writes, "docs/support.md is stale: make support"
 
 
-def rows() -> dict[str, list[tuple[str, dict[str, str]]]]:
+def rows(page: str) -> dict[str, list[tuple[str, dict[str, str]]]]:
     """Families with their cells, by kind and in the order of their titles."""
-    cells_of = all_found()
+    cells_of = {f.name: {**all_found()[f.name], CHECKPOINT: checkpoints(f, page)} for f in ALL}
     kinds = dict.fromkeys(family.kind for family in ALL)
     of_kind = {kind: sorted((f for f in ALL if f.kind == kind), key=lambda f: f.title.lower()) for kind in kinds}
     return {kind: [(family.title, cells_of[family.name]) for family in members] for kind, members in of_kind.items()}
@@ -132,18 +151,23 @@ def rows() -> dict[str, list[tuple[str, dict[str, str]]]]:
 
 def table(rows_by_kind: dict[str, list[tuple[str, dict[str, str]]]]) -> str:
     """Tables by kind. Lists of memories that several families share are numbered before the table."""
-    lines = []
+    lines = [
+        "",
+        f"**{CHECKPOINT}**: trained weights, left unchanged by closed gates, with a memory that trains and is saved.",
+    ]
     for kind, rows in rows_by_kind.items():
         counts = Counter(cells["memories"] for _, cells in rows)
         shared = [memories for memories, count in counts.most_common() if count > 1]
         has = [use for use in USES if any(cells.get(use) for _, cells in rows)]
         lines += ["", f"## {kind[:1].upper()}{kind[1:]}", "", f"Uses: {', '.join(has)}.", ""]
         lines += [f"{number}. {memories}" for number, memories in enumerate(shared, start=1)]
-        lines += ["", "| family | memories | uses |", "| --- | --- | --- |"]
+        more = [CHECKPOINT] if any(cells[CHECKPOINT] for _, cells in rows) else []
+        head = ["family", "memories", "uses", *more]
+        lines += ["", f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
         for title, cells in rows:
             memories = cells["memories"]
             other = [f"{use} {cells[use]}" for use in has if cells.get(use, "yes") not in ("yes", "")]
             uses_of_it = "; ".join(["all others" if other else "all", *other]) if any(map(cells.get, has)) else ""
             numbered = f"({shared.index(memories) + 1})" if memories in shared else memories
-            lines.append(f"| {title} | {numbered} | {uses_of_it} |")
+            lines.append(f"| {' | '.join([title, numbered, uses_of_it, *(cells[column] for column in more)])} |")
     return "\n".join([*lines, "", ""])

@@ -83,6 +83,23 @@ def run_arguments(kind: str = "", checkpoint: str = "best", device: str = "auto"
     )
 
 
+def memory_option(name: str | None, overrides: list[str], options: str = "--with-memory") -> dict[str, Any] | None:
+    """Return the memory of --with-memory and its options; `relative` is off, so that positions stay the model's.
+
+    Raises:
+        ValueError: an unknown memory or option, or overrides that belong to none of `options`.
+    """
+    from cached_lab.experiments.probes.settings import options_of_memories
+    from cached_transformers.registry import MEMORIES
+
+    if name is None:
+        if overrides:
+            raise ValueError(f"{overrides[0]!r} is an option of {options}, which is missing")
+        return None
+    places = {"relative": False} if "relative" in MEMORIES.entry(name).options else {}
+    return {"name": name, **places, **options_of_memories([name], overrides).get(name, {})}
+
+
 def refuse_unused(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse options without the option that they belong to, by `NEEDS` (ValueError)."""
     for options, other, word, way in NEEDS.get(arguments.command, ()):

@@ -15,7 +15,7 @@ from typing import Any
 
 from cached_transformers.registry import unknown_name
 
-from .arguments import numbers_from_one, run_arguments
+from .arguments import memory_option, numbers_from_one, run_arguments
 
 MEMORY_MODES = ("carry", "reset", "shuffle", "other", "batch")
 MODES = (
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not _printed_json(arguments, scores):
             show(open_console(), *output_cache_blocks(scores))
         return 0
-    memory = _memory(arguments.with_memory, arguments.overrides)
+    memory = memory_option(arguments.with_memory, arguments.overrides, "--output-cache or --with-memory")
     for mode in chosen:
         if mode not in MEMORY_MODES:
             raise ValueError(unknown_name("memory mode", mode, list(MEMORY_MODES)))
@@ -88,19 +88,6 @@ def run(arguments: argparse.Namespace) -> int:
         given = "" if memory is None else f", with {memory['name']}"
         show(console, *evaluation_blocks(f"{folder}: {split} split, step {found.step}{given}", found.rows, result))
     return 0
-
-
-def _memory(name: str | None, overrides: list[str]) -> dict[str, Any] | None:
-    """The memory for --with-memory and its options; `relative` is off, so that positions stay the model's."""
-    from cached_lab.experiments.probes.settings import options_of_memories
-    from cached_transformers.registry import MEMORIES
-
-    if name is None:
-        if overrides:
-            raise ValueError(f"{overrides[0]!r} is an option of --output-cache or --with-memory; give one of them")
-        return None
-    places = {"relative": False} if "relative" in MEMORIES.entry(name).options else {}
-    return {"name": name, **places, **options_of_memories([name], overrides).get(name, {})}
 
 
 def _printed_json(arguments: argparse.Namespace, result: dict[str, Any]) -> bool:

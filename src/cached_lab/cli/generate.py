@@ -11,10 +11,11 @@ import sys
 import time
 from pathlib import Path
 
-from .arguments import refuse_below_one, require_file, run_arguments
+from .arguments import memory_option, refuse_below_one, require_file, run_arguments
 
 ARGUMENTS = (
-    *run_arguments(" of a language model, or a folder of save_pretrained with the tokenizer beside the model"),
+    *run_arguments(" of a language model; or a model: folder of save_pretrained, hub name, GGUF file, fetched name"),
+    ("overrides NAME.option=value*", str, "options of --with-memory"),
     ("--prompt TEXT", str, "the text (default: standard input, if it is no terminal)"),
     ("--tokens N", 200, "new tokens at most"),
     ("--temperature T", 1.0, "0 is greedy"),
@@ -24,6 +25,7 @@ ARGUMENTS = (
     ("--length-penalty A", 1.0, "of beams"),
     ("--seed N", 0, "of the sampling"),
     ("--segment-length N", int, "tokens in a segment (default: as trained)"),
+    ("--with-memory MEMORY", str, "a memory without weights (streaming_llm, tova, ...) for a model without one"),
     ("--state FILE", Path, "continue the text of this state, before the prompt"),
     ("--save-state FILE", Path, "keep the state, for --state; may be the same"),
 )
@@ -42,9 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
     from cached_lab.experiments.load import load_writer
     from cached_lab.training.distributed import pick_device
 
-    device = pick_device(arguments.device)
+    device, memory = pick_device(arguments.device), memory_option(arguments.with_memory, arguments.overrides)
     about = (arguments.folder, arguments.checkpoint, arguments.segment_length, device)
-    writer = load_writer(*about, state=arguments.state)
+    writer = load_writer(*about, state=arguments.state, memory=memory)
     names = ("tokens", "temperature", "top_k", "top_p", "beams", "length_penalty")
     options = {name: getattr(arguments, name) for name in names}
     generator = torch.Generator(device).manual_seed(arguments.seed)

@@ -22,9 +22,9 @@ Arrays = dict[str, np.ndarray]
 
 
 def cache_folder() -> Path:
-    """Folder of cached data: $CACHED_TRANSFORMERS_CACHE, else ~/.cache/cached-transformers."""
-    folder = os.environ.get("CACHED_TRANSFORMERS_CACHE")
-    return Path(folder).expanduser() if folder else Path.home() / ".cache" / "cached-transformers"
+    """Folder of cached data: $CACHED_TRANSFORMERS_CACHE, else cached-transformers in $XDG_CACHE_HOME or ~/.cache."""
+    folder, caches = os.environ.get("CACHED_TRANSFORMERS_CACHE"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(folder or f"{caches}/cached-transformers").expanduser()
 
 
 def entry_path(kind: str, key: Mapping[str, object]) -> Path:

@@ -16,6 +16,8 @@ from cached_lab.training.config import RunConfig
 from cached_transformers.memories import memory_specs
 from cached_transformers.registry import MEMORIES, MODELS
 
+from .pretrained import located
+
 
 def build_dataset(config: RunConfig, split: str) -> Any:
     """Build one split of the configured data."""
@@ -39,7 +41,15 @@ def build_model(config: RunConfig) -> nn.Module:
                 f"{room / 2**30:,.1f} GiB of memory; lower model.width, model.depth, or the length of its memory"
             )
     seed_everything(config.training.seed)
-    return MODELS.create(**config.model)
+    return MODELS.create(**_located(config))
+
+
+def _located(config: RunConfig) -> dict[str, Any]:
+    """Return the options of the model, with the place of `pretrained` weights that are named as in `resolve_model`."""
+    if not isinstance(name := config.model.get("pretrained"), str):
+        return config.model
+    place, options = located(name)
+    return {**config.model, "pretrained": place, **options}
 
 
 def without_checkpoint(config: RunConfig) -> RunConfig:
@@ -84,4 +94,4 @@ def refuse_what_cannot_be_built(config: RunConfig) -> nn.Module:
         ValueError: an option does not fit.
     """
     with torch.device("cpu" if config.model.get("pretrained") else "meta"):
-        return MODELS.create(**without_checkpoint(config).model)
+        return MODELS.create(**_located(without_checkpoint(config)))

@@ -20,11 +20,10 @@ from cached_lab.training.config import RunConfig, config_to_dict, differing_keys
 from cached_lab.training.run_files import CATEGORIES, CONFIG, TOKENIZER, refuse_exchanged
 from cached_lab.training.stored_weights import load_average
 from cached_lab.yaml_tree import flatten, parse_yaml
-from cached_transformers.extras import require
-from cached_transformers.integrations.transformers.load import load_pretrained
-from cached_transformers.models.published import PublishedModel
+from cached_transformers.models.published import PublishedModel, is_ours
 
 from .build import build_model, without_checkpoint
+from .pretrained import refuse_untrained, remember, resolve_model
 
 
 def load_run(
@@ -76,56 +75,50 @@ def _with_memory(folder: Path, config: RunConfig, memory: Mapping[str, Any]) -> 
     config = without_checkpoint(config)
     plain = build_model(config).state_dict()
     model = build_model(dataclasses.replace(config, model={**config.model, "memory": dict(memory)}))
-    if added := sorted(model.state_dict().keys() - plain.keys()):
-        raise ValueError(
-            f"memory {memory['name']!r} has weights that this run has not trained, such as {added[0]!r}; take a memory "
-            "without weights (streaming_llm, tova, h2o), or train a model with it: cached train ... "
-            f"model.memory={memory['name']}"
-        )
+    refuse_untrained(memory, model.state_dict().keys() - plain.keys())
     return model
 
 
 def load_writer(
-    folder: Path, checkpoint: str, length: int | None, device: torch.device, *, state: Path | None = None
+    folder: Path,
+    checkpoint: str,
+    length: int | None,
+    device: torch.device,
+    *,
+    state: Path | None = None,
+    memory: Mapping[str, Any] | None = None,
 ) -> Writer:
     """Load a language model that continues texts, from a run or from `save_pretrained`.
 
     Args:
-        folder: a run folder, or one of `save_pretrained` with the tokenizer (of transformers, or for our models the
-            tokenizer file of the run).
+        folder: a run folder; a folder of `save_pretrained` of our models with the tokenizer file of the run; or a model
+            of transformers, as in `resolve_model`.
         checkpoint: of a run, as in `load_run`.
         length: tokens of a segment; None for the value of training.
         state: file of `Session.save` with a text to continue.
+        memory: name and options of a memory without weights, for a model without one.
 
     Raises:
-        ValueError: the folder is neither; its model generates no text; its tokenizer is missing; the state belongs to
-            other weights or segments.
+        ValueError: the folder is none of them; its model generates no text; its tokenizer is missing; the state belongs
+            to other weights or segments.
     """
-    if (folder / CONFIG).is_file() or not (folder / "config.json").is_file():
-        config, model, _ = load_run(folder, checkpoint)
+    if (folder / CONFIG).is_file() or (folder.is_dir() and not (folder / "config.json").is_file()):
+        config, model, _ = load_run(folder, checkpoint, memory=memory)
         tokenizer = read_tokenizer(folder / TOKENIZER, model)
         length = length or config.evaluation.segment_length or config.training.segment_length
         return Writer(model.to(device), words_of(tokenizer), length, state)
     if checkpoint != "best":
         raise ValueError(f"--checkpoint {checkpoint}: {folder} is no run folder, and has one set of weights")
-    saved = load_pretrained(str(folder)).to(device)
-    if isinstance(saved, PublishedModel):
+    if is_ours(folder):
+        if memory is not None:
+            raise ValueError(
+                f"--with-memory {memory['name']}: {folder} has a model of this package; give its run folder"
+            )
+        saved = PublishedModel.from_pretrained(folder).to(device)
         return Writer(saved, words_of(read_tokenizer(folder / TOKENIZER, saved)), length, state)
-    return Writer(saved, words_of_transformers(_tokenizer_beside(folder)), length, state)
-
-
-def _tokenizer_beside(folder: Path) -> Any:
-    """Load the transformers tokenizer in the folder of a model."""
-    try:
-        found = require("transformers", extra="language").AutoTokenizer.from_pretrained(str(folder))
-        if len(found) <= len(found.all_special_tokens):  # without files, some classes are made without words
-            raise ValueError("it has special tokens only")
-        return found
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"{folder} has no tokenizer that transformers can read ({' '.join(str(error).split())}); save it with the "
-            f"model: tokenizer.save_pretrained({str(folder)!r})"
-        ) from None
+    host, words = resolve_model(folder)
+    remember(host, folder, memory, length)
+    return Writer(host.to(device), words_of_transformers(words), length, state)
 
 
 def read_run_config(folder: str | Path) -> RunConfig:

@@ -119,6 +119,8 @@ def load_pretrained(name: str, cls: Any = None, **options: Any) -> Any:
     """
     if is_ours(Path(name)):
         return PublishedModel.from_pretrained(name)
+    if str(name).lower().endswith(".gguf"):
+        raise ValueError(f"{name}: a GGUF file holds no memory; load the host by gguf_file=..., and call add_memory")
     transformers = require("transformers", extra="language")
     config = transformers.AutoConfig.from_pretrained(name, **{key: options[key] for key in HUB if key in options})
     if not records_memory(config):
