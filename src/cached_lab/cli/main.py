@@ -36,6 +36,8 @@ EXAMPLES = {
     "leaderboard": "--jobs 2                              all memories with their costs",
     "stream": "runs/demo_text book.txt                    read a text of any length in constant memory",
     "generate": 'runs/demo_text --prompt "It was"         continue a text, token by token',
+    "chat": "my_model --state chat.safetensors             talk with a pretrained model of bounded memory",
+    "ask": "my_model --context book.txt < questions.txt   read a text once, answer many questions",
     "convert": "runs/demo_text                            weights as one .safetensors file",
     "benchmark": "--help                                  speed and memory",
 }

@@ -93,6 +93,11 @@ class Session:
         """Tokens read and written in all."""
         return self._now.tokens
 
+    @property
+    def partial_1N(self) -> Tensor:
+        """Tokens of the partial segment, the last token of the text among them."""
+        return self._now.open_1N
+
     @torch.no_grad()
     def read(self, text_1N: Tensor) -> None:
         """Read more of the text.
