@@ -311,6 +311,7 @@ def test_a_terminal(folder: Path, tmp_path: Path, terminal: Callable[..., Termin
     then, go = (len(tokenizer(turn.format(text))["input_ids"]) for text in ("And then?", "Go on."))
     assert read == sizes[kept] + then + go + sum(counts), "the shown tokens are read, and no more"
     assert sizes[forked] == sizes[kept] + then + TOKENS, "the end writes the fork"
-    assert two.end() == 0 and not (tmp_path / "state").exists()
+    two.process.send_signal(signal.SIGINT)  # at the prompt
+    assert two.end() == 128 + signal.SIGINT and not (tmp_path / "state").exists()
     conversation.load(kept)
     assert conversation.session.tokens == read, "the end writes the loaded file"

@@ -35,7 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
     clock = time.perf_counter()
     for first in range(0, len(ids), session.segment_length):
         conversation.read(ids[first : first + session.segment_length])
-        _progress(session.tokens, len(ids))
+        if sys.stderr.isatty() or session.tokens == len(ids):
+            end = "\n" if session.tokens == len(ids) else "\r"
+            print(f"read {session.tokens:,} of {len(ids):,} tokens", end=end, file=sys.stderr, flush=True)
     mark, reading, questions = session.mark(), time.perf_counter() - clock, 0
     for line in sys.stdin:
         if line.strip():
@@ -44,12 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
             conversation.read(conversation.ids(f"{line.strip()}{after}"))
         print(" ".join("".join(conversation.answer() if line.strip() else ()).split()), flush=True)
     answering = time.perf_counter() - clock - reading
-    print(
-        f"read {mark.tokens:,} tokens once in {reading:.1f} s, and answered {questions} questions in {answering:.1f} s: "
-        f"{reading + answering:.1f} s; reading them again for each question: {reading * questions + answering:.1f} s "
-        "(estimate)",
-        file=sys.stderr,
-    )
+    once, again = reading + answering, reading * questions + answering
+    parts = f"read once in {reading:.1f} s, answered {questions} questions in {answering:.1f} s"
+    print(f"{parts}: {once:.1f} s; with a reading for each question {again:.1f} s (estimate)", file=sys.stderr)
     return 0
 
 
@@ -72,11 +71,3 @@ def read_text(path: Path, encoding: str) -> str:
     if not text.strip():
         raise ValueError(f"{path} has no text; give the text that the questions are about")
     return text
-
-
-def _progress(done: int, total: int) -> None:
-    """Show the tokens read: on a terminal always, elsewhere at each tenth."""
-    if sys.stderr.isatty():
-        print(f"\rread {done:,} of {total:,} tokens", end="\n" * (done == total), file=sys.stderr, flush=True)
-    elif done == total:
-        print(f"read {done:,} of {total:,} tokens", file=sys.stderr)

@@ -135,11 +135,11 @@ class _Chat:
         """Read a turn and print the answer; Ctrl-C stops the answer."""
         from cached_lab.training.interruption import Stopped, stop_requests
 
-        session, clock = self.conversation.session, time.perf_counter()
+        session = self.conversation.session
         try:
             with stop_requests() as asked:
                 self.conversation.hear(text)
-                before = session.tokens
+                before, clock = session.tokens, time.perf_counter()
                 for piece in self.conversation.answer(asked):
                     print(piece, end="", flush=self.terminal)
                 print(flush=True)

@@ -42,7 +42,8 @@ class Conversation:
         self.options: dict[str, Any] = {"tokens": tokens, "temperature": temperature}
         self.words = words_of_transformers(tokenizer)
         ends = getattr(model.generation_config, "eos_token_id", None)
-        self.ends = {self.words.end, *(ends if isinstance(ends, list) else [ends])} - {None}
+        closing = {*self.words.encode(turns.following("text", ""))[:1]} & {*tokenizer.all_special_ids}
+        self.ends = {self.words.end, *(ends if isinstance(ends, list) else [ends]), *closing} - {None}
         self.session = Session(model)
 
     def load(self, path: str | os.PathLike[str]) -> None:

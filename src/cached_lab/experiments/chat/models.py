@@ -63,7 +63,7 @@ def _add(model: Any, memory: str) -> None:
     options = options_of_memories([name], rest).get(name, {})
     if name == MEMORY and not options:
         options = {"length": min(WINDOW, context // 2) - SINKS, "sinks": SINKS}
-    if "weights" in MEMORIES.entry(name).factory.needs:
+    if "weights" in getattr(MEMORIES.entry(name).factory, "needs", ()):
         model.set_attn_implementation("eager")
     plain = model.state_dict().keys()
     add_memory(model, name, **options, segment_length=length)

@@ -19,7 +19,7 @@ class TemplateTurns:
     """
 
     special = False
-    """Whether the tokenizer puts tokens before the first text; a template writes them itself."""
+    """The tokenizer puts no tokens before the first text: the template writes them."""
 
     def __init__(self, tokenizer: Any, system: str | None) -> None:
         if getattr(tokenizer, "chat_template", None) is None:
@@ -46,7 +46,7 @@ class TemplateTurns:
         return after
 
     def ended(self, answer: str) -> bool:
-        """False: only a token ends an answer."""
+        """Return False: only a token ends an answer."""
         return False
 
     def _rendered(self, turns: list[tuple[str, str]]) -> str:
@@ -67,20 +67,21 @@ class PlainTurns:
     """Turns of User and Assistant for a model without a chat template; an answer is one line."""
 
     special = True
+    """The tokenizer puts its tokens before the first text."""
 
     def __init__(self, system: str | None) -> None:
         self.system = system
 
     def first(self, text: str) -> str:
-        """As `TemplateTurns.first`."""
+        """The first turn; see `TemplateTurns.first`."""
         return f"{self.system}\n\n" * (self.system is not None) + f"User: {text}\nAssistant:"
 
     def following(self, text: str, last: str) -> str:
-        """As `TemplateTurns.following`."""
+        """A later turn; see `TemplateTurns.following`."""
         return "\n" * ("\n" not in last) + f"User: {text}\nAssistant:"
 
     def ended(self, answer: str) -> bool:
-        """Whether the line has ended."""
+        """Return True at the end of a line."""
         return "\n" in answer.lstrip()
 
 
