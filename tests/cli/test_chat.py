@@ -130,7 +130,7 @@ def test_the_chat_is_never_read_again(folder: Path) -> None:
 def test_a_position_and_a_seed_give_one_answer(folder: Path) -> None:
     texts = []
     for seed in (0, 0, 1):
-        conversation, _ = loaded(folder, temperature=3.0, seed=seed)
+        conversation, _ = loaded(folder, temperature=1e6, seed=seed)  # tells the random numbers
         for turn in TURNS[:2]:
             conversation.hear(turn)
             texts.append("".join(conversation.answer()))
@@ -157,6 +157,9 @@ def test_a_state_is_kept_and_another_models_refused(folder: Path, tmp_path: Path
     for words in ([other], [folder, "--memory", "streaming_llm,length=8,sinks=2"]):
         status, out, error = call("chat", *words, "--state", state)
         assert status == 2 and out == "" and error.splitlines()[-1].startswith(f"error: {state}")
+        status, out, error = call("chat", *words, lines=["Hi.", f"/load {state}"])
+        assert status == 2 and len(out) == TOKENS + 1 and error.splitlines()[-1].startswith(f"error: {state}")
+        assert state.read_bytes() == before
     state.write_bytes(before[:99])
     assert call("chat", folder, "--state", state)[0] == 2 and state.read_bytes() == before[:99]
 
