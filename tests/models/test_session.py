@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from common import refuses
-from integrations.transformers_hosts import GPT2, SEGMENT, awaken, stream, words
+from integrations.transformers_hosts import GPT2, LLAMA, SEGMENT, awaken, stream, words
 
 from cached_transformers import Session, create_model, generate
 from cached_transformers.state import named_tensors
@@ -28,6 +28,11 @@ def ours(memory: Any = "rmt") -> Any:
 
 def theirs(memory: str = "rmt") -> Any:
     return awaken(stream(GPT2, memory)).eval()
+
+
+def windowed() -> Any:
+    """A decoder whose memory attends slots, and which decodes with a KV cache."""
+    return LLAMA.with_memory("streaming_llm", length=6, segment_length=LENGTH)
 
 
 models = pytest.mark.parametrize("make", [ours, theirs])
@@ -120,3 +125,63 @@ def test_without_memory_all_is_one_segment(tmp_path: Path) -> None:
     expected = generate(model, text, tokens=3, temperature=0).tokens
     assert torch.equal(found.generate(tokens=3, temperature=0).tokens, expected)
     refuses(r"segment_length=None.*save the tokens", found.save, tmp_path / "a")
+
+
+@pytest.mark.parametrize("make", [ours, theirs, windowed])
+@pytest.mark.parametrize("stop", [1, LENGTH - 1, LENGTH, 2 * LENGTH + 1])
+def test_a_stream_stops_at_any_token(make: Callable[[], Any], stop: int) -> None:
+    """It yields the tokens of `generate`; the text holds those that were yielded, and goes on after them."""
+    model, text = make(), words(1, LENGTH + 3)
+    expected = generate(model, text, tokens=3 * LENGTH, temperature=0, segment_length=LENGTH).tokens[0].tolist()
+    found = session(model)
+    found.read(text)
+    streamed = found.stream(tokens=3 * LENGTH, temperature=0)
+    assert [next(streamed) for _ in range(stop)] == expected[:stop] and found.tokens == text.shape[1] + stop
+    assert list(found.stream(tokens=3 * LENGTH - stop, temperature=0)) == expected[stop:]
+    again, more = session(model), words(1, 2, 5)  # which the partial segment has room for
+    for part in (text, torch.tensor([expected]), more):
+        again.read(part)
+    found.read(more)
+    assert list(found.stream(tokens=9, temperature=0)) == again.generate(tokens=9, temperature=0).tokens[0].tolist()
+    refuses("beams=2", found.stream, tokens=1, beams=2)
+    end = expected[1]
+    found.rewind(session(model).mark())
+    found.read(text)
+    assert list(found.stream(tokens=9, temperature=0, eos=end)) == expected[: expected.index(end) + 1]
+
+
+def test_new_tokens_are_read_once_and_full_segments_once_more() -> None:
+    model, sizes = windowed(), []
+    model.get_input_embeddings().register_forward_hook(lambda _, inputs, out: sizes.append(out.shape[1]))
+    found, new = session(model), 0
+    for turn, count in enumerate([2, 1, 3, 9, 2, 4]):
+        found.read(words(1, count, turn))
+        new += count + len(list(found.stream(tokens=3, temperature=0)))
+    assert sum(sizes) <= new + LENGTH * (found.tokens // LENGTH)
+    found = session(model)
+    for _ in range(2):
+        sizes.clear()
+        found.read(words(1, 1))
+        list(found.stream(tokens=1, temperature=0))
+    assert sizes == [2], "the last token of the answer, and the new one"
+
+
+@pytest.mark.parametrize("keep", ["mark", "fork", "save"])
+def test_a_text_continues_in_the_same_bits(keep: str, tmp_path: Path) -> None:
+    """From a mark, a fork and a file as in the session itself, in the middle of a segment and of an answer."""
+    model, scores = windowed(), []
+    model.get_output_embeddings().register_forward_hook(lambda _, inputs, out: scores.append(out[:, -1]))
+    found = session(model)
+    found.read(words(1, LENGTH + 2))
+    list(found.stream(tokens=2, temperature=0))
+    kept = found.mark() if keep == "mark" else found.fork() if keep == "fork" else found.save(tmp_path / "a")
+    bits = []
+    for _ in range(2):
+        scores.clear()
+        list(found.stream(tokens=2 * LENGTH, temperature=0))
+        bits.append(torch.cat(scores))
+        if keep == "mark":
+            found.rewind(kept)
+        else:
+            found = kept if keep == "fork" else Session.load(model, tmp_path / "a")
+    assert torch.equal(*bits)

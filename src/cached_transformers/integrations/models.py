@@ -122,8 +122,8 @@ class TransformersModel(nn.Module):
             `add_memory`.
     """
 
-    scores_last = True
-    """`forward` takes `last_only`, which `generate` uses."""
+    scores_last = steps_together = True
+    """`forward` takes `last_only`, and `step` several tokens, which `generate` and `Session` use."""
 
     def __init__(
         self,
@@ -201,9 +201,49 @@ class TransformersModel(nn.Module):
         out = self.model(input_ids=inputs_BN, attention_mask=mask, use_cache=False, logits_to_keep=keep, **more)
         return ModelOutput(out.logits, out.memory_state if self.remembers else (), out.logits.new_zeros(()))
 
+    def why_in_one_piece(self) -> None:
+        """None: `begin` and `step` decode token by token."""
+
+    def begin(self, state: State, continuations: int = 1, *, steps: int = 32) -> HostDecoder:
+        """Begin a segment for `step`; see `LanguageModel.begin`."""
+        return HostDecoder(state)
+
+    def step(self, inputs_BN: Tensor, opened: HostDecoder) -> Tensor:
+        """Logits (B, V) after the next tokens of a partial segment, any number at a time."""
+        check_tokens("inputs", inputs_BN, self.model.config.vocab_size)
+        given = {"memory_state": opened.state} if opened.kv is None else {"past_key_values": opened.kv}
+        out = self.model(input_ids=inputs_BN, use_cache=True, logits_to_keep=1, **given)
+        opened.kv = out.past_key_values
+        return out.logits[:, -1]  # type: ignore[no-any-return]
+
     def generate(self, prompt_BN: Tensor, state: State | None = None, **options: Any) -> Generation:
         """Continue a text; see `cached_transformers.models.generation.generate` for the options."""
         return generate(self, prompt_BN, state, **options)
+
+
+class HostDecoder:
+    """A partial segment that a host with a memory reads token by token.
+
+    Attributes:
+        state: before the segment. kv: the `MemoryCache` of the segment; None before the first token.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.kv: Any = None
+
+    @property
+    def state_after(self) -> State | None:
+        """The state after all tokens, where the host has computed it already."""
+        return self.kv.state_after
+
+    def choose(self, rows_B: Tensor) -> None:
+        """Reorder rows."""
+        self.kv.reorder_cache(rows_B)
+
+    def multiply(self, times: int) -> None:
+        """Repeat each row."""
+        self.kv.batch_repeat_interleave(times)
 
 
 def _with_head(model: Any) -> Any:

@@ -1,8 +1,9 @@
 """Generate text with a memory: greedy, sampled, or by beam search.
 
 A memory is written once per segment, as in training: the state stays fixed while the partial segment grows, and the
-full segment is then read once more as a whole. Meanwhile models of this package decode with a KV cache, at the cost of
-one token per token (`layers/incremental_decoding.py`); other models read the partial segment again for each token.
+full segment is then read once more as a whole. Meanwhile models of this package (`layers/incremental_decoding.py`) and
+hosts with a memory decode with a KV cache, at the cost of one token per token; other models read the partial segment
+again for each token.
 
 Works with any model called as `model(tokens_BN, state)` that returns a `ModelOutput` with scores (B, N, V) and has
 `init_state(rows)`.
@@ -152,6 +153,7 @@ class GeneratedText:
         self.moved, self.continuations = False, 1
         self.steps = not again and _reads_in_steps(model)
         self.opened: Any = None
+        self._new = 0  # tokens that `opened` has not read
         self._after: State | None = None
 
     def _read(self, piece: tuple[Tensor, Tensor | None], state: State, reset_B: Tensor | None = None) -> Any:
@@ -182,7 +184,10 @@ class GeneratedText:
             self.opened = self.model.begin(self._before(), self.continuations, **room)  # type: ignore[operator]
             scores_BV = self.model.step(self.open_BN, self.opened, **_placed(self.places))  # type: ignore[operator]
         else:
-            scores_BV = self.model.step(self.open_BN[:, -1:], self.opened)  # type: ignore[operator]
+            scores_BV = self.model.step(self.open_BN[:, -self._new :], self.opened)  # type: ignore[operator]
+        if self.steps:
+            self._after = getattr(self.opened, "state_after", None)
+        self._new = 0
         return scores_BV.to(torch.promote_types(scores_BV.dtype, torch.float32)).log_softmax(-1)
 
     def after(self) -> State:
@@ -197,10 +202,16 @@ class GeneratedText:
             self._state, self.open_BN, self.opened = self.after(), self.open_BN[:, :0], None
             self.places = None  # the model counts from here on
             self.origin_B, self.moved = torch.arange(len(token_B), device=token_B.device), False
-        self._after = None
-        self.open_BN = torch.cat([self.open_BN, token_B[:, None]], 1)
+        self.extend(token_B[:, None])
         if self.places is not None:
             self.places = F.pad(self.places, (0, 0, 0, 1), value=-1)
+
+    def extend(self, tokens_BN: Tensor) -> None:
+        """Append tokens that the partial segment has room for."""
+        self._after, self._new = None, self._new + tokens_BN.shape[1]
+        self.open_BN = torch.cat([self.open_BN, tokens_BN], 1)
+        if self._new > 1 and not getattr(self.model, "steps_together", False):
+            self.opened = None
 
     def multiply(self, times: int) -> None:
         """Repeat each row `times` times."""
@@ -228,7 +239,7 @@ def _placed(places: Tensor | None) -> dict[str, Tensor]:
 
 def _reads_in_steps(model: Any) -> bool:
     """Return whether the model decodes incrementally; warns if one of its parts prevents it."""
-    if not hasattr(model, "why_in_one_piece"):
+    if not hasattr(model, "why_in_one_piece") or not getattr(model, "remembers", True):
         return False
     why = model.why_in_one_piece()
     if why is not None:

@@ -1,7 +1,9 @@
 """A text that a model reads and continues step by step, with marks, rewinds, forks and files.
 
 A session holds the memory's state after the last full segment and the tokens of the partial segment, for a text of any
-length. Reading a text in pieces equals reading it at once.
+length. Reading a text in pieces equals reading it at once. It reads new tokens only, each full segment once more, and
+the partial segment again after `generate` or a mark, rewind, fork, save or load: a file and a mark hold no KV cache,
+and a text continues from them in the same bits as from here.
 
 Legend: N tokens.
 """
@@ -9,6 +11,7 @@ Legend: N tokens.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -78,6 +81,8 @@ class Session:
                 "segment_length=None: a memory is written once per segment; give segment_length as in training"
             )
         self._now = Mark(state, torch.empty(1, 0, dtype=torch.long, device=self._device), 0)
+        self._text: GeneratedText | None = None
+        """The partial segment with its KV cache; None to read it again."""
 
     @property
     def _device(self) -> torch.device:
@@ -87,6 +92,11 @@ class Session:
     def tokens(self) -> int:
         """Tokens read and written in all."""
         return self._now.tokens
+
+    @property
+    def partial_1N(self) -> Tensor:
+        """Tokens of the partial segment, the last token of the text among them."""
+        return self._now.open_1N
 
     @torch.no_grad()
     def read(self, text_1N: Tensor) -> None:
@@ -103,10 +113,54 @@ class Session:
             raise ValueError(f"a session reads one text, (1, tokens), not {shape}; take one session per text")
         if text_1N.shape[1] == 0:
             return
-        grown_1N = torch.cat([self._now.open_1N, text_1N.to(self._device)], 1)
+        text, self._text, text_1N = self._text, None, text_1N.to(self._device)
+        grown_1N = torch.cat([self._now.open_1N, text_1N], 1)
         with evaluating(self._reader):
-            text = GeneratedText(self._reader, grown_1N, self._now.state, self.segment_length)
-            self._now = Mark(text.state, text.open_BN, self._now.tokens + text_1N.shape[1])
+            if text is None or (self.segment_length is not None and grown_1N.shape[1] > self.segment_length):
+                text = GeneratedText(self._reader, grown_1N, self._now.state, self.segment_length)
+            else:
+                text.extend(text_1N)
+            self._continue(text, text_1N.shape[1])
+
+    def _continue(self, text: GeneratedText, tokens: int) -> None:
+        """Take a text that is longer by `tokens`."""
+        self._now, self._text = Mark(text.state, text.open_BN, self._now.tokens + tokens), text
+
+    def stream(self, *, tokens: int, **options: Unpack[ChoiceKeywords]) -> Iterator[int]:
+        """Continue the text token by token: each is part of the text when it is yielded, so a caller may stop at any.
+
+        Args:
+            tokens, options: see `Choice`; `beams` and `each` are refused.
+
+        Raises:
+            ValueError: nothing was read yet; or see `generate`.
+        """
+        choice = Choice(tokens, **options)
+        if choice.beams > 1 or choice.each is not None:
+            name = "each" if choice.each is not None else f"beams={choice.beams}"
+            raise ValueError(f"{name}: a stream yields each token as it is sampled; leave it out, or call generate")
+        self._require_text()
+        return self._stream(choice)
+
+    @torch.no_grad()
+    def _stream(self, choice: Choice) -> Iterator[int]:
+        for _ in range(choice.tokens):
+            text, self._text = self._text, None  # which an interrupt would leave half read
+            with evaluating(self._reader):
+                if text is None:
+                    text = GeneratedText(self._reader, self._now.open_1N, self._now.state, self.segment_length)
+                logp_1V = text.read()
+                choice.check_vocabulary(logp_1V.shape[-1])
+                token_1 = choice.token(logp_1V)
+                text.append(token_1)
+                self._continue(text, 1)
+            yield int(token_1)
+            if int(token_1) == choice.eos:
+                return
+
+    def _require_text(self) -> None:
+        if self._now.open_1N.shape[1] == 0:
+            raise ValueError("nothing was read yet; read a prompt of at least one token first")
 
     @torch.no_grad()
     def generate(self, *, tokens: int, **options: Unpack[ChoiceKeywords]) -> Generation:
@@ -119,8 +173,8 @@ class Session:
             ValueError: nothing was read yet; or see `generate`.
         """
         choice, open_1N, state = Choice(tokens, **options), self._now.open_1N, self._now.state
-        if open_1N.shape[1] == 0:
-            raise ValueError("nothing was read yet; read a prompt of at least one token first")
+        self._require_text()
+        self._text = None
         with evaluating(self._reader):
             text = GeneratedText(self._reader, open_1N, state, self.segment_length)
             found = continue_text(text, choice)
@@ -133,6 +187,7 @@ class Session:
 
     def mark(self, *, weights: bool = False) -> Mark:
         """The current position, which copies nothing; with `weights`, `rewind` refuses it once the weights changed."""
+        self._text = None
         return self._now._replace(made_by=fingerprint(self.model) if weights else None)
 
     def rewind(self, mark: Mark) -> None:
@@ -143,10 +198,11 @@ class Session:
             check(mark.state, self._reader.init_state(1), 1)
         if mark.made_by is not None:
             check_weights(mark.made_by, self.model, "the mark")
-        self._now = mark
+        self._now, self._text = mark, None
 
     def fork(self) -> Session:
         """A second session that continues from here; nothing is copied."""
+        self._text = None
         twin = Session.__new__(type(self))
         twin.__dict__.update(vars(self))
         return twin
@@ -165,6 +221,7 @@ class Session:
         Raises:
             ValueError: an unknown dtype. NotWritten: e.g. the disk is full.
         """
+        self._text = None
         return save(self._kept(), path, model=self.model, dtype=dtype)
 
     @classmethod

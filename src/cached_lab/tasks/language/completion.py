@@ -94,7 +94,7 @@ class Writer:
             if self.words.end is None:
                 raise ValueError("the prompt is empty, and the tokenizer has no token between texts; give a prompt")
             ids = [self.words.end]
-        before = [*self.session.mark().open_1N[0].tolist(), *ids]
+        before = [*self.session.partial_1N[0].tolist(), *ids]
         text = Spelling(self.words.decode, before[-CONTEXT:])
         each = None if options.get("beams", 1) > 1 else lambda token_B: say(text.more([int(token_B)]))
         self.session.read(torch.tensor([ids], dtype=torch.long))

@@ -1,0 +1,73 @@
+"""`cached ask`: read a text once and answer many questions about it, each from the same state.
+
+Each line of standard input is a question, and each line of standard output its answer. At the end standard error gets
+the seconds, beside an estimate of reading the text again for each question.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from .arguments import require_file
+from .chat import MODEL_ARGUMENTS, open_conversation
+
+ARGUMENTS = (
+    *MODEL_ARGUMENTS,
+    ("--context FILE", Path, "the text that the questions are about"),
+    ("--encoding NAME", "utf-8", "of the text"),
+    ("--temperature T", 0.0, "0 is greedy"),
+)
+QUESTION = "[[question]]"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read the text, and answer each line of standard input."""
+    if arguments.context is None:
+        raise ValueError("--context is missing; give the file with the text that the questions are about")
+    text = read_text(arguments.context, arguments.encoding)
+    conversation = open_conversation(arguments)
+    session = conversation.session
+    before, _, after = conversation.turns.first(f"{text}\n\n{QUESTION}").rpartition(QUESTION)
+    ids = conversation.ids(before, first=True)
+    clock = time.perf_counter()
+    for first in range(0, len(ids), session.segment_length):
+        conversation.read(ids[first : first + session.segment_length])
+        if sys.stderr.isatty() or session.tokens == len(ids):
+            end = "\n" if session.tokens == len(ids) else "\r"
+            print(f"read {session.tokens:,} of {len(ids):,} tokens", end=end, file=sys.stderr, flush=True)
+    mark, reading, questions = session.mark(), time.perf_counter() - clock, 0
+    for line in sys.stdin:
+        if line.strip():
+            questions += 1
+            session.rewind(mark)
+            conversation.read(conversation.ids(f"{line.strip()}{after}"))
+        print(" ".join("".join(conversation.answer() if line.strip() else ()).split()), flush=True)
+    answering = time.perf_counter() - clock - reading
+    once, again = reading + answering, reading * questions + answering
+    parts = f"read once in {reading:.1f} s, answered {questions} questions in {answering:.1f} s"
+    print(f"{parts}: {once:.1f} s; with a reading for each question {again:.1f} s (estimate)", file=sys.stderr)
+    return 0
+
+
+def read_text(path: Path, encoding: str) -> str:
+    """The text of a file.
+
+    Raises:
+        FileNotFoundError: no such file. ValueError: it is empty, or another encoding.
+    """
+    require_file(path, "the text that the questions are about")
+    try:
+        text = path.read_bytes().decode(encoding)
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ValueError(
+            f"{path}: byte 0x{byte:02x} at {error.start:,} is not {encoding}; give its --encoding, e.g. latin-1"
+        ) from None
+    except LookupError:
+        raise ValueError(f"--encoding {encoding}: Python has no such encoding; give e.g. utf-8 or latin-1") from None
+    if not text.strip():
+        raise ValueError(f"{path} has no text; give the text that the questions are about")
+    return text

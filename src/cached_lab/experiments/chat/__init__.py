@@ -1,0 +1,1 @@
+"""Chats and questions with a pretrained decoder that has a memory."""
