@@ -174,7 +174,7 @@ def test_a_models_own_memory_is_kept(tmp_path: Path, call: Call) -> None:
 @pytest.mark.parametrize(
     ("words", "lines", "says"),
     [
-        (["--memory", "rmt"], TURNS, "--memory rmt"),
+        (["--memory", "rmt"], TURNS, "'rmt'"),
         (["--memory", "streaming_llm,length"], TURNS, "'length'"),
         (["--memory", "streaming_llm,segment_length=x"], TURNS, "segment_length=x"),
         (["--memory", "streaming_lm"], TURNS, "streaming_lm"),
