@@ -124,11 +124,14 @@ def _in_memory() -> Path | None:
 
 @contextlib.contextmanager
 def kept_environment() -> Iterator[None]:
-    """Restore the environment after the block."""
-    before = dict(os.environ)
+    """Restore the environment after the block, and take out modules that a drill made instead of a library."""
+    before, modules = dict(os.environ), set(sys.modules)
     try:
         yield
     finally:
+        for name in sys.modules.keys() - modules:
+            if getattr(sys.modules[name], "__spec__", None) is None:
+                del sys.modules[name]
         os.environ.clear()
         os.environ.update(before)
 
