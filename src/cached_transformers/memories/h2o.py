@@ -70,15 +70,26 @@ class H2O(TransformerXL):
     Args:
         width: D. heads: H.
         length: R, slots of the last tokens. heavy: slots of those that were attended most; 0 is a window.
+        observe: number of a segment's last queries whose weights count; all when None.
         relative: see `TransformerXL`.
     """
 
     needs = frozenset({"state", "context", "stored_kv", "weights"})
 
-    def __init__(self, width: int, heads: int, length: int = 64, *, heavy: int = 64, relative: bool = True) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        length: int = 64,
+        *,
+        heavy: int = 64,
+        observe: int | None = None,
+        relative: bool = True,
+    ) -> None:
         super().__init__(width, heads, length, relative=relative)
         at_least_one(f"; 0 is a window of length={length}", least=0, heavy=heavy)
-        self.heavy = heavy
+        at_least_one("; None for all", observe=observe)
+        self.heavy, self.observe = heavy, observe
 
     def init_state(self, batch_size: int, like: Tensor) -> HeavyHitters:
         slots, (groups, width) = self.heavy + self.length, self.stored_heads
@@ -93,13 +104,13 @@ class H2O(TransformerXL):
         return Context(state.k_BGME, state.v_BGME, positions_BMP, state.valid_BM, consecutive=True)
 
     def write(self, state: HeavyHitters, trace: Trace) -> tuple[HeavyHitters, None]:
-        query, weights_BHNL = trace.query, trace.weights_BHNL
-        assert weights_BHNL is not None
+        query, weights_BHWL = trace.query, trace.weights_BHWL
+        assert weights_BHWL is not None
         k_BGNE, v_BGNE = stored_pair(query, self.stored_heads[0])
         rows, groups, n = k_BGNE.shape[:3]
         slots = state.scores_BGM.shape[2]
         # The context may begin with slots of other memories; its own are the last ones before the segment.
-        received_BHL = weights_BHNL[..., weights_BHNL.shape[-1] - n - slots :].nan_to_num(0).sum(2)
+        received_BHL = weights_BHWL[..., weights_BHWL.shape[-1] - n - slots :].nan_to_num(0).sum(2)
         received_BGL = received_BHL.unflatten(1, (groups, -1)).mean(2)
         before_BGL = torch.cat([state.scores_BGM, received_BGL.new_zeros(rows, groups, n)], 2)
         scores_BGL = before_BGL + received_BGL
