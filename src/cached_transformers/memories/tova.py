@@ -36,7 +36,7 @@ from .transformer_xl import TransformerXL
     equations="the M of cache and segment with the largest mean weight over heads of the last query",
     state="per row and layer: M (4 D + 8) + 8 bytes; in evaluation with keep='kv' M (8 D + 8) + 8",
     cost="per token and layer: 2 D^2 M / N (keys and values of the slots; in evaluation with keep='kv' none) + 3 M D + "
-    "(M + N) D (weights) multiply-adds with places='cache'; relative positions of places='stream' cost "
+    "(M + N) D / N (weights) multiply-adds with places='cache'; relative positions of places='stream' cost "
     "more, since slots are no neighbours",
     reach="unbounded for tokens that the last query of every segment attends",
     gradient="none into the memory; its keys and values train the projections",
