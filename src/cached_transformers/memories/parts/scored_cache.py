@@ -24,12 +24,13 @@ from torch import Tensor
 
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.capabilities import own_word
-from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Trace
-from cached_transformers.memories.transformer_xl import TransformerXL
+from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
+from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.state import State
 
 from .fifo_store import best, from_last, kept, last_slots, right_before, stored_pair
-from .options import check_choices
+from .options import NO_MEMORY, check_choices
+from .sinks import KeepsSinks
 
 own_word("turn", "keys with positions, as the layer compares them")
 
@@ -79,7 +80,7 @@ class Candidates(NamedTuple):
         return self.query.turn(self.k_BGLE, self.places_BLP)
 
 
-class ScoredCache(TransformerXL):
+class ScoredCache(KeepsSinks):
     """Base of memories that override `score`. No parameters, no gradient.
 
     Args:
@@ -113,9 +114,11 @@ class ScoredCache(TransformerXL):
         depth: int | None = None,
         relative: bool = True,
     ) -> None:
-        super().__init__(width, heads, length, relative=relative, sinks=sinks)
+        super().__init__()
+        at_least_one(" slot" + NO_MEMORY, length=length)
+        at_least_one("; 0 forces none", least=0, sinks=sinks, observe=observe)
         check_choices(budget=(budget, ("uniform", "pyramid")))
-        at_least_one("; 0 forces none", least=0, observe=observe)
+        self.width, self.heads, self.length, self.sinks, self.relative = width, heads, length, sinks, relative
         if not beta > 1:
             raise ValueError(f"beta={beta} must be above 1: the last layer has length / beta slots")
         self.slots = fewest = length
@@ -140,7 +143,7 @@ class ScoredCache(TransformerXL):
         return ScoredSlots(k_BGME, v_BGME, count_B, scores, self.init_carried(batch_size, like))
 
     def init_carried(self, batch_size: int, like: Tensor) -> State:
-        """What the rule carries beside the slots, before the first segment."""
+        """State of the rule beside the slots, before the first segment."""
         return ()
 
     def carry(self, carried: State, trace: Trace) -> State:
@@ -151,10 +154,16 @@ class ScoredCache(TransformerXL):
         """(B, G, L): the entries with the largest scores stay; slots carry them where `carries_scores`."""
         raise NotImplementedError
 
+    def position_scheme(self) -> Positions | None:
+        return RelativePositions(self.heads, self.width // self.heads) if self.relative else None
+
     def open(self, state: ScoredSlots, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
         assert first_B1P is not None
         positions_BMP = right_before(first_B1P, state.k_BGME.shape[2])
         return Context(state.k_BGME, state.v_BGME, positions_BMP, state.valid_BM, consecutive=True)
+
+    def read(self, opened: Context, query: Query, project_kv: ProjectKV | None) -> Reading:
+        return Reading(opened)
 
     def write(self, state: ScoredSlots, trace: Trace) -> tuple[ScoredSlots, None]:
         slots, carried = state.k_BGME.shape[2], self.carry(state.carried, trace)
