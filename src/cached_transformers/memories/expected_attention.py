@@ -18,7 +18,7 @@ E = F head width, S future places, P position channels.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ class ExpectedAttention(ScoredCache):
         depth: int | None = None,
         relative: bool = False,
     ) -> None:
-        shape = {"budget": budget, "beta": beta, "index": index, "depth": depth}
+        shape: dict[str, Any] = {"budget": budget, "beta": beta, "index": index, "depth": depth}
         super().__init__(width, heads, length, sinks=sinks, observe=observe, relative=relative, **shape)
         at_least_one(future=future)
         if not 0 <= epsilon < math.inf:

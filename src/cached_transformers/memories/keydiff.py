@@ -14,7 +14,7 @@ Legend: B rows, G heads of keys, M slots, L slots and tokens, E head width.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -68,7 +68,7 @@ class KeyDiff(ScoredCache):
         depth: int | None = None,
         relative: bool = True,
     ) -> None:
-        shape = {"budget": budget, "beta": beta, "index": index, "depth": depth}
+        shape: dict[str, Any] = {"budget": budget, "beta": beta, "index": index, "depth": depth}
         super().__init__(width, heads, length, sinks=sinks, observe=observe, relative=relative, **shape)
         self.rotated = rotated
         if rotated:

@@ -15,7 +15,7 @@ Legend: B rows, G heads of keys, M slots, L slots and tokens, E head width.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ class LagKV(ScoredCache):
         depth: int | None = None,
         relative: bool = True,
     ) -> None:
-        shape = {"budget": budget, "beta": beta, "index": index, "depth": depth}
+        shape: dict[str, Any] = {"budget": budget, "beta": beta, "index": index, "depth": depth}
         super().__init__(width, heads, length, sinks=sinks, observe=observe, relative=relative, **shape)
         self.cross = cross
 

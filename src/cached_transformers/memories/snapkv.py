@@ -14,7 +14,7 @@ Legend: B rows, H heads, G heads of keys, W queries, M slots, L slots and tokens
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class SnapKV(ScoredCache):
         at_least_one(observe=observe, kernel=kernel)
         if kernel % 2 == 0:
             raise ValueError(f"kernel={kernel} must be odd, so that a pool has a middle; take {kernel + 1}")
-        shape = {"budget": budget, "beta": beta, "index": index, "depth": depth}
+        shape: dict[str, Any] = {"budget": budget, "beta": beta, "index": index, "depth": depth}
         super().__init__(width, heads, length, sinks=sinks, observe=observe, relative=relative, **shape)
         self.kernel = kernel
 
