@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.families import DECODERS, GROUPED, PAD, decoder, words
+from integrations.families import DECODERS, EIGHT, GROUPED, PAD, decoder, words
 from memories.xl_family import language_model, text
 from torch import Tensor
 
@@ -25,8 +25,9 @@ UNLIKE = {
     **dict.fromkeys(("gpt_oss", "ministral3"), "logits that are not known"),
     "falcon_alibi": "its eager attention adds the slope twice",
 }
-ONLY_EAGER = ("bloom", "gemma2", "gptj")
-FAMILIES = [family for family in DECODERS if family.name not in UNLIKE]
+ONLY_EAGER = ("bloom", "gemma2", "gemma2_capped", "gptj")
+CAPPED = decoder("gemma2", "Gemma 2", name="gemma2_capped", **EIGHT, attn_logit_softcapping=0.05)
+FAMILIES = [*(family for family in DECODERS if family.name not in UNLIKE), CAPPED]
 SPECS: list[dict[str, Any]] = [
     {"name": "tova", "length": 3},
     {"name": "h2o", "length": 2, "heavy": 3},
@@ -104,6 +105,19 @@ def test_a_text_that_comes_token_by_token_is_kept_as_one_that_comes_at_once(spec
     ours, theirs = named_tensors(cache.memory_state), named_tensors(whole.memory_state)
     for (name, mine), (_, its) in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, its, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec["name"])
+@torch.no_grad()
+def test_padding_asks_nothing(spec: dict[str, Any], side: str) -> None:
+    """The last queries of a padded row are those of the row by itself."""
+    model, call = GROUPED_LLAMA.with_memory(spec), padded(side)
+    beside = list(named_tensors(model(**call, use_cache=False).memory_state.layers))
+    for row, real in enumerate(call["attention_mask"].bool()):
+        alone = named_tensors(model(call["input_ids"][row : row + 1, real]).memory_state.layers)
+        for (name, ours), (_, theirs) in zip(beside, alone, strict=True):
+            torch.testing.assert_close(ours[row], theirs[0], rtol=0, atol=1e-5, msg=name)
 
 
 def test_members_get_the_weights_of_as_many_queries_as_they_observe() -> None:

@@ -17,6 +17,7 @@ from memories.scored_streams import Golden, steps, turned
 from torch import Tensor
 
 from cached_transformers import add_memory, create_memory, create_model
+from cached_transformers.memories.keydiff import KeyDiff
 from cached_transformers.state import named_tensors
 
 RULES: dict[str, dict[str, Any]] = {
@@ -253,10 +254,13 @@ def test_in_a_grouped_decoder_sdpa_and_eager_attention_keep_the_same(rule: str) 
 def test_in_a_grouped_decoder_padding_documents_and_the_size_of_a_state(rule: str) -> None:
     model, ids = GROUPED_LLAMA.with_memory(options(rule), segment_length=5), words(tokens=24)
     separate = [model(row[None]).logits for row in (ids[0], ids[1, :9], ids[1, 9:])]
-    call = {"input_ids": ids[1:, :9].repeat(2, 1), "attention_mask": torch.tensor([[1] * 9, [0] * 4 + [1] * 5])}
-    beside = model(**call).logits
-    checks.equal(beside[:1], separate[1])
-    checks.equal(beside[1:, 4:], model(ids[1:, 4:9]).logits)
+    for side in ("left", "right"):
+        call = padded(side, 24)
+        beside = list(named_tensors(model(**call, use_cache=False).memory_state.layers))
+        for row, real in enumerate(call["attention_mask"].bool()):
+            alone = named_tensors(model(call["input_ids"][row : row + 1, real]).memory_state.layers)
+            for (name, ours), (_, theirs) in zip(beside, alone, strict=True):
+                torch.testing.assert_close(ours[row], theirs[0], rtol=0, atol=1e-4, msg=name)
     numbers = torch.stack([torch.zeros(24), (torch.arange(24) >= 9).float()]).long()
     packed = model(ids, document_ids=numbers).logits
     for found, wanted in zip((packed[:1], packed[1:, :9], packed[1:, 9:]), separate, strict=True):
@@ -269,6 +273,28 @@ def test_in_a_grouped_decoder_padding_documents_and_the_size_of_a_state(rule: st
     if rule == "expected_attention":
         a_layer += 8 + 4 * heads * (width + width**2)
     assert sum(numbers_of) == 2 * a_layer
+
+
+@pytest.mark.parametrize("family", [GROUPED_LLAMA, *(f for f in DECODERS if f.name in ("gptj", "gpt_neox"))], ids=str)
+@torch.no_grad()
+def test_a_host_turns_keys_as_it_compares_them(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turned queries and keys give the weights of its attention."""
+    compared = []
+
+    def score(memory: Any, found: Any, carried: Any) -> Tensor:
+        query, weights_BHWL = found.query, found.weights_BHWL
+        k_BHLE = found.turned_keys().repeat_interleave(query.q_BHNE.shape[1] // found.k_BGLE.shape[1], 1)
+        logits = query.turn(query.q_BHNE, query.positions_BNP) @ k_BHLE.mT / query.q_BHNE.shape[-1] ** 0.5
+        hidden = weights_BHWL.isnan()
+        ours = logits[:, :, -weights_BHWL.shape[2] :].masked_fill(hidden, -torch.inf).softmax(-1)
+        checks.equal(ours, weights_BHWL.nan_to_num(0))
+        compared.append(found.valid_BL.sum())
+        return found.k_BGLE.norm(dim=-1)
+
+    monkeypatch.setattr(KeyDiff, "needs", KeyDiff.needs | {"weights"})
+    monkeypatch.setattr(KeyDiff, "score", score)
+    family.with_memory(options("keydiff/rotated"), segment_length=5)(words(tokens=19))
+    assert len(compared) == 4 * 2
 
 
 def test_layers_share_a_budget_by_the_pyramid() -> None:
