@@ -31,6 +31,7 @@ from contract.costs import (
     window,
 )
 from contract.recurrent_contracts import RECURRENT
+from contract.scored_contracts import SCORED
 
 CONTRACTS: dict[str, Contract] = {
     "none": Contract(bytes_per_row=lambda d: 0, exempt={"remembers": "there is no memory"}),
@@ -120,7 +121,7 @@ CONTRACTS: dict[str, Contract] = {
         exact={"length": 64},
         model={"positions": "relative"},
         detached=True,
-        cost=Cost({"length": M, "places": "cache"}, lambda: LAYERS * (window(M) + (M + N) * D), RELATIVE),
+        cost=Cost({"length": M, "places": "cache"}, lambda: LAYERS * (window(M) + (M + N) * D / N), RELATIVE),
     ),
     "tova/cache": Contract(
         options={"length": 8, "places": "cache", "keep": "kv", "relative": False},
@@ -144,18 +145,6 @@ CONTRACTS: dict[str, Contract] = {
         bytes_per_row=lambda d: 6 * (4 * d + 8) + 8,
         exact={"length": 64, "longest": 1e4, "initial": 0.99, "evict": True},
         detached=True,
-    ),
-    "h2o": Contract(
-        options={"length": 3, "heavy": 5},
-        bytes_per_row=lambda d: 8 * (8 * d + 4 * 2) + 8,
-        exact={"length": 32, "heavy": 32},
-        model={"positions": "relative"},
-        detached=True,
-        cost=Cost(
-            {"length": M // 2, "heavy": M // 2},
-            lambda: LAYERS * (window(M) - 2 * D * D * M / N + (M + N) * D),
-            RELATIVE,
-        ),
     ),
     "segatron": Contract(
         options={"length": 8, "sentence_ends": (1, 4, 6), "paragraph_ends": (2,), "widths": (6, 6, 4)},
@@ -282,6 +271,7 @@ CONTRACTS: dict[str, Contract] = {
         exempt={"empty": LEARNED},
     ),
     **RECURRENT,
+    **SCORED,
     "memformer": Contract(
         options={"length": 3},
         bytes_per_row=lambda d: 4 * 3 * d + 8,

@@ -112,16 +112,12 @@ def given(model: Any) -> Any:
         return model(words(len(IDS), SEGMENT + 2, 5)).memory_state
 
 
-WRITTEN_OUT = Architecture(
-    "eager", LLAMA.cls, LLAMA.config, {**LLAMA.sizes, "num_key_value_heads": 4, "attn_implementation": "eager"}
-)
-"""For memories that ask for the weights of attention, or keep keys: heads that share none."""
 MEMORIES: dict[str, tuple[Architecture, dict[str, Any]]] = {
     **{f"{memory}/{host}": (host, spec) for memory, spec in STREAMS.items() for host in DECODERS},
     **{name: (GPT2 if "gpt2" in name else LLAMA, spec) for name, spec in RECENT.items()},
     **{f"{name}/kv": (LLAMA, spec) for name, spec in KINDS.items()},
-    **{name: (WRITTEN_OUT, {"name": name, "length": 4}) for name in ("tova", "h2o")},
-    "streaming_llm of keys": (WRITTEN_OUT, {"name": "streaming_llm", "length": 6, "sinks": 2, "keep": "kv"}),
+    **{name: (LLAMA, {"name": name, "length": 4}) for name in ("tova", "h2o")},
+    "streaming_llm of keys": (LLAMA, {"name": "streaming_llm", "length": 6, "sinks": 2, "keep": "kv"}),
 }
 
 

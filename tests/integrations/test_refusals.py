@@ -210,7 +210,6 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, dict[str, Any], str]] = [
     (GPT2.build, "streaming_llm", {"keep": "kv", **SEGMENTED}, rf"'streaming_llm' needs \w+ .*{TABLE}"),
     (LLAMA.build, "transformer_xl", {"relative": True, **SEGMENTED}, "position scheme .*relative=False"),
     (LLAMA.build, "compressive", SEGMENTED, "needs own_loss .*function='mean'.*loss='task'"),
-    (LLAMA.build, "compressive", {"function": "most_used", **SEGMENTED}, "needs weights .*function='mean'"),
     (LLAMA.build, "infinity_former", SEGMENTED, "needs own_loss .*; take kl_weight=0"),
     (LLAMA.build, "segatron", SEGMENTED, r"needs token_ids \(the token ids .*docs/support.md"),
     (LLAMA.build, "feedback", SEGMENTED, "needs context_alone"),

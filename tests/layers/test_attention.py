@@ -256,7 +256,7 @@ def test_the_weights_of_the_keys_are_means_over_what_sees_them(causal: bool, pad
     handle = layer.core.register_forward_hook(
         lambda m, args, kwargs, out: calls.append((args, kwargs)), with_kwargs=True
     )
-    weights = layer(x, places, padding_BN=padding if padded else None).weights_BHNL
+    weights = layer(x, places, padding_BN=padding if padded else None).weights_BHWL
     assert weights is not None and weights.shape == (ROWS, HEADS, TOKENS, SLOTS + TOKENS)
     usage = mean_weight(weights)
     handle.remove()

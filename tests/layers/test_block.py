@@ -215,10 +215,10 @@ def test_a_memory_may_go_in_steps_and_offer_each_layer_its_own_context() -> None
 
 
 def test_a_trace_of_some_tokens_keeps_the_weights_of_the_context_and_of_those_tokens() -> None:
-    x, weights = torch.randn(1, 4, D), torch.arange(28.0).view(1, 1, 4, 7)
+    x, weights = torch.randn(1, 4, D), torch.arange(14.0).view(1, 1, 2, 7)  # of the last queries of these tokens
     heads = torch.randn(1, H, 4, D // H)
     trace = Trace(x, x, Query(x, heads, k_BHNE=heads), Reading(), weights).narrow(1, 2)
-    assert trace.weights_BHNL[0, 0].tolist() == [[7, 8, 9, 11, 12], [14, 15, 16, 18, 19]]
+    assert trace.weights_BHWL[0, 0].tolist() == [[0, 1, 2, 4, 5], [7, 8, 9, 11, 12]]
     assert torch.equal(trace.x_BND, x[:, 1:3]) and torch.equal(trace.query.k_BHNE, heads[:, :, 1:3])
 
 

@@ -98,7 +98,7 @@ def run_layer(
         real = torch.ones(x.shape[:2], dtype=torch.bool) if padding is None else ~padding
         places = ((clock_B1 + (real.cumsum(1) - 1).clamp(min=0))[..., None],) if counted else ()
         attended = layer(x, *places, state=state, padding_BN=padding)
-        trace = Trace(x, attended.y_BND, attended.query, attended.reading, attended.weights_BHNL)
+        trace = Trace(x, attended.y_BND, attended.query, attended.reading, attended.weights_BHWL)
         state, loss = layer.memory.write(state, trace)
         outs.append(attended.y_BND)
         after.append(state)

@@ -139,11 +139,9 @@ def test_the_twin(kind: str, segment: int) -> None:
     agree([ours], [wanted], model, grads=1e-9, least=None)
 
 
-def eager(family: Any, spec: dict[str, Any] | None = None, **sizes: Any) -> Any:
+def eager(family: Any) -> Any:
     model = family.build()
     model.set_attn_implementation("eager")
-    if spec is not None:
-        add_memory(model, spec, **sizes)
     return model
 
 
@@ -154,7 +152,7 @@ def test_tova_in_a_decoder_keeps_what_the_host_itself_attends() -> None:
     Of one layer, whose keys are of the tokens alone.
     """
     family = decoder("llama", "Llama", **GROUPED, num_hidden_layers=1)
-    plain, model = eager(family), eager(family, SPECS["tova"], segment_length=1)
+    plain, model = eager(family), family.with_memory(SPECS["tova"], segment_length=1)
     ids, state = words(tokens=14)[:1], None
     kept = list[int]()
     for place in range(14):
@@ -174,7 +172,7 @@ def test_tova_in_a_decoder_keeps_what_the_host_itself_attends() -> None:
 def test_h2o_in_a_decoder_keeps_what_the_host_itself_attends_most() -> None:
     """Likewise, of one head, for the next token behind what was kept, which stands at its places in the cache."""
     family = decoder("llama", "Llama", num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
-    plain, model = eager(family), eager(family, SPECS["h2o"], segment_length=1)
+    plain, model = eager(family), family.with_memory(SPECS["h2o"], segment_length=1)
     ids, state = words(tokens=14)[:1], None
     scores = dict[int, float]()
     for place in range(14):
@@ -188,7 +186,7 @@ def test_h2o_in_a_decoder_keeps_what_the_host_itself_attends_most() -> None:
         heavy = sorted(seen[:-2], key=lambda i: -scores[i])[:3]
         scores = {i: scores[i] for i in seen if i in (*heavy, *seen[-2:])}
         layer = state.layers[0]
-        stored = layer.scores_BHM[0, 0, layer.valid_BM[0]]
+        stored = layer.scores_BGM[0, 0, layer.valid_BM[0]]
         torch.testing.assert_close(stored, torch.tensor([*scores.values()]), rtol=0, atol=1e-5)
     assert list(scores) != list(range(9, 14)), "what it chooses is not the last ones"
 
@@ -200,8 +198,8 @@ OF_EVERY_HEAD: list[dict[str, Any]] = [
     {"name": "transformer_xl", "length": 32, "keep": "kv"},
 ]
 FAMILIES: list[tuple[Any, list[dict[str, Any]]]] = [
-    (decoder("llama", "Llama", **GROUPED), CHOSEN),
-    (decoder("phi3", "fused", **GROUPED), CHOSEN),
+    (decoder("llama", "Llama", **GROUPED), [*CHOSEN, *OF_EVERY_HEAD]),
+    (decoder("phi3", "fused", **GROUPED), [*CHOSEN, *OF_EVERY_HEAD]),
     (decoder("bloom", "alibi"), [*CHOSEN, *OF_EVERY_HEAD]),
     (decoder("gpt_oss", "sinks", **EIGHT, num_local_experts=2, num_experts_per_tok=1), CHOSEN),
     (decoder("llama", "Llama"), OF_EVERY_HEAD),
@@ -215,20 +213,21 @@ FAMILIES: list[tuple[Any, list[dict[str, Any]]]] = [
 @torch.no_grad()
 def test_with_room_for_all_a_decoder_is_the_host(family: Any, specs: list[dict[str, Any]]) -> None:
     """With its keys and with those of every head that are kept; and what goes on without a cache."""
-    plain, ids = eager(family), words(tokens=14)
+    plain, ids = family.build(), words(tokens=14)
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
     said = plain.generate(ids, num_beams=2, **options)
     for spec in specs:
-        model = eager(family, spec, segment_length=4)
+        model = family.with_memory(spec, segment_length=4)
         torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=0, atol=1e-5)
         for use in (True, False):
             assert torch.equal(model.generate(ids, num_beams=2, use_cache=use, **options), said)
 
 
-def test_weights_that_a_decoder_does_not_give_are_asked_for() -> None:
-    family = decoder("llama", "Llama", **GROUPED)
-    refuses(r"'tova'.*attn_implementation='sdpa'.*'eager'", add_memory, family.build(), SPECS["tova"], segment_length=4)
-    model = eager(family, SPECS["tova"], segment_length=4)
+@pytest.mark.parametrize("name", ["tova", "h2o"])
+def test_weights_that_a_decoder_does_not_give_are_asked_for(name: str) -> None:
+    """Ministral 3 scales its queries by their positions."""
+    family = decoder("ministral3", "Ministral 3", **EIGHT)
+    refuses(rf"'{name}'.*'eager'", add_memory, family.build(), name, segment_length=4)
+    model = add_memory(eager(family), name, segment_length=4)
     model.set_attn_implementation("sdpa")
-    refuses("LlamaAttention", model, words(tokens=8))
-    refuses(r"'h2o'.*'eager'", add_memory, decoder("llama", "Llama").build(), "h2o", segment_length=4)
+    refuses("Ministral3Attention.*'eager'", model, words(tokens=8))

@@ -5,7 +5,7 @@ logits by distance are looked up where the pairs are made.
 
 Cost: N (M + N) (E + V) multiply-adds a head and row; memory O(N V) with the fused kernels.
 
-Legend: B rows, H heads, N tokens, M keys of a context, E key width, V value width.
+Legend: B rows, H heads, N tokens, W of these, M keys of a context, L = M + N, E key width, V value width.
 """
 
 from __future__ import annotations
@@ -98,26 +98,54 @@ def key_weights(
     key_padding_mask: Tensor | None,
     context: Context | None,
     bias_BHNM: Tensor | None,
+    columns_BW: Tensor | None = None,
 ) -> Tensor:
-    """(B, H, N, M + N): weight of each key of context and segment; not a number where a query does not see the key.
+    """(B, H, W, M + N): weight of each key of context and segment; not a number where a query does not see the key.
 
-    Padding asks nothing. The fused kernels keep no weights, so these cost B H N (M + N) E multiply-adds and as many
-    numbers as there are weights. Arguments as of `Attention.forward`.
+    Padding asks nothing. The fused kernels keep no weights, so these cost B H W (M + N) E multiply-adds and as many
+    numbers as there are weights. Arguments as of `Attention.forward`; `columns_BW` are the queries, None for all.
     """
     if context is not None:
         k_BHNE = torch.cat([context.k_BHME.expand(k_BHNE.shape[0], -1, -1, -1), k_BHNE], 2)
     mask = visible(q_BHNE, k_BHNE, causal, key_padding_mask, context, bias_BHNM)
-    logits_BHNM, seen = _logits(q_BHNE, k_BHNE, mask)
-    seen_BHNM = torch.ones_like(logits_BHNM, dtype=torch.bool) if seen is None else seen.expand_as(logits_BHNM)
-    if key_padding_mask is not None:
-        seen_BHNM = seen_BHNM & ~key_padding_mask[:, None, :, None]
-    weights_BHNM = logits_BHNM.masked_fill(~seen_BHNM, -torch.inf).softmax(-1)
-    return weights_BHNM.masked_fill(~seen_BHNM, torch.nan)
+    return weights_of(q_BHNE, k_BHNE, mask, key_padding_mask, columns_BW)
 
 
-def _logits(q_BHNE: Tensor, k_BHNE: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+@torch.no_grad()
+def weights_of(
+    q_BHNE: Tensor,
+    k_BHLE: Tensor,
+    mask: Tensor | None,
+    padding_BN: Tensor | None,
+    columns_BW: Tensor | None,
+    cap: float | None = None,
+) -> Tensor:
+    """(B, H, W, L): `key_weights` under a mask as of `visible`.
+
+    Args:
+        cap: limits the logits before the mask, by tanh.
+    """
+    asks_B1N1 = None if padding_BN is None else ~padding_BN[:, None, :, None]
+    if columns_BW is not None:
+        index_B1W1, n = columns_BW[:, None, :, None], q_BHNE.shape[2]
+        q_BHNE = q_BHNE.take_along_dim(index_B1W1, 2)
+        mask = None if mask is None else mask.expand(-1, -1, n, -1).take_along_dim(index_B1W1, 2)
+        asks_B1N1 = None if asks_B1N1 is None else asks_B1N1.take_along_dim(index_B1W1, 2)
+    logits_BHWL, seen = _logits(q_BHNE, k_BHLE, mask, cap)
+    seen_BHWL = torch.ones_like(logits_BHWL, dtype=torch.bool) if seen is None else seen.expand_as(logits_BHWL)
+    if asks_B1N1 is not None:
+        seen_BHWL = seen_BHWL & asks_B1N1
+    weights_BHWL = logits_BHWL.masked_fill(~seen_BHWL, -torch.inf).softmax(-1)
+    return weights_BHWL.masked_fill(~seen_BHWL, torch.nan)
+
+
+def _logits(
+    q_BHNE: Tensor, k_BHNE: Tensor, mask: Tensor | None, cap: float | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Logits (B, H, N, M), float32 or wider, with the bias if the mask of `visible` is one; and who sees whom."""
     logits_BHNM = product(q_BHNE, k_BHNE) / math.sqrt(q_BHNE.shape[-1])
+    if cap is not None:
+        logits_BHNM = cap * (logits_BHNM / cap).tanh()
     if mask is None or mask.dtype == torch.bool:
         return logits_BHNM, mask
     return logits_BHNM + mask, mask > -torch.inf

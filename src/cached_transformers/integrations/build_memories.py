@@ -48,7 +48,7 @@ def build_memories(
     layers = []
     for index, (site, host) in enumerate(found):
         if spanning is not None:
-            layers.append(_settled(spanning.layer_memory(index), site))
+            layers.append(_settled(spanning.layer_memory(index), site, host))
             continue
         # The number of slots of a shared cache means nothing to a memory with a state.
         facts = {name: fact for name, fact in host.facts.items() if name not in ("length", "size", "prefix")}
@@ -84,8 +84,7 @@ def layer_memory(site: Site, host: Host, name: str, settings: dict[str, Any]) ->
             raise ValueError(f"{layer}; a cache of {slots[0].width} channels needs more; take ratio={ratio} or less")
         if getattr(memory, "mix", "heads") == "outputs":
             raise ValueError(f"{layer}; mix='outputs' (variant='released') needs as many of both, take mix='heads'")
-    give_key_shape(memory, host)
-    return _settled(memory, site)
+    return _settled(memory, site, host)
 
 
 def give_key_shape(memory: nn.Module, host: Host) -> None:
@@ -95,8 +94,9 @@ def give_key_shape(memory: nn.Module, host: Host) -> None:
             module.key_shape = host.key_shape
 
 
-def _settled(memory: LayerMemory, site: Site) -> LayerMemory:
+def _settled(memory: LayerMemory, site: Site, host: Host) -> LayerMemory:
     """The memory on the layer's device, in its mode and dtype; in the model's where the layer's weights are packed."""
+    give_key_shape(memory, host)
     both = [*site.layer.parameters(), *site.model.parameters(), torch.empty(0)]
     dtype = next(p.dtype for p in both if p.is_floating_point())
     return memory.to(both[0].device, dtype).train(site.layer.training)

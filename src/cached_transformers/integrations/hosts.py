@@ -57,6 +57,7 @@ class StoredStates:
         slope: for logits that fall with the distance: (layer, keywords of its call, positions (B, M) of slots) ->
             additive mask, (B, H, 1, M), or None; it changes the keywords.
         cache: the keyword by which the layer gets its KV cache.
+        more: reason why its logits are more than products of queries and keys, so that only it knows its weights.
     """
 
     norm: nn.Module | None
@@ -64,6 +65,7 @@ class StoredStates:
     rotary: nn.Module | None
     slope: Callable[..., Tensor | None] | None
     cache: str
+    more: str = ""
 
 
 @dataclass

@@ -204,7 +204,7 @@ class MemoryHook:
             return
         y_BND = output[0] if isinstance(output, tuple) else output
         assert call.reading is not None
-        trace = Trace(x_BND, y_BND, call.query, call.reading, call.weights_BHNL)
+        trace = Trace(x_BND, y_BND, call.query, call.reading, call.weights_BHWL)
         if context.back_BL is not None:
             trace = trace.in_order(context.back_BL)
         if context.traces is not None:

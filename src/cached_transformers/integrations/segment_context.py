@@ -102,7 +102,8 @@ class AttentionCall:
         hook: of the layer. query: for the memory. context: of the segment; None for a memory without a state.
         reading: the memory's answer, where it was read before the layer attends.
         projected: outputs of the modules that give queries, keys and values, by their place in `Stream.sources`.
-        mask: the layer's attention mask. gather: see `Context.gather`. weights_BHNL: the layer's attention weights.
+        mask: the layer's attention mask. gather: see `Context.gather`. weights_BHWL: the layer's attention weights.
+        slots_BGME: the slots' keys with their positions. places_BL: position ids of slots and tokens.
     """
 
     def __init__(self, hook: Any, query: Query, context: SegmentContext | None = None) -> None:
@@ -111,7 +112,9 @@ class AttentionCall:
         self.projected: dict[int, Tensor] = {}
         self.mask: Tensor | None = None
         self.gather: Callable[[Tensor], Tensor] | None = None
-        self.weights_BHNL: Tensor | None = None
+        self.weights_BHWL: Tensor | None = None
+        self.slots_BGME: Tensor | None = None
+        self.places_BL: Tensor | None = None
 
 
 class ModelCall:

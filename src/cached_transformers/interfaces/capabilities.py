@@ -9,7 +9,7 @@
 | bias | a bias on the logits, or an attention mask | a mask of the memory's own |
 | exact_padding | padding changes no output | |
 | lse | the log-sum-exp of the logits | the same, in `Reading.lse_BHN` |
-| weights | the attention weights | the same, in `Trace.weights_BHNL` |
+| weights | the attention weights | the same, in `Trace.weights_BHWL` |
 | state | | a state passed from segment to segment |
 | head | | a second result per head, mixed with the attention's |
 | tokens_round | | memory tokens around the segment's tokens |

@@ -18,8 +18,8 @@ Three rules for `read` and `write`:
 * A row with an empty memory computes the same as without the memory. `read` and `combine` ensure this themselves;
   `Reading.any_B` is an optional promise that rows marked False are such rows, so that generation skips the memory.
 
-Legend: B rows, N tokens, M slots, L = M + N, H heads, E head width, V value width, D = H * E model width, P position
-channels.
+Legend: B rows, N tokens, W queries, M slots, L = M + N, H heads, G heads of keys, E head width, V value width,
+D = H * E model width, P position channels.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ class Query(NamedTuple):
             to memories that need them.
         padding_BN: bool, True = padding.
         size: (height, width) of the token map, if there is one.
+        turn: for memories that need "turn": (keys (B, G, M, E), positions (B, M, P)) -> keys with these positions, as
+            the layer compares them; it serves the first rows as well.
         segment: (start, length) of the segment's tokens among memory tokens; None without memory tokens.
     """
 
@@ -111,12 +113,24 @@ class Query(NamedTuple):
     size: tuple[int, int] | None = None
     k_BHNE: Tensor | None = None
     v_BHNE: Tensor | None = None
+    turn: Callable[[Tensor, Tensor], Tensor] | None = None
     segment: tuple[int, int] | None = None
 
     def narrow(self, start: int, length: int) -> Query:
         """Return the query of the tokens start .. start + length."""
         parts = (t.narrow(_token_dim(t), start, length) if isinstance(t, Tensor) else t for t in self[:-1])
         return Query(*parts)  # type: ignore[arg-type]
+
+    def last(self, count: int | None) -> Tensor | None:
+        """Columns (B or 1, W) of the segment's last `count` tokens, the newest last, padding before real ones; all its
+        tokens without a count. None if these are the columns as they are."""
+        total, device = self.x_BND.shape[1], self.x_BND.device
+        start, length = self.segment or (0, total)
+        asked = length if count is None else min(count, length)
+        if self.padding_BN is None:
+            return None if asked == total else torch.arange(start + length - asked, start + length, device=device)[None]
+        real_BN = ~self.padding_BN.narrow(1, start, length)
+        return real_BN.long().argsort(dim=1, stable=True)[:, length - asked :] + start
 
 
 def _token_dim(t: Tensor) -> int:
@@ -147,23 +161,23 @@ class Trace(NamedTuple):
 
     Attributes:
         x_BND: input of the block, before its norm. y_BND: output of the block.
-        weights_BHNL: for memories that need "weights": the attention weight of each key of context and segment, without
-            gradient; NaN where a token does not see the key.
+        weights_BHWL: for memories that need "weights": the attention weight of each key of context and segment, without
+            gradient, of the segment's last `observe` tokens that are no padding, the newest last; NaN where a token
+            does not see the key, and for padding, which comes first.
     """
 
     x_BND: Tensor
     y_BND: Tensor
     query: Query
     reading: Reading
-    weights_BHNL: Tensor | None = None
+    weights_BHWL: Tensor | None = None
 
     def narrow(self, start: int, length: int) -> Trace:
         """Return the trace of the tokens start .. start + length."""
-        weights = self.weights_BHNL
+        weights = self.weights_BHWL
         if weights is not None:
             slots = weights.shape[-1] - self.x_BND.shape[1]
             weights = torch.cat([weights[..., :slots], weights.narrow(-1, slots + start, length)], -1)
-            weights = weights.narrow(2, start, length)
         x_BND, y_BND = (t.narrow(1, start, length) for t in (self.x_BND, self.y_BND))
         return Trace(x_BND, y_BND, self.query.narrow(start, length), self.reading, weights)
 
@@ -204,9 +218,11 @@ class LayerMemory(Memory):
 
     Attributes:
         shared: one memory for all rows and steps, in buffers of the module.
+        observe: number of a segment's last queries whose weights it gets, if it needs "weights"; None for all.
     """
 
     shared: bool = False
+    observe: int | None = None
 
     def window(self) -> int | None:
         """Number of tokens that a token of a causal layer sees, itself included; None for no limit."""

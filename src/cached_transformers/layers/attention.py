@@ -48,7 +48,7 @@ class Attended(NamedTuple):
     query: Query
     reading: Reading
     auxiliary_loss: Tensor | None
-    weights_BHNL: Tensor | None = None
+    weights_BHWL: Tensor | None = None
     core_state: State = ()
 
 
@@ -176,6 +176,9 @@ class SelfAttention(nn.Module):
         if self.causal and "bidirectional" in self.memory.needs:
             raise ValueError(shows_the_future(memory))
         refuse_misfit(self._needs(), self.core.can, self.core.title)
+        if "turn" in self.memory.needs and type(self.positions).query is not Positions.query:
+            scheme = type(self.positions).__name__
+            raise ValueError(f"memory {memory} needs turned keys, and {scheme} turns none; take relative=False")
         if self.inner != self.width:
             if type(self.memory) is not LayerMemory or type(self.core) is not SoftmaxAttention:
                 raise ValueError(
@@ -286,7 +289,8 @@ class SelfAttention(nn.Module):
         """
         maps = self._maps(segment, others)
         memory_state, core_state = state if self.core.carry and len(state) else (state, ())
-        inputs = Query(maps.norm(x_BND), None, positions_BNP, padding_BN, size, segment=segment)
+        turn = self.positions.rotate if "turn" in self.memory.needs else None
+        inputs = Query(maps.norm(x_BND), None, positions_BNP, padding_BN, size, turn=turn, segment=segment)
         query, in_front = self._query(inputs, memory_state, maps)
         if keep is None:
             reading = read_segment(self.memory, memory_state, query, self.project_kv)
@@ -300,7 +304,9 @@ class SelfAttention(nn.Module):
         q, k, bias, distances, context = self._place(query, context, bias_BHNM, run)
         bias = self._mask(bias, query, context, visible_NN, run, self.memory.window() if causal else None)
         mask: dict[str, Any] = {"causal": causal, "key_padding_mask": padding_BN, "context": context, "bias_BHNM": bias}
-        weights = key_weights(q, k, **mask) if "weights" in self.memory.needs else None
+        weights = None
+        if "weights" in self.memory.needs:
+            weights = key_weights(q, k, **mask, columns_BW=query.last(self.memory.observe))
         assert query.v_BHNE is not None
         v = query.v_BHNE if context is None else widened(query.v_BHNE, context.v_BHME.shape[-1])
         more = {"distances_BHNK": distances, "x_BND": query.x_BND, "state": core_state, "want_state": keep is not None}

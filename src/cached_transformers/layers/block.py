@@ -119,7 +119,7 @@ class Block(nn.Module):
         attended = self.attention(x_BND, positions_BNP, state=state, segment=segment, **attention)
         look = None if self.slot_attention is None or slots is None else partial(_look, self.slot_attention, slots)
         y_BND, fed_losses = self._after_attention(x_BND, attended.y_BND, look, attention.get("padding_BN"), segment)
-        trace = Trace(x_BND, y_BND, attended.query, attended.reading, attended.weights_BHNL)
+        trace = Trace(x_BND, y_BND, attended.query, attended.reading, attended.weights_BHWL)
         written = trace if segment is None else trace.narrow(*segment)
         state, loss = self.attention.write(state, written, attended.core_state)
         if recent_BTD is not None:

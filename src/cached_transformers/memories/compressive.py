@@ -199,8 +199,8 @@ class Compressive(TransformerXL):
     def _keep_most_used(self, state: CompressiveState, gone: Gone, trace: Trace) -> Rows | Pairs:
         """The compressed slots with one in `rate` of what left, in the order of time."""
         x_BND, query = trace.x_BND, trace.query
-        assert trace.weights_BHNL is not None and query.positions_BNP is not None
-        usage_BL = mean_weight(trace.weights_BHNL)
+        assert trace.weights_BHWL is not None and query.positions_BNP is not None
+        usage_BL = mean_weight(trace.weights_BHWL)
         # The context begins with what `read` lined up: the recent states are its last ones.
         slots, n = sum(rows.positions_BMP.shape[1] for rows in state), x_BND.shape[1]
         m = state.recent.hidden_BMD.shape[1]
@@ -240,11 +240,11 @@ class Compressive(TransformerXL):
         return error_B.sum() / some_B.sum().clamp(min=1)
 
 
-def mean_weight(weights_BHNL: Tensor) -> Tensor:
+def mean_weight(weights_BHWL: Tensor) -> Tensor:
     """(B, L): weight of each key, mean over the heads and the tokens that see the key."""
-    counted_BHNL = ~weights_BHNL.isnan()
-    sums_BL = torch.where(counted_BHNL, weights_BHNL, 0).sum((1, 2))
-    return sums_BL / counted_BHNL.sum((1, 2)).clamp(min=1)
+    counted_BHWL = ~weights_BHWL.isnan()
+    sums_BL = torch.where(counted_BHWL, weights_BHWL, 0).sum((1, 2))
+    return sums_BL / counted_BHWL.sum((1, 2)).clamp(min=1)
 
 
 class Gone(NamedTuple):

@@ -36,7 +36,7 @@ from .transformer_xl import TransformerXL
     equations="the M of cache and segment with the largest mean weight over heads of the last query",
     state="per row and layer: M (4 D + 8) + 8 bytes; in evaluation with keep='kv' M (8 D + 8) + 8",
     cost="per token and layer: 2 D^2 M / N (keys and values of the slots; in evaluation with keep='kv' none) + 3 M D + "
-    "(M + N) D (weights) multiply-adds with places='cache'; relative positions of places='stream' cost "
+    "(M + N) D / N (weights) multiply-adds with places='cache'; relative positions of places='stream' cost "
     "more, since slots are no neighbours",
     reach="unbounded for tokens that the last query of every segment attends",
     gradient="none into the memory; its keys and values train the projections",
@@ -55,6 +55,7 @@ class TOVA(TransformerXL):
     """
 
     needs = frozenset({"state", "context", "weights"})
+    observe = 1
 
     def __init__(
         self,
@@ -78,19 +79,17 @@ class TOVA(TransformerXL):
         return context._replace(positions_BMP=right_before(first_B1P, context.valid_BM.shape[1]))
 
     def write(self, state: Rows | Pairs, trace: Trace) -> tuple[Rows | Pairs, None]:
-        query, weights_BHNL = trace.query, trace.weights_BHNL
-        assert weights_BHNL is not None and query.positions_BNP is not None
+        query, weights_BHWL = trace.query, trace.weights_BHWL
+        assert weights_BHWL is not None and query.positions_BNP is not None
         new_BNW = trace.x_BND.detach()
         if isinstance(state, Pairs):
             new_BNW = side_by_side(*stored_pair(query, self.stored_heads[0]))
-        rows, n = new_BNW.shape[:2]
+        n = new_BNW.shape[1]
         real_BN = query.padding_BN
         real_BN = torch.ones_like(new_BNW[..., 0], dtype=torch.bool) if real_BN is None else ~real_BN
-        last_B = torch.where(real_BN, torch.arange(n, device=real_BN.device), 0).amax(1)
         # The context may begin with slots of other memories; its own are the last ones before the segment.
         slots = state.positions_BMP.shape[1]
-        weights_BHNL = weights_BHNL[..., weights_BHNL.shape[-1] - n - slots :]
-        asked_BL = weights_BHNL.mean(1)[torch.arange(rows, device=last_B.device), last_B]
+        asked_BL = weights_BHWL[:, :, -1, weights_BHWL.shape[-1] - n - slots :].mean(1)
         valid_BL = torch.cat([state.valid_BM, real_BN], 1)
         # A segment of padding asks nothing: all that is there stays.
         index_BM, real_BM = best(asked_BL.nan_to_num(0), valid_BL, slots)

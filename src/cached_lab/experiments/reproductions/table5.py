@@ -90,12 +90,16 @@ OPTIONS: Mapping[str, Callable[[MemorySetup], dict[str, Any]]] = {
 memory tokens beside a Transformer-XL cache of the recipe's length, as in the comparison of arXiv:2207.06881."""
 OWN_POSITIONS = frozenset(
     {"compressive", "crtn", "ernie_doc", "expire_span", "feedback", "h2o", "infinity_former"}
-    | {"segatron", "streaming_llm", "tova", "transformer_xl"}
+    | {"keydiff", "knorm", "lagkv", "segatron", "snapkv", "streaming_llm", "tova", "transformer_xl"}
 )
 """Memories whose models have their own positions; other models get relative ones."""
 # The positions of Feedback have no biases. No token attends to itself, so without the scale small embeddings vanish
 # beside the attended states, and perplexity stays that of the unigram model.
-MODEL = {"feedback": {"shared_biases": False, "scale_embedding": True}}
+# Expected Attention turns keys, which relative positions do not, and heads of 41 channels have no rotary ones.
+MODEL: dict[str, dict[str, Any]] = {
+    "expected_attention": {"positions": "sinusoidal"},
+    "feedback": {"shared_biases": False, "scale_embedding": True},
+}
 
 
 def _row(name: str) -> TableRow:

@@ -25,6 +25,12 @@ from cached_transformers.positions import ALiBiPositions, RotaryPositions
 TAKE_MASKS = ("eager", "sdpa")
 """transformers' implementations of attention that take an attention mask."""
 
+MORE = (
+    "its logits are more than products of queries and keys (learned sinks, queries scaled by position), so that only "
+    "eager attention gives the weights; call model.set_attn_implementation('eager')"
+)
+"""Reason why the weights of a layer cannot be computed beside it."""
+
 CACHES = ("past_key_values", "layer_past")
 """Names of the keyword by which a layer gets its KV cache."""
 
@@ -97,12 +103,14 @@ def stored(
         files = (sys.modules[kind.__module__] for kind in type(site.layer).__mro__)
         rotate = next(file.apply_rotary_pos_emb for file in files if hasattr(file, "apply_rotary_pos_emb"))
         turn, rotary = partial(turned, rotate), site.holder("rotary_emb").rotary_emb
+    scaled = "llama_4_scaling_beta" in (getattr(config_of(site), "rope_parameters", None) or {})
     return StoredStates(
         first_of(site.parent(), "input_layernorm", "ln_attn", "ln_1"),
         turn or unturned,
         rotary,
         slope,
         next(name for name in CACHES if name in parameters),
+        MORE if scaled or hasattr(site.layer, "sinks") else "",
     )
 
 

@@ -5,20 +5,22 @@ are made of stored hidden states as the layer makes those of its tokens: by its 
 each looked up at the time. Stored states are inputs of the block, before its norm, so that the current norm applies to
 slots and tokens alike, and learns from both, as in a stack.
 
-Legend: B rows, N tokens, M slots, L tokens of the partial segment up to here, K keys of these that the layer has,
-H heads, G heads of keys, E head width, D width.
+Legend: B rows, N tokens, W of these, M slots, L tokens of the partial segment up to here, or slots and tokens, K keys
+that the layer has, H heads, G heads of keys, E head width, D width, P position channels.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from cached_transformers.attentions.softmax import SoftmaxAttention
+from cached_transformers.attentions.softmax import SoftmaxAttention, weights_of
 from cached_transformers.integrations.hosts import Host, Site
 from cached_transformers.integrations.memory_hooks import MemoryHook
 from cached_transformers.integrations.memory_lookup import with_weights
@@ -28,6 +30,7 @@ from cached_transformers.interfaces.contexts import join, logits_of, widened
 from cached_transformers.interfaces.incremental import read_segment
 from cached_transformers.interfaces.memory import Context, LayerMemory, Linear, Reading
 
+from .adapter_utils import first_of, lowered
 from .memory_cache import SlotProjections
 
 
@@ -74,29 +77,69 @@ class ContextHook(MemoryHook):
         self.tracked += [module for chain in self.chains for module in chain[:-1]]
         self.tracked += [module for module in (self.norm, self.rotary) if module is not None]
         self.between, self.window = stream.between, stream.window
-        self.turn, self.slope, self.cache = stored.turn, stored.slope, stored.cache
+        self.turn, self.slope, self.cache, self.more = stored.turn, stored.slope, stored.cache, stored.more
 
     def install(self, memory: LayerMemory) -> None:
         super().install(memory)
         if "weights" in memory.needs:
-            self.handles.append(self.layer.register_forward_hook(self.keep_weights))
+            self.handles.append(self.layer.register_forward_hook(self.keep_weights, with_kwargs=True))
 
-    def keep_weights(self, layer: nn.Module, args: Any, output: Any) -> None:
-        """Record the attention weights, which only eager attention returns."""
-        weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
-        if not isinstance(weights, Tensor):
-            raise ValueError(
-                f"memory {type(self.memory).__name__} needs the weights of {type(layer).__name__}, which gave none; "
-                "call model.set_attn_implementation('eager')"
-            )
+    def keep_weights(self, layer: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Record the attention weights of the last tokens: the layer's, which only eager attention gives, or its own.
+
+        Raises:
+            ValueError: the layer gives none, and its logits are not known.
+        """
         context = running().segment
         call = None if context is None else context.attended[self.number]
-        if call is None or call.mask is None:
+        if context is None or call is None or call.mask is None or not context.writes:
             return
-        sees = call.mask if call.mask.dtype == torch.bool else call.mask > torch.finfo(call.mask.dtype).min / 2
-        if call.query.padding_BN is not None:
-            sees = sees & ~call.query.padding_BN[:, None, :, None]
-        call.weights_BHNL = weights.detach().masked_fill(~sees, torch.nan)
+        query, mask = call.query, call.mask
+        columns_BW = query.last(self.memory.observe)
+        sees = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
+        if not isinstance(weights, Tensor):
+            if self.more:
+                who = f"memory {type(self.memory).__name__} needs the weights of {type(layer).__name__}"
+                raise ValueError(f"{who}: {self.more}")
+            q_BHNE, k_BHLE = self._compared(call)
+            if self.slope is lowered:
+                bias_BH1L = kwargs["alibi"].unflatten(0, (-1, self.heads))
+                mask = bias_BH1L if mask.dtype == torch.bool else mask + bias_BH1L
+            if mask.dtype != torch.bool:
+                mask = mask.masked_fill(~sees, -torch.inf)
+            cap = getattr(layer, "attn_logit_softcapping", None)
+            call.weights_BHWL = weights_of(q_BHNE, k_BHLE, mask, query.padding_BN, columns_BW, cap)
+            return
+        if query.padding_BN is not None:
+            sees = sees & ~query.padding_BN[:, None, :, None]
+        weights = weights.detach().masked_fill(~sees, torch.nan)
+        call.weights_BHWL = weights if columns_BW is None else weights.take_along_dim(columns_BW[:, None, :, None], 2)
+
+    @torch.no_grad()
+    def _compared(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        """Queries, and keys of slots and segment, with positions: their products over sqrt(E) are its logits."""
+        query, slots_BGME, places_BL = call.query, call.slots_BGME, call.places_BL
+        q, k = query.q_BHNE, query.k_BHNE
+        assert q is not None and k is not None and places_BL is not None and slots_BGME is not None
+        shared = self.heads // slots_BGME.shape[1]
+        places_BL = torch.cat([places_BL[:, slots_BGME.shape[2] :], places_BL], 1)
+        q, k = (self._turned(t, places_BL, query.x_BND) for t in (q, k[:, ::shared]))
+        scale = first_of(self.layer, "scaling", "inv_norm_factor")
+        if scale is not None:
+            q = q * (scale * math.sqrt(q.shape[-1]))
+        return q, torch.cat([slots_BGME.to(k.dtype), k], 2).repeat_interleave(shared, 1)
+
+    def _turned(self, k_BGME: Tensor, places_BL: Tensor, x_BND: Tensor) -> Tensor:
+        """Keys with the first of these positions; the other ones are the furthest that the layer has."""
+        return self.turn(self.layer, None if self.rotary is None else self.rotary.module, k_BGME, places_BL, x_BND)
+
+    def _placed(
+        self, shift_B1: Tensor, places_BL: Tensor, x_BND: Tensor, k_BGME: Tensor, positions_BMP: Tensor
+    ) -> Tensor:
+        """`Query.turn` of a call that has slots and tokens at these places."""
+        rows = len(k_BGME)
+        return self._turned(k_BGME, torch.cat([positions_BMP[..., 0] + shift_B1[:rows], places_BL[:rows]], 1), x_BND)
 
     def project_kv(self, hidden_BMD: Tensor, *, frozen: bool = False, normed: bool = False) -> tuple[Tensor, Tensor]:
         """Keys and values (B, G, M, E) without positions; see `ProjectKV`."""
@@ -176,8 +219,12 @@ class ContextHook(MemoryHook):
         slots_BM, valid_BM = made.positions_BM, attended.valid_BM.expand(rows, -1)
         # A NaN in an empty slot would survive a mask on the logits.
         k, v = (torch.where(valid_BM[:, None, :, None], t, 0) for t in (attended.k_BHME, attended.v_BHME))
-        places_BL = torch.cat([slots_BM, tokens_BN.expand(rows, -1)], 1) + context.shift_B1.to(x_BND.device)
-        k = self.turn(self.layer, None if self.rotary is None else self.rotary.module, k, places_BL, x_BND)
+        shift_B1 = context.shift_B1.to(x_BND.device)
+        places_BL = torch.cat([slots_BM, tokens_BN.expand(rows, -1)], 1) + shift_B1
+        k = self._turned(k, places_BL, x_BND)
+        call.slots_BGME, call.places_BL = k, places_BL
+        if "turn" in self.memory.needs:
+            call.query = call.query._replace(turn=partial(self._placed, shift_B1, places_BL, x_BND))
         slope = None if self.slope is None else self.slope(self.layer, kwargs, places_BL[:, : k.shape[2]])
         kwargs[self.cache], call.gather = SlotCache(k, v, kwargs.get(self.cache)), attended.gather
         sees_BHNM = valid_BM[:, None, None].expand(-1, -1, n, -1)

@@ -76,11 +76,12 @@ def causal_host(
     masked, why = kind in TAKE_MASKS, beside if isinstance(beside, str) else None
     attends: set[str] = set()
     lacks = {} if masked else dict.fromkeys(("bias", "context"), no_masks(kind))
-    lacks["weights"] = f"attn_implementation={kind!r} gives none; call model.set_attn_implementation('eager')"
     if why is not None:
-        lacks |= dict.fromkeys(("context", "weights", "stored_kv"), why)
+        lacks |= dict.fromkeys(("context", "weights", "stored_kv", "turn"), why)
     elif masked:
-        attends = {"context", "stored_kv", *(["weights"] if kind == "eager" else [])}
+        more = beside.more  # type: ignore[union-attr]
+        attends = {"context", "stored_kv", "turn", *(["weights"] if kind == "eager" or not more else [])}
+        lacks["weights"] = more
     kinds, window = getattr(config, "layer_types", None), None
     if kinds is None or kinds[layer.layer_idx] == "sliding_attention":
         window = getattr(layer, "sliding_window", getattr(config, "sliding_window", None))

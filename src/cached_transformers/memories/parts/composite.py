@@ -4,7 +4,7 @@ Each is asked, read and written as if it were alone. Attention gets their contex
 results per head are mixed in one after the other, in the order of the list. Those that are before the layer's
 projections ("in_front") act there, in this order, too; queries of the others are made from their result.
 
-Legend: B rows, N tokens, M slots, L = M + N, H heads, E head width, D model width, P position channels.
+Legend: B rows, N tokens, W queries, M slots, L = M + N, H heads, E head width, D model width, P position channels.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class SideBySide(LayerMemory):
         self.members: Any = nn.ModuleList(members)
         self.needs = frozenset().union(*(member.needs for member in members))
         self.shared = all(member.shared for member in members)
+        observed = [member.observe for member in members if "weights" in member.needs]
+        self.observe = None if None in observed else max(observed, default=0)  # type: ignore[type-var]
 
     def position_scheme(self) -> Positions | None:
         return one_scheme(self.members)
@@ -118,11 +120,13 @@ class SideBySide(LayerMemory):
     def write(self, state: State, trace: Trace) -> tuple[State, Tensor | None]:
         after, losses = [], []
         readings = self._readings(trace.reading)
-        weights = _by_member(trace.weights_BHNL, readings, trace.x_BND.shape[1])
+        weights = _by_member(trace.weights_BHWL, readings, trace.x_BND.shape[1])
         given = zip(self.members, self._states(state), readings, weights, strict=True)
-        for member, part, reading, weights_BHNL in given:
-            weighed = weights_BHNL if "weights" in member.needs else None
-            new, loss = member.write(part, trace._replace(reading=reading, weights_BHNL=weighed))
+        for member, part, reading, weights_BHWL in given:
+            if weights_BHWL is not None:
+                queries = weights_BHWL[:, :, -(member.observe or 0) :]
+                weights_BHWL = queries if "weights" in member.needs else None
+            new, loss = member.write(part, trace._replace(reading=reading, weights_BHWL=weights_BHWL))
             after.append(new)
             if loss is not None:
                 losses.append(loss)
@@ -133,16 +137,16 @@ class SideBySide(LayerMemory):
             member.close_gate()
 
 
-def _by_member(weights_BHNL: Tensor | None, readings: Sequence[Reading], tokens: int) -> list[Tensor | None]:
+def _by_member(weights_BHWL: Tensor | None, readings: Sequence[Reading], tokens: int) -> list[Tensor | None]:
     """For each member the weights of the keys of its context, and of the segment, which are the last ones."""
-    if weights_BHNL is None:
+    if weights_BHWL is None:
         return [None] * len(readings)
     parts: list[Tensor | None] = []
     start = 0
     for reading in readings:
         slots = 0 if reading.context is None else reading.context.k_BHME.shape[2]
-        ours = weights_BHNL.narrow(-1, start, slots)
-        parts.append(torch.cat([ours, weights_BHNL[..., weights_BHNL.shape[-1] - tokens :]], -1))
+        ours = weights_BHWL.narrow(-1, start, slots)
+        parts.append(torch.cat([ours, weights_BHWL[..., weights_BHWL.shape[-1] - tokens :]], -1))
         start += slots
     return parts
 

@@ -75,7 +75,7 @@ class KeepsSinks(LayerMemory):
     def write(self, state: Any, trace: Trace) -> tuple[Any, Tensor | None]:
         if not isinstance(state, SinksState):
             return self.store(state, trace)
-        padding_BN, weights_BHNL = trace.query.padding_BN, trace.weights_BHNL
+        padding_BN, weights_BHWL = trace.query.padding_BN, trace.weights_BHWL
         if padding_BN is None:
             padding_BN = torch.zeros_like(trace.x_BND[..., 0], dtype=torch.bool)
         later_BN = state.sinks.count_B[:, None] + (~padding_BN).cumsum(1) > self.sinks
@@ -83,7 +83,7 @@ class KeepsSinks(LayerMemory):
             trace._replace(query=trace.query._replace(padding_BN=padding_BN | left_out_BN))
             for left_out_BN in (later_BN, ~later_BN)
         )
-        if weights_BHNL is not None:
-            later = later._replace(weights_BHNL=weights_BHNL[..., self.sinks :])
+        if weights_BHWL is not None:
+            later = later._replace(weights_BHWL=weights_BHWL[..., self.sinks :])
         recent, loss = self.store(state.recent, later)
         return SinksState(self.push(state.sinks, first), recent), loss

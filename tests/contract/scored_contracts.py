@@ -1,0 +1,95 @@
+"""Rows of `CONTRACTS` of the memories that choose slots by a score."""
+
+from __future__ import annotations
+
+from contract.contract_row import Contract
+from contract.costs import LAYERS, RELATIVE, Cost, D, H, M, N, window
+
+FORCED = {"sinks": 1, "observe": 2}
+"""Tokens that stay whatever their score. Rules of keys get places in these ("sinusoidal"): equal keys would tie."""
+
+
+def chosen(slots: int) -> float:
+    """A window of keys and values that are stored."""
+    return window(slots) - 2 * D * D * slots / N
+
+
+def expected_attention(slots: int) -> float:
+    """Sums over queries; the mean rotation of these, and their products with keys."""
+    width = D // H
+    return D * width + ((slots + N) * D * (width + 1) + 2 * D * width * (width + 1)) / N
+
+
+SCORED: dict[str, Contract] = {
+    "h2o": Contract(
+        options={"length": 3, "heavy": 5},
+        bytes_per_row=lambda d: 8 * (8 * d + 4 * 2) + 8,
+        exact={"length": 32, "heavy": 32},
+        model={"positions": "relative"},
+        detached=True,
+        cost=Cost(
+            {"length": M // 2, "heavy": M // 2},
+            lambda: LAYERS * (chosen(M) + (M + N) * D),
+            RELATIVE,
+        ),
+    ),
+    "h2o/window": Contract(
+        options={"length": 3, "heavy": 5, "observe": 2, "relative": False},
+        bytes_per_row=lambda d: 8 * (8 * d + 4 * 2) + 8,
+        exact={"length": 32, "heavy": 32},
+        detached=True,
+    ),
+    "snapkv": Contract(
+        options={"length": 8, **FORCED},
+        bytes_per_row=lambda d: 8 * 8 * d + 8,
+        exact={"length": 64},
+        model={"positions": "relative"},
+        detached=True,
+        cost=Cost({"length": M, **FORCED}, lambda: LAYERS * (chosen(M) + 2 * (M + N) * D / N), RELATIVE),
+    ),
+    "snapkv/pyramid": Contract(
+        options={"length": 8, "kernel": 3, "budget": "pyramid", "beta": 2, "relative": False, **FORCED},
+        bytes_per_row=lambda d: 8 * 8 * d + 8,
+        exact={"length": 128},
+        detached=True,
+    ),
+    "knorm": Contract(
+        options={"length": 8, "relative": False, **FORCED},
+        bytes_per_row=lambda d: 8 * 8 * d + 8,
+        exact={"length": 64},
+        model={"positions": "sinusoidal"},
+        detached=True,
+        cost=Cost({"length": M, **FORCED}, lambda: LAYERS * chosen(M), RELATIVE),
+    ),
+    "keydiff": Contract(
+        options={"length": 8, "relative": False, **FORCED},
+        bytes_per_row=lambda d: 8 * 8 * d + 8,
+        exact={"length": 64},
+        model={"positions": "sinusoidal"},
+        detached=True,
+        cost=Cost({"length": M, **FORCED}, lambda: LAYERS * chosen(M), RELATIVE),
+    ),
+    "keydiff/rotated": Contract(
+        options={"length": 8, "rotated": True, "relative": False, **FORCED},
+        bytes_per_row=lambda d: 8 * 8 * d + 8,
+        exact={"length": 64},
+        model={"positions": "rotary"},
+        detached=True,
+    ),
+    "lagkv": Contract(
+        options={"length": 8, "relative": False, **FORCED},
+        bytes_per_row=lambda d: 8 * (8 * d + 4 * 2) + 8,
+        exact={"length": 64},
+        model={"positions": "sinusoidal"},
+        detached=True,
+        cost=Cost({"length": M, **FORCED}, lambda: LAYERS * chosen(M), RELATIVE),
+    ),
+    "expected_attention": Contract(
+        options={"length": 8, "future": 5, **FORCED},
+        bytes_per_row=lambda d: 8 * 8 * d + 16 + 4 * (d + d * d // 2),
+        exact={"length": 64},
+        model={"positions": "rotary"},
+        detached=True,
+        cost=Cost({"length": M, **FORCED}, lambda: LAYERS * (2 * M * D + expected_attention(M))),
+    ),
+}
