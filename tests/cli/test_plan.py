@@ -160,6 +160,7 @@ def test_bytes_are_counted_from_allocation_to_release() -> None:
         (["coco_mini_retinanet"], ["data.name=coco"]),
         (["lm_wikitext2_small_memorizing"], ["transformer_xl+memorizing"]),
         (["demo_text", "model.cutoffs=[20,60]"], ["model.cutoffs=null"]),
+        (["digits_vit_grc", "model={name: timm, architecture: pvt_v2_b0, in_chans: 1}"], ["'timm'", "(8 x 8)"]),
     ],
 )
 def test_bad_plans_are_refused(words: list[str], said: list[str], capsys: pytest.CaptureFixture[str]) -> None:

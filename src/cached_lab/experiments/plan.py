@@ -112,8 +112,7 @@ def plan_training(
     config, shape, rows, assumed = sized(config, length)
     if config.training.batch_tokens is None and rows % gpus:
         raise ValueError(f"training.batch_size={rows}: must divide evenly over gpus={gpus}; change one of them")
-    mine = -(-rows // gpus)
-    own = config.training.accumulate
+    mine, own = -(-rows // gpus), config.training.accumulate
     room, ways = (memory_gib - reserve_gib) * GIB, [own, *(n for n in range(own + 1, mine + 1) if mine % n == 0)]
     step = RehearsedStep(config, shape, gpus=gpus, parallel=parallel)
     for pieces in ways:
@@ -241,8 +240,7 @@ class RehearsedStep:
             ValueError: the model depends on values of tensors.
         """
         held = pieces > 1 or self.shards > 1
-        # A new model each time: a forward leaves tables in it that the next forward would not count.
-        bare = bare_model(self.config)
+        bare = bare_model(self.config)  # a forward leaves tables in it, which the next one would not count
         with FakeTensorMode(allow_non_fake_inputs=True), _explained(self.config):
             model = without_values(bare)
             step, inputs = training_step(self.config, self.shape, model, rows)
@@ -294,8 +292,8 @@ def optimizer_bytes(model: nn.Module, config: RunConfig, gpu: bool) -> tuple[int
         clipped = live.peak
         live.restart()
         optimizer.step()  # creates the state before its temporaries
-    temporaries = max(clipped, live.peak - live.now)
-    return sum(t.nbytes for t in tree_leaves(dict(optimizer.state)) if isinstance(t, Tensor)), temporaries
+    kept = sum(t.nbytes for t in tree_leaves(dict(optimizer.state)) if isinstance(t, Tensor))
+    return kept, max(clipped, live.peak - live.now)
 
 
 def bare_model(config: RunConfig) -> nn.Module:
@@ -386,3 +384,5 @@ def _explained(config: RunConfig) -> Iterator[None]:
             f"model {config.model['name']!r} with memory {memory_name(config)!r} depends on values of tensors "
             f"({error.func}), which a plan does not have; plan it with model.memory=null or model.cutoffs=null"
         ) from None
+    except RuntimeError as error:  # of torch, e.g. a kernel larger than its input
+        raise ValueError(f"model {config.model['name']!r}: {error}; change its sizes, or those of the data") from None
