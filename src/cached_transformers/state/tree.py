@@ -73,6 +73,8 @@ def reset(state: State, fresh: State, rows_B: Tensor) -> State:
         _check_rows("rows_B", rows_B, torch.bool, state)
 
     def choose(old: Tensor, new: Tensor) -> Tensor:
+        if old.shape[1:2] != new.shape[1:2]:  # a store that grew: its counts begin again
+            return old
         return torch.where(rows_B.view(-1, *[1] * (old.dim() - 1)), new.to(old.dtype), old)
 
     return map_state(choose, state, fresh)
@@ -160,7 +162,10 @@ def _compare(
             raise ValueError(f"the state has {len(t) if t.dim() else 0} rows ({name}), the segment {rows} of them")
         place = placed or w.device
         other = typed and (t.dtype != w.dtype or (t.device != place and place.type != "meta"))
-        if other or t.dim() != w.dim() or t.shape[first:] != w.shape[first:]:
+        # A store that grows has any number of slots.
+        grew = 0 in (*t.shape[1:2], *w.shape[1:2]) or any(getattr(one, "grows", False) for one in (t, w))
+        have_sizes, want_sizes = ((*one.shape[first:1], *one.shape[max(first, 1 + grew) :]) for one in (t, w))
+        if other or t.dim() != w.dim() or have_sizes != want_sizes:
             if name.endswith(KIND):
                 raise ValueError(f"{what}: {name} tells another memory, options or sizes; {way_out}")
             sizes = tuple(w.shape if rows is None else (rows, *w.shape[1:]))
