@@ -201,6 +201,10 @@ class TransformersModel(nn.Module):
         out = self.model(input_ids=inputs_BN, attention_mask=mask, use_cache=False, logits_to_keep=keep, **more)
         return ModelOutput(out.logits, out.memory_state if self.remembers else (), out.logits.new_zeros(()))
 
+    def ask_prompt(self, inputs_BN: Tensor, state: State) -> State:
+        """Return the state with what the last segment of a prompt chose; see `ModelMemory.ask`."""
+        return self.model.init_memory_state.__self__.ask_prompt(inputs_BN, state) if self.remembers else state
+
     def generate(self, prompt_BN: Tensor, state: State | None = None, **options: Any) -> Generation:
         """Continue a text; see `cached_transformers.models.generation.generate` for the options."""
         return generate(self, prompt_BN, state, **options)

@@ -227,6 +227,14 @@ class Stack(nn.Module):
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
         return ModelOutput(out, seal(after), runner.auxiliary_loss(loss, x_BND.new_zeros(())))
 
+    def ask(self, x_BND: Tensor, state: StackState, *, padding_BN: Tensor | None, inputs: Tensor) -> StackState:
+        """Return the state with what a prompt chose; see `ModelMemory.ask`."""
+        if not self.model_memory.asks:
+            return state
+        tokens = self.placed(state, x_BND, padding_BN=padding_BN, inputs=inputs)
+        runner = StackBlockRunner(self, begun(state.layers, state.clock_B), None)
+        return state._replace(model=self.model_memory.ask(state.model, tokens, runner))
+
     def run(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a block, or several at once, with activation checkpointing if it is enabled."""
         if self.activation_checkpointing and torch.is_grad_enabled():

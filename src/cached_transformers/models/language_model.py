@@ -208,6 +208,11 @@ class LanguageModel(StackModel):
         embedded: Tensor = self.dropout(embed_places(x_BND, self.positions, places_BN1))
         return embedded
 
+    def ask_prompt(self, inputs_BN: Tensor, state: StackState) -> StackState:
+        """Return the state with what the last segment of a prompt chose; see `ModelMemory.ask`."""
+        x_BND, options = self.embed(inputs_BN, state)
+        return self.stack.ask(x_BND, state, **options)
+
     def why_in_one_piece(self) -> str | None:
         """Say why `begin` and `step` cannot decode token by token; None if they can."""
         return passed_by(self) if is_watched(self) else why_in_one_piece(self.stack)

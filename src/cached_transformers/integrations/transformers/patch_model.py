@@ -137,7 +137,13 @@ def generate(
             first = text.tokens
     before = copy.copy(text)
     before.kv = None
-    out = type(model).generate(model, inputs, generation_config, *args, memory_state=memory_state, **kwargs)
+    columns = 1 if prompt is None else prompt.shape[1]
+    calls = running()
+    calls.prompt_end = columns if first or not text.tokens else text.tokens + columns
+    try:
+        out = type(model).generate(model, inputs, generation_config, *args, memory_state=memory_state, **kwargs)
+    finally:
+        calls.prompt_end = None
     if isinstance(out, Tensor):
         return out
     listed = (1 if embedded is None else 0) if ids is None else ids.shape[1]

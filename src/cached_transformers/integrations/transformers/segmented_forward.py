@@ -22,8 +22,8 @@ from cached_transformers.checks import insist
 from cached_transformers.integrations.memory_hooks import run_host, slot_attentions_of, undeclared
 from cached_transformers.integrations.memory_lookup import with_weights
 from cached_transformers.integrations.models import TransformersModel
-from cached_transformers.integrations.segment_context import SegmentContext
-from cached_transformers.interfaces.incremental import enter_segment
+from cached_transformers.integrations.segment_context import SegmentContext, running
+from cached_transformers.interfaces.incremental import open_segment
 from cached_transformers.interfaces.memory import Tokens
 from cached_transformers.models.documents import DocumentPlan
 from cached_transformers.state import State, seal
@@ -129,34 +129,46 @@ class DecoderForward(HostForward):
             refuse_packed(inputs["position_ids"], padding_BM, why)
         total = text.length + n
         segments = row_segments(inputs, self.segment_length, padding_BM, keeps, text.before)
+        asks = keeps and segments[-1].end is None and running().prompt_end == text.tokens + n
         self.note_step(state, segments)
         text.note(new, None if padding_BM is None else padding_BM[:, text.length :])
-        if text.kv is not None and segments[0].end is None and not self.checkpoints:
+        if text.kv is not None and segments[0].end is None and not self.checkpoints and not asks:
             text.take(inputs, padding_BM, text.before)
             text.state_after = None  # computed on demand
             out = self._read_next(text, n, given)
         else:
-            out = self._read_segments(text, inputs, segments, keeps, given)
+            out = self._read_segments(text, inputs, segments, keeps, given, asks)
             out = out if total == n else narrowed(out, total - n, n)
         if keeps:
             out["past_key_values"] = text if cache is None or cache is text else text.replace(cache)
         return out, text.state_after
 
     def _read_segments(
-        self, text: MemoryCache, inputs: dict[str, Tensor], segments: list[Segment], keeps: bool, given: dict[str, Any]
+        self,
+        text: MemoryCache,
+        inputs: dict[str, Tensor],
+        segments: list[Segment],
+        keeps: bool,
+        given: dict[str, Any],
+        asks: bool,
     ) -> Any:
         """The host's output for all columns, each segment read from its first token on.
 
-        A full segment is read as a whole, even if a KV cache holds its first tokens: it must be written.
+        A full segment is read as a whole, even if a KV cache holds its first tokens: it must be written. If the last
+        one `asks`, it is read twice.
         """
-        answers = self.read(segments, text.state, given, text if keeps else None)
+        cache, text.opened = text if keeps else None, None
+        answers = self.read(segments[:-1] if asks else segments, text.state, given, cache)
+        if asks:
+            text.state = self.ask(segments[-1], answers[-1][1] if answers else text.state, given)
+            answers.append(self.read_segment(segments[-1], text.state, given, cache))
         outs, last, columns = [out for out, _ in answers], segments[-1], next(iter(inputs.values())).shape[1]
         if last.end is not None:
             text.close(answers[-1][1], last.end)
         else:
             inputs = {name: in_columns(t, last.columns) for name, t in inputs.items()}
             text.take(inputs, last.padding_BN, last.before)
-            text.state = answers[-2][1] if len(answers) > 1 else text.state
+            text.state = answers[-2][1] if len(answers) > 1 and not asks else text.state
             text.state_after = answers[-1][1]
         return joined_segments(outs, segments, columns)
 
@@ -171,13 +183,21 @@ class DecoderForward(HostForward):
             call = {name: t[:, -n:] for name, t in inputs.items()}, mask
         else:
             tokens = Tokens(self.embed(Segment(inputs)), positions_BNP, text.padding_BN)
-            entry = with_weights(memory, enter_segment, memory, state.model, tokens, ())
+            opened = text.opened
+            if opened is None:
+                opened = with_weights(memory, open_segment, memory, state.model, tokens, ())
+                text.opened = None if hasattr(memory, "advance") else opened
+            entry = with_weights(memory, memory.enter, opened, tokens)
             end = extra_tokens(entry, text.length, memory)[1] + text.length
             entry = padding_first(entry, text.first)[0]
             context = entry_context(entry, end - n, end, state.layers, shift_B1, writes=False)
             call = entry_inputs(entry, end - n, end, shift_B1)
         context.kv_cache, context.projected = text.kv, text.projected
         return self.run(*call, context, options)
+
+    def ask_prompt(self, ids_BN: Tensor, state: State) -> State:
+        """The state with what the last segment of a prompt chose."""
+        return self.ask(Segment({"input_ids": ids_BN}), state, {})
 
     def state_after(self, text: MemoryCache) -> State:
         """State after the partial segment, which is read once more."""

@@ -75,7 +75,7 @@ class BlockRetrievalState(NamedTuple):
     equations="keys and values of [first S; the k blocks with the most attention of the segment before, summed over "
     "layers; last W; segment]; positions in the cache",
     state="per row: 8 V G E (S + W + b - 1 + C b) + 8 k + 24 bytes, C blocks; k V for vote='layer'",
-    cost="per token and layer: 3 (S + k b + W) D, and C b D / N for the choice, multiply-adds",
+    cost="per token and layer: 2 (S + k b + W + b - 1) D, and C b D / N for the choice, multiply-adds",
     reach="capacity x block tokens, without limit when None",
     gradient="none into the store; keys and values stay as they were made",
     exact_when="sinks + recent >= tokens seen, or topk x block covers all blocks",

@@ -138,7 +138,7 @@ class Blocks(Tensor):
         for row, blocks in enumerate(self.rows):
             for place in range(0, len(blocks), step):
                 keys = [block.read(heads, q_BVGQE) for block in blocks[place : place + step]]
-                found[row, place : place + step] = score(q_BVGQE[row : row + 1], torch.stack(keys)[None])[0]
+                found[row, place : place + len(keys)] = score(q_BVGQE[row : row + 1], torch.stack(keys)[None])[0]
         return found
 
 
