@@ -33,21 +33,23 @@ class BlockFile:
         self.free: list[int] = []
         self.records = 0
 
-    def write(self, parts: Sequence[Tensor]) -> int:
+    def __del__(self) -> None:
+        if hasattr(self, "file"):
+            self.file.close()
+
+    def write(self, t: Tensor) -> int:
         """Write one record, and return its number."""
         number = self.free.pop() if self.free else self.records
-        record = b"".join(t.contiguous().cpu().view(torch.uint8).numpy().tobytes() for t in parts)
+        record = t.cpu().view(torch.uint8).numpy().tobytes()
         self.file.seek(number * len(record))
         self.file.write(record)
         self.file.flush()
         self.records = max(self.records, number + 1)
         return number
 
-    def read(self, number: int, size: int, begin: int, end: int) -> Tensor:
-        """The bytes begin..end of a record of `size` bytes."""
-        place = number * size + begin
-        mapped = np.memmap(self.file, np.uint8, "r+", offset=place, shape=(end - begin,))
-        return torch.from_numpy(np.array(mapped))
+    def read(self, number: int, size: int, length: int) -> Tensor:
+        """The first bytes of a record of `size` bytes."""
+        return torch.from_numpy(np.array(np.memmap(self.file, np.uint8, "r+", offset=number * size, shape=length)))
 
 
 class Block:
@@ -61,7 +63,7 @@ class Block:
             t_XbE = (t_XbE / self.scale_Xb1.clamp(min=torch.finfo(torch.float32).tiny)).round()
         t_XbE = t_XbE.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
         self.kept_XbE = t_XbE if file is None else None
-        self.number = None if file is None else file.write([t_XbE])
+        self.number = None if file is None else file.write(t_XbE)
 
     def __del__(self) -> None:
         if getattr(self, "number", None) is not None and self.file is not None:
@@ -73,7 +75,7 @@ class Block:
             t = self.kept_XbE[:heads]  # type: ignore[index]
         else:
             head = math.prod(self.shape[1:]) * self.dtype.itemsize
-            t = self.file.read(self.number, self.shape[0] * head, 0, heads * head)  # type: ignore[arg-type]
+            t = self.file.read(self.number, self.shape[0] * head, heads * head)  # type: ignore[arg-type]
             t = t.view(self.dtype).view(heads, *self.shape[1:])
         t = t.to(like.device, like.dtype)
         return t if self.scale_Xb1 is None else t * self.scale_Xb1[:heads].to(t)
