@@ -162,7 +162,7 @@ CONTRACTS: dict[str, Contract] = {
             **{"vote": "layer", "places": "same"},
         },
         bytes_per_row=lambda d: 8 * DEPTH * d * (5 + 9) + 8 * DEPTH + 24,
-        exact={"sinks": 3, "recent": 64},
+        exact={"sinks": 3, "recent": 64, "places": "cache"},
         detached=True,
     ),
     "h2o": Contract(

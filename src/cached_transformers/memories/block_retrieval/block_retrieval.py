@@ -78,7 +78,7 @@ class BlockRetrievalState(NamedTuple):
     cost="per token and layer: 2 (S + k b + W + b - 1) D, and C b D / N for the choice, multiply-adds",
     reach="capacity x block tokens, without limit when None",
     gradient="none into the store; keys and values stay as they were made",
-    exact_when="sinks + recent >= tokens seen, or topk x block covers all blocks",
+    exact_when="sinks + recent >= tokens seen, or topk x block covers all blocks; places='cache'",
     probe=Probing(
         lambda segment, distance, depth: {
             **{"sinks": 0, "recent": segment, "block": segment, "topk": distance},
