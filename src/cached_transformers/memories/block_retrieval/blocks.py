@@ -122,6 +122,10 @@ class Blocks(Tensor):
             return first.with_rows(first.rows)
         if call is ATEN.index_select.default and args[1] == 0:
             return first.with_rows([first.rows[i] for i in args[2].tolist()])
+        if call is ATEN.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.long:
+            return first.with_rows([first.rows[i] for i in args[1][0].tolist()])
+        if call is ATEN.slice.Tensor and (*args, 0)[1] == 0:
+            return first.with_rows(first.rows[slice(*args[2:])])
         if (
             call is ATEN.cat.default
             and (*args, 0)[1] == 0
