@@ -62,8 +62,8 @@ class NeighbourStore(NamedTuple):
 
 def store(state: NeighbourStore, k_BHNE: Tensor, v_BHNE: Tensor, padding_BN: Tensor | None = None) -> NeighbourStore:
     """Append tokens, without padding; of more than M the last M stay. In place where `state.may_change` says so."""
-    rings, written_B = write_rings(state[:2], (k_BHNE, v_BHNE), state.written_B, padding_BN, dim=2)
-    return NeighbourStore(*rings, written_B)
+    (k_BHME, v_BHME), written_B = write_rings(state[:2], (k_BHNE, v_BHNE), state.written_B, padding_BN, dim=2)
+    return NeighbourStore(k_BHME, v_BHME, written_B)
 
 
 def attend(q_BHNE: Tensor, state: NeighbourStore, index_BHNK: Tensor, scale_H: Tensor) -> tuple[Tensor, Tensor]:

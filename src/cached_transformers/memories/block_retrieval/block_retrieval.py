@@ -171,7 +171,7 @@ class BlockRetrieval(ModelMemory):
         )
         kept = like if self.grows or self.dtype is None else like.new_empty(0, dtype=DTYPES[self.dtype])
         # One number until the state is sealed: a large store must never exist twice.
-        places = 0 if self.grows else self.capacity
+        places = 0 if self.grows or self.capacity is None else self.capacity
         blocks_BCXbE = kept.new_zeros(()).expand(batch_size, places, heads, self.block, width)
         choices = 1 if self.vote == "layers" else self.depth
         chosen_BUK = torch.full((batch_size, choices, self.topk), -1, device=like.device)
@@ -220,6 +220,12 @@ class BlockRetrieval(ModelMemory):
     def exit(
         self, state: BlockRetrievalState, x_BND: Tensor, traces: Sequence[Trace]
     ) -> tuple[Tensor, BlockRetrievalState, None]:
+        if self.grows and torch.compiler.is_compiling():
+            raise ValueError(
+                f"capacity={self.capacity}, folder={self.folder!r}, dtype={self.dtype!r}: a store that grows, is in a "
+                "file or in 8 bits has no fixed size, which compiled code needs; give a capacity and store='memory', or "
+                "do not compile"
+            )
         groups = self.stored_heads[0]
         padding_BN = traces[0].query.padding_BN
         pairs = [stored_pair(trace.query, groups) for trace in traces]

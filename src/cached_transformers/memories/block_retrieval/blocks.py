@@ -55,6 +55,9 @@ class BlockFile:
 class Block:
     """Keys and values of b tokens, as they are or as 8-bit integers with a scale for each vector."""
 
+    file: BlockFile | None = None
+    number: int | None = None
+
     def __init__(self, t_XbE: Tensor, dtype: torch.dtype, file: BlockFile | None) -> None:
         self.shape, self.dtype, self.file = t_XbE.shape, dtype, file
         self.scale_Xb1: Tensor | None = None
@@ -63,10 +66,11 @@ class Block:
             t_XbE = (t_XbE / self.scale_Xb1.clamp(min=torch.finfo(torch.float32).tiny)).round()
         t_XbE = t_XbE.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
         self.kept_XbE = t_XbE if file is None else None
-        self.number = None if file is None else file.write(t_XbE)
+        if file is not None:
+            self.number = file.write(t_XbE)
 
     def __del__(self) -> None:
-        if getattr(self, "number", None) is not None and self.file is not None:
+        if self.file is not None and self.number is not None:
             self.file.free.append(self.number)
 
     def read(self, heads: int, like: Tensor) -> Tensor:
@@ -90,7 +94,7 @@ class Blocks(Tensor):
 
     @staticmethod
     def __new__(cls, rows: Sequence[Sequence[Block]], like_XbE: Tensor) -> Blocks:
-        size = (len(rows), max(map(len, rows), default=0), *like_XbE.shape)
+        size = (len(rows), max([0, *map(len, rows)]), *like_XbE.shape)
         made = Tensor._make_wrapper_subclass(cls, size, dtype=like_XbE.dtype, device=like_XbE.device)
         made.rows = tuple(map(tuple, rows))
         return made  # type: ignore[no-any-return]
@@ -113,10 +117,10 @@ class Blocks(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Blocks:
         return self.with_rows(self.rows)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first, kwargs = args[0], kwargs or {}
         if call in (ATEN.detach.default, ATEN.clone.default):
             return first.with_rows(first.rows)
