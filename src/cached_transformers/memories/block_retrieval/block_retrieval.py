@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import BlockRunner, Context, Entry, ModelMemory, Projections, Tokens, Trace
-from cached_transformers.interfaces.probing import Probing
+from cached_transformers.interfaces.probing import Probing, one_segment
 from cached_transformers.memories.parts.fifo_store import (
     Rows,
     best,
@@ -80,12 +80,8 @@ class BlockRetrievalState(NamedTuple):
     gradient="none into the store; keys and values stay as they were made",
     exact_when="sinks + recent >= tokens seen, or topk x block covers all blocks; places='cache'",
     probe=Probing(
-        lambda segment, distance, depth: {
-            **{"sinks": 0, "recent": segment, "block": segment, "topk": distance},
-        },
-        lambda segment, distance, depth: {
-            **{"sinks": 0, "recent": segment, "block": segment, "topk": 1, "capacity": 1},
-        },
+        lambda n, distance, depth: {"sinks": 0, "recent": n, "block": n, "topk": distance},
+        lambda *task: {"sinks": 0, "recent": one_segment(*task)["length"] // 2, "block": 1, "topk": 1, "capacity": 1},
     ),
 )
 class BlockRetrieval(ModelMemory):
@@ -222,9 +218,8 @@ class BlockRetrieval(ModelMemory):
     ) -> tuple[Tensor, BlockRetrievalState, None]:
         if self.grows and torch.compiler.is_compiling():
             raise ValueError(
-                f"capacity={self.capacity}, folder={self.folder!r}, dtype={self.dtype!r}: a store that grows, is in a "
-                "file or in 8 bits has no fixed size, which compiled code needs; give a capacity and store='memory', or "
-                "do not compile"
+                f"capacity={self.capacity}, folder={self.folder!r}, dtype={self.dtype!r}: compiled code needs a store of "
+                "one size; give a capacity, store='memory' and no 'int8', or do not compile"
             )
         groups = self.stored_heads[0]
         padding_BN = traces[0].query.padding_BN
