@@ -218,8 +218,8 @@ class BlockRetrieval(ModelMemory):
     ) -> tuple[Tensor, BlockRetrievalState, None]:
         if self.grows and torch.compiler.is_compiling():
             raise ValueError(
-                f"capacity={self.capacity}, folder={self.folder!r}, dtype={self.dtype!r}: compiled code needs a store of "
-                "one size; give a capacity, store='memory' and no 'int8', or do not compile"
+                f"capacity={self.capacity}, folder={self.folder!r}, dtype={self.dtype!r}: compiled code needs a store "
+                "of one size; give a capacity, store='memory' and no 'int8', or do not compile"
             )
         groups = self.stored_heads[0]
         padding_BN = traces[0].query.padding_BN
