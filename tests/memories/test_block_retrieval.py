@@ -1,4 +1,4 @@
-"""Block retrieval: golden values, a twin in loops, what it equals, and what a prompt asks for.
+"""Block retrieval: golden values, a twin in loops, equal memories, and prompts that ask first.
 
 Legend: B rows, H heads, G heads of keys, N tokens, M slots, C blocks, b tokens of a block, V layers, E head width.
 """

@@ -310,7 +310,7 @@ class ModelMemory(Memory):
         rereads: another pass over the same segments, begun with `next_pass`, shows no token a later one. A pass's final
             states have seen the whole text, so the memory must guarantee this; a next-token loss over several passes
             requires it.
-        asks: a prompt may choose what the memory offers to it, see `ask`.
+        asks: a prompt may choose among the slots of the memory, see `ask`.
     """
 
     extra_tokens: int = 0
@@ -356,7 +356,7 @@ class ModelMemory(Memory):
         return [x_BND], state, loss
 
     def ask(self, state: State, tokens: Tokens, through: BlockRunner) -> State:
-        """Return the state with what a prompt's last segment chose, which is run without writing.
+        """Return the state with the choice of a prompt's last segment, which is run without writing.
 
         Generation calls it before it reads that segment, if the memory `asks`: the choice depends on all tokens of the
         segment, which only a text without targets may know.

@@ -228,7 +228,7 @@ class Stack(nn.Module):
         return ModelOutput(out, seal(after), runner.auxiliary_loss(loss, x_BND.new_zeros(())))
 
     def ask(self, x_BND: Tensor, state: StackState, *, padding_BN: Tensor | None, inputs: Tensor) -> StackState:
-        """Return the state with what a prompt chose; see `ModelMemory.ask`."""
+        """Return the state with the choice of a prompt; see `ModelMemory.ask`."""
         if not self.model_memory.asks:
             return state
         tokens = self.placed(state, x_BND, padding_BN=padding_BN, inputs=inputs)

@@ -173,7 +173,7 @@ class GeneratedText:
         return reorder(self.state, self.origin_B) if self.moved else self.state
 
     def ask(self) -> None:
-        """Let the partial segment choose what the memory offers to it."""
+        """Let the partial segment choose among the memory's slots."""
         if hasattr(self.model, "ask_prompt"):
             self._state = self.model.ask_prompt(self.open_BN, self.state)  # type: ignore[operator]
 

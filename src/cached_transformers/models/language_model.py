@@ -209,7 +209,7 @@ class LanguageModel(StackModel):
         return embedded
 
     def ask_prompt(self, inputs_BN: Tensor, state: StackState) -> StackState:
-        """Return the state with what the last segment of a prompt chose; see `ModelMemory.ask`."""
+        """Return the state with the choice of a prompt's last segment; see `ModelMemory.ask`."""
         x_BND, options = self.embed(inputs_BN, state)
         return self.stack.ask(x_BND, state, **options)
 

@@ -3,7 +3,7 @@
 A state is a tensor, or a (named) tuple of states; nothing else. In particular there is no None, no Python number and no
 list that grows: emptiness is a mask or a counter tensor, so that the structure (shapes, dtypes, devices, strides) is
 the same before and after every segment and one compiled graph serves them all. A store without a limit is the
-exception: its second dimension grows from 0, and counters say what of it counts. The first dimension of every tensor is
+exception: its second dimension grows from 0, and counters tell its entries. The first dimension of every tensor is
 the row of the batch.
 
 Legend: B rows, F fingerprint of a memory's name, options and sizes.

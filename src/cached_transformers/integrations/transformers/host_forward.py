@@ -259,7 +259,7 @@ class HostForward:
         return blocks, Tokens(x_BND, positions_BNP, segment.padding_BN)
 
     def ask(self, segment: Segment, state: StackState, options: dict[str, Any]) -> StackState:
-        """The state with what a prompt's last segment chose; see `ModelMemory.ask`."""
+        """The state with the choice of a prompt's last segment; see `ModelMemory.ask`."""
         memory = self.memory
         if memory is None or not memory.asks:
             return state

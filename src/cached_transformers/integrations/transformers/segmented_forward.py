@@ -196,7 +196,7 @@ class DecoderForward(HostForward):
         return self.run(*call, context, options)
 
     def ask_prompt(self, ids_BN: Tensor, state: State) -> State:
-        """The state with what the last segment of a prompt chose."""
+        """The state with the choice of a prompt's last segment."""
         return self.ask(Segment({"input_ids": ids_BN}), state, {})
 
     def state_after(self, text: MemoryCache) -> State:

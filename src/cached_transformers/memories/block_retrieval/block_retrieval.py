@@ -10,7 +10,7 @@ key unrotated. The last queries of a segment choose for the next one, so that no
 take the same blocks: each layer votes with its scores (`scores.py`). InfLLM lets every layer choose for itself, by the
 queries of the present text, and its released code attends some keys twice; here each key is attended once.
 
-A prompt may ask first: its last, partial segment is read once only for its queries, then again with what they chose.
+A prompt may ask first: its last, partial segment is read once only for its queries, then again with their choice.
 
 Legend: B rows, N tokens, L tokens with recent ones, S sinks, W slots of recent tokens, C blocks, b tokens of a block,
 J blocks that may leave at once, K chosen blocks, U = 1 or V choices, V layers, G heads of keys, E head width,
