@@ -229,8 +229,6 @@ class Stack(nn.Module):
 
     def ask(self, x_BND: Tensor, state: StackState, *, padding_BN: Tensor | None, inputs: Tensor) -> StackState:
         """Return the state with the choice of a prompt; see `ModelMemory.ask`."""
-        if not self.model_memory.asks:
-            return state
         tokens = self.placed(state, x_BND, padding_BN=padding_BN, inputs=inputs)
         runner = StackBlockRunner(self, begun(state.layers, state.clock_B), None)
         return state._replace(model=self.model_memory.ask(state.model, tokens, runner))

@@ -210,6 +210,9 @@ class LanguageModel(StackModel):
 
     def ask_prompt(self, inputs_BN: Tensor, state: StackState) -> StackState:
         """Return the state with the choice of a prompt's last segment; see `ModelMemory.ask`."""
+        if not self.stack.model_memory.asks:
+            return state
+        check_tokens("inputs", inputs_BN, self.vocabulary)
         x_BND, options = self.embed(inputs_BN, state)
         return self.stack.ask(x_BND, state, **options)
 

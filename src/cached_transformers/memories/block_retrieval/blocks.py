@@ -130,13 +130,9 @@ class Blocks(Tensor):
             return first.with_rows([first.rows[i] for i in args[1][0].tolist()])
         if call is ATEN.slice.Tensor and (*args, 0)[1] == 0:
             return first.with_rows(first.rows[slice(*args[2:])])
-        if (
-            call is ATEN.cat.default
-            and (*args, 0)[1] == 0
-            and all(t.shape[1] == 0 or isinstance(t, Blocks) for t in first)
-        ):
-            rows = [row for t in first for row in (t.rows if isinstance(t, Blocks) else [()] * len(t))]
-            return next(t for t in first if isinstance(t, Blocks)).with_rows(rows)
+        if call is ATEN.cat.default and (*args, 0)[1] == 0:
+            one = next(t for t in first if isinstance(t, Blocks))
+            return one.with_rows([row for t in first for row in rows_of(t, t.dtype, None)])
         args, kwargs = tree_map(lambda t: t.contiguous() if isinstance(t, Blocks) else t, (args, kwargs))
         return call(*args, **kwargs)
 
@@ -150,6 +146,13 @@ class Blocks(Tensor):
                 keys = [block.read(heads, q_BVGQE) for block in blocks[place : place + step]]
                 found[row, place : place + len(keys)] = score(q_BVGQE[row : row + 1], torch.stack(keys)[None])[0]
         return found
+
+
+def rows_of(t_BCXbE: Tensor, dtype: torch.dtype, file: BlockFile | None) -> Sequence[Sequence[Block]]:
+    """The blocks of each row; new ones for a store whose numbers are in one tensor."""
+    if isinstance(t_BCXbE, Blocks):
+        return t_BCXbE.rows
+    return [[Block(t_XbE, dtype, file) for t_XbE in row] for row in t_BCXbE.unbind()]
 
 
 def append(
@@ -169,19 +172,14 @@ def append(
         capacity: most blocks of a row; None for no limit. dtype: that blocks are kept in. folder: of the file that
             holds them; None for memory.
     """
-    if isinstance(blocks_BCXbE, Blocks):
-        before: Sequence[Sequence[Block]] = blocks_BCXbE.rows
-    else:
-        before = [()] * len(written_B)
-    files = [block.file for row in before for block in row[:1]]
+    files = [row[0].file for row in blocks_BCXbE.rows if row] if isinstance(blocks_BCXbE, Blocks) else []
     file = next(iter(files), None)
     if folder is not None and file is None:
         file = BlockFile(folder)
     rows = []
+    before = rows_of(blocks_BCXbE, dtype, file)
     for row, (written, count) in enumerate(zip(written_B.tolist(), count_B.tolist(), strict=True)):
         held = list(before[row][:written])  # a row that was reset begins again
-        if not isinstance(blocks_BCXbE, Blocks):
-            held = [Block(t_XbE, dtype, file) for t_XbE in blocks_BCXbE[row, :written]]
         for number, t_XbE in enumerate(new_BJXbE[row, :count], written):
             block = Block(t_XbE, dtype, file)
             if capacity is None or number < capacity:
