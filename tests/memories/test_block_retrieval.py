@@ -6,13 +6,15 @@ Legend: B rows, H heads, G heads of keys, N tokens, M slots, C blocks, b tokens 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from integrations.families import GROUPED, decoder, words
+from integrations import family_checks as checks
+from integrations.families import GROUPED, Family, decoder, words
 from memories.harness import HEADS, ROWS, build, paddings, run, segments
 from memories.learning import LATCH, accuracy, trained
 from torch import Tensor
@@ -337,6 +339,42 @@ def test_a_conversation_asks_with_each_prompt() -> None:
     second = host.generate(more, max_new_tokens=3, **given, **options)
     whole = host.generate(more, attention_mask=given["attention_mask"], max_new_tokens=3, **options)
     assert calls == [8, 13, 13] and torch.equal(second.sequences, whole.sequences)
+
+
+@pytest.mark.parametrize("retrieve", ["always", "prompts"])
+@torch.no_grad()
+def test_each_row_asks_with_its_own_last_segment(retrieve: str) -> None:
+    """One ends inside a segment, one with it, one long before the others; and none of them without a cache."""
+    host, ids, lengths = LLAMA.build(), words(3, 47), (47, 42, 23)
+    add_memory(host, {**SMALL, "topk": 1, "retrieve": retrieve}, segment_length=6)
+    mask = torch.arange(47) >= 47 - torch.tensor(lengths)[:, None]
+    options: dict[str, Any] = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
+    told = host.generate(ids, attention_mask=mask.long(), **options)[:, 47:]
+    for row, length in enumerate(lengths):
+        text = ids[row : row + 1, 47 - length :]
+        alone = host.generate(text, attention_mask=torch.ones_like(text), **options)[:, length:]
+        assert torch.equal(told[row : row + 1], alone)
+        assert torch.equal(alone, generate(host, text, tokens=9, temperature=0, segment_length=6).tokens)
+    with pytest.raises(ValueError, match=r"use_cache=False.*retrieve='segments'"):
+        host.generate(ids, attention_mask=mask.long(), use_cache=False, **options)
+
+
+IN_LLAMA: list[Callable[[Family, dict[str, Any]], None]] = [
+    *(checks.answers_alone, checks.answers_by_beams, checks.answers_sampled, checks.checkpoints, checks.generates),
+    *(checks.hears_no_later_token, checks.packs, checks.plain_again),
+]
+
+
+@pytest.mark.parametrize("check", IN_LLAMA, ids=lambda check: check.__name__)
+def test_in_llama(check: Callable[[Family, dict[str, Any]], None]) -> None:
+    """Answers are compared with those of forwards, which do not ask."""
+    check(LLAMA, {**SMALL, "retrieve": "segments"})
+
+
+def test_a_store_without_a_limit_is_not_compiled() -> None:
+    model = torch.compile(build(SMALL).eval(), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="capacity=None"):
+        model(segments(1)[0])
 
 
 def test_it_carries_a_symbol_past_the_recent_tokens() -> None:

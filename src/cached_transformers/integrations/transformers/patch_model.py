@@ -127,6 +127,12 @@ def generate(
         )
     if embedded is not None and setting("prefill_chunk_size"):
         raise ValueError("prefill_chunk_size beside inputs_embeds: generate cuts only input_ids; leave one out")
+    asks = getattr(reader.memory, "asks", False)
+    if asks and setting("use_cache") is False:
+        raise ValueError(
+            "use_cache=False: the choice of a prompt that asks first lasts as long as past_key_values; leave it out, "
+            "or add the memory with retrieve='segments'"
+        )
     prompt, mask = ids if embedded is None else embedded, given.get("attention_mask")
     text, first = reader.text_of(given.get("past_key_values"), memory_state, 1 if prompt is None else len(prompt)), 0
     if text.tokens:
@@ -139,7 +145,8 @@ def generate(
     before.kv = None
     columns = 1 if prompt is None else prompt.shape[1]
     calls = running()
-    calls.prompt_end = columns if first or not text.tokens else text.tokens + columns
+    whole = first or not text.tokens
+    calls.prompt_end = None if not asks else columns if whole else text.tokens + columns
     try:
         out = type(model).generate(model, inputs, generation_config, *args, memory_state=memory_state, **kwargs)
     finally:

@@ -25,8 +25,9 @@ from cached_transformers.integrations.models import TransformersModel
 from cached_transformers.integrations.segment_context import SegmentContext, running
 from cached_transformers.interfaces.incremental import open_segment
 from cached_transformers.interfaces.memory import Tokens
+from cached_transformers.layers.stack import StackState
 from cached_transformers.models.documents import DocumentPlan
-from cached_transformers.state import State, seal
+from cached_transformers.state import State, reset, seal
 
 from .adapter_utils import TAKE_MASKS, no_masks
 from .host_forward import HostForward, entry_context, entry_inputs, extra_tokens, is_exporting, padding_first, returned
@@ -129,7 +130,7 @@ class DecoderForward(HostForward):
             refuse_packed(inputs["position_ids"], padding_BM, why)
         total = text.length + n
         segments = row_segments(inputs, self.segment_length, padding_BM, keeps, text.before)
-        asks = keeps and segments[-1].end is None and running().prompt_end == text.tokens + n
+        asks = keeps and running().prompt_end == text.tokens + n
         self.note_step(state, segments)
         text.note(new, None if padding_BM is None else padding_BM[:, text.length :])
         if text.kv is not None and segments[0].end is None and not self.checkpoints and not asks:
@@ -158,10 +159,7 @@ class DecoderForward(HostForward):
         one `asks`, it is read twice.
         """
         cache, text.opened = text if keeps else None, None
-        answers = self.read(segments[:-1] if asks else segments, text.state, given, cache)
-        if asks:
-            text.state = self.ask(segments[-1], answers[-1][1] if answers else text.state, given)
-            answers.append(self.read_segment(segments[-1], text.state, given, cache))
+        answers = self._read_prompt(segments, text, given) if asks else self.read(segments, text.state, given, cache)
         outs, last, columns = [out for out, _ in answers], segments[-1], next(iter(inputs.values())).shape[1]
         if last.end is not None:
             text.close(answers[-1][1], last.end)
@@ -171,6 +169,22 @@ class DecoderForward(HostForward):
             text.state = answers[-2][1] if len(answers) > 1 and not asks else text.state
             text.state_after = answers[-1][1]
         return joined_segments(outs, segments, columns)
+
+    def _read_prompt(
+        self, segments: list[Segment], text: MemoryCache, given: dict[str, Any]
+    ) -> list[tuple[Any, StackState]]:
+        """`read` of a prompt; each row asks with the last segment that holds a token of it."""
+        answers, state = [], text.state
+        padded = [segment.padding_BN for segment in segments]
+        real_SB = torch.stack([torch.ones_like(state.clock_B) if t is None else (~t).any(1).long() for t in padded])
+        last_B = (real_SB.cumsum(0) * real_SB).argmax(0)
+        for number, segment in enumerate(segments):
+            if bool((last_B == number).any()):
+                state = reset(state, self.ask(segment, state, given), last_B == number)
+            text.state = state if segment.end is None else text.state
+            answers.append(self.read_segment(segment, state, given, text if segment.end is None else None))
+            state = answers[-1][1]
+        return answers
 
     def _read_next(self, text: MemoryCache, n: int, options: dict[str, Any]) -> Any:
         """The last `n` tokens, after those in the KV cache; no memory is written."""

@@ -95,7 +95,7 @@ class BlockRetrieval(ModelMemory):
         observe: last queries that ask, for "mean" and "bounds".
         vote: all layers take the same blocks, by the sum of their scores ("layers"), or each its own ("layer").
         retrieve: "always": a segment reads the blocks that the segment before chose, and prompts ask first; "prompts":
-            only prompts read blocks, which asked first; "segments": no prompt asks first. A prompt is the partial
+            the blocks that the last prompt chose, none before it; "segments": no prompt asks first. A prompt is the
             segment after which `generate` or `Session.generate` begins to write.
         places: of found blocks: "cache", consecutive before the recent tokens; "same", with the sinks all at the place
             before these (InfLLM).
@@ -245,11 +245,7 @@ class BlockRetrieval(ModelMemory):
         after = state._replace(
             sinks=sinks, recent=recent, blocks_BCXbE=blocks_BCXbE, written_B=state.written_B + count_B
         )
-        if self.retrieve == "prompts":
-            return x_BND, after._replace(chosen_BUK=torch.full_like(state.chosen_BUK, -1)), None
-        wrote_B11 = (~padding_BN).any(1)[:, None, None]
-        chosen_BUK = torch.where(wrote_B11, self._chosen(after, traces), state.chosen_BUK)
-        return x_BND, after._replace(chosen_BUK=chosen_BUK), None
+        return x_BND, after if self.retrieve == "prompts" else self._choosing(after, traces), None
 
     def _recent(self, recent: Rows, kept_BNY: Tensor, padding_BN: Tensor) -> tuple[Rows, Tensor, Tensor]:
         """The recent tokens after a segment; blocks that leave, (B, J, X, b, E), and how many of them are real."""
@@ -267,11 +263,11 @@ class BlockRetrieval(ModelMemory):
         hidden_BWY = torch.where(last_slots(count_after_B, slots)[..., None], hidden_BWY, 0)
         return Rows(hidden_BWY, none_BW0, count_after_B), left_BJXbE, count_B
 
-    def _chosen(self, state: BlockRetrievalState, traces: Sequence[Trace]) -> Tensor:
-        """(B, U, K): numbers of the blocks with the best scores for the last queries, -1 for none, the oldest first."""
+    def _choosing(self, state: BlockRetrievalState, traces: Sequence[Trace]) -> BlockRetrievalState:
+        """The state with the blocks of the best scores for the last queries; rows without a token keep theirs."""
         places = state.blocks_BCXbE.shape[1]
         if not places:
-            return torch.full_like(state.chosen_BUK, -1)
+            return state
         q_BVGRE = last_queries(traces, self.stored_heads[0], 1 if self.score == "attention" else self.observe)
         # In order of age: the oldest block that is kept, and those after it.
         oldest_B1 = (state.written_B[:, None] - places).clamp(min=0)
@@ -283,9 +279,13 @@ class BlockRetrieval(ModelMemory):
         real_BUC = real_BC[:, None].expand_as(score_BUC)
         index_BUK, real_BUK = best(score_BUC, real_BUC, self.topk)
         chosen_BUK = torch.where(real_BUK, number_BC[:, None].expand_as(score_BUC).gather(2, index_BUK), -1)
-        return F.pad(chosen_BUK, (self.topk - chosen_BUK.shape[-1], 0), value=-1)
+        chosen_BUK = F.pad(chosen_BUK, (self.topk - chosen_BUK.shape[-1], 0), value=-1)
+        padding_BN = traces[0].query.padding_BN
+        if padding_BN is not None:
+            chosen_BUK = torch.where(padding_BN.all(1)[:, None, None], state.chosen_BUK, chosen_BUK)
+        return state._replace(chosen_BUK=chosen_BUK)
 
     def ask(self, state: BlockRetrievalState, tokens: Tokens, through: BlockRunner) -> BlockRetrievalState:
         opened = self.open(state, tokens, through.layers)
         _, traces = through(self.enter(opened, tokens), write=False)
-        return state._replace(chosen_BUK=self._chosen(state, traces))
+        return self._choosing(state, traces)
