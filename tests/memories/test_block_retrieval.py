@@ -161,6 +161,7 @@ def test_contexts_are_those_of_a_twin_in_loops(options: dict[str, Any]) -> None:
     real_BT = torch.rand(3, 60, generator=generator) < 0.8
     real_BT[0] = True
     real_BT[1, 14:28] = False  # two segments
+    real_BT[2, 42:48], real_BT[2, 48] = False, True  # a segment of one token
     q, k, v = (torch.randn(3, 2, h, 60, 8, generator=generator, dtype=torch.float64) for h in (4, 2, 2))
     ends_BS = real_BT.long().cumsum(1)[:, 6::7]
     twins = []
@@ -269,9 +270,10 @@ def test_a_row_that_is_reset_begins_again_and_others_go_on(options: dict[str, An
         torch.testing.assert_close(more[:1], model(last, want).outputs[:1], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("options", KEPT[:2], ids=str)
 @torch.no_grad()
-def test_a_row_of_no_numbers_leaves_the_others() -> None:
-    memory = memory_of(HEADS, HEADS, 4)
+def test_a_row_of_no_numbers_leaves_the_others_and_the_next_text(options: dict[str, Any]) -> None:
+    memory = memory_of(HEADS, HEADS, 4, **options)
     outs = []
     for bad in (0.0, math.nan):
         state = memory.init_state(2, torch.zeros(1))
@@ -284,6 +286,9 @@ def test_a_row_of_no_numbers_leaves_the_others() -> None:
         outs.append((context.k_BHME[1], context.valid_BM[1], state.chosen_BUK[1]))
     for got, want in zip(outs[1], outs[0], strict=True):
         assert torch.equal(got, want)
+    begun = states.reset(state, memory.init_state(2, torch.zeros(1)), torch.tensor([True, False]))
+    (context,) = memory.open(begun, tokens_at(30, 5, 2), ())
+    assert bool(context.k_BHME.isfinite().all()) and not bool(context.valid_BM[0].any())
 
 
 def test_a_prompt_asks_before_it_is_answered_and_no_score_knows() -> None:
