@@ -180,18 +180,19 @@ class BlockRetrieval(ModelMemory):
             rows.clean_BMD.unflatten(-1, (heads, -1)).transpose(1, 2) for rows in (state.sinks, state.recent)
         )
         valid_BUK = state.chosen_BUK >= 0
-        chosen_BUXME = [
-            pick(state.blocks_BCXbE, number_BK).to(dtype).transpose(1, 2).flatten(2, 3)
-            for number_BK in state.chosen_BUK.unbind(1)
-        ]
+        chosen_BUXME = []
+        for number_BK, valid_BK in zip(state.chosen_BUK.unbind(1), valid_BUK.unbind(1), strict=True):
+            found_BKXbE = pick(state.blocks_BCXbE, number_BK).to(dtype)
+            found_BKXbE = torch.where(valid_BK[:, :, None, None, None], found_BKXbE, 0)
+            chosen_BUXME.append(found_BKXbE.transpose(1, 2).flatten(2, 3))
         first_B1P = tokens.positions_BNP[:, :1]
         contexts = []
-        for chosen_BXME, valid_BK in zip(chosen_BUXME, valid_BUK.unbind(1), strict=True):
+        for number_BXME, valid_BK in zip(chosen_BUXME, valid_BUK.unbind(1), strict=True):
             valid_BM = torch.cat(
                 [state.sinks.valid_BM, valid_BK.repeat_interleave(self.block, 1), state.recent.valid_BM], 1
             )
             order_BM = valid_BM.to(torch.uint8).argsort(dim=1, stable=True)  # empty slots first
-            slots_BXME = torch.cat([sinks_BXSE, chosen_BXME, recent_BXWE], 2)
+            slots_BXME = torch.cat([sinks_BXSE, number_BXME, recent_BXWE], 2)
             slots_BXME = slots_BXME.take_along_dim(order_BM[:, None, :, None], 2)
             contexts.append((slots_BXME, valid_BM.gather(1, order_BM)))
         return [self._context(*contexts[index % len(contexts)], index, first_B1P, state) for index in range(self.depth)]
