@@ -202,7 +202,7 @@ class TransformersModel(nn.Module):
         return ModelOutput(out.logits, out.memory_state if self.remembers else (), out.logits.new_zeros(()))
 
     def ask_prompt(self, inputs_BN: Tensor, state: State) -> State:
-        """Return the state with the choice of a prompt's last segment; see `ModelMemory.ask`."""
+        """Return the state with the choice of a prompt's last segment; see `interfaces.incremental`."""
         return self.model.init_memory_state.__self__.ask_prompt(inputs_BN, state) if self.remembers else state
 
     def generate(self, prompt_BN: Tensor, state: State | None = None, **options: Any) -> Generation:

@@ -310,12 +310,10 @@ class ModelMemory(Memory):
         rereads: another pass over the same segments, begun with `next_pass`, shows no token a later one. A pass's final
             states have seen the whole text, so the memory must guarantee this; a next-token loss over several passes
             requires it.
-        asks: a prompt may choose among the slots of the memory, see `ask`.
     """
 
     extra_tokens: int = 0
     rereads: bool = False
-    asks: bool = False
 
     def layer_memory(self, index: int) -> LayerMemory:
         """Return the memory of layer `index` that accompanies this one; called once per layer."""
@@ -354,14 +352,6 @@ class ModelMemory(Memory):
         opened = self.open(state, tokens, through.layers) if hasattr(self, "open") else state  # type: ignore[operator]
         x_BND, state, loss = self.exit(state, *through(self.enter(opened, tokens)))
         return [x_BND], state, loss
-
-    def ask(self, state: State, tokens: Tokens, through: BlockRunner) -> State:
-        """Return the state with the choice of a prompt's last segment, which is run without writing.
-
-        Generation calls it before it reads that segment, if the memory `asks`: the choice depends on all tokens of the
-        segment, which only a text without targets may know.
-        """
-        return state
 
     def next_pass(self, before: Any, after: Sequence[Any]) -> Any:
         """Return the model's state for another pass over the same segments.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from cached_transformers.integrations.memory_hooks import MemoryHook, no_loss
 from cached_transformers.integrations.memory_lookup import like_weights, memory_of, refuse_frozen, with_weights
 from cached_transformers.integrations.segment_context import ModelCall, SegmentContext, running
-from cached_transformers.interfaces.incremental import needs_whole_segments
+from cached_transformers.interfaces.incremental import asked, asks, needs_whole_segments
 from cached_transformers.interfaces.memory import (
     Entry,
     LayerMemory,
@@ -259,13 +259,13 @@ class HostForward:
         return blocks, Tokens(x_BND, positions_BNP, segment.padding_BN)
 
     def ask(self, segment: Segment, state: StackState, options: dict[str, Any]) -> StackState:
-        """The state with the choice of a prompt's last segment; see `ModelMemory.ask`."""
+        """The state with the choice of a prompt's last segment; see `interfaces.incremental`."""
         memory = self.memory
-        if memory is None or not memory.asks:
+        if memory is None or not asks(memory):
             return state
         blocks, tokens = self._entered(segment, state, options)
         with used_again():
-            return state._replace(model=with_weights(memory, memory.ask, state.model, tokens, blocks))
+            return state._replace(model=with_weights(memory, asked, memory, state.model, tokens, blocks))
 
 
 class HostBlockRunner:

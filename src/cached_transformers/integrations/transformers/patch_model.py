@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.integrations.segment_context import ModelCall, release_checkpoints, running
+from cached_transformers.interfaces.incremental import asks
 from cached_transformers.layers.initial_state import PLACE as INITIAL_STATE
 from cached_transformers.state import State, repeat
 
@@ -127,8 +128,8 @@ def generate(
         )
     if embedded is not None and setting("prefill_chunk_size"):
         raise ValueError("prefill_chunk_size beside inputs_embeds: generate cuts only input_ids; leave one out")
-    asks = getattr(reader.memory, "asks", False)
-    if asks and setting("use_cache") is False:
+    asking = asks(reader.memory)
+    if asking and setting("use_cache") is False:
         raise ValueError(
             "use_cache=False: the choice of a prompt that asks first lasts as long as past_key_values; leave it out, "
             "or add the memory with retrieve='segments'"
@@ -146,7 +147,7 @@ def generate(
     columns = 1 if prompt is None else prompt.shape[1]
     calls = running()
     whole = first or not text.tokens
-    calls.prompt_end = None if not asks else columns if whole else text.tokens + columns
+    calls.prompt_end = None if not asking else columns if whole else text.tokens + columns
     try:
         out = type(model).generate(model, inputs, generation_config, *args, memory_state=memory_state, **kwargs)
     finally:
