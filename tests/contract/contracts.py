@@ -146,6 +146,25 @@ CONTRACTS: dict[str, Contract] = {
         exact={"length": 64, "longest": 1e4, "initial": 0.99, "evict": True},
         detached=True,
     ),
+    "block_retrieval": Contract(
+        options={"sinks": 2, "recent": 4, "block": 2, "topk": 2, "capacity": 6},
+        bytes_per_row=lambda d: 8 * DEPTH * d * (2 + 5 + 12) + 8 * 2 + 24,
+        exact={"sinks": 1, "recent": 2, "block": 3, "topk": 20, "capacity": 20},
+        detached=True,
+        cost=Cost(
+            {"sinks": 2, "recent": 6, "block": 3, "topk": K, "capacity": 8},
+            lambda: LAYERS * (2 * (2 + 8 + 3 * K) * D + 8 * 3 * D / N),
+        ),
+    ),
+    "block_retrieval/layer": Contract(
+        options={
+            **{"sinks": 0, "recent": 3, "block": 3, "topk": 1, "capacity": 3, "score": "bounds", "observe": 3},
+            **{"vote": "layer", "places": "same"},
+        },
+        bytes_per_row=lambda d: 8 * DEPTH * d * (5 + 9) + 8 * DEPTH + 24,
+        exact={"sinks": 3, "recent": 64, "places": "cache"},
+        detached=True,
+    ),
     "segatron": Contract(
         options={"length": 8, "sentence_ends": (1, 4, 6), "paragraph_ends": (2,), "widths": (6, 6, 4)},
         bytes_per_row=lambda d: 16 + DEPTH * (8 * (4 * d + 24) + 8),

@@ -56,6 +56,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "read_twice": {"name": "read_twice", "attention": "joint", "slots": 4},
 }
 """Memories of stored states, for Llama."""
+BLOCKS = {"name": "block_retrieval", "retrieve": "segments"}
+"""A prompt asks nothing, so that answers without a cache are comparable."""
 RECENT: dict[str, dict[str, Any]] = {
     "armt/gpt2": {"name": "armt", "length": 3, "key_width": 6},
     "armt/llama": {"name": "armt", "length": 3, "key_width": 6, "preset": "long"},
@@ -76,6 +78,8 @@ RECENT: dict[str, dict[str, Any]] = {
     "lact/gpt2": {"name": "lact", "rate": 0.1},
     "lact/llama": {"name": "lact", "nets": 2, "muon": True, "momentum": True},
     "streaming_llm/llama": {"name": "streaming_llm", "length": 6, "sinks": 2},
+    "block_retrieval/llama": {**BLOCKS, "sinks": 2, "recent": 4, "block": 2, "topk": 2},
+    "block_retrieval/llama/ring": {**BLOCKS, "recent": 2, "block": 2, "topk": 1, "capacity": 3},
     "expire_span/llama": {"name": "expire_span", "length": 12, "ramp": 6, "price": 0},
 }
 """Memories and their host."""

@@ -43,6 +43,7 @@ def test_a_choice_that_is_none_is_named(name: str, option: str) -> None:
 SIZES = {
     "armt": "length key_width nu",
     "attention_cache": "length ratio",
+    "block_retrieval": "recent block topk observe capacity sinks=-1",
     "block_recurrent": "length feed_forward initial_scale",
     "compressive": "length rate eval_length compressed=-1",
     "crtn": "segment regions topk temperature key_width short_memory=-1",

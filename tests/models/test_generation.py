@@ -25,6 +25,7 @@ MEMORIES: dict[str, Any] = {
     "none": None,
     "transformer_xl": {"name": "transformer_xl", "length": 5},
     "grc_stream": {"name": "grc_stream", "length": 3},
+    "block_retrieval": {"name": "block_retrieval", "recent": 2, "block": 2, "topk": 1, "retrieve": "segments"},
 }
 
 

@@ -49,6 +49,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "ernie_doc": [{"length": 7}, {"length": 7, "longest": SEGMENT}, {"length": 7, "start": "zeros"}],
     "infinity_former": [{"length": 4, "chunk": 3, "basis": 8}],
     "crtn": [{"segment": SEGMENT}, {"segment": SEGMENT, "query": "compute_first", "short_memory": 1}],
+    "block_retrieval": [
+        {"sinks": 2, "recent": 4, "block": 3, "topk": 2},
+        {"recent": 3, "block": 2, "topk": 1, "capacity": 4, "vote": "layer", "places": "same"},
+    ],
     "grc_stream": [{"length": 5}, {"length": 5, "ratio": 1.0}],
     "memorizing": [{"length": 9, "k": 4}, {"length": 9, "k": 4, "joint": True}],
     "infini": [{}, {"update": "exact", "first": "gated"}],

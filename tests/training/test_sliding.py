@@ -31,6 +31,7 @@ MEMORIES: list[Any] = [
     {"name": "grc_stream", "length": 3},
     {"name": "crtn", "segment": SEGMENT, "regions": 3, "topk": 2},
     {"name": "feedback", "length": 5},
+    {"name": "block_retrieval", "sinks": 1, "recent": 3, "block": 2, "topk": 2},
     {"name": "compressive", "length": 3, "compressed": 2, "rate": 2},
     [{"name": "memorizing", "length": 8, "k": 3}, {"name": "grc_stream", "length": 3}],
 ]

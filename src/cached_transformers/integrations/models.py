@@ -216,6 +216,10 @@ class TransformersModel(nn.Module):
         opened.kv = out.past_key_values
         return out.logits[:, -1]  # type: ignore[no-any-return]
 
+    def ask_prompt(self, inputs_BN: Tensor, state: State) -> State:
+        """Return the state with the choice of a prompt's last segment; see `interfaces.incremental`."""
+        return self.model.init_memory_state.__self__.ask_prompt(inputs_BN, state) if self.remembers else state
+
     def generate(self, prompt_BN: Tensor, state: State | None = None, **options: Any) -> Generation:
         """Continue a text; see `cached_transformers.models.generation.generate` for the options."""
         return generate(self, prompt_BN, state, **options)

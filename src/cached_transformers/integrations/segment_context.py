@@ -136,6 +136,7 @@ class RunningCalls:
         segment: the context of the host's forward. model: the call of a model around its body.
         attention: the call of the attention layer that runs, until its projection mixes the memory in.
         aside: an attention that runs now is the memory's, not the layer's own.
+        prompt_end: columns of a prompt, up to which `generate` reads before it writes.
         grid: the patch embedding that ran last, and the (height, width) of its tokens.
     """
 
@@ -144,6 +145,7 @@ class RunningCalls:
         self.model: ModelCall | None = None
         self.attention: AttentionCall | None = None
         self.aside = False
+        self.prompt_end: int | None = None
         self.grid: tuple[Any, tuple[int, int]] | None = None
 
 

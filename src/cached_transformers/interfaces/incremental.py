@@ -6,6 +6,13 @@
 
 Generation uses it. For a memory without `open`, `read` and `enter` get the state, and generation reads the whole
 partial segment again for each token.
+
+A model memory with `asks = True` also lets a prompt choose among its slots. Generation calls, before it reads a
+prompt's last segment,
+
+    state = memory.ask(state, tokens, through)             through: a `BlockRunner`, called with write=False
+
+The choice depends on all tokens of the segment, which only a text without targets may know.
 """
 
 from __future__ import annotations
@@ -17,7 +24,7 @@ from torch import Tensor
 
 from cached_transformers.state import State
 
-from .memory import Entry, LayerMemory, ModelMemory, Projections, ProjectKV, Query, Reading, Tokens, Trace
+from .memory import BlockRunner, Entry, LayerMemory, ModelMemory, Projections, ProjectKV, Query, Reading, Tokens, Trace
 
 
 class IncrementalRead(Protocol):
@@ -66,6 +73,16 @@ def read_segment(memory: LayerMemory, state: State, query: Query, project_kv: Pr
 def enter_segment(memory: ModelMemory, state: State, tokens: Tokens, layers: Sequence[Projections]) -> Entry:
     """Enter the blocks with a whole segment."""
     return memory.enter(open_segment(memory, state, tokens, layers), tokens)
+
+
+def asked(memory: ModelMemory, state: State, tokens: Tokens, through: BlockRunner) -> State:
+    """Return the state with the choice of a prompt's last segment."""
+    return memory.ask(state, tokens, through)  # type: ignore[operator]
+
+
+def asks(memory: ModelMemory | None) -> bool:
+    """Return True if prompts choose among the slots of the memory."""
+    return bool(getattr(memory, "asks", False))
 
 
 def needs_whole_segments(memory: LayerMemory | ModelMemory) -> str | None:

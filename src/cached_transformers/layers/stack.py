@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.capabilities import CORE_WORDS, refuse_misfit
+from cached_transformers.interfaces.incremental import asked
 from cached_transformers.interfaces.memory import Entry, LayerMemory, ModelMemory, Tokens, Trace
 from cached_transformers.memories.parts.composite import recipe_of
 from cached_transformers.memories.parts.late_gradients import late_gradients
@@ -226,6 +227,12 @@ class Stack(nn.Module):
         outputs = [self.norm(x) for x in steps]
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
         return ModelOutput(out, seal(after), runner.auxiliary_loss(loss, x_BND.new_zeros(())))
+
+    def ask(self, x_BND: Tensor, state: StackState, *, padding_BN: Tensor | None, inputs: Tensor) -> StackState:
+        """Return the state with the choice of a prompt; see `interfaces.incremental`."""
+        tokens = self.placed(state, x_BND, padding_BN=padding_BN, inputs=inputs)
+        runner = StackBlockRunner(self, begun(state.layers, state.clock_B), None)
+        return state._replace(model=asked(self.model_memory, state.model, tokens, runner))
 
     def run(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a block, or several at once, with activation checkpointing if it is enabled."""

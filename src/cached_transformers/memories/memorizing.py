@@ -24,11 +24,12 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, one_segment
 from cached_transformers.registry import MEMORIES
-from cached_transformers.state import State, may_change
+from cached_transformers.state import State
 
 from .parts.nearest import nearest
 from .parts.neighbour_index import NeighbourIndex
 from .parts.options import NO_MEMORY, check_heads, chosen_layers
+from .parts.ring import write_rings
 
 ALL = 2
 """A store of up to this many times the neighbours is read by one softmax over all of it: no gathering is faster."""
@@ -61,36 +62,8 @@ class NeighbourStore(NamedTuple):
 
 def store(state: NeighbourStore, k_BHNE: Tensor, v_BHNE: Tensor, padding_BN: Tensor | None = None) -> NeighbourStore:
     """Append tokens, without padding; of more than M the last M stay. In place where `state.may_change` says so."""
-    slots, n = state.k_BHME.shape[2], k_BHNE.shape[2]
-    count = min(n, slots)
-    rank_N = torch.arange(count, device=k_BHNE.device)
-    token_BN, real_BN = None, None
-    if padding_BN is None:
-        total_B = torch.full_like(state.written_B, n)
-    else:
-        total_B = (~padding_BN).sum(1)
-        kept_B1 = total_B.clamp(max=slots)[:, None]
-        # Kept slots come first, in order; the remaining writes repeat the values already there.
-        tokens_BN = padding_BN.to(torch.uint8).argsort(dim=1, stable=True)
-        token_BN = tokens_BN.gather(1, (rank_N + total_B[:, None] - kept_B1).clamp(max=n - 1))
-        real_BN = rank_N < kept_B1
-    first_B = state.written_B + total_B - total_B.clamp(max=slots)
-    slot_BN = (first_B[:, None] + rank_N) % slots
-    in_place = may_change(state.k_BHME, state.v_BHME)
-
-    def put(old_BHME: Tensor, new_BHNE: Tensor) -> Tensor:
-        def of(index_BN: Tensor) -> Tensor:
-            return index_BN[:, None, :, None].expand(-1, old_BHME.shape[1], -1, old_BHME.shape[3])
-
-        new_BHNE = new_BHNE.detach().to(old_BHME.dtype)
-        if token_BN is None or real_BN is None:
-            new_BHNE = new_BHNE[:, :, n - count :]
-        else:
-            kept_BHNE, old_BHNE = new_BHNE.gather(2, of(token_BN)), old_BHME.gather(2, of(slot_BN))
-            new_BHNE = torch.where(real_BN[:, None, :, None], kept_BHNE, old_BHNE)
-        return (old_BHME.scatter_ if in_place else old_BHME.scatter)(2, of(slot_BN), new_BHNE)
-
-    return NeighbourStore(put(state.k_BHME, k_BHNE), put(state.v_BHME, v_BHNE), state.written_B + total_B)
+    (k_BHME, v_BHME), written_B = write_rings(state[:2], (k_BHNE, v_BHNE), state.written_B, padding_BN, dim=2)
+    return NeighbourStore(k_BHME, v_BHME, written_B)
 
 
 def attend(q_BHNE: Tensor, state: NeighbourStore, index_BHNK: Tensor, scale_H: Tensor) -> tuple[Tensor, Tensor]:

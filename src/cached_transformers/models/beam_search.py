@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from cached_transformers.state import State, map_state, reorder, reset
+from cached_transformers.state import State, reorder, replace, reset
 
 
 class GrowingText(Protocol):
@@ -164,8 +164,8 @@ def _settle(every: BestContinuations, best: BestContinuations, place_D: Tensor, 
     rank, score, length, tokens = (t.index_copy(0, place_D, new) for t, new in zip(every[:4], found[:4], strict=True))
     state = every.state
     if state is None:
-        state = map_state(lambda t: t.new_zeros(every.rank_BL.numel(), *t.shape[1:]), found.state)
-    state = map_state(lambda t, new: t.index_copy(0, place_DL, new), state, found.state)
+        state = reorder(found.state, torch.zeros_like(every.rank_BL, dtype=torch.long).flatten())
+    state = replace(state, place_DL, found.state)
     return BestContinuations(rank, score, length, tokens, state)
 
 

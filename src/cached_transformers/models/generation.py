@@ -107,6 +107,7 @@ def continue_text(text: GeneratedText, choice: Choice) -> Generation:
     Raises:
         ValueError: eos is not in the vocabulary.
     """
+    text.ask()
     logp_BV = text.read()
     choice.check_vocabulary(logp_BV.shape[-1])
     if choice.beams > 1:
@@ -172,6 +173,11 @@ class GeneratedText:
     def _before(self) -> State:
         """The state before the partial segment, for the current rows."""
         return reorder(self.state, self.origin_B) if self.moved else self.state
+
+    def ask(self) -> None:
+        """Let the partial segment choose among the memory's slots."""
+        if hasattr(self.model, "ask_prompt"):
+            self._state = self.model.ask_prompt(self.open_BN, self.state)  # type: ignore[operator]
 
     def read(self) -> Tensor:
         """Log-probabilities (B, V) of the next token, float32 or wider."""

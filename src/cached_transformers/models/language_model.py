@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from cached_transformers.attentions import AttentionSpec
 from cached_transformers.checks import shares
+from cached_transformers.interfaces.incremental import asks
 from cached_transformers.layers.block import Block
 from cached_transformers.layers.incremental_decoding import StackDecoder, is_watched, passed_by, why_in_one_piece
 from cached_transformers.layers.stack import ModelOutput, StackState
@@ -207,6 +208,14 @@ class LanguageModel(StackModel):
             x_BND = x_BND * self.embedding_scale
         embedded: Tensor = self.dropout(embed_places(x_BND, self.positions, places_BN1))
         return embedded
+
+    def ask_prompt(self, inputs_BN: Tensor, state: StackState) -> StackState:
+        """Return the state with the choice of a prompt's last segment; see `interfaces.incremental`."""
+        if not asks(self.stack.model_memory):
+            return state
+        check_tokens("inputs", inputs_BN, self.vocabulary)
+        x_BND, options = self.embed(inputs_BN, state)
+        return self.stack.ask(x_BND, state, **options)
 
     def why_in_one_piece(self) -> str | None:
         """Say why `begin` and `step` cannot decode token by token; None if they can."""

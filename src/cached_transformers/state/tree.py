@@ -2,7 +2,8 @@
 
 A state is a tensor, or a (named) tuple of states; nothing else. In particular there is no None, no Python number and no
 list that grows: emptiness is a mask or a counter tensor, so that the structure (shapes, dtypes, devices, strides) is
-the same before and after every segment and one compiled graph serves them all. The first dimension of every tensor is
+the same before and after every segment and one compiled graph serves them all. A store without a limit is the
+exception: its second dimension grows from 0, and counters tell its entries. The first dimension of every tensor is
 the row of the batch.
 
 Legend: B rows, F fingerprint of a memory's name, options and sizes.
@@ -73,6 +74,10 @@ def reset(state: State, fresh: State, rows_B: Tensor) -> State:
         _check_rows("rows_B", rows_B, torch.bool, state)
 
     def choose(old: Tensor, new: Tensor) -> Tensor:
+        if old.shape[1:2] != new.shape[1:2] and 0 in new.shape[1:2]:  # a store that grew: its counts begin again
+            return old
+        if _grows(old, new):
+            return _put(old, rows_B.nonzero()[:, 0], new[rows_B.nonzero()[:, 0]])
         return torch.where(rows_B.view(-1, *[1] * (old.dim() - 1)), new.to(old.dtype), old)
 
     return map_state(choose, state, fresh)
@@ -83,6 +88,11 @@ def reorder(state: State, index_B: Tensor) -> State:
     if not torch.compiler.is_compiling():
         _check_rows("index_B", index_B, torch.long, state)
     return map_state(lambda t: t.index_select(0, index_B), state)
+
+
+def replace(state: State, index_D: Tensor, new: State) -> State:
+    """The state whose rows `index_D` (long) are those of `new`."""
+    return map_state(lambda old, put: _put(old, index_D, put), state, new)
 
 
 def join(states: Sequence[State]) -> State:
@@ -126,6 +136,20 @@ def signature(state: State) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
     return [(name, tuple(t.shape), t.dtype) for name, t in named_tensors(state)]
 
 
+def _grows(*tensors: Tensor) -> bool:
+    """Return True for a store that grows: it has any number of slots, and says so by an attribute."""
+    return any(getattr(t, "grows", False) for t in tensors)
+
+
+def _put(old: Tensor, index_D: Tensor, new: Tensor) -> Tensor:
+    """The tensor with other rows; a store that grows may have another number of slots in them."""
+    if not _grows(old, new):
+        return old.index_copy(0, index_D, new)
+    order_B = torch.arange(len(old), device=index_D.device)
+    order_B[index_D] = torch.arange(len(old), len(old) + len(new), device=index_D.device)
+    return torch.cat([old, new]).index_select(0, order_B)
+
+
 def _check_rows(name: str, given_B: Tensor, dtype: torch.dtype, state: State) -> None:
     """Refuse (ValueError) marks that are not one per row, or indices (read on the CPU) of rows that there are not."""
     rows = next((len(t) for _, t in named_tensors(state)), None)
@@ -160,7 +184,9 @@ def _compare(
             raise ValueError(f"the state has {len(t) if t.dim() else 0} rows ({name}), the segment {rows} of them")
         place = placed or w.device
         other = typed and (t.dtype != w.dtype or (t.device != place and place.type != "meta"))
-        if other or t.dim() != w.dim() or t.shape[first:] != w.shape[first:]:
+        grew = 0 in (*t.shape[1:2], *w.shape[1:2]) or _grows(t, w)
+        have_sizes, want_sizes = ((*one.shape[first:1], *one.shape[max(first, 1 + grew) :]) for one in (t, w))
+        if other or t.dim() != w.dim() or have_sizes != want_sizes:
             if name.endswith(KIND):
                 raise ValueError(f"{what}: {name} tells another memory, options or sizes; {way_out}")
             sizes = tuple(w.shape if rows is None else (rows, *w.shape[1:]))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from cached_transformers.integrations.memory_hooks import MemoryHook, no_loss, refuse_misspelt
 from cached_transformers.integrations.memory_lookup import like_weights, memory_of, refuse_frozen, with_weights
 from cached_transformers.integrations.segment_context import ModelCall, SegmentContext, running
-from cached_transformers.interfaces.incremental import needs_whole_segments
+from cached_transformers.interfaces.incremental import asked, asks, needs_whole_segments
 from cached_transformers.interfaces.memory import (
     Entry,
     LayerMemory,
@@ -209,11 +209,11 @@ class HostForward:
         Args:
             options: further arguments of the host. cache: gets the KV cache of the segment, to which tokens will come.
         """
-        positions_BNP, shift_B1 = self.positions(segment, state.clock_B)
         memory = self.memory
         model: State = ()
         with nullcontext() if cache is None else used_again():  # a partial segment begins with its state as it grows
             if memory is None:
+                positions_BNP, shift_B1 = self.positions(segment, state.clock_B)
                 context = SegmentContext(state.layers, positions_BNP, shift_B1, segment.padding_BN)
                 if cache is not None:
                     context.kv_cache, context.projected = self._caches(self.body.config)
@@ -221,15 +221,11 @@ class HostForward:
                 out = self.run(segment.inputs, mask, context, options)
                 layers = tuple(context.states_after)
             else:
-                blocks = HostBlockRunner(self.run, state.layers, options, shift_B1, self.body.config.num_hidden_layers)
+                blocks, tokens = self._entered(segment, state, options)
                 # A memory with a `run` of its own leaves keys and values of another order. Of the config's kind, layers
                 # with a sliding window would drop keys; the window is in the mask, too.
                 if cache is not None and type(memory).run is ModelMemory.run:
                     blocks.kv_cache, blocks.projected = self._caches(None)
-                x_BND = self.embed(segment)
-                if positions_BNP is None:
-                    positions_BNP = torch.arange(x_BND.shape[1], device=x_BND.device).expand(x_BND.shape[:2])[..., None]
-                tokens = Tokens(x_BND, positions_BNP, segment.padding_BN)
                 steps, model, loss = with_weights(memory, memory.run, state.model, tokens, blocks)
                 no_loss(loss, memory)
                 out, layers, context = joined(blocks.outs), blocks.states, blocks.context
@@ -252,6 +248,24 @@ class HostForward:
     def checkpoints(self) -> bool:
         """Return True if the host's blocks run again in the backward pass; they then take no KV cache."""
         return self.body.training and any(getattr(m, "gradient_checkpointing", False) for m in self.body.modules())
+
+    def _entered(self, segment: Segment, state: StackState, options: dict[str, Any]) -> tuple[HostBlockRunner, Tokens]:
+        """Arguments of a model-level memory that runs a segment: the host's blocks, and the tokens."""
+        positions_BNP, shift_B1 = self.positions(segment, state.clock_B)
+        blocks = HostBlockRunner(self.run, state.layers, options, shift_B1, self.body.config.num_hidden_layers)
+        x_BND = self.embed(segment)
+        if positions_BNP is None:
+            positions_BNP = torch.arange(x_BND.shape[1], device=x_BND.device).expand(x_BND.shape[:2])[..., None]
+        return blocks, Tokens(x_BND, positions_BNP, segment.padding_BN)
+
+    def ask(self, segment: Segment, state: StackState, options: dict[str, Any]) -> StackState:
+        """The state with the choice of a prompt's last segment; see `interfaces.incremental`."""
+        memory = self.memory
+        if memory is None or not asks(memory):
+            return state
+        blocks, tokens = self._entered(segment, state, options)
+        with used_again():
+            return state._replace(model=with_weights(memory, asked, memory, state.model, tokens, blocks))
 
 
 class HostBlockRunner:

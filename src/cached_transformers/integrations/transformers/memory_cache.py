@@ -72,6 +72,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
         read_BT: ids of all columns, or `EMBEDDED` or `PADDED`; None before the first.
         kv: the host's KV cache of the partial segments; None where they must be read from their first token.
         projected: of each layer, the keys and values of its slots.
+        opened: the model-level memory, opened for the partial segments; None before their next tokens.
         inputs: the inputs of the partial segments, each (B, length, ...). Positions in them count from the first token
             of the row's text.
         padding_BN: True = no token of the row's partial segment; None where all are.
@@ -88,6 +89,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
         self.before: int | Tensor = 0
         self.kv: Any = None
         self.projected: Sequence[SlotProjections] | None = None
+        self.opened: Any = None
         self.inputs: dict[str, Tensor] = {}
         self.padding_BN: Tensor | None = None
 
@@ -211,7 +213,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
         self._rows(lambda t: t[indices], lambda kv: kv.batch_select_indices(indices))
 
     def _rows(self, pick: Callable[[Tensor], Tensor], pick_kv: Callable[[Any], None]) -> None:
-        self.state = map_state(pick, self.state)
+        self.state, self.opened = map_state(pick, self.state), None
         self.state_after = None if self.state_after is None else map_state(pick, self.state_after)
         self.inputs = {name: pick(t) for name, t in self.inputs.items()}
         self.padding_BN, self.read_BT = (None if t is None else pick(t) for t in (self.padding_BN, self.read_BT))

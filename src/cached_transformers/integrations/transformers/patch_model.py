@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from cached_transformers.integrations.memory_hooks import refuse_misspelt
 from cached_transformers.integrations.segment_context import ModelCall, release_checkpoints, running
+from cached_transformers.interfaces.incremental import asks
 from cached_transformers.layers.initial_state import PLACE as INITIAL_STATE
 from cached_transformers.state import State, repeat
 
@@ -125,6 +126,12 @@ def generate(
         )
     if embedded is not None and setting("prefill_chunk_size"):
         raise ValueError("prefill_chunk_size beside inputs_embeds: generate cuts only input_ids; leave one out")
+    asking = asks(reader.memory)
+    if asking and setting("use_cache") is False:
+        raise ValueError(
+            "use_cache=False: the choice of a prompt that asks first lasts as long as past_key_values; leave it out, "
+            "or add the memory with retrieve='segments'"
+        )
     prompt, mask = ids if embedded is None else embedded, given.get("attention_mask")
     text, first = reader.text_of(given.get("past_key_values"), memory_state, 1 if prompt is None else len(prompt)), 0
     if text.tokens:
@@ -135,7 +142,14 @@ def generate(
             first = text.tokens
     before = copy.copy(text)
     before.kv = None
-    out = type(model).generate(model, inputs, generation_config, *args, memory_state=memory_state, **kwargs)
+    columns = 1 if prompt is None else prompt.shape[1]
+    calls = running()
+    whole = first or not text.tokens
+    calls.prompt_end = None if not asking else columns if whole else text.tokens + columns
+    try:
+        out = type(model).generate(model, inputs, generation_config, *args, memory_state=memory_state, **kwargs)
+    finally:
+        calls.prompt_end = None
     if isinstance(out, Tensor):
         return out
     listed = (1 if embedded is None else 0) if ids is None else ids.shape[1]

@@ -23,11 +23,12 @@ from cached_transformers.checks import insist
 from cached_transformers.integrations.memory_hooks import run_host, slot_attentions_of, undeclared
 from cached_transformers.integrations.memory_lookup import with_weights
 from cached_transformers.integrations.models import TransformersModel
-from cached_transformers.integrations.segment_context import SegmentContext
-from cached_transformers.interfaces.incremental import enter_segment
+from cached_transformers.integrations.segment_context import SegmentContext, running
+from cached_transformers.interfaces.incremental import open_segment
 from cached_transformers.interfaces.memory import Tokens
+from cached_transformers.layers.stack import StackState
 from cached_transformers.models.documents import DocumentPlan
-from cached_transformers.state import State, seal
+from cached_transformers.state import State, reset, seal
 
 from .adapter_utils import TAKE_MASKS, no_masks
 from .host_forward import HostForward, entry_context, entry_inputs, extra_tokens, is_exporting, padding_first, returned
@@ -130,12 +131,18 @@ class DecoderForward(HostForward):
         if not noted:
             self.note_step(state, text.length + n, len(segments))
         cache = given.pop("past_key_values", None)
-        if text.kv is not None and segments[0].end is None and not self.checkpoints:
+        asks = keeps and running().prompt_end == text.tokens
+        if text.kv is not None and segments[0].end is None and not self.checkpoints and not asks:
             text.take(inputs, padding_BM, text.before)
             text.state_after = None  # computed on demand
             out = self._read_next(text, n, given)
         else:
-            out = join(text, inputs, segments, read(segments, text.state, given, text if keeps else None), n)
+            text.opened = None
+            if asks:
+                answers = self._read_prompt(segments, text, given)
+            else:
+                answers = read(segments, text.state, given, text if keeps else None)
+            out = join(text, inputs, segments, answers, n, asks)
         if keeps:
             out["past_key_values"] = text if cache is None or cache is text else text.replace(cache)
         return out, text.state_after
@@ -162,10 +169,13 @@ class DecoderForward(HostForward):
         text.note(new, None if padding_BM is None else padding_BM[:, text.length :])
         return text, inputs, padding_BM, segments, n, keeps
 
-    def _join(self, text: MemoryCache, inputs: dict[str, Tensor], segments: list[Segment], answers: Any, n: int) -> Any:
+    def _join(
+        self, text: MemoryCache, inputs: dict[str, Tensor], segments: list[Segment], answers: Any, n: int, asks: bool
+    ) -> Any:
         """The host's output for the last `n` columns, of the answers for all segments; the text keeps the partial one.
 
-        A full segment is read as a whole, even if a KV cache holds its first tokens: it must be written.
+        A full segment is read as a whole, even if a KV cache holds its first tokens: it must be written. If the last
+        one `asks`, it is read twice.
         """
         outs, last, columns = [out for out, _ in answers], segments[-1], next(iter(inputs.values())).shape[1]
         if last.end is not None:
@@ -173,10 +183,26 @@ class DecoderForward(HostForward):
         else:
             inputs = {name: in_columns(t, last.columns) for name, t in inputs.items()}
             text.take(inputs, last.padding_BN, last.before)
-            text.state = answers[-2][1] if len(answers) > 1 else text.state
+            text.state = answers[-2][1] if len(answers) > 1 and not asks else text.state
             text.state_after = answers[-1][1]
         out = joined_segments(outs, segments, columns)
         return out if columns == n else narrowed(out, columns - n, n)
+
+    def _read_prompt(
+        self, segments: list[Segment], text: MemoryCache, given: dict[str, Any]
+    ) -> list[tuple[Any, StackState]]:
+        """`read` of a prompt; each row asks with the last segment that holds a token of it."""
+        answers, state = [], text.state
+        padded = [segment.padding_BN for segment in segments]
+        real_SB = torch.stack([torch.ones_like(state.clock_B) if t is None else (~t).any(1).long() for t in padded])
+        last_B = (real_SB.cumsum(0) * real_SB).argmax(0)
+        for number, segment in enumerate(segments):
+            if bool((last_B == number).any()):
+                state = reset(state, self.ask(segment, state, given), last_B == number)
+            text.state = state if segment.end is None else text.state
+            answers.append(self.read_segment(segment, state, given, text if segment.end is None else None))
+            state = answers[-1][1]
+        return answers
 
     def _read_next(self, text: MemoryCache, n: int, options: dict[str, Any]) -> Any:
         """The last `n` tokens, after those in the KV cache; no memory is written."""
@@ -189,13 +215,21 @@ class DecoderForward(HostForward):
             call = {name: t[:, -n:] for name, t in inputs.items()}, mask
         else:
             tokens = Tokens(self.embed(Segment(inputs)), positions_BNP, text.padding_BN)
-            entry = with_weights(memory, enter_segment, memory, state.model, tokens, ())
+            opened = text.opened
+            if opened is None:
+                opened = with_weights(memory, open_segment, memory, state.model, tokens, ())
+                text.opened = None if hasattr(memory, "advance") else opened
+            entry = with_weights(memory, memory.enter, opened, tokens)
             end = extra_tokens(entry, text.length, memory)[1] + text.length
             entry = padding_first(entry, text.first)[0]
             context = entry_context(entry, end - n, end, state.layers, shift_B1, writes=False)
             call = entry_inputs(entry, end - n, end, shift_B1)
         context.kv_cache, context.projected = text.kv, text.projected
         return self.run(*call, context, options)
+
+    def ask_prompt(self, ids_BN: Tensor, state: State) -> State:
+        """The state with the choice of a prompt's last segment."""
+        return self.ask(Segment({"input_ids": ids_BN}), state, {})
 
     def state_after(self, text: MemoryCache) -> State:
         """State after the partial segment, which is read once more."""
