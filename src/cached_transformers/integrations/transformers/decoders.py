@@ -95,9 +95,9 @@ def causal_host(
     )
     facts = {"index": index, "depth": config.num_hidden_layers, "relative": False}
     offers = BY_TOKEN | attends | (frozenset({"bias"}) if attends else frozenset())
-    more: dict[str, Any] = {"offers": offers, "lacks": lacks, "channels": width, "stream": stream}
-    more["key_shape"] = (groups or heads, merged // heads)
-    return Host(merged, heads, projection, Query, facts, attention=softmax_of(site, causal=True), **more)
+    rest: dict[str, Any] = {"offers": offers, "lacks": lacks, "channels": width, "stream": stream}
+    rest["key_shape"] = (groups or heads, merged // heads)
+    return Host(merged, heads, projection, Query, facts, attention=softmax_of(site, causal=True), **rest)
 
 
 def _by_heads(t: Tensor, head_width: int, heads_first: bool) -> Tensor:

@@ -64,7 +64,7 @@ def export_cache(model: nn.Module, memory_state: State) -> Any:
         read = read_segment, hook.memory, state.layers[number], Query(x_B1D, positions_BNP=first_B11), hook.project_kv
         offer = None if entry is None or entry.contexts is None else entry.contexts[number]
         found = join(with_weights(hook.memory, *read).context, offer(hook.project_kv) if callable(offer) else offer)
-        slots = _full_slots(found, f"layer {number}")
+        found, slots = _full_slots(found, f"layer {number}")
         places_BM = torch.arange(slots, device=x_B1D.device).expand(rows, -1)
         k_BGME, v_BGME = (t.expand(rows, -1, -1, -1)[:, :, -slots:] for t in (found.k_BHME, found.v_BHME))
         rotary = None if hook.rotary is None else hook.rotary.module
@@ -72,8 +72,8 @@ def export_cache(model: nn.Module, memory_state: State) -> Any:
     return cache
 
 
-def _full_slots(context: Context | None, layer: str) -> int:
-    """The number of slots that hold something (ValueError: they are no KV cache)."""
+def _full_slots(context: Context | None, layer: str) -> tuple[Context, int]:
+    """The context, and the number of slots that hold something (ValueError: they are no KV cache)."""
     count_B = None if context is None else context.valid_BM.sum(1)
     if context is None or count_B is None or not int(count_B.max()):
         raise ValueError(f"memory_state of {layer} has no slot that holds anything; read a text first")
@@ -85,4 +85,4 @@ def _full_slots(context: Context | None, layer: str) -> int:
     slots = int(count_B[0])
     if not bool((count_B == slots).all()):
         raise ValueError(f"memory_state: rows hold {count_B.tolist()} slots; export rows of equal length one by one")
-    return slots
+    return context, slots

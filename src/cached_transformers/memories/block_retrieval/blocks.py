@@ -52,7 +52,7 @@ class BlockFile:
         return torch.from_numpy(np.array(np.memmap(self.file, np.uint8, "r+", offset=number * size, shape=length)))
 
 
-class Block:
+class StoredBlock:
     """Keys and values of b tokens, as they are or as 8-bit integers with a scale for each vector."""
 
     file: BlockFile | None = None
@@ -88,18 +88,18 @@ class Block:
 class Blocks(Tensor):
     """(B, C, X, b, E): the blocks of each row, number n in place n mod the capacity."""
 
-    rows: tuple[tuple[Block, ...], ...]
+    rows: tuple[tuple[StoredBlock, ...], ...]
     grows = True
     """Told `state`: a state has any number of blocks."""
 
     @staticmethod
-    def __new__(cls, rows: Sequence[Sequence[Block]], like_XbE: Tensor) -> Blocks:
+    def __new__(cls, rows: Sequence[Sequence[StoredBlock]], like_XbE: Tensor) -> Blocks:
         size = (len(rows), max([0, *map(len, rows)]), *like_XbE.shape)
         made = Tensor._make_wrapper_subclass(cls, size, dtype=like_XbE.dtype, device=like_XbE.device)
         made.rows = tuple(map(tuple, rows))
         return made  # type: ignore[no-any-return]
 
-    def with_rows(self, rows: Sequence[Sequence[Block]]) -> Blocks:
+    def with_rows(self, rows: Sequence[Sequence[StoredBlock]]) -> Blocks:
         """A store of these rows."""
         return Blocks(rows, torch.empty(self.shape[2:], dtype=self.dtype, device=self.device))
 
@@ -148,11 +148,11 @@ class Blocks(Tensor):
         return found
 
 
-def rows_of(t_BCXbE: Tensor, dtype: torch.dtype, file: BlockFile | None) -> Sequence[Sequence[Block]]:
+def rows_of(t_BCXbE: Tensor, dtype: torch.dtype, file: BlockFile | None) -> Sequence[Sequence[StoredBlock]]:
     """The blocks of each row; new ones for a store whose numbers are in one tensor."""
     if isinstance(t_BCXbE, Blocks):
         return t_BCXbE.rows
-    return [[Block(t_XbE, dtype, file) for t_XbE in row] for row in t_BCXbE.unbind()]
+    return [[StoredBlock(t_XbE, dtype, file) for t_XbE in row] for row in t_BCXbE.unbind()]
 
 
 def append(
@@ -181,7 +181,7 @@ def append(
     for row, (written, count) in enumerate(zip(written_B.tolist(), count_B.tolist(), strict=True)):
         held = list(before[row][:written])  # a row that was reset begins again
         for number, t_XbE in enumerate(new_BJXbE[row, :count], written):
-            block = Block(t_XbE, dtype, file)
+            block = StoredBlock(t_XbE, dtype, file)
             if capacity is None or number < capacity:
                 held.append(block)
             else:
