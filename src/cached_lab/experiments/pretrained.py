@@ -72,8 +72,8 @@ def remember(model: Any, name: str | Path, memory: Mapping[str, Any] | None, len
     """
     own = records_memory(model.config)
     if own == (memory is not None):
-        way = "it has a memory; give none" if own else "it has no memory; give one, or save it after add_memory"
-        raise ValueError(f"model={name}: {way} (cached generate --with-memory {memory['name'] if memory else 'NAME'})")
+        way = "a memory; leave the option out" if own else "no memory; give one (--with-memory NAME)"
+        raise ValueError(f"model={name}, memory={memory and memory['name']}: the model has {way}")
     if memory is not None:
         if "weights" in getattr(MEMORIES.entry(memory["name"]).factory, "needs", ()):  # an option of the host
             model.set_attn_implementation("eager")
