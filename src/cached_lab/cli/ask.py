@@ -11,8 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-from cached_lab.data.archives import as_text
-
 from .arguments import require_file
 from .chat import MODEL_ARGUMENTS, open_conversation
 
@@ -26,6 +24,8 @@ QUESTION = "[[question]]"
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the text, and answer each line of standard input."""
+    from cached_lab.data.archives import as_text
+
     if arguments.context is None:
         raise ValueError("--context is missing; give the file with the text that the questions are about")
     require_file(arguments.context, "the text that the questions are about")

@@ -31,8 +31,6 @@ def fetch(name: str, file: Path | None = None) -> Path:
         InUse: another process fetches it.
     """
     folder = model_folder(name)
-    if folder.is_dir():
-        return folder
     require("transformers", extra="language")  # before the download
     if name != "glass":
         require_gguf(name)

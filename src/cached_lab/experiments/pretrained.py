@@ -45,7 +45,7 @@ def resolve_model(name: str | Path) -> tuple[Any, Any]:
     with _explained(name):
         config = auto.AutoConfig.from_pretrained(place, **_safe(options))
         size = 0 if options else _bytes_of(config)  # a GGUF file was checked before
-    _refuse_too_large(name, size)
+    refuse_too_large(name, size)
     with _explained(name):
         if records_memory(config):
             return load_pretrained(place), _tokenizer(place, name, {})
@@ -115,7 +115,7 @@ def located(name: str) -> tuple[str, dict[str, Any]]:
     require_gguf(name)
     with naming(f"model={name}", "file"):
         weights = sum(int(tensor.n_elements) for tensor in importlib.import_module("gguf").GGUFReader(path).tensors)
-    _refuse_too_large(name, 4 * weights)
+    refuse_too_large(name, 4 * weights)
     options: dict[str, Any] = {"gguf_file": str(path.resolve())}  # a name without folder is sought elsewhere first
     if kind := getattr(require("transformers", extra="language"), "GgufConfig", None):
         options["quantization_config"] = kind(dequantize=True)
@@ -129,7 +129,8 @@ def require_gguf(name: str) -> None:
             raise ImportError(f"model={name}: {needed} is not installed; GGUF files need: pip install gguf accelerate")
 
 
-def _refuse_too_large(name: str | Path, size: int) -> None:
+def refuse_too_large(name: str | Path, size: int) -> None:
+    """Refuse (ValueError) a model whose weights exceed the free memory."""
     if size > (room := available_memory()):
         raise ValueError(
             f"model={name}: its weights take {size / 2**30:,.1f} GiB, and {room / 2**30:,.1f} GiB of memory are free; "
@@ -156,18 +157,11 @@ def available_memory() -> int:
 
 
 def _tokenizer(place: str, name: str | Path, options: dict[str, Any]) -> Any:
-    try:
+    with _explained(name):
         found = require("transformers", extra="language").AutoTokenizer.from_pretrained(place, **_safe(options))
         if len(found) <= len(found.all_special_tokens):  # without files, some classes are made without words
-            raise ValueError("it has special tokens only")
-        return found
-    except ImportError:
-        raise
-    except Exception as error:  # tokenizers raises no narrower class
-        raise ValueError(
-            f"model={name}: it has no tokenizer that transformers can read ({_line(error)}); save it with the model: "
-            f"tokenizer.save_pretrained({place!r})"
-        ) from None
+            raise ValueError("its tokenizer has special tokens only; save it by tokenizer.save_pretrained")
+    return found
 
 
 @contextlib.contextmanager
