@@ -15,8 +15,7 @@ from integrations.hosts import library
 from real_weights import glass, glass_folder, glass_ids, package_folder
 
 from cached_lab.cli.main import main
-from cached_lab.data import packages
-from cached_lab.experiments import fetch, pretrained
+from cached_lab.experiments import fetch, packages, pretrained
 from cached_lab.experiments.build import build_model
 from cached_lab.experiments.pretrained import resolve_model
 from cached_lab.tasks.recipes import config_from_dict

