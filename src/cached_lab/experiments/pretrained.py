@@ -158,23 +158,24 @@ def available_memory() -> int:
 
 
 def _tokenizer(place: str, name: str | Path, options: dict[str, Any]) -> Any:
-    with _explained(name):
+    with _explained(name, "its tokenizer"):
         found = require("transformers", extra="language").AutoTokenizer.from_pretrained(place, **_safe(options))
         if len(found) <= len(found.all_special_tokens):  # without files, some classes are made without words
-            raise ValueError("its tokenizer has special tokens only; save it by tokenizer.save_pretrained")
+            raise ValueError("it has special tokens only; save it by tokenizer.save_pretrained")
     return found
 
 
 @contextlib.contextmanager
-def _explained(name: str | Path) -> Iterator[None]:
+def _explained(name: str | Path, part: str = "it") -> Iterator[None]:
     """Turn errors of transformers and safetensors into a ValueError with the way out."""
     try:
         yield
     except (ImportError, MemoryError):
         raise
     except Exception as error:
+        reason = " ".join(str(error).split())[:300]
         raise ValueError(
-            f"model={name}: transformers cannot load it ({_line(error)}); give a folder of save_pretrained, a model of "
+            f"model={name}: transformers cannot load {part} ({reason}); give a folder of save_pretrained, a model of "
             f"the hub, a GGUF file, or a name of `cached fetch` ({', '.join(PACKAGES)})"
         ) from error
 
@@ -182,7 +183,3 @@ def _explained(name: str | Path) -> Iterator[None]:
 def _safe(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of every `from_pretrained`; transformers would ask a terminal about code in a model."""
     return {"trust_remote_code": False, **{key: value for key, value in options.items() if key == "gguf_file"}}
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
