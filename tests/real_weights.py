@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from cached_lab.data.glass import load_glass
+from cached_lab.experiments.fetch import load_glass
 
 TEXT = (
     "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or "

@@ -33,7 +33,7 @@ from cached_lab.experiments.memory_use import (
 )
 from cached_lab.experiments.reports.run_page import place_table, use_sentence
 from cached_lab.experiments.statistics import ratio_interval
-from cached_lab.tasks.classification.images.digits import Digits
+from cached_lab.tasks.classification.images.small_images import Digits
 from cached_lab.tasks.classification.scores import evaluate
 from cached_lab.tasks.language.scores import BUCKETS, SplitLosses, split_losses
 from cached_lab.training.distributed import World

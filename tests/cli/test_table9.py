@@ -15,7 +15,7 @@ from cached_lab.experiments.build import build_dataset, build_model
 from cached_lab.experiments.costs.flops import count_flops
 from cached_lab.experiments.costs.throughput import CASES, MODELS
 from cached_lab.experiments.costs.timing import Ratio
-from cached_lab.experiments.reproductions import REPRODUCTIONS, table6, table9
+from cached_lab.experiments.reproductions import REPRODUCTIONS, table9, text_tables
 from cached_lab.experiments.reproductions.arms import arms
 from cached_lab.experiments.reproductions.base import pairs
 from cached_lab.experiments.reproductions.table9 import ROWS, beside_the_paper
@@ -63,7 +63,7 @@ def test_the_sentence_beside_the_paper_and_its_models() -> None:
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")
 TABLE6 = REPRODUCTIONS["table6"]
-BACKBONES = [n for n, section in table6.ATTENTIONS["small"].items() if section["name"] in ATTENTIONS]
+BACKBONES = [n for n, section in text_tables.ATTENTIONS["small"].items() if section["name"] in ATTENTIONS]
 """Those whose attention is there."""
 FEW = ["data.train_size=300", "data.validation_size=50", "data.test_size=200"]
 TINY = [*FEW, "model.width=16", "model.heads=2", "model.feed_forward=64", "training.steps=3", "training.batch_size=8"]

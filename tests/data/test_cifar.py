@@ -15,8 +15,8 @@ from PIL import Image
 
 from cached_lab.tasks import create_dataset
 from cached_lab.tasks.classification.images.augmentation import training_transform
-from cached_lab.tasks.classification.images.cifar import CIFAR10, CIFAR100, CLASSES
 from cached_lab.tasks.classification.images.class_folders import ImageFolder
+from cached_lab.tasks.classification.images.small_images import CIFAR10, CIFAR100, CLASSES
 from cached_lab.training.loader import SeededRows, TrainingOrder, training_batches
 from cached_transformers.extras import require
 

@@ -14,7 +14,7 @@ from cached_lab.data import SPLITS, stratified_split
 from cached_lab.data.dataset import LabelledDataset
 from cached_lab.tasks import create_dataset
 from cached_lab.tasks.classification.images.class_folders import ImageFolder
-from cached_lab.tasks.classification.images.digits import Digits
+from cached_lab.tasks.classification.images.small_images import Digits
 from cached_lab.tasks.recipes import config_from_dict
 
 MODEL = {"name": "vision_transformer", "patch_size": 4, "width": 16, "depth": 1, "heads": 2}

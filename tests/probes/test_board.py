@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from cached_lab.cli.main import main
-from cached_lab.experiments.leaderboard.boards import FARTHEST, SEEDS, TASKS, board_trials
 from cached_lab.experiments.leaderboard.costs import measure_costs
-from cached_lab.experiments.leaderboard.standings import groups, standings
+from cached_lab.experiments.leaderboard.standings import FARTHEST, SEEDS, TASKS, board_trials, groups, standings
 from cached_lab.experiments.probes.protocol import ProbeSizes
 from cached_lab.experiments.probes.settings import setting, stream_memories
 from cached_lab.experiments.reports.board_page import MARKS, board_markdown, board_tables, write_board_page
@@ -155,7 +154,7 @@ def test_the_command_keeps_what_is_there_and_writes_between_the_marks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mine: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("cached_lab.experiments.leaderboard.boards.ROWS", 16)
+    monkeypatch.setattr("cached_lab.experiments.leaderboard.standings.ROWS", 16)
     page = Path("board.md")
     page.write_text(f"before\n{MARKS[0]}\nwhat was there\n{MARKS[1]}\nafter\n", encoding="utf-8")
     assert main(COMMAND.format(mine).split()) == 0
@@ -174,7 +173,7 @@ def test_the_command_keeps_what_is_there_and_writes_between_the_marks(
 
 def test_windows_are_rows_of_the_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("cached_lab.experiments.leaderboard.boards.ROWS", 16)
+    monkeypatch.setattr("cached_lab.experiments.leaderboard.standings.ROWS", 16)
     assert main([*COMMAND.format("rmt,memory_transformer").split(), "--control", "window"]) == 0
     content = json.loads(Path("runs/leaderboard/leaderboard.json").read_text())
     rows = {row["name"]: row for row in content["standings"]}

@@ -13,7 +13,7 @@ import torch
 from real_weights import TEXT, glass, glass_ids, package_folder
 from torch import Tensor
 
-from cached_lab.data.glass import llama_weights
+from cached_lab.experiments.fetch import llama_weights
 from cached_transformers import add_memory
 
 SEGMENT, PROMPT, NEW = 16, 40, 120
@@ -45,7 +45,7 @@ def test_logits_are_those_of_its_own_forward(golden: Any, dtype: torch.dtype, to
 @pytest.mark.parametrize("mistake", ["heads as they are stored", "gate and up exchanged"])
 def test_a_wrong_mapping_is_loud(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mistake == "heads as they are stored":
-        monkeypatch.setattr("cached_lab.data.glass.half_order", lambda weight, width: weight)
+        monkeypatch.setattr("cached_lab.experiments.fetch.half_order", lambda weight, width: weight)
     with np.load(package_folder() / "weights" / "en.npz") as file:
         weights = llama_weights({name: file[name] for name in file.files if name != "__config__"}, 32)
     if mistake == "gate and up exchanged":

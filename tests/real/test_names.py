@@ -15,8 +15,8 @@ from integrations.hosts import library
 from real_weights import glass, glass_folder, glass_ids, package_folder
 
 from cached_lab.cli.main import main
-from cached_lab.data import packages
-from cached_lab.experiments import fetch, pretrained
+from cached_lab.data import cache_folder
+from cached_lab.experiments import fetch, packages, pretrained
 from cached_lab.experiments.build import build_model
 from cached_lab.experiments.pretrained import resolve_model
 from cached_lab.tasks.recipes import config_from_dict
@@ -195,6 +195,6 @@ def test_a_gguf_file_that_cannot_be_loaded(cache: Path, tmp_path: Path, monkeypa
 def test_the_cache_is_where_the_user_keeps_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CACHED_TRANSFORMERS_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert packages.cache_folder() == Path("/caches/cached-transformers")
+    assert cache_folder() == Path("/caches/cached-transformers")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert packages.cache_folder() == Path.home() / ".cache" / "cached-transformers"
+    assert cache_folder() == Path.home() / ".cache" / "cached-transformers"

@@ -17,7 +17,6 @@ from .chat import MODEL_ARGUMENTS, open_conversation
 ARGUMENTS = (
     *MODEL_ARGUMENTS,
     ("--context FILE", Path, "the text that the questions are about"),
-    ("--encoding NAME", "utf-8", "of the text"),
     ("--temperature T", 0.0, "0 is greedy"),
 )
 QUESTION = "[[question]]"
@@ -25,9 +24,14 @@ QUESTION = "[[question]]"
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the text, and answer each line of standard input."""
+    from cached_lab.data.archives import as_text
+
     if arguments.context is None:
         raise ValueError("--context is missing; give the file with the text that the questions are about")
-    text = read_text(arguments.context, arguments.encoding)
+    require_file(arguments.context, "the text that the questions are about")
+    text = as_text(arguments.context.read_bytes(), arguments.context, "give another text")
+    if not text.strip():
+        raise ValueError(f"--context {arguments.context}: it is empty; give the text that the questions are about")
     conversation = open_conversation(arguments)
     session = conversation.session
     before, _, after = conversation.turns.first(f"{text}\n\n{QUESTION}").rpartition(QUESTION)
@@ -50,24 +54,3 @@ def run(arguments: argparse.Namespace) -> int:
     parts = f"read once in {reading:.1f} s, answered {questions} questions in {answering:.1f} s"
     print(f"{parts}: {once:.1f} s; with a reading for each question {again:.1f} s (estimate)", file=sys.stderr)
     return 0
-
-
-def read_text(path: Path, encoding: str) -> str:
-    """The text of a file.
-
-    Raises:
-        FileNotFoundError: no such file. ValueError: it is empty, or another encoding.
-    """
-    require_file(path, "the text that the questions are about")
-    try:
-        text = path.read_bytes().decode(encoding)
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise ValueError(
-            f"{path}: byte 0x{byte:02x} at {error.start:,} is not {encoding}; give its --encoding, e.g. latin-1"
-        ) from None
-    except LookupError:
-        raise ValueError(f"--encoding {encoding}: Python has no such encoding; give e.g. utf-8 or latin-1") from None
-    if not text.strip():
-        raise ValueError(f"{path} has no text; give the text that the questions are about")
-    return text

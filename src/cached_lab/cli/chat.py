@@ -65,9 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 def open_conversation(arguments: argparse.Namespace) -> Any:
     """Load the model, and begin a conversation with the options of `MODEL_ARGUMENTS`."""
     refuse_below_one(arguments, "tokens")
-    from cached_lab.experiments.chat.conversation import Conversation
-    from cached_lab.experiments.chat.models import load_chat_model
-    from cached_lab.experiments.chat.turns import PlainTurns, TemplateTurns
+    from cached_lab.experiments.chat import Conversation, PlainTurns, TemplateTurns, load_chat_model
     from cached_lab.training.distributed import pick_device
 
     model, tokenizer = load_chat_model(arguments.model, arguments.memory, pick_device(arguments.device))

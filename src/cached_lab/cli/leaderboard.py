@@ -27,8 +27,7 @@ ARGUMENTS = (
 
 def run(arguments: argparse.Namespace) -> int:
     """Train the missing models, print the tables, and write leaderboard.json and the page."""
-    from cached_lab.experiments.leaderboard.boards import TASKS, board_trials
-    from cached_lab.experiments.leaderboard.standings import FILE, write_leaderboard
+    from cached_lab.experiments.leaderboard.standings import FILE, TASKS, board_trials, write_leaderboard
     from cached_lab.experiments.probes.trials import CONTROLS
     from cached_lab.experiments.reports.board_page import board_tables, refuse_page, write_board_page
     from cached_lab.experiments.reports.terminal import open_console, show

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from cached_lab.training.config import RunConfig
 from cached_transformers.memories import memory_specs
 from cached_transformers.registry import MEMORIES, MODELS
 
-from .pretrained import located
+from .pretrained import located, refuse_too_large
 
 
 def build_dataset(config: RunConfig, split: str) -> Any:
@@ -34,12 +33,7 @@ def build_model(config: RunConfig) -> nn.Module:
         with torch.device("meta"):
             model = MODELS.create(**without_checkpoint(config).model)
         size = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if size > room:
-            raise ValueError(
-                f"model {config.model['name']!r} has {size / 2**30:,.1f} GiB of weights and caches, this machine "
-                f"{room / 2**30:,.1f} GiB of memory; lower model.width, model.depth, or the length of its memory"
-            )
+        refuse_too_large(config.model["name"], size)
     seed_everything(config.training.seed)
     return MODELS.create(**_located(config))
 

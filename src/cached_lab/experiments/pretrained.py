@@ -18,12 +18,13 @@ from typing import Any
 import torch
 
 from cached_lab.data.archives import naming, refuse_special
-from cached_lab.data.packages import PACKAGES, model_folder
 from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.integrations.hub import MODEL_TYPE, records_memory
 from cached_transformers.integrations.transformers.load import load_pretrained
 from cached_transformers.registry import MEMORIES
+
+from .packages import PACKAGES, model_folder
 
 GGUF = ".gguf"
 
@@ -45,7 +46,7 @@ def resolve_model(name: str | Path) -> tuple[Any, Any]:
     with _explained(name):
         config = auto.AutoConfig.from_pretrained(place, **_safe(options))
         size = 0 if options else _bytes_of(config)  # a GGUF file was checked before
-    _refuse_too_large(name, size)
+    refuse_too_large(name, size)
     with _explained(name):
         if records_memory(config):
             return load_pretrained(place), _tokenizer(place, name, {})
@@ -72,8 +73,8 @@ def remember(model: Any, name: str | Path, memory: Mapping[str, Any] | None, len
     """
     own = records_memory(model.config)
     if own == (memory is not None):
-        way = "it has a memory; give none" if own else "it has no memory; give one, or save it after add_memory"
-        raise ValueError(f"model={name}: {way} (cached generate --with-memory {memory['name'] if memory else 'NAME'})")
+        way = "a memory; leave the option out" if own else "no memory; give one (--with-memory NAME)"
+        raise ValueError(f"model={name}, memory={memory and memory['name']}: the model has {way}")
     if memory is not None:
         if "weights" in getattr(MEMORIES.entry(memory["name"]).factory, "needs", ()):  # an option of the host
             model.set_attn_implementation("eager")
@@ -115,7 +116,7 @@ def located(name: str) -> tuple[str, dict[str, Any]]:
     require_gguf(name)
     with naming(f"model={name}", "file"):
         weights = sum(int(tensor.n_elements) for tensor in importlib.import_module("gguf").GGUFReader(path).tensors)
-    _refuse_too_large(name, 4 * weights)
+    refuse_too_large(name, 4 * weights)
     options: dict[str, Any] = {"gguf_file": str(path.resolve())}  # a name without folder is sought elsewhere first
     if kind := getattr(require("transformers", extra="language"), "GgufConfig", None):
         options["quantization_config"] = kind(dequantize=True)
@@ -129,7 +130,8 @@ def require_gguf(name: str) -> None:
             raise ImportError(f"model={name}: {needed} is not installed; GGUF files need: pip install gguf accelerate")
 
 
-def _refuse_too_large(name: str | Path, size: int) -> None:
+def refuse_too_large(name: str | Path, size: int) -> None:
+    """Refuse (ValueError) a model whose weights exceed the free memory."""
     if size > (room := available_memory()):
         raise ValueError(
             f"model={name}: its weights take {size / 2**30:,.1f} GiB, and {room / 2**30:,.1f} GiB of memory are free; "
@@ -156,30 +158,24 @@ def available_memory() -> int:
 
 
 def _tokenizer(place: str, name: str | Path, options: dict[str, Any]) -> Any:
-    try:
+    with _explained(name, "its tokenizer"):
         found = require("transformers", extra="language").AutoTokenizer.from_pretrained(place, **_safe(options))
         if len(found) <= len(found.all_special_tokens):  # without files, some classes are made without words
-            raise ValueError("it has special tokens only")
-        return found
-    except ImportError:
-        raise
-    except Exception as error:  # tokenizers raises no narrower class
-        raise ValueError(
-            f"model={name}: it has no tokenizer that transformers can read ({_line(error)}); save it with the model: "
-            f"tokenizer.save_pretrained({place!r})"
-        ) from None
+            raise ValueError("it has special tokens only; save it by tokenizer.save_pretrained")
+    return found
 
 
 @contextlib.contextmanager
-def _explained(name: str | Path) -> Iterator[None]:
+def _explained(name: str | Path, part: str = "it") -> Iterator[None]:
     """Turn errors of transformers and safetensors into a ValueError with the way out."""
     try:
         yield
     except (ImportError, MemoryError):
         raise
     except Exception as error:
+        reason = " ".join(str(error).split())[:300]
         raise ValueError(
-            f"model={name}: transformers cannot load it ({_line(error)}); give a folder of save_pretrained, a model of "
+            f"model={name}: transformers cannot load {part} ({reason}); give a folder of save_pretrained, a model of "
             f"the hub, a GGUF file, or a name of `cached fetch` ({', '.join(PACKAGES)})"
         ) from error
 
@@ -187,7 +183,3 @@ def _explained(name: str | Path) -> Iterator[None]:
 def _safe(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of every `from_pretrained`; transformers would ask a terminal about code in a model."""
     return {"trust_remote_code": False, **{key: value for key, value in options.items() if key == "gguf_file"}}
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -13,9 +13,8 @@ from cached_lab.registries import DATASETS
 __all__ = ["DATASETS", "create_dataset"]
 
 for _module in (
-    "classification.images.cifar",
+    "classification.images.small_images",
     "classification.images.class_folders",
-    "classification.images.digits",
     "classification.images.image_shards",
     "classification.listops.datasets",
     "detection.coco",

@@ -2,10 +2,9 @@
 
 from .base import Reproduction, TableRow
 from .images import TABLES
-from .table4 import TABLE4, TABLE4_IWSLT14
 from .table5 import TABLE5
-from .table6 import TABLE6
 from .table9 import SUMMARY
+from .text_tables import TABLE4, TABLE4_IWSLT14, TABLE6
 
 __all__ = ["MEASURED", "REPRODUCTIONS", "Reproduction", "TableRow"]
 

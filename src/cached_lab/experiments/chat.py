@@ -13,11 +13,124 @@ from typing import Any
 import torch
 
 from cached_lab.tasks.language.completion import CONTEXT, Spelling, words_of_transformers
+from cached_lab.yaml_tree import apply_override
 from cached_transformers import Session
+from cached_transformers.integrations.hub import records_memory
 from cached_transformers.models.sampling import Choice
 from cached_transformers.state import State, nbytes
 
-from .turns import Turns
+from .pretrained import remember, resolve_model
+
+MEMORY = "streaming_llm"
+"""Default memory of a model without one: it has no weights."""
+WINDOW, SEGMENT, SINKS = 512, 256, 4
+"""Slots, tokens of a segment, and slots among them for the first tokens, where the model's context has room."""
+ANSWER = "[[answer]]"
+"""An answer in a rendered chat, whose following text is wanted."""
+
+
+def load_chat_model(name: str, memory: str | None, device: torch.device) -> tuple[Any, Any]:
+    """Load a decoder and its tokenizer, and add a memory to a model without one.
+
+    Args:
+        name: see `resolve_model`.
+        memory: "NAME" or "NAME,option=value,..."; None for the model's own, or `MEMORY`.
+
+    Raises:
+        ValueError: no such model; the model has a memory already, or the memory has weights that are not trained.
+    """
+    model, tokenizer = resolve_model(name)
+    if memory is not None or not records_memory(model.config):
+        kind, *overrides = (memory or MEMORY).split(",")
+        options: dict[str, Any] = {"name": kind}
+        for override in overrides:
+            apply_override(options, override)
+        context = getattr(model.config, "max_position_embeddings", None) or 4 * SEGMENT
+        length = options.pop("segment_length", min(SEGMENT, context // 4))
+        if options == {"name": MEMORY}:
+            options |= {"length": min(WINDOW, context // 2) - SINKS, "sinks": SINKS}
+        remember(model, name, options, length)
+    return model.to(device).eval(), tokenizer
+
+
+class TemplateTurns:
+    """Turns as the tokenizer's chat template writes them.
+
+    Args:
+        tokenizer: of transformers. system: the system message; None for the template's own, or none.
+
+    Raises:
+        ValueError: the tokenizer has no template, or the template refuses the messages.
+    """
+
+    special = False
+    """The tokenizer puts no tokens before the first text: the template writes them."""
+
+    def __init__(self, tokenizer: Any, system: str | None) -> None:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ValueError(
+                f"{tokenizer.name_or_path} has no chat template; give --plain for turns of User and Assistant, or a "
+                "model that was tuned for chats"
+            )
+        self.tokenizer, self.system = tokenizer, system
+        self.following("text", "")
+
+    def first(self, text: str) -> str:
+        """The first turn, up to the place of the answer."""
+        return self._rendered([("user", text)])
+
+    def following(self, text: str, last: str) -> str:
+        """A later turn, from the end of the answer on; `last` is the text of the answer's last token."""
+        turns = [("user", "text"), ("assistant", ANSWER), ("user", text)]
+        _, found, after = self._rendered(turns).partition(ANSWER)
+        if not found:
+            raise ValueError(
+                f"the chat template of {self.tokenizer.name_or_path} leaves out earlier answers, which the memory "
+                "holds; give --plain"
+            )
+        return after
+
+    def ended(self, answer: str) -> bool:
+        """Return False: only a token ends an answer."""
+        return False
+
+    def _rendered(self, turns: list[tuple[str, str]]) -> str:
+        if self.system is not None:
+            turns = [("system", self.system), *turns]
+        messages = [{"role": role, "content": text} for role, text in turns]
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except ImportError:  # jinja2
+            raise
+        except Exception as error:
+            given = f"--system {self.system!r}: " if self.system is not None else ""
+            way = "leave out --system, or give --plain" if given else "give --plain"
+            raise ValueError(f"{given}the chat template refuses the messages ({error}); {way}") from error
+
+
+class PlainTurns:
+    """Turns of User and Assistant for a model without a chat template; an answer is one line."""
+
+    special = True
+    """The tokenizer puts its tokens before the first text."""
+
+    def __init__(self, system: str | None) -> None:
+        self.system = system
+
+    def first(self, text: str) -> str:
+        """The first turn; see `TemplateTurns.first`."""
+        return f"{self.system}\n\n" * (self.system is not None) + f"User: {text}\nAssistant:"
+
+    def following(self, text: str, last: str) -> str:
+        """A later turn; see `TemplateTurns.following`."""
+        return "\n" * ("\n" not in last) + f"User: {text}\nAssistant:"
+
+    def ended(self, answer: str) -> bool:
+        """Return True at the end of a line."""
+        return "\n" in answer.lstrip()
+
+
+Turns = TemplateTurns | PlainTurns
 
 
 class Conversation:

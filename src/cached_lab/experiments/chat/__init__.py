@@ -1,1 +1,0 @@
-"""Chats and questions with a pretrained decoder that has a memory."""
