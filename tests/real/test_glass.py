@@ -147,10 +147,3 @@ def test_its_text_with_a_memory_is_that_of_full_attention_over_the_same_tokens(
         torch.testing.assert_close(model(said[None]).logits[0], expected, rtol=0, atol=1e-4)
     assert len(said) == PROMPT + NEW
     assert torch.equal(expected[PROMPT - 1 : -1].argmax(-1), said[PROMPT:])
-
-
-def test_memories_of_keys_per_query_head_do_not_take_grouped_keys() -> None:
-    model, _ = glass()
-    model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="stored_kv"):
-        add_memory(model, "h2o", segment_length=SEGMENT)

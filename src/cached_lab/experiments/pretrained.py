@@ -22,7 +22,6 @@ from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.integrations.hub import MODEL_TYPE, records_memory
 from cached_transformers.integrations.transformers.load import load_pretrained
-from cached_transformers.registry import MEMORIES
 
 from .packages import PACKAGES, model_folder
 
@@ -76,8 +75,6 @@ def remember(model: Any, name: str | Path, memory: Mapping[str, Any] | None, len
         way = "a memory; leave the option out" if own else "no memory; give one (--with-memory NAME)"
         raise ValueError(f"model={name}, memory={memory and memory['name']}: the model has {way}")
     if memory is not None:
-        if "weights" in getattr(MEMORIES.entry(memory["name"]).factory, "needs", ()):  # an option of the host
-            model.set_attn_implementation("eager")
         plain = {*model.state_dict()}
         add_memory(model, dict(memory), segment_length=length)
         refuse_untrained(memory, model.state_dict().keys() - plain)
