@@ -90,8 +90,8 @@ class ScoredCache(KeepsSinks):
         observe: number of newest tokens that stay whatever their score, and whose queries a score by attention uses; a
             quarter of the slots, at most 32, when None.
         budget: "uniform": each layer has `length` slots; "pyramid": the mean over layers is `length`, the first layer
-            has most, the last length / beta.
-        beta: see `budget`.
+            has most, the last least.
+        beta: of budget="pyramid"; the last layer has length / beta slots.
         index, depth: which layer of how many this is, counted from 0; the model gives them.
         relative: see `TransformerXL`.
     """
