@@ -46,6 +46,9 @@ from .parts.hamming import lloyd
 from .parts.keys import all_keys
 from .parts.sizes import head_width
 
+SeenKeys = tuple[Tensor, Tensor, Tensor | None]
+"""All keys (B, H, M, E) and values, and which of them are there, (B, 1, 1, M); None where all of them are."""
+
 
 @ATTENTIONS.register(
     "clustered",
@@ -116,18 +119,11 @@ class ClusteredAttention(Attention):
         count_BHC = member_BHNC.sum(2, dtype=torch.promote_types(q_BHNE.dtype, torch.float32))
         share_BHNC = (member_BHNC / count_BHC.clamp(min=1)[:, :, None]).to(q_BHNE.dtype)
         means_BHCE = share_BHNC.mT @ q_BHNE
-        return AttentionOutput(self._of_clusters(q_BHNE, means_BHCE, index_BHN, k_BHME, v_BHMV, seen_B11M))
+        return AttentionOutput(self._of_clusters(q_BHNE, means_BHCE, index_BHN, (k_BHME, v_BHMV, seen_B11M)))
 
-    def _of_clusters(
-        self,
-        q_BHNE: Tensor,
-        means_BHCE: Tensor,
-        index_BHN: Tensor,
-        k_BHME: Tensor,
-        v_BHMV: Tensor,
-        seen_B11M: Tensor | None,
-    ) -> Tensor:
+    def _of_clusters(self, q_BHNE: Tensor, means_BHCE: Tensor, index_BHN: Tensor, keys: SeenKeys) -> Tensor:
         """(B, H, N, V) from the means and the clusters of the queries."""
+        k_BHME, v_BHMV, seen_B11M = keys
         out_BHCV = F.scaled_dot_product_attention(means_BHCE, k_BHME, v_BHMV, attn_mask=seen_B11M, dropout_p=self.drop)
         return pick_rows(out_BHCV, index_BHN)
 
@@ -204,15 +200,8 @@ class ImprovedClusteredAttention(ClusteredAttention):
         at_least_one(" key; attention 'clustered' does without", topk=topk)
         self.topk = topk
 
-    def _of_clusters(
-        self,
-        q_BHNE: Tensor,
-        means_BHCE: Tensor,
-        index_BHN: Tensor,
-        k_BHME: Tensor,
-        v_BHMV: Tensor,
-        seen_B11M: Tensor | None,
-    ) -> Tensor:
+    def _of_clusters(self, q_BHNE: Tensor, means_BHCE: Tensor, index_BHN: Tensor, keys: SeenKeys) -> Tensor:
+        k_BHME, v_BHMV, seen_B11M = keys
         logits_BHCM = product(means_BHCE, k_BHME) / math.sqrt(q_BHNE.shape[-1])
         if seen_B11M is not None:
             logits_BHCM = logits_BHCM.masked_fill(~seen_B11M, torch.finfo(logits_BHCM.dtype).min)
@@ -225,27 +214,20 @@ class ImprovedClusteredAttention(ClusteredAttention):
         best_BHCK = weights_BHCM.gather(-1, key_BHCK)
         rest_BHCM = weights_BHCM.scatter(-1, key_BHCK, 0)
         rest_BHCV = F.dropout(rest_BHCM, self.drop, self.drop > 0).to(v_BHMV.dtype) @ v_BHMV
-        best_BHNV = self._of_queries(q_BHNE, index_BHN, key_BHCK, k_BHME, v_BHMV, seen_B11M)
+        best_BHNV = self._of_queries(q_BHNE, index_BHN, key_BHCK, keys)
         mass_BHC1 = best_BHCK.sum(-1, keepdim=True).to(v_BHMV.dtype)
         # The rest and the mass in one look-up.
         rest_BHNV, mass_BHN1 = pick_rows(torch.cat([rest_BHCV, mass_BHC1], 3), index_BHN).split([v_BHMV.shape[3], 1], 3)
         return mass_BHN1 * best_BHNV + rest_BHNV
 
-    def _of_queries(
-        self,
-        q_BHNE: Tensor,
-        index_BHN: Tensor,
-        key_BHCK: Tensor,
-        k_BHME: Tensor,
-        v_BHMV: Tensor,
-        seen_B11M: Tensor | None,
-    ) -> Tensor:
+    def _of_queries(self, q_BHNE: Tensor, index_BHN: Tensor, key_BHCK: Tensor, keys: SeenKeys) -> Tensor:
         """(B, H, N, V): attention of each query to the best keys of its cluster.
 
         Queries are laid out in blocks of one cluster each, so that keys are gathered for blocks, not for queries. The
         clusters fill N // W + C blocks of W at most, whatever their sizes.
         """
-        tokens, size = q_BHNE.shape[2], -(-q_BHNE.shape[2] // self.clusters)
+        (k_BHME, v_BHMV, seen_B11M), tokens = keys, q_BHNE.shape[2]
+        size = -(-tokens // self.clusters)
         clusters_C = torch.arange(self.clusters, device=q_BHNE.device)
         blocks_Q = torch.arange(tokens // size + self.clusters, device=q_BHNE.device)
         order_BHN = index_BHN.argsort(dim=-1, stable=True)

@@ -19,29 +19,6 @@ from .etc import Labels, check_sizes, tokens_see
 from .parts.building_blocks import one_softmax, zero_unseen
 
 
-def globals_see(
-    global_qkv: Sequence[Tensor],
-    kv: Sequence[Tensor],
-    labels: Labels | None,
-    label_BNG: Tensor,
-    *,
-    padding_BN: Tensor,
-    padding_BG: Tensor,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Attention of the global tokens over all global tokens and all tokens; arguments as in `tokens_see`."""
-    (q, kg, vg), (k, v) = global_qkv, kv
-    q = q / math.sqrt(q.shape[-1])
-    to_globals, to_tokens = q @ kg.mT, q @ k.mT
-    if labels is not None:
-        place_G = torch.arange(q.shape[2], device=q.device)
-        to_globals = to_globals + labels.by_distance(q[:, :, None], place_G - place_G[:, None])[:, :, 0]
-        to_tokens = to_tokens + labels.by_segment(q, label_BNG.mT[:, None])
-    seen_B11M = ~torch.cat([padding_BG, padding_BN], 1)[:, None, None]
-    weights, _ = one_softmax(torch.cat([to_globals, to_tokens], -1), seen_B11M, dropout=dropout)
-    return zero_unseen(weights.to(v.dtype) @ torch.cat([vg, v], 2), seen_B11M)
-
-
 class ETCLayer(nn.Module):
     """Post-norm attention and feed-forward over a sequence and a global sequence.
 
@@ -125,16 +102,24 @@ class ETCLayer(nn.Module):
             padding_BN=padding_BN,
             dropout=drop,
         )
-        global_out = globals_see(
-            global_qkv,
-            qkv[1:],
-            self.global_labels,
-            label_BNG,
-            padding_BN=padding_BN,
-            padding_BG=padding_BG,
-            dropout=drop,
-        )
+        seen_B11M = ~torch.cat([padding_BG, padding_BN], 1)[:, None, None]
+        global_out = self._globals(global_qkv, qkv[1:], label_BNG, seen_B11M)
         y_BND = self.norm(x_BND + self.dropout(self.output(out.transpose(1, 2).flatten(2))))
         y_BGD = self.global_norm(global_BGD + self.dropout(self.global_output(global_out.transpose(1, 2).flatten(2))))
         y_BND, y_BGD = (self.last_norm(y + self.feed_forward(y)) for y in (y_BND, y_BGD))
         return y_BND, y_BGD
+
+    def _globals(
+        self, global_qkv: Sequence[Tensor], kv: Sequence[Tensor], label_BNG: Tensor, seen_B11M: Tensor
+    ) -> Tensor:
+        """Attention of the global tokens over all global tokens and all tokens."""
+        (q, kg, vg), (k, v), labels = global_qkv, kv, self.global_labels
+        q = q / math.sqrt(q.shape[-1])
+        to_globals, to_tokens = q @ kg.mT, q @ k.mT
+        if labels is not None:
+            place_G = torch.arange(q.shape[2], device=q.device)
+            to_globals = to_globals + labels.by_distance(q[:, :, None], place_G - place_G[:, None])[:, :, 0]
+            to_tokens = to_tokens + labels.by_segment(q, label_BNG.mT[:, None])
+        dropout = self.dropout.p if self.training else 0.0
+        weights, _ = one_softmax(torch.cat([to_globals, to_tokens], -1), seen_B11M, dropout=dropout)
+        return zero_unseen(weights.to(v.dtype) @ torch.cat([vg, v], 2), seen_B11M)

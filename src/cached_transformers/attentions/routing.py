@@ -29,6 +29,7 @@ a block sees.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -147,29 +148,20 @@ class RoutingAttention(PatternAttention):
         if strict:
             result = self._last_of_cluster(q_BHNE, k_BHNE, v_BHNV, near_q.argmax(-1), there_BN, call)
         else:
-            result = self._nearest(q_BHNE, k_BHNE, v_BHNV, near_q, near_k, there_BN, call)
+            result = self._nearest(q_BHNE, k_BHNE, v_BHNV, (near_q, near_k), there_BN, call)
         if not self.training:
             return result
         cluster_BHM = torch.cat([near_q.argmax(-1), near_k.argmax(-1)], 2)
         return result._replace(auxiliary_loss=self._learn(torch.cat([unit_q, unit_k], 2), cluster_BHM, there_BN))
 
     def _nearest(
-        self,
-        q_BHNE: Tensor,
-        k_BHNE: Tensor,
-        v_BHNV: Tensor,
-        near_q_BHNC: Tensor,
-        near_k_BHNC: Tensor,
-        there_BN: Tensor,
-        call: Call,
+        self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, near_BHNC: Sequence[Tensor], there_BN: Tensor, call: Call
     ) -> AttentionOutput:
         """Each cluster among the tokens nearest to its centroid."""
-        rows, heads, tokens, clusters = near_q_BHNC.shape
+        rows, heads, tokens, clusters = near_BHNC[0].shape
         size = min(self.window, tokens)
         absent_B1N1 = ~there_BN[:, None, :, None]
-        query_BHCW, key_BHCW = (
-            largest(near.masked_fill(absent_B1N1, -torch.inf).mT, size) for near in (near_q_BHNC, near_k_BHNC)
-        )
+        query_BHCW, key_BHCW = (largest(near.masked_fill(absent_B1N1, -torch.inf).mT, size) for near in near_BHNC)
         q_BHCWE = pick_rows(q_BHNE, query_BHCW)
         k_BHCWE, v_BHCWV = (pick_rows(t, key_BHCW) for t in (k_BHNE, v_BHNV))
         seen = pick_rows(there_BN[:, None].expand(-1, heads, -1), key_BHCW)[..., None, :]
@@ -180,7 +172,7 @@ class RoutingAttention(PatternAttention):
             # A pair that is together in several clusters is seen in the first of them.
             members = [
                 near.new_zeros(near.shape).scatter_(2, chosen.mT, 1.0)
-                for near, chosen in ((near_q_BHNC, query_BHCW), (near_k_BHNC, key_BHCW))
+                for near, chosen in zip(near_BHNC, (query_BHCW, key_BHCW), strict=True)
             ]
             earlier_C1C = torch.ones(clusters, clusters, dtype=members[0].dtype, device=q_BHNE.device).tril(-1)[:, None]
             query_in, key_in = (pick_rows(t, at) for t, at in zip(members, (query_BHCW, key_BHCW), strict=True))
@@ -188,7 +180,7 @@ class RoutingAttention(PatternAttention):
         out, lse = attend(q_BHCWE, k_BHCWE, v_BHCWV, seen, dropout=self.drop, want_lse=union)
         place_BHM = query_BHCW.flatten(2)
         at_BHMV = place_BHM[..., None].expand(-1, -1, -1, v_BHNV.shape[-1])
-        out_BHMV = out.flatten(2, 3).to(near_q_BHNC.dtype)
+        out_BHMV = out.flatten(2, 3).to(near_BHNC[0].dtype)
         total_BHN = out_BHMV.new_zeros(rows, heads, tokens)
         if lse is None:
             weight_BHM = torch.ones_like(out_BHMV[..., 0])

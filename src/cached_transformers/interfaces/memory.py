@@ -116,6 +116,11 @@ class Query(NamedTuple):
     turn: Callable[[Tensor, Tensor], Tensor] | None = None
     segment: tuple[int, int] | None = None
 
+    @property
+    def real_BN(self) -> Tensor:
+        """bool, tokens that are no padding."""
+        return torch.ones_like(self.x_BND[..., 0], dtype=torch.bool) if self.padding_BN is None else ~self.padding_BN
+
     def narrow(self, start: int, length: int) -> Query:
         """Return the query of the tokens start .. start + length."""
         parts = (t.narrow(_token_dim(t), start, length) if isinstance(t, Tensor) else t for t in self[:-1])

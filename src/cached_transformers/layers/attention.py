@@ -302,7 +302,7 @@ class SelfAttention(nn.Module):
         causal = self.causal and visible_NN is None
         run = causal and consecutive and (context is None or context.consecutive)
         q, k, bias, distances, context = self._place(query, context, bias_BHNM, run)
-        bias = self._mask(bias, query, context, visible_NN, run, self.memory.window() if causal else None)
+        bias = self._mask(bias, query, context, visible_NN, run)
         mask: dict[str, Any] = {"causal": causal, "key_padding_mask": padding_BN, "context": context, "bias_BHNM": bias}
         weights = None
         if "weights" in self.memory.needs:
@@ -382,13 +382,7 @@ class SelfAttention(nn.Module):
         return self.positions.query(q, positions_BNP), placed_k, bias, distances, context
 
     def _mask(
-        self,
-        bias: Tensor | None,
-        query: Query,
-        context: Context | None,
-        visible_NN: Tensor | None,
-        run: bool,
-        window: int | None,
+        self, bias: Tensor | None, query: Query, context: Context | None, visible_NN: Tensor | None, run: bool
     ) -> Tensor | None:
         """Add the attention mask of context, model memory and window to the bias."""
         assert query.q_BHNE is not None and query.k_BHNE is not None
@@ -396,6 +390,7 @@ class SelfAttention(nn.Module):
         visible = _visible(visible_NN, context, query.q_BHNE.shape[2])
         if visible is not None:
             bias = _hide(bias, visible[..., :keys], dtype)
+        window = self.memory.window() if self.causal and visible_NN is None else None
         if window is not None and query.positions_BNP is not None:
             bias = _hide(bias, _near(query.positions_BNP, context, window, run)[..., :keys], dtype)
         return bias

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -101,6 +100,7 @@ class Block(nn.Module):
         """
         if self.memory_weights is not None:
             attention["others"] = self.memory_weights.attention
+        padding_BN = attention.get("padding_BN")
         recent_BTD: Tensor | None = None
         if self.short_convolution is not None:
             if not len(state):
@@ -111,14 +111,12 @@ class Block(nn.Module):
                     "its init_state"
                 )
             recent_BTD, state = state
-            padding_BN = attention.get("padding_BN")
             x_BND, recent_BTD = self.short_convolution(x_BND, recent_BTD, padding_BN=padding_BN, segment=segment)
         if slots is not None and self._reads_in_front:
             assert self.slot_attention is not None
             x_BND, slots = _look(self.slot_attention, slots, x_BND), None
         attended = self.attention(x_BND, positions_BNP, state=state, segment=segment, **attention)
-        look = None if self.slot_attention is None or slots is None else partial(_look, self.slot_attention, slots)
-        y_BND, fed_losses = self._after_attention(x_BND, attended.y_BND, look, attention.get("padding_BN"), segment)
+        y_BND, fed_losses = self._after_attention(x_BND, attended.y_BND, _look, slots, padding_BN, segment)
         trace = Trace(x_BND, y_BND, attended.query, attended.reading, attended.weights_BHWL)
         written = trace if segment is None else trace.narrow(*segment)
         state, loss = self.attention.write(state, written, attended.core_state)
@@ -154,24 +152,22 @@ class Block(nn.Module):
             assert self.slot_attention is not None
             x_BND, slots = opened.look(self.slot_attention, slots, x_BND), None
         attended = opened(x_BND, positions_BNP, segment=segment, **attention)
-        look = (
-            None if self.slot_attention is None or slots is None else partial(opened.look, self.slot_attention, slots)
-        )
-        y_BND, _ = self._after_attention(x_BND, attended.y_BND, look, None, segment)
+        y_BND, _ = self._after_attention(x_BND, attended.y_BND, opened.look, slots, None, segment)
         return y_BND, Trace(x_BND, y_BND, attended.query, attended.reading)
 
     def _after_attention(
         self,
         x_BND: Tensor,
         attended_BND: Tensor,
-        look: Callable[[Tensor], Tensor] | None,
+        look: Callable[..., Tensor],
+        slots: tuple[Any, ...] | None,
         padding_BN: Tensor | None,
         segment: tuple[int, int] | None,
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Output of the block and auxiliary losses, given the output of the attention."""
         y_BND = self.attention_norm(x_BND + self.drop_path(attended_BND))
-        if look is not None:
-            y_BND = y_BND + self.drop_path(look(y_BND))
+        if slots is not None and self.slot_attention is not None:
+            y_BND = y_BND + self.drop_path(look(self.slot_attention, slots, y_BND))
         fed_BND, losses = self._feed_forward(y_BND, padding_BN, segment)
         return self.feed_forward_norm(y_BND + self.drop_path(fed_BND)), losses
 

@@ -10,7 +10,6 @@ Legend: G layers of a group, B rows, N tokens, D model width, P position channel
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -140,7 +139,9 @@ class VmapBlocks:
         def one(weights: dict[str, Tensor], x: Tensor, positions: Tensor, padding: Tensor | None, state: State) -> Any:
             given = dict(weights)
             call = like._replace(x_BND=x, positions_BNP=positions, padding_BN=padding)
-            with _attention_under_vmap():
+            # A CPU has no kernel with a layer dimension, and fused kernels ignore that a mask needs a gradient.
+            # Compilers do not follow the torch function mode and fuse the plain form.
+            with sdpa_kernel(SDPBackend.MATH) if torch.compiler.is_compiling() else _FoldedAttention():
                 out = _run_block(lambda b, *a, **k: functional_call(b, weights, a, k), block, call, state)
             for name in self.buffers:
                 if weights[name] is not given[name]:
@@ -193,15 +194,6 @@ def _stack_weights(blocks: Sequence[nn.Module]) -> dict[str, Tensor]:
     with torch.inference_mode(False), torch.no_grad():  # ordinary tensors count their versions
         buffers = stack([dict(block.named_buffers()) for block in blocks])
     return {**stack([dict(block.named_parameters()) for block in blocks]), **buffers}
-
-
-def _attention_under_vmap() -> contextlib.AbstractContextManager[Any]:
-    """Context in which `scaled_dot_product_attention` runs under vmap.
-
-    A CPU has no kernel with a layer dimension, and fused kernels ignore that a mask needs a gradient. Compilers do not
-    follow the torch function mode and fuse the plain form.
-    """
-    return sdpa_kernel(SDPBackend.MATH) if torch.compiler.is_compiling() else _FoldedAttention()
 
 
 class _FoldedAttention(TorchFunctionMode):

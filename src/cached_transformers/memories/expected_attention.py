@@ -25,10 +25,9 @@ from torch import Tensor
 
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import Trace
-from cached_transformers.interfaces.probing import Probing, whole_episode
 from cached_transformers.registry import MEMORIES
 
-from .parts.scored_cache import Candidates, ScoredCache
+from .parts.scored_cache import STAYS, Candidates, ScoredCache
 
 
 class QuerySums(NamedTuple):
@@ -51,9 +50,7 @@ class QuerySums(NamedTuple):
     reach="unbounded for keys that the queries so far would attend",
     gradient="none: keys and values are kept as they were made",
     exact_when="length >= tokens seen",
-    probe=Probing(
-        lambda *given: {"observe": 1, "sinks": 0, **whole_episode(*given)}, why="what is attended may stay for ever"
-    ),
+    probe=STAYS,
 )
 class ExpectedAttention(ScoredCache):
     """Keys and values that later queries are expected to attend most. No parameters.
@@ -105,9 +102,7 @@ class ExpectedAttention(ScoredCache):
     def carry(self, carried: QuerySums, trace: Trace) -> QuerySums:
         query = trace.query
         assert query.q_BHNE is not None
-        real_BN = torch.ones_like(query.x_BND[..., 0], dtype=torch.bool)
-        if query.padding_BN is not None:
-            real_BN = ~query.padding_BN
+        real_BN = query.real_BN
         rank_BN = carried.seen_B[:, None] + real_BN.long().cumsum(1)
         counted_BN = real_BN & (rank_BN > self.sinks)
         q_BHNE = query.q_BHNE.detach().to(carried.sum_BHE.dtype)

@@ -19,11 +19,10 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.interfaces.probing import Probing, whole_episode
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State
 
-from .parts.scored_cache import Candidates, ScoredCache
+from .parts.scored_cache import STAYS, Candidates, ScoredCache
 
 
 @MEMORIES.register(
@@ -39,9 +38,7 @@ from .parts.scored_cache import Candidates, ScoredCache
     gradient="none: keys and values are kept as they were made",
     exact_when="length >= tokens seen",
     without={"turn": "rotated=False"},
-    probe=Probing(
-        lambda *given: {"observe": 1, "sinks": 0, **whole_episode(*given)}, why="what is rare may stay for ever"
-    ),
+    probe=STAYS,
 )
 class KeyDiff(ScoredCache):
     """Keys and values of the tokens whose keys differ most from the others. No parameters.

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cached_transformers.interfaces.probing import Probing, whole_episode
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State
 
-from .parts.scored_cache import Candidates, ScoredCache
+from .parts.scored_cache import STAYS, Candidates, ScoredCache
 
 
 @MEMORIES.register(
@@ -33,10 +32,7 @@ from .parts.scored_cache import Candidates, ScoredCache
     reach="unbounded for keys of small norm",
     gradient="none: keys and values are kept as they were made",
     exact_when="length >= tokens seen",
-    probe=Probing(
-        lambda *given: {"observe": 1, "sinks": 0, **whole_episode(*given)},
-        why="what has a small norm may stay",
-    ),
+    probe=STAYS,
 )
 class Knorm(ScoredCache):
     """Keys and values of the tokens whose keys have the smallest norms. No parameters.

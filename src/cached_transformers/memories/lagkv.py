@@ -20,11 +20,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cached_transformers.interfaces.probing import Probing, whole_episode
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State
 
-from .parts.scored_cache import Candidates, ScoredCache
+from .parts.scored_cache import STAYS, Candidates, ScoredCache
 
 WAITS = 2.0
 """Score of a token that is not scored yet, above all others."""
@@ -44,9 +43,7 @@ EPSILON = 1e-12
     reach="unbounded for tokens that spread most in their segment",
     gradient="none: keys and values are kept as they were made",
     exact_when="length >= tokens seen",
-    probe=Probing(
-        lambda *given: {"observe": 1, "sinks": 0, **whole_episode(*given)}, why="what spreads most may stay for ever"
-    ),
+    probe=STAYS,
 )
 class LagKV(ScoredCache):
     """Keys and values of the tokens that spread most beside the segment after them. No parameters.

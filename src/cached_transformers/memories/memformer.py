@@ -96,11 +96,6 @@ def write_slots(
     return itself_BHM1 * slots_BHME + tokens_BHMN @ v_BHNE
 
 
-def forget(slots_BMD: Tensor, bias_MD: Tensor) -> Tensor:
-    """Each slot is drawn towards the direction of its bias and brought to unit length."""
-    return F.normalize(slots_BMD + bias_MD, dim=-1)
-
-
 @MEMORIES.register(
     "memformer",
     paper="arXiv:2010.06891",
@@ -193,4 +188,5 @@ class Memformer(ModelMemory):
             self.temperature,
             padding_BN,
         )
-        return forget(made_BHME.transpose(1, 2).flatten(2), self.bias_MD)
+        # Each slot is drawn towards the direction of its bias and brought to unit length.
+        return F.normalize(made_BHME.transpose(1, 2).flatten(2) + self.bias_MD, dim=-1)

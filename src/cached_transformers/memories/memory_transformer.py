@@ -27,7 +27,7 @@ from cached_transformers.interfaces.probing import Probing
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State
 
-from .parts.memory_tokens import check_cache, check_tokens, surround, visible_round
+from .parts.memory_tokens import check_tokens, surround, visible_round
 from .parts.options import one_of
 from .transformer_xl import CacheBeforeTokens
 
@@ -85,8 +85,7 @@ class MemoryTransformer(ModelMemory):
         causal: bool = True,
     ) -> None:
         super().__init__()
-        check_tokens(length, mask)
-        check_cache(cache)
+        check_tokens(length, mask, cache)
         one_of("place", place, ("front", "back"))
         if causal and place == "back":
             raise ValueError(

@@ -28,7 +28,7 @@ from cached_transformers.interfaces.memory import Entry, LayerMemory, ModelMemor
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
 
-from .parts.memory_tokens import carried_norm, check_cache, check_tokens, surround, visible_round
+from .parts.memory_tokens import carried_norm, check_tokens, surround, visible_round
 from .parts.recurrent import wrote
 from .transformer_xl import CacheBeforeTokens
 
@@ -87,8 +87,7 @@ class RMT(ModelMemory):
         norm: str = "pre",
     ) -> None:
         super().__init__()
-        check_tokens(length, mask)
-        check_cache(cache)
+        check_tokens(length, mask, cache)
         if read_cache and not cache:
             raise ValueError("read_cache=True needs tokens to read; give cache=..., or take read_cache=False")
         self.width, self.heads, self.length, self.cache, self.read_cache = width, heads, length, cache, read_cache

@@ -21,11 +21,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
-from cached_transformers.interfaces.probing import Probing, whole_episode
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State
 
-from .parts.scored_cache import Candidates, ScoredCache
+from .parts.scored_cache import STAYS, Candidates, ScoredCache
 
 
 @MEMORIES.register(
@@ -40,9 +39,7 @@ from .parts.scored_cache import Candidates, ScoredCache
     reach="unbounded for attended tokens",
     gradient="none: keys and values are kept as they were made",
     exact_when="length >= tokens seen",
-    probe=Probing(
-        lambda *given: {"observe": 1, "sinks": 0, **whole_episode(*given)}, why="what is attended may stay for ever"
-    ),
+    probe=STAYS,
 )
 class SnapKV(ScoredCache):
     """Keys and values that the last `observe` queries attended most. No parameters.

@@ -85,12 +85,10 @@ class TOVA(TransformerXL):
         if isinstance(state, Pairs):
             new_BNW = side_by_side(*stored_pair(query, self.stored_heads[0]))
         n = new_BNW.shape[1]
-        real_BN = query.padding_BN
-        real_BN = torch.ones_like(new_BNW[..., 0], dtype=torch.bool) if real_BN is None else ~real_BN
         # The context may begin with slots of other memories; its own are the last ones before the segment.
         slots = state.positions_BMP.shape[1]
         asked_BL = weights_BHWL[:, :, -1, weights_BHWL.shape[-1] - n - slots :].mean(1)
-        valid_BL = torch.cat([state.valid_BM, real_BN], 1)
+        valid_BL = torch.cat([state.valid_BM, query.real_BN], 1)
         # A segment of padding asks nothing: all that is there stays.
         index_BM, real_BM = best(asked_BL.nan_to_num(0), valid_BL, slots)
         stored_BMW = kept(state[0], new_BNW, index_BM, real_BM)

@@ -275,9 +275,9 @@ class TTT(FastMemory):
 
 def _there(query: Query) -> Tensor:
     """(B, N): tokens of the segment that are none of padding."""
-    there_BN = torch.ones_like(query.x_BND[..., 0], dtype=torch.bool)
+    there_BN = query.real_BN
     if query.segment is not None:
         start, length = query.segment
         place_N = torch.arange(there_BN.shape[1], device=there_BN.device)
         there_BN = there_BN & (place_N >= start) & (place_N < start + length)
-    return there_BN if query.padding_BN is None else there_BN & ~query.padding_BN
+    return there_BN

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 
 from cached_transformers.interfaces.memory import LayerMemory
 from cached_transformers.layers.stack import ModelOutput
@@ -151,7 +152,7 @@ def document_ids_from_position_ids(position_ids_BN: Tensor, padding: Tensor | No
             f"padding of shape {tuple(padding.shape)}, {padding.dtype} must be bool, of the shape of position_ids"
         )
     real_BN = torch.ones_like(position_ids_BN, dtype=torch.bool) if padding is None else ~padding
-    before_BN = _before(position_ids_BN, real_BN)
+    before_BN = value_before(position_ids_BN, real_BN)
     first_BN = real_BN & (real_BN.cumsum(1) == 1)
     begins_BN = real_BN & (first_BN | (position_ids_BN == 0))
     wrong_BN = real_BN & ~begins_BN & (position_ids_BN != before_BN + 1)
@@ -191,7 +192,7 @@ def plan_documents(ids_BN: Tensor) -> DocumentPlan | None:
         return None
     rows, columns = ids_BN.shape
     real_BN = ids_BN >= 0
-    begins_BN = real_BN & (ids_BN != _before(ids_BN, real_BN))
+    begins_BN = real_BN & (ids_BN != value_before(ids_BN, real_BN))
     row_P, column_P = begins_BN.nonzero().unbind(1)
     _refuse_again(ids_BN, row_P, column_P)
     fresh_P = torch.zeros_like(row_P, dtype=torch.bool)
@@ -312,7 +313,7 @@ def resets_between(ids_BN: Tensor, parts: Sequence[slice]) -> list[Tensor | None
         ValueError: see `plan_documents`.
     """
     real_BN = ids_BN >= 0
-    before_BN = _before(ids_BN, real_BN)
+    before_BN = value_before(ids_BN, real_BN)
     begins_BN = real_BN & (ids_BN != before_BN)
     _refuse_again(ids_BN, *begins_BN.nonzero().unbind(1))
     begins_BN &= before_BN >= 0
@@ -345,11 +346,16 @@ def _whole(t: Tensor) -> bool:
     return t.dtype in (torch.int64, torch.int32)
 
 
-def _before(t_BN: Tensor, real_BN: Tensor) -> Tensor:
+def column_before(real_BN: Tensor) -> Tensor:
+    """The column of the last token before each column, -1 for none."""
+    columns_BN = torch.arange(real_BN.shape[1], device=real_BN.device).expand_as(real_BN)
+    last_BN = columns_BN.masked_fill(~real_BN, -1).cummax(1).values
+    return F.pad(last_BN[:, :-1], (1, 0), value=-1)
+
+
+def value_before(t_BN: Tensor, real_BN: Tensor) -> Tensor:
     """The value at the last token before each position, -1 for none."""
-    place_BN = torch.arange(t_BN.shape[1], device=t_BN.device).expand_as(t_BN)
-    last_BN = place_BN.masked_fill(~real_BN, -1).cummax(1).values.roll(1, 1)
-    last_BN[:, 0] = -1
+    last_BN = column_before(real_BN)
     return t_BN.gather(1, last_BN.clamp(min=0)).masked_fill(last_BN < 0, -1)
 
 

@@ -155,7 +155,9 @@ class MemoryCache(Cache):  # type: ignore[misc]
                 some = next(iter(new.values()))
                 rows, total = some.shape[0], self.length + some.shape[1]
                 padding_BM = torch.zeros(rows, total, dtype=torch.bool, device=some.device)
-            counted_BM = positions_without_padding(padding_BM, self.before)
+            passed_BM = padding_BM.long().cumsum(1).masked_fill(padding_BM, 0).cummax(1).values
+            # From 0 in each row; padding after a text is counted, as in the host itself.
+            counted_BM = self.before + torch.arange(padding_BM.shape[1], device=padding_BM.device) - passed_BM
             new.setdefault("position_ids", counted_BM[:, self.length :])
             before.setdefault("position_ids", counted_BM[:, : self.length])
         inputs = {name: torch.cat([before[name], t], 1) if self.length else t for name, t in new.items()}
@@ -222,12 +224,3 @@ class MemoryCache(Cache):  # type: ignore[misc]
             pick_kv(self.kv)
             for projected in self.projected or ():
                 projected.pick(pick)
-
-
-def positions_without_padding(padding_BM: Tensor, before: int | Tensor) -> Tensor:
-    """(B, M): position of each token in its row, counted from 0, after `before` tokens of the row.
-
-    Padding after a text is counted, as in the host itself.
-    """
-    passed_BM = padding_BM.long().cumsum(1).masked_fill(padding_BM, 0).cummax(1).values
-    return before + torch.arange(padding_BM.shape[1], device=padding_BM.device) - passed_BM

@@ -28,9 +28,11 @@ from cached_transformers.models.documents import (
     PADDING,
     DocumentPlan,
     check_documents,
+    column_before,
     ids_of,
     plan_documents,
     read_plan,
+    value_before,
 )
 from cached_transformers.state import State
 
@@ -110,25 +112,14 @@ def may_begin_again(positions: Any) -> bool:
     return positions.dim() == 2 and positions.shape[1] > 1
 
 
-def column_before(real_BM: Tensor) -> Tensor:
-    """The column of the last token before each column, -1 where there is none."""
-    columns_BM = torch.arange(real_BM.shape[1], device=real_BM.device).expand_as(real_BM)
-    last_BM = columns_BM.masked_fill(~real_BM, -1).cummax(1).values
-    return torch.cat([torch.full_like(last_BM[:, :1], -1), last_BM[:, :-1]], 1)
-
-
 def _begins(ids_BM: Tensor) -> Tensor:
     """First tokens of documents."""
-    before_BM = column_before(ids_BM >= 0)
-    goes_on_BM = (before_BM >= 0) & (ids_BM == ids_BM.gather(1, before_BM.clamp(min=0)))
-    return (ids_BM >= 0) & ~goes_on_BM
+    return (ids_BM >= 0) & (ids_BM != value_before(ids_BM, ids_BM >= 0))
 
 
 def _falls(positions_BM: Tensor, real_BM: Tensor) -> Tensor:
     """Tokens whose position is not after that of the token before them."""
-    before_BM = column_before(real_BM)
-    rise_BM = positions_BM - positions_BM.gather(1, before_BM.clamp(min=0))
-    return real_BM & (before_BM >= 0) & (rise_BM <= 0)
+    return real_BM & (real_BM.cumsum(1) > 1) & (positions_BM <= value_before(positions_BM, real_BM))
 
 
 def refuse_packed(positions_BM: Tensor, padding_BM: Tensor | None, why: str) -> None:

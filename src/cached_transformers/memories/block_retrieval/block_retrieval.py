@@ -39,12 +39,12 @@ from cached_transformers.memories.parts.fifo_store import (
     right_before,
     stored_pair,
 )
-from cached_transformers.memories.parts.options import check_choices, check_heads
+from cached_transformers.memories.parts.options import check_heads
 from cached_transformers.memories.parts.ring import write_rings
 from cached_transformers.registry import MEMORIES
 
 from .blocks import append, pick
-from .scores import RULES, last_queries, scores
+from .scores import last_queries, scores
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
@@ -132,14 +132,6 @@ class BlockRetrieval(ModelMemory):
         at_least_one(depth=depth, recent=recent, block=block, topk=topk, observe=observe, capacity=capacity)
         at_least_one("; 0 keeps none", least=0, sinks=sinks)
         check_heads(width, heads)
-        check_choices(
-            score=(score, tuple(RULES)),
-            vote=(vote, ("layers", "layer")),
-            retrieve=(retrieve, ("always", "prompts", "segments")),
-            places=(places, ("cache", "same")),
-            store=(store, ("memory", "file")),
-            dtype=(dtype, (None, *DTYPES)),
-        )
         if observe > 1 and score == "attention":
             raise ValueError(f"observe={observe}: score='attention' asks with the last query; take 1, or 'mean'")
         if (store == "file") != (folder is not None):
@@ -222,12 +214,10 @@ class BlockRetrieval(ModelMemory):
                 "of one size; give a capacity, store='memory' and no 'int8', or do not compile"
             )
         groups = self.stored_heads[0]
-        padding_BN = traces[0].query.padding_BN
+        padding_BN = ~traces[0].query.real_BN
         pairs = [stored_pair(trace.query, groups) for trace in traces]
         kept_BXNE = torch.cat([pair[half] for half in (0, 1) for pair in pairs], 1)
         kept_BNY = kept_BXNE.transpose(1, 2).flatten(2)
-        if padding_BN is None:
-            padding_BN = torch.zeros_like(kept_BNY[..., 0], dtype=torch.bool)
         rank_BN = state.sinks.count_B[:, None] + (~padding_BN).cumsum(1)
         positions_BN0 = kept_BNY.new_empty(*padding_BN.shape, 0, dtype=torch.long)
         sinks = state.sinks

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from cached_transformers.annotations import checked
 from cached_transformers.linear_maps import matrix_of
 from cached_transformers.memories.parts.interpolation import Interpolation, coarser_map, nearest_map
-from cached_transformers.registry import MEMORIES, unknown_name
+from cached_transformers.registry import MEMORIES
 
 from .equations import Candidate, GateWeights, gate_update, mean_gate_update, plain
 from .shared_cache import SharedCache, Sync
@@ -50,13 +50,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "positional_convolution": True,
     },
 }
-
-
-def variant_options(variant: str, **chosen: Any) -> dict[str, Any]:
-    """Return the variant's options, replaced by those of `chosen` that are not None."""
-    if variant not in VARIANTS:
-        raise ValueError(unknown_name("GRC variant", variant, list(VARIANTS)))
-    return VARIANTS[variant] | {name: value for name, value in chosen.items() if value is not None}
 
 
 class CacheGates(nn.Module):
@@ -200,15 +193,9 @@ class GRC(SharedCacheMemory):
     ) -> None:
         c = cache_width(width, heads, ratio)
         length, size = coarser_map(length, size, prefix, stride)
-        chosen = variant_options(
-            variant,
-            candidate=candidate,
-            attend=attend,
-            source=source,
-            mix=mix,
-            initial_gate=initial_gate,
-            positional_convolution=positional_convolution,
-        )
+        given: dict[str, Any] = {"candidate": candidate, "attend": attend, "source": source, "mix": mix}
+        given |= {"initial_gate": initial_gate, "positional_convolution": positional_convolution}
+        chosen = VARIANTS[variant] | {name: value for name, value in given.items() if value is not None}
         slots: dict[str, Any] = {"interpolation": interpolation, "size": size, "prefix": prefix, "sync": sync}
         gates = {"candidate": chosen["candidate"], "update_bias": update_bias}
         reads = {"mix": chosen["mix"], "initial_gate": chosen["initial_gate"], "combine": combine, "window": window}

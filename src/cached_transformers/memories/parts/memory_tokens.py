@@ -11,22 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import Tokens
 
-from .options import one_of
+from .options import NO_MEMORY, one_of
 
 
-def check_tokens(length: int, mask: str) -> None:
-    """Refuse a number of memory tokens below 1 and an unknown mask (ValueError)."""
-    if length < 1:
-        raise ValueError(f"length={length} must be at least 1 memory token; a model without memory takes memory=None")
+def check_tokens(length: int, mask: str, cache: int = 0) -> None:
+    """Refuse fewer than one memory token, cached tokens below 0 and an unknown mask (ValueError)."""
+    at_least_one(" memory token" + NO_MEMORY, length=length)
+    at_least_one("; 0 for no cache", least=0, cache=cache)
     one_of("mask", mask, ("full", "causal"))
-
-
-def check_cache(cache: int) -> None:
-    """Refuse a number of cached tokens below 0 (ValueError)."""
-    if cache < 0:
-        raise ValueError(f"cache={cache} must be a number of tokens, or 0 for no cache")
 
 
 def carried_norm(norm: str, width: int) -> Callable[[Tensor], Tensor]:

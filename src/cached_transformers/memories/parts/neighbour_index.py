@@ -64,37 +64,22 @@ class NeighbourIndex:
         known = self.knows(k_BHME)
         for row, written in enumerate(written_B.tolist()):
             for head in range(keys.shape[1] if written else 0):
-                here = queries[row, head], keys[row, head], written
-                found[row, head] = (
-                    self._by_graph((row, head), *here, neighbours, known)
-                    if self.kind != "Flat"
-                    else (self._flat(*here, neighbours))
-                )
+                queries_NE, keys_ME, graph = queries[row, head], keys[row, head], self._graphs.get((row, head))
+                if self.kind == "Flat":
+                    found[row, head] = self._flat(queries_NE, keys_ME[:written], neighbours)
+                    continue
+                if graph is None or not graph.serves(keys_ME, written, known):
+                    first = max(written - len(keys_ME), 0)
+                    graph = self._graphs[row, head] = Graph(self._faiss, self.kind, keys_ME.shape[1], first)
+                graph.grow(keys_ME, written)
+                found[row, head] = graph.search(queries_NE, len(keys_ME), written, neighbours)
         self.follow(k_BHME)
         return torch.from_numpy(found).to(q_BHNE.device)
 
-    def _flat(self, queries_NE: np.ndarray, keys_ME: np.ndarray, written: int, neighbours: int) -> np.ndarray:
-        keys_ME = keys_ME[:written]
+    def _flat(self, queries_NE: np.ndarray, keys_ME: np.ndarray, neighbours: int) -> np.ndarray:
         some = min(neighbours, len(keys_ME))
         slots = self._faiss.knn(queries_NE, keys_ME, some, metric=self._faiss.METRIC_INNER_PRODUCT)[1]
         return np.pad(slots, ((0, 0), (0, neighbours - some)), constant_values=-1)
-
-    def _by_graph(
-        self,
-        place: tuple[int, int],
-        queries_NE: np.ndarray,
-        keys_ME: np.ndarray,
-        written: int,
-        neighbours: int,
-        known: bool,
-    ) -> np.ndarray:
-        graph = self._graphs.get(place)
-        if graph is None or not graph.serves(keys_ME, written, known):
-            graph = self._graphs[place] = Graph(
-                self._faiss, self.kind, keys_ME.shape[1], max(written - len(keys_ME), 0)
-            )
-        graph.grow(keys_ME, written)
-        return graph.search(queries_NE, len(keys_ME), written, neighbours)
 
 
 class Graph:

@@ -25,6 +25,7 @@ from torch import Tensor
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.probing import Probing, whole_episode
 from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.state import State
 
@@ -33,6 +34,11 @@ from .options import NO_MEMORY, check_choices
 from .sinks import KeepsSinks
 
 own_word("turn", "keys with positions, as the layer compares them")
+STAYS = Probing(
+    lambda *given: {"observe": 1, "sinks": 0, **whole_episode(*given)},
+    why="what scores high may stay for ever",
+)
+"""Probe of memories with the options of `ScoredCache`."""
 
 
 class ScoredSlots(NamedTuple):
@@ -187,10 +193,7 @@ class ScoredCache(KeepsSinks):
         k_BGNE, v_BGNE = stored_pair(query, self.stored_heads[0])
         rows, groups, n = k_BGNE.shape[:3]
         slots = state.k_BGME.shape[2]
-        real_BN = torch.ones_like(query.x_BND[..., 0], dtype=torch.bool)
-        if query.padding_BN is not None:
-            real_BN = ~query.padding_BN
-        valid_BL = torch.cat([state.valid_BM, real_BN.expand(rows, -1)], 1)
+        valid_BL = torch.cat([state.valid_BM, query.real_BN.expand(rows, -1)], 1)
         positions_BNP = query.positions_BNP.expand(rows, -1, -1)
         places_BLP = torch.cat([right_before(positions_BNP[:, :1], slots), positions_BNP], 1)
         new_BL = torch.arange(slots + n, device=valid_BL.device).expand(rows, -1) >= slots

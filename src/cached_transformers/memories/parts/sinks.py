@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from cached_transformers.interfaces.memory import LayerMemory, Trace
@@ -75,12 +74,10 @@ class KeepsSinks(LayerMemory):
     def write(self, state: Any, trace: Trace) -> tuple[Any, Tensor | None]:
         if not isinstance(state, SinksState):
             return self.store(state, trace)
-        padding_BN, weights_BHWL = trace.query.padding_BN, trace.weights_BHWL
-        if padding_BN is None:
-            padding_BN = torch.zeros_like(trace.x_BND[..., 0], dtype=torch.bool)
-        later_BN = state.sinks.count_B[:, None] + (~padding_BN).cumsum(1) > self.sinks
+        real_BN, weights_BHWL = trace.query.real_BN, trace.weights_BHWL
+        later_BN = state.sinks.count_B[:, None] + real_BN.cumsum(1) > self.sinks
         first, later = (
-            trace._replace(query=trace.query._replace(padding_BN=padding_BN | left_out_BN))
+            trace._replace(query=trace.query._replace(padding_BN=~real_BN | left_out_BN))
             for left_out_BN in (later_BN, ~later_BN)
         )
         if weights_BHWL is not None:
