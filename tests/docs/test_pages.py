@@ -37,6 +37,14 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "meta-llama/Llama-3.2-1B": lambda: transformers.LlamaConfig(
             hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=300
         ),
+        "HuggingFaceTB/SmolLM2-135M-Instruct": lambda: transformers.LlamaConfig(
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=16,
+            vocab_size=300,
+        ),
         "facebook/bart-base": lambda: transformers.BartConfig(**bart, vocab_size=300),
     }
     load = transformers.PreTrainedModel.from_pretrained.__func__
