@@ -60,8 +60,7 @@ def test_other_whole_numbers_are_taken_and_caches_have_a_slot() -> None:
     refuses("size=1 must be at least 2", at_least_one, least=2, size=1)
     host = add_memory(torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), "grc", length=3)
     for length in (0, -1, 2.5):
-        with pytest.raises(ValueError, match=f"length={length}"):
-            resize_caches(host, length)  # type: ignore[arg-type]
+        refuses(f"length={length}", resize_caches, host, length)
     refuses("no shared cache", resize_caches, model(), 4)
 
 

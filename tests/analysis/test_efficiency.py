@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from analysis.test_report import FAR, far_content
+from common import refuses
 from contract.contracts import CONTRACTS
 
 from cached_lab.experiments.efficiency import efficiencies, efficiency, window_of
@@ -41,10 +42,8 @@ def test_a_whole_text_that_gains_nothing_gives_no_number(metric: str, without: f
 
 def test_scores_that_are_not_finite_are_refused() -> None:
     for scores, named in (((math.nan, 1, 2), "memory"), ((1, math.inf, 2), "no memory"), ((1, 2, math.nan), "whole")):
-        with pytest.raises(ValueError, match=rf"loss=(nan|inf) of {named}"):
-            efficiency("loss", *scores)
-    with pytest.raises(ValueError, match=r"perplexity=0"):
-        efficiency("perplexity", 0, 2, 1)
+        refuses(rf"loss=(nan|inf) of {named}", efficiency, "loss", *scores)
+    refuses(r"perplexity=0", efficiency, "perplexity", 0, 2, 1)
 
 
 def build(memory: Any) -> torch.nn.Module:
@@ -63,8 +62,7 @@ def test_a_window_is_the_longest_that_has_no_more_bytes(name: str) -> None:
         return
     one, most = state_bytes({"name": "streaming_llm", "sinks": 0, "length": 1}), state_bytes(memory)
     if most < one:
-        with pytest.raises(ValueError, match=rf"{most:,} bytes.*{one:,}"):
-            window_of(memory, build)
+        refuses(rf"{most:,} bytes.*{one:,}", window_of, memory, build)
         return
     window = window_of(memory, build)
     assert window is not None and window["name"] == "streaming_llm" and window["sinks"] == 0

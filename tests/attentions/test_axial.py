@@ -144,8 +144,7 @@ def test_the_map_is_found_from_what_the_model_knows() -> None:
 def test_tokens_beyond_the_map_are_refused() -> None:
     refuses(r"13.*12", AxialAttention(size=(3, 4), prefix=1), *inputs(14))
     core = ImageTransformerAttention(block=(2, 2), memory=(1, 1), size=(3, 4))
-    with pytest.raises(ValueError, match="13 tokens do not fit the map"):
-        core(*inputs(13))
+    refuses("13 tokens do not fit the map", core, *inputs(13))
 
 
 UNBLOCKED = (1, 3, 8, 13, 24)

@@ -115,8 +115,7 @@ def test_memories_are_compared_with_windows_and_the_whole_of_a_document(tmp_path
     ],
 )
 def test_controls_that_the_data_or_the_memories_do_not_have_are_refused(recipe, controls, message):
-    with pytest.raises(ValueError, match=message):
-        prepare(load_config(recipe), ["plain", *(["grc"] if recipe.endswith("_grc") else [])], controls)
+    refuses(message, prepare, load_config(recipe), ["plain", *(["grc"] if recipe.endswith("_grc") else [])], controls)
 
 
 @pytest.mark.parametrize(("test", "split"), [("none", "validation"), ("best", "test"), ("both", "test")])

@@ -27,11 +27,7 @@ SCORED: dict[str, Contract] = {
         exact={"length": 32, "heavy": 32},
         model={"positions": "relative"},
         detached=True,
-        cost=Cost(
-            {"length": M // 2, "heavy": M // 2},
-            lambda: LAYERS * (chosen(M) + (M + N) * D),
-            RELATIVE,
-        ),
+        cost=Cost({"length": M // 2, "heavy": M // 2}, lambda: LAYERS * (chosen(M) + (M + N) * D), RELATIVE),
     ),
     "h2o/window": Contract(
         options={"length": 3, "heavy": 5, "observe": 2, "relative": False},

@@ -154,8 +154,7 @@ def test_the_last_step_is_cut_and_more_rows_than_text_are_refused():
     last = epoch(Streams(tokens[:36], starts, START, 2, 8, unit=4))[-1]
     assert last.inputs.shape == (2, 4) and last.tokens == 4
     tokens, starts = corpus(5, 5)
-    with pytest.raises(ValueError, match=r"11.*10"):
-        Streams(tokens, starts, START, 11, 2)
+    refuses(r"11.*10", Streams, tokens, starts, START, 11, 2)
     with pytest.raises(ValueError, match="3 rows exceeds the 2 segments of 8 tokens that the documents fill"):
         Streams(tokens, starts, START, 3, 8, align=8)
 

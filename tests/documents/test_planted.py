@@ -113,8 +113,7 @@ def test_it_is_a_data_set() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        create_dataset("planted_documents", "train", **options)
+    refuses(message, create_dataset, "planted_documents", "train", **options)
 
 
 def reordered(split: str = "train", **options: Any) -> ReorderedDocuments:

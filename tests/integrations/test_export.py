@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from integrations.families import EIGHT, GROUPED, decoder, words
 
 from cached_transformers import add_memory, export_cache
@@ -41,17 +42,12 @@ def test_the_plain_decoder_goes_on_as_the_one_with_the_memory(host: Any, spec: d
 def test_states_that_are_no_kv_cache_are_refused() -> None:
     text = words(tokens=12)
     weighted = add_memory(LLAMA.build().eval(), "crtn", segment=5, segment_length=5)
-    with pytest.raises(ValueError, match=r"layer 0.*places='cache'"):
-        export_cache(weighted, weighted(text).memory_state)
+    refuses(r"layer 0.*places='cache'", export_cache, weighted, weighted(text).memory_state)
     infini = add_memory(LLAMA.build().eval(), "infini", segment_length=5)
-    with pytest.raises(ValueError, match=r"Infini needs.*head"):
-        export_cache(infini, infini(text).memory_state)
-    with pytest.raises(ValueError, match="add_memory"):
-        export_cache(LLAMA.build(), ())
+    refuses(r"Infini needs.*head", export_cache, infini, infini(text).memory_state)
+    refuses("add_memory", export_cache, LLAMA.build(), ())
     model = add_memory(LLAMA.build().eval(), "streaming_llm", length=20, segment_length=5)
-    with pytest.raises(ValueError, match="read a text first"):
-        export_cache(model, model.init_memory_state(2))
+    refuses("read a text first", export_cache, model, model.init_memory_state(2))
     mask = torch.ones_like(text)
     mask[0, :4] = 0
-    with pytest.raises(ValueError, match=r"\[8, 12\]"):
-        export_cache(model, model(text, attention_mask=mask).memory_state)
+    refuses(r"\[8, 12\]", export_cache, model, model(text, attention_mask=mask).memory_state)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from integrations import family_checks as checks
 from integrations.families import ALL, GROUPED, SEGMENT, decoder, encoder, words
 from integrations.hosts import library
@@ -100,11 +101,9 @@ def test_segment_loop_warns_too(memory: str | None) -> None:
 def test_a_misspelt_state_is_refused(family: Any) -> None:
     model = family.with_memory(checks.STREAMS["grc_stream"], segment_length=SEGMENT)
     for call in (model, getattr(model, "bert", None) or model.model):
-        with pytest.raises((ValueError, TypeError), match="memory_sate"):
-            call(words(), memory_sate=model.init_memory_state(2))
+        refuses("memory_sate", call, words(), raises=(ValueError, TypeError), memory_sate=model.init_memory_state(2))
     if family is LLAMA:
-        with pytest.raises(ValueError, match="memory_sate"):
-            model.generate(words(), memory_sate=model.init_memory_state(2), max_new_tokens=2)
+        refuses("memory_sate", model.generate, words(), memory_sate=model.init_memory_state(2), max_new_tokens=2)
 
 
 @pytest.mark.parametrize("family", SHARED, ids=str)
@@ -114,6 +113,5 @@ def test_a_shared_memory_swallows_no_state(family: Any, keyword: str) -> None:
     body = {name: t for name, t in given.items() if name != "labels"}
     copies = [(copied, given) for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))]
     for called, inputs in ((model, given), (model.base_model, body), *copies):
-        with pytest.raises((ValueError, TypeError), match=keyword):
-            called(**inputs, **{keyword: ()})
+        refuses(keyword, called, raises=(ValueError, TypeError), **inputs, **{keyword: ()})
     remove_memory(model)(**given, **{keyword: ()})

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from common import refuses
 from integrations.families import PAD
 from integrations.family_checks import KINDS, RECENT, row_of
 from integrations.hosts import library
@@ -223,8 +224,7 @@ def test_an_answer_for_each_token_takes_its_labels_as_they_are() -> None:
 @pytest.mark.parametrize("head", ["SequenceClassification", "QuestionAnswering"])
 def test_a_head_that_answers_for_a_row_is_refused(head: str) -> None:
     model = add_memory(LLAMA.build(f"LlamaFor{head}"), STREAMS["rmt"], segment_length=SEGMENT)
-    with pytest.raises(ValueError, match=rf"LlamaFor{head} answers once for a row.*a row of its own"):
-        model(words(1, 13), position_ids=PLACES)
+    refuses(rf"LlamaFor{head} answers once for a row.*a row of its own", model, words(1, 13), position_ids=PLACES)
 
 
 TEXTS = [words(1, count, count)[0].tolist() for count in (7, 1, 5, 12, 3, 9, 6, 2)]
@@ -368,8 +368,7 @@ def test_a_text_that_goes_on_and_a_prompt_are_one_text(host: Architecture) -> No
 def test_encoders_refuse_it_with_the_reason(name: str) -> None:
     model = add_memory(BERT.build(), {"name": "rmt", "length": 2}, segment_length=SEGMENT)
     told = {"document_ids": NUMBERS, "cu_seq_lens_q": BOUNDS, "seq_idx": NUMBERS}[name]
-    with pytest.raises(ValueError, match=rf"{name}: an encoder .*one text a row; .*a row of its own"):
-        model(ONE, **{name: told})
+    refuses(rf"{name}: an encoder .*one text a row; .*a row of its own", model, ONE, **{name: told})
 
 
 @pytest.mark.slow
@@ -390,5 +389,4 @@ def test_places_alone_tell_a_compiled_graph_too_late() -> None:
     compiled = torch.compile(model, backend="aot_eager")
     places = torch.arange(13)[None]
     torch.testing.assert_close(compiled(ONE, position_ids=places).logits, model(ONE).logits)
-    with pytest.raises(RuntimeError, match=r"position_ids.*document_ids"):
-        compiled(ONE, position_ids=PLACES)
+    refuses(r"position_ids.*document_ids", compiled, ONE, raises=RuntimeError, position_ids=PLACES)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from integrations import hosts
 from integrations.hosts import library
 from integrations.test_refusals import fingerprint, refuse
@@ -166,8 +167,7 @@ def test_a_folded_cache_is_none_of_an_adapter_s() -> None:
 @pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
 def test_a_new_memory_that_would_stay_as_drawn_is_refused(host: Architecture, memory: str) -> None:
     model = adapted(stream(host, memory), QKV[host], save=False)
-    with pytest.raises(ValueError, match=r"modules_to_save=\['memory'\]"):
-        logits(model)
+    refuses(r"modules_to_save=\['memory'\]", logits, model)
     with torch.no_grad():
         logits(model)  # nothing trains here
     logits(model.eval())
@@ -187,8 +187,7 @@ def test_a_new_memory_in_a_frozen_encoder_is_refused(host: hosts.Host) -> None:
     host.run(model, given)  # nothing at all trains
     next(p for name, p in model.named_parameters() if "memory" not in name).requires_grad_()
     for other in (model, copy.deepcopy(model)):
-        with pytest.raises(ValueError, match="memory GRC was just added"):
-            host.run(other, given)
+        refuses("memory GRC was just added", host.run, other, given)
     model.load_state_dict({name: t for name, t in model.state_dict().items() if "memory" not in name}, strict=False)
     with pytest.raises(ValueError, match="just added"):  # it was not loaded
         host.run(model, given)
@@ -208,15 +207,13 @@ def test_a_layer_may_be_frozen_with_its_memory(host: hosts.Host) -> None:
     model = host.with_memory().train()
     for name, p in model.named_parameters():
         p.requires_grad_("memory." not in name)
-    with pytest.raises(ValueError, match=r"added to .*\.0\.att.*\.1\.att.*requires_grad"):
-        host.run(model, given)
+    refuses(r"added to .*\.0\.att.*\.1\.att.*requires_grad", host.run, model, given)
 
 
 def test_adapters_that_name_a_map_of_a_new_memory_by_chance_are_refused() -> None:
     """The usual names of BERT's projections are a memory's, too."""
     model = adapted(BERT.with_memory(), ["query", "value"], save=False)
-    with pytest.raises(ValueError, match=r"branch\.query\.lora_A.*branch\.key_value"):
-        logits(model)
+    refuses(r"branch\.query\.lora_A.*branch\.key_value", logits, model)
 
 
 def test_a_loaded_memory_may_be_frozen(tmp_path: Path) -> None:
@@ -254,15 +251,13 @@ def test_an_adapter_of_transformers_saves_the_memory(tmp_path: Path) -> None:
 
 def test_a_memory_that_no_adapter_saves_is_refused(tmp_path: Path) -> None:
     model = with_own_adapter(save=False)
-    with pytest.raises(ValueError, match=r"modules_to_save=\['memory'\]"):
-        logits(model)
+    refuses(r"modules_to_save=\['memory'\]", logits, model)
     for p in named(model, "memory.").values():
         p.requires_grad_()
     logits(model)
     for unsaved, way_out in ((model, "modules_to_save"), (adapted(stream(LLAMA, "rmt"), ["q_proj"]), "PeftModel")):
         host = unsaved.get_base_model() if hasattr(unsaved, "get_base_model") else unsaved
-        with pytest.raises(ValueError, match=way_out):
-            host.save_pretrained(tmp_path / "lost")
+        refuses(way_out, host.save_pretrained, tmp_path / "lost")
         assert not (tmp_path / "lost").exists()
 
 
@@ -287,8 +282,7 @@ def test_an_adapter_with_a_memory_is_not_loaded_without_it(remembers: bool, tmp_
         lambda: adapted(plain(), ["q_proj"], save=False).load_adapter(folder, "second"),
     ]
     for call in calls:
-        with pytest.raises(ValueError, match=r"modules_to_save=\['memory'\].*load_pretrained.*add_memory"):
-            call()
+        refuses(r"modules_to_save=\['memory'\].*load_pretrained.*add_memory", call)
     near(logits(peft.PeftModel.from_pretrained(loaded(), folder)), logits(trained.eval()))
 
 
@@ -397,5 +391,4 @@ def test_a_norm_of_a_memory_takes_no_adapter() -> None:
         if memory == "rmt":
             assert torch.isfinite(tuned(IDS).logits).all()
             continue
-        with pytest.raises(ValueError, match=r"gates\.norm.*modules_to_save"):
-            tuned(IDS)
+        refuses(r"gates\.norm.*modules_to_save", tuned, IDS)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from integrations.families import patches, timm_family
 from integrations.hosts import BERT_EAGER, HF_VIT, MHA, SWIN, VIT, bert, close_gates, library, memories, stored
 from integrations.transformers_hosts import BART, BERT, GPT2, LLAMA, STREAMS, SWITCH, T5
@@ -78,8 +79,7 @@ def fingerprint(model: nn.Module) -> Any:
 def refuse(model: nn.Module, message: str, *args: Any, by: Callable[..., Any] = add_memory, **options: Any) -> None:
     """The model stays as it was."""
     before = fingerprint(model)
-    with pytest.raises(ValueError, match=message):
-        by(model, *args, **options)
+    refuses(message, by, model, *args, **options)
     assert fingerprint(model) == before
 
 
@@ -274,8 +274,7 @@ def test_masks_and_cross_attention_are_refused_at_the_call(
     model, x = MHA.with_memory().train(training), torch.randn(2, 5, 16)
     model(x, x, x)
     before = stored(model)
-    with pytest.raises(ValueError, match=message):
-        call(model, x)
+    refuses(message, call, model, x)
     assert all(torch.equal(a, b) for a, b in zip(stored(model), before, strict=True))
     model(x, x, x)  # and goes on
 
@@ -284,15 +283,13 @@ def test_masks_and_cross_attention_are_refused_at_the_call(
 def test_a_causal_encoder_is_refused_at_the_call(training: bool) -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 1)
     model = add_memory(encoder, length=4).train(training)
-    with pytest.raises(ValueError, match="leak the future"):
-        model(torch.randn(2, 5, 16), mask=causal(5), is_causal=True)
+    refuses("leak the future", model, torch.randn(2, 5, 16), mask=causal(5), is_causal=True)
 
 
 def test_timm_s_attention_mask_is_refused() -> None:
     library("timm")
     model = VIT.with_memory()
-    with pytest.raises(ValueError, match="attention was called with a mask"):
-        model.blocks[0].attn(torch.randn(2, 17, 32), attn_mask=causal(17))
+    refuses("attention was called with a mask", model.blocks[0].attn, torch.randn(2, 17, 32), attn_mask=causal(17))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -316,8 +313,7 @@ def test_a_mask_that_differs_between_queries_is_refused(implementation: str, run
 
 
 def test_a_mask_of_a_shape_that_says_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"cannot read padding from .* of shape \(2, 3, 6, 6\) over 6 tokens"):
-        padding_of(torch.ones(2, 3, 6, 6), 6)
+    refuses(r"cannot read padding from .* of shape \(2, 3, 6, 6\) over 6 tokens", padding_of, torch.ones(2, 3, 6, 6), 6)
 
 
 def test_the_forms_of_a_padding_mask_say_the_same() -> None:

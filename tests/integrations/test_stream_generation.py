@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from integrations.transformers_hosts import GPT2, LLAMA, awaken, differences, stream, words
 from torch import Tensor
 
@@ -143,8 +144,7 @@ def after(model: Any, ids: Tensor, **call: Any) -> Any:
 def test_calls_that_a_memory_cannot_follow_are_refused(name: str, call: Any, message: str) -> None:
     model, ids = stream(GPT2, "grc_stream"), words(2, 4)
     state = model(ids).memory_state
-    with pytest.raises(ValueError, match=message):
-        call(model, ids, state)
+    refuses(message, call, model, ids, state)
     assert model(ids).logits.isfinite().all()  # and goes on
 
 
@@ -153,12 +153,9 @@ def test_caches_of_others_are_refused() -> None:
     with pytest.raises(ValueError, match=r"were not made by this model with its memory"):
         model(ids, past_key_values=plain(ids, use_cache=True).past_key_values)
     out = model(ids, use_cache=True)
-    with pytest.raises(ValueError, match="memory_state"):
-        model(ids[:, :1], past_key_values=out.past_key_values, memory_state=out.memory_state)
-    with pytest.raises(ValueError, match="past_key_values"):
-        model(ids[:1, :1], past_key_values=out.past_key_values)
-    with pytest.raises(ValueError, match=r"called without its state"):
-        model.transformer.h[0].attn(torch.zeros(1, 3, 16))
+    refuses("memory_state", model, ids[:, :1], past_key_values=out.past_key_values, memory_state=out.memory_state)
+    refuses("past_key_values", model, ids[:1, :1], past_key_values=out.past_key_values)
+    refuses(r"called without its state", model.transformer.h[0].attn, torch.zeros(1, 3, 16))
     with pytest.raises(ValueError, match=r"'rmt'.*implementation='flex_attention'.*'sdpa'"):
         other = LLAMA.build()
         other.config._attn_implementation = "flex_attention"

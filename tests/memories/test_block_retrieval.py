@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common import refuses
 from integrations import family_checks as checks
 from integrations.families import GROUPED, Family, decoder, words
 from memories.harness import HEADS, ROWS, build, paddings, run, segments
@@ -251,8 +252,7 @@ def test_sessions_are_saved_and_go_on(tmp_path: Path, options: dict[str, Any]) -
     assert torch.equal(loaded.state.model.chosen_BUK, session.state.model.chosen_BUK)
     got, want = (one.generate(tokens=6, temperature=0).tokens for one in (loaded, session))
     assert torch.equal(got, want)
-    with pytest.raises(ValueError, match="state"):
-        Session.load(build({**SMALL, **options, **folder, "topk": 1}).eval(), tmp_path / "state", 5)
+    refuses("state", Session.load, build({**SMALL, **options, **folder, "topk": 1}).eval(), tmp_path / "state", 5)
 
 
 @pytest.mark.parametrize("options", KEPT[:2], ids=str)
@@ -378,8 +378,7 @@ def test_in_llama(check: Callable[[Family, dict[str, Any]], None]) -> None:
 
 def test_a_store_without_a_limit_is_not_compiled() -> None:
     model = torch.compile(build(SMALL).eval(), backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match="capacity=None"):
-        model(segments(1)[0])
+    refuses("capacity=None", model, segments(1)[0], raises=Exception)
 
 
 def test_it_carries_a_symbol_past_the_recent_tokens() -> None:
@@ -400,5 +399,4 @@ REFUSED = [
 
 @pytest.mark.parametrize(("options", "named"), REFUSED, ids=str)
 def test_options_that_contradict_are_refused(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        memory_of(4, 2, 8, **options)
+    refuses(named, memory_of, 4, 2, 8, **options)

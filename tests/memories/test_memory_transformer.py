@@ -171,8 +171,7 @@ def test_blocks_that_cannot_hold_its_weights_or_a_bottleneck_are_refused() -> No
     assert flops(400) - flops(300) == flops(300) - flops(200) > 0
     with pytest.raises(ValueError, match="bottleneck=True"):
         create_model("language_model", vocabulary=9, width=WIDTH, depth=1, heads=HEADS, feed_forward=8, memory=SPEC)
-    with pytest.raises(ValueError, match="needs cross"):
-        bottleneck_of(attention="bigbird")
+    refuses("needs cross", bottleneck_of, attention="bigbird")
 
 
 SPEC: dict[str, Any] = {"name": "memory_transformer", "length": M, "bottleneck": True}

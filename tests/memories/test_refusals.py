@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from common import refuses
 
 from cached_transformers import create_memory, create_model
 from cached_transformers.memories.memformer import Memformer
@@ -36,8 +37,7 @@ def build(name: str, **options: Any) -> Any:
 
 @pytest.mark.parametrize(("name", "option"), [(n, o) for n, options in CHOICES.items() for o in options.split()])
 def test_a_choice_that_is_none_is_named(name: str, option: str) -> None:
-    with pytest.raises(ValueError, match=rf"{option}='\?'"):
-        build(name, **{option: "?"})
+    refuses(rf"{option}='\?'", build, name, **{option: "?"})
 
 
 SIZES = {
@@ -79,8 +79,7 @@ SIZES = {
 def test_a_size_of_nothing_is_named(name: str, option: str) -> None:
     option, _, negative = option.partition("=")
     size = float(negative or 0) if "." in negative else int(negative or 0)
-    with pytest.raises(ValueError, match=f"{option}={size}"):
-        build(name, **{option: size})
+    refuses(f"{option}={size}", build, name, **{option: size})
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
@@ -156,14 +155,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("name", "options", "message"), WRONG)
 def test_what_contradicts_is_named(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        build(name, **options)
+    refuses(f"(?s){message}", build, name, **options)
 
 
 def test_heads_share_out_the_width() -> None:
     for memory in (Memformer, Memorizing, TTT):
-        with pytest.raises(ValueError, match=r"width=8.*heads=3"):
-            memory(8, 3)
-    with pytest.raises(ValueError, match=r"3.*rotary=False"):
-        TTT(6, 2)
+        refuses(r"width=8.*heads=3", memory, 8, 3)
+    refuses(r"3.*rotary=False", TTT, 6, 2)
     assert TTT(6, 2, rotary=False)

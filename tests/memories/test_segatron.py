@@ -118,8 +118,7 @@ def test_distances_agree_without_ends_and_token_ids_are_asked_for() -> None:
     one, other = (joined(run(model, tokens, 4)) for model in models)
     assert (one - other).abs().max() > 0.01
     stack: Stack = language_model({**SPEC, "length": 4}).stack
-    with pytest.raises(ValueError, match="inputs=token_ids"):
-        stack(torch.randn(1, 3, WIDTH, dtype=torch.double))
+    refuses("inputs=token_ids", stack, torch.randn(1, 3, WIDTH, dtype=torch.double))
 
 
 @pytest.mark.parametrize(

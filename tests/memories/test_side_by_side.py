@@ -201,8 +201,7 @@ def test_what_does_not_fit_is_refused_when_it_is_built(memory: Any, message: str
 def test_cores_and_places_that_cannot_take_several_say_so() -> None:
     with pytest.raises(ValueError, match="memory Memorizing needs lse"):
         build([GRC, {"name": "memorizing", "layer": 1, "joint": True}], attention="linear")
-    with pytest.raises(ValueError, match=r"memory=\[grc_stream, transformer_xl\]"):
-        add_memory(nn.TransformerEncoderLayer(WIDTH, HEADS), [GRC, XL])  # type: ignore[arg-type]
+    refuses(r"memory=\[grc_stream, transformer_xl\]", add_memory, nn.TransformerEncoderLayer(WIDTH, HEADS), [GRC, XL])
     refuses("RMT spans the layers, and a list with it is for", create_memory, [GRC, "rmt"], WIDTH, HEADS)
 
 

@@ -241,8 +241,7 @@ def test_what_cannot_be_told_of_documents_says_so() -> None:
     refuses("VisionTransformer", images, torch.zeros(1, 3, 8, 8), documents=torch.zeros(1, 16))
     pairs = create_model("encoder_decoder", vocabulary=VOCABULARY, max_length=16, **sizes)
     refuses("EncoderDecoder", pairs, inputs, inputs, documents=PACKED)
-    with pytest.raises(ValueError, match="documents"):
-        generate(build(), inputs, tokens=1, segment_length=SEGMENT, documents=PACKED)  # type: ignore[arg-type]
+    refuses("documents", generate, build(), inputs, tokens=1, segment_length=SEGMENT, documents=PACKED)
     refuses("passes=2", SegmentLoop(build(), SEGMENT, passes=2), inputs, targets, documents=PACKED)
     with pytest.raises(ValueError, match=r"outputs of shape \(\d+, 3\) .* answers once for a row"):
         SegmentLoop(Once(), SEGMENT, scoring=lambda model, *_: model())(inputs, targets, documents=PACKED)

@@ -269,6 +269,5 @@ def test_several_processes_say_and_find_what_one_does(tmp_path: Path, capfd: pyt
 def test_a_failure_in_a_process_ends_the_others_and_is_told(tmp_path: Path) -> None:
     course = distances.Course(1, 1)
     trials = FarTrials(["rmt"], ["latch"], 1, 1, 4, tmp_path, {"model": {"heads": 3}}, course=course, far=4)
-    with pytest.raises(ValueError, match="heads"):
-        list(trials.train(trials.missing(), jobs=2))
+    refuses("heads", list, trials.train(trials.missing(), jobs=2))
     assert not list(tmp_path.rglob("*.json"))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import refuses
 from integrations.hosts import library
 from real_weights import glass, glass_folder, glass_ids, package_folder
 
@@ -125,11 +126,9 @@ def test_a_folder_keeps_its_memory_and_a_damaged_one_is_refused(cache: Path, tmp
     headless.model.save_pretrained(tmp_path / "body")
     refused = {"body": "lm_head", "cut": "cached fetch", "dumb": "tokenizer", "nosuch": "hub", "none/such": "hub"}
     for name, said in refused.items():
-        with pytest.raises(ValueError, match=f"model={name}.*{said}"):
-            resolve_model(name)
+        refuses(f"model={name}.*{said}", resolve_model, name)
     for name in ("rmt/nosuch", "no.gguf"):
-        with pytest.raises(FileNotFoundError, match=f"model={name}"):
-            resolve_model(name)
+        refuses(f"model={name}", resolve_model, name, raises=FileNotFoundError)
 
 
 def write_gguf(path: Path, architecture: str = "llama", cut: int = 0) -> Path:
@@ -175,19 +174,15 @@ def test_a_gguf_file_is_a_plain_model(cache: Path, tmp_path: Path) -> None:
 def test_a_gguf_file_that_cannot_be_loaded(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = write_gguf(tmp_path / "glass.gguf")
     for file in (write_gguf(tmp_path / "cut.gguf", cut=1000), write_gguf(tmp_path / "other.gguf", "unheard_of")):
-        with pytest.raises(ValueError, match=f"model={file}"):
-            resolve_model(file)
-    with pytest.raises(ValueError, match=f"{whole}.*add_memory"):
-        load_pretrained(str(whole))
+        refuses(f"model={file}", resolve_model, file)
+    refuses(f"{whole}.*add_memory", load_pretrained, str(whole))
     with monkeypatch.context() as patch:
         patch.setattr(pretrained.importlib.util, "find_spec", lambda name: None)
         for load in (lambda: resolve_model(whole), lambda: fetch.fetch("smollm2")):
-            with pytest.raises(ImportError, match="pip install gguf"):
-                load()
+            refuses("pip install gguf", load, raises=ImportError)
     monkeypatch.setattr(pretrained, "available_memory", lambda: 3_000_000)  # 0.85 M weights in float32 take more
     for name in (whole, glass_folder()):
-        with pytest.raises(ValueError, match=f"model={name}.*GiB"):
-            resolve_model(name)
+        refuses(f"model={name}.*GiB", resolve_model, name)
     monkeypatch.undo()
     assert pretrained.available_memory() > 3_500_000
 

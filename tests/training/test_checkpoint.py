@@ -281,8 +281,7 @@ def test_an_error_reaches_the_next_save(
         return original(self, step, *arguments)
 
     monkeypatch.setattr(Checkpoints, "save", save)
-    with pytest.raises(NotWritten, match=rf"step_{bad:08d} could not be written .*earlier checkpoints are untouched"):
-        trainer.fit()
+    refuses(rf"step_{bad:08d} could not be written .*earlier checkpoints are untouched", trainer.fit, raises=NotWritten)
     assert trainer.step == (STEPS if last else 6)
     kept = [path.name for path in Checkpoints(tmp_path / "checkpoints").paths()]
     assert kept == [f"step_{step:08d}" for step in range(2, bad, 2)] and ".partial" not in names(tmp_path)

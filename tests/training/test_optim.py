@@ -78,8 +78,7 @@ def test_optimisers_carry_their_options_and_refuse_a_frozen_model():
     assert isinstance(adamw, torch.optim.AdamW)
     assert adamw.defaults["betas"] == (0.8, 0.98) and adamw.defaults["eps"] == 1e-9
     assert optim.build_optimizer(model, optim.OptimizerConfig(name="sgd", momentum=0.7)).defaults["momentum"] == 0.7
-    with pytest.raises(ValueError, match="no trainable parameter"):
-        optim.build_optimizer(model.requires_grad_(False), optim.OptimizerConfig())
+    refuses("no trainable parameter", optim.build_optimizer, model.requires_grad_(False), optim.OptimizerConfig())
 
 
 def test_numbers_are_drawn_evenly_or_are_the_largest() -> None:
