@@ -37,8 +37,6 @@ EXAMPLES = {
     "stream": "runs/demo_text book.txt                    read a text of any length in constant memory",
     "generate": 'runs/demo_text --prompt "It was"         continue a text, token by token',
     "fetch": "smollm2                                     a pretrained model, for generate and others",
-    "chat": "my_model --state chat.safetensors             talk with a pretrained model of bounded memory",
-    "ask": "my_model --context book.txt < questions.txt   read a text once, answer many questions",
     "convert": "runs/demo_text                            weights as one .safetensors file",
     "benchmark": "--help                                  speed and memory",
 }
