@@ -15,13 +15,7 @@ import pytest
 import torch
 from training.small_language import CPU, fitted, own_cache  # noqa: F401
 
-from cached_lab.experiments.cache_use import (
-    ShuffledDataset,
-    caches_updated_by_the_batch,
-    modes_of,
-    score_cache_use,
-    take_caches,
-)
+from cached_lab.experiments import cache_use
 from cached_lab.experiments.memory_use import (
     BLOCKS,
     DOCUMENTS,
@@ -186,7 +180,7 @@ def test_inside_evaluation_computes_what_training_computes(memory):
     model, images = model_of(memory), torch.randn(6, 1, 8, 8)
     before = values(model)
     frozen = model(images).outputs
-    with caches_updated_by_the_batch(model), torch.no_grad():
+    with cache_use.caches_updated_by_the_batch(model), torch.no_grad():
         found = model(images).outputs
         part = model(images[:2]).outputs
     twin = copy.deepcopy(model).train()
@@ -204,13 +198,13 @@ def test_inside_evaluation_computes_what_training_computes(memory):
 def test_each_way_of_treating_a_cache_does_what_it_says():
     models = {seed: model_of("grc", seed) for seed in (0, 1)}
     data = Digits("test")
-    modes = modes_of(models[0], 16, other=True)
+    modes = cache_use.modes_of(models[0], 16, other=True)
     assert modes == ["carry", "reset", "shuffle", "other", "batch 4", "batch 16", "batch 256"]
 
     def load():
         return copy.deepcopy(models[0])
 
-    rows = score_cache_use(load, data, modes, WORLD, 64, seed=3, other=models[1])
+    rows = cache_use.score_cache_use(load, data, modes, WORLD, 64, seed=3, other=models[1])
     losses = {row["mode"]: row["loss"] for row in rows}
     assert losses["carry"] == evaluate(models[0], data, WORLD, 64)["loss"]
     emptied = load()
@@ -222,24 +216,24 @@ def test_each_way_of_treating_a_cache_does_what_it_says():
         cache.cache_MC.copy_(other.cache_MC)
     assert losses["other"] == pytest.approx(evaluate(exchanged, data, WORLD, 64)["loss"], abs=1e-7)
     assert len(set(losses.values())) == len(modes)
-    mixed = evaluate(load(), ShuffledDataset(data), WORLD, 16, inside=caches_updated_by_the_batch)
+    mixed = evaluate(load(), cache_use.ShuffledDataset(data), WORLD, 16, inside=cache_use.caches_updated_by_the_batch)
     assert losses["batch 16"] == mixed["loss"]
     with pytest.raises(ValueError, match=r"other run's caches are of \[\(17, 16\), .* this run's of \[\(17, 8\)"):
-        take_caches(load(), model_of({"name": "grc", "ratio": 1.0}))
+        cache_use.take_caches(load(), model_of({"name": "grc", "ratio": 1.0}))
 
 
 @pytest.mark.parametrize("memory", [dict(name="grc", variant="released"), dict(name="attention_cache", update="store")])
 def test_only_what_makes_a_difference_is_asked(memory):
     """Rows that read their own update, or what was stored, do so in evaluation as in training."""
     model = model_of(memory)
-    assert modes_of(model, 16, other=False) == ["carry", "reset", "shuffle"]
+    assert cache_use.modes_of(model, 16, other=False) == ["carry", "reset", "shuffle"]
     images = torch.randn(3, 1, 8, 8)
-    with caches_updated_by_the_batch(model), torch.no_grad():
+    with cache_use.caches_updated_by_the_batch(model), torch.no_grad():
         assert torch.allclose(model(images).outputs[:1], model(images[:1]).outputs, atol=1e-6)
 
 
 def test_the_order_is_mixed_and_complete():
     data = Digits("test")
-    mixed = ShuffledDataset(data)
+    mixed = cache_use.ShuffledDataset(data)
     assert sorted(mixed.order) == list(range(len(data))) != mixed.order
     assert torch.equal(mixed[0][0], data[mixed.order[0]][0])

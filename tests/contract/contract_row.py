@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from contract.costs import Cost, ImageCost
@@ -41,6 +42,10 @@ class Contract:
         memory = {"name": name, **self.options, **(options or {})}
         return [memory, *self.beside] if self.beside else memory
 
+
+relative = partial(Contract, model={"positions": "relative"})
+detached = partial(Contract, detached=True)
+detached_relative = partial(relative, detached=True)
 
 UNREAD = "only the class token is read, and the last layer's convolution reaches the patches alone"
 SHARED = "one cache for all rows: the state of a row is empty, and the cache is a buffer, tested as such"

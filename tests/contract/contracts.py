@@ -4,7 +4,18 @@ and of its cost, and the rules that it is exempt from, each with the reason.
 
 from __future__ import annotations
 
-from contract.contract_row import DROPPED, FEEDBACK, LEARNED, NOTHING, SHARED, UNREAD, Contract
+from contract.contract_row import (
+    DROPPED,
+    FEEDBACK,
+    LEARNED,
+    NOTHING,
+    SHARED,
+    UNREAD,
+    Contract,
+    detached,
+    detached_relative,
+    relative,
+)
 from contract.costs import (
     DEPTH,
     LAYERS,
@@ -66,173 +77,141 @@ CONTRACTS: dict[str, Contract] = {
             lambda: LAYERS * (D / 2) * (6 * M * D / 2 / N + D / 2 + 2 * M * D / 2 / N + 2 * M),
         ),
     ),
-    "grc_stream/beside_transformer_xl": Contract(
+    "grc_stream/beside_transformer_xl": relative(
         options={"length": 4},
         beside=({"name": "transformer_xl", "length": 8},),
         bytes_per_row=lambda d: 2 * 4 * (d // 2) * 4 + 8 + 8 * (4 * d + 8) + 8,
-        model={"positions": "relative"},
     ),
-    "transformer_xl": Contract(
+    "transformer_xl": detached_relative(
         options={"length": 8},
         bytes_per_row=lambda d: 8 * (4 * d + 8) + 8,
         exact={"length": 64},
-        model={"positions": "relative"},
-        detached=True,
         cost=Cost({"length": M}, lambda: LAYERS * window(M), RELATIVE),
     ),
-    "transformer_xl/absolute": Contract(
+    "transformer_xl/absolute": detached(
         options={"length": 8, "relative": False},
         bytes_per_row=lambda d: 8 * (4 * d + 8) + 8,
         exact={"length": 64},
-        detached=True,
         cost=Cost({"length": M, "relative": False}, lambda: LAYERS * (2 * D * D * M / N + 2 * M * D)),
     ),
-    "transformer_xl/same_length": Contract(
+    "transformer_xl/same_length": detached(
         options={"length": 8, "same_length": True, "relative": False},
         bytes_per_row=lambda d: 8 * (4 * d + 8) + 8,
         exact={"length": 8},
-        detached=True,
     ),
-    "transformer_xl/kv": Contract(
+    "transformer_xl/kv": detached_relative(
         options={"length": 8, "keep": "kv"},
         bytes_per_row=lambda d: 8 * (4 * d + 8) + 8,
         exact={"length": 64, "keep": "kv"},
-        model={"positions": "relative"},
-        detached=True,
         cost=Cost({"length": M, "keep": "kv"}, lambda: LAYERS * (window(M) - 2 * D * D * M / N), RELATIVE),
     ),
-    "streaming_llm": Contract(
+    "streaming_llm": detached_relative(
         options={"length": 6, "sinks": 2},
         bytes_per_row=lambda d: 8 * (4 * d + 8) + 16,
         exact={"length": 64},
-        model={"positions": "relative"},
-        detached=True,
         cost=Cost({"length": M, "sinks": 2}, lambda: LAYERS * window(M + 2), RELATIVE),
     ),
-    "streaming_llm/kv": Contract(
+    "streaming_llm/kv": detached(
         options={"length": 6, "sinks": 2, "keep": "kv", "relative": False},
         bytes_per_row=lambda d: 8 * (4 * d + 8) + 16,
         exact={"length": 64, "keep": "kv"},
-        detached=True,
     ),
-    "tova": Contract(
+    "tova": detached_relative(
         options={"length": 8},
         bytes_per_row=lambda d: 8 * (4 * d + 8) + 8,
         exact={"length": 64},
-        model={"positions": "relative"},
-        detached=True,
         cost=Cost({"length": M, "places": "cache"}, lambda: LAYERS * (window(M) + (M + N) * D / N), RELATIVE),
     ),
-    "tova/cache": Contract(
+    "tova/cache": detached(
         options={"length": 8, "places": "cache", "keep": "kv", "relative": False},
         bytes_per_row=lambda d: 8 * (4 * d + 8) + 8,
         exact={"length": 64, "places": "cache", "keep": "kv"},
-        detached=True,
     ),
-    "expire_span": Contract(
+    "expire_span": detached_relative(
         options={"length": 8, "ramp": 4, "price": 0.01},
         bytes_per_row=lambda d: 8 * (4 * d + 8) + 8,
         exact={"length": 64, "longest": 1e4, "initial": 0.99, "evict": True},
-        model={"positions": "relative"},
-        detached=True,
         cost=Cost(
             {"length": M, "relative": False, "price": 0.0},
             lambda: LAYERS * (2 * D * D * M / N + D * (M + N) / N + 2 * M * D),
         ),
     ),
-    "expire_span/evict": Contract(
+    "expire_span/evict": detached(
         options={"length": 6, "longest": 30, "ramp": 9, "evict": True, "loss": "mean", "relative": False},
         bytes_per_row=lambda d: 6 * (4 * d + 8) + 8,
         exact={"length": 64, "longest": 1e4, "initial": 0.99, "evict": True},
-        detached=True,
     ),
-    "block_retrieval": Contract(
+    "block_retrieval": detached(
         options={"sinks": 2, "recent": 4, "block": 2, "topk": 2, "capacity": 6},
         bytes_per_row=lambda d: 8 * DEPTH * d * (2 + 5 + 12) + 8 * 2 + 24,
         exact={"sinks": 1, "recent": 2, "block": 3, "topk": 20, "capacity": 20},
-        detached=True,
         cost=Cost(
             {"sinks": 2, "recent": 6, "block": 3, "topk": K, "capacity": 8},
             lambda: LAYERS * (2 * (2 + 8 + 3 * K) * D + 8 * 3 * D / N),
         ),
     ),
-    "block_retrieval/layer": Contract(
+    "block_retrieval/layer": detached(
         options={
             **{"sinks": 0, "recent": 3, "block": 3, "topk": 1, "capacity": 3, "score": "bounds", "observe": 3},
             **{"vote": "layer", "places": "same"},
         },
         bytes_per_row=lambda d: 8 * DEPTH * d * (5 + 9) + 8 * DEPTH + 24,
         exact={"sinks": 3, "recent": 64, "places": "cache"},
-        detached=True,
     ),
-    "segatron": Contract(
+    "segatron": detached(
         options={"length": 8, "sentence_ends": (1, 4, 6), "paragraph_ends": (2,), "widths": (6, 6, 4)},
         bytes_per_row=lambda d: 16 + DEPTH * (8 * (4 * d + 24) + 8),
         exact={"length": 64},
-        detached=True,
         exempt={"empty": "tokens of one segment know their distance in sentences too; tests/memories has the rule"},
         cost=Cost(
             {"length": M},
             lambda: LAYERS * (2 * D * D * M / N + 2 * M * D + 3 * D * (M + N) + D * D * (M + N) / (B * N)),
         ),
     ),
-    "segatron/given_positions": Contract(
+    "segatron/given_positions": detached_relative(
         options={"length": 8, "sentence_ends": (1,), "same_length": True},
         bytes_per_row=lambda d: 16 + DEPTH * (8 * (4 * d + 24) + 8),
         exact={"length": 8},
-        model={"positions": "relative"},
-        detached=True,
     ),
-    "ernie_doc": Contract(
+    "ernie_doc": detached_relative(
         options={"length": 4},
         bytes_per_row=lambda d: 4 * (4 * d + 8) + 8,
-        model={"positions": "relative"},
-        detached=True,
         cost=Cost({"length": M}, lambda: LAYERS * window(M), RELATIVE),
     ),
-    "ernie_doc/zeros": Contract(
+    "ernie_doc/zeros": detached(
         options={"length": 4, "start": "zeros", "longest": 10},
         bytes_per_row=lambda d: 4 * (4 * d + 8) + 8,
-        detached=True,
         exempt={"empty": "the release's start: rows of zeros that are attended"},
     ),
-    "ernie_doc/kv": Contract(
+    "ernie_doc/kv": detached_relative(
         options={"length": 4, "keep": "kv"},
         bytes_per_row=lambda d: 4 * (4 * d + 8) + 8,
-        model={"positions": "relative"},
-        detached=True,
         cost=Cost({"length": M, "keep": "kv"}, lambda: LAYERS * (window(M) + 2 * D * D * (1 - M / N)), RELATIVE),
     ),
-    "infinity_former": Contract(
+    "infinity_former": detached_relative(
         options={"length": 4, "chunk": 2, "basis": 8, "widths": (0.1, 0.2), "kl_weight": 0.0},
         bytes_per_row=lambda d: 5 * (4 * d + 8) + 8 + 4 * 8 * d + 8,
-        model={"positions": "relative"},
-        detached=True,
         cost=Cost({"length": M, "chunk": 4, "basis": 12, "samples": 10}, infinity_former, RELATIVE),
     ),
-    "infinity_former/uniform": Contract(
+    "infinity_former/uniform": detached(
         options={
             **{"length": 1, "chunk": 4, "basis": 12, "widths": (0.05, 0.1), "samples": 9, "kl_weight": 0.0},
             **{"sampling": "uniform", "relative": False, "normalise": False},
         },
         bytes_per_row=lambda d: 4 * (4 * d + 8) + 8 + 4 * 12 * d + 8,
-        detached=True,
     ),
-    "memorizing": Contract(
+    "memorizing": detached(
         options={"length": 8, "k": 4},
         bytes_per_row=lambda d: (8 * 8 * d + 8) // DEPTH,  # one layer of the two has it
-        detached=True,
         cost=Cost({"length": M, "k": K}, lambda: M * D + 2 * K * D),
     ),
-    "memorizing/joint": Contract(
+    "memorizing/joint": detached(
         options={"length": 16, "k": 16, "joint": True},  # all: half precision puts near neighbours in another order
         bytes_per_row=lambda d: (16 * 8 * d + 8) // DEPTH,
-        detached=True,
     ),
-    "memorizing/layer": Contract(
+    "memorizing/layer": detached(
         options={"length": 64, "k": 3, "layer": 1},
         bytes_per_row=lambda d: (64 * 8 * d + 8) // DEPTH,
-        detached=True,
         cost=Cost({"length": M, "k": M - K}, lambda: 2 * M * D),
         exempt={"remembers": "keys have no positions: the first layer's store knows the tokens, not their order"},
     ),
@@ -247,11 +226,9 @@ CONTRACTS: dict[str, Contract] = {
         bytes_per_row=lambda d: 0,
         exempt={"remembers": NOTHING, "empty": LEARNED, "learns": DROPPED},
     ),
-    "memory_transformer/cache": Contract(
+    "memory_transformer/cache": detached_relative(
         options={"length": 3, "cache": 4},
         bytes_per_row=lambda d: DEPTH * (4 * (4 * d + 8) + 8),
-        model={"positions": "relative"},
-        detached=True,
         exempt={"empty": LEARNED},
     ),
     "memory_transformer/encoder": Contract(
@@ -278,10 +255,9 @@ CONTRACTS: dict[str, Contract] = {
         model={"norm": "post", "positions": "relative"},
         exempt={"empty": LEARNED},
     ),
-    "rmt/cache": Contract(
+    "rmt/cache": relative(
         options={"length": 3, "cache": 4},
         bytes_per_row=lambda d: 4 * 3 * d + 8 + DEPTH * (4 * (4 * d + 8) + 8),
-        model={"positions": "relative"},
         exempt={"empty": LEARNED},
     ),
     "rmt/read_cache": Contract(
@@ -297,16 +273,14 @@ CONTRACTS: dict[str, Contract] = {
         exempt={"empty": LEARNED},
         cost=Cost({"length": M}, lambda: LAYERS * side(M) + side(M)),
     ),
-    "crtn": Contract(
+    "crtn": relative(
         options={"segment": 9, "regions": 4, "topk": 2, "rescale": True},
         bytes_per_row=lambda d: crtn_bytes(d, 4),
-        model={"positions": "relative"},
         cost=Cost({"segment": N, "regions": R, "topk": 2, "key_width": 24}, lambda: crtn(2), RELATIVE),
     ),
-    "crtn/compute_first": Contract(
+    "crtn/compute_first": relative(
         options={"segment": 9, "query": "compute_first", "summary": "bilstm", "regions": 3, "placed": "packed"},
         bytes_per_row=lambda d: crtn_bytes(d, 3),
-        model={"positions": "relative"},
         exempt={"recomputes": "the last segment's first run serves the next one; no backward asks for it"},
         cost=Cost(
             {"segment": N, "regions": R, "topk": 2, "key_width": 24, "query": "compute_first"},
@@ -319,13 +293,12 @@ CONTRACTS: dict[str, Contract] = {
         bytes_per_row=lambda d: crtn_bytes(d, 3),
         cost=Cost({"segment": N, "regions": R, "key_width": 24, "scope": "token"}, crtn_by_token, RELATIVE),
     ),
-    "crtn/draft": Contract(
+    "crtn/draft": relative(
         options={
             **{"segment": 9, "regions": 3, "query": "compute_first", "scope": "token", "summary": "mean"},
             **{"short_memory": 1, "renormalise": "softmax", "rescale": True, "scale": True},
         },
         bytes_per_row=lambda d: crtn_bytes(d, 4),
-        model={"positions": "relative"},
     ),
     "crtn/segment": Contract(
         options={"segment": 15, "scope": "segment"},
@@ -333,40 +306,34 @@ CONTRACTS: dict[str, Contract] = {
         models=("sequence_classifier",),
         exempt={"learns": "the first sequence of a row has no region to choose among"},
     ),
-    "compressive": Contract(
+    "compressive": detached_relative(
         options={"length": 4, "compressed": 3, "rate": 2},
         bytes_per_row=lambda d: (4 + 1 + 3) * (4 * d + 8) + 16,
         exact={"length": 64},
-        model={"positions": "relative"},
-        detached=True,
         cost=Cost({"length": M, "compressed": 6, "rate": 2}, lambda: LAYERS * (window(M + 1 + 6) + D * D), RELATIVE),
     ),
-    "compressive/kv": Contract(
+    "compressive/kv": detached_relative(
         options={"length": 4, "compressed": 3, "rate": 2, "keep": "kv"},
         bytes_per_row=lambda d: (4 + 1 + 3) * (4 * d + 8) + 16,
         exact={"length": 64, "keep": "kv"},
-        model={"positions": "relative"},
-        detached=True,
         cost=Cost(
             {"length": M, "compressed": 6, "rate": 2, "keep": "kv"},
             lambda: LAYERS * (window(M + 1 + 6) - 2 * D * D * 6 / N + 2 * D * D / 2 + D * D),
             RELATIVE,
         ),
     ),
-    "compressive/dilated": Contract(
+    "compressive/dilated": detached(
         options={
             **{"length": 2, "compressed": 3, "rate": 3, "function": "dilated"},
             **{"loss": "autoencoding", "positions": "age", "relative": False},
         },
         bytes_per_row=lambda d: (2 + 2 + 3) * (4 * d + 8) + 16,
         exact={"length": 64},
-        detached=True,
     ),
-    "compressive/most_used": Contract(
+    "compressive/most_used": detached(
         options={"length": 4, "compressed": 3, "rate": 3, "function": "most_used", "relative": False},
         bytes_per_row=lambda d: (4 + 2 + 3) * (4 * d + 8) + 16,
         exact={"length": 64},
-        detached=True,
     ),
     "feedback": Contract(
         options={"length": 4},

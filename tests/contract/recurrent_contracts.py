@@ -4,7 +4,7 @@ nets, state vectors.
 
 from __future__ import annotations
 
-from contract.contract_row import LEARNED, READS_ITS_OWN, Contract
+from contract.contract_row import LEARNED, READS_ITS_OWN, Contract, relative
 from contract.costs import (
     DEPTH,
     LAYERS,
@@ -82,11 +82,10 @@ RECURRENT: dict[str, Contract] = {
             lambda: block_recurrent(M) + (5 * D * F - 2 * D * D) * M / N,
         ),
     ),
-    "block_recurrent/beside_transformer_xl": Contract(
+    "block_recurrent/beside_transformer_xl": relative(
         options={"length": 3, "layers": "all"},
         beside=({"name": "transformer_xl", "length": 8},),
         bytes_per_row=lambda d: 4 * 3 * d + 8 + 8 * (4 * d + 8) + 8,
-        model={"positions": "relative"},
         exempt={"empty": LEARNED},
     ),
     "titans": Contract(
@@ -94,10 +93,9 @@ RECURRENT: dict[str, Contract] = {
         exempt={"empty": READS_ITS_OWN},
         cost=Cost({"chunk": 4}, lambda: LAYERS * titans(4)),
     ),
-    "titans/two_layers": Contract(
+    "titans/two_layers": relative(
         options={"layers": 2, "expansion": 2, "mix": "sum", "chunk": 4, "nets": 4, "gates": "stretched"},
         bytes_per_row=lambda d: 4 * (2 * 4 * 4 * (d // 4) ** 2) + 8,
-        model={"positions": "relative"},
         exempt={"empty": READS_ITS_OWN},
         cost=Cost({"layers": 2, "expansion": 2, "nets": 2}, lambda: LAYERS * titans(N, 2, nets=2)),
     ),
@@ -124,18 +122,16 @@ RECURRENT: dict[str, Contract] = {
         exempt={"empty": READS_ITS_OWN},
         cost=Cost({"mini_batch": 3}, lambda: LAYERS * ttt(3)),
     ),
-    "ttt/mlp": Contract(
+    "ttt/mlp": relative(
         options={"model": "mlp", "rotary": False, "limit": 1.0},
         bytes_per_row=lambda d: 2 * (2 * 4 * (d // 2) * (8 * (d // 2) + 5)) + 8,
-        model={"positions": "relative"},
         exempt={"empty": READS_ITS_OWN},
         cost=Cost({"model": "mlp"}, lambda: LAYERS * ttt(16, mlp=True)),
     ),
     "lact": Contract(bytes_per_row=lambda d: 12 * d * (d // 4) + 8, cost=Cost({}, lambda: LAYERS * lact(4))),
-    "lact/sum": Contract(
+    "lact/sum": relative(
         options={"nets": 2, "expansion": 2, "momentum": True, "keep": "sum", "rate": 0.1},
         bytes_per_row=lambda d: 2 * 12 * d * d + 8,
-        model={"positions": "relative"},
         cost=Cost({"nets": 2, "expansion": 2, "momentum": True}, lambda: LAYERS * lact(2, 2, momentum=True)),
     ),
     # Muon makes 500 times of a rounding, so that it is held to the rules in float64, in tests/memories/test_lact.py.

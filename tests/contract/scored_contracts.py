@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contract.contract_row import Contract
+from contract.contract_row import Contract, detached, detached_relative
 from contract.costs import LAYERS, RELATIVE, Cost, D, H, M, N, window
 
 FORCED = {"sinks": 1, "observe": 2}
@@ -21,71 +21,56 @@ def expected_attention(slots: int) -> float:
 
 
 SCORED: dict[str, Contract] = {
-    "h2o": Contract(
+    "h2o": detached_relative(
         options={"length": 3, "heavy": 5},
         bytes_per_row=lambda d: 8 * (8 * d + 4 * 2) + 8,
         exact={"length": 32, "heavy": 32},
-        model={"positions": "relative"},
-        detached=True,
         cost=Cost({"length": M // 2, "heavy": M // 2}, lambda: LAYERS * (chosen(M) + (M + N) * D), RELATIVE),
     ),
-    "h2o/window": Contract(
+    "h2o/window": detached(
         options={"length": 3, "heavy": 5, "observe": 2, "relative": False},
         bytes_per_row=lambda d: 8 * (8 * d + 4 * 2) + 8,
         exact={"length": 32, "heavy": 32},
-        detached=True,
     ),
-    "snapkv": Contract(
+    "snapkv": detached_relative(
         options={"length": 8, **FORCED},
         bytes_per_row=lambda d: 8 * 8 * d + 8,
         exact={"length": 64},
-        model={"positions": "relative"},
-        detached=True,
         cost=Cost({"length": M, **FORCED}, lambda: LAYERS * (chosen(M) + 2 * (M + N) * D / N), RELATIVE),
     ),
-    "snapkv/pyramid": Contract(
+    "snapkv/pyramid": detached(
         options={"length": 8, "kernel": 3, "budget": "pyramid", "beta": 2, "relative": False, **FORCED},
         bytes_per_row=lambda d: 8 * 8 * d + 8,
         exact={"length": 128},
-        detached=True,
     ),
-    "knorm": Contract(
-        options={"length": 8, "relative": False, **FORCED},
-        bytes_per_row=lambda d: 8 * 8 * d + 8,
-        exact={"length": 64},
-        model={"positions": "sinusoidal"},
-        detached=True,
-        cost=Cost({"length": M, **FORCED}, lambda: LAYERS * chosen(M), RELATIVE),
+    **dict.fromkeys(
+        ("knorm", "keydiff"),
+        detached(
+            options={"length": 8, "relative": False, **FORCED},
+            bytes_per_row=lambda d: 8 * 8 * d + 8,
+            exact={"length": 64},
+            model={"positions": "sinusoidal"},
+            cost=Cost({"length": M, **FORCED}, lambda: LAYERS * chosen(M), RELATIVE),
+        ),
     ),
-    "keydiff": Contract(
-        options={"length": 8, "relative": False, **FORCED},
-        bytes_per_row=lambda d: 8 * 8 * d + 8,
-        exact={"length": 64},
-        model={"positions": "sinusoidal"},
-        detached=True,
-        cost=Cost({"length": M, **FORCED}, lambda: LAYERS * chosen(M), RELATIVE),
-    ),
-    "keydiff/rotated": Contract(
+    "keydiff/rotated": detached(
         options={"length": 8, "rotated": True, "relative": False, **FORCED},
         bytes_per_row=lambda d: 8 * 8 * d + 8,
         exact={"length": 64},
         model={"positions": "rotary"},
-        detached=True,
     ),
-    "lagkv": Contract(
+    "lagkv": detached(
         options={"length": 8, "relative": False, **FORCED},
         bytes_per_row=lambda d: 8 * (8 * d + 4 * 2) + 8,
         exact={"length": 64},
         model={"positions": "sinusoidal"},
-        detached=True,
         cost=Cost({"length": M, **FORCED}, lambda: LAYERS * chosen(M), RELATIVE),
     ),
-    "expected_attention": Contract(
+    "expected_attention": detached(
         options={"length": 8, "future": 5, **FORCED},
         bytes_per_row=lambda d: 8 * 8 * d + 16 + 4 * (d + d * d // 2),
         exact={"length": 64},
         model={"positions": "rotary"},
-        detached=True,
         cost=Cost({"length": M, **FORCED}, lambda: LAYERS * (2 * M * D + expected_attention(M))),
     ),
 }

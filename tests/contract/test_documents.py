@@ -8,20 +8,7 @@ from typing import Any
 import pytest
 import torch
 from common import stirred
-from contract.contract_cases import (
-    CONTRACTS,
-    DEPTH,
-    HEADS,
-    ROWS,
-    SEGMENT,
-    STREAMS,
-    VOCABULARY,
-    WIDTH,
-    Case,
-    Contract,
-    attention_spec,
-    cases,
-)
+from contract import contract_cases as C
 from contract.test_pairs import REASONS
 from models.test_translation import translate_rereading
 from torch import Tensor, nn
@@ -50,9 +37,9 @@ def spread(model: nn.Module, tokens_BN: Tensor) -> tuple[Tensor, Any]:
     pieces = [(row, int(i)) for row, ids in enumerate(IDS) for i in ids.unique() if i >= 0]
     state, outputs = model.init_state(len(pieces)), None  # type: ignore[operator]
     for part in range(SEGMENTS):
-        begin = part * SEGMENT
-        columns = [begin + (IDS[row, begin : begin + SEGMENT] == i).nonzero()[:, 0] for row, i in pieces]
-        alone = torch.zeros(len(pieces), SEGMENT, dtype=torch.long)
+        begin = part * C.SEGMENT
+        columns = [begin + (IDS[row, begin : begin + C.SEGMENT] == i).nonzero()[:, 0] for row, i in pieces]
+        alone = torch.zeros(len(pieces), C.SEGMENT, dtype=torch.long)
         padding = torch.ones_like(alone, dtype=torch.bool)
         for index, ((row, _), places) in enumerate(zip(pieces, columns, strict=True)):
             alone[index, : len(places)], padding[index, : len(places)] = tokens_BN[row, places], False
@@ -63,18 +50,18 @@ def spread(model: nn.Module, tokens_BN: Tensor) -> tuple[Tensor, Any]:
         for index, ((row, _), places) in enumerate(zip(pieces, columns, strict=True)):
             outputs = outputs.index_put((torch.tensor(row), places), out.outputs[index, : len(places)])
     assert outputs is not None
-    last = torch.tensor([max(p for p, (r, _) in enumerate(pieces) if r == row) for row in range(ROWS)])
+    last = torch.tensor([max(p for p, (r, _) in enumerate(pieces) if r == row) for row in range(C.ROWS)])
     return outputs, states.reorder(state, last)
 
 
 def packed(model: nn.Module, tokens_BN: Tensor) -> tuple[Tensor, Any]:
     """The rows as they are, segment after segment."""
-    state, outputs = model.init_state(ROWS), []  # type: ignore[operator]
+    state, outputs = model.init_state(C.ROWS), []  # type: ignore[operator]
     for part in range(SEGMENTS):
-        begin = part * SEGMENT
-        here = slice(begin, begin + SEGMENT)
+        begin = part * C.SEGMENT
+        here = slice(begin, begin + C.SEGMENT)
         # Loops detect rows that restart between segments: tests/models/test_documents.py.
-        reset = (IDS[:, begin] != IDS[:, begin - 1]) & (IDS[:, begin] >= 0) if part else torch.zeros(ROWS).bool()
+        reset = (IDS[:, begin] != IDS[:, begin - 1]) & (IDS[:, begin] >= 0) if part else torch.zeros(C.ROWS).bool()
         out = model(tokens_BN[:, here], state, reset, documents=IDS[:, here])
         state = out.state
         outputs.append(out.outputs)
@@ -89,11 +76,11 @@ def of_weights(model: nn.Module, outputs_BNV: Tensor) -> dict[str, Tensor]:
     return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
-@cases(STREAMS, rule="packed")
-def test_packed_documents_are_rows_of_their_own(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@C.cases(C.STREAMS, rule="packed")
+def test_packed_documents_are_rows_of_their_own(case: C.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "CALL", 0)  # several groups in each segment, however few tokens
     model = case.build().double().eval()
-    tokens = torch.randint(0, VOCABULARY, IDS.shape, generator=torch.Generator().manual_seed(3))
+    tokens = torch.randint(0, C.VOCABULARY, IDS.shape, generator=torch.Generator().manual_seed(3))
     got, state = packed(model, tokens)
     got_gradients = of_weights(model, got)
     want, alone = spread(model, tokens)
@@ -103,26 +90,26 @@ def test_packed_documents_are_rows_of_their_own(case: Case, monkeypatch: pytest.
     torch.testing.assert_close(got_gradients, of_weights(model, want), rtol=1e-6, atol=1e-7)
 
 
-PADDING = torch.arange(SEGMENT) >= torch.tensor([SEGMENT, 2, SEGMENT - 1])[:, None]
-LABELS = [label for label, contract in CONTRACTS.items() if contract.models != ("vision_transformer",)]
-LABELS += [name for name in MEMORIES.names() if name not in CONTRACTS]
+PADDING = torch.arange(C.SEGMENT) >= torch.tensor([C.SEGMENT, 2, C.SEGMENT - 1])[:, None]
+LABELS = [label for label, contract in C.CONTRACTS.items() if contract.models != ("vision_transformer",)]
+LABELS += [name for name in MEMORIES.names() if name not in C.CONTRACTS]
 
 
 def build(memory: Any, attention: Any = "softmax") -> EncoderDecoder:
     torch.manual_seed(1)
-    sizes: dict[str, Any] = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "feed_forward": 2 * WIDTH}
-    sizes |= {"max_length": 2 * SEGMENT, "dropout": 0.0}
-    model = EncoderDecoder(VOCABULARY, memory=memory, attention=attention, **sizes)
+    sizes: dict[str, Any] = {"width": C.WIDTH, "depth": C.DEPTH, "heads": C.HEADS, "feed_forward": 2 * C.WIDTH}
+    sizes |= {"max_length": 2 * C.SEGMENT, "dropout": 0.0}
+    model = EncoderDecoder(C.VOCABULARY, memory=memory, attention=attention, **sizes)
     return stirred(model, 0.2)
 
 
 def sentences(seed: int) -> torch.Tensor:
-    return torch.randint(VOCABULARY, (2, ROWS, SEGMENT), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(C.VOCABULARY, (2, C.ROWS, C.SEGMENT), generator=torch.Generator().manual_seed(seed))
 
 
 def two_sentences(model: EncoderDecoder) -> torch.Tensor:
     """Loss of two sentences of a document, the state between them; its structure is held to stay."""
-    state, total = model.init_state(ROWS), torch.zeros(())
+    state, total = model.init_state(C.ROWS), torch.zeros(())
     for seed in range(2):
         source, target = sentences(seed)
         out = model(source, target, PADDING, state, targets=target.roll(1, 1))
@@ -142,7 +129,7 @@ def learns(model: EncoderDecoder) -> None:
 @pytest.mark.parametrize("label", LABELS)
 def test_memories(label: str) -> None:
     name = label.partition("/")[0]
-    model = build(None if name == "none" else CONTRACTS.get(label, Contract()).spec(name))
+    model = build(None if name == "none" else C.CONTRACTS.get(label, C.Contract()).spec(name))
     learns(model)
     commit_caches(model)
     source, target = sentences(2)
@@ -161,7 +148,7 @@ def test_memories(label: str) -> None:
 def test_attentions(attention: str) -> None:
     for memory in (None, "grc"):
         try:
-            model = build(memory, attention_spec(attention))
+            model = build(memory, C.attention_spec(attention))
         except ValueError as error:
             assert any(re.search(reason, str(error)) for reason in REASONS.values()), error
             continue

@@ -15,28 +15,18 @@ from unittest.mock import MagicMock
 import launch
 import pytest
 import torch
+from integrations import transformers_hosts as T
 from integrations.hosts import library
-from integrations.transformers_hosts import (
-    BERT,
-    GPT2,
-    LLAMA,
-    VOCABULARY,
-    Architecture,
-    awaken,
-    byte_tokenizer,
-    call_of,
-    words,
-)
 
 from cached_transformers import add_memory, load_pretrained, remove_memory
 
 AUTO = {"gpt2": "AutoModelForCausalLM", "llama": "AutoModelForCausalLM", "bert": "AutoModelForMaskedLM"}
 
 
-@pytest.fixture(params=[GPT2, LLAMA, BERT], ids=lambda host: host.name)
-def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Architecture, Any, Path]:
-    host: Architecture = request.param
-    model = awaken(host.with_memory()).eval()
+@pytest.fixture(params=[T.GPT2, T.LLAMA, T.BERT], ids=lambda host: host.name)
+def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[T.Architecture, Any, Path]:
+    host: T.Architecture = request.param
+    model = T.awaken(host.with_memory()).eval()
     model.save_pretrained(tmp_path / "mine")
     return host, model, tmp_path / "mine"
 
@@ -44,7 +34,7 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Architecture,
 @pytest.mark.parametrize("options", [{}, {"attn_implementation": "eager"}, {"output_hidden_states": True}], ids=str)
 def test_every_class_gives_the_host_with_its_memory(saved: Any, options: dict[str, Any]) -> None:
     host, model, folder = saved
-    auto, call = getattr(library("transformers"), AUTO[host.name]), call_of(host)
+    auto, call = getattr(library("transformers"), AUTO[host.name]), T.call_of(host)
     for load in (auto.from_pretrained, type(model).from_pretrained):
         loaded, found = load(folder, output_loading_info=True, **options)
         assert type(loaded) is type(model) and not loaded.training and not any(found.values())
@@ -60,7 +50,7 @@ def test_the_config_of_the_folder_is_the_hosts_with_the_record(saved: Any, tmp_p
     host, model, folder = saved
     auto = library("transformers").AutoConfig
     config, own = auto.from_pretrained(folder, num_labels=5), model.config
-    assert type(config) is type(own) and config.num_labels == 5 and config.vocab_size == VOCABULARY
+    assert type(config) is type(own) and config.num_labels == 5 and config.vocab_size == T.VOCABULARY
     assert config.cached_transformers == own.cached_transformers
     config.save_pretrained(tmp_path / "config")
     for again in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), auto.from_pretrained(tmp_path / "config")):
@@ -72,17 +62,17 @@ def test_the_config_of_the_folder_is_the_hosts_with_the_record(saved: Any, tmp_p
 
 
 def test_a_plain_model_that_shares_the_config_is_saved_as_a_plain_model(tmp_path: Path) -> None:
-    model = awaken(GPT2.with_memory())
+    model = T.awaken(T.GPT2.with_memory())
     plain = type(model)(model.config).eval()
     plain.save_pretrained(tmp_path)
-    again, ids = type(model).from_pretrained(tmp_path), words(2, 7)
+    again, ids = type(model).from_pretrained(tmp_path), T.words(2, 7)
     assert torch.equal(again(ids).logits, plain(ids).logits) and not hasattr(again.config, "cached_transformers")
-    assert model.config.cached_transformers["memory"]["name"] == GPT2.memory
+    assert model.config.cached_transformers["memory"]["name"] == T.GPT2.memory
 
 
-def test_saved_without_its_memory(saved: tuple[Architecture, Any, Path], tmp_path: Path) -> None:
+def test_saved_without_its_memory(saved: tuple[T.Architecture, Any, Path], tmp_path: Path) -> None:
     host, model, folder = saved
-    call = call_of(host)
+    call = T.call_of(host)
     loaded = load_pretrained(str(folder))
     remove_memory(loaded).save_pretrained(tmp_path / "plain")
     plain = type(model).from_pretrained(tmp_path / "plain")
@@ -94,10 +84,10 @@ def test_a_memory_in_a_part_of_a_model_is_loaded_there(tmp_path: Path) -> None:
     transformers = library("transformers")
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     config = transformers.CLIPConfig(
-        text_config={**sizes, "vocab_size": VOCABULARY}, vision_config={**sizes, "image_size": 8, "patch_size": 4}
+        text_config={**sizes, "vocab_size": T.VOCABULARY}, vision_config={**sizes, "image_size": 8, "patch_size": 4}
     )
     model = transformers.CLIPModel(config).eval()
-    awaken(add_memory(model.vision_model, "grc"))
+    T.awaken(add_memory(model.vision_model, "grc"))
     model.save_pretrained(tmp_path)
     pixels = torch.randn(1, 3, 8, 8)
     for loaded in (load_pretrained(str(tmp_path)), transformers.AutoModel.from_pretrained(tmp_path)):
@@ -105,12 +95,12 @@ def test_a_memory_in_a_part_of_a_model_is_loaded_there(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_of_the_folder_reads_its_prompt_in_segments(tmp_path: Path) -> None:
-    model = awaken(add_memory(GPT2.build(vocab_size=257), "rmt", length=2, segment_length=4)).eval()
+    model = T.awaken(add_memory(T.GPT2.build(vocab_size=257), "rmt", length=2, segment_length=4)).eval()
     model.save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
+    T.byte_tokenizer().save_pretrained(tmp_path)
     writer = library("transformers").pipeline("text-generation", model=str(tmp_path))
     said = writer("a prompt", max_new_tokens=5, do_sample=False, return_tensors=True)[0]["generated_token_ids"]
-    prompt = torch.tensor([byte_tokenizer()("a prompt")["input_ids"]])
+    prompt = torch.tensor([T.byte_tokenizer()("a prompt")["input_ids"]])
     expected = model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0)[0]
     assert said == expected.tolist()
     assert writer.model.init_memory_state(1) is not None
@@ -118,7 +108,7 @@ def test_a_pipeline_of_the_folder_reads_its_prompt_in_segments(tmp_path: Path) -
 
 def test_without_this_package_every_class_refuses_the_folder_and_names_the_package(tmp_path: Path) -> None:
     """A process that has never imported us must not get the host without its memory; imported late, we serve too."""
-    awaken(LLAMA.with_memory()).save_pretrained(tmp_path)
+    T.awaken(T.LLAMA.with_memory()).save_pretrained(tmp_path)
     program = (
         "import sys; sys.modules['torchvision'] = None  # which need not fit torch here\n"
         "import transformers\n"
@@ -136,7 +126,7 @@ def test_without_this_package_every_class_refuses_the_folder_and_names_the_packa
 
 @pytest.mark.parametrize("way", ["push_to_hub", "save_pretrained"])
 def test_what_is_pushed_is_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    model = add_memory(GPT2.build(), "rmt", length=2, segment_length=4)
+    model = add_memory(T.GPT2.build(), "rmt", length=2, segment_length=4)
     sent: list[str] = []
 
     def upload(self: Any, folder: Any, *args: Any, **options: Any) -> None:

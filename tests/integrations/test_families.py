@@ -12,20 +12,8 @@ from typing import Any
 import pytest
 import torch
 from common import refuses
+from integrations import families as F
 from integrations import family_checks as checks
-from integrations.families import (
-    ALL,
-    DECODERS,
-    ENCODERS,
-    GROUPED,
-    IMAGES,
-    SEGMENT,
-    TIMM,
-    Family,
-    decoder,
-    families,
-    words,
-)
 from integrations.hosts import library
 from integrations.test_outside_memories import NAMES as OUTSIDE
 from integrations.test_outside_memories import registered  # noqa: F401  (a fixture for every test)
@@ -34,7 +22,7 @@ from integrations.transformers_hosts import STREAMS
 from cached_transformers import add_memory
 from cached_transformers.integrations.hosts import _ADAPTERS
 
-NAMED = {family.name: family for family in ALL}
+NAMED = {family.name: family for family in F.ALL}
 ODD = [NAMED[name] for name in ("falcon_groups", "gemma3_text", "gptj", "opt")]
 """Fused and grouped; norms after the heads; a state that no keyword carries; a decoder inside a decoder."""
 SHARED = [
@@ -45,17 +33,17 @@ encoder-decoders."""
 
 
 NO_STATE = ("swin", "timm_beit", "timm_cait", "timm_davit", "timm_eva", "timm_dinov3", "timm_swin_v2", "sigliptext")
-SEEN = [f for f in DECODERS + ENCODERS + IMAGES + TIMM if not f.refused and f.name not in NO_STATE]
+SEEN = [f for f in F.DECODERS + F.ENCODERS + F.IMAGES + F.TIMM if not f.refused and f.name not in NO_STATE]
 
 
-@families(SEEN)
-def test_a_memory_is_given_what_the_layer_compares(family: Family) -> None:
+@F.families(SEEN)
+def test_a_memory_is_given_what_the_layer_compares(family: F.Family) -> None:
     checks.sees_the_layers_own(family)
 
 
 @pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
-@families(ODD)
-def test_a_decoder_with_a_memory(family: Family, memory: str) -> None:
+@F.families(ODD)
+def test_a_decoder_with_a_memory(family: F.Family, memory: str) -> None:
     spec = checks.STREAMS[memory]
     for check in (
         checks.plain_again,
@@ -70,8 +58,8 @@ def test_a_decoder_with_a_memory(family: Family, memory: str) -> None:
 
 
 @pytest.mark.slow
-@families([family for family in DECODERS if not family.refused])
-def test_any_decoder_reads_packed_rows(family: Family) -> None:
+@F.families([family for family in F.DECODERS if not family.refused])
+def test_any_decoder_reads_packed_rows(family: F.Family) -> None:
     for memory in (checks.STREAMS["grc_stream"], checks.CAUSAL["rmt"]):
         checks.packs(family, memory)
 
@@ -83,8 +71,8 @@ WITHOUT_STORED = {
 """Families whose layers cannot attend hidden states of earlier segments, and why."""
 
 
-@families(DECODERS)
-def test_what_was_stored_is_attended_as_if_it_stood_there(family: Family) -> None:
+@F.families(F.DECODERS)
+def test_what_was_stored_is_attended_as_if_it_stood_there(family: F.Family) -> None:
     """Keys and values are those that the layer makes itself, whatever its norms, its layout and its positions."""
     if family.name not in WITHOUT_STORED:
         return checks.remembers_all(family)
@@ -109,7 +97,7 @@ def test_alibi_takes_no_masks_but_tokens_in_order(name: str) -> None:
 
 
 def test_a_window_shorter_than_the_segment_is_not_lost_behind_a_mask() -> None:
-    family = decoder("mistral", "Mistral", **GROUPED, sliding_window=4)
+    family = F.decoder("mistral", "Mistral", **F.GROUPED, sliding_window=4)
     refuses(r"4.*segment_length=2.*mask='causal'", family.with_memory, {"name": "rmt", "length": 1})
     refuses(r"sliding window of 4 tokens; take the memory's mask='causal'", family.with_memory, checks.STREAMS["rmt"])
     checks.generates(family, checks.CAUSAL["rmt"])
@@ -123,13 +111,13 @@ def test_a_layer_that_runs_again_outside_its_model_s_checkpoint_has_no_state() -
     model = NAMED["gptj"].with_memory(checks.STREAMS["grc_stream"]).train()
     kind = type(model.transformer.h[0])
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, kind))
-    loss = model(words(), labels=words()).loss
+    loss = model(F.words(), labels=F.words()).loss
     refuses("gradient_checkpointing_enable", loss.backward)
 
 
 def test_experts_are_not_balanced_over_segments() -> None:
     model = NAMED["mixtral"].with_memory(checks.STREAMS["grc_stream"])
-    refuses("output_router_logits=True", model, words(), output_router_logits=True)
+    refuses("output_router_logits=True", model, F.words(), output_router_logits=True)
 
 
 CARRIED = [NAMED[name] for name in ("bert", "deberta", "xmod", "rembert", "vit", "dinov3vit")]
@@ -138,7 +126,7 @@ ENCODED = [(family, "grc") for family in SHARED] + [(family, name) for family in
 
 
 @pytest.mark.parametrize("family, memory", ENCODED, ids=str)
-def test_an_encoder_with_a_memory(family: Family, memory: str) -> None:
+def test_an_encoder_with_a_memory(family: F.Family, memory: str) -> None:
     """One for all rows, or one of each."""
     uses = [checks.shared_plain_again, checks.shared_pads, checks.trains]
     uses += [checks.checkpoints, checks.saves]
@@ -154,8 +142,8 @@ def test_the_layers_of_albert_share_one_memory() -> None:
     assert len(NAMED["albert"].with_memory(checks.STREAMS["grc_stream"]).init_memory_state(2).layers) == 1
 
 
-@families([f for f in ALL if f.refused and (f.name == "timm_resnet" or not f.name.startswith("timm"))])
-def test_what_cannot_be_is_refused_by_name(family: Family) -> None:
+@F.families([f for f in F.ALL if f.refused and (f.name == "timm_resnet" or not f.name.startswith("timm"))])
+def test_what_cannot_be_is_refused_by_name(family: F.Family) -> None:
     model = family.build()
     before = copy.deepcopy(model.state_dict())
     for memory in ("grc", "grc_stream"):
@@ -196,13 +184,13 @@ def test_every_class_that_an_adapter_names_is_there() -> None:
 
 
 def test_a_segment_ends_where_learned_positions_end() -> None:
-    family = decoder("opt", "OPT", ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=8)
+    family = F.decoder("opt", "OPT", ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=8)
     refuses(r"segment_length=9.*ForCausalLM", family.with_memory, checks.STREAMS["grc_stream"], segment_length=9)
-    assert SEGMENT < 8
+    assert F.SEGMENT < 8
 
 
-HOSTS = {family.name: family for family in DECODERS}
-Case = tuple[Family, dict[str, Any]]
+HOSTS = {family.name: family for family in F.DECODERS}
+Case = tuple[F.Family, dict[str, Any]]
 FIRST: dict[str, Case] = {
     f"{name}/{host}": (HOSTS[host], spec) for name, spec in STREAMS.items() for host in ("gpt2", "llama")
 }
@@ -247,5 +235,5 @@ PROPERTIES = [
 
 
 @pytest.mark.parametrize("check, family, memory", PROPERTIES)
-def test_a_memory_with_a_state(check: Callable[..., None], family: Family, memory: dict[str, Any]) -> None:
+def test_a_memory_with_a_state(check: Callable[..., None], family: F.Family, memory: dict[str, Any]) -> None:
     check(family, memory)

@@ -14,6 +14,7 @@ from common import refuses
 from drills import padding
 from integrations import family_checks as checks
 from integrations.families import DECODERS, EIGHT, GROUPED, PAD, SEGMENT, Family, decoder, families, words
+from memories.scored_streams import turned
 from torch import Tensor, nn
 
 from cached_transformers import add_memory, remove_memory, replace_attention
@@ -101,14 +102,6 @@ def test_in_half_the_digits() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = LLAMA.with_memory(ALL)(words(tokens=TEXT)).logits
     assert found.isfinite().all()
-
-
-def turned(t_BHNE: Tensor, places_N: Tensor) -> Tensor:
-    """Rotation of channel i with channel i + E / 2."""
-    width = t_BHNE.shape[-1]
-    angle = places_N[:, None] * 10000.0 ** (-torch.arange(0, width, 2, dtype=t_BHNE.dtype) / width)
-    a, b = t_BHNE.chunk(2, -1)
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
 
 def by_hand(model: Any, ids: Tensor, length: int) -> Tensor:

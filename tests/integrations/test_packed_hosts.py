@@ -12,23 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from common import refuses
+from integrations import transformers_hosts as T
 from integrations.families import PAD
 from integrations.family_checks import KINDS, RECENT, row_of
 from integrations.hosts import library
-from integrations.transformers_hosts import (
-    BERT,
-    DECODERS,
-    GPT2,
-    LLAMA,
-    SEGMENT,
-    STREAMS,
-    Architecture,
-    architectures,
-    awaken,
-    differences,
-    stream,
-    words,
-)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -44,7 +31,7 @@ IDS = torch.tensor(
         [4, 4, 6, 6, 6, -1, -1, -1, 9, 9, 9, 9, 9, 9, -1, -1],  # padding between documents
     ]
 )
-TOKENS = words(*IDS.shape).masked_fill(IDS < 0, PAD)
+TOKENS = T.words(*IDS.shape).masked_fill(IDS < 0, PAD)
 
 
 class Document(NamedTuple):
@@ -94,12 +81,12 @@ def same(model: Any, past: Any, close: float = 2e-5, **call: Any) -> Any:
     expected = gradients(model, loss)
     before = map_state(torch.clone, past)
     out = model(TOKENS, labels=TOKENS, memory_state=past, **call)
-    assert differences(before, past) == 0
+    assert T.differences(before, past) == 0
     real = IDS >= 0
     torch.testing.assert_close(out.logits[real], logits[real], rtol=close, atol=close)
     torch.testing.assert_close(out.loss, loss, rtol=close, atol=close)
     for row, state in enumerate(states):
-        assert differences(row_of(out.memory_state, row), state) < 10 * close
+        assert T.differences(row_of(out.memory_state, row), state) < 10 * close
     found = gradients(model, out.loss)
     assert found.keys() == expected.keys()
     for name, grad in expected.items():
@@ -110,37 +97,37 @@ def same(model: Any, past: Any, close: float = 2e-5, **call: Any) -> Any:
 def given(model: Any) -> Any:
     """A state that rows go on with."""
     with torch.no_grad():
-        return model(words(len(IDS), SEGMENT + 2, 5)).memory_state
+        return model(T.words(len(IDS), T.SEGMENT + 2, 5)).memory_state
 
 
-MEMORIES: dict[str, tuple[Architecture, dict[str, Any]]] = {
-    **{f"{memory}/{host}": (host, spec) for memory, spec in STREAMS.items() for host in DECODERS},
-    **{name: (GPT2 if "gpt2" in name else LLAMA, spec) for name, spec in RECENT.items()},
-    **{f"{name}/kv": (LLAMA, spec) for name, spec in KINDS.items()},
-    **{name: (LLAMA, {"name": name, "length": 4}) for name in ("tova", "h2o")},
-    "streaming_llm of keys": (LLAMA, {"name": "streaming_llm", "length": 6, "sinks": 2, "keep": "kv"}),
+MEMORIES: dict[str, tuple[T.Architecture, dict[str, Any]]] = {
+    **{f"{memory}/{host}": (host, spec) for memory, spec in T.STREAMS.items() for host in T.DECODERS},
+    **{name: (T.GPT2 if "gpt2" in name else T.LLAMA, spec) for name, spec in RECENT.items()},
+    **{f"{name}/kv": (T.LLAMA, spec) for name, spec in KINDS.items()},
+    **{name: (T.LLAMA, {"name": name, "length": 4}) for name in ("tova", "h2o")},
+    "streaming_llm of keys": (T.LLAMA, {"name": "streaming_llm", "length": 6, "sinks": 2, "keep": "kv"}),
 }
 
 
 @pytest.mark.parametrize("case", list(MEMORIES))
 def test_packed_rows_are_separate_rows(case: str) -> None:
     host, memory = MEMORIES[case]
-    model = awaken(host.with_memory(memory, segment_length=SEGMENT))
+    model = T.awaken(host.with_memory(memory, segment_length=T.SEGMENT))
     same(model, given(model), document_ids=IDS)
 
 
-@architectures(DECODERS)
+@T.architectures(T.DECODERS)
 @pytest.mark.parametrize("length", [2, 7, None])
-def test_segments_of_any_length(host: Architecture, length: int | None) -> None:
+def test_segments_of_any_length(host: T.Architecture, length: int | None) -> None:
     """None: each document is one segment."""
-    model = awaken(stream(host, "rmt", length))
+    model = T.awaken(T.stream(host, "rmt", length))
     same(model, given(model), document_ids=IDS)
 
 
 def test_every_document_begins_with_the_state_that_was_tuned() -> None:
     """And trains it; a row's first document does where no state is given."""
-    model = awaken(stream(LLAMA, "rmt"))
-    tuned = tune_initial_state(model, words(1, 3 * SEGMENT, 9), segment_length=SEGMENT)
+    model = T.awaken(T.stream(T.LLAMA, "rmt"))
+    tuned = tune_initial_state(model, T.words(1, 3 * T.SEGMENT, 9), segment_length=T.SEGMENT)
     same(model, model.init_memory_state(len(IDS)), document_ids=IDS)
     grads = [p.grad.clone() for p in tuned.parameters()]
     gradients(model, model(TOKENS, labels=TOKENS, document_ids=IDS).loss)
@@ -158,10 +145,10 @@ TELLERS: dict[str, dict[str, Any]] = {
 }
 
 
-@architectures(DECODERS)
+@T.architectures(T.DECODERS)
 @pytest.mark.parametrize("who", list(TELLERS))
-def test_whoever_says_where_documents_begin(host: Architecture, who: str) -> None:
-    model, ids = awaken(stream(host, "rmt_causal")), words(1, 13)
+def test_whoever_says_where_documents_begin(host: T.Architecture, who: str) -> None:
+    model, ids = T.awaken(T.stream(host, "rmt_causal")), T.words(1, 13)
     expected = model(ids, labels=ids, document_ids=NUMBERS, output_hidden_states=True)
     found = model(ids, labels=ids, output_hidden_states=True, **TELLERS[who])
     if who == "position_ids that begin at 2":  # the host's own places; a row alone is given the same
@@ -171,14 +158,14 @@ def test_whoever_says_where_documents_begin(host: Architecture, who: str) -> Non
     assert torch.equal(found.logits, expected.logits) and torch.equal(found.loss, expected.loss)
     for a, b in zip(found.hidden_states, expected.hidden_states, strict=True):
         assert torch.equal(a, b)
-    assert differences(found.memory_state, expected.memory_state) == 0
+    assert T.differences(found.memory_state, expected.memory_state) == 0
     inside = model.base_model(ids, **TELLERS[who])
     torch.testing.assert_close(inside.last_hidden_state, found.hidden_states[-1])
 
 
 def test_places_that_begin_again_behind_padding() -> None:
     """A collator that pads packed rows, and says so by a mask alone."""
-    model = awaken(stream(LLAMA, "rmt"))
+    model = T.awaken(T.stream(T.LLAMA, "rmt"))
     mask = (IDS >= 0).long()
     places = torch.zeros_like(IDS)
     for row, columns, _ in documents():
@@ -188,13 +175,13 @@ def test_places_that_begin_again_behind_padding() -> None:
 
 def test_one_document_in_each_row_is_the_row() -> None:
     """With what an ordinary call may ask for, keys and values among it."""
-    model, ids = awaken(stream(GPT2, "rmt")), words(2, 9)
+    model, ids = T.awaken(T.stream(T.GPT2, "rmt")), T.words(2, 9)
     told = torch.tensor([[4] * 9, [-1, -1, 5, 5, 5, 5, 5, 5, -1]])
     mask = (told >= 0).long()
     a = model(ids, document_ids=told, use_cache=True)
     b = model(ids, attention_mask=mask, use_cache=True)
     torch.testing.assert_close(a.logits[mask.bool()], b.logits[mask.bool()])
-    assert differences(a.past_key_values.memory_state, b.past_key_values.memory_state) < 1e-6
+    assert T.differences(a.past_key_values.memory_state, b.past_key_values.memory_state) < 1e-6
 
 
 def test_labels_ask_each_token_for_the_next_one_of_its_document() -> None:
@@ -207,7 +194,7 @@ def test_labels_ask_each_token_for_the_next_one_of_its_document() -> None:
 
 
 def test_labels_that_somebody_shifted_lose_what_crosses() -> None:
-    model, ids = awaken(stream(LLAMA, "rmt")), words(1, 13)
+    model, ids = T.awaken(T.stream(T.LLAMA, "rmt")), T.words(1, 13)
     shifted = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
     loss = model(ids, labels=ids, document_ids=NUMBERS).loss
     torch.testing.assert_close(model(ids, labels=ids, shift_labels=shifted, document_ids=NUMBERS).loss, loss)
@@ -215,26 +202,26 @@ def test_labels_that_somebody_shifted_lose_what_crosses() -> None:
 
 def test_an_answer_for_each_token_takes_its_labels_as_they_are() -> None:
     torch.manual_seed(0)
-    model = add_memory(LLAMA.build("LlamaForTokenClassification"), STREAMS["rmt"], segment_length=SEGMENT)
-    ids = words(1, 13)
+    model = add_memory(T.LLAMA.build("LlamaForTokenClassification"), T.STREAMS["rmt"], segment_length=T.SEGMENT)
+    ids = T.words(1, 13)
     out = model(ids, labels=ids % 2, position_ids=PLACES)
     torch.testing.assert_close(out.loss, F.cross_entropy(out.logits[0], ids[0] % 2))
 
 
 @pytest.mark.parametrize("head", ["SequenceClassification", "QuestionAnswering"])
 def test_a_head_that_answers_for_a_row_is_refused(head: str) -> None:
-    model = add_memory(LLAMA.build(f"LlamaFor{head}"), STREAMS["rmt"], segment_length=SEGMENT)
-    refuses(rf"LlamaFor{head} answers once for a row.*a row of its own", model, words(1, 13), position_ids=PLACES)
+    model = add_memory(T.LLAMA.build(f"LlamaFor{head}"), T.STREAMS["rmt"], segment_length=T.SEGMENT)
+    refuses(rf"LlamaFor{head} answers once for a row.*a row of its own", model, T.words(1, 13), position_ids=PLACES)
 
 
-TEXTS = [words(1, count, count)[0].tolist() for count in (7, 1, 5, 12, 3, 9, 6, 2)]
+TEXTS = [T.words(1, count, count)[0].tolist() for count in (7, 1, 5, 12, 3, 9, 6, 2)]
 
 
-@pytest.mark.parametrize("host, memory", [(GPT2, "rmt"), (LLAMA, "grc_stream")], ids=str)
+@pytest.mark.parametrize("host, memory", [(T.GPT2, "rmt"), (T.LLAMA, "grc_stream")], ids=str)
 @pytest.mark.parametrize("keywords", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}], ids=["", "all"])
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 def test_flattened_batches_train_as_padded_ones(
-    host: Architecture, memory: str, keywords: dict[str, bool], tmp_path: Path
+    host: T.Architecture, memory: str, keywords: dict[str, bool], tmp_path: Path
 ) -> None:
     transformers = library("transformers")
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
@@ -250,7 +237,7 @@ def test_flattened_batches_train_as_padded_ones(
     collators = (padded, transformers.DataCollatorWithFlattening(**keywords))
     trained = []
     for collator in collators:
-        model = awaken(stream(host, memory))
+        model = T.awaken(T.stream(host, memory))
         options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
         options |= {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
         arguments = transformers.TrainingArguments(str(tmp_path / "run"), max_steps=2, optim="sgd", **options)
@@ -263,16 +250,16 @@ def test_flattened_batches_train_as_padded_ones(
             assert trainer.evaluate()["eval_loss"] > 0
     (padded_losses, a), (losses, b) = trained
     assert losses == pytest.approx(padded_losses, rel=1e-4) and a.keys() == b.keys()
-    fresh = awaken(stream(host, memory)).state_dict()
+    fresh = T.awaken(T.stream(host, memory)).state_dict()
     for name, weights in a.items():
         torch.testing.assert_close(b[name], weights, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
     assert any(not torch.equal(b[name], fresh[name]) for name in fresh)
 
 
-@architectures(DECODERS)
+@T.architectures(T.DECODERS)
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-def test_activation_checkpointing_changes_nothing(host: Architecture) -> None:
-    model = awaken(stream(host, "memorizing")).train()
+def test_activation_checkpointing_changes_nothing(host: T.Architecture) -> None:
+    model = T.awaken(T.stream(host, "memorizing")).train()
     past, found = given(model), []
     for again in (False, True):
         if again:
@@ -287,7 +274,7 @@ def piece_by_piece(model: Any, past: Any, targets: Tensor) -> tuple[Tensor, list
     total, states = torch.zeros(()), [row_of(past, row) for row in range(len(IDS))]
     for row in range(len(IDS)):
         reading = None
-        for piece in torch.arange(IDS.shape[1]).split(SEGMENT):
+        for piece in torch.arange(IDS.shape[1]).split(T.SEGMENT):
             for name in dict.fromkeys(IDS[row, piece][IDS[row, piece] >= 0].tolist()):
                 columns = piece[IDS[row, piece] == name]
                 state = states[row] if reading in (None, name) else model.init_memory_state(1)
@@ -298,28 +285,28 @@ def piece_by_piece(model: Any, past: Any, targets: Tensor) -> tuple[Tensor, list
 
 
 @pytest.mark.parametrize("kind", [SegmentLoop, ReplayLoop])
-@pytest.mark.parametrize("host, memory, length", [(GPT2, "rmt", None), (LLAMA, "grc_stream", SEGMENT)], ids=str)
+@pytest.mark.parametrize("host, memory, length", [(T.GPT2, "rmt", None), (T.LLAMA, "grc_stream", T.SEGMENT)], ids=str)
 def test_a_loop_over_segments_of_packed_rows(
-    host: Architecture, memory: str, length: int | None, kind: type[SegmentLoop]
+    host: T.Architecture, memory: str, length: int | None, kind: type[SegmentLoop]
 ) -> None:
-    model = awaken(stream(host, memory, length))
+    model = T.awaken(T.stream(host, memory, length))
     past, targets = given(model), torch.full_like(TOKENS, -100)
     for row, columns, _ in documents():
         targets[row, columns[:-1]] = TOKENS[row, columns[1:]]
-    loss, state = kind(model, SEGMENT, bptt=4)(TOKENS, targets, past, documents=IDS)
+    loss, state = kind(model, T.SEGMENT, bptt=4)(TOKENS, targets, past, documents=IDS)
     expected, states = piece_by_piece(model, past, targets)
     torch.testing.assert_close(loss, expected)
     for row, alone in enumerate(states):
-        assert differences(row_of(state, row), alone) < 1e-4
+        assert T.differences(row_of(state, row), alone) < 1e-4
     a, b = gradients(model, loss), gradients(model, expected)
     for name, grad in b.items():
         torch.testing.assert_close(a[name], grad, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("memory", [STREAMS["rmt"], None], ids=str)
+@pytest.mark.parametrize("memory", [T.STREAMS["rmt"], None], ids=str)
 def test_a_host_by_name_is_told_of_documents(memory: Any) -> None:
     """Without a memory, too."""
-    model = create_model("transformers", model=GPT2.build(), memory=memory).eval()
+    model = create_model("transformers", model=T.GPT2.build(), memory=memory).eval()
     whole = model(TOKENS, documents=IDS)
     for row, columns, _ in documents():
         alone = model(TOKENS[row : row + 1, columns])
@@ -327,7 +314,7 @@ def test_a_host_by_name_is_told_of_documents(memory: Any) -> None:
     assert torch.equal(model(TOKENS, documents=IDS, last_only=True).outputs, whole.outputs[:, -1:])
 
 
-ONE = words(1, 13)
+ONE = T.words(1, 13)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "keys and values": (
         {"document_ids": NUMBERS, "use_cache": True},
@@ -349,12 +336,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_contradicts_itself_or_cannot_be_is_refused(name: str) -> None:
     call, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        stream(LLAMA, "rmt")(ONE, **call)
+        T.stream(T.LLAMA, "rmt")(ONE, **call)
 
 
-@architectures(DECODERS)
-def test_a_text_that_goes_on_and_a_prompt_are_one_text(host: Architecture) -> None:
-    model = stream(host, "rmt")
+@T.architectures(T.DECODERS)
+def test_a_text_that_goes_on_and_a_prompt_are_one_text(host: T.Architecture) -> None:
+    model = T.stream(host, "rmt")
     cache = model(ONE[:, :3], use_cache=True).past_key_values
     for call in ({"document_ids": NUMBERS[:, :3]}, {"position_ids": torch.tensor([[3, 0, 1]])}):
         with pytest.raises(ValueError, match=rf"{next(iter(call))}.*continue with memory_state.*a row of its own"):
@@ -366,7 +353,7 @@ def test_a_text_that_goes_on_and_a_prompt_are_one_text(host: Architecture) -> No
 
 @pytest.mark.parametrize("name", ["document_ids", "cu_seq_lens_q", "seq_idx"])
 def test_encoders_refuse_it_with_the_reason(name: str) -> None:
-    model = add_memory(BERT.build(), {"name": "rmt", "length": 2}, segment_length=SEGMENT)
+    model = add_memory(T.BERT.build(), {"name": "rmt", "length": 2}, segment_length=T.SEGMENT)
     told = {"document_ids": NUMBERS, "cu_seq_lens_q": BOUNDS, "seq_idx": NUMBERS}[name]
     refuses(rf"{name}: an encoder .*one text a row; .*a row of its own", model, ONE, **{name: told})
 
@@ -374,18 +361,18 @@ def test_encoders_refuse_it_with_the_reason(name: str) -> None:
 @pytest.mark.slow
 def test_told_by_a_keyword_a_compiled_model_reads_documents() -> None:
     torch._dynamo.reset()
-    model = awaken(stream(GPT2, "grc_stream", None))
+    model = T.awaken(T.stream(T.GPT2, "grc_stream", None))
     expected = model(ONE, labels=ONE, document_ids=NUMBERS)
     found = torch.compile(model, backend="aot_eager")(ONE, labels=ONE, document_ids=NUMBERS)
     torch.testing.assert_close(found.logits, expected.logits)
     torch.testing.assert_close(found.loss, expected.loss)
-    assert differences(found.memory_state, expected.memory_state) < 1e-5
+    assert T.differences(found.memory_state, expected.memory_state) < 1e-5
 
 
 @pytest.mark.slow
 def test_places_alone_tell_a_compiled_graph_too_late() -> None:
     torch._dynamo.reset()
-    model = stream(GPT2, "grc_stream", None)
+    model = T.stream(T.GPT2, "grc_stream", None)
     compiled = torch.compile(model, backend="aot_eager")
     places = torch.arange(13)[None]
     torch.testing.assert_close(compiled(ONE, position_ids=places).logits, model(ONE).logits)

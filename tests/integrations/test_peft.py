@@ -11,22 +11,9 @@ import pytest
 import torch
 from common import refuses
 from integrations import hosts
+from integrations import transformers_hosts as T
 from integrations.hosts import library
 from integrations.test_refusals import fingerprint, refuse
-from integrations.transformers_hosts import (
-    BERT,
-    DECODERS,
-    GPT2,
-    LLAMA,
-    SEGMENT,
-    STREAMS,
-    Architecture,
-    architectures,
-    awaken,
-    stream,
-    streams,
-    words,
-)
 from torch import Tensor, nn
 
 from cached_transformers import add_memory, load_pretrained, remove_memory
@@ -37,9 +24,9 @@ peft = pytest.importorskip("peft", reason="PEFT is not installed")
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*is deprecated:FutureWarning")
 
-IDS = words(2, 13)
-QKV = {GPT2: ["c_attn"], LLAMA: ["q_proj", "k_proj", "v_proj"]}
-OUT = {GPT2: ["attn.c_proj"], LLAMA: ["o_proj"]}
+IDS = T.words(2, 13)
+QKV = {T.GPT2: ["c_attn"], T.LLAMA: ["q_proj", "k_proj", "v_proj"]}
+OUT = {T.GPT2: ["attn.c_proj"], T.LLAMA: ["o_proj"]}
 
 
 def lora(targets: Any, save: bool = True, **more: Any) -> Any:
@@ -74,9 +61,9 @@ def near(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-@architectures(DECODERS)
-def test_two_adapters_have_memories_of_their_own(host: Architecture) -> None:
-    model = adapted(stream(host, "grc_stream"), OUT[host])
+@T.architectures(T.DECODERS)
+def test_two_adapters_have_memories_of_their_own(host: T.Architecture) -> None:
+    model = adapted(T.stream(host, "grc_stream"), OUT[host])
     steps(model, logits)
     torch.manual_seed(6)
     model.add_adapter("second", lora(OUT[host]))
@@ -163,10 +150,10 @@ def test_a_folded_cache_is_none_of_an_adapter_s() -> None:
         near(host.run(model.merge_and_unload(), given), with_adapter)
 
 
-@architectures(DECODERS)
+@T.architectures(T.DECODERS)
 @pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
-def test_a_new_memory_that_would_stay_as_drawn_is_refused(host: Architecture, memory: str) -> None:
-    model = adapted(stream(host, memory), QKV[host], save=False)
+def test_a_new_memory_that_would_stay_as_drawn_is_refused(host: T.Architecture, memory: str) -> None:
+    model = adapted(T.stream(host, memory), QKV[host], save=False)
     refuses(r"modules_to_save=\['memory'\]", logits, model)
     with torch.no_grad():
         logits(model)  # nothing trains here
@@ -212,21 +199,21 @@ def test_a_layer_may_be_frozen_with_its_memory(host: hosts.Host) -> None:
 
 def test_adapters_that_name_a_map_of_a_new_memory_by_chance_are_refused() -> None:
     """The usual names of BERT's projections are a memory's, too."""
-    model = adapted(BERT.with_memory(), ["query", "value"], save=False)
+    model = adapted(T.BERT.with_memory(), ["query", "value"], save=False)
     refuses(r"branch\.query\.lora_A.*branch\.key_value", logits, model)
 
 
 def test_a_loaded_memory_may_be_frozen(tmp_path: Path) -> None:
-    stream(GPT2, "rmt").save_pretrained(tmp_path / "whole")
+    T.stream(T.GPT2, "rmt").save_pretrained(tmp_path / "whole")
     model = adapted(load_pretrained(str(tmp_path / "whole")), ["c_attn"], save=False)
     logits(model)
-    saved = adapted(stream(GPT2, "rmt"), ["c_attn"])
+    saved = adapted(T.stream(T.GPT2, "rmt"), ["c_attn"])
     saved.save_pretrained(tmp_path / "adapter")
-    logits(peft.PeftModel.from_pretrained(stream(GPT2, "rmt"), tmp_path / "adapter").merge_and_unload().train())
+    logits(peft.PeftModel.from_pretrained(T.stream(T.GPT2, "rmt"), tmp_path / "adapter").merge_and_unload().train())
 
 
 def with_own_adapter(save: bool = True) -> Any:
-    model = stream(LLAMA, "rmt")
+    model = T.stream(T.LLAMA, "rmt")
     torch.manual_seed(5)
     model.add_adapter(lora(["q_proj"], save))
     return model.train()
@@ -242,9 +229,9 @@ def test_an_adapter_of_transformers_saves_the_memory(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")
     with torch.no_grad():
         trained = logits(model.eval())
-        assert (trained - logits(stream(LLAMA, "rmt"))).abs().max() > 1e-3
+        assert (trained - logits(T.stream(T.LLAMA, "rmt"))).abs().max() > 1e-3
         for folder in ("saved", "checkpoint-2"):
-            loaded = stream(LLAMA, "rmt")
+            loaded = T.stream(T.LLAMA, "rmt")
             loaded.load_adapter(str(tmp_path / folder))
             near(logits(loaded), trained)
 
@@ -255,7 +242,7 @@ def test_a_memory_that_no_adapter_saves_is_refused(tmp_path: Path) -> None:
     for p in named(model, "memory.").values():
         p.requires_grad_()
     logits(model)
-    for unsaved, way_out in ((model, "modules_to_save"), (adapted(stream(LLAMA, "rmt"), ["q_proj"]), "PeftModel")):
+    for unsaved, way_out in ((model, "modules_to_save"), (adapted(T.stream(T.LLAMA, "rmt"), ["q_proj"]), "PeftModel")):
         host = unsaved.get_base_model() if hasattr(unsaved, "get_base_model") else unsaved
         refuses(way_out, host.save_pretrained, tmp_path / "lost")
         assert not (tmp_path / "lost").exists()
@@ -263,14 +250,14 @@ def test_a_memory_that_no_adapter_saves_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("remembers", [True, False])
 def test_an_adapter_with_a_memory_is_not_loaded_without_it(remembers: bool, tmp_path: Path) -> None:
-    base, folder, plain = tmp_path / "base", tmp_path / "adapter", LLAMA.build
+    base, folder, plain = tmp_path / "base", tmp_path / "adapter", T.LLAMA.build
     kind, auto = type(plain()), library("transformers").AutoModel
-    (stream(LLAMA, "rmt") if remembers else plain()).save_pretrained(base)
+    (T.stream(T.LLAMA, "rmt") if remembers else plain()).save_pretrained(base)
 
     def loaded() -> Any:
         if remembers:
             return load_pretrained(str(base))
-        return add_memory(kind.from_pretrained(base), STREAMS["rmt"], segment_length=SEGMENT)
+        return add_memory(kind.from_pretrained(base), T.STREAMS["rmt"], segment_length=T.SEGMENT)
 
     trained = adapted(loaded(), ["q_proj"])
     trained.save_pretrained(folder)
@@ -287,27 +274,27 @@ def test_an_adapter_with_a_memory_is_not_loaded_without_it(remembers: bool, tmp_
 
 
 def test_a_memory_beside_adapters_that_would_not_save_it_is_refused() -> None:
-    model = adapted(GPT2.build(), ["c_attn"], save=False)
+    model = adapted(T.GPT2.build(), ["c_attn"], save=False)
     way_out = r"holds adapters of PEFT \(.*c_attn is a Linear\).*give add_memory the PeftModel"
     for inner in (model.get_base_model(), model.base_model):
         refuse(inner, way_out, "rmt", length=2)
-    native = GPT2.build()
+    native = T.GPT2.build()
     native.add_adapter(lora(["c_attn"], save=False))
     refuse(native, way_out, "rmt", length=2)
 
 
 def test_adapters_without_modules_to_save_are_refused() -> None:
     config = peft.TrainableTokensConfig(token_indices=[3], target_modules=["wte"])
-    refuse(peft.get_peft_model(GPT2.build(), config), "TrainableTokensConfig, which has no modules_to_save", "rmt")
+    refuse(peft.get_peft_model(T.GPT2.build(), config), "TrainableTokensConfig, which has no modules_to_save", "rmt")
 
 
-@streams
+@T.streams
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
 def test_a_learned_prompt_beside_a_frozen_memory_is_refused(memory: str, kind: str) -> None:
     """The prompt is outside of the model that has the memory, where nothing trains."""
     config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(ValueError, match=r"modules_to_save=\['memory'\]|past_key_values.*prefix tuning"):
-        logits(peft.get_peft_model(stream(GPT2, memory), config).train())
+        logits(peft.get_peft_model(T.stream(T.GPT2, memory), config).train())
 
 
 @hosts.hosts([hosts.VIT, hosts.BERT_SDPA, hosts.ENCODER])
@@ -331,7 +318,7 @@ def test_a_memory_for_an_encoder_with_adapters(host: hosts.Host, tmp_path: Path)
 
 
 def test_every_adapter_gets_the_memory_and_gives_it_back() -> None:
-    model = adapted(GPT2.build(), ["c_attn"], save=False)
+    model = adapted(T.GPT2.build(), ["c_attn"], save=False)
     model.add_adapter("second", lora(["c_attn"], save=False))
     with torch.no_grad():
         plain = logits(model.eval())
@@ -339,7 +326,7 @@ def test_every_adapter_gets_the_memory_and_gives_it_back() -> None:
     add_memory(model, "grc_stream", length=4, segment_length=5)
     for name in ("default", "second"):
         model.set_adapter(name)
-        awaken(model, seed=len(name))
+        T.awaken(model, seed=len(name))
         trained = {n for n, p in model.named_parameters() if p.requires_grad and "memory" in n}
         assert trained and all(f"modules_to_save.{name}." in n for n in trained)
         assert model.peft_config[name].modules_to_save == ["memory"]
@@ -362,18 +349,18 @@ def test_every_adapter_gets_the_memory_and_gives_it_back() -> None:
 
 
 def test_a_refused_memory_leaves_a_model_with_adapters_as_it_was() -> None:
-    model = adapted(BERT.build(), ["query"], save=False)
+    model = adapted(T.BERT.build(), ["query"], save=False)
     refuse(model, "memory .memformer. needs slots .* BertForMaskedLM does not give", "memformer", length=2)
     assert model.peft_config["default"].modules_to_save is None
 
 
 def test_rows_with_adapters_of_their_own() -> None:
-    model = adapted(stream(GPT2, "rmt"), QKV[GPT2] + OUT[GPT2])
+    model = adapted(T.stream(T.GPT2, "rmt"), QKV[T.GPT2] + OUT[T.GPT2])
     with torch.no_grad(), pytest.raises(ValueError, match="adapter_names"):
         model.eval()(IDS, adapter_names=["default", "__base__"])
-    model = stream(GPT2, "memorizing")
+    model = T.stream(T.GPT2, "memorizing")
     model.load_state_dict(model.state_dict())
-    model = adapted(model, QKV[GPT2] + OUT[GPT2], save=False)
+    model = adapted(model, QKV[T.GPT2] + OUT[T.GPT2], save=False)
     steps(model, logits)
     with torch.no_grad():
         both = model.eval()(IDS, adapter_names=["default", "__base__"]).logits
@@ -385,7 +372,7 @@ def test_rows_with_adapters_of_their_own() -> None:
 def test_a_norm_of_a_memory_takes_no_adapter() -> None:
     """LN tuning by the name `norm` adapts a memory's own norm, unless the memory is saved as a whole."""
     for memory in ("rmt", "grc_stream"):
-        model = awaken(add_memory(LLAMA.build(), memory, segment_length=5))
+        model = T.awaken(add_memory(T.LLAMA.build(), memory, segment_length=5))
         model.load_state_dict(model.state_dict())
         tuned = peft.get_peft_model(model, peft.LNTuningConfig(target_modules=["norm"]))
         if memory == "rmt":

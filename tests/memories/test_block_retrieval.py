@@ -10,14 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from common import refuses
 from integrations import family_checks as checks
 from integrations.families import GROUPED, Family, decoder, words
 from memories.harness import HEADS, ROWS, build, paddings, run, segments
-from memories.learning import LATCH, accuracy, trained
+from memories.scored_streams import golden, turned
 from torch import Tensor
 
 from cached_transformers import Session, add_memory, create_memory
@@ -30,19 +29,6 @@ from cached_transformers.models.generation import generate
 SMALL: dict[str, Any] = {"name": "block_retrieval", "sinks": 2, "recent": 4, "block": 3, "topk": 2}
 KEPT: list[dict[str, Any]] = [{}, {"capacity": 30}, {"dtype": "bfloat16"}, {"dtype": "int8"}]
 LLAMA = decoder("llama", "Llama", **GROUPED)
-
-
-def golden(shared: Path, name: str) -> dict[str, Tensor]:
-    arrays = np.load(shared / f"golden/kv/{name}.npz", allow_pickle=False)
-    return {key: torch.tensor(array) for key, array in arrays.items()}
-
-
-def turned(t_BHNE: Tensor, places_BN: Tensor) -> Tensor:
-    """Rotated by halves, in float64."""
-    width = t_BHNE.shape[-1]
-    angles = places_BN[:, None, :, None] * 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    a, b = t_BHNE.chunk(2, -1)
-    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
 
 
 def trace(q: Tensor, k_BGNE: Tensor, v_BGNE: Tensor, padding_BN: Tensor | None = None) -> Trace:
@@ -77,11 +63,11 @@ def test_golden_choices_scores_and_outputs(shared: Path, rule: str, options: dic
         n = here[0].shape[2]
         assert torch.equal(state.chosen_BUK[:, 0], g[f"{rule}/chosen"][:, number])
         (context,) = memory.open(state, tokens_at(place, n, 2), ())
-        own_BN = torch.arange(place, place + n).expand(2, -1)
-        keys = torch.cat([turned(context.k_BHME, context.positions_BMP[..., 0]), turned(here[1], own_BN)], 2)
+        own_N = torch.arange(place, place + n)
+        keys = torch.cat([turned(context.k_BHME, context.positions_BMP[:, None, :, 0]), turned(here[1], own_N)], 2)
         values = torch.cat([context.v_BHME, here[2]], 2)
         sees = torch.cat([context.valid_BM[:, None].expand(-1, n, -1), torch.ones(2, n, n).tril().bool()], 2)
-        logits = turned(here[0], own_BN) @ keys.repeat_interleave(3, 1).mT / math.sqrt(8)
+        logits = turned(here[0], own_N) @ keys.repeat_interleave(3, 1).mT / math.sqrt(8)
         outs.append(logits.masked_fill(~sees[:, None], -math.inf).softmax(-1) @ values.repeat_interleave(3, 1))
         _, state, _ = memory.exit(state, here[0], [trace(*here)])
     torch.testing.assert_close(torch.cat(outs, 2), g[f"{rule}/out"], rtol=0, atol=1e-10)
@@ -93,15 +79,6 @@ def test_golden_bounds_of_pages(shared: Path) -> None:
     pages = g["k_rot"].split(int(g["quest/page"]), 2)
     found = [RULES["bounds"](q_B1VGQE, page[:, None, None])[:, 0, 0].flatten(1) for page in pages]
     torch.testing.assert_close(torch.stack(found, -1), g["quest/upper_bounds_all_pages"], rtol=0, atol=1e-10)
-
-
-def test_bounds_are_upper_bounds_and_blocks_are_scored_one_by_one() -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(2, c, 3, 2, n, 8, generator=generator) for c, n in ((1, 4), (7, 5)))
-    assert bool((RULES["bounds"](q, k)[..., None] + 1e-5 >= q @ k.mT).all())
-    order = torch.tensor([3, 0, 6, 1, 5, 2, 4])
-    for rule in RULES.values():
-        torch.testing.assert_close(rule(q, k[:, order]), rule(q, k)[:, order])
 
 
 def twin(q: Tensor, k: Tensor, v: Tensor, cuts: list[int], o: dict[str, Any]) -> list[list[list[Tensor]]]:
@@ -195,13 +172,6 @@ def test_until_a_block_leaves_it_is_streaming_llm() -> None:
         torch.testing.assert_close(one, two, rtol=0, atol=1e-6)
     one, two = (run(build(m, positions="rotary").eval(), segments(4))[-1].outputs for m in (memory, streaming))
     torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
-
-
-@torch.no_grad()
-def test_with_every_block_chosen_it_is_the_whole_text() -> None:
-    host, plain, ids = LLAMA.build(), LLAMA.build(), words(tokens=30)
-    add_memory(host, {**SMALL, "topk": 40}, segment_length=5)
-    torch.testing.assert_close(host(ids).logits, plain(ids).logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("vote", ["layers", "layer"])
@@ -379,13 +349,6 @@ def test_in_llama(check: Callable[[Family, dict[str, Any]], None]) -> None:
 def test_a_store_without_a_limit_is_not_compiled() -> None:
     model = torch.compile(build(SMALL).eval(), backend="eager", fullgraph=True)
     refuses("capacity=None", model, segments(1)[0], raises=Exception)
-
-
-def test_it_carries_a_symbol_past_the_recent_tokens() -> None:
-    memory = {"name": "block_retrieval", "sinks": 0, "recent": LATCH.segment, "block": LATCH.segment, "topk": 1}
-    model = trained(LATCH, memory, 300)
-    assert accuracy(model, LATCH) > 0.95
-    assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4
 
 
 REFUSED = [

@@ -18,6 +18,7 @@ CRTN = {"name": "crtn", "segment": LATCH.segment, "regions": 3, "topk": 1}
 FEEDBACK = {"name": "feedback", "length": 2}
 INFINITY = {"name": "infinity_former", "length": 3, "chunk": 2, "basis": 16, "widths": (0.05, 0.15), "kl_weight": 0.0}
 MEMORIZING = {"name": "memorizing", "length": 16, "k": 4}
+RETRIEVAL = {"name": "block_retrieval", "sinks": 0, "recent": LATCH.segment, "block": LATCH.segment, "topk": 1}
 RMT = {"name": "rmt", "length": 2}
 
 
@@ -27,8 +28,8 @@ def caching(**options: Any) -> dict[str, Any]:
 
 LEARNS: list[tuple[dict[str, Any], int, dict[str, Any]]] = [
     ({"name": "armt", "length": 2, "key_width": 8}, 600, {}),
-    ({"name": "block_recurrent", "length": 4}, 600, {}),
-    ({"name": "block_recurrent", "length": 4, "gate": "lstm"}, 600, {}),
+    *(({"name": "block_recurrent", "length": 4, "gate": gate}, 600, {}) for gate in ("fixed", "lstm")),
+    (RETRIEVAL, 300, {}),
     # The gradient crosses no segment, so that keeping symbols apart is left to the memory.
     ({**COMPRESSIVE, "function": "conv"}, 300, {"bptt": 1, **UNTIED}),
     ({**COMPRESSIVE, "function": "mean"}, 300, {"bptt": 1, **UNTIED}),

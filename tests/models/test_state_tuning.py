@@ -15,17 +15,7 @@ from integrations.hosts import library
 from integrations.transformers_hosts import GPT2, SEGMENT, awaken, stream, words
 from models.test_session import ours, theirs
 
-from cached_transformers import (
-    SegmentLoop,
-    Session,
-    generate,
-    load_initial_state,
-    load_pretrained,
-    remove_initial_state,
-    remove_memory,
-    save_initial_state,
-    tune_initial_state,
-)
+import cached_transformers as ct
 from cached_transformers.layers.initial_state import InitialState, initial_state_of
 from cached_transformers.state import named_tensors, nbytes
 
@@ -33,7 +23,7 @@ models = pytest.mark.parametrize("make", [partial(ours, "grc_stream"), partial(t
 
 
 def tune(model: Any) -> InitialState:
-    return tune_initial_state(model, words(1, 2 * SEGMENT, 9), segment_length=SEGMENT)
+    return ct.tune_initial_state(model, words(1, 2 * SEGMENT, 9), segment_length=SEGMENT)
 
 
 def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -64,27 +54,27 @@ def test_it_alone_is_trained_and_lowers_the_loss(make: Callable[[], Any], tmp_pa
     last = loss_of(model, ids).item()
     assert last < first - 1e-3
     assert all(torch.equal(model.state_dict()[name], t) for name, t in before.items())
-    save_initial_state(model, tmp_path / "tuned")
+    ct.save_initial_state(model, tmp_path / "tuned")
     assert (tmp_path / "tuned").stat().st_size < nbytes(tuned(1)) + 2000
     other = make()
-    load_initial_state(other, tmp_path / "tuned")
+    ct.load_initial_state(other, tmp_path / "tuned")
     torch.testing.assert_close(loss_of(other, ids).item(), last)
-    remove_initial_state(other)
+    ct.remove_initial_state(other)
     torch.testing.assert_close(loss_of(other, ids).item(), plain)
 
 
 @models
 def test_rows_that_begin_anew_begin_with_it(make: Callable[[], Any]) -> None:
     model, prompt = make(), words(2, 5)
-    plain = generate(model, prompt, tokens=6, temperature=0, segment_length=SEGMENT)
+    plain = ct.generate(model, prompt, tokens=6, temperature=0, segment_length=SEGMENT)
     tuned = tune(model)
     with torch.no_grad():
         for parameter in tuned.parameters():
             parameter.normal_(0, 5, generator=torch.Generator().manual_seed(0))
-    found = generate(model, prompt, tokens=6, temperature=0, segment_length=SEGMENT)
+    found = ct.generate(model, prompt, tokens=6, temperature=0, segment_length=SEGMENT)
     assert not torch.allclose(found.scores, plain.scores)
     copied = copy.deepcopy(model)
-    again = generate(copied, prompt, tokens=6, temperature=0, segment_length=SEGMENT)
+    again = ct.generate(copied, prompt, tokens=6, temperature=0, segment_length=SEGMENT)
     torch.testing.assert_close(again.scores, found.scores)
 
 
@@ -99,7 +89,7 @@ def test_a_reset_row_begins_with_it_and_loops_train_it() -> None:
     fresh = model(ids).outputs
     torch.testing.assert_close(out[0], fresh[0])
     assert not torch.allclose(out[1], fresh[1])
-    loop = SegmentLoop(model, SEGMENT)
+    loop = ct.SegmentLoop(model, SEGMENT)
     loop(words(2, 2 * SEGMENT), words(2, 2 * SEGMENT, 1))[0].backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in tuned.parameters())
 
@@ -123,19 +113,19 @@ def _learned(tuned: Any) -> list[tuple[str, torch.Tensor]]:
 def test_refusals(tmp_path: Path) -> None:
     refuses("Linear carries no state", tune, torch.nn.Linear(2, 2))
     model = ours("grc_stream")
-    refuses("has no initial state of its own", save_initial_state, model, tmp_path / "a")
-    refuses("one row of token ids", tune_initial_state, model, words(2, 3))
+    refuses("has no initial state of its own", ct.save_initial_state, model, tmp_path / "a")
+    refuses("one row of token ids", ct.tune_initial_state, model, words(2, 3))
     assert all(p.requires_grad for p in model.parameters())
     tune(model)
     assert initial_state_of(model.stack) is not None
     refuses("has an initial state already", tune, model)
-    save_initial_state(model, tmp_path / "a")
+    ct.save_initial_state(model, tmp_path / "a")
     other = ours("grc_stream")
     with torch.no_grad():
         other.head.weight[0] += 1
-    refuses("other weights", load_initial_state, other, tmp_path / "a")
+    refuses("other weights", ct.load_initial_state, other, tmp_path / "a")
     stranger = awaken(stream(GPT2, "grc_stream"))
-    refuses(r"other weights", load_initial_state, stranger, tmp_path / "a")
+    refuses(r"other weights", ct.load_initial_state, stranger, tmp_path / "a")
 
 
 def test_it_travels_with_a_host_and_goes_with_its_memory(tmp_path: Path) -> None:
@@ -148,10 +138,10 @@ def test_it_travels_with_a_host_and_goes_with_its_memory(tmp_path: Path) -> None
     expected = model(ids).logits
     assert (expected - plain).abs().max() > 1e-3
     model.save_pretrained(tmp_path)
-    again = load_pretrained(str(tmp_path))
+    again = ct.load_pretrained(str(tmp_path))
     assert torch.equal(again(ids).logits, expected)
     assert set(again.state_dict()) == set(model.state_dict())
-    remove_memory(model)
+    ct.remove_memory(model)
     assert {name for name in keys if "memory." not in name} == set(model.state_dict())
 
 
@@ -164,9 +154,9 @@ def test_a_model_of_peft_is_read_with_its_adapters() -> None:
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 parameter.normal_()
-    session = Session(adapted)
+    session = ct.Session(adapted)
     session.read(ids)
     expected = adapted.generate(input_ids=ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert torch.equal(session.generate(tokens=6, temperature=0).tokens, expected[:, ids.shape[1] :])
     prompted = peft.get_peft_model(theirs(), peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
-    refuses("PeftModelForCausalLM", Session, prompted)
+    refuses("PeftModelForCausalLM", ct.Session, prompted)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from memories.scored_streams import turned
 from real_weights import TEXT, glass, glass_ids, package_folder
 from torch import Tensor
 
@@ -66,14 +67,6 @@ def test_its_tokenizer_is_its_own(golden: Any) -> None:
     assert ids == own.encode(text)
     assert tokenizer.decode(ids).replace("<unk>", "⁇") == own.decode(ids)
     assert tokenizer.eos_token is None
-
-
-def turned(t: Tensor, places: Tensor) -> Tensor:
-    """Rotation of channel i with channel i + E / 2, at places of each token."""
-    half = t.shape[-1] // 2
-    angle = places[:, None] * 10000.0 ** (-torch.arange(half, dtype=t.dtype) / half)
-    a, b = t.chunk(2, -1)
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
 
 @torch.no_grad()
