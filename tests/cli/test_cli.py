@@ -7,10 +7,8 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import standin
 import torch
 import yaml
 from integrations import families
@@ -21,13 +19,6 @@ from cached_lab.training.checkpoint import Checkpoints
 from cached_lab.training.interruption import RunFailed
 from cached_transformers import __version__, add_memory
 from cached_transformers.registry import MEMORIES
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> str:
-    path = tmp_path / "standin.yaml"
-    path.write_text(yaml.safe_dump(standin.recipe()), encoding="utf-8")
-    return str(path)
 
 
 def call(capsys, *arguments: str) -> tuple[int, str, str]:

@@ -10,7 +10,6 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-import standin
 import yaml
 from common import refuses
 from rich.console import Console
@@ -214,13 +213,6 @@ def test_memory_can_be_emptied_and_shuffled(tmp_path, capsys):
     assert len({carry, reset, shuffle}) == 3
     assert main(["evaluate", str(run), "--memory", "shuffle", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["scores"][0]["loss"] == shuffle
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> str:
-    path = tmp_path / "standin.yaml"
-    path.write_text(yaml.safe_dump(standin.recipe()), encoding="utf-8")
-    return str(path)
 
 
 def test_finished_runs_are_kept_and_the_comparison_grows(recipe, tmp_path, capsys, monkeypatch):

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.memories.grc.grc import GRC
+
 Place = tuple[slice, tuple[str, ...]]
 """Rows, and the names of the parameters whose columns are concatenated."""
 
@@ -35,6 +37,20 @@ class Golden:
 
     def names(self, prefix: str) -> list[str]:
         return [k.removeprefix(prefix) for k in self.arrays.files if k.startswith(prefix)]
+
+
+class Attended:
+    """Notes the tensor that keys and values are made of."""
+
+    def __init__(self, memory: GRC) -> None:
+        self.value: Tensor
+        compute = memory.branch.keys_values
+
+        def note(cache: Tensor, size: Any = None) -> tuple[Tensor, Tensor]:
+            self.value = cache.detach()
+            return compute(cache, size)
+
+        memory.branch.keys_values = note  # type: ignore[method-assign]
 
 
 def load(module: nn.Module, golden: Golden, places: dict[str, Place]) -> None:

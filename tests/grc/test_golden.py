@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from grc.golden import Golden, Place, check_gradients, close, load, paper_places, released_places
+from grc.golden import Attended, Golden, Place, check_gradients, close, load, paper_places, released_places
 from grc.mini_pvt import MiniPVT
 from grc.mini_pvt import places as mini_pvt_places
 from torch import Tensor
@@ -43,20 +43,6 @@ def test_every_file_has_a_test(folder: Path) -> None:
         {f"paper_r050_{n}.npz" for n in PAPER} | {f"official_{n}.npz" for n in RELEASED} | {"official_minipvt_r050.npz"}
     )
     assert tested == {p.name for p in folder.glob("*.npz")}
-
-
-class Attended:
-    """Notes the tensor that keys and values are made of."""
-
-    def __init__(self, memory: GRC) -> None:
-        self.value: Tensor
-        compute = memory.branch.keys_values
-
-        def note(cache: Tensor, size: Any = None) -> tuple[Tensor, Tensor]:
-            self.value = cache.detach()
-            return compute(cache, size)
-
-        memory.branch.keys_values = note  # type: ignore[method-assign]
 
 
 @pytest.mark.device

@@ -174,6 +174,17 @@ def same_states(a: Any, b: Any, atol: float = 1e-12) -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
 
 
+class SlowMemory(LayerMemory):
+    """A layer's memory by loops, with the parameters of the fast one."""
+
+    def __init__(self, fast: Any) -> None:
+        super().__init__()
+        self.fast, self.needs = fast, fast.needs
+
+    def init_state(self, batch_size: int, like: Tensor) -> Any:
+        return self.fast.init_state(batch_size, like)
+
+
 def slowly(model: Any, slow: Callable[[Any], LayerMemory]) -> Any:
     """The model with a slow twin instead of each layer's memory, which the twin holds as `fast`."""
     twin = copy.deepcopy(model)

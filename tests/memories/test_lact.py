@@ -11,12 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memories.harness import HEADS, WIDTH, build, long_streams, paddings, same_as_twin, segments, slowly, wild
+from memories.harness import (
+    HEADS,
+    WIDTH,
+    SlowMemory,
+    build,
+    long_streams,
+    paddings,
+    same_as_twin,
+    segments,
+    slowly,
+    wild,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers import state as states
-from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.memory import ProjectKV, Query, Reading, Trace
 from cached_transformers.memories.lact import LaCT, LaCTState, Nets, apply, descent, newton_schulz, rows_like
 
 
@@ -26,15 +37,10 @@ def layer(**options: Any) -> LaCT:
     return wild(LaCT(WIDTH, HEADS, **{"nets": 2, **options}))  # type: ignore[no-any-return]
 
 
-class SlowLaCT(LayerMemory):
+class SlowLaCT(SlowMemory):
     """A layer's LaCT by loops over rows, nets and tokens, its gradient from autograd."""
 
-    def __init__(self, fast: LaCT) -> None:
-        super().__init__()
-        self.fast, self.needs = fast, fast.needs
-
-    def init_state(self, batch_size: int, like: Tensor) -> LaCTState:
-        return self.fast.init_state(batch_size, like)
+    fast: LaCT
 
     def _read_with(self, state: LaCTState, row: int, net: int) -> list[Tensor]:
         initial = [t[net] for t in self.fast.initial]

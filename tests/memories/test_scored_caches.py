@@ -12,7 +12,7 @@ import pytest
 import torch
 from integrations import family_checks as checks
 from integrations.families import DECODERS, GROUPED, PAD, decoder, words
-from integrations.test_query_weights import padded
+from integrations.test_query_weights import padded, same_as_rows
 from memories.scored_streams import Golden, steps, turned
 from torch import Tensor
 
@@ -227,8 +227,7 @@ def test_in_a_grouped_decoder_sdpa_and_eager_attention_keep_the_same(rule: str) 
         model = GROUPED_LLAMA.build()
         model.set_attn_implementation(kind)
         states.append(add_memory(model, options(rule), segment_length=5)(**padded("left", 27)).memory_state)
-    for (name, ours), (_, theirs) in zip(*map(named_tensors, states), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4, msg=name)
+    torch.testing.assert_close(*states, rtol=0, atol=1e-4)
 
 
 @every
@@ -237,12 +236,7 @@ def test_in_a_grouped_decoder_padding_documents_and_the_size_of_a_state(rule: st
     model, ids = GROUPED_LLAMA.with_memory(options(rule), segment_length=5), words(tokens=24)
     separate = [model(row[None]).logits for row in (ids[0], ids[1, :9], ids[1, 9:])]
     for side in ("left", "right"):
-        call = padded(side, 24)
-        beside = list(named_tensors(model(**call, use_cache=False).memory_state.layers))
-        for row, real in enumerate(call["attention_mask"].bool()):
-            alone = named_tensors(model(call["input_ids"][row : row + 1, real]).memory_state.layers)
-            for (name, ours), (_, theirs) in zip(beside, alone, strict=True):
-                torch.testing.assert_close(ours[row], theirs[0], rtol=0, atol=1e-4, msg=name)
+        same_as_rows(model, padded(side, 24), 1e-4)
     numbers = torch.stack([torch.zeros(24), (torch.arange(24) >= 9).float()]).long()
     packed = model(ids, document_ids=numbers).logits
     for found, wanted in zip((packed[:1], packed[1:, :9], packed[1:, 9:]), separate, strict=True):

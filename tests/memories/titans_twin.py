@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from memories.harness import SlowMemory
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.interfaces.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.memories.parts.fast_weights import FastState
 from cached_transformers.memories.titans.neural_memory import NeuralMemory
 from cached_transformers.memories.titans.titans import Titans
@@ -70,15 +71,10 @@ def slow_learn(
     return outputs, *(torch.cat([m.flatten() for m in matrices]) for matrices in (W, S))
 
 
-class SlowTitans(LayerMemory):
+class SlowTitans(SlowMemory):
     """A layer's Titans, read and written by loops over rows, nets and tokens, with the parameters of the fast one."""
 
-    def __init__(self, fast: Titans) -> None:
-        super().__init__()
-        self.fast, self.needs = fast, fast.needs
-
-    def init_state(self, batch_size: int, like: Tensor) -> FastState:
-        return self.fast.init_state(batch_size, like)
+    fast: Titans
 
     def _begin(self, state: FastState, row: int, net: int) -> tuple[Tensor, Tensor]:
         if state.tokens_B[row] == 0:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from memories.harness import HEADS
+from memories.harness import HEADS, SlowMemory
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.memory import ProjectKV, Query, Reading, Trace
 from cached_transformers.memories.parts.fast_weights import FastState
 from cached_transformers.memories.ttt import TTT, InnerModel
 
@@ -99,15 +99,10 @@ def turned(x_E: Tensor, place: int) -> Tensor:
     return torch.stack(out)
 
 
-class SlowTTT(LayerMemory):
+class SlowTTT(SlowMemory):
     """A layer's TTT by loops over rows, heads and tokens, with the parameters of the fast one."""
 
-    def __init__(self, fast: TTT) -> None:
-        super().__init__()
-        self.fast, self.needs = fast, fast.needs
-
-    def init_state(self, batch_size: int, like: Tensor) -> FastState:
-        return self.fast.init_state(batch_size, like)
+    fast: TTT
 
     def _token(self, x_D: Tensor, head: int, place: int) -> tuple[Tensor, ...]:
         fast = self.fast

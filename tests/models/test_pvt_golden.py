@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from grc.golden import Golden, Place, check_gradients, close, load, thirds
-from torch import Tensor, nn
+from grc.golden import Attended, Golden, Place, check_gradients, close, load, thirds
+from torch import nn
 
 from cached_transformers import add_memory
 from cached_transformers.memories.grc.grc import GRC
@@ -53,20 +53,6 @@ def build(golden: Golden) -> PyramidVisionTransformer:
     model = PyramidVisionTransformer(**{ours: meta[theirs] for ours, theirs in names.items()})
     add_memory(model, "grc", variant="released", ratio=meta["ratio"])
     return model
-
-
-class Attended:
-    """Notes the tensor that keys and values are made of."""
-
-    def __init__(self, memory: GRC) -> None:
-        self.value: Tensor
-        compute = memory.branch.keys_values
-
-        def noting(cache: Tensor, *args: object) -> object:
-            self.value = cache
-            return compute(cache, *args)  # type: ignore[arg-type]
-
-        memory.branch.keys_values = noting  # type: ignore[method-assign, assignment]
 
 
 def caches_equal(model: nn.Module, golden: Golden, key: str, when: int) -> None:
