@@ -44,6 +44,7 @@ class Contract:
 
 
 relative = partial(Contract, model={"positions": "relative"})
+stateless = partial(Contract, bytes_per_row=lambda d: 0)
 detached = partial(Contract, detached=True)
 detached_relative = partial(relative, detached=True)
 

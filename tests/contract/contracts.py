@@ -15,6 +15,7 @@ from contract.contract_row import (
     detached,
     detached_relative,
     relative,
+    stateless,
 )
 from contract.costs import (
     DEPTH,
@@ -45,9 +46,8 @@ from contract.recurrent_contracts import RECURRENT
 from contract.scored_contracts import SCORED
 
 CONTRACTS: dict[str, Contract] = {
-    "none": Contract(bytes_per_row=lambda d: 0, exempt={"remembers": "there is no memory"}),
-    "convolution": Contract(
-        bytes_per_row=lambda d: 0,
+    "none": stateless(exempt={"remembers": "there is no memory"}),
+    "convolution": stateless(
         exempt={
             "remembers": "a control that keeps nothing",
             "empty": "a control: its convolution acts from the first segment on",
@@ -55,18 +55,16 @@ CONTRACTS: dict[str, Contract] = {
         },
         image_cost=ImageCost({}, 9 * (TOKENS - 1) * D / 0.5, 9 * (TOKENS - 1) * D / 0.5),
     ),
-    "grc": Contract(
-        bytes_per_row=lambda d: 0,
+    "grc": stateless(
         exempt={
             "remembers": SHARED,
             "empty": "a cache of zeros is read and mixed like any other (Algorithm 1 starts so)",
         },
         image_cost=ImageCost({}, READ + 4 * TOKENS * C * C + 4 * ONCE, READ),
     ),
-    "grc/released": Contract(
+    "grc/released": stateless(
         options={"variant": "released"},
         models=("vision_transformer",),
-        bytes_per_row=lambda d: 0,
         exempt={"remembers": SHARED, "empty": "as grc", "learns": UNREAD},
     ),
     "grc_stream": Contract(
@@ -215,15 +213,13 @@ CONTRACTS: dict[str, Contract] = {
         cost=Cost({"length": M, "k": M - K}, lambda: 2 * M * D),
         exempt={"remembers": "keys have no positions: the first layer's store knows the tokens, not their order"},
     ),
-    "memory_transformer": Contract(
+    "memory_transformer": stateless(
         options={"length": 3},
-        bytes_per_row=lambda d: 0,
         exempt={"remembers": NOTHING, "empty": LEARNED},
         cost=Cost({"length": M}, lambda: LAYERS * (layer(M / N) + 2 * D * M * (2 + M / N))),
     ),
-    "memory_transformer/control": Contract(
+    "memory_transformer/control": stateless(
         options={"length": 3, "control": True, "mask": "causal"},
-        bytes_per_row=lambda d: 0,
         exempt={"remembers": NOTHING, "empty": LEARNED, "learns": DROPPED},
     ),
     "memory_transformer/cache": detached_relative(
@@ -231,16 +227,14 @@ CONTRACTS: dict[str, Contract] = {
         bytes_per_row=lambda d: DEPTH * (4 * (4 * d + 8) + 8),
         exempt={"empty": LEARNED},
     ),
-    "memory_transformer/encoder": Contract(
+    "memory_transformer/encoder": stateless(
         options={"length": 3},
         models=("sequence_classifier", "vision_transformer"),
-        bytes_per_row=lambda d: 0,
         exempt={"remembers": NOTHING, "empty": LEARNED},
     ),
-    "memory_transformer/back": Contract(
+    "memory_transformer/back": stateless(
         options={"length": 3, "place": "back", "control": True},
         models=("sequence_classifier", "vision_transformer"),
-        bytes_per_row=lambda d: 0,
         exempt={"remembers": NOTHING, "empty": LEARNED, "learns": DROPPED},
     ),
     "rmt": Contract(
@@ -361,14 +355,12 @@ CONTRACTS: dict[str, Contract] = {
         exact={"length": 4},
         exempt=FEEDBACK,
     ),
-    "attention_cache": Contract(
-        bytes_per_row=lambda d: 0,
+    "attention_cache": stateless(
         exempt={"remembers": SHARED, "empty": "as grc: a cache of zeros is read and mixed like any other"},
         image_cost=ImageCost({}, READ + 4 * TOKENS * C * C + 4 * TOKENS * TOKENS * C + 5 * ONCE, READ),
     ),
-    "attention_cache/store": Contract(
+    "attention_cache/store": stateless(
         options={"update": "store"},
-        bytes_per_row=lambda d: 0,
         exempt={"remembers": SHARED, "empty": "as attention_cache"},
         image_cost=ImageCost({"update": "store"}, READ + 2 * ONCE, READ),
     ),

@@ -222,22 +222,6 @@ def test_a_trace_of_some_tokens_keeps_the_weights_of_the_context_and_of_those_to
     assert torch.equal(trace.x_BND, x[:, 1:3]) and torch.equal(trace.query.k_BHNE, heads[:, :, 1:3])
 
 
-def test_padding_does_not_move_the_clock() -> None:
-    layer = Counting(0.0)
-    stack = Stack(lambda _: make_block(layer), 1)
-    padding = torch.tensor([[False] * 4, [False, False, True, True], [True, False, True, False], [True] * 4])
-    out = stack(torch.randn(4, 4, D), padding_BN=padding)
-    assert out.state.clock_B.tolist() == [4, 2, 2, 0]
-    positions = layer.traces[0].query.positions_BNP
-    assert positions is not None
-    assert [p[~pad].tolist() for p, pad in zip(positions[..., 0], padding, strict=True)] == [
-        [0, 1, 2, 3],
-        [0, 1],
-        [0, 1],
-        [],
-    ]
-
-
 def test_a_stack_needs_a_layer_and_blocks_that_serve_its_memory() -> None:
     refuses("depth=0", Stack, lambda _: make_block(), 0)
     refuses("memory Spanning offers slots", Stack, lambda _: make_block(), 1, model_memory=Spanning())
