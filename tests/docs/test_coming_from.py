@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from docs.pages import TEXTS
 
 from cached_transformers import create_model
 
 pytestmark = pytest.mark.peers
-PAGE = TEXTS["docs/coming_from.md"]
 SIZES = {"num_tokens": 32, "dim": 16, "depth": 2, "heads": 2}
 IDS = torch.arange(16).reshape(2, 8)
 
@@ -70,11 +66,3 @@ def test_x_transformers() -> None:
     logits, _ = model(IDS, mems=memories, return_mems=True)
     assert logits.shape == ours({"name": "transformer_xl", "length": 8})
     assert library.XLAutoregressiveWrapper(model)(IDS) > 0
-
-
-def test_presses_of_the_page_and_their_options() -> None:
-    library = pytest.importorskip("kvpress", exc_type=ImportError)
-    assert [name for name in set(re.findall(r"\w+Press\b", PAGE)) if not hasattr(library, name)] == []
-    for name, options in re.findall(r"`(\w+Press)\((\w.*?)\)`", PAGE):
-        fields = {field.name for field in dataclasses.fields(getattr(library, name))}
-        assert set(re.findall(r"(\w+)=", options)) <= fields, name

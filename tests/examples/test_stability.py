@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import stirred
+from common import refuses, stirred
 
 from examples import glimpses
 from examples.stability import CASES, PLACES, StabilityCase, _titans, main, measure
@@ -36,8 +36,7 @@ def test_the_table_has_a_row_for_each_and_bad_numbers_are_refused(
     main(["--tokens", "512", "--seeds", "1"])
     out = capsys.readouterr().out
     assert "| `delta_net` | float32 |" in out and "| `delta_net` | bfloat16 |" in out and "after 512 tokens" in out
-    with pytest.raises(ValueError, match="--tokens 100"):
-        main(["--tokens", "100"])
+    refuses("--tokens 100", main, ["--tokens", "100"])
 
 
 def test_frames_show_quarters_and_bad_input_is_named(capsys: pytest.CaptureFixture[str]) -> None:

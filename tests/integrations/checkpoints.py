@@ -65,12 +65,7 @@ def dinov2() -> Any:
             found[node.name[1:].removesuffix("/MatMul").replace("/", ".") + ".weight"] = named[node.input[1]].T
     table = [t for name, t in named.items() if name.startswith("onnx::") and t.shape in ((1, 1, 384), (1, 1369, 384))]
     found["embeddings.position_embeddings"] = torch.cat(table, 1)  # of the class token, and of 37 x 37 patches
-    new = {
-        "attention.query": "q_proj",
-        "attention.key": "k_proj",
-        "attention.value": "v_proj",
-        "output.dense": "o_proj",
-    }
+    new = {f"attention.{kind}": f"{kind[0]}_proj" for kind in ("query", "key", "value")} | {"output.dense": "o_proj"}
     transformers = library("transformers")
     sizes = {"hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 12, "image_size": 518}
     model = transformers.Dinov2Model(transformers.Dinov2Config(**sizes)).eval()

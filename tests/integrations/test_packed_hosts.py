@@ -335,8 +335,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_what_contradicts_itself_or_cannot_be_is_refused(name: str) -> None:
     call, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        T.stream(T.LLAMA, "rmt")(ONE, **call)
+    refuses(message, T.stream, T.LLAMA, "rmt")(ONE, **call)
 
 
 @T.architectures(T.DECODERS)
@@ -347,8 +346,7 @@ def test_a_text_that_goes_on_and_a_prompt_are_one_text(host: T.Architecture) -> 
         with pytest.raises(ValueError, match=rf"{next(iter(call))}.*continue with memory_state.*a row of its own"):
             model(ONE[:, :3], past_key_values=cache, **call)
     for call in ({"document_ids": NUMBERS}, {"position_ids": PLACES}, {"position_ids": PLACES, "use_cache": False}):
-        with pytest.raises(ValueError, match=rf"{next(iter(call))}.*generate continues one text"):
-            model.generate(ONE, max_new_tokens=2, **call)
+        refuses(rf"{next(iter(call))}.*generate continues one text", model.generate, ONE, max_new_tokens=2, **call)
 
 
 @pytest.mark.parametrize("name", ["document_ids", "cu_seq_lens_q", "seq_idx"])

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from common import stirred
+from common import refuses, stirred
 from torch import Tensor, nn
 
 from cached_transformers import create_model
@@ -141,8 +141,7 @@ def test_memories_work_with_shared_queries_and_keys(memory: str) -> None:
     ],
 )
 def test_bad_options(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        classifier(**options)
+    refuses(message, classifier, **options)
 
 
 def test_a_short_convolution_joins_neighbours_and_carries_the_last_of_them() -> None:
