@@ -257,7 +257,7 @@ def _refused(status: int, said: str, run: Path, changed: list[Path]) -> bool:
     """Return True if the command ended with a message (Failure: it has none, or names no file)."""
     if status == 0:
         return False
-    named = [str(run), *(file.name for file in changed)]
+    named = [str(run), "data.path=", *(file.name for file in changed)]  # a config may name another path now
     if status not in (1, 2) or "error: " not in said or not any(name in said for name in named):
         raise Failure(f"exit status {status} with {said[-1500:]!r}, which names none of {named}")
     return True
