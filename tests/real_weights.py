@@ -43,8 +43,7 @@ def glass(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
 
 def glass_ids(tokens: int) -> list[int]:
     """The first tokens of a text of its kind."""
-    _, tokenizer = glass()
-    ids: list[int] = tokenizer(TEXT * 4)["input_ids"]
+    ids: list[int] = glass()[1](TEXT * 4)["input_ids"]
     return ids[:tokens]
 
 

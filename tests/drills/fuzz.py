@@ -157,8 +157,7 @@ def wrong(given: Input, status: Any, err: str) -> str | None:
     if message is None or len(message.group(1)) > 8000:
         return f"no message, or one of {len(err)} characters: {err[-500:]}"
     names = {letters(part) for key in given.touched for part in (key, key.rpartition(".")[2], Path(key).name)} - {""}
-    if "model." in given.touched:  # timm and transformers get options of any name, also of none
-        names |= {"timm", "transformers"}
+    names |= {"timm", "transformers"} if "model." in given.touched else set()  # get options of any name, also of none
     for entry in (entry for registry in LISTED.values() for entry in registry if letters(entry.name) in names):
         names |= {letters(entry.factory.__name__), *map(letters, entry.options)}
     if names and status == 2 and "not valid YAML" not in err and not any(name in letters(err) for name in names):
