@@ -19,8 +19,8 @@ X = 2 V G heads of keys, then of values, Y = X E, M slots of the context, P posi
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -125,7 +125,7 @@ class BlockRetrieval(ModelMemory):
         places: Literal["cache", "same"] = "cache",
         capacity: int | None = None,
         store: Literal["memory", "file"] = "memory",
-        folder: str | os.PathLike[str] | None = None,
+        folder: str | Path | None = None,
         dtype: Literal["float32", "bfloat16", "int8"] | None = None,
     ) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class BlockRetrieval(ModelMemory):
             raise ValueError(f"observe={observe}: score='attention' asks with the last query; take 1, or 'mean'")
         if (store == "file") != (folder is not None):
             raise ValueError(f"store={store!r} with folder={folder!r}: a file needs a folder, memory takes none")
-        if folder is not None and not os.path.isdir(folder):
+        if folder is not None and not Path(folder).is_dir():
             raise ValueError(f"folder={folder!r}: is no folder; make it first")
         self.width, self.heads, self.depth = width, heads, depth
         self.sinks, self.recent, self.block, self.topk = sinks, recent, block, topk
