@@ -335,7 +335,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_what_contradicts_itself_or_cannot_be_is_refused(name: str) -> None:
     call, message = REFUSED[name]
-    refuses(message, T.stream, T.LLAMA, "rmt")(ONE, **call)
+    refuses(message, T.stream(T.LLAMA, "rmt"), ONE, **call)
 
 
 @T.architectures(T.DECODERS)
