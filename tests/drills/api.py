@@ -335,8 +335,7 @@ SMALL_PARTS: list[tuple[Any, dict[str, Any]]] = [
 KINDS = [part, part, model_of, model_of, model_with_part, model_with_part, host, loop, text, small]
 
 SUMMARY = (
-    f"{TOGETHER} calls a case of every registered memory, attention and model, and of hosts, loops, generation, "
-    "sessions, streams and positions, with right, odd and wrong options and inputs, empty ones too: finite results of "
+    f"{TOGETHER} calls a case of all public parts, with right, odd and wrong options and inputs: finite results of "
     f"the documented shape, or a ValueError or TypeError that names the option, within {SECONDS} seconds and 1 GiB"
 )
 COUNT, SAMPLE, LIMIT = 80, 2, 300.0

@@ -34,11 +34,11 @@ def write_table(page: Path, outcomes: list[Outcome], seed: int) -> None:
 
 def table(outcomes: list[Outcome], seed: int) -> str:
     """Return one row per drill: action, cases run, passed and failed, seconds."""
-    lines = ["| Drill | Action, and what must hold | Tried | Held | Failed | Seconds |", "|---|---|---|---|---|---|"]
+    lines = ["| Drill | Action | Tried | Held | Failed | Seconds |", "|---|---|---|---|---|---|"]
     for drill, results, seconds in outcomes:
         failed = sum(result.problem is not None for result in results)
         numbers = f"{len(results):,} | {len(results) - failed:,} | {failed:,} | {seconds:.0f}"
-        lines.append(f"| `{drill.name}` | {drill.summary} | {numbers} |")
+        lines.append(f"| `{drill.name}` | {drill.summary.partition(': ')[0]} | {numbers} |")
     facts = environment("cpu")
     where = f"{facts['device']}, python {facts['python']}, torch {facts['torch']}"
     return "\n".join([*lines, "", f"`make drills`, seed {seed}: {where}, {facts['date']}, commit {facts['commit']}."])

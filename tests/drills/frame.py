@@ -32,7 +32,7 @@ class Drill:
 
     Attributes:
         name: name of the module.
-        summary: action and condition, in one sentence, for the table.
+        summary: action and condition, in one sentence; the table has what is before the first colon.
         cases: (count, seed) to names of cases: the first `count` in a random order, or all if there are fewer.
         attempt: run a case in an empty folder, in a forked process; raise `Failure`, or anything else, if it fails.
         count: cases of `make drills`. sample: cases of `make test`.

@@ -219,8 +219,7 @@ def _watch_writes(root: Path) -> list[str]:
 
 
 SUMMARY = (
-    f"{TOGETHER} command lines and recipes a case, from a grammar of all options of all commands and parts, right, "
-    "wrong, damaged, misspelt, or without the option that they belong to: exit status 0, 1 or 2 within 60 seconds, a "
-    "message that names the mistake, no traceback, nothing written elsewhere"
+    f"{TOGETHER} command lines and recipes a case, right, wrong, damaged or misspelt: exit status 0, 1 or 2 within "
+    "60 seconds, a message that names the mistake, no traceback, nothing written elsewhere"
 )
 COUNT, SAMPLE, LIMIT = 100, 1, 400.0

@@ -147,7 +147,7 @@ def _one(config: RunConfig, run: Path, how: str, step: int) -> None:
 
 SUMMARY = (
     "runs of every kind of task are interrupted after any step by SIGTERM or SIGINT, or inside the next by an "
-    "error, once or twice, and resumed, with averages and background saves on or off: weights, caches, metrics, best, "
+    "error, once or twice, and resumed: weights, caches, metrics, best, "
     "last, averages, scores and folders are those of the undisturbed run"
 )
 COUNT, SAMPLE = 90, 3

@@ -265,8 +265,7 @@ def _other_weights(made: Made, model: Any, state: Any, folder: Path) -> None:
 
 
 SUMMARY = (
-    f"the state of one model given to {TRIES} others a case, with another option of its memory, other sizes, depth, "
-    "memory or dropout, in five kinds of models; and damaged states, to models and to every operation: they are "
+    f"states given to {TRIES} models a case, of another memory, option, size or depth, and damaged states: they are "
     "refused by a message with the memory, the tensor or the argument, or mean the same"
 )
 COUNT, SAMPLE = 250, 6
