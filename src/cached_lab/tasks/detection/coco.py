@@ -105,7 +105,7 @@ class CocoDetection:
         wanted = images if image_ids is None else set(image_ids)
         self.image_ids = [n for n in images if n in wanted and (split != "train" or objects[n])]
         if not self.image_ids:
-            raise ValueError(f"{source} has no image with an object to learn; check its annotations")
+            raise ValueError(f"{source} has no image with an object to learn; check its annotations, or data.image_ids")
         names = [images[number]["file_name"] for number in self.image_ids]
         self._files = find_images(found, name, names)
         if missing := [file for file in names if file not in self._files]:
