@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 STATED_BY_CLASS = ("needs", "can")
 """Facts that are attributes of the part's class."""
-UNTOLD = ("dropout", "index", "facts", "store")
+UNTOLD = ("dropout", "index", "facts", "store", "folder")
 """Options that leave the meaning of a state as it is."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,16 +22,22 @@ from cached_transformers.interfaces.memory import Context
 LENGTHS = (1, 3, 4, 8, 13, 24)
 
 
-def definition(axis: str, causal: bool, columns: int, prefix: int = 0) -> Rule:
+def after_prefix(causal: bool, prefix: int, inside: Rule) -> Rule:
+    """A prefix sees all and is seen by all; a place of the map sees those `inside`; causal, no place a later one."""
+
     def sees(h: int, i: int, j: int) -> bool:
         if causal and j > i:
             return False
-        if i < prefix or j < prefix:
-            return True
-        i, j = i - prefix, j - prefix
-        return i // columns == j // columns if axis == "row" else i % columns == j % columns
+        return i < prefix or j < prefix or inside(h, i - prefix, j - prefix)
 
     return sees
+
+
+def definition(axis: str, causal: bool, columns: int, prefix: int = 0) -> Rule:
+    def inside(h: int, i: int, j: int) -> bool:
+        return i // columns == j // columns if axis == "row" else i % columns == j % columns
+
+    return after_prefix(causal, prefix, inside)
 
 
 def along(axis: str, sources: list[Tensor], causal: bool, columns: int, prefix: int, padding: Tensor | None) -> Tensor:
@@ -151,15 +158,11 @@ UNBLOCKED = (1, 3, 8, 13, 24)
 
 
 def blocks_along(causal: bool, block: int, memory: int, prefix: int = 0) -> Rule:
-    def sees(h: int, i: int, j: int) -> bool:
-        if causal and j > i:
-            return False
-        if i < prefix or j < prefix:
-            return True
-        first = (i - prefix) // block * block
-        return first - memory <= j - prefix < first + block + (0 if causal else memory)
+    def inside(h: int, i: int, j: int) -> bool:
+        first = i // block * block
+        return first - memory <= j < first + block + (0 if causal else memory)
 
-    return sees
+    return after_prefix(causal, prefix, inside)
 
 
 def cells(size: tuple[int, int], block: tuple[int, int], order: str) -> list[tuple[int, int]]:
@@ -175,12 +178,8 @@ def on_map(
 ) -> Rule:
     cell = cells(size, block, order)
 
-    def sees(h: int, i: int, j: int) -> bool:
-        if causal and j > i:
-            return False
-        if i < prefix or j < prefix:
-            return True
-        (row, column), (other_row, other_column) = cell[i - prefix], cell[j - prefix]
+    def inside(h: int, i: int, j: int) -> bool:
+        (row, column), (other_row, other_column) = cell[i], cell[j]
         top, left = row // block[0] * block[0], column // block[1] * block[1]
         below = 0 if causal else memory[0]
         return (
@@ -188,7 +187,7 @@ def on_map(
             and left - memory[1] <= other_column < left + block[1] + memory[1]
         )
 
-    return sees
+    return after_prefix(causal, prefix, inside)
 
 
 @pytest.mark.parametrize(("block", "memory", "prefix"), [(4, 4, 0), (4, 0, 0), (3, 5, 2), (1, 2, 1), (5, 1, 0)])
@@ -237,34 +236,24 @@ def strided(
     prefix: int = 0,
     slices: int = 1,
 ) -> Rule:
-    def sees(h: int, i: int, j: int) -> bool:
-        if causal and j > i:
-            return False
-        if i < prefix or j < prefix:
-            return True
-        i, j = i - prefix, j - prefix
+    def inside(h: int, i: int, j: int) -> bool:
         if combine == "union":
             return near(kind, stride, i, j) or far(kind, stride, summary, i, j, h % slices)
         if (index if combine == "layers" else h) % 2 == 0:
             return near(kind, stride, i, j)
         return far(kind, stride, summary, i, j, (h if combine == "layers" else h // 2) % slices)
 
-    return sees
+    return after_prefix(causal, prefix, inside)
 
 
 @pytest.mark.parametrize("kind", ["strided", "fixed"])
 @pytest.mark.parametrize(("combine", "index"), [("union", 0), ("layers", 0), ("layers", 1), ("heads", 0)])
 @pytest.mark.parametrize("prefix", [0, 2])
 def test_strides_are_the_definition(kind: str, combine: str, index: int, prefix: int) -> None:
+    shape: Any = {"combine": combine, "index": index, "prefix": prefix}
     for stride, summary in ((4, 2), (3, 1)):
-        core = SparseTransformerAttention(
-            stride=stride, pattern=kind, summary=summary, combine=combine, index=index, prefix=prefix
-        )
-        assert_is_pattern(
-            core,
-            lambda causal, s=stride, c=summary: strided(causal, kind, s, c, combine, index=index, prefix=prefix),
-            LENGTHS,
-        )
+        core = SparseTransformerAttention(stride=stride, pattern=kind, summary=summary, **shape)
+        assert_is_pattern(core, lambda causal, s=stride, c=summary: strided(causal, kind, s, c, **shape), LENGTHS)
 
 
 @pytest.mark.parametrize("combine", ["union", "heads"])
@@ -276,12 +265,8 @@ def test_heads_take_summary_tokens_of_their_own(
     core = SparseTransformerAttention(
         stride=stride, pattern="fixed", summary=summary, slices=slices, combine=combine, heads=heads
     )
-    assert_is_pattern(
-        core,
-        lambda causal: strided(causal, "fixed", stride, summary, combine, slices=slices),
-        (1, 3, 8, 13, 16),
-        heads=heads,
-    )
+    rule = partial(strided, kind="fixed", stride=stride, summary=summary, combine=combine, slices=slices)
+    assert_is_pattern(core, rule, (1, 3, 8, 13, 16), heads=heads)
 
 
 @pytest.mark.parametrize("kind", ["strided", "fixed"])

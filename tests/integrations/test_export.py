@@ -19,6 +19,7 @@ MEMORIES: list[dict[str, Any]] = [
     {"name": "streaming_llm", "length": 7, "sinks": 2, "keep": "kv"},
     {"name": "transformer_xl", "length": 6},
     {"name": "compressive", "length": 6, "compressed": 3, "rate": 2, "function": "mean"},
+    {"name": "expected_attention", "length": 9, "observe": 2},
     {"name": "crtn", "segment": 5, "placed": "packed", "weighted": False},
 ]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from memories.harness import run
 from torch import Tensor, nn
 
 from cached_transformers.layers.attention import LayerState
@@ -31,15 +32,11 @@ def tokens(segments: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("attention", CARRIED)
 def test_a_text_in_segments_is_the_text_as_a_whole(attention: str) -> None:
     model, text = build(attention), tokens(3)
-    whole, state, outputs = model(text).outputs, None, []
-    for segment in text.split(SEGMENT, 1):
-        out = model(segment, state)
-        state = out.state
-        outputs.append(out.outputs)
-    torch.testing.assert_close(torch.cat(outputs, 1), whole, rtol=0, atol=1e-10)
-    assert isinstance(state.layers[0], LayerState)  # type: ignore[union-attr]
+    outs = run(model, text.split(SEGMENT, 1))
+    torch.testing.assert_close(torch.cat([out.outputs for out in outs], 1), model(text).outputs, rtol=0, atol=1e-10)
+    assert isinstance(outs[-1].state.layers[0], LayerState)
     # Without what it carries a segment is another one.
-    assert (model(text[:, SEGMENT : 2 * SEGMENT]).outputs - outputs[1]).abs().max() > 1e-3
+    assert (model(text[:, SEGMENT : 2 * SEGMENT]).outputs - outs[1].outputs).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("attention", CARRIED)

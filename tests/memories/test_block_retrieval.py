@@ -215,6 +215,8 @@ def test_sessions_are_saved_and_go_on(tmp_path: Path, options: dict[str, Any]) -
     session, more = Session(model, segment_length=5), segments(3, rows=1, seed=4)
     session.read(torch.cat(segments(8, rows=1), 1))
     session.save(tmp_path / "state")
+    if folder:  # its files are gone with the process, and the state goes on in another folder
+        model = build({**SMALL, **options, "folder": tmp_path.parent}).eval()
     loaded = Session.load(model, tmp_path / "state", 5)
     for one in (session, loaded):
         one.read(torch.cat(more, 1))
@@ -223,6 +225,14 @@ def test_sessions_are_saved_and_go_on(tmp_path: Path, options: dict[str, Any]) -
     got, want = (one.generate(tokens=6, temperature=0).tokens for one in (loaded, session))
     assert torch.equal(got, want)
     refuses("state", Session.load, build({**SMALL, **options, **folder, "topk": 1}).eval(), tmp_path / "state", 5)
+
+
+@torch.no_grad()
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    model = build({**SMALL, "store": "file", "folder": tmp_path / "gone"})
+    (tmp_path / "gone").rmdir()
+    refuses("folder='.*gone'", run, model.eval(), segments(6))
 
 
 @pytest.mark.parametrize("options", KEPT[:2], ids=str)
@@ -288,8 +298,11 @@ def test_a_prompt_asks_before_it_is_answered_and_no_score_knows() -> None:
         assert torch.equal(told, generate(host, ids, tokens=9, temperature=0, segment_length=6).tokens)
         session = Session(host)
         session.read(ids[:1])
+        mark = session.mark()
         assert torch.equal(told[:1], session.generate(tokens=9, temperature=0).tokens)
-    assert not asked["segments"] and len(asked["always"]) == len(asked["prompts"]) == 3
+        session.rewind(mark)
+        assert told[0].tolist() == list(session.stream(tokens=9, temperature=0))
+    assert not asked["segments"] and len(asked["always"]) == len(asked["prompts"]) == 4
     assert all(bool((chosen >= 0).all()) for chosen in (*asked["always"], *asked["prompts"]))
     assert all(torch.equal(a, asked["always"][0][: len(a)]) for a in asked["always"])
 

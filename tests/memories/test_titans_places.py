@@ -199,12 +199,8 @@ def test_cuts_at_multiples_of_its_chunk_change_nothing(cut: int) -> None:
     """Of a stream whose attention goes on across them."""
     model = build(MAL, attention={"name": "delta_net", "carry": True}, positions="none")
     tokens_BN = torch.cat(segments(5), 1)[:, :24]
-    whole, state, parts = model(tokens_BN).outputs, None, []
-    for ids in tokens_BN.split(cut, 1):
-        out = model(ids, state)
-        state = out.state
-        parts.append(out.outputs)
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-9)
+    parts = [out.outputs for out in run(model, tokens_BN.split(cut, 1))]
+    torch.testing.assert_close(torch.cat(parts, 1), model(tokens_BN).outputs, rtol=0, atol=1e-9)
 
 
 def test_kept_keys_and_hosts_with_projections_of_their_own() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from common import refuses, stirred
+from memories.harness import run
 from torch import Tensor, nn
 
 from cached_transformers import create_model
@@ -43,12 +44,8 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 def by_segments(model: Any, text_BN: Tensor) -> tuple[Tensor, Any]:
     """Log-probabilities at each place, and the state, of a text cut as in training."""
-    outputs, state = [], model.init_state(text_BN.shape[0])
-    for segment in text_BN.split(SEGMENT, 1):
-        out = model(segment, state)
-        state = out.state
-        outputs.append(out.outputs.log_softmax(-1))
-    return torch.cat(outputs, 1), state
+    outs = run(model, text_BN.split(SEGMENT, 1))
+    return torch.cat([out.outputs.log_softmax(-1) for out in outs], 1), outs[-1].state
 
 
 def close(a: Any, b: Any) -> None:
@@ -73,6 +70,18 @@ class Table(nn.Module):
             outputs.append(self.table[seen_B % 6, last_B, token_B])
             seen_B, last_B = seen_B + 1, token_B
         return ModelOutput(torch.stack(outputs, 1), (seen_B, last_B), torch.zeros(()))
+
+
+def test_a_carried_state_is_read_and_left_alone(model: Any) -> None:
+    before, prompt = torch.randint(V, (2, 8)), torch.randint(V, (2, 3))
+    with torch.no_grad():
+        _, state = by_segments(model.eval(), before)
+    kept = states.map_state(torch.clone, state)
+    found = model.generate(prompt, state, tokens=6, temperature=0, segment_length=SEGMENT)
+    whole = model.generate(torch.cat([before, prompt], 1), tokens=6, temperature=0, segment_length=SEGMENT)
+    assert torch.equal(found.tokens, whole.tokens)
+    close(found.state, whole.state)
+    torch.testing.assert_close(state, kept, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"beams": 3}], ids=str)

@@ -71,6 +71,7 @@ def test_a_fetched_model_writes_by_its_name(
     said = model.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
     assert command(capsys, 0, *words) == tokenizer.decode(said) + "\n"
     assert "--with-memory" in command(capsys, 2, *words[:2], *words[4:])
+    assert command(capsys, 0, *words[:4], *words[6:]) == tokenizer.decode(said) + "\n", "segments of 256 by default"
     words[3] = "rmt"
     assert "'rmt'" in command(capsys, 2, *words)
     recipe = {"data": {"name": "text", "path": "nowhere"}, "model": {"name": "transformers", "pretrained": "glass"}}

@@ -24,7 +24,7 @@ ARGUMENTS = (
     ("--beams K", 1, "search with K beams, and print the best"),
     ("--length-penalty A", 1.0, "of beams"),
     ("--seed N", 0, "of the sampling"),
-    ("--segment-length N", int, "tokens in a segment (default: as trained)"),
+    ("--segment-length N", int, "tokens in a segment (default: as trained; 256 for --with-memory)"),
     ("--with-memory MEMORY", str, "a memory without weights (streaming_llm, tova, ...) for a model without one"),
     ("--state FILE", Path, "continue the text of this state, before the prompt"),
     ("--save-state FILE", Path, "keep the state, for --state; may be the same"),

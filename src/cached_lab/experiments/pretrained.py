@@ -25,7 +25,8 @@ from cached_transformers.integrations.transformers.load import load_pretrained
 
 from .packages import PACKAGES, model_folder
 
-GGUF = ".gguf"
+GGUF, SEGMENT = ".gguf", 256
+"""Ending of files; tokens of a segment, for a memory that a model gets by name."""
 
 
 def resolve_model(name: str | Path) -> tuple[Any, Any]:
@@ -64,7 +65,7 @@ def remember(model: Any, name: str | Path, memory: Mapping[str, Any] | None, len
 
     Args:
         name: of the model, for messages. memory: name and options; None for the model's own.
-        length: tokens of a segment.
+        length: tokens of a segment; `SEGMENT` when None.
 
     Raises:
         ValueError: the model has no memory and gets none, or has one and gets another; a memory with weights, or one
@@ -76,7 +77,7 @@ def remember(model: Any, name: str | Path, memory: Mapping[str, Any] | None, len
         raise ValueError(f"model={name}, memory={memory and memory['name']}: the model has {way}")
     if memory is not None:
         plain = {*model.state_dict()}
-        add_memory(model, dict(memory), segment_length=length)
+        add_memory(model, dict(memory), segment_length=length or SEGMENT)
         refuse_untrained(memory, model.state_dict().keys() - plain)
 
 

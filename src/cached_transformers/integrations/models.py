@@ -17,7 +17,7 @@ from cached_transformers.memories import OneMemory
 from cached_transformers.models.documents import read_documents
 from cached_transformers.models.generation import Generation, generate
 from cached_transformers.models.inputs import check_tokens
-from cached_transformers.models.segments import begun
+from cached_transformers.models.segments import begun, host_reader
 from cached_transformers.registry import MODELS
 from cached_transformers.state import State
 
@@ -218,7 +218,7 @@ class TransformersModel(nn.Module):
 
     def ask_prompt(self, inputs_BN: Tensor, state: State) -> State:
         """Return the state with the choice of a prompt's last segment; see `interfaces.incremental`."""
-        return self.model.init_memory_state.__self__.ask_prompt(inputs_BN, state) if self.remembers else state
+        return host_reader(self.model).ask_prompt(inputs_BN, state) if self.remembers else state  # type: ignore[no-any-return]
 
     def generate(self, prompt_BN: Tensor, state: State | None = None, **options: Any) -> Generation:
         """Continue a text; see `cached_transformers.models.generation.generate` for the options."""

@@ -175,9 +175,11 @@ class GeneratedText:
         return reorder(self.state, self.origin_B) if self.moved else self.state
 
     def ask(self) -> None:
-        """Let the partial segment choose among the memory's slots."""
+        """Let the partial segment choose among the memory's slots, and read it again with them."""
         if hasattr(self.model, "ask_prompt"):
-            self._state = self.model.ask_prompt(self.open_BN, self.state)  # type: ignore[operator]
+            before, self._state = self.state, self.model.ask_prompt(self.open_BN, self.state)  # type: ignore[operator]
+            if self._state is not before:
+                self.opened = self._after = None
 
     def read(self) -> Tensor:
         """Log-probabilities (B, V) of the next token, float32 or wider."""

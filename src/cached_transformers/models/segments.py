@@ -127,6 +127,11 @@ def for_loops(model: Any) -> Any:
     return model
 
 
+def host_reader(model: nn.Module) -> Any:
+    """Return what reads the segments of a host with a state, a `HostForward`; None for any other model."""
+    return next((vars(m)["segment_reader"] for m in model.modules() if "segment_reader" in vars(m)), None)
+
+
 def as_language_model(model: Any) -> Any:
     """Like `for_loops`, but require a causal model (ValueError: its tokens see later tokens)."""
     found = for_loops(model)

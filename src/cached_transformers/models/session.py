@@ -23,7 +23,7 @@ from cached_transformers.state import Packing, State, Stored, check, check_weigh
 
 from .generation import GeneratedText, Generation, continue_text, evaluating
 from .sampling import Choice, ChoiceKeywords
-from .segments import as_language_model, remembers
+from .segments import as_language_model, host_reader, remembers
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -69,9 +69,8 @@ class Session:
     def __init__(self, model: nn.Module, segment_length: int | None = None) -> None:
         self.model = model
         self._reader: Any = as_language_model(model)
-        readers = (vars(module)["segment_reader"] for module in model.modules() if "segment_reader" in vars(module))
         if segment_length is None:
-            segment_length = next((reader.segment_length for reader in readers), None)
+            segment_length = getattr(host_reader(model), "segment_length", None)
         self.segment_length = segment_length
         at_least_one(" token", segment_length=self.segment_length)
         with evaluating(self._reader):
@@ -129,6 +128,8 @@ class Session:
     def stream(self, *, tokens: int, **options: Unpack[ChoiceKeywords]) -> Iterator[int]:
         """Continue the text token by token: each is part of the text when it is yielded, so a caller may stop at any.
 
+        As `generate`, each call lets the partial segment choose, in a memory that prompts ask.
+
         Args:
             tokens, options: see `Choice`; `beams` and `each` are refused.
 
@@ -144,11 +145,13 @@ class Session:
 
     @torch.no_grad()
     def _stream(self, choice: Choice) -> Iterator[int]:
-        for _ in range(choice.tokens):
+        for number in range(choice.tokens):
             text, self._text = self._text, None  # which an interrupt would leave half read
             with evaluating(self._reader):
                 if text is None:
                     text = GeneratedText(self._reader, self._now.open_1N, self._now.state, self.segment_length)
+                if number == 0:
+                    text.ask()
                 logp_1V = text.read()
                 choice.check_vocabulary(logp_1V.shape[-1])
                 token_1 = choice.token(logp_1V)

@@ -18,7 +18,7 @@ from cached_transformers.layers.stack import Stack
 from cached_transformers.state import State, check, load, map_state, named_tensors, save
 
 from .generation import evaluating
-from .segments import as_language_model, cut, read_segments
+from .segments import as_language_model, cut, host_reader, read_segments
 
 
 def tune_initial_state(model: nn.Module, text_1N: Tensor, *, segment_length: int | None = None) -> InitialState:
@@ -86,12 +86,12 @@ def _holder(model: Any) -> nn.Module:
     """The module that makes states: a stack, or the decoder of a host (ValueError: none)."""
     if isinstance(getattr(model, "stack", None), Stack):
         return model.stack  # type: ignore[no-any-return]
-    found = next((m for m in model.modules() if "segment_reader" in vars(m)), None)
-    if found is None:
+    reader = host_reader(model)
+    if reader is None:
         raise ValueError(
             f"{type(model).__name__} carries no state from segment to segment; add_memory gives a host one"
         )
-    return found
+    return reader.body  # type: ignore[no-any-return]
 
 
 def _place(model: nn.Module) -> nn.Module:

@@ -137,7 +137,7 @@ def signature(state: State) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
 
 
 def _grows(*tensors: Tensor) -> bool:
-    """Return True for a store that grows: it has any number of slots, and says so by an attribute."""
+    """Return True for a store that grows: it has any number of slots; its attribute `grows` tells."""
     return any(getattr(t, "grows", False) for t in tensors)
 
 

@@ -17,11 +17,12 @@ from cached_transformers.integrations.memory_lookup import with_weights
 from cached_transformers.interfaces.contexts import join
 from cached_transformers.interfaces.incremental import enter_segment, read_segment
 from cached_transformers.interfaces.memory import Context, Query, Tokens
+from cached_transformers.models.segments import host_reader
 from cached_transformers.state import State
 
 from .memory_cache import DynamicCache
 
-ONLY_SLOTS = frozenset({"state", "context", "stored_kv", "weights", "bias", "layer_traces"})
+ONLY_SLOTS = frozenset({"state", "context", "stored_kv", "weights", "bias", "layer_traces", "turn"})
 """Needs of a memory whose whole effect is keys and values beside those of the segment."""
 
 
@@ -42,7 +43,7 @@ def export_cache(model: nn.Module, memory_state: State) -> Any:
         >>> plain = remove_memory(model)
         >>> plain(question, past_key_values=cache).logits  # as model(question, memory_state=state).logits
     """
-    forward: Any = next((vars(m)["segment_reader"] for m in model.modules() if "segment_reader" in vars(m)), None)
+    forward = host_reader(model)
     if forward is None:
         raise ValueError(f"{type(model).__name__} has no memory with a state; call add_memory first")
     spanning = [] if forward.memory is None else [forward.memory]

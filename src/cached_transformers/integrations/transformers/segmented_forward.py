@@ -125,7 +125,7 @@ class DecoderForward(HostForward):
     def _read_rows(self, given: dict[str, Any], state: State | None, noted: bool = False) -> tuple[Any, State | None]:
         """The host's output for rows of one text each, and the state after it, where it is known already."""
         prepare, read, join = self._prepare, self.read, self._join
-        if not torch.compiler.is_compiling():  # perhaps `_read_rows_apart`, of which only `read_segment` is a graph
+        if not torch.compiler.is_compiling():  # perhaps `_read_rows_apart`: its graph is `read_segment` only
             prepare, read, join = partial(self.eagerly, prepare), self._read_apart, partial(self.eagerly, join)
         text, inputs, padding_BM, segments, n, keeps = prepare(given, state)
         if not noted:

@@ -99,7 +99,7 @@ class BlockRetrieval(ModelMemory):
             segment after which `generate` or `Session.generate` begins to write.
         places: of found blocks: "cache", consecutive before the recent tokens; "same", with the sinks all at the place
             before these (InfLLM).
-        capacity: most blocks that are kept, of which the newest stay; None for no limit. With a limit, and in memory,
+        capacity: the number of newest blocks that stay; None for no limit. With a limit, and in memory,
             the state has one size, as compiled code needs.
         store: "memory", or "file": blocks are in a file that vanishes with the process. folder: of that file.
         dtype: of stored blocks: "float32", "bfloat16", "int8" (with a scale for each key and head); None for the

@@ -29,7 +29,10 @@ class BlockFile:
     """Records of equal size in a file without a name, which the system removes with it."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (lives as long as its blocks)
+        try:
+            self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (lives as long as its blocks)
+        except OSError as error:
+            raise ValueError(f"folder={str(folder)!r}: {error.strerror}; give one that can be written") from error
         self.free: list[int] = []
         self.records = 0
 

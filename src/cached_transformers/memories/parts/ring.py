@@ -1,4 +1,4 @@
-"""Rings of slots: entry number t of a row lies in slot t mod M, in the place of the oldest.
+"""Rings of slots: entry number t of a row lies in slot t mod M, and replaces the oldest.
 
 Legend: B rows, N new entries, M slots, X other dimensions.
 """
@@ -22,7 +22,7 @@ def write_rings(
     dim: int,
 ) -> tuple[list[Tensor], Tensor]:
     """Append entries, detached and without padding; of more than M the last M stay. In place where `state.may_change`
-    says so.
+    allows it.
 
     Args:
         rings, new: tensors with slots, or with new entries, in dimension `dim`.

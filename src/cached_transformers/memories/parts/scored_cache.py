@@ -36,14 +36,14 @@ from .sinks import KeepsSinks
 own_word("turn", "keys with positions, as the layer compares them")
 STAYS = Probing(
     lambda *given: {"observe": 1, "sinks": 0, **whole_episode(*given)},
-    why="what scores high may stay for ever",
+    why="tokens of high scores may stay for ever",
 )
 """Probe of memories with the options of `ScoredCache`."""
 
 
 class ScoredSlots(NamedTuple):
     """Unrotated keys and values of each head, oldest first, empty slots before all; how many are real, in all heads
-    alike; the scores that the slots carry, and what the rule carries beside the slots; () for nothing."""
+    alike; scores of the slots, and the rule's own state; () for nothing."""
 
     k_BGME: Tensor
     v_BGME: Tensor
@@ -58,7 +58,7 @@ class ScoredSlots(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Slots and tokens, oldest first, of which the slots are chosen; what is no token comes first and holds zeros.
+    """Slots and tokens, oldest first, from which the slots are chosen; empty entries come first and hold zeros.
 
     Attributes:
         k_BGLE: as they are stored, without positions. places_BLP: positions of slots in the cache, and of tokens.
@@ -158,7 +158,7 @@ class ScoredCache(KeepsSinks):
 
     def score(self, found: Candidates, carried: State) -> Tensor:
         """(B, G, L): the entries with the largest scores stay; slots carry them where `carries_scores`."""
-        raise NotImplementedError
+        raise NotImplementedError("abstract: a rule scores its candidates")
 
     def position_scheme(self) -> Positions | None:
         return RelativePositions(self.heads, self.width // self.heads) if self.relative else None
