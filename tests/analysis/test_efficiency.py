@@ -73,6 +73,7 @@ def test_every_memory_of_a_stream_is_tried_and_one_without_a_state_is_refused() 
     ours = [n for n in stream_memories() if MEMORIES.entry(n).factory.__module__.startswith("cached_transformers.")]
     assert {*ours} <= {*CONTRACTS}, "each is held to its window above"
     assert window_of({"name": "streaming_llm", "sinks": 0, "length": 9}, build) is None
+    refuses("block_retrieval.*capacity", window_of, {"name": "block_retrieval"}, build)
     image = {"image_size": 8, "patch_size": 4, "width": 16, "depth": 1, "heads": 2, "classes": 2}
     for name in ("grc", "attention_cache", "convolution"):
         with pytest.raises(ValueError, match=f"memory='{name}'.*bytes"):

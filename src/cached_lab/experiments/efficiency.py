@@ -94,11 +94,13 @@ def window_of(memory: Any, build: Callable[[Any], Any], **options: Any) -> dict[
         memory: specification. build: returns the model with a memory. options: of the window.
 
     Raises:
-        ValueError: the state is smaller than a window of one slot.
+        ValueError: the state is smaller than a window of one slot, or grows with the text.
     """
     model = build(memory).eval()
     if any(type(module) in (TransformerXL, StreamingLLM) and not module.sinks for module in model.modules()):
         return None
+    if any(getattr(module, "grows", False) for module in model.modules()):
+        raise ValueError(f"memory={memory!r}: its state grows with the text, and a window does not; give it a capacity")
 
     def window(length: int) -> dict[str, Any]:
         return {"name": "streaming_llm", "sinks": 0, **options, "length": length}
