@@ -61,6 +61,7 @@ def test_other_whole_numbers_are_taken_and_caches_have_a_slot() -> None:
     host = add_memory(torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), "grc", length=3)
     for length in (0, -1, 2.5):
         refuses(f"length={length}", resize_caches, host, length)
+    refuses("prefix=-1", add_memory, torch.nn.TransformerEncoderLayer(8, 2, 8), "convolution", prefix=-1)
     refuses("no shared cache", resize_caches, model(), 4)
 
 

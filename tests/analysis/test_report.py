@@ -111,6 +111,9 @@ def test_run_report(tmp_path: Path) -> None:
     (run / "gates.json").write_bytes(b"damaged")
     refuses(r"gates\.json", write_run_report, run)
     assert (run / "report.html").read_bytes() == before and not list(run.glob(".*"))
+    (run / "metrics.jsonl").write_text('{"stop": 1}\n')
+    (run / "gates.json").unlink()
+    refuses(r"metrics\.jsonl", write_run_report, run)
 
 
 def test_missing_files_leave_their_sections_out(tmp_path: Path) -> None:

@@ -173,6 +173,7 @@ def test_objectives_share_a_vocabulary_where_they_have_as_many_sentinels(text: P
         ({"sentinels": -1}, "sentinels=-1 must not be negative|sentinels=-1 do not suffice"),
         ({"objective": {"name": "span_corruption", "rate": 1.0}}, "rate=1.0 must lie between 0 and 1"),
         ({"max_length": 3}, "max_length=3 must be at least 4"),
+        ({"corpus": ""}, "unknown data.corpus ''"),
         ({"corpus": "digits"}, "unknown option of dataset 'digits'"),
         ({"corpus": "huggingface_stream"}, "unknown option of dataset 'huggingface_stream' 'path'"),
         ({"tokenizer": "bytes"}, "did you mean 'byte'"),

@@ -54,7 +54,8 @@ def attempt(case: str, folder: Path) -> None:
         raise
     options, carries = dict(answer.options), "state" in getattr(entry.factory, "needs", ())
     if "length" in entry.options and carries:
-        options["length"] = drawn.randint(1, 9)  # short: much is forgotten
+        # Short: much is forgotten. A scored cache has its sinks beside it.
+        options["length"] = drawn.randint(1, 9) + 4 * ("sinks" in entry.options and "observe" in entry.options)
     if memory == "infinity_former":
         options |= {"length": 1, "chunk": 2, "basis": 4, "widths": (0.2,)}  # read from the third segment on
         options |= {"sinks": drawn.randint(0, 2)} if "kl_weight" in options else {}

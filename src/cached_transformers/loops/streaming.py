@@ -108,7 +108,7 @@ def _segments(pieces: Iterable[list[int]], length: int) -> Iterator[list[int]]:
     for piece in [pieces] if getattr(pieces, "shape", 0) == () or not isinstance(pieces, Iterable) else pieces:
         if isinstance(piece, str) or getattr(piece, "shape", 0) == () or not isinstance(piece, Iterable):
             raise ValueError(f"pieces has {shown(piece)}: each piece must be a list of token ids")
-        buffer += piece  # type: ignore[arg-type]
+        buffer.extend(piece)  # type: ignore[arg-type]  # += would add an array to the numbers
         while len(buffer) > length:
             yield buffer[: length + 1]
             del buffer[:length]

@@ -68,6 +68,8 @@ def generate(
 ) -> Generation:
     """Continue each row of a prompt, in evaluation mode and without gradients; the model's mode is restored.
 
+    A training step with activation checkpointing in another thread fails if its backward pass runs in another mode.
+
     Args:
         model: a language model, or a callable like one.
         prompt_BN: token ids, N >= 1; the first token begins a segment.

@@ -37,10 +37,19 @@ LOSS = Metric("loss")
 
 
 def write_run_report(folder: Path, summary: Mapping[str, Any] | None = None) -> Path:
-    """Write `report.html` into a run folder; `summary` replaces the content of `summary.json`."""
+    """Write `report.html` into a run folder; `summary` replaces the content of `summary.json`.
+
+    Raises:
+        ValueError: a file of the run is damaged.
+    """
     run = read_run(folder)
     run = run if summary is None else run._replace(summary=dict(summary))
-    return write_page(folder, str(run.summary.get("name") or folder.resolve().name), run_blocks(run))
+    try:
+        blocks = run_blocks(run)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        files = "metrics.jsonl, summary.json, evaluation.json or gates.json"
+        raise ValueError(f"{folder}: {files} is damaged ({error!r}); restore it, or repeat the run") from error
+    return write_page(folder, str(run.summary.get("name") or folder.resolve().name), blocks)
 
 
 def run_blocks(run: Run) -> list[Block]:

@@ -17,6 +17,7 @@ from cached_lab.data.splits import SPLITS
 from cached_lab.data.text import TextDataset
 from cached_lab.data.tokenizers import SpecialTokens
 from cached_lab.registries import DATASETS
+from cached_transformers.registry import unknown_name
 
 from .objectives import ObjectiveSpec, create_objective
 
@@ -77,6 +78,8 @@ class Denoising:
                 f"{objective}, data.max_length={max_length}); set data.sentinels={needed}, or take shorter blocks"
             )
         options = {"path": path, "tokenizer": tokenizer, "vocabulary_size": vocabulary_size, "reset": reset}
+        if corpus not in DATASETS.names():
+            raise ValueError(unknown_name("data.corpus", corpus, DATASETS.names()))
         DATASETS.check(corpus, options, "data.corpus")
         text = DATASETS.create(corpus, split=split, **options)
         if not isinstance(text, TextDataset):

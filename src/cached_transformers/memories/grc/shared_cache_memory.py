@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.checks import shares
+from cached_transformers.checks import at_least_one, shares
 from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import LayerMemory, Linear, ProjectKV, Query, Reading, Weights
 from cached_transformers.linear_maps import input_dtype, plain_weights
@@ -223,6 +223,7 @@ class PositionalConvolution(nn.Module):
 
     def __init__(self, width: int, groups: int, prefix: int = 0) -> None:
         super().__init__()
+        at_least_one("; 0 for a map without class tokens", least=0, prefix=prefix)
         if width % groups:
             raise ValueError(
                 f"the positional convolution splits width={width} into {groups} groups, which do not divide it; "
