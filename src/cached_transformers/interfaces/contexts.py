@@ -35,8 +35,14 @@ def join(first: Context | None, second: Context | None) -> Context | None:
     visible = None
     if first.visible_BHNM is not None or second.visible_BHNM is not None:
         visible = torch.cat(_same_masks(first, second), -1)
+    bias = None
+    if first.bias_BHM is not None or second.bias_BHM is not None:
+        biases = (c.k_BHME.new_zeros(c.k_BHME.shape[:3]) if c.bias_BHM is None else c.bias_BHM for c in (first, second))
+        bias = torch.cat([t.expand(rows, -1, -1) for t in biases], -1)
     gather, clean = first.gather or second.gather, first.clean and second.clean
-    return Context(k_BHME, v_BHME, positions_BMP, valid_BM, visible_BHNM=visible, gather=gather, clean=clean)
+    return Context(
+        k_BHME, v_BHME, positions_BMP, valid_BM, visible_BHNM=visible, gather=gather, clean=clean, bias_BHM=bias
+    )
 
 
 def widened(v_BHNE: Tensor, width: int) -> Tensor:
@@ -53,6 +59,14 @@ def logits_of(visible_BHNM: Tensor) -> Tensor:
         visible_BHNM = visible_BHNM.float()
     seen_BHNM = visible_BHNM > 0
     return torch.where(seen_BHNM, visible_BHNM, 1).log().masked_fill(~seen_BHNM, -torch.inf)
+
+
+def slot_bias(context: Context, heads: int) -> Tensor | None:
+    """(B or 1, H, 1, M): the bias of the slots for each head of queries, 0 in empty slots; None without a bias."""
+    if context.bias_BHM is None:
+        return None
+    bias_BHM = context.bias_BHM.masked_fill(~context.valid_BM[:, None], 0)
+    return bias_BHM.repeat_interleave(heads // bias_BHM.shape[1], 1)[:, :, None]
 
 
 def _same_masks(first: Context, second: Context) -> list[Tensor]:

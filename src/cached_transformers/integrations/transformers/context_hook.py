@@ -26,7 +26,7 @@ from cached_transformers.integrations.memory_hooks import MemoryHook
 from cached_transformers.integrations.memory_lookup import with_weights
 from cached_transformers.integrations.segment_context import AttentionCall, SegmentContext, running
 from cached_transformers.integrations.tracked_modules import track
-from cached_transformers.interfaces.contexts import join, logits_of, widened
+from cached_transformers.interfaces.contexts import join, logits_of, slot_bias, widened
 from cached_transformers.interfaces.incremental import read_segment
 from cached_transformers.interfaces.memory import Context, LayerMemory, Linear, Reading
 
@@ -36,7 +36,7 @@ from .memory_cache import SlotProjections
 
 class SlotMask(NamedTuple):
     """Bool, the slots that a token sees, (B, 1, N, M); and addends of their logits, each or None: (B, H, 1, M) by a
-    slope, (B, 1, N, M) for shares from 0 to 1."""
+    slope, (B, H or 1, N or 1, M) for shares from 0 to 1 and biases."""
 
     sees_BHNM: Tensor
     slope_BH1M: Tensor | None
@@ -235,6 +235,9 @@ class ContextHook(MemoryHook):
         elif attended.visible_BHNM is not None:
             sees_BHNM = sees_BHNM & attended.visible_BHNM
             context.varies = True
+        bias_BH1M = slot_bias(attended, self.heads)
+        if bias_BH1M is not None:
+            shares_BHNM = bias_BH1M.to(x_BND.dtype) + (0 if shares_BHNM is None else shares_BHNM)
         for window in (self.window, self.memory.window()):
             if window is not None:
                 sees_BHNM = sees_BHNM & _near(tokens_BN, slots_BM, window)
@@ -276,4 +279,5 @@ def _with_slots(mask: Tensor, slots: SlotMask) -> Tensor:
     if mask.dtype != torch.bool:
         slope = mask.new_zeros(()) if slots.slope_BH1M is None else slots.slope_BH1M.to(mask.dtype)
         front = _hidden(slope if shares is None else slope + shares.to(mask.dtype), front)
-    return torch.cat([front.expand(-1, mask.shape[1], -1, -1), mask.expand(front.shape[0], -1, -1, -1)], -1)
+    heads = max(front.shape[1], mask.shape[1])
+    return torch.cat([front.expand(-1, heads, -1, -1), mask.expand(front.shape[0], heads, -1, -1)], -1)

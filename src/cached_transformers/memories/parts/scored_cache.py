@@ -172,20 +172,31 @@ class ScoredCache(KeepsSinks):
         return Reading(opened)
 
     def write(self, state: ScoredSlots, trace: Trace) -> tuple[ScoredSlots, None]:
-        slots, carried = state.k_BGME.shape[2], self.carry(state.carried, trace)
-        found = self._candidates(state, trace)
+        carried = self.carry(state.carried, trace)
+        return self.choose(self._candidates(state, trace), carried, state, state.k_BGME.shape[2]), None
+
+    def choose(self, found: Candidates, carried: State, like: ScoredSlots, slots: int) -> ScoredSlots:
+        """The best slots of the candidates, in the dtypes of `like`."""
         score_BGL = self.score(found, carried)
-        newest_BL = from_last(found.valid_BL) <= self.newest
-        forced_BL = newest_BL | (found.valid_BL & (found.rank_BL() <= self.sinks))
-        chosen_BGL = score_BGL.masked_fill(forced_BL[:, None], torch.inf)
+        chosen_BGL = score_BGL.masked_fill(self.forced_BL(found)[:, None], torch.inf)
         valid_BGL = found.valid_BL[:, None].expand_as(score_BGL)
         index_BGM, real_BGM = best(chosen_BGL, valid_BGL, slots)
-        pairs = (found.k_BGLE, state.k_BGME), (found.v_BGLE, state.v_BGME)
+        pairs = (found.k_BGLE, like.k_BGME), (found.v_BGLE, like.v_BGME)
         k_BGME, v_BGME = (kept(old[:, :, :0], t, index_BGM, real_BGM) for t, old in pairs)
         scores: Any = ()
         if self.carries_scores:
-            scores = torch.where(real_BGM, score_BGL.gather(2, index_BGM), 0).to(state.scores_BGM.dtype)
-        return ScoredSlots(k_BGME, v_BGME, real_BGM[:, 0].sum(1), scores, carried), None
+            stored_BGL = self.stored_score(found, score_BGL)
+            scores = torch.where(real_BGM, stored_BGL.gather(2, index_BGM), 0).to(like.scores_BGM.dtype)
+        return ScoredSlots(k_BGME, v_BGME, real_BGM[:, 0].sum(1), scores, carried)
+
+    def stored_score(self, found: Candidates, score_BGL: Tensor) -> Tensor:
+        """(B, G, L) that the slots carry, where `carries_scores`."""
+        return score_BGL
+
+    def forced_BL(self, found: Candidates) -> Tensor:
+        """bool, sinks and newest tokens, which stay whatever their score."""
+        newest_BL = from_last(found.valid_BL) <= self.newest
+        return newest_BL | (found.valid_BL & (found.rank_BL() <= self.sinks))
 
     def _candidates(self, state: ScoredSlots, trace: Trace) -> Candidates:
         query, weights_BHWL = trace.query, trace.weights_BHWL
