@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .memories.grc import GatedRecurrentCache
     from .memories.grc.shared_cache import commit_caches, hold_caches, reset_caches, resize_caches, shuffle_caches
     from .memories.grc.shared_cache_memory import fold, unfold
+    from .models.compact import compact
     from .models.generation import generate
     from .models.session import Session
     from .models.state_tuning import load_initial_state, remove_initial_state, save_initial_state, tune_initial_state
@@ -52,6 +53,7 @@ _NAMES = {
     "memories.grc.shared_cache": (
         *("commit_caches", "hold_caches", "reset_caches", "resize_caches", "shuffle_caches"),
     ),
+    "models.compact": ("compact",),
     "models.generation": ("generate",),
     "models.session": ("Session",),
     "models.state_tuning": (
@@ -80,6 +82,7 @@ __all__ = [
     "__version__",
     "add_memory",
     "commit_caches",
+    "compact",
     "create_memory",
     "create_model",
     "export_cache",

@@ -21,6 +21,7 @@ from cached_transformers.annotations import checked
 from cached_transformers.checks import at_least_one
 from cached_transformers.state import Packing, State, Stored, check, check_weights, fingerprint, load, save
 
+from .compact import compact
 from .generation import GeneratedText, Generation, continue_text, evaluating
 from .sampling import Choice, ChoiceKeywords
 from .segments import as_language_model, host_reader, remembers
@@ -202,6 +203,10 @@ class Session:
         if mark.made_by is not None:
             check_weights(mark.made_by, self.model, "the mark")
         self._now, self._text = mark, None
+
+    def compact(self, slots: int) -> None:
+        """Merge what was read into fewer slots, but for the partial segment (ValueError: see `compact`)."""
+        self._now, self._text = self._now._replace(state=compact(self.model, self.state, slots)), None
 
     def fork(self) -> Session:
         """A second session that continues from here; nothing is copied."""

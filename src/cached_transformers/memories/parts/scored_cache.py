@@ -64,6 +64,7 @@ class Candidates(NamedTuple):
         k_BGLE: as they are stored, without positions. places_BLP: positions of slots in the cache, and of tokens.
         weights_BHWL: see `Trace`; None if the memory does not need them.
         scores_BGL: that the slots carry, 0 for tokens; None without. new_BL: tokens of the segment.
+        slots: number that stays, for a rule that chooses them together.
         query: of the segment.
     """
 
@@ -75,6 +76,7 @@ class Candidates(NamedTuple):
     query: Query
     weights_BHWL: Tensor | None = None
     scores_BGL: Tensor | None = None
+    slots: int = 0
 
     def rank_BL(self) -> Tensor:
         """Number of each token in the order of time, from 1."""

@@ -1,0 +1,181 @@
+"""Attention Matching (Zweiger et al. 2026, arXiv:2602.16284; github.com/adamzweiger/compaction).
+
+A bounded cache that merges keys and values instead of dropping them. When there are more than slots, keys are chosen,
+and get a bias and new values with which the last queries of the stream receive the mass and the output of all keys.
+
+    slots = [sinks, merged keys with biases, newest tokens]
+
+The reference queries are asked again right after the text, of the keys at their places before and after the merging:
+places are those in the cache. Old slots count with their biases. The release merges a whole text once, with queries of
+questions that the model asks itself.
+
+Legend: B rows, H heads, G heads of keys, N tokens, Q queries, M slots, T merged slots, L slots and tokens, E head width,
+D model width, P position channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cached_transformers.checks import at_least_one
+from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Trace
+from cached_transformers.registry import MEMORIES
+
+from .parts.attention_matching import importance, match_mass, match_values, pursue
+from .parts.fifo_store import Rows, empty_rows, push, right_before, side_by_side
+from .parts.options import check_choices, check_positive
+from .parts.scored_cache import STAYS, Candidates, ScoredCache, ScoredSlots
+
+
+@MEMORIES.register(
+    "attention_matching",
+    paper="arXiv:2602.16284",
+    title="Attention Matching",
+    carries="in each head keys with biases and values that stand for all keys, and the last queries",
+    purpose="texts read once by a pretrained decoder, and merged into few slots",
+    equations="w = argmin ||X_S w - X 1||, values = argmin ||softmax(Z_S + log w) C - softmax(Z) V||, for each head",
+    state="per row and layer: 8 M D + 4 M H + Q (4 D + 8) + 16 bytes; with grouped keys M (8 G E + 4 G) instead",
+    cost="per token and layer: 2 M D multiply-adds; per merging Q (L + M) D and two decompositions of Q x M per head",
+    reach="unbounded for keys that the last queries attend",
+    gradient="none: keys and values are kept as they were made",
+    exact_when="length >= tokens seen",
+    probe=STAYS,
+)
+class AttentionMatching(ScoredCache):
+    """Keys, values and biases that match the attention of the last queries to all tokens. No parameters.
+
+    Args:
+        width: D. heads: H.
+        length: M, slots of a layer, more than sinks and observe.
+        choice: of the keys: the largest root mean square ("rms"), maximum or mean of their weights, or matching pursuit
+            ("omp"), four keys at a time.
+        pool: width of an average of these weights over neighbouring keys, odd; 1 pools nothing.
+        bound: largest change of a bias in one merging.
+        steps: projected gradient steps for the biases.
+        ridge: pulls biases and values towards those of the chosen keys.
+        queries: Q, last queries of the stream that are matched.
+        sinks, observe, relative: see `ScoredCache`; relative=False, since keys must be turned.
+    """
+
+    needs = ScoredCache.needs | {"turn", "bias"}
+    carries_scores = True
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        length: int = 512,
+        *,
+        choice: Literal["rms", "max", "mean", "omp"] = "rms",
+        pool: int = 1,
+        bound: float = 3.0,
+        steps: int = 2,
+        ridge: float = 1e-3,
+        queries: int = 64,
+        observe: int | None = None,
+        sinks: int = 4,
+        relative: bool = False,
+    ) -> None:
+        super().__init__(width, heads, length, sinks=sinks, observe=observe, relative=relative)
+        check_choices(choice=(choice, ("rms", "max", "mean", "omp")))
+        at_least_one(queries=queries, pool=pool)
+        at_least_one(least=0, steps=steps)
+        check_positive(bound=bound, ridge=ridge)
+        if pool % 2 == 0:
+            raise ValueError(f"pool={pool} must be odd, so that a pool has a middle; take {pool + 1}")
+        self.check_slots(length, "length")
+        self.choice, self.pool, self.bound, self.steps, self.ridge = choice, pool, bound, steps, ridge
+        self.queries = queries
+
+    def check_slots(self, slots: int, name: str = "slots") -> None:
+        """Refuse (ValueError) a number of slots that merging cannot fill."""
+        if not self.sinks + self.newest < slots <= self.length:
+            raise ValueError(
+                f"{name}={slots}: must be more than sinks={self.sinks} and the {self.newest} newest tokens, and at most "
+                f"length={self.length}; take fewer of these, or another length"
+            )
+
+    def init_carried(self, batch_size: int, like: Tensor) -> Rows:
+        return empty_rows(batch_size, self.queries, self.heads * self.stored_heads[1], like)
+
+    def carry(self, carried: Rows, trace: Trace) -> Rows:
+        query = trace.query
+        assert query.q_BHNE is not None and query.positions_BNP is not None
+        return push(carried, side_by_side(query.q_BHNE.detach()), query.positions_BNP[..., :1], query.padding_BN)
+
+    def open(self, state: ScoredSlots, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
+        return super().open(state, first_B1P, project_kv)._replace(bias_BHM=state.scores_BGM)
+
+    def compact(self, state: ScoredSlots, slots: int, turn: Callable[[Tensor, Tensor], Tensor]) -> ScoredSlots:
+        """The state with at most `slots` filled slots; `turn` as in `Query`, at places from 0 on.
+
+        Raises:
+            ValueError: more slots than there are, or not more than sinks and newest tokens.
+        """
+        self.check_slots(slots)
+        k, v, scores, valid_BM = state.k_BGME, state.v_BGME, state.scores_BGM, state.valid_BM
+        places_M = torch.arange(self.queries, self.queries + k.shape[2], device=k.device)
+        places_BMP = places_M[None, :, None].expand(len(k), -1, -1)
+        found = Candidates(
+            k, v, valid_BM, torch.zeros_like(valid_BM), places_BMP, Query(k[:, 0], turn=turn), scores_BGL=scores
+        )
+        merged, more = self.choose(found, state.carried, state, slots), k.shape[2] - slots
+        k, v = (F.pad(t, (0, 0, more, 0)) for t in (merged.k_BGME, merged.v_BGME))
+        return merged._replace(k_BGME=k, v_BGME=v, scores_BGM=F.pad(merged.scores_BGM, (more, 0)))
+
+    def score(self, found: Candidates, carried: Rows) -> Tensor:
+        z_BGNL = self._logits_of_block(found, carried)
+        if self.choice == "omp":
+            merged = min(found.slots, z_BGNL.shape[-1]) - self.sinks - self.newest
+            return pursue(z_BGNL, merged, keys=4, interval=2).to(z_BGNL.dtype)
+        return importance(z_BGNL, self.choice, self.pool)
+
+    def stored_score(self, found: Candidates, score_BGL: Tensor) -> Tensor:
+        assert found.scores_BGL is not None
+        return found.scores_BGL
+
+    @torch.no_grad()
+    def choose(self, found: Candidates, carried: Rows, like: ScoredSlots, slots: int) -> ScoredSlots:
+        kept = super().choose(found._replace(slots=slots), carried, like, slots)
+        overflows_B111 = (found.valid_BL.sum(1) > slots)[:, None, None, None]
+        if not (torch.compiler.is_compiling() or bool(overflows_B111.any())):
+            return kept
+        first, last = self.sinks, slots - self.newest  # a row that overflows fills all slots
+        z_BGNL = self._logits_of_block(found, carried)
+        z_BGNT = self._logits(found, carried, kept.k_BGME, kept.scores_BGM)[..., first:last]
+        bound = -self.bound, self.bound
+        change_BGT = match_mass(z_BGNL, z_BGNT, bound=bound, steps=self.steps, ridge=self.ridge)
+        v_BGLE, v_BGTE = (t.to(z_BGNL.dtype) for t in (found.v_BGLE, kept.v_BGME[:, :, first:last]))
+        matched_BGTE = match_values(z_BGNL, z_BGNT + change_BGT[:, :, None], v_BGLE, v_BGTE, self.ridge)
+        v_BGTE = torch.where(overflows_B111, matched_BGTE, v_BGTE).to(kept.v_BGME.dtype)
+        bias_BGT = kept.scores_BGM[..., first:last] + torch.where(overflows_B111[..., 0], change_BGT, 0)
+        return kept._replace(
+            v_BGME=kept.v_BGME.slice_scatter(v_BGTE, 2, first, last),
+            scores_BGM=kept.scores_BGM.slice_scatter(bias_BGT, 2, first, last),
+        )
+
+    def _logits_of_block(self, found: Candidates, carried: Rows) -> Tensor:
+        """`_logits` of slots and tokens; minus infinity for those that stay as they are."""
+        assert found.scores_BGL is not None
+        z_BGNL = self._logits(found, carried, found.k_BGLE, found.scores_BGL)
+        merges_BL = found.valid_BL & ~self.forced_BL(found)
+        return z_BGNL.masked_fill(~merges_BL[:, None, None], -torch.inf)
+
+    def _logits(self, found: Candidates, carried: Rows, k_BGLE: Tensor, bias_BGL: Tensor) -> Tensor:
+        """(B, G, N, L): logits of a group's last queries, N of them in all heads, for keys right before them."""
+        turn, (groups, width) = found.query.turn, self.stored_heads
+        assert turn is not None
+        q_BHQE = carried.hidden_BMD.unflatten(-1, (self.heads, width)).transpose(1, 2)
+        # A stream of fewer queries asks the last one more than once.
+        q_BHQE = torch.where(carried.valid_BM[:, None, :, None], q_BHQE, q_BHQE[:, :, -1:])
+        after_B1P = found.places_BLP[:, -1:] + 1
+        q_BHQE = turn(q_BHQE, right_before(after_B1P, self.queries)).to(bias_BGL.dtype)
+        k_BGLE = turn(k_BGLE, right_before(after_B1P - self.queries, k_BGLE.shape[2])).to(bias_BGL.dtype)
+        q_BGNE = q_BHQE.unflatten(1, (groups, -1)).flatten(2, 3)
+        return q_BGNE @ k_BGLE.mT / math.sqrt(width) + bias_BGL[:, :, None]
