@@ -27,7 +27,7 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Trace
 from cached_transformers.registry import MEMORIES
 
-from .parts.attention_matching import importance, match_mass, match_values, pursue
+from .parts.attention_matching import importance, match_mass, match_values, perhaps_any, pursue
 from .parts.fifo_store import Rows, empty_rows, push, right_before, side_by_side
 from .parts.options import check_choices, check_positive
 from .parts.scored_cache import STAYS, Candidates, ScoredCache, ScoredSlots
@@ -41,7 +41,8 @@ from .parts.scored_cache import STAYS, Candidates, ScoredCache, ScoredSlots
     purpose="texts read once by a pretrained decoder, and merged into few slots",
     equations="w = argmin ||X_S w - X 1||, values = argmin ||softmax(Z_S + log w) C - softmax(Z) V||, for each head",
     state="per row and layer: 8 M D + 4 M H + Q (4 D + 8) + 16 bytes; with grouped keys M (8 G E + 4 G) instead",
-    cost="per token and layer: 2 M D multiply-adds; per merging Q (L + M) D and two decompositions of Q x M per head",
+    cost="per token and layer: 2 M D + about Q (3 (M + N) + 3 M) D / N multiply-adds, and for each segment two singular "
+    "value decompositions of Q H / G x M numbers per head of keys",
     reach="unbounded for keys that the last queries attend",
     gradient="none: keys and values are kept as they were made",
     exact_when="length >= tokens seen",
@@ -52,7 +53,7 @@ class AttentionMatching(ScoredCache):
 
     Args:
         width: D. heads: H.
-        length: M, slots of a layer, more than sinks and observe.
+        length: M, slots of a layer.
         choice: of the keys: the largest root mean square ("rms"), maximum or mean of their weights, or matching pursuit
             ("omp"), four keys at a time.
         pool: width of an average of these weights over neighbouring keys, odd; 1 pools nothing.
@@ -89,17 +90,8 @@ class AttentionMatching(ScoredCache):
         check_positive(bound=bound, ridge=ridge)
         if pool % 2 == 0:
             raise ValueError(f"pool={pool} must be odd, so that a pool has a middle; take {pool + 1}")
-        self.check_slots(length, "length")
         self.choice, self.pool, self.bound, self.steps, self.ridge = choice, pool, bound, steps, ridge
         self.queries = queries
-
-    def check_slots(self, slots: int, name: str = "slots") -> None:
-        """Refuse (ValueError) a number of slots that merging cannot fill."""
-        if not self.sinks + self.newest < slots <= self.length:
-            raise ValueError(
-                f"{name}={slots}: must be more than sinks={self.sinks} and the {self.newest} newest tokens, and at most "
-                f"length={self.length}; take fewer of these, or another length"
-            )
 
     def init_carried(self, batch_size: int, like: Tensor) -> Rows:
         return empty_rows(batch_size, self.queries, self.heads * self.stored_heads[1], like)
@@ -116,9 +108,11 @@ class AttentionMatching(ScoredCache):
         """The state with at most `slots` filled slots; `turn` as in `Query`, at places from 0 on.
 
         Raises:
-            ValueError: more slots than there are, or not more than sinks and newest tokens.
+            ValueError: more slots than there are, or too few for sinks and newest tokens.
         """
-        self.check_slots(slots)
+        if not self.sinks + self.newest <= slots <= self.length:
+            rule = f"at least sinks + newest tokens = {self.sinks} + {self.newest}, at most length={self.length}"
+            raise ValueError(f"slots={slots}: {rule}; take another number, or memory options that allow it")
         k, v, scores, valid_BM = state.k_BGME, state.v_BGME, state.scores_BGM, state.valid_BM
         places_M = torch.arange(self.queries, self.queries + k.shape[2], device=k.device)
         places_BMP = places_M[None, :, None].expand(len(k), -1, -1)
@@ -144,9 +138,9 @@ class AttentionMatching(ScoredCache):
     def choose(self, found: Candidates, carried: Rows, like: ScoredSlots, slots: int) -> ScoredSlots:
         kept = super().choose(found._replace(slots=slots), carried, like, slots)
         overflows_B111 = (found.valid_BL.sum(1) > slots)[:, None, None, None]
-        if not (torch.compiler.is_compiling() or bool(overflows_B111.any())):
-            return kept
         first, last = self.sinks, slots - self.newest  # a row that overflows fills all slots
+        if first == last or not perhaps_any(overflows_B111):
+            return kept
         z_BGNL = self._logits_of_block(found, carried)
         z_BGNT = self._logits(found, carried, kept.k_BGME, kept.scores_BGM)[..., first:last]
         bound = -self.bound, self.bound

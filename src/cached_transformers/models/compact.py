@@ -26,7 +26,7 @@ def compact(model: nn.Module, memory_state: State, slots: int) -> State:
         slots: filled slots per layer, at most the memory's `length`.
 
     Raises:
-        ValueError: a memory without biases, or slots that are not more than its sinks and newest tokens.
+        ValueError: a memory without biases, or fewer slots than its sinks and newest tokens need.
 
     Example:
         >>> model = add_memory(decoder, "attention_matching", length=2048, segment_length=512)

@@ -27,6 +27,11 @@ ROUNDS = 3
 """Number of times that `pursue` replaces keys."""
 
 
+def perhaps_any(flags: Tensor) -> bool:
+    """Return False if no flag is set; a graph, and tensors without values, do not tell."""
+    return torch.compiler.is_compiling() or flags.is_meta or bool(flags.any())
+
+
 def solve(a_XNM: Tensor, y_XNC: Tensor, start_XMC: Tensor, ridge: float = 0.0) -> Tensor:
     """(X, M, C): argmin over c of ||a c - y||^2 + ridge s^2 ||c - start||^2, s the largest singular value of a.
 
@@ -82,7 +87,7 @@ def pursue(z_XNL: Tensor, slots: int, keys: int = 1, interval: int = 1) -> Tenso
                 found_XM = found_XM.clamp(1e-12, 1 / LOWEST).masked_fill(~real_XM, 0)
                 weight_XL = weight_XL.scatter(-1, index_XM, found_XM)
         dropped_XL = chosen_XL & (weight_XL < LOWEST)
-        if again == ROUNDS or not (torch.compiler.is_compiling() or bool(dropped_XL.any())):
+        if again == ROUNDS or not perhaps_any(dropped_XL):
             break
         chosen_XL, weight_XL = chosen_XL & ~dropped_XL, weight_XL.masked_fill(dropped_XL, 0)
     return chosen_XL
