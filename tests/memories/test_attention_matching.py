@@ -1,0 +1,174 @@
+"""Attention Matching: recorded results, limiting cases, a twin in numpy, and `compact` in models and hosts.
+
+Legend: B rows, G heads of keys, N queries, M slots, L keys, E head width.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from common import refuses
+from integrations.families import GROUPED, decoder, words
+from memories.scored_streams import Golden, close, golden, steps, turned
+from torch import Tensor
+
+from cached_transformers import Session, add_memory, compact, create_memory, create_model, export_cache
+from cached_transformers.memories.parts.attention_matching import importance, match_mass, match_values, pursue
+
+LN = math.log(1e-12)
+VARIANTS: dict[str, tuple[Any, dict[str, Any], float]] = {
+    "baseline": ("mean", {}, 0),
+    "rms_nnls2": ("rms", {"bound": (-3, 3), "steps": 2}, 0),
+    "rms_tight": ("rms", {"bound": (-0.5, 0.5), "steps": 5}, 0),
+    "max_pooled": ("max", {"bound": (-3, 3)}, 0),
+    "ridge": ("mean", {"bound": (-3, 3)}, 1e-3),
+    "omp": ((1, 1), {"bound": (LN, 7)}, 0),
+    "omp_k2": ((2, 2), {"bound": (LN, 7)}, 0),
+    "omp_simple": ((1, 1), {"bound": (LN, 7)}, 0),
+}
+
+
+def logits(q_NE: Tensor, k_LE: Tensor) -> Tensor:
+    return q_NE @ k_LE.mT / q_NE.shape[-1] ** 0.5
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_recorded_results(shared: Path, name: str) -> None:
+    data, (choice, mass, ridge) = golden(shared, "attention_matching"), VARIANTS[name]
+    slots, k, v, q, asked = (data[key] for key in ("slots", "keys", "values", "queries", "test_queries"))
+    z, slots = logits(q, k)[None], int(slots)
+    index = data[f"{name}/indices"]
+    if isinstance(choice, str):
+        found = importance(z, choice, 7 if name == "max_pooled" else 1)[0].argsort(descending=True, stable=True)[:slots]
+        assert torch.equal(found, index)
+    else:
+        assert torch.equal(pursue(z, slots, *choice)[0].nonzero()[:, 0], index.sort().values)
+    bias, value = torch.zeros(1, slots, dtype=z.dtype), v[index]
+    if mass:
+        bias = match_mass(z, z[..., index], **mass, power_start_M=data["power_start"])
+        start = torch.zeros_like(value) if ridge else value  # the release pulls to 0
+        value = match_values(z, z[..., index] + bias[:, None], v, start[None], ridge)[0]
+    close(bias[0], data[f"{name}/bias"])
+    if name == "omp_simple":
+        return
+    close(value, data[f"{name}/values"])
+    own, more = logits(asked, k[index]) + bias, logits(asked, data["more_keys"])
+    close(own.logsumexp(-1), data[f"{name}/test_lse"])
+    beside = torch.cat([own, more], -1).softmax(-1) @ torch.cat([value, data["more_values"]])
+    close(beside, data[f"{name}/test_out_with_more"])
+
+
+def test_all_keys_stay_as_they_are_and_equal_ones_are_one_with_their_number() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(n, 8, dtype=torch.double) for n in (5, 12, 12))  # fewer queries than keys
+    z, bound = logits(q, k)[None], (-3.0, 3.0)
+    bias = match_mass(z, z, bound=bound, steps=2)
+    close(bias, torch.zeros_like(bias))
+    close(match_values(z, z, v, v[None])[0], v)
+    few = z[..., :4]
+    close(match_mass(torch.cat([few, few], -1), few, bound=bound)[0], torch.full((4,), math.log(2), dtype=torch.double))
+    close(match_mass(few, few - 1, bound=bound)[0], torch.ones(4).double())
+
+
+def test_values_stay_small_and_a_row_without_numbers_is_alone() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, 8) for n in (48, 60, 60))
+    q[1, 3] = torch.nan
+    z = q @ k.mT
+    bias = match_mass(z, z[..., :20], bound=(-3, 3), steps=2, ridge=1e-3)
+    found = match_values(z, z[..., :20] + bias[:, None], v, v[:, :20], 1e-3)
+    assert found[0].abs().max() < 10 and bias[0].abs().max() <= 3.01 and found[1].isnan().all()
+    refuses("ridge=0", create_memory, {"name": "attention_matching", "ridge": 0.0}, 8, 1)
+
+
+@pytest.mark.parametrize("choice", ["rms", "omp"])
+def test_a_stream_is_merged_as_by_a_twin(choice: str) -> None:
+    """One overflow, with more queries than slots: the second segment merges the first."""
+    torch.manual_seed(0)
+    data: Golden = {name: torch.randn(1, n, 24, 8, dtype=torch.double) for name, n in {"q": 2, "k": 1, "v": 1}.items()}
+    options = {"choice": choice, "sinks": 2, "observe": 3, "queries": 20, "steps": 0, "bound": 1}
+    memory: Any = create_memory({"name": "attention_matching", "length": 12, **options}, 16, 2)
+    state = steps(memory, data, 12)[-1].state
+    k, v, slot = data["k"][0, 0], data["v"][0, 0], state.k_BGME[0, 0]
+    kept = (slot[:, None] == k).all(-1).long().argmax(1)
+    assert kept[:2].tolist() == [0, 1] and kept[-3:].tolist() == [21, 22, 23] and len(set(kept.tolist())) == 12
+    place = lambda t, first: turned(t[None, None], torch.arange(first, first + len(t)).view(1, 1, -1))[0, 0]  # noqa: E731
+    q = torch.cat([place(head[-20:], 0) for head in data["q"][0]])
+    z, z_slot = (logits(q, place(t, -len(t))).numpy() for t in (k, slot))
+    z, z_slot = z[:, 2:21], z_slot[:, 2:9]
+    if choice == "rms":
+        share = np.exp(z) / np.exp(z).sum(1, keepdims=True)
+        assert sorted(np.argsort(-(share**2).mean(0))[:7] + 2) == kept[2:9].tolist()
+    top = np.concatenate([z, z_slot], 1).max(1, keepdims=True)
+    x, y = (np.exp(t - top) for t in (z_slot, z))
+
+    def least(a: Any, target: Any, start: Any) -> Any:
+        pull = 1e-3**0.5 * np.linalg.norm(a, 2)
+        return np.linalg.lstsq(np.r_[a, pull * np.eye(7)], np.r_[target, pull * start], rcond=None)[0]
+
+    weight = least(x, y.sum(1), np.ones(7)).clip(np.exp(-1), np.exp(1))
+    share = x * weight / (x * weight).sum(1, keepdims=True)
+    value = least(share, y / y.sum(1, keepdims=True) @ v[2:21].numpy(), v[kept[2:9]].numpy())
+    close(state.scores_BGM[0, 0, 2:9], torch.tensor(np.log(weight)))
+    close(state.v_BGME[0, 0, 2:9], torch.tensor(value))
+
+
+SPEC = {"name": "attention_matching", "length": 120, "sinks": 2, "observe": 4}
+
+
+@torch.no_grad()
+def test_a_compacted_decoder_is_nearer_to_the_whole_than_a_window() -> None:
+    plain = decoder("llama", "Llama", **GROUPED).build().eval().double()
+    for p in plain.parameters():
+        p.mul_(2.5)  # so that attention is not even
+    text, question = words(tokens=96), words(tokens=6, seed=3)
+    model = add_memory(copy.deepcopy(plain), SPEC, segment_length=8)
+    state = model(text).memory_state
+    whole = model(question, memory_state=state).logits
+    export_cache(model, state)
+    for slots in (48, 16):
+        window = add_memory(copy.deepcopy(plain), "streaming_llm", length=slots - 2, sinks=2, segment_length=8)
+        far = (window(question, memory_state=window(text).memory_state).logits - whole).norm()
+        merged = compact(model, state, slots)
+        near = model(question, memory_state=merged).logits
+        assert (near - whole).norm() < far / 2 and int(merged.layers[0].count_B[0]) == slots
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(model(question, memory_state=merged).logits, near, rtol=0, atol=1e-5)
+        model.set_attn_implementation("sdpa")
+    refuses("layer 0", export_cache, model, merged)
+    for slots in (5, 121):
+        refuses(f"slots={slots}", compact, model, state, slots)
+    refuses("memory StreamingLLM", compact, window, window(text).memory_state, 9)
+
+
+@torch.no_grad()
+def test_a_session_goes_on_after_it_was_merged(tmp_path: Path) -> None:
+    sizes = {"vocabulary": 30, "width": 32, "depth": 2, "heads": 4, "kv_heads": 2, "positions": "rotary"}
+    model = create_model("language_model", **sizes, feed_forward=32, memory=SPEC).eval()
+    session, text = Session(model, segment_length=8), torch.randint(30, (1, 45))
+    session.read(text)
+    before, fork = session.mark(), session.fork()
+    fork.compact(9)
+    assert int(fork.state.layers[1].count_B) == 9 and fork.state.layers[1].scores_BGM.any()
+    fork.save(tmp_path / "text")
+    twin = Session.load(model, tmp_path / "text", 8)
+    said = fork.generate(tokens=12, temperature=0).tokens
+    assert torch.equal(twin.generate(tokens=12, temperature=0).tokens, said) and fork.tokens == 57
+    ids, state, found = torch.cat([text, said], 1)[:, 40:], compact(model, session.state, 9), []
+    for piece in ids.split(8, 1):  # token by token equals segments, biases included
+        out = model(piece, state)
+        state = out.state
+        found.append(out.outputs.argmax(-1))
+    assert torch.equal(torch.cat(found, 1)[:, 4:-1], said)
+    fork.rewind(before)
+    assert not fork.state.layers[0].scores_BGM.any()
+    fork.compact(9)
+    beams = fork.fork().generate(tokens=3, beams=3, temperature=0)
+    plain = model(torch.cat([text[:, 40:], beams.tokens], 1), fork.state).outputs[:, 4:-1].log_softmax(-1)
+    torch.testing.assert_close(beams.scores, plain.gather(2, beams.tokens[..., None]).sum((1, 2)))
