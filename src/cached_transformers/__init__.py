@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from .memories.grc import GatedRecurrentCache
     from .memories.grc.shared_cache import commit_caches, hold_caches, reset_caches, resize_caches, shuffle_caches
     from .memories.grc.shared_cache_memory import fold, unfold
-    from .models.compact import compact
     from .models.generation import generate
-    from .models.session import Session
+    from .models.session import Session, compact
     from .models.state_tuning import load_initial_state, remove_initial_state, save_initial_state, tune_initial_state
     from .registry import ATTENTIONS, MEMORIES, MODELS
 
@@ -53,9 +52,8 @@ _NAMES = {
     "memories.grc.shared_cache": (
         *("commit_caches", "hold_caches", "reset_caches", "resize_caches", "shuffle_caches"),
     ),
-    "models.compact": ("compact",),
     "models.generation": ("generate",),
-    "models.session": ("Session",),
+    "models.session": ("Session", "compact"),
     "models.state_tuning": (
         *("load_initial_state", "remove_initial_state", "save_initial_state", "tune_initial_state"),
     ),

@@ -24,7 +24,7 @@ def merging(slots: int, queries: int) -> float:
     """Logits, least squares for biases and values, and eleven products for the projected descent."""
     merged, keys = slots - 3, slots + N
     solved = 2 * queries * merged + queries * queries
-    return queries * D * (3 * keys + slots) + solved * (D + H) + 11 * queries * merged * H
+    return queries * D * (2 * keys + slots) + solved * (D + H) + 11 * queries * merged * H
 
 
 SCORED: dict[str, Contract] = {

@@ -207,10 +207,11 @@ class LayerDecoder:
             bias = self.positions.bias(q, positions_BKP, self.positions_BSP, causal_run=run)
         mask = self._visible(positions_BKP)
         logits = self._visible_logits(read, k.shape[2])
-        slots = None if self.context_bias is None else F.pad(self.context_bias, (0, k.shape[2] - self.context_slots))
-        for added in (logits, slots):
-            if added is not None:
-                bias = added if bias is None else bias + added
+        if logits is not None:
+            bias = logits if bias is None else bias + logits
+        if self.context_bias is not None:
+            slots = F.pad(self.context_bias, (0, k.shape[2] - self.context_slots))
+            bias = slots if bias is None else bias + slots
         if bias is not None:
             bias = bias.to(q.dtype)
             mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)

@@ -1,16 +1,15 @@
 """Attention Matching (Zweiger et al. 2026, arXiv:2602.16284; github.com/adamzweiger/compaction).
 
 A bounded cache that merges keys and values instead of dropping them. When there are more than slots, keys are chosen,
-and get a bias and new values with which the last queries of the stream receive the mass and the output of all keys.
+and get biases and values with which the last queries of the stream receive the mass and the output of all keys.
 
     slots = [sinks, merged keys with biases, newest tokens]
 
-The reference queries are asked again right after the text, of the keys at their places before and after the merging:
-places are those in the cache. Old slots count with their biases. The release merges a whole text once, with queries of
-questions that the model asks itself.
+The queries are asked again right after the text, of keys at their places before and after the merging. Old slots count
+with their biases. The release merges a whole text once, also with queries that the model invents.
 
-Legend: B rows, H heads, G heads of keys, N tokens, Q queries, M slots, T merged slots, L slots and tokens, E head width,
-D model width, P position channels.
+Legend: B rows, H heads, G heads of keys, N tokens or queries, Q queries of a head, M slots, T merged slots, L slots and
+tokens, E head width, D model width, P position channels.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Trace
@@ -29,8 +27,11 @@ from cached_transformers.registry import MEMORIES
 
 from .parts.attention_matching import importance, match_mass, match_values, perhaps_any, pursue
 from .parts.fifo_store import Rows, empty_rows, push, right_before, side_by_side
-from .parts.options import check_choices, check_positive
+from .parts.options import check_choices
 from .parts.scored_cache import STAYS, Candidates, ScoredCache, ScoredSlots
+
+RIDGE = 1e-3
+"""Pull of biases and values towards those of the chosen keys."""
 
 
 @MEMORIES.register(
@@ -40,9 +41,9 @@ from .parts.scored_cache import STAYS, Candidates, ScoredCache, ScoredSlots
     carries="in each head keys with biases and values that stand for all keys, and the last queries",
     purpose="texts read once by a pretrained decoder, and merged into few slots",
     equations="w = argmin ||X_S w - X 1||, values = argmin ||softmax(Z_S + log w) C - softmax(Z) V||, for each head",
-    state="per row and layer: 8 M D + 4 M H + Q (4 D + 8) + 16 bytes; with grouped keys M (8 G E + 4 G) instead",
-    cost="per token and layer: 2 M D + about Q (3 (M + N) + 3 M) D / N multiply-adds, and for each segment two singular "
-    "value decompositions of Q H / G x M numbers per head of keys",
+    state="per row and layer: 8 M D + 4 M H + Q (4 D + 8) + 16 bytes; with grouped keys M (8 G E + 4 G) + ...",
+    cost="per token and layer: 2 M D + about Q (5 M + 2 N + Q) D / N multiply-adds; and per segment two singular value "
+    "decompositions of Q H / G x M numbers for each head of keys",
     reach="unbounded for keys that the last queries attend",
     gradient="none: keys and values are kept as they were made",
     exact_when="length >= tokens seen",
@@ -54,12 +55,8 @@ class AttentionMatching(ScoredCache):
     Args:
         width: D. heads: H.
         length: M, slots of a layer.
-        choice: of the keys: the largest root mean square ("rms"), maximum or mean of their weights, or matching pursuit
+        choice: of keys, by the root mean square ("rms"), maximum or mean of their weights, or by matching pursuit
             ("omp"), four keys at a time.
-        pool: width of an average of these weights over neighbouring keys, odd; 1 pools nothing.
-        bound: largest change of a bias in one merging.
-        steps: projected gradient steps for the biases.
-        ridge: pulls biases and values towards those of the chosen keys.
         queries: Q, last queries of the stream that are matched.
         sinks, observe, relative: see `ScoredCache`; relative=False, since keys must be turned.
     """
@@ -74,10 +71,6 @@ class AttentionMatching(ScoredCache):
         length: int = 512,
         *,
         choice: Literal["rms", "max", "mean", "omp"] = "rms",
-        pool: int = 1,
-        bound: float = 3.0,
-        steps: int = 2,
-        ridge: float = 1e-3,
         queries: int = 64,
         observe: int | None = None,
         sinks: int = 4,
@@ -85,13 +78,8 @@ class AttentionMatching(ScoredCache):
     ) -> None:
         super().__init__(width, heads, length, sinks=sinks, observe=observe, relative=relative)
         check_choices(choice=(choice, ("rms", "max", "mean", "omp")))
-        at_least_one(queries=queries, pool=pool)
-        at_least_one(least=0, steps=steps)
-        check_positive(bound=bound, ridge=ridge)
-        if pool % 2 == 0:
-            raise ValueError(f"pool={pool} must be odd, so that a pool has a middle; take {pool + 1}")
-        self.choice, self.pool, self.bound, self.steps, self.ridge = choice, pool, bound, steps, ridge
-        self.queries = queries
+        at_least_one(queries=queries)
+        self.choice, self.queries = choice, queries
 
     def init_carried(self, batch_size: int, like: Tensor) -> Rows:
         return empty_rows(batch_size, self.queries, self.heads * self.stored_heads[1], like)
@@ -104,62 +92,47 @@ class AttentionMatching(ScoredCache):
     def open(self, state: ScoredSlots, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
         return super().open(state, first_B1P, project_kv)._replace(bias_BHM=state.scores_BGM)
 
+    def write(self, state: ScoredSlots, trace: Trace) -> tuple[ScoredSlots, None]:
+        found, carried = self._candidates(state, trace), self.carry(state.carried, trace)
+        return self._merged(found, state._replace(carried=carried), state.k_BGME.shape[2]), None
+
     def compact(self, state: ScoredSlots, slots: int, turn: Callable[[Tensor, Tensor], Tensor]) -> ScoredSlots:
-        """The state with at most `slots` filled slots; `turn` as in `Query`, at places from 0 on.
+        """The state with at most `slots` filled slots (ValueError: a number that the options exclude).
 
-        Raises:
-            ValueError: more slots than there are, or too few for sinks and newest tokens.
+        `turn` is that of `Query`, and gets positions from 0 on.
         """
-        if not self.sinks + self.newest <= slots <= self.length:
-            rule = f"at least sinks + newest tokens = {self.sinks} + {self.newest}, at most length={self.length}"
-            raise ValueError(f"slots={slots}: {rule}; take another number, or memory options that allow it")
-        k, v, scores, valid_BM = state.k_BGME, state.v_BGME, state.scores_BGM, state.valid_BM
-        places_M = torch.arange(self.queries, self.queries + k.shape[2], device=k.device)
+        least, (k, v, _, bias, _), valid_BM = self.sinks + self.newest, state, state.valid_BM
+        if not least <= slots <= self.length:
+            raise ValueError(f"slots={slots}: must be from {least} (sinks, newest tokens) to {self.length}; give these")
+        places_M = torch.arange(self.queries, self.queries + self.length, device=k.device)
         places_BMP = places_M[None, :, None].expand(len(k), -1, -1)
-        found = Candidates(
-            k, v, valid_BM, torch.zeros_like(valid_BM), places_BMP, Query(k[:, 0], turn=turn), scores_BGL=scores
-        )
-        merged, more = self.choose(found, state.carried, state, slots), k.shape[2] - slots
-        k, v = (F.pad(t, (0, 0, more, 0)) for t in (merged.k_BGME, merged.v_BGME))
-        return merged._replace(k_BGME=k, v_BGME=v, scores_BGM=F.pad(merged.scores_BGM, (more, 0)))
-
-    def score(self, found: Candidates, carried: Rows) -> Tensor:
-        z_BGNL = self._logits_of_block(found, carried)
-        if self.choice == "omp":
-            merged = min(found.slots, z_BGNL.shape[-1]) - self.sinks - self.newest
-            return pursue(z_BGNL, merged, keys=4, interval=2).to(z_BGNL.dtype)
-        return importance(z_BGNL, self.choice, self.pool)
-
-    def stored_score(self, found: Candidates, score_BGL: Tensor) -> Tensor:
-        assert found.scores_BGL is not None
-        return found.scores_BGL
+        found = Candidates(k, v, valid_BM, ~valid_BM, places_BMP, Query(k[:, 0], turn=turn), scores_BGL=bias)
+        return self._merged(found, state, slots)
 
     @torch.no_grad()
-    def choose(self, found: Candidates, carried: Rows, like: ScoredSlots, slots: int) -> ScoredSlots:
-        kept = super().choose(found._replace(slots=slots), carried, like, slots)
+    def _merged(self, found: Candidates, state: ScoredSlots, slots: int) -> ScoredSlots:
+        """The state with `slots` slots for the candidates; a row with fewer of these keeps them as they are."""
+        assert found.scores_BGL is not None
+        z_BGNL = self._logits(found, state.carried, found.k_BGLE, found.scores_BGL)
+        merges_BL = found.valid_BL & ~self.forced_BL(found)
+        z_BGNL = z_BGNL.masked_fill(~merges_BL[:, None, None], -torch.inf)
+        first, last = self.length - slots + self.sinks, self.length - self.newest  # of merged slots in a full row
+        if self.choice == "omp":
+            score_BGL = pursue(z_BGNL, last - first, keys=4, interval=2).to(z_BGNL.dtype)
+        else:
+            score_BGL = importance(z_BGNL, self.choice)
+        kept = self.best_of(found, score_BGL, found.scores_BGL, state, slots)
         overflows_B111 = (found.valid_BL.sum(1) > slots)[:, None, None, None]
-        first, last = self.sinks, slots - self.newest  # a row that overflows fills all slots
         if first == last or not perhaps_any(overflows_B111):
             return kept
-        z_BGNL = self._logits_of_block(found, carried)
-        z_BGNT = self._logits(found, carried, kept.k_BGME, kept.scores_BGM)[..., first:last]
-        bound = -self.bound, self.bound
-        change_BGT = match_mass(z_BGNL, z_BGNT, bound=bound, steps=self.steps, ridge=self.ridge)
+        z_BGNT = self._logits(found, state.carried, kept.k_BGME, kept.scores_BGM)[..., first:last]
+        change_BGT = match_mass(z_BGNL, z_BGNT, ridge=RIDGE)
         v_BGLE, v_BGTE = (t.to(z_BGNL.dtype) for t in (found.v_BGLE, kept.v_BGME[:, :, first:last]))
-        matched_BGTE = match_values(z_BGNL, z_BGNT + change_BGT[:, :, None], v_BGLE, v_BGTE, self.ridge)
+        matched_BGTE = match_values(z_BGNL, z_BGNT + change_BGT[:, :, None], v_BGLE, v_BGTE, RIDGE)
         v_BGTE = torch.where(overflows_B111, matched_BGTE, v_BGTE).to(kept.v_BGME.dtype)
         bias_BGT = kept.scores_BGM[..., first:last] + torch.where(overflows_B111[..., 0], change_BGT, 0)
-        return kept._replace(
-            v_BGME=kept.v_BGME.slice_scatter(v_BGTE, 2, first, last),
-            scores_BGM=kept.scores_BGM.slice_scatter(bias_BGT, 2, first, last),
-        )
-
-    def _logits_of_block(self, found: Candidates, carried: Rows) -> Tensor:
-        """`_logits` of slots and tokens; minus infinity for those that stay as they are."""
-        assert found.scores_BGL is not None
-        z_BGNL = self._logits(found, carried, found.k_BGLE, found.scores_BGL)
-        merges_BL = found.valid_BL & ~self.forced_BL(found)
-        return z_BGNL.masked_fill(~merges_BL[:, None, None], -torch.inf)
+        v_BGME = kept.v_BGME.slice_scatter(v_BGTE, 2, first, last)
+        return kept._replace(v_BGME=v_BGME, scores_BGM=kept.scores_BGM.slice_scatter(bias_BGT, 2, first, last))
 
     def _logits(self, found: Candidates, carried: Rows, k_BGLE: Tensor, bias_BGL: Tensor) -> Tensor:
         """(B, G, N, L): logits of a group's last queries, N of them in all heads, for keys right before them."""

@@ -134,7 +134,7 @@ class ContextHook(MemoryHook):
         """Keys with the first of these positions; the other ones are the furthest that the layer has."""
         return self.turn(self.layer, None if self.rotary is None else self.rotary.module, k_BGME, places_BL, x_BND)
 
-    def _placed(
+    def placed(
         self, shift_B1: Tensor, places_BL: Tensor, x_BND: Tensor, k_BGME: Tensor, positions_BMP: Tensor
     ) -> Tensor:
         """`Query.turn` of a call that has slots and tokens at these places."""
@@ -224,7 +224,7 @@ class ContextHook(MemoryHook):
         k = self._turned(k, places_BL, x_BND)
         call.slots_BGME, call.places_BL = k, places_BL
         if "turn" in self.memory.needs:
-            call.query = call.query._replace(turn=partial(self._placed, shift_B1, places_BL, x_BND))
+            call.query = call.query._replace(turn=partial(self.placed, shift_B1, places_BL, x_BND))
         slope = None if self.slope is None else self.slope(self.layer, kwargs, places_BL[:, : k.shape[2]])
         kwargs[self.cache], call.gather = SlotCache(k, v, kwargs.get(self.cache)), attended.gather
         sees_BHNM = valid_BM[:, None, None].expand(-1, -1, n, -1)

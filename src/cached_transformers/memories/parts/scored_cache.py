@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.capabilities import own_word
@@ -64,7 +65,6 @@ class Candidates(NamedTuple):
         k_BGLE: as they are stored, without positions. places_BLP: positions of slots in the cache, and of tokens.
         weights_BHWL: see `Trace`; None if the memory does not need them.
         scores_BGL: that the slots carry, 0 for tokens; None without. new_BL: tokens of the segment.
-        slots: number that stays, for a rule that chooses them together.
         query: of the segment.
     """
 
@@ -76,7 +76,6 @@ class Candidates(NamedTuple):
     query: Query
     weights_BHWL: Tensor | None = None
     scores_BGL: Tensor | None = None
-    slots: int = 0
 
     def rank_BL(self) -> Tensor:
         """Number of each token in the order of time, from 1."""
@@ -174,26 +173,25 @@ class ScoredCache(KeepsSinks):
         return Reading(opened)
 
     def write(self, state: ScoredSlots, trace: Trace) -> tuple[ScoredSlots, None]:
-        carried = self.carry(state.carried, trace)
-        return self.choose(self._candidates(state, trace), carried, state, state.k_BGME.shape[2]), None
-
-    def choose(self, found: Candidates, carried: State, like: ScoredSlots, slots: int) -> ScoredSlots:
-        """The best slots of the candidates, in the dtypes of `like`."""
+        found, carried = self._candidates(state, trace), self.carry(state.carried, trace)
         score_BGL = self.score(found, carried)
+        stored_BGL = score_BGL if self.carries_scores else None
+        return self.best_of(found, score_BGL, stored_BGL, state._replace(carried=carried), state.k_BGME.shape[2]), None
+
+    def best_of(
+        self, found: Candidates, score_BGL: Tensor, stored_BGL: Tensor | None, state: ScoredSlots, slots: int
+    ) -> ScoredSlots:
+        """The state with the best candidates as slots, which carry their part of `stored_BGL`."""
         chosen_BGL = score_BGL.masked_fill(self.forced_BL(found)[:, None], torch.inf)
         valid_BGL = found.valid_BL[:, None].expand_as(score_BGL)
-        index_BGM, real_BGM = best(chosen_BGL, valid_BGL, slots)
-        pairs = (found.k_BGLE, like.k_BGME), (found.v_BGLE, like.v_BGME)
+        empty = state.k_BGME.shape[2] - slots
+        index_BGM, real_BGM = (F.pad(t, (empty, 0)) for t in best(chosen_BGL, valid_BGL, slots))
+        pairs = (found.k_BGLE, state.k_BGME), (found.v_BGLE, state.v_BGME)
         k_BGME, v_BGME = (kept(old[:, :, :0], t, index_BGM, real_BGM) for t, old in pairs)
         scores: Any = ()
-        if self.carries_scores:
-            stored_BGL = self.stored_score(found, score_BGL)
-            scores = torch.where(real_BGM, stored_BGL.gather(2, index_BGM), 0).to(like.scores_BGM.dtype)
-        return ScoredSlots(k_BGME, v_BGME, real_BGM[:, 0].sum(1), scores, carried)
-
-    def stored_score(self, found: Candidates, score_BGL: Tensor) -> Tensor:
-        """(B, G, L) that the slots carry, where `carries_scores`."""
-        return score_BGL
+        if stored_BGL is not None:
+            scores = torch.where(real_BGM, stored_BGL.gather(2, index_BGM), 0).to(state.scores_BGM.dtype)
+        return ScoredSlots(k_BGME, v_BGME, real_BGM[:, 0].sum(1), scores, state.carried)
 
     def forced_BL(self, found: Candidates) -> Tensor:
         """bool, sinks and newest tokens, which stay whatever their score."""
