@@ -25,13 +25,10 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Trace
 from cached_transformers.registry import MEMORIES
 
-from .parts.attention_matching import importance, match_mass, match_values, perhaps_any, pursue
+from .parts.attention_matching import importance, match_mass, perhaps_any, pursue, solve
 from .parts.fifo_store import Rows, empty_rows, push, right_before, side_by_side
 from .parts.options import check_choices
 from .parts.scored_cache import STAYS, Candidates, ScoredCache, ScoredSlots
-
-RIDGE = 1e-3
-"""Pull of biases and values towards those of the chosen keys."""
 
 
 @MEMORIES.register(
@@ -55,8 +52,7 @@ class AttentionMatching(ScoredCache):
     Args:
         width: D. heads: H.
         length: M, slots of a layer.
-        choice: of keys, by the root mean square ("rms"), maximum or mean of their weights, or by matching pursuit
-            ("omp"), four keys at a time.
+        choice: of keys: by "rms" (root mean square), "max" or "mean" of their weights, or matching pursuit, "omp".
         queries: Q, last queries of the stream that are matched.
         sinks, observe, relative: see `ScoredCache`; relative=False, since keys must be turned.
     """
@@ -97,16 +93,12 @@ class AttentionMatching(ScoredCache):
         return self._merged(found, state._replace(carried=carried), state.k_BGME.shape[2]), None
 
     def compact(self, state: ScoredSlots, slots: int, turn: Callable[[Tensor, Tensor], Tensor]) -> ScoredSlots:
-        """The state with at most `slots` filled slots (ValueError: a number that the options exclude).
-
-        `turn` is that of `Query`, and gets positions from 0 on.
-        """
+        """The state with at most `slots` filled slots (ValueError: too few or many); `turn` gets positions from 0 on."""
         least, (k, v, _, bias, _), valid_BM = self.sinks + self.newest, state, state.valid_BM
         if not least <= slots <= self.length:
             raise ValueError(f"slots={slots}: must be from {least} (sinks, newest tokens) to {self.length}; give these")
-        places_M = torch.arange(self.queries, self.queries + self.length, device=k.device)
-        places_BMP = places_M[None, :, None].expand(len(k), -1, -1)
-        found = Candidates(k, v, valid_BM, ~valid_BM, places_BMP, Query(k[:, 0], turn=turn), scores_BGL=bias)
+        last_B1P = state.count_B.new_full((len(k), 1, 1), self.length + self.queries - 1)
+        found = Candidates(k, v, valid_BM, ~valid_BM, last_B1P, Query(k[:, 0], turn=turn), scores_BGL=bias)
         return self._merged(found, state, slots)
 
     @torch.no_grad()
@@ -121,14 +113,15 @@ class AttentionMatching(ScoredCache):
             score_BGL = pursue(z_BGNL, last - first, keys=4, interval=2).to(z_BGNL.dtype)
         else:
             score_BGL = importance(z_BGNL, self.choice)
-        kept = self.best_of(found, score_BGL, found.scores_BGL, state, slots)
+        kept = self.best_of(found, score_BGL, state, slots)
         overflows_B111 = (found.valid_BL.sum(1) > slots)[:, None, None, None]
         if first == last or not perhaps_any(overflows_B111):
             return kept
         z_BGNT = self._logits(found, state.carried, kept.k_BGME, kept.scores_BGM)[..., first:last]
-        change_BGT = match_mass(z_BGNL, z_BGNT, ridge=RIDGE)
+        change_BGT = match_mass(z_BGNL, z_BGNT)
         v_BGLE, v_BGTE = (t.to(z_BGNL.dtype) for t in (found.v_BGLE, kept.v_BGME[:, :, first:last]))
-        matched_BGTE = match_values(z_BGNL, z_BGNT + change_BGT[:, :, None], v_BGLE, v_BGTE, RIDGE)
+        weights_BGNT = (z_BGNT + change_BGT[:, :, None]).softmax(-1)
+        matched_BGTE = solve(weights_BGNT, z_BGNL.softmax(-1) @ v_BGLE, v_BGTE)
         v_BGTE = torch.where(overflows_B111, matched_BGTE, v_BGTE).to(kept.v_BGME.dtype)
         bias_BGT = kept.scores_BGM[..., first:last] + torch.where(overflows_B111[..., 0], change_BGT, 0)
         v_BGME = kept.v_BGME.slice_scatter(v_BGTE, 2, first, last)

@@ -264,11 +264,8 @@ class Session:
 def compact(model: nn.Module, memory_state: State, slots: int) -> State:
     """Merge what a state holds into fewer slots per layer; the state keeps its shape, and the text continues from it.
 
-    Args:
-        model: a language model or a decoder of transformers, with attention_matching as its only memory.
-
-    Raises:
-        ValueError: another memory, fewer slots than its sinks and newest tokens, or more than its `length`.
+    The only memory is attention_matching (ValueError: another one; slots below sinks and newest tokens, or above
+    `length`).
     """
     forward, rows = host_reader(model), len(memory_state.clock_B)
     if forward is None:

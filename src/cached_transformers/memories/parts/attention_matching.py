@@ -20,16 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LOWEST, ROUNDS = math.exp(-7), 3
-"""Keys of smaller weight leave the choice of `pursue`, whose weights are at most 1 / LOWEST; and how often they do."""
-
 
 def perhaps_any(flags: Tensor) -> bool:
     """Return False if no flag is set; a graph, and tensors without values, do not tell."""
     return torch.compiler.is_compiling() or flags.is_meta or bool(flags.any())
 
 
-def solve(a_XNM: Tensor, y_XNC: Tensor, start_XMC: Tensor, ridge: float = 0.0) -> Tensor:
+def solve(a_XNM: Tensor, y_XNC: Tensor, start_XMC: Tensor, ridge: float = 1e-3) -> Tensor:
     """(X, M, C): argmin over c of ||a c - y||^2 + ridge s^2 ||c - start||^2, s the largest singular value of a.
 
     Of equal ones the nearest to `start`; not a number where the system is not finite.
@@ -54,20 +51,21 @@ def pursue(z_XNL: Tensor, slots: int, keys: int = 1, interval: int = 1) -> Tenso
 
     A step adds the `keys` keys with the largest product with the missing mass; one of `interval` solves for weights.
     """
+    lowest, rounds = math.exp(-7), 3  # so often keys of smaller weight leave the choice
     x_XNL = (z_XNL - z_XNL.amax(-1, keepdim=True)).exp()
     y_XN1 = x_XNL.sum(-1, keepdim=True)
     weight_XL1 = torch.zeros_like(x_XNL[..., 0, :, None])
     chosen_XL, steps = torch.zeros_like(weight_XL1[..., 0], dtype=torch.bool), -(-slots // keys)
-    for _ in range(ROUNDS + 1):
+    for _ in range(rounds + 1):
         for step in range(steps):
             product_XL = (x_XNL.mT @ (y_XN1 - x_XNL @ weight_XL1))[..., 0]
             product_XL = product_XL.masked_fill(chosen_XL | (x_XNL.amax(-2) == 0), -torch.inf)
             rank_XL = product_XL.argsort(dim=-1, descending=True, stable=True).argsort(-1)
             chosen_XL = chosen_XL | (rank_XL < (slots - chosen_XL.sum(-1, keepdim=True)).clamp(max=keys))
             if step % interval == 0 or step == steps - 1:
-                weight_XL1 = solve(x_XNL * chosen_XL[..., None, :], y_XN1, torch.zeros_like(weight_XL1))
-                weight_XL1 = weight_XL1.clamp(1e-12, 1 / LOWEST).masked_fill(~chosen_XL[..., None], 0)
-        found_XL, low_XL = chosen_XL, chosen_XL & (weight_XL1[..., 0] < LOWEST)
+                weight_XL1 = solve(x_XNL * chosen_XL[..., None, :], y_XN1, torch.zeros_like(weight_XL1), 0)
+                weight_XL1 = weight_XL1.clamp(1e-12, 1 / lowest).masked_fill(~chosen_XL[..., None], 0)
+        found_XL, low_XL = chosen_XL, chosen_XL & (weight_XL1[..., 0] < lowest)
         if not perhaps_any(low_XL):
             break
         chosen_XL, weight_XL1 = chosen_XL & ~low_XL, weight_XL1.masked_fill(low_XL[..., None], 0)
@@ -75,33 +73,22 @@ def pursue(z_XNL: Tensor, slots: int, keys: int = 1, interval: int = 1) -> Tenso
 
 
 def match_mass(
-    z_XNL: Tensor,
-    z_XNM: Tensor,
-    *,
-    bound: tuple[float, float] = (-3, 3),
-    steps: int = 2,
-    ridge: float = 0.0,
-    power_start_M: Tensor | None = None,
+    z_XNL: Tensor, z_XNM: Tensor, bound: float = 3, steps: int = 2, ridge: float = 1e-3, power_M: Tensor | None = None
 ) -> Tensor:
-    """(X, M): biases within `bound` that give slots of logits z_XNM the mass of keys of logits z_XNL.
+    """(X, M): biases from -bound to bound that give slots of logits z_XNM the mass of keys of logits z_XNL.
 
-    Clamped least squares are followed by projected gradient steps, whose length is from three power iterations, from
-    `power_start_M` or from equal parts.
+    Projected gradient steps follow clamped least squares; power iterations from `power_M`, or from equal parts, give
+    their length.
     """
     top_XN1 = torch.maximum(z_XNL.amax(-1, keepdim=True), z_XNM.amax(-1, keepdim=True))
     x_XNM, y_XN1 = (z_XNM - top_XN1).exp(), (z_XNL - top_XN1).exp().sum(-1, keepdim=True)
     one_XM1 = torch.ones_like(x_XNM[..., 0, :, None])
-    low, high = map(math.exp, bound)
+    low, high = math.exp(-bound), math.exp(bound)
     weight_XM1 = solve(x_XNM, y_XN1, one_XM1, ridge).clamp(low, high)
-    way_XM1 = one_XM1 if power_start_M is None else power_start_M[:, None]
+    way_XM1 = one_XM1 if power_M is None else power_M[:, None]
     for _ in range(3):
         way_XM1 = F.normalize(x_XNM.mT @ (x_XNM @ way_XM1), dim=-2)
     size_X11 = (x_XNM @ way_XM1).square().sum(-2, keepdim=True).clamp(min=torch.finfo(z_XNL.dtype).tiny)
     for _ in range(steps):
         weight_XM1 = (weight_XM1 - x_XNM.mT @ (x_XNM @ weight_XM1 - y_XN1) / size_X11).clamp(low, high)
     return weight_XM1[..., 0].log()
-
-
-def match_values(z_XNL: Tensor, z_XNM: Tensor, v_XLE: Tensor, start_XME: Tensor, ridge: float = 0.0) -> Tensor:
-    """(X, M, E): values with which the slots, whose logits include their biases, have the output of all keys."""
-    return solve(z_XNM.softmax(-1), z_XNL.softmax(-1) @ v_XLE, start_XME, ridge)

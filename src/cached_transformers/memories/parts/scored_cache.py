@@ -175,13 +175,12 @@ class ScoredCache(KeepsSinks):
     def write(self, state: ScoredSlots, trace: Trace) -> tuple[ScoredSlots, None]:
         found, carried = self._candidates(state, trace), self.carry(state.carried, trace)
         score_BGL = self.score(found, carried)
-        stored_BGL = score_BGL if self.carries_scores else None
-        return self.best_of(found, score_BGL, stored_BGL, state._replace(carried=carried), state.k_BGME.shape[2]), None
+        if self.carries_scores:
+            found = found._replace(scores_BGL=score_BGL)
+        return self.best_of(found, score_BGL, state._replace(carried=carried), state.k_BGME.shape[2]), None
 
-    def best_of(
-        self, found: Candidates, score_BGL: Tensor, stored_BGL: Tensor | None, state: ScoredSlots, slots: int
-    ) -> ScoredSlots:
-        """The state with the best candidates as slots, which carry their part of `stored_BGL`."""
+    def best_of(self, found: Candidates, score_BGL: Tensor, state: ScoredSlots, slots: int) -> ScoredSlots:
+        """The state with the best candidates, and their `scores_BGL`, as slots."""
         chosen_BGL = score_BGL.masked_fill(self.forced_BL(found)[:, None], torch.inf)
         valid_BGL = found.valid_BL[:, None].expand_as(score_BGL)
         empty = state.k_BGME.shape[2] - slots
@@ -189,8 +188,8 @@ class ScoredCache(KeepsSinks):
         pairs = (found.k_BGLE, state.k_BGME), (found.v_BGLE, state.v_BGME)
         k_BGME, v_BGME = (kept(old[:, :, :0], t, index_BGM, real_BGM) for t, old in pairs)
         scores: Any = ()
-        if stored_BGL is not None:
-            scores = torch.where(real_BGM, stored_BGL.gather(2, index_BGM), 0).to(state.scores_BGM.dtype)
+        if found.scores_BGL is not None:
+            scores = torch.where(real_BGM, found.scores_BGL.gather(2, index_BGM), 0).to(state.scores_BGM.dtype)
         return ScoredSlots(k_BGME, v_BGME, real_BGM[:, 0].sum(1), scores, state.carried)
 
     def forced_BL(self, found: Candidates) -> Tensor:
