@@ -61,14 +61,6 @@ def logits_of(visible_BHNM: Tensor) -> Tensor:
     return torch.where(seen_BHNM, visible_BHNM, 1).log().masked_fill(~seen_BHNM, -torch.inf)
 
 
-def slot_bias(context: Context, heads: int) -> Tensor | None:
-    """(B or 1, H, 1, M): the bias of the slots for each head of queries, 0 in empty slots; None without a bias."""
-    if context.bias_BHM is None:
-        return None
-    bias_BHM = context.bias_BHM.masked_fill(~context.valid_BM[:, None], 0)
-    return bias_BHM.repeat_interleave(heads // bias_BHM.shape[1], 1)[:, :, None]
-
-
 def _same_masks(first: Context, second: Context) -> list[Tensor]:
     """Visibility masks of two contexts for the same rows and tokens; at least one context has a mask."""
     masks = [c.visible_BHNM for c in (first, second)]

@@ -24,7 +24,7 @@ from cached_transformers.attentions.softmax import SoftmaxAttention, key_weights
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.attention import Attention, AttentionOutput
 from cached_transformers.interfaces.capabilities import CORE_WORDS, refuse_misfit
-from cached_transformers.interfaces.contexts import join, logits_of, slot_bias, widened
+from cached_transformers.interfaces.contexts import join, logits_of, widened
 from cached_transformers.interfaces.incremental import read_segment
 from cached_transformers.interfaces.memory import Context, LayerMemory, Linear, Offer, Query, Reading, Trace
 from cached_transformers.linear_maps import Weights, matrix_of, plain_weights
@@ -388,9 +388,8 @@ class SelfAttention(nn.Module):
         assert query.q_BHNE is not None and query.k_BHNE is not None
         dtype, keys = query.q_BHNE.dtype, query.k_BHNE.shape[2] + (0 if context is None else context.k_BHME.shape[2])
         tokens = query.q_BHNE.shape[2]
-        slots_BH1M = None if context is None else slot_bias(context, self.heads)
-        if slots_BH1M is not None:
-            added = F.pad(slots_BH1M.to(dtype), (0, keys - slots_BH1M.shape[-1])).expand(-1, -1, tokens, -1)
+        if context is not None and context.bias_BHM is not None:
+            added = F.pad(context.bias_BHM[:, :, None].to(dtype), (0, query.k_BHNE.shape[2])).expand(-1, -1, tokens, -1)
             bias = added if bias is None else bias + added
         visible = _visible(visible_NN, context, tokens)
         if visible is not None:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from cached_transformers.attentions.softmax import log_sum_exp
 from cached_transformers.interfaces.attention import Attention
-from cached_transformers.interfaces.contexts import logits_of, slot_bias
+from cached_transformers.interfaces.contexts import logits_of
 from cached_transformers.interfaces.incremental import advance, needs_whole_segments, open_segment
 from cached_transformers.interfaces.memory import Context, LayerMemory, Offer, Query, Reading, Tokens, Trace
 from cached_transformers.linear_maps import plain_weights
@@ -144,9 +144,8 @@ class LayerDecoder:
         if context is not None:
             keys, values, positions_BMP, valid_BM = (t.expand(b * k, *t.shape[1:]) for t in context[:4])
             self.kv_cache.extend(KeysValues(side_by_side(keys, k), side_by_side(values, k)), k)
-            bias_BH1M = slot_bias(context, self.attention.heads)
-            if bias_BH1M is not None:
-                self.context_bias = side_by_side(bias_BH1M.expand(b * k, -1, -1, -1).mT, k).mT
+            if context.bias_BHM is not None:
+                self.context_bias = side_by_side(context.bias_BHM.expand(b * k, -1, -1)[..., None], k).mT
             valid = valid_BM.view(b, 1, -1)
             if k > 1 or not bool(valid_BM.all()):
                 self.context_visible = valid & own_slots(k, valid_BM.shape[1], valid.device)

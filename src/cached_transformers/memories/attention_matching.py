@@ -5,8 +5,8 @@ and get biases and values with which the last queries of the stream receive the 
 
     slots = [sinks, merged keys with biases, newest tokens]
 
-The queries are asked again right after the text, of keys at their places before and after the merging. Old slots count
-with their biases. The release merges a whole text once, also with queries that the model invents.
+The queries are asked again right after the text, of keys at their places before and after the merging. The release
+merges a whole text once, also for queries that the model invents.
 
 Legend: B rows, H heads, G heads of keys, N tokens or queries, Q queries of a head, M slots, T merged slots, L slots and
 tokens, E head width, D model width, P position channels.
@@ -39,8 +39,7 @@ from .parts.scored_cache import STAYS, Candidates, ScoredCache, ScoredSlots
     purpose="texts read once by a pretrained decoder, and merged into few slots",
     equations="w = argmin ||X_S w - X 1||, values = argmin ||softmax(Z_S + log w) C - softmax(Z) V||, for each head",
     state="per row and layer: 8 M D + 4 M H + Q (4 D + 8) + 16 bytes; with grouped keys M (8 G E + 4 G) + ...",
-    cost="per token and layer: 2 M D + about Q (5 M + 2 N + Q) D / N multiply-adds; and per segment two singular value "
-    "decompositions of Q H / G x M numbers for each head of keys",
+    cost="per token and layer: 2 M D + about Q (5 M + 2 N + Q) D / N multiply-adds, and 2 / N decompositions a head",
     reach="unbounded for keys that the last queries attend",
     gradient="none: keys and values are kept as they were made",
     exact_when="length >= tokens seen",
@@ -86,17 +85,20 @@ class AttentionMatching(ScoredCache):
         return push(carried, side_by_side(query.q_BHNE.detach()), query.positions_BNP[..., :1], query.padding_BN)
 
     def open(self, state: ScoredSlots, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
-        return super().open(state, first_B1P, project_kv)._replace(bias_BHM=state.scores_BGM)
+        bias_BGM = state.scores_BGM.masked_fill(~state.valid_BM[:, None], 0)
+        return super().open(state, first_B1P, project_kv)._replace(bias_BHM=bias_BGM)
 
     def write(self, state: ScoredSlots, trace: Trace) -> tuple[ScoredSlots, None]:
         found, carried = self._candidates(state, trace), self.carry(state.carried, trace)
         return self._merged(found, state._replace(carried=carried), state.k_BGME.shape[2]), None
 
     def compact(self, state: ScoredSlots, slots: int, turn: Callable[[Tensor, Tensor], Tensor]) -> ScoredSlots:
-        """The state with at most `slots` filled slots (ValueError: too few or many); `turn` gets positions from 0 on."""
+        """The state with at most `slots` filled slots (ValueError: out of range); `turn` gets positions from 0 on."""
         least, (k, v, _, bias, _), valid_BM = self.sinks + self.newest, state, state.valid_BM
         if not least <= slots <= self.length:
-            raise ValueError(f"slots={slots}: must be from {least} (sinks, newest tokens) to {self.length}; give these")
+            raise ValueError(
+                f"slots={slots}: from {least} (sinks and newest tokens) to {self.length}; take one of these"
+            )
         last_B1P = state.count_B.new_full((len(k), 1, 1), self.length + self.queries - 1)
         found = Candidates(k, v, valid_BM, ~valid_BM, last_B1P, Query(k[:, 0], turn=turn), scores_BGL=bias)
         return self._merged(found, state, slots)
@@ -105,23 +107,21 @@ class AttentionMatching(ScoredCache):
     def _merged(self, found: Candidates, state: ScoredSlots, slots: int) -> ScoredSlots:
         """The state with `slots` slots for the candidates; a row with fewer of these keeps them as they are."""
         assert found.scores_BGL is not None
-        z_BGNL = self._logits(found, state.carried, found.k_BGLE, found.scores_BGL)
-        merges_BL = found.valid_BL & ~self.forced_BL(found)
-        z_BGNL = z_BGNL.masked_fill(~merges_BL[:, None, None], -torch.inf)
         first, last = self.length - slots + self.sinks, self.length - self.newest  # of merged slots in a full row
+        overflows_B111 = (found.valid_BL.sum(1) > slots)[:, None, None, None]
+        if first == last or not perhaps_any(overflows_B111):
+            return self.best_of(found, found.scores_BGL, state, slots)
+        z_BGNL = self._logits(found, state.carried, found.k_BGLE, found.scores_BGL)
+        z_BGNL = z_BGNL.masked_fill((self.forced_BL(found) | ~found.valid_BL)[:, None, None], -torch.inf)
         if self.choice == "omp":
             score_BGL = pursue(z_BGNL, last - first, keys=4, interval=2).to(z_BGNL.dtype)
         else:
             score_BGL = importance(z_BGNL, self.choice)
         kept = self.best_of(found, score_BGL, state, slots)
-        overflows_B111 = (found.valid_BL.sum(1) > slots)[:, None, None, None]
-        if first == last or not perhaps_any(overflows_B111):
-            return kept
         z_BGNT = self._logits(found, state.carried, kept.k_BGME, kept.scores_BGM)[..., first:last]
         change_BGT = match_mass(z_BGNL, z_BGNT)
         v_BGLE, v_BGTE = (t.to(z_BGNL.dtype) for t in (found.v_BGLE, kept.v_BGME[:, :, first:last]))
-        weights_BGNT = (z_BGNT + change_BGT[:, :, None]).softmax(-1)
-        matched_BGTE = solve(weights_BGNT, z_BGNL.softmax(-1) @ v_BGLE, v_BGTE)
+        matched_BGTE = solve((z_BGNT + change_BGT[:, :, None]).softmax(-1), z_BGNL.softmax(-1) @ v_BGLE, v_BGTE)
         v_BGTE = torch.where(overflows_B111, matched_BGTE, v_BGTE).to(kept.v_BGME.dtype)
         bias_BGT = kept.scores_BGM[..., first:last] + torch.where(overflows_B111[..., 0], change_BGT, 0)
         v_BGME = kept.v_BGME.slice_scatter(v_BGTE, 2, first, last)
@@ -137,5 +137,4 @@ class AttentionMatching(ScoredCache):
         after_B1P = found.places_BLP[:, -1:] + 1
         q_BHQE = turn(q_BHQE, right_before(after_B1P, self.queries)).to(bias_BGL.dtype)
         k_BGLE = turn(k_BGLE, right_before(after_B1P - self.queries, k_BGLE.shape[2])).to(bias_BGL.dtype)
-        q_BGNE = q_BHQE.unflatten(1, (groups, -1)).flatten(2, 3)
-        return q_BGNE @ k_BGLE.mT / math.sqrt(width) + bias_BGL[:, :, None]
+        return q_BHQE.unflatten(1, (groups, -1)).flatten(2, 3) @ k_BGLE.mT / math.sqrt(width) + bias_BGL[:, :, None]

@@ -264,8 +264,7 @@ class Session:
 def compact(model: nn.Module, memory_state: State, slots: int) -> State:
     """Merge what a state holds into fewer slots per layer; the state keeps its shape, and the text continues from it.
 
-    The only memory is attention_matching (ValueError: another one; slots below sinks and newest tokens, or above
-    `length`).
+    The only memory is attention_matching (ValueError: another one; slots not from sinks + newest tokens to `length`).
     """
     forward, rows = host_reader(model), len(memory_state.clock_B)
     if forward is None:

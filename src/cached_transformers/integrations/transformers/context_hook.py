@@ -26,7 +26,7 @@ from cached_transformers.integrations.memory_hooks import MemoryHook
 from cached_transformers.integrations.memory_lookup import with_weights
 from cached_transformers.integrations.segment_context import AttentionCall, SegmentContext, running
 from cached_transformers.integrations.tracked_modules import track
-from cached_transformers.interfaces.contexts import join, logits_of, slot_bias, widened
+from cached_transformers.interfaces.contexts import join, logits_of, widened
 from cached_transformers.interfaces.incremental import read_segment
 from cached_transformers.interfaces.memory import Context, LayerMemory, Linear, Reading
 
@@ -235,9 +235,9 @@ class ContextHook(MemoryHook):
         elif attended.visible_BHNM is not None:
             sees_BHNM = sees_BHNM & attended.visible_BHNM
             context.varies = True
-        bias_BH1M = slot_bias(attended, self.heads)
-        if bias_BH1M is not None:
-            shares_BHNM = bias_BH1M.to(x_BND.dtype) + (0 if shares_BHNM is None else shares_BHNM)
+        if attended.bias_BHM is not None:
+            bias_BH1M = attended.bias_BHM.repeat_interleave(self.heads // k.shape[1], 1)[:, :, None].to(x_BND.dtype)
+            shares_BHNM = bias_BH1M if shares_BHNM is None else bias_BH1M + shares_BHNM
         for window in (self.window, self.memory.window()):
             if window is not None:
                 sees_BHNM = sees_BHNM & _near(tokens_BN, slots_BM, window)

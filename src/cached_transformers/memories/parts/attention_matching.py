@@ -77,8 +77,7 @@ def match_mass(
 ) -> Tensor:
     """(X, M): biases from -bound to bound that give slots of logits z_XNM the mass of keys of logits z_XNL.
 
-    Projected gradient steps follow clamped least squares; power iterations from `power_M`, or from equal parts, give
-    their length.
+    Projected gradient steps follow clamped least squares; three power iterations from `power_M` give their length.
     """
     top_XN1 = torch.maximum(z_XNL.amax(-1, keepdim=True), z_XNM.amax(-1, keepdim=True))
     x_XNM, y_XN1 = (z_XNM - top_XN1).exp(), (z_XNL - top_XN1).exp().sum(-1, keepdim=True)
