@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .memories.grc.shared_cache import commit_caches, hold_caches, reset_caches, resize_caches, shuffle_caches
     from .memories.grc.shared_cache_memory import fold, unfold
     from .models.generation import generate
-    from .models.session import Session
+    from .models.session import Session, compact
     from .models.state_tuning import load_initial_state, remove_initial_state, save_initial_state, tune_initial_state
     from .registry import ATTENTIONS, MEMORIES, MODELS
 
@@ -53,7 +53,7 @@ _NAMES = {
         *("commit_caches", "hold_caches", "reset_caches", "resize_caches", "shuffle_caches"),
     ),
     "models.generation": ("generate",),
-    "models.session": ("Session",),
+    "models.session": ("Session", "compact"),
     "models.state_tuning": (
         *("load_initial_state", "remove_initial_state", "save_initial_state", "tune_initial_state"),
     ),
@@ -80,6 +80,7 @@ __all__ = [
     "__version__",
     "add_memory",
     "commit_caches",
+    "compact",
     "create_memory",
     "create_model",
     "export_cache",

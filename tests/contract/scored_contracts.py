@@ -20,6 +20,13 @@ def expected_attention(slots: int) -> float:
     return D * width + ((slots + N) * D * (width + 1) + 2 * D * width * (width + 1)) / N
 
 
+def merging(slots: int, queries: int) -> float:
+    """Logits, least squares for biases and values, and eleven products for the projected descent."""
+    merged, keys = slots - 3, slots + N
+    solved = 2 * queries * merged + queries * queries
+    return queries * D * (2 * keys + slots) + solved * (D + H) + 11 * queries * merged * H
+
+
 SCORED: dict[str, Contract] = {
     "h2o": detached_relative(
         options={"length": 3, "heavy": 5},
@@ -72,5 +79,12 @@ SCORED: dict[str, Contract] = {
         exact={"length": 64},
         model={"positions": "rotary"},
         cost=Cost({"length": M, **FORCED}, lambda: LAYERS * (2 * M * D + expected_attention(M))),
+    ),
+    "attention_matching": detached(
+        options={"length": 8, "queries": 3, **FORCED},
+        bytes_per_row=lambda d: 8 * (8 * d + 4 * 2) + 3 * (4 * d + 8) + 16,
+        exact={"length": 64},
+        model={"positions": "rotary"},
+        cost=Cost({"length": M, "queries": 3, **FORCED}, lambda: LAYERS * (2 * M * D + merging(M, 3) / N)),
     ),
 }

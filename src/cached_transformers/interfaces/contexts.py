@@ -35,8 +35,14 @@ def join(first: Context | None, second: Context | None) -> Context | None:
     visible = None
     if first.visible_BHNM is not None or second.visible_BHNM is not None:
         visible = torch.cat(_same_masks(first, second), -1)
+    bias = None
+    if first.bias_BHM is not None or second.bias_BHM is not None:
+        biases = (c.k_BHME.new_zeros(c.k_BHME.shape[:3]) if c.bias_BHM is None else c.bias_BHM for c in (first, second))
+        bias = torch.cat([t.expand(rows, -1, -1) for t in biases], -1)
     gather, clean = first.gather or second.gather, first.clean and second.clean
-    return Context(k_BHME, v_BHME, positions_BMP, valid_BM, visible_BHNM=visible, gather=gather, clean=clean)
+    return Context(
+        k_BHME, v_BHME, positions_BMP, valid_BM, visible_BHNM=visible, gather=gather, clean=clean, bias_BHM=bias
+    )
 
 
 def widened(v_BHNE: Tensor, width: int) -> Tensor:

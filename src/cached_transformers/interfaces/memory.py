@@ -65,6 +65,7 @@ class Context(NamedTuple):
             segment and of other contexts are then in the last E channels.
         clean: empty slots hold finite values, so that masking them is enough.
         attend: softmax attention over these slots, at less cost than an attention given keys and values.
+        bias_BHM: added to the logits of each slot, of each head of keys, 0 in empty slots; None for 0. It needs "bias".
     """
 
     k_BHME: Tensor
@@ -76,6 +77,7 @@ class Context(NamedTuple):
     gather: Callable[[Tensor], Tensor] | None = None
     clean: bool = False
     attend: Attend | None = None
+    bias_BHM: Tensor | None = None
 
 
 class Projections(Protocol):

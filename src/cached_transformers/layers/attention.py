@@ -387,7 +387,11 @@ class SelfAttention(nn.Module):
         """Add the attention mask of context, model memory and window to the bias."""
         assert query.q_BHNE is not None and query.k_BHNE is not None
         dtype, keys = query.q_BHNE.dtype, query.k_BHNE.shape[2] + (0 if context is None else context.k_BHME.shape[2])
-        visible = _visible(visible_NN, context, query.q_BHNE.shape[2])
+        tokens = query.q_BHNE.shape[2]
+        if context is not None and context.bias_BHM is not None:
+            added = F.pad(context.bias_BHM[:, :, None].to(dtype), (0, query.k_BHNE.shape[2])).expand(-1, -1, tokens, -1)
+            bias = added if bias is None else bias + added
+        visible = _visible(visible_NN, context, tokens)
         if visible is not None:
             bias = _hide(bias, visible[..., :keys], dtype)
         window = self.memory.window() if self.causal and visible_NN is None else None

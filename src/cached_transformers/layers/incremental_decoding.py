@@ -52,6 +52,7 @@ class LayerDecoder:
     Attributes:
         reader: memory that later tokens read; an empty one if no row has a memory to read.
         context_visible: (B, K, M) bool, slots of the context that each continuation sees; None for all.
+        context_bias: (B, H, 1, K M), added to the logits of these slots; None for nothing.
         context_slots: slots of the context, before the slots of the text.
         positions_BSP: positions of all slots, where bias or window need them.
         context_keys: keys of the contexts at the first token, to detect another context; None after rows have moved.
@@ -81,6 +82,7 @@ class LayerDecoder:
         self.context: Context | None = None
         self.offer: Offer | None = None
         self.context_visible: Tensor | None = None
+        self.context_bias: Tensor | None = None
         self.context_slots = 0
         self.positions_BSP: Tensor | None = None
         self.context_keys: list[Tensor | None] | None = None
@@ -142,6 +144,8 @@ class LayerDecoder:
         if context is not None:
             keys, values, positions_BMP, valid_BM = (t.expand(b * k, *t.shape[1:]) for t in context[:4])
             self.kv_cache.extend(KeysValues(side_by_side(keys, k), side_by_side(values, k)), k)
+            if context.bias_BHM is not None:
+                self.context_bias = side_by_side(context.bias_BHM.expand(b * k, -1, -1)[..., None], k).mT
             valid = valid_BM.view(b, 1, -1)
             if k > 1 or not bool(valid_BM.all()):
                 self.context_visible = valid & own_slots(k, valid_BM.shape[1], valid.device)
@@ -204,6 +208,9 @@ class LayerDecoder:
         logits = self._visible_logits(read, k.shape[2])
         if logits is not None:
             bias = logits if bias is None else bias + logits
+        if self.context_bias is not None:
+            slots = F.pad(self.context_bias, (0, k.shape[2] - self.context_slots))
+            bias = slots if bias is None else bias + slots
         if bias is not None:
             bias = bias.to(q.dtype)
             mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
@@ -274,6 +281,8 @@ class LayerDecoder:
                 self._open_positions()  # an opened scheme holds values per row
             if self.context_visible is not None:
                 self.context_visible = self.context_visible.index_select(0, rows_B)
+            if self.context_bias is not None:
+                self.context_bias = self.context_bias.index_select(0, rows_B)
         if self.context_visible is not None and self.per_continuation:
             slots = self.context_visible.shape[2]
             self.context_visible = self.context_visible.gather(1, parent_BK[..., None].expand(-1, -1, slots))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,11 +20,12 @@ from torch import Tensor, nn
 
 from cached_transformers.annotations import checked
 from cached_transformers.checks import at_least_one
-from cached_transformers.state import Packing, State, Stored, check, check_weights, fingerprint, load, save
+from cached_transformers.memories.attention_matching import AttentionMatching
+from cached_transformers.state import Packing, State, Stored, check, check_weights, fingerprint, load, save, seal
 
 from .generation import GeneratedText, Generation, continue_text, evaluating
 from .sampling import Choice, ChoiceKeywords
-from .segments import as_language_model, host_reader, remembers
+from .segments import as_language_model, for_loops, host_reader, remembers
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -203,6 +205,10 @@ class Session:
             check_weights(mark.made_by, self.model, "the mark")
         self._now, self._text = mark, None
 
+    def compact(self, slots: int) -> None:
+        """Merge what was read into fewer slots, but for the partial segment (ValueError: see `compact`)."""
+        self._now, self._text = self._now._replace(state=compact(self.model, self.state, slots)), None
+
     def fork(self) -> Session:
         """A second session that continues from here; nothing is copied."""
         self._text = None
@@ -252,3 +258,27 @@ class Session:
         open_1S = torch.zeros(1, self.segment_length, dtype=torch.long, device=open_1N.device)
         open_1S[:, : open_1N.shape[1]] = open_1N
         return (state, open_1S, torch.tensor([open_1N.shape[1]]), torch.tensor([tokens]))
+
+
+@torch.no_grad()
+def compact(model: nn.Module, memory_state: State, slots: int) -> State:
+    """Merge what a state holds into fewer slots per layer; the state keeps its shape, and the text continues from it.
+
+    The only memory is attention_matching (ValueError: another one; slots not from sinks + newest tokens to `length`).
+    """
+    forward, rows = host_reader(model), len(memory_state.clock_B)
+    if forward is None:
+        reader = for_loops(model)
+        reader.check_state(memory_state, rows)
+        layers = [(block.attention.memory, block.attention.positions.rotate) for block in reader.stack.blocks]
+    else:
+        forward.checked_state(memory_state, rows)
+        like_11D = next(model.parameters()).new_zeros(1, 1, forward.body.config.hidden_size)
+        zero_B1 = memory_state.clock_B.new_zeros(rows, 1)
+        layers = [(hook.memory, partial(hook.placed, zero_B1, zero_B1, like_11D)) for hook in forward.hooks]
+    merged = []
+    for (memory, turn), part in zip(layers, memory_state.layers, strict=True):
+        if not isinstance(memory, AttentionMatching):
+            raise ValueError(f"memory {type(memory).__name__}: its slots have no biases; take attention_matching")
+        merged.append(memory.compact(part, slots, turn))
+    return seal(memory_state._replace(layers=tuple(merged)))

@@ -36,7 +36,7 @@ from .memory_cache import SlotProjections
 
 class SlotMask(NamedTuple):
     """Bool, the slots that a token sees, (B, 1, N, M); and addends of their logits, each or None: (B, H, 1, M) by a
-    slope, (B, 1, N, M) for shares from 0 to 1."""
+    slope, (B, H or 1, N or 1, M) for shares from 0 to 1 and biases."""
 
     sees_BHNM: Tensor
     slope_BH1M: Tensor | None
@@ -134,7 +134,7 @@ class ContextHook(MemoryHook):
         """Keys with the first of these positions; the other ones are the furthest that the layer has."""
         return self.turn(self.layer, None if self.rotary is None else self.rotary.module, k_BGME, places_BL, x_BND)
 
-    def _placed(
+    def placed(
         self, shift_B1: Tensor, places_BL: Tensor, x_BND: Tensor, k_BGME: Tensor, positions_BMP: Tensor
     ) -> Tensor:
         """`Query.turn` of a call that has slots and tokens at these places."""
@@ -224,7 +224,7 @@ class ContextHook(MemoryHook):
         k = self._turned(k, places_BL, x_BND)
         call.slots_BGME, call.places_BL = k, places_BL
         if "turn" in self.memory.needs:
-            call.query = call.query._replace(turn=partial(self._placed, shift_B1, places_BL, x_BND))
+            call.query = call.query._replace(turn=partial(self.placed, shift_B1, places_BL, x_BND))
         slope = None if self.slope is None else self.slope(self.layer, kwargs, places_BL[:, : k.shape[2]])
         kwargs[self.cache], call.gather = SlotCache(k, v, kwargs.get(self.cache)), attended.gather
         sees_BHNM = valid_BM[:, None, None].expand(-1, -1, n, -1)
@@ -235,6 +235,9 @@ class ContextHook(MemoryHook):
         elif attended.visible_BHNM is not None:
             sees_BHNM = sees_BHNM & attended.visible_BHNM
             context.varies = True
+        if attended.bias_BHM is not None:
+            bias_BH1M = attended.bias_BHM.repeat_interleave(self.heads // k.shape[1], 1)[:, :, None].to(x_BND.dtype)
+            shares_BHNM = bias_BH1M if shares_BHNM is None else bias_BH1M + shares_BHNM
         for window in (self.window, self.memory.window()):
             if window is not None:
                 sees_BHNM = sees_BHNM & _near(tokens_BN, slots_BM, window)
@@ -276,4 +279,5 @@ def _with_slots(mask: Tensor, slots: SlotMask) -> Tensor:
     if mask.dtype != torch.bool:
         slope = mask.new_zeros(()) if slots.slope_BH1M is None else slots.slope_BH1M.to(mask.dtype)
         front = _hidden(slope if shares is None else slope + shares.to(mask.dtype), front)
-    return torch.cat([front.expand(-1, mask.shape[1], -1, -1), mask.expand(front.shape[0], -1, -1, -1)], -1)
+    heads = max(front.shape[1], mask.shape[1])
+    return torch.cat([front.expand(-1, heads, -1, -1), mask.expand(front.shape[0], heads, -1, -1)], -1)

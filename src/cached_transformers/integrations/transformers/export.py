@@ -78,7 +78,8 @@ def _full_slots(context: Context | None, layer: str) -> tuple[Context, int]:
     count_B = None if context is None else context.valid_BM.sum(1)
     if context is None or count_B is None or not int(count_B.max()):
         raise ValueError(f"memory_state of {layer} has no slot that holds anything; read a text first")
-    if context.visible_BHNM is not None or context.gather is not None or not context.consecutive:
+    biased = context.bias_BHM is not None and bool(context.bias_BHM.any())
+    if biased or context.visible_BHNM is not None or context.gather is not None or not context.consecutive:
         raise ValueError(
             f"slots of {layer} are weighted or not at the places right before the segment, which a KV cache cannot "
             "express; take a memory with places='cache' and without weights"

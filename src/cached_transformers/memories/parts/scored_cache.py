@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.capabilities import own_word
@@ -172,20 +173,29 @@ class ScoredCache(KeepsSinks):
         return Reading(opened)
 
     def write(self, state: ScoredSlots, trace: Trace) -> tuple[ScoredSlots, None]:
-        slots, carried = state.k_BGME.shape[2], self.carry(state.carried, trace)
-        found = self._candidates(state, trace)
+        found, carried = self._candidates(state, trace), self.carry(state.carried, trace)
         score_BGL = self.score(found, carried)
-        newest_BL = from_last(found.valid_BL) <= self.newest
-        forced_BL = newest_BL | (found.valid_BL & (found.rank_BL() <= self.sinks))
-        chosen_BGL = score_BGL.masked_fill(forced_BL[:, None], torch.inf)
+        if self.carries_scores:
+            found = found._replace(scores_BGL=score_BGL)
+        return self.best_of(found, score_BGL, state._replace(carried=carried), state.k_BGME.shape[2]), None
+
+    def best_of(self, found: Candidates, score_BGL: Tensor, state: ScoredSlots, slots: int) -> ScoredSlots:
+        """The state with the best candidates, and their `scores_BGL`, as slots."""
+        chosen_BGL = score_BGL.masked_fill(self.forced_BL(found)[:, None], torch.inf)
         valid_BGL = found.valid_BL[:, None].expand_as(score_BGL)
-        index_BGM, real_BGM = best(chosen_BGL, valid_BGL, slots)
+        empty = state.k_BGME.shape[2] - slots
+        index_BGM, real_BGM = (F.pad(t, (empty, 0)) for t in best(chosen_BGL, valid_BGL, slots))
         pairs = (found.k_BGLE, state.k_BGME), (found.v_BGLE, state.v_BGME)
         k_BGME, v_BGME = (kept(old[:, :, :0], t, index_BGM, real_BGM) for t, old in pairs)
         scores: Any = ()
-        if self.carries_scores:
-            scores = torch.where(real_BGM, score_BGL.gather(2, index_BGM), 0).to(state.scores_BGM.dtype)
-        return ScoredSlots(k_BGME, v_BGME, real_BGM[:, 0].sum(1), scores, carried), None
+        if found.scores_BGL is not None:
+            scores = torch.where(real_BGM, found.scores_BGL.gather(2, index_BGM), 0).to(state.scores_BGM.dtype)
+        return ScoredSlots(k_BGME, v_BGME, real_BGM[:, 0].sum(1), scores, state.carried)
+
+    def forced_BL(self, found: Candidates) -> Tensor:
+        """bool, sinks and newest tokens, which stay whatever their score."""
+        newest_BL = from_last(found.valid_BL) <= self.newest
+        return newest_BL | (found.valid_BL & (found.rank_BL() <= self.sinks))
 
     def _candidates(self, state: ScoredSlots, trace: Trace) -> Candidates:
         query, weights_BHWL = trace.query, trace.weights_BHWL
