@@ -52,9 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
     generator = torch.Generator(device).manual_seed(arguments.seed)
     clock = time.perf_counter()
     pieces: list[str] = []
-    found = writer.write(prompt, _print if sys.stdout.isatty() else pieces.append, generator=generator, **options)
+    found = writer.write(prompt, show if sys.stdout.isatty() else pieces.append, generator=generator, **options)
     seconds = time.perf_counter() - clock
-    _print("".join([*pieces, "\n"]))
+    show("".join([*pieces, "\n"]))
     if arguments.save_state is not None:
         writer.session.save(arguments.save_state)
     count = int(found.lengths)
@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print(text: str) -> None:
+def show(text: str) -> None:
+    """Print at once, without a line end."""
     sys.stdout.write(text)
     sys.stdout.flush()
