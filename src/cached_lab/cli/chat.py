@@ -1,7 +1,6 @@
-"""`cached chat`: talk with a pretrained decoder, whose memory keeps a conversation of any length.
+"""`cached chat`: talk with a pretrained decoder, in constant memory or with all blocks of the conversation.
 
-Lines are turns of the model's chat template; /help lists commands. Ctrl-C stops an answer, which stays in the text, and
-leaves at the prompt. From a pipe each line gets an answer.
+/help lists commands. Ctrl-C stops an answer, and leaves at the prompt. From a pipe each line gets an answer.
 """
 
 from __future__ import annotations
@@ -16,21 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from .arguments import memory_option, refuse_below_one
-from .generate import show
+from .generate import WRITING, show
 
 SHARED = (
     ("model MODEL", str, "folder of save_pretrained, hub name, GGUF file, or name of `cached fetch`"),
-    ("overrides NAME.option=value*", str, "options of the memory, such as block_retrieval.topk=8"),
+    *WRITING,
     ("--device NAME", "auto", "auto, cpu, cuda or cuda:N"),
-    ("--with-memory MEMORY", str, "a memory without weights for a model without one (default: block_retrieval)"),
-    ("--segment-length N", int, "tokens in a segment (default: the model's own, or 256)"),
-    ("--tokens N", 200, "tokens of an answer at most"),
     ("--temperature T", 0.0, "0 is greedy"),
-    ("--top-k K", int, "sample among the K likeliest tokens"),
-    ("--top-p P", float, "sample among the fewest tokens of total probability P"),
-    ("--seed N", 0, "of the sampling"),
 )
-ARGUMENTS = (*SHARED, ("--state FILE", Path, "continue this conversation if the file exists, and save it at the end"))
+ARGUMENTS = (*SHARED, ("--state FILE", Path, "continue this conversation if it exists, and save it at the end"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,12 +34,13 @@ def run(arguments: argparse.Namespace) -> int:
     chat, path = open_chat(arguments), arguments.state
     if chat.end is None:
         raise ValueError(f"model={chat.model}: its tokenizer has no chat template; use `cached generate`")
-    with contextlib.ExitStack() as opened:
-        if path is not None:
-            opened.enter_context(file_lock(path.with_name(f".{path.name}.lock"), path, "another --state"))
-            if path.exists():
-                chat.command(f"/load {path}")
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # no failure
+    lock = (
+        file_lock(path.with_name(f".{path.name}.lock"), path, "another --state") if path else contextlib.nullcontext()
+    )
+    with lock:
+        if path and path.exists():
+            chat.command(f"/load {path}")
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the end of a command like any other
         signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))  # a closed window
         try:
             _talk(chat)
@@ -54,11 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
             if isinstance(stop, Stopped):
                 raise
         finally:
-            if path is not None and chat.session.tokens:
+            if path and chat.session.tokens:
                 with stop_requests():
                     chat.session.save(path)
     count, seconds = (sum(column) for column in zip((0, 1e-9), *chat.laps, strict=True))
-    print(f"{'' if not sys.stdin.isatty() else chr(10)}{count:,} tokens, {count / seconds:,.0f} tokens/s", file=sys.stderr)
+    print("" if sys.stdin.isatty() else f"{count:,} tokens, {count / seconds:,.0f} tokens/s", file=sys.stderr)
     return 0
 
 
@@ -72,8 +66,8 @@ def _talk(chat: Any) -> None:
         try:
             told = chat.command(line)
         except (ValueError, OSError) as error:
-            told = str(error)
-        print(told, file=sys.stderr, flush=True)
+            told = error
+        print(told, file=sys.stderr)
 
 
 def open_chat(arguments: argparse.Namespace) -> Any:
@@ -92,20 +86,16 @@ def open_chat(arguments: argparse.Namespace) -> Any:
 
 
 def typed_lines(prompt: Callable[[], str]) -> Iterator[str]:
-    """Yield the lines of standard input that are not empty, after a prompt on a terminal; others than UTF-8 are refused."""
+    """Yield lines of standard input, after a prompt on a terminal; skip empty ones, and report those not in UTF-8."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    if terminal:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 (input() edits lines by it)
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 (input() edits lines by it)
     with contextlib.suppress(EOFError):
         while True:
             line = input(prompt() if terminal else "").strip()
-            try:
-                line.encode()
-            except UnicodeEncodeError:
+            if not line.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in line):
                 print("a line is not UTF-8, and was left out; send UTF-8 (iconv -t UTF-8)", file=sys.stderr)
-                continue
-            if line:
+            elif line:
                 yield line
