@@ -22,7 +22,7 @@ from real_weights import TEXT, glass, glass_folder
 from cached_lab.cli.main import main
 from cached_lab.experiments.chat import COMMANDS, Chat
 from cached_transformers import Session, add_memory
-from cached_transformers.state import named
+from cached_transformers.state import named_tensors
 
 TEMPLATE = (
     "{% if messages[0].role != 'system' %}system\nOnce upon a time.<eos>\n{% endif %}{% for m in messages %}"
@@ -208,7 +208,7 @@ def test_the_block_with_the_fact_is_found_again() -> None:
         session.read(torch.tensor([[*fact, *talk, *asked]]))
         next(session.stream(tokens=1, temperature=0.0))
         if memory["name"] == "block_retrieval":
-            state = named(session.state)
+            state = dict(named_tensors(session.state))
             chosen = state["model.chosen_BUK"][0, 0].tolist()
             assert int(state["model.written_B"]) > 40
             assert {*chosen} & {*range((len(fact) - 2 + 7) // 8)}

@@ -24,7 +24,6 @@ from cached_transformers.state import load, named_tensors, nbytes, save
 from .pretrained import remember, resolve_model
 
 MEMORY = "block_retrieval"
-"""The memory of a model without one: each turn chooses the blocks that its answer reads."""
 COMMANDS = {
     "/mark": ("mark", "NAME: remember this position"),
     "/rewind": ("mark", "NAME: go back to a mark"),
@@ -35,7 +34,6 @@ COMMANDS = {
     "/help": ("", "this list"),
     "/exit": ("", "leave"),
 }
-"""The default argument and the help of each command."""
 HOLE = "\u241f"
 """The place of a message in a rendered template."""
 
@@ -44,14 +42,11 @@ class Chat:
     """Conversations with one model.
 
     Args:
-        model: as in `resolve_model`. memory: name and options; None for the model's own, or `MEMORY`.
-        length: tokens of a segment; None for the model's own, or 256. options: of `Session.stream`.
+        model, memory, length: see `resolve_model` and `remember`; `MEMORY` by default. options: of `Session.stream`.
 
     Attributes:
-        end: token that ends a turn; None without a chat template. laps: tokens and seconds of each answer.
-
-    Raises:
-        ValueError: see `resolve_model` and `remember`; a template that fails, or ends no answer.
+        session: the current conversation. end: token that ends a turn; None without a chat template.
+        laps: tokens and seconds of each answer.
     """
 
     def __init__(
@@ -59,25 +54,24 @@ class Chat:
     ) -> None:
         self.model, self.length, self.options = model, length, options
         self.host, self.tokenizer = resolve_model(model)
-        default = None if records_memory(self.host.config) else {"name": MEMORY}
-        remember(self.host, model, memory or default, length)
+        own = records_memory(self.host.config)
+        remember(self.host, model, memory or (None if own else {"name": MEMORY}), length)
         self.words = words_of_transformers(self.tokenizer)
-        self.talks, self.name = {"main": Session(self.host.to(device), length)}, "main"
+        self.session, self.name = Session(self.host.to(device), length), "main"
+        self.talks: dict[str, Session] = {}
         self.marks: dict[str, Mark] = {}
         self.laps: list[tuple[int, float]] = []
         told = self.host.generation_config.eos_token_id
         self.ends = {*(told if isinstance(told, list) else [told]), self.words.end} - {None}
-        if self.tokenizer.chat_template is None:
-            self.end = None
-            self.ends |= {self.words.encode(text)[-1] for text in ("\n", "\n\n")}  # an answer is one line
-        else:
+        self.end: int | None = None
+        if self.tokenizer.chat_template is None:  # an answer is one line
+            self.ends |= {self.words.encode(text)[-1] for text in ("\n", "\n\n")}
+            return
+        try:
             self.end = self._after_answer("")[0]
-            self.ends.add(self.end)
-
-    @property
-    def session(self) -> Session:
-        """The current conversation."""
-        return self.talks[self.name]
+        except Exception as error:
+            raise ValueError(f"model={model}: its chat template fails ({error!r}); use `cached generate`") from error
+        self.ends.add(self.end)
 
     def turn(self, message: str) -> list[int]:
         """Ids that the user's next message adds, up to the beginning of its answer; they close an answer cut short."""
@@ -90,18 +84,12 @@ class Chat:
         """Ids from the token that ends an answer to the beginning of the next one."""
         ids = self.words.encode(self._rendered(".", HOLE, message).partition(HOLE)[2])
         closing = self.ends.union(self.tokenizer.get_added_vocab().values())
-        for place, token in enumerate(ids):
-            if token in closing:
-                return ids[place:]
-        raise ValueError(f"model={self.model}: its chat template ends no answer; use `cached generate`")
+        return ids[next(place for place, token in enumerate(ids) if token in closing) :]
 
     def _rendered(self, *messages: str) -> str:
         """The text of a conversation that begins with the user, and the beginning of the next answer."""
         talk = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(messages)]
-        try:
-            return str(self.tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
-        except Exception as error:
-            raise ValueError(f"model={self.model}: its chat template fails ({error}); use `cached generate`") from error
+        return str(self.tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
 
     def answer(self, ids: list[int], say: Callable[[str], object], *, interruptible: bool = False) -> None:
         """Read ids and write an answer, which `say` receives in pieces.
@@ -110,8 +98,8 @@ class Chat:
         """
         spelling = Spelling(self.words.decode, ids[-CONTEXT:])
         with stop_requests() as stopped:
-            self.session.read(torch.tensor([ids]))
             clock, count = time.perf_counter(), 0
+            self.session.read(torch.tensor([ids]))
             for token in self.session.stream(**self.options):
                 count += 1
                 if token in self.ends:
@@ -148,12 +136,12 @@ class Chat:
                 raise ValueError(unknown_name("mark", given, [*self.marks]))
             self.session.rewind(self.marks[given])
         elif name == "/fork":
-            self.talks.setdefault(given, self.session.fork())
-            self.name = given
+            self.talks[self.name] = self.session
+            self.name, self.session = given, self.talks.get(given) or self.session.fork()
         elif name == "/save":
             self.session.save(given)
         else:
-            self.talks[self.name] = Session.load(self.host, given, self.length)
+            self.session = Session.load(self.host, given, self.length)
         return f"{name} {given}: {self.session.tokens:,} tokens"
 
     def read_context(self, text: str, path: Path | None) -> tuple[float, Callable[[str], list[int]]]:
