@@ -104,36 +104,27 @@ def test_commands(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_pipe_gets_answers_only_and_a_file_continues(folder: Path, tmp_path: Path, call: Any) -> None:
-    words = [
-        "chat",
-        folder,
-        "--tokens",
-        9,
-        "--segment-length",
-        16,
-        "block_retrieval.recent=8",
-        "block_retrieval.block=4",
-    ]
+    words = ["chat", folder, "--tokens", 9]
+    words += ["--segment-length", 16, "block_retrieval.recent=8", "block_retrieval.block=4"]
     whole = call(0, b"Alice was tired.\n/mark\n/nosuch\nthe \xff queen\n\nWho was she?\n", *words)
     assert re.search(r"'/nosuch'.*\n.*UTF-8.*\n18 tokens, \d+ tokens/s\n$", call.err)
     words += ["--state", tmp_path / "talk"]
     parts = [call(0, line, *words) for line in (b"Alice was tired.\n/exit\nno", b"Who was she?")]
     assert "".join(parts) == whole
     assert "--temperature" in call(2, b"", *words, "--top-k", 3)
-    other = call(2, b"", *words[:3], "9", "--with-memory", "streaming_llm", *words[-2:])
-    assert str(tmp_path / "talk") in other and other.count("\n") == 1
+    other = call(2, b"", *words[:4], "--with-memory", "streaming_llm", *words[-2:])
+    assert str(tmp_path / "talk") in other and other.count("error:") == 1
     assert "cached generate" in call(2, b"", "chat", glass_folder())
 
 
 def test_an_error_loses_no_answer(folder: Path, tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = iter([False, True])
     turn = Chat.turn
-    monkeypatch.setattr(Chat, "turn", lambda *given: [10**9] if next(asked) else turn(*given))
+    monkeypatch.setattr(Chat, "turn", lambda chat, line: [10**9] if line == "Who?" else turn(chat, line))
     call(70, b"Alice was tired.\nWho?\n", "chat", folder, "--tokens", 5, "--state", tmp_path / "talk")
     chat = opened(folder)
     chat.command(f"/load {tmp_path / 'talk'}")
     assert chat.session.tokens == len(opened(folder).turn("Alice was tired.")) + 5
-    assert chat.turn("Who?")[0] == chat.end
+    assert chat.turn("And?")[0] == chat.end
 
 
 class Terminal:
@@ -167,7 +158,7 @@ def test_a_terminal_and_its_signals(folder: Path, tmp_path: Path) -> None:
     assert terminal.until(PROMPT)[1] == "0"
     terminal.type("Alice was tired.\n", r"tired\.\n[^\[]{40}")  # streamed
     stopped = terminal.type("\x03")
-    assert "tokens/s" in stopped[0] and 50 < int(stopped[1].replace(",", "")) < 3000
+    assert "tokens/s" in stopped[0] and 20 < int(stopped[1].replace(",", "")) < 3000
     terminal.type("/nosuch\n", "'/nosuch'[^[]*" + PROMPT)
     terminal.type("Who was she?\n", r"she\?\n[^\[]{20}")
     os.kill(terminal.child, signal.SIGTERM)

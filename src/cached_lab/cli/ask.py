@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 from .arguments import require_file
@@ -30,13 +29,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--context {arguments.context}: {error}; convert it (iconv -t UTF-8)") from None
     chat = open_chat(arguments)
     reading, ids_of = chat.read_context(text, arguments.state)
-    mark, spent = chat.session.mark(), []
+    mark = chat.session.mark()
     for question in typed_lines(lambda: "> "):
-        clock = time.perf_counter()
         chat.answer(ids_of(question), show)
         chat.session.rewind(mark)
-        spent.append(time.perf_counter() - clock)
-    each, again = sum(spent) / max(len(spent), 1), f"{len(spent)} x {reading:.2f} = {len(spent) * reading:.2f} s"
-    read = f"{mark.tokens:,} tokens read once in {reading:.2f} s; {len(spent)} questions, {each:.2f} s each"
+    asked, seconds = len(chat.laps), sum(seconds for _, seconds in chat.laps)
+    read = (
+        f"{mark.tokens:,} tokens read once in {reading:.2f} s; {asked} questions, {seconds / max(asked, 1):.2f} s each"
+    )
+    again = f"{asked} x {reading:.2f} = {asked * reading:.2f} s"
     print(f"{read}; reading them for each question would take {again}", file=sys.stderr)
     return 0

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -28,46 +29,35 @@ ARGUMENTS = (*SHARED, ("--state FILE", Path, "continue this conversation if it e
 
 def run(arguments: argparse.Namespace) -> int:
     """Talk; save the conversation however it ends."""
-    from cached_lab.training.interruption import Stopped, stop_requests
-    from cached_lab.training.run_lock import file_lock
+    from cached_lab.training.interruption import stop_requests
 
     chat, path = open_chat(arguments), arguments.state
     if chat.end is None:
         raise ValueError(f"model={chat.model}: its tokenizer has no chat template; use `cached generate`")
-    lock = (
-        file_lock(path.with_name(f".{path.name}.lock"), path, "another --state") if path else contextlib.nullcontext()
-    )
-    with lock:
-        if path and path.exists():
-            chat.command(f"/load {path}")
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # the end of a command like any other
-        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))  # a closed window
-        try:
-            _talk(chat)
-        except KeyboardInterrupt as stop:
-            if isinstance(stop, Stopped):
-                raise
-        finally:
-            if path and chat.session.tokens:
-                with stop_requests():
-                    chat.session.save(path)
+    if path and path.exists():
+        chat.command(f"/load {path}")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # at the prompt it is the end of input
+    signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))  # a closed window
+    try:
+        for line in takewhile("/exit".__ne__, typed_lines(chat.prompt)):
+            if line.startswith("/"):
+                print(_report(chat, line), file=sys.stderr)
+            else:
+                chat.answer(chat.turn(line), show, interruptible=sys.stdin.isatty())
+    finally:
+        if path and chat.session.tokens:
+            with stop_requests():
+                chat.session.save(path)
     count, seconds = (sum(column) for column in zip((0, 1e-9), *chat.laps, strict=True))
     print("" if sys.stdin.isatty() else f"{count:,} tokens, {count / seconds:,.0f} tokens/s", file=sys.stderr)
     return 0
 
 
-def _talk(chat: Any) -> None:
-    for line in typed_lines(chat.prompt):
-        if line == "/exit":
-            return
-        if not line.startswith("/"):
-            chat.answer(chat.turn(line), show, interruptible=sys.stdin.isatty())
-            continue
-        try:
-            told = chat.command(line)
-        except (ValueError, OSError) as error:
-            told = error
-        print(told, file=sys.stderr)
+def _report(chat: Any, line: str) -> str:
+    try:
+        return str(chat.command(line))
+    except (ValueError, OSError) as error:
+        return str(error)
 
 
 def open_chat(arguments: argparse.Namespace) -> Any:
@@ -89,13 +79,12 @@ def typed_lines(prompt: Callable[[], str]) -> Iterator[str]:
     """Yield lines of standard input, after a prompt on a terminal; skip empty ones, and report those not in UTF-8."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
-    terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    with contextlib.suppress(ImportError):
+    with suppress(ImportError):
         import readline  # noqa: F401 (input() edits lines by it)
-    with contextlib.suppress(EOFError):
+    with suppress(EOFError, KeyboardInterrupt):
         while True:
-            line = input(prompt() if terminal else "").strip()
-            if not line.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in line):
+            line = input(prompt() if sys.stdin.isatty() and sys.stdout.isatty() else "").strip()
+            if any("\ud800" <= letter <= "\udfff" for letter in line):
                 print("a line is not UTF-8, and was left out; send UTF-8 (iconv -t UTF-8)", file=sys.stderr)
             elif line:
                 yield line
