@@ -17,6 +17,7 @@ import torch
 from cached_lab.tasks.language.completion import CONTEXT, Spelling, words_of_transformers
 from cached_lab.training.interruption import stop_requests
 from cached_transformers.integrations.hub import MODEL_TYPE, records_memory
+from cached_transformers.models.segments import cut
 from cached_transformers.models.session import Mark, Session
 from cached_transformers.registry import unknown_name
 from cached_transformers.state import load, named_tensors, nbytes, save
@@ -161,8 +162,8 @@ class Chat:
             state, found_32, seconds_1 = load(path, (session.state, digest_32, seconds_1), model=self.host)
             if not torch.equal(found_32, digest_32):
                 raise ValueError(f"state={path}: it is of another context; remove it, or name another file")
-            partial_1N = torch.tensor([ids])[:, (len(ids) - 1) // session.segment_length * session.segment_length :]
-            session.rewind(Mark(state, partial_1N.to(self.host.device), len(ids)))
+            partial_1N = torch.tensor([ids], device=self.host.device)[:, [*cut(len(ids), session.segment_length)][-1]]
+            session.rewind(Mark(state, partial_1N, len(ids)))
         else:
             clock = time.perf_counter()
             session.read(torch.tensor([ids]))
