@@ -15,6 +15,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from cached_transformers.files import NotWritten
+
 from .arguments import memory_option, refuse_below_one
 from .generate import WRITING, show
 
@@ -40,10 +42,13 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))  # a closed window
     try:
         for line in takewhile("/exit".__ne__, typed_lines(chat.prompt)):
-            if line.startswith("/"):
-                print(_report(chat, line), file=sys.stderr)
-            else:
-                chat.answer(chat.turn(line), show, interruptible=sys.stdin.isatty())
+            try:
+                if line.startswith("/"):
+                    print(chat.command(line), file=sys.stderr)
+                else:
+                    chat.answer(chat.turn(line), show, interruptible=sys.stdin.isatty())
+            except (ValueError, FileNotFoundError, NotWritten) as error:
+                print(error, file=sys.stderr)
     finally:
         if path and chat.session.tokens:
             with stop_requests():
@@ -53,15 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _report(chat: Any, line: str) -> str:
-    try:
-        return str(chat.command(line))
-    except (ValueError, OSError) as error:
-        return str(error)
-
-
 def open_chat(arguments: argparse.Namespace) -> Any:
-    """Load the model of `SHARED` arguments with its memory (ValueError: see `Chat`)."""
+    """Load the model of `SHARED` arguments with its memory."""
     refuse_below_one(arguments, "tokens", "top_k", "segment_length")
     import torch
 

@@ -22,7 +22,6 @@ WRITING = (
     ("--segment-length N", int, "tokens in a segment (default: as trained; 256 for --with-memory)"),
     ("--with-memory MEMORY", str, "a memory without weights (streaming_llm, tova, ...) for a model without one"),
 )
-"""Options of every command that writes texts."""
 ARGUMENTS = (
     *run_arguments(" of a language model; or a model: folder of save_pretrained, hub name, GGUF file, fetched name"),
     *WRITING,

@@ -35,8 +35,7 @@ COMMANDS = {
     "/help": ("", "this list"),
     "/exit": ("", "leave"),
 }
-HOLE = "\u241f"
-"""The place of a message in a rendered template."""
+HOLE = "\u241f"  # the place of a message in a rendered template
 
 
 class Chat:
@@ -55,18 +54,18 @@ class Chat:
     ) -> None:
         self.model, self.length, self.options = model, length, options
         self.host, self.tokenizer = resolve_model(model)
-        own = records_memory(self.host.config)
-        remember(self.host, model, memory or (None if own else {"name": MEMORY}), length)
+        if memory is None and not records_memory(self.host.config):
+            memory = {"name": MEMORY}
+        remember(self.host, model, memory, length)
         self.words = words_of_transformers(self.tokenizer)
         self.session, self.name = Session(self.host.to(device), length), "main"
         self.talks: dict[str, Session] = {}
-        self.marks: dict[str, Mark] = {}
-        self.laps: list[tuple[int, float]] = []
+        self.marks, self.laps = dict[str, Mark](), list[tuple[int, float]]()
         told = self.host.generation_config.eos_token_id
         self.ends = {*(told if isinstance(told, list) else [told]), self.words.end} - {None}
         self.end: int | None = None
-        if self.tokenizer.chat_template is None:  # an answer is one line
-            self.ends |= {self.words.encode(text)[-1] for text in ("\n", "\n\n")}
+        if self.tokenizer.chat_template is None:
+            self.ends |= {self.words.encode(text)[-1] for text in ("\n", "\n\n")}  # an answer is one line
             return
         try:
             self.end = self._after_answer("")[0]
@@ -103,10 +102,9 @@ class Chat:
             self.session.read(torch.tensor([ids]))
             for token in self.session.stream(**self.options):
                 count += 1
-                if token in self.ends:
-                    break
-                say(spelling.more([token]))
-                if stopped:
+                if token not in self.ends:
+                    say(spelling.more([token]))
+                if stopped or token in self.ends:
                     break
             say(spelling.rest() + "\n")
             self.laps.append((count, time.perf_counter() - clock))
@@ -146,10 +144,10 @@ class Chat:
         return f"{name} {given}: {self.session.tokens:,} tokens"
 
     def read_context(self, text: str, path: Path | None) -> tuple[float, Callable[[str], list[int]]]:
-        """Read a context once, or load its state if `path` exists; return seconds of reading, and ids of a question.
+        """Read a context, or load its state if `path` exists; return seconds of reading, and the ids of a question.
 
         Raises:
-            ValueError: the file belongs to another context, model or memory. NotWritten: e.g. the disk is full.
+            ValueError: the file belongs to another context, model or memory.
         """
         if self.end is None:
             before, after, ids = "Question: ", "\nAnswer:", [*self.words.first, *self.words.encode(f"{text}\n\n")]
