@@ -24,6 +24,8 @@ NEEDS = {
         ("batch_sizes", "memory", "batch", "with --memory batch"),
     ],
     "explain": [("overrides tokens draws", "plot", "", "with --plot")],
+    "chat": [("top_k top_p seed", "temperature", "", "with --temperature")],
+    "ask": [("top_k top_p seed", "temperature", "", "with --temperature")],
     "generate": [("length_penalty", "beams", "", "with --beams")],
     "translate": [("resume", "output", "", "with --output FILE")],
 }

@@ -13,19 +13,22 @@ from pathlib import Path
 
 from .arguments import memory_option, refuse_below_one, require_file, run_arguments
 
-ARGUMENTS = (
-    *run_arguments(" of a language model; or a model: folder of save_pretrained, hub name, GGUF file, fetched name"),
+WRITING = (
     ("overrides NAME.option=value*", str, "options of --with-memory"),
-    ("--prompt TEXT", str, "the text (default: standard input, if it is no terminal)"),
     ("--tokens N", 200, "new tokens at most"),
-    ("--temperature T", 1.0, "0 is greedy"),
     ("--top-k K", int, "sample among the K likeliest tokens"),
     ("--top-p P", float, "sample among the fewest tokens of total probability P"),
-    ("--beams K", 1, "search with K beams, and print the best"),
-    ("--length-penalty A", 1.0, "of beams"),
     ("--seed N", 0, "of the sampling"),
     ("--segment-length N", int, "tokens in a segment (default: as trained; 256 for --with-memory)"),
     ("--with-memory MEMORY", str, "a memory without weights (streaming_llm, tova, ...) for a model without one"),
+)
+ARGUMENTS = (
+    *run_arguments(" of a language model; or a model: folder of save_pretrained, hub name, GGUF file, fetched name"),
+    *WRITING,
+    ("--prompt TEXT", str, "the text (default: standard input, if it is no terminal)"),
+    ("--temperature T", 1.0, "0 is greedy"),
+    ("--beams K", 1, "search with K beams, and print the best"),
+    ("--length-penalty A", 1.0, "of beams"),
     ("--state FILE", Path, "continue the text of this state, before the prompt"),
     ("--save-state FILE", Path, "keep the state, for --state; may be the same"),
 )
@@ -52,9 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     generator = torch.Generator(device).manual_seed(arguments.seed)
     clock = time.perf_counter()
     pieces: list[str] = []
-    found = writer.write(prompt, _print if sys.stdout.isatty() else pieces.append, generator=generator, **options)
+    found = writer.write(prompt, show if sys.stdout.isatty() else pieces.append, generator=generator, **options)
     seconds = time.perf_counter() - clock
-    _print("".join([*pieces, "\n"]))
+    show("".join([*pieces, "\n"]))
     if arguments.save_state is not None:
         writer.session.save(arguments.save_state)
     count = int(found.lengths)
@@ -62,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print(text: str) -> None:
+def show(text: str) -> None:
+    """Print at once, without a line end."""
     sys.stdout.write(text)
     sys.stdout.flush()

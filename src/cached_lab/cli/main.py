@@ -36,6 +36,8 @@ EXAMPLES = {
     "leaderboard": "--jobs 2                              all memories with their costs",
     "stream": "runs/demo_text book.txt                    read a text of any length in constant memory",
     "generate": 'runs/demo_text --prompt "It was"         continue a text, token by token',
+    "chat": "smollm2 --state talk.safetensors             talk with a pretrained decoder",
+    "ask": "smollm2 --context book.txt < questions.txt    read a text once, answer questions",
     "fetch": "smollm2                                     a pretrained model, for generate and others",
     "convert": "runs/demo_text                            weights as one .safetensors file",
     "benchmark": "--help                                  speed and memory",
