@@ -36,6 +36,7 @@ EXAMPLES = {
     "leaderboard": "--jobs 2                              all memories with their costs",
     "stream": "runs/demo_text book.txt                    read a text of any length in constant memory",
     "generate": 'runs/demo_text --prompt "It was"         continue a text, token by token',
+    "read": "smollm2 book.txt --tokens 16384           long texts and pass keys, with each memory",
     "fetch": "smollm2                                     a pretrained model, for generate and others",
     "convert": "runs/demo_text                            weights as one .safetensors file",
     "benchmark": "--help                                  speed and memory",
