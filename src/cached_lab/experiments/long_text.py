@@ -1,0 +1,246 @@
+"""Measure memories on a pretrained decoder with long texts: perplexity by position, and pass keys.
+
+All arms are the same model: with a memory, with each segment read separately, and with a KV cache of the whole text. A
+pass key (Mohtashami and Jaggi 2023, arXiv:2305.16300) is a number that one sentence of a long text gives, and a
+question after the text asks for. Repeated sentences are an easy text, since the key is unlike all of them; a book is not.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import copy
+import itertools
+import json
+import math
+import random
+import re
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from cached_lab.data.archives import OPENERS, as_text, naming
+from cached_lab.tasks.language.completion import Words
+from cached_transformers.files import json_text, write_whole
+from cached_transformers.integrations.adapters import add_memory, remove_memory
+from cached_transformers.integrations.transformers.memory_cache import DynamicCache
+from cached_transformers.loops.streaming import read_stream
+from cached_transformers.models.segments import for_loops
+from cached_transformers.models.session import Session
+from cached_transformers.registry import MEMORIES
+from cached_transformers.state import nbytes
+
+from .efficiency import NONE, WHOLE, window_of
+from .environment import environment, machine
+from .pretrained import remember
+from .variants import parse_variant
+
+FILE, FILLER = "read.json", "repeated sentences"
+INTRODUCTION = "A pass key is hidden in the text below. Find it and remember it.\n\n"
+SENTENCES = "The lake is calm. The boat is red. The wind is mild. We row there. We row back. "
+STATED = " The pass key is {key}. Remember it. {key} is the pass key. "
+QUESTION = "\n\nWhat is the pass key? The pass key is"
+DIGITS, FIRST_BIN = 5, 1024
+
+
+class Arm(NamedTuple):
+    """One way of reading: its name in tables, and a memory's name and options, or None without a memory."""
+
+    name: str
+    memory: dict[str, Any] | None
+
+
+def parse_arms(text: str) -> list[Arm]:
+    """Parse arms with commas between them: "none", "whole", or a memory as in `parse_variant`.
+
+    Raises:
+        ValueError: an unknown memory or option, or a name that is repeated.
+    """
+    names = text.split(",")
+    if len({*names}) < len(names):
+        raise ValueError(f"--with {text!r} names an arm twice; leave one of them out")
+    found = []
+    for name in names:
+        spec = {"none": NONE, "whole": WHOLE}.get(name) or parse_variant(name)
+        if spec is None:
+            raise ValueError(f"--with {name!r}: write none, for each segment separately, or whole")
+        found.append(Arm(spec, None) if spec in (NONE, WHOLE) else Arm(name, _without_positions(spec)))
+    return found
+
+
+def _without_positions(spec: Any) -> dict[str, Any]:
+    """Return name and options; `relative` is off, so that positions stay the model's."""
+    spec = {"name": spec} if isinstance(spec, str) else spec
+    return {**({"relative": False} if "relative" in MEMORIES.entry(spec["name"]).options else {}), **spec}
+
+
+def read_text(path: Path) -> str:
+    """Return a text, plain or .xz, .gz, .bz2, without a frame of Project Gutenberg (ValueError if it is not UTF-8)."""
+    with OPENERS.get(path.suffix, open)(path, "rb") as file, naming(path, "file"):
+        text = as_text(file.read(), path)
+    return re.sub(r"(?s)\A.*?\*\*\* ?START OF[^\n]*\n|\*\*\* ?END OF.*\Z", "", text).strip()
+
+
+class LongTexts:
+    """Measurements of one model, kept in a file: a repeated call does only what is missing.
+
+    Args:
+        model: a decoder of transformers without a memory. words: of its tokenizer. name: of the model.
+        segment: tokens of a segment. seed: of the pass keys. folder: of the file. command: for the record.
+
+    Raises:
+        ValueError: the file holds measurements of other settings.
+    """
+
+    def __init__(
+        self, model: Any, words: Words, name: str, segment: int, seed: int, folder: Path, command: str
+    ) -> None:
+        self.model, self.words, self.segment, self.seed, self.path = model.eval(), words, segment, seed, folder / FILE
+        settings = {"model": name, "segment_length": segment, "seed": seed}
+        self.content: dict[str, Any] = {"settings": settings, "perplexity": [], "keys": []}
+        if self.path.is_file():
+            self.content = json.loads(self.path.read_text(encoding="utf-8"))
+            if (found := self.content["settings"]) != settings:
+                raise ValueError(f"{self.path} holds measurements of {found}, not {settings}; give another --out")
+        self.content |= {"longest": model.config.max_position_embeddings, "command": command}
+        self.content["environment"] = environment(model.device) | {"machine": machine()}
+
+    def windows(self, arms: Sequence[Arm]) -> list[Arm]:
+        """Return a window of as many bytes for each memory; none for a window, or a state that grows."""
+
+        def build(memory: Any) -> Any:
+            with torch.device("meta"):
+                return for_loops(add_memory(type(self.model)(copy.deepcopy(self.model.config)), memory, **segments))
+
+        segments, found = {"segment_length": self.segment}, []
+        for arm in arms:
+            with contextlib.suppress(ValueError):
+                if arm.memory and (window := window_of(arm.memory, build, relative=False)):
+                    found.append(Arm(f"window of {arm.name}", window))
+        return found
+
+    def perplexities(self, arms: Sequence[Arm], texts: Mapping[str, str], tokens: int) -> Iterator[str]:
+        """Read the first tokens of each text with each arm; yields a line for each."""
+        for text, content in texts.items():
+            ids = [*self.words.first, *self.words.encode(content)][: tokens + 1]
+            for arm in arms:
+                about = {"arm": arm.name, "text": text, "tokens": len(ids) - 1}
+                if not self._stored("perplexity", about):
+                    with self._remembering(arm), torch.no_grad():
+                        row = self._read(arm, ids)
+                    self._keep("perplexity", about | row)
+                    last, speed = row["bins"][-1], about["tokens"] / row["seconds"]
+                    yield f"{text}, {arm.name}: perplexity {last[1]:.2f} up to {last[0]:,} tokens, {speed:,.0f} tokens/s"
+
+    def _read(self, arm: Arm, ids: list[int]) -> dict[str, Any]:
+        most = len(ids) - 1
+        ends = [*(FIRST_BIN << k for k in range(30) if FIRST_BIN << k < most), most]
+        counts, sums, read, size = [0] * len(ends), [0.0] * len(ends), 0, 0
+        clock = time.perf_counter()
+        for count, nats, size in self._losses(arm, ids):
+            at = bisect.bisect_right(ends, read)
+            counts[at], sums[at], read = counts[at] + count, sums[at] + nats, read + count
+        bins = [(end, math.exp(nats / count)) for end, nats, count in zip(ends, sums, counts, strict=True)]
+        return {"bins": bins, "seconds": time.perf_counter() - clock, "state_bytes": size}
+
+    def _losses(self, arm: Arm, ids: list[int]) -> Iterator[tuple[int, float, int]]:
+        """Yield tokens, nats, and bytes of the state after each segment."""
+        if arm.memory is not None:
+            for now in read_stream(self.model, [ids], self.segment, in_place=True):
+                yield now.segment_tokens, now.segment_nats, nbytes(now.state)
+            return
+        cache = DynamicCache(config=self.model.config) if arm.name == WHOLE else None
+        for begin in range(0, len(ids) - 1, self.segment):
+            piece_1N = torch.tensor([ids[begin : begin + self.segment + 1]], device=self.model.device)
+            out = self.model(piece_1N[:, :-1], past_key_values=cache, use_cache=cache is not None)
+            nats = F.cross_entropy(out.logits[0].float(), piece_1N[0, 1:], reduction="sum").item()
+            yield piece_1N.shape[1] - 1, nats, 0 if cache is None else _cache_bytes(cache)
+
+    def pass_keys(
+        self, arms: Sequence[Arm], texts: Mapping[str, str], lengths: Sequence[int], trials: int
+    ) -> Iterator[str]:
+        """Ask each arm for one key per trial, in repeated sentences and in each text; yields a line for each length.
+
+        Raises:
+            ValueError: a text is shorter than the longest length, or a length has no room for the key.
+        """
+        hays = {FILLER: self.words.encode(SENTENCES) * (1 + max(lengths) // 16)}
+        hays |= {name: self.words.encode(content) for name, content in texts.items()}
+        for name, hay in hays.items():
+            if len(hay) < max(lengths):
+                raise ValueError(f"--keys {max(lengths)}: {name} has {len(hay):,} tokens; give a longer text")
+        for (name, hay), length, arm in itertools.product(hays.items(), lengths, arms):
+            asked = []
+            for trial in range(trials):
+                about = {"arm": arm.name, "text": name, "length": length, "trial": trial}
+                if not (found := self._stored("keys", about)):
+                    with self._remembering(arm):
+                        found = about | self._ask(arm, hay, f"{self.seed} {name} {length} {trial}", length, trial)
+                    self._keep("keys", found)
+                asked.append(found)
+            right, speed = sum(row["right"] for row in asked), median(length / row["seconds"] for row in asked)
+            yield f"{name}, {length:,} tokens, {arm.name}: {right} of {trials} keys, {speed:,.0f} tokens/s"
+
+    def _ask(self, arm: Arm, hay: list[int], seed: str, length: int, trial: int) -> dict[str, Any]:
+        """Read one text of `length` tokens with its question, and score the answer."""
+        draw, encode = random.Random(seed), self.words.encode
+        key = str(draw.randrange(10 ** (DIGITS - 1), 10**DIGITS))
+        begin, stated, question = (
+            [*self.words.first, *encode(INTRODUCTION)],
+            encode(STATED.format(key=key)),
+            encode(QUESTION),
+        )
+        room = length - len(begin) - len(stated) - len(question)
+        if room < 0:
+            raise ValueError(f"--keys {length}: introduction, key and question take {length - room} tokens; give more")
+        # 1/2, 1/4, 3/4, 1/8, ...: further trials fill the gaps between the places of the first ones.
+        place = room * int(f"{trial + 1:b}"[::-1], 2) >> (trial + 1).bit_length()
+        hay = hay[(start := draw.randrange(len(hay) - room + 1)) : start + room]
+        text, clock = [*begin, *hay[:place], *stated, *hay[place:]], time.perf_counter()
+        if arm.memory is None:
+            ids = [*text, *question][0 if arm.name == WHOLE else -self.segment :]
+            ids_1N = torch.tensor([ids], device=self.model.device)
+            written_1N = self.model.generate(
+                ids_1N, attention_mask=torch.ones_like(ids_1N), max_new_tokens=DIGITS + 2, do_sample=False
+            )[:, len(ids) :]
+            seconds = time.perf_counter() - clock
+        else:
+            session = Session(self.model, self.segment)
+            session.read(torch.tensor([text]))
+            seconds = time.perf_counter() - clock
+            session.read(torch.tensor([question]))
+            written_1N = session.generate(tokens=DIGITS + 2, temperature=0).tokens
+        answer = self.words.decode(written_1N[0].tolist()).strip()[:DIGITS]
+        digits = sum(a == b for a, b in zip(key, answer, strict=False)) / DIGITS
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
+        return {"place": place, "right": answer == key, "digits": digits, "seconds": seconds, "peak_mib": peak}
+
+    @contextlib.contextmanager
+    def _remembering(self, arm: Arm) -> Iterator[None]:
+        if arm.memory is None:
+            yield
+            return
+        remember(self.model, self.content["settings"]["model"], arm.memory, self.segment)
+        try:
+            yield
+        finally:
+            remove_memory(self.model)
+
+    def _stored(self, kind: str, about: Mapping[str, Any]) -> dict[str, Any] | None:
+        return next((row for row in self.content[kind] if about.items() <= row.items()), None)
+
+    def _keep(self, kind: str, row: dict[str, Any]) -> None:
+        self.content[kind].append(row)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path, json_text(self.content))
+
+
+def _cache_bytes(cache: Any) -> int:
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

@@ -1,0 +1,79 @@
+"""The tables and the page of `cached read`: perplexity by position, and pass keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from cached_lab.experiments.efficiency import NOTE, efficiencies
+
+from .blocks import Block, FactList, Heading, ReportTable
+from .formatting import environment_text, share_text
+from .page import write_page
+
+KEYS_NOTE = "Right answers, and in brackets the efficiency. Tokens per second of reading, median of the trials. "
+
+
+def write_read_report(path: Path) -> Path:
+    """Write `report.html` beside read.json."""
+    return write_page(path.parent, "Long texts", read_blocks(path))
+
+
+def read_blocks(path: Path) -> list[Block]:
+    """The page of one read.json."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    facts = {**content["settings"], "command": content["command"]}
+    facts["environment"] = environment_text(content["environment"])
+    return [Heading(f"Long texts read by {content['settings']['model']}", 1), *read_tables(content), FactList(facts)]
+
+
+def read_tables(content: Mapping[str, Any]) -> list[Block]:
+    """A table of perplexities for each text, and two tables of pass keys."""
+    texts = {(row["text"], row["tokens"]): None for row in content["perplexity"]}
+    found: list[Block] = [_perplexities(content, *text) for text in texts]
+    for text in dict.fromkeys(row["text"] for row in content["keys"]):
+        found += _pass_keys(content, text)
+    return found
+
+
+def _perplexities(content: Mapping[str, Any], text: str, tokens: int) -> ReportTable:
+    rows = {r["arm"]: r for r in content["perplexity"] if (r["text"], r["tokens"]) == (text, tokens)}
+    ends = [end for end, _ in next(iter(rows.values()))["bins"]]
+    trained = sum(end <= content["longest"] for end in ends) - 1
+    shares = efficiencies("perplexity", {arm: row["bins"][max(trained, 0)][1] for arm, row in rows.items()})
+    begins = [0, *ends]
+    columns = [f"{begin:,} to {end:,}" for begin, end in zip(begins, ends, strict=False)]
+    lines = []
+    for arm, row in rows.items():
+        speed, size = tokens / row["seconds"], row["state_bytes"] / 2**20
+        values = [f"{perplexity:.2f}" for _, perplexity in row["bins"]]
+        lines.append([arm, *values, share_text(shares[arm]), f"{speed:,.0f}", f"{size:,.1f}"])
+    notes = f"The model was trained with up to {content['longest']:,} tokens. Efficiency: of {columns[trained]}. {NOTE}"
+    heads = ("read by", *columns, "efficiency", "tokens/s", "state, MiB")
+    return ReportTable(heads, lines, notes, f"{text}: perplexity by position, in tokens")
+
+
+def _pass_keys(content: Mapping[str, Any], text: str) -> list[Block]:
+    by_place: dict[int, dict[str, list[Any]]] = {}
+    for row in content["keys"]:
+        if row["text"] == text:
+            by_place.setdefault(row["length"], {}).setdefault(row["arm"], []).append(row)
+    lengths, arms = sorted(by_place), dict.fromkeys(arm for found in by_place.values() for arm in found)
+    cells: dict[str, list[list[str]]] = {arm: [[], []] for arm in arms}
+    for length in lengths:
+        found = by_place[length]
+        shares = efficiencies("accuracy", {arm: mean(row["right"] for row in rows) for arm, rows in found.items()})
+        for arm, (right, speed) in cells.items():
+            rows = found.get(arm, [])
+            share = "" if shares.get(arm) is None else f" ({share_text(shares[arm])})"
+            right.append(f"{sum(row['right'] for row in rows)} of {len(rows)}{share}" if rows else "")
+            speed.append(f"{median(length / row['seconds'] for row in rows):,.0f}" if rows else "")
+    heads = ("read by", *(f"{length:,}" for length in lengths))
+    tables = ("pass keys found in texts of so many tokens", KEYS_NOTE + NOTE), ("tokens per second", "")
+    return [
+        ReportTable(heads, [[arm, *both[n]] for arm, both in cells.items()], notes, f"{text}: {title}")
+        for n, (title, notes) in enumerate(tables)
+    ]
