@@ -62,6 +62,8 @@ def test_other_whole_numbers_are_taken_and_caches_have_a_slot() -> None:
     for length in (0, -1, 2.5):
         refuses(f"length={length}", resize_caches, host, length)
     refuses("prefix=-1", add_memory, torch.nn.TransformerEncoderLayer(8, 2, 8), "convolution", prefix=-1)
+    host = add_memory(torch.nn.TransformerEncoderLayer(8, 2, 8), "convolution", prefix=16)
+    refuses("prefix=16", host, torch.zeros(2, 6, 8))
     refuses("no shared cache", resize_caches, model(), 4)
 
 

@@ -38,7 +38,7 @@ EXAMPLES = {
     "generate": 'runs/demo_text --prompt "It was"         continue a text, token by token',
     "chat": "smollm2 --state talk.safetensors             talk with a pretrained decoder",
     "ask": "smollm2 --context book.txt < questions.txt    read a text once, answer questions",
-    "read": "smollm2 book.txt --tokens 16384           long texts and pass keys, with each memory",
+    "read": "smollm2 book.txt --tokens 16384              long texts and pass keys, with each memory",
     "fetch": "smollm2                                     a pretrained model, for generate and others",
     "convert": "runs/demo_text                            weights as one .safetensors file",
     "benchmark": "--help                                  speed and memory",

@@ -2,7 +2,7 @@
 
 All arms are the same model: with a memory, with each segment read separately, and with a KV cache of the whole text. A
 pass key (Mohtashami and Jaggi 2023, arXiv:2305.16300) is a number that one sentence of a long text gives, and a
-question after the text asks for. Repeated sentences are an easy text, since the key is unlike all of them; a book is not.
+question after the text asks for. It is unlike repeated sentences, and easily found among them, but less unlike a book.
 """
 
 from __future__ import annotations
@@ -136,15 +136,15 @@ class LongTexts:
                     with self._remembering(arm), torch.no_grad():
                         row = self._read(arm, ids)
                     self._keep("perplexity", about | row)
-                    last, speed = row["bins"][-1], about["tokens"] / row["seconds"]
-                    yield f"{text}, {arm.name}: perplexity {last[1]:.2f} up to {last[0]:,} tokens, {speed:,.0f} tokens/s"
+                    (end, last), speed = row["bins"][-1], about["tokens"] / row["seconds"]
+                    yield f"{text}, {arm.name}: perplexity {last:.2f} up to {end:,} tokens, {speed:,.0f} tokens/s"
 
     def _read(self, arm: Arm, ids: list[int]) -> dict[str, Any]:
         most = len(ids) - 1
         ends = [*(FIRST_BIN << k for k in range(30) if FIRST_BIN << k < most), most]
         counts, sums, read, size = [0] * len(ends), [0.0] * len(ends), 0, 0
         clock = time.perf_counter()
-        for count, nats, size in self._losses(arm, ids):
+        for count, nats, size in self._losses(arm, ids):  # noqa: B007
             at = bisect.bisect_right(ends, read)
             counts[at], sums[at], read = counts[at] + count, sums[at] + nats, read + count
         bins = [(end, math.exp(nats / count)) for end, nats, count in zip(ends, sums, counts, strict=True)]

@@ -15,6 +15,7 @@ from .formatting import MINUS, Metric, environment_text, share_text, short_count
 from .markdown import to_markdown
 from .page import write_page
 from .probe_page import probe_blocks
+from .read_page import read_blocks
 from .run_folder import StoredComparison, find_comparisons, read_comparison
 from .run_page import curves, gates
 
@@ -31,11 +32,11 @@ NOTES = (
 def write_compare_report(folder: Path) -> Path:
     """Write `report.html` into the folder of a comparison, or of several comparisons and probes.
 
-    Probes by distance come first, and other probes (`cached probe`) last.
+    Long texts come first, then probes by distance; other probes (`cached probe`) come last.
     """
     comparisons = find_comparisons(folder)
-    far, probes = (sorted(folder.glob(f"*/{name}.json")) for name in ("far", "probe"))
-    parts = [*map(probe_blocks, far), *map(comparison_blocks, comparisons), *map(probe_blocks, probes)]
+    read, far, probes = (sorted(folder.glob(f"*/{name}.json")) for name in ("read", "far", "probe"))
+    parts = [*map(read_blocks, read), *map(probe_blocks, far), *map(comparison_blocks, comparisons), *map(probe_blocks, probes)]
     title = comparisons[0].data["recipe"] if len(parts) == 1 else f"Comparisons in {folder.resolve().name}"
     return write_page(folder, title, [block for part in parts for block in part])
 

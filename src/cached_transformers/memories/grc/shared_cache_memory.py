@@ -12,6 +12,7 @@ Legend: B rows, N tokens, M slots, H heads, D model width, C cache width, E head
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -235,9 +236,12 @@ class PositionalConvolution(nn.Module):
     def forward(self, x_BND: Tensor, size: tuple[int, int] | None = None) -> Tensor:
         """Convolve the map of (height, width) `size` after the class tokens; None for a square."""
         cells = x_BND.shape[1] - self.prefix
-        size = size or (int(cells**0.5), int(cells**0.5))
-        if size[0] * size[1] != cells or not cells:
-            raise ValueError(f"{cells} tokens are no map of {size[0]} x {size[1]}; pass size=(height, width)")
+        size = size or (math.isqrt(max(cells, 0)),) * 2
+        if size[0] * size[1] != cells or cells < 1:
+            raise ValueError(
+                f"prefix={self.prefix}: the {cells} tokens after it are no map of {size[0]} x {size[1]}; pass "
+                "size=(height, width)"
+            )
         image = x_BND[:, self.prefix :].transpose(1, 2).unflatten(2, size)
         out = self.convolution(image).flatten(2).transpose(1, 2)
         return F.pad(out, (0, 0, self.prefix, 0)) if self.prefix else out
