@@ -18,9 +18,10 @@ help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
 
 demo: $(VENV)/.installed-demo  ## SmolLM2 past the text that it was trained for; a cue 10,000 tokens later; GRC against its controls; a report
-	$(BIN)/cached fetch smollm2 || { echo "SmolLM2 cannot be fetched: the demo goes on with glass"; $(BIN)/cached fetch glass; }
-	OMP_NUM_THREADS=2 $(BIN)/cached read $$($(BIN)/cached fetch smollm2 2> /dev/null || $(BIN)/cached fetch glass) \
-		examples/moby_dick.txt --tokens 9216 --keys 2048 --trials 2 --out runs/demo/read
+	model=smollm2; $(BIN)/cached fetch smollm2 || { echo "SmolLM2 cannot be fetched: the demo goes on with glass"; \
+		model=glass; $(BIN)/cached fetch glass; } && \
+	OMP_NUM_THREADS=2 $(BIN)/cached read $$model examples/moby_dick.txt \
+		--tokens 9216 --keys 2048 --trials 2 --out runs/demo/read
 	OMP_NUM_THREADS=1 $(BIN)/cached probe grc_stream --tasks latch latch.segment=16 latch.decoys=true \
 		--train-distance 1..10 --far 10000 --steps 400 model.batch_size=16 \
 		--seeds 3 --jobs 2 --out runs/demo/far

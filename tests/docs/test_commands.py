@@ -168,8 +168,8 @@ def demo() -> list[list[str]]:
     makefile = (PROJECT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
     recipe = re.search(r"^demo:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
     assert recipe is not None
-    lines = [shlex.split(line) for line in recipe[1].splitlines()]
-    return [line[line.index("$(BIN)/cached") + 1 :] for line in lines if "fetch" not in line]
+    lines = [shlex.split(line) for line in re.split(r"\n|&&", recipe[1]) if line and "fetch" not in line]
+    return [line[line.index("$(BIN)/cached") + 1 :] for line in lines]
 
 
 def test_the_demo_begins_with_a_memory_and_ends_with_the_page() -> None:

@@ -36,7 +36,12 @@ def write_compare_report(folder: Path) -> Path:
     """
     comparisons = find_comparisons(folder)
     read, far, probes = (sorted(folder.glob(f"*/{name}.json")) for name in ("read", "far", "probe"))
-    parts = [*map(read_blocks, read), *map(probe_blocks, far), *map(comparison_blocks, comparisons), *map(probe_blocks, probes)]
+    parts = [
+        *map(read_blocks, read),
+        *map(probe_blocks, far),
+        *map(comparison_blocks, comparisons),
+        *map(probe_blocks, probes),
+    ]
     title = comparisons[0].data["recipe"] if len(parts) == 1 else f"Comparisons in {folder.resolve().name}"
     return write_page(folder, title, [block for part in parts for block in part])
 

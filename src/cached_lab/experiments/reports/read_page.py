@@ -51,7 +51,9 @@ def _perplexities(content: Mapping[str, Any], text: str, tokens: int) -> ReportT
         speed, size = tokens / row["seconds"], row["state_bytes"] / 2**20
         values = [f"{perplexity:.2f}" for _, perplexity in row["bins"]]
         lines.append([arm, *values, share_text(shares[arm]), f"{speed:,.0f}", f"{size:,.1f}"])
-    notes = f"The model was trained with up to {content['longest']:,} tokens. Efficiency from {columns[trained]}. {NOTE}"
+    notes = (
+        f"The model was trained with up to {content['longest']:,} tokens. Efficiency from {columns[trained]}. {NOTE}"
+    )
     heads = ("read by", *columns, "efficiency", "tokens/s", "state, MiB")
     return ReportTable(heads, lines, notes, f"{text}: perplexity by position, in tokens")
 
