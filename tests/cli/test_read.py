@@ -97,7 +97,7 @@ def test_the_command_writes_tables_and_goes_on(tmp_path: Path, capsys: pytest.Ca
     states = [row["state_bytes"] for row in content["perplexity"]]
     assert 0.8 * states[2] < states[3] <= states[2] and "glass" in (tmp_path / "out/report.html").read_text()
     table = read_tables(content)[0]
-    assert [row[0] for row in table.rows] == arms and table.rows[1][-3] == "1.000"  # type: ignore[union-attr]
+    assert [row[0] for row in table.rows] == arms  # type: ignore[union-attr]
     assert main([*words, "none,whole,tova:length=28,h2o:length=9"]) == 0
     second = json.loads((tmp_path / "out/read.json").read_text())
     assert second["perplexity"][:4] == content["perplexity"] and "tova" in first

@@ -45,8 +45,8 @@ from .variants import parse_variant
 FILE, FILLER = "read.json", "repeated sentences"
 INTRODUCTION = "A pass key is hidden in the text below. Find it and remember it.\n\n"
 SENTENCES = "The lake is calm. The boat is red. The wind is mild. We row there. We row back. "
-STATED = " The pass key is {key}. Remember it. {key} is the pass key. "
-QUESTION = "\n\nWhat is the pass key? The pass key is"
+STATED = "\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
+QUESTION = "\n\nQuestion: What is the pass key?\nAnswer: The pass key is"
 DIGITS, FIRST_BIN = 5, 1024
 
 
