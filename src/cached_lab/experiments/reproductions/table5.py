@@ -98,6 +98,7 @@ OWN_POSITIONS = frozenset(
 # Expected Attention turns keys, which relative positions do not, and heads of 41 channels have no rotary ones.
 MODEL: dict[str, dict[str, Any]] = {
     "expected_attention": {"positions": "sinusoidal"},
+    "attention_matching": {"positions": "sinusoidal"},
     "feedback": {"shared_biases": False, "scale_embedding": True},
 }
 
