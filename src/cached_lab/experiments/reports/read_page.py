@@ -8,13 +8,13 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from cached_lab.experiments.efficiency import NOTE, efficiencies
+from cached_lab.experiments.efficiency import NONE, NOTE, efficiencies
 
 from .blocks import Block, FactList, Heading, ReportTable
 from .formatting import environment_text, share_text
 from .page import write_page
 
-KEYS_NOTE = "Right answers, and in brackets the efficiency. Tokens per second of reading, median of the trials. "
+KEYS_NOTE = "Right answers, and in brackets the efficiency."
 
 
 def write_read_report(path: Path) -> Path:
@@ -72,9 +72,10 @@ def _pass_keys(content: Mapping[str, Any], text: str) -> list[Block]:
             rows = found.get(arm, [])
             share = "" if shares.get(arm) is None else f" ({share_text(shares[arm])})"
             right.append(f"{sum(row['right'] for row in rows)} of {len(rows)}{share}" if rows else "")
-            speed.append(f"{median(length / row['seconds'] for row in rows):,.0f}" if rows else "")
+            speed.append(f"{median(length / row['seconds'] for row in rows):,.0f}" if rows and arm != NONE else "")
     heads = ("read by", *(f"{length:,}" for length in lengths))
-    tables = ("pass keys found in texts of so many tokens", KEYS_NOTE + NOTE), ("tokens per second", "")
+    about = KEYS_NOTE if content["perplexity"] else f"{KEYS_NOTE} {NOTE}"
+    tables = ("pass keys by length in tokens", about), ("tokens/s of reading, median", "")
     return [
         ReportTable(heads, [[arm, *both[n]] for arm, both in cells.items()], notes, f"{text}: {title}")
         for n, (title, notes) in enumerate(tables)
