@@ -22,8 +22,9 @@ from torch.nn import functional as F
 
 
 def perhaps_any(flags: Tensor) -> bool:
-    """Return False if no flag is set; a graph, and tensors without values, do not tell."""
-    return torch.compiler.is_compiling() or flags.is_meta or bool(flags.any())
+    """Return False if no flag is set; a graph, a transform, and tensors without values do not tell."""
+    unknown = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return unknown or flags.is_meta or bool(flags.any())
 
 
 def solve(a_XNM: Tensor, y_XNC: Tensor, start_XMC: Tensor, ridge: float = 1e-3) -> Tensor:
