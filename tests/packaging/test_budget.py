@@ -30,7 +30,7 @@ LINES = {
     "src/cached_lab/output_caches": 684,
     "benchmarks": 1_677,
     "examples": 306,
-    "tests": 57_943,
+    "tests": 57_944,
 }
 """The most lines of Python per folder."""
 WORDS_OF_PAGES = 53_670

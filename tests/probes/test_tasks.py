@@ -257,6 +257,7 @@ def library(tmp_path: Path) -> dict[str, Path]:
     [
         ({"question": "qa2"}, FileNotFoundError, "en/qa2_"),
         ({"books": Path("nowhere")}, FileNotFoundError, r"txt\.xz"),
+        ({"babi": Path(__file__)}, ValueError, "babi=.*test_tasks"),
         ({"question": "qa6"}, ValueError, "question='qa6' must be one of .*qa1.*qa2"),
         ({"segment": 3}, ValueError, "segment=3"),
         ({"facts": 1}, ValueError, "facts=1"),

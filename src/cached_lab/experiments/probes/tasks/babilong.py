@@ -20,7 +20,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from cached_lab.data.archives import as_text, refuse_utf16, unpacked
+from cached_lab.data.archives import as_text, naming, refuse_utf16, unpacked
 from cached_lab.registries import PROBES
 
 from .base import Episode, ProbeTask, asked_at_end, nothing_asked
@@ -221,7 +221,7 @@ def read_stories(babi: Path, question: str, split: str, facts: int) -> list[Stor
 def _babi_text(babi: Path, name: str) -> str:
     """Return the file with ten thousand questions, as in BABILong, or the file with a thousand if it is missing."""
     if babi.is_file():
-        with tarfile.open(babi) as archive:
+        with naming(f"babi={babi}"), tarfile.open(babi) as archive:
             members = archive.getmembers()
             for folder in FOLDERS:
                 for member in members:
