@@ -156,9 +156,11 @@ class LongTexts:
             for now in read_stream(self.model, [ids], self.segment, in_place=True):
                 yield now.segment_tokens, now.segment_nats, nbytes(now.state)
             return
-        cache = DynamicCache(config=self.model.config) if arm.name == WHOLE else None
-        for begin in range(0, len(ids) - 1, self.segment):
-            piece_1N = torch.tensor([ids[begin : begin + self.segment + 1]], device=self.model.device)
+        cache, length = (
+            (DynamicCache(config=self.model.config), FIRST_BIN) if arm.name == WHOLE else (None, self.segment)
+        )
+        for begin in range(0, len(ids) - 1, length):
+            piece_1N = torch.tensor([ids[begin : begin + length + 1]], device=self.model.device)
             out = self.model(piece_1N[:, :-1], past_key_values=cache, use_cache=cache is not None)
             nats = F.cross_entropy(out.logits[0].float(), piece_1N[0, 1:], reduction="sum").item()
             yield piece_1N.shape[1] - 1, nats, 0 if cache is None else _cache_bytes(cache)
