@@ -32,6 +32,7 @@ NOT_RUN = {
     "cached plot fig1": "needs a finished comparison; tests/analysis/test_paper_figures.py",
     "cached fetch smollm2": "downloads; tests/real/test_names.py",
     "cached read smollm2": "reads for minutes; tests/cli/test_read.py",
+    "cached chat smollm2": "talks for minutes; tests/cli/test_chat.py",
     "cached probe armt armt.length=4": "trains for days at the paper's sizes; tests/probes/test_far.py",
     "cached probe rmt --tasks babilong": "reads bAbI and books; tests/probes/test_tasks.py",
     "cached reproduce table9": "measures for minutes; tests/cli/test_table9.py",
