@@ -51,7 +51,7 @@ def _perplexities(content: Mapping[str, Any], text: str, tokens: int) -> ReportT
         values = [f"{perplexity:.2f}" for _, perplexity in row["bins"]]
         lines.append([arm, *values, share_text(shares[arm]), f"{speed:,.0f}", f"{size:,.1f}"])
     notes = f"The model was trained with up to {content['longest']:,} tokens. {NOTE} Here up to {columns[trained]}."
-    heads = ("read by", *columns, "efficiency", "tokens/s", "MiB")
+    heads = ("read by", *columns, "efficiency", "tok/s", "MiB")
     return ReportTable(heads, lines, notes, f"{text}: perplexity by position, in tokens up to; MiB of state")
 
 

@@ -23,7 +23,7 @@ def show(console: Console, *blocks: Block) -> None:
     for block in blocks:
         text = block if isinstance(block, str) else block.text if isinstance(block, Heading) else ""
         if isinstance(block, ReportTable):
-            table = Table(title=Text(block.title), title_justify="left", box=None, pad_edge=False, header_style="bold")
+            table = Table(title=Text(block.title), title_justify="left", box=None, header_style="bold")
             for index, name in enumerate(block.columns):
                 table.add_column(Text(name), justify="right" if index else "left", overflow="fold")
             for row in block.rows:
