@@ -1,4 +1,4 @@
-"""`cached read`: losses of each arm as by hand, keys that are found, tables, what is kept, and what is refused."""
+"""`cached read`: losses of each arm as by hand, keys that are found, tables, repeated commands, and refusals."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from cached_lab.experiments import long_text
 from cached_lab.experiments.long_text import LongTexts, parse_arms, read_text
 from cached_lab.experiments.reports.read_page import read_tables
 from cached_lab.tasks.language.completion import words_of_transformers
+from cached_transformers.integrations.hub import records_memory
 
 SEGMENT = 16
 ARMS = "none,whole,streaming_llm:length=28,streaming_llm:length=512,block_retrieval:recent=8:block=8"
@@ -57,7 +58,8 @@ def test_perplexities_are_those_of_each_arm(tmp_path: Path, monkeypatch: pytest.
     # Slots for all that was read are the whole text.
     assert rows["streaming_llm:length=512"]["bins"] == [pytest.approx(b, rel=1e-4) for b in rows["whole text"]["bins"]]
     assert rows["streaming_llm:length=28"]["state_bytes"] < rows["whole text"]["state_bytes"]
-    assert "memory" not in str(type(texts.model.model.layers[0].self_attn).__mro__)  # the model is plain again
+    plain, ids_1N = glass()[0], torch.tensor([ids])
+    assert torch.equal(texts.model(ids_1N).logits, plain(ids_1N).logits) and not records_memory(texts.model.config)
     again = measured(tmp_path)
     assert list(again.perplexities(arms, {"alice": TEXT * 2}, 96)) == []
     refuses("seed.*--out", measured, tmp_path, seed=1)

@@ -91,15 +91,14 @@ def memory_option(name: str | None, overrides: list[str], options: str = "--with
     Raises:
         ValueError: an unknown memory or option, or overrides that belong to none of `options`.
     """
+    from cached_lab.experiments.pretrained import without_positions
     from cached_lab.experiments.probes.settings import options_of_memories
-    from cached_transformers.registry import MEMORIES
 
     if name is None:
         if overrides:
             raise ValueError(f"{overrides[0]!r} is an option of {options}, which is missing")
         return None
-    places = {"relative": False} if "relative" in MEMORIES.entry(name).options else {}
-    return {"name": name, **places, **options_of_memories([name], overrides).get(name, {})}
+    return without_positions({"name": name, **options_of_memories([name], overrides).get(name, {})})
 
 
 def refuse_unused(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ import io
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,19 @@ ARGUMENTS = (*SHARED, ("--state FILE", Path, "continue this conversation if it e
 
 def run(arguments: argparse.Namespace) -> int:
     """Talk; save the conversation however it ends."""
-    from cached_lab.training.interruption import stop_requests
+    from cached_lab.training.run_lock import file_lock
 
     chat, path = open_chat(arguments), arguments.state
     if chat.end is None:
         raise ValueError(f"model={chat.model}: its tokenizer has no chat template; use `cached generate`")
+    lock = nullcontext() if path is None else file_lock(path.with_name(f".{path.name}.lock"), path, "another --state")
+    with lock:
+        return _talk(chat, path)
+
+
+def _talk(chat: Any, path: Path | None) -> int:
+    from cached_lab.training.interruption import stop_requests
+
     if path and path.exists():
         chat.command(f"/load {path}")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # at the prompt it is the end of input

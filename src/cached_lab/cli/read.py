@@ -2,7 +2,7 @@
 
 It measures perplexity by position (--tokens) and pass keys, which one sentence of a text gives and a question after the
 text asks for (--keys), beside the same model with each segment separately (none) and over the whole text (whole). A
-repeated command goes on from what is measured.
+repeated command continues after the last measurement.
 """
 
 from __future__ import annotations

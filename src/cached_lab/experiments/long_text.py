@@ -34,12 +34,11 @@ from cached_transformers.integrations.transformers.memory_cache import DynamicCa
 from cached_transformers.loops.streaming import read_stream
 from cached_transformers.models.segments import for_loops
 from cached_transformers.models.session import Session
-from cached_transformers.registry import MEMORIES
 from cached_transformers.state import nbytes
 
 from .efficiency import NONE, WHOLE, window_of
 from .environment import environment, machine
-from .pretrained import remember
+from .pretrained import remember, without_positions
 from .variants import parse_variant
 
 FILE, FILLER = "read.json", "repeated sentences"
@@ -71,14 +70,11 @@ def parse_arms(text: str) -> list[Arm]:
         spec = {"none": NONE, "whole": WHOLE}.get(name) or parse_variant(name)
         if spec is None:
             raise ValueError(f"--with {name!r}: write none, for each segment separately, or whole")
-        found.append(Arm(spec, None) if spec in (NONE, WHOLE) else Arm(name, _without_positions(spec)))
+        if spec not in (NONE, WHOLE):
+            found.append(Arm(name, without_positions({"name": spec} if isinstance(spec, str) else spec)))
+        else:
+            found.append(Arm(spec, None))
     return found
-
-
-def _without_positions(spec: Any) -> dict[str, Any]:
-    """Return name and options; `relative` is off, so that positions stay the model's."""
-    spec = {"name": spec} if isinstance(spec, str) else spec
-    return {**({"relative": False} if "relative" in MEMORIES.entry(spec["name"]).options else {}), **spec}
 
 
 def read_text(path: Path) -> str:
@@ -89,7 +85,7 @@ def read_text(path: Path) -> str:
 
 
 class LongTexts:
-    """Measurements of one model, kept in a file: a repeated call does only what is missing.
+    """Measurements of one model, kept in a file: a repeated call adds the missing ones.
 
     Args:
         model: a decoder of transformers without a memory. words: of its tokenizer. name: of the model.
@@ -109,11 +105,15 @@ class LongTexts:
             self.content = json.loads(self.path.read_text(encoding="utf-8"))
             if (found := self.content["settings"]) != settings:
                 raise ValueError(f"{self.path} holds measurements of {found}, not {settings}; give another --out")
-        self.content |= {"longest": model.config.max_position_embeddings, "command": command}
+        self.content |= {"longest": getattr(model.config, "max_position_embeddings", None), "command": command}
         self.content["environment"] = environment(model.device) | {"machine": machine()}
 
     def windows(self, arms: Sequence[Arm]) -> list[Arm]:
-        """Return a window of as many bytes for each memory; none for a window, or a state that grows."""
+        """Return a window of as many bytes for each memory that is no window itself.
+
+        Raises:
+            ValueError: a state grows, or is smaller than one slot of a window.
+        """
 
         def build(memory: Any) -> Any:
             with torch.device("meta"):
@@ -121,9 +121,8 @@ class LongTexts:
 
         segments, found = {"segment_length": self.segment}, []
         for arm in arms:
-            with contextlib.suppress(ValueError):
-                if arm.memory and (window := window_of(arm.memory, build, relative=False)):
-                    found.append(Arm(f"window of {arm.name}", window))
+            if arm.memory and (window := window_of(arm.memory, build, relative=False)):
+                found.append(Arm(f"window of {arm.name}", window))
         return found
 
     def perplexities(self, arms: Sequence[Arm], texts: Mapping[str, str], tokens: int) -> Iterator[str]:
@@ -226,14 +225,19 @@ class LongTexts:
 
     @contextlib.contextmanager
     def _remembering(self, arm: Arm) -> Iterator[None]:
-        if arm.memory is None:
-            yield
-            return
-        remember(self.model, self.content["settings"]["model"], arm.memory, self.segment)
+        """Give the model the arm's memory meanwhile (ValueError: a text is longer than its table of positions)."""
+        if arm.memory is not None:
+            remember(self.model, self.content["settings"]["model"], arm.memory, self.segment)
         try:
             yield
+        except IndexError as error:  # of an embedding
+            raise ValueError(
+                f"{arm.name}: the model has positions for {self.content['longest']} tokens ({error}); give fewer "
+                "tokens, or leave the arm out"
+            ) from error
         finally:
-            remove_memory(self.model)
+            if arm.memory is not None:
+                remove_memory(self.model)
 
     def _stored(self, kind: str, about: Mapping[str, Any]) -> dict[str, Any] | None:
         return next((row for row in self.content[kind] if about.items() <= row.items()), None)

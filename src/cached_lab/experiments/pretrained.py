@@ -22,6 +22,7 @@ from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.integrations.hub import MODEL_TYPE, records_memory
 from cached_transformers.integrations.transformers.load import load_pretrained
+from cached_transformers.registry import MEMORIES
 
 from .packages import PACKAGES, model_folder
 
@@ -58,6 +59,12 @@ def resolve_model(name: str | Path) -> tuple[Any, Any]:
             f"{type(model).__name__}; give a model that was trained to predict the next token"
         )
     return model, _tokenizer(place, name, options)
+
+
+def without_positions(memory: Mapping[str, Any]) -> dict[str, Any]:
+    """Return name and options with `relative` off, where there is such an option: positions stay the model's."""
+    places = {"relative": False} if "relative" in MEMORIES.entry(memory["name"]).options else {}
+    return {**places, **memory}
 
 
 def remember(model: Any, name: str | Path, memory: Mapping[str, Any] | None, length: int | None) -> None:

@@ -35,7 +35,7 @@ from .parts.scored_cache import STAYS, Candidates, ScoredCache, ScoredSlots
     "attention_matching",
     paper="arXiv:2602.16284",
     title="Attention Matching",
-    carries="in each head keys with biases and values that stand for all keys, and the last queries",
+    carries="in each head keys with biases and values that represent all keys, and the last queries",
     purpose="texts read once by a pretrained decoder, and merged into few slots",
     equations="w = argmin ||X_S w - X 1||, values = argmin ||softmax(Z_S + log w) C - softmax(Z) V||, for each head",
     state="per row and layer: 8 M D + 4 M H + Q (4 D + 8) + 16 bytes; with grouped keys M (8 G E + 4 G) + ...",

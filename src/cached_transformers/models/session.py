@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from cached_transformers.annotations import checked
 from cached_transformers.checks import at_least_one
-from cached_transformers.memories.attention_matching import AttentionMatching
 from cached_transformers.state import Packing, State, Stored, check, check_weights, fingerprint, load, save, seal
 
 from .generation import GeneratedText, Generation, continue_text, evaluating
@@ -206,7 +205,7 @@ class Session:
         self._now, self._text = mark, None
 
     def compact(self, slots: int) -> None:
-        """Merge what was read into fewer slots, but for the partial segment (ValueError: see `compact`)."""
+        """Merge the text before the partial segment into fewer slots (ValueError: see `compact`)."""
         self._now, self._text = self._now._replace(state=compact(self.model, self.state, slots)), None
 
     def fork(self) -> Session:
@@ -262,7 +261,7 @@ class Session:
 
 @torch.no_grad()
 def compact(model: nn.Module, memory_state: State, slots: int) -> State:
-    """Merge what a state holds into fewer slots per layer; the state keeps its shape, and the text continues from it.
+    """Merge the slots of a state into fewer slots per layer; the state keeps its shape, and the text continues from it.
 
     The only memory is attention_matching (ValueError: another one; slots not from sinks + newest tokens to `length`).
     """
@@ -278,7 +277,7 @@ def compact(model: nn.Module, memory_state: State, slots: int) -> State:
         layers = [(hook.memory, partial(hook.placed, zero_B1, zero_B1, like_11D)) for hook in forward.hooks]
     merged = []
     for (memory, turn), part in zip(layers, memory_state.layers, strict=True):
-        if not isinstance(memory, AttentionMatching):
+        if not hasattr(memory, "compact"):
             raise ValueError(f"memory {type(memory).__name__}: its slots have no biases; take attention_matching")
         merged.append(memory.compact(part, slots, turn))
     return seal(memory_state._replace(layers=tuple(merged)))

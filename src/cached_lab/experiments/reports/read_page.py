@@ -42,7 +42,8 @@ def read_tables(content: Mapping[str, Any]) -> list[Block]:
 def _perplexities(content: Mapping[str, Any], text: str, tokens: int) -> ReportTable:
     rows = {r["arm"]: r for r in content["perplexity"] if (r["text"], r["tokens"]) == (text, tokens)}
     ends = [end for end, _ in next(iter(rows.values()))["bins"]]
-    trained = max(sum(end <= content["longest"] for end in ends) - 1, 0)
+    longest = content["longest"] or ends[-1]
+    trained = max(sum(end <= longest for end in ends) - 1, 0)
     shares = efficiencies("perplexity", {arm: row["bins"][trained][1] for arm, row in rows.items()})
     columns = [f"{end:,}" for end in ends]
     lines = []
@@ -50,7 +51,7 @@ def _perplexities(content: Mapping[str, Any], text: str, tokens: int) -> ReportT
         speed, size = tokens / row["seconds"], row["state_bytes"] / 2**20
         values = [f"{perplexity:.2f}" for _, perplexity in row["bins"]]
         lines.append([arm, *values, share_text(shares[arm]), f"{speed:,.0f}", f"{size:,.1f}"])
-    notes = f"The model was trained with up to {content['longest']:,} tokens. {NOTE} Here up to {columns[trained]}."
+    notes = f"The model was trained with up to {longest:,} tokens. {NOTE} Here up to {columns[trained]}."
     heads = ("read by", *columns, "efficiency", "tok/s", "MiB")
     return ReportTable(heads, lines, notes, f"{text}: perplexity by position, in tokens up to; MiB of state")
 
