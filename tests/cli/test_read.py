@@ -62,6 +62,7 @@ def test_perplexities_are_those_of_each_arm(tmp_path: Path, monkeypatch: pytest.
     assert torch.equal(texts.model(ids_1N).logits, plain(ids_1N).logits) and not records_memory(texts.model.config)
     again = measured(tmp_path)
     assert list(again.perplexities(arms, {"alice": TEXT * 2}, 96)) == []
+    refuses("another alice.*--out", lambda: list(again.perplexities(arms, {"alice": TEXT}, 96)))
     refuses("seed.*--out", measured, tmp_path, seed=1)
 
 
@@ -83,7 +84,7 @@ def test_a_key_is_asked_for_after_its_text_and_scored(tmp_path: Path, monkeypatc
     places = [row["place"] for row in rows[:3]]
     assert places[1] == pytest.approx(places[0] / 2, abs=1) and places[2] == pytest.approx(1.5 * places[0], abs=2)
     refuses("keys 9", lambda: list(texts.pass_keys(parse_arms("none"), {}, [9], 1)))
-    refuses("keys 99999.*alice", lambda: list(texts.pass_keys(parse_arms("none"), {"alice": TEXT}, [99_999], 1)))
+    refuses("keys 99999.*short", lambda: list(texts.pass_keys(parse_arms("none"), {"short": TEXT}, [99_999], 1)))
 
 
 def test_the_command_writes_tables_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,3 +108,5 @@ def test_the_command_writes_tables_and_goes_on(tmp_path: Path, capsys: pytest.Ca
         assert main([*words, given]) == 2
         assert message in capsys.readouterr().err
     assert main([*words[:3], "--tokens", "0"]) == 2 and main(words[:3]) == 2
+    assert main([*words[:3], str(book), *words[3:], "none"]) == 2 and "2 texts" in capsys.readouterr().err
+    assert main([*words, "none,block_retrieval"]) == 2 and "capacity" in capsys.readouterr().err

@@ -12,25 +12,25 @@ import pytest
 PROJECT = Path(__file__).resolve().parents[2]
 
 LINES = {
-    "src/cached_transformers": 35_660,
+    "src/cached_transformers": 35_668,
     "src/cached_transformers/interfaces": 980,
     "src/cached_transformers/state": 588,
     "src/cached_transformers/memories": 10_758,
     "src/cached_transformers/attentions": 6_799,
     "src/cached_transformers/layers": 3_015,
-    "src/cached_transformers/models": 4_411,
+    "src/cached_transformers/models": 4_419,
     "src/cached_transformers/loops": 925,
     "src/cached_transformers/integrations": 6_507,
-    "src/cached_lab": 22_807,
+    "src/cached_lab": 22_819,
     "src/cached_lab/data": 1_460,
     "src/cached_lab/tasks": 6_614,
     "src/cached_lab/training": 3_376,
-    "src/cached_lab/experiments": 8_800,
-    "src/cached_lab/cli": 1_641,
+    "src/cached_lab/experiments": 8_810,
+    "src/cached_lab/cli": 1_643,
     "src/cached_lab/output_caches": 684,
     "benchmarks": 1_677,
     "examples": 306,
-    "tests": 57_947,
+    "tests": 57_950,
 }
 """The most lines of Python per folder."""
 WORDS_OF_PAGES = 53_670

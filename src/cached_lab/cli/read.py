@@ -46,6 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     from cached_lab.training.run_lock import folder_lock
 
     arms, texts = parse_arms(vars(arguments)["with"]), {path.name: read_text(path) for path in arguments.texts}
+    if len(texts) < len(arguments.texts):
+        raise ValueError(f"{len(arguments.texts)} texts have {len(texts)} names; rename the files, which name the rows")
     model, words = resolve_model(arguments.model)
     about = (words_of_transformers(words), arguments.model, arguments.segment_length, arguments.seed, arguments.out)
     with folder_lock(arguments.out):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import copy
+import hashlib
 import itertools
 import json
 import math
@@ -34,7 +35,7 @@ from cached_transformers.integrations.transformers.memory_cache import DynamicCa
 from cached_transformers.loops.streaming import read_stream
 from cached_transformers.models.segments import for_loops
 from cached_transformers.models.session import Session
-from cached_transformers.state import nbytes
+from cached_transformers.state import fingerprint, nbytes
 
 from .efficiency import NONE, WHOLE, window_of
 from .environment import environment, machine
@@ -99,8 +100,8 @@ class LongTexts:
         self, model: Any, words: Words, name: str, segment: int, seed: int, folder: Path, command: str
     ) -> None:
         self.model, self.words, self.segment, self.seed, self.path = model.eval(), words, segment, seed, folder / FILE
-        settings = {"model": name, "segment_length": segment, "seed": seed}
-        self.content: dict[str, Any] = {"settings": settings, "perplexity": [], "keys": []}
+        settings = {"model": name, "weights": fingerprint(model), "segment_length": segment, "seed": seed}
+        self.content: dict[str, Any] = {"settings": settings, "texts": {}, "perplexity": [], "keys": []}
         if self.path.is_file():
             self.content = json.loads(self.path.read_text(encoding="utf-8"))
             if (found := self.content["settings"]) != settings:
@@ -125,8 +126,16 @@ class LongTexts:
                 found.append(Arm(f"window of {arm.name}", window))
         return found
 
+    def _refuse_other(self, texts: Mapping[str, str]) -> None:
+        """Refuse (ValueError) a text or a prompt that is not the one of the measurements of its name."""
+        for name, content in texts.items():
+            digest = hashlib.sha256(f"{INTRODUCTION}{STATED}{QUESTION}{content}".encode()).hexdigest()
+            if self.content["texts"].setdefault(name, digest) != digest:
+                raise ValueError(f"{self.path} holds measurements of another {name}; give another --out")
+
     def perplexities(self, arms: Sequence[Arm], texts: Mapping[str, str], tokens: int) -> Iterator[str]:
         """Read the first tokens of each text with each arm; yields a line for each."""
+        self._refuse_other(texts)
         for text, content in texts.items():
             ids = [*self.words.first, *self.words.encode(content)][: tokens + 1]
             for arm in arms:
@@ -172,6 +181,7 @@ class LongTexts:
         Raises:
             ValueError: a text is shorter than the longest length, or a length has no room for the key.
         """
+        self._refuse_other({FILLER: SENTENCES, **texts})
         hays = {FILLER: self.words.encode(SENTENCES) * (1 + max(lengths) // 16)}
         hays |= {name: self.words.encode(content) for name, content in texts.items()}
         for name, hay in hays.items():

@@ -261,9 +261,17 @@ class Session:
 
 @torch.no_grad()
 def compact(model: nn.Module, memory_state: State, slots: int) -> State:
-    """Merge the slots of a state into fewer slots per layer; the state keeps its shape, and the text continues from it.
+    """Merge the slots of a state into fewer slots per layer, by Attention Matching (arXiv:2602.16284).
 
-    The only memory is attention_matching (ValueError: another one; slots not from sinks + newest tokens to `length`).
+    Args:
+        model: with attention_matching in each layer. memory_state: after a text, of any number of rows.
+        slots: per layer, from sinks + newest tokens to `length`; a row with fewer keeps its slots.
+
+    Returns:
+        a state of the same shapes, from which the text continues.
+
+    Raises:
+        ValueError: another memory or state, or slots out of range.
     """
     forward, rows = host_reader(model), len(memory_state.clock_B)
     if forward is None:
