@@ -23,10 +23,9 @@ ARGUMENTS = (
 def run(arguments: argparse.Namespace) -> int:
     """Read, answer, and compare the times."""
     require_file(arguments.context or Path(), "--context FILE, the text that the questions are about")
-    try:
-        text = arguments.context.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--context {arguments.context}: {error}; convert it (iconv -t UTF-8)") from None
+    from cached_lab.data.archives import as_text
+
+    text = as_text(arguments.context.read_bytes(), f"--context {arguments.context}", "give another file")
     chat = open_chat(arguments)
     reading, ids_of = chat.read_context(text, arguments.state)
     mark = chat.session.mark()
