@@ -139,16 +139,13 @@ def kept_environment() -> Iterator[None]:
 def _tried(drill: Drill, cases: Iterator[str], work: Path, jobs: int) -> Iterator[Result]:
     """Results in the order in which cases end."""
     running: dict[int, tuple[str, Path, float]] = {}
-    exhausted = False
-    while running or not exhausted:
-        while not exhausted and len(running) < jobs:
-            case = next(cases, None)
-            if case is None:
-                exhausted = True
-                break
+    while True:
+        while len(running) < jobs and (case := next(cases, None)) is not None:
             folder = work / hashlib.sha256(case.encode()).hexdigest()[:16]
             folder.mkdir()
             running[_forked(drill, case, folder)] = (case, folder, time.perf_counter())
+        if not running:
+            return
         for process, (case, folder, started) in list(running.items()):
             ended, status = os.waitpid(process, os.WNOHANG)
             seconds = time.perf_counter() - started
