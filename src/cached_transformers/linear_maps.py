@@ -1,4 +1,4 @@
-"""Weights of linear maps, for code that uses them without calling the module.
+"""Weights of modules, for code that uses them without calling the module, or calls it with others.
 
 Adapters wrap such modules, quantisation replaces them, and hooks watch them. Then `module.weight` is not the weight in
 use, and only a call is right.
@@ -6,10 +6,12 @@ use, and only a call is right.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 Weights = tuple[Tensor, Tensor | None] | None
@@ -53,3 +55,28 @@ def input_dtype(linear: nn.Module) -> torch.dtype:
     """Return the dtype of a linear map's input; packed low-bit weights have no dtype to copy."""
     found = (p.dtype for p in linear.parameters() if p.is_floating_point())
     return next(found, torch.get_default_dtype())
+
+
+def call_with(module: nn.Module, tensors: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Call a module with other parameters and buffers; `tensors` receives buffers that the call exchanges.
+
+    It is `torch.func.functional_call` for several threads: that exchanges the tensors of the module itself.
+    """
+    if torch.compiler.is_compiling():
+        return functional_call(module, tensors, args, kwargs)
+    twin = _twin(module, tensors, "")
+    out = twin(*args, **kwargs)
+    tensors.update(twin.named_buffers(remove_duplicate=False))
+    return out
+
+
+def _twin(module: nn.Module, tensors: dict[str, Tensor], path: str) -> nn.Module:
+    twin = copy(module)
+    twin._modules = {
+        name: child if child is None else _twin(child, tensors, f"{path}{name}.")
+        for name, child in module._modules.items()
+    }
+    for kind in ("_parameters", "_buffers"):
+        held = getattr(module, kind)
+        setattr(twin, kind, {name: tensors.get(path + name, tensor) for name, tensor in held.items()})
+    return twin

@@ -11,9 +11,11 @@ import pytest
 import torch
 from integrations.families import ALL
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cached_transformers import add_memory, create_model
 from cached_transformers.integrations.segment_context import running
+from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.models.generation import generate
 
 ROUNDS = 3
@@ -116,3 +118,20 @@ def test_a_backward_pass_on_another_thread() -> None:
     assert grads[0].keys() == grads[1].keys()
     for name, grad in grads[0].items():
         torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["segments", "diagonal"])
+def test_no_call_exchanges_the_weights_of_the_model(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread would train without them, or put them back after the model's own."""
+    memory = {"name": "compressive", "length": 4, "compressed": 4, "rate": 2}
+    model: Any = create_model("language_model", memory=memory, vocabulary=20, width=8, heads=2, depth=3)
+    loop, ids = SegmentLoop(model, 4, schedule=schedule), torch.randint(0, 20, (2, 24))
+    weights, seen, norm = dict(model.named_parameters()), list[bool](), F.layer_norm
+
+    def looked(*given: Any, **named: Any) -> Tensor:
+        seen.append(all(now is weights[name] for name, now in model.named_parameters()))
+        return norm(*given, **named)
+
+    monkeypatch.setattr(F, "layer_norm", looked)
+    loop(ids, ids)
+    assert all(seen) and len(seen) > 20

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from cached_transformers.attentions.softmax import SoftmaxAttention, key_weights
@@ -27,7 +26,7 @@ from cached_transformers.interfaces.capabilities import CORE_WORDS, refuse_misfi
 from cached_transformers.interfaces.contexts import join, logits_of, widened
 from cached_transformers.interfaces.incremental import read_segment
 from cached_transformers.interfaces.memory import Context, LayerMemory, Linear, Offer, Query, Reading, Trace
-from cached_transformers.linear_maps import Weights, matrix_of, plain_weights
+from cached_transformers.linear_maps import Weights, call_with, matrix_of, plain_weights
 from cached_transformers.memories.parts.composite import SideBySide, members_of, stands_in_front
 from cached_transformers.memories.parts.late_gradients import mapped
 from cached_transformers.positions import Positions
@@ -231,7 +230,7 @@ class SelfAttention(nn.Module):
             h_BMD = hidden_BMD
         elif frozen:
             constants = {name: parameter.detach() for name, parameter in self.norm.named_parameters()}
-            h_BMD = functional_call(self.norm, constants, (hidden_BMD,))
+            h_BMD = call_with(self.norm, constants, hidden_BMD)
         else:
             h_BMD = self.norm(hidden_BMD)
         return self._keys_values(h_BMD, frozen)

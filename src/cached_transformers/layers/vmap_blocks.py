@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from cached_transformers.interfaces.memory import Tokens
+from cached_transformers.linear_maps import call_with
 from cached_transformers.state import State, map_state
 
 from .stack import Stack
@@ -142,7 +142,7 @@ class VmapBlocks:
             # A CPU has no kernel with a layer dimension, and fused kernels ignore that a mask needs a gradient.
             # Compilers do not follow the torch function mode and fuse the plain form.
             with sdpa_kernel(SDPBackend.MATH) if torch.compiler.is_compiling() else _FoldedAttention():
-                out = _run_block(lambda b, *a, **k: functional_call(b, weights, a, k), block, call, state)
+                out = _run_block(lambda b, *a, **k: call_with(b, weights, *a, **k), block, call, state)
             for name in self.buffers:
                 if weights[name] is not given[name]:
                     raise self._refusal(f"buffer {name} is exchanged")

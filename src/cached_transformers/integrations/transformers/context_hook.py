@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from cached_transformers.attentions.softmax import SoftmaxAttention, weights_of
 from cached_transformers.integrations.hosts import Host, Site
@@ -29,6 +28,7 @@ from cached_transformers.integrations.tracked_modules import track
 from cached_transformers.interfaces.contexts import join, logits_of, widened
 from cached_transformers.interfaces.incremental import read_segment
 from cached_transformers.interfaces.memory import Context, LayerMemory, Linear, Reading
+from cached_transformers.linear_maps import call_with
 
 from .adapter_utils import first_of, lowered
 from .memory_cache import SlotProjections
@@ -256,7 +256,7 @@ def _called(module: nn.Module, t: Tensor) -> Tensor:
 
 def _frozen(module: nn.Module, t: Tensor) -> Tensor:
     """The module's output, without gradient for its parameters."""
-    return functional_call(module, {name: p.detach() for name, p in module.named_parameters()}, (t,))  # type: ignore[no-any-return]
+    return call_with(module, {name: p.detach() for name, p in module.named_parameters()}, t)  # type: ignore[no-any-return]
 
 
 def _near(tokens_BN: Tensor, keys_BM: Tensor, window: int) -> Tensor:
