@@ -72,11 +72,7 @@ def call_with(module: nn.Module, tensors: dict[str, Tensor], *args: Any, **kwarg
 
 def _twin(module: nn.Module, tensors: dict[str, Tensor], path: str) -> nn.Module:
     twin = copy(module)
-    twin._modules = {
-        name: child if child is None else _twin(child, tensors, f"{path}{name}.")
-        for name, child in module._modules.items()
-    }
+    twin._modules = {n: child and _twin(child, tensors, f"{path}{n}.") for n, child in module._modules.items()}
     for kind in ("_parameters", "_buffers"):
-        held = getattr(module, kind)
-        setattr(twin, kind, {name: tensors.get(path + name, tensor) for name, tensor in held.items()})
+        setattr(twin, kind, {n: tensors.get(path + n, tensor) for n, tensor in getattr(module, kind).items()})
     return twin

@@ -9,11 +9,9 @@ import pytest
 import torch
 from attentions.agreement import agree, inputs, tail
 from torch import Tensor
-from torch.nn import functional as F
 
-from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import SoftmaxAttention, create_attention
-from cached_transformers.attentions.informer import POWERS, STEPS, Distilling, InformerAttention
+from cached_transformers.attentions.informer import POWERS, STEPS, InformerAttention
 from cached_transformers.interfaces.memory import Context
 from cached_transformers.torchvision_guard import ensure_torchvision
 
@@ -183,23 +181,3 @@ def test_transformers_chooses_the_same_and_gives_others_the_same(
     got = core(q, k, v, causal=causal).out_BHNV
     atol = 1e-5 if causal else 1e-10  # its sums are in float32
     agree(theirs.out_proj(got[:, 0]), want, [x, *theirs.parameters()], atol=atol)
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 7, 24])
-def test_the_distilling_layer_is_that_of_transformers(tokens: int, hosted: Any) -> None:
-    ours, theirs = Distilling(6).double(), hosted.InformerConvLayer(6).double()
-    ours.convolution.load_state_dict(theirs.downConv.state_dict())
-    x = torch.randn(2, tokens, 6, dtype=torch.double, requires_grad=True)
-    got = ours(x)
-    agree(got, theirs(x), [x])
-    assert got.shape == (2, (tokens + 1) // 2, 6)
-    torch.testing.assert_close(ours.norm.running_mean, theirs.norm.running_mean, check_dtype=False)
-    ours.eval()
-    taps = ours.convolution.weight
-    y = sum(x.roll(1 - tap, 1) @ taps[..., tap].T for tap in range(3)) + ours.convolution.bias
-    mean, var = ours.norm.running_mean, ours.norm.running_var
-    assert mean is not None and var is not None
-    h = F.elu((y - mean) / (var + ours.norm.eps).sqrt())
-    windows = [h[:, max(2 * i - 1, 0) : 2 * i + 2].amax(1) for i in range((tokens + 1) // 2)]
-    agree(ours(x), torch.stack(windows, 1), [x, taps])
-    assert count_flops(ours, x.detach()) == 2 * 2 * tokens * 6 * 6 * 3

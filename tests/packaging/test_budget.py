@@ -12,12 +12,12 @@ import pytest
 PROJECT = Path(__file__).resolve().parents[2]
 
 LINES = {
-    "src/cached_transformers": 35_668,
+    "src/cached_transformers": 35_667,
     "src/cached_transformers/interfaces": 980,
     "src/cached_transformers/state": 588,
     "src/cached_transformers/memories": 10_758,
-    "src/cached_transformers/attentions": 6_799,
-    "src/cached_transformers/layers": 3_015,
+    "src/cached_transformers/attentions": 6_778,
+    "src/cached_transformers/layers": 3_012,
     "src/cached_transformers/models": 4_419,
     "src/cached_transformers/loops": 925,
     "src/cached_transformers/integrations": 6_507,

@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
@@ -213,24 +213,3 @@ class InformerAttention(Attention):
             if self.lazy_sum:
                 count = torch.ones_like(count)
         return (total / count.clamp(min=1)).to(v_BHMV.dtype)
-
-
-class Distilling(nn.Module):
-    """Layer between Informer's encoder layers, which halves the length: convolution, norm, ELU and maximum.
-
-    The convolution of three tokens is circular, so that the ends of a sequence are neighbours. Rows are taken to be of
-    one length: padding would take part in the convolution and in the statistics. N D^2 * 3 multiply-adds.
-
-    Args:
-        width: D.
-    """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.convolution = nn.Conv1d(width, width, 3, padding=1, padding_mode="circular")
-        self.norm = nn.BatchNorm1d(width)
-
-    def forward(self, x_BND: Tensor) -> Tensor:
-        """(B, ceil(N / 2), D)."""
-        h_BDN = F.elu(self.norm(self.convolution(x_BND.mT)))
-        return F.max_pool1d(h_BDN, 3, stride=2, padding=1).mT

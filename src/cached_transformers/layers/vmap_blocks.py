@@ -152,10 +152,8 @@ class VmapBlocks:
         padding = None if like.padding_BN is None else torch.stack([t.padding_BN for t in tokens])  # type: ignore[misc]
         state = map_state(lambda *parts: torch.stack(parts), *states)
         dims = (0, 0, 0, None if padding is None else 0, 0)
-        result: tuple[Tensor, State, list[Tensor]] = torch.vmap(one, in_dims=dims, randomness="different")(
-            weights, x, positions, padding, state
-        )
-        return result
+        mapped = torch.vmap(one, in_dims=dims, randomness="different")
+        return mapped(weights, x, positions, padding, state)  # type: ignore[no-any-return]
 
     def _versions(self) -> dict[str, int]:
         """Version counters of the stacked buffers. Compiled code has none, so in training it refuses saved buffers."""
