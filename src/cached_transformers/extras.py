@@ -37,15 +37,15 @@ def require(module: str, *, extra: str) -> ModuleType:
 
 @contextlib.contextmanager
 def refused_by(library: str, call: str) -> Iterator[None]:
-    """Raise errors of a library about its arguments as `ValueError` with the call.
+    """Raise errors of a library about its arguments as `ValueError`, or as `OSError` if they are, with the call.
 
     Args:
         call: the call of the library, e.g. "timm.create_model('vit_tiny_patch16_224', depth=-1)".
     """
     try:
         yield
-    except (ImportError, OSError, MemoryError):
+    except (ImportError, MemoryError):
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{library} refuses {call}: {type(error).__name__}: {reason[:500]}") from error
+        reason, kind = " ".join(str(error).split()), OSError if isinstance(error, OSError) else ValueError
+        raise kind(f"{library} refuses {call}: {type(error).__name__}: {reason[:500]}") from error

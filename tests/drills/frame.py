@@ -162,13 +162,8 @@ def _tried(drill: Drill, cases: Iterator[str], work: Path, jobs: int) -> Iterato
 
 def _forked(drill: Drill, case: str, folder: Path) -> int:
     """Run a case in a child with output and problem in its folder; return the process id."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    process = os.fork()
-    if process:
-        return process
-    status = 1
-    try:
+
+    def work() -> int:
         os.setpgid(0, 0)
         log = os.open(folder / ".log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
@@ -177,13 +172,14 @@ def _forked(drill: Drill, case: str, folder: Path) -> int:
         inside.mkdir()
         try:
             drill.attempt(case, inside)
-            status = 0
+            return 0
         except Failure as failure:
             (folder / ".problem").write_text(str(failure), encoding="utf-8")
         except BaseException:
             (folder / ".problem").write_text(traceback.format_exc(), encoding="utf-8")
-    finally:
-        os._exit(status)
+        return 1
+
+    return forked(work)
 
 
 def _problem(folder: Path, status: int | None, limit: float) -> str | None:

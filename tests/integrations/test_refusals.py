@@ -16,7 +16,7 @@ from integrations.transformers_hosts import BART, BERT, GPT2, LLAMA, STREAMS, SW
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers import add_memory, register_adapter, remove_memory
+from cached_transformers import add_memory, create_model, register_adapter, remove_memory
 from cached_transformers.integrations import hosts as descriptions
 from cached_transformers.integrations.hosts import Host as Description
 from cached_transformers.integrations.masks import padding_of
@@ -323,3 +323,9 @@ def test_the_forms_of_a_padding_mask_say_the_same() -> None:
     for form in (keep, keep.bool(), keep.float(), bools, bools.expand(2, 1, 4, 4), added, added.expand(2, 1, 4, 4)):
         padding = padding_of(form, 4)
         assert padding is not None and padding.tolist() == [[False, False, False, True], [False] * 4]
+
+
+def test_pretrained_weights_that_cannot_be_loaded_are_named(tmp_path: Any) -> None:
+    for name, kind in (("..", ValueError), ("nosuch/nosuch", OSError)):
+        given = {"pretrained": name, "cache_dir": tmp_path, "local_files_only": True}
+        refuses(f"pretrained={name} ", create_model, "transformers", raises=kind, **given)

@@ -142,7 +142,8 @@ class TransformersModel(nn.Module):
                 raise ValueError(f"model={type(model).__name__} has weights and a config of its own; leave out {given}")
             self.model, self.training = _with_head(model), model.training
         elif pretrained is not None:
-            self.model = transformers.AutoModelForCausalLM.from_pretrained(pretrained, **options)
+            with refused_by("transformers", f"pretrained={pretrained} with {shown(options)}"):
+                self.model = transformers.AutoModelForCausalLM.from_pretrained(pretrained, **options)
         else:
             if vocabulary is None:
                 raise ValueError("vocabulary=None: give the number of token ids, or the name of pretrained weights")

@@ -12,7 +12,6 @@ that the layer has, H heads, G heads of keys, E head width, D width, P position 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -143,24 +142,21 @@ class ContextHook(MemoryHook):
 
     def project_kv(self, hidden_BMD: Tensor, *, frozen: bool = False, normed: bool = False) -> tuple[Tensor, Tensor]:
         """Keys and values (B, G, M, E) without positions; see `ProjectKV`."""
-        run = _frozen if frozen else _called
         if self.norm is not None and not normed:
-            hidden_BMD = run(self.norm.module, hidden_BMD)
-        _, k_BGME, v_BGME = self._projected(hidden_BMD, run, queries=False)
+            hidden_BMD = _called(self.norm.module, hidden_BMD, frozen)
+        _, k_BGME, v_BGME = self._projected(hidden_BMD, frozen, queries=False)
         return k_BGME, v_BGME
 
-    def _projected(
-        self, h_BND: Tensor, run: Callable[[nn.Module, Tensor], Tensor], queries: bool
-    ) -> tuple[Tensor | None, Tensor, Tensor]:
+    def _projected(self, h_BND: Tensor, frozen: bool, queries: bool) -> tuple[Tensor | None, Tensor, Tensor]:
         """Queries, keys and values of normed hidden states."""
         outputs: list[Tensor | None] = []
         for number, chain in enumerate(self.chains):
             if not queries and number == 0 and len(self.chains) > 1:
                 outputs.append(None)
                 continue
-            t = run(chain[0].module, h_BND)
+            t = _called(chain[0].module, h_BND, frozen)
             for tracked in chain[1:]:
-                t = run(tracked.module, t if self.between is None else self.between(t))
+                t = _called(tracked.module, t if self.between is None else self.between(t), frozen)
             outputs.append(t)
         return self.split(*outputs)
 
@@ -173,7 +169,7 @@ class ContextHook(MemoryHook):
         reading: Reading | None = None
         if memory.needs & {"context"}:
             if "head" in memory.needs:  # it is read with queries, which the layer has not made yet
-                query = self.with_heads(query, *self._projected(query.x_BND, _called, queries=True))
+                query = self.with_heads(query, *self._projected(query.x_BND, False, queries=True))
             reading = with_weights(memory, read_segment, memory, context.states[self.number], query, project_kv)
         offer = None if context.offers is None else context.offers[self.number]
         offered = offer(project_kv) if callable(offer) else offer
@@ -250,13 +246,9 @@ class ContextHook(MemoryHook):
         return super().mix(call, y_BND, linear)
 
 
-def _called(module: nn.Module, t: Tensor) -> Tensor:
-    return module(t)  # type: ignore[no-any-return]
-
-
-def _frozen(module: nn.Module, t: Tensor) -> Tensor:
-    """The module's output, without gradient for its parameters."""
-    return call_with(module, {name: p.detach() for name, p in module.named_parameters()}, t)  # type: ignore[no-any-return]
+def _called(module: nn.Module, t: Tensor, frozen: bool) -> Any:
+    """The module's output; with `frozen` without gradient for its parameters."""
+    return call_with(module, {n: p.detach() for n, p in module.named_parameters()}, t) if frozen else module(t)
 
 
 def _near(tokens_BN: Tensor, keys_BM: Tensor, window: int) -> Tensor:
