@@ -59,8 +59,7 @@ def test_products_in_place_convolutions_and_fused_layers_count() -> None:
 
     assert count_flops(Sums(), torch.randn(2, 3), torch.randn(3, 4)) == 2 * (2 * 2 * 3 * 4)
     layer = nn.TransformerEncoderLayer(D, H, 4 * D, batch_first=True)
-    expected = QKV + OUT + FEED_FORWARD + 2 * 2 * B * N * N * D
-    assert count_flops(layer, torch.randn(B, N, D)) == expected
+    assert count_flops(layer, torch.randn(B, N, D)) == QKV + OUT + FEED_FORWARD + 2 * 2 * B * N * N * D
     assert count_flops(nn.LSTM(D, 8), torch.randn(N, B, D)) == 2 * N * B * 4 * 8 * (D + 8)
     x = torch.randn(B, 4, 6, 6)
     assert count_flops(nn.Conv2d(4, 8, 3, padding=1), x) == 2 * B * 36 * 8 * 4 * 9

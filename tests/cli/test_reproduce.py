@@ -154,6 +154,7 @@ def test_a_table_from_text_to_report(wikitext: Path, tmp_path: Path, capsys: pyt
         ("table5 --data {data} training.seed=1", "training.seed"),
         ("table5 --data {data} data.path=x", "data.path"),
         ("table5 --data {data} model.memory=rmt", "model.memory='rmt'"),
+        *((f"table5 --data {{data}} model.{option}", option) for option in ("heads=0", "heads=999")),
         ("table1", "CIFAR-10"),
         ("table1 --data {data} model.memory=convolution", "model.memory='convolution'"),
         ("table4", "Multi30k En-De"),

@@ -249,5 +249,5 @@ def damage_file(file: Path, random: Random, beside: list[Path]) -> str:
         os.mkfifo(file)
         return "a pipe"
     with contextlib.suppress(shutil.Error):  # a pipe, or a link to nothing, is not copied
-        shutil.copytree(file.parent, file.with_name(f"{file.name}.copied")) if len(beside) < 9 else file.touch()
+        shutil.copytree(file.parent, f"{file}.copied", symlinks=True) if len(beside) < 9 else file.touch()
     return "a copy of its folder"

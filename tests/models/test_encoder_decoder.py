@@ -270,8 +270,7 @@ def test_embeddings_are_shared_as_told() -> None:
 
     assert [tables(shared_embeddings=shared) for shared in ("all", "decoder", "none")] == [1, 2, 3]
     assert tables() == 1 and tables(target_vocabulary=W) == 2
-    model = build(target_vocabulary=W)
-    assert model(sources(), said()).outputs.shape == (ROWS, T, W)
+    assert build(target_vocabulary=W)(sources(), said()).outputs.shape == (ROWS, T, W)
 
 
 def test_default_sizes_are_of_iwslt_and_buckets_are_t5s() -> None:

@@ -31,7 +31,7 @@ def model_of(recipe: RunConfig, name: str) -> dict[str, Any]:
             f"model.memory={memory!r} must have a length for all memories; each row sets its own memory, so change "
             "model.memory.length only"
         )
-    head_width = recipe.model["width"] // recipe.model["heads"]
+    head_width = max(1, recipe.model["width"] // max(1, recipe.model["heads"]))  # the model refuses others
     setup = MemorySetup(recipe.training.segment_length, memory["length"], head_width)
     options = {"length": setup.length} if "length" in MEMORIES.entry(name).options else {}
     if name in OPTIONS:
