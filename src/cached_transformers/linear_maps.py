@@ -60,9 +60,9 @@ def input_dtype(linear: nn.Module) -> torch.dtype:
 def call_with(module: nn.Module, tensors: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
     """Call a module with other parameters and buffers; `tensors` receives buffers that the call exchanges.
 
-    It is `torch.func.functional_call` for several threads: that exchanges the tensors of the module itself.
+    A copy is called: `functional_call`, which compilers and patched forwards need, shows others the exchange.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or any("forward" in vars(part) for part in module.modules()):
         return functional_call(module, tensors, args, kwargs)
     twin = _twin(module, tensors, "")
     out = twin(*args, **kwargs)
