@@ -25,6 +25,7 @@ ARGUMENTS = (
     ("--keys N,...", str, "pass keys in texts of N tokens, and in repeated sentences"),
     ("--trials N", 20, "pass keys of each length"),
     ("--segment-length N", 256, "tokens in a segment"),
+    ("--dtype TYPE", (None, "float32", "bfloat16"), "of the model; as it is loaded unless given"),
     ("--seed N", 0, "of the pass keys"),
     ("--out FOLDER", Path("runs/read"), "folder of read.json and report.html"),
 )
@@ -38,6 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("nothing to measure: give --tokens N, --keys N,... or both")
     for path in arguments.texts:
         require_file(path, "a text")
+    import torch
+
     from cached_lab.experiments.long_text import LongTexts, parse_arms, read_text
     from cached_lab.experiments.pretrained import resolve_model
     from cached_lab.experiments.reports.read_page import read_tables, write_read_report
@@ -49,6 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     if len(texts) < len(arguments.texts):
         raise ValueError(f"{len(arguments.texts)} texts have {len(texts)} names; rename the files, which name the rows")
     model, words = resolve_model(arguments.model)
+    if arguments.dtype is not None:
+        model = model.to(getattr(torch, arguments.dtype))
     about = (words_of_transformers(words), arguments.model, arguments.segment_length, arguments.seed, arguments.out)
     with folder_lock(arguments.out):
         measured = LongTexts(model, *about, command_line())

@@ -100,7 +100,13 @@ class LongTexts:
         self, model: Any, words: Words, name: str, segment: int, seed: int, folder: Path, command: str
     ) -> None:
         self.model, self.words, self.segment, self.seed, self.path = model.eval(), words, segment, seed, folder / FILE
-        settings = {"model": name, "weights": fingerprint(model), "segment_length": segment, "seed": seed}
+        settings = {
+            "model": name,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "weights": fingerprint(model),
+            "segment_length": segment,
+            "seed": seed,
+        }
         self.content: dict[str, Any] = {"settings": settings, "texts": {}, "perplexity": [], "keys": []}
         if self.path.is_file():
             self.content = json.loads(self.path.read_text(encoding="utf-8"))

@@ -38,6 +38,7 @@ from cached_transformers.memories.parts.fifo_store import (
     push,
     right_before,
     stored_pair,
+    taken,
 )
 from cached_transformers.memories.parts.options import check_heads
 from cached_transformers.memories.parts.ring import write_rings
@@ -168,24 +169,17 @@ class BlockRetrieval(ModelMemory):
 
     def open(self, state: BlockRetrievalState, tokens: Tokens, layers: Sequence[Projections]) -> list[Context]:
         heads, dtype = 2 * self.depth * self.stored_heads[0], state.recent.hidden_BMD.dtype
-        sinks_BXSE, recent_BXWE = (
-            rows.clean_BMD.unflatten(-1, (heads, -1)).transpose(1, 2) for rows in (state.sinks, state.recent)
-        )
-        valid_BUK = state.chosen_BUK >= 0
-        chosen_BUXME = []
+        valid_BUK, first_B1P, contexts = state.chosen_BUK >= 0, tokens.positions_BNP[:, :1], []
         for number_BK, valid_BK in zip(state.chosen_BUK.unbind(1), valid_BUK.unbind(1), strict=True):
             found_BKXbE = pick(state.blocks_BCXbE, number_BK).to(dtype)
             found_BKXbE = torch.where(valid_BK[:, :, None, None, None], found_BKXbE, 0)
-            chosen_BUXME.append(found_BKXbE.transpose(1, 2).flatten(2, 3))
-        first_B1P = tokens.positions_BNP[:, :1]
-        contexts = []
-        for number_BXME, valid_BK in zip(chosen_BUXME, valid_BUK.unbind(1), strict=True):
+            found_BLY = found_BKXbE.transpose(2, 3).flatten(3).flatten(1, 2)
             valid_BM = torch.cat(
                 [state.sinks.valid_BM, valid_BK.repeat_interleave(self.block, 1), state.recent.valid_BM], 1
             )
             order_BM = valid_BM.to(torch.uint8).argsort(dim=1, stable=True)  # empty slots first
-            slots_BXME = torch.cat([sinks_BXSE, number_BXME, recent_BXWE], 2)
-            slots_BXME = slots_BXME.take_along_dim(order_BM[:, None, :, None], 2)
+            slots_BMY = torch.cat([state.sinks.clean_BMD, found_BLY, state.recent.clean_BMD], 1)
+            slots_BXME = taken(slots_BMY, order_BM).unflatten(-1, (heads, -1)).transpose(1, 2)
             contexts.append((slots_BXME, valid_BM.gather(1, order_BM)))
         return [self._context(*contexts[index % len(contexts)], index, first_B1P, state) for index in range(self.depth)]
 
@@ -246,7 +240,7 @@ class BlockRetrieval(ModelMemory):
         count_B = torch.div(both.count_B - self.recent, self.block, rounding_mode="floor").clamp(min=0)
         first_B1 = slots + n - both.count_B[:, None]
         place_BL = (first_B1 + torch.arange(most * self.block, device=first_B1.device)).clamp(max=slots + n - 1)
-        left_BLY = both.hidden_BMD.take_along_dim(place_BL[..., None], 1)
+        left_BLY = taken(both.hidden_BMD, place_BL)
         left_BJXbE = left_BLY.unflatten(1, (most, self.block)).unflatten(-1, (heads, -1)).transpose(2, 3)
         count_after_B = both.count_B - count_B * self.block
         hidden_BWY, none_BW0 = both.hidden_BMD[:, n:], both.positions_BMP[:, n:]

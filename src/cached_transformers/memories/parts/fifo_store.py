@@ -123,12 +123,12 @@ def lined_up(older: Rows | Pairs, newer: Rows | Pairs) -> Any:
     total = first.hidden_BMD.shape[1] + slots
     place_M = torch.arange(total, device=second.count_B.device)
     # Empty slots of the newer lie between the two; older entries move up to close the gap.
-    index_BM = torch.where(place_M >= total - slots + gap_B1, place_M, place_M - gap_B1).clamp(min=0)[..., None]
+    index_BM = torch.where(place_M >= total - slots + gap_B1, place_M, place_M - gap_B1).clamp(min=0)
     hidden_BMD = torch.cat([first.clean_BMD, second.clean_BMD], 1)
     positions_BMP = torch.cat([first.positions_BMP, second.positions_BMP], 1)
     valid_BM = place_M >= total - (first.count_B + second.count_B)[:, None]
-    hidden_BMD = torch.where(valid_BM[..., None], hidden_BMD.gather(1, index_BM.expand_as(hidden_BMD)), 0)
-    positions_BMP = positions_BMP.gather(1, index_BM.expand_as(positions_BMP))
+    hidden_BMD = torch.where(valid_BM[..., None], taken(hidden_BMD, index_BM), 0)
+    positions_BMP = taken(positions_BMP, index_BM)
     return type(newer)(hidden_BMD, positions_BMP, first.count_B + second.count_B)
 
 
@@ -178,13 +178,18 @@ def push_out(
     else:
         valid_BL = torch.cat([rows.valid_BM, ~padding_BN], 1)
         # Real entries come last, in order; the others are cleared.
-        order_BL1 = valid_BL.to(torch.uint8).argsort(dim=1, stable=True)[..., None]
-        real_BL1 = valid_BL[..., None].gather(1, order_BL1)
-        hidden_BLD = torch.where(real_BL1, hidden_BLD.gather(1, order_BL1.expand_as(hidden_BLD)), 0)
-        positions_BLP = torch.where(real_BL1, positions_BLP.gather(1, order_BL1.expand_as(positions_BLP)), 0)
+        order_BL = valid_BL.to(torch.uint8).argsort(dim=1, stable=True)
+        real_BL1 = taken(valid_BL, order_BL)[..., None]
+        hidden_BLD = torch.where(real_BL1, taken(hidden_BLD, order_BL), 0)
+        positions_BLP = torch.where(real_BL1, taken(positions_BLP, order_BL), 0)
         total_B = valid_BL.sum(1)
     left = Rows(hidden_BLD[:, :n], positions_BLP[:, :n], (total_B - slots).clamp(min=0))
     return Rows(hidden_BLD[:, n:], positions_BLP[:, n:], total_B.clamp(max=slots)), left
+
+
+def taken(x_BLC: Tensor, index_BM: Tensor) -> Tensor:
+    """(B, M, C): the entries with these indices; in whole rows, several times as fast as `gather`."""
+    return x_BLC[torch.arange(len(x_BLC), device=x_BLC.device)[:, None], index_BM]
 
 
 def best(score_XL: Tensor, valid_XL: Tensor, slots: int) -> tuple[Tensor, Tensor]:
