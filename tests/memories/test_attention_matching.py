@@ -16,6 +16,7 @@ from common import refuses
 from integrations.families import GROUPED, decoder, words
 from memories.scored_streams import Golden, close, golden, steps, turned
 from torch import Tensor
+from torch.nn import functional as F
 
 from cached_transformers import Session, add_memory, compact, create_memory, create_model, export_cache
 from cached_transformers.memories.parts.attention_matching import importance, match_mass, pursue, solve
@@ -36,6 +37,10 @@ def logits(q_NE: Tensor, k_LE: Tensor) -> Tensor:
     return q_NE @ k_LE.mT / q_NE.shape[-1] ** 0.5
 
 
+def biases(z_XNL: Tensor, z_XNM: Tensor, **more: Any) -> Tensor:
+    return match_mass(z_XNL, z_XNM, torch.zeros_like(z_XNM[:, 0]), **more)
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_recorded_results(shared: Path, name: str) -> None:
     data, (choice, mass, ridge) = golden(shared, "attention_matching"), VARIANTS[name]
@@ -49,7 +54,7 @@ def test_the_recorded_results(shared: Path, name: str) -> None:
         assert torch.equal(pursue(z, slots, *choice)[0].nonzero()[:, 0], index.sort().values)
     bias, value = torch.zeros(1, slots, dtype=z.dtype), v[index]
     if mass:
-        bias = match_mass(z, z[..., index], **mass, ridge=0, power_M=data["power_start"])
+        bias = biases(z, z[..., index], **mass, ridge=0, power_M=data["power_start"])
         start = torch.zeros_like(value) if ridge else value  # the release pulls to 0
         value = solve((z[..., index] + bias[:, None]).softmax(-1), z.softmax(-1) @ v, start[None], ridge)[0]
     close(bias[0], data[f"{name}/bias"])
@@ -66,15 +71,15 @@ def test_all_keys_stay_as_they_are_and_equal_ones_are_one_with_their_number() ->
     torch.manual_seed(0)
     q, k, v = (torch.randn(n, 8, dtype=torch.double) for n in (5, 12, 12))  # fewer queries than keys
     z = logits(q, k)[None]
-    close(match_mass(z, z), torch.zeros_like(z[:, 0]))
+    close(biases(z, z), torch.zeros_like(z[:, 0]))
     close(solve(z.softmax(-1), z.softmax(-1) @ v, v[None])[0], v)
     few = z[..., :4]
-    close(match_mass(torch.cat([few, few], -1), few, ridge=0)[0], torch.full((4,), math.log(2), dtype=torch.double))
-    close(match_mass(few, few - 1, ridge=0)[0], torch.ones(4).double())
+    close(biases(torch.cat([few, few], -1), few, ridge=0)[0], torch.full((4,), math.log(2), dtype=torch.double))
+    close(biases(few, few - 1, ridge=0)[0], torch.ones(4).double())
     q, k, v = (torch.randn(2, n, 8) for n in (48, 60, 60))
     q[1, 3] = torch.nan  # a row that leaves the other row alone
     z = q @ k.mT
-    bias = match_mass(z, z[..., :20])
+    bias = biases(z, z[..., :20])
     found = solve((z[..., :20] + bias[:, None]).softmax(-1), z.softmax(-1) @ v, v[:, :20])
     assert found[0].abs().max() < 10 and bias[0].abs().max() <= 3.01 and found[1].isnan().all()
 
@@ -95,12 +100,20 @@ def test_an_overflow_merges_all_but_sinks_and_newest_tokens(choice: str) -> None
     z, z_slot = z[None, :, 2:21], z_slot[None, :, 2:9]
     found = pursue(z, 7, 4, 2) if choice == "omp" else importance(z, choice)
     assert sorted(found[0].float().argsort(descending=True)[:7] + 2) == kept[2:9].tolist()
-    bias = match_mass(z, z_slot)
+    bias, longest = biases(z, z_slot), v.norm(dim=-1).max()
     close(state.scores_BGM[0, :, 2:9], bias)
-    close(
-        state.v_BGME[0, :, 2:9],
-        solve((z_slot + bias[:, None]).softmax(-1), z.softmax(-1) @ v[2:21], v[None, kept[2:9]]),
-    )
+    value = solve((z_slot + bias[:, None]).softmax(-1), z.softmax(-1) @ v[2:21], v[None, kept[2:9]])
+    value = torch.where(value.norm(dim=-1, keepdim=True) > longest, F.normalize(value, dim=-1) * longest, value)
+    close(state.v_BGME[0, :, 2:9], value)
+
+
+def test_however_often_slots_are_merged_biases_and_values_stay_bounded() -> None:
+    torch.manual_seed(0)
+    data: Golden = {name: 3 * torch.randn(1, n, 800, 8).double() for name, n in {"q": 2, "k": 1, "v": 1}.items()}
+    memory: Any = create_memory({"name": "attention_matching", "length": 40, "queries": 8}, 16, 2)
+    state = steps(memory, data, 16)[-1].state
+    longest = data["v"].norm(dim=-1).max()
+    assert 2.9 < state.scores_BGM.abs().max() <= 3.0001 and state.v_BGME.norm(dim=-1).max() <= longest * 1.0001
 
 
 SPEC = {"name": "attention_matching", "length": 120, "sinks": 2, "observe": 4}

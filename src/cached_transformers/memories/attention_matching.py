@@ -6,7 +6,8 @@ and get biases and values with which the last queries of the stream receive the 
     slots = [sinks, merged keys with biases, newest tokens]
 
 The queries are asked again right after the text, of keys at their places before and after the merging. The release
-merges a whole text once, also for queries that the model invents.
+merges a whole text once, also for queries that the model invents. Here slots may be merged any number of times: a bias
+stays between -3 and 3, and a value no longer than the longest one, which the release does not ask.
 
 Legend: B rows, H heads, G heads of keys, N tokens or queries, Q queries of a head, M slots, T merged slots, L slots and
 tokens, E head width, D model width, P position channels.
@@ -118,12 +119,18 @@ class AttentionMatching(ScoredCache):
         else:
             score_BGL = importance(z_BGNL, self.choice)
         kept = self.best_of(found, score_BGL, state, slots)
+        old_BGT = kept.scores_BGM[..., first:last]
         z_BGNT = self._logits(found, state.carried, kept.k_BGME, kept.scores_BGM)[..., first:last]
-        change_BGT = match_mass(z_BGNL, z_BGNT)
+        bias_BGT = match_mass(z_BGNL, z_BGNT, old_BGT)
         v_BGLE, v_BGTE = (t.to(z_BGNL.dtype) for t in (found.v_BGLE, kept.v_BGME[:, :, first:last]))
-        matched_BGTE = solve((z_BGNT + change_BGT[:, :, None]).softmax(-1), z_BGNL.softmax(-1) @ v_BGLE, v_BGTE)
+        weight_BGNT = (z_BGNT + (bias_BGT - old_BGT)[:, :, None]).softmax(-1)
+        matched_BGTE = solve(weight_BGNT, z_BGNL.softmax(-1) @ v_BGLE, v_BGTE)
+        # What the queries do not determine would add up over merges.
+        longest_BG11, length_BGT1 = (torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (v_BGLE, matched_BGTE))
+        longest_BG11 = longest_BG11.amax(-2, keepdim=True).clamp(min=torch.finfo(v_BGLE.dtype).tiny)
+        matched_BGTE = matched_BGTE * longest_BG11 / torch.maximum(longest_BG11, length_BGT1)
         v_BGTE = torch.where(overflows_B111, matched_BGTE, v_BGTE).to(kept.v_BGME.dtype)
-        bias_BGT = kept.scores_BGM[..., first:last] + torch.where(overflows_B111[..., 0], change_BGT, 0)
+        bias_BGT = torch.where(overflows_B111[..., 0], bias_BGT, old_BGT)
         v_BGME = kept.v_BGME.slice_scatter(v_BGTE, 2, first, last)
         return kept._replace(v_BGME=v_BGME, scores_BGM=kept.scores_BGM.slice_scatter(bias_BGT, 2, first, last))
 

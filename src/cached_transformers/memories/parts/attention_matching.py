@@ -74,21 +74,28 @@ def pursue(z_XNL: Tensor, slots: int, keys: int = 1, interval: int = 1) -> Tenso
 
 
 def match_mass(
-    z_XNL: Tensor, z_XNM: Tensor, bound: float = 3, steps: int = 2, ridge: float = 1e-3, power_M: Tensor | None = None
+    z_XNL: Tensor,
+    z_XNM: Tensor,
+    bias_XM: Tensor,
+    bound: float = 3,
+    steps: int = 2,
+    ridge: float = 1e-3,
+    power_M: Tensor | None = None,
 ) -> Tensor:
-    """(X, M): biases from -bound to bound that give slots of logits z_XNM the mass of keys of logits z_XNL.
+    """(X, M): biases from -bound to bound that give slots the mass of keys of logits z_XNL.
 
-    Projected gradient steps follow clamped least squares; three power iterations from `power_M` give their length.
+    z_XNM are the logits of slots with the biases that they had, bias_XM. Projected gradient steps follow clamped least
+    squares; three power iterations from `power_M` give their length.
     """
     top_XN1 = torch.maximum(z_XNL.amax(-1, keepdim=True), z_XNM.amax(-1, keepdim=True))
     x_XNM, y_XN1 = (z_XNM - top_XN1).exp(), (z_XNL - top_XN1).exp().sum(-1, keepdim=True)
     one_XM1 = torch.ones_like(x_XNM[..., 0, :, None])
-    low, high = math.exp(-bound), math.exp(bound)
-    weight_XM1 = solve(x_XNM, y_XN1, one_XM1, ridge).clamp(low, high)
+    low_XM1, high_XM1 = ((limit - bias_XM[..., None]).exp() for limit in (-bound, bound))
+    weight_XM1 = solve(x_XNM, y_XN1, one_XM1, ridge).clamp(low_XM1, high_XM1)
     way_XM1 = one_XM1 if power_M is None else power_M[:, None]
     for _ in range(3):
         way_XM1 = F.normalize(x_XNM.mT @ (x_XNM @ way_XM1), dim=-2)
     size_X11 = (x_XNM @ way_XM1).square().sum(-2, keepdim=True).clamp(min=torch.finfo(z_XNL.dtype).tiny)
     for _ in range(steps):
-        weight_XM1 = (weight_XM1 - x_XNM.mT @ (x_XNM @ weight_XM1 - y_XN1) / size_X11).clamp(low, high)
-    return weight_XM1[..., 0].log()
+        weight_XM1 = (weight_XM1 - x_XNM.mT @ (x_XNM @ weight_XM1 - y_XN1) / size_X11).clamp(low_XM1, high_XM1)
+    return bias_XM + weight_XM1[..., 0].log()
