@@ -194,7 +194,7 @@ def test_states_share_their_blocks_and_files_take_them_back(tmp_path: Path) -> N
     session = Session(model, segment_length=5)
     session.read(torch.cat(segments(8, rows=1), 1))
     mark, blocks = session.mark(), session.state.model.blocks_BCXbE.rows[0]
-    file, sizes = blocks[0].file, []
+    file, sizes = blocks[0].store, []
     for seed in (1, 2, 3):
         session.read(torch.cat(segments(4, rows=1, seed=seed), 1))
         longer = session.state.model.blocks_BCXbE.rows[0]

@@ -210,13 +210,13 @@ class BlockRetrieval(ModelMemory):
         groups = self.stored_heads[0]
         padding_BN = ~traces[0].query.real_BN
         pairs = [stored_pair(trace.query, groups) for trace in traces]
-        kept_BXNE = torch.cat([pair[half] for half in (0, 1) for pair in pairs], 1)
-        kept_BNY = kept_BXNE.transpose(1, 2).flatten(2)
-        rank_BN = state.sinks.count_B[:, None] + (~padding_BN).cumsum(1)
-        positions_BN0 = kept_BNY.new_empty(*padding_BN.shape, 0, dtype=torch.long)
-        sinks = state.sinks
+        kept_BNY = torch.cat([pair[half].transpose(1, 2).flatten(2) for half in (0, 1) for pair in pairs], 2)
+        rank_BN, sinks = state.sinks.count_B[:, None] + (~padding_BN).cumsum(1), state.sinks
         if self.sinks:
-            sinks = push(sinks, kept_BNY, positions_BN0, padding_BN | (rank_BN > self.sinks))
+            later_BN = padding_BN | (rank_BN > self.sinks)
+            order_BS = later_BN.to(torch.uint8).argsort(dim=1, stable=True)[:, : self.sinks]
+            positions_BS0 = sinks.positions_BMP.new_empty(*order_BS.shape, 0)
+            sinks = push(sinks, taken(kept_BNY, order_BS), positions_BS0, later_BN.gather(1, order_BS))
         recent, left_BJXbE, count_B = self._recent(state.recent, kept_BNY, padding_BN | (rank_BN <= self.sinks))
         empty_BJ = torch.arange(left_BJXbE.shape[1], device=count_B.device) >= count_B[:, None]
         if self.grows:
@@ -234,18 +234,18 @@ class BlockRetrieval(ModelMemory):
     def _recent(self, recent: Rows, kept_BNY: Tensor, padding_BN: Tensor) -> tuple[Rows, Tensor, Tensor]:
         """The recent tokens after a segment; blocks that leave, (B, J, X, b, E), and how many of them are real."""
         slots, n, heads = recent.hidden_BMD.shape[1], kept_BNY.shape[1], 2 * self.depth * self.stored_heads[0]
-        wide = Rows(F.pad(recent.hidden_BMD, (0, 0, n, 0)), F.pad(recent.positions_BMP, (0, 0, n, 0)), recent.count_B)
-        both = push(wide, kept_BNY, kept_BNY.new_empty(*padding_BN.shape, 0, dtype=torch.long), padding_BN)
+        both_BLY = torch.cat([recent.hidden_BMD, kept_BNY.to(recent.hidden_BMD.dtype)], 1)
+        valid_BL = torch.cat([recent.valid_BM, ~padding_BN], 1)
+        order_BL, total_B = valid_BL.to(torch.uint8).argsort(dim=1, stable=True), valid_BL.sum(1)  # real ones last
         most = (slots + n - self.recent) // self.block
-        count_B = torch.div(both.count_B - self.recent, self.block, rounding_mode="floor").clamp(min=0)
-        first_B1 = slots + n - both.count_B[:, None]
-        place_BL = (first_B1 + torch.arange(most * self.block, device=first_B1.device)).clamp(max=slots + n - 1)
-        left_BLY = taken(both.hidden_BMD, place_BL)
+        count_B = torch.div(total_B - self.recent, self.block, rounding_mode="floor").clamp(min=0)
+        place_L = torch.arange(most * self.block, device=count_B.device)
+        place_BL = (slots + n - total_B[:, None] + place_L).clamp(max=slots + n - 1)
+        left_BLY = taken(both_BLY, order_BL.gather(1, place_BL))
         left_BJXbE = left_BLY.unflatten(1, (most, self.block)).unflatten(-1, (heads, -1)).transpose(2, 3)
-        count_after_B = both.count_B - count_B * self.block
-        hidden_BWY, none_BW0 = both.hidden_BMD[:, n:], both.positions_BMP[:, n:]
-        hidden_BWY = torch.where(last_slots(count_after_B, slots)[..., None], hidden_BWY, 0)
-        return Rows(hidden_BWY, none_BW0, count_after_B), left_BJXbE, count_B
+        count_after_B = total_B - count_B * self.block
+        hidden_BWY = torch.where(last_slots(count_after_B, slots)[..., None], taken(both_BLY, order_BL[:, n:]), 0)
+        return Rows(hidden_BWY, recent.positions_BMP, count_after_B), left_BJXbE, count_B
 
     def _choosing(self, state: BlockRetrievalState, traces: Sequence[Trace]) -> BlockRetrievalState:
         """The state with the blocks of the best scores for the last queries; rows without a token keep theirs."""

@@ -23,6 +23,33 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 ATEN = torch.ops.aten
+SLAB = 2**25
+"""Bytes that glibc never takes from its heap."""
+
+
+class BlockMemory:
+    """Records of equal size in slabs of memory: among temporaries, blocks that stay would leave holes in the heap."""
+
+    def __init__(self) -> None:
+        self.free: list[Tensor] = []
+        self.records = 0
+
+    def write(self, record: Tensor) -> Tensor:
+        """Copy a record into a free place."""
+        try:
+            place = self.free.pop()
+        except IndexError:
+            size = record.numel()
+            count = min(max(self.records, 1), -(-SLAB // size))
+            with torch.inference_mode(False):  # such a tensor could not be written in another mode
+                place, *rest = torch.empty(count, size, dtype=torch.uint8, device=record.device)
+            self.free += rest
+            self.records += count
+        return place.copy_(record)
+
+    def read(self, place: Tensor, size: int, length: int) -> Tensor:
+        """The first bytes of a record of `size` bytes."""
+        return place[:length]
 
 
 class BlockFile:
@@ -40,12 +67,11 @@ class BlockFile:
         if hasattr(self, "file"):
             self.file.close()
 
-    def write(self, t: Tensor) -> int:
+    def write(self, record: Tensor) -> int:
         """Write one record, and return its number."""
         number = self.free.pop() if self.free else self.records
-        record = t.cpu().view(torch.uint8).numpy().tobytes()
-        self.file.seek(number * len(record))
-        self.file.write(record)
+        self.file.seek(number * record.numel())
+        self.file.write(record.cpu().numpy().tobytes())
         self.file.flush()
         self.records = max(self.records, number + 1)
         return number
@@ -56,36 +82,28 @@ class BlockFile:
 
 
 class StoredBlock:
-    """Keys and values of b tokens, as they are or as 8-bit integers with a scale for each vector."""
+    """Keys and values of b tokens, as they are or as 8-bit integers after a scale for each vector; head by head."""
 
-    file: BlockFile | None = None
-    number: int | None = None
-
-    def __init__(self, t_XbE: Tensor, dtype: torch.dtype, file: BlockFile | None) -> None:
-        self.shape, self.dtype, self.file = t_XbE.shape, dtype, file
-        self.scale_Xb1: Tensor | None = None
+    def __init__(self, t_XbE: Tensor, dtype: torch.dtype, store: Any) -> None:
+        self.shape, self.dtype, self.store, t_XbE = t_XbE.shape, dtype, store, t_XbE.detach()
+        scale = []
         if dtype == torch.int8:
-            self.scale_Xb1 = t_XbE.float().abs().amax(-1, keepdim=True) / 127
-            t_XbE = (t_XbE / self.scale_Xb1.clamp(min=torch.finfo(torch.float32).tiny)).round()
-        t_XbE = t_XbE.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
-        self.kept_XbE = t_XbE if file is None else None
-        if file is not None:
-            self.number = file.write(t_XbE)
+            scale = [t_XbE.float().abs().amax(-1, keepdim=True) / 127]
+            t_XbE = (t_XbE / scale[0].clamp(min=torch.finfo(torch.float32).tiny)).round()
+        parts = [part.flatten(1).contiguous().view(torch.uint8) for part in (*scale, t_XbE.to(dtype))]
+        record_XY = torch.cat(parts, 1)
+        self.head, self.place = record_XY.shape[1], store.write(record_XY.flatten())
 
     def __del__(self) -> None:
-        if self.file is not None and self.number is not None:
-            self.file.free.append(self.number)
+        if hasattr(self, "place"):
+            self.store.free.append(self.place)
 
     def read(self, heads: int, like: Tensor) -> Tensor:
         """(heads, b, E): the first heads, in the dtype and on the device of `like`."""
-        if self.file is None:
-            t = self.kept_XbE[:heads]  # type: ignore[index]
-        else:
-            head = math.prod(self.shape[1:]) * self.dtype.itemsize
-            t = self.file.read(self.number, self.shape[0] * head, heads * head)  # type: ignore[arg-type]
-            t = t.view(self.dtype).view(heads, *self.shape[1:])
-        t = t.to(like.device, like.dtype)
-        return t if self.scale_Xb1 is None else t * self.scale_Xb1[:heads].to(t)
+        t_XY = self.store.read(self.place, self.shape[0] * self.head, heads * self.head).view(heads, self.head)
+        scales = 4 * self.shape[1] if self.dtype == torch.int8 else 0
+        t_XbE = t_XY[:, scales:].view(self.dtype).unflatten(1, self.shape[1:]).to(like.device, like.dtype)
+        return t_XbE * t_XY[:, :scales].contiguous().view(torch.float32)[..., None].to(t_XbE) if scales else t_XbE
 
 
 class Blocks(Tensor):
@@ -135,7 +153,7 @@ class Blocks(Tensor):
             return first.with_rows(first.rows[slice(*args[2:])])
         if call is ATEN.cat.default and (*args, 0)[1] == 0:
             one = next(t for t in first if isinstance(t, Blocks))
-            return one.with_rows([row for t in first for row in rows_of(t, t.dtype, None)])
+            return one.with_rows([row for t in first for row in rows_of(t, t.dtype, BlockMemory())])
         args, kwargs = tree_map(lambda t: t.contiguous() if isinstance(t, Blocks) else t, (args, kwargs))
         return call(*args, **kwargs)
 
@@ -151,11 +169,11 @@ class Blocks(Tensor):
         return found
 
 
-def rows_of(t_BCXbE: Tensor, dtype: torch.dtype, file: BlockFile | None) -> Sequence[Sequence[StoredBlock]]:
+def rows_of(t_BCXbE: Tensor, dtype: torch.dtype, store: Any) -> Sequence[Sequence[StoredBlock]]:
     """The blocks of each row; new ones for a store whose numbers are in one tensor."""
     if isinstance(t_BCXbE, Blocks):
         return t_BCXbE.rows
-    return [[StoredBlock(t_XbE, dtype, file) for t_XbE in row] for row in t_BCXbE.unbind()]
+    return [[StoredBlock(t_XbE, dtype, store) for t_XbE in row] for row in t_BCXbE.unbind()]
 
 
 def append(
@@ -175,16 +193,14 @@ def append(
         capacity: most blocks of a row; None for no limit. dtype: that blocks are kept in. folder: of the file that
             holds them; None for memory.
     """
-    files = [row[0].file for row in blocks_BCXbE.rows if row] if isinstance(blocks_BCXbE, Blocks) else []
-    file = next(iter(files), None)
-    if folder is not None and file is None:
-        file = BlockFile(folder)
-    rows = []
-    before = rows_of(blocks_BCXbE, dtype, file)
+    stores = [row[0].store for row in blocks_BCXbE.rows if row] if isinstance(blocks_BCXbE, Blocks) else []
+    if not stores or (folder is not None and not isinstance(stores[0], BlockFile)):
+        stores = [BlockMemory() if folder is None else BlockFile(folder)]
+    rows, before = [], rows_of(blocks_BCXbE, dtype, stores[0])
     for row, (written, count) in enumerate(zip(written_B.tolist(), count_B.tolist(), strict=True)):
         held = list(before[row][:written])  # a row that was reset begins again
         for number, t_XbE in enumerate(new_BJXbE[row, :count], written):
-            block = StoredBlock(t_XbE, dtype, file)
+            block = StoredBlock(t_XbE, dtype, stores[0])
             if capacity is None or number < capacity:
                 held.append(block)
             else:
