@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .registries import DATASETS
     from .tasks import create_dataset
-    from .training.segment_pipeline import SegmentPipeline
 
-_NAMES = {"DATASETS": "tasks", "SegmentPipeline": "training.segment_pipeline", "create_dataset": "tasks"}
+_NAMES = {"DATASETS": "tasks", "create_dataset": "tasks"}
 _ROOMS = ("cli", "data", "experiments", "registries", "tasks", "training")
 
-__all__ = ["DATASETS", "SegmentPipeline", "create_dataset"]
+__all__ = ["DATASETS", "create_dataset"]
 
 
 def __getattr__(name: str) -> Any:

@@ -78,9 +78,8 @@ def test_a_memory_is_scored_beside_none_a_window_and_the_whole_text(trained: Pat
     [
         (["--with-memory", "rmt"], ["memory 'rmt' has weights", "streaming_llm, tova, h2o"]),
         (["--with-memory", "no_such"], ["no_such"]),
-        (["tova.length=5"], ["--output-cache or --with-memory"]),
+        (["tova.length=5"], ["--with-memory"]),
         (["--with-memory", "tova", "tova.size=5"], ["unknown option of memory 'tova' 'size'"]),
-        (["--with-memory", "tova", "--output-cache", "neural"], ["--with-memory"]),
     ],
 )
 def test_unfit_memories_are_refused(trained: Path, capsys, words: list[str], messages: list[str]) -> None:

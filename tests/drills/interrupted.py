@@ -15,7 +15,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pairs
 from data import streaming_library
 from data.pictures import class_folders, write_files
 
@@ -28,7 +27,7 @@ from . import _commands, _runs
 from .frame import Failure
 
 HOW = ("SIGTERM", "SIGINT", "error")
-KINDS = ("listops", "documents", "language", "images", "streams", "denoising", "translation", "pipeline", "detection")
+KINDS = ("listops", "documents", "language", "images", "streams", "denoising", "translation", "detection")
 """Recipes, the cheapest first; a sample takes the first three."""
 
 
@@ -56,7 +55,7 @@ def prepare(shared: Path) -> None:
 def _config(kind: str, chance: random.Random) -> RunConfig:
     """A tiny recipe of a kind, with random settings of its batches, saves and averages."""
     data, recipes = _commands.data(), _runs.recipes()
-    alike = {"streams": "language", "pipeline": "language", "documents": "listops", "denoising": "translation"}
+    alike = {"streams": "language", "documents": "listops", "denoising": "translation"}
     tree: dict[str, Any] = config_to_dict(recipes[alike.get(kind, kind)](data))
     options, model, training = tree["data"], tree["model"], tree["training"]
     training["accumulate"] = chance.randint(1, 2) if kind != "detection" else 1
@@ -70,8 +69,6 @@ def _config(kind: str, chance: random.Random) -> RunConfig:
         training |= {"reset_rows": 0.3, "bptt": 2, "evaluation_batch_size": 8}
         if options["reset"] == "never":
             training |= {"reset_rows": 0.0, "segments": 3, "bptt_window": "sliding", "recall": 0.2, "accumulate": 1}
-    elif kind == "pipeline":
-        training |= {"pipeline": 2, "bptt": 2}
     elif kind == "documents":
         sizes = {"train_size": 24, "validation_size": 12, "test_size": 12}
         options = {"name": "planted_documents", "segment_length": 8, "segments": 3, "noise": 4, **sizes}
@@ -99,27 +96,18 @@ def attempt(case: str, folder: Path) -> None:
     last = config.training.steps
     at = min(int(step), last - 1)
     later = chance.choice([None, *range(at + 1, last)])
-    _trained(kind, config, folder / "whole")
+    _train(config, folder / "whole")
     for strike in filter(None, (at, later)):
-        _trained(kind, config, folder / "run", how, strike)
-    _trained(kind, config, folder / "run")
+        _train(config, folder / "run", how, strike)
+    _train(config, folder / "run")
     try:
         _runs.compare_runs(folder / "run", folder / "whole")
     except Failure as failure:
         raise Failure(f"{how} after step {at}, then {later}; {config}: {failure}") from None
 
 
-def _trained(kind: str, config: RunConfig, run: Path, how: str = "", step: int = 0) -> None:
-    """Train, interrupted after a step (0: never), in two processes for a pipeline."""
-    if kind != "pipeline":
-        return _one(config, run, how, step)
-    meeting = run.parent / f"meeting_{run.name}_{step}"
-    if any(found := pairs.statuses(pairs.start(lambda: _one(config, run, how, step), meeting))):
-        raise Failure(f"expected two processes that end well, found statuses {found}")
-    return None
-
-
-def _one(config: RunConfig, run: Path, how: str, step: int) -> None:
+def _train(config: RunConfig, run: Path, how: str = "", step: int = 0) -> None:
+    """Train, interrupted after a step (0: never)."""
     original = Trainer._train_step
 
     def struck(trainer: Trainer, *arguments: Any) -> None:

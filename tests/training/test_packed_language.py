@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from training.small_language import CPU, fitted, make, own_cache, write_text  # noqa: F401
 
 from cached_lab.experiments.memory_use import emptied_in_training
-from cached_lab.output_caches.scoring import read_split
 from cached_lab.tasks.language.scores import split_losses
 
 PACKED = ("data.reset=packed", "data.shuffle=true", "model.dropout=0.0")
@@ -80,6 +79,3 @@ def test_what_does_not_go_with_packed_documents_is_refused(tmp_path, text):
     passes = ("model.memory={name: read_twice, scope: earlier}", "training.passes=2")
     refuses(r"data\.reset=packed with training\.passes=2", make, tmp_path / "run", text, *PACKED, *passes)
     refuses(r"'never'.*'document'.*'packed'", make, tmp_path / "run", text, "data.reset=pack")
-    trainer = make(tmp_path / "other", text, *PACKED)
-    with pytest.raises(ValueError, match=r"data\.reset=packed"):
-        next(read_split(trainer.model, trainer.task.validation, CPU, trainer.config, "last_hidden"))

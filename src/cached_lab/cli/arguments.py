@@ -19,7 +19,6 @@ NEEDS = {
         ("distance", "train_distance", "None", "without --train-distance"),
     ],
     "evaluate": [
-        ("memory other batch_sizes segments with_memory average", "output_cache", "None", "without --output-cache"),
         ("other", "memory", "other", "with --memory other"),
         ("batch_sizes", "memory", "batch", "with --memory batch"),
     ],

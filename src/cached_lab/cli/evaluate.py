@@ -1,8 +1,7 @@
 """`cached evaluate`: score a run; with its memory kept, emptied, shuffled, exchanged or rebuilt per batch.
 
 For text it gives a verdict on the use of the memory, and RUN/evaluation.json and the report show the loss by place; for
-labelled documents they show the accuracy by length. With --output-cache a text is scored without and with a cache over
-the model's outputs.
+labelled documents they show the accuracy by length.
 """
 
 from __future__ import annotations
@@ -22,14 +21,9 @@ MODES = (
     "comma-separated: carry (as it is), reset (emptied), shuffle (entries or rows permuted); for shared caches also "
     "other (the cache of --other), batch (updated by each batch, as in training)"
 )
-OUTPUT_CACHE = "text: mix in the tokens that followed similar hidden states, in the latest text or the training split"
-OPTIONS = (
-    "options of --with-memory, or of --output-cache: neural.size, theta, lambda; knn.k, temperature, lambda, "
-    "key (feed_forward, last_hidden), dtype"
-)
 ARGUMENTS = (
     *run_arguments("", "tested"),
-    ("overrides NAME.option=value*", str, OPTIONS),
+    ("overrides NAME.option=value*", str, "options of --with-memory"),
     ("--split", ("test", "train", "validation"), "part of the data"),
     ("--average N", int, "translation: average the weights of the newest N checkpoints"),
     ("--memory MODES", "carry", MODES),
@@ -37,35 +31,27 @@ ARGUMENTS = (
     ("--batch-sizes N,N,...", str, "rows of the batches of --memory batch (default: as in training)"),
     ("--segment-length N", int, "text: tokens in a segment (default: the run's)"),
     ("--segments N,N,...", str, "documents: read at most N segments of each; generated ones have exactly as many"),
-    ("--output-cache", (None, "neural", "knn"), OUTPUT_CACHE),
     ("--with-memory MEMORY", str, "text: a memory without weights (streaming_llm, tova, ...) for a model without one"),
     ("--json", bool, "machine-readable output"),
 )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print one row of scores per treatment of the memory, or without and with a cache over outputs."""
+    """Print one row of scores per treatment of the memory."""
     from cached_lab.experiments.evaluate import Evaluation
     from cached_lab.experiments.load import read_run_config
-    from cached_lab.experiments.reports.run_page import evaluation_blocks, output_cache_blocks
+    from cached_lab.experiments.reports.run_page import evaluation_blocks
     from cached_lab.experiments.reports.terminal import open_console, show
     from cached_lab.experiments.run_outputs import write_evaluation, write_report
-    from cached_lab.output_caches.evaluation import cache_options, evaluate_output_cache
     from cached_lab.training.progress import Reporter
+    from cached_transformers.files import jsonable
 
     folder, split, chosen = arguments.folder, arguments.split, arguments.memory.split(",")
     config = read_run_config(folder)
     if arguments.segment_length is not None:
         section = dataclasses.replace(config.evaluation, segment_length=arguments.segment_length)
         config = dataclasses.replace(config, evaluation=section)
-    if arguments.output_cache is not None:
-        options = cache_options(arguments.output_cache, arguments.overrides)
-        asked = (arguments.checkpoint, split, arguments.output_cache, options, arguments.device)
-        scores = {"run": str(folder), **evaluate_output_cache(folder, config, *asked)}
-        if not _printed_json(arguments, scores):
-            show(open_console(), *output_cache_blocks(scores))
-        return 0
-    memory = memory_option(arguments.with_memory, arguments.overrides, "--output-cache or --with-memory")
+    memory = memory_option(arguments.with_memory, arguments.overrides)
     for mode in chosen:
         if mode not in MEMORY_MODES:
             raise ValueError(unknown_name("memory mode", mode, list(MEMORY_MODES)))
@@ -84,15 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
     if memory is None and any("places" in row or "segments" in row for row in found.rows):
         write_evaluation(folder, result)
         write_report(folder, Reporter("", 0, None if arguments.json else console))
-    if not _printed_json(arguments, {"run": str(folder), **result}):
+    if arguments.json:
+        print(json.dumps(jsonable({"run": str(folder), **result}), indent=1, allow_nan=False))
+    else:
         given = "" if memory is None else f", with {memory['name']}"
         show(console, *evaluation_blocks(f"{folder}: {split} split, step {found.step}{given}", found.rows, result))
     return 0
-
-
-def _printed_json(arguments: argparse.Namespace, result: dict[str, Any]) -> bool:
-    from cached_transformers.files import jsonable
-
-    if arguments.json:
-        print(json.dumps(jsonable(result), indent=1, allow_nan=False))
-    return bool(arguments.json)

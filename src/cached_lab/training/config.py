@@ -27,7 +27,7 @@ from .settings import EvaluationConfig, TrainingConfig
 
 D = TypeVar("D")
 
-_FREE = ("steps", "log_every", "save", "save_every", "keep", "tensorboard", "workers", "device", "parallel", "pipeline")
+_FREE = ("steps", "log_every", "save", "save_every", "keep", "tensorboard", "workers", "device", "parallel")
 MAY_DIFFER = ("name", "description", *(f"training.{option}" for option in _FREE))
 """Keys that may change when a run is resumed: they do not change what is learned by a step."""
 

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from cached_transformers.annotations import shown
@@ -199,22 +198,12 @@ def pick_device(name: str, local_rank: int | None = None) -> torch.device:
     return device
 
 
-def pipeline_group(world: World, pipeline: int) -> dist.ProcessGroup:
-    """Return the group of neighbouring processes that share rows with this one, in a mesh (data, pipeline)."""
-    sizes = (world.size // pipeline, pipeline)
-    return init_device_mesh(world.device.type, sizes, mesh_dim_names=("data", "pipeline")).get_group("pipeline")
-
-
-def wrap(model: nn.Module, world: World, some_unused: bool = False) -> nn.Module:
-    """Wrap a model in DDP if there are several processes.
-
-    Args:
-        some_unused: a process may not use some weights in a step.
-    """
+def wrap(model: nn.Module, world: World) -> nn.Module:
+    """Wrap a model in DDP if there are several processes."""
     if world.size == 1:
         return model
     for cache in caches(model):
         if cache.sync == "none":  # DDP overwrites all buffers with those of the first process
             cache.propose_current()
     devices = [world.device.index] if world.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=devices, find_unused_parameters=some_unused)
+    return DistributedDataParallel(model, device_ids=devices)

@@ -14,7 +14,7 @@ from .scores import Score
 
 _COUNTS = (
     *("steps", "batch_size", "accumulate", "evaluate_every", "keep", "log_every", "max_bad_steps", "repeats"),
-    *("average_last", "pipeline", "segment_length", "segments", "bptt", "passes"),
+    *("average_last", "segment_length", "segments", "bptt", "passes"),
 )
 
 
@@ -59,8 +59,6 @@ class TrainingConfig:
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Several processes of torchrun: ddp averages gradients of whole models; fsdp also shards weights, gradients and
     optimiser states (`training/sharding.py`). It has no effect on one process."""
-    pipeline: int = 1
-    """Text: processes that share the segments of each row (`SegmentPipeline`); torchrun starts a multiple of them."""
     device: str = "auto"
     """auto (CUDA if available), cpu, cuda, or cuda:N."""
     workers: int = 0
@@ -110,7 +108,7 @@ class TrainingConfig:
     """Steps in a row with a non-finite loss or gradient (each is skipped) after which the run stops."""
 
     def __post_init__(self) -> None:
-        null, window = "must be at least 1, or null", {"bptt_window": "blocks"} if self.bptt > 1 else {}
+        null = "must be at least 1, or null"
         within = f"must not exceed training.segments={self.segments}: the segments of a step"
         multiple = f"must be a multiple of training.accumulate={self.accumulate}"
         for names, holds, rule in (
@@ -121,7 +119,7 @@ class TrainingConfig:
             (("clip_norm",), lambda value: value is None or value > 0, "must be positive, or null"),
             (("label_smoothing",), lambda value: 0 <= value < 1, "must lie in [0, 1)"),
             (("ema_decay",), lambda value: value is None or 0 <= value < 1, "must lie in [0, 1), or be null"),
-            (("bptt", "pipeline"), lambda value: value == 1 or value <= self.segments, within),
+            (("bptt",), lambda value: value == 1 or value <= self.segments, within),
             (("average_last",), lambda value: value <= self.keep, f"must not exceed training.keep={self.keep}"),
             (("batch_size",), lambda value: self.batch_tokens is not None or value % self.accumulate == 0, multiple),
         ):
@@ -135,8 +133,6 @@ class TrainingConfig:
         if self.parallel == "fsdp":
             precision = "bfloat16" if self.precision == "float16" else self.precision
             self._refuse("parallel='fsdp'", "parallel=ddp", precision=precision, compile=False)
-        if self.pipeline > 1:
-            self._refuse(f"pipeline={self.pipeline}", "pipeline=1", parallel="ddp", passes=1, compile=False, **window)
         if self.curriculum is not None:
             if self.solved is None:
                 way = "an accuracy that ends a stage"

@@ -37,7 +37,6 @@ class Task:
         width: number of sums that `backward` returns; the last one is the divisor of the others.
         dynamic: `dynamic` of torch.compile: True if batch sizes vary.
         of_documents: settings of documents, such as a curriculum, apply.
-        in_pipeline: processes can share the segments of a row.
 
     Raises:
         ValueError: settings, or a model, that do not suit the data.
@@ -46,7 +45,6 @@ class Task:
     width: int
     dynamic: ClassVar[bool | None] = None
     of_documents: ClassVar[bool] = False
-    in_pipeline: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig, model: nn.Module, train: Any, validation: Any, world: World) -> None:
         self.config, self.settings, self.model, self.world = config, config.training, model, world
@@ -55,13 +53,7 @@ class Task:
         for name in () if self.of_documents else ("curriculum", "replay"):
             if value := getattr(self.settings, name):
                 raise ValueError(f"training.{name}={value} is for documents, not for data {config.data['name']!r}")
-        pipeline = self.settings.pipeline
-        if world.size % pipeline or (pipeline > 1 and not self.in_pipeline):
-            raise ValueError(
-                f"training.pipeline={pipeline} is for text, in a multiple of {pipeline} processes; here are data "
-                f"{config.data['name']!r} and {world.size} processes: start torchrun, or set training.pipeline=1"
-            )
-        self.share = Share(world.rank // pipeline, world.size // pipeline, self.settings.accumulate)
+        self.share = Share(world.rank, world.size, self.settings.accumulate)
 
     def runner(self) -> tuple[nn.Module, Callable[..., Any]]:
         """Return the module that averages gradients over processes, and the callable: the module, or it compiled."""
@@ -72,7 +64,7 @@ class Task:
         """Wrap the model, or a loop around it, to average gradients over processes."""
         if self.shards is not None:
             return self.shards.wrap(module)
-        return wrap(module, self.world, some_unused=self.settings.pipeline > 1)
+        return wrap(module, self.world)
 
     def batches(self, step: int) -> Iterator[Any]:
         """Yield endless pieces of batches for this process, from a step on."""

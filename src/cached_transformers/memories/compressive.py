@@ -38,6 +38,7 @@ from .parts.fifo_store import (
     read_store,
     right_before,
     side_by_side,
+    taken,
 )
 from .transformer_xl import TransformerXL
 
@@ -274,11 +275,11 @@ def push_groups(recent: Rows, hidden_BND: Tensor, positions_BNP: Tensor, padding
     hidden_BLD = torch.cat([left.hidden_BMD, kept.hidden_BMD], 1)
     positions_BLP = torch.cat([left.positions_BMP, kept.positions_BMP], 1)
     place_E = torch.arange((n + rate - 1) // rate * rate, device=total_B.device)
-    index_BE1 = (n + slots - total_B[:, None] + place_E).clamp(max=n + slots - 1)[..., None]
+    index_BE = (n + slots - total_B[:, None] + place_E).clamp(max=n + slots - 1)
     real_BE = place_E < leaving_B1
     # Poison of empty slots must not reach what compresses, whose weights would get it as a gradient.
-    hidden_BED = torch.where(real_BE[..., None], hidden_BLD.gather(1, index_BE1.expand(-1, -1, hidden_BLD.shape[2])), 0)
-    positions_BEP = positions_BLP.gather(1, index_BE1.expand(-1, -1, positions_BLP.shape[2]))
+    hidden_BED = torch.where(real_BE[..., None], taken(hidden_BLD, index_BE), 0)
+    positions_BEP = taken(positions_BLP, index_BE)
     kept = kept._replace(count_B=total_B - leaving_B1[:, 0])
     positions_BMP = torch.where(kept.valid_BM[..., None], kept.positions_BMP, 0)
     return Gone(Rows(kept.clean_BMD, positions_BMP, kept.count_B), hidden_BED, positions_BEP, real_BE)

@@ -16,6 +16,7 @@ from cached_transformers.interfaces.memory import LayerMemory, Linear, Query, Re
 from cached_transformers.registry import MEMORIES
 
 from .grc.shared_cache_memory import PositionalConvolution, cache_width
+from .parts.fifo_store import taken
 from .parts.recurrent import shown
 
 
@@ -67,10 +68,10 @@ class ConvolutionControl(LayerMemory):
         if not query.x_BND.shape[1]:
             raise ValueError(f"inputs of shape {tuple(query.x_BND.shape)} have no token; leave the call out")
         padding_BN = torch.zeros_like(y_BND[..., 0], dtype=torch.bool) if query.padding_BN is None else query.padding_BN
-        order_BN1 = padding_BN.long().argsort(dim=1, stable=True)[..., None]  # a row's tokens are neighbours
-        x_BND = shown(query.x_BND, padding_BN).take_along_dim(order_BN1, 1)
+        order_BN = padding_BN.long().argsort(dim=1, stable=True)  # a row's tokens are neighbours
+        x_BND = taken(shown(query.x_BND, padding_BN), order_BN)
         convolved_BND = self.convolution(x_BND.transpose(1, 2)).transpose(1, 2)
-        return y_BND + convolved_BND.take_along_dim(order_BN1.argsort(dim=1), 1)
+        return y_BND + taken(convolved_BND, order_BN.argsort(dim=1))
 
     def close_gate(self) -> None:
         for parameter in self.convolution.parameters():

@@ -117,18 +117,6 @@ def evaluation_blocks(title: str, rows: Rows, about: Mapping[str, Any]) -> list[
     return blocks
 
 
-def output_cache_blocks(result: Mapping[str, Any]) -> list[Block]:
-    """The scores without and with a cache over outputs (the result of `evaluate_output_cache`)."""
-    about = result["output_cache"]
-    settings = " ".join(f"{about['name']}.{option}={value}" for option, value in about["options"].items())
-    lines = [settings, ", ".join(f"{part} {seconds:.1f} s" for part, seconds in about["seconds"].items())]
-    if about["tuned"]:
-        lines.append(f"tuned on the validation split: {', '.join(about['tuned'])} (loss {about['validation']})")
-        lines += [f"{option} is at the end of its candidates: set others by hand" for option in about["at_end"]]
-    title = f"{result['run']}: {result['split']} split, step {result['step']}"
-    return [score_table(title, result["scores"], "output_cache"), *lines]
-
-
 def use_sentence(use: Mapping[str, Any]) -> str:
     """The verdict of `memory_use` with its numbers."""
     begin = VERDICTS[use["verdict"]]

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from cached_lab.data.text import TextDataset
 from cached_lab.training.config import RunConfig
-from cached_lab.training.distributed import World, pipeline_group
+from cached_lab.training.distributed import World
 from cached_lab.training.reconstruction_loss import ReconstructionLoss
-from cached_lab.training.segment_pipeline import SegmentPipeline
 from cached_lab.training.settings import TrainingConfig
 from cached_lab.training.task import Arguments, Task
 from cached_transformers.loops.segments import SegmentLoop
@@ -34,15 +33,14 @@ class LanguageModelling(Task):
     """Next-token prediction over streams; each row keeps its position in the text, and its memory, from step to step.
 
     A step reads `segments` segments of every row; a share of `reset_rows` of the rows begins it with an empty memory.
-    The rows of a batch are divided over processes and accumulated pieces, each with its own part of the state. In a
-    pipeline the first process holds the state. A skipped step leaves the state unchanged.
+    The rows of a batch are divided over processes and accumulated pieces, each with its own part of the state. A
+    skipped step leaves the state unchanged.
 
     Raises:
         ValueError: settings or a model that do not suit text.
     """
 
     width = 2
-    in_pipeline = True
 
     def __init__(
         self, config: RunConfig, model: nn.Module, train: TextDataset, validation: TextDataset, world: World
@@ -55,7 +53,6 @@ class LanguageModelling(Task):
         evaluation_streams(validation, config)  # refuses too many rows before training
         self._rows = settings.batch_size // self.share.processes
         self._piece = self._rows // settings.accumulate
-        self._first_in_line = world.rank % settings.pipeline == 0
         self._states: list[State | None] = [None] * settings.accumulate
         self._coming: list[State] = []
 
@@ -65,14 +62,8 @@ class LanguageModelling(Task):
         model: Any = torch.compile(self.model) if settings.compile else self.model
         sizes = (settings.segment_length, settings.bptt, settings.passes)
         scoring: Any = ReconstructionLoss(settings.recall) if settings.recall else None
-        if settings.pipeline > 1:
-            group = pipeline_group(self.world, settings.pipeline)
-            loop: SegmentLoop = SegmentPipeline(
-                model, settings.segment_length, settings.bptt, scoring=scoring, group=group
-            )
-        else:
-            loop = SegmentLoop(model, *sizes, scoring=scoring, bptt_window=settings.bptt_window)
-        self._loop, wrapped = loop, self.wrapped(loop)
+        self._loop = SegmentLoop(model, *sizes, scoring=scoring, bptt_window=settings.bptt_window)
+        wrapped = self.wrapped(self._loop)
         return wrapped, wrapped
 
     def batches(self, step: int) -> Iterator[StreamBatch]:
@@ -88,7 +79,7 @@ class LanguageModelling(Task):
     def backward(self, runner: Callable[..., Any], batch: StreamBatch, scaler: torch.amp.GradScaler) -> Tensor:
         device, state = self.world.device, self._states[len(self._coming)]
         inputs, targets, reset, padding = batch.moved(device)
-        if state is None and self._first_in_line and self.shards is None:
+        if state is None and self.shards is None:
             # With shards the weights exist only inside the runner, which makes the state.
             state = self.model.init_state(len(inputs))  # type: ignore[operator]
         with self.settings.autocast(device):
@@ -96,10 +87,9 @@ class LanguageModelling(Task):
         self._coming.append(state)
         count = int((batch.targets != IGNORED).sum())
         # The loss is the mean of this piece, and gradients are averaged over processes: every token has equal weight.
-        # In a pipeline each process has a part of the gradient, so that the average is multiplied by their number.
         scaler.scale(loss * (count * self.share.processes / batch.tokens)).backward()
         nats = (loss.detach() - self._loop.auxiliary_loss).double() * count
-        return torch.stack([nats, nats.new_tensor(count)]) / self.settings.pipeline
+        return torch.stack([nats, nats.new_tensor(count)])
 
     def finish(self, taken: bool) -> None:
         if taken:
@@ -126,7 +116,7 @@ class LanguageModelling(Task):
 
     def _carried(self) -> dict[str, Tensor]:
         mine: dict[str, Tensor] = {}
-        if self._first_in_line and self._states[0] is not None:
+        if self._states[0] is not None:
             parts: list[dict[str, Tensor]] = [dict(named_tensors(state)) for state in self._states]
             mine = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
         everyone = [part for part in self.world.gather(mine) if part]
@@ -138,7 +128,7 @@ class LanguageModelling(Task):
         if isinstance(self.streams, StreamedRows) and places:
             self.streams.load_state_dict(places)
         state = {name: tensor for name, tensor in state.items() if not name.startswith(_PLACES)}
-        if not state or not self._first_in_line:
+        if not state:
             return
         self.model.train()  # the size of a state may depend on the mode
         whole = from_tensors(state, self.model.init_state(self.settings.batch_size), "the checkpoint")  # type: ignore[operator]
@@ -152,11 +142,6 @@ def _streams(train: TextDataset, settings: TrainingConfig) -> Streams | Streamed
     length, align = settings.segment_length * settings.segments, grain(train, settings.segment_length, settings)
     packed, seed = train.reset == "packed", settings.seed if train.shuffle else None
     if isinstance(train, HuggingFaceStream):
-        if settings.pipeline > 1:
-            raise ValueError(
-                f"training.pipeline={settings.pipeline} does not go with data {train.name!r}; take a text on disk, or "
-                "training.pipeline=1"
-            )
         tokenizer: Any = train.tokenizer  # replaced the option of the same name
         options: dict[str, Any] = {"align": align, "packed": packed, "window": train.window, "seed": seed}
         return StreamedRows(train.documents, tokenizer, settings.batch_size, length, **options)

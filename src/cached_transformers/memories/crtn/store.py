@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.interfaces.memory import Context, ProjectKV
+from cached_transformers.memories.parts.fifo_store import taken
 
 
 class CRTNState(NamedTuple):
@@ -129,8 +130,7 @@ def windows(state: CRTNState, source_BND: Tensor, padding_BN: Tensor | None) -> 
     end_BN = before_B[:, None] + count_BN
     start_BN = (end_BN - length).clamp(min=0)
     place_BNL = (start_BN[..., None] + places_L).clamp(max=2 * length - 1)
-    index_BT1 = order_BT.gather(1, place_BNL.flatten(1))[..., None]
-    x_BNLD = both_BTD.gather(1, index_BT1.expand(-1, -1, both_BTD.shape[2])).unflatten(1, (n, length))
+    x_BNLD = taken(both_BTD, order_BT.gather(1, place_BNL.flatten(1))).unflatten(1, (n, length))
     return x_BNLD, end_BN - start_BN
 
 
@@ -140,10 +140,9 @@ def pack(t_BNX: Tensor, padding_BN: Tensor | None, length: int) -> tuple[Tensor,
     if padding_BN is None:
         size_B = torch.full((rows,), n, device=t_BNX.device)
     else:
-        order_BN1 = padding_BN.to(torch.uint8).argsort(dim=1, stable=True)[..., None]
-        real_BN1 = ~padding_BN[..., None].gather(1, order_BN1)
-        t_BNX = torch.where(real_BN1, t_BNX.gather(1, order_BN1.expand_as(t_BNX)), 0)
-        size_B = real_BN1.sum((1, 2))
+        order_BN = padding_BN.to(torch.uint8).argsort(dim=1, stable=True)
+        t_BNX = torch.where(padding_BN.gather(1, order_BN)[..., None], 0, taken(t_BNX, order_BN))
+        size_B = (~padding_BN).sum(1)
     return F.pad(t_BNX, (0, 0, 0, length - n)), size_B
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one
+from cached_transformers.memories.parts.fifo_store import taken
 from cached_transformers.memories.parts.options import one_of
 
 
@@ -71,8 +72,7 @@ class Pooled(Summary):
     def reduce(self, x_BLD: Tensor, size_B: Tensor, valid_BL: Tensor) -> Tensor:
         if self.mean:
             return x_BLD.sum(1) / size_B.clamp(min=1)[:, None].to(x_BLD.dtype)
-        last_B11 = (size_B - 1).clamp(min=0)[:, None, None]
-        return x_BLD.gather(1, last_B11.expand(-1, 1, x_BLD.shape[2]))[:, 0]
+        return taken(x_BLD, (size_B - 1).clamp(min=0)[:, None])[:, 0]
 
 
 def _last(cell: nn.LSTMCell, inputs: tuple[Tensor, ...], masks: list[Tensor]) -> Tensor:

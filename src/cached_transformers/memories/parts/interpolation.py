@@ -18,6 +18,8 @@ from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
 
+from .fifo_store import taken
+
 Interpolation = Literal["nearest", "linear", "area"]
 
 
@@ -94,8 +96,7 @@ def _interpolate_valid(x_BNC: Tensor, length: int, mode: Interpolation, padding_
     slot_M = torch.arange(length, device=x_BNC.device)
 
     def take(index_BM: Tensor) -> Tensor:
-        token_BM = order_BN.gather(1, index_BM)
-        return x_BNC.gather(1, token_BM[..., None].expand(-1, -1, x_BNC.shape[2]))
+        return taken(x_BNC, order_BN.gather(1, index_BM))
 
     # Half precision can neither count a long row's places nor sum its tokens.
     wide = torch.promote_types(x_BNC.dtype, torch.float32)
@@ -111,13 +112,9 @@ def _interpolate_valid(x_BNC: Tensor, length: int, mode: Interpolation, padding_
     else:
         first_BM = slot_M * count_B1 // length
         end_BM = -(-(slot_M + 1) * count_B1 // length)
-        sorted_BNC = x_BNC.gather(1, order_BN[..., None].expand_as(x_BNC)).to(wide)
+        sorted_BNC = taken(x_BNC, order_BN).to(wide)
         total_BNC = F.pad(sorted_BNC.masked_fill(padding_BN.gather(1, order_BN)[..., None], 0).cumsum(1), (0, 0, 1, 0))
-
-        def upto(index_BM: Tensor) -> Tensor:
-            return total_BNC.gather(1, index_BM[..., None].expand(-1, -1, x_BNC.shape[2]))
-
-        out = (upto(end_BM) - upto(first_BM)) / (end_BM - first_BM).clamp(min=1)[..., None]
+        out = (taken(total_BNC, end_BM) - taken(total_BNC, first_BM)) / (end_BM - first_BM).clamp(min=1)[..., None]
     return out.to(x_BNC.dtype).masked_fill(count_B1[..., None] == 0, 0)
 
 

@@ -30,7 +30,7 @@ from cached_transformers.interfaces.probing import Probing, whole_episode
 from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.state import State
 
-from .fifo_store import best, from_last, kept, last_slots, right_before, stored_pair
+from .fifo_store import best, from_last, kept, last_slots, right_before, stored_pair, taken
 from .options import NO_MEMORY, check_choices
 from .sinks import KeepsSinks
 
@@ -217,7 +217,7 @@ class ScoredCache(KeepsSinks):
         if query.padding_BN is not None:  # before all tokens, so that it is no neighbour of one
             order_BL = valid_BL.long().argsort(dim=1, stable=True)
             valid_BL, new_BL = (t.gather(1, order_BL) for t in (valid_BL, new_BL))
-            places_BLP = places_BLP.take_along_dim(order_BL[..., None], 1)
+            places_BLP = taken(places_BLP, order_BL)
             k_BGLE, v_BGLE = (t.take_along_dim(order_BL[:, None, :, None], 2) for t in (k_BGLE, v_BGLE))
             if scores_BGL is not None:
                 scores_BGL = scores_BGL.take_along_dim(order_BL[:, None], 2)

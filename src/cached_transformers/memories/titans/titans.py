@@ -35,6 +35,7 @@ from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.memories.parts.fast_weights import FastMemory, FastState, Learned, Soup
+from cached_transformers.memories.parts.fifo_store import taken
 from cached_transformers.memories.parts.options import NO_MEMORY, STRETCH, Gate, check_positive, gated
 from cached_transformers.memories.parts.recurrent import Answer, Asked, shown, wide
 from cached_transformers.registry import MEMORIES
@@ -262,7 +263,7 @@ class Titans(FastMemory):
         if padding_BN is not None:
             # Padding goes to the end, so that it moves no token into another chunk; its contents reach nothing.
             order_BN = padding_BN.to(torch.uint8).argsort(dim=1, stable=True)
-            x_BND = x_BND.gather(1, order_BN[..., None].expand_as(x_BND))
+            x_BND = taken(x_BND, order_BN)
             padding_BN = padding_BN.gather(1, order_BN)
             x_BND = shown(x_BND, padding_BN)
             k_BGNK = _ordered(k_BGNK, order_BN)
