@@ -57,6 +57,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "memorizing": [{"length": 9, "k": 4}, {"length": 9, "k": 4, "joint": True}],
     "infini": [{}, {"update": "exact", "first": "gated"}],
     "lact": [{"rate": 0.1}, {"muon": True, "momentum": True, "keep": "sum", "first": "apply"}],
+    "titans": [{"chunk": 3}, {"chunk": 16, "layers": 2, "mix": "sum"}, {"chunk": 1, "mix": "alone"}],
+    "ttt": [{"mini_batch": 4}, {"model": "mlp", "mini_batch": 3, "rotary": False}],
     "rmt": [{"length": 3}, {"length": 3, "mask": "causal"}, {"length": 3, "cache": 5}],
     "memory_transformer": [{"length": 3}, {"length": 3, "control": True, "cache": 4}],
     "memformer": [{"length": 4}],
@@ -69,6 +71,8 @@ SPECS: list[Spec] = [
     *({"name": name, **options} for name, rows in OPTIONS.items() for options in rows),
     [{"name": "grc_stream", "length": 5}, {"name": "transformer_xl", "length": 7}],
     [{"name": "rmt", "length": 3}, {"name": "grc_stream", "length": 5}],
+    [{"name": "rmt", "length": 3}, {"name": "titans", "chunk": 4}],
+    [{"name": "memformer", "length": 3}, {"name": "ttt", "mini_batch": 4}],
     [{"name": "transformer_xl", "length": 4}, {"name": "expire_span", "length": 9, "ramp": 4}],
     [{"name": "transformer_xl", "length": 4}, {"name": "compressive", "length": 4, "compressed": 2}],
 ]

@@ -57,7 +57,8 @@ class LayerDecoder:
         positions_BSP: positions of all slots, where bias or window need them.
         context_keys: keys of the contexts at the first token, to detect another context; None after rows have moved.
         opened_slots: prepared slots of a model memory; None to prepare them at the next token.
-        per_continuation: whether opened memories have a row per continuation instead of one per text.
+        per_continuation: whether contexts and slots have a row per continuation instead of one per text.
+        own_memory: the same of the opened memory.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class LayerDecoder:
         self.context_keys: list[Tensor | None] | None = None
         self.opened_slots: Any = None
         self.rows = text.rows
-        self.per_continuation = text.count > 1
+        self.per_continuation = self.own_memory = text.count > 1
 
     def __call__(self, x_BND: Tensor, positions_BNP: Tensor, *, context: Offer | None = None, **first: Any) -> Attended:
         """Attention output of the next tokens.
@@ -124,6 +125,7 @@ class LayerDecoder:
         assert query.positions_BNP is not None
         self.opened = open_segment(self.memory, state, query.positions_BNP[:, :1], self.attention.project_kv)
         reading = self.memory.read(self.opened, query, self.attention.project_kv)
+        self._advance(query, reading)
         self.context_keys = _context_keys(self.memory, reading)
         if reading.context is None and reading.any_B is not None and not bool(reading.any_B.any()):
             self.reader = LayerMemory()
@@ -169,10 +171,11 @@ class LayerDecoder:
         if layer.query_factor != 1:
             q = q * layer.query_factor
         query = asked = Query(h_BKD, q, positions_BKP, None, None, k, v)
-        if self.per_continuation:  # one token per row
+        if self.own_memory:  # one token per row
             x, positions = (t.flatten(0, 1)[:, None] for t in (h_BKD, positions_BKP))
             asked = Query(x, as_rows(q), positions, None, None, as_rows(k), as_rows(v))
         reading = self.reader.read(self.opened, asked, layer.project_kv)
+        self._advance(asked, reading)
         keys = _context_keys(self.reader, reading)
         self.context_keys = keys if self.context_keys is None else self.context_keys
         if offer is not self.offer or any(a is not b for a, b in zip(keys, self.context_keys, strict=True)):
@@ -188,11 +191,15 @@ class LayerDecoder:
         else:
             y_BHKE, lse_BHK = self._attend(q, placed_q, KeysValues(placed_k, v), positions_BKP, reading.context)
             if lse_BHK is not None:
-                lse_BHN = as_rows(lse_BHK[..., None])[..., 0] if self.per_continuation else lse_BHK
+                lse_BHN = as_rows(lse_BHK[..., None])[..., 0] if self.own_memory else lse_BHK
                 reading = reading._replace(lse_BHN=lse_BHN)
-        y = as_rows(y_BHKE) if self.per_continuation else y_BHKE
+        y = as_rows(y_BHKE) if self.own_memory else y_BHKE
         y_BKD = self.reader.project(y, asked, reading, layer.output, plain_weights(layer.output))
         return Attended(y_BKD.view_as(x_BKD), query, reading, None)
+
+    def _advance(self, query: Query, reading: Reading) -> None:
+        trace = Trace(query.x_BND, query.x_BND, query, reading)
+        self.opened = advance(self.memory, self.opened, query.x_BND, [trace])
 
     def _attend(
         self, q: Tensor, placed_q: Tensor, new: KeysValues, positions_BKP: Tensor, read: Context | None
@@ -264,14 +271,21 @@ class LayerDecoder:
     def multiply(self, times: int) -> None:
         """Repeat each row `times` times."""
         self.core_state, self.recent_RTD = repeat((self.core_state, self.recent_RTD), times)
+        if hasattr(self.memory, "advance"):  # each continuation has its own
+            self.opened, self.own_memory = repeat(self.opened, times), True
 
     def choose(self, rows_R: Tensor, rows_B: Tensor, parent_BK: Tensor, moved: bool) -> None:
         """Reorder continuations by `rows_R`: texts by `rows_B` (`moved` if that changes any), and of each text the
         continuations `parent_BK`."""
         self.core_state, self.recent_RTD = reorder((self.core_state, self.recent_RTD), rows_R)
-        if self.per_continuation or moved:
-            index, rows = (rows_R, self.rows * self.text.count) if self.per_continuation else (rows_B, self.rows)
-            self.opened, self.opened_slots = (select_rows(t, index, rows) for t in (self.opened, self.opened_slots))
+
+        def chosen(t: Any, own: bool) -> Any:
+            index, rows = (rows_R, self.rows * self.text.count) if own else (rows_B, self.rows)
+            return select_rows(t, index, rows) if own or moved else t
+
+        self.opened = chosen(self.opened, self.own_memory)
+        self.opened_slots = chosen(self.opened_slots, self.per_continuation)
+        if self.own_memory or moved:
             self.context_keys = None
         self.rows = len(rows_B)
         if moved:
@@ -435,6 +449,8 @@ def why_in_one_piece(stack: Stack) -> str | None:
                 return why
             if stands_in_front(member):
                 return f"memory {type(member).__name__} reads a whole segment before queries and keys"
+            if hasattr(member, "advance") and member is not layer.memory:
+                return f"memory {type(member).__name__} changes with each token, beside others"
         if layer.core.steps_from is None:
             return f"{layer.core.title} has no form for single tokens"
         if not layer.causal or layer.reduction is not None:

@@ -35,6 +35,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State, may_change, refuse_narrow, reset
 
 from .parts.factory import create_memory, memory_spec
+from .parts.fast_weights import OpenedText
 from .parts.recurrent import Recurrent, mix, wide, wrote
 
 
@@ -182,6 +183,7 @@ class MemoryCaching(LayerMemory):
         )
         first_B1P = None if query.positions_BNP is None else query.positions_BNP[:, :1]
         online = open_segment(self.over, opened.online, first_B1P, project_kv)
+        online = online.state if isinstance(online, OpenedText) else online
         asked = self.over.ask(online, query)
         means_BGNK = running_means(wide(asked.k_BGNK[..., : self.key_width]), _shown(query))
         if self.look_for is None:

@@ -157,8 +157,8 @@ class InnerModel(FastWeights):
 class TTT(FastMemory):
     """A small model in each head is trained on keys and values while it reads, in training and evaluation alike.
 
-    A read depends on the partial segment, so generation reads that again (`ReadsAgain`). Keys, queries and values are
-    projections of its own. The state is float32 at least: it is the sum of many small steps.
+    Keys, queries and values are projections of its own. The state is float32 at least: it is the sum of many small
+    steps.
 
     Args:
         width: D. heads: H.

@@ -233,6 +233,7 @@ class HostForward:
         if cache is not None:
             members = [memory, *(member for hook in self.hooks for member in members_of(hook.memory))]
             whole = any(needs_whole_segments(member) for member in members if member is not None)
+            whole |= any(hasattr(member, "advance") for member in members if isinstance(member, LayerMemory))
             keeps = context.kv_cache is not None and not context.varies and not whole
             cache.kv, cache.projected = (context.kv_cache, context.projected) if keeps else (None, None)
             cache.first = next(iter(segment.inputs.values())).shape[1]

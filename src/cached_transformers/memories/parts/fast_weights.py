@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.interfaces.memory import Query, Trace
+from cached_transformers.interfaces.memory import ProjectKV, Query, Reading, Trace
 from cached_transformers.state import refuse_narrow
 
 from .recurrent import Answer, Asked, Recurrent, beside, mix, wide
@@ -55,6 +55,13 @@ class FastState(NamedTuple):
     weights_BGP: Tensor
     sums_BGP: Tensor
     tokens_B: Tensor
+
+
+class OpenedText(NamedTuple):
+    """State at the start of the open chunk, and the layer's inputs (B, n, D) of the tokens in that chunk."""
+
+    state: FastState
+    earlier_BnD: Tensor
 
 
 class Soup(NamedTuple):
@@ -246,7 +253,14 @@ class FastWeights(nn.Module, abc.ABC):
 
 
 class FastMemory(Recurrent):
-    """A layer memory whose state is what nets of each row have learned."""
+    """A layer memory whose state is what nets of each row have learned.
+
+    Attributes:
+        chunk: tokens whose gradients are taken at the same weights, from the start of a segment on; 1 where the state
+            itself holds an open chunk.
+    """
+
+    chunk: int = 1
 
     @property
     @abc.abstractmethod
@@ -256,6 +270,31 @@ class FastMemory(Recurrent):
     def init_state(self, batch_size: int, like: Tensor) -> FastState:
         tokens_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
         return FastState(*self.net.empty(batch_size, like), tokens_B)  # type: ignore[call-arg]
+
+    def open(self, state: FastState, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> OpenedText:
+        return OpenedText(state, state.weights_BGP.new_empty(len(state.tokens_B), 0, 0))
+
+    def read(self, opened: OpenedText, query: Query, project_kv: ProjectKV | None = None) -> Reading:
+        if not (before := opened.earlier_BnD.shape[1]):
+            return self.read_state(opened.state, query, project_kv)
+        reading = self.read_state(opened.state, Query(torch.cat([opened.earlier_BnD, query.x_BND], 1)), None)
+        assert reading.output_BHNE is not None
+        return reading._replace(output_BHNE=reading.output_BHNE[:, :, before:])
+
+    def read_state(self, state: FastState, query: Query, project_kv: ProjectKV | None) -> Reading:
+        """`read` of a state."""
+        return super().read(state, query)
+
+    def advance(self, opened: OpenedText, x_BND: Tensor, traces: Sequence[Trace]) -> OpenedText:
+        (query, reading), (state, x_BND) = traces[0][2:4], opened
+        new_BND = query.x_BND if query.segment is None else query.x_BND.narrow(1, *query.segment)
+        x_BND = torch.cat([x_BND, new_BND], 1) if x_BND.shape[1] else new_BND
+        if full := x_BND.shape[1] // self.chunk * self.chunk:
+            over = Query(x_BND[:, :full])
+            if full < x_BND.shape[1]:
+                reading = self.read_state(state, over, None)
+            state = self.after(state, reading.carry, Trace(over.x_BND, over.x_BND, over, reading))
+        return OpenedText(state, x_BND[:, full:])
 
     def soup(self, opened: FastState, query: Query, asked: Asked, snapshots_BS: Tensor, weights_BGNS: Tensor) -> Answer:
         mixed = Soup(self.net.matrices(snapshots_BS), weights_BGNS)

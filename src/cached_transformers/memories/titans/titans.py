@@ -78,8 +78,7 @@ def logit(share: float, gate: Gate) -> float:
 class Titans(FastMemory):
     """Small nets of each row that learn online what value is stored under what key, in training and evaluation alike.
 
-    A read depends on the partial segment, so generation reads that again (`ReadsAgain`), but for place="context". The
-    state is float32 at least: it is the sum of many small steps.
+    The state is float32 at least: it is the sum of many small steps.
 
     Args:
         width: D. heads: H.
@@ -139,7 +138,7 @@ class Titans(FastMemory):
         _check(width, nets, place, persistent, momentum, bound=bound, limit=limit, rate=rate, half_life=half_life)
         self.heads, self.nets, self.place, self.mix, self.gates, self.causal = heads, nets, place, mix, gates, causal
         self.groups, self.key_width, self.linear = nets, width // nets, layers == 1
-        self.rate = rate / chunk
+        self.rate, self.chunk = rate / chunk, chunk
         self.memory = NeuralMemory(
             nets,
             width // nets,
@@ -165,6 +164,7 @@ class Titans(FastMemory):
             self.attention_norm = nn.RMSNorm(width // heads, eps=EPSILON) if mix == "product" else None
         else:
             self.needs = frozenset({"state", "context"}) | ({"bias"} if causal else set())
+            self.whole_segments = "place='context' makes keys and values of each token"
             self.no_snapshots = "place='context' reads keys and values, which no weights mix; take place='gate'"
             self.persistent_MD = nn.Parameter(torch.randn(persistent, width) / width**0.5) if persistent else None
             self.register_buffer("open_gate", torch.tensor(True))
@@ -202,12 +202,11 @@ class Titans(FastMemory):
         m_BND = found.answer_BGNF.transpose(1, 2).flatten(2)
         return Reading(output_BHNE=m_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2), carry=found.carry)
 
-    def read(self, opened: FastState, query: Query, project_kv: ProjectKV | None = None) -> Reading:
+    def read_state(self, state: FastState, query: Query, project_kv: ProjectKV | None) -> Reading:
         if self.place != "context":
-            return super().read(opened, query)
+            return super().read_state(state, query, project_kv)
         assert project_kv is not None
-        context = self._context(opened, self.learned(opened), query, project_kv)
-        return Reading(context, any_B=opened.tokens_B > 0)
+        return Reading(self._context(state, self.learned(state), query, project_kv), any_B=state.tokens_B > 0)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         if reading.output_BHNE is None:
