@@ -83,7 +83,8 @@ class Golden:
             for t in places:
                 S_BHKV = self.token(S_BHKV, t)
                 online.append((self.q[:, :, t, :, None] * S_BHKV).sum(2))
-            means = running_means(self.k[:, :, n])
+            keys, none = self.k[:, :, n], torch.zeros_like(self.k[:, :, 0])
+            means = running_means(keys, None, none, torch.zeros(len(keys)))
             w = gates(self.u[:, :, n], contexts_BSHK, means, valid_BS, self.topk if read == "sparse" else None)
             shares = (
                 torch.cat([valid_BS, valid_BS.new_ones(b, 1)], 1)[:, None, None].double() if read == "residual" else w

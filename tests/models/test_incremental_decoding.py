@@ -59,6 +59,12 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "lact": [{"rate": 0.1}, {"muon": True, "momentum": True, "keep": "sum", "first": "apply"}],
     "titans": [{"chunk": 3}, {"chunk": 16, "layers": 2, "mix": "sum"}, {"chunk": 1, "mix": "alone"}],
     "ttt": [{"mini_batch": 4}, {"model": "mlp", "mini_batch": 3, "rotary": False}],
+    "memory_caching": [
+        *({"over": "infini", "slots": 2, "read": read} for read in ("gated", "residual", "sparse")),
+        {"over": {"name": "titans", "chunk": 3, "layers": 2}, "read": "soup", "slots": 2},
+        {"over": {"name": "titans", "chunk": 3}, "slots": 2},
+        {"over": {"name": "ttt", "mini_batch": 3}, "slots": 2, "start": "restart"},
+    ],
     "rmt": [{"length": 3}, {"length": 3, "mask": "causal"}, {"length": 3, "cache": 5}],
     "memory_transformer": [{"length": 3}, {"length": 3, "control": True, "cache": 4}],
     "memformer": [{"length": 4}],

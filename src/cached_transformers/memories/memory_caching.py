@@ -19,7 +19,7 @@ Legend: B rows, N tokens, S slots, G groups (heads, or nets), K width of keys, F
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
-from cached_transformers.interfaces.incremental import open_segment
+from cached_transformers.interfaces.incremental import advance, open_segment
 from cached_transformers.interfaces.memory import LayerMemory, Linear, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing
 from cached_transformers.linear_maps import Weights
@@ -36,7 +36,7 @@ from cached_transformers.state import State, may_change, refuse_narrow, reset
 
 from .parts.factory import create_memory, memory_spec
 from .parts.fast_weights import OpenedText
-from .parts.recurrent import Recurrent, mix, wide, wrote
+from .parts.recurrent import Asked, Recurrent, mix, wide, wrote
 
 
 class CachedStates(NamedTuple):
@@ -48,6 +48,15 @@ class CachedStates(NamedTuple):
     segments_B: Tensor
 
 
+class OpenedStates(NamedTuple):
+    """The state before a segment, the memory below as it was opened, and mean and number of the keys of the segment."""
+
+    state: CachedStates
+    online: Any
+    mean_BGK: Tensor
+    tokens_B: Tensor
+
+
 class Carried(NamedTuple):
     """State of the wrapped memory, and the mean of the segment's keys."""
 
@@ -55,11 +64,16 @@ class Carried(NamedTuple):
     context_BGK: Tensor
 
 
-def running_means(k_BGNK: Tensor, shown_BN: Tensor | None = None) -> Tensor:
-    """Means of the keys up to each token, itself included, of those that are shown; 0 where there is none yet."""
+def running_means(k_BGNK: Tensor, shown_BN: Tensor | None, mean_BGK: Tensor, before_B: Tensor) -> Tensor:
+    """Means of the keys up to each token, itself included, of those that are shown; 0 where there is none yet.
+
+    Args:
+        mean_BGK, before_B: mean and number of earlier keys; without `shown_BN`.
+    """
     if shown_BN is None:
-        tokens = torch.arange(1, k_BGNK.shape[2] + 1, device=k_BGNK.device)
-        return k_BGNK.cumsum(2) / tokens[:, None]
+        before_B111 = before_B[:, None, None, None]
+        tokens = before_B111 + torch.arange(1, k_BGNK.shape[2] + 1, device=k_BGNK.device)[:, None]
+        return (k_BGNK.cumsum(2) + before_B111 * mean_BGK[:, :, None]) / tokens
     shown_B1N1 = shown_BN[:, None, :, None]
     return torch.where(shown_B1N1, k_BGNK, 0).cumsum(2) / shown_B1N1.cumsum(2).clamp(min=1)
 
@@ -114,7 +128,7 @@ class MemoryCaching(LayerMemory):
     """A recurrent memory of a layer whose states at segment ends are kept, and read beside the one that goes on.
 
     With no snapshot, in a row's first segment, or with slots=0, it is the memory below. A segment of padding alone
-    is not stored. A read depends on the earlier keys of its segment, so generation reads that again (`ReadsAgain`).
+    is not stored.
 
     Args:
         width: D. heads: H.
@@ -172,36 +186,56 @@ class MemoryCaching(LayerMemory):
             torch.zeros(batch_size, dtype=torch.long, device=like.device),
         )
 
-    def read(self, opened: CachedStates, query: Query, project_kv: ProjectKV | None) -> Reading:
-        refuse_narrow(opened, "the digits of the sums that Memory Caching keeps")
-        slots = opened.snapshots_BS.shape[1]
-        valid_BS = torch.arange(slots, device=opened.segments_B.device) < opened.segments_B[:, None]
+    def open(self, state: CachedStates, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> OpenedStates:
+        refuse_narrow(state, "the digits of the sums that Memory Caching keeps")
+        online = open_segment(self.over, state.online, first_B1P, project_kv)
+        none_BGK = wide(state.contexts_BSGK.new_zeros(len(state.segments_B), self.over.groups, self.key_width))
+        return OpenedStates(state, online, none_BGK, torch.zeros_like(state.segments_B))
+
+    def read(self, opened: OpenedStates | CachedStates, query: Query, project_kv: ProjectKV | None) -> Reading:
+        if isinstance(opened, CachedStates):
+            first_B1P = None if query.positions_BNP is None else query.positions_BNP[:, :1]
+            opened = self.open(opened, first_B1P, project_kv)
+        state, online, new, before = opened.state, opened.online, query, 0
+        if isinstance(online, OpenedText):
+            before, query = online.earlier_BnD.shape[1], Query(torch.cat([online.earlier_BnD, query.x_BND], 1))
+            online = online.state
+        slots = state.snapshots_BS.shape[1]
+        valid_BS = torch.arange(slots, device=state.segments_B.device) < state.segments_B[:, None]
         # where, not multiplication: no value of an empty slot may reach a result, not even NaN
         snapshots_BS, contexts_BSGK = (
             torch.where(valid_BS.view(*valid_BS.shape, *[1] * (t.dim() - 2)), t, 0)
-            for t in (opened.snapshots_BS, opened.contexts_BSGK)
+            for t in (state.snapshots_BS, state.contexts_BSGK)
         )
-        first_B1P = None if query.positions_BNP is None else query.positions_BNP[:, :1]
-        online = open_segment(self.over, opened.online, first_B1P, project_kv)
-        online = online.state if isinstance(online, OpenedText) else online
         asked = self.over.ask(online, query)
-        means_BGNK = running_means(wide(asked.k_BGNK[..., : self.key_width]), _shown(query))
+        asked_now = Asked(*(t[:, :, before:] for t in asked))
+        keys_BGNK = wide(asked_now.k_BGNK[..., : self.key_width])
+        means_BGNK = running_means(keys_BGNK, _shown(new), opened.mean_BGK, opened.tokens_B)
         if self.look_for is None:
             weights_BGNS = F.pad(valid_BS, (0, 1), value=True)[:, None, None].to(snapshots_BS.dtype)
         else:
-            u_BGNK = wide(self.look_for(query.x_BND)).unflatten(-1, (-1, self.key_width)).transpose(1, 2)
+            u_BGNK = wide(self.look_for(new.x_BND)).unflatten(-1, (-1, self.key_width)).transpose(1, 2)
             with torch.autocast(u_BGNK.device.type, enabled=False):
                 weights_BGNS = gates(u_BGNK, contexts_BSGK, means_BGNK, valid_BS, self.topk)
         if self.soup:
+            weights_BGNS = F.pad(weights_BGNS, (0, 0, before, 0))  # tokens that were read only learn
             found = self.over.soup(online, query, asked, snapshots_BS, weights_BGNS)
+            answer_BGNF = found.answer_BGNF[:, :, before:]
         else:
             found = self.over.online(online, query, asked)
-            answers_BSGNF = self.over.answer(snapshots_BS, asked)
-            found = found._replace(answer_BGNF=mix(answers_BSGNF, found.answer_BGNF, weights_BGNS))
+            answers_BSGNF = self.over.answer(snapshots_BS, asked_now)
+            answer_BGNF = mix(answers_BSGNF, found.answer_BGNF[:, :, before:], weights_BGNS)
+        found = found._replace(answer_BGNF=answer_BGNF)
         if found.any_B is not None:
             found = found._replace(any_B=found.any_B | valid_BS.any(1))
         reading = self.over.settle(found)
         return reading._replace(carry=Carried(reading.carry, means_BGNK[:, :, -1]))
+
+    def advance(self, opened: OpenedStates, x_BND: Tensor, traces: Sequence[Trace]) -> OpenedStates:
+        trace = traces[0]
+        online = advance(self.over, opened.online, x_BND, [trace._replace(reading=_below(trace.reading))])
+        tokens_B = opened.tokens_B + (trace.query.segment or trace.x_BND.shape)[1]
+        return OpenedStates(opened.state, online, trace.reading.carry.context_BGK, tokens_B)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         return self.over.combine(y_BHNE, query, _below(reading))

@@ -271,30 +271,34 @@ class FastMemory(Recurrent):
         tokens_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
         return FastState(*self.net.empty(batch_size, like), tokens_B)  # type: ignore[call-arg]
 
-    def open(self, state: FastState, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> OpenedText:
-        return OpenedText(state, state.weights_BGP.new_empty(len(state.tokens_B), 0, 0))
+    def open(self, state: FastState, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> FastState:
+        return state
 
-    def read(self, opened: OpenedText, query: Query, project_kv: ProjectKV | None = None) -> Reading:
-        if not (before := opened.earlier_BnD.shape[1]):
-            return self.read_state(opened.state, query, project_kv)
-        reading = self.read_state(opened.state, Query(torch.cat([opened.earlier_BnD, query.x_BND], 1)), None)
+    def read(self, opened: FastState | OpenedText, query: Query, project_kv: ProjectKV | None = None) -> Reading:
+        if not isinstance(opened, OpenedText):
+            return self.read_state(opened, query, project_kv)
+        state, earlier_BnD = opened
+        reading = self.read_state(state, Query(torch.cat([earlier_BnD, query.x_BND], 1)), None)
         assert reading.output_BHNE is not None
-        return reading._replace(output_BHNE=reading.output_BHNE[:, :, before:])
+        return reading._replace(output_BHNE=reading.output_BHNE[:, :, earlier_BnD.shape[1] :])
 
     def read_state(self, state: FastState, query: Query, project_kv: ProjectKV | None) -> Reading:
-        """`read` of a state."""
+        """`read` at the start of a chunk."""
         return super().read(state, query)
 
-    def advance(self, opened: OpenedText, x_BND: Tensor, traces: Sequence[Trace]) -> OpenedText:
-        (query, reading), (state, x_BND) = traces[0][2:4], opened
-        new_BND = query.x_BND if query.segment is None else query.x_BND.narrow(1, *query.segment)
-        x_BND = torch.cat([x_BND, new_BND], 1) if x_BND.shape[1] else new_BND
-        if full := x_BND.shape[1] // self.chunk * self.chunk:
+    def advance(self, opened: FastState | OpenedText, x_BND: Tensor, traces: Sequence[Trace]) -> FastState | OpenedText:
+        query, reading = traces[0][2:4]
+        state, x_BND = opened, query.x_BND if query.segment is None else query.x_BND.narrow(1, *query.segment)
+        if isinstance(opened, OpenedText):
+            state, x_BND = opened.state, torch.cat([opened.earlier_BnD, x_BND], 1)
+        assert isinstance(state, FastState)
+        full = x_BND.shape[1] // self.chunk * self.chunk
+        if full:
             over = Query(x_BND[:, :full])
             if full < x_BND.shape[1]:
                 reading = self.read_state(state, over, None)
             state = self.after(state, reading.carry, Trace(over.x_BND, over.x_BND, over, reading))
-        return OpenedText(state, x_BND[:, full:])
+        return state if full == x_BND.shape[1] else OpenedText(state, x_BND[:, full:])
 
     def soup(self, opened: FastState, query: Query, asked: Asked, snapshots_BS: Tensor, weights_BGNS: Tensor) -> Answer:
         mixed = Soup(self.net.matrices(snapshots_BS), weights_BGNS)
