@@ -50,10 +50,7 @@ class IncrementalRead(Protocol):
         ...
 
     def advance(self, opened: Any, x_BND: Tensor, traces: Sequence[Trace]) -> Any:
-        """Return `opened` for the next tokens, given the last block's output and the traces of the tokens before.
-
-        A layer memory gets its own input, and one trace whose block input and output are that, too.
-        """
+        """Return `opened` for the next tokens, given the last block's output, or a layer's input, and the traces."""
         ...
 
 

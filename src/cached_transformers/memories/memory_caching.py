@@ -48,7 +48,7 @@ class CachedStates(NamedTuple):
     segments_B: Tensor
 
 
-class OpenedStates(NamedTuple):
+class OpenedSnapshots(NamedTuple):
     """The state before a segment, the memory below as it was opened, and mean and number of the keys of the segment."""
 
     state: CachedStates
@@ -186,13 +186,13 @@ class MemoryCaching(LayerMemory):
             torch.zeros(batch_size, dtype=torch.long, device=like.device),
         )
 
-    def open(self, state: CachedStates, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> OpenedStates:
+    def open(self, state: CachedStates, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> OpenedSnapshots:
         refuse_narrow(state, "the digits of the sums that Memory Caching keeps")
         online = open_segment(self.over, state.online, first_B1P, project_kv)
         none_BGK = wide(state.contexts_BSGK.new_zeros(len(state.segments_B), self.over.groups, self.key_width))
-        return OpenedStates(state, online, none_BGK, torch.zeros_like(state.segments_B))
+        return OpenedSnapshots(state, online, none_BGK, torch.zeros_like(state.segments_B))
 
-    def read(self, opened: OpenedStates | CachedStates, query: Query, project_kv: ProjectKV | None) -> Reading:
+    def read(self, opened: OpenedSnapshots | CachedStates, query: Query, project_kv: ProjectKV | None) -> Reading:
         if isinstance(opened, CachedStates):
             first_B1P = None if query.positions_BNP is None else query.positions_BNP[:, :1]
             opened = self.open(opened, first_B1P, project_kv)
@@ -231,11 +231,11 @@ class MemoryCaching(LayerMemory):
         reading = self.over.settle(found)
         return reading._replace(carry=Carried(reading.carry, means_BGNK[:, :, -1]))
 
-    def advance(self, opened: OpenedStates, x_BND: Tensor, traces: Sequence[Trace]) -> OpenedStates:
+    def advance(self, opened: OpenedSnapshots, x_BND: Tensor, traces: Sequence[Trace]) -> OpenedSnapshots:
         trace = traces[0]
         online = advance(self.over, opened.online, x_BND, [trace._replace(reading=_below(trace.reading))])
         tokens_B = opened.tokens_B + (trace.query.segment or trace.x_BND.shape)[1]
-        return OpenedStates(opened.state, online, trace.reading.carry.context_BGK, tokens_B)
+        return OpenedSnapshots(opened.state, online, trace.reading.carry.context_BGK, tokens_B)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         return self.over.combine(y_BHNE, query, _below(reading))
