@@ -107,6 +107,7 @@ def test_the_command_writes_tables_and_goes_on(tmp_path: Path, capsys: pytest.Ca
     for given, message in (("plain", "plain"), ("none,none", "none"), ("rmt", "rmt"), ("tovva", "tovva")):
         assert main([*words, given]) == 2
         assert message in capsys.readouterr().err
+    assert main([*words, "none", "--dtype", "bfloat16"]) == 2 and "'dtype': 'bfloat16'" in capsys.readouterr().err
     assert main([*words[:3], "--tokens", "0"]) == 2 and main(words[:3]) == 2
     assert main([*words[:3], str(book), *words[3:], "none"]) == 2 and "2 texts" in capsys.readouterr().err
     assert main([*words, "none,block_retrieval"]) == 2 and "capacity" in capsys.readouterr().err

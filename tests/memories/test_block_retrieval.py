@@ -207,6 +207,23 @@ def test_states_share_their_blocks_and_files_take_them_back(tmp_path: Path) -> N
     assert again.model.blocks_BCXbE.rows == (blocks, blocks)
 
 
+def test_slabs_are_written_in_any_mode_and_take_blocks_back() -> None:
+    model = build({**SMALL, "dtype": "int8"}).eval()
+    session, whole, text = (Session(model, 5), Session(model, 5), torch.cat(segments(12, rows=1), 1))
+    for mode, part in zip((torch.inference_mode, torch.no_grad, torch.inference_mode), text.split(20, 1), strict=True):
+        with mode():
+            session.read(part)
+    whole.read(text)
+    assert torch.equal(session.generate(tokens=4, temperature=0).tokens, whole.generate(tokens=4, temperature=0).tokens)
+    store, before = session.state.model.blocks_BCXbE.rows[0][0].store, session.mark()
+    made = []
+    for _ in range(3):
+        session.read(text)
+        made.append(store.records)
+        session.rewind(before)
+    assert made == made[:1] * 3
+
+
 @pytest.mark.parametrize("options", [*KEPT, {"store": "file"}], ids=str)
 @torch.no_grad()
 def test_sessions_are_saved_and_go_on(tmp_path: Path, options: dict[str, Any]) -> None:

@@ -125,7 +125,7 @@ class AttentionMatching(ScoredCache):
         v_BGLE, v_BGTE = (t.to(z_BGNL.dtype) for t in (found.v_BGLE, kept.v_BGME[:, :, first:last]))
         weight_BGNT = (z_BGNT + (bias_BGT - old_BGT)[:, :, None]).softmax(-1)
         matched_BGTE = solve(weight_BGNT, z_BGNL.softmax(-1) @ v_BGLE, v_BGTE)
-        # What the queries do not determine would add up over merges.
+        # Errors that the queries do not see would add up over merges.
         longest_BG11, length_BGT1 = (torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (v_BGLE, matched_BGTE))
         longest_BG11 = longest_BG11.amax(-2, keepdim=True).clamp(min=torch.finfo(v_BGLE.dtype).tiny)
         matched_BGTE = matched_BGTE * longest_BG11 / torch.maximum(longest_BG11, length_BGT1)
