@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from benchmark_rows import measured
 from integrations.hosts import library
 
-from benchmarks import diagonal, documents, generation, memories
+from benchmarks import compiled, diagonal, documents, generation, grc, memories
 from benchmarks.attention_peers import PEERS as ATTENTION_PEERS
 from benchmarks.generation import GPT2, NO_MEMORY, GenerationPeer, GenerationSetting
 from benchmarks.memory_peers import PEERS, ModelSizes, Peer, lacking
@@ -42,6 +43,20 @@ def test_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ids_BN.shape == (2, 16) and (ids_BN[:, 0] == 0).all()
     assert set(ids_BN.diff().unique().tolist()) == {0, 1}
     assert torch.equal(ids_BN, documents.documents_of(small, 3))
+
+
+def test_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of another length needs graphs of its own; an image model is compiled in the same table."""
+    monkeypatch.setattr(compiled, "ModelSizes", lambda: TINY)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    images = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 1000))
+    monkeypatch.setattr(grc, "build", lambda *given: {"GRC": images})
+    monkeypatch.setattr(grc, "SIDE", 4)
+    cases = ["rmt", compiled.VIT]
+    found = measured("compiled", tmp_path, "--cases", ",".join(cases), "--depth", "1", "--lengths", "8,3")["rows"]
+    assert [row["case"] for row in found] == cases
+    assert all(row["graphs"] >= 1 and row["train"]["median"] > 0 and row["read"]["median"] > 0 for row in found)
+    assert [len(row["others"]) for row in found] == [1, 0] and found[0]["others"][0][0] >= 1
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ BENCHMARKS = {
     "memories": "every stream memory as a language model, with published implementations",
     "generation": "tokens a second of language models, against GPT-2 of transformers and x-transformers",
     "diagonal": "layers on different segments at once, against one segment at a time",
+    "compiled": "torch.compile against eager execution: training, reading, compile time, graphs at other lengths",
     "documents": "documents packed into rows, against padded rows and rows without document borders",
 }
 
