@@ -14,6 +14,7 @@ from contract.contracts import CONTRACTS
 from torch import Tensor
 from torch.ao.quantization import quantize_dynamic
 
+from cached_lab.experiments.probes.settings import stream_memories
 from cached_transformers import positions
 from cached_transformers.interfaces.memory import (
     Context,
@@ -331,15 +332,32 @@ def test_a_memory_that_promises_nothing_is_shown_the_segment_again(kind: Any, sa
             generate(model, torch.zeros(1, 1, dtype=torch.long), tokens=2)
 
 
+@pytest.mark.parametrize("name", [name for name in stream_memories() if not name.startswith("outside")])
+def test_every_memory_is_opened_by_default(name: str) -> None:
+    assert build(name).why_in_one_piece() is None
+
+
+WHOLE: list[dict[str, Any]] = [
+    {"name": "crtn", "segment": SEGMENT, "scope": "token"},
+    {"name": "read_twice", "block_length": 2},
+    {"name": "segatron", "shift": "official", "allow_leak": True},
+    {"name": "titans", "place": "context"},
+]
+
+
+def test_explain_names_the_options_with_which_a_memory_is_not_opened() -> None:
+    facts = {name: MEMORIES.entry(name).info.get("reads_again") for name in stream_memories()}
+    assert {name for name, fact in facts.items() if fact} == {spec["name"] for spec in WHOLE}
+    assert all(any(option in facts[spec["name"]] for option in spec) for spec in WHOLE)
+
+
 def test_reasons() -> None:
     model = build()
     model.stack.model_memory = Enters()
     assert "memory Enters has no open" in str(why_in_one_piece(model.stack))
-    crtn = {"name": "crtn", "segment": SEGMENT, "scope": "token"}
-    assert "memory CRTN: scope='token'" in str(build(crtn).why_in_one_piece())
-    assert "block_length=2" in str(build({"name": "read_twice", "block_length": 2}).why_in_one_piece())
-    official = {"name": "segatron", "shift": "official", "allow_leak": True}
-    assert "shift='official'" in str(build(official).why_in_one_piece())
+    reasons = ["memory CRTN: scope='token'", "block_length=2", "shift='official'", "place='context'"]
+    for spec, reason in zip(WHOLE, reasons, strict=True):
+        assert reason in str(build(spec).why_in_one_piece())
     assert "Star" in str(build(None, attention_spec("star")).why_in_one_piece())
     assert "reversible" in str(build(reversible=True).why_in_one_piece())
     for module in (model, model.stack, model.stack.blocks[0], model.stack.blocks[1].attention):  # type: ignore[union-attr]

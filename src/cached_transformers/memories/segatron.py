@@ -174,6 +174,7 @@ class SegatronLayer(TransformerXL):
     state="per row: 16 bytes, and per layer M (4 D + 24) + 8 bytes; in evaluation with keep='kv' M (8 D + 24) + 8",
     cost="per token and layer: 2 D^2 M / N (keys and values of the memory; in evaluation with keep='kv' none) + "
     "5 M D + 2 N D multiply-adds",
+    reads_again="its segment for each written token, with shift='official'",
     reach="layers x M tokens",
     gradient="none into the memory; its keys and values train the projections",
     exact_when="length >= tokens seen",

@@ -61,6 +61,7 @@ class OpenedRegions(NamedTuple):
     cost="per token and layer: 2 D^2 M / N + 2 M D multiply-adds, M = (topk + short_memory) S, and for relative "
     "positions D^2 + H D (M + N) (packed: M D); compute_first: twice the model; scope='token': M = R S, one after the "
     "other, and the product with the values regions + 1 times",
+    reads_again="its segment for each written token, with scope='token' or 'segment'",
     reach="regions x segment tokens, any of them at once",
     gradient="none into values; through alpha into keys, queries and the summary, as far as bptt reaches",
     without={"bias": "scope='previous'", "bidirectional": "scope='previous'"},
