@@ -51,6 +51,12 @@ def layer(tokens: float) -> float:
     return tokens * (4 * D * D + 2 * D * F)
 
 
+def ahn(slots: int) -> float:
+    """Slots, gates, M's answer and its map, and the tokens that leave, in one chunk; its systems are not counted."""
+    e = D / H
+    return window(slots) - 2 * D * D * slots / N + 3 * D * H + 2 * D * e + 3 * D * (e + N)
+
+
 def armt(tokens: int, key: int, features: int) -> float:
     """Cost of reading by segment and memory tokens, and of what the memory tokens store."""
     read, stored = D * key + features * (D + 1), D * key + D * D + D + features * (2 * D + 1)

@@ -8,6 +8,7 @@ from contract.contract_row import LEARNED, READS_ITS_OWN, Contract, relative
 from contract.costs import (
     DEPTH,
     LAYERS,
+    RELATIVE,
     Cost,
     D,
     F,
@@ -15,6 +16,7 @@ from contract.costs import (
     K,
     M,
     N,
+    ahn,
     armt,
     block_recurrent,
     caching,
@@ -25,6 +27,15 @@ from contract.costs import (
 )
 
 RECURRENT: dict[str, Contract] = {
+    "ahn": relative(
+        options={"length": 6, "sinks": 2},
+        bytes_per_row=lambda d: 2 * (8 * d + 8) + 6 * (8 * d + 24) + 2 * d * d + 24,
+        cost=Cost({"length": M, "sinks": 2}, lambda: LAYERS * ahn(M + 2), RELATIVE),
+    ),
+    "ahn/absolute": Contract(
+        options={"length": 3, "sinks": 0, "relative": False},
+        bytes_per_row=lambda d: 8 + 3 * (8 * d + 24) + 2 * d * d + 16,
+    ),
     "armt": Contract(
         options={"length": 3, "key_width": 16},
         bytes_per_row=lambda d: DEPTH * 4 * (2 * 3 * 16) * (d + 1) + 8,
