@@ -28,13 +28,13 @@ from contract.costs import (
 
 RECURRENT: dict[str, Contract] = {
     "ahn": relative(
-        options={"length": 6, "sinks": 2},
-        bytes_per_row=lambda d: 2 * (8 * d + 8) + 6 * (8 * d + 24) + 2 * d * d + 24,
+        options={"length": 3, "sinks": 2},
+        bytes_per_row=lambda d: 2 * (8 * d + 8) + 3 * (8 * d + 24) + 2 * d * d + 24,
         cost=Cost({"length": M, "sinks": 2}, lambda: LAYERS * ahn(M + 2), RELATIVE),
     ),
     "ahn/absolute": Contract(
-        options={"length": 3, "sinks": 0, "relative": False},
-        bytes_per_row=lambda d: 8 + 3 * (8 * d + 24) + 2 * d * d + 16,
+        options={"length": 2, "sinks": 0, "relative": False},
+        bytes_per_row=lambda d: 2 * (8 * d + 24) + 2 * d * d + 24,
     ),
     "armt": Contract(
         options={"length": 3, "key_width": 16},

@@ -151,10 +151,6 @@ class AHN(TransformerXL):
         recent, left = push_out(state.recent, kept_BNW, query.positions_BNP, ~(real_BN & later_BN))
         return AHNState(Pairs(*sinks), recent, self._absorbed(state, left), state.left_B + left.count_B), None
 
-    def close_gate(self) -> None:
-        with torch.no_grad():
-            self.output_HEE.zero_()
-
     def _held(self, state: AHNState) -> tuple[Tensor, Tensor]:
         # where, not multiplication: no value of an empty state may reach a result, not even NaN
         any_B = state.left_B > 0
