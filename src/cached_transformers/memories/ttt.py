@@ -39,13 +39,14 @@ from cached_transformers.positions import RotaryPositions
 from cached_transformers.registry import MEMORIES
 
 from .parts import fast_weights
-from .parts.fast_weights import FastMemory, FastState, FastWeights, Learned, Soup, Step
+from .parts.fast_weights import FastMemory, FastState, FastWeights, Learned, Soup
 from .parts.options import NO_MEMORY, check_heads, check_positive
 from .parts.recurrent import Answer, Asked, shown, wide
 
 RATES = {"linear": 1.0, "mlp": 0.1}
 """Default rate of the inner step."""
 EXPANSION = 4
+NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward
 EPSILON = 1e-6
 """Epsilon of the layer norms."""
 
@@ -71,18 +72,20 @@ class InnerModel(FastWeights):
         return F.layer_norm(f, f.shape[-1:], eps=EPSILON) * weight + bias
 
     def error(self, given: Tensor, wanted: Tensor) -> Tensor:
+        """The gradient through LN, of the kernels of its forward and backward."""
+        f, wanted = (t.unflatten(0, (-1, len(self.norm_weight_GV))) for t in (given, wanted))
         weight, bias = (t[:, None].to(given.dtype) for t in (self.norm_weight_GV, self.norm_bias_GV))
-        centred = given - given.mean(-1, keepdim=True)
-        scale = (centred.square().mean(-1, keepdim=True) + EPSILON).rsqrt()
-        unit = centred * scale
-        error = (unit * weight + bias - wanted) * weight
-        return scale * (error - error.mean(-1, keepdim=True) - unit * (error * unit).mean(-1, keepdim=True))
+        unit, mean, scale = torch.native_layer_norm(f, f.shape[-1:], None, None, EPSILON)
+        error = (torch.addcmul(bias - wanted, unit, weight)) * weight
+        return NORM_BACKWARD(error, f, f.shape[-1:], mean, scale, None, None, [True, False, False])[0].flatten(0, 1)
 
-    def move(self, end: Sequence[Tensor], step: Step) -> tuple[Tensor, Tensor]:
+    def move(
+        self, end: Sequence[Tensor], W: Tensor, S: Tensor, pushes: Sequence[Tensor], error: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """A full mini-batch goes into the weights, an open one stays a sum."""
-        (rate, share, unfinished), (W, S, given, error) = end, step
-        S = S - (given * rate).mT @ error
-        return W + share * S, unfinished * S
+        share, unfinished = end
+        S = torch.baddbmm(S, pushes[0].mT, error)
+        return torch.addcmul(W, share, S), unfinished * S
 
     def shares(self, dtype: torch.dtype) -> Tensor:
         """r (C,) of the places of a mini-batch."""
@@ -127,7 +130,7 @@ class InnerModel(FastWeights):
         ends_Q = torch.arange(1, pieces + 1, device=tokens_B.device) * b
         full_BQ = (tokens_B % b + there_BN.sum(1))[:, None] >= ends_Q
         full = full_BQ.to(v.dtype)[:, None, :, None, None]
-        out, after = self.through(learned, q, k, v - k, reading, (rate, full * share_C[-1], 1 - full), soup)
+        out, after = self.through(learned, q, k, v - k, reading, (rate,), (full * share_C[-1], 1 - full), soup)
         assert out is not None
         out = F.pad(out.flatten(2, 3), (0, 0, 0, 1))
         return out.gather(2, slots.expand(-1, out.shape[1], -1, out.shape[-1])), after

@@ -145,8 +145,10 @@ class FastWeights(nn.Module, abc.ABC):
         """Gradient of the loss by the nets' outputs, (..., C, V)."""
 
     @abc.abstractmethod
-    def move(self, end: Sequence[Tensor], step: Step) -> tuple[Tensor, Tensor]:
-        """W and S of one matrix after a chunk, by its coefficients `end` that the rule passed to `through`."""
+    def move(
+        self, end: Sequence[Tensor], W: Tensor, S: Tensor, pushes: Sequence[Tensor], error: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """W and S of one matrix after a chunk, by `end` and inputs times minus `rates`, which the rule gave `through`."""
 
     def matrices(self, flat: Tensor) -> list[Tensor]:
         """(B, ..., G, I, O) of each layer of the nets, of their numbers (B, ..., G, P)."""
@@ -177,9 +179,12 @@ class FastWeights(nn.Module, abc.ABC):
                 q = soup.among(layer, x, q)
         return q
 
-    def surprise(self, weights: list[Tensor], k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Inputs x (..., C, I) of each matrix and errors e (..., C, O) after it: token j's gradient is x_j e_j^T."""
-        inputs, sums = [self._input(k)], []
+    def surprise(self, weights: Sequence[Tensor], x: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Inputs x (..., C, I) of each matrix and errors e (..., C, O) after it: token j's gradient is x_j e_j^T.
+
+        The given x are the keys, as `_input` gives them.
+        """
+        inputs, sums = [x], []
         for matrix in weights[:-1]:
             sums.append(inputs[-1] @ matrix)
             inputs.append(self._input(activate(sums[-1], self.activation)))
@@ -192,9 +197,9 @@ class FastWeights(nn.Module, abc.ABC):
         """Matrices (..., I, O) with a root mean square of at most `limit`."""
         if self.limit is None:
             return t
-        top = self.limit**2
-        share = (t.square().mean((-2, -1), keepdim=True) / top).clamp(min=1).rsqrt()
-        return t * share  # of 1 leaves all as it is
+        top = self.limit * math.prod(t.shape[-2:]) ** 0.5
+        excess = torch.linalg.vector_norm(t, dim=(-2, -1), keepdim=True) / top
+        return t * excess.clamp(min=1).reciprocal()  # 1 leaves all as it is
 
     def through(
         self,
@@ -203,6 +208,7 @@ class FastWeights(nn.Module, abc.ABC):
         k: Tensor,
         v: Tensor,
         reading: FastReading | None,
+        rates: Sequence[Tensor],
         end: Sequence[Tensor],
         soup: Soup | None = None,
     ) -> tuple[Tensor | None, Learned]:
@@ -211,45 +217,54 @@ class FastWeights(nn.Module, abc.ABC):
         Args:
             learned: as `start` gives it, in float32 or wider, in which everything is computed.
             q, k, v: (B, G, Q, C, K or V), in chunks. q is None for nothing but to learn.
-            reading: coefficients (B, G, Q, ...) of the read, with q. end: coefficients for `move`, (B, 1 or G, Q, ...).
+            reading: coefficients (B, G, Q, ...) of the read, with q.
+            rates, end: coefficients for `move`: (B, 1 or G, Q, C, 1) of inputs, and (B, 1 or G, Q, 1, 1).
             soup: snapshots mixed into the nets that are read; their weights in chunks (B, G, Q, C, S + 1).
         """
-        # Unbound, not indexed: the gradient of an index is as long as the sequence.
-        writes = zip(*(t.unbind(2) for t in (k, v, *end)), strict=True)
+        nets = k.shape[:2]
+
+        def by_chunk(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+            # Unbound, not indexed: the gradient of an index is as long as the sequence.
+            return zip(*(t.expand(*nets, *t.shape[2:]).flatten(0, 1).unbind(1) for t in tensors), strict=True)
+
+        # The first inputs are known, and their products computed for all chunks at once: the loop is many small steps.
+        k, rates = self._input(k), [-rate for rate in rates]
+        writes = zip(by_chunk(k, v), by_chunk(*rates), by_chunk(*(k * rate for rate in rates)), by_chunk(*end), strict=True)
         reads: Iterable[tuple[Tensor, ...]] = repeat(())
         if q is not None and reading is not None:
-            q = self._input(q)
-            near = (q @ self._input(k).mT) * reading.G
+            b, f, G = reading
+            q, G = self._input(q), -G
             mixes = () if soup is None else (soup.weights,)
-            reads = zip(*(t.unbind(2) for t in (q, near, *reading, *mixes)), strict=True)
-        weights, sums = (self.matrices(wide(t)) for t in learned)
+            reads = by_chunk(q, b * q, f * q, (q @ k.mT) * G, b, f, G, *mixes)
+        weights, sums = ([t.flatten(0, 1) for t in self.matrices(wide(part))] for part in learned[:2])
         outputs = []
-        for (key, value, *last), asked in zip(writes, reads, strict=False):
+        for ((key, value), by, scaled, last), asked in zip(writes, reads, strict=False):
             weights = [self.limited(t) for t in weights]
             inputs, errors = self.surprise(weights, key, value)
-            steps = list(zip(weights, sums, inputs, errors, strict=True))
             if asked:
-                now = None if soup is None else Soup(soup.matrices, asked[5])
-                outputs.append(self._read_within(asked[:5], steps, now))
-            moved = [self.move(last, step) for step in steps]
+                now = None if soup is None else Soup(soup.matrices, asked[7].unflatten(0, nets))
+                outputs.append(self._read_within(asked[:7], zip(weights, sums, inputs, errors, strict=True), now))
+            pushes = [scaled, *([x * rate for rate in by] for x in inputs[1:])]
+            moved = [self.move(last, *step) for step in zip(weights, sums, pushes, errors, strict=True)]
             weights, sums = ([pair[part] for pair in moved] for part in (0, 1))
-        after = Learned(*(torch.cat([t.flatten(-2) for t in parts], -1) for parts in (weights, sums)))
-        return (torch.stack(outputs, 2) if outputs else None), after
+        after = (torch.cat([t.flatten(-2) for t in parts], -1).unflatten(0, nets) for parts in (weights, sums))
+        return (torch.stack(outputs, 1).unflatten(0, nets) if outputs else None), Learned(*after)
 
     def _input(self, x: Tensor) -> Tensor:
         return F.pad(x, (0, 1), value=1.0) if self.biased else x
 
-    def _read_within(self, asked: tuple[Tensor, ...], steps: list[Step], soup: Soup | None) -> Tensor:
-        """Outputs for `asked`, q, G_ij (q_i . k_j), b, f, G of a chunk, each after its token's write."""
-        q, near, b, f, G = asked  # of queries as `_input` gives them
+    def _read_within(self, asked: tuple[Tensor, ...], steps: Iterable[Step], soup: Soup | None) -> Tensor:
+        """Outputs for q, b q, f q, -G_ij (q_i . k_j), b, f, -G of a chunk, each after its token's write."""
+        x, to_weights, to_sums, near, b, f, G = asked  # of queries as `_input` gives them
         for layer, (W, S, given, error) in enumerate(steps):
-            x = self._input(activate(q, self.activation)) if layer else q
             if layer:
-                near = (x @ given.mT) * G
-            q = b * (x @ W) + f * (x @ S) - near @ error
+                x = self._input(activate(y, self.activation))
+                to_weights, to_sums, near = b * x, f * x, (x @ given.mT) * G
+            y = torch.baddbmm(torch.baddbmm(to_weights.bmm(W), to_sums, S), near, error)
             if soup is not None:
-                q = soup.among(layer, x, q)
-        return q
+                wide_x, wide_y = (t.unflatten(0, soup.weights.shape[:2]) for t in (x, y))
+                y = soup.among(layer, wide_x, wide_y).flatten(0, 1)
+        return y
 
 
 class FastMemory(Recurrent):

@@ -30,7 +30,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from cached_transformers.memories.parts.fast_weights import FastReading, FastWeights, Learned, Soup, Step
+from cached_transformers.memories.parts.fast_weights import FastReading, FastWeights, Learned, Soup
 from cached_transformers.memories.parts.recurrent import wide
 
 Activation = Literal["gelu", "silu"]
@@ -132,11 +132,13 @@ class NeuralMemory(FastWeights):
             error = error * bound * error.square().sum(-1, keepdim=True).clamp(min=bound**2).rsqrt()
         return error
 
-    def move(self, end: Sequence[Tensor], step: Step) -> tuple[Tensor, Tensor]:
-        """By the last rows b, f, m, G and n of the chunk's scan."""
-        (b, f, m, G, n), (W, S, given, error) = end, step
-        to_weights, to_momentum = (torch.cat([given * G, given * n], -1).mT @ error).chunk(2, -2)
-        return b * W + f * S - to_weights, m * S - to_momentum
+    def move(
+        self, end: Sequence[Tensor], W: Tensor, S: Tensor, pushes: Sequence[Tensor], error: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """By b, f and m of the chunk's last token, and G and n from there."""
+        (b, f, m), (to_weights, to_sums) = end, pushes
+        W, S = torch.addcmul(f * S, b, W), m * S
+        return torch.baddbmm(W, to_weights.mT, error), torch.baddbmm(S, to_sums.mT, error)
 
     def forward(
         self,
@@ -156,7 +158,8 @@ class NeuralMemory(FastWeights):
             scan = scan_of(Gates(*(chunks(wide(t), size) for t in gates)))
             k, v = (chunks(wide(t), size) for t in (k_BGNK, v_BGNV))
             q = None if q_BGNK is None else chunks(wide(q_BGNK), size)
-            end = [t[..., -1:, :] for t in (scan.b, scan.f, scan.m)] + [t[..., -1, :, None] for t in (scan.G, scan.n)]
+            end = [t[..., -1:, :] for t in (scan.b, scan.f, scan.m)]
+            rates = [t[..., -1, :, None] for t in (scan.G, scan.n)]
             soup = soup and Soup(soup.matrices, chunks(soup.weights, size))
-            out, after = self.through(learned, q, k, v, FastReading(scan.b, scan.f, scan.G), end, soup)
+            out, after = self.through(learned, q, k, v, FastReading(scan.b, scan.f, scan.G), rates, end, soup)
             return (None if out is None else out.flatten(2, 3)[:, :, :tokens]), after
