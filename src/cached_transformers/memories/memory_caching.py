@@ -35,8 +35,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State, may_change, refuse_narrow, reset
 
 from .parts.factory import create_memory, memory_spec
-from .parts.fast_weights import OpenedText
-from .parts.recurrent import Asked, Recurrent, mix, wide, wrote
+from .parts.recurrent import Recurrent, mix, wide, wrote
 
 
 class CachedStates(NamedTuple):
@@ -196,10 +195,7 @@ class MemoryCaching(LayerMemory):
         if isinstance(opened, CachedStates):
             first_B1P = None if query.positions_BNP is None else query.positions_BNP[:, :1]
             opened = self.open(opened, first_B1P, project_kv)
-        state, online, new, before = opened.state, opened.online, query, 0
-        if isinstance(online, OpenedText):
-            before, query = online.earlier_BnD.shape[1], Query(torch.cat([online.earlier_BnD, query.x_BND], 1))
-            online = online.state
+        state, online = opened.state, opened.online
         slots = state.snapshots_BS.shape[1]
         valid_BS = torch.arange(slots, device=state.segments_B.device) < state.segments_B[:, None]
         # where, not multiplication: no value of an empty slot may reach a result, not even NaN
@@ -208,24 +204,20 @@ class MemoryCaching(LayerMemory):
             for t in (state.snapshots_BS, state.contexts_BSGK)
         )
         asked = self.over.ask(online, query)
-        asked_now = Asked(*(t[:, :, before:] for t in asked))
-        keys_BGNK = wide(asked_now.k_BGNK[..., : self.key_width])
-        means_BGNK = running_means(keys_BGNK, _shown(new), opened.mean_BGK, opened.tokens_B)
+        keys_BGNK = wide(asked.k_BGNK[..., : self.key_width])
+        means_BGNK = running_means(keys_BGNK, _shown(query), opened.mean_BGK, opened.tokens_B)
         if self.look_for is None:
             weights_BGNS = F.pad(valid_BS, (0, 1), value=True)[:, None, None].to(snapshots_BS.dtype)
         else:
-            u_BGNK = wide(self.look_for(new.x_BND)).unflatten(-1, (-1, self.key_width)).transpose(1, 2)
+            u_BGNK = wide(self.look_for(query.x_BND)).unflatten(-1, (-1, self.key_width)).transpose(1, 2)
             with torch.autocast(u_BGNK.device.type, enabled=False):
                 weights_BGNS = gates(u_BGNK, contexts_BSGK, means_BGNK, valid_BS, self.topk)
         if self.soup:
-            weights_BGNS = F.pad(weights_BGNS, (0, 0, before, 0))  # tokens that were read only learn
             found = self.over.soup(online, query, asked, snapshots_BS, weights_BGNS)
-            answer_BGNF = found.answer_BGNF[:, :, before:]
         else:
             found = self.over.online(online, query, asked)
-            answers_BSGNF = self.over.answer(snapshots_BS, asked_now)
-            answer_BGNF = mix(answers_BSGNF, found.answer_BGNF[:, :, before:], weights_BGNS)
-        found = found._replace(answer_BGNF=answer_BGNF)
+            answers_BSGNF = self.over.answer(snapshots_BS, asked)
+            found = found._replace(answer_BGNF=mix(answers_BSGNF, found.answer_BGNF, weights_BGNS))
         if found.any_B is not None:
             found = found._replace(any_B=found.any_B | valid_BS.any(1))
         reading = self.over.settle(found)

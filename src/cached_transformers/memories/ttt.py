@@ -24,9 +24,9 @@ width, D = H E model width, P numbers of a head's model.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from itertools import pairwise, repeat
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +35,11 @@ from torch.nn import functional as F
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing
-from cached_transformers.positions import RotaryPositions
+from cached_transformers.positions import RotaryPositions, rotated
 from cached_transformers.registry import MEMORIES
 
 from .parts import fast_weights
-from .parts.fast_weights import FastMemory, FastState, FastWeights, Learned, Soup
+from .parts.fast_weights import FastMemory, FastState, FastWeights, Learned, OpenedNets, Soup
 from .parts.options import NO_MEMORY, check_heads, check_positive
 from .parts.recurrent import Answer, Asked, shown, wide
 
@@ -60,7 +60,8 @@ class InnerModel(FastWeights):
         between = [EXPANSION * width] if model == "mlp" else []
         shapes = list(pairwise([width, *between, width]))
         first = [F.pad(0.02 * torch.randn(heads, i, o), (0, 0, 0, 1)).flatten(1) for i, o in shapes]
-        super().__init__(shapes, torch.cat(first, 1), activation="gelu_tanh", limit=limit, biased=True)
+        options: dict[str, Any] = {"chunk": mini_batch, "limit": limit, "biased": True}
+        super().__init__(shapes, torch.cat(first, 1), activation="gelu_tanh", **options)
         self.mini_batch = mini_batch
         self.norm_weight_GV = nn.Parameter(torch.ones(heads, width))
         self.norm_bias_GV = nn.Parameter(torch.zeros(heads, width))
@@ -73,11 +74,11 @@ class InnerModel(FastWeights):
 
     def error(self, given: Tensor, wanted: Tensor) -> Tensor:
         """The gradient through LN, of the kernels of its forward and backward."""
-        f, wanted = (t.unflatten(0, (-1, len(self.norm_weight_GV))) for t in (given, wanted))
+        f, wanted = (t.reshape(-1, len(self.norm_weight_GV), *t.shape[-2:]) for t in (given, wanted))
         weight, bias = (t[:, None].to(given.dtype) for t in (self.norm_weight_GV, self.norm_bias_GV))
         unit, mean, scale = torch.native_layer_norm(f, f.shape[-1:], None, None, EPSILON)
-        error = (torch.addcmul(bias - wanted, unit, weight)) * weight
-        return NORM_BACKWARD(error, f, f.shape[-1:], mean, scale, None, None, [True, False, False])[0].flatten(0, 1)
+        error = torch.addcmul(bias - wanted, unit, weight) * weight
+        return NORM_BACKWARD(error, f, f.shape[-1:], mean, scale, None, None, [True, False, False])[0].view_as(given)
 
     def move(
         self, end: Sequence[Tensor], W: Tensor, S: Tensor, pushes: Sequence[Tensor], error: Tensor
@@ -86,6 +87,23 @@ class InnerModel(FastWeights):
         share, unfinished = end
         S = torch.baddbmm(S, pushes[0].mT, error)
         return torch.addcmul(W, share, S), unfinished * S
+
+    def follow(
+        self, rule: Sequence[Tensor], begun: Tensor, W: Tensor, S: Tensor, x: Tensor, error: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """By -lr and r."""
+        push, share = rule
+        S = torch.addcmul(S, x.mT, error * push)
+        return torch.addcmul(begun, share, S), S
+
+    def turn(self, nets: OpenedNets) -> OpenedNets:
+        begins, turned = nets.here(nets.by_place[0]), super().turn(nets)
+
+        def chosen(new: Iterable[Any], old: Iterable[Any]) -> tuple[Tensor, ...]:
+            return tuple(torch.where(begins, a, b) for a, b in zip(new, old, strict=False))
+
+        begun, weights = chosen(turned.begun, nets.begun), chosen(turned.weights, nets.weights)
+        return nets._replace(begun=begun, weights=weights, sums=chosen(repeat(0), nets.sums))
 
     def shares(self, dtype: torch.dtype) -> Tensor:
         """r (C,) of the places of a mini-batch."""
@@ -222,14 +240,40 @@ class TTT(FastMemory):
         """Weights after the last token; an unfinished mini-batch counts as far as it goes."""
         return self.inner.current(Learned(*state[:2]), state.tokens_B)
 
-    def ask(self, opened: FastState, query: Query) -> Asked:
+    def begin(self, state: FastState, learned: Learned, tokens: int) -> OpenedNets:
+        b, tokens_B, dtype = self.inner.mini_batch, state.tokens_B + tokens, learned.weights_BGP.dtype
+        place_BC = (tokens_B[:, None] + torch.arange(b, device=tokens_B.device)) % b
+        per_net = [t[..., None, None, None] for t in (place_BC == 0, self.inner.shares(dtype)[place_BC])]
+        if self.positions is not None:
+            turns = self.positions.turn(place_BC[..., None], dtype)
+            per_net += [t.transpose(1, 2)[:, :, :, None, None] for t in turns]
+        weights, sums = (tuple(self.inner.matrices(t)) for t in learned[:2])
+        begins = tuple({-place % b for place in place_BC[:, 0].tolist()})
+        return OpenedNets(tuple(map(self.inner.limited, weights)), weights, sums, 0, begins, tuple(per_net))
+
+    def ask(self, opened: FastState | OpenedNets, query: Query) -> Asked:
         """Queries, turned by their place in the mini-batch, and keys, not turned."""
+        if isinstance(opened, OpenedNets):
+            return self.ask_one(opened, query.x_BND)
         x_BND = shown(query.x_BND, query.padding_BN)
         q_BGNK, k_BGNK = self.by_net(self.query(x_BND)), self.by_net(self.key(x_BND))
         return Asked(self._turned(q_BGNK, opened.tokens_B[:, None] + _there(query).cumsum(1) - 1), k_BGNK)
 
-    def online(self, opened: FastState, query: Query, asked: Asked, soup: Soup | None = None) -> Answer:
+    def ask_one(self, opened: OpenedNets, x_BND: Tensor) -> Asked:
+        t_B3GNE = self.projected(x_BND)
+        placed_B2GNE, share, *turns = t_B3GNE[:, :2], *map(opened.here, opened.by_place[1:])
+        if turns:
+            placed_B2GNE = rotated(placed_B2GNE, *turns)
+        (q_BGNE, k_BGNE), push = placed_B2GNE.unbind(1), wide(self.step(x_BND)).sigmoid() * -self.rate
+        return Asked(q_BGNE, t_B3GNE[:, 1], (k_BGNE, t_B3GNE[:, 2] - k_BGNE, push.mT[..., None], share))
+
+    def online(
+        self, opened: FastState | OpenedNets, query: Query, asked: Asked, soup: Soup | None = None
+    ) -> Answer:
         """f of all tokens, the weights after the last one, and the queries, to which f is added."""
+        if isinstance(opened, OpenedNets):
+            f_BGNV, nets = self.online_one(opened, asked, soup)
+            return Answer(f_BGNV, carry=(nets, asked.q_BGNK))
         learned = self.learned(opened)
         n, there_BN = query.x_BND.shape[1], _there(query)
         start, length = query.segment or (0, n)
@@ -246,9 +290,9 @@ class TTT(FastMemory):
             f_BGNV, after = self.inner(learned, opened.tokens_B, q_BGNK, k_BGNK, v_BGNV, rate_BGN, there_BN, within)
             if length < n:  # a model memory's own tokens write nothing
                 weights = self.inner.current(learned, opened.tokens_B)
-                front = self.inner.read(weights, *cut(0, start))
+                front = self.inner.read(self.inner.matrices(weights), *cut(0, start))
                 weights = self.inner.current(after, opened.tokens_B + there_BN.sum(1))
-                back = self.inner.read(weights, *cut(start + length, n - start - length))
+                back = self.inner.read(self.inner.matrices(weights), *cut(start + length, n - start - length))
                 f_BGNV = torch.cat([front, f_BGNV, back], 2)
         return Answer(f_BGNV, carry=(after, asked.q_BGNK))
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
@@ -35,10 +36,12 @@ Activation = Literal["gelu", "silu", "gelu_tanh"]
 
 
 class Learned(NamedTuple):
-    """Learned weights W and sums S of each row's nets, all matrices of a net in sequence."""
+    """Learned weights W and sums S of each row's nets, all matrices of a net in sequence; and the matrices
+    (B, G, I, O) with which the last chunk began."""
 
     weights_BGP: Tensor
     sums_BGP: Tensor
+    begun: tuple[Tensor, ...] = ()
 
 
 class FastReading(NamedTuple):
@@ -57,11 +60,26 @@ class FastState(NamedTuple):
     tokens_B: Tensor
 
 
-class OpenedText(NamedTuple):
-    """State at the start of the open chunk, and the layer's inputs (B, n, D) of the tokens in that chunk."""
+class OpenedNets(NamedTuple):
+    """Nets within a segment that is read token by token, each matrix (B, G, I, O) of them: as the open chunk begins,
+    W that the next token finds, and S.
 
-    state: FastState
-    earlier_BnD: Tensor
+    Attributes:
+        token: number of tokens since `by_place` was made.
+        begins: tokens, modulo the chunk, at which rows begin a chunk.
+        by_place: tensors (B, chunk, ...) of a rule, by the token modulo the chunk.
+    """
+
+    begun: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...]
+    sums: tuple[Tensor, ...]
+    token: int
+    begins: tuple[int, ...]
+    by_place: tuple[Tensor, ...] = ()
+
+    def here(self, by_place: Tensor) -> Tensor:
+        """(B, ...): the next token's part."""
+        return by_place[:, self.token % by_place.shape[1]]
 
 
 class Soup(NamedTuple):
@@ -116,7 +134,7 @@ class FastWeights(nn.Module, abc.ABC):
     Args:
         shapes: (I, O) of each matrix, without its bias.
         initial_GP: weights before the first token, a parameter; of each matrix I rows, and one more with `biased`.
-        activation: a, between the matrices.
+        activation: a, between the matrices. chunk: C.
         limit: no matrix begins a chunk with a root mean square above it; None for no limit.
         biased: a bias after each matrix, which is a row of it whose input is 1.
     """
@@ -127,12 +145,13 @@ class FastWeights(nn.Module, abc.ABC):
         initial_GP: Tensor,
         *,
         activation: Activation,
+        chunk: int,
         limit: float | None,
         biased: bool = False,
     ) -> None:
         super().__init__()
         self.shapes = [(i + biased, o) for i, o in shapes]
-        self.activation, self.limit, self.biased = activation, limit, biased
+        self.activation, self.chunk, self.limit, self.biased = activation, chunk, limit, biased
         self.initial_GP = nn.Parameter(initial_GP)
 
     @property
@@ -149,6 +168,12 @@ class FastWeights(nn.Module, abc.ABC):
         self, end: Sequence[Tensor], W: Tensor, S: Tensor, pushes: Sequence[Tensor], error: Tensor
     ) -> tuple[Tensor, Tensor]:
         """W and S of one matrix after a chunk, by `end` and inputs times minus `rates`, which the rule gave `through`."""
+
+    @abc.abstractmethod
+    def follow(
+        self, rule: Sequence[Tensor], begun: Tensor, W: Tensor, S: Tensor, x: Tensor, error: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """W and S (B, G, I, O) of one matrix after one token of input x and error (B, G, 1, I or O)."""
 
     def matrices(self, flat: Tensor) -> list[Tensor]:
         """(B, ..., G, I, O) of each layer of the nets, of their numbers (B, ..., G, P)."""
@@ -170,9 +195,9 @@ class FastWeights(nn.Module, abc.ABC):
             torch.where(empty_B11, initial_GP, learned.weights_BGP), torch.where(empty_B11, 0, learned.sums_BGP)
         )
 
-    def read(self, weights: Tensor, q: Tensor, soup: Soup | None = None) -> Tensor:
-        """(B, ..., G, N, V): what nets of weights (B, ..., G, P) give for queries; nothing is learned."""
-        for layer, matrix in enumerate(self.matrices(weights)):
+    def read(self, weights: Sequence[Tensor], q: Tensor, soup: Soup | None = None) -> Tensor:
+        """(B, ..., G, N, V): what nets of matrices (B, ..., G, I, O) give for queries; nothing is learned."""
+        for layer, matrix in enumerate(weights):
             x = self._input(activate(q, self.activation) if layer else q)
             q = x @ matrix
             if soup is not None:
@@ -239,7 +264,7 @@ class FastWeights(nn.Module, abc.ABC):
         weights, sums = ([t.flatten(0, 1) for t in self.matrices(wide(part))] for part in learned[:2])
         outputs = []
         for ((key, value), by, scaled, last), asked in zip(writes, reads, strict=False):
-            weights = [self.limited(t) for t in weights]
+            begun = weights = [self.limited(t) for t in weights]
             inputs, errors = self.surprise(weights, key, value)
             if asked:
                 now = None if soup is None else Soup(soup.matrices, asked[7].unflatten(0, nets))
@@ -248,7 +273,28 @@ class FastWeights(nn.Module, abc.ABC):
             moved = [self.move(last, *step) for step in zip(weights, sums, pushes, errors, strict=True)]
             weights, sums = ([pair[part] for pair in moved] for part in (0, 1))
         after = (torch.cat([t.flatten(-2) for t in parts], -1).unflatten(0, nets) for parts in (weights, sums))
-        return (torch.stack(outputs, 1).unflatten(0, nets) if outputs else None), Learned(*after)
+        began = tuple(t.unflatten(0, nets) for t in begun)
+        return (torch.stack(outputs, 1).unflatten(0, nets) if outputs else None), Learned(*after, began)
+
+    def step(
+        self, nets: OpenedNets, q: Tensor, k: Tensor, v: Tensor, rule: Sequence[Tensor], soup: Soup | None = None
+    ) -> tuple[Tensor, OpenedNets]:
+        """Read one token, (B, G, 1, V) after its own write; and the nets for the next one.
+
+        Args:
+            q, k, v: (B, G, 1, K or V). rule: coefficients (B, G, 1, 1) for `follow`.
+        """
+        inputs, errors = self.surprise(nets.begun, self._input(k), v)
+        parts = zip(nets.begun, nets.weights, nets.sums, inputs, errors, strict=True)
+        weights, sums = zip(*(self.follow(rule, *part) for part in parts), strict=True)
+        nets = nets._replace(weights=weights, sums=sums, token=nets.token + 1)
+        out = self.read(weights, q, soup)
+        return out, self.turn(nets) if nets.token % self.chunk in nets.begins else nets
+
+    def turn(self, nets: OpenedNets) -> OpenedNets:
+        """Begin a chunk."""
+        begun = tuple(map(self.limited, nets.weights))
+        return nets._replace(begun=begun, weights=begun)
 
     def _input(self, x: Tensor) -> Tensor:
         return F.pad(x, (0, 1), value=1.0) if self.biased else x
@@ -268,14 +314,11 @@ class FastWeights(nn.Module, abc.ABC):
 
 
 class FastMemory(Recurrent):
-    """A layer memory whose state is what nets of each row have learned.
+    """A layer memory whose state is what nets of each row have learned."""
 
-    Attributes:
-        chunk: tokens whose gradients are taken at the same weights, from the start of a segment on; 1 where the state
-            itself holds an open chunk.
-    """
-
-    chunk: int = 1
+    query: nn.Module
+    key: nn.Module
+    value: nn.Module
 
     @property
     @abc.abstractmethod
@@ -284,36 +327,39 @@ class FastMemory(Recurrent):
 
     def init_state(self, batch_size: int, like: Tensor) -> FastState:
         tokens_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
-        return FastState(*self.net.empty(batch_size, like), tokens_B)  # type: ignore[call-arg]
+        return FastState(*self.net.empty(batch_size, like)[:2], tokens_B)
 
     def open(self, state: FastState, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> FastState:
         return state
 
-    def read(self, opened: FastState | OpenedText, query: Query, project_kv: ProjectKV | None = None) -> Reading:
-        if not isinstance(opened, OpenedText):
-            return self.read_state(opened, query, project_kv)
-        state, earlier_BnD = opened
-        reading = self.read_state(state, Query(torch.cat([earlier_BnD, query.x_BND], 1)), None)
-        assert reading.output_BHNE is not None
-        return reading._replace(output_BHNE=reading.output_BHNE[:, :, earlier_BnD.shape[1] :])
+    @abc.abstractmethod
+    def begin(self, state: FastState, learned: Learned, tokens: int) -> OpenedNets:
+        """Nets after the first tokens of a segment, for one token at a time."""
 
-    def read_state(self, state: FastState, query: Query, project_kv: ProjectKV | None) -> Reading:
-        """`read` at the start of a chunk."""
-        return super().read(state, query)
+    def read(self, opened: FastState | OpenedNets, query: Query, project_kv: ProjectKV | None = None) -> Reading:
+        return super().read(opened, query)
 
-    def advance(self, opened: FastState | OpenedText, x_BND: Tensor, traces: Sequence[Trace]) -> FastState | OpenedText:
+    def advance(self, opened: FastState | OpenedNets, x_BND: Tensor, traces: Sequence[Trace]) -> OpenedNets:
         query, reading = traces[0][2:4]
-        state, x_BND = opened, query.x_BND if query.segment is None else query.x_BND.narrow(1, *query.segment)
-        if isinstance(opened, OpenedText):
-            state, x_BND = opened.state, torch.cat([opened.earlier_BnD, x_BND], 1)
-        assert isinstance(state, FastState)
-        full = x_BND.shape[1] // self.chunk * self.chunk
-        if full:
-            over = Query(x_BND[:, :full])
-            if full < x_BND.shape[1]:
-                reading = self.read_state(state, over, None)
-            state = self.after(state, reading.carry, Trace(over.x_BND, over.x_BND, over, reading))
-        return state if full == x_BND.shape[1] else OpenedText(state, x_BND[:, full:])
+        if isinstance(opened, OpenedNets):
+            return reading.carry  # type: ignore[no-any-return]
+        return self.begin(opened, reading.carry, (query.segment or query.x_BND.shape)[1])
+
+    @abc.abstractmethod
+    def ask_one(self, opened: OpenedNets, x_BND: Tensor) -> Asked:
+        """`ask` of one token; the rest are k, v and coefficients for `FastWeights.step`."""
+
+    def online_one(self, opened: OpenedNets, asked: Asked, soup: Soup | None) -> tuple[Tensor, OpenedNets]:
+        """`online` of one token."""
+        q_BGNK, device = asked.q_BGNK, asked.q_BGNK.device.type
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+            k_BGNK, v_BGNV, *rule = asked.rest
+            return self.net.step(opened, q_BGNK, k_BGNK, v_BGNV, rule, soup)  # type: ignore[no-any-return]
+
+    def projected(self, x_BND: Tensor) -> Tensor:
+        """Query, key and value of one token, (B, 3, G, 1, K), in float32 or wider."""
+        t_BND = torch.cat([linear(x_BND) for linear in (self.query, self.key, self.value)], -1)
+        return wide(t_BND).view(len(x_BND), 3, self.groups, 1, -1)
 
     def soup(self, opened: FastState, query: Query, asked: Asked, snapshots_BS: Tensor, weights_BGNS: Tensor) -> Answer:
         mixed = Soup(self.net.matrices(snapshots_BS), weights_BGNS)
@@ -325,7 +371,7 @@ class FastMemory(Recurrent):
     def told(self, weights: Tensor, q: Tensor, soup: Soup | None = None) -> Tensor:
         """Outputs of nets with these weights for queries."""
         with torch.autocast(q.device.type, enabled=False):
-            return self.net.read(weights, q, soup)  # type: ignore[no-any-return]
+            return self.net.read(self.net.matrices(weights), q, soup)  # type: ignore[no-any-return]
 
     def learned(self, state: FastState) -> Learned:
         """Initial weights of the segment."""
@@ -339,6 +385,6 @@ class FastMemory(Recurrent):
     def after(self, state: FastState, learned: Iterable[Tensor], trace: Trace) -> FastState:
         """The state after a segment; rows without a write keep their weights to the last bit."""
         written_B = written(trace.query.padding_BN, trace.x_BND)
-        kept_B11, pairs = (written_B == 0)[:, None, None], zip(state[:2], learned, strict=True)
+        kept_B11, pairs = (written_B == 0)[:, None, None], zip(state[:2], learned, strict=False)
         new = (torch.where(kept_B11, a, b.to(a.dtype)) for a, b in pairs)
         return FastState(*new, state.tokens_B + written_B)  # type: ignore[call-arg]

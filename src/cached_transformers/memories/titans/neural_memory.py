@@ -120,8 +120,9 @@ class NeuralMemory(FastWeights):
         shapes = list(pairwise([width, *[expansion * width] * (layers - 1), width]))
         first = [torch.randn(nets, i, o) / i**0.5 for i, o in shapes[:-1]]
         first.append(torch.zeros(nets, *shapes[-1]))
-        super().__init__(shapes, torch.cat([t.flatten(1) for t in first], 1), activation=activation, limit=limit)
-        self.chunk, self.loss, self.bound, self.power = chunk, loss, bound, power
+        weights = torch.cat([t.flatten(1) for t in first], 1)
+        super().__init__(shapes, weights, activation=activation, chunk=chunk, limit=limit)
+        self.loss, self.bound, self.power = loss, bound, power
 
     def error(self, given: Tensor, wanted: Tensor) -> Tensor:
         error = given - wanted
@@ -139,6 +140,14 @@ class NeuralMemory(FastWeights):
         (b, f, m), (to_weights, to_sums) = end, pushes
         W, S = torch.addcmul(f * S, b, W), m * S
         return torch.baddbmm(W, to_weights.mT, error), torch.baddbmm(S, to_sums.mT, error)
+
+    def follow(
+        self, rule: Sequence[Tensor], begun: Tensor, W: Tensor, S: Tensor, x: Tensor, error: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """By 1 - alpha, eta and -theta."""
+        kept, eta, push = rule
+        S = torch.addcmul(S * eta, x.mT, error * push)
+        return torch.addcmul(S, W, kept), S
 
     def forward(
         self,

@@ -34,7 +34,7 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, fixed
-from cached_transformers.memories.parts.fast_weights import FastMemory, FastState, Learned, Soup
+from cached_transformers.memories.parts.fast_weights import FastMemory, FastState, Learned, OpenedNets, Soup
 from cached_transformers.memories.parts.fifo_store import taken
 from cached_transformers.memories.parts.options import NO_MEMORY, STRETCH, Gate, check_positive, gated
 from cached_transformers.memories.parts.recurrent import Answer, Asked, shown, wide
@@ -138,7 +138,7 @@ class Titans(FastMemory):
         _check(width, nets, place, persistent, momentum, bound=bound, limit=limit, rate=rate, half_life=half_life)
         self.heads, self.nets, self.place, self.mix, self.gates, self.causal = heads, nets, place, mix, gates, causal
         self.groups, self.key_width, self.linear = nets, width // nets, layers == 1
-        self.rate, self.chunk = rate / chunk, chunk
+        self.rate = rate / chunk
         self.memory = NeuralMemory(
             nets,
             width // nets,
@@ -176,11 +176,32 @@ class Titans(FastMemory):
     def snapshot(self, state: FastState) -> Tensor:
         return state.weights_BGP
 
-    def ask(self, opened: FastState, query: Query) -> Asked:
+    def begin(self, state: FastState, learned: Learned, tokens: int) -> OpenedNets:
+        weights, sums = (tuple(self.net.matrices(t)) for t in learned[:2])
+        place = tokens % self.memory.chunk
+        opened = OpenedNets(learned.begun, weights, sums, place, (0,))
+        return opened if place else self.net.turn(opened)
+
+    def ask(self, opened: FastState | OpenedNets, query: Query) -> Asked:
+        if isinstance(opened, OpenedNets):
+            return self.ask_one(opened, query.x_BND)
         x_BND = shown(query.x_BND, query.padding_BN)
         return Asked(self._unit(self.query(x_BND)), self._unit(self.key(x_BND)))
 
-    def online(self, opened: FastState, query: Query, asked: Asked, soup: Soup | None = None) -> Answer:
+    def ask_one(self, opened: OpenedNets, x_BND: Tensor) -> Asked:
+        t_B3GNK = F.silu(self.projected(x_BND))
+        q_BGNK, k_BGNK = F.normalize(t_B3GNK[:, :2], dim=-1).unbind(1)
+        logits = wide(self.gate(x_BND)).view(len(x_BND), 3, -1, 1, 1)
+        theta, alpha = gated(logits[:, :2], self.gates).unbind(1)
+        eta = logits[:, 2].sigmoid()
+        return Asked(q_BGNK, k_BGNK, (k_BGNK, t_B3GNK[:, 2], 1 - alpha, eta, self.rate * theta * (eta - 1)))
+
+    def online(
+        self, opened: FastState | OpenedNets, query: Query, asked: Asked, soup: Soup | None = None
+    ) -> Answer:
+        if isinstance(opened, OpenedNets):
+            m_BGNV, nets = self.online_one(opened, asked, soup)
+            return Answer(m_BGNV, carry=nets)
         learned, n = self.learned(opened), query.x_BND.shape[1]
         start, length = query.segment or (0, n)
         x_BND = query.x_BND[:, start : start + length]
