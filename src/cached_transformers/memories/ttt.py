@@ -35,6 +35,7 @@ from torch.nn import functional as F
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing
+from cached_transformers.linear_maps import side_by_side
 from cached_transformers.positions import RotaryPositions, rotated
 from cached_transformers.registry import MEMORIES
 
@@ -249,7 +250,9 @@ class TTT(FastMemory):
             per_net += [t.transpose(1, 2)[:, :, :, None, None] for t in turns]
         weights, sums = (tuple(self.inner.matrices(t)) for t in learned[:2])
         begins = tuple({-place % b for place in place_BC[:, 0].tolist()})
-        return OpenedNets(tuple(map(self.inner.limited, weights)), weights, sums, 0, begins, tuple(per_net))
+        begun = tuple(map(self.inner.limited, weights))
+        project = side_by_side([self.query, self.key, self.value, self.step])
+        return OpenedNets(begun, weights, sums, project, 0, begins, tuple(per_net))
 
     def ask(self, opened: FastState | OpenedNets, query: Query) -> Asked:
         """Queries, turned by their place in the mini-batch, and keys, not turned."""
@@ -260,11 +263,11 @@ class TTT(FastMemory):
         return Asked(self._turned(q_BGNK, opened.tokens_B[:, None] + _there(query).cumsum(1) - 1), k_BGNK)
 
     def ask_one(self, opened: OpenedNets, x_BND: Tensor) -> Asked:
-        t_B3GNE = self.projected(x_BND)
+        t_B3GNE, step_BNG = self.projected(opened, x_BND)
         placed_B2GNE, share, *turns = t_B3GNE[:, :2], *map(opened.here, opened.by_place[1:])
         if turns:
             placed_B2GNE = rotated(placed_B2GNE, *turns)
-        (q_BGNE, k_BGNE), push = placed_B2GNE.unbind(1), wide(self.step(x_BND)).sigmoid() * -self.rate
+        (q_BGNE, k_BGNE), push = placed_B2GNE.unbind(1), step_BNG.sigmoid() * -self.rate
         return Asked(q_BGNE, t_B3GNE[:, 1], (k_BGNE, t_B3GNE[:, 2] - k_BGNE, push.mT[..., None], share))
 
     def online(

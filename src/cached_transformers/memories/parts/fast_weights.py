@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import repeat
 from typing import Any, Literal, NamedTuple
@@ -65,6 +65,7 @@ class OpenedNets(NamedTuple):
     W that the next token finds, and S.
 
     Attributes:
+        project: a token's projections, all in one.
         token: number of tokens since `by_place` was made.
         begins: tokens, modulo the chunk, at which rows begin a chunk.
         by_place: tensors (B, chunk, ...) of a rule, by the token modulo the chunk.
@@ -73,6 +74,7 @@ class OpenedNets(NamedTuple):
     begun: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
     sums: tuple[Tensor, ...]
+    project: Callable[[Tensor], Tensor]
     token: int
     begins: tuple[int, ...]
     by_place: tuple[Tensor, ...] = ()
@@ -316,10 +318,6 @@ class FastWeights(nn.Module, abc.ABC):
 class FastMemory(Recurrent):
     """A layer memory whose state is what nets of each row have learned."""
 
-    query: nn.Module
-    key: nn.Module
-    value: nn.Module
-
     @property
     @abc.abstractmethod
     def net(self) -> Any:
@@ -356,10 +354,11 @@ class FastMemory(Recurrent):
             k_BGNK, v_BGNV, *rule = asked.rest
             return self.net.step(opened, q_BGNK, k_BGNK, v_BGNV, rule, soup)  # type: ignore[no-any-return]
 
-    def projected(self, x_BND: Tensor) -> Tensor:
-        """Query, key and value of one token, (B, 3, G, 1, K), in float32 or wider."""
-        t_BND = torch.cat([linear(x_BND) for linear in (self.query, self.key, self.value)], -1)
-        return wide(t_BND).view(len(x_BND), 3, self.groups, 1, -1)
+    def projected(self, opened: OpenedNets, x_BND: Tensor) -> tuple[Tensor, Tensor]:
+        """Query, key and value of one token, (B, 3, G, 1, K), and a further projection, in float32 or wider."""
+        t_BND = wide(opened.project(x_BND))
+        width = 3 * self.groups * self.key_width
+        return t_BND[..., :width].view(len(x_BND), 3, self.groups, 1, -1), t_BND[..., width:]
 
     def soup(self, opened: FastState, query: Query, asked: Asked, snapshots_BS: Tensor, weights_BGNS: Tensor) -> Answer:
         mixed = Soup(self.net.matrices(snapshots_BS), weights_BGNS)

@@ -34,6 +34,7 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, fixed
+from cached_transformers.linear_maps import side_by_side
 from cached_transformers.memories.parts.fast_weights import FastMemory, FastState, Learned, OpenedNets, Soup
 from cached_transformers.memories.parts.fifo_store import taken
 from cached_transformers.memories.parts.options import NO_MEMORY, STRETCH, Gate, check_positive, gated
@@ -179,7 +180,8 @@ class Titans(FastMemory):
     def begin(self, state: FastState, learned: Learned, tokens: int) -> OpenedNets:
         weights, sums = (tuple(self.net.matrices(t)) for t in learned[:2])
         place = tokens % self.memory.chunk
-        opened = OpenedNets(learned.begun, weights, sums, place, (0,))
+        project = side_by_side([self.query, self.key, self.value, self.gate])
+        opened = OpenedNets(learned.begun, weights, sums, project, place, (0,))
         return opened if place else self.net.turn(opened)
 
     def ask(self, opened: FastState | OpenedNets, query: Query) -> Asked:
@@ -189,11 +191,14 @@ class Titans(FastMemory):
         return Asked(self._unit(self.query(x_BND)), self._unit(self.key(x_BND)))
 
     def ask_one(self, opened: OpenedNets, x_BND: Tensor) -> Asked:
-        t_B3GNK = F.silu(self.projected(x_BND))
+        t_B3GNK, logits_BNG = self.projected(opened, x_BND)
+        t_B3GNK = F.silu(t_B3GNK)
         q_BGNK, k_BGNK = F.normalize(t_B3GNK[:, :2], dim=-1).unbind(1)
-        logits = wide(self.gate(x_BND)).view(len(x_BND), 3, -1, 1, 1)
-        theta, alpha = gated(logits[:, :2], self.gates).unbind(1)
-        eta = logits[:, 2].sigmoid()
+        logits = logits_BNG.view(len(x_BND), 3, -1, 1, 1)
+        if self.gates == "sigmoid":
+            theta, alpha, eta = logits.sigmoid().unbind(1)
+        else:
+            theta, alpha, eta = gated(logits[:, 0], self.gates), gated(logits[:, 1], self.gates), logits[:, 2].sigmoid()
         return Asked(q_BGNK, k_BGNK, (k_BGNK, t_B3GNK[:, 2], 1 - alpha, eta, self.rate * theta * (eta - 1)))
 
     def online(
