@@ -241,14 +241,14 @@ class TTT(FastMemory):
         """Weights after the last token; an unfinished mini-batch counts as far as it goes."""
         return self.inner.current(Learned(*state[:2]), state.tokens_B)
 
-    def begin(self, state: FastState, learned: Learned, tokens: int) -> OpenedNets:
-        b, tokens_B, dtype = self.inner.mini_batch, state.tokens_B + tokens, learned.weights_BGP.dtype
+    def begin(self, state: FastState, learned: Learned, x_BND: Tensor) -> OpenedNets:
+        b, tokens_B, dtype = self.inner.mini_batch, state.tokens_B + x_BND.shape[1], learned.weights_BGP.dtype
         place_BC = (tokens_B[:, None] + torch.arange(b, device=tokens_B.device)) % b
         per_net = [t[..., None, None, None] for t in (place_BC == 0, self.inner.shares(dtype)[place_BC])]
         if self.positions is not None:
             turns = self.positions.turn(place_BC[..., None], dtype)
             per_net += [t.transpose(1, 2)[:, :, :, None, None] for t in turns]
-        weights, sums = (tuple(self.inner.matrices(t)) for t in learned[:2])
+        weights, sums = (tuple(self.inner.matrices(t)) for t in learned)
         begins = tuple({-place % b for place in place_BC[:, 0].tolist()})
         begun = tuple(map(self.inner.limited, weights))
         project = side_by_side([self.query, self.key, self.value, self.step])
@@ -293,9 +293,9 @@ class TTT(FastMemory):
             f_BGNV, after = self.inner(learned, opened.tokens_B, q_BGNK, k_BGNK, v_BGNV, rate_BGN, there_BN, within)
             if length < n:  # a model memory's own tokens write nothing
                 weights = self.inner.current(learned, opened.tokens_B)
-                front = self.inner.read(self.inner.matrices(weights), *cut(0, start))
+                front = self.inner.read(weights, *cut(0, start))
                 weights = self.inner.current(after, opened.tokens_B + there_BN.sum(1))
-                back = self.inner.read(self.inner.matrices(weights), *cut(start + length, n - start - length))
+                back = self.inner.read(weights, *cut(start + length, n - start - length))
                 f_BGNV = torch.cat([front, f_BGNV, back], 2)
         return Answer(f_BGNV, carry=(after, asked.q_BGNK))
 

@@ -36,12 +36,10 @@ Activation = Literal["gelu", "silu", "gelu_tanh"]
 
 
 class Learned(NamedTuple):
-    """Learned weights W and sums S of each row's nets, all matrices of a net in sequence; and the matrices
-    (B, G, I, O) with which the last chunk began."""
+    """Learned weights W and sums S of each row's nets, all matrices of a net in sequence."""
 
     weights_BGP: Tensor
     sums_BGP: Tensor
-    begun: tuple[Tensor, ...] = ()
 
 
 class FastReading(NamedTuple):
@@ -197,9 +195,13 @@ class FastWeights(nn.Module, abc.ABC):
             torch.where(empty_B11, initial_GP, learned.weights_BGP), torch.where(empty_B11, 0, learned.sums_BGP)
         )
 
-    def read(self, weights: Sequence[Tensor], q: Tensor, soup: Soup | None = None) -> Tensor:
-        """(B, ..., G, N, V): what nets of matrices (B, ..., G, I, O) give for queries; nothing is learned."""
-        for layer, matrix in enumerate(weights):
+    def read(self, weights: Tensor, q: Tensor, soup: Soup | None = None) -> Tensor:
+        """(B, ..., G, N, V): what nets of weights (B, ..., G, P) give for queries; nothing is learned."""
+        return self.outputs(self.matrices(weights), q, soup)
+
+    def outputs(self, matrices: Sequence[Tensor], q: Tensor, soup: Soup | None) -> Tensor:
+        """`read` of weights by matrices, (B, ..., G, I, O)."""
+        for layer, matrix in enumerate(matrices):
             x = self._input(activate(q, self.activation) if layer else q)
             q = x @ matrix
             if soup is not None:
@@ -263,10 +265,10 @@ class FastWeights(nn.Module, abc.ABC):
             q, G = self._input(q), -G
             mixes = () if soup is None else (soup.weights,)
             reads = by_chunk(q, b * q, f * q, (q @ k.mT) * G, b, f, G, *mixes)
-        weights, sums = ([t.flatten(0, 1) for t in self.matrices(wide(part))] for part in learned[:2])
+        weights, sums = ([t.flatten(0, 1) for t in self.matrices(wide(part))] for part in learned)
         outputs = []
         for ((key, value), by, scaled, last), asked in zip(writes, reads, strict=False):
-            begun = weights = [self.limited(t) for t in weights]
+            weights = [self.limited(t) for t in weights]
             inputs, errors = self.surprise(weights, key, value)
             if asked:
                 now = None if soup is None else Soup(soup.matrices, asked[7].unflatten(0, nets))
@@ -275,8 +277,7 @@ class FastWeights(nn.Module, abc.ABC):
             moved = [self.move(last, *step) for step in zip(weights, sums, pushes, errors, strict=True)]
             weights, sums = ([pair[part] for pair in moved] for part in (0, 1))
         after = (torch.cat([t.flatten(-2) for t in parts], -1).unflatten(0, nets) for parts in (weights, sums))
-        began = tuple(t.unflatten(0, nets) for t in begun)
-        return (torch.stack(outputs, 1).unflatten(0, nets) if outputs else None), Learned(*after, began)
+        return (torch.stack(outputs, 1).unflatten(0, nets) if outputs else None), Learned(*after)
 
     def step(
         self, nets: OpenedNets, q: Tensor, k: Tensor, v: Tensor, rule: Sequence[Tensor], soup: Soup | None = None
@@ -290,7 +291,7 @@ class FastWeights(nn.Module, abc.ABC):
         parts = zip(nets.begun, nets.weights, nets.sums, inputs, errors, strict=True)
         weights, sums = zip(*(self.follow(rule, *part) for part in parts), strict=True)
         nets = nets._replace(weights=weights, sums=sums, token=nets.token + 1)
-        out = self.read(weights, q, soup)
+        out = self.outputs(weights, q, soup)
         return out, self.turn(nets) if nets.token % self.chunk in nets.begins else nets
 
     def turn(self, nets: OpenedNets) -> OpenedNets:
@@ -325,23 +326,28 @@ class FastMemory(Recurrent):
 
     def init_state(self, batch_size: int, like: Tensor) -> FastState:
         tokens_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
-        return FastState(*self.net.empty(batch_size, like)[:2], tokens_B)
+        return FastState(*self.net.empty(batch_size, like), tokens_B)  # type: ignore[call-arg]
 
     def open(self, state: FastState, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> FastState:
         return state
 
     @abc.abstractmethod
-    def begin(self, state: FastState, learned: Learned, tokens: int) -> OpenedNets:
-        """Nets after the first tokens of a segment, for one token at a time."""
+    def begin(self, state: FastState, learned: Learned, x_BND: Tensor) -> OpenedNets:
+        """Nets for one token at a time: state before the segment, after its first tokens learned weights."""
 
     def read(self, opened: FastState | OpenedNets, query: Query, project_kv: ProjectKV | None = None) -> Reading:
+        return self.read_with(opened, query, project_kv)
+
+    def read_with(self, opened: FastState | OpenedNets, query: Query, project_kv: ProjectKV | None) -> Reading:
+        """`read`, for options to change."""
         return super().read(opened, query)
 
     def advance(self, opened: FastState | OpenedNets, x_BND: Tensor, traces: Sequence[Trace]) -> OpenedNets:
         query, reading = traces[0][2:4]
         if isinstance(opened, OpenedNets):
             return reading.carry  # type: ignore[no-any-return]
-        return self.begin(opened, reading.carry, (query.segment or query.x_BND.shape)[1])
+        first = (0, x_BND.shape[1]) if query.segment is None else query.segment
+        return self.begin(opened, reading.carry, query.x_BND.narrow(1, *first))
 
     @abc.abstractmethod
     def ask_one(self, opened: OpenedNets, x_BND: Tensor) -> Asked:
@@ -370,7 +376,7 @@ class FastMemory(Recurrent):
     def told(self, weights: Tensor, q: Tensor, soup: Soup | None = None) -> Tensor:
         """Outputs of nets with these weights for queries."""
         with torch.autocast(q.device.type, enabled=False):
-            return self.net.read(self.net.matrices(weights), q, soup)  # type: ignore[no-any-return]
+            return self.net.read(weights, q, soup)  # type: ignore[no-any-return]
 
     def learned(self, state: FastState) -> Learned:
         """Initial weights of the segment."""
@@ -384,6 +390,6 @@ class FastMemory(Recurrent):
     def after(self, state: FastState, learned: Iterable[Tensor], trace: Trace) -> FastState:
         """The state after a segment; rows without a write keep their weights to the last bit."""
         written_B = written(trace.query.padding_BN, trace.x_BND)
-        kept_B11, pairs = (written_B == 0)[:, None, None], zip(state[:2], learned, strict=False)
+        kept_B11, pairs = (written_B == 0)[:, None, None], zip(state[:2], learned, strict=True)
         new = (torch.where(kept_B11, a, b.to(a.dtype)) for a, b in pairs)
         return FastState(*new, state.tokens_B + written_B)  # type: ignore[call-arg]

@@ -83,7 +83,7 @@ def mix(answers_BSGNF: Tensor, online_BGNF: Tensor, weights_BGNS: Tensor) -> Ten
 
 def wide(t: Tensor) -> Tensor:
     """Convert to float32, unless wider."""
-    return t.to(torch.promote_types(t.dtype, torch.float32))
+    return t if t.dtype in (torch.float32, torch.float64) else t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 def beside(t_BGNK: Tensor, dims: int) -> Tensor:

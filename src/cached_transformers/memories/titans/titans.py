@@ -177,12 +177,17 @@ class Titans(FastMemory):
     def snapshot(self, state: FastState) -> Tensor:
         return state.weights_BGP
 
-    def begin(self, state: FastState, learned: Learned, tokens: int) -> OpenedNets:
-        weights, sums = (tuple(self.net.matrices(t)) for t in learned[:2])
-        place = tokens % self.memory.chunk
+    def begin(self, state: FastState, learned: Learned, x_BND: Tensor) -> OpenedNets:
+        weights, sums = (tuple(self.net.matrices(t)) for t in learned)
         project = side_by_side([self.query, self.key, self.value, self.gate])
-        opened = OpenedNets(learned.begun, weights, sums, project, place, (0,))
-        return opened if place else self.net.turn(opened)
+        open_tokens = x_BND.shape[1] % self.memory.chunk
+        if not open_tokens:
+            return self.net.turn(OpenedNets((), weights, sums, project, 0, (0,)))
+        before, full = self.learned(state), x_BND[:, :-open_tokens]
+        if full.shape[1]:
+            before = self.read(state, Query(full)).carry
+        begun = tuple(map(self.net.limited, self.net.matrices(before.weights_BGP)))
+        return OpenedNets(begun, weights, sums, project, open_tokens, (0,))
 
     def ask(self, opened: FastState | OpenedNets, query: Query) -> Asked:
         if isinstance(opened, OpenedNets):
@@ -195,10 +200,7 @@ class Titans(FastMemory):
         t_B3GNK = F.silu(t_B3GNK)
         q_BGNK, k_BGNK = F.normalize(t_B3GNK[:, :2], dim=-1).unbind(1)
         logits = logits_BNG.view(len(x_BND), 3, -1, 1, 1)
-        if self.gates == "sigmoid":
-            theta, alpha, eta = logits.sigmoid().unbind(1)
-        else:
-            theta, alpha, eta = gated(logits[:, 0], self.gates), gated(logits[:, 1], self.gates), logits[:, 2].sigmoid()
+        (theta, alpha, _), eta = gated(logits, self.gates).unbind(1), logits[:, 2].sigmoid()
         return Asked(q_BGNK, k_BGNK, (k_BGNK, t_B3GNK[:, 2], 1 - alpha, eta, self.rate * theta * (eta - 1)))
 
     def online(
@@ -228,11 +230,11 @@ class Titans(FastMemory):
         m_BND = found.answer_BGNF.transpose(1, 2).flatten(2)
         return Reading(output_BHNE=m_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2), carry=found.carry)
 
-    def read_state(self, state: FastState, query: Query, project_kv: ProjectKV | None) -> Reading:
+    def read_with(self, opened: FastState | OpenedNets, query: Query, project_kv: ProjectKV | None) -> Reading:
         if self.place != "context":
-            return super().read_state(state, query, project_kv)
-        assert project_kv is not None
-        return Reading(self._context(state, self.learned(state), query, project_kv), any_B=state.tokens_B > 0)
+            return super().read_with(opened, query, project_kv)
+        assert isinstance(opened, FastState) and project_kv is not None
+        return Reading(self._context(opened, self.learned(opened), query, project_kv), any_B=opened.tokens_B > 0)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         if reading.output_BHNE is None:
