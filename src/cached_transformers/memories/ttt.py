@@ -140,9 +140,9 @@ class InnerModel(FastWeights):
         share_BGN = share_C[place_BN % b][:, None].expand_as(rate_BGN)
         mixed = [] if soup is None else [soup.weights]
         given = torch.cat([q_BGNK, k_BGNK, v_BGNV, rate_BGN[..., None], share_BGN[..., None], *mixed], -1)
-        slots = slot_BN[:, None, :, None]
-        laid = given.new_zeros(*given.shape[:2], pieces * size + 1, given.shape[-1])
-        laid = laid.scatter(2, slots.expand_as(given), given)[:, :, :-1].unflatten(2, (pieces, size))
+        token_BS = torch.full_like(slot_BN[:, :1], tokens).expand(-1, pieces * size + 1)
+        token_BS = token_BS.scatter(1, slot_BN, torch.arange(tokens, device=slot_BN.device).expand_as(slot_BN))
+        laid = _tokens_at(given, token_BS[:, :-1]).unflatten(2, (pieces, size))
         q, k, v, rate, share, *mixed = laid.split([width, width, width, 1, 1, *(t.shape[-1] for t in mixed)], -1)
         soup = soup and Soup(soup.matrices, mixed[0])
         reading = fast_weights.FastReading(torch.ones_like(share), share, (share * rate.mT).tril())
@@ -151,8 +151,7 @@ class InnerModel(FastWeights):
         full = full_BQ.to(v.dtype)[:, None, :, None, None]
         out, after = self.through(learned, q, k, v - k, reading, (rate,), (full * share_C[-1], 1 - full), soup)
         assert out is not None
-        out = F.pad(out.flatten(2, 3), (0, 0, 0, 1))
-        return out.gather(2, slots.expand(-1, out.shape[1], -1, out.shape[-1])), after
+        return _tokens_at(out.flatten(2, 3), slot_BN), after
 
     def current(self, learned: Learned, tokens_B: Tensor) -> Tensor:
         """Weights (B, G, P) as the last token that was written has left them."""
@@ -281,7 +280,8 @@ class TTT(FastMemory):
         n, there_BN = query.x_BND.shape[1], _there(query)
         start, length = query.segment or (0, n)
         x_BND, there_BN = query.x_BND.narrow(1, start, length), there_BN.narrow(1, start, length)
-        x_BND = x_BND.masked_fill(~there_BN[..., None], 0)
+        if query.padding_BN is not None:
+            x_BND = x_BND.masked_fill(~there_BN[..., None], 0)
         v_BGNV, rate_BGN = self.by_net(self.value(x_BND)), self.rate * wide(self.step(x_BND)).sigmoid().mT
 
         def cut(first: int, tokens: int) -> tuple[Tensor, Soup | None]:
@@ -321,6 +321,16 @@ class TTT(FastMemory):
         if self.positions is None:
             return t_BHNE
         return self.positions.rotate(t_BHNE, (places_BN.clamp(min=0) % self.inner.mini_batch)[..., None])
+
+
+def _tokens_at(t_BGNW: Tensor, index_BM: Tensor) -> Tensor:
+    """(B, G, M, W): tokens of these indices, 0 for the index N. Whole rows are copied, which `gather` does by number."""
+    *sizes, n, width = t_BGNW.shape
+    rows = math.prod(sizes)
+    first_BG1 = torch.arange(rows, device=index_BM.device).view(*sizes, 1) * n
+    index_BGM = torch.where(index_BM[:, None] < n, index_BM[:, None] + first_BG1, rows * n)
+    flat = torch.cat([t_BGNW.reshape(-1, width), t_BGNW.new_zeros(1, width)])
+    return flat.index_select(0, index_BGM.flatten()).view(*sizes, -1, width)
 
 
 def _there(query: Query) -> Tensor:
