@@ -145,7 +145,7 @@ class InnerModel(FastWeights):
         laid = _tokens_at(given, token_BS[:, :-1]).unflatten(2, (pieces, size))
         q, k, v, rate, share, *mixed = laid.split([width, width, width, 1, 1, *(t.shape[-1] for t in mixed)], -1)
         soup = soup and Soup(soup.matrices, mixed[0])
-        reading = fast_weights.FastReading(torch.ones_like(share), share, (share * rate.mT).tril())
+        reading = fast_weights.FastReading(None, share, (share * rate.mT).tril())
         ends_Q = torch.arange(1, pieces + 1, device=tokens_B.device) * b
         full_BQ = (tokens_B % b + there_BN.sum(1))[:, None] >= ends_Q
         full = full_BQ.to(v.dtype)[:, None, :, None, None]

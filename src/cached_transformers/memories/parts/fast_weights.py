@@ -43,9 +43,9 @@ class Learned(NamedTuple):
 
 
 class FastReading(NamedTuple):
-    """b (..., C, 1), f (..., C, 1) and G (..., C, C) of the weights that each token of a chunk reads."""
+    """b (..., C, 1; None for 1), f (..., C, 1) and G (..., C, C) of the weights that each token of a chunk reads."""
 
-    b: Tensor
+    b: Tensor | None
     f: Tensor
     G: Tensor
 
@@ -190,9 +190,9 @@ class FastWeights(nn.Module, abc.ABC):
         """Weights at the start of a segment: learned ones, or the initial weights of rows without writes."""
         empty_B11 = empty_B[:, None, None]
         initial_GP = self.initial_GP.to(learned.weights_BGP.dtype)
-        # where, not multiplication: no value of an empty state may reach a result, not even NaN
+        # no product: no value of an empty state may reach a result, not even NaN
         return Learned(
-            torch.where(empty_B11, initial_GP, learned.weights_BGP), torch.where(empty_B11, 0, learned.sums_BGP)
+            torch.where(empty_B11, initial_GP, learned.weights_BGP), learned.sums_BGP.masked_fill(empty_B11, 0)
         )
 
     def read(self, weights: Tensor, q: Tensor, soup: Soup | None = None) -> Tensor:
@@ -226,9 +226,9 @@ class FastWeights(nn.Module, abc.ABC):
         """Matrices (..., I, O) with a root mean square of at most `limit`."""
         if self.limit is None:
             return t
-        top = self.limit * math.prod(t.shape[-2:]) ** 0.5
-        excess = torch.linalg.vector_norm(t, dim=(-2, -1), keepdim=True) / top
-        return t * excess.clamp(min=1).reciprocal()  # 1 leaves all as it is
+        top = self.limit**2 * math.prod(t.shape[-2:])
+        share = (t.square().sum((-2, -1), keepdim=True) / top).clamp(min=1).rsqrt()
+        return t * share  # of 1 leaves all as it is
 
     def through(
         self,
@@ -257,22 +257,23 @@ class FastWeights(nn.Module, abc.ABC):
             return zip(*(t.expand(*nets, *t.shape[2:]).flatten(0, 1).unbind(1) for t in tensors), strict=True)
 
         # The first inputs are known, and their products computed for all chunks at once: the loop is many small steps.
-        k, rates = self._input(k), [-rate for rate in rates]
+        k, rates = self._input(k).contiguous(), [-rate for rate in rates]
         writes = zip(by_chunk(k, v), by_chunk(*rates), by_chunk(*(k * rate for rate in rates)), by_chunk(*end), strict=True)
         reads: Iterable[tuple[Tensor, ...]] = repeat(())
+        mixes = repeat(()) if soup is None else by_chunk(soup.weights)
         if q is not None and reading is not None:
             b, f, G = reading
-            q, G = self._input(q), -G
-            mixes = () if soup is None else (soup.weights,)
-            reads = by_chunk(q, b * q, f * q, (q @ k.mT) * G, b, f, G, *mixes)
+            q, G = self._input(q).contiguous(), -G
+            known = (q, q if b is None else b * q, f * q, (q @ k.mT) * G)
+            reads = by_chunk(*known, f, G, *(() if b is None else (b,)))
         weights, sums = ([t.flatten(0, 1) for t in self.matrices(wide(part))] for part in learned)
         outputs = []
-        for ((key, value), by, scaled, last), asked in zip(writes, reads, strict=False):
+        for ((key, value), by, scaled, last), asked, mix in zip(writes, reads, mixes, strict=False):
             weights = [self.limited(t) for t in weights]
             inputs, errors = self.surprise(weights, key, value)
             if asked:
-                now = None if soup is None else Soup(soup.matrices, asked[7].unflatten(0, nets))
-                outputs.append(self._read_within(asked[:7], zip(weights, sums, inputs, errors, strict=True), now))
+                now = soup and Soup(soup.matrices, mix[0].unflatten(0, nets))
+                outputs.append(self._read_within(asked, zip(weights, sums, inputs, errors, strict=True), now))
             pushes = [scaled, *([x * rate for rate in by] for x in inputs[1:])]
             moved = [self.move(last, *step) for step in zip(weights, sums, pushes, errors, strict=True)]
             weights, sums = ([pair[part] for pair in moved] for part in (0, 1))
@@ -303,12 +304,12 @@ class FastWeights(nn.Module, abc.ABC):
         return F.pad(x, (0, 1), value=1.0) if self.biased else x
 
     def _read_within(self, asked: tuple[Tensor, ...], steps: Iterable[Step], soup: Soup | None) -> Tensor:
-        """Outputs for q, b q, f q, -G_ij (q_i . k_j), b, f, -G of a chunk, each after its token's write."""
-        x, to_weights, to_sums, near, b, f, G = asked  # of queries as `_input` gives them
+        """Outputs for q, b q, f q, -G_ij (q_i . k_j), f, -G and b of a chunk, each after its token's write."""
+        x, to_weights, to_sums, near, f, G, *b = asked  # of queries as `_input` gives them
         for layer, (W, S, given, error) in enumerate(steps):
             if layer:
                 x = self._input(activate(y, self.activation))
-                to_weights, to_sums, near = b * x, f * x, (x @ given.mT) * G
+                to_weights, to_sums, near = b[0] * x if b else x, f * x, (x @ given.mT) * G
             y = torch.baddbmm(torch.baddbmm(to_weights.bmm(W), to_sums, S), near, error)
             if soup is not None:
                 wide_x, wide_y = (t.unflatten(0, soup.weights.shape[:2]) for t in (x, y))
@@ -390,6 +391,8 @@ class FastMemory(Recurrent):
     def after(self, state: FastState, learned: Iterable[Tensor], trace: Trace) -> FastState:
         """The state after a segment; rows without a write keep their weights to the last bit."""
         written_B = written(trace.query.padding_BN, trace.x_BND)
-        kept_B11, pairs = (written_B == 0)[:, None, None], zip(state[:2], learned, strict=True)
-        new = (torch.where(kept_B11, a, b.to(a.dtype)) for a, b in pairs)
-        return FastState(*new, state.tokens_B + written_B)  # type: ignore[call-arg]
+        new = [b.to(a.dtype) for a, b in zip(state[:2], learned, strict=True)]
+        if trace.query.padding_BN is not None or not trace.x_BND.shape[1]:
+            kept_B11 = (written_B == 0)[:, None, None]
+            new = [torch.where(kept_B11, a, b) for a, b in zip(state[:2], new, strict=True)]
+        return FastState(*new, state.tokens_B + written_B)

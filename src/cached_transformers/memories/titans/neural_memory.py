@@ -79,10 +79,10 @@ def scan_of(gates: Gates) -> Scan:
     """Coefficients of chunks (..., C)."""
     theta, alpha, damping, there = gates
     kept, eta = 1 - alpha, 1 - damping
-    A, N = products(kept), products(eta)
-    m, n = N[..., 0] * eta[..., :1], N * theta[..., None, :]
-    f, G = A @ (there * m)[..., None], A @ (there[..., None] * n)
-    return Scan((A[..., 0] * kept[..., :1])[..., None], f, G, m[..., None], n)
+    A, N = products(torch.stack([kept, eta]))
+    m, n = N[..., :1] * eta[..., :1, None], N * theta[..., None, :]
+    summed = A * there[..., None, :]
+    return Scan(A[..., :1] * kept[..., :1, None], summed @ m, summed @ n, m, n)
 
 
 class NeuralMemory(FastWeights):

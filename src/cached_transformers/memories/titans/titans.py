@@ -47,6 +47,8 @@ own_word("in_front", "a result per head, mixed with the layer's input before que
 
 EPSILON = 1e-5
 """Epsilon of root mean squares."""
+SHORTEST = 1e-12
+"""Length below which a key is not brought to 1."""
 LONG = {"gates": "stretched"}
 """Options with which a segment may write and forget nothing at all."""
 
@@ -265,7 +267,8 @@ class Titans(FastMemory):
                 self.open_gate.fill_(False)
 
     def _unit(self, t_BND: Tensor) -> Tensor:
-        return F.normalize(F.silu(self.by_net(t_BND)), dim=-1)
+        t_BGNK = F.silu(self.by_net(t_BND))
+        return t_BGNK * t_BGNK.square().sum(-1, keepdim=True).clamp(min=SHORTEST**2).rsqrt()
 
     def _gates(self, x_BND: Tensor, padding_BN: Tensor | None) -> Gates:
         logits = wide(self.gate(x_BND)).mT.unflatten(1, (3, self.nets)).unbind(1)
