@@ -55,13 +55,10 @@ def matrix_of(linear: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def side_by_side(linears: Sequence[Any]) -> Callable[[Tensor], Tensor]:
-    """One linear map with the outputs of several, by a copy of their present weights; by calls if one is not plain."""
-    plain = [plain_weights(linear) for linear in linears]
-    if not all(plain):
-        return lambda x: torch.cat([linear(x) for linear in linears], -1)
-    weight = torch.cat([weight for weight, _ in plain])  # type: ignore[misc]
-    bias = torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in plain])  # type: ignore[misc]
-    return partial(F.linear, weight=weight, bias=bias)
+    """One linear map with the outputs of several, by a copy of their present weights."""
+    maps = [matrix_of(linear) for linear in linears]
+    bias = torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in maps])
+    return partial(F.linear, weight=torch.cat([weight for weight, _ in maps]), bias=bias)
 
 
 def input_dtype(linear: nn.Module) -> torch.dtype:

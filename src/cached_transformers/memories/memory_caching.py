@@ -48,8 +48,8 @@ class CachedStates(NamedTuple):
 
 
 class OpenedSnapshots(NamedTuple):
-    """Snapshots and contexts for the reads of a segment, 0 where a slot is empty, the memory below as it was opened, and
-    mean and number of the segment's keys."""
+    """Snapshots and contexts of a segment, 0 where a slot is empty, rows with any, the memory below as it was opened,
+    and mean and number of the segment's keys."""
 
     snapshots_BS: Tensor
     contexts_BGKS: Tensor
@@ -192,18 +192,16 @@ class MemoryCaching(LayerMemory):
     def open(self, state: CachedStates, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> OpenedSnapshots:
         refuse_narrow(state, "the digits of the sums that Memory Caching keeps")
         online = open_segment(self.over, state.online, first_B1P, project_kv)
-        slots = state.snapshots_BS.shape[1]
-        empty_BS = torch.arange(slots, device=state.segments_B.device) >= state.segments_B[:, None]
+        slots_S = torch.arange(state.snapshots_BS.shape[1], device=state.segments_B.device)
+        empty_BS = slots_S >= state.segments_B[:, None]
         # no product: no value of an empty slot may reach a result, not even NaN
         snapshots_BS, contexts_BSGK = (
             t.masked_fill(empty_BS.view(*empty_BS.shape, *[1] * (t.dim() - 2)), 0)
             for t in (state.snapshots_BS, state.contexts_BSGK)
         )
-        contexts_BGKS = contexts_BSGK.permute(0, 2, 3, 1)
-        any_B = (state.segments_B > 0) & (slots > 0)
-        return OpenedSnapshots(
-            snapshots_BS, contexts_BGKS, empty_BS, any_B, online, wide(contexts_BGKS.new_zeros(contexts_BGKS.shape[:3])), 0
-        )
+        contexts_BGKS, any_B = contexts_BSGK.permute(0, 2, 3, 1), ~empty_BS.all(1)
+        none_BGK = wide(contexts_BGKS.new_zeros(contexts_BGKS.shape[:3]))
+        return OpenedSnapshots(snapshots_BS, contexts_BGKS, empty_BS, any_B, online, none_BGK, 0)
 
     def read(self, opened: OpenedSnapshots | CachedStates, query: Query, project_kv: ProjectKV | None) -> Reading:
         if isinstance(opened, CachedStates):
@@ -236,7 +234,7 @@ class MemoryCaching(LayerMemory):
         if not opened.tokens:  # slots that are empty in all rows cost later tokens nothing
             used = opened.empty_BS.shape[1] - int(opened.empty_BS.sum(1).min())
             parts = (opened.snapshots_BS[:, :used], opened.contexts_BGKS[..., :used], opened.empty_BS[:, :used])
-            opened = OpenedSnapshots(*(t.contiguous() for t in parts), *opened[3:])
+            opened = OpenedSnapshots(*map(Tensor.contiguous, parts), *opened[3:])  # type: ignore[call-arg, arg-type]
         tokens = opened.tokens + (trace.query.segment or trace.x_BND.shape)[1]
         return opened._replace(online=online, mean_BGK=trace.reading.carry.context_BGK, tokens=tokens)
 

@@ -24,9 +24,9 @@ width, D = H E model width, P numbers of a head's model.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from itertools import pairwise, repeat
-from typing import Any, Literal
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,10 @@ from cached_transformers.interfaces.probing import Probing
 from cached_transformers.linear_maps import side_by_side
 from cached_transformers.positions import RotaryPositions, rotated
 from cached_transformers.registry import MEMORIES
+from cached_transformers.state import map_state
 
 from .parts import fast_weights
-from .parts.fast_weights import FastMemory, FastState, FastWeights, Learned, OpenedNets, Soup
+from .parts.fast_weights import FastMemory, FastState, FastWeights, Learned, OpenedNets, Soup, Step
 from .parts.options import NO_MEMORY, check_heads, check_positive
 from .parts.recurrent import Answer, Asked, shown, wide
 
@@ -61,8 +62,8 @@ class InnerModel(FastWeights):
         between = [EXPANSION * width] if model == "mlp" else []
         shapes = list(pairwise([width, *between, width]))
         first = [F.pad(0.02 * torch.randn(heads, i, o), (0, 0, 0, 1)).flatten(1) for i, o in shapes]
-        options: dict[str, Any] = {"chunk": mini_batch, "limit": limit, "biased": True}
-        super().__init__(shapes, torch.cat(first, 1), activation="gelu_tanh", **options)
+        initial_GP = torch.cat(first, 1)
+        super().__init__(shapes, initial_GP, activation="gelu_tanh", chunk=mini_batch, limit=limit, biased=True)
         self.mini_batch = mini_batch
         self.norm_weight_GV = nn.Parameter(torch.ones(heads, width))
         self.norm_bias_GV = nn.Parameter(torch.zeros(heads, width))
@@ -81,30 +82,23 @@ class InnerModel(FastWeights):
         error = torch.addcmul(bias - wanted, unit, weight) * weight
         return NORM_BACKWARD(error, f, f.shape[-1:], mean, scale, None, None, [True, False, False])[0].view_as(given)
 
-    def move(
-        self, end: Sequence[Tensor], W: Tensor, S: Tensor, pushes: Sequence[Tensor], error: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def move(self, end: Sequence[Tensor], step: Step) -> tuple[Tensor, Tensor]:
         """A full mini-batch goes into the weights, an open one stays a sum."""
-        share, unfinished = end
-        S = torch.baddbmm(S, pushes[0].mT, error)
+        (share, unfinished), (W, S, (push,), error) = end, step
+        S = torch.baddbmm(S, push.mT, error)
         return torch.addcmul(W, share, S), unfinished * S
 
-    def follow(
-        self, rule: Sequence[Tensor], begun: Tensor, W: Tensor, S: Tensor, x: Tensor, error: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def follow(self, rule: Sequence[Tensor], begun: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """By -lr and r."""
-        push, share = rule
+        (push, share), (_, S, x, error) = rule, step
         S = torch.addcmul(S, x.mT, error * push)
         return torch.addcmul(begun, share, S), S
 
     def turn(self, nets: OpenedNets) -> OpenedNets:
-        begins, turned = nets.here(nets.by_place[0]), super().turn(nets)
-
-        def chosen(new: Iterable[Any], old: Iterable[Any]) -> tuple[Tensor, ...]:
-            return tuple(torch.where(begins, a, b) for a, b in zip(new, old, strict=False))
-
-        begun, weights = chosen(turned.begun, nets.begun), chosen(turned.weights, nets.weights)
-        return nets._replace(begun=begun, weights=weights, sums=chosen(repeat(0), nets.sums))
+        fresh, begins = tuple(map(self.limited, nets.weights)), nets.here()[0]
+        new = (fresh, fresh, tuple(map(torch.zeros_like, nets.sums)))
+        chosen = map_state(lambda a, b: torch.where(begins, a, b), new, nets[:3])
+        return OpenedNets(*chosen, *nets[3:])  # type: ignore[call-arg]
 
     def shares(self, dtype: torch.dtype) -> Tensor:
         """r (C,) of the places of a mini-batch."""
@@ -248,34 +242,27 @@ class TTT(FastMemory):
             turns = self.positions.turn(place_BC[..., None], dtype)
             per_net += [t.transpose(1, 2)[:, :, :, None, None] for t in turns]
         weights, sums = (tuple(self.inner.matrices(t)) for t in learned)
-        begins = tuple({-place % b for place in place_BC[:, 0].tolist()})
-        begun = tuple(map(self.inner.limited, weights))
+        begun, begins = tuple(map(self.inner.limited, weights)), tuple({-p % b for p in place_BC[:, 0].tolist()})
         project = side_by_side([self.query, self.key, self.value, self.step])
         return OpenedNets(begun, weights, sums, project, 0, begins, tuple(per_net))
 
     def ask(self, opened: FastState | OpenedNets, query: Query) -> Asked:
         """Queries, turned by their place in the mini-batch, and keys, not turned."""
         if isinstance(opened, OpenedNets):
-            return self.ask_one(opened, query.x_BND)
+            t_B3GNE, step_BNG = self.projected(opened, query.x_BND)
+            placed_B2GNE, (_, share, *turns) = t_B3GNE[:, :2], opened.here()
+            placed_B2GNE = rotated(placed_B2GNE, *turns) if turns else placed_B2GNE
+            (q_BGNK, k_BGNK), push_BNG = placed_B2GNE.unbind(1), step_BNG.sigmoid() * -self.rate
+            return Asked(q_BGNK, t_B3GNE[:, 1], (k_BGNK, t_B3GNE[:, 2] - k_BGNK, push_BNG.mT[..., None], share))
         x_BND = shown(query.x_BND, query.padding_BN)
         q_BGNK, k_BGNK = self.by_net(self.query(x_BND)), self.by_net(self.key(x_BND))
         return Asked(self._turned(q_BGNK, opened.tokens_B[:, None] + _there(query).cumsum(1) - 1), k_BGNK)
 
-    def ask_one(self, opened: OpenedNets, x_BND: Tensor) -> Asked:
-        t_B3GNE, step_BNG = self.projected(opened, x_BND)
-        placed_B2GNE, share, *turns = t_B3GNE[:, :2], *map(opened.here, opened.by_place[1:])
-        if turns:
-            placed_B2GNE = rotated(placed_B2GNE, *turns)
-        (q_BGNE, k_BGNE), push = placed_B2GNE.unbind(1), step_BNG.sigmoid() * -self.rate
-        return Asked(q_BGNE, t_B3GNE[:, 1], (k_BGNE, t_B3GNE[:, 2] - k_BGNE, push.mT[..., None], share))
-
-    def online(
-        self, opened: FastState | OpenedNets, query: Query, asked: Asked, soup: Soup | None = None
-    ) -> Answer:
+    def online(self, opened: FastState | OpenedNets, query: Query, asked: Asked, soup: Soup | None = None) -> Answer:
         """f of all tokens, the weights after the last one, and the queries, to which f is added."""
         if isinstance(opened, OpenedNets):
-            f_BGNV, nets = self.online_one(opened, asked, soup)
-            return Answer(f_BGNV, carry=(nets, asked.q_BGNK))
+            now_BGNV, nets = self.net.step(opened, asked, soup)
+            return Answer(now_BGNV, carry=(nets, asked.q_BGNK))
         learned = self.learned(opened)
         n, there_BN = query.x_BND.shape[1], _there(query)
         start, length = query.segment or (0, n)
@@ -324,12 +311,11 @@ class TTT(FastMemory):
 
 
 def _tokens_at(t_BGNW: Tensor, index_BM: Tensor) -> Tensor:
-    """(B, G, M, W): tokens of these indices, 0 for the index N. Whole rows are copied, which `gather` does by number."""
+    """(B, G, M, W): tokens of these indices, 0 for the index N. Rows are copied whole, not number by number."""
     *sizes, n, width = t_BGNW.shape
-    rows = math.prod(sizes)
-    first_BG1 = torch.arange(rows, device=index_BM.device).view(*sizes, 1) * n
-    index_BGM = torch.where(index_BM[:, None] < n, index_BM[:, None] + first_BG1, rows * n)
     flat = torch.cat([t_BGNW.reshape(-1, width), t_BGNW.new_zeros(1, width)])
+    first_BG1 = torch.arange(0, len(flat) - 1, n, device=index_BM.device).view(*sizes, 1)
+    index_BGM = torch.where(index_BM[:, None] < n, index_BM[:, None] + first_BG1, len(flat) - 1)
     return flat.index_select(0, index_BGM.flatten()).view(*sizes, -1, width)
 
 

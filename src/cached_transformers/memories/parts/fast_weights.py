@@ -59,14 +59,9 @@ class FastState(NamedTuple):
 
 
 class OpenedNets(NamedTuple):
-    """Nets within a segment that is read token by token, each matrix (B, G, I, O) of them: as the open chunk begins,
-    W that the next token finds, and S.
-
-    Attributes:
-        project: a token's projections, all in one.
-        token: number of tokens since `by_place` was made.
-        begins: tokens, modulo the chunk, at which rows begin a chunk.
-        by_place: tensors (B, chunk, ...) of a rule, by the token modulo the chunk.
+    """Matrices (B, G, I, O) within a segment that is read token by token: those with which the open chunk begins, and
+    those that the last token has left; the nets' projections of a token, in one; the number of tokens, and those
+    (modulo the chunk) at which rows begin a chunk; and tensors (B, chunk, ...) of a rule, by that number.
     """
 
     begun: tuple[Tensor, ...]
@@ -77,9 +72,9 @@ class OpenedNets(NamedTuple):
     begins: tuple[int, ...]
     by_place: tuple[Tensor, ...] = ()
 
-    def here(self, by_place: Tensor) -> Tensor:
-        """(B, ...): the next token's part."""
-        return by_place[:, self.token % by_place.shape[1]]
+    def here(self) -> list[Tensor]:
+        """Tensors (B, ...) of the next token."""
+        return [t[:, self.token % t.shape[1]] for t in self.by_place]
 
 
 class Soup(NamedTuple):
@@ -124,8 +119,8 @@ def slope(z: Tensor, kind: Activation) -> Tensor:
     return 0.5 * (1 + t) + 0.5 * z * (1 - t.square()) * scale * (1 + 3 * cubic * z.square())
 
 
-Step = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Data of one matrix: W and S before a chunk, inputs and errors of its tokens."""
+Step = tuple[Any, ...]
+"""Data of one matrix: W and S before a chunk or token, inputs and errors of its tokens."""
 
 
 class FastWeights(nn.Module, abc.ABC):
@@ -164,16 +159,12 @@ class FastWeights(nn.Module, abc.ABC):
         """Gradient of the loss by the nets' outputs, (..., C, V)."""
 
     @abc.abstractmethod
-    def move(
-        self, end: Sequence[Tensor], W: Tensor, S: Tensor, pushes: Sequence[Tensor], error: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """W and S of one matrix after a chunk, by `end` and inputs times minus `rates`, which the rule gave `through`."""
+    def move(self, end: Sequence[Tensor], step: Step) -> tuple[Tensor, Tensor]:
+        """W and S of one matrix after a chunk, by `end` and inputs times minus `rates` (the rule's for `through`)."""
 
     @abc.abstractmethod
-    def follow(
-        self, rule: Sequence[Tensor], begun: Tensor, W: Tensor, S: Tensor, x: Tensor, error: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """W and S (B, G, I, O) of one matrix after one token of input x and error (B, G, 1, I or O)."""
+    def follow(self, rule: Sequence[Tensor], begun: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """W and S of one matrix after one token, by the rule's coefficients in `Asked.rest`."""
 
     def matrices(self, flat: Tensor) -> list[Tensor]:
         """(B, ..., G, I, O) of each layer of the nets, of their numbers (B, ..., G, P)."""
@@ -195,13 +186,9 @@ class FastWeights(nn.Module, abc.ABC):
             torch.where(empty_B11, initial_GP, learned.weights_BGP), learned.sums_BGP.masked_fill(empty_B11, 0)
         )
 
-    def read(self, weights: Tensor, q: Tensor, soup: Soup | None = None) -> Tensor:
-        """(B, ..., G, N, V): what nets of weights (B, ..., G, P) give for queries; nothing is learned."""
-        return self.outputs(self.matrices(weights), q, soup)
-
-    def outputs(self, matrices: Sequence[Tensor], q: Tensor, soup: Soup | None) -> Tensor:
-        """`read` of weights by matrices, (B, ..., G, I, O)."""
-        for layer, matrix in enumerate(matrices):
+    def read(self, weights: Tensor | Sequence[Tensor], q: Tensor, soup: Soup | None = None) -> Tensor:
+        """(B, ..., G, N, V): what nets of weights (B, ..., G, P), or matrices, give for queries; nothing is learned."""
+        for layer, matrix in enumerate(self.matrices(weights) if isinstance(weights, Tensor) else weights):
             x = self._input(activate(q, self.activation) if layer else q)
             q = x @ matrix
             if soup is not None:
@@ -209,10 +196,7 @@ class FastWeights(nn.Module, abc.ABC):
         return q
 
     def surprise(self, weights: Sequence[Tensor], x: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Inputs x (..., C, I) of each matrix and errors e (..., C, O) after it: token j's gradient is x_j e_j^T.
-
-        The given x are the keys, as `_input` gives them.
-        """
+        """Inputs x (..., C, I) of each matrix, and errors e (..., C, O) after it: token j's gradient is x_j e_j^T."""
         inputs, sums = [x], []
         for matrix in weights[:-1]:
             sums.append(inputs[-1] @ matrix)
@@ -258,7 +242,7 @@ class FastWeights(nn.Module, abc.ABC):
 
         # The first inputs are known, and their products computed for all chunks at once: the loop is many small steps.
         k, rates = self._input(k).contiguous(), [-rate for rate in rates]
-        writes = zip(by_chunk(k, v), by_chunk(*rates), by_chunk(*(k * rate for rate in rates)), by_chunk(*end), strict=True)
+        writes = zip(*(by_chunk(*t) for t in ((k, v), rates, [k * rate for rate in rates], end)), strict=True)
         reads: Iterable[tuple[Tensor, ...]] = repeat(())
         mixes = repeat(()) if soup is None else by_chunk(soup.weights)
         if q is not None and reading is not None:
@@ -268,32 +252,29 @@ class FastWeights(nn.Module, abc.ABC):
             reads = by_chunk(*known, f, G, *(() if b is None else (b,)))
         weights, sums = ([t.flatten(0, 1) for t in self.matrices(wide(part))] for part in learned)
         outputs = []
-        for ((key, value), by, scaled, last), asked, mix in zip(writes, reads, mixes, strict=False):
+        for ((key, value), by, scaled, last), asked, mixed in zip(writes, reads, mixes, strict=False):
             weights = [self.limited(t) for t in weights]
             inputs, errors = self.surprise(weights, key, value)
             if asked:
-                now = soup and Soup(soup.matrices, mix[0].unflatten(0, nets))
+                now = soup and Soup(soup.matrices, mixed[0].unflatten(0, nets))
                 outputs.append(self._read_within(asked, zip(weights, sums, inputs, errors, strict=True), now))
             pushes = [scaled, *([x * rate for rate in by] for x in inputs[1:])]
-            moved = [self.move(last, *step) for step in zip(weights, sums, pushes, errors, strict=True)]
+            moved = [self.move(last, step) for step in zip(weights, sums, pushes, errors, strict=True)]
             weights, sums = ([pair[part] for pair in moved] for part in (0, 1))
         after = (torch.cat([t.flatten(-2) for t in parts], -1).unflatten(0, nets) for parts in (weights, sums))
         return (torch.stack(outputs, 1).unflatten(0, nets) if outputs else None), Learned(*after)
 
-    def step(
-        self, nets: OpenedNets, q: Tensor, k: Tensor, v: Tensor, rule: Sequence[Tensor], soup: Soup | None = None
-    ) -> tuple[Tensor, OpenedNets]:
-        """Read one token, (B, G, 1, V) after its own write; and the nets for the next one.
-
-        Args:
-            q, k, v: (B, G, 1, K or V). rule: coefficients (B, G, 1, 1) for `follow`.
-        """
-        inputs, errors = self.surprise(nets.begun, self._input(k), v)
-        parts = zip(nets.begun, nets.weights, nets.sums, inputs, errors, strict=True)
-        weights, sums = zip(*(self.follow(rule, *part) for part in parts), strict=True)
-        nets = nets._replace(weights=weights, sums=sums, token=nets.token + 1)
-        out = self.outputs(weights, q, soup)
-        return out, self.turn(nets) if nets.token % self.chunk in nets.begins else nets
+    def step(self, nets: OpenedNets, asked: Asked, soup: Soup | None) -> tuple[Tensor, OpenedNets]:
+        """Read one token, (B, G, 1, V), after its own write; and the nets for the next one."""
+        device, (k, v, *rule) = asked.q_BGNK.device.type, asked.rest
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+            inputs, errors = self.surprise(nets.begun, self._input(k), v)
+            steps = zip(nets.weights, nets.sums, inputs, errors, strict=True)
+            pairs = [self.follow(rule, begun, step) for begun, step in zip(nets.begun, steps, strict=True)]
+            weights, sums = zip(*pairs, strict=True)
+            nets = nets._replace(weights=weights, sums=sums, token=nets.token + 1)
+            out = self.read(weights, asked.q_BGNK, soup)
+            return out, self.turn(nets) if nets.token % self.chunk in nets.begins else nets
 
     def turn(self, nets: OpenedNets) -> OpenedNets:
         """Begin a chunk."""
@@ -306,6 +287,7 @@ class FastWeights(nn.Module, abc.ABC):
     def _read_within(self, asked: tuple[Tensor, ...], steps: Iterable[Step], soup: Soup | None) -> Tensor:
         """Outputs for q, b q, f q, -G_ij (q_i . k_j), f, -G and b of a chunk, each after its token's write."""
         x, to_weights, to_sums, near, f, G, *b = asked  # of queries as `_input` gives them
+        y = x
         for layer, (W, S, given, error) in enumerate(steps):
             if layer:
                 x = self._input(activate(y, self.activation))
@@ -347,24 +329,11 @@ class FastMemory(Recurrent):
         query, reading = traces[0][2:4]
         if isinstance(opened, OpenedNets):
             return reading.carry  # type: ignore[no-any-return]
-        first = (0, x_BND.shape[1]) if query.segment is None else query.segment
-        return self.begin(opened, reading.carry, query.x_BND.narrow(1, *first))
-
-    @abc.abstractmethod
-    def ask_one(self, opened: OpenedNets, x_BND: Tensor) -> Asked:
-        """`ask` of one token; the rest are k, v and coefficients for `FastWeights.step`."""
-
-    def online_one(self, opened: OpenedNets, asked: Asked, soup: Soup | None) -> tuple[Tensor, OpenedNets]:
-        """`online` of one token."""
-        q_BGNK, device = asked.q_BGNK, asked.q_BGNK.device.type
-        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-            k_BGNK, v_BGNV, *rule = asked.rest
-            return self.net.step(opened, q_BGNK, k_BGNK, v_BGNV, rule, soup)  # type: ignore[no-any-return]
+        return self.begin(opened, reading.carry, query.x_BND.narrow(1, *(query.segment or (0, x_BND.shape[1]))))
 
     def projected(self, opened: OpenedNets, x_BND: Tensor) -> tuple[Tensor, Tensor]:
         """Query, key and value of one token, (B, 3, G, 1, K), and a further projection, in float32 or wider."""
-        t_BND = wide(opened.project(x_BND))
-        width = 3 * self.groups * self.key_width
+        t_BND, width = wide(opened.project(x_BND)), 3 * self.groups * self.key_width
         return t_BND[..., :width].view(len(x_BND), 3, self.groups, 1, -1), t_BND[..., width:]
 
     def soup(self, opened: FastState, query: Query, asked: Asked, snapshots_BS: Tensor, weights_BGNS: Tensor) -> Answer:
@@ -395,4 +364,4 @@ class FastMemory(Recurrent):
         if trace.query.padding_BN is not None or not trace.x_BND.shape[1]:
             kept_B11 = (written_B == 0)[:, None, None]
             new = [torch.where(kept_B11, a, b) for a, b in zip(state[:2], new, strict=True)]
-        return FastState(*new, state.tokens_B + written_B)
+        return FastState(new[0], new[1], state.tokens_B + written_B)

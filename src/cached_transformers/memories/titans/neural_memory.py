@@ -30,7 +30,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from cached_transformers.memories.parts.fast_weights import FastReading, FastWeights, Learned, Soup
+from cached_transformers.memories.parts.fast_weights import FastReading, FastWeights, Learned, Soup, Step
 from cached_transformers.memories.parts.recurrent import wide
 
 Activation = Literal["gelu", "silu"]
@@ -120,8 +120,8 @@ class NeuralMemory(FastWeights):
         shapes = list(pairwise([width, *[expansion * width] * (layers - 1), width]))
         first = [torch.randn(nets, i, o) / i**0.5 for i, o in shapes[:-1]]
         first.append(torch.zeros(nets, *shapes[-1]))
-        weights = torch.cat([t.flatten(1) for t in first], 1)
-        super().__init__(shapes, weights, activation=activation, chunk=chunk, limit=limit)
+        initial_GP = torch.cat([t.flatten(1) for t in first], 1)
+        super().__init__(shapes, initial_GP, activation=activation, chunk=chunk, limit=limit)
         self.loss, self.bound, self.power = loss, bound, power
 
     def error(self, given: Tensor, wanted: Tensor) -> Tensor:
@@ -133,19 +133,15 @@ class NeuralMemory(FastWeights):
             error = error * bound * error.square().sum(-1, keepdim=True).clamp(min=bound**2).rsqrt()
         return error
 
-    def move(
-        self, end: Sequence[Tensor], W: Tensor, S: Tensor, pushes: Sequence[Tensor], error: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def move(self, end: Sequence[Tensor], step: Step) -> tuple[Tensor, Tensor]:
         """By b, f and m of the chunk's last token, and G and n from there."""
-        (b, f, m), (to_weights, to_sums) = end, pushes
+        (b, f, m), (W, S, (to_weights, to_sums), error) = end, step
         W, S = torch.addcmul(f * S, b, W), m * S
         return torch.baddbmm(W, to_weights.mT, error), torch.baddbmm(S, to_sums.mT, error)
 
-    def follow(
-        self, rule: Sequence[Tensor], begun: Tensor, W: Tensor, S: Tensor, x: Tensor, error: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def follow(self, rule: Sequence[Tensor], begun: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """By 1 - alpha, eta and -theta."""
-        kept, eta, push = rule
+        (kept, eta, push), (W, S, x, error) = rule, step
         S = torch.addcmul(S * eta, x.mT, error * push)
         return torch.addcmul(S, W, kept), S
 

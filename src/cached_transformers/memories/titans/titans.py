@@ -47,8 +47,6 @@ own_word("in_front", "a result per head, mixed with the layer's input before que
 
 EPSILON = 1e-5
 """Epsilon of root mean squares."""
-SHORTEST = 1e-12
-"""Length below which a key is not brought to 1."""
 LONG = {"gates": "stretched"}
 """Options with which a segment may write and forget nothing at all."""
 
@@ -183,34 +181,25 @@ class Titans(FastMemory):
         weights, sums = (tuple(self.net.matrices(t)) for t in learned)
         project = side_by_side([self.query, self.key, self.value, self.gate])
         open_tokens = x_BND.shape[1] % self.memory.chunk
-        if not open_tokens:
-            return self.net.turn(OpenedNets((), weights, sums, project, 0, (0,)))
-        before, full = self.learned(state), x_BND[:, :-open_tokens]
-        if full.shape[1]:
-            before = self.read(state, Query(full)).carry
+        before = self.read(state, Query(x_BND[:, :-open_tokens])).carry if open_tokens else learned
         begun = tuple(map(self.net.limited, self.net.matrices(before.weights_BGP)))
-        return OpenedNets(begun, weights, sums, project, open_tokens, (0,))
+        return OpenedNets(begun, weights if open_tokens else begun, sums, project, open_tokens, (0,))
 
     def ask(self, opened: FastState | OpenedNets, query: Query) -> Asked:
         if isinstance(opened, OpenedNets):
-            return self.ask_one(opened, query.x_BND)
+            t_B3GNK, logits_BNG = self.projected(opened, query.x_BND)
+            t_B3GNK = F.silu(t_B3GNK)
+            q_BGNK, k_BGNK = F.normalize(t_B3GNK[:, :2], dim=-1).unbind(1)
+            logits = logits_BNG.view(len(query.x_BND), 3, -1, 1, 1)
+            (theta, alpha, _), eta = gated(logits, self.gates).unbind(1), logits[:, 2].sigmoid()
+            return Asked(q_BGNK, k_BGNK, (k_BGNK, t_B3GNK[:, 2], 1 - alpha, eta, self.rate * theta * (eta - 1)))
         x_BND = shown(query.x_BND, query.padding_BN)
         return Asked(self._unit(self.query(x_BND)), self._unit(self.key(x_BND)))
 
-    def ask_one(self, opened: OpenedNets, x_BND: Tensor) -> Asked:
-        t_B3GNK, logits_BNG = self.projected(opened, x_BND)
-        t_B3GNK = F.silu(t_B3GNK)
-        q_BGNK, k_BGNK = F.normalize(t_B3GNK[:, :2], dim=-1).unbind(1)
-        logits = logits_BNG.view(len(x_BND), 3, -1, 1, 1)
-        (theta, alpha, _), eta = gated(logits, self.gates).unbind(1), logits[:, 2].sigmoid()
-        return Asked(q_BGNK, k_BGNK, (k_BGNK, t_B3GNK[:, 2], 1 - alpha, eta, self.rate * theta * (eta - 1)))
-
-    def online(
-        self, opened: FastState | OpenedNets, query: Query, asked: Asked, soup: Soup | None = None
-    ) -> Answer:
+    def online(self, opened: FastState | OpenedNets, query: Query, asked: Asked, soup: Soup | None = None) -> Answer:
         if isinstance(opened, OpenedNets):
-            m_BGNV, nets = self.online_one(opened, asked, soup)
-            return Answer(m_BGNV, carry=nets)
+            now_BGNV, nets = self.net.step(opened, asked, soup)
+            return Answer(now_BGNV, carry=nets)
         learned, n = self.learned(opened), query.x_BND.shape[1]
         start, length = query.segment or (0, n)
         x_BND = query.x_BND[:, start : start + length]
@@ -268,7 +257,7 @@ class Titans(FastMemory):
 
     def _unit(self, t_BND: Tensor) -> Tensor:
         t_BGNK = F.silu(self.by_net(t_BND))
-        return t_BGNK * t_BGNK.square().sum(-1, keepdim=True).clamp(min=SHORTEST**2).rsqrt()
+        return t_BGNK * t_BGNK.square().sum(-1, keepdim=True).clamp(min=1e-24).rsqrt()
 
     def _gates(self, x_BND: Tensor, padding_BN: Tensor | None) -> Gates:
         logits = wide(self.gate(x_BND)).mT.unflatten(1, (3, self.nets)).unbind(1)
