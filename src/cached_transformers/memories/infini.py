@@ -58,8 +58,7 @@ class OpenedMatrix(NamedTuple):
 
 def sigma(x: Tensor) -> Tensor:
     """elu(x) + 1, with all digits where it is small: e^x below 0, where (e^x - 1) + 1 would round to 0."""
-    above = x.relu()
-    return above + (x - above).exp()  # a `where` by number takes ten times as long
+    return (above := x.relu()) + (x - above).exp()  # a `where` by number takes ten times as long
 
 
 def recall(features_BHNE: Tensor, matrix_BHEF: Tensor, mass_BHE: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.state import map_state
 
 from .parts import fast_weights
-from .parts.fast_weights import FastMemory, FastState, FastWeights, Learned, OpenedNets, Soup, Step
+from .parts.fast_weights import FastMemory, FastState, FastWeights, Learned, OpenChunk, Soup, Step
 from .parts.options import NO_MEMORY, check_heads, check_positive
 from .parts.recurrent import Answer, Asked, shown, wide
 
@@ -94,11 +94,11 @@ class InnerModel(FastWeights):
         S = torch.addcmul(S, x.mT, error * push)
         return torch.addcmul(begun, share, S), S
 
-    def turn(self, nets: OpenedNets) -> OpenedNets:
+    def turn(self, nets: OpenChunk) -> OpenChunk:
         fresh, begins = tuple(map(self.limited, nets.weights)), nets.here()[0]
         new = (fresh, fresh, tuple(map(torch.zeros_like, nets.sums)))
         chosen = map_state(lambda a, b: torch.where(begins, a, b), new, nets[:3])
-        return OpenedNets(*chosen, *nets[3:])  # type: ignore[call-arg]
+        return OpenChunk(*chosen, *nets[3:])  # type: ignore[call-arg]
 
     def shares(self, dtype: torch.dtype) -> Tensor:
         """r (C,) of the places of a mini-batch."""
@@ -234,7 +234,7 @@ class TTT(FastMemory):
         """Weights after the last token; an unfinished mini-batch counts as far as it goes."""
         return self.inner.current(Learned(*state[:2]), state.tokens_B)
 
-    def begin(self, state: FastState, learned: Learned, x_BND: Tensor) -> OpenedNets:
+    def begin(self, state: FastState, learned: Learned, x_BND: Tensor) -> OpenChunk:
         b, tokens_B, dtype = self.inner.mini_batch, state.tokens_B + x_BND.shape[1], learned.weights_BGP.dtype
         place_BC = (tokens_B[:, None] + torch.arange(b, device=tokens_B.device)) % b
         per_net = [t[..., None, None, None] for t in (place_BC == 0, self.inner.shares(dtype)[place_BC])]
@@ -244,11 +244,11 @@ class TTT(FastMemory):
         weights, sums = (tuple(self.inner.matrices(t)) for t in learned)
         begun, begins = tuple(map(self.inner.limited, weights)), tuple({-p % b for p in place_BC[:, 0].tolist()})
         project = side_by_side([self.query, self.key, self.value, self.step])
-        return OpenedNets(begun, weights, sums, project, 0, begins, tuple(per_net))
+        return OpenChunk(begun, weights, sums, project, 0, begins, tuple(per_net))
 
-    def ask(self, opened: FastState | OpenedNets, query: Query) -> Asked:
+    def ask(self, opened: FastState | OpenChunk, query: Query) -> Asked:
         """Queries, turned by their place in the mini-batch, and keys, not turned."""
-        if isinstance(opened, OpenedNets):
+        if isinstance(opened, OpenChunk):
             t_B3GNE, step_BNG = self.projected(opened, query.x_BND)
             placed_B2GNE, (_, share, *turns) = t_B3GNE[:, :2], opened.here()
             placed_B2GNE = rotated(placed_B2GNE, *turns) if turns else placed_B2GNE
@@ -258,9 +258,9 @@ class TTT(FastMemory):
         q_BGNK, k_BGNK = self.by_net(self.query(x_BND)), self.by_net(self.key(x_BND))
         return Asked(self._turned(q_BGNK, opened.tokens_B[:, None] + _there(query).cumsum(1) - 1), k_BGNK)
 
-    def online(self, opened: FastState | OpenedNets, query: Query, asked: Asked, soup: Soup | None = None) -> Answer:
+    def online(self, opened: FastState | OpenChunk, query: Query, asked: Asked, soup: Soup | None = None) -> Answer:
         """f of all tokens, the weights after the last one, and the queries, to which f is added."""
-        if isinstance(opened, OpenedNets):
+        if isinstance(opened, OpenChunk):
             now_BGNV, nets = self.net.step(opened, asked, soup)
             return Answer(now_BGNV, carry=(nets, asked.q_BGNK))
         learned = self.learned(opened)

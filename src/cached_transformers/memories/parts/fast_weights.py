@@ -58,7 +58,7 @@ class FastState(NamedTuple):
     tokens_B: Tensor
 
 
-class OpenedNets(NamedTuple):
+class OpenChunk(NamedTuple):
     """Matrices (B, G, I, O) within a segment that is read token by token: those with which the open chunk begins, and
     those that the last token has left; the nets' projections of a token, in one; the number of tokens, and those
     (modulo the chunk) at which rows begin a chunk; and tensors (B, chunk, ...) of a rule, by that number.
@@ -264,7 +264,7 @@ class FastWeights(nn.Module, abc.ABC):
         after = (torch.cat([t.flatten(-2) for t in parts], -1).unflatten(0, nets) for parts in (weights, sums))
         return (torch.stack(outputs, 1).unflatten(0, nets) if outputs else None), Learned(*after)
 
-    def step(self, nets: OpenedNets, asked: Asked, soup: Soup | None) -> tuple[Tensor, OpenedNets]:
+    def step(self, nets: OpenChunk, asked: Asked, soup: Soup | None) -> tuple[Tensor, OpenChunk]:
         """Read one token, (B, G, 1, V), after its own write; and the nets for the next one."""
         device, (k, v, *rule) = asked.q_BGNK.device.type, asked.rest
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
@@ -276,7 +276,7 @@ class FastWeights(nn.Module, abc.ABC):
             out = self.read(weights, asked.q_BGNK, soup)
             return out, self.turn(nets) if nets.token % self.chunk in nets.begins else nets
 
-    def turn(self, nets: OpenedNets) -> OpenedNets:
+    def turn(self, nets: OpenChunk) -> OpenChunk:
         """Begin a chunk."""
         begun = tuple(map(self.limited, nets.weights))
         return nets._replace(begun=begun, weights=begun)
@@ -315,23 +315,23 @@ class FastMemory(Recurrent):
         return state
 
     @abc.abstractmethod
-    def begin(self, state: FastState, learned: Learned, x_BND: Tensor) -> OpenedNets:
+    def begin(self, state: FastState, learned: Learned, x_BND: Tensor) -> OpenChunk:
         """Nets for one token at a time: state before the segment, after its first tokens learned weights."""
 
-    def read(self, opened: FastState | OpenedNets, query: Query, project_kv: ProjectKV | None = None) -> Reading:
+    def read(self, opened: FastState | OpenChunk, query: Query, project_kv: ProjectKV | None = None) -> Reading:
         return self.read_with(opened, query, project_kv)
 
-    def read_with(self, opened: FastState | OpenedNets, query: Query, project_kv: ProjectKV | None) -> Reading:
+    def read_with(self, opened: FastState | OpenChunk, query: Query, project_kv: ProjectKV | None) -> Reading:
         """`read`, for options to change."""
         return super().read(opened, query)
 
-    def advance(self, opened: FastState | OpenedNets, x_BND: Tensor, traces: Sequence[Trace]) -> OpenedNets:
+    def advance(self, opened: FastState | OpenChunk, x_BND: Tensor, traces: Sequence[Trace]) -> OpenChunk:
         query, reading = traces[0][2:4]
-        if isinstance(opened, OpenedNets):
+        if isinstance(opened, OpenChunk):
             return reading.carry  # type: ignore[no-any-return]
         return self.begin(opened, reading.carry, query.x_BND.narrow(1, *(query.segment or (0, x_BND.shape[1]))))
 
-    def projected(self, opened: OpenedNets, x_BND: Tensor) -> tuple[Tensor, Tensor]:
+    def projected(self, opened: OpenChunk, x_BND: Tensor) -> tuple[Tensor, Tensor]:
         """Query, key and value of one token, (B, 3, G, 1, K), and a further projection, in float32 or wider."""
         t_BND, width = wide(opened.project(x_BND)), 3 * self.groups * self.key_width
         return t_BND[..., :width].view(len(x_BND), 3, self.groups, 1, -1), t_BND[..., width:]

@@ -35,7 +35,7 @@ from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.linear_maps import side_by_side
-from cached_transformers.memories.parts.fast_weights import FastMemory, FastState, Learned, OpenedNets, Soup
+from cached_transformers.memories.parts.fast_weights import FastMemory, FastState, Learned, OpenChunk, Soup
 from cached_transformers.memories.parts.fifo_store import taken
 from cached_transformers.memories.parts.options import NO_MEMORY, STRETCH, Gate, check_positive, gated
 from cached_transformers.memories.parts.recurrent import Answer, Asked, shown, wide
@@ -177,16 +177,16 @@ class Titans(FastMemory):
     def snapshot(self, state: FastState) -> Tensor:
         return state.weights_BGP
 
-    def begin(self, state: FastState, learned: Learned, x_BND: Tensor) -> OpenedNets:
+    def begin(self, state: FastState, learned: Learned, x_BND: Tensor) -> OpenChunk:
         weights, sums = (tuple(self.net.matrices(t)) for t in learned)
         project = side_by_side([self.query, self.key, self.value, self.gate])
         open_tokens = x_BND.shape[1] % self.memory.chunk
         before = self.read(state, Query(x_BND[:, :-open_tokens])).carry if open_tokens else learned
         begun = tuple(map(self.net.limited, self.net.matrices(before.weights_BGP)))
-        return OpenedNets(begun, weights if open_tokens else begun, sums, project, open_tokens, (0,))
+        return OpenChunk(begun, weights if open_tokens else begun, sums, project, open_tokens, (0,))
 
-    def ask(self, opened: FastState | OpenedNets, query: Query) -> Asked:
-        if isinstance(opened, OpenedNets):
+    def ask(self, opened: FastState | OpenChunk, query: Query) -> Asked:
+        if isinstance(opened, OpenChunk):
             t_B3GNK, logits_BNG = self.projected(opened, query.x_BND)
             t_B3GNK = F.silu(t_B3GNK)
             q_BGNK, k_BGNK = F.normalize(t_B3GNK[:, :2], dim=-1).unbind(1)
@@ -196,8 +196,8 @@ class Titans(FastMemory):
         x_BND = shown(query.x_BND, query.padding_BN)
         return Asked(self._unit(self.query(x_BND)), self._unit(self.key(x_BND)))
 
-    def online(self, opened: FastState | OpenedNets, query: Query, asked: Asked, soup: Soup | None = None) -> Answer:
-        if isinstance(opened, OpenedNets):
+    def online(self, opened: FastState | OpenChunk, query: Query, asked: Asked, soup: Soup | None = None) -> Answer:
+        if isinstance(opened, OpenChunk):
             now_BGNV, nets = self.net.step(opened, asked, soup)
             return Answer(now_BGNV, carry=nets)
         learned, n = self.learned(opened), query.x_BND.shape[1]
@@ -221,7 +221,7 @@ class Titans(FastMemory):
         m_BND = found.answer_BGNF.transpose(1, 2).flatten(2)
         return Reading(output_BHNE=m_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2), carry=found.carry)
 
-    def read_with(self, opened: FastState | OpenedNets, query: Query, project_kv: ProjectKV | None) -> Reading:
+    def read_with(self, opened: FastState | OpenChunk, query: Query, project_kv: ProjectKV | None) -> Reading:
         if self.place != "context":
             return super().read_with(opened, query, project_kv)
         assert isinstance(opened, FastState) and project_kv is not None
