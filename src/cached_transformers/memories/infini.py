@@ -58,7 +58,7 @@ class OpenedMatrix(NamedTuple):
 
 def sigma(x: Tensor) -> Tensor:
     """elu(x) + 1, with all digits where it is small: e^x below 0, where (e^x - 1) + 1 would round to 0."""
-    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+    return (above := x.relu()) + (x - above).exp()  # a `where` by number takes ten times as long
 
 
 def recall(features_BHNE: Tensor, matrix_BHEF: Tensor, mass_BHE: Tensor) -> Tensor:
