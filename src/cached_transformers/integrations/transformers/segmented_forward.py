@@ -132,7 +132,8 @@ class DecoderForward(HostForward):
             self.note_step(state, text.length + n, len(segments))
         cache = given.pop("past_key_values", None)
         asks = keeps and running().prompt_end == text.tokens
-        if text.kv is not None and segments[0].end is None and not self.checkpoints and not asks:
+        continues = text.kv is not None and segments[0].end is None and not self.checkpoints and not asks
+        if continues and text.can_advance(padding_BM, n):
             text.take(inputs, padding_BM, text.before)
             text.state_after = None  # computed on demand
             out = self._read_next(text, n, given)
@@ -224,7 +225,7 @@ class DecoderForward(HostForward):
             entry = padding_first(entry, text.first)[0]
             context = entry_context(entry, end - n, end, state.layers, shift_B1, writes=False)
             call = entry_inputs(entry, end - n, end, shift_B1)
-        context.kv_cache, context.projected = text.kv, text.projected
+        context.kv_cache, context.opened_layers = text.kv, text.opened_layers
         return self.run(*call, context, options)
 
     def ask_prompt(self, ids_BN: Tensor, state: State) -> State:
