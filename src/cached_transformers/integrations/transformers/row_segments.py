@@ -83,6 +83,12 @@ def row_segments(
     return segments
 
 
+def is_full(padding_BM: Tensor) -> bool:
+    """Return True if there is no padding; False also where asking would synchronise, or break a graph."""
+    known = padding_BM.is_cpu and not (torch.compiler.is_compiling() or isinstance(padding_BM, FakeTensor))
+    return known and not bool(padding_BM.any())
+
+
 def in_columns(t: Tensor, columns: slice | Tensor) -> Tensor:
     """These columns of (B, M, ...)."""
     return t[:, columns] if isinstance(columns, slice) else in_order(t, columns)
@@ -90,7 +96,7 @@ def in_columns(t: Tensor, columns: slice | Tensor) -> Tensor:
 
 def in_order(t: Tensor, columns_BN: Tensor) -> Tensor:
     """Columns of (B, M, ...), other ones for each row."""
-    return t.take_along_dim(columns_BN.view(*columns_BN.shape, *[1] * (t.dim() - 2)), 1)
+    return t[torch.arange(len(t), device=t.device)[:, None], columns_BN]
 
 
 def finite_padding(inputs: dict[str, Tensor], padding_BM: Tensor | None) -> dict[str, Tensor]:

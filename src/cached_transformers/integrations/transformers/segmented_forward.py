@@ -46,7 +46,16 @@ from .packed_rows import (
     refuse_packed,
     refuse_told,
 )
-from .row_segments import Segment, in_columns, joined_segments, narrowed, refuse_masks, row_segments, stream_positions
+from .row_segments import (
+    Segment,
+    in_columns,
+    is_full,
+    joined_segments,
+    narrowed,
+    refuse_masks,
+    row_segments,
+    stream_positions,
+)
 
 COLUMNS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")
 """Inputs that have columns."""
@@ -160,8 +169,10 @@ class DecoderForward(HostForward):
         rows, n = first.shape[:2]
         new = {name: t.expand(rows, *t.shape[1:]) for name, t in new.items()}
         text = self.text_of(given.get("past_key_values"), state, rows)
-        padding_BM = _padding(given.pop("attention_mask", None), text, rows, n)
         keeps = self._keeps(given.pop("use_cache", None))
+        padding_BM = _padding(given.pop("attention_mask", None), text, rows, n)
+        if padding_BM is not None and keeps and is_full(padding_BM):  # generate gives a mask of ones
+            padding_BM = None
         inputs = text.with_new(new, padding_BM, self.embed_ids)
         if "position_ids" in new:
             why = f"position_ids begin again inside a row: {NO_CACHE if text.tokens else COMPILED} {WAY_OUT}"
