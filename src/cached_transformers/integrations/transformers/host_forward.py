@@ -231,12 +231,12 @@ class HostForward:
                 out, layers, context = joined(blocks.outs), blocks.states, blocks.context
                 out["last_hidden_state"] = torch.cat(steps, 1)
         if cache is not None:
-            layers_of = [(hook.memory, member) for hook in self.hooks for member in members_of(hook.memory)]
-            members = [*([] if memory is None else [memory]), *(member for _, member in layers_of)]
-            whole = any(needs_whole_segments(member) for member in members)
-            whole |= any(hasattr(member, "advance") and member is not held for held, member in layers_of)
-            cache.advances = any(hasattr(member, "advance") for _, member in layers_of)
-            whole |= not cache.can_advance(segment.padding_BN)
+            layers_of = [hook.memory for hook in self.hooks]
+            members = [memory, *(member for held in layers_of for member in members_of(held))]
+            whole = any(needs_whole_segments(member) for member in members if member is not None)
+            cache.advances = any(hasattr(held, "advance") for held in layers_of)
+            beside = [member for member in members[1:] if member not in layers_of]
+            whole |= any(hasattr(member, "advance") for member in beside) or not cache.can_advance(segment.padding_BN)
             keeps = context.kv_cache is not None and not context.varies and not whole
             cache.kv, cache.opened_layers = (context.kv_cache, context.opened_layers) if keeps else (None, None)
             cache.first = next(iter(segment.inputs.values())).shape[1]
