@@ -255,7 +255,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
         self._rows(index_R, lambda kv: kv.batch_select_indices(indices))
 
     def _rows(self, index_R: Tensor, pick_kv: Callable[[Any], None]) -> None:
-        rows, index_R = len(self.state.clock_B), index_R.to(self.state.clock_B.device)
+        rows = len(self.state.clock_B)
 
         def pick(t: Tensor) -> Tensor:
             return t.index_select(0, index_R.to(t.device))

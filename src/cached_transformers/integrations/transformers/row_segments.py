@@ -83,12 +83,6 @@ def row_segments(
     return segments
 
 
-def is_full(padding_BM: Tensor) -> bool:
-    """Return True if there is no padding; False also where asking would synchronise, or break a graph."""
-    known = padding_BM.is_cpu and not (torch.compiler.is_compiling() or isinstance(padding_BM, FakeTensor))
-    return known and not bool(padding_BM.any())
-
-
 def in_columns(t: Tensor, columns: slice | Tensor) -> Tensor:
     """These columns of (B, M, ...)."""
     return t[:, columns] if isinstance(columns, slice) else in_order(t, columns)

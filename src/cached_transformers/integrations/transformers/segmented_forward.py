@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.checks import insist
+from cached_transformers.checks import insist, none_true
 from cached_transformers.integrations.memory_hooks import run_host, slot_attentions_of, undeclared
 from cached_transformers.integrations.memory_lookup import with_weights
 from cached_transformers.integrations.models import TransformersModel
@@ -46,16 +46,7 @@ from .packed_rows import (
     refuse_packed,
     refuse_told,
 )
-from .row_segments import (
-    Segment,
-    in_columns,
-    is_full,
-    joined_segments,
-    narrowed,
-    refuse_masks,
-    row_segments,
-    stream_positions,
-)
+from .row_segments import Segment, in_columns, joined_segments, narrowed, refuse_masks, row_segments, stream_positions
 
 COLUMNS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")
 """Inputs that have columns."""
@@ -171,7 +162,7 @@ class DecoderForward(HostForward):
         text = self.text_of(given.get("past_key_values"), state, rows)
         keeps = self._keeps(given.pop("use_cache", None))
         padding_BM = _padding(given.pop("attention_mask", None), text, rows, n)
-        if padding_BM is not None and keeps and is_full(padding_BM):  # generate gives a mask of ones
+        if padding_BM is not None and keeps and none_true(padding_BM):  # generate gives a mask of ones
             padding_BM = None
         inputs = text.with_new(new, padding_BM, self.embed_ids)
         if "position_ids" in new:
