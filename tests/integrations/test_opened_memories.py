@@ -11,6 +11,7 @@ from integrations.transformers_hosts import GPT2, LLAMA, SEGMENT, awaken, differ
 from torch import Tensor
 
 from cached_transformers import add_memory
+from cached_transformers.state import reorder
 
 SLOTS: dict[str, Any] = {
     "transformer_xl": {"name": "transformer_xl", "length": 5},
@@ -87,24 +88,25 @@ def test_a_segment_is_opened_once_and_each_token_read_once(memory: str, monkeypa
 
 @changing
 @torch.no_grad()
-def test_a_copy_of_a_cache_continues_another_text(memory: str) -> None:
+def test_a_copy_of_a_cache_continues_other_rows(memory: str) -> None:
     model, ids, other = built(memory), words(2, 6), words(2, 6, 1)
     state = model(words(2, 2 * SEGMENT, 2)).memory_state
     cache = model(ids[:, :2], memory_state=state, use_cache=True).past_key_values
     model(ids[:, 2:3], past_key_values=cache)
     fork = copy.deepcopy(cache)
+    fork.reorder_cache(torch.tensor([1, 0]))
     for t in range(3, 6):
-        for text, read in ((ids, cache), (other, fork)):
+        for text, read, order in ((ids, cache, [0, 1]), (other, fork, [1, 0])):
             found = model(text[:, t : t + 1], past_key_values=read).logits[:, -1]
-            whole = torch.cat([ids[:, :3], text[:, 3 : t + 1]], 1)
-            close(found, model(whole, memory_state=state, use_cache=False).logits[:, -1])
+            whole, before = torch.cat([ids[order, :3], text[:, 3 : t + 1]], 1), reorder(state, torch.tensor(order))
+            close(found, model(whole, memory_state=before, use_cache=False).logits[:, -1])
 
 
 @changing
 def test_a_second_call_of_generate_reads_with_the_weights_of_its_time(memory: str) -> None:
     model, ids = built(memory, layers=1), words(2, 6)  # keys and values of one layer do not depend on the memory
     state = model(words(2, 2 * SEGMENT, 2)).memory_state
-    options = {"do_sample": False, **FIXED, "min_new_tokens": 3, "max_new_tokens": 3}
+    options = {"do_sample": False, **FIXED, "min_new_tokens": 2, "max_new_tokens": 2}
     first = model.generate(ids[:, :2], memory_state=state, **options)
     before = model.generate(first.sequences, memory_state=state, **options)
     awaken(model, seed=4)
@@ -132,7 +134,7 @@ def test_with_a_gradient_a_memory_is_opened_again(memory: str) -> None:
         close(*(torch.zeros(()) if g is None else g for g in (a, b)))
 
 
-@changing
+@memories
 @torch.no_grad()
 def test_a_prompt_under_autocast_continues_outside_of_it(memory: str) -> None:
     model, ids = built(memory).float(), words(2, 4)

@@ -38,7 +38,6 @@ class OpenedLayer:
 
     Attributes:
         memory: as `open` or `advance` returned it; None where the next token opens the memory.
-        autocast: whether the memory was opened under autocast.
         pairs: of slots of a model-level memory, (B, G, M, E) each, without positions, in the order of the calls.
         slots: keys with positions, and values, of all slots that the layer attends; None where the next token makes
             them.
@@ -46,7 +45,6 @@ class OpenedLayer:
 
     def __init__(self) -> None:
         self.memory: Any = None
-        self.autocast = False
         self.pairs: tuple[tuple[Tensor, Tensor], ...] = ()
         self.slots: tuple[Tensor, Tensor] | None = None
 
@@ -54,14 +52,13 @@ class OpenedLayer:
         self, memory: LayerMemory, state: State, query: Query, project_kv: ProjectKV | None, first_B1P: Tensor
     ) -> Reading:
         """Read the next tokens of a segment with this state before it, and with this position of its first token."""
-        opened, keeps, autocast = self.memory, keeps_opened(), torch.is_autocast_enabled(query.x_BND.device.type)
-        # An advanced memory cannot be opened again, and has a dtype of its own.
-        if opened is None or not keeps or (autocast != self.autocast and not hasattr(memory, "advance")):
+        opened, keeps = self.memory, keeps_opened()
+        if opened is None or not keeps:
             opened = open_segment(memory, state, first_B1P, project_kv)
         reading = memory.read(opened, query, project_kv)
         if keeps:
             opened = advance(memory, opened, query.x_BND, [Trace(query.x_BND, query.x_BND, query, reading)])
-            self.memory, self.autocast = None if opened is state else opened, autocast  # a large state is kept once
+            self.memory = None if opened is state else opened  # a large state is kept once
         return reading
 
     def once(self, project_kv: ProjectKV, rows: int) -> ProjectKV:
