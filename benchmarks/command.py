@@ -28,11 +28,13 @@ class Result:
     Attributes:
         text: the tables as Markdown.
         settings: options that change the numbers.
+        status: exit status of the command.
     """
 
     rows: Sequence[Measurement]
     text: str
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    status: int = 0
 
     def write(self, path: Path) -> None:
         """Write FILE.json and FILE.md."""
@@ -69,7 +71,7 @@ def main(script: ModuleType, argv: Sequence[str] | None = None) -> int:
     if options.output is not None:
         result.write(options.output)
     print(result.text)
-    return 0
+    return result.status
 
 
 def columns_table(rows: Iterable[Measurement], columns: Mapping[str, Callable[[Measurement], str]]) -> str:

@@ -18,6 +18,9 @@ BENCHMARKS = {
     "attentions": "every attention mechanism against length, with exact attention and published implementations",
     "memories": "every stream memory as a language model, with published implementations",
     "generation": "tokens a second of language models, against GPT-2 of transformers and x-transformers",
+    "context": "a written token after contexts of many lengths, against KV caches of the whole text",
+    "prefill": "reading a long text in segments, against reading it at once",
+    "record": "ten ratios of time, to be repeated by `make bench-check`",
     "diagonal": "layers on different segments at once, against one segment at a time",
     "documents": "documents packed into rows, against padded rows and rows without document borders",
 }
