@@ -79,6 +79,11 @@ def columns_table(rows: Iterable[Measurement], columns: Mapping[str, Callable[[M
     return table(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
 
 
+def with_missing(text: str, left_out: Iterable[str]) -> str:
+    """Add a line for each reason to leave out a case."""
+    return "\n\n".join([text, *(f"Left out: {reason.rstrip('.')}." for reason in dict.fromkeys(left_out))])
+
+
 def add_dtype(parser: argparse.ArgumentParser, use: str) -> None:
     """Add `--dtype`."""
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help=f"{use} (default: float32)")

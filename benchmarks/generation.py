@@ -31,6 +31,7 @@ from cached_lab.experiments.costs.timing import compare
 from cached_lab.experiments.probes.settings import stream_memories
 from cached_transformers.models.generation import generate
 from cached_transformers.registry import unknown_name
+from cached_transformers.state import State
 
 NO_MEMORY = "no memory"
 STANDARD = ("transformer_xl", "grc_stream", "rmt")
@@ -56,6 +57,7 @@ class GenerationSetting:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memories", default=",".join(STANDARD), help="names separated by commas, or all")
     add_sizes(parser)
+    parser.add_argument("--rows", type=command.numbers, default=(1, 8), help="texts at once (default: 1,8)")
     parser.add_argument("--segments", type=command.numbers, default=(128, 512), help="segment lengths of our models")
     parser.add_argument("--prompt", type=command.positive, default=16, help="tokens of the prompt (default: 16)")
     parser.add_argument("--tokens", type=command.positive, default=384, help="new tokens per row (default: 384)")
@@ -63,10 +65,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `SIZES`, and `--rows`."""
+    """Add the options of `SIZES`."""
     for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=command.positive, default=value, help=f"default: {value}")
-    parser.add_argument("--rows", type=command.numbers, default=(1, 8), help="texts at once (default: 1,8)")
 
 
 def sizes_of(options: argparse.Namespace) -> dict[str, int]:
@@ -106,10 +107,13 @@ def build(name: str, sizes: ModelSizes, setting: GenerationSetting) -> nn.Module
     return memories.build(None if name == NO_MEMORY else memories.spec(name, own), own).eval()
 
 
-def our_writer(model: nn.Module, sizes: ModelSizes, setting: GenerationSetting, device: str) -> Writer:
-    """Return a function that writes the text by `generate`."""
-    prompt_BN, lengths = setting.prompt_BN(sizes.vocabulary, device), (setting.tokens, setting.segment)
-    return lambda: generate(model, prompt_BN, tokens=lengths[0], segment_length=lengths[1], temperature=0).tokens
+def our_writer(
+    model: nn.Module, sizes: ModelSizes, setting: GenerationSetting, device: str, state: State | None = None
+) -> Callable[..., Tensor]:
+    """Return a function that writes the text by `generate`, whose further options it takes."""
+    prompt_BN = setting.prompt_BN(sizes.vocabulary, device)
+    options: dict[str, Any] = {"tokens": setting.tokens, "segment_length": setting.segment, "temperature": 0}
+    return lambda **more: generate(model, prompt_BN, state, **options, **more).tokens
 
 
 @torch.no_grad()
@@ -232,8 +236,7 @@ def as_markdown(rows: Sequence[Mapping[str, Any]], missing: Sequence[str]) -> st
         line = [str(row["rows"]), str(row["segment"]), row["model"], f"{row['parameters'] / 1e6:.2f}"]
         line += [f"{row['speed']:,.0f}", *command.fastest(row["time"], row["model"] == reference)]
         cells.append([*line, "" if row["uncached"] is None else str(row["uncached"])])
-    left_out = [f"Left out: {reason}." for reason in missing]
-    return "\n\n".join([command.table([*head, "without a KV cache, with = 1"], cells), *left_out])
+    return command.with_missing(command.table([*head, "without a KV cache, with = 1"], cells), missing)
 
 
 if __name__ == "__main__":

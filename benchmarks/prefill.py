@@ -17,69 +17,61 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import command, context, generation, memories
+from benchmarks import command, generation, memories
+from benchmarks.context import STANDARD
 from benchmarks.memory_peers import ModelSizes
 from cached_lab.experiments.costs.timing import compare
 
-OURS, WHOLE = "ours", "whole text"
+WHOLE = "whole text"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     generation.add_sizes(parser)
-    lengths, models = (128, 256, 512, 1024), "ours or types of transformers (default: ours,llama)"
-    parser.add_argument("--memories", default=context.STANDARD, help="names separated by commas, or all")
-    parser.add_argument("--models", default="ours,llama", help=models)
+    lengths = (128, 256, 512, 1024)
+    parser.add_argument("--memories", default=STANDARD, help="names separated by commas, or all")
+    parser.add_argument("--models", default="ours,llama", help="ours, or types of transformers")
     parser.add_argument("--segments", type=command.numbers, default=lengths, help="segment lengths")
     parser.add_argument("--tokens", type=command.positive, default=16384, help="tokens of the text (default: 16384)")
-    parser.set_defaults(rounds=3, rows=(1,))
+    parser.set_defaults(rounds=3)
 
 
 def measure(options: argparse.Namespace) -> command.Result:
-    left_out: dict[str, None] = {}
-    kinds = itertools.product(options.rows, options.models.split(","))
-    rows = [row for count, kind in kinds for row in measure_model(count, kind, options, left_out)]
+    left_out: list[str] = []
+    rows = [row for kind in options.models.split(",") for row in measure_model(kind, options, left_out)]
     columns: dict[str, Callable[[command.Measurement], str]] = {
-        **{key: lambda row, key=key: str(row[key]) for key in ("rows", "model", "memory", "segment")},  # type: ignore[misc]
-        "tokens/s": lambda row: f"{row['speed']:,.0f}" + (" (best)" if row["best"] else ""),
+        "model": lambda row: row["model"],
+        "memory": lambda row: row["memory"],
+        "segment": lambda row: f"{row['segment']:,}",
+        "tokens/s": lambda row: f"{row['speed']:,.0f}" + " (best)" * row["best"],
         f"time, {WHOLE} = 1": lambda row: str(row["time"]),
     }
-    text = [command.columns_table(rows, columns), *(f"Left out: {reason}." for reason in left_out)]
-    return command.Result(rows, "\n\n".join(text), {**generation.sizes_of(options), "tokens": options.tokens})
+    text = command.with_missing(command.columns_table(rows, columns), left_out)
+    return command.Result(rows, text, {**generation.sizes_of(options), "tokens": options.tokens})
 
 
-def measure_model(
-    rows: int, kind: str, options: argparse.Namespace, left_out: dict[str, None]
-) -> list[command.Measurement]:
+def measure_model(kind: str, options: argparse.Namespace, left_out: list[str]) -> list[command.Measurement]:
     """Time the whole text, and every memory with every segment length; `left_out` gets the refusals of a host."""
     base, tokens = ModelSizes(**generation.sizes_of(options)), options.tokens
-    ids_BN = generation.GenerationSetting(rows, 1, tokens).prompt_BN(base.vocabulary, options.device)
-    cases: dict[str, tuple[str, int]] = {WHOLE: (WHOLE, tokens)}
-    calls: dict[str, Any] = {WHOLE: partial(context.read, build(kind, None, base, tokens, options), ids_BN, tokens)}
-    for memory, segment in itertools.product(generation.chosen(options.memories), options.segments):
+    ids_1N = generation.GenerationSetting(1, 1, tokens).prompt_BN(base.vocabulary, options.device)
+    calls: dict[str, Any] = {}
+    for memory, segment in [(WHOLE, tokens), *itertools.product(generation.chosen(options.memories), options.segments)]:
+        sizes = dataclasses.replace(base, segment=segment)
+        spec = None if memory == WHOLE else memories.spec(memory, sizes)
         try:
-            model = build(kind, memory, dataclasses.replace(base, segment=segment), tokens, options)
+            model = memories.build(spec, sizes) if kind == "ours" else memories.host(kind, sizes, tokens, spec)
         except ValueError as error:
-            left_out[f"{memory} in {kind}, {error}"] = None
+            if memory == WHOLE:
+                raise
+            left_out.append(f"{memory} in {kind}, {error}")
         else:
-            cases[name := f"{memory} {segment}"] = (memory, segment)
-            calls[name] = partial(context.read, model, ids_BN, segment)
-    times = compare(calls, WHOLE, options.rounds)
-    fastest = {memory: min(times[n].seconds for n in cases if cases[n][0] == memory) for memory, _ in cases.values()}
-    return [
-        {
-            **{"rows": rows, "model": kind, "memory": memory, "segment": segment, "time": times[name]},
-            "speed": rows * tokens / times[name].seconds,
-            "best": name != WHOLE and times[name].seconds == fastest[memory],
-        }
-        for name, (memory, segment) in cases.items()
-    ]
-
-
-def build(kind: str, memory: str | None, sizes: ModelSizes, length: int, options: argparse.Namespace) -> Any:
-    """Build our model, or a host with positions for `length` tokens."""
-    spec = None if memory is None else memories.spec(memory, sizes)
-    model = memories.build(spec, sizes) if kind == OURS else memories.host(kind, sizes, length, spec)
-    return model.to(options.device).eval()
+            calls[f"{memory}, {segment}"] = partial(memories.read, model.to(options.device).eval(), ids_1N, segment)
+    times, found = compare(calls, f"{WHOLE}, {tokens}", options.rounds), []
+    for name, time in times.items():
+        memory, _, segment = name.partition(", ")
+        best = memory != WHOLE and time.seconds == min(times[n].seconds for n in times if n.startswith(f"{memory},"))
+        row = {"model": kind, "memory": memory, "segment": int(segment), "speed": tokens / time.seconds}
+        found.append({**row, "time": time, "best": best})
+    return found
 
 
 if __name__ == "__main__":

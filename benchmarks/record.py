@@ -1,6 +1,6 @@
 """Ten ratios of time on small models: a record for later commits, and a check of what has moved since the newest one.
 
-Every block builds all models again and times them in turn. A row is the mean of the blocks' median ratios, with the 95 %
+Every block builds all models again and times them in turn. A row is the mean of the blocks' median ratios with its 95 %
 t interval. A ratio has moved if its interval and the record's are apart by more than `DRIFT`, in two measurements.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +33,7 @@ WRITING = generation.GenerationSetting(rows=4, segment=16, prompt=4, tokens=16)
 IMAGES = ("vit_tiny_patch16_224", 112)
 TRAINED = ("rmt", "transformer_xl", "grc_stream", "titans", "infini", "compressive")
 WRITTEN = ("rmt", "titans", "grc_stream")
+PLAIN = "plain"
 DRIFT = 0.03
 """Ratios of the same code differ by so much between runs, beyond their intervals."""
 
@@ -44,78 +45,60 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> command.Result:
-    settings = {"machine": machine(), "blocks": options.blocks}
     records = [json.loads(file.read_text(encoding="utf-8")) for file in FOLDER.glob("*.json")]
     if options.check and not records:
-        raise ValueError(f"--check: {FOLDER} has no record; make one by --out {FOLDER.name}/DATE-COMMIT.json")
-    rows = ratios(options)
+        raise ValueError(f"--check: {FOLDER.name} has no record; make one by --out {FOLDER.name}/DATE-COMMIT.json")
+    rows, settings = ratios(options), {"machine": machine(), "blocks": options.blocks}
+    text = command.table([f"time, {PLAIN} = 1", "mean (95 %)"], [[row["ratio"], as_text(row)] for row in rows])
     if not options.check:
-        return command.Result(rows, as_markdown(rows), settings)
-    newest = max(records, key=lambda record: record["environment"]["date"])
-    found = moved(newest["rows"], rows)
-    if found:
-        again = moved(newest["rows"], ratios(options))
-        found = {name: text for name, text in found.items() if name in again}
-    then = newest["environment"]
-    lines = [f"Record of {then['date']}, commit {then['commit']}: {len(found)} of {len(rows)} ratios have moved."]
-    if then["machine"] != machine():
-        lines.append(f"The record is of another machine ({then['machine']}, not {machine()}): ratios may differ.")
-    lines += [f"- {name}: {text}" for name, text in found.items()]
-    return command.Result(rows, "\n\n".join([as_markdown(rows), "\n".join(lines)]), settings, status=int(bool(found)))
+        return command.Result(rows, text, settings)
+    newest = max(records, key=lambda record: str(record["environment"]["date"]))
+    then, found = newest["environment"], moved(newest["rows"], rows)
+    again = moved(newest["rows"], ratios(options)) if found else {}
+    lines = [f"- {name}: {now}" for name, now in found.items() if name in again]
+    other = f" on another machine ({then['machine']}; this is {machine()})" if then["machine"] != machine() else ""
+    said = f"{len(lines)} of {len(rows)} ratios have moved since {then['date']}, commit {then['commit']}{other}"
+    return command.Result(rows, "\n".join([f"{text}\n\n{said}", *lines]), settings, status=bool(lines))
 
 
 def ratios(options: argparse.Namespace) -> list[command.Measurement]:
     """Measure all ratios."""
     found: dict[str, list[float]] = {}
     for _ in range(options.blocks):
-        for kind, make in {"training": training, "writing": writing, "ViT": images}.items():
-            for name, ratio in compare(make(options.device), "plain", options.rounds).items():
-                found.setdefault(f"{kind}, {name}", []).append(ratio.median)
-    rows = {name: mean_interval(values) for name, values in found.items() if not name.endswith("plain")}
+        for work, cases in cases_of(options.device).items():
+            for name, ratio in compare(cases, PLAIN, options.rounds).items():
+                found.setdefault(f"{work}, {name}", []).append(ratio.median)
+    rows = {name: mean_interval(values) for name, values in found.items() if not name.endswith(PLAIN)}
     return [{"ratio": name, **interval._asdict()} for name, interval in rows.items()]
 
 
-def training(device: str) -> dict[str, Callable[[], object]]:
-    """Return training steps of language models by memory."""
-    return {name or "plain": our_step(name, SIZES, device, torch.float32) for name in (None, *TRAINED)}
-
-
-def writing(device: str) -> dict[str, Callable[[], object]]:
-    """Return writers of a segment by memory."""
-    models = {"plain": generation.NO_MEMORY, **{name: name for name in WRITTEN}}
-    built = {name: generation.build(memory, SIZES, WRITING).to(device) for name, memory in models.items()}
-    return {name: generation.our_writer(model, SIZES, WRITING, device) for name, model in built.items()}
-
-
-def images(device: str) -> dict[str, Callable[[], object]]:
-    """Return training steps of an image model, plain and with GRC."""
+def cases_of(device: str) -> dict[str, Mapping[str, Callable[[], object]]]:
+    """Return training steps and writers of language models by memory, and training steps of an image model."""
+    train = {name or PLAIN: our_step(name, SIZES, device, torch.float32) for name in (None, *TRAINED)}
+    models = {name: generation.build(name, SIZES, WRITING).to(device) for name in (generation.NO_MEMORY, *WRITTEN)}
+    models[PLAIN] = models.pop(generation.NO_MEMORY)
+    write = {name: generation.our_writer(model, SIZES, WRITING, device) for name, model in models.items()}
     pictures, labels = image_batch(8, IMAGES[1], device)
-    models = {name: model.to(device) for name, model in grc.build(*IMAGES, ("plain", "GRC")).items()}
 
     def loss(model: nn.Module) -> Tensor:
         return F.cross_entropy(model(pictures), labels)
 
-    return {name: training_step(model, partial(loss, model)) for name, model in models.items()}
+    vits = {name: model.to(device) for name, model in grc.build(*IMAGES, (PLAIN, "GRC")).items()}
+    steps = {name: training_step(model, partial(loss, model)) for name, model in vits.items()}
+    return {"training": train, "writing": write, "ViT": steps}
 
 
 def moved(then: Sequence[command.Measurement], now: Sequence[command.Measurement]) -> dict[str, str]:
-    """Return the ratios that have moved, with the record's interval and the new one."""
-    before, found = {row["ratio"]: row for row in then}, {}
-    for row in now:
-        old = before.get(row["ratio"], row)
-        if max(row["low"] / old["high"], old["low"] / row["high"]) > 1 + DRIFT:
-            found[row["ratio"]] = f"{interval_text(old)} in the record, {interval_text(row)} now"
-    return found
+    """Return the ratios that have moved, each with both intervals."""
+    before = {row["ratio"]: row for row in then}
+    pairs = [(before[row["ratio"]], row) for row in now if row["ratio"] in before]
+    apart = [(a, b) for a, b in pairs if max(b["low"] / a["high"], a["low"] / b["high"]) > 1 + DRIFT]
+    return {b["ratio"]: f"{as_text(b)}, in the record {as_text(a)}" for a, b in apart}
 
 
-def interval_text(row: command.Measurement) -> str:
+def as_text(row: command.Measurement) -> str:
     """Write a ratio with its interval."""
     return "{mean:.3f} ({low:.3f}-{high:.3f})".format(**row)
-
-
-def as_markdown(rows: Sequence[command.Measurement]) -> str:
-    """Write the rows as a Markdown table."""
-    return command.table(["ratio, plain = 1", "mean (95 %)"], [[row["ratio"], interval_text(row)] for row in rows])
 
 
 if __name__ == "__main__":
