@@ -39,17 +39,19 @@ DRIFT = 0.03
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--blocks", type=command.positive, default=12, help="at least two (default: 12)")
+    parser.add_argument("--blocks", type=command.positive, default=12, help="default: 12")
     parser.add_argument("--check", action="store_true", help="against the newest record; exit status 1 if one moved")
     parser.set_defaults(rounds=4)
 
 
 def measure(options: argparse.Namespace) -> command.Result:
+    if options.blocks < 2:
+        raise ValueError(f"--blocks {options.blocks}: an interval needs two; take at least 2")
     records = [json.loads(file.read_text(encoding="utf-8")) for file in FOLDER.glob("*.json")]
     if options.check and not records:
         raise ValueError(f"--check: {FOLDER.name} has no record; make one by --out {FOLDER.name}/DATE-COMMIT.json")
     rows, settings = ratios(options), {"machine": machine(), "blocks": options.blocks}
-    text = command.table([f"time, {PLAIN} = 1", "mean (95 %)"], [[row["ratio"], as_text(row)] for row in rows])
+    text = command.table([f"time, {PLAIN} = 1", "mean (95 %)"], [[row["ratio"], row["text"]] for row in rows])
     if not options.check:
         return command.Result(rows, text, settings)
     newest = max(records, key=lambda record: str(record["environment"]["date"]))
@@ -58,7 +60,7 @@ def measure(options: argparse.Namespace) -> command.Result:
     lines = [f"- {name}: {now}" for name, now in found.items() if name in again]
     other = f" on another machine ({then['machine']}; this is {machine()})" if then["machine"] != machine() else ""
     said = f"{len(lines)} of {len(rows)} ratios have moved since {then['date']}, commit {then['commit']}{other}"
-    return command.Result(rows, "\n".join([f"{text}\n\n{said}", *lines]), settings, status=bool(lines))
+    return command.Result(rows, "\n".join([f"{text}\n\n{said}", *lines]), settings, status=int(bool(lines)))
 
 
 def ratios(options: argparse.Namespace) -> list[command.Measurement]:
@@ -69,7 +71,8 @@ def ratios(options: argparse.Namespace) -> list[command.Measurement]:
             for name, ratio in compare(cases, PLAIN, options.rounds).items():
                 found.setdefault(f"{work}, {name}", []).append(ratio.median)
     rows = {name: mean_interval(values) for name, values in found.items() if not name.endswith(PLAIN)}
-    return [{"ratio": name, **interval._asdict()} for name, interval in rows.items()]
+    text = "{:.3f} ({:.3f}-{:.3f})".format
+    return [{"ratio": name, **row._asdict(), "text": text(*row)} for name, row in rows.items()]
 
 
 def cases_of(device: str) -> dict[str, Mapping[str, Callable[[], object]]]:
@@ -93,12 +96,7 @@ def moved(then: Sequence[command.Measurement], now: Sequence[command.Measurement
     before = {row["ratio"]: row for row in then}
     pairs = [(before[row["ratio"]], row) for row in now if row["ratio"] in before]
     apart = [(a, b) for a, b in pairs if max(b["low"] / a["high"], a["low"] / b["high"]) > 1 + DRIFT]
-    return {b["ratio"]: f"{as_text(b)}, in the record {as_text(a)}" for a, b in apart}
-
-
-def as_text(row: command.Measurement) -> str:
-    """Write a ratio with its interval."""
-    return "{mean:.3f} ({low:.3f}-{high:.3f})".format(**row)
+    return {b["ratio"]: f"{b['text']}, in the record {a['text']}" for a, b in apart}
 
 
 if __name__ == "__main__":
