@@ -29,12 +29,13 @@ from benchmarks.memory_peers import ModelSizes, lacking, x_decoder
 from cached_lab.experiments.costs.flops import count_parameters
 from cached_lab.experiments.costs.timing import compare
 from cached_lab.experiments.probes.settings import stream_memories
-from cached_transformers.extras import require
 from cached_transformers.models.generation import generate
 from cached_transformers.registry import unknown_name
+from cached_transformers.state import State
 
 NO_MEMORY = "no memory"
 STANDARD = ("transformer_xl", "grc_stream", "rmt")
+SIZES = {"vocabulary": 256, "width": 256, "depth": 4, "heads": 4}
 Writer = Callable[[], Tensor]
 
 
@@ -55,8 +56,7 @@ class GenerationSetting:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memories", default=",".join(STANDARD), help="names separated by commas, or all")
-    for name, value in {"vocabulary": 256, "width": 256, "depth": 4, "heads": 4}.items():
-        parser.add_argument(f"--{name}", type=command.positive, default=value, help=f"default: {value}")
+    add_sizes(parser)
     parser.add_argument("--rows", type=command.numbers, default=(1, 8), help="texts at once (default: 1,8)")
     parser.add_argument("--segments", type=command.numbers, default=(128, 512), help="segment lengths of our models")
     parser.add_argument("--prompt", type=command.positive, default=16, help="tokens of the prompt (default: 16)")
@@ -64,8 +64,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     command.add_dtype(parser, "of weights")
 
 
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `SIZES`."""
+    for name, value in SIZES.items():
+        parser.add_argument(f"--{name}", type=command.positive, default=value, help=f"default: {value}")
+
+
+def sizes_of(options: argparse.Namespace) -> dict[str, int]:
+    """Return the sizes that the options of `add_sizes` give."""
+    return {name: getattr(options, name) for name in SIZES}
+
+
 def measure(options: argparse.Namespace) -> command.Result:
-    of_models = {name: getattr(options, name) for name in ("vocabulary", "width", "depth", "heads")}
+    of_models = sizes_of(options)
     sizes, device, dtype = ModelSizes(**of_models), options.device, command.dtype_of(options)
     settings = {"dtype": options.dtype, **of_models, "prompt": options.prompt, "tokens": options.tokens}
     rows: list[command.Measurement] = []
@@ -96,10 +107,13 @@ def build(name: str, sizes: ModelSizes, setting: GenerationSetting) -> nn.Module
     return memories.build(None if name == NO_MEMORY else memories.spec(name, own), own).eval()
 
 
-def our_writer(model: nn.Module, sizes: ModelSizes, setting: GenerationSetting, device: str) -> Writer:
-    """Return a function that writes the text by `generate`."""
-    prompt_BN, lengths = setting.prompt_BN(sizes.vocabulary, device), (setting.tokens, setting.segment)
-    return lambda: generate(model, prompt_BN, tokens=lengths[0], segment_length=lengths[1], temperature=0).tokens
+def our_writer(
+    model: nn.Module, sizes: ModelSizes, setting: GenerationSetting, device: str, state: State | None = None
+) -> Callable[..., Tensor]:
+    """Return a function that writes the text by `generate`, whose further options it takes."""
+    prompt_BN = setting.prompt_BN(sizes.vocabulary, device)
+    options: dict[str, Any] = {"tokens": setting.tokens, "segment_length": setting.segment, "temperature": 0}
+    return lambda **more: generate(model, prompt_BN, state, **options, **more).tokens
 
 
 @torch.no_grad()
@@ -118,10 +132,7 @@ def without_cache(model: nn.Module, prompt_BN: Tensor, setting: GenerationSettin
 
 def gpt2(sizes: ModelSizes, length: int) -> tuple[nn.Module, Callable[[Tensor, int], Tensor]]:
     """GPT-2 of transformers with fused attention and its own cache."""
-    library = require("transformers", extra="language")
-    shape = {"n_embd": sizes.width, "n_layer": sizes.depth, "n_head": sizes.heads, "n_inner": 4 * sizes.width}
-    tokens = {"vocab_size": sizes.vocabulary, "n_positions": length, "bos_token_id": None, "eos_token_id": None}
-    model = library.GPT2LMHeadModel(library.GPT2Config(**shape, **tokens))
+    model: Any = memories.host("gpt2", sizes, length).model
 
     def write(prompt_BN: Tensor, tokens: int) -> Tensor:
         options = {"do_sample": False, "use_cache": True, "max_new_tokens": tokens, "pad_token_id": 0}
@@ -225,8 +236,7 @@ def as_markdown(rows: Sequence[Mapping[str, Any]], missing: Sequence[str]) -> st
         line = [str(row["rows"]), str(row["segment"]), row["model"], f"{row['parameters'] / 1e6:.2f}"]
         line += [f"{row['speed']:,.0f}", *command.fastest(row["time"], row["model"] == reference)]
         cells.append([*line, "" if row["uncached"] is None else str(row["uncached"])])
-    left_out = [f"Left out: {reason}." for reason in missing]
-    return "\n\n".join([command.table([*head, "without a KV cache, with = 1"], cells), *left_out])
+    return command.with_missing(command.table([*head, "without a KV cache, with = 1"], cells), missing)
 
 
 if __name__ == "__main__":

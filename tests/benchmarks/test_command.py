@@ -65,6 +65,9 @@ def test_commands_of_the_pages_are_understood(words: list[str]) -> None:
         (["generation", "--memories", "rmtt"], "'rmtt'; did you mean 'rmt'"),
         (["attentions", "--attentions", "softmaxx"], "'softmaxx'; did you mean 'softmax'"),
         (["vision", "--models", "ViT"], "'ViT'"),
+        (["context", "--memories", "rmtt"], "'rmtt'; did you mean 'rmt'"),
+        (["prefill", "--models", "gpt22"], "architecture=gpt22"),
+        (["record", "--blocks", "1"], "--blocks 1"),
         (["attentions", "--attentions", "sac", "--lengths", "8192"], "sac is measured up to 4096"),
     ],
 )
