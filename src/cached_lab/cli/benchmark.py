@@ -14,7 +14,6 @@ FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
 BENCHMARKS = {
     "grc": "GRC in image models, against timm's plain models and the structure of the released code",
     "vision": "cached ViT, PVT, Swin and PVTv2 against the plain models: images a second, peak memory, FLOPs",
-    "loading": "images a second from the data loader, by workers, against the needs of models",
     "attentions": "every attention mechanism against length, with exact attention and published implementations",
     "memories": "every stream memory as a language model, with published implementations",
     "generation": "tokens a second of language models, against GPT-2 of transformers and x-transformers",
