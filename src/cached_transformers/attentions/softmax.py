@@ -61,8 +61,8 @@ class SoftmaxAttention(Attention):
             everything = shown(Everything(), lengths_of(q_BHNE, k_BHNE, call))
             return flex_attend(q_BHNE, k_BHNE, v_BHNV, call, everything)
         k_BHNE, v_BHNV = with_context(k_BHNE, v_BHNV, context)
-        bias_BHNM = call.bias_BHNM
-        if bias_BHNM is not None and bias_BHNM.requires_grad and not (self.drop or call.want_lse) and written_out(q_BHNE):
+        bias_BHNM, learns = call.bias_BHNM, call.bias_BHNM is not None and call.bias_BHNM.requires_grad
+        if bias_BHNM is not None and learns and not (self.drop or call.want_lse) and written_out(q_BHNE):
             mask = visible(q_BHNE, k_BHNE, call.causal, call.key_padding_mask, context, None)
             return AttentionOutput(attend_with_bias(q_BHNE, k_BHNE, v_BHNV, mask, bias_BHNM))
         mask = None
@@ -85,9 +85,7 @@ def written_out(q_BHNE: Tensor) -> bool:
     return on_cpu and q_BHNE.dtype in (torch.float32, torch.float64)
 
 
-def attend_with_bias(
-    q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, seen: Tensor | None, bias_BHNM: Tensor
-) -> Tensor:
+def attend_with_bias(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, seen: Tensor | None, bias_BHNM: Tensor) -> Tensor:
     """scaled_dot_product_attention with a bias that learns, and with a third of its passes over the logits.
 
     Args:
