@@ -85,8 +85,8 @@ class SegatronPositions(RelativePositions):
     ) -> Tensor:
         keys = k_positions_BMP.shape[1]
         least = 1 - keys if self.signed else 0
-        tables = self.tables(keys, least)
-        return self.looked_up(q_BHNE, q_positions_BNP, k_positions_BMP, tables, keys, least, causal_run)
+        tables = self.tables(keys - 1, least)
+        return self.looked_up(q_BHNE, q_positions_BNP, k_positions_BMP, tables, keys - 1, least, causal_run)
 
     def tables(self, most: int, least: int = 0) -> dict[int, Tensor]:
         """(H, E, Z) of each channel that has a width, for distances from `most` down to `least`."""
@@ -111,10 +111,10 @@ class SegatronPositions(RelativePositions):
         least: int = 0,
         run: bool = False,
     ) -> Tensor:
-        """The bias, by what `tables` gave for distances from `most`, at least as many as there are keys.
+        """The bias, by what `tables` gave for distances from `most`, which may be further than the keys reach.
 
-        In a `run` with one more than the places of the keys, the first table's rows are shifted, as Transformer-XL's
-        are, instead of a gather and its gradient.
+        In a `run` of exactly these keys, the first table's rows are shifted, as Transformer-XL's are, instead of a
+        gather and its gradient.
         """
         (rows, _, n, _), keys = q_BHNE.shape, k_positions_BMP.shape[1]
         # Heads first: tables serve all rows in one product, without a copy for each.
@@ -124,7 +124,7 @@ class SegatronPositions(RelativePositions):
         for channel, table_HEZ in tables.items():
             scores_HBNZ = (q_HTE @ table_HEZ).unflatten(1, (rows, n))
             if run and channel == 0:
-                found_HBNK = scores_HBNZ.flatten(-2)[..., n:].unflatten(-1, (n, keys))
+                found_HBNK = F.pad(scores_HBNZ, (1, 0)).flatten(-2)[..., n:].unflatten(-1, (n, keys))
             else:
                 found_HBNK = scores_HBNZ.gather(-1, row_BNKP[None, ..., channel].expand(len(q_HTE), rows, -1, -1))
             bias_HBNK = bias_HBNK + found_HBNK
@@ -154,8 +154,9 @@ class _SegatronTables(KeptScheme):
     ) -> Tensor:
         if self._reach < k_positions_BMP.shape[1]:
             self._reach = 2 * k_positions_BMP.shape[1]
-            self._tables = self.scheme.tables(self._reach)
-        return self.scheme.looked_up(q_BHNE, q_positions_BNP, k_positions_BMP, self._tables, self._reach)  # type: ignore[no-any-return]
+            self._tables = self.scheme.tables(self._reach - 1)
+        found_BHNM = self.scheme.looked_up(q_BHNE, q_positions_BNP, k_positions_BMP, self._tables, self._reach - 1)
+        return found_BHNM  # type: ignore[no-any-return]
 
 
 class SegatronLayer(TransformerXL):
