@@ -115,16 +115,6 @@ def test_autocast_reaches_ours_and_the_peer(dtype: torch.dtype, monkeypatch: pyt
     assert {*seen[: -TINY.segments]} == {dtype} and len(seen) > 10
 
 
-@pytest.mark.parametrize("name", [NO_MEMORY, *generation.STANDARD])
-@pytest.mark.parametrize("prompt", [3, 10])
-def test_generation_without_a_cache_writes_the_tokens_of_generate(name: str, prompt: int) -> None:
-    setting = GenerationSetting(rows=2, segment=4, prompt=prompt, tokens=11)
-    model = generation.build(name, TINY, setting).double()
-    prompt_BN = setting.prompt_BN(16, "cpu")
-    tokens = generation.without_cache(model, prompt_BN, setting)
-    assert torch.equal(tokens, generation.our_writer(model, TINY, setting, "cpu")()) and tokens.shape == (2, 11)
-
-
 SMALL = ["--vocabulary", "16", "--width", "8", "--depth", "1", "--heads", "1", "--segments", "4"]
 GENERATION = [*SMALL, "--prompt", "2", "--tokens", "6", "--memories", "rmt"]
 
@@ -136,9 +126,9 @@ def test_generation(tmp_path: Path) -> None:
     text = (tmp_path / "generation.md").read_text()
     missing = "Left out: x-transformers is not installed." in text
     theirs = [GPT2] if missing else [GPT2, "x-transformers"]
-    assert [(r["rows"], r["model"]) for r in rows] == [(n, m) for n in (1, 2) for m in (*theirs, NO_MEMORY, "rmt")]
+    models = (*theirs, f"{GPT2}, rmt", NO_MEMORY, "rmt")
+    assert [(r["rows"], r["model"]) for r in rows] == list(itertools.product((1, 2), models))
     assert all(r["speed"] == pytest.approx(r["rows"] * 6 / r["time"]["seconds"]) for r in rows)
-    assert [r["uncached"] is None for r in rows] == [r["model"] in theirs for r in rows]
     assert f"time, {GPT2} = 1" in text and f"| 1 | 4 | {GPT2} |" in text
 
 
