@@ -12,7 +12,7 @@ TEST_ENV := OMP_NUM_THREADS=1 $(if $(wildcard ../shared),CI_REQUIRE_SHARED=1)
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-peers test-torch test-gpu drills lint bench docs facts support golden-runs notebooks pictures clean
+.PHONY: help demo test test-slow test-peers test-torch test-gpu drills lint bench bench-check docs facts support golden-runs notebooks pictures clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
@@ -69,6 +69,9 @@ lint: $(VENV)/.installed-dev  ## style and types
 
 bench: $(VENV)/.installed-dev  ## measure speed and memory on this machine
 	$(BIN)/cached benchmark grc
+
+bench-check: $(VENV)/.installed-dev  ## repeat ten ratios of time, and fail with the names of those that have moved since the newest of benchmarks/records
+	OMP_NUM_THREADS=1 $(BIN)/cached benchmark record --check
 
 docs: $(VENV)/.installed-dev  ## build the documentation into a temporary folder; warnings are errors
 	site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir "$$site"

@@ -28,11 +28,13 @@ class Result:
     Attributes:
         text: the tables as Markdown.
         settings: options that change the numbers.
+        status: exit status of the command.
     """
 
     rows: Sequence[Measurement]
     text: str
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    status: int = 0
 
     def write(self, path: Path) -> None:
         """Write FILE.json and FILE.md."""
@@ -69,12 +71,17 @@ def main(script: ModuleType, argv: Sequence[str] | None = None) -> int:
     if options.output is not None:
         result.write(options.output)
     print(result.text)
-    return 0
+    return result.status
 
 
 def columns_table(rows: Iterable[Measurement], columns: Mapping[str, Callable[[Measurement], str]]) -> str:
     """Write rows as a Markdown table of named columns."""
     return table(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
+
+
+def with_missing(text: str, left_out: Iterable[str]) -> str:
+    """Add a line for each reason to leave out a case."""
+    return "\n\n".join([text, *(f"Left out: {reason.rstrip('.')}." for reason in dict.fromkeys(left_out))])
 
 
 def add_dtype(parser: argparse.ArgumentParser, use: str) -> None:

@@ -1,8 +1,8 @@
 """Generation speed: our language models with and without a memory, against GPT-2 of transformers and x-transformers.
 
 All write the same number of tokens greedily after the same prompt, with the same layers, width, heads and feed-forward
-and random weights. Ours work by segments and forget what no memory carries; the peers attend to the whole text with
-their KV caches. Ours are also timed without a KV cache, as a forward pass over the current segment for every token.
+and random weights. Ours, and GPT-2 with a memory, work by segments and forget what no memory carries; the peers attend
+to the whole text with their KV caches.
 
 Legend: B rows, N tokens of a prompt, T new tokens.
 """
@@ -29,12 +29,14 @@ from benchmarks.memory_peers import ModelSizes, lacking, x_decoder
 from cached_lab.experiments.costs.flops import count_parameters
 from cached_lab.experiments.costs.timing import compare
 from cached_lab.experiments.probes.settings import stream_memories
-from cached_transformers.extras import require
+from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.models.generation import generate
 from cached_transformers.registry import unknown_name
+from cached_transformers.state import State
 
 NO_MEMORY = "no memory"
 STANDARD = ("transformer_xl", "grc_stream", "rmt")
+SIZES = {"vocabulary": 256, "width": 256, "depth": 4, "heads": 4}
 Writer = Callable[[], Tensor]
 
 
@@ -55,8 +57,7 @@ class GenerationSetting:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memories", default=",".join(STANDARD), help="names separated by commas, or all")
-    for name, value in {"vocabulary": 256, "width": 256, "depth": 4, "heads": 4}.items():
-        parser.add_argument(f"--{name}", type=command.positive, default=value, help=f"default: {value}")
+    add_sizes(parser)
     parser.add_argument("--rows", type=command.numbers, default=(1, 8), help="texts at once (default: 1,8)")
     parser.add_argument("--segments", type=command.numbers, default=(128, 512), help="segment lengths of our models")
     parser.add_argument("--prompt", type=command.positive, default=16, help="tokens of the prompt (default: 16)")
@@ -64,8 +65,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     command.add_dtype(parser, "of weights")
 
 
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `SIZES`."""
+    for name, value in SIZES.items():
+        parser.add_argument(f"--{name}", type=command.positive, default=value, help=f"default: {value}")
+
+
+def sizes_of(options: argparse.Namespace) -> dict[str, int]:
+    """Return the sizes that the options of `add_sizes` give."""
+    return {name: getattr(options, name) for name in SIZES}
+
+
 def measure(options: argparse.Namespace) -> command.Result:
-    of_models = {name: getattr(options, name) for name in ("vocabulary", "width", "depth", "heads")}
+    of_models = sizes_of(options)
     sizes, device, dtype = ModelSizes(**of_models), options.device, command.dtype_of(options)
     settings = {"dtype": options.dtype, **of_models, "prompt": options.prompt, "tokens": options.tokens}
     rows: list[command.Measurement] = []
@@ -92,36 +104,31 @@ def chosen(names: str) -> list[str]:
 
 def build(name: str, sizes: ModelSizes, setting: GenerationSetting) -> nn.Module:
     """Build one of our models; a memory with a length gets the length of a segment."""
-    own = dataclasses.replace(sizes, segment=setting.segment, memory=setting.segment)
+    own = with_length(sizes, setting)
     return memories.build(None if name == NO_MEMORY else memories.spec(name, own), own).eval()
 
 
-def our_writer(model: nn.Module, sizes: ModelSizes, setting: GenerationSetting, device: str) -> Writer:
-    """Return a function that writes the text by `generate`."""
-    prompt_BN, lengths = setting.prompt_BN(sizes.vocabulary, device), (setting.tokens, setting.segment)
-    return lambda: generate(model, prompt_BN, tokens=lengths[0], segment_length=lengths[1], temperature=0).tokens
+def with_length(sizes: ModelSizes, setting: GenerationSetting) -> ModelSizes:
+    """Return sizes whose segments, and memories with a length, have that of the setting's segments."""
+    return dataclasses.replace(sizes, segment=setting.segment, memory=setting.segment)
 
 
-@torch.no_grad()
-def without_cache(model: nn.Module, prompt_BN: Tensor, setting: GenerationSetting) -> Tensor:
-    """Return the tokens of `generate` (B, T), computed by a pass over the whole current segment for each token."""
-    state, segment_BN = model.init_state(len(prompt_BN)), prompt_BN  # type: ignore[operator]
-    new = []
-    for _ in range(setting.tokens):
-        while segment_BN.shape[1] > setting.segment:
-            head_BN, segment_BN = segment_BN.tensor_split([setting.segment], 1)
-            state = model(head_BN, state).state
-        new.append(model(segment_BN, state, last_only=True).outputs[:, -1:].argmax(-1))
-        segment_BN = torch.cat([segment_BN, new[-1]], 1)
-    return torch.cat(new, 1)
+def our_writer(
+    model: nn.Module, sizes: ModelSizes, setting: GenerationSetting, device: str, state: State | None = None
+) -> Callable[..., Tensor]:
+    """Return a function that writes the text by `generate`, whose further options it takes."""
+    prompt_BN = setting.prompt_BN(sizes.vocabulary, device)
+    options: dict[str, Any] = {"tokens": setting.tokens, "segment_length": setting.segment, "temperature": 0}
+    return lambda **more: generate(model, prompt_BN, state, **options, **more).tokens
 
 
-def gpt2(sizes: ModelSizes, length: int) -> tuple[nn.Module, Callable[[Tensor, int], Tensor]]:
-    """GPT-2 of transformers with fused attention and its own cache."""
-    library = require("transformers", extra="language")
-    shape = {"n_embd": sizes.width, "n_layer": sizes.depth, "n_head": sizes.heads, "n_inner": 4 * sizes.width}
-    tokens = {"vocab_size": sizes.vocabulary, "n_positions": length, "bos_token_id": None, "eos_token_id": None}
-    model = library.GPT2LMHeadModel(library.GPT2Config(**shape, **tokens))
+def gpt2(
+    sizes: ModelSizes, length: int, memory: str | None = None
+) -> tuple[nn.Module, Callable[[Tensor, int], Tensor]]:
+    """GPT-2 of transformers with fused attention and its own cache, and a memory or none."""
+    model: Any = memories.host("gpt2", sizes, length + 2 * sizes.tokens).model  # a memory's tokens have positions, too
+    if memory is not None:
+        model = add_memory(model, memories.spec(memory, sizes), segment_length=sizes.segment)
 
     def write(prompt_BN: Tensor, tokens: int) -> Tensor:
         options = {"do_sample": False, "use_cache": True, "max_new_tokens": tokens, "pad_token_id": 0}
@@ -154,11 +161,11 @@ PEERS = {GPT2: GenerationPeer("transformers", gpt2), "x-transformers": Generatio
 
 
 def peer_writer(
-    name: str, sizes: ModelSizes, setting: GenerationSetting, device: str, dtype: torch.dtype
+    build: Callable[..., Any], sizes: ModelSizes, setting: GenerationSetting, device: str, dtype: torch.dtype
 ) -> tuple[nn.Module, Writer]:
     """Build a peer, and a function that writes the text."""
     torch.manual_seed(0)
-    model, write = PEERS[name].build(sizes, setting.prompt + setting.tokens)
+    model, write = build(with_length(sizes, setting), setting.prompt + setting.tokens)
     prompt_BN = setting.prompt_BN(sizes.vocabulary, device)
     return model.to(device, dtype).eval(), functools.partial(write, prompt_BN, setting.tokens)
 
@@ -177,11 +184,13 @@ def measure_setting(
     writers: dict[str, Writer] = {}
     for name, peer in PEERS.items():
         try:
-            models[name], writers[name] = peer_writer(name, sizes, setting, device, dtype)
+            models[name], writers[name] = peer_writer(peer.build, sizes, setting, device, dtype)
         except ImportError as error:
             missing[lacking(peer.distribution, error)] = None
-    own = [NO_MEMORY, *names]
-    for name in own:
+    for name in names if GPT2 in models else ():
+        with_memory = functools.partial(gpt2, memory=name)
+        models[f"{GPT2}, {name}"], writers[f"{GPT2}, {name}"] = peer_writer(with_memory, sizes, setting, device, dtype)
+    for name in (NO_MEMORY, *names):
         models[name] = build(name, sizes, setting).to(device, dtype)
         writers[name] = our_writer(models[name], sizes, setting, device)
 
@@ -193,14 +202,6 @@ def measure_setting(
     calls = {name: functools.partial(checked, write) for name, write in writers.items()}
     reference = GPT2 if GPT2 in models else NO_MEMORY
     times = compare(calls, reference, rounds)
-    uncached: dict[str, Any] = {}
-    prompt_BN = setting.prompt_BN(sizes.vocabulary, device)
-    for name in own:
-        cases: dict[str, Any] = {
-            "cached": calls[name],
-            "uncached": functools.partial(without_cache, models[name], prompt_BN, setting),
-        }
-        uncached[name] = compare(cases, "cached", max(1, rounds // 4))["uncached"]
     return [
         {
             "rows": setting.rows,
@@ -210,7 +211,6 @@ def measure_setting(
             "speed": setting.rows * setting.tokens / times[name].seconds,
             "time": times[name],
             "reference": reference,
-            "uncached": uncached.get(name),
         }
         for name, model in models.items()
     ]
@@ -223,10 +223,8 @@ def as_markdown(rows: Sequence[Mapping[str, Any]], missing: Sequence[str]) -> st
     cells = []
     for row in rows:
         line = [str(row["rows"]), str(row["segment"]), row["model"], f"{row['parameters'] / 1e6:.2f}"]
-        line += [f"{row['speed']:,.0f}", *command.fastest(row["time"], row["model"] == reference)]
-        cells.append([*line, "" if row["uncached"] is None else str(row["uncached"])])
-    left_out = [f"Left out: {reason}." for reason in missing]
-    return "\n\n".join([command.table([*head, "without a KV cache, with = 1"], cells), *left_out])
+        cells.append([*line, f"{row['speed']:,.0f}", *command.fastest(row["time"], row["model"] == reference)])
+    return command.with_missing(command.table(head, cells), missing)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,6 @@ def measure_model(name: str, architecture: str, options: argparse.Namespace) -> 
 
     kept = {case: kept_bytes(model) for case, model in models.items()}
     dtype = command.dtype_of(options)
-    dtype = command.dtype_of(options)
     rows = measure_cases(models, images, labels, options.rounds, compiled=options.compile, dtype=dtype)
     for row in rows:
         activations = kept[row["case"]]

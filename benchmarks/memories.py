@@ -89,6 +89,15 @@ def build(memory: MemorySpec, sizes: ModelSizes, **options: Any) -> nn.Module:
     return create_model("language_model", vocabulary=sizes.vocabulary, **shape, memory=memory, **options)
 
 
+def host(architecture: str, sizes: ModelSizes, length: int, memory: MemorySpec = None) -> nn.Module:
+    """Build GPT-2 or Llama of transformers with fused attention and positions for `length` tokens."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": sizes.width, "num_hidden_layers": sizes.depth, "num_attention_heads": sizes.heads}
+    shape |= {"intermediate_size": 4 * sizes.width, "max_position_embeddings": length}  # GPT-2 knows these names, too
+    model = {"vocabulary": sizes.vocabulary, "architecture": architecture, "memory": memory}
+    return create_model("transformers", **model, **shape, bos_token_id=None, eos_token_id=None)
+
+
 def random_tokens(sizes: ModelSizes) -> Tensor:
     """Return token ids (rows, segments * segment + 1), the same at every call."""
     generator = torch.Generator().manual_seed(0)
@@ -207,6 +216,16 @@ def streaming(model: nn.Module, sizes: ModelSizes, tokens: Tensor, dtype: torch.
                 state = out.state
 
     return run
+
+
+@torch.no_grad()
+def read(model: nn.Module, ids_BN: Tensor, segment: int, state: states.State = None) -> states.State:
+    """Return the state after the segments of a text, of which only last logits are made; the given one is kept."""
+    state = model.init_state(len(ids_BN)) if state is None else states.seal(state)  # type: ignore[operator]
+    parts = ids_BN.split(segment, 1)
+    for out in read_segments(lambda part_BN, s, _: model(part_BN, s, last_only=True), parts, state, in_place=True):
+        state = out.state
+    return state
 
 
 def as_markdown(rows: list[command.Measurement]) -> str:

@@ -39,6 +39,12 @@ def shares(**rates: float | None) -> None:
             raise ValueError(f"{name}={rate} must lie in [0, 1]: it is a share")
 
 
+def none_true(t: Tensor) -> bool:
+    """Return True if no value is true; False also where asking would synchronise, or break a graph."""
+    known = t.is_cpu and not (torch.compiler.is_compiling() or isinstance(t, FakeTensor))
+    return known and not bool(t.any())
+
+
 def insist(condition: Tensor, why: str) -> None:
     """Require a condition on values: `ValueError` on the CPU, torch's asynchronous assertion in graphs and on devices.
 

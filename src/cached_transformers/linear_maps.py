@@ -6,12 +6,15 @@ use, and only a call is right.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 Weights = tuple[Tensor, Tensor | None] | None
@@ -49,6 +52,13 @@ def matrix_of(linear: Any) -> tuple[Tensor, Tensor | None]:
     image_ZO = linear(torch.cat([torch.zeros_like(unit_II[:1]), unit_II]))
     bias_O = None if getattr(linear, "bias", None) is None else image_ZO[0]
     return (image_ZO[1:] - image_ZO[:1]).mT, bias_O
+
+
+def side_by_side(linears: Sequence[Any]) -> Callable[[Tensor], Tensor]:
+    """One linear map with the outputs of several, by a copy of their present weights."""
+    maps = [matrix_of(linear) for linear in linears]
+    bias = torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in maps])
+    return partial(F.linear, weight=torch.cat([weight for weight, _ in maps]), bias=bias)
 
 
 def input_dtype(linear: nn.Module) -> torch.dtype:

@@ -111,11 +111,7 @@ class RotaryPositions(Positions):
         return angle.cos().to(dtype), angle.sin().to(dtype)
 
     def rotate(self, t_BHNE: Tensor, positions_BNP: Tensor) -> Tensor:
-        cos, sin = self.turn(positions_BNP, t_BHNE.dtype)
-        if _has_complex(t_BHNE):
-            return _turned(t_BHNE, torch.complex(cos, sin))
-        even, odd = t_BHNE[..., 0::2], t_BHNE[..., 1::2]
-        return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+        return rotated(t_BHNE, *self.turn(positions_BNP, t_BHNE.dtype))
 
 
 class _KeptRotation(RotaryPositions):
@@ -131,6 +127,14 @@ class _KeptRotation(RotaryPositions):
         if self._last is None or self._last[0] is not positions_BNP or self._last[1].dtype.to_real() != t_BHNE.dtype:
             self._last = positions_BNP, torch.complex(*self.turn(positions_BNP, t_BHNE.dtype))
         return _turned(t_BHNE, self._last[1])
+
+
+def rotated(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn pairs of channels, (..., E), by angles (..., E / 2)."""
+    if _has_complex(t):
+        return _turned(t, torch.complex(cos, sin))
+    even, odd = t[..., 0::2], t[..., 1::2]
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
 
 
 def _has_complex(t_BHNE: Tensor) -> bool:

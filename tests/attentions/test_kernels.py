@@ -18,9 +18,11 @@ import torch
 from common import refuses
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
 
 from cached_transformers.attentions import create_attention
 from cached_transformers.attentions.parts import kernels
+from cached_transformers.attentions.softmax import attend_with_bias
 
 B, H, E = 2, 2, 16
 WINDOW = {"name": "longformer", "window": 24}
@@ -172,3 +174,19 @@ def test_values_and_gradients_of_fla_on_a_gpu(name: str, device: str) -> None:
     tolerance = 1e-3 if atol < 1e-4 else 5e-2
     for got, want in zip(*results, strict=True):
         assert (got - want).norm() <= tolerance * want.norm()
+
+
+def test_attention_with_a_bias_that_learns_is_the_fused_one() -> None:
+    torch.manual_seed(0)
+    q, k, v, bias = (torch.randn(2, 3, *size, dtype=torch.float64) for size in ((4, 8), (6, 8), (6, 5), (4, 6)))
+    bias[:, :, 1, 2:], bias[0, 1, 3] = -torch.inf, -torch.inf  # one query of a head sees no key by the bias
+    seen = torch.ones(2, 1, 4, 6, dtype=torch.bool).tril(2)
+    seen[1, :, 2] = False  # and another one by the mask
+    leaves = [t.requires_grad_() for t in (q, k, v, bias)]
+    ours = attend_with_bias(q, k, v, seen, bias)
+    fused = F.scaled_dot_product_attention(q, k, v, bias.masked_fill(~seen, -torch.inf))
+    assert not ours[0, 1, 3].any() and not ours[1, :, 2].any()
+    direction = torch.randn_like(ours)
+    results = [[out, *torch.autograd.grad(out, leaves, direction)] for out in (ours, fused)]
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)

@@ -65,6 +65,9 @@ def test_commands_of_the_pages_are_understood(words: list[str]) -> None:
         (["generation", "--memories", "rmtt"], "'rmtt'; did you mean 'rmt'"),
         (["attentions", "--attentions", "softmaxx"], "'softmaxx'; did you mean 'softmax'"),
         (["vision", "--models", "ViT"], "'ViT'"),
+        (["context", "--memories", "rmtt"], "'rmtt'; did you mean 'rmt'"),
+        (["prefill", "--models", "gpt22"], "architecture=gpt22"),
+        (["record", "--blocks", "1"], "--blocks 1"),
         (["attentions", "--attentions", "sac", "--lengths", "8192"], "sac is measured up to 4096"),
     ],
 )
@@ -73,9 +76,7 @@ def test_bad_input_is_refused(capsys: pytest.CaptureFixture[str], arguments: lis
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments", [["generation", "--segments", "0"], ["loading", "--workers=-1"], ["vision", "--image-size", "0"]]
-)
+@pytest.mark.parametrize("arguments", [["generation", "--segments", "0"], ["vision", "--image-size", "0"]])
 def test_numbers_below_their_least_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         main(["benchmark", *arguments])

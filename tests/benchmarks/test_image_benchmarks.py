@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 from benchmark_rows import measured
 from integrations.hosts import library
 
-from benchmarks import grc, loading
+from benchmarks import grc
 from cached_lab.experiments.costs import throughput
 from cached_lab.experiments.costs.flops import count_flops, count_parameters
 from cached_transformers.memories.grc.shared_cache import caches
@@ -71,23 +69,3 @@ def test_vision(tmp_path: Path) -> None:
         assert 1 < cached[count] < released[count]
     table = (tmp_path / "vision.md").read_text().split("\n\n")[0].splitlines()
     assert len(table) == 5 and len({line.count("|") for line in table}) == 1
-
-
-def test_loading_rates_are_images_over_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "MODELS", ())
-    images = loading.make_images(tmp_path / "images", 8, (50, 40))
-    looks = itertools.count()  # every look at the clock is a tenth of a second later
-    monkeypatch.setattr(loading.time, "perf_counter", lambda: next(looks) / 10)
-    rows = measured("loading", tmp_path, "--batch", "4", "--workers", "0", "--path", str(images))["rows"]
-    assert [row["what"] for row in rows] == list(loading.PIPELINES)
-    for row in rows:
-        assert row["images_per_second"] == pytest.approx(40) and row["low"] == pytest.approx(row["high"])
-    with pytest.raises(ValueError, match="4 training images"):
-        loading.loader_rate(loading.make_images(tmp_path / "few", 4, (50, 40)), None, 0, 6, 1)
-
-
-def test_loading_tells_how_many_workers_a_model_needs() -> None:
-    rates = [("plain", 0, 100.0), ("plain", 2, 190.0), ("training step of m", None, 450.0)]
-    text = loading.as_markdown([{"what": w, "workers": n, "images_per_second": rate} for w, n, rate in rates])
-    assert "| plain | 100 | 190 |" in text
-    assert f"| training step of m | 450.0 | {math.ceil(450 / 100)} |" in text

@@ -84,8 +84,14 @@ class Golden:
                 S_BHKV = self.token(S_BHKV, t)
                 online.append((self.q[:, :, t, :, None] * S_BHKV).sum(2))
             keys, none = self.k[:, :, n], torch.zeros_like(self.k[:, :, 0])
-            means = running_means(keys, None, none, torch.zeros(len(keys)))
-            w = gates(self.u[:, :, n], contexts_BSHK, means, valid_BS, self.topk if read == "sparse" else None)
+            means = running_means(keys, None, none, 0)
+            w = gates(
+                self.u[:, :, n],
+                contexts_BSHK.permute(0, 2, 3, 1),
+                means,
+                ~valid_BS,
+                self.topk if read == "sparse" else None,
+            )
             shares = (
                 torch.cat([valid_BS, valid_BS.new_ones(b, 1)], 1)[:, None, None].double() if read == "residual" else w
             )

@@ -157,7 +157,7 @@ def test_a_step_never_shortens_the_weights_of_a_linear_model() -> None:
     generator = torch.Generator().manual_seed(0)
     k, wanted = (torch.randn(ROWS, HEADS, 4, 4, generator=generator, **DOUBLE) for _ in range(2))
     W = inner.matrices(inner.initial_GP[None].expand(ROWS, -1, -1))
-    inputs, errors = inner.surprise(W, k, wanted)
+    inputs, errors = inner.surprise(W, F.pad(k, (0, 1), value=1.0), wanted)
     gradient = inputs[0].mT @ errors[0]
     along = (gradient * W[0]).sum((-2, -1)) / gradient.norm(dim=(-2, -1)) / W[0].norm(dim=(-2, -1))
     assert along.abs().max() < 1e-3 and gradient.abs().max() > 0.1
@@ -266,9 +266,9 @@ def test_chunks_give_golden_values_of_another_rule(shared: Path, tag: str, size:
     first_BGP = torch.cat([given["weight0"], given["bias0"]], 2).flatten(2)
     q, k, v, eta = (given[n][:, :tokens].transpose(1, 2).unflatten(2, (-1, size)) for n in ("q", "k", "v", "eta"))
     coefficients = fast_weights.FastReading(torch.ones_like(eta), eta, eta.expand(-1, -1, -1, -1, size).tril())
-    end = (torch.ones_like(eta), eta[..., -1:, :], torch.zeros_like(eta[..., -1:, :]))
+    rates, end = (torch.ones_like(eta),), (eta[..., -1:, :], torch.zeros_like(eta[..., -1:, :]))
     learned = Learned(first_BGP, torch.zeros_like(first_BGP))
-    out, after = inner.through(learned, q * 8**-0.5, k, v - k, coefficients, end)
+    out, after = inner.through(learned, q * 8**-0.5, k, v - k, coefficients, rates, end)
     assert out is not None
     out = out.flatten(2, 3)
     torch.testing.assert_close((out + inner.normed(out)).transpose(1, 2), given[f"{tag}/out"], rtol=0, atol=1e-12)

@@ -162,7 +162,11 @@ def test_every_core_that_can_reads_tokens_alone(attention: Spec, memory: Spec) -
     compare(build(memory, attention), segment=9, steps=14)
 
 
-@pytest.mark.parametrize("memory", [{"name": "transformer_xl", "length": 7, "keep": "kv"}, "grc_stream"], ids=name_of)
+@pytest.mark.parametrize(
+    "memory",
+    [{"name": "transformer_xl", "length": 7, "keep": "kv"}, "grc_stream", {"name": "titans", "chunk": 4}],
+    ids=name_of,
+)
 def test_quantised_and_adapted_layers_read_tokens_alone(memory: Spec) -> None:
     """A scale of all tokens together is another one of each alone, so that quantised activations differ in their last
     bits; adapters, merged or not, differ in nothing."""

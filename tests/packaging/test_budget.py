@@ -12,24 +12,24 @@ import pytest
 PROJECT = Path(__file__).resolve().parents[2]
 
 LINES = {
-    "src/cached_transformers": 35_783,
+    "src/cached_transformers": 36_034,
     "src/cached_transformers/interfaces": 980,
     "src/cached_transformers/state": 588,
-    "src/cached_transformers/memories": 10_864,
-    "src/cached_transformers/attentions": 6_778,
-    "src/cached_transformers/layers": 3_028,
+    "src/cached_transformers/memories": 11_011,
+    "src/cached_transformers/attentions": 6_805,
+    "src/cached_transformers/layers": 3_029,
     "src/cached_transformers/models": 4_419,
     "src/cached_transformers/loops": 925,
-    "src/cached_transformers/integrations": 6_501,
-    "src/cached_lab": 21_847,
+    "src/cached_transformers/integrations": 6_557,
+    "src/cached_lab": 21_858,
     "src/cached_lab/data": 1_460,
     "src/cached_lab/tasks": 6_599,
     "src/cached_lab/training": 3_127,
-    "src/cached_lab/experiments": 8_804,
-    "src/cached_lab/cli": 1_626,
-    "benchmarks": 1_677,
+    "src/cached_lab/experiments": 8_812,
+    "src/cached_lab/cli": 1_629,
+    "benchmarks": 2_005,
     "examples": 306,
-    "tests": 57_252,
+    "tests": 57_623,
 }
 """The most lines of Python per folder."""
 WORDS_OF_PAGES = 53_000

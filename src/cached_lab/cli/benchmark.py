@@ -14,10 +14,12 @@ FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
 BENCHMARKS = {
     "grc": "GRC in image models, against timm's plain models and the structure of the released code",
     "vision": "cached ViT, PVT, Swin and PVTv2 against the plain models: images a second, peak memory, FLOPs",
-    "loading": "images a second from the data loader, by workers, against the needs of models",
     "attentions": "every attention mechanism against length, with exact attention and published implementations",
     "memories": "every stream memory as a language model, with published implementations",
     "generation": "tokens a second of language models, against GPT-2 of transformers and x-transformers",
+    "context": "a written token after contexts of many lengths, against KV caches of the whole text",
+    "prefill": "reading a long text in segments, against reading it at once",
+    "record": "ten ratios of time, to be repeated by `make bench-check`",
     "diagonal": "layers on different segments at once, against one segment at a time",
     "compiled": "torch.compile against eager execution: training, reading, compile time, graphs at other lengths",
     "documents": "documents packed into rows, against padded rows and rows without document borders",

@@ -61,9 +61,13 @@ class SoftmaxAttention(Attention):
             everything = shown(Everything(), lengths_of(q_BHNE, k_BHNE, call))
             return flex_attend(q_BHNE, k_BHNE, v_BHNV, call, everything)
         k_BHNE, v_BHNV = with_context(k_BHNE, v_BHNV, context)
+        bias_BHNM, learns = call.bias_BHNM, call.bias_BHNM is not None and call.bias_BHNM.requires_grad
+        if bias_BHNM is not None and learns and not (self.drop or call.want_lse) and written_out(q_BHNE):
+            mask = visible(q_BHNE, k_BHNE, call.causal, call.key_padding_mask, context, None)
+            return AttentionOutput(attend_with_bias(q_BHNE, k_BHNE, v_BHNV, mask, bias_BHNM))
         mask = None
         if not plain or call.want_lse:
-            mask = visible(q_BHNE, k_BHNE, call.causal, call.key_padding_mask, context, call.bias_BHNM)
+            mask = visible(q_BHNE, k_BHNE, call.causal, call.key_padding_mask, context, bias_BHNM)
         out = F.scaled_dot_product_attention(
             q_BHNE,
             k_BHNE,
@@ -73,6 +77,28 @@ class SoftmaxAttention(Attention):
             is_causal=call.causal and plain,
         )
         return AttentionOutput(out, log_sum_exp(q_BHNE, k_BHNE, mask) if call.want_lse else None)
+
+
+def written_out(q_BHNE: Tensor) -> bool:
+    """Return whether `attend_with_bias` is the faster one: where no fused kernel has a gradient for a bias."""
+    on_cpu = q_BHNE.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    return on_cpu and q_BHNE.dtype in (torch.float32, torch.float64)
+
+
+def attend_with_bias(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, seen: Tensor | None, bias_BHNM: Tensor) -> Tensor:
+    """scaled_dot_product_attention with a bias that learns, and with a third of its passes over the logits.
+
+    Args:
+        seen: bool, True = visible; None for all.
+    """
+    logits_BHNM = (q_BHNE / math.sqrt(q_BHNE.shape[-1])) @ k_BHNE.mT
+    logits_BHNM += bias_BHNM.to(q_BHNE.dtype)
+    least = torch.finfo(logits_BHNM.dtype).min
+    with torch.no_grad():  # weights of 0 give hidden logits no gradient anyway
+        if seen is not None:
+            logits_BHNM.masked_fill_(~seen, least)
+        none_BHN1 = logits_BHNM.clamp_(min=least).amax(-1, keepdim=True) == least
+    return (logits_BHNM.softmax(-1) @ v_BHNV).masked_fill(none_BHN1, 0)
 
 
 def log_sum_exp(q_BHNE: Tensor, k_BHNE: Tensor, mask: Tensor | None) -> Tensor:
@@ -135,8 +161,9 @@ def weights_of(
     seen_BHWL = torch.ones_like(logits_BHWL, dtype=torch.bool) if seen is None else seen.expand_as(logits_BHWL)
     if asks_B1N1 is not None:
         seen_BHWL = seen_BHWL & asks_B1N1
-    weights_BHWL = logits_BHWL.masked_fill(~seen_BHWL, -torch.inf).softmax(-1)
-    return weights_BHWL.masked_fill(~seen_BHWL, torch.nan)
+    hidden_BHWL = ~seen_BHWL
+    weights_BHWL = logits_BHWL.masked_fill_(hidden_BHWL, -torch.inf).softmax(-1)
+    return weights_BHWL.masked_fill_(hidden_BHWL, torch.nan)
 
 
 def _logits(

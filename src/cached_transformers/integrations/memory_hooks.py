@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from cached_transformers.interfaces.incremental import read_segment
-from cached_transformers.interfaces.memory import LayerMemory, Linear, ModelMemory, Query, Reading, Trace
+from cached_transformers.interfaces.memory import LayerMemory, Linear, ModelMemory, ProjectKV, Query, Reading, Trace
 
 from .hosts import Host, Site
 from .memory_lookup import memory_of, refuse_frozen, with_weights
@@ -157,16 +157,14 @@ class MemoryHook:
     def mix(self, call: AttentionCall, y_BND: Tensor, linear: Linear) -> Tensor:
         """The attention's result with the memory's answer in it."""
         memory, context, reading = self.memory, call.context, call.reading
-        state: Any = ()
         if context is not None:
-            state = context.states[self.number]
             for place, source in enumerate(self.sources):
                 if place not in call.projected:
                     raise ValueError(self.passed_by(source))
             outputs = (call.projected[place] for place in range(len(self.sources)))
             call.query = self.with_heads(call.query, *self.split(*outputs))
         if reading is None:
-            reading = read_segment(memory, state, call.query, None)
+            reading = self.read(call.query, context, None)
             if context is not None and reading.context is not None:
                 raise ValueError(undeclared(memory))
         y_BHNE = y_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -175,6 +173,16 @@ class MemoryHook:
             call.reading = reading
             context.attended[self.number] = call
         return y_BND
+
+    def read(self, query: Query, context: SegmentContext | None, project_kv: ProjectKV | None) -> Reading:
+        """The memory's answer; a partial segment keeps the opened memory for its next tokens."""
+        state: Any = () if context is None else context.states[self.number]
+        if context is None or context.opened_layers is None:
+            return read_segment(self.memory, state, query, project_kv)
+        assert context.positions_BLP is not None
+        first_B1P = context.positions_BLP[:, :1].to(query.x_BND.device)
+        opened = context.opened_layers[self.number]
+        return opened.read(self.memory, state, query, project_kv, first_B1P)  # type: ignore[no-any-return]
 
     def with_heads(self, query: Query, q_BHNE: Tensor | None, k_BGNE: Tensor, v_BGNE: Tensor) -> Query:
         """The query with keys and values for every head, which groups of heads may share."""

@@ -138,7 +138,8 @@ def with_weights(memory: nn.Module, call: Callable[..., Result], *args: Any) -> 
 
 
 def _with_loaded(memory: nn.Module, call: Callable[..., Result], *args: Any) -> Result:
-    hooks: list[tuple[Any, Any]] = [(m, m._hf_hook) for m in memory.modules() if hasattr(m, "_hf_hook")]
+    # By its attributes: `hasattr` would look it up among parameters and modules, too, at each token.
+    hooks: list[tuple[Any, Any]] = [(m, vars(m)["_hf_hook"]) for m in memory.modules() if "_hf_hook" in vars(m)]
     if not hooks:
         return call(*args)
     idle = importlib.import_module("accelerate.hooks").ModelHook  # there, since the hooks are its own

@@ -44,7 +44,7 @@ class SegmentContext:
         slot_attentions: the modules that read them, by the layer's number.
         back_BL: the columns that undo the order of the pass; None where it has no order of its own.
         embedded: tokens that replace the output of the host's embedding modules; None to embed as usual.
-        projected: of each layer, the keys and values of its slots, where they serve later tokens of the segment.
+        opened_layers: of each layer, its opened memory, where that serves later tokens of the segment.
         varies: a layer's slots differ between tokens, so that a longer segment must be read from its start.
         grad: whether the pass is part of an autograd graph.
         inputs, attended: of each layer, its block's input, and its attention call until the block returns.
@@ -66,7 +66,7 @@ class SegmentContext:
         self.states, self.positions_BLP, self.shift_B1, self.padding_BN = states, positions_BLP, shift_B1, padding_BN
         self.writes, self.segment, self.offers = writes, segment, offers
         self.kv_cache: Any = None
-        self.projected: Sequence[Any] | None = None
+        self.opened_layers: Sequence[Any] | None = None
         self.varies = False
         self.slots: tuple[Any, ...] | None = slots
         self.slot_attentions: Mapping[str, nn.Module] = {}

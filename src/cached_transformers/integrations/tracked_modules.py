@@ -25,14 +25,16 @@ class TrackedModule:
     def __init__(
         self, root: nn.Module, path: str, *, on_input: Any = None, on_output: Any = None, forward: Any = None
     ) -> None:
-        self.root, self.path = root, path
+        self.root, self.path, self.names = root, path, path.split(".")
         self.on_input, self.on_output, self.replacement = on_input, on_output, forward
         self.module: Any = None
         self.own: Any = None
 
     def follow(self) -> None:
         """Go to the module that is at the path now."""
-        module = self.root.get_submodule(self.path)
+        module: Any = self.root
+        for name in self.names:
+            module = getattr(module, name)
         if module is not self.module:
             self.uninstall()
             self.module = module

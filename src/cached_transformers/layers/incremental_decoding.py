@@ -272,7 +272,8 @@ class LayerDecoder:
         """Repeat each row `times` times."""
         self.core_state, self.recent_RTD = repeat((self.core_state, self.recent_RTD), times)
         if hasattr(self.memory, "advance"):  # each continuation has its own
-            self.opened, self.own_memory = repeat(self.opened, times), True
+            rows_R = torch.arange(self.rows, device=self.text.step_S.device).repeat_interleave(times)
+            self.opened, self.own_memory = select_rows(self.opened, rows_R, self.rows), True
 
     def choose(self, rows_R: Tensor, rows_B: Tensor, parent_BK: Tensor, moved: bool) -> None:
         """Reorder continuations by `rows_R`: texts by `rows_B` (`moved` if that changes any), and of each text the

@@ -130,7 +130,7 @@ def side_by_side(t_RHNE: Tensor, continuations: int) -> Tensor:
 def select_rows(opened: Any, index: Tensor, rows: int) -> Any:
     """Select rows of an opened memory: of its tensors whose first dimension is `rows`."""
     if isinstance(opened, Tensor):
-        return opened.index_select(0, index) if opened.dim() and opened.shape[0] == rows else opened
+        return opened.index_select(0, index.to(opened.device)) if opened.shape[:1] == (rows,) else opened
     if isinstance(opened, tuple):
         parts = [select_rows(part, index, rows) for part in opened]
         return type(opened)(*parts) if hasattr(opened, "_fields") else tuple(parts)

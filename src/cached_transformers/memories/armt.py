@@ -87,12 +87,12 @@ class AssociativeRead(nn.Module):
         self.query = nn.Linear(width, key_width, bias=False)
         self.nu, self.index = nu, index
 
-    def forward(self, x_BND: Tensor, values_BLKD: Tensor, mass_BLK: Tensor) -> Tensor:
-        return self.read(x_BND, *self.open(values_BLKD, mass_BLK))
+    def forward(self, x_BND: Tensor, values: Sequence[Tensor], mass: Sequence[Tensor]) -> Tensor:
+        return self.read(x_BND, *self.open(values, mass))
 
-    def open(self, values_BLKD: Tensor, mass_BLK: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of this layer."""
-        return values_BLKD[:, self.index], mass_BLK[:, self.index]
+    def open(self, values: Sequence[Tensor], mass: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """(B, K, D) and (B, K) of this layer, from those of all layers."""
+        return values[self.index], mass[self.index]
 
     def read(self, x_BND: Tensor, values_BKD: Tensor, mass_BK: Tensor) -> Tensor:
         """`forward`, of what `open` gave."""
@@ -190,7 +190,8 @@ class ARMT(ModelMemory):
         rows, n = tokens.x_BND.shape[:2]
         behind_BMD = self.initial_MD.expand(rows, -1, -1)
         visible_NN = visible_round(0, n, self.length, tokens.x_BND.device) if self.full else None
-        return Entry(surround(tokens, None, behind_BMD), slots=opened, segment=(0, n), visible_NN=visible_NN)
+        slots = tuple(t.unbind(1) for t in opened)  # whose gradient is one stack, without a tensor of zeros a layer
+        return Entry(surround(tokens, None, behind_BMD), slots=slots, segment=(0, n), visible_NN=visible_NN)
 
     def exit(self, state: Associations, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, Associations, None]:
         n, before = x_BND.shape[1] - self.length, self.open(state)

@@ -77,5 +77,5 @@ class H2O(ScoredCache):
 
     def score(self, found: Candidates, carried: State) -> Tensor:
         assert found.weights_BHWL is not None and found.scores_BGL is not None
-        received_BHL = found.weights_BHWL.nan_to_num(0).sum(2)
+        received_BHL = found.weights_BHWL.nansum(2)
         return found.scores_BGL + received_BHL.unflatten(1, (self.stored_heads[0], -1)).mean(2)

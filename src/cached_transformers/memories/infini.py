@@ -58,12 +58,12 @@ class OpenedMatrix(NamedTuple):
 
 def sigma(x: Tensor) -> Tensor:
     """elu(x) + 1, with all digits where it is small: e^x below 0, where (e^x - 1) + 1 would round to 0."""
-    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+    return x.relu() + x.clamp(max=0).exp()  # `where` and its gradient take three times as long
 
 
 def recall(features_BHNE: Tensor, matrix_BHEF: Tensor, mass_BHE: Tensor) -> Tensor:
     """Values stored under these features (B, H, N, F): sums become means weighted by the similarity of keys."""
-    return features_BHNE @ matrix_BHEF / (features_BHNE @ mass_BHE[..., None]).clamp(min=EPSILON)
+    return features_BHNE @ matrix_BHEF * (features_BHNE @ mass_BHE[..., None]).clamp(min=EPSILON).reciprocal()
 
 
 def store(
@@ -170,15 +170,15 @@ class Infini(Recurrent):
 
     def settle(self, found: Answer) -> Reading:
         sums_BHNF = found.answer_BGNF
-        output_BHNE = sums_BHNF[..., :-1] / sums_BHNF[..., -1:].clamp(min=EPSILON)
+        output_BHNE = sums_BHNF[..., :-1] * sums_BHNF[..., -1:].clamp(min=EPSILON).reciprocal()
         return Reading(None, output_BHNE, found.any_B, any_B=None if self.gated_first else found.any_B)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
-        gate_H11 = self.gate_H.sigmoid()[:, None, None]
-        read_BHNE = reading.output_BHNE
+        gate_BH11, read_BHNE = self.gate_H.sigmoid()[:, None, None], reading.output_BHNE
         assert read_BHNE is not None
-        mixed_BHNE = (gate_H11 * read_BHNE + (1 - gate_H11) * y_BHNE).to(y_BHNE.dtype)
-        return mixed_BHNE if self.gated_first else torch.where(reading.carry[:, None, None, None], mixed_BHNE, y_BHNE)
+        if not self.gated_first:  # a row without a past reads 0, and has a gate of 0
+            gate_BH11 = torch.where(reading.carry[:, None, None, None], gate_BH11, 0)
+        return torch.lerp(y_BHNE.to(read_BHNE.dtype), read_BHNE, gate_BH11.to(read_BHNE.dtype)).to(y_BHNE.dtype)
 
     def write(self, state: InfiniMatrix, trace: Trace) -> tuple[InfiniMatrix, None]:
         k_BHNE, v_BHNE, padding_BN = trace.query.k_BHNE, trace.query.v_BHNE, trace.query.padding_BN

@@ -34,7 +34,7 @@ from cached_transformers.interfaces.probing import Probing
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import map_state, refuse_narrow
 
-from .parts.fast_weights import slope, written
+from .parts.fast_weights import written
 from .parts.options import NO_MEMORY, check_positive
 from .parts.recurrent import shown, wide
 
@@ -81,8 +81,9 @@ def apply(nets: Nets, x: Tensor) -> Tensor:
 def descent(nets: Nets, k: Tensor, v: Tensor, rates: tuple[Tensor, ...]) -> Nets:
     """G: sums over tokens (..., N, K or V) of minus their gradients, by rates (..., N, 1) of each matrix."""
     gate, up, back = k @ nets.W_0.mT, k @ nets.W_2.mT, v @ nets.W_1
-    open_ = F.silu(gate)
-    errors = Nets(back * up * slope(gate, "silu"), v, back * open_)
+    share = gate.sigmoid()
+    open_ = gate * share
+    errors = Nets(back * up * torch.addcmul(share, open_, 1 - share), v, back * open_)
     inputs = Nets(k, open_ * up, k)
     return Nets(*(error.mT @ (rate * x) for error, rate, x in zip(errors, rates, inputs, strict=True)))
 
@@ -98,9 +99,14 @@ def newton_schulz(t: Tensor) -> Tensor:
     return x.mT if wider else x
 
 
+def _length(t: Tensor) -> Tensor:
+    """(..., 1): of each row, and a little above 0."""
+    return t.norm(dim=-1, keepdim=True) + EPSILON
+
+
 def rows_like(t: Tensor, like: Tensor) -> Tensor:
     """`t` with rows as long as those of `like`."""
-    return t * (like.norm(dim=-1, keepdim=True) / (t.norm(dim=-1, keepdim=True) + EPSILON))
+    return t * (like.norm(dim=-1, keepdim=True) / _length(t))
 
 
 @MEMORIES.register(
@@ -194,19 +200,21 @@ class LaCT(LayerMemory):
     def read(self, opened: OpenedNets, query: Query, project_kv: ProjectKV | None) -> Reading:
         assert query.q_BHNE is not None
         x_BND = shown(query.x_BND, query.padding_BN)
-        scale_BGN1 = F.silu(self.scale(x_BND)).mT[..., None]
+        scale_BNG1 = F.silu(self.scale(x_BND))[..., None]
+        if self.bypass:
+            scale_BNG1 = torch.where(opened.any_B[:, None, None, None], scale_BNG1, 0)
         with torch.autocast(x_BND.device.type, enabled=False):
             f_BGNV = apply(opened.weights, self._asking(query.q_BHNE, 0, query.padding_BN))
-        out_BGNV = scale_BGN1 * self.norm(f_BGNV.to(self.norm.weight.dtype)).to(scale_BGN1.dtype)
-        out_BHNE = out_BGNV.transpose(1, 2).flatten(2).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        return Reading(None, out_BHNE, any_B=opened.any_B if self.bypass else None)
+            # RMSNorm whose factor takes the scale: one product of all channels less
+            f_BNGV = f_BGNV.transpose(1, 2).contiguous()
+            factor_BNG1 = (f_BNGV.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * scale_BNG1
+            out_BNGV = factor_BNG1 * f_BNGV * self.norm.weight
+        out_BHNE = out_BNGV.flatten(2).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return Reading(None, out_BHNE, opened.weights, any_B=opened.any_B if self.bypass else None)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         assert reading.output_BHNE is not None
-        mixed_BHNE = y_BHNE + reading.output_BHNE.to(y_BHNE.dtype)
-        if reading.any_B is None:
-            return mixed_BHNE
-        return torch.where(reading.any_B[:, None, None, None], mixed_BHNE, y_BHNE)
+        return y_BHNE + reading.output_BHNE.to(y_BHNE.dtype)
 
     def write(self, state: LaCTState, trace: Trace) -> tuple[LaCTState, None]:
         (x_BND, padding_BN), (k_BHNE, v_BHNE) = trace.query[0:4:3], trace.query[5:7]
@@ -218,9 +226,9 @@ class LaCT(LayerMemory):
         rates_BNG = torch.logaddexp(logits, torch.zeros_like(logits))
         keeping_BNG = None if self.keeping is None else wide(self.keeping(x_BND)).sigmoid()
         with torch.autocast(x_BND.device.type, enabled=False):
-            nets, initial = self.open(state, None, None).weights, self._initial(state)
+            nets, initial = trace.reading.carry or self.open(state, None, None).weights, self._initial(state)
             k_BGNK = self._asking(k_BHNE, 1, padding_BN)
-            v_BGNV = F.silu(self._nets(shown(v_BHNE, padding_BN).transpose(1, 2).flatten(2)))
+            v_BGNV = self._nets(F.silu(shown(v_BHNE, padding_BN).transpose(1, 2).flatten(2))).contiguous()
             rates = shown(rates_BNG, padding_BN).mT.unflatten(1, (3, self.nets))[..., None].unbind(1)
             steps, momentum = descent(nets, k_BGNK, v_BGNV, rates), state.momentum
             if keeping_BNG is not None:
@@ -235,7 +243,9 @@ class LaCT(LayerMemory):
                 weights = Nets(*(w + step for w, step in zip(sums, steps, strict=True)))
             else:
                 weights = Nets(*(rows_like(w + s, i) for w, s, i in zip(nets, steps, initial, strict=True)))
-        return LaCTState(_where(written_B > 0, weights, state.weights), momentum, state.tokens_B + written_B), None
+        if padding_BN is not None or not x_BND.shape[1]:
+            weights = _where(written_B > 0, weights, state.weights)
+        return LaCTState(weights, momentum, state.tokens_B + written_B), None
 
     def close_gate(self) -> None:
         with torch.no_grad():
@@ -252,8 +262,9 @@ class LaCT(LayerMemory):
         """Queries (0) or keys (1) of the nets, (B, G, N, K), of those of the layer."""
         t_BND = wide(shown(t_BHNE, padding_BN).transpose(1, 2).flatten(2))
         scale_D, offset_D = (t[which].to(t_BND.dtype) for t in (self.scale_2D, self.offset_2D))
-        t_BGNK = F.silu(self._nets(t_BND * scale_D + offset_D))
-        return t_BGNK / (t_BGNK.norm(dim=-1, keepdim=True) + EPSILON)
+        # contiguous, as three products and their gradients want it
+        t_BGNK = self._nets(F.silu(torch.addcmul(offset_D, t_BND, scale_D))).contiguous()
+        return t_BGNK * _length(t_BGNK).reciprocal()
 
 
 def _where(choose_B: Tensor, first: Any, second: Any) -> Any:

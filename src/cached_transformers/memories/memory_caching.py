@@ -35,8 +35,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State, may_change, refuse_narrow, reset
 
 from .parts.factory import create_memory, memory_spec
-from .parts.fast_weights import OpenedText
-from .parts.recurrent import Asked, Recurrent, mix, wide, wrote
+from .parts.recurrent import Recurrent, mix, wide, wrote
 
 
 class CachedStates(NamedTuple):
@@ -49,12 +48,16 @@ class CachedStates(NamedTuple):
 
 
 class OpenedSnapshots(NamedTuple):
-    """The state before a segment, the memory below as it was opened, and mean and number of the keys of the segment."""
+    """Snapshots and contexts of a segment, 0 where a slot is empty, rows with any, the memory below as it was opened,
+    and mean and number of the segment's keys."""
 
-    state: CachedStates
+    snapshots_BS: Tensor
+    contexts_BGKS: Tensor
+    empty_BS: Tensor
+    any_B: Tensor
     online: Any
     mean_BGK: Tensor
-    tokens_B: Tensor
+    tokens: int
 
 
 class Carried(NamedTuple):
@@ -64,26 +67,26 @@ class Carried(NamedTuple):
     context_BGK: Tensor
 
 
-def running_means(k_BGNK: Tensor, shown_BN: Tensor | None, mean_BGK: Tensor, before_B: Tensor) -> Tensor:
+def running_means(k_BGNK: Tensor, shown_BN: Tensor | None, mean_BGK: Tensor, before: int) -> Tensor:
     """Means of the keys up to each token, itself included, of those that are shown; 0 where there is none yet.
 
     Args:
-        mean_BGK, before_B: mean and number of earlier keys; without `shown_BN`.
+        mean_BGK, before: mean and number of earlier keys; without `shown_BN`.
     """
     if shown_BN is None:
-        before_B111 = before_B[:, None, None, None]
-        tokens = before_B111 + torch.arange(1, k_BGNK.shape[2] + 1, device=k_BGNK.device)[:, None]
-        return (k_BGNK.cumsum(2) + before_B111 * mean_BGK[:, :, None]) / tokens
+        if k_BGNK.shape[2] == 1:
+            return torch.lerp(mean_BGK[:, :, None], k_BGNK, 1 / (before + 1))
+        tokens = torch.arange(before + 1, before + k_BGNK.shape[2] + 1, device=k_BGNK.device)[:, None]
+        return (k_BGNK.cumsum(2) + before * mean_BGK[:, :, None]) / tokens
     shown_B1N1 = shown_BN[:, None, :, None]
     return torch.where(shown_B1N1, k_BGNK, 0).cumsum(2) / shown_B1N1.cumsum(2).clamp(min=1)
 
 
 def gates(
-    u_BGNK: Tensor, contexts_BSGK: Tensor, current_BGNK: Tensor, valid_BS: Tensor, topk: int | None = None
+    u_BGNK: Tensor, contexts_BGKS: Tensor, current_BGNK: Tensor, empty_BS: Tensor, topk: int | None = None
 ) -> Tensor:
     """Weights (B, G, N, S + 1) of (`topk`) snapshots and, last, of the online state: a softmax of <u, c>."""
-    logits_BGNS = u_BGNK @ contexts_BSGK.permute(0, 2, 3, 1)
-    logits_BGNS = logits_BGNS.masked_fill(~valid_BS[:, None, None], -torch.inf)
+    logits_BGNS = (u_BGNK @ contexts_BGKS).masked_fill(empty_BS[:, None, None], -torch.inf)
     if topk is not None and topk < logits_BGNS.shape[-1]:
         best_BGNS = logits_BGNS.topk(topk).indices
         dropped_BGNS = torch.ones_like(logits_BGNS, dtype=torch.bool).scatter(-1, best_BGNS, False)
@@ -189,53 +192,51 @@ class MemoryCaching(LayerMemory):
     def open(self, state: CachedStates, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> OpenedSnapshots:
         refuse_narrow(state, "the digits of the sums that Memory Caching keeps")
         online = open_segment(self.over, state.online, first_B1P, project_kv)
-        none_BGK = wide(state.contexts_BSGK.new_zeros(len(state.segments_B), self.over.groups, self.key_width))
-        return OpenedSnapshots(state, online, none_BGK, torch.zeros_like(state.segments_B))
+        slots_S = torch.arange(state.snapshots_BS.shape[1], device=state.segments_B.device)
+        empty_BS = slots_S >= state.segments_B[:, None]
+        # no product: no value of an empty slot may reach a result, not even NaN
+        snapshots_BS, contexts_BSGK = (
+            t.masked_fill(empty_BS.view(*empty_BS.shape, *[1] * (t.dim() - 2)), 0)
+            for t in (state.snapshots_BS, state.contexts_BSGK)
+        )
+        contexts_BGKS, any_B = contexts_BSGK.permute(0, 2, 3, 1), ~empty_BS.all(1)
+        none_BGK = wide(contexts_BGKS.new_zeros(contexts_BGKS.shape[:3]))
+        return OpenedSnapshots(snapshots_BS, contexts_BGKS, empty_BS, any_B, online, none_BGK, 0)
 
     def read(self, opened: OpenedSnapshots | CachedStates, query: Query, project_kv: ProjectKV | None) -> Reading:
         if isinstance(opened, CachedStates):
             first_B1P = None if query.positions_BNP is None else query.positions_BNP[:, :1]
             opened = self.open(opened, first_B1P, project_kv)
-        state, online, new, before = opened.state, opened.online, query, 0
-        if isinstance(online, OpenedText):
-            before, query = online.earlier_BnD.shape[1], Query(torch.cat([online.earlier_BnD, query.x_BND], 1))
-            online = online.state
-        slots = state.snapshots_BS.shape[1]
-        valid_BS = torch.arange(slots, device=state.segments_B.device) < state.segments_B[:, None]
-        # where, not multiplication: no value of an empty slot may reach a result, not even NaN
-        snapshots_BS, contexts_BSGK = (
-            torch.where(valid_BS.view(*valid_BS.shape, *[1] * (t.dim() - 2)), t, 0)
-            for t in (state.snapshots_BS, state.contexts_BSGK)
-        )
+        snapshots_BS, contexts_BGKS, empty_BS, any_B, online = opened[:5]
         asked = self.over.ask(online, query)
-        asked_now = Asked(*(t[:, :, before:] for t in asked))
-        keys_BGNK = wide(asked_now.k_BGNK[..., : self.key_width])
-        means_BGNK = running_means(keys_BGNK, _shown(new), opened.mean_BGK, opened.tokens_B)
+        keys_BGNK = wide(asked.k_BGNK[..., : self.key_width])
+        means_BGNK = running_means(keys_BGNK, _shown(query), opened.mean_BGK, opened.tokens)
         if self.look_for is None:
-            weights_BGNS = F.pad(valid_BS, (0, 1), value=True)[:, None, None].to(snapshots_BS.dtype)
+            weights_BGNS = F.pad(~empty_BS, (0, 1), value=True)[:, None, None].to(snapshots_BS.dtype)
         else:
-            u_BGNK = wide(self.look_for(new.x_BND)).unflatten(-1, (-1, self.key_width)).transpose(1, 2)
+            u_BGNK = wide(self.look_for(query.x_BND)).unflatten(-1, (-1, self.key_width)).transpose(1, 2)
             with torch.autocast(u_BGNK.device.type, enabled=False):
-                weights_BGNS = gates(u_BGNK, contexts_BSGK, means_BGNK, valid_BS, self.topk)
+                weights_BGNS = gates(u_BGNK, contexts_BGKS, means_BGNK, empty_BS, self.topk)
         if self.soup:
-            weights_BGNS = F.pad(weights_BGNS, (0, 0, before, 0))  # tokens that were read only learn
             found = self.over.soup(online, query, asked, snapshots_BS, weights_BGNS)
-            answer_BGNF = found.answer_BGNF[:, :, before:]
         else:
             found = self.over.online(online, query, asked)
-            answers_BSGNF = self.over.answer(snapshots_BS, asked_now)
-            answer_BGNF = mix(answers_BSGNF, found.answer_BGNF[:, :, before:], weights_BGNS)
-        found = found._replace(answer_BGNF=answer_BGNF)
+            answers_BSGNF = self.over.answer(snapshots_BS, asked)
+            found = found._replace(answer_BGNF=mix(answers_BSGNF, found.answer_BGNF, weights_BGNS))
         if found.any_B is not None:
-            found = found._replace(any_B=found.any_B | valid_BS.any(1))
+            found = found._replace(any_B=found.any_B | any_B)
         reading = self.over.settle(found)
         return reading._replace(carry=Carried(reading.carry, means_BGNK[:, :, -1]))
 
     def advance(self, opened: OpenedSnapshots, x_BND: Tensor, traces: Sequence[Trace]) -> OpenedSnapshots:
         trace = traces[0]
         online = advance(self.over, opened.online, x_BND, [trace._replace(reading=_below(trace.reading))])
-        tokens_B = opened.tokens_B + (trace.query.segment or trace.x_BND.shape)[1]
-        return OpenedSnapshots(opened.state, online, trace.reading.carry.context_BGK, tokens_B)
+        if not opened.tokens:  # slots that are empty in all rows cost later tokens nothing
+            used = opened.empty_BS.shape[1] - int(opened.empty_BS.sum(1).min())
+            parts = (opened.snapshots_BS[:, :used], opened.contexts_BGKS[..., :used], opened.empty_BS[:, :used])
+            opened = OpenedSnapshots(*map(Tensor.contiguous, parts), *opened[3:])  # type: ignore[call-arg, arg-type]
+        tokens = opened.tokens + (trace.query.segment or trace.x_BND.shape)[1]
+        return opened._replace(online=online, mean_BGK=trace.reading.carry.context_BGK, tokens=tokens)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         return self.over.combine(y_BHNE, query, _below(reading))

@@ -85,11 +85,12 @@ class SegatronPositions(RelativePositions):
     ) -> Tensor:
         keys = k_positions_BMP.shape[1]
         least = 1 - keys if self.signed else 0
-        return self.looked_up(q_BHNE, q_positions_BNP, k_positions_BMP, self.tables(least, keys), least)
+        tables = self.tables(keys - 1, least)
+        return self.looked_up(q_BHNE, q_positions_BNP, k_positions_BMP, tables, keys - 1, least, causal_run)
 
-    def tables(self, least: int, stop: int) -> dict[int, Tensor]:
-        """(H, E, Z) of each channel that has a width, for distances from `least` to below `stop`."""
-        rows_Z = torch.arange(least, stop, device=self.position_bias.device)
+    def tables(self, most: int, least: int = 0) -> dict[int, Tensor]:
+        """(H, E, Z) of each channel that has a width, for distances from `most` down to `least`."""
+        rows_Z = torch.arange(most, least - 1, -1, device=self.position_bias.device)
         if self.clamp is not None:
             rows_Z = rows_Z.clamp(-self.clamp, self.clamp)
         tables = {}
@@ -106,17 +107,28 @@ class SegatronPositions(RelativePositions):
         q_positions_BNP: Tensor,
         k_positions_BMP: Tensor,
         tables: Mapping[int, Tensor],
+        most: int,
         least: int = 0,
+        run: bool = False,
     ) -> Tensor:
-        """The bias, by what `tables` gave, which may reach further than the keys do."""
-        q_BHNE, keys = self._asking(q_BHNE), k_positions_BMP.shape[1]
-        row_BNKP = self._distances(q_positions_BNP, k_positions_BMP).clamp(least, keys - 1) - least
-        bias_BHNK = q_BHNE.new_zeros(())
+        """The bias, by what `tables` gave for distances from `most`, which may be further than the keys reach.
+
+        In a `run` of exactly these keys, the first table's rows are shifted, as Transformer-XL's are, instead of a
+        gather and its gradient.
+        """
+        (rows, _, n, _), keys = q_BHNE.shape, k_positions_BMP.shape[1]
+        # Heads first: tables serve all rows in one product, without a copy for each.
+        q_HTE = self._asking(q_BHNE).transpose(0, 1).flatten(1, 2)
+        row_BNKP = most - self._distances(q_positions_BNP, k_positions_BMP).clamp(least, keys - 1)
+        bias_HBNK = q_HTE.new_zeros(())
         for channel, table_HEZ in tables.items():
-            scores_BHNZ = q_BHNE @ table_HEZ
-            index_BHNK = row_BNKP[:, None, ..., channel].expand(*scores_BHNZ.shape[:3], keys)
-            bias_BHNK = bias_BHNK + scores_BHNZ.gather(-1, index_BHNK)
-        return bias_BHNK
+            scores_HBNZ = (q_HTE @ table_HEZ).unflatten(1, (rows, n))
+            if run and channel == 0:
+                found_HBNK = F.pad(scores_HBNZ, (1, 0)).flatten(-2)[..., n:].unflatten(-1, (n, keys))
+            else:
+                found_HBNK = scores_HBNZ.gather(-1, row_BNKP[None, ..., channel].expand(len(q_HTE), rows, -1, -1))
+            bias_HBNK = bias_HBNK + found_HBNK
+        return bias_HBNK.transpose(0, 1)
 
     def _distances(self, q_positions_BNP: Tensor, k_positions_BKP: Tensor) -> Tensor:
         """(B, N, K, 3): how far each key lies after each query."""
@@ -142,8 +154,9 @@ class _SegatronTables(KeptScheme):
     ) -> Tensor:
         if self._reach < k_positions_BMP.shape[1]:
             self._reach = 2 * k_positions_BMP.shape[1]
-            self._tables = self.scheme.tables(0, self._reach)
-        return self.scheme.looked_up(q_BHNE, q_positions_BNP, k_positions_BMP, self._tables)  # type: ignore[no-any-return]
+            self._tables = self.scheme.tables(self._reach - 1)
+        found_BHNM = self.scheme.looked_up(q_BHNE, q_positions_BNP, k_positions_BMP, self._tables, self._reach - 1)
+        return found_BHNM  # type: ignore[no-any-return]
 
 
 class SegatronLayer(TransformerXL):
@@ -156,7 +169,7 @@ class SegatronLayer(TransformerXL):
         context = super().open(state, first_B1P, project_kv)
         # The segment's positions have more channels, which keys of the context have no use for.
         rest = first_B1P.shape[-1] - CHANNELS
-        return context._replace(positions_BMP=F.pad(context.positions_BMP, (0, rest)), consecutive=False)
+        return context._replace(positions_BMP=F.pad(context.positions_BMP, (0, rest)))
 
     def write(self, state: Rows | Pairs, trace: Trace) -> tuple[Any, Tensor | None]:
         assert trace.query.positions_BNP is not None
@@ -285,7 +298,7 @@ class Segatron(ModelMemory):
             here.append(behind_BN - ended_BN.long())
         # The numbers after each token come along for `exit`, which has no token ids to find the next ones by.
         positions_BNP = torch.cat([clock_BN1, torch.stack([*here, *behind], -1)], -1)
-        return Entry(tokens._replace(positions_BNP=positions_BNP, consecutive=False))
+        return Entry(tokens._replace(positions_BNP=positions_BNP))
 
     def advance(self, opened: SegatronState, x_BND: Tensor, traces: Sequence[Trace]) -> SegatronState:
         positions_BNP = traces[0].query.positions_BNP

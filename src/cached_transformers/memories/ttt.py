@@ -35,17 +35,20 @@ from torch.nn import functional as F
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing
-from cached_transformers.positions import RotaryPositions
+from cached_transformers.linear_maps import side_by_side
+from cached_transformers.positions import RotaryPositions, rotated
 from cached_transformers.registry import MEMORIES
+from cached_transformers.state import map_state
 
 from .parts import fast_weights
-from .parts.fast_weights import FastMemory, FastState, FastWeights, Learned, Soup, Step
+from .parts.fast_weights import FastMemory, FastState, FastWeights, Learned, OpenChunk, Soup, Step
 from .parts.options import NO_MEMORY, check_heads, check_positive
 from .parts.recurrent import Answer, Asked, shown, wide
 
 RATES = {"linear": 1.0, "mlp": 0.1}
 """Default rate of the inner step."""
 EXPANSION = 4
+NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward
 EPSILON = 1e-6
 """Epsilon of the layer norms."""
 
@@ -59,7 +62,8 @@ class InnerModel(FastWeights):
         between = [EXPANSION * width] if model == "mlp" else []
         shapes = list(pairwise([width, *between, width]))
         first = [F.pad(0.02 * torch.randn(heads, i, o), (0, 0, 0, 1)).flatten(1) for i, o in shapes]
-        super().__init__(shapes, torch.cat(first, 1), activation="gelu_tanh", limit=limit, biased=True)
+        initial_GP = torch.cat(first, 1)
+        super().__init__(shapes, initial_GP, activation="gelu_tanh", chunk=mini_batch, limit=limit, biased=True)
         self.mini_batch = mini_batch
         self.norm_weight_GV = nn.Parameter(torch.ones(heads, width))
         self.norm_bias_GV = nn.Parameter(torch.zeros(heads, width))
@@ -71,18 +75,30 @@ class InnerModel(FastWeights):
         return F.layer_norm(f, f.shape[-1:], eps=EPSILON) * weight + bias
 
     def error(self, given: Tensor, wanted: Tensor) -> Tensor:
+        """The gradient through LN, of the kernels of its forward and backward."""
+        f, wanted = (t.reshape(-1, len(self.norm_weight_GV), *t.shape[-2:]) for t in (given, wanted))
         weight, bias = (t[:, None].to(given.dtype) for t in (self.norm_weight_GV, self.norm_bias_GV))
-        centred = given - given.mean(-1, keepdim=True)
-        scale = (centred.square().mean(-1, keepdim=True) + EPSILON).rsqrt()
-        unit = centred * scale
-        error = (unit * weight + bias - wanted) * weight
-        return scale * (error - error.mean(-1, keepdim=True) - unit * (error * unit).mean(-1, keepdim=True))
+        unit, mean, scale = torch.native_layer_norm(f, f.shape[-1:], None, None, EPSILON)
+        error = torch.addcmul(bias - wanted, unit, weight) * weight
+        return NORM_BACKWARD(error, f, f.shape[-1:], mean, scale, None, None, [True, False, False])[0].view_as(given)
 
     def move(self, end: Sequence[Tensor], step: Step) -> tuple[Tensor, Tensor]:
         """A full mini-batch goes into the weights, an open one stays a sum."""
-        (rate, share, unfinished), (W, S, given, error) = end, step
-        S = S - (given * rate).mT @ error
-        return W + share * S, unfinished * S
+        (share, unfinished), (W, S, (push,), error) = end, step
+        S = torch.baddbmm(S, push.mT, error)
+        return torch.addcmul(W, share, S), unfinished * S
+
+    def follow(self, rule: Sequence[Tensor], begun: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """By -lr and r."""
+        (push, share), (_, S, x, error) = rule, step
+        S = torch.addcmul(S, x.mT, error * push)
+        return torch.addcmul(begun, share, S), S
+
+    def turn(self, nets: OpenChunk) -> OpenChunk:
+        fresh, begins = tuple(map(self.limited, nets.weights)), nets.here()[0]
+        new = (fresh, fresh, tuple(map(torch.zeros_like, nets.sums)))
+        chosen = map_state(lambda a, b: torch.where(begins, a, b), new, nets[:3])
+        return OpenChunk(*chosen, *nets[3:])  # type: ignore[call-arg]
 
     def shares(self, dtype: torch.dtype) -> Tensor:
         """r (C,) of the places of a mini-batch."""
@@ -118,19 +134,18 @@ class InnerModel(FastWeights):
         share_BGN = share_C[place_BN % b][:, None].expand_as(rate_BGN)
         mixed = [] if soup is None else [soup.weights]
         given = torch.cat([q_BGNK, k_BGNK, v_BGNV, rate_BGN[..., None], share_BGN[..., None], *mixed], -1)
-        slots = slot_BN[:, None, :, None]
-        laid = given.new_zeros(*given.shape[:2], pieces * size + 1, given.shape[-1])
-        laid = laid.scatter(2, slots.expand_as(given), given)[:, :, :-1].unflatten(2, (pieces, size))
+        token_BS = torch.full_like(slot_BN[:, :1], tokens).expand(-1, pieces * size + 1)
+        token_BS = token_BS.scatter(1, slot_BN, torch.arange(tokens, device=slot_BN.device).expand_as(slot_BN))
+        laid = _tokens_at(given, token_BS[:, :-1]).unflatten(2, (pieces, size))
         q, k, v, rate, share, *mixed = laid.split([width, width, width, 1, 1, *(t.shape[-1] for t in mixed)], -1)
         soup = soup and Soup(soup.matrices, mixed[0])
-        reading = fast_weights.FastReading(torch.ones_like(share), share, (share * rate.mT).tril())
+        reading = fast_weights.FastReading(None, share, (share * rate.mT).tril())
         ends_Q = torch.arange(1, pieces + 1, device=tokens_B.device) * b
         full_BQ = (tokens_B % b + there_BN.sum(1))[:, None] >= ends_Q
         full = full_BQ.to(v.dtype)[:, None, :, None, None]
-        out, after = self.through(learned, q, k, v - k, reading, (rate, full * share_C[-1], 1 - full), soup)
+        out, after = self.through(learned, q, k, v - k, reading, (rate,), (full * share_C[-1], 1 - full), soup)
         assert out is not None
-        out = F.pad(out.flatten(2, 3), (0, 0, 0, 1))
-        return out.gather(2, slots.expand(-1, out.shape[1], -1, out.shape[-1])), after
+        return _tokens_at(out.flatten(2, 3), slot_BN), after
 
     def current(self, learned: Learned, tokens_B: Tensor) -> Tensor:
         """Weights (B, G, P) as the last token that was written has left them."""
@@ -219,19 +234,41 @@ class TTT(FastMemory):
         """Weights after the last token; an unfinished mini-batch counts as far as it goes."""
         return self.inner.current(Learned(*state[:2]), state.tokens_B)
 
-    def ask(self, opened: FastState, query: Query) -> Asked:
+    def begin(self, state: FastState, learned: Learned, x_BND: Tensor) -> OpenChunk:
+        b, tokens_B, dtype = self.inner.mini_batch, state.tokens_B + x_BND.shape[1], learned.weights_BGP.dtype
+        place_BC = (tokens_B[:, None] + torch.arange(b, device=tokens_B.device)) % b
+        per_net = [t[..., None, None, None] for t in (place_BC == 0, self.inner.shares(dtype)[place_BC])]
+        if self.positions is not None:
+            turns = self.positions.turn(place_BC[..., None], dtype)
+            per_net += [t.transpose(1, 2)[:, :, :, None, None] for t in turns]
+        weights, sums = (tuple(self.inner.matrices(t)) for t in learned)
+        begun, begins = tuple(map(self.inner.limited, weights)), tuple({-p % b for p in place_BC[:, 0].tolist()})
+        project = side_by_side([self.query, self.key, self.value, self.step])
+        return OpenChunk(begun, weights, sums, project, 0, begins, tuple(per_net))
+
+    def ask(self, opened: FastState | OpenChunk, query: Query) -> Asked:
         """Queries, turned by their place in the mini-batch, and keys, not turned."""
+        if isinstance(opened, OpenChunk):
+            t_B3GNE, step_BNG = self.projected(opened, query.x_BND)
+            placed_B2GNE, (_, share, *turns) = t_B3GNE[:, :2], opened.here()
+            placed_B2GNE = rotated(placed_B2GNE, *turns) if turns else placed_B2GNE
+            (q_BGNK, k_BGNK), push_BNG = placed_B2GNE.unbind(1), step_BNG.sigmoid() * -self.rate
+            return Asked(q_BGNK, t_B3GNE[:, 1], (k_BGNK, t_B3GNE[:, 2] - k_BGNK, push_BNG.mT[..., None], share))
         x_BND = shown(query.x_BND, query.padding_BN)
         q_BGNK, k_BGNK = self.by_net(self.query(x_BND)), self.by_net(self.key(x_BND))
         return Asked(self._turned(q_BGNK, opened.tokens_B[:, None] + _there(query).cumsum(1) - 1), k_BGNK)
 
-    def online(self, opened: FastState, query: Query, asked: Asked, soup: Soup | None = None) -> Answer:
+    def online(self, opened: FastState | OpenChunk, query: Query, asked: Asked, soup: Soup | None = None) -> Answer:
         """f of all tokens, the weights after the last one, and the queries, to which f is added."""
+        if isinstance(opened, OpenChunk):
+            now_BGNV, nets = self.net.step(opened, asked, soup)
+            return Answer(now_BGNV, carry=(nets, asked.q_BGNK))
         learned = self.learned(opened)
         n, there_BN = query.x_BND.shape[1], _there(query)
         start, length = query.segment or (0, n)
         x_BND, there_BN = query.x_BND.narrow(1, start, length), there_BN.narrow(1, start, length)
-        x_BND = x_BND.masked_fill(~there_BN[..., None], 0)
+        if query.padding_BN is not None:
+            x_BND = x_BND.masked_fill(~there_BN[..., None], 0)
         v_BGNV, rate_BGN = self.by_net(self.value(x_BND)), self.rate * wide(self.step(x_BND)).sigmoid().mT
 
         def cut(first: int, tokens: int) -> tuple[Tensor, Soup | None]:
@@ -271,6 +308,15 @@ class TTT(FastMemory):
         if self.positions is None:
             return t_BHNE
         return self.positions.rotate(t_BHNE, (places_BN.clamp(min=0) % self.inner.mini_batch)[..., None])
+
+
+def _tokens_at(t_BGNW: Tensor, index_BM: Tensor) -> Tensor:
+    """(B, G, M, W): tokens of these indices, 0 for the index N. Rows are copied whole, not number by number."""
+    *sizes, n, width = t_BGNW.shape
+    flat = torch.cat([t_BGNW.reshape(-1, width), t_BGNW.new_zeros(1, width)])
+    first_BG1 = torch.arange(0, len(flat) - 1, n, device=index_BM.device).view(*sizes, 1)
+    index_BGM = torch.where(index_BM[:, None] < n, index_BM[:, None] + first_BG1, len(flat) - 1)
+    return flat.index_select(0, index_BGM.flatten()).view(*sizes, -1, width)
 
 
 def _there(query: Query) -> Tensor:

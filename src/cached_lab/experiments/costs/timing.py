@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,23 +64,31 @@ def training_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], 
     return step
 
 
-def compare(cases: Mapping[str, Callable[[], object]], reference: str, rounds: int) -> dict[str, Ratio]:
-    """Time every case once per round, in alternating order, after one warm-up round.
-
-    Returns:
-        the ratio of each case to the case called `reference`.
-    """
+def interleaved(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of every case in every round, in alternating order, after one warm-up round."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     for index in range(rounds + 1):
         for name in cases if index % 2 else reversed(list(cases)):
             spent = seconds_of(cases[name])
             if index:
                 times[name].append(spent)
-    result = {}
+    return times
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median, the lower and the upper quartile."""
+    ordered, place = sorted(values), len(values) // 4
+    return statistics.median(ordered), ordered[place], ordered[-1 - place]
+
+
+def compare(cases: Mapping[str, Callable[[], object]], reference: str, rounds: int) -> dict[str, Ratio]:
+    """Time every case by `interleaved`.
+
+    Returns:
+        the ratio of each case to the case called `reference`.
+    """
+    times, result = interleaved(cases, rounds), {}
     for name, seconds in times.items():
-        ratios = sorted(a / b for a, b in zip(seconds, times[reference], strict=True))
-        quartile = len(ratios) // 4
-        low, high = ratios[quartile], ratios[-1 - quartile]
-        fastest = min(seconds) / min(times[reference])
-        result[name] = Ratio(statistics.median(ratios), low, high, statistics.median(seconds), fastest)
+        ratios = quartiles([a / b for a, b in zip(seconds, times[reference], strict=True)])
+        result[name] = Ratio(*ratios, statistics.median(seconds), min(seconds) / min(times[reference]))
     return result

@@ -41,7 +41,7 @@ def quotient(sums_BHNV: Tensor, epsilon: float = 0.0) -> Tensor:
 
 def elu_features(x: Tensor) -> Tensor:
     """elu(x) + 1, with all digits where it is small: e^x below 0, where (e^x - 1) + 1 would round to 0."""
-    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+    return x.relu() + x.clamp(max=0).exp()  # `where` and its gradient take three times as long
 
 
 class LinearisedAttention(Attention):

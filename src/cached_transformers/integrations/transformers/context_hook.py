@@ -25,12 +25,11 @@ from cached_transformers.integrations.memory_lookup import with_weights
 from cached_transformers.integrations.segment_context import AttentionCall, SegmentContext, running
 from cached_transformers.integrations.tracked_modules import track
 from cached_transformers.interfaces.contexts import join, logits_of, widened
-from cached_transformers.interfaces.incremental import read_segment
 from cached_transformers.interfaces.memory import Context, LayerMemory, Linear, Reading
 from cached_transformers.linear_maps import call_with
 
 from .adapter_utils import first_of, lowered
-from .memory_cache import SlotProjections
+from .memory_cache import OpenedLayer, keeps_opened
 
 
 class SlotMask(NamedTuple):
@@ -162,24 +161,21 @@ class ContextHook(MemoryHook):
 
     def read_early(self, call: AttentionCall, context: SegmentContext, kwargs: dict[str, Any]) -> Reading | None:
         query, memory = call.query, self.memory
-        slots, project_kv = SlotProjections(), self.project_kv
-        if context.projected is not None:
-            slots = context.projected[self.number]
-            project_kv = slots.once(self.project_kv, query.x_BND.shape[0])
+        opened = OpenedLayer() if context.opened_layers is None else context.opened_layers[self.number]
         reading: Reading | None = None
         if memory.needs & {"context"}:
             if "head" in memory.needs:  # it is read with queries, which the layer has not made yet
                 query = self.with_heads(query, *self._projected(query.x_BND, False, queries=True))
-            reading = with_weights(memory, read_segment, memory, context.states[self.number], query, project_kv)
+            reading = with_weights(memory, self.read, query, context, self.project_kv)
         offer = None if context.offers is None else context.offers[self.number]
-        offered = offer(project_kv) if callable(offer) else offer
+        offered = offer(opened.once(self.project_kv, len(query.x_BND))) if callable(offer) else offer
         attended = join(None if reading is None else reading.context, offered)
         if attended is not None or memory.window() is not None:
-            self._attend(attended, call, slots, kwargs)
+            self._attend(attended, call, opened, kwargs)
         return reading
 
     def _attend(
-        self, attended: Context | None, call: AttentionCall, projected: SlotProjections, kwargs: dict[str, Any]
+        self, attended: Context | None, call: AttentionCall, opened: OpenedLayer, kwargs: dict[str, Any]
     ) -> None:
         """Change the layer's call: slots before its own keys, and a mask of both."""
         if "exchange" in vars(self.layer) and not isinstance(self.layer.core, SoftmaxAttention):
@@ -194,7 +190,7 @@ class ContextHook(MemoryHook):
         tokens_BL = context.positions_BLP[..., 0].to(x_BND.device)
         slots = None
         if attended is not None:
-            slots = self._prepend(attended, tokens_BL[:, -n:], call, projected, kwargs)
+            slots = self._prepend(attended, tokens_BL[:, -n:], call, opened, kwargs)
         keys = n if own is None else own.get_mask_sizes(n, self.layer.layer_idx)[0]
         mask = kwargs.get("attention_mask")
         if mask is None:  # the order of the tokens
@@ -204,20 +200,20 @@ class ContextHook(MemoryHook):
         kwargs["attention_mask"] = call.mask = mask if slots is None else _with_slots(mask, slots)
 
     def _prepend(
-        self, attended: Context, tokens_BN: Tensor, call: AttentionCall, made: SlotProjections, kwargs: dict[str, Any]
+        self, attended: Context, tokens_BN: Tensor, call: AttentionCall, opened: OpenedLayer, kwargs: dict[str, Any]
     ) -> SlotMask:
         """Give the layer the slots' keys and values, and return the mask of the slots."""
         context: Any = call.context
         x_BND = call.query.x_BND
         rows, n = x_BND.shape[:2]
-        if made.positions_BM is None:
-            made.positions_BM = attended.positions_BMP[..., 0].expand(rows, -1)
-        slots_BM, valid_BM = made.positions_BM, attended.valid_BM.expand(rows, -1)
-        # A NaN in an empty slot would survive a mask on the logits.
-        k, v = (torch.where(valid_BM[:, None, :, None], t, 0) for t in (attended.k_BHME, attended.v_BHME))
+        slots_BM, valid_BM = attended.positions_BMP[..., 0].expand(rows, -1), attended.valid_BM.expand(rows, -1)
         shift_B1 = context.shift_B1.to(x_BND.device)
         places_BL = torch.cat([slots_BM, tokens_BN.expand(rows, -1)], 1) + shift_B1
-        k = self._turned(k, places_BL, x_BND)
+        if opened.slots is None or not keeps_opened():
+            # A NaN in an empty slot would survive a mask on the logits.
+            k, v = (torch.where(valid_BM[:, None, :, None], t, 0) for t in (attended.k_BHME, attended.v_BHME))
+            opened.slots = self._turned(k, places_BL, x_BND), v
+        k, v = opened.slots
         call.slots_BGME, call.places_BL = k, places_BL
         if "turn" in self.memory.needs:
             call.query = call.query._replace(turn=partial(self.placed, shift_B1, places_BL, x_BND))

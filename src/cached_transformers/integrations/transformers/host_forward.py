@@ -40,7 +40,7 @@ from cached_transformers.state import State, kind_of, seal, used_again
 from cached_transformers.state import check as check_state
 
 from .adapter_utils import parameter_names
-from .memory_cache import DynamicCache, MemoryCache, SlotProjections
+from .memory_cache import DynamicCache, MemoryCache, OpenedLayer
 from .row_segments import Segment, in_order, joined, mapped, narrowed, stream_positions
 
 try:
@@ -216,7 +216,7 @@ class HostForward:
                 positions_BNP, shift_B1 = self.positions(segment, state.clock_B)
                 context = SegmentContext(state.layers, positions_BNP, shift_B1, segment.padding_BN)
                 if cache is not None:
-                    context.kv_cache, context.projected = self._caches(self.body.config)
+                    context.kv_cache, context.opened_layers = self._caches(self.body.config)
                 mask = None if segment.padding_BN is None else (~segment.padding_BN).long()
                 out = self.run(segment.inputs, mask, context, options)
                 layers = tuple(context.states_after)
@@ -225,25 +225,28 @@ class HostForward:
                 # A memory with a `run` of its own leaves keys and values of another order. Of the config's kind, layers
                 # with a sliding window would drop keys; the window is in the mask, too.
                 if cache is not None and type(memory).run is ModelMemory.run:
-                    blocks.kv_cache, blocks.projected = self._caches(None)
+                    blocks.kv_cache, blocks.opened_layers = self._caches(None)
                 steps, model, loss = with_weights(memory, memory.run, state.model, tokens, blocks)
                 no_loss(loss, memory)
                 out, layers, context = joined(blocks.outs), blocks.states, blocks.context
                 out["last_hidden_state"] = torch.cat(steps, 1)
         if cache is not None:
-            members = [memory, *(member for hook in self.hooks for member in members_of(hook.memory))]
+            layers_of = [hook.memory for hook in self.hooks]
+            members = [memory, *(member for held in layers_of for member in members_of(held))]
             whole = any(needs_whole_segments(member) for member in members if member is not None)
-            whole |= any(hasattr(member, "advance") for member in members if isinstance(member, LayerMemory))
+            cache.advances = any(hasattr(held, "advance") for held in layers_of)
+            beside = [member for member in members[1:] if member not in layers_of]
+            whole |= any(hasattr(member, "advance") for member in beside) or not cache.can_advance(segment.padding_BN)
             keeps = context.kv_cache is not None and not context.varies and not whole
-            cache.kv, cache.projected = (context.kv_cache, context.projected) if keeps else (None, None)
+            cache.kv, cache.opened_layers = (context.kv_cache, context.opened_layers) if keeps else (None, None)
             cache.first = next(iter(segment.inputs.values())).shape[1]
         after = state._replace(clock_B=state.clock_B + self.count(segment), model=model, layers=layers)
         return out, seal(after)  # type: ignore[no-any-return]
 
-    def _caches(self, config: Any) -> tuple[Any, list[SlotProjections] | None]:
+    def _caches(self, config: Any) -> tuple[Any, list[OpenedLayer] | None]:
         if self.checkpoints:
             return None, None
-        return DynamicCache(config=config), [SlotProjections() for _ in self.hooks]
+        return DynamicCache(config=config), [OpenedLayer() for _ in self.hooks]
 
     @property
     def checkpoints(self) -> bool:
@@ -280,7 +283,7 @@ class HostBlockRunner:
         layers: empty, since a host's projections are not known.
         states: of the layer memories, as the last call that writes has left them.
         outs: the host's output of each call that writes, for the segment's tokens.
-        kv_cache, projected: see `SegmentContext`. context: of the last call.
+        kv_cache, opened_layers: see `SegmentContext`. context: of the last call.
     """
 
     layers: Sequence[Projections] = ()
@@ -290,7 +293,7 @@ class HostBlockRunner:
     ) -> None:
         self.run, self.states, self.options, self.shift_B1, self.depth = run, states, options, shift_B1, depth
         self.kv_cache: Any = None
-        self.projected: list[SlotProjections] | None = None
+        self.opened_layers: list[OpenedLayer] | None = None
         self.outs: list[Any] = []
         self.context: Any = None
 
@@ -301,7 +304,7 @@ class HostBlockRunner:
         start, length = entry.segment or (0, total)
         entry, order_BL = padding_first(entry, length)
         self.context = context = entry_context(entry, 0, total, self.states, self.shift_B1, writes=write)
-        context.kv_cache, context.projected = self.kv_cache, self.projected
+        context.kv_cache, context.opened_layers = self.kv_cache, self.opened_layers
         context.back_BL = back_BL = None if order_BL is None else order_BL.argsort(dim=1)
         out = self.run(*entry_inputs(entry, 0, total, self.shift_B1), context, self.options)
         if back_BL is not None:

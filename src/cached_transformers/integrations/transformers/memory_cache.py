@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cached_transformers.interfaces.memory import ProjectKV
+from cached_transformers.interfaces.incremental import advance, open_segment
+from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.layers.kv_cache import select_rows
 from cached_transformers.state import State, map_state, named_tensors, repeat, signature
 
 from .row_segments import finite_padding
@@ -26,17 +28,38 @@ EMBEDDED, PADDED = -1, -2
 """Values in `read_BT` of tokens that were given as embeddings, and of padding."""
 
 
-class SlotProjections:
-    """Keys and values that a layer made of stored hidden states, which serve all tokens of a segment.
+def keeps_opened() -> bool:
+    """Return True if an opened memory may serve later calls: no gradient would flow through it, or through it twice."""
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+
+
+class OpenedLayer:
+    """A layer's memory, opened for all tokens of a segment, and the keys and values of its slots.
 
     Attributes:
-        pairs: (B, G, M, E) each, without positions, in the order in which they were asked for.
-        positions_BM: of the slots in the stream.
+        memory: as `open` or `advance` returned it; None where the next token opens the memory.
+        pairs: of slots of a model-level memory, (B, G, M, E) each, without positions, in the order of the calls.
+        slots: keys with positions, and values, of all slots that the layer attends; None where the next token makes
+            them.
     """
 
     def __init__(self) -> None:
-        self.pairs: list[tuple[Tensor, Tensor]] = []
-        self.positions_BM: Tensor | None = None
+        self.memory: Any = None
+        self.pairs: tuple[tuple[Tensor, Tensor], ...] = ()
+        self.slots: tuple[Tensor, Tensor] | None = None
+
+    def read(
+        self, memory: LayerMemory, state: State, query: Query, project_kv: ProjectKV | None, first_B1P: Tensor
+    ) -> Reading:
+        """Read the next tokens of a segment with this state before it, and with this position of its first token."""
+        opened, keeps = self.memory, keeps_opened()
+        if opened is None or not keeps:
+            opened = open_segment(memory, state, first_B1P, project_kv)
+        reading = memory.read(opened, query, project_kv)
+        if keeps:
+            opened = advance(memory, opened, query.x_BND, [Trace(query.x_BND, query.x_BND, query, reading)])
+            self.memory = None if opened is state else opened  # a large state is kept once
+        return reading
 
     def once(self, project_kv: ProjectKV, rows: int) -> ProjectKV:
         """`project_kv`, with the pairs of the segment's earlier tokens where there are some."""
@@ -46,16 +69,15 @@ class SlotProjections:
             nonlocal asked
             if asked == len(self.pairs):
                 k, v = (t.expand(rows, *t.shape[1:]) for t in project_kv(hidden_BMD, frozen=frozen, normed=normed))
-                self.pairs.append((k, v))
+                self.pairs += ((k, v),)
             asked += 1
             return self.pairs[asked - 1]
 
         return project
 
-    def pick(self, pick: Callable[[Tensor], Tensor]) -> None:
-        """Choose rows."""
-        self.pairs = [(pick(k), pick(v)) for k, v in self.pairs]
-        self.positions_BM = None if self.positions_BM is None else pick(self.positions_BM)
+    def pick(self, index_R: Tensor, rows: int) -> None:
+        """Choose among this number of rows."""
+        self.memory, self.pairs, self.slots = select_rows((self.memory, self.pairs, self.slots), index_R, rows)
 
 
 class MemoryCache(Cache):  # type: ignore[misc]
@@ -71,7 +93,8 @@ class MemoryCache(Cache):  # type: ignore[misc]
         tokens: columns read in all. length: columns of the partial segments, the last ones.
         read_BT: ids of all columns, or `EMBEDDED` or `PADDED`; None before the first.
         kv: the host's KV cache of the partial segments; None where they must be read from their first token.
-        projected: of each layer, the keys and values of its slots.
+        opened_layers: of the partial segments.
+        advances: a layer's memory changes with each token.
         opened: the model-level memory, opened for the partial segments; None before their next tokens.
         inputs: the inputs of the partial segments, each (B, length, ...). Positions in them count from the first token
             of the row's text.
@@ -88,7 +111,8 @@ class MemoryCache(Cache):  # type: ignore[misc]
         self.read_BT: Tensor | None = None
         self.before: int | Tensor = 0
         self.kv: Any = None
-        self.projected: Sequence[SlotProjections] | None = None
+        self.opened_layers: Sequence[OpenedLayer] | None = None
+        self.advances = False
         self.opened: Any = None
         self.inputs: dict[str, Tensor] = {}
         self.padding_BN: Tensor | None = None
@@ -118,6 +142,17 @@ class MemoryCache(Cache):  # type: ignore[misc]
         cache.__class__ = type(self)
         vars(cache).update(vars(self))
         return cache
+
+    def can_advance(self, padding_BN: Tensor | None, tokens: int = 1) -> bool:
+        """Return True if the layers' memories can read these next tokens, after all tokens that they have read."""
+        padded = padding_BN is not None and self.advances and bool(padding_BN.any())
+        return not self.advances or (tokens == 1 and keeps_opened() and not padded)
+
+    def reopen(self) -> None:
+        """Let the next token open the layers' memories, perhaps with other weights."""
+        self.kv = None if self.advances else self.kv
+        for layer in self.opened_layers or ():
+            layer.memory = layer.slots = None
 
     def note(self, new: dict[str, Tensor], padding_BN: Tensor | None) -> None:
         """Remember the ids of new columns."""
@@ -178,7 +213,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
         """The partial segments are full: keep the memory's state, drop their keys and values."""
         self.state = self.state_after = state
         self.before = before
-        self.length, self.inputs, self.padding_BN, self.kv = 0, {}, None, None
+        self.length, self.inputs, self.padding_BN, self.kv, self.opened_layers = 0, {}, None, None, None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens read in all."""
@@ -203,18 +238,25 @@ class MemoryCache(Cache):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put rows into this order, the state included, for beam search."""
-        self._rows(lambda t: t.index_select(0, beam_idx.to(t.device)), lambda kv: kv.reorder_cache(beam_idx))
+        self._rows(beam_idx, lambda kv: kv.reorder_cache(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
-        self._rows(lambda t: t.repeat_interleave(repeats, 0), lambda kv: kv.batch_repeat_interleave(repeats))
+        index_R = torch.arange(len(self.state.clock_B)).repeat_interleave(repeats)
+        self._rows(index_R, lambda kv: kv.batch_repeat_interleave(repeats))
         self.given = None if self.given is None else repeat(self.given, repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows."""
-        self._rows(lambda t: t[indices], lambda kv: kv.batch_select_indices(indices))
+        index_R = torch.arange(len(self.state.clock_B), device=indices.device)[indices]
+        self._rows(index_R, lambda kv: kv.batch_select_indices(indices))
 
-    def _rows(self, pick: Callable[[Tensor], Tensor], pick_kv: Callable[[Any], None]) -> None:
+    def _rows(self, index_R: Tensor, pick_kv: Callable[[Any], None]) -> None:
+        rows = len(self.state.clock_B)
+
+        def pick(t: Tensor) -> Tensor:
+            return t.index_select(0, index_R.to(t.device))
+
         self.state, self.opened = map_state(pick, self.state), None
         self.state_after = None if self.state_after is None else map_state(pick, self.state_after)
         self.inputs = {name: pick(t) for name, t in self.inputs.items()}
@@ -222,5 +264,5 @@ class MemoryCache(Cache):  # type: ignore[misc]
         self.before = pick(self.before) if isinstance(self.before, Tensor) else self.before
         if self.kv is not None:
             pick_kv(self.kv)
-            for projected in self.projected or ():
-                projected.pick(pick)
+            for layer in self.opened_layers or ():
+                layer.pick(index_R, rows)

@@ -140,6 +140,7 @@ def generate(
         if prompt is not None and (embedded is not None or mask is None or mask.shape[1] == prompt.shape[1]):
             text.refuse_other_text(prompt)
             first = text.tokens
+    text.reopen()
     before = copy.copy(text)
     before.kv = None
     columns = 1 if prompt is None else prompt.shape[1]

@@ -90,7 +90,7 @@ def in_columns(t: Tensor, columns: slice | Tensor) -> Tensor:
 
 def in_order(t: Tensor, columns_BN: Tensor) -> Tensor:
     """Columns of (B, M, ...), other ones for each row."""
-    return t.take_along_dim(columns_BN.view(*columns_BN.shape, *[1] * (t.dim() - 2)), 1)
+    return t[torch.arange(len(t), device=t.device)[:, None], columns_BN]
 
 
 def finite_padding(inputs: dict[str, Tensor], padding_BM: Tensor | None) -> dict[str, Tensor]:

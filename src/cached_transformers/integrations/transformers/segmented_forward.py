@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.checks import insist
+from cached_transformers.checks import insist, none_true
 from cached_transformers.integrations.memory_hooks import run_host, slot_attentions_of, undeclared
 from cached_transformers.integrations.memory_lookup import with_weights
 from cached_transformers.integrations.models import TransformersModel
@@ -132,7 +132,8 @@ class DecoderForward(HostForward):
             self.note_step(state, text.length + n, len(segments))
         cache = given.pop("past_key_values", None)
         asks = keeps and running().prompt_end == text.tokens
-        if text.kv is not None and segments[0].end is None and not self.checkpoints and not asks:
+        continues = text.kv is not None and segments[0].end is None and not self.checkpoints and not asks
+        if continues and text.can_advance(padding_BM, n):
             text.take(inputs, padding_BM, text.before)
             text.state_after = None  # computed on demand
             out = self._read_next(text, n, given)
@@ -159,8 +160,10 @@ class DecoderForward(HostForward):
         rows, n = first.shape[:2]
         new = {name: t.expand(rows, *t.shape[1:]) for name, t in new.items()}
         text = self.text_of(given.get("past_key_values"), state, rows)
-        padding_BM = _padding(given.pop("attention_mask", None), text, rows, n)
         keeps = self._keeps(given.pop("use_cache", None))
+        padding_BM = _padding(given.pop("attention_mask", None), text, rows, n)
+        if padding_BM is not None and keeps and none_true(padding_BM):  # generate gives a mask of ones
+            padding_BM = None
         inputs = text.with_new(new, padding_BM, self.embed_ids)
         if "position_ids" in new:
             why = f"position_ids begin again inside a row: {NO_CACHE if text.tokens else COMPILED} {WAY_OUT}"
@@ -224,7 +227,7 @@ class DecoderForward(HostForward):
             entry = padding_first(entry, text.first)[0]
             context = entry_context(entry, end - n, end, state.layers, shift_B1, writes=False)
             call = entry_inputs(entry, end - n, end, shift_B1)
-        context.kv_cache, context.projected = text.kv, text.projected
+        context.kv_cache, context.opened_layers = text.kv, text.opened_layers
         return self.run(*call, context, options)
 
     def ask_prompt(self, ids_BN: Tensor, state: State) -> State:

@@ -41,7 +41,8 @@ def bumps(count: int, widths: Sequence[float]) -> Bumps:
 
 def density(points: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     """N(points; mean, variance), by broadcasting."""
-    return torch.exp(-0.5 * (points - mean).square() / variance) / torch.sqrt(2 * math.pi * variance)
+    each = variance.rsqrt()  # divisions and their gradients have twice the passes
+    return torch.exp(-0.5 * ((points - mean) * each).square()) * (each * (2 * math.pi) ** -0.5)
 
 
 def evaluate(points: Tensor, basis: Bumps) -> Tensor:
@@ -87,7 +88,7 @@ def uniform_points(count: int) -> Tensor:
 def attended_mass(mean_BHN: Tensor, variance_BHN: Tensor, counted_BN: Tensor, bins: int) -> Tensor:
     """(B, K): share of all attention in each of K equal parts of [0, 1]; equal shares where no query counts."""
     edges_K1 = torch.linspace(0, 1, bins + 1, dtype=mean_BHN.dtype, device=mean_BHN.device)
-    below = torch.special.ndtr((edges_K1 - mean_BHN[..., None]) / variance_BHN[..., None].sqrt())
+    below = torch.special.ndtr((edges_K1 - mean_BHN[..., None]) * variance_BHN[..., None].rsqrt())
     mass_BK = torch.where(counted_BN[:, None, :, None], below.diff(dim=-1), 0).sum((1, 2))
     total_B1 = mass_BK.sum(1, keepdim=True)
     return torch.where(total_B1 > 0, mass_BK / total_B1.clamp(min=torch.finfo(mass_BK.dtype).tiny), 1 / bins)

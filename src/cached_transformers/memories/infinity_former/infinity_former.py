@@ -25,7 +25,7 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import Context, Linear, ProjectKV, Query, Reading, Trace, Weights
 from cached_transformers.interfaces.probing import Probing
 from cached_transformers.linear_maps import matrix_of
-from cached_transformers.memories.parts.fifo_store import Rows, empty_rows, push
+from cached_transformers.memories.parts.fifo_store import Rows, empty_rows, push, taken
 from cached_transformers.memories.parts.options import NO_MEMORY, check_heads, check_positive
 from cached_transformers.memories.parts.sinks import KeepsSinks, placed
 from cached_transformers.positions import Positions, RelativePositions
@@ -260,10 +260,10 @@ class InfinityFormer(KeepsSinks):
         coefficients_BCD, fits_B = _clean(state), state.fits_B
         place_BL = slots + n - all_BW.count_B[:, None] + torch.arange(self.chunk, device=fits_B.device)
         for turn in range((self.chunk - 1 + n) // self.chunk):
-            index = (place_BL + turn * self.chunk).clamp(max=slots + n - 1)[..., None].expand(-1, -1, self.width)
+            index_BL = (place_BL + turn * self.chunk).clamp(max=slots + n - 1)
             due_B = refits_B > turn
             # Rows that are not due look at whatever it holds, which must stay without effect.
-            new_BLD = torch.where(due_B[:, None, None], all_BW.hidden_BMD.gather(1, index), 0)
+            new_BLD = torch.where(due_B[:, None, None], taken(all_BW.hidden_BMD, index_BL), 0)
             points_BT = self._sample(attention if turn == 0 else None, coefficients_BCD)
             fitted_BCD = self.refit(coefficients_BCD, fits_B, new_BLD, points_BT)
             coefficients_BCD = torch.where(due_B[:, None, None], fitted_BCD, coefficients_BCD)

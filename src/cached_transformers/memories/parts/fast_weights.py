@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
@@ -42,9 +43,9 @@ class Learned(NamedTuple):
 
 
 class FastReading(NamedTuple):
-    """b (..., C, 1), f (..., C, 1) and G (..., C, C) of the weights that each token of a chunk reads."""
+    """b (..., C, 1; None for 1), f (..., C, 1) and G (..., C, C) of the weights that each token of a chunk reads."""
 
-    b: Tensor
+    b: Tensor | None
     f: Tensor
     G: Tensor
 
@@ -57,11 +58,23 @@ class FastState(NamedTuple):
     tokens_B: Tensor
 
 
-class OpenedText(NamedTuple):
-    """State at the start of the open chunk, and the layer's inputs (B, n, D) of the tokens in that chunk."""
+class OpenChunk(NamedTuple):
+    """Matrices (B, G, I, O) within a segment that is read token by token: those with which the open chunk begins, and
+    those that the last token has left; the nets' projections of a token, in one; the number of tokens, and those
+    (modulo the chunk) at which rows begin a chunk; and tensors (B, chunk, ...) of a rule, by that number.
+    """
 
-    state: FastState
-    earlier_BnD: Tensor
+    begun: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...]
+    sums: tuple[Tensor, ...]
+    project: Callable[[Tensor], Tensor]
+    token: int
+    begins: tuple[int, ...]
+    by_place: tuple[Tensor, ...] = ()
+
+    def here(self) -> list[Tensor]:
+        """Tensors (B, ...) of the next token."""
+        return [t[:, self.token % t.shape[1]] for t in self.by_place]
 
 
 class Soup(NamedTuple):
@@ -106,8 +119,8 @@ def slope(z: Tensor, kind: Activation) -> Tensor:
     return 0.5 * (1 + t) + 0.5 * z * (1 - t.square()) * scale * (1 + 3 * cubic * z.square())
 
 
-Step = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Data of one matrix: W and S before a chunk, inputs and errors of its tokens."""
+Step = tuple[Any, ...]
+"""Data of one matrix: W and S before a chunk or token, inputs and errors of its tokens."""
 
 
 class FastWeights(nn.Module, abc.ABC):
@@ -116,7 +129,7 @@ class FastWeights(nn.Module, abc.ABC):
     Args:
         shapes: (I, O) of each matrix, without its bias.
         initial_GP: weights before the first token, a parameter; of each matrix I rows, and one more with `biased`.
-        activation: a, between the matrices.
+        activation: a, between the matrices. chunk: C.
         limit: no matrix begins a chunk with a root mean square above it; None for no limit.
         biased: a bias after each matrix, which is a row of it whose input is 1.
     """
@@ -127,12 +140,13 @@ class FastWeights(nn.Module, abc.ABC):
         initial_GP: Tensor,
         *,
         activation: Activation,
+        chunk: int,
         limit: float | None,
         biased: bool = False,
     ) -> None:
         super().__init__()
         self.shapes = [(i + biased, o) for i, o in shapes]
-        self.activation, self.limit, self.biased = activation, limit, biased
+        self.activation, self.chunk, self.limit, self.biased = activation, chunk, limit, biased
         self.initial_GP = nn.Parameter(initial_GP)
 
     @property
@@ -146,7 +160,11 @@ class FastWeights(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def move(self, end: Sequence[Tensor], step: Step) -> tuple[Tensor, Tensor]:
-        """W and S of one matrix after a chunk, by its coefficients `end` that the rule passed to `through`."""
+        """W and S of one matrix after a chunk, by `end` and inputs times minus `rates` (the rule's for `through`)."""
+
+    @abc.abstractmethod
+    def follow(self, rule: Sequence[Tensor], begun: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """W and S of one matrix after one token, by the rule's coefficients in `Asked.rest`."""
 
     def matrices(self, flat: Tensor) -> list[Tensor]:
         """(B, ..., G, I, O) of each layer of the nets, of their numbers (B, ..., G, P)."""
@@ -163,23 +181,23 @@ class FastWeights(nn.Module, abc.ABC):
         """Weights at the start of a segment: learned ones, or the initial weights of rows without writes."""
         empty_B11 = empty_B[:, None, None]
         initial_GP = self.initial_GP.to(learned.weights_BGP.dtype)
-        # where, not multiplication: no value of an empty state may reach a result, not even NaN
+        # no product: no value of an empty state may reach a result, not even NaN
         return Learned(
-            torch.where(empty_B11, initial_GP, learned.weights_BGP), torch.where(empty_B11, 0, learned.sums_BGP)
+            torch.where(empty_B11, initial_GP, learned.weights_BGP), learned.sums_BGP.masked_fill(empty_B11, 0)
         )
 
-    def read(self, weights: Tensor, q: Tensor, soup: Soup | None = None) -> Tensor:
-        """(B, ..., G, N, V): what nets of weights (B, ..., G, P) give for queries; nothing is learned."""
-        for layer, matrix in enumerate(self.matrices(weights)):
+    def read(self, weights: Tensor | Sequence[Tensor], q: Tensor, soup: Soup | None = None) -> Tensor:
+        """(B, ..., G, N, V): what nets of weights (B, ..., G, P), or matrices, give for queries; nothing is learned."""
+        for layer, matrix in enumerate(self.matrices(weights) if isinstance(weights, Tensor) else weights):
             x = self._input(activate(q, self.activation) if layer else q)
             q = x @ matrix
             if soup is not None:
                 q = soup.among(layer, x, q)
         return q
 
-    def surprise(self, weights: list[Tensor], k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Inputs x (..., C, I) of each matrix and errors e (..., C, O) after it: token j's gradient is x_j e_j^T."""
-        inputs, sums = [self._input(k)], []
+    def surprise(self, weights: Sequence[Tensor], x: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Inputs x (..., C, I) of each matrix, and errors e (..., C, O) after it: token j's gradient is x_j e_j^T."""
+        inputs, sums = [x], []
         for matrix in weights[:-1]:
             sums.append(inputs[-1] @ matrix)
             inputs.append(self._input(activate(sums[-1], self.activation)))
@@ -192,8 +210,8 @@ class FastWeights(nn.Module, abc.ABC):
         """Matrices (..., I, O) with a root mean square of at most `limit`."""
         if self.limit is None:
             return t
-        top = self.limit**2
-        share = (t.square().mean((-2, -1), keepdim=True) / top).clamp(min=1).rsqrt()
+        top = self.limit**2 * math.prod(t.shape[-2:])
+        share = (t.square().sum((-2, -1), keepdim=True) / top).clamp(min=1).rsqrt()
         return t * share  # of 1 leaves all as it is
 
     def through(
@@ -203,6 +221,7 @@ class FastWeights(nn.Module, abc.ABC):
         k: Tensor,
         v: Tensor,
         reading: FastReading | None,
+        rates: Sequence[Tensor],
         end: Sequence[Tensor],
         soup: Soup | None = None,
     ) -> tuple[Tensor | None, Learned]:
@@ -211,56 +230,77 @@ class FastWeights(nn.Module, abc.ABC):
         Args:
             learned: as `start` gives it, in float32 or wider, in which everything is computed.
             q, k, v: (B, G, Q, C, K or V), in chunks. q is None for nothing but to learn.
-            reading: coefficients (B, G, Q, ...) of the read, with q. end: coefficients for `move`, (B, 1 or G, Q, ...).
+            reading: coefficients (B, G, Q, ...) of the read, with q.
+            rates, end: coefficients for `move`: (B, 1 or G, Q, C, 1) of inputs, and (B, 1 or G, Q, 1, 1).
             soup: snapshots mixed into the nets that are read; their weights in chunks (B, G, Q, C, S + 1).
         """
-        # Unbound, not indexed: the gradient of an index is as long as the sequence.
-        writes = zip(*(t.unbind(2) for t in (k, v, *end)), strict=True)
+        nets = k.shape[:2]
+
+        def by_chunk(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+            # Unbound, not indexed: the gradient of an index is as long as the sequence.
+            return zip(*(t.expand(*nets, *t.shape[2:]).flatten(0, 1).unbind(1) for t in tensors), strict=True)
+
+        # The first inputs are known, and their products computed for all chunks at once: the loop is many small steps.
+        k, rates = self._input(k).contiguous(), [-rate for rate in rates]
+        writes = zip(*(by_chunk(*t) for t in ((k, v), rates, [k * rate for rate in rates], end)), strict=True)
         reads: Iterable[tuple[Tensor, ...]] = repeat(())
+        mixes = repeat(()) if soup is None else by_chunk(soup.weights)
         if q is not None and reading is not None:
-            q = self._input(q)
-            near = (q @ self._input(k).mT) * reading.G
-            mixes = () if soup is None else (soup.weights,)
-            reads = zip(*(t.unbind(2) for t in (q, near, *reading, *mixes)), strict=True)
-        weights, sums = (self.matrices(wide(t)) for t in learned)
+            b, f, G = reading
+            q, G = self._input(q).contiguous(), -G
+            known = (q, q if b is None else b * q, f * q, (q @ k.mT) * G)
+            reads = by_chunk(*known, f, G, *(() if b is None else (b,)))
+        weights, sums = ([t.flatten(0, 1) for t in self.matrices(wide(part))] for part in learned)
         outputs = []
-        for (key, value, *last), asked in zip(writes, reads, strict=False):
+        for ((key, value), by, scaled, last), asked, mixed in zip(writes, reads, mixes, strict=False):
             weights = [self.limited(t) for t in weights]
             inputs, errors = self.surprise(weights, key, value)
-            steps = list(zip(weights, sums, inputs, errors, strict=True))
             if asked:
-                now = None if soup is None else Soup(soup.matrices, asked[5])
-                outputs.append(self._read_within(asked[:5], steps, now))
-            moved = [self.move(last, step) for step in steps]
+                now = soup and Soup(soup.matrices, mixed[0].unflatten(0, nets))
+                outputs.append(self._read_within(asked, zip(weights, sums, inputs, errors, strict=True), now))
+            pushes = [scaled, *([x * rate for rate in by] for x in inputs[1:])]
+            moved = [self.move(last, step) for step in zip(weights, sums, pushes, errors, strict=True)]
             weights, sums = ([pair[part] for pair in moved] for part in (0, 1))
-        after = Learned(*(torch.cat([t.flatten(-2) for t in parts], -1) for parts in (weights, sums)))
-        return (torch.stack(outputs, 2) if outputs else None), after
+        after = (torch.cat([t.flatten(-2) for t in parts], -1).unflatten(0, nets) for parts in (weights, sums))
+        return (torch.stack(outputs, 1).unflatten(0, nets) if outputs else None), Learned(*after)
+
+    def step(self, nets: OpenChunk, asked: Asked, soup: Soup | None) -> tuple[Tensor, OpenChunk]:
+        """Read one token, (B, G, 1, V), after its own write; and the nets for the next one."""
+        device, (k, v, *rule) = asked.q_BGNK.device.type, asked.rest
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+            inputs, errors = self.surprise(nets.begun, self._input(k), v)
+            steps = zip(nets.weights, nets.sums, inputs, errors, strict=True)
+            pairs = [self.follow(rule, begun, step) for begun, step in zip(nets.begun, steps, strict=True)]
+            weights, sums = zip(*pairs, strict=True)
+            nets = nets._replace(weights=weights, sums=sums, token=nets.token + 1)
+            out = self.read(weights, asked.q_BGNK, soup)
+            return out, self.turn(nets) if nets.token % self.chunk in nets.begins else nets
+
+    def turn(self, nets: OpenChunk) -> OpenChunk:
+        """Begin a chunk."""
+        begun = tuple(map(self.limited, nets.weights))
+        return nets._replace(begun=begun, weights=begun)
 
     def _input(self, x: Tensor) -> Tensor:
         return F.pad(x, (0, 1), value=1.0) if self.biased else x
 
-    def _read_within(self, asked: tuple[Tensor, ...], steps: list[Step], soup: Soup | None) -> Tensor:
-        """Outputs for `asked`, q, G_ij (q_i . k_j), b, f, G of a chunk, each after its token's write."""
-        q, near, b, f, G = asked  # of queries as `_input` gives them
+    def _read_within(self, asked: tuple[Tensor, ...], steps: Iterable[Step], soup: Soup | None) -> Tensor:
+        """Outputs for q, b q, f q, -G_ij (q_i . k_j), f, -G and b of a chunk, each after its token's write."""
+        x, to_weights, to_sums, near, f, G, *b = asked  # of queries as `_input` gives them
+        y = x
         for layer, (W, S, given, error) in enumerate(steps):
-            x = self._input(activate(q, self.activation)) if layer else q
             if layer:
-                near = (x @ given.mT) * G
-            q = b * (x @ W) + f * (x @ S) - near @ error
+                x = self._input(activate(y, self.activation))
+                to_weights, to_sums, near = b[0] * x if b else x, f * x, (x @ given.mT) * G
+            y = torch.baddbmm(torch.baddbmm(to_weights.bmm(W), to_sums, S), near, error)
             if soup is not None:
-                q = soup.among(layer, x, q)
-        return q
+                wide_x, wide_y = (t.unflatten(0, soup.weights.shape[:2]) for t in (x, y))
+                y = soup.among(layer, wide_x, wide_y).flatten(0, 1)
+        return y
 
 
 class FastMemory(Recurrent):
-    """A layer memory whose state is what nets of each row have learned.
-
-    Attributes:
-        chunk: tokens whose gradients are taken at the same weights, from the start of a segment on; 1 where the state
-            itself holds an open chunk.
-    """
-
-    chunk: int = 1
+    """A layer memory whose state is what nets of each row have learned."""
 
     @property
     @abc.abstractmethod
@@ -274,31 +314,27 @@ class FastMemory(Recurrent):
     def open(self, state: FastState, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> FastState:
         return state
 
-    def read(self, opened: FastState | OpenedText, query: Query, project_kv: ProjectKV | None = None) -> Reading:
-        if not isinstance(opened, OpenedText):
-            return self.read_state(opened, query, project_kv)
-        state, earlier_BnD = opened
-        reading = self.read_state(state, Query(torch.cat([earlier_BnD, query.x_BND], 1)), None)
-        assert reading.output_BHNE is not None
-        return reading._replace(output_BHNE=reading.output_BHNE[:, :, earlier_BnD.shape[1] :])
+    @abc.abstractmethod
+    def begin(self, state: FastState, learned: Learned, x_BND: Tensor) -> OpenChunk:
+        """Nets for one token at a time: state before the segment, after its first tokens learned weights."""
 
-    def read_state(self, state: FastState, query: Query, project_kv: ProjectKV | None) -> Reading:
-        """`read` at the start of a chunk."""
-        return super().read(state, query)
+    def read(self, opened: FastState | OpenChunk, query: Query, project_kv: ProjectKV | None = None) -> Reading:
+        return self.read_with(opened, query, project_kv)
 
-    def advance(self, opened: FastState | OpenedText, x_BND: Tensor, traces: Sequence[Trace]) -> FastState | OpenedText:
+    def read_with(self, opened: FastState | OpenChunk, query: Query, project_kv: ProjectKV | None) -> Reading:
+        """`read`, for options to change."""
+        return super().read(opened, query)
+
+    def advance(self, opened: FastState | OpenChunk, x_BND: Tensor, traces: Sequence[Trace]) -> OpenChunk:
         query, reading = traces[0][2:4]
-        state, x_BND = opened, query.x_BND if query.segment is None else query.x_BND.narrow(1, *query.segment)
-        if isinstance(opened, OpenedText):
-            state, x_BND = opened.state, torch.cat([opened.earlier_BnD, x_BND], 1)
-        assert isinstance(state, FastState)
-        full = x_BND.shape[1] // self.chunk * self.chunk
-        if full:
-            over = Query(x_BND[:, :full])
-            if full < x_BND.shape[1]:
-                reading = self.read_state(state, over, None)
-            state = self.after(state, reading.carry, Trace(over.x_BND, over.x_BND, over, reading))
-        return state if full == x_BND.shape[1] else OpenedText(state, x_BND[:, full:])
+        if isinstance(opened, OpenChunk):
+            return reading.carry  # type: ignore[no-any-return]
+        return self.begin(opened, reading.carry, query.x_BND.narrow(1, *(query.segment or (0, x_BND.shape[1]))))
+
+    def projected(self, opened: OpenChunk, x_BND: Tensor) -> tuple[Tensor, Tensor]:
+        """Query, key and value of one token, (B, 3, G, 1, K), and a further projection, in float32 or wider."""
+        t_BND, width = wide(opened.project(x_BND)), 3 * self.groups * self.key_width
+        return t_BND[..., :width].view(len(x_BND), 3, self.groups, 1, -1), t_BND[..., width:]
 
     def soup(self, opened: FastState, query: Query, asked: Asked, snapshots_BS: Tensor, weights_BGNS: Tensor) -> Answer:
         mixed = Soup(self.net.matrices(snapshots_BS), weights_BGNS)
@@ -324,6 +360,8 @@ class FastMemory(Recurrent):
     def after(self, state: FastState, learned: Iterable[Tensor], trace: Trace) -> FastState:
         """The state after a segment; rows without a write keep their weights to the last bit."""
         written_B = written(trace.query.padding_BN, trace.x_BND)
-        kept_B11, pairs = (written_B == 0)[:, None, None], zip(state[:2], learned, strict=True)
-        new = (torch.where(kept_B11, a, b.to(a.dtype)) for a, b in pairs)
-        return FastState(*new, state.tokens_B + written_B)  # type: ignore[call-arg]
+        new = [b.to(a.dtype) for a, b in zip(state[:2], learned, strict=True)]
+        if trace.query.padding_BN is not None or not trace.x_BND.shape[1]:
+            kept_B11 = (written_B == 0)[:, None, None]
+            new = [torch.where(kept_B11, a, b) for a, b in zip(state[:2], new, strict=True)]
+        return FastState(new[0], new[1], state.tokens_B + written_B)

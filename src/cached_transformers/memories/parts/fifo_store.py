@@ -203,9 +203,11 @@ def best(score_XL: Tensor, valid_XL: Tensor, slots: int) -> tuple[Tensor, Tensor
 
 def kept(old_XMC: Tensor, new_XNC: Tensor, index_XM: Tensor, real_XM: Tensor) -> Tensor:
     """(X, M, C): stored and new entries selected by `best`; 0 in empty slots."""
-    both_XLC = torch.cat([old_XMC, new_XNC.to(old_XMC.dtype).expand(*old_XMC.shape[:-2], -1, -1)], -2)
-    chosen_XMC = both_XLC.gather(-2, index_XM[..., None].expand(*index_XM.shape, both_XLC.shape[-1]))
-    return torch.where(real_XM[..., None], chosen_XMC, 0)
+    both_XLC = new_XNC.to(old_XMC.dtype).expand(*old_XMC.shape[:-2], -1, -1)
+    if old_XMC.shape[-2]:
+        both_XLC = torch.cat([old_XMC, both_XLC], -2)
+    chosen_XMC = taken(both_XLC.flatten(0, -3), index_XM.flatten(0, -2)).view(*index_XM.shape, both_XLC.shape[-1])
+    return chosen_XMC.masked_fill_(~real_XM[..., None], 0)
 
 
 def from_last(valid_XL: Tensor) -> Tensor:
@@ -229,4 +231,4 @@ def recalled(
     k_BHME, v_BHME = project_kv(torch.where(valid_BM[..., None], hidden_BMD, 0))
     if weight_BM is not None:
         v_BHME = v_BHME * weight_BM[:, None, :, None]
-    return Context(k_BHME, v_BHME, positions_BMP, valid_BM, consecutive, clean=weight_BM is None)
+    return Context(k_BHME, v_BHME, positions_BMP, valid_BM, consecutive, clean=True)

@@ -45,7 +45,7 @@ def _by_chunks(q_BHNE: Tensor, k_BHME: Tensor, filled_B: Tensor, neighbours: int
     slot_M = torch.arange(k_BHME.shape[2], device=k_BHME.device)
     best, index = None, None
     for k_BHCE, slot_C in zip(k_BHME.split(chunk, 2), slot_M.split(chunk), strict=True):
-        scores_BHNC = (q_BHNE @ k_BHCE.mT).masked_fill(slot_C >= filled_B111, -torch.inf)
+        scores_BHNC = (q_BHNE @ k_BHCE.mT).masked_fill_(slot_C >= filled_B111, -torch.inf)
         found = scores_BHNC.topk(min(neighbours, len(slot_C)), -1)
         if best is None or index is None:
             best, index = found.values, found.indices

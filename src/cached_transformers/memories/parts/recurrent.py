@@ -16,10 +16,11 @@ from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query,
 
 
 class Asked(NamedTuple):
-    """Queries of a segment's tokens, and the keys under which they write."""
+    """Queries of a segment's tokens, the keys under which they write, and tensors for the memory that made them."""
 
     q_BGNK: Tensor
     k_BGNK: Tensor
+    rest: tuple[Tensor, ...] = ()
 
 
 class Answer(NamedTuple):
@@ -82,7 +83,7 @@ def mix(answers_BSGNF: Tensor, online_BGNF: Tensor, weights_BGNS: Tensor) -> Ten
 
 def wide(t: Tensor) -> Tensor:
     """Convert to float32, unless wider."""
-    return t.to(torch.promote_types(t.dtype, torch.float32))
+    return t if t.dtype in (torch.float32, torch.float64) else t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 def beside(t_BGNK: Tensor, dims: int) -> Tensor:

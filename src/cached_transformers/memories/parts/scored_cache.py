@@ -213,7 +213,8 @@ class ScoredCache(KeepsSinks):
         if weights_BHWL is not None:  # the context may begin with slots of other memories
             weights_BHWL = weights_BHWL[..., weights_BHWL.shape[-1] - n - slots :]
         pairs = (state.k_BGME, k_BGNE), (state.v_BGME, v_BGNE)
-        k_BGLE, v_BGLE = (torch.cat([old.to(new.dtype), new], 2) for old, new in pairs)
+        filled_BM = state.valid_BM[:, None, :, None]
+        k_BGLE, v_BGLE = (torch.cat([torch.where(filled_BM, old.to(new.dtype), 0), new], 2) for old, new in pairs)
         if query.padding_BN is not None:  # before all tokens, so that it is no neighbour of one
             order_BL = valid_BL.long().argsort(dim=1, stable=True)
             valid_BL, new_BL = (t.gather(1, order_BL) for t in (valid_BL, new_BL))
@@ -223,7 +224,7 @@ class ScoredCache(KeepsSinks):
                 scores_BGL = scores_BGL.take_along_dim(order_BL[:, None], 2)
             if weights_BHWL is not None:
                 weights_BHWL = weights_BHWL.take_along_dim(order_BL[:, None, None], 3)
-        k_BGLE, v_BGLE = (torch.where(valid_BL[:, None, :, None], t, 0) for t in (k_BGLE, v_BGLE))
+            k_BGLE, v_BGLE = (torch.where(valid_BL[:, None, :, None], t, 0) for t in (k_BGLE, v_BGLE))
         return Candidates(k_BGLE, v_BGLE, valid_BL, new_BL, places_BLP, query, weights_BHWL, scores_BGL)
 
 

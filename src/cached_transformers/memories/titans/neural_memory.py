@@ -79,10 +79,10 @@ def scan_of(gates: Gates) -> Scan:
     """Coefficients of chunks (..., C)."""
     theta, alpha, damping, there = gates
     kept, eta = 1 - alpha, 1 - damping
-    A, N = products(kept), products(eta)
-    m, n = N[..., 0] * eta[..., :1], N * theta[..., None, :]
-    f, G = A @ (there * m)[..., None], A @ (there[..., None] * n)
-    return Scan((A[..., 0] * kept[..., :1])[..., None], f, G, m[..., None], n)
+    A, N = products(torch.stack([kept, eta]))
+    m, n = N[..., :1] * eta[..., :1, None], N * theta[..., None, :]
+    summed = A * there[..., None, :]
+    return Scan(A[..., :1] * kept[..., :1, None], summed @ m, summed @ n, m, n)
 
 
 class NeuralMemory(FastWeights):
@@ -120,8 +120,9 @@ class NeuralMemory(FastWeights):
         shapes = list(pairwise([width, *[expansion * width] * (layers - 1), width]))
         first = [torch.randn(nets, i, o) / i**0.5 for i, o in shapes[:-1]]
         first.append(torch.zeros(nets, *shapes[-1]))
-        super().__init__(shapes, torch.cat([t.flatten(1) for t in first], 1), activation=activation, limit=limit)
-        self.chunk, self.loss, self.bound, self.power = chunk, loss, bound, power
+        initial_GP = torch.cat([t.flatten(1) for t in first], 1)
+        super().__init__(shapes, initial_GP, activation=activation, chunk=chunk, limit=limit)
+        self.loss, self.bound, self.power = loss, bound, power
 
     def error(self, given: Tensor, wanted: Tensor) -> Tensor:
         error = given - wanted
@@ -133,10 +134,16 @@ class NeuralMemory(FastWeights):
         return error
 
     def move(self, end: Sequence[Tensor], step: Step) -> tuple[Tensor, Tensor]:
-        """By the last rows b, f, m, G and n of the chunk's scan."""
-        (b, f, m, G, n), (W, S, given, error) = end, step
-        to_weights, to_momentum = (torch.cat([given * G, given * n], -1).mT @ error).chunk(2, -2)
-        return b * W + f * S - to_weights, m * S - to_momentum
+        """By b, f and m of the chunk's last token, and G and n from there."""
+        (b, f, m), (W, S, (to_weights, to_sums), error) = end, step
+        W, S = torch.addcmul(f * S, b, W), m * S
+        return torch.baddbmm(W, to_weights.mT, error), torch.baddbmm(S, to_sums.mT, error)
+
+    def follow(self, rule: Sequence[Tensor], begun: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """By 1 - alpha, eta and -theta."""
+        (kept, eta, push), (W, S, x, error) = rule, step
+        S = torch.addcmul(S * eta, x.mT, error * push)
+        return torch.addcmul(S, W, kept), S
 
     def forward(
         self,
@@ -156,7 +163,8 @@ class NeuralMemory(FastWeights):
             scan = scan_of(Gates(*(chunks(wide(t), size) for t in gates)))
             k, v = (chunks(wide(t), size) for t in (k_BGNK, v_BGNV))
             q = None if q_BGNK is None else chunks(wide(q_BGNK), size)
-            end = [t[..., -1:, :] for t in (scan.b, scan.f, scan.m)] + [t[..., -1, :, None] for t in (scan.G, scan.n)]
+            end = [t[..., -1:, :] for t in (scan.b, scan.f, scan.m)]
+            rates = [t[..., -1, :, None] for t in (scan.G, scan.n)]
             soup = soup and Soup(soup.matrices, chunks(soup.weights, size))
-            out, after = self.through(learned, q, k, v, FastReading(scan.b, scan.f, scan.G), end, soup)
+            out, after = self.through(learned, q, k, v, FastReading(scan.b, scan.f, scan.G), rates, end, soup)
             return (None if out is None else out.flatten(2, 3)[:, :, :tokens]), after

@@ -34,7 +34,8 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, fixed
-from cached_transformers.memories.parts.fast_weights import FastMemory, FastState, Learned, Soup
+from cached_transformers.linear_maps import side_by_side
+from cached_transformers.memories.parts.fast_weights import FastMemory, FastState, Learned, OpenChunk, Soup
 from cached_transformers.memories.parts.fifo_store import taken
 from cached_transformers.memories.parts.options import NO_MEMORY, STRETCH, Gate, check_positive, gated
 from cached_transformers.memories.parts.recurrent import Answer, Asked, shown, wide
@@ -139,7 +140,7 @@ class Titans(FastMemory):
         _check(width, nets, place, persistent, momentum, bound=bound, limit=limit, rate=rate, half_life=half_life)
         self.heads, self.nets, self.place, self.mix, self.gates, self.causal = heads, nets, place, mix, gates, causal
         self.groups, self.key_width, self.linear = nets, width // nets, layers == 1
-        self.rate, self.chunk = rate / chunk, chunk
+        self.rate = rate / chunk
         self.memory = NeuralMemory(
             nets,
             width // nets,
@@ -177,11 +178,29 @@ class Titans(FastMemory):
     def snapshot(self, state: FastState) -> Tensor:
         return state.weights_BGP
 
-    def ask(self, opened: FastState, query: Query) -> Asked:
+    def begin(self, state: FastState, learned: Learned, x_BND: Tensor) -> OpenChunk:
+        weights, sums = (tuple(self.net.matrices(t)) for t in learned)
+        project = side_by_side([self.query, self.key, self.value, self.gate])
+        open_tokens = x_BND.shape[1] % self.memory.chunk
+        before = self.read(state, Query(x_BND[:, :-open_tokens])).carry if open_tokens else learned
+        begun = tuple(map(self.net.limited, self.net.matrices(before.weights_BGP)))
+        return OpenChunk(begun, weights if open_tokens else begun, sums, project, open_tokens, (0,))
+
+    def ask(self, opened: FastState | OpenChunk, query: Query) -> Asked:
+        if isinstance(opened, OpenChunk):
+            t_B3GNK, logits_BNG = self.projected(opened, query.x_BND)
+            t_B3GNK = F.silu(t_B3GNK)
+            q_BGNK, k_BGNK = F.normalize(t_B3GNK[:, :2], dim=-1).unbind(1)
+            logits = logits_BNG.view(len(query.x_BND), 3, -1, 1, 1)
+            (theta, alpha, _), eta = gated(logits, self.gates).unbind(1), logits[:, 2].sigmoid()
+            return Asked(q_BGNK, k_BGNK, (k_BGNK, t_B3GNK[:, 2], 1 - alpha, eta, self.rate * theta * (eta - 1)))
         x_BND = shown(query.x_BND, query.padding_BN)
         return Asked(self._unit(self.query(x_BND)), self._unit(self.key(x_BND)))
 
-    def online(self, opened: FastState, query: Query, asked: Asked, soup: Soup | None = None) -> Answer:
+    def online(self, opened: FastState | OpenChunk, query: Query, asked: Asked, soup: Soup | None = None) -> Answer:
+        if isinstance(opened, OpenChunk):
+            now_BGNV, nets = self.net.step(opened, asked, soup)
+            return Answer(now_BGNV, carry=nets)
         learned, n = self.learned(opened), query.x_BND.shape[1]
         start, length = query.segment or (0, n)
         x_BND = query.x_BND[:, start : start + length]
@@ -203,11 +222,11 @@ class Titans(FastMemory):
         m_BND = found.answer_BGNF.transpose(1, 2).flatten(2)
         return Reading(output_BHNE=m_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2), carry=found.carry)
 
-    def read_state(self, state: FastState, query: Query, project_kv: ProjectKV | None) -> Reading:
+    def read_with(self, opened: FastState | OpenChunk, query: Query, project_kv: ProjectKV | None) -> Reading:
         if self.place != "context":
-            return super().read_state(state, query, project_kv)
-        assert project_kv is not None
-        return Reading(self._context(state, self.learned(state), query, project_kv), any_B=state.tokens_B > 0)
+            return super().read_with(opened, query, project_kv)
+        assert isinstance(opened, FastState) and project_kv is not None
+        return Reading(self._context(opened, self.learned(opened), query, project_kv), any_B=opened.tokens_B > 0)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         if reading.output_BHNE is None:
@@ -238,7 +257,8 @@ class Titans(FastMemory):
                 self.open_gate.fill_(False)
 
     def _unit(self, t_BND: Tensor) -> Tensor:
-        return F.normalize(F.silu(self.by_net(t_BND)), dim=-1)
+        t_BGNK = F.silu(self.by_net(t_BND))
+        return t_BGNK * t_BGNK.square().sum(-1, keepdim=True).clamp(min=1e-24).rsqrt()
 
     def _gates(self, x_BND: Tensor, padding_BN: Tensor | None) -> Gates:
         logits = wide(self.gate(x_BND)).mT.unflatten(1, (3, self.nets)).unbind(1)
