@@ -15,9 +15,10 @@ from memories.harness import HEADS, WIDTH, agree, inputs, layer_of, run_layer
 from torch import Tensor
 
 from cached_transformers import add_memory
+from cached_transformers.attentions.parts.linearised import elu_features
 from cached_transformers.interfaces.memory import Query, Trace
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.memories.infini import Infini, recall, sigma, store
+from cached_transformers.memories.infini import Infini, recall, store
 
 ROWS, E = 2, 4
 updates = pytest.mark.parametrize("update", ["linear", "delta", "exact"])
@@ -101,7 +102,7 @@ def test_it_is_its_slow_twin_with_gradients(update: Any, first: Any) -> None:
 def pairs(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     k, v = torch.randn(2, 1, 1, count, E, dtype=torch.float64, generator=generator)
-    return sigma(2 * k), v
+    return elu_features(2 * k), v
 
 
 def stored(s: Tensor, v: Tensor, update: Any, lengths: list[int], **options: int) -> tuple[Tensor, Tensor]:
@@ -169,8 +170,8 @@ def test_keys_of_which_nothing_is_left_give_zeros_and_no_nan(update: str) -> Non
     """exp(-200) is 0 in float32."""
     q = torch.full((1, 1, 3, E), -200.0, requires_grad=True)
     v = torch.ones(1, 1, 3, E)
-    M, z = store(torch.zeros(1, 1, E, E), torch.zeros(1, 1, E), sigma(q), v, update)  # type: ignore[arg-type]
-    read = recall(sigma(q), *store(M, z, sigma(q), v, update))  # type: ignore[arg-type]
+    M, z = store(torch.zeros(1, 1, E, E), torch.zeros(1, 1, E), elu_features(q), v, update)  # type: ignore[arg-type]
+    read = recall(elu_features(q), *store(M, z, elu_features(q), v, update))  # type: ignore[arg-type]
     read.sum().backward()
     assert not read.any() and q.grad is not None and bool(q.grad.isfinite().all())
 

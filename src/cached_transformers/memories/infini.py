@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.attentions.parts.linearised import elu_features
 from cached_transformers.interfaces.memory import ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
@@ -54,11 +55,6 @@ class OpenedMatrix(NamedTuple):
 
     sums_BHEF: Tensor
     any_B: Tensor
-
-
-def sigma(x: Tensor) -> Tensor:
-    """elu(x) + 1, with all digits where it is small: e^x below 0, where (e^x - 1) + 1 would round to 0."""
-    return x.relu() + x.clamp(max=0).exp()  # `where` and its gradient take three times as long
 
 
 def recall(features_BHNE: Tensor, matrix_BHEF: Tensor, mass_BHE: Tensor) -> Tensor:
@@ -159,7 +155,7 @@ class Infini(Recurrent):
 
     def ask(self, opened: OpenedMatrix, query: Query) -> Asked:
         assert query.q_BHNE is not None and query.k_BHNE is not None
-        return Asked(sigma(wide(shown(query.q_BHNE, query.padding_BN))), query.k_BHNE)
+        return Asked(elu_features(wide(shown(query.q_BHNE, query.padding_BN))), query.k_BHNE)
 
     def online(self, opened: OpenedMatrix, query: Query, asked: Asked) -> Answer:
         return Answer(self.answer(opened.sums_BHEF, asked), opened.any_B)
@@ -188,7 +184,8 @@ class Infini(Recurrent):
         mass_BHE = torch.where(any_B11, state.mass_BHE, 0)
         with torch.autocast(matrix_BHEF.device.type, enabled=False):
             k_BHNE, v_BHNE = (shown(t, padding_BN).to(matrix_BHEF.dtype) for t in (k_BHNE, v_BHNE))
-            matrix_BHEF, mass_BHE = store(matrix_BHEF, mass_BHE, shown(sigma(k_BHNE), padding_BN), v_BHNE, self.update)
+            s_BHNE = shown(elu_features(k_BHNE), padding_BN)
+            matrix_BHEF, mass_BHE = store(matrix_BHEF, mass_BHE, s_BHNE, v_BHNE, self.update)
         tokens = k_BHNE.shape[2] if padding_BN is None else (~padding_BN).sum(1)
         return InfiniMatrix(matrix_BHEF, mass_BHE, state.tokens_B + tokens), None
 
