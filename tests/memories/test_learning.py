@@ -27,6 +27,7 @@ def caching(**options: Any) -> dict[str, Any]:
 
 
 LEARNS: list[tuple[dict[str, Any], int, dict[str, Any]]] = [
+    ({"name": "ahn", "length": 1, "sinks": 0, "relative": False}, 400, {}),
     ({"name": "armt", "length": 2, "key_width": 8}, 600, {}),
     *(({"name": "block_recurrent", "length": 4, "gate": gate}, 600, {}) for gate in ("fixed", "lstm")),
     (RETRIEVAL, 300, {}),
