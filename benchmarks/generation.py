@@ -126,7 +126,7 @@ def gpt2(
     sizes: ModelSizes, length: int, memory: str | None = None
 ) -> tuple[nn.Module, Callable[[Tensor, int], Tensor]]:
     """GPT-2 of transformers with fused attention and its own cache, and a memory or none."""
-    model: Any = memories.host("gpt2", sizes, length + 2 * sizes.tokens).model  # a memory's tokens have positions, too
+    model: Any = memories.host("gpt2", sizes, length + (memory is not None) * 2 * sizes.tokens).model
     if memory is not None:
         model = add_memory(model, memories.spec(memory, sizes), segment_length=sizes.segment)
 

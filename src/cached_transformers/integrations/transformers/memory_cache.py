@@ -52,7 +52,7 @@ class OpenedLayer:
         self, memory: LayerMemory, state: State, query: Query, project_kv: ProjectKV | None, first_B1P: Tensor
     ) -> Reading:
         """Read the next tokens of a segment with this state before it, and with this position of its first token."""
-        opened, keeps = self.memory, keeps_opened()
+        opened, keeps = self.memory, keeps_opened() and getattr(memory, "whole_segments", None) is None
         if opened is None or not keeps:
             opened = open_segment(memory, state, first_B1P, project_kv)
         reading = memory.read(opened, query, project_kv)
