@@ -179,7 +179,7 @@ def measure_setting(
     dtype: torch.dtype,
     missing: dict[str, None],
 ) -> list[command.Measurement]:
-    """Measure all models in one setting; peers that are not installed are added to `missing`."""
+    """Measure all models in one setting; peers that are not installed, and refusals, are added to `missing`."""
     models: dict[str, nn.Module] = {}
     writers: dict[str, Writer] = {}
     for name, peer in PEERS.items():
@@ -188,8 +188,11 @@ def measure_setting(
         except ImportError as error:
             missing[lacking(peer.distribution, error)] = None
     for name in names if GPT2 in models else ():
-        with_memory = functools.partial(gpt2, memory=name)
-        models[f"{GPT2}, {name}"], writers[f"{GPT2}, {name}"] = peer_writer(with_memory, sizes, setting, device, dtype)
+        label, with_memory = f"{GPT2}, {name}", functools.partial(gpt2, memory=name)
+        try:
+            models[label], writers[label] = peer_writer(with_memory, sizes, setting, device, dtype)
+        except ValueError as error:
+            missing[f"{label}: {error}"] = None
     for name in (NO_MEMORY, *names):
         models[name] = build(name, sizes, setting).to(device, dtype)
         writers[name] = our_writer(models[name], sizes, setting, device)

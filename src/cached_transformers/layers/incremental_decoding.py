@@ -198,8 +198,9 @@ class LayerDecoder:
         return Attended(y_BKD.view_as(x_BKD), query, reading, None)
 
     def _advance(self, query: Query, reading: Reading) -> None:
-        trace = Trace(query.x_BND, query.x_BND, query, reading)
-        self.opened = advance(self.memory, self.opened, query.x_BND, [trace])
+        if self.reader is self.memory:
+            trace = Trace(query.x_BND, query.x_BND, query, reading)
+            self.opened = advance(self.memory, self.opened, query.x_BND, [trace])
 
     def _attend(
         self, q: Tensor, placed_q: Tensor, new: KeysValues, positions_BKP: Tensor, read: Context | None
