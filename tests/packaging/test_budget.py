@@ -12,12 +12,12 @@ import pytest
 PROJECT = Path(__file__).resolve().parents[2]
 
 LINES = {
-    "src/cached_transformers": 36_205,
+    "src/cached_transformers": 36_206,
     "src/cached_transformers/interfaces": 980,
     "src/cached_transformers/state": 588,
     "src/cached_transformers/memories": 11_182,
     "src/cached_transformers/attentions": 6_805,
-    "src/cached_transformers/layers": 3_029,
+    "src/cached_transformers/layers": 3_030,
     "src/cached_transformers/models": 4_419,
     "src/cached_transformers/loops": 925,
     "src/cached_transformers/integrations": 6_557,
@@ -27,9 +27,9 @@ LINES = {
     "src/cached_lab/training": 3_127,
     "src/cached_lab/experiments": 8_812,
     "src/cached_lab/cli": 1_629,
-    "benchmarks": 2_005,
+    "benchmarks": 2_008,
     "examples": 306,
-    "tests": 57_783,
+    "tests": 57_794,
 }
 """The most lines of Python per folder."""
 WORDS_OF_PAGES = 53_000
