@@ -143,7 +143,7 @@ def draw(rows: Sequence[command.Measurement], path: Path) -> None:
                 drawn = {"color": look.colour, "ls": look.dash, "marker": look.marker, "ms": 4, "label": name}
                 ax.plot([row["context"] for row in of_model], at, **drawn)
             ax.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel=label, title=f"rows: {count}")
-            ax.set_xticks(contexts, [f"{n:,}" for n in contexts])
+            ax.set_xticks(contexts, [str(n) if n < 1024 else f"{n // 1024}k" for n in contexts])
             ax.yaxis.set_major_locator(require("matplotlib.ticker", extra="plot").LogLocator(subs=(1, 2, 5)))
             ax.yaxis.set_major_formatter("{x:g}")
             ax.minorticks_off()
