@@ -60,7 +60,7 @@ def measure(options: argparse.Namespace) -> command.Result:
 
 
 def measure_case(case: str, options: argparse.Namespace) -> command.Measurement:
-    """Measure one model: what the first calls cost, warm calls, and the first calls at other lengths."""
+    """Measure one model: the first calls, warm calls, and the first calls at other lengths."""
     torch._dynamo.reset()
     counters.clear()
     make = partial(image_work, options.device) if case == VIT else partial(text_work, case, options)

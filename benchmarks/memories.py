@@ -220,7 +220,7 @@ def streaming(model: nn.Module, sizes: ModelSizes, tokens: Tensor, dtype: torch.
 
 @torch.no_grad()
 def read(model: nn.Module, ids_BN: Tensor, segment: int, state: states.State = None) -> states.State:
-    """Return the state after the segments of a text, of which only last logits are made; the given one is kept."""
+    """Return the state after the segments of a text, with logits of last tokens alone; keep the given state."""
     state = model.init_state(len(ids_BN)) if state is None else states.seal(state)  # type: ignore[operator]
     parts = ids_BN.split(segment, 1)
     for out in read_segments(lambda part_BN, s, _: model(part_BN, s, last_only=True), parts, state, in_place=True):

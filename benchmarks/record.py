@@ -1,4 +1,4 @@
-"""Ten ratios of time on small models: a record for later commits, and a check of what has moved since the newest one.
+"""Ten ratios of time on small models: a record for later commits, and a check against the newest record.
 
 Every block builds all models again and times them in turn. A row is the mean of the blocks' median ratios with its 95 %
 t interval. A ratio has moved if its interval and the record's are apart by more than `DRIFT`, in two measurements.

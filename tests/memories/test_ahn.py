@@ -37,7 +37,7 @@ def recorded_layer(values: dict[str, Tensor], length: int) -> AHN:
 
 
 def stream(memory: AHN, values: dict[str, Tensor], segment: int) -> tuple[Tensor, list[Any]]:
-    """What M answers to each token, and the states after the segments."""
+    """Return the answers of M to all tokens, and the states after the segments."""
     state, answers, states = memory.init_state(2, values["x"]), [], []
     for start in range(0, values["x"].shape[1], segment):
         x, q, k, v = (values[name][:, start : start + segment] for name in "xqkv")

@@ -57,7 +57,7 @@ def test_rows_with_unequal_pasts_read_tokens_alone(memory: dict[str, Any], first
         torch.testing.assert_close(found.output_BHNE, expected, rtol=0, atol=1e-10)
         trace, kept = Trace(part.x_BND, part.x_BND, part, found), opened
         opened = advance(module, opened, part.x_BND, [trace])
-        again = module.read(kept, part, None)  # a fork still reads what was opened before
+        again = module.read(kept, part, None)  # a fork still reads the earlier opened value
         torch.testing.assert_close(again.output_BHNE, found.output_BHNE, rtol=0, atol=0)
 
 

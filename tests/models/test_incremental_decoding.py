@@ -357,7 +357,7 @@ def test_explain_names_the_options_with_which_a_memory_is_not_opened() -> None:
 
 @pytest.mark.parametrize("over", ["infini", "titans", "ttt"])
 def test_a_first_segment_is_written_beside_an_empty_memory(over: str) -> None:
-    """In a row without a past, the memory is not read; `titans` and `ttt` read what they write."""
+    """In a row without a past, the memory is not read; `titans` and `ttt` read their own writes."""
     model = stirred(build({"name": "memory_caching", "over": over}), 0.3).double().eval()
     prompt_BN = torch.tensor([[1, 2]])
     found = generate(model, prompt_BN, tokens=SEGMENT - 3, segment_length=SEGMENT, temperature=0).tokens

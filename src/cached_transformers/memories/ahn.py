@@ -73,8 +73,8 @@ class OpenedAHN(NamedTuple):
 class AHN(TransformerXL):
     """A window with sinks, and a gated delta state of each head for the tokens that have left it.
 
-    Closed, which it is at first, it is `streaming_llm` with keep='kv'. Trained on a frozen decoder, it learns from the
-    decoder's own outputs over the whole text. Stored keys and values train no projection. M is float32 at least.
+    At first O is 0, and the layer computes the same as with `streaming_llm` and keep='kv'. Stored keys and values train
+    no projection, so that it suits a frozen decoder. M is float32 at least.
 
     Args:
         width: D. heads: H.
