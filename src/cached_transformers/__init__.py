@@ -13,12 +13,14 @@ from .import_hooks import on_import
 
 if TYPE_CHECKING:
     from .integrations.adapters import add_memory, register_adapter, remove_memory
+    from .integrations.memory_files import load_memory, save_memory
     from .integrations.models import create_model
     from .integrations.replace_attention import replace_attention, restore_attention
     from .integrations.transformers.export import export_cache
     from .integrations.transformers.load import load_pretrained
     from .layers.grc_attention import GRCAttention
     from .loops.curriculum import Curriculum
+    from .loops.distillation import Teacher
     from .loops.replay import ReplayLoop
     from .loops.segments import SegmentLoop
     from .loops.stateful import CarriedState
@@ -36,12 +38,14 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "integrations.adapters": ("add_memory", "register_adapter", "remove_memory"),
+    "integrations.memory_files": ("load_memory", "save_memory"),
     "integrations.models": ("create_model",),
     "integrations.replace_attention": ("replace_attention", "restore_attention"),
     "integrations.transformers.export": ("export_cache",),
     "integrations.transformers.load": ("load_pretrained",),
     "layers.grc_attention": ("GRCAttention",),
     "loops.curriculum": ("Curriculum",),
+    "loops.distillation": ("Teacher",),
     "loops.replay": ("ReplayLoop",),
     "loops.segments": ("SegmentLoop",),
     "loops.stateful": ("CarriedState",),
@@ -77,6 +81,7 @@ __all__ = [
     "ReplayLoop",
     "SegmentLoop",
     "Session",
+    "Teacher",
     "__version__",
     "add_memory",
     "commit_caches",
@@ -88,6 +93,7 @@ __all__ = [
     "generate",
     "hold_caches",
     "load_initial_state",
+    "load_memory",
     "load_pretrained",
     "read_stream",
     "register_adapter",
@@ -98,6 +104,7 @@ __all__ = [
     "resize_caches",
     "restore_attention",
     "save_initial_state",
+    "save_memory",
     "shuffle_caches",
     "tune_initial_state",
     "unfold",

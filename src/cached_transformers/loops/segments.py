@@ -8,11 +8,13 @@ Legend: B rows, N tokens of all segments, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from cached_transformers.annotations import checked
 from cached_transformers.checks import at_least_one
@@ -42,17 +44,20 @@ from cached_transformers.models.untrained import OneSegmentSteps
 from cached_transformers.registry import unknown_name
 from cached_transformers.state import State, detach
 
+from .distillation import Teacher, TeacherAnswers
 from .sliding import WINDOWS, read_sliding
 
 
 class SegmentPiece(NamedTuple):
-    """One segment of a batch: inputs, targets, padding, numbers of sentences and paragraphs, ids of documents."""
+    """One segment of a batch: inputs, targets, padding, numbers of sentences and paragraphs, ids of documents, and the
+    answers of a teacher."""
 
     inputs_BN: Tensor
     targets_BN: Tensor
     padding_BN: Tensor | None = None
     places_BN2: Tensor | None = None
     documents_BN: Tensor | None = None
+    answers: TeacherAnswers | None = None
 
 
 @checked
@@ -77,14 +82,16 @@ class SegmentLoop(nn.Module):
         bptt_window: "blocks": the state is detached after every `bptt` segments, so the last segment of a block gets no
             gradient from later losses. "sliding": each loss reaches back through `bptt` segments, including its own, as
             far as the batch goes (`loops/sliding.py`). Both are equal for bptt=1 and where bptt covers the batch.
+        teacher: sees the whole batch; `forward` trains the model to predict as it does (`loops/distillation.py`), and
+            `read` gives token losses as ever.
 
     Attributes:
         auxiliary_loss: auxiliary part of the last loss, detached.
 
     Raises:
         ValueError: a size below 1, several passes over a model without a stack, a model of transformers without a
-            memory, a schedule that does not fit the model, or a sliding window with passes, a diagonal or a compiled
-            model.
+            memory, a schedule that does not fit the model; a sliding window with passes, a diagonal or a compiled
+            model; or a teacher of another vocabulary, or beside passes, scoring or a diagonal.
 
     Example:
         >>> loop = SegmentLoop(model, segment_length=512, bptt=2)
@@ -101,6 +108,7 @@ class SegmentLoop(nn.Module):
         schedule: str = "segments",
         scoring: Callable[..., ModelOutput] | None = None,
         bptt_window: str = "blocks",
+        teacher: Teacher | None = None,
     ) -> None:
         super().__init__()
         at_least_one(segment_length=segment_length, bptt=bptt, passes=passes)
@@ -120,7 +128,18 @@ class SegmentLoop(nn.Module):
             raise ValueError(unknown_name("bptt_window", bptt_window, list(WINDOWS)))
         if bptt_window == "sliding":
             _check_sliding(model, bptt, passes, schedule)
-        self.bptt_window = bptt_window
+        if teacher is not None:
+            for name, value, plain in (
+                ("passes", passes, 1),
+                ("schedule", schedule, "segments"),
+                ("scoring", scoring, None),
+            ):
+                if value != plain:
+                    raise ValueError(
+                        f"{name}={value!r} beside a teacher, which has losses of its own; take {name}={plain}"
+                    )
+            teacher.check(model)
+        self.bptt_window, self.teacher = bptt_window, teacher
         self.model, self.segment_length, self.bptt, self.passes = model, segment_length, bptt, passes
         self.schedule, self.scoring = schedule, token_losses if scoring is None else scoring
         self.auxiliary_loss = torch.zeros(())
@@ -135,6 +154,7 @@ class SegmentLoop(nn.Module):
         padding: Tensor | None = None,
         places: Tensor | None = None,
         documents: Tensor | None = None,
+        answers: TeacherAnswers | None = None,
     ) -> tuple[Tensor, State]:
         """The loss of the batch, and the detached state after it.
 
@@ -151,21 +171,31 @@ class SegmentLoop(nn.Module):
                 state, unless it is reset; each further one begins with a fresh state. The target of a document's last
                 token must not be the next document's first token. CPU ids avoid a wait for the device. The model may be
                 compiled, the loop not.
+            answers: of the teacher, for this batch, if they are known already.
 
         Returns:
-            Mean cross-entropy (nats) over all tokens with a target, 0 if there is none, plus the mean over segments of
-            the auxiliary losses; and the state.
+            Mean cross-entropy (nats) over all tokens with a target, or mean loss of the teacher, 0 if there is none,
+            plus the mean over segments of the auxiliary losses; and the state.
 
         Raises:
             ValueError: no token; mismatched shapes; more resets than segments, or several with several passes; a
                 document that begins twice in its row; documents with several passes, a model with one output per row, a
-                memory shared by all rows in training, or inside a segment of a diagonal schedule.
+                memory shared by all rows in training, or inside a segment of a diagonal schedule; documents, places,
+                or rows of several texts beside a teacher, or answers without one.
         """
         _check_shapes(inputs_BN, targets_BN, padding)
+        if self.teacher is not None:
+            if documents is not None or places is not None:
+                raise ValueError("a teacher reads each row as one text; leave documents and places out")
+            self.teacher.check_rows(padding, reset)
+            if answers is None:
+                answers = self.teacher.answers(inputs_BN, targets_BN, self.segment_length)
+        elif answers is not None:
+            raise ValueError("answers are those of a teacher, and the loop has none; give it teacher=Teacher(...)")
         if documents is not None:
             documents, padding = told_documents(documents, padding, inputs_BN)
         told = padding if documents is None else None  # the ids hold the padding, on the CPU
-        outs = list(self.read(inputs_BN, targets_BN, state, reset, told, places, documents))
+        outs = list(self._read(SegmentPiece(inputs_BN, targets_BN, told, places, documents, answers), state, reset))
         total = auxiliary = inputs_BN.new_zeros((), dtype=torch.float32)
         for out in outs:
             total = total + out.outputs.sum()
@@ -191,7 +221,11 @@ class SegmentLoop(nn.Module):
 
         Arguments and errors as in `forward`.
         """
-        pieces, resets = self._prepared(SegmentPiece(inputs_BN, targets_BN, padding, places, documents), reset)
+        return self._read(SegmentPiece(inputs_BN, targets_BN, padding, places, documents), state, reset)
+
+    def _read(self, batch: SegmentPiece, state: State | None, reset: Tensor | None) -> Iterator[ModelOutput]:
+        inputs_BN, places = batch.inputs_BN, batch.places_BN2
+        pieces, resets = self._prepared(batch, reset)
         alone = state is None and len(pieces) == self.passes == 1 and inputs_BN.dim() == 2
         if not alone or remembers(self.model.init_state(1)):  # type: ignore[operator]
             self._steps.step(self.model, self.segment_length, inputs_BN.shape[1], alone)
@@ -227,7 +261,7 @@ class SegmentLoop(nn.Module):
 
     def _prepared(self, batch: SegmentPiece, reset: Tensor | None) -> tuple[list[SegmentPiece], list[Tensor | None]]:
         """The segments of a batch, and the rows to reset before the first of them."""
-        inputs_BN, targets_BN, padding, places, documents = batch
+        inputs_BN, targets_BN, padding, places, documents = batch[:5]
         _check_shapes(inputs_BN, targets_BN, padding)
         if places is not None:
             check_places(places, inputs_BN)
@@ -249,7 +283,7 @@ class SegmentLoop(nn.Module):
         if batch.padding_BN is not None:
             batch = batch._replace(targets_BN=batch.targets_BN.masked_fill(batch.padding_BN, IGNORED))
         parts = cut(batch.inputs_BN.shape[1], self.segment_length)
-        return [SegmentPiece(*(None if t is None else t[:, part] for t in batch)) for part in parts]  # type: ignore[arg-type]
+        return [tree_map_only(Tensor, itemgetter((slice(None), part)), batch) for part in parts]
 
     def _resets(self, reset: Tensor, rows: int, tokens: int) -> list[Tensor | None]:
         shape = shape_of("reset", reset)
@@ -277,7 +311,10 @@ class SegmentLoop(nn.Module):
 
     def _segment(self, piece: SegmentPiece, state: State | None, reset_B: Tensor | None) -> ModelOutput:
         """Score one segment."""
-        inputs_BN, targets_BN, padding_BN, places_BN2, documents_BN = piece
+        inputs_BN, targets_BN, padding_BN, places_BN2, documents_BN, answers = piece
+        if answers is not None:
+            assert self.teacher is not None
+            return self.teacher.losses(self.model, inputs_BN, targets_BN, answers, state, reset_B, padding_BN)
 
         def score(
             inputs_BN: Tensor,
