@@ -5,7 +5,7 @@ Importing this module fills `registry.MODELS`; it imports neither timm nor trans
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from cached_transformers.registry import MODELS
 from cached_transformers.state import State
 
 from .adapters import add_memory
+from .frozen_host import freeze_host
 
 
 def create_model(name: str, **kwargs: Any) -> nn.Module:
@@ -113,6 +114,9 @@ class TransformersModel(nn.Module):
         memory: None, the name of a memory that such a decoder takes ("grc_stream", "memorizing", "rmt", ...), or
             {"name": ..., option: value}.
         pretrained: published weights by name, or a folder (may need network); None for random ones.
+        trained: "all" weights, or "memory": the host is frozen, and its weights are not in `state_dict`, which loads
+            on the same host only; the memory's are float32, and a host in half precision runs under autocast.
+        lora: rank of adapters (PEFT) in the projections that PEFT adapts by default, with trained="memory"; 0 for none.
         model: a decoder with its head, with a memory or without; it is not copied. Its own `segment_length` cuts its
             inputs.
         options: of transformers' config (n_embd, n_layer, hidden_size, ...), or of its `from_pretrained`.
@@ -132,6 +136,8 @@ class TransformersModel(nn.Module):
         memory: OneMemory | None = None,
         pretrained: str | None = None,
         model: nn.Module | None = None,
+        trained: Literal["all", "memory"] = "all",
+        lora: int = 0,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -154,6 +160,11 @@ class TransformersModel(nn.Module):
         if memory is not None:  # the caller cuts the text and carries the state
             add_memory(self.model, memory, segment_length=None)
         self.remembers = hasattr(self.model, "init_memory_state")
+        self._half = trained == "memory" and self.model.dtype in (torch.bfloat16, torch.float16)
+        if trained == "memory":
+            freeze_host(self, self.model, lora)
+        elif trained != "all" or lora:
+            raise ValueError(f"trained={trained!r}, lora={lora}: take 'all', or 'memory' with adapters or without")
 
     def set_activation_checkpointing(self, enabled: bool = True) -> None:
         """Switch transformers' own activation checkpointing, not reentrant, which would detach the state."""
@@ -199,8 +210,13 @@ class TransformersModel(nn.Module):
         more: dict[str, Any] = {"memory_state": state} if self.remembers else {}
         mask = None if padding is None else (~padding).to(torch.long)
         keep = 1 if last_only else 0
-        out = self.model(input_ids=inputs_BN, attention_mask=mask, use_cache=False, logits_to_keep=keep, **more)
+        with self._autocast():
+            out = self.model(input_ids=inputs_BN, attention_mask=mask, use_cache=False, logits_to_keep=keep, **more)
         return ModelOutput(out.logits, out.memory_state if self.remembers else (), out.logits.new_zeros(()))
+
+    def _autocast(self) -> torch.autocast:
+        """The context of a half-precision host with a memory in float32."""
+        return torch.autocast(self.model.device.type, self.model.dtype if self._half else None, enabled=self._half)
 
     def why_in_one_piece(self) -> None:
         """None: `begin` and `step` decode token by token."""
@@ -213,7 +229,8 @@ class TransformersModel(nn.Module):
         """Logits (B, V) after the next tokens of a partial segment, any number at a time."""
         check_tokens("inputs", inputs_BN, self.model.config.vocab_size)
         given = {"memory_state": opened.state} if opened.kv is None else {"past_key_values": opened.kv}
-        out = self.model(input_ids=inputs_BN, use_cache=True, logits_to_keep=1, **given)
+        with self._autocast():
+            out = self.model(input_ids=inputs_BN, use_cache=True, logits_to_keep=1, **given)
         opened.kv = out.past_key_values
         return out.logits[:, -1]  # type: ignore[no-any-return]
 
