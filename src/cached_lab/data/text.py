@@ -21,7 +21,14 @@ from .samples import Sample
 from .splits import check_choice, check_split
 from .store import Arrays, load_or_build
 from .text_files import TextFile
-from .tokenizers import Tokenizer, check_kind, load_tokenizer, train_tokenizer
+from .tokenizers import (
+    PretrainedTokenizer,
+    Tokenizer,
+    check_kind,
+    load_tokenizer,
+    pretrained_folder,
+    train_tokenizer,
+)
 
 VERSION = 1  # to be raised when the same text gives other ids
 RESETS = ("never", "document", "packed")
@@ -114,7 +121,8 @@ class Corpus(TextDataset):
 
     Args:
         split: "train", "validation" or "test".
-        tokenizer: "word", "byte" or "bpe"; its vocabulary is built on the training split.
+        tokenizer: "word", "byte" or "bpe", with a vocabulary of the training split; or that of a pretrained model, by
+            its folder or a name of `cached fetch`.
         vocabulary_size: largest number of token ids; None for all words, or 16,000 byte pairs.
         reset: "never" lets a stream run on from document to document, as Transformer-XL does; "document" starts each
             document at the start of a segment, with an empty memory, after padding; "packed" starts each document with
@@ -141,9 +149,14 @@ class Corpus(TextDataset):
         check_choice("data.reset", self.reset, RESETS)
         check_split(self.split)
         key: dict[str, object] = {"kind": self.kind, "size": size, "punctuation": self.punctuation, "version": VERSION}
-        if self.kind != "byte":
-            key["train"] = self._key("train")
-        found = trained_tokenizer(self.kind, key, lambda: self._documents("train"), size, self.punctuation)
+        found: Tokenizer
+        if (folder := pretrained_folder(self.kind)) is not None:
+            found = PretrainedTokenizer.of_model(folder)
+            key["kind"] = hashlib.sha256(found.dump()).hexdigest()
+        else:
+            if self.kind != "byte":
+                key["train"] = self._key("train")
+            found = trained_tokenizer(self.kind, key, lambda: self._documents("train"), size, self.punctuation)
         self.tokenizer = found  # type: ignore[assignment]
         text = {**key, "text": self._key(self.split), "line": self.line}
         self._hold(load_or_build("text", text, lambda: encoded(self._documents(self.split), found)))

@@ -1,8 +1,9 @@
 """Tokenizers of a text: words, bytes, or byte pairs; every vocabulary is built on training text only.
 
 Words follow Transformer-XL's reading of WikiText (arXiv:1901.02860): blank-separated, one `<eos>` per line, rare ones
-`<unk>`. Byte pairs are those of GPT-2 (over bytes, so that no text is unknown), trained by the `tokenizers` library.
-Any tokenizer may get special ids after its own. Pairs of texts have their own tokenizers, in `subwords.py`.
+`<unk>`. Byte pairs are those of GPT-2 (over bytes, so that no text is unknown), trained by the `tokenizers` library. A
+pretrained model of transformers brings its own tokenizer. Any tokenizer may get special ids after its own. Pairs of
+texts have their own tokenizers, in `subwords.py`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from cached_transformers.extras import require
 from cached_transformers.registry import unknown_name
 
+from .packages import PACKAGES, model_folder
 from .subwords import PairTokenizer, loading, train_byte_pairs, trained_model
 
 UNKNOWN, END = "<unk>", "<eos>"
@@ -158,6 +162,40 @@ class BytePairTokenizer:
         return json.dumps({"kind": "bpe", "model": self._json}).encode()
 
 
+class PretrainedTokenizer(BytePairTokenizer):
+    """The tokenizer of a pretrained model of transformers.
+
+    The id that begins or ends its texts precedes the first token, or a line feed for a model without one.
+
+    Args:
+        model: its tokenizer.json. start: id before the first token.
+    """
+
+    ends_document = False
+
+    def __init__(self, model: str, start: int) -> None:
+        super().__init__(model)
+        self.start, self.lossless = start, (json.loads(model).get("decoder") or {}).get("type") == "ByteLevel"
+
+    @classmethod
+    def of_model(cls, folder: Path) -> PretrainedTokenizer:
+        """Read the tokenizer of a folder of `save_pretrained` (ValueError: it has none that is fast)."""
+        found = require("transformers", extra="language").AutoTokenizer.from_pretrained(str(folder))
+        if not hasattr(found, "backend_tokenizer"):
+            raise ValueError(f"{folder} has no tokenizer.json that can be read; take another model")
+        marks = (found.bos_token_id, found.eos_token_id, *found.encode("\n", add_special_tokens=False))
+        return cls(found.backend_tokenizer.to_str(), next(mark for mark in marks if mark is not None))
+
+    def encode(self, text: str) -> np.ndarray:
+        return super().encode(text)[:-1]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return str(self._model.decode([*map(int, tokens)], skip_special_tokens=True))
+
+    def dump(self) -> bytes:
+        return json.dumps({"kind": "pretrained", "model": self._json, "start": self.start}).encode()
+
+
 class SpecialTokens:
     """A tokenizer with special ids after those of its text: pad, begin, end, mask, and S sentinels.
 
@@ -223,6 +261,8 @@ def load_tokenizer(content: bytes, called: object = "the tokenizer") -> Tokenize
 def _loaded(tree: dict[str, Any]) -> Tokenizer:
     if tree["kind"] == "byte":
         return ByteTokenizer()
+    if tree["kind"] == "pretrained":
+        return PretrainedTokenizer(tree["model"], tree["start"])
     if tree["kind"] == "pair":
         return PairTokenizer(tree["model"])
     if tree["kind"] == "special":
@@ -238,10 +278,25 @@ def _loaded(tree: dict[str, Any]) -> Tokenizer:
     return BytePairTokenizer(tree["model"])
 
 
+def pretrained_folder(kind: str) -> Path | None:
+    """Return the folder of a pretrained model by path or by the name of `cached fetch`; None for another kind."""
+    if kind in KINDS:
+        return None
+    folder = Path(kind).expanduser()
+    folder = model_folder(kind) if kind in PACKAGES and not folder.exists() else folder
+    return folder if (folder / "tokenizer.json").is_file() else None
+
+
 def check_kind(kind: str, size: int | None) -> None:
-    """Refuse an unknown tokenizer, and a vocabulary size for bytes (ValueError)."""
+    """Refuse an unknown tokenizer, and a vocabulary size for bytes or a pretrained model (ValueError)."""
+    if pretrained_folder(kind) is not None:
+        if size is not None:
+            raise ValueError(f"data.vocabulary_size={size} does not apply to the tokenizer of {kind}; leave it out")
+        return
+    if kind in PACKAGES:
+        raise ValueError(f"data.tokenizer={kind}: the model is not fetched yet; run `cached fetch {kind}` once")
     if kind not in KINDS:
-        raise ValueError(unknown_name("tokenizer", kind, list(KINDS)))
+        raise ValueError(unknown_name("tokenizer", kind, [*KINDS, *PACKAGES]))
     if kind == "byte" and size is not None:
         raise ValueError(f"data.vocabulary_size={size} does not apply to the 256 bytes; leave it out")
 

@@ -23,6 +23,7 @@ for _module in (
     "documents.planted",
     "documents.reordered",
     "language.datasets",
+    "language.facts_in_books",
     "language.hub_stream",
     "pretraining.datasets",
     "translation.datasets",

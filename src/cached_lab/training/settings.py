@@ -92,6 +92,9 @@ class TrainingConfig:
     `bptt` segments, at the cost of a longer backward (`loops/sliding.py`)."""
     recall: float = 0.0
     """Text: weight of reconstructing each segment from the memory that holds it (`ReconstructionLoss`); 0 for none."""
+    teacher: bool = False
+    """Text: learn from the pretrained host itself, without a memory, which sees all segments of a step
+    (`loops/distillation.py`); its answers are kept on disk."""
     passes: int = 1
     """Text and documents: passes over the segments of a step (`SegmentLoop`); refused for text if a memory shows later
     tokens."""
@@ -103,7 +106,8 @@ class TrainingConfig:
     solved: float | None = None
     """Documents: validation accuracy, at the stage's longest documents, that ends a stage; the last stage continues."""
     replay: bool = False
-    """Documents: keep the activations of one segment only, and recompute segments for their gradient (`ReplayLoop`)."""
+    """Text and documents: keep the activations of one segment only, and recompute segments for their gradient
+    (`ReplayLoop`)."""
     max_bad_steps: int = 10
     """Steps in a row with a non-finite loss or gradient (each is skipped) after which the run stops."""
 

@@ -36,7 +36,7 @@ class Task:
         shards: sharded weights, set by the trainer, if any.
         width: number of sums that `backward` returns; the last one is the divisor of the others.
         dynamic: `dynamic` of torch.compile: True if batch sizes vary.
-        of_documents: settings of documents, such as a curriculum, apply.
+        takes: settings of some tasks that apply, of `curriculum` and `replay`.
 
     Raises:
         ValueError: settings, or a model, that do not suit the data.
@@ -44,15 +44,15 @@ class Task:
 
     width: int
     dynamic: ClassVar[bool | None] = None
-    of_documents: ClassVar[bool] = False
+    takes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, config: RunConfig, model: nn.Module, train: Any, validation: Any, world: World) -> None:
         self.config, self.settings, self.model, self.world = config, config.training, model, world
         self.data, self.validation = train, validation
         self.shards: Shards | None = None
-        for name in () if self.of_documents else ("curriculum", "replay"):
-            if value := getattr(self.settings, name):
-                raise ValueError(f"training.{name}={value} is for documents, not for data {config.data['name']!r}")
+        for name in ("curriculum", "replay"):
+            if name not in self.takes and (value := getattr(self.settings, name)):
+                raise ValueError(f"training.{name}={value} does not suit data {config.data['name']!r}; leave it out")
         self.share = Share(world.rank, world.size, self.settings.accumulate)
 
     def runner(self) -> tuple[nn.Module, Callable[..., Any]]:

@@ -38,7 +38,7 @@ class DocumentClassification(Task):
         ValueError: settings or a model that do not suit documents.
     """
 
-    of_documents = True
+    takes = frozenset({"curriculum", "replay"})
 
     def __init__(
         self, config: RunConfig, model: nn.Module, train: DocumentDataset, validation: DocumentDataset, world: World

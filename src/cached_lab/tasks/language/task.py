@@ -18,12 +18,17 @@ from cached_lab.training.distributed import World
 from cached_lab.training.reconstruction_loss import ReconstructionLoss
 from cached_lab.training.settings import TrainingConfig
 from cached_lab.training.task import Arguments, Task
+from cached_transformers.extras import require
+from cached_transformers.integrations.models import TransformersModel
+from cached_transformers.loops.distillation import Teacher
+from cached_transformers.loops.replay import ReplayLoop
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.state import State, from_tensors, map_state, named_tensors
 
 from .hub_stream import HuggingFaceStream, StreamedRows
 from .scores import check_passes, evaluate_language, evaluation_streams
 from .streams import IGNORED, StreamBatch, Streams, grain, rows_to_empty
+from .teacher_answers import StoredTeacher
 
 _PLACES = "places/"
 """Prefix of the names of a stream's positions, next to those of the state."""
@@ -41,6 +46,7 @@ class LanguageModelling(Task):
     """
 
     width = 2
+    takes = frozenset({"replay"})
 
     def __init__(
         self, config: RunConfig, model: nn.Module, train: TextDataset, validation: TextDataset, world: World
@@ -62,7 +68,10 @@ class LanguageModelling(Task):
         model: Any = torch.compile(self.model) if settings.compile else self.model
         sizes = (settings.segment_length, settings.bptt, settings.passes)
         scoring: Any = ReconstructionLoss(settings.recall) if settings.recall else None
-        self._loop = SegmentLoop(model, *sizes, scoring=scoring, bptt_window=settings.bptt_window)
+        kind = ReplayLoop if settings.replay else SegmentLoop
+        self._teacher = make_teacher(self.model, settings) if settings.teacher else None
+        taught = None if self._teacher is None else self._teacher.teacher
+        self._loop = kind(model, *sizes, scoring=scoring, bptt_window=settings.bptt_window, teacher=taught)
         wrapped = self.wrapped(self._loop)
         return wrapped, wrapped
 
@@ -82,8 +91,9 @@ class LanguageModelling(Task):
         if state is None and self.shards is None:
             # With shards the weights exist only inside the runner, which makes the state.
             state = self.model.init_state(len(inputs))  # type: ignore[operator]
+        taught = {} if self._teacher is None else {"answers": self._teacher.answers(inputs, targets)}
         with self.settings.autocast(device):
-            loss, state = runner(inputs, targets, state, reset, padding, documents=batch.told)
+            loss, state = runner(inputs, targets, state, reset, padding, documents=batch.told, **taught)
         self._coming.append(state)
         count = int((batch.targets != IGNORED).sum())
         # The loss is the mean of this piece, and gradients are averaged over processes: every token has equal weight.
@@ -137,9 +147,27 @@ class LanguageModelling(Task):
         self._states = [map_state(lambda t, b=b: t[b : b + self._piece].clone(), whole) for b in begins]
 
 
+def make_teacher(model: Any, settings: TrainingConfig) -> StoredTeacher:
+    """Return the host of a model as it was pretrained (ValueError: none, or texts beyond its positions)."""
+    config: Any = getattr(getattr(model, "model", None), "config", None)
+    if not isinstance(model, TransformersModel) or not getattr(config, "name_or_path", ""):
+        raise ValueError(f"training.teacher=true: {type(model).__name__} is no pretrained host; set model.pretrained")
+    longest, length = getattr(config, "max_position_embeddings", None), settings.segment_length * settings.segments
+    if longest is not None and length > longest:
+        raise ValueError(
+            f"training.segments={settings.segments} of {settings.segment_length} tokens exceed the {longest} positions "
+            "of the teacher; take fewer"
+        )
+    library = require("transformers", extra="language")
+    base = library.AutoModelForCausalLM.from_pretrained(config.name_or_path, dtype=model.model.dtype)
+    return StoredTeacher(Teacher(base.to(model.model.device)), settings.segment_length)
+
+
 def _streams(train: TextDataset, settings: TrainingConfig) -> Streams | StreamedRows:
     """The rows of the training split."""
     length, align = settings.segment_length * settings.segments, grain(train, settings.segment_length, settings)
+    if settings.teacher and align:
+        align = length  # a row of a step is one text to the teacher
     packed, seed = train.reset == "packed", settings.seed if train.shuffle else None
     if isinstance(train, HuggingFaceStream):
         tokenizer: Any = train.tokenizer  # replaced the option of the same name

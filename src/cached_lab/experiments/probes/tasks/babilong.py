@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import collections
 import copy
-import re
-import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Generator, Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from cached_lab.data.archives import as_text, naming, refuse_utf16, unpacked
+from cached_lab.data.archives import refuse_utf16, unpacked
+from cached_lab.data.babi import WORD, read_stories
 from cached_lab.registries import PROBES
 
 from .base import Episode, ProbeTask, asked_at_end, nothing_asked
@@ -36,17 +35,6 @@ NAMES = (
 SHORTEST_SENTENCE = 10
 """Words of a book's sentence; shorter ones are left out, as in BABILong."""
 UNKNOWN, END = "<unk>", "."
-FOLDERS = ("en-10k", "en")
-"""Folders of bAbI's archive: English stories, with ten thousand questions of each task and with a thousand."""
-_WORD = re.compile(r"[a-z]+|[?.]")
-
-
-class Story(NamedTuple):
-    """Sentences in order, the question, and the answer, as words."""
-
-    sentences: list[list[str]]
-    question: list[str]
-    answer: str
 
 
 @PROBES.register(
@@ -202,36 +190,6 @@ class BookStories(ProbeTask):
         return last - sentence + 1
 
 
-def read_stories(babi: Path, question: str, split: str, facts: int) -> list[Story]:
-    """Read a story for each question that at most `facts` sentences precede, without the questions between."""
-    result: list[Story] = []
-    sentences: list[list[str]] = []
-    for line in _babi_text(babi, f"{question}_*_{split}.txt").splitlines():
-        number, _, text = line.partition(" ")
-        if number == "1":
-            sentences = []
-        if "\t" not in text:
-            sentences.append(_WORD.findall(text.lower()))
-        elif len(sentences) <= facts:
-            asked, answer, _ = text.split("\t", 2)
-            result.append(Story(list(sentences), _WORD.findall(asked.lower()), answer.strip().lower()))
-    return result
-
-
-def _babi_text(babi: Path, name: str) -> str:
-    """Return the file with ten thousand questions, as in BABILong, or the file with a thousand if it is missing."""
-    if babi.is_file():
-        with naming(f"babi={babi}"), tarfile.open(babi) as archive:
-            members = archive.getmembers()
-            for folder in FOLDERS:
-                for member in members:
-                    if Path(member.name).match(f"{folder}/{name}") and (file := archive.extractfile(member)):
-                        return as_text(file.read(), f"{babi}:{member.name}")
-    elif paths := sorted(babi.rglob(name), key=lambda path: (path.parent.name != FOLDERS[0], path)):
-        return as_text(paths[0].read_bytes(), paths[0])
-    raise FileNotFoundError(f"{babi} holds no file en/{name}; give bAbI's archive or folder as --babi")
-
-
 def _read_words(books: Path) -> list[str]:
     files = sorted([*books.glob("*.txt"), *books.glob("*.txt.xz")])
     if not files:
@@ -240,5 +198,5 @@ def _read_words(books: Path) -> list[str]:
     for path in files:
         raw = unpacked(path.read_bytes(), path, path.suffix)
         refuse_utf16(raw, path)
-        words += _WORD.findall(raw.decode("utf-8", "replace").lower())
+        words += WORD.findall(raw.decode("utf-8", "replace").lower())
     return words
