@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from common import refuses
-from real_weights import TEXT, glass, glass_folder
+from real_weights import TEXT, glass, glass_folder, glass_ids
 from torch.nn import functional as F
 
 from cached_lab.cli.main import main
+from cached_lab.data.babi import Story
 from cached_lab.experiments import long_text
 from cached_lab.experiments.long_text import LongTexts, parse_arms, read_text
+from cached_lab.experiments.recall import AskedText, asked_facts, asked_story, right_answers
 from cached_lab.experiments.reports.read_page import read_tables
 from cached_lab.tasks.language.completion import words_of_transformers
+from cached_lab.yaml_tree import flatten
+from cached_transformers import add_memory
 from cached_transformers.integrations.hub import records_memory
 
 SEGMENT = 16
@@ -85,6 +91,71 @@ def test_a_key_is_asked_for_after_its_text_and_scored(tmp_path: Path, monkeypatc
     assert places[1] == pytest.approx(places[0] / 2, abs=1) and places[2] == pytest.approx(1.5 * places[0], abs=2)
     refuses("keys 9", lambda: list(texts.pass_keys(parse_arms("none"), {}, [9], 1)))
     refuses("keys 99999.*short", lambda: list(texts.pass_keys(parse_arms("none"), {"short": TEXT}, [99_999], 1)))
+
+
+def test_questions_lie_at_the_end_after_what_they_ask_for() -> None:
+    words = words_of_transformers(glass()[1])
+    hay, story = words.encode(TEXT * 40), Story([["mary", "went", "to", "the", "hallway", "."]] * 2, ["?"], "hallway")
+    for make, more in ((asked_facts, ()), (asked_story, (story,))):
+        text = make(words, hay, 1200, random.Random(0), *more)
+        said = words.decode(text.ids)
+        assert len(text.ids) == 1200 and text.answers[0][0] > 900
+        for first, end in text.answers:
+            answer = words.decode(text.ids[first:end])
+            assert said.count(answer) >= 2 and words.decode(text.ids[:512]).count(answer) >= (make is asked_facts)
+        refuses("length=40", make, words, hay, 40, random.Random(0), *more)
+
+
+def test_answers_are_right_where_the_model_predicts_every_token() -> None:
+    """A model that repeats is right about a text that repeats; each arm sees its part of the text."""
+    model, seen = glass()[0], []
+
+    def forward(ids_1N: torch.Tensor, **options: Any) -> Any:
+        seen.append(ids_1N[0].tolist())
+        guess = torch.tensor([[i + 1 for i in seen[-1]]])
+        return SimpleNamespace(logits=F.one_hot(guess % 1024, 1024).float()[:, -(options["logits_to_keep"] or 9999) :])
+
+    text = AskedText([*range(50), *range(100, 110)], [(48, 50), (49, 51), (52, 55)])
+    model.forward = forward
+    for arm, begins in (("no memory", [32, 48]), ("whole text", [0, 16, 32, 48])):
+        seen.clear()
+        assert right_answers(model, text, SEGMENT, arm) == [True, False, True]
+        assert [ids[0] for ids in seen] == [text.ids[begin] for begin in begins]
+    plain, real = glass()[0], AskedText(list(glass_ids(60)), [(58, 60)])
+    expected = plain(torch.tensor([real.ids])).logits[0, 57:59].argmax(-1).tolist() == real.ids[58:60]
+    assert right_answers(plain, real, SEGMENT, "whole text") == [expected]
+    remembering = add_memory(plain, {"name": "streaming_llm", "length": 60, "relative": False}, segment_length=SEGMENT)
+    assert right_answers(remembering, real, SEGMENT, "") == [expected]
+
+
+def test_a_run_that_trained_on_the_model_is_an_arm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (book := tmp_path / "book.txt").write_text(TEXT * 60)
+    for name, model in (("ahn", {"memory": {"name": "ahn", "length": 8, "relative": False}}), ("lora", {"lora": 2})):
+        config = {"name": "transformers", "pretrained": str(glass_folder()), "trained": "memory", **model}
+        given = [f"{key}={value}" for key, value in flatten({"model": config}).items()]
+        given += ["data.name=text", f"data.path={book}", f"data.tokenizer={glass_folder()}", "training.metric=loss"]
+        given += [
+            "training.steps=1",
+            "training.batch_size=2",
+            "training.segment_length=16",
+            "training.tensorboard=false",
+        ]
+        (recipe := tmp_path / f"{name}.yaml").write_text("training: {}\n")
+        assert main(["train", str(recipe), *given, "--out", str(tmp_path / name)]) == 0
+    arms = ["none", "whole", str(tmp_path / "ahn"), str(tmp_path / "lora")]
+    words = ["read", str(glass_folder()), str(book), "--segment-length", "16", "--trials", "1", "--out"]
+    words += [str(tmp_path / "out"), "--tokens", "64", "--facts", "1400", "--keys", "300", "--with", ",".join(arms)]
+    assert main(words) == 0
+    content = json.loads((tmp_path / "out/read.json").read_text())
+    rows = {row["arm"]: row for row in content["perplexity"]}
+    assert [*rows] == ["no memory", "whole text", "ahn", "lora"]
+    assert rows["ahn"]["state_bytes"] > 0 == rows["lora"]["state_bytes"]
+    assert rows["lora"]["bins"][0][1] != rows["no memory"]["bins"][0][1]
+    assert [len(row["right"]) for row in content["facts"]] == [4] * 4
+    assert "recalled" in capsys.readouterr().out
+    assert main([*words, "--dtype", "bfloat16", "--out", str(tmp_path / "half")]) == 2
+    assert "bfloat16" in capsys.readouterr().err
+    assert main([*words, "--stories", "300"]) == 2 and "--babi" in capsys.readouterr().err
 
 
 def test_the_command_writes_tables_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

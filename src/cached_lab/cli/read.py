@@ -1,8 +1,9 @@
-"""`cached read`: compare memories on a pretrained model and long texts, without training.
+"""`cached read`: compare memories on a pretrained model and long texts.
 
-It measures perplexity by position (--tokens) and pass keys, which one sentence of a text gives and a question after the
-text asks for (--keys), beside the same model with each segment separately (none) and over the whole text (whole). A
-repeated command continues after the last measurement.
+It measures perplexity by position (--tokens); pass keys, which one sentence of a text gives and a question after the
+text asks for (--keys); facts in the first tokens (--facts); and stories (--stories), beside the same model with each
+segment separately (none) and over the whole text (whole). Memories that trained on the model are given by their run
+folders. A repeated command continues after the last measurement.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ ARGUMENTS = (
     (
         "--with ARM,...",
         "none,whole,streaming_llm,block_retrieval",
-        "none, whole, or memories with options: NAME:key=value",
+        "none, whole, memories with options (NAME:key=value), or folders of runs that trained on the model",
     ),
     ("--control NAME", (None, "window"), "window: for each memory a window of as many bytes"),
     ("--tokens N", int, "perplexity of the first N tokens of each text"),
     ("--keys N,...", str, "pass keys in texts of N tokens, and in repeated sentences"),
-    ("--trials N", 20, "pass keys of each length"),
+    ("--facts N,...", str, "four facts in the first tokens of texts of N tokens, asked for at the end"),
+    ("--stories N,...", str, "stories of bAbI (qa1) in texts of N tokens, which need --babi"),
+    ("--babi PATH", Path, "bAbI's archive or folder"),
+    ("--trials N", 20, "texts of each length with pass keys, facts or stories"),
     ("--segment-length N", 256, "tokens in a segment"),
     ("--dtype TYPE", (None, "float32", "bfloat16"), "of the model; as it is loaded unless given"),
     ("--seed N", 0, "of the pass keys"),
@@ -35,8 +39,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, print the tables, and write the report."""
     refuse_below_one(arguments, "tokens", "trials", "segment_length")
     lengths = numbers_from_one("--keys", arguments.keys)
-    if not lengths and arguments.tokens is None:
-        raise ValueError("nothing to measure: give --tokens N, --keys N,... or both")
+    recalled = {kind: numbers_from_one(f"--{kind}", getattr(arguments, kind)) for kind in ("facts", "stories")}
+    if not lengths and arguments.tokens is None and not any(recalled.values()):
+        raise ValueError("nothing to measure: give --tokens N, --keys N,..., --facts N,... or --stories N,...")
+    if recalled["stories"] and arguments.babi is None:
+        raise ValueError("--stories needs --babi PATH, bAbI's archive or folder")
     for path in arguments.texts:
         require_file(path, "a text")
     import torch
@@ -63,6 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
             print(line, flush=True)
         for line in measured.pass_keys(arms, texts, lengths, arguments.trials) if lengths else ():
             print(line, flush=True)
+        for kind, numbers in recalled.items():
+            for line in measured.recalled(kind, arms, texts, numbers, arguments.trials, arguments.babi):
+                print(line, flush=True)
     show(open_console(), *read_tables(measured.content))
     print(f"written: {write_read_report(measured.path)}")
     return 0

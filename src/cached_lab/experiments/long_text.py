@@ -29,17 +29,22 @@ from torch.nn import functional as F
 
 from cached_lab.data.archives import OPENERS, as_text, naming
 from cached_lab.tasks.language.completion import Words
+from cached_lab.training.run_files import CONFIG
 from cached_transformers.files import json_text, write_whole
 from cached_transformers.integrations.adapters import add_memory, remove_memory
+from cached_transformers.integrations.frozen_host import host_digest
 from cached_transformers.integrations.transformers.memory_cache import DynamicCache
 from cached_transformers.loops.streaming import read_stream
+from cached_transformers.memories import memory_specs
 from cached_transformers.models.segments import for_loops
 from cached_transformers.models.session import Session
 from cached_transformers.state import fingerprint, nbytes
 
 from .efficiency import NONE, WHOLE, window_of
 from .environment import environment, machine
+from .load import load_run, read_run_config
 from .pretrained import remember, without_positions
+from .recall import asked_facts, asked_story, right_answers, stories_of
 from .variants import parse_variant
 
 FILE, FILLER = "read.json", "repeated sentences"
@@ -51,14 +56,15 @@ DIGITS, FIRST_BIN = 5, 1024
 
 
 class Arm(NamedTuple):
-    """One way of reading: its name in tables, and a memory's name and options, or None without a memory."""
+    """One way of reading: its name in tables, a memory's name and options or None, and the run that trained it."""
 
     name: str
     memory: dict[str, Any] | None
+    run: Path | None = None
 
 
 def parse_arms(text: str) -> list[Arm]:
-    """Parse arms with commas between them: "none", "whole", or a memory as in `parse_variant`.
+    """Parse arms with commas between them: "none", "whole", a memory as in `parse_variant`, or the folder of a run.
 
     Raises:
         ValueError: an unknown memory or option, or a name that is repeated.
@@ -68,6 +74,12 @@ def parse_arms(text: str) -> list[Arm]:
         raise ValueError(f"--with {text!r} names an arm twice; leave one of them out")
     found = []
     for name in names:
+        if (Path(name) / CONFIG).is_file():
+            memories = [
+                {"name": own, **given} for own, given in memory_specs(read_run_config(name).model.get("memory"))
+            ]
+            found.append(Arm(Path(name).name, memories[0] if memories else None, Path(name)))
+            continue
         spec = {"none": NONE, "whole": WHOLE}.get(name) or parse_variant(name)
         if spec is None:
             raise ValueError(f"--with {name!r}: write none, for each segment separately, or whole")
@@ -107,11 +119,14 @@ class LongTexts:
             "segment_length": segment,
             "seed": seed,
         }
-        self.content: dict[str, Any] = {"settings": settings, "texts": {}, "perplexity": [], "keys": []}
+        self._loaded: tuple[Path, Any] | None = None
+        kinds: dict[str, Any] = {"perplexity": [], "keys": [], "facts": [], "stories": []}
+        self.content: dict[str, Any] = {"settings": settings, "texts": {}, **kinds}
         if self.path.is_file():
             self.content = json.loads(self.path.read_text(encoding="utf-8"))
             if (found := self.content["settings"]) != settings:
                 raise ValueError(f"{self.path} holds measurements of {found}, not {settings}; give another --out")
+        self.content = kinds | self.content
         self.content |= {"longest": getattr(model.config, "max_position_embeddings", None), "command": command}
         self.content["environment"] = environment(model.device) | {"machine": machine()}
 
@@ -147,27 +162,27 @@ class LongTexts:
             for arm in arms:
                 about = {"arm": arm.name, "text": text, "tokens": len(ids) - 1}
                 if not self._stored("perplexity", about):
-                    with self._remembering(arm), torch.no_grad():
-                        row = self._read(arm, ids)
+                    with self._remembering(arm) as model, torch.no_grad():
+                        row = self._read(arm, model, ids)
                     self._keep("perplexity", about | row)
                     (end, last), speed = row["bins"][-1], about["tokens"] / row["seconds"]
                     yield f"{text}, {arm.name}: perplexity {last:.2f} up to {end:,} tokens, {speed:,.0f} tokens/s"
 
-    def _read(self, arm: Arm, ids: list[int]) -> dict[str, Any]:
+    def _read(self, arm: Arm, model: Any, ids: list[int]) -> dict[str, Any]:
         most = len(ids) - 1
         ends = [*(FIRST_BIN << k for k in range(30) if FIRST_BIN << k < most), most]
         counts, sums, read, size = [0] * len(ends), [0.0] * len(ends), 0, 0
         clock = time.perf_counter()
-        for count, nats, size in self._losses(arm, ids):  # noqa: B007
+        for count, nats, size in self._losses(arm, model, ids):  # noqa: B007
             at = bisect.bisect_right(ends, read)
             counts[at], sums[at], read = counts[at] + count, sums[at] + nats, read + count
         bins = [(end, math.exp(nats / count)) for end, nats, count in zip(ends, sums, counts, strict=True)]
         return {"bins": bins, "seconds": time.perf_counter() - clock, "state_bytes": size}
 
-    def _losses(self, arm: Arm, ids: list[int]) -> Iterator[tuple[int, float, int]]:
+    def _losses(self, arm: Arm, model: Any, ids: list[int]) -> Iterator[tuple[int, float, int]]:
         """Yield tokens, nats, and bytes of the state after each segment."""
-        if arm.memory is not None:
-            for now in read_stream(self.model, [ids], self.segment, in_place=True):
+        if arm.memory is not None or arm.run is not None:
+            for now in read_stream(model, [ids], self.segment, in_place=True):
                 yield now.segment_tokens, now.segment_nats, nbytes(now.state)
             return
         cache, length = (
@@ -198,14 +213,16 @@ class LongTexts:
             for trial in range(trials):
                 about = {"arm": arm.name, "text": name, "length": length, "trial": trial}
                 if not (found := self._stored("keys", about)):
-                    with self._remembering(arm):
-                        found = about | self._ask(arm, hay, f"{self.seed} {name} {length} {trial}", length, trial)
+                    with self._remembering(arm) as model:
+                        found = about | self._ask(
+                            arm, model, hay, f"{self.seed} {name} {length} {trial}", length, trial
+                        )
                     self._keep("keys", found)
                 asked.append(found)
             right, speed = sum(row["right"] for row in asked), median(length / row["seconds"] for row in asked)
             yield f"{name}, {length:,} tokens, {arm.name}: {right} of {trials} keys, {speed:,.0f} tokens/s"
 
-    def _ask(self, arm: Arm, hay: list[int], seed: str, length: int, trial: int) -> dict[str, Any]:
+    def _ask(self, arm: Arm, model: Any, hay: list[int], seed: str, length: int, trial: int) -> dict[str, Any]:
         """Read one text of `length` tokens with its question, and score the answer."""
         draw, encode = random.Random(seed), self.words.encode
         key = str(draw.randrange(10 ** (DIGITS - 1), 10**DIGITS))
@@ -222,14 +239,15 @@ class LongTexts:
         hay = hay[(start := draw.randrange(len(hay) - room + 1)) : start + room]
         text, clock = [*begin, *hay[:place], *stated, *hay[place:]], time.perf_counter()
         if arm.memory is None:
+            model = model if arm.run is None else model.model
             ids = [*text, *question][0 if arm.name == WHOLE else -self.segment :]
             ids_1N = torch.tensor([ids], device=self.model.device)
-            written_1N = self.model.generate(
+            written_1N = model.generate(
                 ids_1N, attention_mask=torch.ones_like(ids_1N), max_new_tokens=DIGITS + 2, do_sample=False
             )[:, len(ids) :]
             seconds = time.perf_counter() - clock
         else:
-            session = Session(self.model, self.segment)
+            session = Session(model, self.segment)
             session.read(torch.tensor([text]))
             seconds = time.perf_counter() - clock
             session.read(torch.tensor([question]))
@@ -239,21 +257,69 @@ class LongTexts:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
         return {"place": place, "right": answer == key, "digits": digits, "seconds": seconds, "peak_mib": peak}
 
+    def recalled(
+        self,
+        kind: str,
+        arms: Sequence[Arm],
+        texts: Mapping[str, str],
+        lengths: Sequence[int],
+        trials: int,
+        babi: Path | None = None,
+    ) -> Iterator[str]:
+        """Ask each arm for "facts", or for "stories" of bAbI, after texts; yields a line for each length (`recall.py`).
+
+        Raises:
+            ValueError: a text is too short, or a length has no room for the questions.
+        """
+        self._refuse_other(texts)
+        stories = [] if babi is None else stories_of(babi)
+        hays = {name: self.words.encode(content) for name, content in texts.items()}
+        for (name, hay), length, arm in itertools.product(hays.items(), lengths, arms):
+            asked: list[bool] = []
+            for trial in range(trials):
+                about = {"arm": arm.name, "text": name, "length": length, "trial": trial}
+                if not (found := self._stored(kind, about)):
+                    draw = random.Random(f"{self.seed} {kind} {name} {length} {trial}")
+                    story = (draw.choice(stories),) if kind == "stories" else ()
+                    text = (asked_story if story else asked_facts)(self.words, hay, length, draw, *story)
+                    with self._remembering(arm) as model:
+                        alone = arm.name if arm.memory is None and arm.run is None else ""
+                        found = about | {"right": right_answers(model, text, self.segment, alone)}
+                    self._keep(kind, found)
+                asked += found["right"]
+            yield f"{name}, {length:,} tokens, {arm.name}: {sum(asked)} of {len(asked)} {kind}"
+
+    def _trained(self, folder: Path) -> Any:
+        """Return the model of a run (ValueError: another host, or another precision)."""
+        if self._loaded is None or self._loaded[0] != folder:
+            self._loaded = None  # frees the last one before
+            _, model, _ = load_run(folder, "tested")
+            host: Any = model.model
+            if host.dtype != self.model.dtype or not torch.equal(host_digest(host), host_digest(self.model)):
+                raise ValueError(
+                    f"--with {folder}: it trained on another host than {self.content['settings']['model']} in "
+                    f"{self.model.dtype}; give that model, and --dtype {str(host.dtype).removeprefix('torch.')}"
+                )
+            self._loaded = folder, model.eval()
+        return self._loaded[1]
+
     @contextlib.contextmanager
-    def _remembering(self, arm: Arm) -> Iterator[None]:
-        """Give the model the arm's memory meanwhile (ValueError: a text is longer than its table of positions)."""
-        if arm.memory is not None:
-            remember(self.model, self.content["settings"]["model"], arm.memory, self.segment)
+    def _remembering(self, arm: Arm) -> Iterator[Any]:
+        """Yield the model with the arm's memory (ValueError: a text is longer than its table of positions)."""
+        added = arm.memory is not None and arm.run is None
+        model = self.model if arm.run is None else self._trained(arm.run)
+        if added:
+            remember(model, self.content["settings"]["model"], arm.memory, self.segment)
         try:
-            yield
+            yield model
         except IndexError as error:  # of an embedding
             raise ValueError(
                 f"{arm.name}: the model has positions for {self.content['longest']} tokens ({error}); give fewer "
                 "tokens, or leave the arm out"
             ) from error
         finally:
-            if arm.memory is not None:
-                remove_memory(self.model)
+            if added:
+                remove_memory(model)
 
     def _stored(self, kind: str, about: Mapping[str, Any]) -> dict[str, Any] | None:
         return next((row for row in self.content[kind] if about.items() <= row.items()), None)

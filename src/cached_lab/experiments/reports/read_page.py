@@ -1,4 +1,4 @@
-"""The tables and the page of `cached read`: perplexity by position, and pass keys."""
+"""The tables and the page of `cached read`: perplexity by position, pass keys, facts and stories."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .blocks import Block, FactList, Heading, ReportTable
 from .formatting import environment_text, share_text
 from .page import write_page
 
+TITLES = {"keys": "pass keys", "facts": "facts recalled", "stories": "answers about stories"}
 KEYS_NOTE = "Right answers, and in brackets the efficiency."
 
 
@@ -31,11 +32,12 @@ def read_blocks(path: Path) -> list[Block]:
 
 
 def read_tables(content: Mapping[str, Any]) -> list[Block]:
-    """A table of perplexities for each text, and two tables of pass keys."""
+    """A table of perplexities for each text, two tables of pass keys, and one of facts and of stories."""
     texts = {(row["text"], row["tokens"]): None for row in content["perplexity"]}
     found: list[Block] = [_perplexities(content, *text) for text in texts]
-    for text in dict.fromkeys(row["text"] for row in content["keys"]):
-        found += _pass_keys(content, text)
+    for kind in TITLES:
+        for text in dict.fromkeys(row["text"] for row in content.get(kind, ())):
+            found += _recall(content, kind, text)
     return found
 
 
@@ -56,25 +58,36 @@ def _perplexities(content: Mapping[str, Any], text: str, tokens: int) -> ReportT
     return ReportTable(heads, lines, notes, f"{text}: perplexity by position, in tokens up to; MiB of state")
 
 
-def _pass_keys(content: Mapping[str, Any], text: str) -> list[Block]:
+def _recall(content: Mapping[str, Any], kind: str, text: str) -> list[Block]:
+    """A table of right answers by length, and for pass keys one of speeds."""
     by_place: dict[int, dict[str, list[Any]]] = {}
-    for row in content["keys"]:
+    for row in content[kind]:
         if row["text"] == text:
             by_place.setdefault(row["length"], {}).setdefault(row["arm"], []).append(row)
     lengths, arms = sorted(by_place), dict.fromkeys(arm for found in by_place.values() for arm in found)
     cells: dict[str, list[list[str]]] = {arm: [[], []] for arm in arms}
     for length in lengths:
         found = by_place[length]
-        shares = efficiencies("accuracy", {arm: mean(row["right"] for row in rows) for arm, rows in found.items()})
+        answers = {arm: [right for row in rows for right in _answers(row)] for arm, rows in found.items()}
+        shares = efficiencies("accuracy", {arm: mean(right) for arm, right in answers.items()})
         for arm, (right, speed) in cells.items():
             rows = found.get(arm, [])
             share = "" if shares.get(arm) is None else f" ({share_text(shares[arm])})"
-            right.append(f"{sum(row['right'] for row in rows)} of {len(rows)}{share}" if rows else "")
-            speed.append(f"{median(length / row['seconds'] for row in rows):,.0f}" if rows and arm != NONE else "")
+            right.append(f"{sum(answers[arm])} of {len(answers[arm])}{share}" if rows else "")
+            if kind == "keys":
+                speed.append(f"{median(length / row['seconds'] for row in rows):,.0f}" if rows and arm != NONE else "")
     heads = ("read by", *(f"{length:,}" for length in lengths))
     about = KEYS_NOTE if content["perplexity"] else f"{KEYS_NOTE} {NOTE}"
-    tables = ("pass keys by length in tokens", about), ("tokens/s of reading, median", "")
+    tables = [(f"{TITLES[kind]} by length in tokens", about)]
+    if kind == "keys":
+        tables.append(("tokens/s of reading, median", ""))
     return [
         ReportTable(heads, [[arm, *both[n]] for arm, both in cells.items()], notes, f"{text}: {title}")
         for n, (title, notes) in enumerate(tables)
     ]
+
+
+def _answers(row: Mapping[str, Any]) -> list[bool]:
+    """Right or wrong for each question of a text; one for a pass key."""
+    right = row["right"]
+    return right if isinstance(right, list) else [right]
