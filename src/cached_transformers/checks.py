@@ -40,8 +40,9 @@ def shares(**rates: float | None) -> None:
 
 
 def none_true(t: Tensor) -> bool:
-    """Return True if no value is true; False also where asking would synchronise, or break a graph."""
-    known = t.is_cpu and not (torch.compiler.is_compiling() or isinstance(t, FakeTensor))
+    """Return True if no value is true; False also where asking would synchronise, or break a graph or `torch.vmap`."""
+    unknown = torch.compiler.is_compiling() or isinstance(t, FakeTensor) or torch._C._functorch.is_batchedtensor(t)
+    known = t.is_cpu and not unknown
     return known and not bool(t.any())
 
 
