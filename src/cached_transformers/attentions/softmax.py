@@ -115,7 +115,7 @@ class _WrittenOut(torch.autograd.Function):
         none_BHN1 = logits.clamp_(min=least).amax(-1, keepdim=True) == least
         weights = logits.softmax(-1)
         if not none_true(none_BHN1):
-            weights = weights.masked_fill(none_BHN1, 0)
+            weights.masked_fill_(none_BHN1, 0)
         return weights @ v, weights
 
     @staticmethod
