@@ -93,9 +93,7 @@ def attend_with_bias(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, seen: Tenso
     Args:
         seen: bool, True = visible; None for all.
     """
-    hidden = None
-    if seen is not None:  # added once for all heads; masked_fill takes six times as long
-        hidden = torch.zeros_like(seen, dtype=q_BHNE.dtype).masked_fill_(~seen, -torch.inf)
+    hidden = None if seen is None else _hidden(seen, q_BHNE.dtype)
     out: Tensor = _WrittenOut.apply(q_BHNE, k_BHNE, v_BHNV, hidden, bias_BHNM)[0]
     return out
 
@@ -137,6 +135,11 @@ class _WrittenOut(torch.autograd.Function):
         logits_grad = torch._softmax_backward_data(weights_grad, weights, -1, weights.dtype)
         scale = math.sqrt(q.shape[-1])
         return (logits_grad @ k) / scale, logits_grad.mT @ (q / scale), v_grad, None, logits_grad.sum_to_size(ctx.bias)
+
+
+def _hidden(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Minus infinity where nothing is seen, to be added for all heads; masked_fill takes six times as long."""
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
 def log_sum_exp(q_BHNE: Tensor, k_BHNE: Tensor, mask: Tensor | None) -> Tensor:
@@ -196,12 +199,15 @@ def weights_of(
         mask = None if mask is None else mask.expand(-1, -1, n, -1).take_along_dim(index_B1W1, 2)
         asks_B1N1 = None if asks_B1N1 is None else asks_B1N1.take_along_dim(index_B1W1, 2)
     logits_BHWL, seen = _logits(q_BHNE, k_BHLE, mask, cap)
+    if seen is not None and asks_B1N1 is None:
+        hidden_BHWL = _hidden(seen, logits_BHWL.dtype)
+        weights_BHWL = logits_BHWL.add_(hidden_BHWL).softmax(-1)
+        return weights_BHWL.add_(hidden_BHWL * 0)  # not a number where it is infinite
     seen_BHWL = torch.ones_like(logits_BHWL, dtype=torch.bool) if seen is None else seen.expand_as(logits_BHWL)
     if asks_B1N1 is not None:
         seen_BHWL = seen_BHWL & asks_B1N1
-    hidden_BHWL = ~seen_BHWL
-    weights_BHWL = logits_BHWL.masked_fill_(hidden_BHWL, -torch.inf).softmax(-1)
-    return weights_BHWL.masked_fill_(hidden_BHWL, torch.nan)
+    weights_BHWL = logits_BHWL.masked_fill_(~seen_BHWL, -torch.inf).softmax(-1)
+    return weights_BHWL.masked_fill_(~seen_BHWL, torch.nan)
 
 
 def _logits(

@@ -60,7 +60,13 @@ class OpenedMatrix(NamedTuple):
 
 def recall(features_BHNE: Tensor, matrix_BHEF: Tensor, mass_BHE: Tensor) -> Tensor:
     """Values stored under these features (B, H, N, F): sums become means weighted by the similarity of keys."""
-    return features_BHNE @ matrix_BHEF * (features_BHNE @ mass_BHE[..., None]).clamp(min=EPSILON).reciprocal()
+    return _mean(features_BHNE @ torch.cat([matrix_BHEF, mass_BHE[..., None]], -1))
+
+
+def _mean(sums_BHNF: Tensor) -> Tensor:
+    """Sums of values divided by the sum of weights after them."""
+    values_BHNE, mass_BHN1 = sums_BHNF.split([sums_BHNF.shape[-1] - 1, 1], -1)
+    return values_BHNE * mass_BHN1.clamp(min=EPSILON).reciprocal()
 
 
 def store(
@@ -166,8 +172,7 @@ class Infini(Recurrent):
             return beside(asked.q_BGNK, snapshot.dim()).to(snapshot.dtype) @ snapshot
 
     def settle(self, found: Answer) -> Reading:
-        sums_BHNE, mass_BHN1 = found.answer_BGNF.split([found.answer_BGNF.shape[-1] - 1, 1], -1)
-        output_BHNE = sums_BHNE * mass_BHN1.clamp(min=EPSILON).reciprocal()
+        output_BHNE = _mean(found.answer_BGNF)
         return Reading(None, output_BHNE, found.any_B, any_B=None if self.gated_first else found.any_B)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
