@@ -125,15 +125,11 @@ class _WrittenOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, weights_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, weights = ctx.saved_tensors
-        v_grad = None
         if grad is not None:
-            through = grad @ v.mT
-            v_grad = weights.mT @ grad
-            weights_grad = through if weights_grad is None else through + weights_grad
-        if weights_grad is None:
-            return None, None, None, None, None
+            weights_grad = grad @ v.mT if weights_grad is None else grad @ v.mT + weights_grad
+        assert weights_grad is not None
         logits_grad = torch._softmax_backward_data(weights_grad, weights, -1, weights.dtype)
-        scale = math.sqrt(q.shape[-1])
+        scale, v_grad = math.sqrt(q.shape[-1]), None if grad is None else weights.mT @ grad
         return (logits_grad @ k) / scale, logits_grad.mT @ (q / scale), v_grad, None, logits_grad.sum_to_size(ctx.bias)
 
 

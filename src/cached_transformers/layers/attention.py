@@ -390,12 +390,7 @@ class SelfAttention(nn.Module):
         if context is not None and context.bias_BHM is not None:
             added = F.pad(context.bias_BHM[:, :, None].to(dtype), (0, query.k_BHNE.shape[2])).expand(-1, -1, tokens, -1)
             bias = added if bias is None else bias + added
-        visible = None if context is None else context.visible_BHNM
-        if visible_NN is None and visible is not None and visible.dtype != torch.bool:
-            shares_BHNM = F.pad(logits_of(visible).to(dtype), (0, query.k_BHNE.shape[2]))
-            bias, visible = shares_BHNM if bias is None else bias + shares_BHNM, None
-        else:
-            visible = _visible(visible_NN, context, tokens)
+        visible = _visible(visible_NN, context, tokens)
         if visible is not None:
             bias = _hide(bias, visible[..., :keys], dtype)
         window = self.memory.window() if self.causal and visible_NN is None else None

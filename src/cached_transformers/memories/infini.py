@@ -27,12 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.attentions.parts.linearised import elu_features
-from cached_transformers.checks import none_true
 from cached_transformers.interfaces.memory import ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import refuse_narrow
 
+from .parts.fifo_store import filled
 from .parts.options import check_heads
 from .parts.recurrent import Answer, Asked, Recurrent, beside, shown, wide
 
@@ -60,13 +60,7 @@ class OpenedMatrix(NamedTuple):
 
 def recall(features_BHNE: Tensor, matrix_BHEF: Tensor, mass_BHE: Tensor) -> Tensor:
     """Values stored under these features (B, H, N, F): sums become means weighted by the similarity of keys."""
-    return _mean(features_BHNE @ torch.cat([matrix_BHEF, mass_BHE[..., None]], -1))
-
-
-def _mean(sums_BHNF: Tensor) -> Tensor:
-    """Sums of values divided by the sum of weights after them."""
-    values_BHNE, mass_BHN1 = sums_BHNF.split([sums_BHNF.shape[-1] - 1, 1], -1)
-    return values_BHNE * mass_BHN1.clamp(min=EPSILON).reciprocal()
+    return features_BHNE @ matrix_BHEF * (features_BHNE @ mass_BHE[..., None]).clamp(min=EPSILON).reciprocal()
 
 
 def store(
@@ -158,7 +152,7 @@ class Infini(Recurrent):
         refuse_narrow(state, "what Infini-attention adds to its sums")
         # where, not multiplication: no value of an empty state may reach a result, not even NaN
         any_B = state.tokens_B > 0
-        return OpenedMatrix(_held(self.snapshot(state), any_B), any_B)
+        return OpenedMatrix(filled(self.snapshot(state), any_B[:, None, None]), any_B)
 
     def ask(self, opened: OpenedMatrix, query: Query) -> Asked:
         assert query.q_BHNE is not None and query.k_BHNE is not None
@@ -172,7 +166,8 @@ class Infini(Recurrent):
             return beside(asked.q_BGNK, snapshot.dim()).to(snapshot.dtype) @ snapshot
 
     def settle(self, found: Answer) -> Reading:
-        output_BHNE = _mean(found.answer_BGNF)
+        sums_BHNE, mass_BHN1 = found.answer_BGNF.split([found.answer_BGNF.shape[-1] - 1, 1], -1)
+        output_BHNE = sums_BHNE * mass_BHN1.clamp(min=EPSILON).reciprocal()
         return Reading(None, output_BHNE, found.any_B, any_B=None if self.gated_first else found.any_B)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
@@ -185,7 +180,8 @@ class Infini(Recurrent):
     def write(self, state: InfiniMatrix, trace: Trace) -> tuple[InfiniMatrix, None]:
         k_BHNE, v_BHNE, padding_BN = trace.query.k_BHNE, trace.query.v_BHNE, trace.query.padding_BN
         assert k_BHNE is not None and v_BHNE is not None
-        matrix_BHEF, mass_BHE = (_held(t, state.tokens_B > 0) for t in state[:2])
+        any_B1 = (state.tokens_B > 0)[:, None]
+        matrix_BHEF, mass_BHE = filled(state.matrix_BHEF, any_B1[..., None]), filled(state.mass_BHE, any_B1)
         with torch.autocast(matrix_BHEF.device.type, enabled=False):
             k_BHNE, v_BHNE = (shown(t, padding_BN).to(matrix_BHEF.dtype) for t in (k_BHNE, v_BHNE))
             s_BHNE = shown(elu_features(k_BHNE), padding_BN)
@@ -196,8 +192,3 @@ class Infini(Recurrent):
     def close_gate(self) -> None:
         with torch.no_grad():
             self.gate_H.fill_(-torch.inf)
-
-
-def _held(t_BX: Tensor, any_B: Tensor) -> Tensor:
-    """The tensor with 0 in rows that hold nothing."""
-    return t_BX if none_true(~any_B) else torch.where(any_B.view(-1, *[1] * (t_BX.dim() - 1)), t_BX, 0)

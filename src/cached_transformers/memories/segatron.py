@@ -45,9 +45,8 @@ class SegatronState(NamedTuple):
 class SegatronPositions(RelativePositions):
     """Relative positions of Transformer-XL over three channels of positions, each with a block of the code R.
 
-    Each query meets every row of a table of each channel, and picks by distance: 3 B H N K E multiply-adds; fewer where
-    a gradient is needed on the CPU and keys have few numbers. For attention over the last tokens: no two places are
-    further apart than K - 1, in any channel.
+    Each query meets every row of a table of each channel, and picks by distance: 3 B H N K E multiply-adds, or fewer in
+    training on the CPU. For attention over the last tokens: no two places are further apart than K - 1.
 
     Args:
         widths: channels of the three blocks, D in all; the paper's when None.
@@ -114,8 +113,7 @@ class SegatronPositions(RelativePositions):
     ) -> Tensor:
         """The bias, by what `tables` gave for distances from `most`, which may be further than the keys reach.
 
-        In a `run` of exactly these keys, the first table's rows are shifted, as Transformer-XL's are, instead of a
-        gather and its gradient.
+        In a `run` of exactly these keys, the first table's rows are shifted, as Transformer-XL's are.
         """
         (rows, _, n, _), keys = q_BHNE.shape, k_positions_BMP.shape[1]
         # Heads first: tables serve all rows in one product, without a copy for each.

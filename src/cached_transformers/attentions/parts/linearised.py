@@ -15,7 +15,6 @@ Legend: B rows, H heads, N tokens, M keys of a context, E key width, V value wid
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,28 +41,8 @@ def quotient(sums_BHNV: Tensor, epsilon: float = 0.0) -> Tensor:
 
 def elu_features(x: Tensor) -> Tensor:
     """elu(x) + 1, with all digits where it is small: e^x below 0, where (e^x - 1) + 1 would round to 0."""
-    if torch.compiler.is_compiling():
-        return x.relu() + x.clamp(max=0).exp()  # `where` and its gradient take three times as long
-    features: Tensor = _EluFeatures.apply(x)
-    return features
-
-
-class _EluFeatures(torch.autograd.Function):
-    """The features, whose gradient is 1 above 1, and else they themselves: two passes instead of eight."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clamp(max=0).exp_().add_(x.relu())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * ctx.saved_tensors[0].clamp(max=1)
+    above = x.relu()
+    return above + (x - above).exp()  # `clamp` or `where` and their gradients take longer
 
 
 class LinearisedAttention(Attention):

@@ -51,7 +51,7 @@ def evaluate(points: Tensor, basis: Bumps) -> Tensor:
     """(..., C): psi at each of the points (...)."""
     apart = (points[..., None] - basis.centre_C) / basis.width_C
     # The limit keeps the exponential out of denormal numbers, which take seven times as long.
-    return (-0.5 * apart.square()).clamp_(min=-80).exp() / (basis.width_C * (2 * math.pi) ** 0.5)
+    return (-0.5 * apart.square()).clamp(min=-80).exp() / (basis.width_C * (2 * math.pi) ** 0.5)
 
 
 def expectation(mean: Tensor, variance: Tensor, basis: Bumps) -> Tensor:

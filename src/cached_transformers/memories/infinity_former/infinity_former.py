@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.checks import at_least_one, none_true
+from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import Context, Linear, ProjectKV, Query, Reading, Trace, Weights
 from cached_transformers.interfaces.probing import Probing
 from cached_transformers.linear_maps import matrix_of
@@ -266,8 +266,7 @@ class InfinityFormer(KeepsSinks):
             new_BLD = filled(taken(all_BW.hidden_BMD, index_BL), due_B[:, None])
             points_BT = self._sample(attention if turn == 0 else None, coefficients_BCD)
             fitted_BCD = self.refit(coefficients_BCD, fits_B, new_BLD, points_BT)
-            all_due = none_true(~due_B)
-            coefficients_BCD = fitted_BCD if all_due else torch.where(due_B[:, None, None], fitted_BCD, coefficients_BCD)
+            coefficients_BCD = torch.where(due_B[:, None, None], fitted_BCD, coefficients_BCD)
             fits_B = fits_B + due_B
         kept = Rows(all_BW.hidden_BMD[:, n:], all_BW.positions_BMP[:, n:], all_BW.count_B - refits_B * self.chunk)
         positions_BMP = torch.where(kept.valid_BM[..., None], kept.positions_BMP, 0)

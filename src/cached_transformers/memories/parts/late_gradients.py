@@ -38,33 +38,23 @@ def late_gradients(on: bool = True, *, segments: bool = False) -> Iterator[None]
     """Defer the weight gradients of maps that are called by `mapped` inside; with `on=False` not.
 
     It has no effect without gradient, under autocast, in compiled code or under transforms (`torch.func`), nor on maps
-    with adapters, quantised or parametrised weights, hooks, or without training.
-
-    Args:
-        segments: defer over the segments of a loop, and only maps that are called with `segments=True`.
+    with adapters, quantised or parametrised weights, hooks, or without training. With `segments` it is for a loop over
+    segments, and for calls with `segments=True`: of maps with far more weights than a segment has numbers for them.
     """
     if torch.compiler.is_compiling():
         yield
         return
-    name = "of_segments" if segments else "maps"
-    before, now = getattr(_here, name), {} if on and torch.is_grad_enabled() and not _transformed() else None
-    setattr(_here, name, now)
+    name, transformed = "of_segments" if segments else "maps", torch._C._functorch.peek_interpreter_stack() is not None
+    before = getattr(_here, name)
+    setattr(_here, name, {} if on and torch.is_grad_enabled() and not transformed else None)
     try:
         yield
     finally:
         setattr(_here, name, before)
 
 
-def _transformed() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def mapped(linear: Any, x: Tensor, first: int = 0, last: int | None = None, *, segments: bool = False) -> Tensor:
-    """Apply a linear map to x (..., K); only its outputs first .. last, (..., last - first), if given.
-
-    Args:
-        segments: for a map with far more weights than a segment has numbers for it.
-    """
+    """Apply a linear map to x (..., K); only its outputs first .. last, (..., last - first), if given."""
     maps = None if torch.compiler.is_compiling() else _here.of_segments if segments else _here.maps
     if maps is not None and torch.is_grad_enabled():
         if linear not in maps:

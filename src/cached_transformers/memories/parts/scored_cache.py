@@ -213,9 +213,7 @@ class ScoredCache(KeepsSinks):
         if weights_BHWL is not None:  # the context may begin with slots of other memories
             weights_BHWL = weights_BHWL[..., weights_BHWL.shape[-1] - n - slots :]
         pairs = (state.k_BGME, k_BGNE), (state.v_BGME, v_BGNE)
-        k_BGLE, v_BGLE = (
-            torch.cat([filled(old.to(new.dtype), state.valid_BM[:, None]), new], 2) for old, new in pairs
-        )
+        k_BGLE, v_BGLE = (torch.cat([filled(old.to(new.dtype), state.valid_BM[:, None]), new], 2) for old, new in pairs)
         if query.padding_BN is not None:  # before all tokens, so that it is no neighbour of one
             order_BL = valid_BL.long().argsort(dim=1, stable=True)
             valid_BL, new_BL = (t.gather(1, order_BL) for t in (valid_BL, new_BL))
