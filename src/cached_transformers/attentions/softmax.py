@@ -94,8 +94,7 @@ def attend_with_bias(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, seen: Tenso
         seen: bool, True = visible; None for all.
     """
     hidden = None if seen is None else _hidden(seen, q_BHNE.dtype)
-    out: Tensor = _WrittenOut.apply(q_BHNE, k_BHNE, v_BHNV, hidden, bias_BHNM)[0]
-    return out
+    return _WrittenOut.apply(q_BHNE, k_BHNE, v_BHNV, hidden, bias_BHNM)[0]  # type: ignore[no-any-return]
 
 
 class _WrittenOut(torch.autograd.Function):
