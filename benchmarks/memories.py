@@ -47,7 +47,7 @@ OPTIONS: dict[str, Callable[[ModelSizes], dict[str, Any]]] = {
     "memory_caching": lambda s: {"slots": max(1, s.memory // s.segment)},
     "memory_transformer": lambda s: {"length": s.tokens},
     "rmt": lambda s: {"length": s.tokens},
-    "segatron": lambda s: {"length": s.memory},
+    "segatron": lambda s: {"length": s.memory, "sentence_ends": tuple(range(16)), "paragraph_ends": (0, 1)},
     "streaming_llm": lambda s: {"length": s.memory - 4, "relative": False},
     "titans": lambda s: {"chunk": s.chunk},
     "tova": lambda s: {"length": s.memory, "relative": False},

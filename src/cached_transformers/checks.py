@@ -40,9 +40,14 @@ def shares(**rates: float | None) -> None:
 
 
 def none_true(t: Tensor) -> bool:
-    """Return True if no value is true; False also where asking would synchronise, or break a graph."""
-    known = t.is_cpu and not (torch.compiler.is_compiling() or isinstance(t, FakeTensor))
-    return known and not bool(t.any())
+    """Return True if no value is true; False also where asking would synchronise, or break a graph or `torch.vmap`."""
+    return known(t) and not bool(t.any())
+
+
+def known(t: Tensor) -> bool:
+    """Return True if reading a value neither synchronises nor breaks a graph or `torch.vmap`."""
+    without = torch.compiler.is_compiling() or isinstance(t, FakeTensor) or torch._C._functorch.is_batchedtensor(t)
+    return t.is_cpu and not without
 
 
 def insist(condition: Tensor, why: str) -> None:

@@ -271,12 +271,13 @@ class RelativePositions(Positions):
         return self.table(distances_K if self.clamp is None else distances_K.clamp(max=self.clamp))
 
     def _shifted(self, q_BHNE: Tensor, keys: int) -> Tensor:
-        n = q_BHNE.shape[2]
+        rows, n = q_BHNE.shape[0], q_BHNE.shape[2]
         table_HKE = self._of_distances(torch.arange(keys - 1, -1, -1, device=q_BHNE.device))
         # Shift the rows without a copy: a column of zeros at the front makes each row one longer; viewed with the right
         # length, row i starts N - 1 - i columns later, at its distances. Values after the diagonal are not used.
-        wide = q_BHNE @ F.pad(table_HKE, (0, 0, 1, 0)).mT
-        return wide.flatten(-2)[..., n:].unflatten(-1, (n, keys))
+        # Heads first: the table serves all rows in one product, without a copy for each.
+        wide_HTK = q_BHNE.transpose(0, 1).flatten(1, 2) @ F.pad(table_HKE, (0, 0, 1, 0)).mT
+        return wide_HTK.unflatten(1, (rows, -1)).flatten(-2)[..., n:].unflatten(-1, (n, keys)).transpose(0, 1)
 
     def _split(self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor) -> Tensor:
         # Counted from the first query, so that large positions lose no digits.
@@ -285,20 +286,18 @@ class RelativePositions(Positions):
         return self._with_codes(q_BHNE, q_positions_BNP - here, code_BMW)
 
     def _codes(self, positions_BMP: Tensor) -> Tensor:
-        """(B, M, width): cosines and sines of keys."""
+        """(B, M, width): pairs of each angle's cosine and negative sine, of keys."""
         k_angle = self.angles(positions_BMP)
-        return torch.cat([k_angle.cos(), k_angle.sin()], -1)
+        return torch.stack([k_angle.cos(), -k_angle.sin()], -1).flatten(-2)
 
     def _with_codes(self, q_BHNE: Tensor, positions_BNP: Tensor, code_BMW: Tensor) -> Tensor:
         """Logits of the queries of `_asking` with keys of these codes."""
         weight_HEW = matrix_of(self.project)[0].unflatten(0, (self.heads, self.head_width))
-        sine_BHNF, cosine_BHNF = (q_BHNE @ weight_HEW).chunk(2, -1)
-        q_angle = self.angles(positions_BNP)[:, None]
-        q_sin, q_cos = q_angle.sin().to(q_BHNE.dtype), q_angle.cos().to(q_BHNE.dtype)
-        with_cos = sine_BHNF * q_sin + cosine_BHNF * q_cos
-        with_sin = cosine_BHNF * q_sin - sine_BHNF * q_cos
+        # With pairs of the cosine's and the sine's channel, sums of angles are rotations.
+        pairs_HEW = weight_HEW.unflatten(-1, (2, -1)).flip(-2).mT.flatten(-2)
+        q_angle = -self.angles(positions_BNP)[:, None]
+        q_code = rotated(q_BHNE @ pairs_HEW, q_angle.cos().to(q_BHNE.dtype), q_angle.sin().to(q_BHNE.dtype))
         # All heads share the codes, which a batched product would copy for each head.
-        q_code = torch.cat([with_cos, with_sin], -1)
         return (q_code.flatten(1, 2) @ code_BMW.mT).unflatten(1, q_code.shape[1:3])
 
     def _gathered(self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor) -> Tensor:

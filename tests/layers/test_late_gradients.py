@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from cached_transformers import create_model
+from cached_transformers.loops import segments
+from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.parts.late_gradients import late_gradients, mapped
 
 
@@ -82,6 +86,34 @@ def test_outside_without_gradient_and_under_autocast_maps_are_called_as_they_are
     with torch.autocast("cpu", torch.bfloat16), late_gradients():
         assert mapped(linear, x).dtype == torch.bfloat16 and node() != "_CallBackward"
     assert node() == "AddmmBackward0"
+
+
+def test_a_loop_defers_the_gradients_of_maps_that_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    memory = {"name": "crtn", "segment": 4, "regions": 2, "topk": 1}
+    sizes = {"vocabulary": 7, "width": 8, "depth": 1, "heads": 2, "feed_forward": 8}
+    model: Any = create_model("language_model", memory=memory, **sizes).double()
+    loop, ids = SegmentLoop(model, 4, bptt=2), torch.randint(0, 7, (2, 17))
+    weight = model.stack.model_memory.summary.maps[0].weight
+
+    def gradients() -> tuple[list[Tensor], int]:
+        model.zero_grad()
+        loss = loop(ids[:, :-1], ids[:, 1:])[0]
+        uses, nodes, seen = 0, [loss.grad_fn], set()
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                uses += sum(getattr(after, "variable", None) is weight for after, _ in node.next_functions)
+                nodes += [after for after, _ in node.next_functions]
+        loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None], uses
+
+    late, once = gradients()
+    monkeypatch.setattr(segments, "late_gradients", lambda **_: contextlib.nullcontext())
+    usual, often = gradients()
+    assert once == 1 < often
+    torch.testing.assert_close(late, usual, rtol=0, atol=1e-12)
 
 
 def test_a_gradient_of_the_gradient_is_refused() -> None:

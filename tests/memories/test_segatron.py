@@ -109,6 +109,26 @@ def test_distances_are_their_formulas(n: int, m: int, shift: str, clamp: int | N
             near(got[b, h, i, j], (q[b, h, i] + scheme.position_bias[h]) @ r / math.sqrt(e))
 
 
+@pytest.mark.parametrize(("signed", "clamp"), [(False, None), (True, None), (True, 1)])
+def test_few_numbers_are_looked_up_once_each(signed: bool, clamp: int | None, monkeypatch: Any) -> None:
+    torch.manual_seed(0)
+    positions = SegatronPositions(2, 8, signed=signed, clamp=clamp).double()
+    channels = [torch.arange(24)[None, :, None] + torch.zeros(2, 1, 1, dtype=torch.long)]
+    channels += [(torch.rand(2, 24, 1) < rate).cumsum(1) + 7 for rate in (0.15, 0.1)]
+    k_BKP, q = torch.cat(channels, -1), torch.randn(2, 2, 10, 8, dtype=torch.float64, requires_grad=True)
+    counts, few = [], SegatronPositions._few
+    monkeypatch.setattr(SegatronPositions, "_few", lambda *given: counts.append(few(*given)) or counts[-1])
+    ours = positions.bias(q, k_BKP[:, -10:], k_BKP)
+    assert counts[0] == 0 < counts[1] and counts[2] > 0
+    monkeypatch.setattr(SegatronPositions, "_few", lambda *_: 0)
+    theirs = positions.bias(q, k_BKP[:, -10:], k_BKP)
+    leaves = [q, positions.position_bias, positions.project.weight]
+    seen = torch.ones(10, 24, dtype=torch.bool).tril(14) | signed
+    direction = torch.randn_like(ours) * seen
+    results = [[t * seen, *torch.autograd.grad(t, leaves, direction)] for t in (ours, theirs)]
+    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+
+
 def test_distances_agree_without_ends_and_token_ids_are_asked_for() -> None:
     tokens = text(2, 12)
     quiet = torch.where(torch.isin(tokens, torch.tensor([*SENTENCE_ENDS, *PARAGRAPH_ENDS])), 0, tokens)

@@ -293,7 +293,8 @@ def optimizer_bytes(model: nn.Module, config: RunConfig, gpu: bool) -> tuple[int
         live.restart()
         optimizer.step()  # creates the state before its temporaries
     kept = sum(t.nbytes for t in tree_leaves(dict(optimizer.state)) if isinstance(t, Tensor))
-    return kept, max(clipped, live.peak - live.now)
+    fused = isinstance(optimizer, torch.optim.AdamW)  # off the meta device, without temporaries
+    return kept, clipped if fused else max(clipped, live.peak - live.now)
 
 
 def bare_model(config: RunConfig) -> nn.Module:

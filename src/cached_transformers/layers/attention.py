@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.attentions.softmax import SoftmaxAttention, key_weights
-from cached_transformers.checks import at_least_one
+from cached_transformers.checks import at_least_one, none_true
 from cached_transformers.interfaces.attention import Attention, AttentionOutput
 from cached_transformers.interfaces.capabilities import CORE_WORDS, refuse_misfit
 from cached_transformers.interfaces.contexts import join, logits_of, widened
@@ -357,7 +357,7 @@ class SelfAttention(nn.Module):
         slots = 0
         if context is not None:
             slots = context.k_BHME.shape[2]
-            if not context.clean:
+            if not (context.clean or none_true(~context.valid_BM)):
                 # A NaN in an empty slot would survive a mask on the logits.
                 filled = context.valid_BM[:, None, :, None]
                 k_BHME, v_BHME = (torch.where(filled, t, 0) for t in (context.k_BHME, context.v_BHME))

@@ -20,6 +20,7 @@ from cached_transformers.annotations import checked
 from cached_transformers.checks import at_least_one
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.layers.token_loss import IGNORED
+from cached_transformers.memories.parts.late_gradients import late_gradients
 from cached_transformers.models.diagonal import check_schedule, read_diagonally
 from cached_transformers.models.documents import (
     check_documents,
@@ -195,7 +196,9 @@ class SegmentLoop(nn.Module):
         if documents is not None:
             documents, padding = told_documents(documents, padding, inputs_BN)
         told = padding if documents is None else None  # the ids hold the padding, on the CPU
-        outs = list(self._read(SegmentPiece(inputs_BN, targets_BN, told, places, documents, answers), state, reset))
+        batch = SegmentPiece(inputs_BN, targets_BN, told, places, documents, answers)
+        with late_gradients(segments=True):
+            outs = list(self._read(batch, state, reset))
         total = auxiliary = inputs_BN.new_zeros((), dtype=torch.float32)
         for out in outs:
             total = total + out.outputs.sum()

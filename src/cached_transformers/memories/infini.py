@@ -32,6 +32,7 @@ from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import refuse_narrow
 
+from .parts.fifo_store import filled
 from .parts.options import check_heads
 from .parts.recurrent import Answer, Asked, Recurrent, beside, shown, wide
 
@@ -151,7 +152,7 @@ class Infini(Recurrent):
         refuse_narrow(state, "what Infini-attention adds to its sums")
         # where, not multiplication: no value of an empty state may reach a result, not even NaN
         any_B = state.tokens_B > 0
-        return OpenedMatrix(torch.where(any_B[:, None, None, None], self.snapshot(state), 0), any_B)
+        return OpenedMatrix(filled(self.snapshot(state), any_B[:, None, None]), any_B)
 
     def ask(self, opened: OpenedMatrix, query: Query) -> Asked:
         assert query.q_BHNE is not None and query.k_BHNE is not None
@@ -165,8 +166,8 @@ class Infini(Recurrent):
             return beside(asked.q_BGNK, snapshot.dim()).to(snapshot.dtype) @ snapshot
 
     def settle(self, found: Answer) -> Reading:
-        sums_BHNF = found.answer_BGNF
-        output_BHNE = sums_BHNF[..., :-1] * sums_BHNF[..., -1:].clamp(min=EPSILON).reciprocal()
+        sums_BHNE, mass_BHN1 = found.answer_BGNF.split([found.answer_BGNF.shape[-1] - 1, 1], -1)
+        output_BHNE = sums_BHNE * mass_BHN1.clamp(min=EPSILON).reciprocal()
         return Reading(None, output_BHNE, found.any_B, any_B=None if self.gated_first else found.any_B)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
@@ -179,9 +180,8 @@ class Infini(Recurrent):
     def write(self, state: InfiniMatrix, trace: Trace) -> tuple[InfiniMatrix, None]:
         k_BHNE, v_BHNE, padding_BN = trace.query.k_BHNE, trace.query.v_BHNE, trace.query.padding_BN
         assert k_BHNE is not None and v_BHNE is not None
-        any_B11 = (state.tokens_B > 0)[:, None, None]
-        matrix_BHEF = torch.where(any_B11[..., None], state.matrix_BHEF, 0)
-        mass_BHE = torch.where(any_B11, state.mass_BHE, 0)
+        any_B1 = (state.tokens_B > 0)[:, None]
+        matrix_BHEF, mass_BHE = filled(state.matrix_BHEF, any_B1[..., None]), filled(state.mass_BHE, any_B1)
         with torch.autocast(matrix_BHEF.device.type, enabled=False):
             k_BHNE, v_BHNE = (shown(t, padding_BN).to(matrix_BHEF.dtype) for t in (k_BHNE, v_BHNE))
             s_BHNE = shown(elu_features(k_BHNE), padding_BN)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.checks import insist
+from cached_transformers.checks import insist, known
 from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import Context, Entry, ModelMemory, Projections, ProjectKV, Tokens, Trace
 from cached_transformers.interfaces.probing import Probing, one_segment, whole_episode
@@ -45,8 +45,8 @@ class SegatronState(NamedTuple):
 class SegatronPositions(RelativePositions):
     """Relative positions of Transformer-XL over three channels of positions, each with a block of the code R.
 
-    Each query meets every row of a table of each channel, and picks by distance: 3 B H N K E multiply-adds. For
-    attention over the last tokens: no two places are further apart than K - 1, in any channel.
+    Each query meets every row of a table of each channel, and picks by distance: 3 B H N K E multiply-adds, or fewer in
+    training on the CPU. For attention over the last tokens: no two places are further apart than K - 1.
 
     Args:
         widths: channels of the three blocks, D in all; the paper's when None.
@@ -113,32 +113,47 @@ class SegatronPositions(RelativePositions):
     ) -> Tensor:
         """The bias, by what `tables` gave for distances from `most`, which may be further than the keys reach.
 
-        In a `run` of exactly these keys, the first table's rows are shifted, as Transformer-XL's are, instead of a
-        gather and its gradient.
+        In a `run` of exactly these keys, the first table's rows are shifted, as Transformer-XL's are.
         """
         (rows, _, n, _), keys = q_BHNE.shape, k_positions_BMP.shape[1]
         # Heads first: tables serve all rows in one product, without a copy for each.
         q_HTE = self._asking(q_BHNE).transpose(0, 1).flatten(1, 2)
-        row_BNKP = most - self._distances(q_positions_BNP, k_positions_BMP).clamp(least, keys - 1)
-        bias_HBNK = q_HTE.new_zeros(())
+        found = []
         for channel, table_HEZ in tables.items():
-            scores_HBNZ = (q_HTE @ table_HEZ).unflatten(1, (rows, n))
             if run and channel == 0:
-                found_HBNK = F.pad(scores_HBNZ, (1, 0)).flatten(-2)[..., n:].unflatten(-1, (n, keys))
+                scores_HBNZ = (q_HTE @ table_HEZ).unflatten(1, (rows, n))
+                found.append(F.pad(scores_HBNZ, (1, 0)).flatten(-2)[..., n:].unflatten(-1, (n, keys)))
+                continue
+            q_BN, k_BK = q_positions_BNP[..., channel], k_positions_BMP[..., channel]
+            first_B1 = k_BK.amin(1, keepdim=True)
+            count = self._few(q_HTE, k_BK - first_B1)
+            if count:  # each number once, for all keys that have it
+                number_C = torch.arange(count, device=k_BK.device)
+                distance_BNK, low, high = (q_BN - first_B1)[..., None] - number_C, max(least, 1 - count), count - 1
             else:
-                found_HBNK = scores_HBNZ.gather(-1, row_BNKP[None, ..., channel].expand(len(q_HTE), rows, -1, -1))
-            bias_HBNK = bias_HBNK + found_HBNK
-        return bias_HBNK.transpose(0, 1)
+                distance_BNK, low, high = self._distances(q_BN, k_BK), least, keys - 1
+            row_BNK = high - distance_BNK.clamp(low, high)
+            scores_HBNZ = (q_HTE @ table_HEZ[..., most - high : most - low + 1]).unflatten(1, (rows, n))
+            found_HBNK = scores_HBNZ.gather(-1, row_BNK.expand(len(q_HTE), rows, -1, -1))
+            if count:
+                found_HBNK = found_HBNK @ ((k_BK - first_B1)[:, None] == number_C[:, None]).to(found_HBNK.dtype)
+            found.append(found_HBNK)
+        return sum(found[1:], found[0]).transpose(0, 1)
 
-    def _distances(self, q_positions_BNP: Tensor, k_positions_BKP: Tensor) -> Tensor:
-        """(B, N, K, 3): how far each key lies after each query."""
-        q_BNP, k_BKP = q_positions_BNP[..., :CHANNELS], k_positions_BKP[..., :CHANNELS]
+    def _few(self, q_HTE: Tensor, number_BK: Tensor) -> int:
+        """How many numbers keys have, if they are worth a product instead of a gather, whose gradient is slow; or 0."""
+        asks = q_HTE.requires_grad and self.shift == "exact" and known(q_HTE) and known(number_BK)
+        count = int(number_BK.max()) + 1 if asks else 0
+        return count if 4 * count <= number_BK.shape[1] else 0
+
+    def _distances(self, q_BN: Tensor, k_BK: Tensor) -> Tensor:
+        """(B, N, K): how far each key lies after each query."""
         if self.shift == "exact":
-            return q_BNP[:, :, None] - k_BKP[:, None]
-        n, keys = q_BNP.shape[1], k_BKP.shape[1]
-        index = torch.arange(keys, device=q_BNP.device)
+            return q_BN[:, :, None] - k_BK[:, None]
+        n, keys = q_BN.shape[1], k_BK.shape[1]
+        index = torch.arange(keys, device=q_BN.device)
         shifted_NK = (index + index[:n].flip(0)[:, None]).clamp(max=keys - 1)
-        return q_BNP[:, -1:, None] - k_BKP[:, shifted_NK]
+        return q_BN[:, -1:, None] - k_BK[:, shifted_NK]
 
 
 class _SegatronTables(KeptScheme):

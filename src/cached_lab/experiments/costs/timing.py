@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from cached_lab.training.optim import can_fuse
+
 
 @dataclass(frozen=True)
 class Ratio:
@@ -52,8 +54,8 @@ def precision(device: str, dtype: torch.dtype) -> contextlib.AbstractContextMana
 
 
 def training_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
-    """Return a function that makes one AdamW step on the value of `loss`."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    """Return a function that makes one AdamW step on the value of `loss`, with the trainer's kernels."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=can_fuse(model))
 
     def step() -> None:
         model.train()

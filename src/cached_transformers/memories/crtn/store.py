@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_transformers.checks import none_true
 from cached_transformers.interfaces.memory import Context, ProjectKV
 from cached_transformers.memories.parts.fifo_store import taken
 
@@ -57,10 +58,11 @@ class Slots(NamedTuple):
 def renew(state: CRTNState, new: CRTNState) -> CRTNState:
     """Drop the oldest region and add a new one (a store of one region), in the rows in which it holds any token."""
     wrote_B = new.size_BR[:, 0] > 0
+    all_wrote = none_true(~wrote_B)
 
     def push(old: Tensor, one: Tensor, dim: int, keep: int) -> Tensor:
         shifted = torch.cat([old.narrow(dim, old.shape[dim] - keep, keep), one.to(old.dtype)], dim)
-        return torch.where(wrote_B.view(-1, *[1] * (old.dim() - 1)), shifted, old)
+        return shifted if all_wrote else torch.where(wrote_B.view(-1, *[1] * (old.dim() - 1)), shifted, old)
 
     length, regions = state.source_BLD.shape[1], state.size_BR.shape[1]
     return CRTNState(

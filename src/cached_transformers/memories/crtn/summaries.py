@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one
 from cached_transformers.memories.parts.fifo_store import taken
+from cached_transformers.memories.parts.late_gradients import mapped
 from cached_transformers.memories.parts.options import one_of
 
 
@@ -43,7 +44,7 @@ class Flat(Summary):
     def reduce(self, x_BLD: Tensor, size_B: Tensor, valid_BL: Tensor) -> Tensor:
         x_BF = x_BLD.flatten(1)
         for linear in self.maps:
-            x_BF = linear(x_BF).relu()
+            x_BF = mapped(linear, x_BF, segments=True).relu()
         return x_BF
 
 

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cached_transformers.memories.parts.fifo_store import filled
+
 
 class Bumps(NamedTuple):
     """Centres m and widths s of the bumps."""
@@ -47,7 +49,9 @@ def density(points: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
 
 def evaluate(points: Tensor, basis: Bumps) -> Tensor:
     """(..., C): psi at each of the points (...)."""
-    return density(points[..., None], basis.centre_C, basis.width_C.square())
+    apart = (points[..., None] - basis.centre_C) / basis.width_C
+    # The limit keeps the exponential out of denormal numbers, which take seven times as long.
+    return (-0.5 * apart.square()).clamp(min=-80).exp() / (basis.width_C * (2 * math.pi) ** 0.5)
 
 
 def expectation(mean: Tensor, variance: Tensor, basis: Bumps) -> Tensor:
@@ -89,7 +93,7 @@ def attended_mass(mean_BHN: Tensor, variance_BHN: Tensor, counted_BN: Tensor, bi
     """(B, K): share of all attention in each of K equal parts of [0, 1]; equal shares where no query counts."""
     edges_K1 = torch.linspace(0, 1, bins + 1, dtype=mean_BHN.dtype, device=mean_BHN.device)
     below = torch.special.ndtr((edges_K1 - mean_BHN[..., None]) * variance_BHN[..., None].rsqrt())
-    mass_BK = torch.where(counted_BN[:, None, :, None], below.diff(dim=-1), 0).sum((1, 2))
+    mass_BK = filled(below.diff(dim=-1), counted_BN[:, None]).sum((1, 2))
     total_B1 = mass_BK.sum(1, keepdim=True)
     return torch.where(total_B1 > 0, mass_BK / total_B1.clamp(min=torch.finfo(mass_BK.dtype).tiny), 1 / bins)
 

@@ -25,7 +25,7 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import Context, Linear, ProjectKV, Query, Reading, Trace, Weights
 from cached_transformers.interfaces.probing import Probing
 from cached_transformers.linear_maps import matrix_of
-from cached_transformers.memories.parts.fifo_store import Rows, empty_rows, push, taken
+from cached_transformers.memories.parts.fifo_store import Rows, empty_rows, filled, push, taken
 from cached_transformers.memories.parts.options import NO_MEMORY, check_heads, check_positive
 from cached_transformers.memories.parts.sinks import KeepsSinks, placed
 from cached_transformers.positions import Positions, RelativePositions
@@ -263,7 +263,7 @@ class InfinityFormer(KeepsSinks):
             index_BL = (place_BL + turn * self.chunk).clamp(max=slots + n - 1)
             due_B = refits_B > turn
             # Rows that are not due look at whatever it holds, which must stay without effect.
-            new_BLD = torch.where(due_B[:, None, None], taken(all_BW.hidden_BMD, index_BL), 0)
+            new_BLD = filled(taken(all_BW.hidden_BMD, index_BL), due_B[:, None])
             points_BT = self._sample(attention if turn == 0 else None, coefficients_BCD)
             fitted_BCD = self.refit(coefficients_BCD, fits_B, new_BLD, points_BT)
             coefficients_BCD = torch.where(due_B[:, None, None], fitted_BCD, coefficients_BCD)
@@ -295,4 +295,4 @@ class InfinityFormer(KeepsSinks):
 
 def _clean(state: InfinityState) -> Tensor:
     """The coefficients, 0 where there is no signal, whatever it holds."""
-    return torch.where((state.fits_B > 0)[:, None, None], state.coefficients_BCD, 0)
+    return filled(state.coefficients_BCD, (state.fits_B > 0)[:, None])

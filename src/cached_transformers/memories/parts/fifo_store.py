@@ -12,11 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.checks import none_true
 from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Trace
 from cached_transformers.state import State
 
 own_word("stored_kv", "keys and values, to be stored instead of hidden states")
+
+
+def filled(x_XMC: Tensor, valid_XM: Tensor) -> Tensor:
+    """The entries with 0 in empty slots, whatever these hold."""
+    return x_XMC if none_true(~valid_XM) else torch.where(valid_XM[..., None], x_XMC, 0)
 
 
 def last_slots(count_B: Tensor, slots: int) -> Tensor:
@@ -47,7 +53,7 @@ class Rows(NamedTuple):
     @property
     def clean_BMD(self) -> Tensor:
         """The hidden states, with zeros in empty slots whatever it holds: a NaN would come back as a gradient."""
-        return torch.where(self.valid_BM[..., None], self.hidden_BMD, 0)
+        return filled(self.hidden_BMD, self.valid_BM)
 
 
 class Pairs(NamedTuple):
@@ -207,7 +213,7 @@ def kept(old_XMC: Tensor, new_XNC: Tensor, index_XM: Tensor, real_XM: Tensor) ->
     if old_XMC.shape[-2]:
         both_XLC = torch.cat([old_XMC, both_XLC], -2)
     chosen_XMC = taken(both_XLC.flatten(0, -3), index_XM.flatten(0, -2)).view(*index_XM.shape, both_XLC.shape[-1])
-    return chosen_XMC.masked_fill_(~real_XM[..., None], 0)
+    return chosen_XMC if none_true(~real_XM) else chosen_XMC.masked_fill_(~real_XM[..., None], 0)
 
 
 def from_last(valid_XL: Tensor) -> Tensor:
@@ -228,7 +234,7 @@ def recalled(
 
     A model memory offers `functools.partial(recalled, hidden_BMD=..., ...)`, to which the layer gives its projections.
     """
-    k_BHME, v_BHME = project_kv(torch.where(valid_BM[..., None], hidden_BMD, 0))
+    k_BHME, v_BHME = project_kv(filled(hidden_BMD, valid_BM))
     if weight_BM is not None:
         v_BHME = v_BHME * weight_BM[:, None, :, None]
     return Context(k_BHME, v_BHME, positions_BMP, valid_BM, consecutive, clean=True)

@@ -27,36 +27,41 @@ from cached_transformers.linear_maps import is_spread, matrix_of, plain_weights
 
 class _Here(threading.local):
     maps: dict[nn.Module, _LateMap | None] | None = None
+    of_segments: dict[nn.Module, _LateMap | None] | None = None
 
 
 _here = _Here()
 
 
 @contextlib.contextmanager
-def late_gradients(on: bool = True) -> Iterator[None]:
+def late_gradients(on: bool = True, *, segments: bool = False) -> Iterator[None]:
     """Defer the weight gradients of maps that are called by `mapped` inside; with `on=False` not.
 
-    It has no effect without gradient, under autocast or in compiled code, nor on maps with adapters, quantised or
-    parametrised weights, hooks, or without training.
+    It has no effect without gradient, under autocast, in compiled code or under transforms (`torch.func`), nor on maps
+    with adapters, quantised or parametrised weights, hooks, or without training. With `segments` it is for a loop over
+    segments, and for calls with `segments=True`: of maps with far more weights than a segment has numbers for them.
     """
     if torch.compiler.is_compiling():
         yield
         return
-    before, _here.maps = _here.maps, {} if on and torch.is_grad_enabled() else None
+    name, transformed = "of_segments" if segments else "maps", torch._C._functorch.peek_interpreter_stack() is not None
+    before = getattr(_here, name)
+    setattr(_here, name, {} if on and torch.is_grad_enabled() and not transformed else None)
     try:
         yield
     finally:
-        _here.maps = before
+        setattr(_here, name, before)
 
 
-def mapped(linear: Any, x: Tensor, first: int = 0, last: int | None = None) -> Tensor:
+def mapped(linear: Any, x: Tensor, first: int = 0, last: int | None = None, *, segments: bool = False) -> Tensor:
     """Apply a linear map to x (..., K); only its outputs first .. last, (..., last - first), if given."""
-    if not torch.compiler.is_compiling() and _here.maps is not None and torch.is_grad_enabled():
-        if linear not in _here.maps:
+    maps = None if torch.compiler.is_compiling() else _here.of_segments if segments else _here.maps
+    if maps is not None and torch.is_grad_enabled():
+        if linear not in maps:
             plain = plain_weights(linear)
             trains = plain is not None and plain[0].requires_grad and not torch.is_autocast_enabled(x.device.type)
-            _here.maps[linear] = _LateMap(*plain) if plain is not None and trains else None
-        late = _here.maps[linear]
+            maps[linear] = _LateMap(*plain) if plain is not None and trains else None
+        late = maps[linear]
         if late is not None:
             part = None if first == 0 and last in (None, linear.out_features) else slice(first, last)
             y: Tensor = _Call.apply(x, late.weight_OK, late.bias_O, late.rows, part)
@@ -107,6 +112,8 @@ class _Once(torch.autograd.Function):
         for bounds, calls in found.items():
             part = None if bounds is None else slice(*bounds)
             x_NK, grad_NO = (torch.cat(rows) for rows in zip(*calls, strict=True))
+            if found.keys() == {None}:
+                return None, grad_NO.mT.mm(x_NK), grad_NO.sum(0) if ctx.needs_input_grad[2] else None
             if weight_OK is None:
                 weight_OK, bias_O = grad_NO.new_zeros(ctx.shape), grad_NO.new_zeros(ctx.shape[:1])
             _part(weight_OK, part).addmm_(grad_NO.mT, x_NK)

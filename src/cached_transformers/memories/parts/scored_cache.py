@@ -30,7 +30,7 @@ from cached_transformers.interfaces.probing import Probing, whole_episode
 from cached_transformers.positions import Positions, RelativePositions
 from cached_transformers.state import State
 
-from .fifo_store import best, from_last, kept, last_slots, right_before, stored_pair, taken
+from .fifo_store import best, filled, from_last, kept, last_slots, right_before, stored_pair, taken
 from .options import NO_MEMORY, check_choices
 from .sinks import KeepsSinks
 
@@ -213,8 +213,7 @@ class ScoredCache(KeepsSinks):
         if weights_BHWL is not None:  # the context may begin with slots of other memories
             weights_BHWL = weights_BHWL[..., weights_BHWL.shape[-1] - n - slots :]
         pairs = (state.k_BGME, k_BGNE), (state.v_BGME, v_BGNE)
-        filled_BM = state.valid_BM[:, None, :, None]
-        k_BGLE, v_BGLE = (torch.cat([torch.where(filled_BM, old.to(new.dtype), 0), new], 2) for old, new in pairs)
+        k_BGLE, v_BGLE = (torch.cat([filled(old.to(new.dtype), state.valid_BM[:, None]), new], 2) for old, new in pairs)
         if query.padding_BN is not None:  # before all tokens, so that it is no neighbour of one
             order_BL = valid_BL.long().argsort(dim=1, stable=True)
             valid_BL, new_BL = (t.gather(1, order_BL) for t in (valid_BL, new_BL))
