@@ -24,6 +24,7 @@ numbers of a net.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -35,7 +36,14 @@ from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.linear_maps import side_by_side
-from cached_transformers.memories.parts.fast_weights import FastMemory, FastState, Learned, OpenChunk, Soup
+from cached_transformers.memories.parts.fast_weights import (
+    FastMemory,
+    FastState,
+    Learned,
+    OpenChunk,
+    Soup,
+    TokenMaps,
+)
 from cached_transformers.memories.parts.fifo_store import taken
 from cached_transformers.memories.parts.options import NO_MEMORY, STRETCH, Gate, check_positive, gated
 from cached_transformers.memories.parts.recurrent import Answer, Asked, shown, wide
@@ -181,19 +189,39 @@ class Titans(FastMemory):
     def begin(self, state: FastState, learned: Learned, x_BND: Tensor) -> OpenChunk:
         weights, sums = (tuple(self.net.matrices(t)) for t in learned)
         project = side_by_side([self.query, self.key, self.value, self.gate])
+        for t in project.keywords.values():  # 1 - alpha is the gate of minus its logit
+            t[-2 * self.nets : -self.nets].neg_()
         open_tokens = x_BND.shape[1] % self.memory.chunk
         before = self.read(state, Query(x_BND[:, :-open_tokens])).carry if open_tokens else learned
         begun = tuple(map(self.net.limited, self.net.matrices(before.weights_BGP)))
-        return OpenChunk(begun, weights if open_tokens else begun, sums, project, open_tokens, (0,))
+        maps = TokenMaps(project, self.net.error, self._mixing())
+        return OpenChunk(begun, weights if open_tokens else begun, sums, maps, open_tokens, (0,))
+
+    def _mixing(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """`combine` of a token's m and y, with both norms in one."""
+        weights, share_H11 = [norm.weight for norm in self._norms()], self.share_H[:, None, None]
+        dtype, root = weights[0].dtype, len(weights[0]) ** 0.5
+        scales, least = torch.stack(weights)[:, None, None, None] * root, weights[0].new_full((), EPSILON**0.5 * root)
+
+        def mixed(y_BHNE: Tensor, m_BHNE: Tensor) -> Tensor:
+            t = torch.stack([m_BHNE.to(dtype), y_BHNE.to(dtype)][: len(scales)])
+            t = t / torch.hypot(torch.linalg.vector_norm(t, dim=-1, keepdim=True), least) * scales
+            return self._mixed(y_BHNE, t.to(y_BHNE.dtype).unbind(), share_H11.to(y_BHNE.dtype))
+
+        return mixed
 
     def ask(self, opened: FastState | OpenChunk, query: Query) -> Asked:
         if isinstance(opened, OpenChunk):
             t_B3GNK, logits_BNG = self.projected(opened, query.x_BND)
             t_B3GNK = F.silu(t_B3GNK)
-            q_BGNK, k_BGNK = F.normalize(t_B3GNK[:, :2], dim=-1).unbind(1)
-            logits = logits_BNG.view(len(query.x_BND), 3, -1, 1, 1)
-            (theta, alpha, _), eta = gated(logits, self.gates).unbind(1), logits[:, 2].sigmoid()
-            return Asked(q_BGNK, k_BGNK, (k_BGNK, t_B3GNK[:, 2], 1 - alpha, eta, self.rate * theta * (eta - 1)))
+            placed = t_B3GNK[:, :2]
+            placed = placed / torch.linalg.vector_norm(placed, dim=-1, keepdim=True).clamp_min(1e-12)
+            (q_BGNK, k_BGNK), logits = placed.unbind(1), logits_BNG.view(len(query.x_BND), 3, -1, 1, 1)
+            theta, kept, eta = gated(logits, self.gates).unbind(1)
+            if self.gates != "sigmoid":
+                eta = logits[:, 2].sigmoid()
+            push = torch.addcmul(theta, theta, eta, value=-1)
+            return Asked(q_BGNK, k_BGNK, (q_BGNK, k_BGNK, t_B3GNK[:, 2], kept, eta, push, self.rate))
         x_BND = shown(query.x_BND, query.padding_BN)
         return Asked(self._unit(self.query(x_BND)), self._unit(self.key(x_BND)))
 
@@ -219,8 +247,10 @@ class Titans(FastMemory):
         return Answer(m_BGNV, carry=after)
 
     def settle(self, found: Answer) -> Reading:
-        m_BND = found.answer_BGNF.transpose(1, 2).flatten(2)
-        return Reading(output_BHNE=m_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2), carry=found.carry)
+        m_BHNE = found.answer_BGNF
+        if self.nets != self.heads:
+            m_BHNE = m_BHNE.transpose(1, 2).flatten(2).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return Reading(output_BHNE=m_BHNE, carry=found.carry)
 
     def read_with(self, opened: FastState | OpenChunk, query: Query, project_kv: ProjectKV | None) -> Reading:
         if self.place != "context":
@@ -229,15 +259,23 @@ class Titans(FastMemory):
         return Reading(self._context(opened, self.learned(opened), query, project_kv), any_B=opened.tokens_B > 0)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
-        if reading.output_BHNE is None:
+        m_BHNE, dtype = reading.output_BHNE, y_BHNE.dtype
+        if m_BHNE is None:
             return y_BHNE
-        m_BHNE = self.norm(reading.output_BHNE.to(self.norm.weight.dtype)).to(y_BHNE.dtype)
-        share_H11 = self.share_H.to(y_BHNE.dtype)[:, None, None]
+        if isinstance(reading.carry, OpenChunk):
+            return reading.carry.maps.finish(y_BHNE, m_BHNE)
+        read = zip(self._norms(), (m_BHNE, y_BHNE), strict=False)
+        normed = [norm(t.to(norm.weight.dtype)).to(dtype) for norm, t in read]
+        return self._mixed(y_BHNE, normed, self.share_H[:, None, None].to(dtype))
+
+    def _norms(self) -> list[nn.RMSNorm]:
+        return [self.norm, *([] if self.attention_norm is None else [self.attention_norm])]
+
+    def _mixed(self, y_BHNE: Tensor, normed: Sequence[Tensor], share_H11: Tensor) -> Tensor:
+        """`combine` of norm(m), and norm(y) for a product."""
         if self.mix == "sum":
-            return y_BHNE + share_H11 * m_BHNE
-        if self.attention_norm is not None:
-            normed_BHNE = self.attention_norm(y_BHNE.to(self.norm.weight.dtype)).to(y_BHNE.dtype)
-            m_BHNE = normed_BHNE * m_BHNE.sigmoid()
+            return torch.addcmul(y_BHNE, share_H11, normed[0])
+        m_BHNE = normed[1] * normed[0].sigmoid() if self.attention_norm is not None else normed[0]
         return torch.lerp(y_BHNE, m_BHNE, share_H11)  # which is either of the two, to the bit, at both ends
 
     def write(self, state: FastState, trace: Trace) -> tuple[FastState, None]:
