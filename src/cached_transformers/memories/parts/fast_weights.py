@@ -19,7 +19,6 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, Literal, NamedTuple
@@ -31,7 +30,7 @@ from torch.nn import functional as F
 from cached_transformers.interfaces.memory import ProjectKV, Query, Reading, Trace
 from cached_transformers.state import refuse_narrow
 
-from .recurrent import Answer, Asked, Recurrent, beside, mix, wide
+from .recurrent import Answer, Asked, Recurrent, beside, full_precision, mix, wide
 
 Activation = Literal["gelu", "silu", "gelu_tanh"]
 
@@ -285,8 +284,8 @@ class FastWeights(nn.Module, abc.ABC):
 
     def step(self, nets: OpenChunk, asked: Asked, soup: Soup | None) -> tuple[Tensor, OpenChunk]:
         """Read one token, (B, G, 1, V), after its own write; and the nets for the next one."""
-        device, (q, k, v, *rule) = asked.q_BGNK.device.type, asked.rest  # q and k as `_input` gives them
-        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+        q, k, v, *rule = asked.rest  # q and k as `_input` gives them
+        with full_precision(v):
             inputs, errors = self.surprise(nets.begun, k, v, nets.maps.error)
             steps = zip(nets.weights, nets.sums, inputs, errors, strict=True)
             pairs = [self.follow(rule, begun, step) for begun, step in zip(nets.begun, steps, strict=True)]
