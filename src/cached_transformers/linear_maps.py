@@ -6,7 +6,7 @@ use, and only a call is right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from functools import partial
 from typing import Any

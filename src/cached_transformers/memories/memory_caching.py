@@ -49,7 +49,7 @@ class CachedStates(NamedTuple):
 
 class OpenedSnapshots(NamedTuple):
     """Snapshots and contexts of a segment, 0 where a slot is empty (None: no slot is), rows with any, the memory below
-    as it was opened, mean and number of the segment's keys; and all `matrices` of a token on its own, (B, G, S K, F)."""
+    as it was opened, mean and number of the segment's keys; and all `matrices` of single tokens, (B, G, S K, F)."""
 
     snapshots_BS: Tensor
     contexts_BGKS: Tensor
@@ -251,8 +251,8 @@ class MemoryCaching(LayerMemory):
             if matrices is not None:
                 matrices = torch.cat([snapshots_BS, matrices[:, None]], 1).transpose(1, 2).flatten(2, 3)
                 any_B = trace.reading.carry.any_B
-            parts = (t.contiguous() for t in (snapshots_BS, contexts_BGKS))
-            opened = OpenedSnapshots(*parts, empty_BS, any_B, *opened[4:7], matrices)  # type: ignore[misc]
+            snapshots_BS, contexts_BGKS = snapshots_BS.contiguous(), contexts_BGKS.contiguous()
+            opened = OpenedSnapshots(snapshots_BS, contexts_BGKS, empty_BS, any_B, *opened[4:7], matrices)
         tokens = opened.tokens + (trace.query.segment or trace.x_BND.shape)[1]
         return opened._replace(online=online, mean_BGK=trace.reading.carry.context_BGK, tokens=tokens)
 

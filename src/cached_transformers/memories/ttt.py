@@ -24,7 +24,7 @@ width, D = H E model width, P numbers of a head's model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -243,8 +243,9 @@ class TTT(FastMemory):
         place_BC = (tokens_B[:, None] + torch.arange(b, device=tokens_B.device)) % b
         per_net = [t[..., None, None, None] for t in (place_BC == 0, self.inner.shares(dtype)[place_BC])]
         if self.positions is not None:
-            turns = self.positions.turn(place_BC[..., None], dtype)
-            turns = (torch.complex(*turns),) if tokens_B.device.type in ("cpu", "cuda") else turns
+            turns: Sequence[Tensor] = self.positions.turn(place_BC[..., None], dtype)
+            if tokens_B.device.type in ("cpu", "cuda"):  # which have complex numbers
+                turns = [torch.complex(*turns)]
             per_net += [t.transpose(1, 2)[:, :, :, None, None] for t in turns]
         weights, sums = (tuple(self.inner.matrices(t)) for t in learned)
         begun, begins = tuple(map(self.inner.limited, weights)), tuple({-p % b for p in place_BC[:, 0].tolist()})
@@ -305,7 +306,7 @@ class TTT(FastMemory):
 
     def settle(self, found: Answer) -> Reading:
         after, q_BGNK = found.carry
-        if isinstance(after, OpenChunk):
+        if isinstance(after, OpenChunk) and after.maps.finish is not None:
             return Reading(output_BHNE=after.maps.finish(q_BGNK, found.answer_BGNF), carry=after)
         with torch.autocast(q_BGNK.device.type, enabled=False):
             z_BGNV = q_BGNK + self.inner.normed(found.answer_BGNF)

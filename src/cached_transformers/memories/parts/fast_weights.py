@@ -61,12 +61,12 @@ class FastState(NamedTuple):
 @dataclass(frozen=True)
 class TokenMaps:
     """Maps of one token with weights prepared for a segment: the nets' projections in one, the gradient of the loss by
-    the outputs (see `FastWeights.error`), and the memory's last step. No tuple: their tensors have no rows to select.
+    the outputs (see `FastWeights.error`), and TTT's last step. No tuple: their tensors have no rows to select.
     """
 
     project: Callable[[Tensor], Tensor]
     error: Callable[[Tensor, Tensor], Tensor]
-    finish: Callable[[Tensor, Tensor], Tensor]
+    finish: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 class OpenChunk(NamedTuple):
@@ -128,6 +128,11 @@ def slope(z: Tensor, kind: Activation) -> Tensor:
     scale, cubic = math.sqrt(2 / math.pi), 0.044715
     t = torch.tanh(scale * (z + cubic * z**3))
     return 0.5 * (1 + t) + 0.5 * z * (1 - t.square()) * scale * (1 + 3 * cubic * z.square())
+
+
+def normed(t: Tensor, by: float, least: float) -> Tensor:
+    """t / sqrt(by |t|^2 + least) of vectors in the last dimension."""
+    return t * (torch.linalg.vector_norm(t, dim=-1, keepdim=True).square() * by + least).rsqrt()
 
 
 Step = tuple[Any, ...]

@@ -17,11 +17,11 @@ from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query,
 
 
 class Asked(NamedTuple):
-    """Queries of a segment's tokens, the keys under which they write, and tensors for the memory that made them."""
+    """Queries of a segment's tokens, the keys under which they write, and values for the memory that made them."""
 
     q_BGNK: Tensor
     k_BGNK: Tensor
-    rest: tuple[Tensor, ...] = ()
+    rest: tuple[Any, ...] = ()
 
 
 class Answer(NamedTuple):

@@ -24,7 +24,6 @@ numbers of a net.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -36,14 +35,8 @@ from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.linear_maps import side_by_side
-from cached_transformers.memories.parts.fast_weights import (
-    FastMemory,
-    FastState,
-    Learned,
-    OpenChunk,
-    Soup,
-    TokenMaps,
-)
+from cached_transformers.memories.parts import fast_weights
+from cached_transformers.memories.parts.fast_weights import FastMemory, FastState, Learned, OpenChunk, Soup, normed
 from cached_transformers.memories.parts.fifo_store import taken
 from cached_transformers.memories.parts.options import NO_MEMORY, STRETCH, Gate, check_positive, gated
 from cached_transformers.memories.parts.recurrent import Answer, Asked, shown, wide
@@ -194,21 +187,8 @@ class Titans(FastMemory):
         open_tokens = x_BND.shape[1] % self.memory.chunk
         before = self.read(state, Query(x_BND[:, :-open_tokens])).carry if open_tokens else learned
         begun = tuple(map(self.net.limited, self.net.matrices(before.weights_BGP)))
-        maps = TokenMaps(project, self.net.error, self._mixing())
+        maps = fast_weights.TokenMaps(project, self.net.error)
         return OpenChunk(begun, weights if open_tokens else begun, sums, maps, open_tokens, (0,))
-
-    def _mixing(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """`combine` of a token's m and y, with both norms in one."""
-        weights, share_H11 = [norm.weight for norm in self._norms()], self.share_H[:, None, None]
-        dtype, root = weights[0].dtype, len(weights[0]) ** 0.5
-        scales, least = torch.stack(weights)[:, None, None, None] * root, weights[0].new_full((), EPSILON**0.5 * root)
-
-        def mixed(y_BHNE: Tensor, m_BHNE: Tensor) -> Tensor:
-            t = torch.stack([m_BHNE.to(dtype), y_BHNE.to(dtype)][: len(scales)])
-            t = t / torch.hypot(torch.linalg.vector_norm(t, dim=-1, keepdim=True), least) * scales
-            return self._mixed(y_BHNE, t.to(y_BHNE.dtype).unbind(), share_H11.to(y_BHNE.dtype))
-
-        return mixed
 
     def ask(self, opened: FastState | OpenChunk, query: Query) -> Asked:
         if isinstance(opened, OpenChunk):
@@ -262,20 +242,15 @@ class Titans(FastMemory):
         m_BHNE, dtype = reading.output_BHNE, y_BHNE.dtype
         if m_BHNE is None:
             return y_BHNE
-        if isinstance(reading.carry, OpenChunk):
-            return reading.carry.maps.finish(y_BHNE, m_BHNE)
-        read = zip(self._norms(), (m_BHNE, y_BHNE), strict=False)
-        normed = [norm(t.to(norm.weight.dtype)).to(dtype) for norm, t in read]
-        return self._mixed(y_BHNE, normed, self.share_H[:, None, None].to(dtype))
-
-    def _norms(self) -> list[nn.RMSNorm]:
-        return [self.norm, *([] if self.attention_norm is None else [self.attention_norm])]
-
-    def _mixed(self, y_BHNE: Tensor, normed: Sequence[Tensor], share_H11: Tensor) -> Tensor:
-        """`combine` of norm(m), and norm(y) for a product."""
+        norms = [self.norm] if self.attention_norm is None else [self.norm, self.attention_norm]
+        scales = torch.stack([norm.weight for norm in norms])[:, None, None, None]  # all norms in one
+        both = torch.stack([t.to(scales.dtype) for t in (m_BHNE, y_BHNE)[: len(norms)]])
+        m_BHNE, *beside = (normed(both, 1 / both.shape[-1], EPSILON) * scales).to(dtype).unbind()
+        share_H11 = self.share_H.to(dtype).view(-1, 1, 1)
         if self.mix == "sum":
-            return torch.addcmul(y_BHNE, share_H11, normed[0])
-        m_BHNE = normed[1] * normed[0].sigmoid() if self.attention_norm is not None else normed[0]
+            return torch.addcmul(y_BHNE, share_H11, m_BHNE)
+        if beside:
+            m_BHNE = beside[0] * m_BHNE.sigmoid()
         return torch.lerp(y_BHNE, m_BHNE, share_H11)  # which is either of the two, to the bit, at both ends
 
     def write(self, state: FastState, trace: Trace) -> tuple[FastState, None]:
@@ -295,8 +270,7 @@ class Titans(FastMemory):
                 self.open_gate.fill_(False)
 
     def _unit(self, t_BND: Tensor) -> Tensor:
-        t_BGNK = F.silu(self.by_net(t_BND))
-        return t_BGNK * t_BGNK.square().sum(-1, keepdim=True).clamp(min=1e-24).rsqrt()
+        return normed(self.by_net(F.silu(wide(t_BND))), 1.0, 1e-24)
 
     def _gates(self, x_BND: Tensor, padding_BN: Tensor | None) -> Gates:
         logits = wide(self.gate(x_BND)).mT.unflatten(1, (3, self.nets)).unbind(1)
@@ -327,7 +301,7 @@ class Titans(FastMemory):
             k_BGNK = _ordered(k_BGNK, order_BN)
             q_BGNK = None if q_BGNK is None else _ordered(q_BGNK, order_BN)
             soup = None if soup is None else Soup(soup.matrices, _ordered(soup.weights, order_BN))
-        v_BGNV = F.silu(self.by_net(self.value(x_BND)))
+        v_BGNV = self.by_net(F.silu(wide(self.value(x_BND))))
         m_BGNV, after = self.memory(learned, q_BGNK, k_BGNK, v_BGNV, self._gates(x_BND, padding_BN), soup)
         if m_BGNV is not None and order_BN is not None:
             index_BGNV = order_BN[:, None, :, None].expand_as(m_BGNV)
