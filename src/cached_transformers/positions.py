@@ -129,10 +129,12 @@ class _KeptRotation(RotaryPositions):
         return _turned(t_BHNE, self._last[1])
 
 
-def rotated(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs of channels, (..., E), by angles (..., E / 2)."""
+def rotated(t: Tensor, cos: Tensor, sin: Tensor | None = None) -> Tensor:
+    """Turn pairs of channels, (..., E), by angles (..., E / 2); of a complex number instead of cosine and sine."""
     if _has_complex(t):
-        return _turned(t, torch.complex(cos, sin))
+        return _turned(t, cos if sin is None else torch.complex(cos, sin))
+    if sin is None:
+        cos, sin = cos.real, cos.imag
     even, odd = t[..., 0::2], t[..., 1::2]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
 

@@ -180,6 +180,13 @@ def test_small_features_keep_their_digits() -> None:
     torch.testing.assert_close(elu_features(x)[:2], x[:2].exp(), rtol=1e-6, atol=0)
     assert (F.elu(x) + 1)[0] == 0  # the usual form
 
+
+def test_slope_of_elu_features_is_one_from_zero_on() -> None:
+    x = torch.tensor([-2.0, -1e-30, 0.0, 1e-30, 3.0], dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(elu_features(x).sum(), x)
+    torch.testing.assert_close(slope, x.detach().clamp(max=0).exp(), rtol=1e-12, atol=0)
+    assert elu_features(torch.tensor(-torch.inf)) == 0
+
     # Queries that see keys of tiny features alone still average their values; with the usual epsilon nothing is left.
     q, v = torch.zeros(1, 1, 2, 4), torch.tensor([[1.0], [3.0]])[None, None]
     k = torch.full((1, 1, 2, 4), -40.0)

@@ -25,6 +25,9 @@ D, H, FIRST = 8, 2, 3
         {"name": "ttt", "mini_batch": 4, "limit": 0.02, "model": "mlp"},
         {"name": "ttt", "mini_batch": 4, "limit": 0.02},
         {"name": "memory_caching", "slots": 3},
+        {"name": "memory_caching", "slots": 3, "read": "residual"},
+        {"name": "memory_caching", "slots": 2, "read": "sparse", "topk": 1, "start": "restart"},
+        {"name": "titans", "chunk": 4, "mix": "sum", "nets": 1},
         {
             "name": "memory_caching",
             "slots": 3,
@@ -55,6 +58,9 @@ def test_rows_with_unequal_pasts_read_tokens_alone(memory: dict[str, Any], first
         found = module.read(opened, part, None)
         expected = whole.output_BHNE[:, :, start:end]
         torch.testing.assert_close(found.output_BHNE, expected, rtol=0, atol=1e-10)
+        y_BHNE = part.q_BHNE + 1
+        mixed = module.combine(y_BHNE, part, found), module.combine(y_BHNE, part, whole._replace(output_BHNE=expected))
+        torch.testing.assert_close(*mixed, rtol=0, atol=1e-10)
         trace, kept = Trace(part.x_BND, part.x_BND, part, found), opened
         opened = advance(module, opened, part.x_BND, [trace])
         again = module.read(kept, part, None)  # a fork still reads the earlier opened value

@@ -34,7 +34,7 @@ from cached_transformers.state import refuse_narrow
 
 from .parts.fifo_store import filled
 from .parts.options import check_heads
-from .parts.recurrent import Answer, Asked, Recurrent, beside, shown, wide
+from .parts.recurrent import Answer, Asked, Recurrent, beside, full_precision, shown, wide
 
 Update = Literal["linear", "delta", "exact"]
 CHUNK = 64
@@ -154,6 +154,9 @@ class Infini(Recurrent):
         any_B = state.tokens_B > 0
         return OpenedMatrix(filled(self.snapshot(state), any_B[:, None, None]), any_B)
 
+    def matrices(self, opened: OpenedMatrix) -> Tensor:
+        return opened.sums_BHEF
+
     def ask(self, opened: OpenedMatrix, query: Query) -> Asked:
         assert query.q_BHNE is not None and query.k_BHNE is not None
         return Asked(elu_features(wide(shown(query.q_BHNE, query.padding_BN))), query.k_BHNE)
@@ -162,7 +165,7 @@ class Infini(Recurrent):
         return Answer(self.answer(opened.sums_BHEF, asked), opened.any_B)
 
     def answer(self, snapshot: Tensor, asked: Asked) -> Tensor:
-        with torch.autocast(snapshot.device.type, enabled=False):
+        with full_precision(snapshot):
             return beside(asked.q_BGNK, snapshot.dim()).to(snapshot.dtype) @ snapshot
 
     def settle(self, found: Answer) -> Reading:
@@ -171,10 +174,10 @@ class Infini(Recurrent):
         return Reading(None, output_BHNE, found.any_B, any_B=None if self.gated_first else found.any_B)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
-        gate_BH11, read_BHNE = self.gate_H.sigmoid()[:, None, None], reading.output_BHNE
+        gate_BH11, read_BHNE = self.gate_H.sigmoid().view(-1, 1, 1), reading.output_BHNE
         assert read_BHNE is not None
         if not self.gated_first:  # a row without a past reads 0, and has a gate of 0
-            gate_BH11 = torch.where(reading.carry[:, None, None, None], gate_BH11, 0)
+            gate_BH11 = gate_BH11 * reading.carry.view(-1, 1, 1, 1)
         return torch.lerp(y_BHNE.to(read_BHNE.dtype), read_BHNE, gate_BH11.to(read_BHNE.dtype)).to(y_BHNE.dtype)
 
     def write(self, state: InfiniMatrix, trace: Trace) -> tuple[InfiniMatrix, None]:

@@ -36,7 +36,7 @@ from cached_transformers.state import map_state, refuse_narrow
 
 from .parts.fast_weights import written
 from .parts.options import NO_MEMORY, check_positive
-from .parts.recurrent import shown, wide
+from .parts.recurrent import full_precision, shown, wide
 
 EPSILON = 1e-5
 """Added to lengths that are divided by."""
@@ -78,6 +78,25 @@ def apply(nets: Nets, x: Tensor) -> Tensor:
     return (F.silu(x @ nets.W_0.mT) * (x @ nets.W_2.mT)) @ nets.W_1.mT
 
 
+class _Outer(torch.autograd.Function):
+    """x^T e, whose gradients are in order in memory, as elementwise operations want them; autograd's are not."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, e: Tensor) -> Tensor:
+        return x.mT @ e
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, e = ctx.saved_tensors
+        return e @ grad.mT, x @ grad
+
+
 def descent(nets: Nets, k: Tensor, v: Tensor, rates: tuple[Tensor, ...]) -> Nets:
     """G: sums over tokens (..., N, K or V) of minus their gradients, by rates (..., N, 1) of each matrix."""
     gate, up, back = k @ nets.W_0.mT, k @ nets.W_2.mT, v @ nets.W_1
@@ -85,7 +104,10 @@ def descent(nets: Nets, k: Tensor, v: Tensor, rates: tuple[Tensor, ...]) -> Nets
     open_ = gate * share
     errors = Nets(back * up * torch.addcmul(share, open_, 1 - share), v, back * open_)
     inputs = Nets(k, open_ * up, k)
-    return Nets(*(error.mT @ (rate * x) for error, rate, x in zip(errors, rates, inputs, strict=True)))
+    # a compiler and a pass without gradients take the product itself
+    plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
+    outer: Any = _Outer.forward if plain else _Outer.apply
+    return Nets(*(outer(error, rate * x) for error, rate, x in zip(errors, rates, inputs, strict=True)))
 
 
 def newton_schulz(t: Tensor) -> Tensor:
@@ -202,8 +224,8 @@ class LaCT(LayerMemory):
         x_BND = shown(query.x_BND, query.padding_BN)
         scale_BNG1 = F.silu(self.scale(x_BND))[..., None]
         if self.bypass:
-            scale_BNG1 = torch.where(opened.any_B[:, None, None, None], scale_BNG1, 0)
-        with torch.autocast(x_BND.device.type, enabled=False):
+            scale_BNG1 = scale_BNG1 * opened.any_B.view(-1, 1, 1, 1)
+        with full_precision(x_BND):
             f_BGNV = apply(opened.weights, self._asking(query.q_BHNE, 0, query.padding_BN))
             # RMSNorm whose factor takes the scale: one product of all channels less
             f_BNGV = f_BGNV.transpose(1, 2).contiguous()

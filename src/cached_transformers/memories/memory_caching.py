@@ -35,7 +35,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State, may_change, refuse_narrow, reset
 
 from .parts.factory import create_memory, memory_spec
-from .parts.recurrent import Recurrent, mix, wide, wrote
+from .parts.recurrent import Answer, Recurrent, full_precision, mix, wide, wrote
 
 
 class CachedStates(NamedTuple):
@@ -48,23 +48,25 @@ class CachedStates(NamedTuple):
 
 
 class OpenedSnapshots(NamedTuple):
-    """Snapshots and contexts of a segment, 0 where a slot is empty, rows with any, the memory below as it was opened,
-    and mean and number of the segment's keys."""
+    """Snapshots and contexts of a segment, 0 where a slot is empty (None: no slot is), rows with any, the memory below
+    as it was opened, mean and number of the segment's keys; and all `matrices` of single tokens, (B, G, S K, F)."""
 
     snapshots_BS: Tensor
     contexts_BGKS: Tensor
-    empty_BS: Tensor
+    empty_BS: Tensor | None
     any_B: Tensor
     online: Any
     mean_BGK: Tensor
     tokens: int
+    matrices_BGKF: Tensor | None = None
 
 
 class Carried(NamedTuple):
-    """State of the wrapped memory, and the mean of the segment's keys."""
+    """State of the wrapped memory, the mean of the segment's keys, and the rows with an answer (None: all)."""
 
     inner: Any
     context_BGK: Tensor
+    any_B: Tensor | None
 
 
 def running_means(k_BGNK: Tensor, shown_BN: Tensor | None, mean_BGK: Tensor, before: int) -> Tensor:
@@ -83,10 +85,14 @@ def running_means(k_BGNK: Tensor, shown_BN: Tensor | None, mean_BGK: Tensor, bef
 
 
 def gates(
-    u_BGNK: Tensor, contexts_BGKS: Tensor, current_BGNK: Tensor, empty_BS: Tensor, topk: int | None = None
+    u_BGNK: Tensor, contexts_BGKS: Tensor, current_BGNK: Tensor, empty_BS: Tensor | None, topk: int | None = None
 ) -> Tensor:
     """Weights (B, G, N, S + 1) of (`topk`) snapshots and, last, of the online state: a softmax of <u, c>."""
-    logits_BGNS = (u_BGNK @ contexts_BGKS).masked_fill(empty_BS[:, None, None], -torch.inf)
+    if empty_BS is None and topk is None and u_BGNK.shape[2] == 1:
+        return (u_BGNK @ torch.cat([contexts_BGKS, current_BGNK.mT], -1)).softmax(-1)
+    logits_BGNS = u_BGNK @ contexts_BGKS
+    if empty_BS is not None:
+        logits_BGNS = logits_BGNS.masked_fill(empty_BS[:, None, None], -torch.inf)
     if topk is not None and topk < logits_BGNS.shape[-1]:
         best_BGNS = logits_BGNS.topk(topk).indices
         dropped_BGNS = torch.ones_like(logits_BGNS, dtype=torch.bool).scatter(-1, best_BGNS, False)
@@ -212,29 +218,41 @@ class MemoryCaching(LayerMemory):
         keys_BGNK = wide(asked.k_BGNK[..., : self.key_width])
         means_BGNK = running_means(keys_BGNK, _shown(query), opened.mean_BGK, opened.tokens)
         if self.look_for is None:
+            assert empty_BS is not None
             weights_BGNS = F.pad(~empty_BS, (0, 1), value=True)[:, None, None].to(snapshots_BS.dtype)
         else:
             u_BGNK = wide(self.look_for(query.x_BND)).unflatten(-1, (-1, self.key_width)).transpose(1, 2)
-            with torch.autocast(u_BGNK.device.type, enabled=False):
+            with full_precision(u_BGNK):
                 weights_BGNS = gates(u_BGNK, contexts_BGKS, means_BGNK, empty_BS, self.topk)
         if self.soup:
             found = self.over.soup(online, query, asked, snapshots_BS, weights_BGNS)
+        elif opened.matrices_BGKF is not None:
+            q_BGNK = (weights_BGNS[..., None] * asked.q_BGNK[..., None, :]).flatten(-2)
+            with full_precision(q_BGNK):
+                found = Answer(q_BGNK @ opened.matrices_BGKF, any_B)
         else:
             found = self.over.online(online, query, asked)
             answers_BSGNF = self.over.answer(snapshots_BS, asked)
             found = found._replace(answer_BGNF=mix(answers_BSGNF, found.answer_BGNF, weights_BGNS))
-        if found.any_B is not None:
+        if found.any_B is not None and found.any_B is not any_B:
             found = found._replace(any_B=found.any_B | any_B)
         reading = self.over.settle(found)
-        return reading._replace(carry=Carried(reading.carry, means_BGNK[:, :, -1]))
+        return reading._replace(carry=Carried(reading.carry, means_BGNK[:, :, -1], found.any_B))
 
     def advance(self, opened: OpenedSnapshots, x_BND: Tensor, traces: Sequence[Trace]) -> OpenedSnapshots:
         trace = traces[0]
         online = advance(self.over, opened.online, x_BND, [trace._replace(reading=_below(trace.reading))])
-        if not opened.tokens:  # slots that are empty in all rows cost later tokens nothing
-            used = opened.empty_BS.shape[1] - int(opened.empty_BS.sum(1).min())
-            parts = (opened.snapshots_BS[:, :used], opened.contexts_BGKS[..., :used], opened.empty_BS[:, :used])
-            opened = OpenedSnapshots(*map(Tensor.contiguous, parts), *opened[3:])  # type: ignore[call-arg, arg-type]
+        if opened.empty_BS is not None and not opened.tokens:  # slots empty in all rows cost later tokens nothing
+            used_B = (~opened.empty_BS).sum(1)
+            least, used = int(used_B.min()), int(used_B.max())
+            snapshots_BS, contexts_BGKS = opened.snapshots_BS[:, :used], opened.contexts_BGKS[..., :used]
+            empty_BS = None if least == used and self.look_for is not None else opened.empty_BS[:, :used]
+            matrices, any_B = self.over.matrices(opened.online), opened.any_B
+            if matrices is not None:
+                matrices = torch.cat([snapshots_BS, matrices[:, None]], 1).transpose(1, 2).flatten(2, 3)
+                any_B = trace.reading.carry.any_B
+            snapshots_BS, contexts_BGKS = snapshots_BS.contiguous(), contexts_BGKS.contiguous()
+            opened = OpenedSnapshots(snapshots_BS, contexts_BGKS, empty_BS, any_B, *opened[4:7], matrices)
         tokens = opened.tokens + (trace.query.segment or trace.x_BND.shape)[1]
         return opened._replace(online=online, mean_BGK=trace.reading.carry.context_BGK, tokens=tokens)
 

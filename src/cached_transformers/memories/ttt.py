@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.state import map_state
 
 from .parts import fast_weights
-from .parts.fast_weights import FastMemory, FastState, FastWeights, Learned, OpenChunk, Soup, Step
+from .parts.fast_weights import FastMemory, FastState, FastWeights, Learned, OpenChunk, Soup, Step, TokenMaps
 from .parts.options import NO_MEMORY, check_heads, check_positive
 from .parts.recurrent import Answer, Asked, shown, wide
 
@@ -51,6 +51,13 @@ EXPANSION = 4
 NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward
 EPSILON = 1e-6
 """Epsilon of the layer norms."""
+
+
+def norm_error(f: Tensor, less: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of |LN(f) + less|^2 / 2, LN without a bias, of the kernels of its forward and backward."""
+    unit, mean, scale = torch.native_layer_norm(f, f.shape[-1:], None, None, EPSILON)
+    error = torch.addcmul(less, unit, weight) * weight
+    return NORM_BACKWARD(error, f, f.shape[-1:], mean, scale, None, None, (True, False, False))[0]  # type: ignore[no-any-return]
 
 
 class InnerModel(FastWeights):
@@ -75,12 +82,9 @@ class InnerModel(FastWeights):
         return F.layer_norm(f, f.shape[-1:], eps=EPSILON) * weight + bias
 
     def error(self, given: Tensor, wanted: Tensor) -> Tensor:
-        """The gradient through LN, of the kernels of its forward and backward."""
         f, wanted = (t.reshape(-1, len(self.norm_weight_GV), *t.shape[-2:]) for t in (given, wanted))
         weight, bias = (t[:, None].to(given.dtype) for t in (self.norm_weight_GV, self.norm_bias_GV))
-        unit, mean, scale = torch.native_layer_norm(f, f.shape[-1:], None, None, EPSILON)
-        error = torch.addcmul(bias - wanted, unit, weight) * weight
-        return NORM_BACKWARD(error, f, f.shape[-1:], mean, scale, None, None, [True, False, False])[0].view_as(given)
+        return norm_error(f, bias - wanted, weight).view_as(given)
 
     def move(self, end: Sequence[Tensor], step: Step) -> tuple[Tensor, Tensor]:
         """A full mini-batch goes into the weights, an open one stays a sum."""
@@ -88,14 +92,14 @@ class InnerModel(FastWeights):
         S = torch.baddbmm(S, push.mT, error)
         return torch.addcmul(W, share, S), unfinished * S
 
-    def follow(self, rule: Sequence[Tensor], begun: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """By -lr and r."""
-        (push, share), (_, S, x, error) = rule, step
-        S = torch.addcmul(S, x.mT, error * push)
+    def follow(self, rule: Sequence[Any], begun: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """By r, and lr as a tensor and a number."""
+        (share, push, rate), (_, S, x, error) = rule, step
+        S = torch.addcmul(S, x.mT, error * push, value=-rate)
         return torch.addcmul(begun, share, S), S
 
     def turn(self, nets: OpenChunk) -> OpenChunk:
-        fresh, begins = tuple(map(self.limited, nets.weights)), nets.here()[0]
+        fresh, begins = tuple(map(self.limited, nets.weights)), nets.here(0)[0]
         new = (fresh, fresh, tuple(map(torch.zeros_like, nets.sums)))
         chosen = map_state(lambda a, b: torch.where(begins, a, b), new, nets[:3])
         return OpenChunk(*chosen, *nets[3:])  # type: ignore[call-arg]
@@ -239,21 +243,35 @@ class TTT(FastMemory):
         place_BC = (tokens_B[:, None] + torch.arange(b, device=tokens_B.device)) % b
         per_net = [t[..., None, None, None] for t in (place_BC == 0, self.inner.shares(dtype)[place_BC])]
         if self.positions is not None:
-            turns = self.positions.turn(place_BC[..., None], dtype)
+            turns: Sequence[Tensor] = self.positions.turn(place_BC[..., None], dtype)
+            if tokens_B.device.type in ("cpu", "cuda"):  # which have complex numbers
+                turns = [torch.complex(*turns)]
             per_net += [t.transpose(1, 2)[:, :, :, None, None] for t in turns]
         weights, sums = (tuple(self.inner.matrices(t)) for t in learned)
         begun, begins = tuple(map(self.inner.limited, weights)), tuple({-p % b for p in place_BC[:, 0].tolist()})
+        return OpenChunk(begun, weights, sums, self._maps(dtype), 0, begins, tuple(per_net))
+
+    def _maps(self, dtype: torch.dtype) -> TokenMaps:
+        weight_G1V, bias_G1V = (t[:, None].to(dtype) for t in (self.inner.norm_weight_GV, self.inner.norm_bias_GV))
+        weight, bias = self.norm.weight, self.norm.bias
         project = side_by_side([self.query, self.key, self.value, self.step])
-        return OpenChunk(begun, weights, sums, project, 0, begins, tuple(per_net))
+
+        def settled(q_BGNK: Tensor, f_BGNV: Tensor) -> Tensor:
+            unit = F.layer_norm(f_BGNV, f_BGNV.shape[-1:], eps=EPSILON)
+            z_BND = torch.addcmul(q_BGNK + bias_G1V, unit, weight_G1V).view(len(unit), 1, -1).to(weight.dtype)
+            return F.layer_norm(z_BND, weight.shape, weight, bias, EPSILON).view_as(unit)
+
+        return TokenMaps(project, lambda f, less: norm_error(f, less + bias_G1V, weight_G1V), settled)
 
     def ask(self, opened: FastState | OpenChunk, query: Query) -> Asked:
         """Queries, turned by their place in the mini-batch, and keys, not turned."""
         if isinstance(opened, OpenChunk):
             t_B3GNE, step_BNG = self.projected(opened, query.x_BND)
-            placed_B2GNE, (_, share, *turns) = t_B3GNE[:, :2], opened.here()
+            placed_B2GNE, (share, *turns) = t_B3GNE[:, :2], opened.here(1)
             placed_B2GNE = rotated(placed_B2GNE, *turns) if turns else placed_B2GNE
-            (q_BGNK, k_BGNK), push_BNG = placed_B2GNE.unbind(1), step_BNG.sigmoid() * -self.rate
-            return Asked(q_BGNK, t_B3GNE[:, 1], (k_BGNK, t_B3GNE[:, 2] - k_BGNK, push_BNG.mT[..., None], share))
+            (q_BGNK, k_BGNK), given = placed_B2GNE.unbind(1), F.pad(placed_B2GNE, (0, 1), value=1.0).unbind(1)
+            rule = share, step_BNG.sigmoid().view(len(query.x_BND), -1, 1, 1), self.rate
+            return Asked(q_BGNK, t_B3GNE[:, 1], (*given, k_BGNK - t_B3GNE[:, 2], *rule))
         x_BND = shown(query.x_BND, query.padding_BN)
         q_BGNK, k_BGNK = self.by_net(self.query(x_BND)), self.by_net(self.key(x_BND))
         return Asked(self._turned(q_BGNK, opened.tokens_B[:, None] + _there(query).cumsum(1) - 1), k_BGNK)
@@ -288,6 +306,8 @@ class TTT(FastMemory):
 
     def settle(self, found: Answer) -> Reading:
         after, q_BGNK = found.carry
+        if isinstance(after, OpenChunk) and after.maps.finish is not None:
+            return Reading(output_BHNE=after.maps.finish(q_BGNK, found.answer_BGNF), carry=after)
         with torch.autocast(q_BGNK.device.type, enabled=False):
             z_BGNV = q_BGNK + self.inner.normed(found.answer_BGNF)
         z_BND = self.norm(z_BGNV.transpose(1, 2).flatten(2).to(self.norm.weight.dtype))
@@ -295,7 +315,8 @@ class TTT(FastMemory):
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         assert reading.output_BHNE is not None
-        return y_BHNE + self.share_H.to(y_BHNE.dtype)[:, None, None] * reading.output_BHNE.to(y_BHNE.dtype)
+        share_H11 = self.share_H.to(y_BHNE.dtype).view(-1, 1, 1)
+        return torch.addcmul(y_BHNE, share_H11, reading.output_BHNE.to(y_BHNE.dtype))
 
     def write(self, state: FastState, trace: Trace) -> tuple[FastState, None]:
         return self.after(state, trace.reading.carry, trace), None

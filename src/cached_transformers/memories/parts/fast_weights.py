@@ -19,7 +19,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from cached_transformers.interfaces.memory import ProjectKV, Query, Reading, Trace
 from cached_transformers.state import refuse_narrow
 
-from .recurrent import Answer, Asked, Recurrent, beside, mix, wide
+from .recurrent import Answer, Asked, Recurrent, beside, full_precision, mix, wide
 
 Activation = Literal["gelu", "silu", "gelu_tanh"]
 
@@ -58,23 +58,34 @@ class FastState(NamedTuple):
     tokens_B: Tensor
 
 
+@dataclass(frozen=True)
+class TokenMaps:
+    """Maps of one token with weights prepared for a segment: the nets' projections in one, the gradient of the loss by
+    the outputs (see `FastWeights.error`), and TTT's last step. No tuple: their tensors have no rows to select.
+    """
+
+    project: Callable[[Tensor], Tensor]
+    error: Callable[[Tensor, Tensor], Tensor]
+    finish: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
 class OpenChunk(NamedTuple):
     """Matrices (B, G, I, O) within a segment that is read token by token: those with which the open chunk begins, and
-    those that the last token has left; the nets' projections of a token, in one; the number of tokens, and those
-    (modulo the chunk) at which rows begin a chunk; and tensors (B, chunk, ...) of a rule, by that number.
+    those that the last token has left; the number of tokens, and those (modulo the chunk) at which rows begin a chunk;
+    and tensors (B, chunk, ...) of a rule, by that number.
     """
 
     begun: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
     sums: tuple[Tensor, ...]
-    project: Callable[[Tensor], Tensor]
+    maps: TokenMaps
     token: int
     begins: tuple[int, ...]
     by_place: tuple[Tensor, ...] = ()
 
-    def here(self) -> list[Tensor]:
-        """Tensors (B, ...) of the next token."""
-        return [t[:, self.token % t.shape[1]] for t in self.by_place]
+    def here(self, first: int) -> list[Tensor]:
+        """Tensors (B, ...) of the next token, from the first of these on."""
+        return [t[:, self.token % t.shape[1]] for t in self.by_place[first:]]
 
 
 class Soup(NamedTuple):
@@ -117,6 +128,11 @@ def slope(z: Tensor, kind: Activation) -> Tensor:
     scale, cubic = math.sqrt(2 / math.pi), 0.044715
     t = torch.tanh(scale * (z + cubic * z**3))
     return 0.5 * (1 + t) + 0.5 * z * (1 - t.square()) * scale * (1 + 3 * cubic * z.square())
+
+
+def normed(t: Tensor, by: float, least: float) -> Tensor:
+    """t / sqrt(by |t|^2 + least) of vectors in the last dimension."""
+    return t * (torch.linalg.vector_norm(t, dim=-1, keepdim=True).square() * by + least).rsqrt()
 
 
 Step = tuple[Any, ...]
@@ -163,8 +179,8 @@ class FastWeights(nn.Module, abc.ABC):
         """W and S of one matrix after a chunk, by `end` and inputs times minus `rates` (the rule's for `through`)."""
 
     @abc.abstractmethod
-    def follow(self, rule: Sequence[Tensor], begun: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """W and S of one matrix after one token, by the rule's coefficients in `Asked.rest`."""
+    def follow(self, rule: Sequence[Any], begun: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """W and S of one matrix after one token, by the rule's coefficients in `Asked.rest`, a number last."""
 
     def matrices(self, flat: Tensor) -> list[Tensor]:
         """(B, ..., G, I, O) of each layer of the nets, of their numbers (B, ..., G, P)."""
@@ -188,20 +204,27 @@ class FastWeights(nn.Module, abc.ABC):
 
     def read(self, weights: Tensor | Sequence[Tensor], q: Tensor, soup: Soup | None = None) -> Tensor:
         """(B, ..., G, N, V): what nets of weights (B, ..., G, P), or matrices, give for queries; nothing is learned."""
-        for layer, matrix in enumerate(self.matrices(weights) if isinstance(weights, Tensor) else weights):
-            x = self._input(activate(q, self.activation) if layer else q)
-            q = x @ matrix
-            if soup is not None:
-                q = soup.among(layer, x, q)
-        return q
+        return self._outputs(self.matrices(weights) if isinstance(weights, Tensor) else weights, self._input(q), soup)
 
-    def surprise(self, weights: Sequence[Tensor], x: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def _outputs(self, matrices: Sequence[Tensor], x: Tensor, soup: Soup | None) -> Tensor:
+        y = x
+        for layer, matrix in enumerate(matrices):
+            if layer:
+                x = self._input(activate(y, self.activation))
+            y = x @ matrix
+            if soup is not None:
+                y = soup.among(layer, x, y)
+        return y
+
+    def surprise(
+        self, weights: Sequence[Tensor], x: Tensor, v: Tensor, error: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Inputs x (..., C, I) of each matrix, and errors e (..., C, O) after it: token j's gradient is x_j e_j^T."""
         inputs, sums = [x], []
         for matrix in weights[:-1]:
             sums.append(inputs[-1] @ matrix)
             inputs.append(self._input(activate(sums[-1], self.activation)))
-        errors = [self.error(inputs[-1] @ weights[-1], v)]
+        errors = [(error or self.error)(inputs[-1] @ weights[-1], v)]
         for matrix, z in zip(reversed(weights[1:]), reversed(sums), strict=True):
             errors.insert(0, errors[0] @ matrix[..., : z.shape[-1], :].mT * slope(z, self.activation))
         return inputs, errors
@@ -266,14 +289,14 @@ class FastWeights(nn.Module, abc.ABC):
 
     def step(self, nets: OpenChunk, asked: Asked, soup: Soup | None) -> tuple[Tensor, OpenChunk]:
         """Read one token, (B, G, 1, V), after its own write; and the nets for the next one."""
-        device, (k, v, *rule) = asked.q_BGNK.device.type, asked.rest
-        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-            inputs, errors = self.surprise(nets.begun, self._input(k), v)
+        q, k, v, *rule = asked.rest  # q and k as `_input` gives them
+        with full_precision(v):
+            inputs, errors = self.surprise(nets.begun, k, v, nets.maps.error)
             steps = zip(nets.weights, nets.sums, inputs, errors, strict=True)
             pairs = [self.follow(rule, begun, step) for begun, step in zip(nets.begun, steps, strict=True)]
             weights, sums = zip(*pairs, strict=True)
-            nets = nets._replace(weights=weights, sums=sums, token=nets.token + 1)
-            out = self.read(weights, asked.q_BGNK, soup)
+            nets = OpenChunk(nets.begun, weights, sums, nets.maps, nets.token + 1, *nets[5:])
+            out = self._outputs(weights, q, soup)
             return out, self.turn(nets) if nets.token % self.chunk in nets.begins else nets
 
     def turn(self, nets: OpenChunk) -> OpenChunk:
@@ -333,7 +356,7 @@ class FastMemory(Recurrent):
 
     def projected(self, opened: OpenChunk, x_BND: Tensor) -> tuple[Tensor, Tensor]:
         """Query, key and value of one token, (B, 3, G, 1, K), and a further projection, in float32 or wider."""
-        t_BND, width = wide(opened.project(x_BND)), 3 * self.groups * self.key_width
+        t_BND, width = wide(opened.maps.project(x_BND)), 3 * self.groups * self.key_width
         return t_BND[..., :width].view(len(x_BND), 3, self.groups, 1, -1), t_BND[..., width:]
 
     def soup(self, opened: FastState, query: Query, asked: Asked, snapshots_BS: Tensor, weights_BGNS: Tensor) -> Answer:

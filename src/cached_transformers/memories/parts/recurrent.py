@@ -7,6 +7,7 @@ any further dimensions between rows and groups.
 from __future__ import annotations
 
 import abc
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +17,11 @@ from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query,
 
 
 class Asked(NamedTuple):
-    """Queries of a segment's tokens, the keys under which they write, and tensors for the memory that made them."""
+    """Queries of a segment's tokens, the keys under which they write, and values for the memory that made them."""
 
     q_BGNK: Tensor
     k_BGNK: Tensor
-    rest: tuple[Tensor, ...] = ()
+    rest: tuple[Any, ...] = ()
 
 
 class Answer(NamedTuple):
@@ -63,6 +64,10 @@ class Recurrent(LayerMemory):
     def answer(self, snapshot: Tensor, asked: Asked) -> Tensor:
         """(B, ..., G, N, F): what snapshots (B, ..., G, ...) say; those of zeros say 0."""
 
+    def matrices(self, opened: Any) -> Tensor | None:
+        """(B, G, K, F), if the online answer to each token of a segment is the product of query and this; else None."""
+        return None
+
     def soup(self, opened: Any, query: Query, asked: Asked, snapshots_BS: Tensor, weights_BGNS: Tensor) -> Answer:
         """Answer of `online` with a state per token, mixed by (B, G, N, S + 1) weights, its own last."""
         raise NotImplementedError("this memory mixes answers alone")
@@ -84,6 +89,12 @@ def mix(answers_BSGNF: Tensor, online_BGNF: Tensor, weights_BGNS: Tensor) -> Ten
 def wide(t: Tensor) -> Tensor:
     """Convert to float32, unless wider."""
     return t if t.dtype in (torch.float32, torch.float64) else t.to(torch.promote_types(t.dtype, torch.float32))
+
+
+def full_precision(t: Tensor) -> AbstractContextManager[Any]:
+    """A context without autocast on the tensor's device, which costs nothing where there is none."""
+    device = t.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def beside(t_BGNK: Tensor, dims: int) -> Tensor:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,10 +139,10 @@ class NeuralMemory(FastWeights):
         W, S = torch.addcmul(f * S, b, W), m * S
         return torch.baddbmm(W, to_weights.mT, error), torch.baddbmm(S, to_sums.mT, error)
 
-    def follow(self, rule: Sequence[Tensor], begun: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """By 1 - alpha, eta and -theta."""
-        (kept, eta, push), (W, S, x, error) = rule, step
-        S = torch.addcmul(S * eta, x.mT, error * push)
+    def follow(self, rule: Sequence[Any], begun: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """By 1 - alpha, eta, and theta as a tensor and a number."""
+        (kept, eta, push, rate), (W, S, x, error) = rule, step
+        S = torch.addcmul(S * eta, x.mT, error * push, value=-rate)
         return torch.addcmul(S, W, kept), S
 
     def forward(

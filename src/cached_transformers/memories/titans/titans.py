@@ -35,7 +35,8 @@ from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.linear_maps import side_by_side
-from cached_transformers.memories.parts.fast_weights import FastMemory, FastState, Learned, OpenChunk, Soup
+from cached_transformers.memories.parts import fast_weights
+from cached_transformers.memories.parts.fast_weights import FastMemory, FastState, Learned, OpenChunk, Soup, normed
 from cached_transformers.memories.parts.fifo_store import taken
 from cached_transformers.memories.parts.options import NO_MEMORY, STRETCH, Gate, check_positive, gated
 from cached_transformers.memories.parts.recurrent import Answer, Asked, shown, wide
@@ -181,19 +182,26 @@ class Titans(FastMemory):
     def begin(self, state: FastState, learned: Learned, x_BND: Tensor) -> OpenChunk:
         weights, sums = (tuple(self.net.matrices(t)) for t in learned)
         project = side_by_side([self.query, self.key, self.value, self.gate])
+        for t in project.keywords.values():  # 1 - alpha is the gate of minus its logit
+            t[-2 * self.nets : -self.nets].neg_()
         open_tokens = x_BND.shape[1] % self.memory.chunk
         before = self.read(state, Query(x_BND[:, :-open_tokens])).carry if open_tokens else learned
         begun = tuple(map(self.net.limited, self.net.matrices(before.weights_BGP)))
-        return OpenChunk(begun, weights if open_tokens else begun, sums, project, open_tokens, (0,))
+        maps = fast_weights.TokenMaps(project, self.net.error)
+        return OpenChunk(begun, weights if open_tokens else begun, sums, maps, open_tokens, (0,))
 
     def ask(self, opened: FastState | OpenChunk, query: Query) -> Asked:
         if isinstance(opened, OpenChunk):
             t_B3GNK, logits_BNG = self.projected(opened, query.x_BND)
             t_B3GNK = F.silu(t_B3GNK)
-            q_BGNK, k_BGNK = F.normalize(t_B3GNK[:, :2], dim=-1).unbind(1)
-            logits = logits_BNG.view(len(query.x_BND), 3, -1, 1, 1)
-            (theta, alpha, _), eta = gated(logits, self.gates).unbind(1), logits[:, 2].sigmoid()
-            return Asked(q_BGNK, k_BGNK, (k_BGNK, t_B3GNK[:, 2], 1 - alpha, eta, self.rate * theta * (eta - 1)))
+            placed = t_B3GNK[:, :2]
+            placed = placed / torch.linalg.vector_norm(placed, dim=-1, keepdim=True).clamp_min(1e-12)
+            (q_BGNK, k_BGNK), logits = placed.unbind(1), logits_BNG.view(len(query.x_BND), 3, -1, 1, 1)
+            theta, kept, eta = gated(logits, self.gates).unbind(1)
+            if self.gates != "sigmoid":
+                eta = logits[:, 2].sigmoid()
+            push = torch.addcmul(theta, theta, eta, value=-1)
+            return Asked(q_BGNK, k_BGNK, (q_BGNK, k_BGNK, t_B3GNK[:, 2], kept, eta, push, self.rate))
         x_BND = shown(query.x_BND, query.padding_BN)
         return Asked(self._unit(self.query(x_BND)), self._unit(self.key(x_BND)))
 
@@ -219,8 +227,10 @@ class Titans(FastMemory):
         return Answer(m_BGNV, carry=after)
 
     def settle(self, found: Answer) -> Reading:
-        m_BND = found.answer_BGNF.transpose(1, 2).flatten(2)
-        return Reading(output_BHNE=m_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2), carry=found.carry)
+        m_BHNE = found.answer_BGNF
+        if self.nets != self.heads:
+            m_BHNE = m_BHNE.transpose(1, 2).flatten(2).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return Reading(output_BHNE=m_BHNE, carry=found.carry)
 
     def read_with(self, opened: FastState | OpenChunk, query: Query, project_kv: ProjectKV | None) -> Reading:
         if self.place != "context":
@@ -229,15 +239,18 @@ class Titans(FastMemory):
         return Reading(self._context(opened, self.learned(opened), query, project_kv), any_B=opened.tokens_B > 0)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
-        if reading.output_BHNE is None:
+        m_BHNE, dtype = reading.output_BHNE, y_BHNE.dtype
+        if m_BHNE is None:
             return y_BHNE
-        m_BHNE = self.norm(reading.output_BHNE.to(self.norm.weight.dtype)).to(y_BHNE.dtype)
-        share_H11 = self.share_H.to(y_BHNE.dtype)[:, None, None]
+        norms = [self.norm] if self.attention_norm is None else [self.norm, self.attention_norm]
+        scales = torch.stack([norm.weight for norm in norms])[:, None, None, None]  # all norms in one
+        both = torch.stack([t.to(scales.dtype) for t in (m_BHNE, y_BHNE)[: len(norms)]])
+        m_BHNE, *beside = (normed(both, 1 / both.shape[-1], EPSILON) * scales).to(dtype).unbind()
+        share_H11 = self.share_H.to(dtype).view(-1, 1, 1)
         if self.mix == "sum":
-            return y_BHNE + share_H11 * m_BHNE
-        if self.attention_norm is not None:
-            normed_BHNE = self.attention_norm(y_BHNE.to(self.norm.weight.dtype)).to(y_BHNE.dtype)
-            m_BHNE = normed_BHNE * m_BHNE.sigmoid()
+            return torch.addcmul(y_BHNE, share_H11, m_BHNE)
+        if beside:
+            m_BHNE = beside[0] * m_BHNE.sigmoid()
         return torch.lerp(y_BHNE, m_BHNE, share_H11)  # which is either of the two, to the bit, at both ends
 
     def write(self, state: FastState, trace: Trace) -> tuple[FastState, None]:
@@ -257,8 +270,7 @@ class Titans(FastMemory):
                 self.open_gate.fill_(False)
 
     def _unit(self, t_BND: Tensor) -> Tensor:
-        t_BGNK = F.silu(self.by_net(t_BND))
-        return t_BGNK * t_BGNK.square().sum(-1, keepdim=True).clamp(min=1e-24).rsqrt()
+        return normed(self.by_net(F.silu(wide(t_BND))), 1.0, 1e-24)
 
     def _gates(self, x_BND: Tensor, padding_BN: Tensor | None) -> Gates:
         logits = wide(self.gate(x_BND)).mT.unflatten(1, (3, self.nets)).unbind(1)
@@ -289,7 +301,7 @@ class Titans(FastMemory):
             k_BGNK = _ordered(k_BGNK, order_BN)
             q_BGNK = None if q_BGNK is None else _ordered(q_BGNK, order_BN)
             soup = None if soup is None else Soup(soup.matrices, _ordered(soup.weights, order_BN))
-        v_BGNV = F.silu(self.by_net(self.value(x_BND)))
+        v_BGNV = self.by_net(F.silu(wide(self.value(x_BND))))
         m_BGNV, after = self.memory(learned, q_BGNK, k_BGNK, v_BGNV, self._gates(x_BND, padding_BN), soup)
         if m_BGNV is not None and order_BN is not None:
             index_BGNV = order_BN[:, None, :, None].expand_as(m_BGNV)
