@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.interfaces.memory import LayerMemory, ModelMemory
+from cached_transformers.interfaces.memory import LayerMemory, Memory, ModelMemory
 
 Result = TypeVar("Result")
 WAY_OUT = (
@@ -27,8 +27,8 @@ def memory_of(holder: Any) -> LayerMemory | ModelMemory:
     """The memory that a layer, or a decoder, has now; of the copies that PEFT keeps, the active one (ValueError: the
     call gives PEFT another adapter for each row)."""
     memory = holder.memory
-    if isinstance(memory, LayerMemory | ModelMemory):
-        return memory
+    if isinstance(memory, Memory):
+        return memory  # type: ignore[return-value]
     if any("adapter_names" in getattr(hook, "keywords", {}) for hook in memory._forward_pre_hooks.values()):
         raise ValueError("adapter_names: rows share the active adapter's memory; call the model once for each adapter")
     active: LayerMemory | ModelMemory = memory.init_state.__self__  # a wrapper passes such names on
