@@ -116,6 +116,8 @@ class MemoryHook:
                 "use_reentrant=True: reentrant activation checkpointing would detach the memory from the graph; leave "
                 "use_reentrant=False, transformers' default"
             )
+        if type(self.memory) is LayerMemory and not (context.writes or context.traces or context.offers):
+            return args, kwargs  # only a model-level memory would want the trace
         x_BND = args[0] if args else kwargs["hidden_states"]
         positions_BNP, segment = context.positions_of_last(x_BND), context.segment_of_last(x_BND.shape[1])
         query = Query(x_BND, positions_BNP=positions_BNP, padding_BN=context.padding_BN, segment=segment)

@@ -116,7 +116,7 @@ class MemoryBranch(nn.Module):
         # times; a GPU needs the rows to fill its processors.
         as_one_row = one_cache and self.relative_bias is None and not q.is_cuda
         if as_one_row:
-            q_BHNF = q.flatten(0, 1).unflatten(-1, (self.heads, -1)).transpose(0, 1)[None]
+            q_BHNF = q.unflatten(-1, (self.heads, -1)).transpose(0, 1)[None]
         elif one_cache:
             k_BHMF, v_BHMF = (t.expand(rows, -1, -1, -1) for t in (k_BHMF, v_BHMF))
         bias = None
