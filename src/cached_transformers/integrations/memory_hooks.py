@@ -160,8 +160,9 @@ class MemoryHook:
             for place, source in enumerate(self.sources):
                 if place not in call.projected:
                     raise ValueError(self.passed_by(source))
-            outputs = (call.projected[place] for place in range(len(self.sources)))
-            call.query = self.with_heads(call.query, *self.split(*outputs))
+            if memory.reads_heads or context.writes or context.traces:
+                outputs = (call.projected[place] for place in range(len(self.sources)))
+                call.query = self.with_heads(call.query, *self.split(*outputs))
         if reading is None:
             reading = self.read(call.query, context, None)
             if context is not None and reading.context is not None:
