@@ -116,11 +116,10 @@ class MemoryHook:
                 "use_reentrant=True: reentrant activation checkpointing would detach the memory from the graph; leave "
                 "use_reentrant=False, transformers' default"
             )
+        if type(self.memory) is LayerMemory and not (context.writes or context.traces or context.offers):
+            return args, kwargs  # only a model-level memory would want the trace
         x_BND = args[0] if args else kwargs["hidden_states"]
-        positions_BNP, n = context.positions_BLP, x_BND.shape[1]
-        if positions_BNP is not None:
-            positions_BNP = positions_BNP[:, -n:].to(x_BND.device)
-        segment = context.segment_of_last(n)
+        positions_BNP, segment = context.positions_of_last(x_BND), context.segment_of_last(x_BND.shape[1])
         query = Query(x_BND, positions_BNP=positions_BNP, padding_BN=context.padding_BN, segment=segment)
         call = AttentionCall(self, query, context)
         call.reading = self.read_early(call, context, kwargs)
@@ -161,8 +160,9 @@ class MemoryHook:
             for place, source in enumerate(self.sources):
                 if place not in call.projected:
                     raise ValueError(self.passed_by(source))
-            outputs = (call.projected[place] for place in range(len(self.sources)))
-            call.query = self.with_heads(call.query, *self.split(*outputs))
+            if memory.reads_heads or context.writes or context.traces:
+                outputs = (call.projected[place] for place in range(len(self.sources)))
+                call.query = self.with_heads(call.query, *self.split(*outputs))
         if reading is None:
             reading = self.read(call.query, context, None)
             if context is not None and reading.context is not None:
@@ -179,10 +179,8 @@ class MemoryHook:
         state: Any = () if context is None else context.states[self.number]
         if context is None or context.opened_layers is None:
             return read_segment(self.memory, state, query, project_kv)
-        assert context.positions_BLP is not None
-        first_B1P = context.positions_BLP[:, :1].to(query.x_BND.device)
         opened = context.opened_layers[self.number]
-        return opened.read(self.memory, state, query, project_kv, first_B1P)  # type: ignore[no-any-return]
+        return opened.read(self.memory, state, query, project_kv, context.positions_BLP)  # type: ignore[no-any-return]
 
     def with_heads(self, query: Query, q_BHNE: Tensor | None, k_BGNE: Tensor, v_BGNE: Tensor) -> Query:
         """The query with keys and values for every head, which groups of heads may share."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.interfaces.memory import LayerMemory, ModelMemory
+from cached_transformers.interfaces.memory import LayerMemory, Memory, ModelMemory
 
 Result = TypeVar("Result")
 WAY_OUT = (
@@ -27,8 +27,8 @@ def memory_of(holder: Any) -> LayerMemory | ModelMemory:
     """The memory that a layer, or a decoder, has now; of the copies that PEFT keeps, the active one (ValueError: the
     call gives PEFT another adapter for each row)."""
     memory = holder.memory
-    if isinstance(memory, LayerMemory | ModelMemory):
-        return memory
+    if isinstance(memory, Memory):
+        return memory  # type: ignore[return-value]
     if any("adapter_names" in getattr(hook, "keywords", {}) for hook in memory._forward_pre_hooks.values()):
         raise ValueError("adapter_names: rows share the active adapter's memory; call the model once for each adapter")
     active: LayerMemory | ModelMemory = memory.init_state.__self__  # a wrapper passes such names on
@@ -138,10 +138,13 @@ def with_weights(memory: nn.Module, call: Callable[..., Result], *args: Any) -> 
 
 
 def _with_loaded(memory: nn.Module, call: Callable[..., Result], *args: Any) -> Result:
-    # By its attributes: `hasattr` would look it up among parameters and modules, too, at each token.
-    hooks: list[tuple[Any, Any]] = [(m, vars(m)["_hf_hook"]) for m in memory.modules() if "_hf_hook" in vars(m)]
-    if not hooks:
+    # By attributes, since this runs twice a layer at each token: `modules()` and `hasattr` are slower.
+    inside: list[nn.Module] = [memory]
+    for module in inside:
+        inside += [child for child in module._modules.values() if child is not None]
+    if not any("_hf_hook" in module.__dict__ for module in inside):
         return call(*args)
+    hooks: list[tuple[Any, Any]] = [(m, vars(m)["_hf_hook"]) for m in memory.modules() if "_hf_hook" in vars(m)]
     idle = importlib.import_module("accelerate.hooks").ModelHook  # there, since the hooks are its own
     for module, hook in hooks:
         hook.pre_forward(module)

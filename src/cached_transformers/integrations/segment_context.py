@@ -77,6 +77,14 @@ class SegmentContext:
         self.grad = torch.is_grad_enabled()
         self.inputs: list[Tensor | None] = [None] * len(states)
         self.attended: list[AttentionCall | None] = [None] * len(states)
+        self._last: tuple[Any, Tensor | None] = (None, None)
+
+    def positions_of_last(self, x_BND: Tensor) -> Tensor | None:
+        """(B, N, P): positions of the tokens of this pass, on their device; sliced once for all layers."""
+        key = x_BND.shape[1], x_BND.device
+        if self._last[0] != key and self.positions_BLP is not None:
+            self._last = key, self.positions_BLP[:, -key[0] :].to(key[1])
+        return self._last[1]
 
     def read_slots(self, number: int, x_BND: Tensor) -> Tensor:
         """The input of a layer's block, which the slots of the model-level memory may replace."""

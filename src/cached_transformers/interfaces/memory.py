@@ -226,10 +226,12 @@ class LayerMemory(Memory):
     Attributes:
         shared: one memory for all rows and steps, in buffers of the module.
         observe: number of a segment's last queries whose weights it gets, if it needs "weights"; None for all.
+        reads_heads: False if only `write` uses the layer's queries, keys and values, which next tokens then lack.
     """
 
     shared: bool = False
     observe: int | None = None
+    reads_heads: bool = True
 
     def window(self) -> int | None:
         """Number of tokens that a token of a causal layer sees, itself included; None for no limit."""

@@ -159,8 +159,8 @@ def _slopes(layer: Any, positions_BM: Tensor) -> Tensor:
 
 def in_blocks(heads: int, groups: int, qkv_BNL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries (B, H, N, E), keys and values (B, G, N, E) of one projection: all queries, all keys, all values."""
-    parts_BNHE = qkv_BNL.unflatten(-1, (heads + 2 * groups, -1)).transpose(1, 2).split([heads, groups, groups], 1)
-    q, k, v = parts_BNHE
+    parts_BHNE = qkv_BNL.unflatten(-1, (heads + 2 * groups, -1)).transpose(1, 2)
+    q, k, v = parts_BHNE.split_with_sizes([heads, groups, groups], 1)
     return q, k, v
 
 

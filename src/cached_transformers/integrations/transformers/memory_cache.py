@@ -49,12 +49,12 @@ class OpenedLayer:
         self.slots: tuple[Tensor, Tensor] | None = None
 
     def read(
-        self, memory: LayerMemory, state: State, query: Query, project_kv: ProjectKV | None, first_B1P: Tensor
+        self, memory: LayerMemory, state: State, query: Query, project_kv: ProjectKV | None, positions_BLP: Tensor
     ) -> Reading:
-        """Read the next tokens of a segment with this state before it, and with this position of its first token."""
+        """Read the next tokens of a segment with this state before it, and with these positions up to here."""
         opened, keeps = self.memory, keeps_opened() and getattr(memory, "whole_segments", None) is None
         if opened is None or not keeps:
-            opened = open_segment(memory, state, first_B1P, project_kv)
+            opened = open_segment(memory, state, positions_BLP[:, :1].to(query.x_BND.device), project_kv)
         reading = memory.read(opened, query, project_kv)
         if keeps:
             opened = advance(memory, opened, query.x_BND, [Trace(query.x_BND, query.x_BND, query, reading)])

@@ -142,7 +142,11 @@ def stream_positions(inputs: dict[str, Tensor], padding_BN: Tensor | None, clock
     ids_BN = inputs.get("position_ids")
     if ids_BN is None:
         rows, n = next(iter(inputs.values())).shape[:2]
-        ids_BN = torch.arange(n, device=clock_B.device).expand(rows, n)
+        ids_BN = torch.arange(n, device=clock_B.device)[None]
+        if padding_BN is None:
+            clock_B1 = clock_B[:, None]
+            return (ids_BN + clock_B1)[..., None], -clock_B1
+        ids_BN = ids_BN.expand(rows, n)
     if padding_BN is None:
         first_B1 = ids_BN[:, :1]
     else:

@@ -318,6 +318,8 @@ def _padding(mask: Any, text: MemoryCache, rows: int, n: int) -> Tensor | None:
         return None if earlier_BN is None else F.pad(earlier_BN, (0, n), value=False)
     refuse_masks(mask, rows, text.tokens + n, ", those of past_key_values included")
     if text.read_BT is not None:
+        if earlier_BN is None and none_true(mask == 0):  # as generate gives it at each token
+            return None
         why = "attention_mask: 0 at a token that past_key_values have read; leave them out and give the whole text"
         insist(~((mask[:, : text.tokens] == 0) & (text.read_BT != PADDED)).any(), why)
     padding_BM = mask[:, text.tokens - text.length :] == 0

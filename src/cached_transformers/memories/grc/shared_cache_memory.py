@@ -109,14 +109,14 @@ class MemoryBranch(nn.Module):
     def forward(self, x_BNC: Tensor, k_BHMF: Tensor, v_BHMF: Tensor) -> Tensor:
         """Equation 1, (B, H, N, F or E), for tokens whose first C channels are `x_BNC`."""
         rows, n = x_BNC.shape[:2]
-        q = self.query(x_BNC.flatten(0, 1)).unflatten(0, (rows, n))  # flat: no copy of a slice of wider tokens
-        q_BHNF = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        q = self.query(x_BNC.flatten(0, 1))  # flat: no copy of a slice of wider tokens
+        q_BHNF = q.reshape(rows, n, self.heads, self.cache // self.heads).transpose(1, 2)
         one_cache = k_BHMF.shape[0] == 1 and rows > 1
         # On the CPU the rows become more queries of one row, so that keys are neither copied nor given a gradient B
         # times; a GPU needs the rows to fill its processors.
         as_one_row = one_cache and self.relative_bias is None and not q.is_cuda
         if as_one_row:
-            q_BHNF = q.flatten(0, 1).unflatten(-1, (self.heads, -1)).transpose(0, 1)[None]
+            q_BHNF = q.unflatten(-1, (self.heads, -1)).transpose(0, 1)[None]
         elif one_cache:
             k_BHMF, v_BHMF = (t.expand(rows, -1, -1, -1) for t in (k_BHMF, v_BHMF))
         bias = None
@@ -163,7 +163,7 @@ class MemoryBranch(nn.Module):
         if torch.is_grad_enabled():
             return (y_BNHE * rest + F.pad(o_BNHF, (0, y_BHNE.shape[-1] - o_BHNF.shape[-1])) * ratio).transpose(1, 2)
         mixed_BNHE = y_BNHE * rest
-        mixed_BNHE[..., : o_BHNF.shape[-1]] += o_BNHF * ratio
+        mixed_BNHE[..., : o_BHNF.shape[-1]].addcmul_(o_BNHF, ratio)
         return mixed_BNHE.transpose(1, 2)
 
     def blend_and_project(self, y_BHNE: Tensor, o_BHNF: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

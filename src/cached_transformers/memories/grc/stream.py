@@ -79,6 +79,7 @@ class StreamGRC(LayerMemory):
     """
 
     needs = frozenset({"state", "head"})
+    reads_heads = False
 
     def __init__(
         self,
