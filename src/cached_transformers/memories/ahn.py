@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.attentions.parts.building_blocks import unit, wide
 from cached_transformers.attentions.parts.decay import InputDecay, check_half_life
 from cached_transformers.attentions.parts.scan import causal_scan
 from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
@@ -33,7 +34,7 @@ from cached_transformers.state import refuse_narrow
 
 from .parts.fifo_store import Pairs, Rows, empty_pairs, keys_values, push, push_out, side_by_side, stored_pair
 from .parts.options import check_heads
-from .parts.recurrent import shown, wide
+from .parts.recurrent import shown
 from .parts.sinks import placed
 from .transformer_xl import TransformerXL
 
@@ -166,9 +167,3 @@ class AHN(TransformerXL):
         with torch.autocast(k_BHNE.device.type, enabled=False):
             k_BHNE = unit(k_BHNE)
             return causal_scan(k_BHNE, k_BHNE, v_BHNE, matrix_BHEE, beta_BHN1=b_BHN1, log_decay_BHNG=g_BHN1)[1]
-
-
-def unit(t_BHNE: Tensor) -> Tensor:
-    """Vectors of length 1, in float32 or wider; 0 stays 0."""
-    t_BHNE = wide(t_BHNE)
-    return t_BHNE * (t_BHNE.square().sum(-1, keepdim=True) + 1e-6).rsqrt()

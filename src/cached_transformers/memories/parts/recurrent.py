@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cached_transformers.attentions.parts.building_blocks import wide as wide
 from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading
 
 
@@ -79,11 +80,6 @@ def mix(answers_BSGNF: Tensor, online_BGNF: Tensor, weights_BGNS: Tensor) -> Ten
     """(B, G, N, F): answers of snapshots and of the online state, by weights (B, G, N, S + 1), its own last."""
     weights_SBGN1 = weights_BGNS[..., None].movedim(-2, 0)
     return weights_SBGN1[-1] * online_BGNF + (weights_SBGN1[:-1].movedim(0, 1) * answers_BSGNF).sum(1)
-
-
-def wide(t: Tensor) -> Tensor:
-    """Convert to float32, unless wider."""
-    return t if t.dtype in (torch.float32, torch.float64) else t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 def beside(t_BGNK: Tensor, dims: int) -> Tensor:
