@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cached_transformers.attentions.parts.building_blocks import unit
 from cached_transformers.attentions.parts.building_blocks import wide as wide
+from cached_transformers.attentions.parts.scan import causal_scan
 from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading
 
 
@@ -80,6 +82,16 @@ def mix(answers_BSGNF: Tensor, online_BGNF: Tensor, weights_BGNS: Tensor) -> Ten
     """(B, G, N, F): answers of snapshots and of the online state, by weights (B, G, N, S + 1), its own last."""
     weights_SBGN1 = weights_BGNS[..., None].movedim(-2, 0)
     return weights_SBGN1[-1] * online_BGNF + (weights_SBGN1[:-1].movedim(0, 1) * answers_BSGNF).sum(1)
+
+
+def corrected(
+    matrix_BHEF: Tensor, k_BHNE: Tensor, v_BHNF: Tensor, beta_BHN1: Tensor, log_decay_BHNG: Tensor | None
+) -> Tensor:
+    """Matrices after these pairs, by the gated delta rule with keys of length 1."""
+    with torch.autocast(k_BHNE.device.type, enabled=False):
+        k_BHNE = unit(k_BHNE)
+        v_BHNF = wide(v_BHNF)
+        return causal_scan(k_BHNE, k_BHNE, v_BHNF, matrix_BHEF, beta_BHN1=beta_BHN1, log_decay_BHNG=log_decay_BHNG)[1]
 
 
 def beside(t_BGNK: Tensor, dims: int) -> Tensor:
