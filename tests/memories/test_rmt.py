@@ -163,6 +163,11 @@ def test_retrieval_begins_as_the_memory_itself_and_keeps_the_last_memories() -> 
         assert torch.equal(opened[:, :M], opened[:, M:]) and torch.equal(opened[:, :M], state.tokens_BMD[:, M:])
         written.append(opened[:, :M])
     assert torch.equal(outs[-1].state.model.tokens_BMD, torch.cat(written[-2:], 1))
+    for _ in range(2):  # of zeros, only the last maps learn in the first step
+        model.zero_grad()
+        run(model, tokens(4))[-1].outputs.square().sum().backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    assert all(p.grad.abs().max() > 0 for p in model.stack.model_memory.retrieval.parameters())
 
 
 def golden_model(weights: dict[str, Tensor], memory: Any) -> nn.Module:
