@@ -62,12 +62,12 @@ RECURRENT: dict[str, Contract] = {
         cost=Cost({"update": "exact"}, lambda: LAYERS * (3 * D * D / H + 2 * D + N * D)),
     ),
     "infini/gated": Contract(
-        options={"update": "gated"},
+        options={"update": "gated_delta"},
         bytes_per_row=lambda d: 4 * (d * d // 2) + 8,
-        cost=Cost({"update": "gated"}, lambda: LAYERS * (gated_delta() + D * D / H + 2 * D * H)),
+        cost=Cost({"update": "gated_delta"}, lambda: LAYERS * (gated_delta() + D * D / H + 2 * D * H)),
     ),
     "infini/gated_channels": Contract(
-        options={"update": "gated", "decay": "channel"},
+        options={"update": "gated_delta", "decay": "channel"},
         bytes_per_row=lambda d: 4 * (d * d // 2) + 8,
         model={"norm": "post", "positions": "relative"},
     ),
@@ -174,7 +174,7 @@ RECURRENT: dict[str, Contract] = {
         cost=Cost({"slots": K, "read": "residual"}, lambda: LAYERS * (1 + K) * (D * D / H + D) + LAYERS * D * D / H),
     ),
     "memory_caching/gated": Contract(
-        options={"slots": 2, "start": "restart", "over": {"name": "infini", "update": "gated"}},
+        options={"slots": 2, "start": "restart", "over": {"name": "infini", "update": "gated_delta"}},
         bytes_per_row=lambda d: 4 * (d * d // 2) + 8 + 2 * 4 * (d * d // 2 + d) + 8,
     ),
     "memory_caching/titans": Contract(

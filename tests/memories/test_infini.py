@@ -82,12 +82,12 @@ def twin(layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor], upd
                         y = weights @ torch.stack([v[j, h] for j in seen])
                     if heads[b][h].tokens or first == "gated":
                         g = memory.gate_H[h].sigmoid()
-                        y = g * heads[b][h].answer(q[n, h], update == "gated") + (1 - g) * y
+                        y = g * heads[b][h].answer(q[n, h], update == "gated_delta") + (1 - g) * y
                     mixed.append(y)
                 tokens.append(layer.output(torch.cat(mixed)))
             for h in range(HEADS):
                 real = [j for j in range(x.shape[1]) if not padding[b, j]]
-                if update == "gated":
+                if update == "gated_delta":
                     for j in real:
                         g_G = torch.zeros(1).double() if memory.decay is None else memory.decay(x)[0][b, h, j]
                         beta = memory.share(x[b, j])[h].sigmoid()
@@ -107,7 +107,7 @@ def twin(layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor], upd
             for update in ("linear", "delta", "exact")
             for first in ("bypass", "gated")
         ),
-        *({"update": "gated", "decay": decay} for decay in ("none", "scalar", "channel")),
+        *({"update": "gated_delta", "decay": decay} for decay in ("none", "scalar", "channel")),
     ],
     ids=str,
 )
@@ -149,7 +149,7 @@ def test_recorded_states_of_the_gated_rule_however_a_stream_is_cut(
     rows, tokens, heads, size = k.shape
     x = torch.cat([torch.logit(beta), torch.log(torch.expm1(-g)).flatten(2)], -1)
     decay: Any = "channel" if g.dim() == 4 else "scalar"
-    memory = Infini(heads * size, heads, update="gated", decay=decay, channels=x.shape[-1]).double()
+    memory = Infini(heads * size, heads, update="gated_delta", decay=decay, channels=x.shape[-1]).double()
     assert memory.share is not None and memory.decay is not None and memory.decay.rate_H is not None
     with torch.no_grad():
         memory.share.weight.copy_(torch.eye(x.shape[-1])[:heads])
@@ -164,14 +164,14 @@ def test_recorded_states_of_the_gated_rule_however_a_stream_is_cut(
 
 def test_the_gated_rule_by_hand_and_its_half_lives() -> None:
     """Of width 1, with b = e^g = 1/2."""
-    memory = Infini(1, 1, update="gated").double()
+    memory = Infini(1, 1, update="gated_delta").double()
     assert memory.share is not None and memory.decay is not None
     torch.nn.init.zeros_(memory.share.weight), torch.nn.init.zeros_(memory.decay.bias_O)
     one, v = torch.ones(1, 1, 2, 1).double() * 1e3, torch.tensor([[[[8.0], [2.0]]]]).double()
     state = written(memory, one, v, one[:, 0], memory.init_state(1, one), [2])
     assert state.matrix_BHEF.item() == pytest.approx(8 / 8 + 2 / 2, abs=1e-9)
     for decay in ("scalar", "channel"):
-        memory = Infini(64, 8, update="gated", decay=decay, half_life=(8.0, 16.0)).double()  # type: ignore[arg-type]
+        memory = Infini(64, 8, update="gated_delta", decay=decay, half_life=(8.0, 16.0)).double()  # type: ignore[arg-type]
         x, silent = torch.randn(1, 8, 64).double(), torch.zeros(1, 8, 8, 8).double()
         held = memory.init_state(1, x)._replace(matrix_BHEF=torch.ones(1, 8, 8, 8).double(), tokens_B=torch.ones(1))
         left = written(memory, silent, silent, x, held, [3, 5]).matrix_BHEF

@@ -11,11 +11,11 @@ Beside its softmax over the segment each head reads a matrix of all earlier segm
 The fourth rule is the gated delta rule (arXiv:2412.06464; decays of channels, arXiv:2510.26692), with decays g and
 shares b = sigmoid(w x) from the layer's input, keys and queries of length 1, and no z:
 
-    gated     M'_t = diag(e^{g_t}) M_{t-1},    M_t = M'_t + b_t k_t^T (v_t - k_t M'_t),    A_mem = Q M
+    gated_delta    M'_t = diag(e^{g_t}) M_{t-1},    M_t = M'_t + b_t k_t^T (v_t - k_t M'_t),    A_mem = Q M
 
-With "linear", "exact" and "gated" M and z are a function of the tokens alone, wherever a stream is cut. In "exact", the
-corrections of a chunk of tokens solve one triangular system: with M and z of before the chunk, G the part of
-s(K) s(K)^T below the diagonal, and n = s(K) z + G 1,
+But for "delta", M and z are a function of the tokens alone, wherever a stream is cut. In "exact", the corrections of a
+chunk of tokens solve one triangular system: with M and z of before the chunk, G the part of s(K) s(K)^T below the
+diagonal, and n = s(K) z + G 1,
 
     (I + diag(1 / n) G) U = V - diag(1 / n) s(K) M              rows of diag(1 / n) G sum to at most 1
 
@@ -42,8 +42,9 @@ from cached_transformers.state import refuse_narrow
 from .parts.options import check_choices, check_heads
 from .parts.recurrent import Answer, Asked, Recurrent, beside, corrected, shown
 
-Update = Literal["linear", "delta", "exact", "gated"]
+Update = Literal["linear", "delta", "exact", "gated_delta"]
 Decay = Literal["none", "scalar", "channel"]
+HALF_LIFE = (64.0, 4096.0)
 CHUNK = 64
 """C: of "exact"; changes the cost alone."""
 EPSILON = 1e-6
@@ -51,7 +52,7 @@ EPSILON = 1e-6
 
 
 class InfiniMatrix(NamedTuple):
-    """M and z of each head (of "gated" no number), and how many tokens the row has written."""
+    """M and z of each head (of "gated_delta" no number), and how many tokens the row has written."""
 
     matrix_BHEF: Tensor
     mass_BHE: Tensor
@@ -101,11 +102,11 @@ def store(
     carries="a matrix in each head, to which all keys and values of a segment are added; a gate mixes what it answers",
     purpose="associations, as many as keys are wide",
     equations="A = g s(Q) M / (s(Q) z) + (1 - g) softmax(Q K^T) V;  M' = M + s(K)^T V, z' = z + sum s(K), "
-    "s = elu + 1;  delta rules: V - s(K) M / (s(K) z) in the place of V;  gated: M' = e^g M + b k (v - e^g M^T k)^T, "
-    "A_mem = M^T q",
-    state="per row and layer: 4 (D E + D) + 8 bytes, E = D / H; gated 4 D E + 8",
+    "s = elu + 1;  delta rules: V - s(K) M / (s(K) z) in the place of V;  "
+    "gated_delta: M' = e^g M + b k (v - e^g M^T k)^T, A_mem = M^T q",
+    state="per row and layer: 4 (D E + D) + 8 bytes, E = D / H; gated_delta 4 D E + 8",
     cost="per token and layer: D E + D (read) and D E (write; with a delta rule 2 D E + D, exact also 3 D C / 2, "
-    "C = 64 tokens or N) multiply-adds; gated 4 D E + 4 D C + 2 D H, decays of channels D^2 for D H",
+    "C = 64 tokens or N) multiply-adds; gated_delta 4 D E + 4 D C + 2 D H, decays of channels D^2 for D H",
     reach="unbounded; each write is diluted by all later ones, but for keys that differ",
     gradient="through the matrix, over `bptt` segments",
     probe=Probing(fixed()),
@@ -122,10 +123,10 @@ class Infini(Recurrent):
     Args:
         width: D. heads: H.
         update: "linear", the sum of all pairs; "delta", the paper's rule, all tokens of a segment against the
-            memory before it; "exact", the same token by token, in chunks: independent of the segment length; "gated",
-            the gated delta rule, which has no normaliser, and forgets.
-        decay: of "gated": "none", "scalar", a number a head from the layer's input, or "channel", one for each channel
-            of the keys. half_life: of these at first, in tokens, the least and the greatest.
+            memory before it; "exact", the same token by token, in chunks: independent of the segment length;
+            "gated_delta", the gated delta rule, which has no normaliser, and forgets.
+        decay: of "gated_delta": "none", "scalar", a number a head from the layer's input, or "channel", one for each
+            channel of the keys. half_life: of these at first, in tokens, the least and the greatest.
         first: output of a row without a past: A_dot ("bypass"), or the paper's (1 - g) A_dot ("gated").
         initial_gate: beta; 0 mixes halves. A model that was trained without the memory wants less, so that it changes
             little and the gate still learns: `preset="trained"` is -4 (g = 0.018).
@@ -143,21 +144,22 @@ class Infini(Recurrent):
         first: Literal["bypass", "gated"] = "bypass",
         initial_gate: float = 0.0,
         decay: Decay = "scalar",
-        half_life: tuple[float, float] = (64.0, 4096.0),
+        half_life: tuple[float, float] = HALF_LIFE,
         channels: int | None = None,
     ) -> None:
         super().__init__()
         check_heads(width, heads)
         check_half_life(half_life)
         check_choices(decay=(decay, get_args(Decay)))
-        if update != "gated" and decay != "scalar":
-            raise ValueError(f'decay={decay!r} is of update="gated"; leave it out with update={update!r}')
+        if update != "gated_delta" and (decay, half_life) != ("scalar", HALF_LIFE):
+            wrong = f"decay={decay!r} and half_life={half_life}"
+            raise ValueError(f'{wrong} are of update="gated_delta"; leave them out with update={update!r}')
         self.heads, self.head_width = heads, width // heads
         self.groups, self.key_width = heads, self.head_width
         self.update: Update = update
         self.gated_first = first == "gated"
         self.share, self.decay, channels = None, None, channels or width
-        if update == "gated":
+        if update == "gated_delta":
             self.share = nn.Linear(channels, heads, bias=False)
             if decay != "none":
                 count = self.head_width if decay == "channel" else 1
@@ -170,11 +172,11 @@ class Infini(Recurrent):
         sizes, wide = (batch_size, self.heads, self.head_width), torch.promote_types(like.dtype, torch.float32)
         matrix_BHEF = like.new_zeros(*sizes, self.head_width, dtype=wide)
         tokens_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
-        mass_BHE = matrix_BHEF.new_zeros(*sizes[:2], 0 if self.update == "gated" else self.head_width)
+        mass_BHE = matrix_BHEF.new_zeros(*sizes[:2], 0 if self.update == "gated_delta" else self.head_width)
         return InfiniMatrix(matrix_BHEF, mass_BHE, tokens_B)
 
     def snapshot(self, state: InfiniMatrix) -> Tensor:
-        if self.update == "gated":
+        if self.update == "gated_delta":
             return state.matrix_BHEF
         return torch.cat([state.matrix_BHEF, state.mass_BHE[..., None]], -1)
 
@@ -187,7 +189,7 @@ class Infini(Recurrent):
     def ask(self, opened: OpenedMatrix, query: Query) -> Asked:
         assert query.q_BHNE is not None and query.k_BHNE is not None
         q_BHNE = wide(shown(query.q_BHNE, query.padding_BN))
-        return Asked(unit(q_BHNE) if self.update == "gated" else elu_features(q_BHNE), query.k_BHNE)
+        return Asked(unit(q_BHNE) if self.update == "gated_delta" else elu_features(q_BHNE), query.k_BHNE)
 
     def online(self, opened: OpenedMatrix, query: Query, asked: Asked) -> Answer:
         return Answer(self.answer(opened.sums_BHEF, asked), opened.any_B)
@@ -199,7 +201,7 @@ class Infini(Recurrent):
     def settle(self, found: Answer) -> Reading:
         sums_BHNF = found.answer_BGNF
         output_BHNE = sums_BHNF
-        if self.update != "gated":
+        if self.update != "gated_delta":
             output_BHNE = sums_BHNF[..., :-1] * sums_BHNF[..., -1:].clamp(min=EPSILON).reciprocal()
         return Reading(None, output_BHNE, found.any_B, any_B=None if self.gated_first else found.any_B)
 

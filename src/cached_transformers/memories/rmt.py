@@ -53,13 +53,13 @@ class MemoryTokens(NamedTuple):
 
 
 class Retrieval(nn.Module):
-    """What a memory finds in the past ones: one attention and one feed-forward, which begin as the identity."""
+    """An attention of a memory over past ones, and a feed-forward: at first, both add 0."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.query_norm, self.past_norm, self.norm = (nn.LayerNorm(width) for _ in range(3))
         self.query, self.value, self.output = (nn.Linear(width, width) for _ in range(3))
-        self.key = nn.Linear(width, width, bias=False)  # one would add the same number to all logits of a query
+        self.key = nn.Linear(width, width, bias=False)  # a bias adds one number to all logits
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
         for parameter in (*self.output.parameters(), *self.mlp[-1].parameters()):
             nn.init.zeros_(parameter)
@@ -81,7 +81,7 @@ class Retrieval(nn.Module):
     state="per row: 4 M D + 8 bytes, 4 S M D + 8 with slots; with a cache, per layer C (4 D + 8) + 8 bytes more",
     cost="per token and layer: 2 M / N (4 D^2 + 2 D F) + 4 D M (2 + 2 M / N) multiply-adds on top of the layer; with "
     "slots 3 M for 2 M, and once M / N (10 D^2 + 2 S D^2 + 2 S M D)",
-    reach="unbounded; what fits into M vectors; with slots, S segments more exactly",
+    reach="unbounded; what fits into M vectors; with slots, into those of S segments",
     gradient="through the memory, over `bptt` segments; none into the cache",
     without={"bias": "mask='causal', and of a cache read_cache=True", "context": "cache=0"},
     probe=Probing(fixed(length=4)),

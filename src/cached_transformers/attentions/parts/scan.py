@@ -13,7 +13,7 @@ state before the chunk and e^{(j, i]} the decay after token j up to token i:
     P_ij = sum_d q_id k_jd e^{(j, i]_d}  for j <= i,      A_ij = beta_i sum_d k_id k_jd e^{(j, i]_d}  for j < i
     (I + A) [U, W] = diag(beta) [V, e^{(0, i]} K],        X = U - W S    (a sum: X = V)
     out = (e^{(0, i]} Q) S + P X,                         S <- e^{(0, C]} S + (e^{(j, C]} K)^T X
-    shares of channels: e_id k_id in the place of beta_i k_id, and V = U
+    shares of channels: e_id k_id instead of beta_i k_id, and V = U
 
 P, A, U and W of all chunks are found at once; only S goes from one to the next.
 
