@@ -114,6 +114,12 @@ def linear() -> Iterator[Row]:
         maps = {"scalar": D, "channel": 3 * (D / H + E)}.get(decay, 0) + (0 if gate == "none" else D * V)
         pairs = 7 * E / 2 if decay == "channel" else 8 * E
         yield "gated_delta", options, n, causal, n * (products * pairs + 8 * V + states * E * V + beta + maps)
+    scan = 8 * (2 * E + V) + 3 * E * V
+    for options, cost in (
+        ({"rule": "gates"}, scan + D * (E + V)),
+        ({"steps": 3}, 3 * scan + D * (2 * (E + V) + 3)),
+    ):
+        yield "gated_delta", {"decay": "fixed", "chunk": 8, "value_width": V, **options}, n, causal, n * cost
 
 
 def sorted_keys() -> Iterator[Row]:

@@ -68,6 +68,15 @@ def twin_of(core: GatedDelta, options: dict[str, Any]) -> Any:
         t = t if kind == "none" else t / (1 + torch.exp(-t))
         return t / torch.sqrt((t * t).sum(-1, keepdim=True) + 1e-6) if kind == "unit" else t
 
+    def maps(module: Any, x: Tensor, head: int) -> Tensor:
+        steps = max(options.get("steps", 1) - 1, 1)
+        return (x @ module.weight.chunk(H)[head].mT).unflatten(-1, (steps, -1))
+
+    def gate(module: Any, x: Tensor, head: int) -> Tensor:
+        return 1 / (1 + torch.exp(-(x @ module.weight.chunk(H)[head].mT)))
+
+    most = 2 if options.get("negative_eigenvalues") else 1
+
     def twin(q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, causal: bool, seen: Tensor, context: Any) -> Tensor:
         heads = []
         for h in range(H):
@@ -86,12 +95,21 @@ def twin_of(core: GatedDelta, options: dict[str, Any]) -> Any:
                     assert core.decay is not None
                     raw = x[:, t] @ core.decay.weight_OR[h] + core.decay.bias_O[h]
                     new = new * torch.log(1 + torch.exp(raw))[:, None]
-                if options.get("rule", "delta") == "delta":
-                    assert core.share is not None
-                    beta = 1 / (1 + torch.exp(-(x[:, t] @ core.share.weight[h])))
-                    beta = 2 * beta if options.get("negative_eigenvalues") else beta
-                    new = beta[:, None] * (new - (decayed * key[..., None]).sum(1))
-                state = torch.where(there, decayed + key[..., None] * new[:, None], state)
+                written = decayed
+                for step in range(options.get("steps", 1)):
+                    if step:
+                        key, new = (
+                            maps(module, x[:, t], h)[:, step - 1] for module in (core.more_keys, core.more_values)
+                        )
+                        key = features(key)
+                    if options.get("rule", "delta") == "delta":
+                        beta = most * gate(core.share, x[:, t], h)[:, step]
+                        new = beta[:, None] * (new - (written * key[..., None]).sum(1))
+                    elif options["rule"] == "gates":
+                        erased = most * gate(core.share, x[:, t], h) * key
+                        new = gate(core.write_gate, x[:, t], h) * new - (written * erased[..., None]).sum(1)
+                    written = written + key[..., None] * new[:, None]
+                state = torch.where(there, written, state)
                 outs.append((state * of_q[:, t, :, None]).sum(1))
             out = torch.stack(outs, 1)
             if options.get("output_norm"):
@@ -115,6 +133,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"chunk": 64},
     {"negative_eigenvalues": True},
     {"decay": "none"},
+    {"steps": 3, "decay": "channel", "chunk": 5},
+    {"steps": 2, "decay": "none"},
+    {"rule": "gates", "negative_eigenvalues": True},
     {"decay": "fixed"},
     {"decay_gate": "safe"},
     {"decay": "channel", "decay_gate": "safe", "decay_rank": 3, "chunk": 5},
@@ -260,6 +281,65 @@ def test_recorded_layer_of_gated_deltanet(shared: Path) -> None:
     torch.testing.assert_close(state, recorded["state"], rtol=0, atol=1e-10)
 
 
+def gdn2_layer(shared: Path, **options: Any) -> tuple[Recorded, Any]:
+    """A core for the sizes of the file, whose features pass on keys that have the length 1 already."""
+    recorded = Recorded(shared / "golden" / "2026" / "gdn2_layer.npz")
+    return recorded, GatedDelta(10, 2, value_width=4, chunk=4, carry=True, **options).double()
+
+
+def test_recorded_layer_of_gated_deltanet_2(shared: Path) -> None:
+    """The output gate of low rank, with its bias, is one map here."""
+    recorded, core = gdn2_layer(shared, **{**PUBLISHED["gdn2"], "decay_rank": 4})
+    core.gate = torch.nn.Linear(10, 8, dtype=torch.double)
+    gate = recorded["param/g_proj1"] @ recorded["param/g_proj0"]
+    places = {
+        "b_proj": core.share.weight,
+        "w_proj": core.write_gate.weight,
+        "f_proj0": core.decay.middle_RD,
+        "f_proj1": core.decay.weight_OR,
+        "A_log": core.decay.rate_H,
+        "dt_bias": core.decay.bias_O,
+        "o_norm": core.norm_V,
+        "g_bias": core.gate.bias,
+    }
+    with torch.no_grad():
+        core.gate.weight.copy_(gate)
+        for name, place in places.items():
+            place.copy_(recorded[f"param/{name}"])
+    x, cut, state, outs = recorded["x"], int(recorded["cut"]), recorded["state0"], []
+    q, k, v = ((x @ recorded[f"param/{name}_proj"].mT).unflatten(-1, (2, -1)).transpose(1, 2) for name in "qkv")
+    for name, t in {"q": core.features(q, None), "k": core.features(k, None), "v": F.silu(v)}.items():
+        torch.testing.assert_close(t, recorded.heads_first(name), rtol=0, atol=1e-10)
+    for part in (slice(0, cut), slice(cut, 13)):
+        pieces = (q[:, :, part], k[:, :, part], F.silu(v)[:, :, part])
+        result = core(*pieces, x_BND=x[:, part], causal=True, state=state)
+        state = result.state
+        outs.append(result.out_BHNV)
+        if part.start == 0:
+            torch.testing.assert_close(state, recorded["mid_state"], rtol=0, atol=1e-10)
+    merged = torch.cat(outs, 2).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(merged @ recorded["param/o_proj"].mT, recorded["out"], rtol=0, atol=1e-10)
+    torch.testing.assert_close(state, recorded["state"], rtol=0, atol=1e-10)
+
+
+def test_recorded_delta_product(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer's input holds keys, values and logits of beta of the steps, of which maps pick those of each head."""
+    recorded, core = gdn2_layer(shared, steps=3, decay="none", scale=1.0, negative_eigenvalues=True)
+    monkeypatch.setattr(core, "features", lambda t, maps: t)
+    k, v, beta = (recorded[f"product/{name}"].unflatten(1, (13, 3)).transpose(2, 3) for name in ("k", "v", "beta"))
+    parts = [t.flatten(2) for t in (k[..., 1:, :], v[..., 1:, :], torch.logit(beta / 2))]
+    x, start = torch.cat(parts, -1), 0
+    for name, part in zip(("more_keys", "more_values", "share"), parts, strict=True):
+        module = torch.nn.Linear(x.shape[-1], part.shape[-1], bias=False, dtype=torch.double)
+        with torch.no_grad():
+            module.weight.copy_(torch.eye(x.shape[-1])[start : (start := start + part.shape[-1])])
+        setattr(core, name, module)
+    first = (recorded.heads_first("q"), k[..., 0, :].transpose(1, 2), v[..., 0, :].transpose(1, 2))
+    result = core(*first, x_BND=x, causal=True, state=recorded["state0"])
+    torch.testing.assert_close(result.out_BHNV, recorded.heads_first("product/out"), rtol=0, atol=1e-10)
+    torch.testing.assert_close(result.state, recorded["product/state"], rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_it_is_the_gated_delta_rule_of_transformers(chunked: bool) -> None:
     """Qwen3-Next's, which adds 1e-6 under the root of the lengths, too."""
@@ -283,10 +363,10 @@ def test_a_long_text_of_equal_keys_and_large_inputs_stays_bounded(options: dict[
     core = core_of(**options, moved=False).float()
     given = {key: t.detach().float() for key, t in leaves(4000).items()}
     q, k, v, x = (given[key] for key in ("q", "k", "v", "x"))
-    large = k[:, :, :1].expand_as(k) * (1e3 if options.get("rule", "delta") == "delta" else 1.0)
+    large = k[:, :, :1].expand_as(k) * (1e3 if options.get("rule", "delta") != "sum" else 1.0)
     out, state = core.scan(q, large, v, core.init_step(B, H, E, V, like=q), x_BND=3 * x)
     assert out.isfinite().all() and state.isfinite().all()
-    if options.get("rule", "delta") == "delta":
+    if options.get("rule", "delta") != "sum":
         assert state.abs().max() < 2 * 4000**0.5 * v.abs().max()
     core.double()
     wide = {key: t.double() for key, t in {"q": q, "k": large, "v": v, "x": 3 * x}.items()}

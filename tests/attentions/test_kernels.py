@@ -133,7 +133,14 @@ SCANS: dict[str, tuple[dict[str, Any], float]] = {
     "delta_net": ({"name": "delta_net"}, 2e-2),
     **{
         name: ({"name": "gated_delta", "preset": name}, atol)
-        for name, atol in {"gla": 1e-5, "retnet": 1e-5, "mamba2": 1e-5, "gated_deltanet": 5e-2, "kda": 5e-2}.items()
+        for name, atol in {
+            "gla": 1e-5,
+            "retnet": 1e-5,
+            "mamba2": 1e-5,
+            "gated_deltanet": 5e-2,
+            "kda": 5e-2,
+            "delta_product": 5e-2,
+        }.items()
     },
     "a sum": ({"name": "gated_delta", "rule": "sum", "decay": "none"}, 1e-5),
     "no decay": ({"name": "gated_delta", "decay": "none"}, 2e-2),

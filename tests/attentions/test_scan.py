@@ -14,12 +14,18 @@ from torch import Tensor
 from cached_transformers.attentions.parts.scan import causal_scan
 
 B, H, F, V = 2, 3, 6, 5
-RULES = ["sum", "delta"]
+RULES = ["sum", "delta", "gates"]
 DECAYS = {"none": 0, "scalar": 1, "channel": F}
 
 
 def twin(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor, beta: Tensor | None = None, decay: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    beta: Tensor | None = None,
+    decay: Tensor | None = None,
+    erase: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence as it is written."""
     outs = []
@@ -29,6 +35,8 @@ def twin(
         new = v[:, :, t]
         if beta is not None:
             new = beta[:, :, t] * (new - torch.einsum("bhfv,bhf->bhv", state, k[:, :, t]))
+        if erase is not None:
+            new = new - torch.einsum("bhfv,bhf->bhv", state, erase[:, :, t] * k[:, :, t])
         state = state + torch.einsum("bhf,bhv->bhfv", k[:, :, t], new)
         outs.append(torch.einsum("bhfv,bhf->bhv", state, q[:, :, t]))
     return torch.stack(outs, 2), state
@@ -45,6 +53,8 @@ def given(rule: str, decay: str, tokens: int, strength: float = 1.0, seed: int =
     made |= {"v": normal(tokens, V), "state": normal(F, V)}
     if rule == "delta":
         made["beta"] = 2 * torch.sigmoid(normal(tokens, 1))
+    if rule == "gates":
+        made["erase"] = torch.sigmoid(normal(tokens, F))
     if decay != "none":
         made["decay"] = -strength * normal(tokens, DECAYS[decay]).abs()
     return {name: t.requires_grad_() for name, t in made.items()}
@@ -52,8 +62,12 @@ def given(rule: str, decay: str, tokens: int, strength: float = 1.0, seed: int =
 
 def scan(made: dict[str, Tensor], chunk: int = 4) -> tuple[Tensor, Tensor]:
     q, k, v, state = (made[name] for name in ("q", "k", "v", "state"))
-    shares: Any = {"beta_BHN1": made.get("beta"), "log_decay_BHNG": made.get("decay")}
-    return causal_scan(q, k, v, state, chunk=chunk, **shares)
+    return causal_scan(q, k, v, state, chunk=chunk, **shares_of(made))
+
+
+def shares_of(made: dict[str, Tensor]) -> dict[str, Any]:
+    names = {"beta_BHN1": "beta", "erase_BHNF": "erase", "log_decay_BHNG": "decay"}
+    return {keyword: made.get(name) for keyword, name in names.items()}
 
 
 def same(made: dict[str, Tensor], got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], atol: float) -> None:
@@ -82,7 +96,7 @@ def test_it_is_the_recurrence_in_chunks_of_any_size(rule: str, decay: str, token
 def test_it_begins_with_nothing_and_half_precision_goes_in_and_out(rule: str, decay: str) -> None:
     made = {name: t.detach() for name, t in given(rule, decay, 13).items()}
     made["state"] = torch.zeros_like(made["state"])
-    shares: Any = {"beta_BHN1": made.get("beta"), "log_decay_BHNG": made.get("decay"), "chunk": 4}
+    shares: Any = {**shares_of(made), "chunk": 4}
     q, k, v = (made[name] for name in "qkv")
     assert all(torch.equal(a, b) for a, b in zip(causal_scan(q, k, v, **shares), scan(made), strict=True))
     half, state = causal_scan(*(t.bfloat16() for t in (q, k, v)), **shares)
@@ -213,6 +227,28 @@ def test_recorded_kimi_delta_attention(recurrent: Path, chunk: int) -> None:
     got = causal_scan(q, k, v, sources["state0"], beta_BHN1=beta[..., None], log_decay_BHNG=g, chunk=chunk)
     check(got, recorded)
     check_gradients(got, recorded, sources)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 64])
+def test_recorded_gates_of_channels(recurrent: Path, chunk: int) -> None:
+    """Gated DeltaNet-2; and with equal gates, one decay a head, the gated delta rule."""
+    recorded = Recorded(recurrent / "gdn2.npz")
+    q, k, v, g, erase, write = (recorded.heads_first(name) for name in ("q", "k", "v", "g", "erase", "write"))
+    q = q * q.shape[-1] ** -0.5
+    shares: Any = {"erase_BHNF": erase, "log_decay_BHNG": g, "chunk": chunk}
+    check(causal_scan(q, k, write * v, recorded["state0"], **shares), recorded)
+    beta, g = torch.rand(2, *q.shape[:3], 1, dtype=torch.double)
+    delta = causal_scan(q, k, v, recorded["state0"], beta_BHN1=beta, log_decay_BHNG=-g, chunk=chunk)
+    shares = {"erase_BHNF": beta.expand_as(k), "log_decay_BHNG": (-g).expand_as(k), "chunk": chunk}
+    for a, b in zip(causal_scan(q, k, beta * v, recorded["state0"], **shares), delta, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_gates_by_hand() -> None:
+    """Of width 1: with e = 1/2, half of the first value is left beside the second."""
+    one, v = torch.ones(1, 1, 2, 1), torch.tensor([[[[3.0], [5.0]]]])
+    out, state = causal_scan(one, one, v, erase_BHNF=one / 2)
+    assert out.flatten().tolist() == [3, 6.5] and state.item() == 6.5
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 64])

@@ -249,6 +249,17 @@ CONTRACTS: dict[str, Contract] = {
         model={"norm": "post", "positions": "relative"},
         exempt={"empty": LEARNED},
     ),
+    "rmt/slots": Contract(
+        options={"length": 3, "slots": 2},
+        bytes_per_row=lambda d: 2 * 4 * 3 * d + 8,
+        exempt={"empty": LEARNED},
+        cost=Cost(
+            {"length": M, "slots": K},
+            lambda: (
+                LAYERS * (layer(3 * M / N) + 6 * D * M * (2 + 3 * M / N)) + M / N * (10 + 2 * K + 2 * K * M / D) * D * D
+            ),
+        ),
+    ),
     "rmt/cache": relative(
         options={"length": 3, "cache": 4},
         bytes_per_row=lambda d: 4 * 3 * d + 8 + DEPTH * (4 * (4 * d + 8) + 8),

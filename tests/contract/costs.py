@@ -51,10 +51,15 @@ def layer(tokens: float) -> float:
     return tokens * (4 * D * D + 2 * D * F)
 
 
+def gated_delta() -> float:
+    """What a segment writes in one chunk, whose systems are not counted."""
+    return 3 * D * (D / H + N)
+
+
 def ahn(slots: int) -> float:
-    """Slots, gates, M's answer and its map, and the tokens that leave, in one chunk; its systems are not counted."""
+    """Slots, gates, M's answer and its map, and the tokens that leave."""
     e = D / H
-    return window(slots) - 2 * D * D * slots / N + 3 * D * H + 2 * D * e + 3 * D * (e + N)
+    return window(slots) - 2 * D * D * slots / N + 3 * D * H + 2 * D * e + gated_delta()
 
 
 def armt(tokens: int, key: int, features: int) -> float:

@@ -20,6 +20,7 @@ from contract.costs import (
     armt,
     block_recurrent,
     caching,
+    gated_delta,
     lact,
     titans,
     titans_context,
@@ -59,6 +60,16 @@ RECURRENT: dict[str, Contract] = {
         options={"update": "exact"},
         bytes_per_row=lambda d: 4 * (d * d // 2 + d) + 8,
         cost=Cost({"update": "exact"}, lambda: LAYERS * (3 * D * D / H + 2 * D + N * D)),
+    ),
+    "infini/gated": Contract(
+        options={"update": "gated_delta"},
+        bytes_per_row=lambda d: 4 * (d * d // 2) + 8,
+        cost=Cost({"update": "gated_delta"}, lambda: LAYERS * (gated_delta() + D * D / H + 2 * D * H)),
+    ),
+    "infini/gated_channels": Contract(
+        options={"update": "gated_delta", "decay": "channel"},
+        bytes_per_row=lambda d: 4 * (d * d // 2) + 8,
+        model={"norm": "post", "positions": "relative"},
     ),
     "block_recurrent": Contract(
         options={"length": 3},
@@ -161,6 +172,10 @@ RECURRENT: dict[str, Contract] = {
         options={"slots": 2, "read": "residual", "start": "restart", "over": {"name": "infini", "update": "delta"}},
         bytes_per_row=lambda d: 4 * (d * d // 2 + d) + 8 + 2 * 4 * (d * d // 2 + d) + 8,
         cost=Cost({"slots": K, "read": "residual"}, lambda: LAYERS * (1 + K) * (D * D / H + D) + LAYERS * D * D / H),
+    ),
+    "memory_caching/gated": Contract(
+        options={"slots": 2, "start": "restart", "over": {"name": "infini", "update": "gated_delta"}},
+        bytes_per_row=lambda d: 4 * (d * d // 2) + 8 + 2 * 4 * (d * d // 2 + d) + 8,
     ),
     "memory_caching/titans": Contract(
         options={"slots": 2, "over": {"name": "titans", "chunk": 4, "nets": 4}, "read": "sparse", "topk": 1},

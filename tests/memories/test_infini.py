@@ -6,12 +6,13 @@ Legend: B rows, N tokens, H heads, E head width (F a second one), D = H E.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from integrations.transformers_hosts import BART, BERT, DECODERS, T5, Architecture, architectures, words
-from memories.harness import HEADS, WIDTH, agree, inputs, layer_of, run_layer
+from memories.harness import HEADS, WIDTH, agree, inputs, layer_of, recorded, run_layer
 from torch import Tensor
 
 from cached_transformers import add_memory
@@ -19,6 +20,7 @@ from cached_transformers.attentions.parts.linearised import elu_features
 from cached_transformers.interfaces.memory import Query, Trace
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories.infini import Infini, recall, store
+from cached_transformers.memories.parts import recurrent
 
 ROWS, E = 2, 4
 updates = pytest.mark.parametrize("update", ["linear", "delta", "exact"])
@@ -35,11 +37,18 @@ class Head:
         self.M, self.z = torch.zeros(E, E, dtype=torch.float64), torch.zeros(E, dtype=torch.float64)
         self.tokens = 0
 
-    def answer(self, asked_E: Tensor) -> Tensor:
+    def answer(self, asked_E: Tensor, gated: bool = False) -> Tensor:
         if not self.tokens:
             return torch.zeros(E, dtype=torch.float64)
+        if gated:
+            return asked_E / torch.sqrt(asked_E @ asked_E + 1e-6) @ self.M
         s_E = features(asked_E)
         return torch.stack([sum(s_E[i] * self.M[i, j] for i in range(E)) for j in range(E)]) / (s_E @ self.z)
+
+    def correct(self, k_E: Tensor, v_E: Tensor, beta: Tensor, g_E: Tensor) -> None:
+        k_E = k_E / torch.sqrt(k_E @ k_E + 1e-6)
+        self.M = g_E.exp()[:, None] * self.M
+        self.M, self.tokens = self.M + beta * torch.outer(k_E, v_E - k_E @ self.M), self.tokens + 1
 
     def write(self, keys: list[Tensor], values: list[Tensor], update: str) -> None:
         old = [self.answer(k) for k in keys]
@@ -73,21 +82,38 @@ def twin(layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor], upd
                         y = weights @ torch.stack([v[j, h] for j in seen])
                     if heads[b][h].tokens or first == "gated":
                         g = memory.gate_H[h].sigmoid()
-                        y = g * heads[b][h].answer(q[n, h]) + (1 - g) * y
+                        y = g * heads[b][h].answer(q[n, h], update == "gated_delta") + (1 - g) * y
                     mixed.append(y)
                 tokens.append(layer.output(torch.cat(mixed)))
             for h in range(HEADS):
                 real = [j for j in range(x.shape[1]) if not padding[b, j]]
+                if update == "gated_delta":
+                    for j in real:
+                        g_G = torch.zeros(1).double() if memory.decay is None else memory.decay(x)[0][b, h, j]
+                        beta = memory.share(x[b, j])[h].sigmoid()
+                        heads[b][h].correct(k[j, h], v[j, h], beta, g_G.expand(E))
+                    continue
                 heads[b][h].write([k[j, h] for j in real], [v[j, h] for j in real], update)
             rows.append(torch.stack(tokens))
         outs.append(torch.stack(rows))
     return outs
 
 
-@updates
-@pytest.mark.parametrize("first", ["bypass", "gated"])
-def test_it_is_its_slow_twin_with_gradients(update: Any, first: Any) -> None:
-    layer = layer_of(Infini(WIDTH, HEADS, update=update, first=first, initial_gate=0.4), 0.7)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(
+            {"update": update, "first": first}
+            for update in ("linear", "delta", "exact")
+            for first in ("bypass", "gated")
+        ),
+        *({"update": "gated_delta", "decay": decay} for decay in ("none", "scalar", "channel")),
+    ],
+    ids=str,
+)
+def test_it_is_its_slow_twin_with_gradients(options: dict[str, Any]) -> None:
+    update, first = options["update"], options.get("first", "bypass")
+    layer = layer_of(Infini(WIDTH, HEADS, **options, initial_gate=0.4), 0.7)
     paddings = [torch.zeros(ROWS, n, dtype=torch.bool) for n in (5, 3, 4, 5)]
     paddings[0][1] = True  # this row's memory is empty for one segment more
     paddings[1][0, 0] = paddings[2][0, 2:] = paddings[2][1, 1] = True
@@ -97,6 +123,60 @@ def test_it_is_its_slow_twin_with_gradients(update: Any, first: Any) -> None:
     named = {**dict(layer.named_parameters()), **{f"x{i}": x for i, x in enumerate(leaves)}}
     gradients = agree(got, want, named, grads=1e-9, rtol=1e-7, least=1e-5)
     assert gradients["x0"][1].abs().max() == 0  # a row of padding
+
+
+def written(memory: Infini, k: Tensor, v: Tensor, x: Tensor, state: Any, lengths: list[int]) -> Any:
+    """The state after segments of these lengths."""
+    for k_part, v_part, x_part in zip(k.split(lengths, 2), v.split(lengths, 2), x.split(lengths, 1), strict=True):
+        query = Query(x_part, k_part, k_BHNE=k_part, v_BHNE=v_part)
+        reading = memory.read(memory.open(state, None, None), query, None)
+        state, _ = memory.write(state, Trace(x_part, x_part, query, reading))
+    return state
+
+
+@pytest.mark.parametrize("kind", ["gdn2", "kda"])
+def test_recorded_states_of_the_gated_rule_however_a_stream_is_cut(
+    shared: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer's input holds logits of beta, and the numbers whose softplus is -g; keys have length 1 already."""
+    monkeypatch.setattr(recurrent, "unit", lambda t: t)
+    folder = "2026/gdn2_layer" if kind == "gdn2" else "recurrent/kda"
+    values = recorded(shared, folder)
+    k, v, start = values["k"], values["v"], values["state0"]
+    beta, g = (values[f"limit/{name}" if kind == "gdn2" else name] for name in ("beta", "g"))
+    want = values["limit/state" if kind == "gdn2" else "state"]
+    k = k.repeat_interleave(v.shape[2] // k.shape[2], 2)
+    rows, tokens, heads, size = k.shape
+    x = torch.cat([torch.logit(beta), torch.log(torch.expm1(-g)).flatten(2)], -1)
+    decay: Any = "channel" if g.dim() == 4 else "scalar"
+    memory = Infini(heads * size, heads, update="gated_delta", decay=decay, channels=x.shape[-1]).double()
+    assert memory.share is not None and memory.decay is not None and memory.decay.rate_H is not None
+    with torch.no_grad():
+        memory.share.weight.copy_(torch.eye(x.shape[-1])[:heads])
+        memory.decay.weight_OR.copy_(torch.eye(x.shape[-1])[heads:])
+        memory.decay.bias_O.zero_()
+    v, start, want = (torch.nn.functional.pad(t, (0, size - t.shape[-1])) for t in (v, start, want))
+    held = memory.init_state(rows, x)._replace(matrix_BHEF=start, tokens_B=torch.ones(rows, dtype=torch.long))
+    for lengths in ([tokens], [1] * tokens, [3, tokens - 3]):
+        state = written(memory, k.transpose(1, 2), v.transpose(1, 2), x, held, lengths)
+        torch.testing.assert_close(state.matrix_BHEF, want, rtol=0, atol=1e-10)
+
+
+def test_the_gated_rule_by_hand_and_its_half_lives() -> None:
+    """Of width 1, with b = e^g = 1/2."""
+    memory = Infini(1, 1, update="gated_delta").double()
+    assert memory.share is not None and memory.decay is not None
+    torch.nn.init.zeros_(memory.share.weight), torch.nn.init.zeros_(memory.decay.bias_O)
+    one, v = torch.ones(1, 1, 2, 1).double() * 1e3, torch.tensor([[[[8.0], [2.0]]]]).double()
+    state = written(memory, one, v, one[:, 0], memory.init_state(1, one), [2])
+    assert state.matrix_BHEF.item() == pytest.approx(8 / 8 + 2 / 2, abs=1e-9)
+    for decay in ("scalar", "channel"):
+        memory = Infini(64, 8, update="gated_delta", decay=decay, half_life=(8.0, 16.0)).double()  # type: ignore[arg-type]
+        x, silent = torch.randn(1, 8, 64).double(), torch.zeros(1, 8, 8, 8).double()
+        held = memory.init_state(1, x)._replace(matrix_BHEF=torch.ones(1, 8, 8, 8).double(), tokens_B=torch.ones(1))
+        left = written(memory, silent, silent, x, held, [3, 5]).matrix_BHEF
+        lives = -8 * math.log(2) / left.log()
+        assert 8 - 1e-6 < lives.min() < lives.max() < 16 + 1e-6
 
 
 def pairs(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:

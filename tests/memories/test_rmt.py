@@ -34,48 +34,71 @@ def tokens(count: int, seed: int = 0) -> tuple[Tensor, ...]:
     return segments(count, ROWS, seed=seed)
 
 
-def twin_sees(row: int, key: int, n: int, mask: str) -> bool:
+def twin_sees(row: int, key: int, n: int, mask: str, front: int) -> bool:
     """The table of the paper for places in [read, segment, write]."""
-    kinds = ["read" if place < M else "segment" if place < M + n else "write" for place in (row, key)]
+    kinds = ["read" if place < front else "segment" if place < front + n else "write" for place in (row, key)]
     if kinds[0] == kinds[1]:
         return key <= row if kinds[0] == "segment" or mask == "causal" else True
     return ("read", "segment", "write").index(kinds[1]) < ("read", "segment", "write").index(kinds[0])
 
 
 def twin(
-    model: nn.Module, segments: Sequence[Tensor], *, mask: str, cache: int = 0, read_cache: bool = False
+    model: nn.Module, segments: Sequence[Tensor], *, mask: str, cache: int = 0, read_cache: bool = False, slots: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Logits and last memory of a pre-norm model with relative positions, in loops over rows, heads and places."""
     stack, spanning = model.stack, model.stack.model_memory  # type: ignore[union-attr]
     logits, memories = [], []
     for b in range(ROWS):
-        memory = spanning.initial_MD  # type: ignore[union-attr]
+        memory, past, front = spanning.initial_MD, [], 2 * M if slots else M  # type: ignore[union-attr]
         cached: list[list[tuple[int, Tensor]]] = [[] for _ in stack.blocks]  # type: ignore[union-attr, arg-type]
         seen = 0
         for segment in segments:
             n = segment.shape[1]
-            x = [*memory, *model.embedding(segment[b]), *memory]  # type: ignore[operator]
-            places = list(range(seen - M, seen + n + M))
+            found = twin_retrieval(spanning.retrieval, past[-slots:]) if past else memory  # type: ignore[union-attr]
+            x = [*memory, *(found if slots else ()), *model.embedding(segment[b]), *memory]  # type: ignore[operator]
+            places = list(range(seen - front, seen + n + M))
             for index, block in enumerate(stack.blocks):  # type: ignore[union-attr, arg-type]
-                stored = [(place - M, h.detach()) for place, h in cached[index]]
-                cached[index] = (cached[index] + list(zip(places, x, strict=True))[M : M + n])[-cache:] if cache else []
-                x = twin_block(block, x, places, stored, n, mask, read_cache)
-            memory = torch.stack([spanning.norm(t) for t in x[M + n :]])  # type: ignore[union-attr, operator]
-            logits.append(torch.stack([model.head(stack.norm(t)) for t in x[M : M + n]]))  # type: ignore[operator, union-attr]
+                stored = [(place - front, h.detach()) for place, h in cached[index]]
+                cached[index] = (
+                    (cached[index] + list(zip(places, x, strict=True))[front : front + n])[-cache:] if cache else []
+                )
+                x = twin_block(block, x, places, stored, n, mask, read_cache, front)
+            memory = torch.stack([spanning.norm(t) for t in x[front + n :]])  # type: ignore[union-attr, operator]
+            past = [*past, memory] if slots else []
+            logits.append(torch.stack([model.head(stack.norm(t)) for t in x[front : front + n]]))  # type: ignore[operator, union-attr]
             seen += n
-        memories.append(memory)
+        memories.append(torch.cat(past[-slots:]) if slots else memory)
     per_row = len(segments)
     whole = [torch.cat(logits[b * per_row : (b + 1) * per_row]) for b in range(ROWS)]
     return torch.stack(whole), torch.stack(memories)
 
 
+def twin_retrieval(module: Any, past: list[Tensor]) -> list[Tensor]:
+    """What each token of the last memory finds, one after the other."""
+    found = []
+    for m in past[-1]:
+        keys = [module.past_norm(t) for memory in past for t in memory]
+        query = module.query(module.query_norm(m))
+        weights = torch.stack([query @ module.key(t) / len(m) ** 0.5 for t in keys]).softmax(0)
+        u = m + module.output(sum(w * module.value(t) for w, t in zip(weights, keys, strict=True)))
+        found.append(u + module.mlp(module.norm(u)))
+    return found
+
+
 def twin_block(
-    block: Any, x: list[Tensor], places: list[int], stored: list[tuple[int, Tensor]], n: int, mask: str, reads: bool
+    block: Any,
+    x: list[Tensor],
+    places: list[int],
+    stored: list[tuple[int, Tensor]],
+    n: int,
+    mask: str,
+    reads: bool,
+    front: int,
 ) -> list[Tensor]:
     result = []
     for i, t in enumerate(x):
-        seen = list(stored) if M <= i < M + n or reads else []
-        seen += [(places[j], x[j]) for j in range(len(x)) if twin_sees(i, j, n, mask)]
+        seen = list(stored) if front <= i < front + n or reads else []
+        seen += [(places[j], x[j]) for j in range(len(x)) if twin_sees(i, j, n, mask, front)]
         codes = [sines(places[i] - place, WIDTH) for place, _ in seen]
         y = t + attended(block.attention, t, [h for _, h in seen], codes)
         result.append(y + block.feed_forward(y))
@@ -91,15 +114,60 @@ def twin_block(
         {"mask": "causal", "cache": 7},
         {"mask": "full", "cache": 7, "read_cache": True},
         {"mask": "causal", "cache": 4, "read_cache": True},
+        {"mask": "full", "slots": 2},
+        {"mask": "causal", "slots": 3, "cache": 4},
     ],
     ids=str,
 )
 def test_values_and_gradients_are_those_of_a_slow_twin(options: dict[str, Any]) -> None:
     model = build(rmt(**options), scale=0.2, positions="relative")
-    given = [*tokens(2), tokens(1, seed=1)[0][:, :3]]
+    given = [*tokens(3 if options.get("slots") == 2 else 2), tokens(1, seed=1)[0][:, :3]]
     outs = run(model, given)
     got = torch.cat([out.outputs for out in outs], 1), outs[-1].state.model.tokens_BMD
     agree(got, twin(model, given, **options), model, grads=1e-9)
+
+
+def test_golden_retrieval(shared: Path) -> None:
+    """Earlier memories as the state holds them, with empty slots before them; a first segment retrieves nothing."""
+    values = recorded(shared, "2026/rmt_r")
+    memory = RMT(6, 1, 3, slots=4).double()
+    module: Any = memory.retrieval
+    module.mlp[0], module.mlp[2] = nn.Linear(6, 10).double(), nn.Linear(10, 6).double()
+    names = {
+        **{"query": "q", "key": "k", "value": "v", "output": "o", "mlp.0": "fc1", "mlp.2": "fc2"},
+        **{"query_norm": "ln_q", "past_norm": "ln_kv", "norm": "ln_mlp"},
+    }
+    for ours, theirs in names.items():
+        part = module.get_submodule(ours)
+        weight = values.get(f"param/{theirs}", values.get(f"param/{theirs}_weight"))
+        part.load_state_dict({"weight": weight, "bias": values[f"param/{theirs}_bias"]}, strict=part is not module.key)
+    state = memory.init_state(2, values["memories"])
+    empty = memory.open(state, None, ())  # type: ignore[arg-type]
+    assert torch.equal(empty, memory.initial_MD.expand(2, -1, -1).repeat(1, 2, 1))
+    nothing = torch.full_like(state.tokens_BMD, torch.nan)
+    for index, (m, want) in enumerate(zip(values["memories"], values["retrieved"], strict=True)):
+        held = torch.cat([nothing, *values["memories"][: index + 1]], 1)[:, -12:]
+        state = state._replace(tokens_BMD=held, segments_B=torch.full((2,), index + 1))
+        opened = memory.open(state, None, ())  # type: ignore[arg-type]
+        assert torch.equal(opened[:, :3], m)
+        torch.testing.assert_close(opened[:, 3:], want, rtol=0, atol=1e-10)
+
+
+def test_retrieval_begins_as_the_memory_itself_and_keeps_the_last_memories() -> None:
+    model = build(rmt(slots=2), scale=0.0)
+    outs = run(model, tokens(4))
+    written = []
+    for out in outs:
+        state = out.state.model
+        opened = model.stack.model_memory.open(state, None, ())
+        assert torch.equal(opened[:, :M], opened[:, M:]) and torch.equal(opened[:, :M], state.tokens_BMD[:, M:])
+        written.append(opened[:, :M])
+    assert torch.equal(outs[-1].state.model.tokens_BMD, torch.cat(written[-2:], 1))
+    for _ in range(2):  # of zeros, only the last maps learn in the first step
+        model.zero_grad()
+        run(model, tokens(4))[-1].outputs.square().sum().backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    assert all(p.grad.abs().max() > 0 for p in model.stack.model_memory.retrieval.parameters())
 
 
 def golden_model(weights: dict[str, Tensor], memory: Any) -> nn.Module:
@@ -220,7 +288,7 @@ def test_golden_released_code(shared: Path, tag: str, options: dict[str, Any]) -
     compare(model, file[f"{tag}/x"], file, tag, 5e-6, levels=bool(options))
 
 
-@pytest.mark.parametrize("options", [{}, {"cache": 4}, {"cache": 4, "read_cache": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"cache": 4}, {"cache": 4, "read_cache": True}, {"slots": 2}], ids=str)
 def test_in_a_bidirectional_model_the_memory_is_in_front_only_and_carried(options: dict[str, Any]) -> None:
     made: dict[str, Any] = {"classes": 3, "max_length": 8, "positions": "rotary"}
     model = build(rmt(**options), model="sequence_classifier", **made)
@@ -228,7 +296,7 @@ def test_in_a_bidirectional_model_the_memory_is_in_front_only_and_carried(option
     model.stack.blocks[0].register_forward_pre_hook(lambda _m, given: lengths.append(given[0].shape[1]))  # type: ignore[index, union-attr, operator]
     first, second = tokens(2)
     state = model(first).state
-    assert lengths == [M + 1 + harness.SEGMENT]
+    assert lengths == [(2 * M if "slots" in options else M) + 1 + harness.SEGMENT]
     told = model(second, state).outputs
     other = model(second, model(first.flip(0)).state).outputs
     assert (told - other).abs().max() > 1e-4

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.attentions.parts.building_blocks import unit, wide
 from cached_transformers.attentions.parts.decay import InputDecay, check_half_life
-from cached_transformers.attentions.parts.scan import causal_scan
 from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
@@ -33,7 +33,7 @@ from cached_transformers.state import refuse_narrow
 
 from .parts.fifo_store import Pairs, Rows, empty_pairs, keys_values, push, push_out, side_by_side, stored_pair
 from .parts.options import check_heads
-from .parts.recurrent import shown, wide
+from .parts.recurrent import corrected, shown
 from .parts.sinks import placed
 from .transformer_xl import TransformerXL
 
@@ -163,12 +163,4 @@ class AHN(TransformerXL):
         k_BHNE, v_BHNE = (t.repeat_interleave(self.heads // groups, 1) for t in keys_values(pairs_BNW, groups))
         b_BHN1, g_BHN1 = (t.mT[..., None] for t in gates_BNH.chunk(2, -1))
         matrix_BHEE, _ = self._held(state)
-        with torch.autocast(k_BHNE.device.type, enabled=False):
-            k_BHNE = unit(k_BHNE)
-            return causal_scan(k_BHNE, k_BHNE, v_BHNE, matrix_BHEE, beta_BHN1=b_BHN1, log_decay_BHNG=g_BHN1)[1]
-
-
-def unit(t_BHNE: Tensor) -> Tensor:
-    """Vectors of length 1, in float32 or wider; 0 stays 0."""
-    t_BHNE = wide(t_BHNE)
-    return t_BHNE * (t_BHNE.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+        return corrected(matrix_BHEE, k_BHNE, v_BHNE, b_BHN1, g_BHN1)

@@ -20,7 +20,13 @@ from torch.nn import functional as F
 
 def wide(t: Tensor) -> Tensor:
     """Convert to float32, unless wider."""
-    return t.to(torch.promote_types(t.dtype, torch.float32))
+    return t if t.dtype in (torch.float32, torch.float64) else t.to(torch.promote_types(t.dtype, torch.float32))
+
+
+def unit(t: Tensor) -> Tensor:
+    """Vectors of length 1, in float32 or wider; 0 stays 0."""
+    t = wide(t)
+    return t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 def product(q: Tensor, k: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ with or without the correction of the delta rule.
     S'_t = D_t S_{t-1}                                 D_t = diag(e^{g_t}), g_t <= 0: a number a head, or one a channel
     S_t  = S'_t + k_t v_t^T                            a sum
     S_t  = S'_t + beta_t k_t (v_t - S'_t^T k_t)^T      the delta rule: the error is that of the decayed state
+    S_t  = S'_t + k_t (u_t - S'_t^T (e_t k_t))^T       the same with shares e of channels (arXiv:2605.22791)
     out_t = S_t^T q_t                                  after the token's own write
 
 In chunks of C tokens (Yang et al. 2024, arXiv:2406.06484 and 2412.06464; arXiv:2510.26692 for channels), with S the
@@ -12,6 +13,7 @@ state before the chunk and e^{(j, i]} the decay after token j up to token i:
     P_ij = sum_d q_id k_jd e^{(j, i]_d}  for j <= i,      A_ij = beta_i sum_d k_id k_jd e^{(j, i]_d}  for j < i
     (I + A) [U, W] = diag(beta) [V, e^{(0, i]} K],        X = U - W S    (a sum: X = V)
     out = (e^{(0, i]} Q) S + P X,                         S <- e^{(0, C]} S + (e^{(j, C]} K)^T X
+    shares of channels: e_id k_id instead of beta_i k_id, and V = U
 
 P, A, U and W of all chunks are found at once; only S goes from one to the next.
 
@@ -45,6 +47,7 @@ def causal_scan(
     state_BHFV: Tensor | None = None,
     *,
     beta_BHN1: Tensor | None = None,
+    erase_BHNF: Tensor | None = None,
     log_decay_BHNG: Tensor | None = None,
     chunk: int = 64,
 ) -> tuple[Tensor, Tensor]:
@@ -55,6 +58,7 @@ def causal_scan(
     Args:
         state_BHFV: S before the first token; zeros when None.
         beta_BHN1: shares of the delta rule, for which beta |k|^2 must be at most 2; None for a sum.
+        erase_BHNF: shares of the channels of keys, instead of beta; values are then u, written as they are.
         log_decay_BHNG: g, at most 0, of (B, H, N, 1) or (B, H, N, F); None for no decay.
         chunk: C, tokens of a chunk; rounded up to a power of two for decays of channels.
 
@@ -75,7 +79,8 @@ def causal_scan(
         size = 1 << (size - 1).bit_length()
     # What fills up the last chunk has beta 0, keys of 0 and g 0: it changes no state.
     q, k, v = (into_blocks(t.to(dtype), size) for t in (q_BHNF, k_BHNF, v_BHNV))
-    beta = None if beta_BHN1 is None else into_blocks(beta_BHN1.to(dtype), size)
+    share = beta_BHN1 if erase_BHNF is None else erase_BHNF
+    share = None if share is None else into_blocks(share.to(dtype), size)
     reading, found, kept, whole = q, k, k, None
     if log_decay_BHNG is None:
         g = None
@@ -84,12 +89,12 @@ def causal_scan(
         since = g.cumsum(-2).exp()
         reading, found, kept = q * since, k * since, k * _behind(g).exp()
         whole = since[..., -1:, :].mT
-    if beta is None:
+    if share is None:
         (weights,) = _pairs((q,), k, g)
         out, state = _sums(weights, reading, kept, v, whole, state)
     else:
-        weights, lower = _pairs((q, k * beta), k, g)
-        wanted = torch.cat([v, found], -1) * beta
+        weights, lower = _pairs((q, k * share), k, g)
+        wanted = torch.cat([v if beta_BHN1 is None else v * share, found * share], -1)
         if size > 1:
             wanted = torch.linalg.solve_triangular(lower.tril(-1), wanted, upper=False, unitriangular=True)
         out, state = _corrections(weights, reading, kept, wanted, whole, state)

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cached_transformers.attentions.parts.building_blocks import unit
+from cached_transformers.attentions.parts.building_blocks import wide as wide
+from cached_transformers.attentions.parts.scan import causal_scan
 from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading
 
 
@@ -86,9 +89,14 @@ def mix(answers_BSGNF: Tensor, online_BGNF: Tensor, weights_BGNS: Tensor) -> Ten
     return weights_SBGN1[-1] * online_BGNF + (weights_SBGN1[:-1].movedim(0, 1) * answers_BSGNF).sum(1)
 
 
-def wide(t: Tensor) -> Tensor:
-    """Convert to float32, unless wider."""
-    return t if t.dtype in (torch.float32, torch.float64) else t.to(torch.promote_types(t.dtype, torch.float32))
+def corrected(
+    matrix_BHEF: Tensor, k_BHNE: Tensor, v_BHNF: Tensor, beta_BHN1: Tensor, log_decay_BHNG: Tensor | None
+) -> Tensor:
+    """Matrices after these pairs, by the gated delta rule with keys of length 1."""
+    with torch.autocast(k_BHNE.device.type, enabled=False):
+        k_BHNE = unit(k_BHNE)
+        v_BHNF = wide(v_BHNF)
+        return causal_scan(k_BHNE, k_BHNE, v_BHNF, matrix_BHEF, beta_BHN1=beta_BHN1, log_decay_BHNG=log_decay_BHNG)[1]
 
 
 def full_precision(t: Tensor) -> AbstractContextManager[Any]:
