@@ -94,7 +94,7 @@ def causal_scan(
         out, state = _sums(weights, reading, kept, v, whole, state)
     else:
         weights, lower = _pairs((q, k * share), k, g)
-        wanted = torch.cat([v if beta_BHN1 is None else v * share, found * share], -1)
+        wanted = torch.cat([v, found], -1) * share if erase_BHNF is None else torch.cat([v, found * share], -1)
         if size > 1:
             wanted = torch.linalg.solve_triangular(lower.tril(-1), wanted, upper=False, unitriangular=True)
         out, state = _corrections(weights, reading, kept, wanted, whole, state)
