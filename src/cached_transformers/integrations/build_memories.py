@@ -87,8 +87,9 @@ def layer_memory(site: Site, host: Host, name: str, settings: dict[str, Any]) ->
         if getattr(memory, "mix", "heads") == "outputs":
             raise ValueError(f"{layer}; mix='outputs' (variant='released') needs as many of both, take mix='heads'")
     memory = _settled(memory, site, host)
-    if hasattr(memory, "start_from") and host.stream is not None and host.projection is not None:
-        memory.start_from(partial(_query_columns, host), partial(first_columns, host.projection, host.width))
+    start: Any = getattr(memory, "start_from", None)
+    if start is not None and host.stream is not None and host.projection is not None:
+        start(partial(_query_columns, host), partial(first_columns, host.projection, host.width))
     return memory
 
 

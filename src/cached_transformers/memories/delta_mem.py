@@ -7,9 +7,9 @@ and writes, and that corrects the layer's queries and outputs.
     S_t = l S_(t-1) - b (S_(t-1) k) k^T + b v k^T                "outside": erases l b (S k) k^T;  "plain": l = 1
     queries + (scale P_q r_t) before their norm and positions;   the layer's output + scale P_o r_t
 
-A row i of S is a gated delta rule with values of width 1: decay l_i, rate b_i / l_i, value l_i v_i ("outside": rate b_i,
-value v_i), in chunks by `causal_scan` with writes one place later than reads. Along k, S is multiplied by 1 - 2 b,
-across it by 1 - b: no gate makes it grow.
+A row i of S is a gated delta rule with values of width 1: decay l_i, rate b_i / l_i, value l_i v_i ("outside": rate
+b_i, value v_i), in chunks by `causal_scan`, with writes one place later than reads. S shrinks along k by |1 - 2 b|, and
+across it by 1 - b.
 
 With write="segment" a segment writes once, the mean of its inputs, and all its tokens read the matrix before it. As
 released, c is -1.5, a half-life of 3.4 tokens; `half_life` is 512 tokens for token writes, and the released bias for
@@ -231,9 +231,7 @@ class DeltaMem(LayerMemory):
         beta_BGN1, g_BGN1 = (t.masked_fill(hidden_B1N1, 0) for t in (beta_BGN1, g_BGN1))
         return Writes(self._unit(k_BNC), v_BGNV, beta_BGN1, g_BGN1)
 
-    def _scan(
-        self, state: DeltaState, q_BSNK: Tensor, writes: Writes, counted_BN: Tensor
-    ) -> tuple[Tensor, DeltaState]:
+    def _scan(self, state: DeltaState, q_BSNK: Tensor, writes: Writes, counted_BN: Tensor) -> tuple[Tensor, DeltaState]:
         """r of the tokens, (B, N, C), and the state after them."""
         matrix_BGKV = state.matrix_BSVK.reshape(len(q_BSNK), self.gates, -1, self.rank).mT
         q, k = (t.repeat_interleave(self.gates // self.states, 1) for t in (q_BSNK, writes.k_BSNK))
