@@ -62,7 +62,7 @@ RECURRENT: dict[str, Contract] = {
     "delta_mem/segment": Contract(
         options={"rank": 4, "write": "segment", "update": "plain"},
         bytes_per_row=lambda d: 4 * 16 + 8,
-        cost=Cost({"rank": 5, "write": "segment"}, lambda: LAYERS * (D * 15 + 25 + (15 * D + 4 * 25) / N)),
+        cost=Cost({"rank": 5, "write": "segment"}, lambda: LAYERS * (D * 15 + 25 + (15 * D + 3 * 25) / N)),
     ),
     "infini": Contract(
         bytes_per_row=lambda d: 4 * (d * d // 2 + d) + 8, cost=Cost({}, lambda: LAYERS * (2 * D * D / H + D))

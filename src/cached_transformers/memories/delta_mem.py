@@ -85,7 +85,7 @@ class Writes(NamedTuple):
     state="per row and layer, in float32: 4 states r^2 + 8 bytes",
     cost="per token and layer, C = states r: D (5 C + G) (maps, G = C gates, or states) + "
     "(1 + 1 / N) G (L (2 r + C / G) + 3 C r / G), L = min(64, N + 1), multiply-adds; write='segment': 3 C D + C r, and "
-    "C D (3 + G / C) / N",
+    "(2 C D + G D + 3 C r) / N",
     reach="as far as decay lets it; at most r keys",
     gradient="through the matrix, over `bptt` segments",
     without={"queries": "correct=('output',)"},
