@@ -54,6 +54,15 @@ def matrix_of(linear: Any) -> tuple[Tensor, Tensor | None]:
     return (image_ZO[1:] - image_ZO[:1]).mT, bias_O
 
 
+@torch.no_grad()
+def first_columns(linear: nn.Module, inputs: int, count: int) -> Tensor:
+    """(out, count): a linear map's first columns, by its results for unit vectors; of columns that it lacks, 0."""
+    device = next(linear.parameters(), torch.empty(0)).device
+    unit_ZI = torch.eye(count, inputs, dtype=input_dtype(linear), device=device)
+    image_ZO = linear(F.pad(unit_ZI, (0, 0, 1, 0))[None])[0]
+    return (image_ZO[1:] - image_ZO[:1]).mT
+
+
 def side_by_side(linears: Sequence[Any]) -> partial[Tensor]:
     """One linear map with the outputs of several, by a copy of their present weights.
 

@@ -31,6 +31,13 @@ class ImageCost(NamedTuple):
     evaluate: float
 
 
+def delta_mem(rank: int, gates: int = 0, states: int = 1) -> float:
+    """Maps and corrections; and what chunks take of each matrix, with a place more than tokens."""
+    size, gates = rank * states, gates or rank
+    values = size // gates
+    return D * (5 * size + gates) + (1 + 1 / N) * gates * ((N + 1) * (2 * rank + values) + 3 * rank * values)
+
+
 def window(slots: int) -> float:
     """Keys and values of hidden states, scores, values, scores of positions, and the table of these for all rows."""
     return 2 * D * D * slots / N + 3 * slots * D + D * D * slots / (B * N)

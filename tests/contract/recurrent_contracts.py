@@ -20,6 +20,7 @@ from contract.costs import (
     armt,
     block_recurrent,
     caching,
+    delta_mem,
     gated_delta,
     lact,
     titans,
@@ -46,6 +47,23 @@ RECURRENT: dict[str, Contract] = {
         options={"length": 3, "key_width": 9, "nu": 1, "mask": "full", "correction": False},
         bytes_per_row=lambda d: DEPTH * 4 * (2 * 9) * (d + 1) + 8,
         model={"norm": "post", "positions": "relative"},
+    ),
+    "delta_mem": Contract(
+        options={"rank": 4, "half_life": 8.0},
+        bytes_per_row=lambda d: 4 * 16 + 8,
+        exempt={"empty": READS_ITS_OWN},
+        cost=Cost({"rank": 5}, lambda: LAYERS * delta_mem(5)),
+    ),
+    "delta_mem/states": relative(
+        options={"rank": 3, "states": 2, "gates": "one", "decay": "own", "update": "outside", "half_life": 8.0},
+        bytes_per_row=lambda d: 4 * 2 * 9 + 8,
+        exempt={"empty": READS_ITS_OWN},
+        cost=Cost({"rank": 5, "states": 2, "gates": "one", "update": "outside"}, lambda: LAYERS * delta_mem(5, 2, 2)),
+    ),
+    "delta_mem/segment": Contract(
+        options={"rank": 4, "write": "segment", "update": "plain"},
+        bytes_per_row=lambda d: 4 * 16 + 8,
+        cost=Cost({"rank": 5, "write": "segment"}, lambda: LAYERS * (D * 15 + 25 + (15 * D + 3 * 25) / N)),
     ),
     "infini": Contract(
         bytes_per_row=lambda d: 4 * (d * d // 2 + d) + 8, cost=Cost({}, lambda: LAYERS * (2 * D * D / H + D))

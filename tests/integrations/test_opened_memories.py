@@ -23,6 +23,7 @@ ADVANCING: dict[str, Any] = {
     "titans": {"name": "titans", "chunk": 4},
     "ttt": {"name": "ttt", "mini_batch": 4},
     "memory_caching": {"name": "memory_caching", "over": {"name": "titans", "chunk": 4}},
+    "delta_mem": {"name": "delta_mem", "half_life": 4.0},
 }
 OTHERS: dict[str, Any] = {
     "grc_stream": {"name": "grc_stream", "length": 4},

@@ -35,6 +35,7 @@ LEARNS: list[tuple[dict[str, Any], int, dict[str, Any]]] = [
     ({**COMPRESSIVE, "function": "conv"}, 300, {"bptt": 1, **UNTIED}),
     ({**COMPRESSIVE, "function": "mean"}, 300, {"bptt": 1, **UNTIED}),
     ({**CRTN, "rescale": True, "scale": True}, 150, {}),
+    ({"name": "delta_mem", "half_life": 8.0}, 400, {}),
     (FEEDBACK, 250, {"distance": 2, **UNTIED}),
     *(({"name": "infini", "update": update}, 600, {}) for update in ("linear", "delta", "exact", "gated_delta")),
     (INFINITY, 150, {}),

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cached_transformers.interfaces.memory import LayerMemory, Memory, ModelMemory
+from cached_transformers.linear_maps import first_columns
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.grc.grc import CacheGates
 from cached_transformers.memories.grc.shared_cache import SharedCache
 from cached_transformers.registry import MEMORIES
 
 from .hosts import Host, Site, refuse_memory
-from .memory_hooks import SLOT_ATTENTIONS
+from .memory_hooks import SLOT_ATTENTIONS, query_columns
 
 SINKS = 4
 """First tokens of a text that stores keep in a decoder: pretrained ones break without them."""
@@ -84,7 +86,18 @@ def layer_memory(site: Site, host: Host, name: str, settings: dict[str, Any]) ->
             raise ValueError(f"{layer}; a cache of {slots[0].width} channels needs more; take ratio={ratio} or less")
         if getattr(memory, "mix", "heads") == "outputs":
             raise ValueError(f"{layer}; mix='outputs' (variant='released') needs as many of both, take mix='heads'")
-    return _settled(memory, site, host)
+    memory = _settled(memory, site, host)
+    start: Any = getattr(memory, "start_from", None)
+    if start is not None and host.stream is not None and host.projection is not None:
+        start(partial(_query_columns, host), partial(first_columns, host.projection, host.width))
+    return memory
+
+
+def _query_columns(host: Host, count: int) -> Tensor:
+    """(H * E, C): first columns of the layer's map of queries."""
+    assert host.stream is not None
+    weight_LC = first_columns(host.stream.sources[0][0], host.channels or host.width, count)
+    return weight_LC if len(weight_LC) == host.width else weight_LC[query_columns(host.stream.split, weight_LC.mT)]
 
 
 def give_key_shape(memory: nn.Module, host: Host) -> None:

@@ -10,7 +10,7 @@ Legend: B rows, N tokens, L tokens of the partial segment up to here, H heads, E
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -54,7 +54,8 @@ class MemoryHook:
         self.handles: list[RemovableHandle] = []
         if number is not None:
             assert host.stream is not None
-            self.split = host.stream.split
+            self.split, first = host.stream.split, host.stream.sources[0][0]
+            self.first = track(site, first, on_output=self.correct)
             for place, chain in enumerate(host.stream.sources):
                 self.sources.append(track(site, chain[-1], on_output=partial(self.keep, place)))
             self.block = track(site, host.stream.block, on_input=self.enter_block, on_output=self.leave_block)
@@ -70,6 +71,8 @@ class MemoryHook:
     def install(self, memory: LayerMemory) -> None:
         """Put the memory into the layer."""
         self.layer.memory = memory
+        if "queries" in memory.needs:
+            self.tracked.insert(0, self.first)  # its hook runs before that of a source, which may be the same module
         for module in self.tracked:
             module.follow()
         self.handles.append(self.layer.register_forward_pre_hook(self.enter_layer, with_kwargs=True))
@@ -123,6 +126,7 @@ class MemoryHook:
         query = Query(x_BND, positions_BNP=positions_BNP, padding_BN=context.padding_BN, segment=segment)
         call = AttentionCall(self, query, context)
         call.reading = self.read_early(call, context, kwargs)
+        call.term_BND = None if call.reading is None else call.reading.query_BND
         running().attention = call
         return args, kwargs
 
@@ -132,7 +136,22 @@ class MemoryHook:
         Args:
             kwargs: of the layer's call, which may be changed.
         """
-        return None
+        if "queries" not in self.memory.needs:
+            return None
+        reading = with_weights(self.memory, self.read, call.query, context, None)
+        if reading.context is not None:
+            raise ValueError(undeclared(self.memory))
+        return reading
+
+    def correct(self, output_BNL: Tensor) -> Tensor | None:
+        """Queries with the memory's term, in the output of the first projection, which may hold keys and values."""
+        call = running().attention
+        if call is None or call.hook is not self or call.term_BND is None:
+            return None
+        term_BND, call.term_BND = call.term_BND.to(output_BNL.dtype), None
+        if term_BND.shape[-1] == output_BNL.shape[-1]:
+            return output_BNL + term_BND
+        return output_BNL.index_add(-1, query_columns(self.split, output_BNL), term_BND)
 
     def keep(self, place: int, output: Tensor) -> None:
         """Record the output of a module that gives queries, keys or values."""
@@ -160,6 +179,8 @@ class MemoryHook:
             for place, source in enumerate(self.sources):
                 if place not in call.projected:
                     raise ValueError(self.passed_by(source))
+            if call.term_BND is not None:
+                raise ValueError(self.passed_by(self.first))
             if memory.reads_heads or context.writes or context.traces:
                 outputs = (call.projected[place] for place in range(len(self.sources)))
                 call.query = self.with_heads(call.query, *self.split(*outputs))
@@ -235,6 +256,12 @@ class MemoryHook:
             "module, or its forward was replaced after add_memory; undo what replaced it (a fused kernel, a patched "
             "forward), or call remove_memory(model)"
         )
+
+
+def query_columns(split: Callable[..., Any], output_BNL: Tensor) -> Tensor:
+    """Columns of the queries in the output of a projection that keys and values share."""
+    columns_11L = torch.arange(output_BNL.shape[-1], device=output_BNL.device)[None, None]
+    return split(columns_11L)[0].flatten()  # type: ignore[no-any-return]
 
 
 def run_host(context: SegmentContext, hooks: list[MemoryHook], model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -111,12 +111,14 @@ class AttentionCall:
         reading: the memory's answer, where it was read before the layer attends.
         projected: outputs of the modules that give queries, keys and values, by their place in `Stream.sources`.
         mask: the layer's attention mask. gather: see `Context.gather`. weights_BHWL: the layer's attention weights.
+        term_BND: to be added to the queries; None where there is none, and after it was added.
         slots_BGME: the slots' keys with their positions. places_BL: position ids of slots and tokens.
     """
 
     def __init__(self, hook: Any, query: Query, context: SegmentContext | None = None) -> None:
         self.hook, self.query, self.context = hook, query, context
         self.reading: Reading | None = None
+        self.term_BND: Tensor | None = None
         self.projected: dict[int, Tensor] = {}
         self.mask: Tensor | None = None
         self.gather: Callable[[Tensor], Tensor] | None = None

@@ -18,7 +18,7 @@ class TrackedModule:
     Args:
         root: the innermost module that holds both the module and the layer that calls it. path: from the root.
         on_input: gets the arguments of each call, and may return other ones, (args, kwargs).
-        on_output: gets the output of each call.
+        on_output: gets the output of each call, and may return another one.
         forward: replaces the module's forward, which it calls by `original`.
     """
 
@@ -72,8 +72,8 @@ class TrackedModule:
                 del hooks[key]
                 self.module._forward_pre_hooks_with_kwargs.pop(key, None)
 
-    def _output_hook(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.on_output(output)
+    def _output_hook(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.on_output(output)
 
     def _input_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.on_input(*args, **kwargs)

@@ -63,7 +63,7 @@ PHRASES: dict[str, str] = {
 
 PLACES: dict[str, str] = {
     **{"tokens_round": "input", "context": "kv", "head": "head", "in_front": "head"},
-    **{"slots": "sublayer", "slots_in_front": "sublayer"},
+    **{"slots": "sublayer", "slots_in_front": "sublayer", "queries": "query"},
 }
 """Usual names of the places where a memory acts, by the word in `needs`."""
 

@@ -8,6 +8,8 @@ lists its requirements in `needs` (words of `capabilities.py`):
 * "context": `Context`, extra keys and values for the attention, from `read` or `Entry.contexts`;
 * "head": `read` returns a second result per head, which `combine` mixes with the attention's before the output
   projection;
+* "queries": `read` returns a term for the queries, before their norm and positions. A host's memory is then read with
+  the layer's input only: queries, keys and values are not made yet;
 * "slots": the model memory offers slots; blocks run a cross-attention over them (`slot_attention`) after their own.
 
 Three rules for `read` and `write`:
@@ -154,6 +156,7 @@ class Reading(NamedTuple):
         lse_BHN: log-sum-exp of the attention's logits; the layer fills it in for a memory that needs "lse".
         any_B: rows with an entry to read. Optional: a promise that the other rows compute the same as without the
             memory, so that generation skips a memory that is empty in all rows. None for no promise.
+        query_BND: added to the projection of queries, (B, N, H * E). It needs "queries".
     """
 
     context: Context | None = None
@@ -161,6 +164,7 @@ class Reading(NamedTuple):
     carry: Any = None
     lse_BHN: Tensor | None = None
     any_B: Tensor | None = None
+    query_BND: Tensor | None = None
 
 
 class Trace(NamedTuple):

@@ -163,7 +163,7 @@ class ContextHook(MemoryHook):
         query, memory = call.query, self.memory
         opened = OpenedLayer() if context.opened_layers is None else context.opened_layers[self.number]
         reading: Reading | None = None
-        if memory.needs & {"context"}:
+        if memory.needs & {"context", "queries"}:
             if "head" in memory.needs:  # it is read with queries, which the layer has not made yet
                 query = self.with_heads(query, *self._projected(query.x_BND, False, queries=True))
             reading = with_weights(memory, self.read, query, context, self.project_kv)

@@ -35,8 +35,8 @@ from .adapter_utils import (
 )
 from .add_stateful_memory import add_stream_memory
 
-BY_TOKEN = frozenset({"state", "head"})
-"""Offers of a causal layer to its memory: queries, keys and values of the segment."""
+BY_TOKEN = frozenset({"state", "head", "queries"})
+"""Offers of a causal layer to its memory: queries, keys and values of the segment, and a term for the queries."""
 SPANNING = frozenset({"state", "tokens_round", "slots_in_front", "layer_traces"})
 """Offers of a causal model to a model-level memory."""
 TABLE = (

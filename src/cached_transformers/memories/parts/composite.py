@@ -84,7 +84,8 @@ class SideBySide(LayerMemory):
         context: Context | None = None
         for reading in readings:
             context = join(context, reading.context)
-        return Reading(context, carry=readings)
+        terms = [reading.query_BND for reading in readings if reading.query_BND is not None]
+        return Reading(context, carry=readings, query_BND=torch.stack(terms).sum(0) if terms else None)
 
     def _readings(self, reading: Reading) -> list[Reading]:
         """Reading of each member, completed by the layer for those that need it."""
