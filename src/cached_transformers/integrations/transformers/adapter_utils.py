@@ -98,14 +98,15 @@ def stored(
     """
     parameters = inspect.signature(type(site.layer).forward).parameters
     rotary: Any = None
-    if turn is None and slope is None:
+    positions = turn is None and slope is None
+    if positions and (rotary := getattr(site.holder("rotary_emb"), "rotary_emb", None)) is not None:
         # The function of the file of the layer's class, or of a class above.
         files = (sys.modules[kind.__module__] for kind in type(site.layer).__mro__)
         rotate = next(file.apply_rotary_pos_emb for file in files if hasattr(file, "apply_rotary_pos_emb"))
-        turn, rotary = partial(turned, rotate), site.holder("rotary_emb").rotary_emb
+        turn = partial(turned, rotate)
     scaled = "llama_4_scaling_beta" in (getattr(config_of(site), "rope_parameters", None) or {})
     return StoredStates(
-        first_of(site.parent(), "input_layernorm", "ln_attn", "ln_1"),
+        first_of(site.parent(), "input_layernorm", "ln_attn", "ln_1", "operator_norm", "norm"),
         turn or unturned,
         rotary,
         slope,

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cached_transformers.integrations.hosts import Host, Site, StoredStates, Stream
+from cached_transformers.integrations.hosts import Host, Site, StoredStates, Stream, register_recurrent
 from cached_transformers.interfaces.memory import Query
 
 from .adapter_utils import (
@@ -257,3 +257,52 @@ def fused_attention(site: Site) -> Host:
             "projection, which leave no place for a memory; set config.slow_but_exact=False"
         )
     return causal_host(site, layer.dense, ((layer.query_key_value,),), partial(split, heads, groups), **more)
+
+
+SPANS = (
+    "its tokens would enter the states of the host's recurrent layers, too; take a memory of the attention layers "
+    "(grc_stream, memorizing, transformer_xl, ...)"
+)
+"""Reason why a hybrid model takes no model-level memory."""
+
+register_recurrent(
+    "transformers.models.bamba.modeling_bamba.BambaMixer",
+    "transformers.models.granitemoehybrid.modeling_granitemoehybrid.GraniteMoeHybridMambaLayer",
+    "transformers.models.jamba.modeling_jamba.JambaMambaMixer",
+    "transformers.models.lfm2.modeling_lfm2.Lfm2ShortConv",
+    "transformers.models.lfm2_moe.modeling_lfm2_moe.Lfm2MoeShortConv",
+    "transformers.models.nemotron_h.modeling_nemotron_h.NemotronHMamba2Mixer",
+    "transformers.models.olmo_hybrid.modeling_olmo_hybrid.OlmoHybridGatedDeltaNet",
+    "transformers.models.qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet",
+    "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet",
+    "transformers.models.qwen3_next.modeling_qwen3_next.Qwen3NextGatedDeltaNet",
+)
+
+
+def _hybrid(site: Site) -> Host:
+    """An attention layer beside recurrent layers."""
+    host = _separate(site)
+    assert host.stream is not None
+    return replace(host, stream=replace(host.stream, offers=frozenset()), lacks={**host.lacks, "spans": SPANS})
+
+
+@adapts(
+    "bamba.Bamba granitemoehybrid.GraniteMoeHybrid lfm2.Lfm2 lfm2_moe.Lfm2Moe olmo_hybrid.OlmoHybrid "
+    "jamba.Jamba nemotron_h.NemotronH"
+)
+def hybrid_attention(site: Site) -> Host:
+    """Attention layers of hybrid decoders, some of which have no positions."""
+    return _hybrid(site)
+
+
+@adapts("qwen3_next.Qwen3Next qwen3_5.Qwen3_5 qwen3_5_moe.Qwen3_5Moe")
+def gated_attention(site: Site) -> Host:
+    """Qwen3-Next and Qwen 3.5: each head's query is beside the gate of its output, which a memory adds to."""
+    host, head_width = _hybrid(site), int(site.layer.head_dim)
+    assert host.stream is not None
+    return replace(host, stream=replace(host.stream, between=partial(_ungated, 2 * host.heads * head_width, head_width)))
+
+
+def _ungated(gated: int, head_width: int, t_BND: Tensor) -> Tensor:
+    """(B, N, H, E) of keys, or of queries, whose projection is as wide as both and their gates."""
+    return t_BND.unflatten(-1, (-1, (1 + (t_BND.shape[-1] == gated)) * head_width))[..., :head_width]
