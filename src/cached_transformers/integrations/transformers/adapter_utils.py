@@ -31,6 +31,9 @@ MORE = (
 )
 """Reason why the weights of a layer cannot be computed beside it."""
 
+ROTARY = ("rotary_emb", "pos_emb")
+"""Names of a model's module of rotary positions."""
+
 CACHES = ("past_key_values", "layer_past")
 """Names of the keyword by which a layer gets its KV cache."""
 
@@ -98,8 +101,10 @@ def stored(
     """
     parameters = inspect.signature(type(site.layer).forward).parameters
     rotary: Any = None
-    positions = turn is None and slope is None
-    if positions and (rotary := getattr(site.holder("rotary_emb"), "rotary_emb", None)) is not None:
+    if turn is None and slope is None:
+        place = next((name for name in ROTARY if hasattr(site.holder(name), name)), ROTARY[0])
+        rotary = getattr(site.holder(place), place)
+    if rotary is not None:  # Granite 4 and OLMo Hybrid may have none
         # The function of the file of the layer's class, or of a class above.
         files = (sys.modules[kind.__module__] for kind in type(site.layer).__mro__)
         rotate = next(file.apply_rotary_pos_emb for file in files if hasattr(file, "apply_rotary_pos_emb"))

@@ -260,8 +260,8 @@ def fused_attention(site: Site) -> Host:
 
 
 SPANS = (
-    "its tokens would enter the states of the host's recurrent layers, too; take a memory of the attention layers "
-    "(grc_stream, memorizing, transformer_xl, ...)"
+    "its tokens, or a second pass, would enter the states of the host's recurrent layers; take a memory of the "
+    "attention layers (grc_stream, memorizing, transformer_xl, ...)"
 )
 """Reason why a hybrid model takes no model-level memory."""
 
@@ -279,20 +279,25 @@ register_recurrent(
 )
 
 
-def _hybrid(site: Site) -> Host:
+def _hybrid(site: Site, **more: Any) -> Host:
     """An attention layer beside recurrent layers."""
-    host = _separate(site)
+    host = _separate(site, **more)
     assert host.stream is not None
+    # A memory of one layer (memorizing) counts the attention layers.
+    host.facts = {"relative": False}
     return replace(host, stream=replace(host.stream, offers=frozenset()), lacks={**host.lacks, "spans": SPANS})
 
 
-@adapts(
-    "bamba.Bamba granitemoehybrid.GraniteMoeHybrid lfm2.Lfm2 lfm2_moe.Lfm2Moe olmo_hybrid.OlmoHybrid "
-    "jamba.Jamba nemotron_h.NemotronH"
-)
+@adapts("bamba.Bamba granitemoehybrid.GraniteMoeHybrid lfm2.Lfm2 lfm2_moe.Lfm2Moe olmo_hybrid.OlmoHybrid")
 def hybrid_attention(site: Site) -> Host:
-    """Attention layers of hybrid decoders, some of which have no positions."""
+    """Bamba, Granite 4, LFM2, OLMo Hybrid: rotary positions, or none."""
     return _hybrid(site)
+
+
+@adapts("jamba.Jamba nemotron_h.NemotronH")
+def bare_attention(site: Site) -> Host:
+    """Jamba and Nemotron-H: no positions."""
+    return _hybrid(site, beside=stored(site, unturned))
 
 
 @adapts("qwen3_next.Qwen3Next qwen3_5.Qwen3_5 qwen3_5_moe.Qwen3_5Moe")

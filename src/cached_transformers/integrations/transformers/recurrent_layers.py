@@ -13,6 +13,8 @@ Legend: B rows, N tokens, D width.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,11 +134,12 @@ class RecurrentHook:
         if context is None:
             raise ValueError(f"{self.place}, was called without its state; call the model that add_memory was given")
         x_BND, state = args[0] if args else kwargs["hidden_states"], context.recurrent[self.number]
-        padding_BN = context.padding_BN
-        if padding_BN is None or (not torch.compiler.is_compiling() and not bool(padding_BN.any())):
+        if context.padding_BN is None:
             y_BND, after = self.read(self.tracked.original, x_BND, state)
         else:
-            y_BND, after = self.read_padded(x_BND, padding_BN.to(x_BND.device), state)
+            if context.lengths is None:  # once for all layers
+                context.lengths = rows_by_length(context.padding_BN)
+            y_BND, after = self.read_padded(x_BND, context.lengths, state)
         context.recurrent_after[self.number] = after
         return y_BND
 
@@ -157,17 +160,16 @@ class RecurrentHook:
         with KeepsGraph(cache):
             return forward(**given), cache.state
 
-    def read_padded(self, x_BND: Tensor, padding_BN: Tensor, state: State) -> tuple[Tensor, State]:
-        """`read` of rows with padding, whose outputs are 0."""
-        y_BND, order_BN = torch.zeros_like(x_BND), padding_BN.long().argsort(dim=1, stable=True)
-        tokens_B = (~padding_BN).sum(1)
-        for tokens in sorted(set(tokens_B.tolist()) - {0}):
-            rows_R = (tokens_B == tokens).nonzero()[:, 0]
-            places = rows_R[:, None], order_BN[rows_R, :tokens]
-            part, after = self.read(self.tracked.original, x_BND[places], map_state(lambda t: t[rows_R], state))  # noqa: B023
+    def read_padded(self, x_BND: Tensor, lengths: list[tuple[Tensor, Tensor]], state: State) -> tuple[Tensor, State]:
+        """`read` of rows with padding, whose outputs are 0; `lengths` are `rows_by_length`."""
+        y_BND = torch.zeros_like(x_BND)
+        for rows_R, columns_RN in lengths:
+            rows_R = rows_R.to(x_BND.device)
+            places = rows_R[:, None], columns_RN.to(x_BND.device)
+            before = map_state(partial(torch.index_select, dim=0, index=rows_R), state)
+            part, after = self.read(self.tracked.original, x_BND[places], before)
             y_BND = y_BND.index_put(places, part.to(y_BND.dtype))
-            parts = iter([t for _, t in named_tensors(after)])
-            state = map_state(lambda t: t.index_copy(0, rows_R, next(parts)), state)  # noqa: B023
+            state = map_state(partial(_with_rows, rows_R, iter(_tensors(after))), state)
         return y_BND, state
 
     @torch.no_grad()
@@ -202,6 +204,18 @@ class RecurrentHook:
 
 
 REMEDY = "take another hybrid model (Qwen 3.5, LFM2, Bamba, Granite 4, ...) or a later transformers"
+
+
+def rows_by_length(padding_BN: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """(rows, their columns that hold tokens (R, N)) of the rows of each length, except those without a token."""
+    order_BN, tokens_B = padding_BN.long().argsort(dim=1, stable=True), (~padding_BN).sum(1)
+    rows = {tokens: (tokens_B == tokens).nonzero()[:, 0] for tokens in sorted(set(tokens_B.tolist()) - {0})}
+    return [(rows_R, order_BN[rows_R, :tokens]) for tokens, rows_R in rows.items()]
+
+
+def _with_rows(rows_R: Tensor, parts: Iterator[Tensor], t: Tensor) -> Tensor:
+    """The tensor with its next part in some rows."""
+    return t.index_copy(0, rows_R, next(parts))
 
 
 def _tensors(state: State) -> list[Tensor]:
