@@ -40,9 +40,13 @@ CACHES = ("past_key_values", "layer_past")
 
 def adapts(families: str, suffix: str = "Attention") -> Callable[[Adapter], Adapter]:
     """`register_adapter` for layers of transformers: "family.Name family.Name", each name without the suffix."""
+    return register_adapter(*classes_of(families, suffix))
+
+
+def classes_of(families: str, suffix: str = "") -> list[str]:
+    """The full names of such classes."""
     pairs = [name.split(".") for name in families.split()]
-    names = [f"transformers.models.{family}.modeling_{family}.{name}{suffix}" for family, name in pairs]
-    return register_adapter(*names)
+    return [f"transformers.models.{family}.modeling_{family}.{name}{suffix}" for family, name in pairs]
 
 
 def config_of(site: Site) -> Any:

@@ -92,6 +92,8 @@ def add_stream_memory(
     given = (body, hooks, spanning is not None, segment_length)
     forward = DecoderForward(*given) if stream.causal else EncoderForward(*given, stream)
     forward.recurrent = recurrent
+    for layer in recurrent:
+        layer.tracked.follow()
     install(model, forward)
 
 

@@ -22,6 +22,7 @@ from .adapter_utils import (
     TAKE_MASKS,
     adapts,
     by_groups,
+    classes_of,
     config_of,
     first_of,
     in_blocks,
@@ -266,16 +267,13 @@ SPANS = (
 """Reason why a hybrid model takes no model-level memory."""
 
 register_recurrent(
-    "transformers.models.bamba.modeling_bamba.BambaMixer",
-    "transformers.models.granitemoehybrid.modeling_granitemoehybrid.GraniteMoeHybridMambaLayer",
-    "transformers.models.jamba.modeling_jamba.JambaMambaMixer",
-    "transformers.models.lfm2.modeling_lfm2.Lfm2ShortConv",
-    "transformers.models.lfm2_moe.modeling_lfm2_moe.Lfm2MoeShortConv",
-    "transformers.models.nemotron_h.modeling_nemotron_h.NemotronHMamba2Mixer",
-    "transformers.models.olmo_hybrid.modeling_olmo_hybrid.OlmoHybridGatedDeltaNet",
-    "transformers.models.qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet",
-    "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet",
-    "transformers.models.qwen3_next.modeling_qwen3_next.Qwen3NextGatedDeltaNet",
+    *classes_of(
+        """
+        bamba.BambaMixer granitemoehybrid.GraniteMoeHybridMambaLayer jamba.JambaMambaMixer lfm2.Lfm2ShortConv
+        lfm2_moe.Lfm2MoeShortConv nemotron_h.NemotronHMamba2Mixer olmo_hybrid.OlmoHybridGatedDeltaNet
+        qwen3_5.Qwen3_5GatedDeltaNet qwen3_5_moe.Qwen3_5MoeGatedDeltaNet qwen3_next.Qwen3NextGatedDeltaNet
+        """
+    )
 )
 
 
@@ -283,9 +281,9 @@ def _hybrid(site: Site, **more: Any) -> Host:
     """An attention layer beside recurrent layers."""
     host = _separate(site, **more)
     assert host.stream is not None
-    # A memory of one layer (memorizing) counts the attention layers.
-    host.facts = {"relative": False}
-    return replace(host, stream=replace(host.stream, offers=frozenset()), lacks={**host.lacks, "spans": SPANS})
+    host.facts = {"relative": False}  # a memory of one layer (memorizing) counts the attention layers
+    host.stream.offers, host.lacks = frozenset(), {**host.lacks, "spans": SPANS}
+    return host
 
 
 @adapts("bamba.Bamba granitemoehybrid.GraniteMoeHybrid lfm2.Lfm2 lfm2_moe.Lfm2Moe olmo_hybrid.OlmoHybrid")
@@ -305,7 +303,8 @@ def gated_attention(site: Site) -> Host:
     """Qwen3-Next and Qwen 3.5: each head's query is beside the gate of its output, which a memory adds to."""
     host, head_width = _hybrid(site), int(site.layer.head_dim)
     assert host.stream is not None
-    return replace(host, stream=replace(host.stream, between=partial(_ungated, 2 * host.heads * head_width, head_width)))
+    host.stream.between = partial(_ungated, 2 * host.heads * head_width, head_width)
+    return host
 
 
 def _ungated(gated: int, head_width: int, t_BND: Tensor) -> Tensor:
