@@ -101,14 +101,14 @@ def stored(
     """The `StoredStates` of a layer.
 
     Args:
-        turn, slope: see `StoredStates`; `turned` when there is neither.
+        turn, slope: see `StoredStates`; `turned` when there is neither, and the layer gets positions.
     """
     parameters = inspect.signature(type(site.layer).forward).parameters
     rotary: Any = None
-    if turn is None and slope is None:
+    if turn is None and slope is None and "position_embeddings" in parameters:
         place = next((name for name in ROTARY if hasattr(site.holder(name), name)), ROTARY[0])
         rotary = getattr(site.holder(place), place)
-    if rotary is not None:  # Granite 4 and OLMo Hybrid may have none
+    if rotary is not None:  # Granite 4 and OLMo Hybrid may have no positions
         # The function of the file of the layer's class, or of a class above.
         files = (sys.modules[kind.__module__] for kind in type(site.layer).__mro__)
         rotate = next(file.apply_rotary_pos_emb for file in files if hasattr(file, "apply_rotary_pos_emb"))

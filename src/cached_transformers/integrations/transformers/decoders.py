@@ -277,31 +277,23 @@ register_recurrent(
 )
 
 
-def _hybrid(site: Site, **more: Any) -> Host:
-    """An attention layer beside recurrent layers."""
-    host = _separate(site, **more)
+@adapts(
+    "bamba.Bamba granitemoehybrid.GraniteMoeHybrid jamba.Jamba lfm2.Lfm2 lfm2_moe.Lfm2Moe nemotron_h.NemotronH "
+    "olmo_hybrid.OlmoHybrid"
+)
+def hybrid_attention(site: Site) -> Host:
+    """An attention layer beside recurrent layers: rotary positions, or none (Jamba, Nemotron-H)."""
+    host = _separate(site)
     assert host.stream is not None
     host.facts = {"relative": False}  # a memory of one layer (memorizing) counts the attention layers
     host.stream.offers, host.lacks = frozenset(), {**host.lacks, "spans": SPANS}
     return host
 
 
-@adapts("bamba.Bamba granitemoehybrid.GraniteMoeHybrid lfm2.Lfm2 lfm2_moe.Lfm2Moe olmo_hybrid.OlmoHybrid")
-def hybrid_attention(site: Site) -> Host:
-    """Bamba, Granite 4, LFM2, OLMo Hybrid: rotary positions, or none."""
-    return _hybrid(site)
-
-
-@adapts("jamba.Jamba nemotron_h.NemotronH")
-def bare_attention(site: Site) -> Host:
-    """Jamba and Nemotron-H: no positions."""
-    return _hybrid(site, beside=stored(site, unturned))
-
-
 @adapts("qwen3_next.Qwen3Next qwen3_5.Qwen3_5 qwen3_5_moe.Qwen3_5Moe")
 def gated_attention(site: Site) -> Host:
     """Qwen3-Next and Qwen 3.5: each head's query is beside the gate of its output, which a memory adds to."""
-    host, head_width = _hybrid(site), int(site.layer.head_dim)
+    host, head_width = hybrid_attention(site), int(site.layer.head_dim)
     assert host.stream is not None
     host.stream.between = partial(_ungated, 2 * host.heads * head_width, head_width)
     return host

@@ -91,10 +91,9 @@ class KeepsGraph(TorchFunctionMode):
         self.cache = cache
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "copy_":
-            for place, t in self.cache.recurrent.items():
-                if t is args[0]:
-                    return self.cache.update_recurrent_state(args[1], 0, place)
+        for place, t in self.cache.recurrent.items() if func is torch.Tensor.copy_ else ():
+            if t is args[0]:
+                return self.cache.update_recurrent_state(args[1], 0, place)
         return func(*args, **(kwargs or {}))
 
 
@@ -119,11 +118,8 @@ class RecurrentHook:
     def init_state(self, rows: int, like: Tensor) -> State:
         """State of rows that have read nothing; recurrent states have at least 32 bits, as in the layer itself."""
         wide = torch.promote_types(like.dtype, torch.float32)
-        convolved, recurrent = self.like
-        return (
-            tuple(like.new_zeros(rows, *t.shape[1:]) for t in convolved),
-            tuple(like.new_zeros(rows, *t.shape[1:], dtype=wide) for t in recurrent),
-        )
+        dtypes = zip(self.like, (like.dtype, wide), strict=True)
+        return tuple(tuple(like.new_zeros(rows, *t.shape[1:], dtype=kind) for t in part) for part, kind in dtypes)
 
     def call(self, *args: Any, **kwargs: Any) -> Tensor:
         """The layer's forward, from the state in the segment's context."""

@@ -162,8 +162,13 @@ class DecoderForward(HostForward):
         text = self.text_of(given.get("past_key_values"), state, rows)
         keeps = self._keeps(given.pop("use_cache", None))
         padding_BM = _padding(given.pop("attention_mask", None), text, rows, n)
-        if padding_BM is not None and keeps and none_true(padding_BM):  # generate gives a mask of ones
+        looks = keeps or self.recurrent  # generate gives a mask of ones; recurrent layers read around padding
+        if padding_BM is not None and looks and none_true(padding_BM):
             padding_BM = None
+        if padding_BM is not None and self.recurrent and is_exporting():
+            raise ValueError(
+                "attention_mask: recurrent layers read rows by their lengths, which no exported graph can do"
+            )
         inputs = text.with_new(new, padding_BM, self.embed_ids)
         if "position_ids" in new:
             why = f"position_ids begin again inside a row: {NO_CACHE if text.tokens else COMPILED} {WAY_OUT}"
