@@ -293,8 +293,8 @@ def hybrid_attention(site: Site) -> Host:
 @adapts("qwen3_next.Qwen3Next qwen3_5.Qwen3_5 qwen3_5_moe.Qwen3_5Moe")
 def gated_attention(site: Site) -> Host:
     """Qwen3-Next and Qwen 3.5: each head's query is beside the gate of its output, which a memory adds to."""
-    host, head_width = hybrid_attention(site), int(site.layer.head_dim)
-    assert host.stream is not None
+    host: Any = hybrid_attention(site)
+    head_width = int(site.layer.head_dim)
     host.stream.between = partial(_ungated, 2 * host.heads * head_width, head_width)
     return host
 
