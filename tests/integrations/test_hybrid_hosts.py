@@ -102,7 +102,7 @@ def test_the_host_is_what_it_was(family: Family) -> None:
 ANY: list[Callable[..., None]] = [checks.carries, checks.rows_alone, checks.in_pieces, checks.packs]
 ANY += [checks.trains, checks.checkpoints, checks.saves]
 SOME: list[Callable[..., None]] = [checks.moves_rows, checks.hears_no_later_token, checks.answers_alone]
-SOME += [checks.generates, checks.searches, wrapped.adapts]
+SOME += [checks.generates, checks.searches, wrapped.adapts, wrapped.replicated, wrapped.cut_up]
 PROPERTIES = [
     *((check, family, "grc_stream") for check in ANY for family in HYBRIDS),
     *((check, family, "grc_stream") for check in SOME for family in KINDS),

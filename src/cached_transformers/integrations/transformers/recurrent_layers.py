@@ -171,15 +171,15 @@ class RecurrentHook:
         Raises:
             ValueError: parts of a row, of several tokens or one, differ from the whole.
         """
-        exact = all(p.is_floating_point() for p in self.module.parameters())  # of packed weights there is no wide copy
+        # Packed or offloaded weights have no copy of 32 bits.
+        exact = all(p.is_floating_point() and not p.is_meta for p in self.module.parameters())
         wide = like.dtype in (torch.float32, torch.float64) or not exact
         module = self.module if wide else copy.deepcopy(self.module).float()
         x_BND = torch.arange(6 * width, device=like.device).sin().view(1, 6, width)
         x_BND, why, pairs = x_BND.to(like.dtype if wide else torch.float32), "", []
         state = after = NOTHING
-        compares = exact and like.device.type != "meta"
         try:
-            with torch.autocast(like.device.type if compares else "cpu", enabled=False):
+            with torch.autocast(like.device.type if exact else "cpu", enabled=False):
                 whole, state = self.read(module, x_BND, NOTHING)
                 parts: list[Tensor] = []
                 for piece in x_BND.split([3, 2, 1], 1):
@@ -189,7 +189,7 @@ class RecurrentHook:
             why = "" if _tensors(state) else "keeps no state"
         except (AttributeError, TypeError, KeyError, NotImplementedError) as error:
             why = f"takes no cache as layers of transformers 5 do ({error})"
-        if compares and not why and any((a - b).abs().max() > 5e-3 * a.abs().max() for a, b in pairs):
+        if exact and not why and any((a - b).abs().max() > 5e-3 * a.abs().max() for a, b in pairs):
             why = "does not continue from its state when it reads several tokens at once"
         if why:
             raise ValueError(f"{self.place}, {why}: each segment would begin without a past; {WAY_OUT}")
