@@ -164,6 +164,41 @@ DECODERS = [
 ]
 
 
+_EXPERT = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+_MIXED = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+_DELTA: dict[str, Any] = {
+    **{**_MIXED, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 3},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
+_MAMBA: dict[str, Any] = {
+    **{**GROUPED, "num_hidden_layers": 4, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8},
+    **{"mamba_d_conv": 3, "mamba_chunk_size": 4},
+}
+_CONV: dict[str, Any] = {**GROUPED, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
+HYBRIDS = [
+    decoder("bamba", "Bamba", **_MAMBA, attn_layer_indices=[1, 3]),
+    decoder(
+        "granitemoehybrid",
+        "Granite 4 (hybrid)",
+        **{**_MAMBA, **EXPERTS, "shared_intermediate_size": 32, "layer_types": ["mamba", "attention"] * 2},
+    ),
+    decoder("lfm2", "LFM2", **_CONV, block_auto_adjust_ff_dim=False),
+    decoder("lfm2_moe", "LFM2 MoE", **_CONV, **_EXPERT, num_dense_layers=2),
+    decoder(
+        "nemotron_h",
+        "Nemotron-H",
+        **{**EIGHT, "num_hidden_layers": 4, "layers_block_type": ["mamba", "attention", "mamba", "mlp"]},
+        **{"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "conv_kernel": 3, "chunk_size": 4},
+        n_groups=2,
+    ),
+    decoder("olmo_hybrid", "OLMo Hybrid", **GROUPED, **_DELTA),
+    decoder("qwen3_5_text", "Qwen 3.5", **EIGHT, **_DELTA),
+    decoder("qwen3_5_moe_text", "Qwen 3.5 MoE", **EIGHT, **_DELTA, **_EXPERT, shared_expert_intermediate_size=32),
+    decoder("qwen3_next", "Qwen3-Next", **EIGHT, **_DELTA, **_EXPERT, shared_expert_intermediate_size=32),
+]
+"""Decoders with recurrent layers beside those that attend."""
+
+
 def hidden(out: Any) -> Tensor:
     """The output of an encoder."""
     states: Tensor = out.last_hidden_state
@@ -378,7 +413,13 @@ TIMM = [
 WITHOUT = [
     decoder("mamba", "Mamba", refused="has no attention layer", state_size=4),
     decoder("rwkv", "RWKV", refused="no adapter for attention class", attention_hidden_size=WIDTH),
-    decoder("jamba", "Jamba", refused="has no attention layer", **GROUPED, **EXPERTS, use_mamba_kernels=False),
+    decoder(
+        "jamba",
+        "Jamba",
+        refused="does not continue from its state",
+        **{**GROUPED, **EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
+        mamba_dt_rank=4,
+    ),
     decoder(
         "deepseek_v3",
         "DeepSeek v3",
@@ -394,7 +435,7 @@ WITHOUT = [
         first_k_dense_replace=2,
     ),
 ]
-ALL = [*DECODERS, *WITHOUT, *ENCODERS, *PAIRS, *IMAGES, *SOUNDS, *TIMM]
+ALL = [*DECODERS, *HYBRIDS, *WITHOUT, *ENCODERS, *PAIRS, *IMAGES, *SOUNDS, *TIMM]
 
 
 def families(chosen: Iterable[Family]) -> pytest.MarkDecorator:

@@ -33,7 +33,7 @@ encoder-decoders."""
 
 
 NO_STATE = ("swin", "timm_beit", "timm_cait", "timm_davit", "timm_eva", "timm_dinov3", "timm_swin_v2", "sigliptext")
-SEEN = [f for f in F.DECODERS + F.ENCODERS + F.IMAGES + F.TIMM if not f.refused and f.name not in NO_STATE]
+SEEN = [f for f in F.DECODERS + F.HYBRIDS + F.ENCODERS + F.IMAGES + F.TIMM if not f.refused and f.name not in NO_STATE]
 
 
 @F.families(SEEN)
@@ -71,7 +71,7 @@ WITHOUT_STORED = {
 """Families whose layers cannot attend hidden states of earlier segments, and why."""
 
 
-@F.families(F.DECODERS)
+@F.families(F.DECODERS + F.HYBRIDS)
 def test_what_was_stored_is_attended_as_if_it_stood_there(family: F.Family) -> None:
     """Keys and values are those that the layer makes itself, whatever its norms, its layout and its positions."""
     if family.name not in WITHOUT_STORED:

@@ -224,6 +224,20 @@ def register_left(*classes: str) -> None:
     register_adapter(*classes)(lambda site: None)
 
 
+_RECURRENT: set[str] = set()
+
+
+def register_recurrent(*classes: str) -> None:
+    """Let layers of these classes remain as they are, and carry the state that they keep in the host's cache."""
+    register_left(*classes)
+    _RECURRENT.update(classes)
+
+
+def is_recurrent(layer: nn.Module) -> bool:
+    """Return True for a layer of a class of `register_recurrent`."""
+    return any(f"{kind.__module__}.{kind.__qualname__}" in _RECURRENT for kind in type(layer).__mro__)
+
+
 def sites(
     model: nn.Module, settings: dict[str, Any], memory: bool = True, slots: bool = True
 ) -> list[tuple[Site, Host]]:
@@ -292,7 +306,8 @@ def refuse_memory(
     if spanning is not None:
         by_model = frozenset.intersection(*(host.stream.offers if host.stream else frozenset() for host in hosts))
         if not by_model:
-            raise ValueError(f"{who} spans the layers; {title} has no place for it; {page}")
+            why = hosts[0].lacks.get("spans", f"{title} has no place for it")
+            raise ValueError(f"{who} spans the layers; {why}; {page}")
         refuse(spanning, by_model, hosts[0].lacks)
     for host, layer in zip(hosts, layers, strict=True):
         refuse(layer, host.offers, host.lacks)

@@ -268,7 +268,7 @@ def run_host(context: SegmentContext, hooks: list[MemoryHook], model: nn.Module,
     """Run the own forward of a host's class; its hooks read and write the context."""
     for hook in hooks:
         hook.block.follow()
-    if hooks and model.training:
+    if (hooks or context.recurrent) and model.training:
         capture_checkpoints(model)
     with entered(context):
         out = type(model).forward(model, *args, **kwargs)

@@ -48,6 +48,9 @@ class SegmentContext:
         varies: a layer's slots differ between tokens, so that a longer segment must be read from its start.
         grad: whether the pass is part of an autograd graph.
         inputs, attended: of each layer, its block's input, and its attention call until the block returns.
+        recurrent: the states of the host's recurrent layers. recurrent_after: their states after the pass.
+        lengths: the rows of each length and their columns, for recurrent layers; None before the first, and without
+            padding.
     """
 
     def __init__(
@@ -62,7 +65,11 @@ class SegmentContext:
         offers: Sequence[Offer | None] | None = None,
         traced: bool = False,
         slots: tuple[Any, ...] | None = None,
+        recurrent: tuple[State, ...] = (),
     ) -> None:
+        self.recurrent = recurrent
+        self.lengths: list[tuple[Tensor, Tensor]] | None = None
+        self.recurrent_after: list[State | None] = [None] * len(recurrent)
         self.states, self.positions_BLP, self.shift_B1, self.padding_BN = states, positions_BLP, shift_B1, padding_BN
         self.writes, self.segment, self.offers = writes, segment, offers
         self.kv_cache: Any = None

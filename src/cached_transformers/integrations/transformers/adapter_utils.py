@@ -31,15 +31,22 @@ MORE = (
 )
 """Reason why the weights of a layer cannot be computed beside it."""
 
+ROTARY = ("rotary_emb", "pos_emb")
+"""Names of a model's module of rotary positions."""
+
 CACHES = ("past_key_values", "layer_past")
 """Names of the keyword by which a layer gets its KV cache."""
 
 
 def adapts(families: str, suffix: str = "Attention") -> Callable[[Adapter], Adapter]:
     """`register_adapter` for layers of transformers: "family.Name family.Name", each name without the suffix."""
+    return register_adapter(*classes_of(families, suffix))
+
+
+def classes_of(families: str, suffix: str = "") -> list[str]:
+    """The full names of such classes."""
     pairs = [name.split(".") for name in families.split()]
-    names = [f"transformers.models.{family}.modeling_{family}.{name}{suffix}" for family, name in pairs]
-    return register_adapter(*names)
+    return [f"transformers.models.{family}.modeling_{family}.{name}{suffix}" for family, name in pairs]
 
 
 def config_of(site: Site) -> Any:
@@ -94,18 +101,21 @@ def stored(
     """The `StoredStates` of a layer.
 
     Args:
-        turn, slope: see `StoredStates`; `turned` when there is neither.
+        turn, slope: see `StoredStates`; `turned` when there is neither, and the layer gets positions.
     """
     parameters = inspect.signature(type(site.layer).forward).parameters
     rotary: Any = None
-    if turn is None and slope is None:
+    if turn is None and slope is None and "position_embeddings" in parameters:
+        place = next((name for name in ROTARY if hasattr(site.holder(name), name)), ROTARY[0])
+        rotary = getattr(site.holder(place), place)
+    if rotary is not None:  # Granite 4 and OLMo Hybrid may have no positions
         # The function of the file of the layer's class, or of a class above.
         files = (sys.modules[kind.__module__] for kind in type(site.layer).__mro__)
         rotate = next(file.apply_rotary_pos_emb for file in files if hasattr(file, "apply_rotary_pos_emb"))
-        turn, rotary = partial(turned, rotate), site.holder("rotary_emb").rotary_emb
+        turn = partial(turned, rotate)
     scaled = "llama_4_scaling_beta" in (getattr(config_of(site), "rope_parameters", None) or {})
     return StoredStates(
-        first_of(site.parent(), "input_layernorm", "ln_attn", "ln_1"),
+        first_of(site.parent(), "input_layernorm", "ln_attn", "ln_1", "operator_norm", "norm"),
         turn or unturned,
         rotary,
         slope,

@@ -47,6 +47,7 @@ def add_stream_memory(
     from .context_hook import ContextHook
     from .encoder_forward import EncoderForward
     from .patch_model import install
+    from .recurrent_layers import recurrent_hooks
     from .segmented_forward import DecoderForward
 
     stream = found[0][1].stream
@@ -61,6 +62,7 @@ def add_stream_memory(
     at_least_one(", or None for one segment a call", least=least, segment_length=segment_length)
     body = (_decoder if stream.causal else _encoder)(model, [site for site, _ in found])
     refuse_second(model, body, *(site.layer for site, _ in found))
+    recurrent = recurrent_hooks(body) if stream.causal else []
     spanning, layers = build_memories(model, body, found, name, settings)
     longest = min((h.stream.longest for _, h in found if h.stream and h.stream.longest), default=None)
     extra = _extra_tokens(spanning, body, stream)
@@ -88,7 +90,11 @@ def add_stream_memory(
     if spanning is not None:
         body.memory = spanning
     given = (body, hooks, spanning is not None, segment_length)
-    install(model, DecoderForward(*given) if stream.causal else EncoderForward(*given, stream))
+    forward = DecoderForward(*given) if stream.causal else EncoderForward(*given, stream)
+    forward.recurrent = recurrent
+    for layer in recurrent:
+        layer.tracked.follow()
+    install(model, forward)
 
 
 def _decoder(model: nn.Module, sites: list[Site]) -> Any:

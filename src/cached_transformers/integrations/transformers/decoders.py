@@ -15,13 +15,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cached_transformers.integrations.hosts import Host, Site, StoredStates, Stream
+from cached_transformers.integrations.hosts import Host, Site, StoredStates, Stream, register_recurrent
 from cached_transformers.interfaces.memory import Query
 
 from .adapter_utils import (
     TAKE_MASKS,
     adapts,
     by_groups,
+    classes_of,
     config_of,
     first_of,
     in_blocks,
@@ -257,3 +258,47 @@ def fused_attention(site: Site) -> Host:
             "projection, which leave no place for a memory; set config.slow_but_exact=False"
         )
     return causal_host(site, layer.dense, ((layer.query_key_value,),), partial(split, heads, groups), **more)
+
+
+SPANS = (
+    "its tokens, or a second pass, would enter the states of the host's recurrent layers; take a memory of the "
+    "attention layers (grc_stream, memorizing, transformer_xl, ...)"
+)
+"""Reason why a hybrid model takes no model-level memory."""
+
+register_recurrent(
+    *classes_of(
+        """
+        bamba.BambaMixer granitemoehybrid.GraniteMoeHybridMambaLayer jamba.JambaMambaMixer lfm2.Lfm2ShortConv
+        lfm2_moe.Lfm2MoeShortConv nemotron_h.NemotronHMamba2Mixer olmo_hybrid.OlmoHybridGatedDeltaNet
+        qwen3_5.Qwen3_5GatedDeltaNet qwen3_5_moe.Qwen3_5MoeGatedDeltaNet qwen3_next.Qwen3NextGatedDeltaNet
+        """
+    )
+)
+
+
+@adapts(
+    "bamba.Bamba granitemoehybrid.GraniteMoeHybrid jamba.Jamba lfm2.Lfm2 lfm2_moe.Lfm2Moe nemotron_h.NemotronH "
+    "olmo_hybrid.OlmoHybrid"
+)
+def hybrid_attention(site: Site) -> Host:
+    """An attention layer beside recurrent layers: rotary positions, or none (Jamba, Nemotron-H)."""
+    host = _separate(site)
+    assert host.stream is not None
+    host.facts = {"relative": False}  # a memory of one layer (memorizing) counts the attention layers
+    host.stream.offers, host.lacks = frozenset(), {**host.lacks, "spans": SPANS}
+    return host
+
+
+@adapts("qwen3_next.Qwen3Next qwen3_5.Qwen3_5 qwen3_5_moe.Qwen3_5Moe")
+def gated_attention(site: Site) -> Host:
+    """Qwen3-Next and Qwen 3.5: each head's query is beside the gate of its output, which a memory adds to."""
+    host: Any = hybrid_attention(site)
+    head_width = int(site.layer.head_dim)
+    host.stream.between = partial(_ungated, 2 * host.heads * head_width, head_width)
+    return host
+
+
+def _ungated(gated: int, head_width: int, t_BND: Tensor) -> Tensor:
+    """(B, N, H, E) of keys, or of queries, whose projection is as wide as both and their gates."""
+    return t_BND.unflatten(-1, (-1, (1 + (t_BND.shape[-1] == gated)) * head_width))[..., :head_width]

@@ -46,6 +46,10 @@ def export_cache(model: nn.Module, memory_state: State) -> Any:
     forward = host_reader(model)
     if forward is None:
         raise ValueError(f"{type(model).__name__} has no memory with a state; call add_memory first")
+    if forward.recurrent:
+        raise ValueError(
+            f"{type(model).__name__} has recurrent layers, whose states are no slots; continue with memory_state"
+        )
     spanning = [] if forward.memory is None else [forward.memory]
     for memory in [*spanning, *(hook.memory for hook in forward.hooks)]:
         if more := memory.needs - ONLY_SLOTS:

@@ -10,6 +10,7 @@ Legend: B rows, N tokens of a segment, L tokens that they may see, D width, P po
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -41,6 +42,7 @@ from cached_transformers.state import check as check_state
 
 from .adapter_utils import parameter_names
 from .memory_cache import DynamicCache, MemoryCache, OpenedLayer
+from .recurrent_layers import RecurrentHook
 from .row_segments import Segment, in_order, joined, mapped, narrowed, stream_positions
 
 try:
@@ -66,10 +68,12 @@ class HostForward:
         keywords: of its forward, besides those of the host and the state.
         loop_wrapper: the module through which loops over segments call the model; None where none does.
         names: parameters of the body's forward. outside: those of the model around the body.
+        recurrent: hooks of the body's recurrent layers, whose states are the `model` of its state.
     """
 
     keywords: tuple[str, ...] = ()
     loop_wrapper: type[nn.Module] | None = None
+    recurrent: Sequence[RecurrentHook] = ()
 
     def __init__(self, body: nn.Module, hooks: list[MemoryHook], spans: bool, segment_length: int | None) -> None:
         self.body: Any = body
@@ -86,6 +90,8 @@ class HostForward:
 
     def uninstall(self) -> None:
         """Undo changes of the forward in the host."""
+        for hook in self.recurrent:
+            hook.tracked.uninstall()
 
     def eagerly(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a forward outside of a compiled graph."""
@@ -136,6 +142,8 @@ class HostForward:
         memory = self.memory
         like = like_weights(self.body, self.body.get_input_embeddings())
         model: State = () if memory is None else memory.init_state(rows, like)
+        if self.recurrent:
+            model = tuple(hook.init_state(rows, like_weights(self.body, hook.module)) for hook in self.recurrent)
         layers = tuple(hook.memory.init_state(rows, like_weights(self.body, hook.layer)) for hook in self.hooks)
         clock_B = torch.zeros(rows, dtype=torch.long, device=like.device)
         return seal(StackState(clock_B, model, layers, clock_B.new_empty(rows, 0, self.kind)))  # type: ignore[no-any-return]
@@ -214,12 +222,13 @@ class HostForward:
         with nullcontext() if cache is None else used_again():  # a partial segment begins with its state as it grows
             if memory is None:
                 positions_BNP, shift_B1 = self.positions(segment, state.clock_B)
-                context = SegmentContext(state.layers, positions_BNP, shift_B1, segment.padding_BN)
+                places = positions_BNP, shift_B1, segment.padding_BN
+                context = SegmentContext(state.layers, *places, recurrent=state.model)
                 if cache is not None:
                     context.kv_cache, context.opened_layers = self._caches(self.body.config)
                 mask = None if segment.padding_BN is None else (~segment.padding_BN).long()
                 out = self.run(segment.inputs, mask, context, options)
-                layers = tuple(context.states_after)
+                layers, model = tuple(context.states_after), tuple(context.recurrent_after)
             else:
                 blocks, tokens = self._entered(segment, state, options)
                 # A memory with a `run` of its own leaves keys and values of another order. Of the config's kind, layers
@@ -239,6 +248,7 @@ class HostForward:
             whole |= any(hasattr(member, "advance") for member in beside) or not cache.can_advance(segment.padding_BN)
             keeps = context.kv_cache is not None and not context.varies and not whole
             cache.kv, cache.opened_layers = (context.kv_cache, context.opened_layers) if keeps else (None, None)
+            cache.recurrent = model if self.recurrent else ()
             cache.first = next(iter(segment.inputs.values())).shape[1]
         after = state._replace(clock_B=state.clock_B + self.count(segment), model=model, layers=layers)
         return out, seal(after)  # type: ignore[no-any-return]
@@ -246,7 +256,11 @@ class HostForward:
     def _caches(self, config: Any) -> tuple[Any, list[OpenedLayer] | None]:
         if self.checkpoints:
             return None, None
-        return DynamicCache(config=config), [OpenedLayer() for _ in self.hooks]
+        cache = DynamicCache(config=config)
+        if self.recurrent:  # their places remain empty; transformers' own layers there cannot repeat rows
+            places, empty = cache.layers, importlib.import_module("transformers.cache_utils").DummyLayer
+            cache.layers = [layer if hasattr(layer, "batch_repeat_interleave") else empty() for layer in places]
+        return cache, [OpenedLayer() for _ in self.hooks]
 
     @property
     def checkpoints(self) -> bool:

@@ -95,6 +95,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
         kv: the host's KV cache of the partial segments; None where they must be read from their first token.
         opened_layers: of the partial segments.
         advances: a layer's memory changes with each token.
+        recurrent: the states of the host's recurrent layers after the tokens in `kv`.
         opened: the model-level memory, opened for the partial segments; None before their next tokens.
         inputs: the inputs of the partial segments, each (B, length, ...). Positions in them count from the first token
             of the row's text.
@@ -114,6 +115,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
         self.opened_layers: Sequence[OpenedLayer] | None = None
         self.advances = False
         self.opened: Any = None
+        self.recurrent: State = ()
         self.inputs: dict[str, Tensor] = {}
         self.padding_BN: Tensor | None = None
 
@@ -258,6 +260,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
             return t.index_select(0, index_R.to(t.device))
 
         self.state, self.opened = map_state(pick, self.state), None
+        self.recurrent = map_state(pick, self.recurrent)
         self.state_after = None if self.state_after is None else map_state(pick, self.state_after)
         self.inputs = {name: pick(t) for name, t in self.inputs.items()}
         self.padding_BN, self.read_BT = (None if t is None else pick(t) for t in (self.padding_BN, self.read_BT))

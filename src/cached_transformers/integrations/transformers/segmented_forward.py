@@ -162,8 +162,13 @@ class DecoderForward(HostForward):
         text = self.text_of(given.get("past_key_values"), state, rows)
         keeps = self._keeps(given.pop("use_cache", None))
         padding_BM = _padding(given.pop("attention_mask", None), text, rows, n)
-        if padding_BM is not None and keeps and none_true(padding_BM):  # generate gives a mask of ones
+        looks = keeps or self.recurrent  # generate gives a mask of ones; recurrent layers read around padding
+        if padding_BM is not None and looks and none_true(padding_BM):
             padding_BM = None
+        if padding_BM is not None and self.recurrent and is_exporting():
+            raise ValueError(
+                "attention_mask: recurrent layers read rows by their lengths, which no exported graph can do"
+            )
         inputs = text.with_new(new, padding_BM, self.embed_ids)
         if "position_ids" in new:
             why = f"position_ids begin again inside a row: {NO_CACHE if text.tokens else COMPILED} {WAY_OUT}"
@@ -214,7 +219,8 @@ class DecoderForward(HostForward):
         if memory is None:
             mask = None if text.padding_BN is None else (~text.padding_BN).long()
             padding_BN = None if text.padding_BN is None else text.padding_BN[:, -n:]
-            context = SegmentContext(state.layers, positions_BNP, shift_B1, padding_BN, writes=False)
+            places = positions_BNP, shift_B1, padding_BN
+            context = SegmentContext(state.layers, *places, writes=False, recurrent=text.recurrent)
             call = {name: t[:, -n:] for name, t in inputs.items()}, mask
         else:
             tokens = Tokens(self.embed(Segment(inputs)), positions_BNP, text.padding_BN)
@@ -228,7 +234,9 @@ class DecoderForward(HostForward):
             context = entry_context(entry, end - n, end, state.layers, shift_B1, writes=False)
             call = entry_inputs(entry, end - n, end, shift_B1)
         context.kv_cache, context.opened_layers = text.kv, text.opened_layers
-        return self.run(*call, context, options)
+        out = self.run(*call, context, options)
+        text.recurrent = tuple(context.recurrent_after)
+        return out
 
     def ask_prompt(self, ids_BN: Tensor, state: State) -> State:
         """The state with the choice of a prompt's last segment."""
@@ -306,9 +314,12 @@ class DecoderForward(HostForward):
         # As a keyword, too, which reaches the layer where a third-party wrapper checkpoints the block.
         keyword = {"segment_context": context} if self.hooks else {}
         kv_cache, call = context.kv_cache, {**inputs, "attention_mask": mask, "return_dict": True, **keyword, **options}
-        return run_host(
-            context, self.hooks, self.body, past_key_values=kv_cache, use_cache=kv_cache is not None, **call
-        )
+        for recurrent in self.recurrent:
+            recurrent.tracked.follow()
+        out = run_host(context, self.hooks, self.body, past_key_values=kv_cache, use_cache=kv_cache is not None, **call)
+        for recurrent in self.recurrent:
+            recurrent.check_read(context)
+        return out
 
 
 def _padding(mask: Any, text: MemoryCache, rows: int, n: int) -> Tensor | None:
