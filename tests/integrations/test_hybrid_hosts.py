@@ -202,6 +202,13 @@ def test_memories_that_span_the_layers_are_refused() -> None:
         refuses(rf"'{name}' spans the layers.*recurrent layers", NAMED["lfm2"].with_memory, checks.STREAMS[name])
 
 
+def test_no_memory_corrects_queries_that_share_a_projection_with_gates() -> None:
+    plain = NAMED["qwen3_next"].build()
+    refuses("output", add_memory, plain, "delta_mem", segment_length=SEGMENT)
+    add_memory(plain, {"name": "delta_mem", "correct": ["output"]}, segment_length=SEGMENT)
+    remove_memory(plain)
+
+
 def test_a_layer_without_a_state_to_continue_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     family = NAMED["lfm2"]
     model = family.build()

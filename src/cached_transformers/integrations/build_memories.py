@@ -88,7 +88,8 @@ def layer_memory(site: Site, host: Host, name: str, settings: dict[str, Any]) ->
             raise ValueError(f"{layer}; mix='outputs' (variant='released') needs as many of both, take mix='heads'")
     memory = _settled(memory, site, host)
     start: Any = getattr(memory, "start_from", None)
-    if start is not None and host.stream is not None and host.projection is not None:
+    offered = start is not None and memory.needs <= host.offers  # otherwise it is refused later
+    if offered and host.stream is not None and host.projection is not None:
         start(partial(_query_columns, host), partial(first_columns, host.projection, host.width))
     return memory
 

@@ -266,6 +266,9 @@ SPANS = (
 )
 """Reason why a hybrid model takes no model-level memory."""
 
+GATED = "the layer's projection of queries holds gates, too"
+"""Reason why no memory corrects the queries of Qwen3-Next."""
+
 register_recurrent(
     *classes_of(
         """
@@ -296,6 +299,7 @@ def gated_attention(site: Site) -> Host:
     host: Any = hybrid_attention(site)
     head_width = int(site.layer.head_dim)
     host.stream.between = partial(_ungated, 2 * host.heads * head_width, head_width)
+    host.offers, host.lacks = host.offers - {"queries"}, {**host.lacks, "queries": GATED}
     return host
 
 
