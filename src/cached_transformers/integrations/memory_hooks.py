@@ -101,7 +101,8 @@ class MemoryHook:
 
     def enter_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Ask the memory, where it is read before the layer attends; its projection will do the rest."""
-        refuse_frozen(self.memory, args[0] if args else kwargs.get("hidden_states"))
+        memory = self.memory
+        refuse_frozen(memory, args[0] if args else kwargs.get("hidden_states"))
         for module in self.tracked:
             module.follow()
         if self.number is None:
@@ -119,7 +120,7 @@ class MemoryHook:
                 "use_reentrant=True: reentrant activation checkpointing would detach the memory from the graph; leave "
                 "use_reentrant=False, transformers' default"
             )
-        if type(self.memory) is LayerMemory and not (context.writes or context.traces or context.offers):
+        if type(memory) is LayerMemory and not (context.writes or context.traces or context.offers):
             return args, kwargs  # only a model-level memory would want the trace
         x_BND = args[0] if args else kwargs["hidden_states"]
         positions_BNP, segment = context.positions_of_last(x_BND), context.segment_of_last(x_BND.shape[1])
