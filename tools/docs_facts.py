@@ -28,10 +28,10 @@ NUMBERS = (
     *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
 )
 SAID = {
-    "memories": ("equations", "reach", "state", "gradient", "exact_when"),
+    "memories": ("equations", "reach", "state", "exact_when"),
     "attentions": ("equation", "order"),
 }
-"""Facts of a section, in this order; `cached explain NAME` adds the cost."""
+"""Facts of a section, in this order; `cached explain NAME` adds cost, gradient and needs."""
 PROBED = ("chance", "solved_by")
 """Facts of a probe task, in this order."""
 CODE = {"equation", "equations"}
@@ -103,7 +103,8 @@ def section(facts: Facts, kind: str, name: str) -> str:
     part = next((part for part in facts[kind] if part["name"] == name), None)
     if part is None:
         raise ValueError(f"a page has a region of facts about {name!r}, which is not among the {kind}; take it out")
-    said = {key: part["info"][key] for key in SAID[kind] if key in part["info"]} | part["stated"]
+    said = {key: part["info"][key] for key in SAID[kind] if key in part["info"]}
+    said |= {key: value for key, value in part["stated"].items() if key != "needs"}
     lines = [f"{paper_link(part)}{protocol(kind, name)}. {part['summary']}", ""]
     for key, value in said.items():
         words = value if isinstance(value, str) else in_words(value) if key == "can" else ", ".join(value)

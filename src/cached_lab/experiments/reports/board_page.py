@@ -54,7 +54,7 @@ def _percent(share: float | None) -> str:
 
 def _share(share: Mapping[str, Any]) -> str:
     """A share with its interval, and a mark if one of its trainings counts as a guess."""
-    interval = "" if share["low"] is None else f" [{_percent(share['low'])}, {_percent(share['high'])}]"
+    interval = "" if share["low"] is None else f" [{_percent(share['low'])}-{_percent(share['high'])}]"
     return f"{_percent(share['mean'])}{interval}{' ~' if share['ended'] else ''}"
 
 
