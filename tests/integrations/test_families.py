@@ -215,7 +215,9 @@ def some(*names: str) -> dict[str, Case]:
 EVERY = FIRST | OTHERS
 ANY_PADDING = {name: case for name, case in EVERY.items() if not name.startswith("outside_t")}
 """Those whose state at the end of a segment does not depend on the last column."""
-SAMPLE = some("grc_stream/gpt2", "memorizing/llama", "rmt/gpt2", "armt/llama/mask", "infinity_former/kv")
+SAMPLE = some(
+    "grc_stream/gpt2", "memorizing/llama", "rmt/gpt2", "armt/llama/mask", "infinity_former/kv", "delta_mem/gpt2"
+)
 PROPERTIES = [
     *each(checks.carries, EVERY),
     *each(checks.rows_alone, ANY_PADDING),
@@ -230,7 +232,10 @@ PROPERTIES = [
     *each(checks.answers_by_beams, SAMPLE),
     *each(checks.answers_sampled, SAMPLE),
     *each(checks.generates, some("armt/gpt2", "infinity_former/kv", "crtn/kv", "outside_twice/llama")),
-    *each(checks.checkpoints, some("armt/gpt2", "armt/llama", "crtn/kv", "compressive trained by the task/kv")),
+    *each(
+        checks.checkpoints,
+        some("armt/gpt2", "armt/llama", "delta_mem/llama", "crtn/kv", "compressive trained by the task/kv"),
+    ),
 ]
 
 

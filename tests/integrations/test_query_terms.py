@@ -15,8 +15,9 @@ from integrations.hosts import library
 from torch import nn
 
 from cached_transformers import add_memory, load_pretrained, remove_memory
-from cached_transformers.interfaces.memory import Reading
+from cached_transformers.interfaces.memory import Context, Reading
 from cached_transformers.memories.delta_mem import DeltaMem
+from cached_transformers.registry import MEMORIES
 
 DELTA: dict[str, Any] = {"name": "delta_mem", "half_life": 4.0}
 SEGMENTS: dict[str, Any] = {"name": "delta_mem", "write": "segment"}
@@ -198,16 +199,33 @@ def test_hosts_whose_queries_have_no_place_for_it_refuse(build: Any) -> None:
         assert isinstance(first_memory(add_memory(model, "delta_mem", correct=["output"], **options)), DeltaMem)
 
 
-def test_what_is_read_before_the_layer_attends_offers_no_context() -> None:
-    class Offering(DeltaMem):
-        def read(self, *given: Any) -> Reading:
-            reading = super().read(*given)
-            slots = torch.zeros(2, 2, 1, 4)
-            context: Any = (slots, slots, torch.zeros(2, 1, 1), torch.ones(2, 1, dtype=torch.bool))
-            return reading._replace(context=context)
+class Offering(DeltaMem):
+    """Offers slots that its needs do not name."""
 
-    model = T.LLAMA.with_memory(DELTA, segment_length=None)
-    for module in model.modules():
-        if isinstance(module, DeltaMem):
-            module.__class__ = Offering
-    refuses("memory Offering offers a context .* add 'context' to its needs", model, T.words(2, 5))
+    def read(self, *given: Any) -> Reading:
+        slots = torch.zeros(2, 2, 1, 4)
+        context = Context(slots, slots, torch.zeros(2, 1, 1), torch.ones(2, 1, dtype=torch.bool))
+        return super().read(*given)._replace(context=context)
+
+
+class Silent(DeltaMem):
+    """Has a term for queries that its needs do not name."""
+
+    def __init__(self, *sizes: int, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.needs = frozenset({"state", "head"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Offering, "memory Offering offers a context .* add 'context'"),
+        (Silent, "memory Silent offers .* add 'queries'"),
+    ],
+)
+def test_what_no_layer_would_use_is_told(kind: type[DeltaMem], message: str) -> None:
+    MEMORIES.register(kind.__name__.lower(), paper=None, title="", state="", cost="")(kind)
+    try:
+        refuses(message, T.LLAMA.with_memory(kind.__name__.lower(), segment_length=None), T.words(2, 5))
+    finally:
+        del MEMORIES._entries[kind.__name__.lower()]

@@ -368,6 +368,7 @@ def test_each_token_of_a_generated_text_is_corrected(write: str, monkeypatch: py
         ({"correct": []}, r"correct=\[\] must name"),
         ({"correct": ["keys"]}, "correct=.*keys"),
         ({"rank": 0}, "rank=0"),
+        ({"update": "plain", "decay": "own"}, "decay='own': update='plain'"),
     ],
 )
 def test_options_without_a_meaning_are_refused(options: dict[str, Any], message: str) -> None:

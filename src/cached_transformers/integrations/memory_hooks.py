@@ -187,6 +187,8 @@ class MemoryHook:
                 call.query = self.with_heads(call.query, *self.split(*outputs))
         if reading is None:
             reading = self.read(call.query, context, None)
+            if reading.query_BND is not None:
+                raise ValueError(undeclared(memory, "a term of the queries", "queries"))
             if context is not None and reading.context is not None:
                 raise ValueError(undeclared(memory))
         y_BHNE = y_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -279,7 +281,7 @@ def run_host(context: SegmentContext, hooks: list[MemoryHook], model: nn.Module,
 
 
 def undeclared(memory: nn.Module, what: str = "a context", word: str = "context") -> str:
-    """Message for slots that no layer would attend."""
+    """Message for slots that no layer would attend, or a term that none would add."""
     return f"memory {type(memory).__name__} offers {what} and does not say so; add {word!r} to its needs"
 
 

@@ -2,8 +2,7 @@
 
     x -> norm -> q, k, v -> memory.read -> core -> memory.project (combine, output projection)
 
-A memory that needs "in_front" reads and combines between norm and projections. One that needs "queries" changes them
-before they get positions.
+A memory that needs "in_front" reads and combines between norm and projections; "queries": it corrects projected ones.
 
 Legend: B rows, N tokens, M slots, H heads, E head width, D model width (H * E unless said otherwise), P position
 channels.
@@ -302,7 +301,8 @@ class SelfAttention(nn.Module):
             reading = keep.open(memory_state, query)
         if in_front:
             reading = reading._replace(carry=tuple(f or r for f, r in zip(in_front, reading.carry, strict=True)))
-        query = query._replace(q_BHNE=self.corrected(query.q_BHNE, reading))
+        if reading.query_BND is not None:
+            query = query._replace(q_BHNE=self.corrected(query.q_BHNE, reading.query_BND))
         context = join(reading.context, context(self.project_kv) if callable(context) else context)
         causal = self.causal and visible_NN is None
         run = causal and consecutive and (context is None or context.consecutive)
@@ -346,12 +346,10 @@ class SelfAttention(nn.Module):
             q = q * self.query_factor
         return inputs._replace(q_BHNE=q, k_BHNE=k, v_BHNE=v), in_front
 
-    def corrected(self, q_BHNE: Any, reading: Reading) -> Tensor:
-        """Queries with the memory's correction."""
-        if reading.query_BND is None:
-            return q_BHNE  # type: ignore[no-any-return]
-        more_BHNE = self._heads(reading.query_BND.reshape(len(q_BHNE), q_BHNE.shape[2], -1).to(q_BHNE.dtype))
-        return q_BHNE + (more_BHNE if self.query_factor == 1 else more_BHNE * self.query_factor)  # type: ignore[no-any-return]
+    def corrected(self, q_BHNE: Any, term_BND: Tensor) -> Tensor:
+        """Queries with the memory's term."""
+        term_BHNE = self._heads(term_BND.reshape(len(q_BHNE), q_BHNE.shape[2], -1).to(q_BHNE.dtype))
+        return q_BHNE + (term_BHNE if self.query_factor == 1 else term_BHNE * self.query_factor)  # type: ignore[no-any-return]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: dict[str, Any], more: dict[str, Any]) -> AttentionOutput:
         """Call the core with its attention mask and with further inputs."""

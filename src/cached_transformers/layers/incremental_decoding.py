@@ -176,7 +176,8 @@ class LayerDecoder:
             asked = Query(x, as_rows(q), positions, None, None, as_rows(k), as_rows(v))
         reading = self.reader.read(self.opened, asked, layer.project_kv)
         self._advance(asked, reading)
-        q = layer.corrected(q, reading)
+        if reading.query_BND is not None:
+            q = layer.corrected(q, reading.query_BND)
         keys = _context_keys(self.reader, reading)
         self.context_keys = keys if self.context_keys is None else self.context_keys
         if offer is not self.offer or any(a is not b for a, b in zip(keys, self.context_keys, strict=True)):

@@ -48,7 +48,6 @@ BIAS = -1.5
 """Released c."""
 LEAST = -30.0
 """Least logarithm of l, so that b / l stays finite."""
-OUTPUT = ("output",)
 
 
 class DeltaState(NamedTuple):
@@ -63,15 +62,6 @@ class DeltaRead(NamedTuple):
 
     read_BNC: Tensor
     after: DeltaState
-
-
-class Writes(NamedTuple):
-    """Keys, values, rates and logarithms of decays, all of `causal_scan`; None for no decay."""
-
-    k_BSNK: Tensor
-    v_BGNV: Tensor
-    beta_BGN1: Tensor
-    g_BGN1: Tensor | None
 
 
 @MEMORIES.register(
@@ -134,6 +124,8 @@ class DeltaMem(LayerMemory):
             raise ValueError(f"half_life={half_life} must be at least 1, in writes; None is the default of write")
         if not correct or not set(correct) <= {"queries", "output"}:
             raise ValueError(f"correct={correct!r} must name 'queries', 'output' or both")
+        if update == "plain" and decay == "own":
+            raise ValueError("decay='own': update='plain' has no decay; take decay='coupled'")
         channels, self.rank, self.states, self.scale = channels or width, rank, states, scale
         self.update, self.by_token, size = update, write == "token", states * rank
         self.gates, self.own_decay = states if gates == "one" else size, decay == "own"
@@ -200,11 +192,11 @@ class DeltaMem(LayerMemory):
         query = trace.query
         real_BN, x_BND = query.real_BN, wide(shown(query.x_BND, query.padding_BN))
         mean_B1D = (x_BND.sum(1) / real_BN.sum(1).clamp(min=1)[:, None])[:, None]
-        written_B1 = real_BN.any(1, keepdim=True)
         t_B1O = F.linear(mean_B1D, wide(self.map_OD[self.rank * self.states :]))
         with torch.autocast(t_B1O.device.type, enabled=False):
-            writes = self._writes(t_B1O, written_B1)
-            return self._scan(self.open(state, None, None), writes.k_BSNK, writes, real_BN)[1], None
+            writes = self._writes(t_B1O, real_BN.any(1, keepdim=True))
+            nothing_BS1K = t_B1O.new_zeros(len(t_B1O), self.states, 1, self.rank)
+            return self._scan(self.open(state, None, None), nothing_BS1K, writes, real_BN)[1], None
 
     def close_gate(self) -> None:
         with torch.no_grad():
@@ -215,35 +207,34 @@ class DeltaMem(LayerMemory):
     def _unit(self, t_BNC: Tensor) -> Tensor:
         return F.normalize(t_BNC.unflatten(-1, (self.states, -1)).transpose(1, 2).tanh(), dim=-1, eps=1e-6)
 
-    def _writes(self, t_BNO: Tensor, written_BN: Tensor) -> Writes:
-        """Writes of tokens, from their keys, values and gates; nothing where `written_BN` is False."""
+    def _writes(self, t_BNO: Tensor, written_BN: Tensor) -> list[Tensor]:
+        """Keys, values, rates and logarithms of decays for `causal_scan`, from the maps; nothing where not written."""
         size = self.rank * self.states
         k_BNC, v_BNC, gate_BNG = t_BNO.split([size, size, len(self.gate_bias_G)], -1)
         v_BGNV = v_BNC.unflatten(-1, (self.gates, -1)).transpose(1, 2)
         write_BGN1, *own = (gate_BNG + wide(self.gate_bias_G)).mT[..., None].split(self.gates, 1)
-        hidden_B1N1 = ~written_BN[:, None, :, None]
-        if self.update == "plain":
-            return Writes(self._unit(k_BNC), v_BGNV, write_BGN1.sigmoid().masked_fill(hidden_B1N1, 0), None)
-        g_BGN1 = F.logsigmoid(own[0] if own else -write_BGN1).clamp(min=LEAST)
-        beta_BGN1 = write_BGN1.sigmoid()
+        g_BGN1, beta_BGN1 = F.logsigmoid(own[0] if own else -write_BGN1).clamp(min=LEAST), write_BGN1.sigmoid()
         if self.update == "standard":  # the erased read is of S before its decay
             v_BGNV, beta_BGN1 = v_BGNV * g_BGN1.exp(), beta_BGN1 * (-g_BGN1).exp()
+        elif self.update == "plain":
+            g_BGN1 = torch.zeros_like(g_BGN1)
+        hidden_B1N1 = ~written_BN[:, None, :, None]
         beta_BGN1, g_BGN1 = (t.masked_fill(hidden_B1N1, 0) for t in (beta_BGN1, g_BGN1))
-        return Writes(self._unit(k_BNC), v_BGNV, beta_BGN1, g_BGN1)
+        return [self._unit(k_BNC).repeat_interleave(self.gates // self.states, 1), v_BGNV, beta_BGN1, g_BGN1]
 
-    def _scan(self, state: DeltaState, q_BSNK: Tensor, writes: Writes, counted_BN: Tensor) -> tuple[Tensor, DeltaState]:
+    def _scan(
+        self, state: DeltaState, q_BSNK: Tensor, writes: list[Tensor], counted_BN: Tensor
+    ) -> tuple[Tensor, DeltaState]:
         """r of the tokens, (B, N, C), and the state after them."""
         matrix_BGKV = state.matrix_BSVK.reshape(len(q_BSNK), self.gates, -1, self.rank).mT
-        q, k = (t.repeat_interleave(self.gates // self.states, 1) for t in (q_BSNK, writes.k_BSNK))
-        _, v, beta, g = writes
-        if q.shape[2] == 1:
-            out_BGNV, kept = q @ matrix_BGKV, matrix_BGKV if g is None else matrix_BGKV * g.exp()
+        q_BGNK = q_BSNK.repeat_interleave(self.gates // self.states, 1)
+        if q_BGNK.shape[2] == 1:
+            k, v, beta, g = writes
+            out_BGNV, kept = q_BGNK @ matrix_BGKV, matrix_BGKV * g.exp()
             matrix_BGKV = kept + k.mT @ (beta * (v - k @ kept))
         else:
-            k, v, beta = (F.pad(t, (0, 0, 1, 0)) for t in (k, v, beta))
-            g = None if g is None else F.pad(g, (0, 0, 1, 0))
-            q = F.pad(q, (0, 0, 0, 1))
-            out_BGLV, matrix_BGKV = causal_scan(q, k, v, matrix_BGKV, beta_BHN1=beta, log_decay_BHNG=g)
+            q_BGLK, (k, v, beta, g) = F.pad(q_BGNK, (0, 0, 0, 1)), (F.pad(t, (0, 0, 1, 0)) for t in writes)
+            out_BGLV, matrix_BGKV = causal_scan(q_BGLK, k, v, matrix_BGKV, beta_BHN1=beta, log_decay_BHNG=g)
             out_BGNV = out_BGLV[:, :, :-1]
         after = DeltaState(matrix_BGKV.mT.reshape(state.matrix_BSVK.shape), state.tokens_B + counted_BN.sum(1))
         return out_BGNV.transpose(1, 2).flatten(2), after
