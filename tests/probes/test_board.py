@@ -74,7 +74,7 @@ def test_a_memory_of_which_asking_ended_counts_as_a_guess() -> None:
     content |= {"standings": standings(content), "costs": costs, "groups": groups(["latch", "copy"])}
     shown = board_tables(content)
     assert [table.rows[-1][0] for table in shown] == ["short"] * 3 and len(shown[2].rows) == 2
-    assert shown[2].rows[1][1:] == ["25.0 ~", "75.0 [65.7, 82.5]"]
+    assert shown[2].rows[1][1:] == ["25.0 ~", "75.0"]
     assert shown[1].columns == ["memory", "holding: latch, 24 tokens", "order: copy, 12 tokens"]
     assert shown[0].rows[-1][1:6] == ["95.0", "0.900", "50.0", "2 of 2", "4"]
     assert [line[2] for line in shown[0].rows] == ["0.000", "1.000", "0.900"]
@@ -226,5 +226,5 @@ def test_a_page_that_is_not_there_is_made_and_its_marks_are_once_in_it(tmp_path:
     text = page.read_text(encoding="utf-8")
     assert [text.count(mark) for mark in MARKS] == [1, 1] and text.count("# Leaderboard") == 1
     assert "cue and question 0 or 1 to 3 segments apart" in text
-    assert "commit unknown" in text and "Wilson's over the 100 texts" in text
+    assert "commit unknown" in text and "over the 100 texts reach 10 points" in text
     assert "t interval over 3 seeds" in board_markdown(content | {"seeds": 3})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def board_tables(content: Mapping[str, Any]) -> list[ReportTable]:
     places["far"] = "Far: right answers in the longest texts, %"
     for where, title in places.items():
         heads = [f"{asks[task]}: {task}, {standings[-1][where][task]['tokens']} tokens" for task in tasks]
-        rows = [[row["name"], *(_share(row[where][task]) for task in tasks)] for row in standings if row[where]]
+        shares = partial(_share, intervals=content["seeds"] > 1)
+        rows = [[row["name"], *(shares(row[where][task]) for task in tasks)] for row in standings if row[where]]
         tables.append(ReportTable(["memory", *heads], rows, title=title))
     return tables
 
@@ -52,9 +54,10 @@ def _percent(share: float | None) -> str:
     return MISSING if share is None else f"{100 * share:.1f}"
 
 
-def _share(share: Mapping[str, Any]) -> str:
-    """A share with its interval, and a mark if one of its trainings counts as a guess."""
-    interval = "" if share["low"] is None else f" [{_percent(share['low'])}-{_percent(share['high'])}]"
+def _share(share: Mapping[str, Any], intervals: bool) -> str:
+    """A share with its interval over seeds, and a mark if one of its trainings counts as a guess."""
+    told = intervals and share["low"] is not None
+    interval = f" [{_percent(share['low'])}-{_percent(share['high'])}]" if told else ""
     return f"{_percent(share['mean'])}{interval}{' ~' if share['ended'] else ''}"
 
 
@@ -90,7 +93,10 @@ def _circumstances(content: Mapping[str, Any]) -> str:
     facts, sizes = content["environment"], content["results"][0]["settings"]["sizes"]
     trained = ", ".join(sorted({_commit(result.get("environment")) for result in content["results"]}))
     rows, seeds = content["rows"], content["seeds"]
-    interval = f"Wilson's over the {rows} texts of the one seed" if seeds == 1 else f"the t interval over {seeds} seeds"
+    brackets = f"In brackets: 95 %, the t interval over {seeds} seeds."
+    if seeds == 1:
+        most = 100 * 0.98 / rows**0.5
+        brackets = f"95 % intervals of a share over the {rows} texts reach {most:.0f} points to a side."
     return (
         f"{content['machine']}; torch {facts['torch']}, python {facts['python']}, {content['date']}, commit "
         f"{_commit(facts)}; trainings of commit {trained}.\n\n"
@@ -99,7 +105,7 @@ def _circumstances(content: Mapping[str, Any]) -> str:
         f"cue and question {trained_segments(content)} apart in training, by a curriculum; "
         f"then texts of up to {content['far']:,} tokens. A language model of {sizes['depth']} layers with "
         f"{sizes['heads']} heads, width {sizes['width']}, with a short convolution of {content['taps']} tokens, the "
-        f"same for all. In brackets: 95 %, {interval}. ~: a test that ended early, counted as a guess."
+        f"same for all. {brackets} ~: a test that ended early, counted as a guess."
     )
 
 
