@@ -63,7 +63,7 @@ def _share(share: Mapping[str, Any], intervals: bool) -> str:
 
 def _range(values: list[int]) -> str:
     low, high = values
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    return f"{low:,}" if low == high else f"{low:,}-{high:,}"
 
 
 def refuse_page(path: Path) -> None:
