@@ -35,7 +35,6 @@ CHECKPOINT = "real checkpoint"
 """The column of trained models in which closed gates changed nothing, a step trained the memory, and it was saved."""
 SAID = {
     wrapped.FRAMES: "by SegmentLoop",
-    "is incompatible with Mamba-based models": "not in PEFT on every layer",
     "does not support activation checkpointing": "not in transformers",
     "timm runs blocks again without the memory's state": "not with a state",
 }
