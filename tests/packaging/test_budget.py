@@ -12,24 +12,24 @@ import pytest
 PROJECT = Path(__file__).resolve().parents[2]
 
 LINES = {
-    "src/cached_transformers": 37_698,
+    "src/cached_transformers": 37_690,
     "src/cached_transformers/interfaces": 986,
     "src/cached_transformers/state": 588,
-    "src/cached_transformers/memories": 11_684,
+    "src/cached_transformers/memories": 11_675,
     "src/cached_transformers/attentions": 6_915,
-    "src/cached_transformers/layers": 3_044,
+    "src/cached_transformers/layers": 3_043,
     "src/cached_transformers/models": 4_419,
     "src/cached_transformers/loops": 1_129,
-    "src/cached_transformers/integrations": 7_188,
-    "src/cached_lab": 22_370,
+    "src/cached_transformers/integrations": 7_190,
+    "src/cached_lab": 22_376,
     "src/cached_lab/data": 1_682,
     "src/cached_lab/tasks": 6_808,
     "src/cached_lab/training": 3_136,
-    "src/cached_lab/experiments": 8_874,
+    "src/cached_lab/experiments": 8_880,
     "src/cached_lab/cli": 1_639,
     "benchmarks": 2_008,
     "examples": 306,
-    "tests": 59_829,
+    "tests": 59_852,
 }
 """The most lines of Python per folder."""
 WORDS_OF_PAGES = 53_000
