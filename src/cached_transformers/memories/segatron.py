@@ -141,7 +141,7 @@ class SegatronPositions(RelativePositions):
         return sum(found[1:], found[0]).transpose(0, 1)
 
     def _few(self, q_HTE: Tensor, number_BK: Tensor) -> int:
-        """How many numbers keys have, if they are worth a product instead of a gather, whose gradient is slow; or 0."""
+        """Number of numbers that keys have, if a product is faster than a gather, whose gradient is slow; or 0."""
         asks = q_HTE.requires_grad and self.shift == "exact" and known(q_HTE) and known(number_BK)
         count = int(number_BK.max()) + 1 if asks else 0
         return count if 4 * count <= number_BK.shape[1] else 0
