@@ -380,3 +380,22 @@ def test_a_layer_whose_queries_are_its_keys_is_refused() -> None:
     with pytest.raises(ValueError, match="shared_query_key=True: memory DeltaMem corrects queries"):
         SelfAttention(8, 2, memory=DeltaMem(8, 2), shared_query_key=True)
     SelfAttention(8, 2, memory=DeltaMem(8, 2, correct=["output"]), shared_query_key=True)
+
+
+@kinds
+def test_memory_tokens_read_and_write_nothing(options: dict[str, Any]) -> None:
+    """Those before the segment read what was before it, those after it what it has written."""
+    torch.manual_seed(0)
+    memory, x = DeltaMem(6, 2, rank=3, half_life=2.0, **options).double(), torch.randn(2, 9, 6, **DOUBLE)
+    past = read_on(memory, memory.init_state(2, x), [x])[1]
+    carry = memory.read(memory.open(past, None, None), Query(x, segment=(2, 4)), None).carry
+    parts = [x[:, :2], x[:, 2:6], x[:, 6:]]
+    middle, after = read_on(memory, past, parts[1:2])
+    padded = [
+        memory.read(state, Query(part, segment=(0, 0)), None).carry.read_BNC
+        for part, state in ((parts[0], past), (parts[2], after))
+    ]
+    equal(carry.read_BNC, torch.cat([padded[0], middle, padded[1]], 1), 1e-12)
+    equal(carry.after.matrix_BSVK, after.matrix_BSVK, 1e-12)
+    assert torch.equal(carry.after.tokens_B, after.tokens_B)
+    assert (memory.read(past, Query(x, segment=(0, 0)), None).carry.after.matrix_BSVK == past.matrix_BSVK).all()

@@ -74,7 +74,7 @@ class DeltaRead(NamedTuple):
     "outputs + s P_o r_t",
     state="per row and layer, in float32: 4 states r^2 + 8 bytes",
     cost="per token and layer, C = states r: D (5 C + G) (maps, G = C gates, or states) + "
-    "(1 + 1 / N) G (L (2 r + C / G) + 3 C r / G), L = min(64, N + 1), multiply-adds; write='segment': 3 C D + C r, and "
+    "(1 + 1 / N) G (L (2 r + C / G) + 3 C r / G), L = min(32, N + 1), multiply-adds; write='segment': 3 C D + C r, and "
     "(2 C D + G D + 3 C r) / N",
     reach="as far as decay lets it; at most r keys",
     gradient="through the matrix, over `bptt` segments",
@@ -169,10 +169,10 @@ class DeltaMem(LayerMemory):
         x_BND, size = shown(query.x_BND, query.padding_BN), self.rank * self.states
         t_BNO = wide(F.linear(x_BND, self.map_OD if self.by_token else self.map_OD[:size]))
         with torch.autocast(t_BNO.device.type, enabled=False):
-            q_BSNK = self._unit(t_BNO[..., :size])
+            q_BSNK, *k = self._unit(t_BNO[..., : 2 * size]).split(self.states, 1)
             if self.by_token:
-                writes_BN = _inside(query)
-                read_BNC, opened = self._scan(opened, q_BSNK, self._writes(t_BNO[..., size:], writes_BN), writes_BN)
+                writes = self._writes(k[0], t_BNO[..., 2 * size :], inside_BN := _inside(query))
+                read_BNC, opened = self._scan(opened, q_BSNK, writes, inside_BN)
             else:
                 read_BNC = (q_BSNK @ opened.matrix_BSVK.mT).transpose(1, 2).flatten(2)
         read_BNC = self.scale * read_BNC
@@ -189,14 +189,14 @@ class DeltaMem(LayerMemory):
     def write(self, state: DeltaState, trace: Trace) -> tuple[DeltaState, None]:
         if self.by_token:
             return trace.reading.carry.after, None
-        query = trace.query
-        real_BN, x_BND = query.real_BN, wide(shown(query.x_BND, query.padding_BN))
+        query, real_BN, size = trace.query, trace.query.real_BN, self.rank * self.states
+        x_BND = wide(shown(query.x_BND, query.padding_BN))
         mean_B1D = (x_BND.sum(1) / real_BN.sum(1).clamp(min=1)[:, None])[:, None]
-        t_B1O = F.linear(mean_B1D, wide(self.map_OD[self.rank * self.states :]))
+        t_B1O = F.linear(mean_B1D, wide(self.map_OD[size:]))
         with torch.autocast(t_B1O.device.type, enabled=False):
-            writes = self._writes(t_B1O, real_BN.any(1, keepdim=True))
-            nothing_BS1K = t_B1O.new_zeros(len(t_B1O), self.states, 1, self.rank)
-            return self._scan(self.open(state, None, None), nothing_BS1K, writes, real_BN)[1], None
+            k_BS1K = self._unit(t_B1O[..., :size])
+            writes = self._writes(k_BS1K, t_B1O[..., size:], real_BN.any(1, keepdim=True))
+            return self._scan(self.open(state, None, None), k_BS1K, writes, real_BN)[1], None
 
     def close_gate(self) -> None:
         with torch.no_grad():
@@ -205,12 +205,11 @@ class DeltaMem(LayerMemory):
                     weight_DC.zero_()
 
     def _unit(self, t_BNC: Tensor) -> Tensor:
-        return F.normalize(t_BNC.unflatten(-1, (self.states, -1)).transpose(1, 2).tanh(), dim=-1, eps=1e-6)
+        return F.normalize(t_BNC.unflatten(-1, (-1, self.rank)).transpose(1, 2).tanh(), dim=-1, eps=1e-6)
 
-    def _writes(self, t_BNO: Tensor, written_BN: Tensor) -> list[Tensor]:
+    def _writes(self, k_BSNK: Tensor, t_BNO: Tensor, written_BN: Tensor) -> list[Tensor]:
         """Keys, values, rates and logarithms of decays for `causal_scan`, from the maps; nothing where not written."""
-        size = self.rank * self.states
-        k_BNC, v_BNC, gate_BNG = t_BNO.split([size, size, len(self.gate_bias_G)], -1)
+        v_BNC, gate_BNG = t_BNO.split([self.rank * self.states, len(self.gate_bias_G)], -1)
         v_BGNV = v_BNC.unflatten(-1, (self.gates, -1)).transpose(1, 2)
         write_BGN1, *own = (gate_BNG + wide(self.gate_bias_G)).mT[..., None].split(self.gates, 1)
         g_BGN1, beta_BGN1 = F.logsigmoid(own[0] if own else -write_BGN1).clamp(min=LEAST), write_BGN1.sigmoid()
@@ -220,7 +219,7 @@ class DeltaMem(LayerMemory):
             g_BGN1 = torch.zeros_like(g_BGN1)
         hidden_B1N1 = ~written_BN[:, None, :, None]
         beta_BGN1, g_BGN1 = (t.masked_fill(hidden_B1N1, 0) for t in (beta_BGN1, g_BGN1))
-        return [self._unit(k_BNC).repeat_interleave(self.gates // self.states, 1), v_BGNV, beta_BGN1, g_BGN1]
+        return [k_BSNK.repeat_interleave(self.gates // self.states, 1), v_BGNV, beta_BGN1, g_BGN1]
 
     def _scan(
         self, state: DeltaState, q_BSNK: Tensor, writes: list[Tensor], counted_BN: Tensor
@@ -233,8 +232,8 @@ class DeltaMem(LayerMemory):
             out_BGNV, kept = q_BGNK @ matrix_BGKV, matrix_BGKV * g.exp()
             matrix_BGKV = kept + k.mT @ (beta * (v - k @ kept))
         else:
-            q_BGLK, (k, v, beta, g) = F.pad(q_BGNK, (0, 0, 0, 1)), (F.pad(t, (0, 0, 1, 0)) for t in writes)
-            out_BGLV, matrix_BGKV = causal_scan(q_BGLK, k, v, matrix_BGKV, beta_BHN1=beta, log_decay_BHNG=g)
+            q, (k, v, beta, g) = F.pad(q_BGNK, (0, 0, 0, 1)), (F.pad(t, (0, 0, 1, 0)) for t in writes)
+            out_BGLV, matrix_BGKV = causal_scan(q, k, v, matrix_BGKV, beta_BHN1=beta, log_decay_BHNG=g, chunk=32)
             out_BGNV = out_BGLV[:, :, :-1]
         after = DeltaState(matrix_BGKV.mT.reshape(state.matrix_BSVK.shape), state.tokens_B + counted_BN.sum(1))
         return out_BGNV.transpose(1, 2).flatten(2), after
