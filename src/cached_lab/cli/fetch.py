@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cached_lab.data.packages import PACKAGES, model_folder
+from cached_lab.experiments.packages import PACKAGES, model_folder
 
 from .arguments import require_file
 

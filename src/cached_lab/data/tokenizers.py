@@ -8,6 +8,7 @@ texts have their own tokenizers, in `subwords.py`.
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 from array import array
@@ -21,7 +22,7 @@ import numpy as np
 from cached_transformers.extras import require
 from cached_transformers.registry import unknown_name
 
-from .packages import PACKAGES, model_folder
+from .store import cache_folder
 from .subwords import PairTokenizer, loading, train_byte_pairs, trained_model
 
 UNKNOWN, END = "<unk>", "<eos>"
@@ -283,7 +284,8 @@ def pretrained_folder(kind: str) -> Path | None:
     if kind in KINDS:
         return None
     folder = Path(kind).expanduser()
-    folder = model_folder(kind) if kind in PACKAGES and not folder.exists() else folder
+    fetched = [] if folder.exists() else sorted((cache_folder() / "models").glob(f"{glob.escape(kind)}-*"))
+    folder = fetched[-1] if fetched else folder
     return folder if (folder / "tokenizer.json").is_file() else None
 
 
@@ -293,10 +295,9 @@ def check_kind(kind: str, size: int | None) -> None:
         if size is not None:
             raise ValueError(f"data.vocabulary_size={size} does not apply to the tokenizer of {kind}; leave it out")
         return
-    if kind in PACKAGES:
-        raise ValueError(f"data.tokenizer={kind}: the model is not fetched yet; run `cached fetch {kind}` once")
     if kind not in KINDS:
-        raise ValueError(unknown_name("tokenizer", kind, [*KINDS, *PACKAGES]))
+        way = "; for the tokenizer of a pretrained model give its folder, or run `cached fetch` once for its name"
+        raise ValueError(unknown_name("tokenizer", kind, list(KINDS)) + way)
     if kind == "byte" and size is not None:
         raise ValueError(f"data.vocabulary_size={size} does not apply to the 256 bytes; leave it out")
 

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from cached_lab.data.packages import PACKAGES, model_folder, obtain
 from cached_lab.training.run_lock import file_lock
 from cached_transformers.extras import require
 from cached_transformers.files import sync_folder
 
+from .packages import PACKAGES, model_folder, obtain
 from .pretrained import require_gguf, resolve_model
 
 _TABLES = {

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 
 from cached_lab.data.archives import naming, refuse_special
-from cached_lab.data.packages import PACKAGES, model_folder
 from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.integrations.hub import MODEL_TYPE, records_memory
 from cached_transformers.integrations.transformers.load import load_pretrained
 from cached_transformers.registry import MEMORIES
+
+from .packages import PACKAGES, model_folder
 
 GGUF, SEGMENT = ".gguf", 256
 """Ending of files; tokens of a segment, for a memory that a model gets by name."""

@@ -163,7 +163,7 @@ class MemoryBranch(nn.Module):
         if torch.is_grad_enabled():
             return (y_BNHE * rest + F.pad(o_BNHF, (0, y_BHNE.shape[-1] - o_BHNF.shape[-1])) * ratio).transpose(1, 2)
         mixed_BNHE = y_BNHE * rest
-        mixed_BNHE[..., : o_BHNF.shape[-1]].addcmul_(o_BNHF, ratio)
+        mixed_BNHE[..., : o_BHNF.shape[-1]] += o_BNHF * ratio  # `addcmul_` has no rule for torch.vmap
         return mixed_BNHE.transpose(1, 2)
 
     def blend_and_project(self, y_BHNE: Tensor, o_BHNF: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
