@@ -158,6 +158,27 @@ def test_a_run_that_trained_on_the_model_is_an_arm(tmp_path: Path, capsys: pytes
     assert main([*words, "--stories", "300"]) == 2 and "--babi" in capsys.readouterr().err
 
 
+def test_memories_are_compared_with_their_controls_block_by_block() -> None:
+    """By the t interval of hand-made differences: 0.1 and 0.3 nats a token against no memory, over two texts."""
+    arms = {
+        "no memory": (3.0, 3.0, False),
+        "a": (2.9, 2.7, True),
+        "lora": (2.8, 2.8, False),
+        "window of a": (3, 3.2, True),
+    }
+    rows = [
+        {"arm": arm, "text": text, "tokens": 1024, "bins": [(1024, 9.0)], "seconds": 1.0, "state_bytes": 1}
+        | {"blocks": [nats], "memory": memory}
+        for arm, (*both, memory) in arms.items()
+        for text, nats in zip("xy", both, strict=True)
+    ]
+    tables = {t.title: t for t in read_tables({"perplexity": rows, "keys": [], "longest": 9999})}  # type: ignore[union-attr]
+    table = tables["Against the controls"]
+    assert [row[:2] for row in table.rows] == [["a", "no memory"], ["a", "window of a"], ["a", "lora"]]
+    assert table.rows[0][2] == "+0.200 [-1.071, +1.471]"  # 0.2 +- 12.706 * 0.1
+    assert table.rows[2][2].startswith("-0.000") or table.rows[2][2].startswith("+0.000")
+
+
 def test_the_command_writes_tables_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (book := tmp_path / "book.txt").write_text(f"header *** START OF THIS ***\n{TEXT * 4}\n*** END OF THIS ***\nfooter")
     assert read_text(book) == (TEXT * 4).strip()

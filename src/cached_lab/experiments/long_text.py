@@ -160,7 +160,7 @@ class LongTexts:
         for text, content in texts.items():
             ids = [*self.words.first, *self.words.encode(content)][: tokens + 1]
             for arm in arms:
-                about = {"arm": arm.name, "text": text, "tokens": len(ids) - 1}
+                about = {"arm": arm.name, "text": text, "tokens": len(ids) - 1, "memory": arm.memory is not None}
                 if not self._stored("perplexity", about):
                     with self._remembering(arm) as model, torch.no_grad():
                         row = self._read(arm, model, ids)
@@ -172,12 +172,16 @@ class LongTexts:
         most = len(ids) - 1
         ends = [*(FIRST_BIN << k for k in range(30) if FIRST_BIN << k < most), most]
         counts, sums, read, size = [0] * len(ends), [0.0] * len(ends), 0, 0
+        blocks = [0.0] * (most // FIRST_BIN)
         clock = time.perf_counter()
         for count, nats, size in self._losses(arm, model, ids):  # noqa: B007
             at = bisect.bisect_right(ends, read)
-            counts[at], sums[at], read = counts[at] + count, sums[at] + nats, read + count
+            counts[at], sums[at] = counts[at] + count, sums[at] + nats
+            if read // FIRST_BIN < len(blocks):
+                blocks[read // FIRST_BIN] += nats / FIRST_BIN
+            read += count
         bins = [(end, math.exp(nats / count)) for end, nats, count in zip(ends, sums, counts, strict=True)]
-        return {"bins": bins, "seconds": time.perf_counter() - clock, "state_bytes": size}
+        return {"bins": bins, "blocks": blocks, "seconds": time.perf_counter() - clock, "state_bytes": size}
 
     def _losses(self, arm: Arm, model: Any, ids: list[int]) -> Iterator[tuple[int, float, int]]:
         """Yield tokens, nats, and bytes of the state after each segment."""

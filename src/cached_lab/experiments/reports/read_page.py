@@ -8,10 +8,11 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from cached_lab.experiments.efficiency import NONE, NOTE, efficiencies
+from cached_lab.experiments.efficiency import NONE, NOTE, WHOLE, WINDOW, efficiencies
+from cached_lab.experiments.statistics import summarise_pairs
 
 from .blocks import Block, FactList, Heading, ReportTable
-from .formatting import environment_text, share_text
+from .formatting import MISSING, environment_text, share_text
 from .page import write_page
 
 TITLES = {"keys": "pass keys", "facts": "facts recalled", "stories": "answers about stories"}
@@ -35,6 +36,7 @@ def read_tables(content: Mapping[str, Any]) -> list[Block]:
     """A table of perplexities for each text, two tables of pass keys, and one of facts and of stories."""
     texts = {(row["text"], row["tokens"]): None for row in content["perplexity"]}
     found: list[Block] = [_perplexities(content, *text) for text in texts]
+    found += _against_controls(content)
     for kind in TITLES:
         for text in dict.fromkeys(row["text"] for row in content.get(kind, ())):
             found += _recall(content, kind, text)
@@ -56,6 +58,29 @@ def _perplexities(content: Mapping[str, Any], text: str, tokens: int) -> ReportT
     notes = f"The model was trained with up to {longest:,} tokens. {NOTE} Here up to {columns[trained]}."
     heads = ("read by", *columns, "efficiency", "tok/s", "MiB")
     return ReportTable(heads, lines, notes, f"{text}: perplexity by position, in tokens up to; MiB of state")
+
+
+def _against_controls(content: Mapping[str, Any]) -> list[Block]:
+    """A table of what each memory saves against no memory, a window of as many bytes, and training without a memory."""
+    values: dict[str, list[float]] = {}
+    rows = [row for row in content["perplexity"] if row.get("blocks")]
+    for row in sorted(rows, key=lambda row: (row["text"], row["tokens"])):
+        values.setdefault(row["arm"], []).extend(row["blocks"])
+    most = max(map(len, values.values()), default=0)
+    whole = {arm for arm, blocks in values.items() if len(blocks) == most > 1}  # arms that read every text
+    memories = [row["arm"] for row in rows if row["memory"] and not row["arm"].startswith(f"{WINDOW} of ")]
+    trained = [row["arm"] for row in rows if not row["memory"] and row["arm"] not in (NONE, WHOLE)]
+    pairs = [(arm, control) for arm in memories for control in (NONE, f"{WINDOW} of {arm}", *trained)]
+    pairs = [pair for pair in dict.fromkeys(pairs) if whole.issuperset(pair)]
+    if not pairs:
+        return []
+    lines = []
+    for row in summarise_pairs(values, pairs):
+        mean, low, high = (row["difference"][key] for key in ("mean", "low", "high"))
+        p_value = MISSING if row["p_adjusted"] is None else f"{row['p_adjusted']:.2g}"
+        lines.append([row["name"], row["against"], f"{-mean:+.3f} [{-high:+.3f}, {-low:+.3f}]", p_value])
+    notes = f"Over {most} blocks of 1,024 tokens of all texts, paired, with 95 % t intervals; p by Holm over the rows."
+    return [ReportTable(("read by", "against", "nats a token saved", "p"), lines, notes, "Against the controls")]
 
 
 def _recall(content: Mapping[str, Any], kind: str, text: str) -> list[Block]:
