@@ -25,6 +25,7 @@ from cached_lab.tasks.language.completion import words_of_transformers
 from cached_lab.yaml_tree import flatten
 from cached_transformers import add_memory
 from cached_transformers.integrations.hub import records_memory
+from cached_transformers.state import nbytes
 
 SEGMENT = 16
 ARMS = "none,whole,streaming_llm:length=28,streaming_llm:length=512,block_retrieval:recent=8:block=8"
@@ -177,6 +178,20 @@ def test_memories_are_compared_with_their_controls_block_by_block() -> None:
     assert [row[:2] for row in table.rows] == [["a", "no memory"], ["a", "window of a"], ["a", "lora"]]
     assert table.rows[0][2] == "+0.200 [-1.071, +1.471]"  # 0.2 +- 12.706 * 0.1
     assert table.rows[2][2].startswith("-0.000") or table.rows[2][2].startswith("+0.000")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_window_has_the_bytes_of_a_memory_in_the_precision_of_the_model(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Slots have the model's precision, a matrix of AHN 32 bits in any."""
+    texts = measured(tmp_path)
+    texts.model.to(dtype)
+    arm = parse_arms("ahn:length=8")[0]
+    (window,) = texts.windows([arm])
+    sizes = []
+    for memory in (arm.memory, window.memory):
+        state = add_memory(glass(dtype)[0], memory, segment_length=SEGMENT).init_memory_state(1)
+        sizes.append(nbytes(state))
+    assert 0.97 * sizes[0] < sizes[1] <= sizes[0]
 
 
 def test_the_command_writes_tables_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

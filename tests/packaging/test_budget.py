@@ -21,15 +21,15 @@ LINES = {
     "src/cached_transformers/models": 4_419,
     "src/cached_transformers/loops": 1_129,
     "src/cached_transformers/integrations": 7_190,
-    "src/cached_lab": 22_407,
+    "src/cached_lab": 22_408,
     "src/cached_lab/data": 1_581,
     "src/cached_lab/tasks": 6_808,
     "src/cached_lab/training": 3_136,
-    "src/cached_lab/experiments": 9_012,
+    "src/cached_lab/experiments": 9_013,
     "src/cached_lab/cli": 1_639,
     "benchmarks": 2_008,
     "examples": 306,
-    "tests": 59_892,
+    "tests": 59_907,
 }
 """The most lines of Python per folder."""
 WORDS_OF_PAGES = 53_000

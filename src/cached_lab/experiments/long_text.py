@@ -139,7 +139,8 @@ class LongTexts:
 
         def build(memory: Any) -> Any:
             with torch.device("meta"):
-                return for_loops(add_memory(type(self.model)(copy.deepcopy(self.model.config)), memory, **segments))
+                bare = type(self.model)(copy.deepcopy(self.model.config)).to(self.model.dtype)
+                return for_loops(add_memory(bare, memory, **segments))
 
         segments, found = {"segment_length": self.segment}, []
         for arm in arms:
