@@ -81,10 +81,19 @@ def test_the_teacher_itself_over_the_whole_text_has_nothing_to_learn() -> None:
     base = build(None)
     teacher = Teacher(base, floor=1.0, cross_entropy=0.0, top=4)
     loss, _ = SegmentLoop(build(None), TOKENS, teacher=teacher)(*batch())
+    loss.backward()
     assert abs(loss.item()) < 1e-6
     assert teacher.answers(*batch(), TOKENS).gain_BN.abs().max() < 1e-6
     assert SegmentLoop(build(None), SEGMENT, teacher=teacher)(*batch())[0].item() > 0.01
-    assert not any(p.requires_grad for p in base.parameters()) and not base.training
+    assert all(p.grad is None for p in base.parameters()) and base.training  # as it was given
+
+
+def test_a_teacher_answers_without_dropout() -> None:
+    base = build(None, dropout=0.5)
+    teacher = Teacher(base)
+    assert base.training
+    first, second = (teacher.answers(*batch(), SEGMENT) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 def test_padding_on_the_right_and_ignored_targets_have_no_loss() -> None:

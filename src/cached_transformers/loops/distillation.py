@@ -52,7 +52,7 @@ class Teacher:
 
     Args:
         model: called as `model(tokens)`, returns logits (B, N, V) first: a decoder of transformers, or a model of this
-            package. It receives no gradient, and is in evaluation mode.
+            package. It answers in evaluation mode, and receives no gradient.
         top: K, likeliest tokens that are compared one by one, at most all; None for all.
         floor: weight of a token for which the text before the segment gains nothing.
         cross_entropy: of the text's own tokens, beside the KL. A teacher that half knows an answer teaches no more.
@@ -76,7 +76,6 @@ class Teacher:
         for name, value in (("floor", self.floor), ("cross_entropy", self.cross_entropy)):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}={value} must be finite and not negative")
-        self.model.eval().requires_grad_(False)
 
     def check(self, student: nn.Module) -> None:
         """Refuse (ValueError) a student of another vocabulary, or one that shares weights, which it could not train."""
@@ -112,8 +111,12 @@ class Teacher:
                 f"rows of {tokens:,} tokens exceed the {longest:,} positions of teacher={type(self.model).__name__}; "
                 "take fewer segments a step"
             )
-        rows = zip(inputs_BN.split(1), targets_BN.split(1), strict=True)
-        found = [self._row(inputs_1N, targets_1N, segment_length) for inputs_1N, targets_1N in rows]
+        rows, trains = zip(inputs_BN.split(1), targets_BN.split(1), strict=True), self.model.training
+        self.model.eval()
+        try:
+            found = [self._row(inputs_1N, targets_1N, segment_length) for inputs_1N, targets_1N in rows]
+        finally:
+            self.model.train(trains)
         return TeacherAnswers(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
     def _row(self, inputs_1N: Tensor, targets_1N: Tensor, segment_length: int) -> TeacherAnswers:
