@@ -323,7 +323,7 @@ def test_recorded_layer_of_gated_deltanet_2(shared: Path) -> None:
 
 
 def test_recorded_delta_product(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layer's input holds keys, values and logits of beta of the steps, of which maps pick those of each head."""
+    """The layer's input holds keys, values and logits of beta of the steps; maps pick those of each head."""
     recorded, core = gdn2_layer(shared, steps=3, decay="none", scale=1.0, negative_eigenvalues=True)
     monkeypatch.setattr(core, "features", lambda t, maps: t)
     k, v, beta = (recorded[f"product/{name}"].unflatten(1, (13, 3)).transpose(2, 3) for name in ("k", "v", "beta"))

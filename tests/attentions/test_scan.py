@@ -245,7 +245,7 @@ def test_recorded_gates_of_channels(recurrent: Path, chunk: int) -> None:
 
 
 def test_gates_by_hand() -> None:
-    """Of width 1: with e = 1/2, half of the first value is left beside the second."""
+    """At width 1 with e = 1/2, half of the first value is left beside the second."""
     one, v = torch.ones(1, 1, 2, 1), torch.tensor([[[[3.0], [5.0]]]])
     out, state = causal_scan(one, one, v, erase_BHNF=one / 2)
     assert out.flatten().tolist() == [3, 6.5] and state.item() == 6.5

@@ -156,6 +156,8 @@ def test_a_run_that_trained_on_the_model_is_an_arm(tmp_path: Path, capsys: pytes
     assert "recalled" in capsys.readouterr().out
     assert main([*words, "--dtype", "bfloat16", "--out", str(tmp_path / "half")]) == 2
     assert "bfloat16" in capsys.readouterr().err
+    assert main([*words, "--segment-length", "32", "--out", str(tmp_path / "longer")]) == 2
+    assert "--segment-length 16" in capsys.readouterr().err
     assert main([*words, "--stories", "300"]) == 2 and "--babi" in capsys.readouterr().err
 
 

@@ -59,7 +59,7 @@ def layer(tokens: float) -> float:
 
 
 def gated_delta() -> float:
-    """What a segment writes in one chunk, whose systems are not counted."""
+    """Multiply-adds of a segment's write in one chunk; its triangular systems are not counted."""
     return 3 * D * (D / H + N)
 
 

@@ -50,7 +50,7 @@ def within_segments(plain: Any, ids: Tensor) -> Tensor:
 
 
 class Wide(TorchFunctionMode):
-    """What a host computes in 32 bits whatever its weights, it computes in 64."""
+    """Compute in 64 bits the parts that a host computes in 32 bits with any weights."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:

@@ -10,8 +10,10 @@ import pytest
 import safetensors.torch
 import torch
 from common import refuses
+from peft import IA3Config, get_peft_model
 from real_weights import glass, glass_folder, glass_ids
 from torch import nn
+from torch.ao.quantization import quantize_dynamic
 
 from cached_transformers import add_memory, create_model, load_memory, save_memory
 from cached_transformers.integrations.frozen_host import host_digest
@@ -48,6 +50,8 @@ def test_a_memory_is_saved_without_its_host_and_loads_on_it(memory: str, tmp_pat
     host = glass()[0].eval()
     assert load_memory(host, path) is host
     assert torch.equal(logits(host), logits(model))
+    fresh = add_memory(glass()[0], MEMORIES[memory], segment_length=SEGMENT).eval()
+    assert not torch.equal(logits(fresh), logits(model))  # the weights of the file matter
     half = load_memory(glass(torch.bfloat16)[0], path)  # the same host, rounded
     assert half.dtype == torch.bfloat16
 
@@ -77,7 +81,16 @@ def test_damaged_files_and_adapters_are_refused(tmp_path: Path) -> None:
     safetensors.torch.save_file({"a": torch.zeros(1)}, path)
     refuses("path", load_memory, host, path)
     adapted = create_model("transformers", pretrained=str(glass_folder()), memory="ahn", trained="memory", lora=2)
-    refuses("lora", save_memory, adapted, path)
+    refuses("q_proj", save_memory, adapted, path)
+    other = get_peft_model(trained("ahn"), IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
+    refuses("k_proj", save_memory, other, path)
+
+
+def test_hosts_whose_weights_are_not_at_hand_are_refused_by_name(tmp_path: Path) -> None:
+    quantised = quantize_dynamic(trained("ahn"), {nn.Linear}, dtype=torch.qint8)
+    refuses("quantised", save_memory, quantised, tmp_path / "memory.safetensors")
+    with torch.device("meta"):
+        refuses("pretrained", create_model, "transformers", vocabulary=64, memory="grc_stream", trained="memory")
 
 
 def test_a_frozen_host_is_not_stored_and_must_be_the_same() -> None:

@@ -1,4 +1,4 @@
-"""Delta-mem: recorded values in a host's layer, the rule token by token, and what a state does to a layer."""
+"""Delta-mem: recorded values in a host's layer, the rule token by token, and the effect of a state on a layer."""
 
 from __future__ import annotations
 
@@ -384,7 +384,7 @@ def test_a_layer_whose_queries_are_its_keys_is_refused() -> None:
 
 @kinds
 def test_memory_tokens_read_and_write_nothing(options: dict[str, Any]) -> None:
-    """Those before the segment read what was before it, those after it what it has written."""
+    """Tokens before the segment read the state before it, tokens after it the state that it has written."""
     torch.manual_seed(0)
     memory, x = DeltaMem(6, 2, rank=3, half_life=2.0, **options).double(), torch.randn(2, 9, 6, **DOUBLE)
     past = read_on(memory, memory.init_state(2, x), [x])[1]

@@ -295,11 +295,16 @@ class LongTexts:
             yield f"{name}, {length:,} tokens, {arm.name}: {sum(asked)} of {len(asked)} {kind}"
 
     def _trained(self, folder: Path) -> Any:
-        """Return the model of a run (ValueError: another host, or another precision)."""
+        """Return the model of a run (ValueError: another host, precision or segment length)."""
         if self._loaded is None or self._loaded[0] != folder:
             self._loaded = None  # frees the last one before
-            _, model, _ = load_run(folder, "tested")
+            config, model, _ = load_run(folder, "tested")
             host: Any = model.model
+            if (length := config.training.segment_length) != self.segment:
+                raise ValueError(
+                    f"--with {folder}: it trained in segments of {length} tokens, not {self.segment}; give "
+                    f"--segment-length {length}"
+                )
             if host.dtype != self.model.dtype or not torch.equal(host_digest(host), host_digest(self.model)):
                 raise ValueError(
                     f"--with {folder}: it trained on another host than {self.content['settings']['model']} in "

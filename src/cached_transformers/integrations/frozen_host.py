@@ -6,6 +6,7 @@ A checkpoint then has a few megabytes. It holds a digest of the host, and loads 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one
 from cached_transformers.extras import require
-from cached_transformers.layers.initial_state import PLACE as INITIAL_STATE
+
+from .hub import OURS
 
 DIGEST = "host_digest"
 """Name of the digest among the tensors of a checkpoint."""
@@ -23,19 +25,26 @@ ADAPTER = ".lora_"
 
 def is_of_memory(name: str) -> bool:
     """Return True for the name of a tensor that a memory, or a tuned initial state, added to a host."""
-    parts = name.split(".")
-    return "memory" in parts or INITIAL_STATE in parts
+    return re.search(OURS, name) is not None
 
 
 def host_digest(host: nn.Module) -> Tensor:
     """SHA-256, uint8 (32,), of the names, shapes and values of a host's weights without a memory and adapters.
 
     Values count in bfloat16, so that a host and its half-precision copy are the same host.
+
+    Raises:
+        ValueError: weights without values at hand: quantised, offloaded, or on the meta device.
     """
     digest = hashlib.sha256()
     for name, t in sorted(host.state_dict().items()):
         if is_of_memory(name) or ADAPTER in name:
             continue
+        if not isinstance(t, Tensor) or t.is_meta or t.is_quantized:
+            raise ValueError(
+                f"{name} is quantised, or has no values here, so that this host cannot be told from others; take the "
+                "host in a floating dtype, by its `pretrained` weights, on this machine"
+            )
         digest.update(f"{name.replace('.base_layer.', '.')} {tuple(t.shape)} ".encode())
         flat = t.detach().to(torch.bfloat16) if t.is_floating_point() else t.detach()
         digest.update(flat.contiguous().cpu().view(-1).view(torch.uint8).numpy().data)

@@ -17,8 +17,11 @@ from typing import Any
 from torch import nn
 
 from cached_transformers.files import write_whole
+from cached_transformers.layers.initial_state import PLACE as INITIAL_STATE
 
 MODEL_TYPE = "cached_transformers"
+OURS = rf"(^|\.)(memory|{INITIAL_STATE})\."
+"""Pattern of the names of a memory's tensors, or of a tuned initial state's, in a host's state dict."""
 REFUSAL = {"this model has a memory: import cached_transformers, which loads it": 0}
 
 

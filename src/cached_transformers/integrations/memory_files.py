@@ -16,9 +16,9 @@ from torch import nn
 from cached_transformers.files import write_whole
 
 from .adapters import add_memory, remove_memory
-from .frozen_host import ADAPTER, host_digest, is_of_memory
+from .frozen_host import host_digest, is_of_memory
 from .hub import MODEL_TYPE
-from .peft_models import refuse_unsaved
+from .peft_models import adapters_of, refuse_unsaved
 
 KEY, FORMAT = "cached_transformers_memory", 1
 """Name of the metadata, and its version."""
@@ -33,7 +33,8 @@ def save_memory(model: nn.Module, path: str | Path) -> None:
         model: a model of transformers with a memory, or `create_model("transformers", ...)` around it.
 
     Raises:
-        ValueError: the model has no memory, or adapters whose part in the memory's work the file would lack.
+        ValueError: the model has no memory, or adapters whose part in the memory's work the file would lack, or
+            quantised weights.
         NotWritten: the folder cannot be written; a file that was there before is untouched.
     """
     host = _host(model)
@@ -41,14 +42,14 @@ def save_memory(model: nn.Module, path: str | Path) -> None:
     if not record:
         raise ValueError(f"{type(host).__name__} has no memory to save; call add_memory first")
     state = host.state_dict()
-    if adapters := [name for name in state if ADAPTER in name]:
+    if adapters := adapters_of(host):
         raise ValueError(
             f"{type(host).__name__} has adapters beside its memory ({adapters[0]}), which this file would lack; merge "
             "them into the host first, or save the PeftModel with modules_to_save=['memory']"
         )
     refuse_unsaved(host, getattr(host, "_hf_peft_config_loaded", False))
+    notes = {"format": FORMAT, "host": _about(host), "add_memory": record}  # refuses quantised weights
     tensors = {name: t.contiguous().clone() for name, t in state.items() if is_of_memory(name)}
-    notes = {"format": FORMAT, "host": _about(host), "add_memory": record}
     write_whole(Path(path), safetensors.torch.save(tensors, {KEY: json.dumps(notes, sort_keys=True)}))
 
 
@@ -101,10 +102,11 @@ def _host(model: Any) -> Any:
 
 def _about(host: Any) -> dict[str, Any]:
     """Facts about a host and the digest of its weights."""
+    digest = bytes(host_digest(host).tolist()).hex()
     weights = [t for name, t in host.state_dict().items() if not is_of_memory(name)]
     return {
         "class": type(host).__name__,
         "layers": getattr(host.config, "num_hidden_layers", None),
         "parameters": sum(t.numel() for t in weights),
-        "digest": bytes(host_digest(host).tolist()).hex(),
+        "digest": digest,
     }

@@ -35,14 +35,20 @@ def host_of(model: nn.Module) -> nn.Module:
                 )
         host: nn.Module = peft_model.get_base_model()
         return host
-    for name, module in model.named_modules():
-        if _is(module, "peft.tuners.tuners_utils", "BaseTunerLayer"):
-            raise ValueError(
-                f"{type(model).__name__} holds adapters of PEFT ({name} is a {type(module).__name__}), which would not "
-                "save a memory added later; give add_memory the PeftModel, or add the memory before the adapters, "
-                "with modules_to_save=['memory'] in their config"
-            )
+    if names := adapters_of(model):
+        raise ValueError(
+            f"{type(model).__name__} holds adapters of PEFT ({names[0]} is a "
+            f"{type(model.get_submodule(names[0])).__name__}), which would not save a memory added later; give "
+            "add_memory the PeftModel, or add the memory before the adapters, with modules_to_save=['memory'] in their "
+            "config"
+        )
     return model
+
+
+def adapters_of(model: nn.Module) -> list[str]:
+    """Return the names of modules that adapters of PEFT have replaced, of any kind."""
+    found = model.named_modules()
+    return [name for name, module in found if _is(module, "peft.tuners.tuners_utils", "BaseTunerLayer")]
 
 
 def give_to_adapters(peft_model: Any, host: nn.Module) -> None:

@@ -21,14 +21,12 @@ from safetensors import safe_open
 
 from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
-from cached_transformers.integrations.hub import MODEL_TYPE, Record, note_memory, records_memory
+from cached_transformers.integrations.hub import MODEL_TYPE, OURS, Record, note_memory, records_memory
 from cached_transformers.integrations.peft_models import load_with_memory, refuse_unsaved
 from cached_transformers.layers.initial_state import PLACE as INITIAL_STATE
 from cached_transformers.models.published import PublishedModel, is_ours
 from cached_transformers.models.state_tuning import begin_with
 
-OURS = rf"(^|\.)(memory|{INITIAL_STATE})\."
-"""Pattern of the names of a memory's tensors."""
 HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "proxies")
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
 

@@ -68,7 +68,7 @@ class LayerCache:
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0, **_: Any
     ) -> Tensor:
-        """All inputs (B, channels, kernel + N), of which the last ones remain."""
+        """All inputs (B, channels, kernel + N); the last ones remain in the cache."""
         before = self.convolved.get(state_idx)
         if before is None:
             before = conv_states.new_zeros(*conv_states.shape[:-1], conv_kernel_size)
@@ -144,7 +144,7 @@ class RecurrentHook:
             )
 
     def read(self, forward: Any, x_BND: Tensor, state: State) -> tuple[Tensor, State]:
-        """The output of a forward of the layer, and the state after these tokens, none of which is padding."""
+        """Run a forward of the layer on tokens without padding: its output, and the state after them."""
         cache = LayerCache(state)
         given: dict[str, Any] = {"hidden_states": x_BND, "attention_mask": None, self.cache: cache}
         if x_BND.shape[1] > 1 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -166,7 +166,7 @@ class RecurrentHook:
 
     @torch.no_grad()
     def _state_after_one_row(self, like: Tensor, width: int) -> State:
-        """The layer's state after one row, of which only the shapes count.
+        """The layer's state after one row; only its shapes count.
 
         Raises:
             ValueError: parts of a row, of several tokens or one, differ from the whole.
