@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.attentions.parts.building_blocks import wide
 from cached_transformers.attentions.parts.scan import causal_scan
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.capabilities import own_word
@@ -38,7 +39,7 @@ from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import refuse_narrow
 
-from .parts.recurrent import shown, wide
+from .parts.recurrent import shown
 
 own_word("queries", "a term added to the queries before their norm and positions")
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.attentions.parts.building_blocks import wide
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing
@@ -36,7 +37,7 @@ from cached_transformers.state import map_state, refuse_narrow
 
 from .parts.fast_weights import written
 from .parts.options import NO_MEMORY, check_positive
-from .parts.recurrent import full_precision, shown, wide
+from .parts.recurrent import full_precision, shown
 
 EPSILON = 1e-5
 """Added to lengths that are divided by."""

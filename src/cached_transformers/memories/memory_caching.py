@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.attentions.parts.building_blocks import wide
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.incremental import advance, open_segment
 from cached_transformers.interfaces.memory import LayerMemory, Linear, ProjectKV, Query, Reading, Trace
@@ -35,7 +36,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.state import State, may_change, refuse_narrow, reset
 
 from .parts.factory import create_memory, memory_spec
-from .parts.recurrent import Answer, Recurrent, full_precision, mix, wide, wrote
+from .parts.recurrent import Answer, Recurrent, full_precision, mix, wrote
 
 
 class CachedStates(NamedTuple):

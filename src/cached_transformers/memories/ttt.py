@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.attentions.parts.building_blocks import wide
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.memory import Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing
@@ -43,7 +44,7 @@ from cached_transformers.state import map_state
 from .parts import fast_weights
 from .parts.fast_weights import FastMemory, FastState, FastWeights, Learned, OpenChunk, Soup, Step, TokenMaps
 from .parts.options import NO_MEMORY, check_heads, check_positive
-from .parts.recurrent import Answer, Asked, shown, wide
+from .parts.recurrent import Answer, Asked, shown
 
 RATES = {"linear": 1.0, "mlp": 0.1}
 """Default rate of the inner step."""

@@ -27,10 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.attentions.parts.building_blocks import wide
 from cached_transformers.interfaces.memory import ProjectKV, Query, Reading, Trace
 from cached_transformers.state import refuse_narrow
 
-from .recurrent import Answer, Asked, Recurrent, beside, full_precision, mix, wide
+from .recurrent import Answer, Asked, Recurrent, beside, full_precision, mix
 
 Activation = Literal["gelu", "silu", "gelu_tanh"]
 

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cached_transformers.attentions.parts.building_blocks import unit
-from cached_transformers.attentions.parts.building_blocks import wide as wide
+from cached_transformers.attentions.parts.building_blocks import unit, wide
 from cached_transformers.attentions.parts.scan import causal_scan
 from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading
 

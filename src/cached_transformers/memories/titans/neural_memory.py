@@ -30,8 +30,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from cached_transformers.attentions.parts.building_blocks import wide
 from cached_transformers.memories.parts.fast_weights import FastReading, FastWeights, Learned, Soup, Step
-from cached_transformers.memories.parts.recurrent import wide
 
 Activation = Literal["gelu", "silu"]
 Loss = Literal["l2", "huber", "lp"]

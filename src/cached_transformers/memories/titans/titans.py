@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.attentions.parts.building_blocks import wide
 from cached_transformers.checks import at_least_one
 from cached_transformers.interfaces.capabilities import own_word
 from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
@@ -39,7 +40,7 @@ from cached_transformers.memories.parts import fast_weights
 from cached_transformers.memories.parts.fast_weights import FastMemory, FastState, Learned, OpenChunk, Soup, normed
 from cached_transformers.memories.parts.fifo_store import taken
 from cached_transformers.memories.parts.options import NO_MEMORY, STRETCH, Gate, check_positive, gated
-from cached_transformers.memories.parts.recurrent import Answer, Asked, shown, wide
+from cached_transformers.memories.parts.recurrent import Answer, Asked, shown
 from cached_transformers.registry import MEMORIES
 
 from .neural_memory import Activation, Gates, Loss, NeuralMemory
